@@ -19,7 +19,7 @@ test-full: .venv-test/installed
 # Its virtual environment is made once: `make clean` before it for what has come out since. PyTorch is left out, to be sooner
 # done; pytest lists the tests that were skipped for it.
 NEWEST = $(addprefix tests/,test_sampling.py test_docstrings.py decoding/test_verification.py decoding/test_loop.py \
-  evaluation/test_conformance.py models/test_checkpoint.py models/test_transformer.py models/narrow/test_weights.py \
+  evaluation/test_conformance.py models/test_checkpoint.py models/test_transformer.py models/quantization/test_weights.py \
   serving/test_engine.py training/test_loop.py)
 test-newest: .venv-newest/installed
 	.venv-newest/bin/python -m pytest -n 2 --dist worksteal -rs $(NEWEST)

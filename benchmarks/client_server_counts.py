@@ -17,7 +17,7 @@ from specjax import wire
 from specjax.client.device import ALONE, ClientDevice, Settings
 from specjax.client.speculation import Speculation
 from specjax.drafters import Drafter, Eagle3, MixtureOfAttentions
-from specjax.drafters.mixture_of_attentions import with_told
+from specjax.drafters.methods.mixture_of_attentions import with_told
 from specjax.drafts.shapes import Chain
 from specjax.models.config import ModelConfig
 from specjax.models.published import published

@@ -145,11 +145,11 @@ def chosen(drafters: dict[str, Drafter | None], methods: Sequence[str]) -> dict[
 
 def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], list[np.ndarray], dict[str, Runner]]:
     """The inflated target, our methods, the texts as token ids, and the peers' methods on the same weights."""
-    directory = hub.locate(config.target, weights=False)
-    check_vocabulary(config_json.read_config(hub.locate(config.draft, weights=False)), config_json.read_config(directory))
+    files, draft_files = (hub.open_checkpoint(name, weights=False) for name in (config.target, config.draft))
+    check_vocabulary(config_json.read_config(draft_files), config_json.read_config(files))
     dtype = jnp.dtype(config.dtype)
-    target = Target.from_pretrained(config.target, dtype=dtype)
-    small, draft = target, Target.from_pretrained(config.draft, dtype=dtype)
+    target = Target.from_pretrained(files, dtype=dtype)
+    small, draft = target, Target.from_pretrained(draft_files, dtype=dtype)
     if any(config.inflate):
         hidden_size, intermediate_size, num_layers = config.inflate
         target = inflate(target, hidden_size=hidden_size, intermediate_size=intermediate_size, num_layers=num_layers)
@@ -159,7 +159,7 @@ def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], li
             target.save_pretrained(Path(scratch) / "target")
             draft.save_pretrained(Path(scratch) / "draft")
             others = peers.methods(Path(scratch) / "target", Path(scratch) / "draft", config.new_tokens, config.dtype)
-    tokenizer = text.load_tokenizer(directory)
+    tokenizer = text.load_tokenizer(files.directory)
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     methods = drafters_of(draft, config.exit_layers)
     if config.eagle3:

@@ -64,7 +64,7 @@ class InstantDevice:
         """Make answers of ``token`` in place of ``device``, whose other methods and sizes remain."""
         self._device, self._token = device, token
         rows, self._most = device.sizes.rows, device.sizes.steps * (device.depth + 1)
-        self._lengths, self._limits = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        self._lengths, self._max_lengths = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         self._steps, self._is_read = np.zeros(rows, np.int32), np.zeros(rows, bool)
         self._has_begun = False  # all rows were read, and not all texts are over
         self.gaps: list[float] = []
@@ -82,7 +82,12 @@ class InstantDevice:
 
     def admit(self, row: int, words: Any, start: int, prefix_state: Any) -> None:
         """Begin a text in a row."""
-        self._lengths[row], self._limits[row], self._steps[row], self._is_read[row] = words.length, words.limit, 0, False
+        self._lengths[row], self._max_lengths[row], self._steps[row], self._is_read[row] = (
+            words.length,
+            words.max_length,
+            0,
+            False,
+        )
 
     def read(
         self, table: Any, rows: Sequence[int], counts: Any, is_last: Sequence[bool], **others: Any
@@ -94,7 +99,7 @@ class InstantDevice:
 
     def rearrange(self, order: np.ndarray) -> None:
         """Put the rows into another order."""
-        for counts in (self._lengths, self._limits, self._steps, self._is_read):
+        for counts in (self._lengths, self._max_lengths, self._steps, self._is_read):
             counts[:] = counts[order]
 
     def decode(self, number: int, table: Any, free: np.ndarray, steps: int, *others: Any) -> Progress:
@@ -106,8 +111,8 @@ class InstantDevice:
         goes_on = self._is_read & ~free & self._has_begun
         if goes_on.all() and self._answered is not None:
             self.gaps.append(now - self._answered)
-        self._lengths = np.where(goes_on, np.minimum(starts + 2 * steps, self._limits), starts).astype(np.int32)
-        self._is_read &= self._lengths < self._limits
+        self._lengths = np.where(goes_on, np.minimum(starts + 2 * steps, self._max_lengths), starts).astype(np.int32)
+        self._is_read &= self._lengths < self._max_lengths
         self._has_begun &= bool(self._is_read.any())
         self._steps += np.where(goes_on, steps, 0).astype(np.int32)
         depth = self._device.depth
@@ -121,7 +126,7 @@ class InstantDevice:
             "tokens": np.full((rows, self._most), self._token, np.int32),
             "starts": starts,
             "lengths": self._lengths.copy(),
-            "done": self._lengths >= self._limits,
+            "done": self._lengths >= self._max_lengths,
             "failed": np.zeros(rows, bool),
             "accepted": np.ones((rows, self._most), bool),
         }

@@ -30,7 +30,7 @@ from rich.table import Table
 from specjax.lowering.compiled import compile_program
 from specjax.lowering.topologies import find_mesh
 from specjax.models.attention import BLOCK, LOOP, Filled, attend, by_device
-from specjax.models.quantized import Quantized
+from specjax.models.quantized_cache import QuantizedPart
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Shapes:
     def entry(self, case: Case, *shape: int, int8: bool = False) -> tuple[Any, Any]:
         """Keys and values ``[*shape, dim]``; in 8 bits each with a scale for every one."""
         if int8:
-            part = Quantized(self(*shape, case.dim, dtype=jnp.int8), self(*shape, dtype=jnp.float32))
+            part = QuantizedPart(self(*shape, case.dim, dtype=jnp.int8), self(*shape, dtype=jnp.float32))
             return part, part
         return self(*shape, case.dim), self(*shape, case.dim)
 
@@ -184,7 +184,7 @@ def tokamax(case: Case, shapes: Shapes, has_our_layout: bool) -> Program:
 
     def run(q, cached, count, table, own, mask):
         def whole(part, new):
-            if isinstance(part, Quantized):
+            if isinstance(part, QuantizedPart):
                 part = (part.numbers * part.scales[..., None]).astype(new.dtype)
             if table is not None:  # pages side by side
                 pages = part[table].swapaxes(1, 2)

@@ -42,8 +42,8 @@ def test_numbers_are_read_as_people_write_them(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stepz: 3", "unknown key stepz; known here: output"),
-        ("optimizer:\n  lr: 1", r"unknown key optimizer\.lr; known here: method, learning_rate"),
+        ("stepz: 3", "unknown key stepz; the keys are output"),
+        ("optimizer:\n  lr: 1", r"unknown key optimizer\.lr; the keys are method, learning_rate"),
         ("steps: many", "steps"),
         ("optimizer:\n  clip: much", r'"optimizer\.clip"'),
         ("optimizer:\n  method: sgd", r'"optimizer\.method"'),
@@ -51,8 +51,8 @@ def test_numbers_are_read_as_people_write_them(tmp_path) -> None:
         ("method: lm", r"method\.name=None: must be one of lm, distill"),
         ("method:\n  target: here", r"method\.name=None: must be one of lm, distill"),
         ("method:\n  name: [lm]", r"method\.name=\['lm'\]: must be one of lm, distill"),
-        ("method:\n  name: lm\n  target: here", r"unknown key method\.target; known here: name, model"),
-        ("method:\n  name: distill\n  model:\n    layers: 1", r"unknown key method\.model\.layers; known here: hidden_size"),
+        ("method:\n  name: lm\n  target: here", r"unknown key method\.target; the keys are name, model"),
+        ("method:\n  name: distill\n  model:\n    layers: 1", r"unknown key method\.model\.layers; the keys are hidden_size"),
         ("method:\n  name: distill\n  model:\n    num_layers: few", r'"method\.model\.num_layers"'),
         ("- 1", "key: value pairs"),
         ("a: [", "not valid YAML"),

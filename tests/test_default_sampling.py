@@ -143,7 +143,7 @@ def test_without_a_file_calls_are_greedy(tiny_pair, directory, monkeypatch) -> N
 
 
 def test_only_what_the_call_states_is_named_as_not_read(generate) -> None:
-    with pytest.warns(UserWarning, match=r"^top_p: not read at temperature 0") as said, pytest.raises(InputError):
+    with pytest.warns(UserWarning, match=r"^top_p: ignored at temperature 0") as said, pytest.raises(InputError):
         generate("x", temperature=0, top_p=0.5, max_new_tokens=0)
     assert len(said) == 1
 
@@ -151,7 +151,7 @@ def test_only_what_the_call_states_is_named_as_not_read(generate) -> None:
 def test_what_is_not_applied_is_said_once(tiny_pair, tmp_path) -> None:
     fields = FILE | {"repetition_penalty": 1.05, "suppress_tokens": [3]}
     penalised = with_file(tiny_pair[0], tmp_path / "penalised", **fields)
-    with pytest.warns(UserWarning, match=r"not applied to its texts: repetition_penalty 1\.05, suppress_tokens \[3\]$") as said:
+    with pytest.warns(UserWarning, match=r"fields are not applied: repetition_penalty 1\.05, suppress_tokens \[3\]$") as said:
         assert specjax.load(penalised).default_sampling == DEFAULTS
     assert len(said) == 1
     with warnings.catch_warnings():
@@ -291,7 +291,7 @@ def test_generate_has_them_and_says_so(directory, drawn_with, capsys, options, s
 def test_generate_names_what_is_not_applied(tiny_pair, tmp_path, drawn_with, capsys) -> None:
     penalised = with_file(tiny_pair[0], tmp_path / "penalised", **FILE, repetition_penalty=1.05, no_repeat_ngram_size=3)
     _, _, said = run(capsys, *generating(penalised))
-    line = "not applied to its texts: repetition_penalty 1.05, no_repeat_ngram_size 3"
+    line = "these fields are not applied: repetition_penalty 1.05, no_repeat_ngram_size 3"
     assert [line in each for each in said.splitlines()].count(True) == 1
     assert "not applied" not in run(capsys, *generating(penalised, "--generation-config", "none"))[2]
     (Path(penalised) / "generation_config.json").write_text(json.dumps(FILE | {"top_p": 2}))

@@ -194,8 +194,8 @@ def test_every_example_of_a_docstring_does_what_it_shows(slow, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("word", "page"),
     [
-        ("Quantization", "guides/narrow-weights.md"),
-        ("Quantization", "results/narrow-weights.md"),
+        ("Quantization", "guides/quantization.md"),
+        ("Quantization", "results/quantization.md"),
         ("Colab", "guides/devices.md"),
     ],
 )

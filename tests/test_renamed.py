@@ -3,6 +3,7 @@
 import ast
 import importlib
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -12,12 +13,23 @@ import pytest
 from flax import struct
 
 import specjax
-from specjax.drafters import Draft, Drafter
-from specjax.drafters.base import _OLD_METHODS
+from specjax.drafters import Draft, Drafter, TrainedDrafter
+from specjax.drafters.base import _OLD_METHODS, remote_entry_arrays, remote_input_shapes
+from specjax.drafters.registry import DraftingMethod
+from specjax.errors import InputError
+from specjax.models.params import Param
 from specjax.training.contract import StudentInputs
+from tests.conftest import tiny_target
 
 
-@pytest.mark.parametrize(("module", "name", "renamed"), [("specjax.training.contract", "Given", StudentInputs)])
+@pytest.mark.parametrize(
+    ("module", "name", "renamed"),
+    [
+        ("specjax.training.contract", "Given", StudentInputs),
+        ("specjax.drafters.base", "shapes_told", remote_input_shapes),
+        ("specjax.drafters.base", "told_entries", remote_entry_arrays),
+    ],
+)
 def test_an_old_name_works_and_warns(module, name, renamed) -> None:
     with pytest.warns(DeprecationWarning, match=f"{module}.{name} has a new name: {renamed.__name__}") as caught:
         assert getattr(importlib.import_module(module), name) is renamed
@@ -51,6 +63,13 @@ def test_every_old_name_serves_under_the_new_one_also_from_a_mixin_or_a_drafter_
     assert (getattr(both, old), getattr(both, new)) == (mine, other)
 
 
+def test_weights_are_quantized_by_the_old_name_too_which_warns(target) -> None:
+    for model in (target, specjax.Eagle3.init(target, jax.random.key(1)), specjax.DraftModel(target)):
+        with pytest.warns(DeprecationWarning, match=f"{type(model).__name__}.narrow has a new name: call it quantize"):
+            narrow = model.narrow("int8")
+        jax.tree.map(np.testing.assert_array_equal, narrow, model.quantize("int8"))
+
+
 def test_a_drafter_with_the_old_names_of_its_methods_works_and_warns(target) -> None:
     with pytest.warns(DeprecationWarning, match="NewestToken.absorb has a new name: call it append_committed") as caught:
 
@@ -73,3 +92,63 @@ def test_a_drafter_with_the_old_names_of_its_methods_works_and_warns(target) -> 
     prompts = np.array([[1, 2, 1, 2, 1, 2]])
     plain = specjax.generate(target, None, prompts, max_new_tokens=6)
     assert np.array_equal(specjax.generate(target, NewestToken(), prompts, max_new_tokens=6).tokens, plain.tokens)
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    vocab_size: int
+
+
+def test_a_trained_drafter_with_its_format_in_methods_works_and_warns(tmp_path) -> None:
+    with pytest.warns(DeprecationWarning, match=r"Table: give title, layouts, .*format_config, layout_of to a Check") as caught:
+
+        @struct.dataclass
+        class Table(TrainedDrafter[tuple[()]]):
+            params: dict
+            config: TableConfig = struct.field(pytree_node=False)
+            draft: specjax.Chain = struct.field(pytree_node=False, default=specjax.Chain(2))
+            mesh: jax.sharding.Mesh | None = struct.field(pytree_node=False, default=None)
+            title = "a table"
+            layouts = ("rows", "lines")
+
+            @classmethod
+            def recognises(cls, raw, tensors):
+                return "table" in raw
+
+            @classmethod
+            def layout_of(cls, stored):
+                return "lines" if "lines.weight" in stored.shapes else "rows"
+
+            @classmethod
+            def read_config(cls, stored):
+                return TableConfig(stored.raw["table"])
+
+            def format_config(self, layout, dtype, target):
+                return {"table": self.config.vocab_size}
+
+            @classmethod
+            def declare(cls, config, layout="rows"):
+                return {"table": Param((config.vocab_size, config.vocab_size), ("vocab", None), f"{layout}.weight")}
+
+            @classmethod
+            def axis_units(cls, config):
+                return {"vocab": config.vocab_size}
+
+            @classmethod
+            def init(cls, target, key):
+                config = TableConfig(target.config.vocab_size)
+                return cls(params=cls._initialise(config, key, target), config=config, mesh=target.mesh)
+
+    assert [each.filename for each in caught] == [__file__]
+    drafter = Table.init(tiny_target(), jax.random.key(0))
+    for layout in Table.layouts:
+        drafter.save_pretrained(tmp_path / layout, layout=layout)
+        read = Table.from_pretrained(tmp_path / layout)
+        assert read.config == drafter.config and np.array_equal(read.params["table"], drafter.params["table"])
+    with pytest.raises(InputError, match="layout='x': a table is written in the layouts 'rows', 'lines'"):
+        drafter.save_pretrained(tmp_path / "x", layout="x")
+    recognises = DraftingMethod.of("table", Table).recognises
+    assert recognises is not None and recognises({"table": 3}, ()) and not recognises({}, ())
+    with pytest.warns(DeprecationWarning, match="Other: give title to a CheckpointFormat"):
+        other = type("Other", (Table,), {"title": "another table"})
+    assert (other.title, other.layouts, other.checkpoint_format.declare) == ("another table", Table.layouts, other.declare)

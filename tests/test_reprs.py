@@ -39,7 +39,7 @@ def test_a_target_says_its_sizes_and_how_many_parameters_it_has(target) -> None:
     shown = check(target)
     assert f"{numbers:,} numbers, float32" in shown and f"vocab_size={target.config.vocab_size}" in shown
     assert "cache_dtype" not in shown and "cache_dtype='int8'" in check(target.replace(cache_dtype="int8"))
-    check(target.narrow("int8"))
+    check(target.quantize("int8"))
 
 
 @pytest.mark.parametrize("kind", [method.trained for method in METHODS.values() if method.trained is not None])

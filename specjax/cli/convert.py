@@ -1,5 +1,5 @@
-"""``specjax convert``: a trained drafter in the layout that another engine loads, a model with narrow weights, or what a client
-needs of a target."""
+"""``specjax convert``: a trained drafter in the layout that another engine loads, a model with quantized weights, or what a
+client needs of a target."""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -15,8 +15,9 @@ from specjax.errors import InputError
 from specjax.files import replacing
 from specjax.models import checkpoint, config_json, hub, huggingface, parts
 from specjax.models.calibration import calibrate, check_text, windows
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
-from specjax.models.narrow import Form, schemes
+from specjax.models.quantization import Form, schemes
 from specjax.models.transformer import Target, default_dtype
 from specjax.progress import waiting
 from specjax.training.documents import read_documents
@@ -24,8 +25,8 @@ from specjax.training.documents import read_documents
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """Write a drafter in another layout, a model with narrow weights, or the part of a target with which a client drafts.
-    Weights keep their data type, but for those that become narrow.
+    """Write a drafter in another layout, a model with quantized weights, or the part of a target with which a client drafts.
+    Weights keep their data type, but for those that are quantized.
 
     Attributes:
         drafter: directory or hub id of the drafter, in any layout that ``generate`` reads; or METHOD:DIRECTORY, such as
@@ -35,12 +36,12 @@ class ConvertConfig:
         output: directory to write.
         target: directory or hub id of the target, for layouts whose config.json says what the drafter is for: "speculators"
             names it, and vLLM reads it there; "authors" repeats its configuration. With client_parts, the model to cut. With
-            quantize and without a drafter, the model whose weights become narrow; a draft model is such a one too.
+            quantize and without a drafter, the model whose weights are quantized; a draft model is such a one too.
         client_parts: write no drafter, but what this one needs of the target at a client: embedding, final norm, head, the
             last layers where it runs them, and the tokenizer.
-        quantize: "int8", "w8a8", "int4" or "fp8": narrow weights, as compressed-tensors has them, which vLLM reads. See
-            `specjax.models.narrow.schemes`.
-        calibrate: with quantize and without a drafter, text like that which the model will read, by which the narrow weights
+        quantize: "int8", "w8a8", "int4" or "fp8": quantized weights, as compressed-tensors has them, which vLLM reads. See
+            `specjax.models.quantization.schemes`.
+        calibrate: with quantize and without a drafter, text like that which the model will read, by which the quantized weights
             are chosen (GPTQ). Without it each becomes the nearest number. As ``data.source`` of a training: JSON lines with
             "text" or "messages", a text file, a directory, ``hf:OWNER/NAME``.
         vocabulary: with quantize, the embedding and the head become 8-bit numbers too. This library reads such a checkpoint;
@@ -59,11 +60,11 @@ class ConvertConfig:
 
 def run_convert(config: ConvertConfig) -> None:
     """``specjax convert``."""
-    narrows_target = bool(config.quantize) and not config.drafter
-    if config.calibrate and not narrows_target:
+    quantizes_target = bool(config.quantize) and not config.drafter
+    if config.calibrate and not quantizes_target:
         mend = "needs quantize, such as --quantize int4" if not config.quantize else "is of targets: leave it out for a drafter"
         raise InputError(f"calibrate={config.calibrate!r}: {mend}")
-    needed = ("target",) if narrows_target else ("drafter", *("target",) * config.client_parts)
+    needed = ("target",) if quantizes_target else ("drafter", *("target",) * config.client_parts)
     for name in (*needed, "output"):
         if not getattr(config, name):
             raise InputError(f"{name}='': give a directory")
@@ -71,15 +72,15 @@ def run_convert(config: ConvertConfig) -> None:
         raise InputError("vocabulary: needs quantize, such as --quantize int8")
     if config.quantize and config.client_parts:
         raise InputError("quantize: cut the client's parts of a target first, and give the directory of these as --target")
-    if narrows_target:
+    if quantizes_target:
         if config.to != ConvertConfig.to:
             raise InputError(f"to={config.to!r}: is of drafters; a target is written as transformers has it: leave it out")
-        write_narrow(config)
+        write_quantized(config)
         return
     if config.client_parts:
         write_client_parts(config)
         return
-    method, where = registry.resolve(config.drafter)
+    method, where, files = registry.find(config.drafter)
     kind = method.trained
     if config.quantize and kind is None and method.recognises is not None:
         raise InputError(f"drafter={config.drafter!r}: is a draft model, a whole one: give it as --target, and no --drafter")
@@ -91,35 +92,35 @@ def run_convert(config: ConvertConfig) -> None:
     layout = next(iter(kind.layouts)) if len(kind.layouts) < 2 and config.to == ConvertConfig.to else config.to
     if layout not in kind.layouts:
         raise InputError(f"to={config.to!r}: {kind.title} is written as {', '.join(kind.layouts)}: give one of these")
-    directory = hub.locate(where)
-    if directory.resolve() == Path(config.output).resolve():
+    files = hub.open_checkpoint(files or where)
+    if files.directory.resolve() == Path(config.output).resolve():
         raise InputError(f"output={config.output!r}: is the drafter itself; give another directory")
-    dtype = checkpoint.stored_type(directory)
+    dtype = checkpoint.stored_type(files)
     weights = scheme_of(config) if config.quantize else schemes.AS_STORED
     settings: dict[str, Any] = dict(method.settings)
-    drafter = kind.from_pretrained(directory, dtype=dtype, weights=weights, **settings)
+    drafter = kind.from_pretrained(files, dtype=dtype, weights=weights, **settings)
     with waiting(f"writing {config.output}"):
         drafter.save_pretrained(config.output, layout=layout, target=config.target)
-    said = [f"{config.output}: layout {layout}, {dtype}", config.quantize, drafter.describe(layout)]
+    said = [f"{config.output}: layout {layout}, {dtype}", config.quantize, kind.checkpoint_format.describe(drafter, layout)]
     print("; ".join(filter(None, said)))
 
 
-# --- narrow weights --------------------------------------------------------------------------------------------------
+# --- quantized weights --------------------------------------------------------------------------------------------------
 
 
 def scheme_of(config: ConvertConfig) -> schemes.Scheme:
-    """How weights become narrow. Raises `InputError`."""
+    """How weights are quantized. Raises `InputError`."""
     schemes.check_weights(config.quantize, (), "quantize")
     scheme = schemes.SCHEMES[config.quantize]
     return replace(scheme, vocabulary=Form("int8") if config.vocabulary else None)
 
 
-def write_narrow(config: ConvertConfig) -> None:
-    """Write the target with narrow weights, and its tokenizer. All of it or nothing."""
+def write_quantized(config: ConvertConfig) -> None:
+    """Write the target with quantized weights, and its tokenizer. All of it or nothing."""
     scheme, output = scheme_of(config), Path(config.output)
-    source = hub.locate(config.target)
+    source = hub.open_checkpoint(config.target)
     checkpoint.check_writable(output)
-    if source.resolve() == output.resolve():
+    if source.directory.resolve() == output.resolve():
         raise InputError(f"output={config.output!r}: is the target itself; give another directory")
     dtype, how = huggingface.embedding_type(source), config.quantize
     if config.calibrate:
@@ -130,20 +131,20 @@ def write_narrow(config: ConvertConfig) -> None:
         target = Target.from_pretrained(source, dtype=dtype, weights=scheme)
     with waiting(f"writing {config.output}"), replacing(output) as scratch:
         target.save_pretrained(scratch, dtype=dtype)
-        copy_beside(source, scratch)
-    size, whole = checkpoint.stored_bytes(output), checkpoint.stored_bytes(source)
+        copy_beside(source.directory, scratch)
+    size, whole = CheckpointFiles(output).weight_bytes, source.weight_bytes
     of_whole = f"{size / 1e6:,.1f} MB, {size / whole:.1%} of the {whole / 1e6:,.1f} MB of the target"
     print(f"{config.output}: {how}, {of_whole}")
 
 
-def calibration_tokens(config: ConvertConfig, source: Path) -> np.ndarray:
-    """``[W, T]`` windows of the text by which weights become narrow, in the tokens of the target in ``source``.
+def calibration_tokens(config: ConvertConfig, source: CheckpointFiles) -> np.ndarray:
+    """``[W, T]`` windows of the text by which weights are quantized, in the tokens of the target ``source``.
 
     Raises:
         InputError: there is no such text, or too little of it.
     """
     argument = f"calibrate={config.calibrate!r}"
-    shape, tokenizer = config_json.read_config(source), text.load_tokenizer(source)
+    shape, tokenizer = config_json.read_config(source), text.load_tokenizer(source.directory)
     with waiting(f"reading {config.calibrate}"):
         documents = read_documents(config.calibrate, "calibrate")
         if any(document.messages for document in documents) and not tokenizer.chat_template:
@@ -169,22 +170,22 @@ def copy_beside(source: Path, output: Path) -> None:
 def write_client_parts(config: ConvertConfig) -> None:
     """Write the part of the target that the drafter needs, and its tokenizer. All of it or nothing."""
     output = Path(config.output)
-    source = hub.locate(config.target, weights=False)
+    source = hub.open_checkpoint(config.target, weights=False)
     config_json.check_whole(source)
     checkpoint.check_writable(output)
-    if source.resolve() == output.resolve():
+    if source.directory.resolve() == output.resolve():
         raise InputError(f"output={config.output!r}: is the target itself; give another directory")
     shape = config_json.read_config(source)
-    tokenizer = text.load_tokenizer(source)
+    tokenizer = text.load_tokenizer(source.directory)
     drafter = registry.load_drafter(config.drafter, None, shape, tokenizer=tokenizer)
     layers = layers_for(config.drafter, drafter, shape)
-    source = hub.locate(config.target)
+    source = hub.open_checkpoint(source)
     part = Target.from_pretrained(source, dtype=huggingface.embedding_type(source), layers=layers)
     drafter.check(part)
     with waiting(f"writing {config.output}"), replacing(output) as scratch:
         part.save_pretrained(scratch)
-        copy_beside(source, scratch)
-    size, whole = checkpoint.stored_bytes(output), checkpoint.stored_bytes(source)
+        copy_beside(source.directory, scratch)
+    size, whole = CheckpointFiles(output).weight_bytes, source.weight_bytes
     print(
         f"{config.output}: {parts.describe(part.held, shape.num_layers)}, {part.dtype}; "
         f"{size / 1e6:,.1f} MB, {size / whole:.1%} of the {whole / 1e6:,.1f} MB of the target; fingerprint {part.fingerprint()}"

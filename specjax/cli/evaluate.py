@@ -20,7 +20,7 @@ from specjax.errors import InputError
 from specjax.evaluation import losslessness
 from specjax.evaluation.questions import Question, read_questions
 from specjax.files import replacing
-from specjax.models.narrow import schemes
+from specjax.models.quantization import schemes
 from specjax.processes import speaks
 from specjax.progress import track
 from specjax.reports import evaluation as report
@@ -59,8 +59,8 @@ class EvaluateConfig:
         repeats: timed runs of every answer; the spread is over them.
         seed: of the random draws.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
-        weights: "int8", "w8a8", "int4" or "fp8" makes weights narrow, which are read in less time; "float" widens those of a
-            checkpoint that has narrow ones; "stored" keeps what it has.
+        weights: "int8", "w8a8", "int4" or "fp8" quantizes the weights, which are read in less time; "float" widens those of a
+            checkpoint that has quantized ones; "stored" keeps what it has.
         output: a directory for results.json, results.md and results.png (with lossless: lossless.json and lossless.md); empty
             prints only.
         lossless: test whether text with each drafter is the target's own. Questions may be left out; of each the first turn
@@ -202,12 +202,12 @@ class _Asking:
         """The answers of every method to every turn."""
         answers = []
         assert self._options.key is not None
-        for number, question in enumerate(track(questions, "answering questions")):
+        for index, question in enumerate(track(questions, "answering questions")):
             history: list[dict[str, str]] = []
             for turn, words in enumerate(question.turns):
                 history.append({"role": "user", "content": words})
                 prompt = self._encode(history)
-                key = jax.random.fold_in(jax.random.fold_in(self._options.key, number), turn)
+                key = jax.random.fold_in(jax.random.fold_in(self._options.key, index), turn)
                 found, said = self._turn(question.category, prompt, key)
                 answers += found
                 history.append({"role": "assistant", "content": said})

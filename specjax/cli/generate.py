@@ -16,8 +16,8 @@ from specjax.decoding.options import GenerationOptions
 from specjax.drafters import CompressedCache, Drafter
 from specjax.drafts.names import parse_shape
 from specjax.errors import InputError
-from specjax.models.narrow import schemes
-from specjax.models.quantized import CacheType
+from specjax.models.quantization import schemes
+from specjax.models.quantized_cache import CacheType
 from specjax.planning.choice import fastest_drafter
 from specjax.planning.costs import trial_speedup
 from specjax.processes import speaks
@@ -67,8 +67,8 @@ class GenerateConfig:
         stop: strings before the first of which the text ends, such as the end of a turn where the model has no token for it.
         json: print one JSON object with token ids, text and statistics instead of a stream.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
-        weights: "int8", "w8a8", "int4" or "fp8" makes weights narrow, which are read in less time; "float" widens those of a
-            checkpoint that has narrow ones; "stored" keeps what it has.
+        weights: "int8", "w8a8", "int4" or "fp8" quantizes the weights, which are read in less time; "float" widens those of a
+            checkpoint that has quantized ones; "stored" keeps what it has.
         cache_dtype: how the target remembers tokens: "float", in that type, or "int8", in 8 bits, which take about half of
             bfloat16's memory, and a quarter of float32's. The text is then that of plain decoding with such a cache.
         precision: "highest" keeps float32 products exact on TPU and GPU, whose default is faster and coarser.

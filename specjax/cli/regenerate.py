@@ -101,8 +101,8 @@ def run_regenerate(config: RegenerateConfig) -> int:
     if shard is not None and not shards.is_begun(output):
         print(f"{len(done)} documents in {output}, which is whole")
         return 0
-    wanted = _wanted(config, shard)
-    missing = [each for each in wanted if each.label not in done]
+    copies = _copies(config, shard)
+    missing = [each for each in copies if each.label not in done]
     mesh = mesh_for(config.mesh)
     drafter = None if config.drafter == "none" else config.drafter
     generator = pipeline.load(
@@ -120,8 +120,8 @@ def run_regenerate(config: RegenerateConfig) -> int:
     left_out: Counter[str] = Counter()
     cut: Counter[str] = Counter()
     with (
-        _answer_writer(generator, config, any(copy.document.messages is not None for copy in wanted)) as writer,
-        waiting(f"writing {output.name}", len(wanted), len(done)) as wait,
+        _answer_writer(generator, config, any(copy.document.messages is not None for copy in copies)) as writer,
+        waiting(f"writing {output.name}", len(copies), len(done)) as wait,
     ):
         for part in _write(writer, missing, config):
             written += _append(output, claim, [each.record for each in part if each.record])
@@ -129,12 +129,12 @@ def run_regenerate(config: RegenerateConfig) -> int:
             cut.update(each.cut for each in part if each.cut)
             wait.update(done=wait.done + len(part))
     if not written and not done and shard is None:
-        reasons = "; ".join(f"{why}: {count} of {len(wanted)}" for why, count in left_out.items())
+        reasons = "; ".join(f"{why}: {count} of {len(copies)}" for why, count in left_out.items())
         raise InputError(f"source={config.source!r}: nothing could be written ({reasons})")
     for what, counts in (("left out", left_out), ("cut before a turn", cut)):
         for why, count in counts.items():
-            print(f"{what}, as {why}: {count} of {len(wanted)}")
-    if gone := len(done - {each.label for each in wanted}):
+            print(f"{what}, as {why}: {count} of {len(copies)}")
+    if gone := len(done - {each.label for each in copies}):
         print(f"kept, though no longer in the source: {gone}")
     print(f"{len(done) + written} documents in {output if shard is None else shards.finish(output, claim)}")
     return 0
@@ -190,7 +190,7 @@ class _Copy:
         return {REGENERATED_FROM: find_origin(self.document), "document": self.identity, "copy": self.number}
 
 
-def _wanted(config: RegenerateConfig, shard: shards.Shard | None) -> list[_Copy]:
+def _copies(config: RegenerateConfig, shard: shards.Shard | None) -> list[_Copy]:
     """What is to be written: all copies of the documents of the source, or of those of a ``shard``."""
     documents = _usable(read_documents(config.source, "source")[: config.limit or None])
     return [
@@ -307,11 +307,11 @@ LONGEST = 8192
 
 def _answer_writer(generator: pipeline.TextGenerator, config: RegenerateConfig, has_chats: bool) -> AnswerWriter:
     """Return the writer, with room for the longest prompt that is answered."""
-    wanted = config.max_new_tokens + (LONGEST if has_chats else config.prompt_tokens)
+    tokens_per_text = config.max_new_tokens + (LONGEST if has_chats else config.prompt_tokens)
     params = SamplingParams(
         temperature=config.temperature, top_p=config.top_p, seed=config.seed, max_new_tokens=config.max_new_tokens
     )
-    capacity = min(positions_of(generator), max(wanted, 2))
+    capacity = min(positions_of(generator), max(tokens_per_text, 2))
     return AnswerWriter(generator, params, rows=config.batch, capacity=capacity)
 
 

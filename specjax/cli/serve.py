@@ -14,10 +14,10 @@ import tyro
 from specjax import decoding, pipeline
 from specjax.cli.defaults import GenerationConfig, read_choice, say_defaults
 from specjax.drafters import NoDraft
-from specjax.drafters.mixture_of_attentions import with_told
+from specjax.drafters.methods.mixture_of_attentions import with_told
 from specjax.errors import InputError
-from specjax.models.narrow import schemes
-from specjax.models.quantized import CacheType
+from specjax.models.quantization import schemes
+from specjax.models.quantized_cache import CacheType
 from specjax.processes import speaks
 from specjax.serving import ClientDrafts, Engine, follow, memory
 from specjax.sharding import mesh_for, spans_processes
@@ -61,8 +61,8 @@ class ServeConfig:
             then 1, as everywhere with this interface.
         served_model_name: names that clients call the model by; by default the target's.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
-        weights: "int8", "w8a8", "int4" or "fp8" makes weights narrow, which are read in less time; "float" widens those of a
-            checkpoint that has narrow ones; "stored" keeps what it has.
+        weights: "int8", "w8a8", "int4" or "fp8" quantizes the weights, which are read in less time; "float" widens those of a
+            checkpoint that has quantized ones; "stored" keeps what it has.
         cache_dtype: how the target remembers tokens: "float", in that type, or "int8", in 8 bits, which take about half of
             bfloat16's memory, and a quarter of float32's. The text is then that of plain decoding with such a cache.
         precision: "highest" keeps float32 products exact on TPU and GPU, whose default is faster and coarser.

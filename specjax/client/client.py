@@ -18,7 +18,7 @@ from specjax.client.link import Link, WebSocketLink
 from specjax.client.private import PrivateWriter, split
 from specjax.client.writer import Patience, Writer
 from specjax.drafters.base import Drafter
-from specjax.drafters.mixture_of_attentions import with_told
+from specjax.drafters.methods.mixture_of_attentions import with_told
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, StaticTree

@@ -179,7 +179,7 @@ def start(
         >>> drafter = specjax.PromptLookup(draft=2)
         >>> options = decoding.GenerationOptions(max_new_tokens=8)
         >>> drafter, state = decoding.start(target, drafter, prompts, options=options)
-        >>> state.lengths.tolist(), state.limits.tolist()
+        >>> state.lengths.tolist(), state.max_lengths.tolist()
         ([6, 6], [14, 14])
     """
     target.check_whole()
@@ -192,13 +192,13 @@ def start(
     check_is_pytree(drafter)
     drafter.draft_shape.check(config.vocab_size)
     drafter.check(target)
-    wanted = lengths + checked.limits
-    _check_positions(lengths, wanted, config.max_positions, "the target")
-    _check_positions(lengths, wanted, most_positions(target, drafter), "the drafter")
+    max_lengths = lengths + checked.max_new_tokens
+    _check_positions(lengths, max_lengths, config.max_positions, "the target")
+    _check_positions(lengths, max_lengths, most_positions(target, drafter), "the drafter")
     if capacity is None:  # from the shape of the prompts and not from their lengths: equal shapes share a program
-        capacity = bucket(width + int(checked.limits.max()))
-    elif capacity < wanted.max():
-        raise InputError(f"capacity={capacity}: a row may come to hold {wanted.max()} tokens; give at least that")
+        capacity = bucket(width + int(checked.max_new_tokens.max()))
+    elif capacity < max_lengths.max():
+        raise InputError(f"capacity={capacity}: a row may come to hold {max_lengths.max()} tokens; give at least that")
     padded = np.pad(tokens[:, :width], ((0, 0), (0, bucket(width) - width)))
     rule = options.rule_for(drafter.draft_shape)
     rows = options.sampling.rows(batch, rule)
@@ -211,28 +211,28 @@ def start(
         drafter,
         jnp.asarray(padded),
         jnp.asarray(lengths),
-        jnp.asarray(wanted.astype(np.int32)),
+        jnp.asarray(max_lengths.astype(np.int32)),
         keys,
-        jnp.asarray(_padded(checked.eos)),
+        jnp.asarray(_padded(checked.stop_token_ids)),
         replace(rows, **_ANY_SAMPLING),
-        jnp.asarray((lengths + checked.least).astype(np.int32)),
+        jnp.asarray((lengths + checked.min_new_tokens).astype(np.int32)),
         capacity=capacity,
     )
-    known = {name: getattr(rows, name) for name in _ANY_SAMPLING}
-    return drafter, replace(state, sampling=replace(state.sampling, **known))
+    sampling_fields = {name: getattr(rows, name) for name in _ANY_SAMPLING}
+    return drafter, replace(state, sampling=replace(state.sampling, **sampling_fields))
 
 
 _ANY_SAMPLING = {"greedy": False, "truncated": True, "rule": "independent"}
 """What `RowSampling` may know of its rows before tracing, where nothing is known."""
 
 
-_END_TOKENS = 8
-"""Room for end-of-sequence ids of a row comes in multiples of this, so that requests with few ids share a program."""
+_STOP_TOKENS = 8
+"""Room for the ids that end a row comes in multiples of this, so that requests with few ids share a program."""
 
 
-def _padded(eos: np.ndarray) -> np.ndarray:
-    """End-of-sequence ids ``[B, E]`` with -1, which is none, up to a multiple of `_END_TOKENS`."""
-    return np.pad(eos, ((0, 0), (0, -eos.shape[1] % _END_TOKENS)), constant_values=-1)
+def _padded(ids: np.ndarray) -> np.ndarray:
+    """Pad the ids ``[B, E]`` that end texts with -1, which is none, to a multiple of `_STOP_TOKENS`."""
+    return np.pad(ids, ((0, 0), (0, -ids.shape[1] % _STOP_TOKENS)), constant_values=-1)
 
 
 def most_positions(target: Target, drafter: Drafter) -> int:
@@ -247,11 +247,11 @@ def most_positions(target: Target, drafter: Drafter) -> int:
     return target.config.max_positions if own is None else min(own, target.config.max_positions)
 
 
-def _check_positions(lengths: np.ndarray, wanted: np.ndarray, positions: int, whose: str) -> None:
-    longest = int(np.argmax(wanted))
-    if wanted[longest] > positions:
+def _check_positions(lengths: np.ndarray, max_lengths: np.ndarray, positions: int, whose: str) -> None:
+    longest = int(np.argmax(max_lengths))
+    if max_lengths[longest] > positions:
         raise InputError(
-            f"prompt ({lengths[longest]} tokens) plus max_new_tokens make {wanted[longest]} tokens, but {whose} has "
+            f"prompt ({lengths[longest]} tokens) plus max_new_tokens make {max_lengths[longest]} tokens, but {whose} has "
             f"{positions} positions: shorten the prompt or lower max_new_tokens"
         )
 

@@ -255,11 +255,11 @@ def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verd
     bad = jnp.zeros(verdict.count.shape, bool) if verdict.bad is None else verdict.bad
     drawn = verdict.count - bad
     index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None]
-    is_end = jnp.any(emitted[..., None] == state.eos[:, None], axis=-1) & (index < drawn[:, None])
+    is_end = jnp.any(emitted[..., None] == state.stop_token_ids[:, None], axis=-1) & (index < drawn[:, None])
     until_end = jnp.min(jnp.where(is_end, index + 1, emitted.shape[1] + 1), axis=1)
-    count = jnp.minimum(drawn, jnp.minimum(until_end, state.limits - state.lengths))
+    count = jnp.minimum(drawn, jnp.minimum(until_end, state.max_lengths - state.lengths))
     count = jnp.where(state.done, 0, count)
-    done = state.done | (until_end <= count) | (state.lengths + count >= state.limits)
+    done = state.done | (until_end <= count) | (state.lengths + count >= state.max_lengths)
     failed = bad & ~done
     last = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     return replace(verdict, count=count, token=last), done | failed, failed
@@ -327,8 +327,8 @@ def run_steps(
         steps, before, kept = carry
         state, info = step(target, drafter, before, top)
         if kept is not None:
-            places = before.lengths - lengths_before
-            kept = jax.tree.map(lambda room, new: append_tokens(room, places, new, info.emitted), kept, info.logprobs)
+            positions = before.lengths - lengths_before
+            kept = jax.tree.map(lambda room, new: append_tokens(room, positions, new, info.emitted), kept, info.logprobs)
         return steps + 1, state, kept
 
     _, state, logprobs = jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state, logprobs))

@@ -37,7 +37,7 @@ class GenerationOptions:
     Examples:
         >>> from specjax.decoding import GenerationOptions
         >>> options = GenerationOptions(max_new_tokens=(4, 8), eos_token_ids=(2,))
-        >>> options.check(target.config, batch=2).limits.tolist()
+        >>> options.check(target.config, batch=2).max_new_tokens.tolist()
         [4, 8]
         >>> GenerationOptions(max_new_tokens="4")
         Traceback (most recent call last):
@@ -66,14 +66,15 @@ class GenerationOptions:
 
     def check(self, config: ModelConfig, batch: int) -> "CheckedOptions":
         """These options for ``batch`` rows of a target so configured. Raises InputError, which names what is wrong."""
-        limits = self._limits(batch)
-        least, eos = self._least(batch, limits), self._end_tokens(config, batch)
-        if any(len(set(row) - {-1}) == config.vocab_size for row in eos[least > 0].tolist()):
+        most = self._counts("max_new_tokens", batch, 1, 2**31 - 1, "at least 1 and below 2**31, one number or")
+        in_range = f"from 0 to max_new_tokens={self.max_new_tokens}, one number, or"
+        least, stop_token_ids = self._counts("min_new_tokens", batch, 0, most, in_range), self._stop_token_ids(config, batch)
+        if any(len(set(row) - {-1}) == config.vocab_size for row in stop_token_ids[least > 0].tolist()):
             raise InputError(
                 f"min_new_tokens={self.min_new_tokens}: all {config.vocab_size} tokens of the vocabulary end the text, so that "
                 "none may come first: name fewer eos_token_ids, or give min_new_tokens=0"
             )
-        return CheckedOptions(limits=limits, least=least, eos=eos)
+        return CheckedOptions(max_new_tokens=most, min_new_tokens=least, stop_token_ids=stop_token_ids)
 
     def rule_for(self, draft: DraftShape) -> Rule:
         """The rule for drafts of this shape. Raises InputError where ``rule`` cannot verify them."""
@@ -85,25 +86,19 @@ class GenerationOptions:
             )
         return rule
 
-    def _limits(self, batch: int) -> np.ndarray:
-        limits = one_or_each("max_new_tokens", self.max_new_tokens)
-        if limits.dtype.kind not in "iu" or limits.shape not in ((), (batch,)) or limits.min() < 1 or limits.max() >= 2**31:
-            raise InputError(
-                f"max_new_tokens={self.max_new_tokens}: must be at least 1 and below 2**31, one number or one for each of "
-                f"the {batch} rows"
-            )
-        return np.broadcast_to(limits, (batch,)).astype(np.int64)
+    def _counts(self, name: str, batch: int, minimum: int, maximum: Any, must: str) -> np.ndarray:
+        """Return the field ``name``, one number or one a row, as ``[batch]``. Raises InputError where one is out of range."""
+        value = getattr(self, name)
+        counts = one_or_each(name, value)
+        if (
+            counts.dtype.kind not in "iu"
+            or counts.shape not in ((), (batch,))
+            or np.any((counts < minimum) | (counts > maximum))
+        ):
+            raise InputError(f"{name}={value}: must be {must} one for each of the {batch} rows")
+        return np.broadcast_to(counts, (batch,)).astype(np.int64)
 
-    def _least(self, batch: int, limits: np.ndarray) -> np.ndarray:
-        least = one_or_each("min_new_tokens", self.min_new_tokens)
-        if least.dtype.kind not in "iu" or least.shape not in ((), (batch,)) or np.any(least < 0) or np.any(least > limits):
-            raise InputError(
-                f"min_new_tokens={self.min_new_tokens}: must be from 0 to max_new_tokens={self.max_new_tokens}, one number, or "
-                f"one for each of the {batch} rows"
-            )
-        return np.broadcast_to(least, (batch,)).astype(np.int64)
-
-    def _end_tokens(self, config: ModelConfig, batch: int) -> np.ndarray:
+    def _stop_token_ids(self, config: ModelConfig, batch: int) -> np.ndarray:
         ids = config.eos_token_ids if self.eos_token_ids is None else self.eos_token_ids
         by_row = _rows_of_ids(ids)
         rows = by_row if len(ids) and _is_sequence(ids[0]) else by_row * batch
@@ -112,7 +107,7 @@ class GenerationOptions:
         for row in rows:
             if bad := [i for i in row if not 0 <= i < config.vocab_size]:
                 raise InputError(f"eos_token_ids={bad}: outside the vocabulary of {config.vocab_size} tokens")
-        width = max(1, *map(len, rows))  # 1: with and without end tokens the same program serves
+        width = max(1, *map(len, rows))  # 1: with and without stop tokens the same program serves
         return np.array([row + [-1] * (width - len(row)) for row in rows], np.int32).reshape(batch, width)
 
     def row_keys(self, batch: int) -> jax.Array:
@@ -193,14 +188,14 @@ class CheckedOptions:
     """What `GenerationOptions.check` makes of the options of B rows.
 
     Attributes:
-        limits: ``[B]`` int64 most tokens to emit.
-        least: ``[B]`` int64 tokens before which a row does not end.
-        eos: ``[B, E]`` int32 ids that end each row, filled up with -1, which is no token.
+        max_new_tokens: ``[B]`` int64 largest number of new tokens.
+        min_new_tokens: ``[B]`` int64 new tokens before which a row does not end.
+        stop_token_ids: ``[B, E]`` int32 ids that end each row, filled up with -1, which is no token.
     """
 
-    limits: np.ndarray
-    least: np.ndarray
-    eos: np.ndarray
+    max_new_tokens: np.ndarray
+    min_new_tokens: np.ndarray
+    stop_token_ids: np.ndarray
 
 
 def as_key(key: Any) -> jax.Array:

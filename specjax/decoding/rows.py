@@ -48,9 +48,9 @@ class Text:
     Attributes:
         tokens: ``[S]`` int32 the prompt, and filler; S is the capacity.
         length: scalar int32, tokens of the prompt.
-        limit: scalar int32, most tokens of prompt and output.
+        max_length: scalar int32, the largest number of tokens of prompt and output.
         key: its random key, or the key's numbers on the host: ``[2]`` uint32, of `jax.random.key_data`.
-        eos: ``[E]`` int32 ids that end it; -1 is none.
+        stop_token_ids: ``[E]`` int32 ids that end it; -1 is none.
         sampling: the parameters of its distribution by their names, each a scalar: those of `specjax.Sampling.by_row`.
         min_length: scalar int32, tokens of prompt and output before which it does not end.
         prediction: ``[S]`` int32, what its output is expected to be, for `WithPrediction`; None: there is none.
@@ -61,18 +61,18 @@ class Text:
         >>> text = rows.Text(
         ...     tokens=np.resize(prompts[0], 32).astype(np.int32),  # a capacity of 32
         ...     length=np.int32(6),
-        ...     limit=np.int32(14),
+        ...     max_length=np.int32(14),
         ...     key=jax.random.key(0),
-        ...     eos=np.full(8, -1, np.int32),
+        ...     stop_token_ids=np.full(8, -1, np.int32),
         ...     sampling=specjax.Sampling(temperature=0.7, top_p=0.9).of_row(),
         ... )
     """
 
     tokens: Any
     length: Any
-    limit: Any
+    max_length: Any
     key: Any
-    eos: Any
+    stop_token_ids: Any
     sampling: dict[str, Any]
     min_length: Any = 0
     prediction: Any = None
@@ -108,7 +108,7 @@ class Progress:
     logprobs: Logprobs | None
 
 
-@partial(jax.jit, static_argnames=("rows", "capacity", "pages", "page", "ends", "depth"))
+@partial(jax.jit, static_argnames=("rows", "capacity", "pages", "page", "max_stop_tokens", "depth"))
 def empty(
     target: Target,
     drafter: Drafter,
@@ -117,7 +117,7 @@ def empty(
     capacity: int,
     pages: int,
     page: int = 64,
-    ends: int = 8,
+    max_stop_tokens: int = 8,
     depth: int | None = None,
 ) -> DecodeState:
     """A state of free rows.
@@ -132,7 +132,7 @@ def empty(
         capacity: most tokens of a text, prompt and output.
         pages: in each pool; on a mesh, of each of the groups in which its data axis splits the rows.
         page: tokens of a page.
-        ends: most end-of-sequence ids of a text.
+        max_stop_tokens: most ids that end a text.
         depth: of the deepest drafts that there will be; None: the drafter's.
 
     Examples:
@@ -148,10 +148,10 @@ def empty(
     state = DecodeState(
         tokens=jnp.zeros((rows, capacity), jnp.int32),
         lengths=jnp.ones(rows, jnp.int32),
-        limits=jnp.ones(rows, jnp.int32),
+        max_lengths=jnp.ones(rows, jnp.int32),
         done=jnp.ones(rows, bool),
         keys=jnp.broadcast_to(jax.random.key(0), (rows,)),
-        eos=jnp.full((rows, ends), -1, jnp.int32),
+        stop_token_ids=jnp.full((rows, max_stop_tokens), -1, jnp.int32),
         sampling=GREEDY.rows_of_any_kind(rows),
         cache=cache,
         drafter=own,
@@ -224,9 +224,9 @@ def admit(
         >>> text = rows.Text(
         ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
         ...     length=np.int32(6),
-        ...     limit=np.int32(14),
+        ...     max_length=np.int32(14),
         ...     key=jax.random.key(0),
-        ...     eos=np.full(8, -1, np.int32),
+        ...     stop_token_ids=np.full(8, -1, np.int32),
         ...     sampling=specjax.sampling.GREEDY.of_row(),
         ... )
         >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
@@ -241,10 +241,10 @@ def admit(
     one = DecodeState(
         tokens=text.tokens,
         lengths=text.length,
-        limits=text.limit,
+        max_lengths=text.max_length,
         done=jnp.ones((), bool),
         keys=jax.random.wrap_key_data(text.key, impl="threefry2x32") if text.key.dtype == jnp.uint32 else text.key,
-        eos=text.eos,
+        stop_token_ids=text.stop_token_ids,
         sampling=replace(state.sampling, **text.sampling),
         cache=replace(cache, layers=(), table=cache.table[0], length=cached, states=()),  # pyright: ignore[reportArgumentType]
         drafter=None,
@@ -304,9 +304,9 @@ def read_chunk(
         >>> text = rows.Text(
         ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
         ...     length=np.int32(6),
-        ...     limit=np.int32(14),
+        ...     max_length=np.int32(14),
         ...     key=jax.random.key(0),
-        ...     eos=np.full(8, -1, np.int32),
+        ...     stop_token_ids=np.full(8, -1, np.int32),
         ...     sampling=specjax.sampling.GREEDY.of_row(),
         ... )
         >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
@@ -332,12 +332,12 @@ def read_chunk(
         return by_group(lambda leaf, new, row: leaf.at[row].set(new), groups, leaf, new, own_rows)
 
     part = map_rows(take, state)
-    places = part.cache.length[:, None] + jnp.arange(width)[None]
+    positions = part.cache.length[:, None] + jnp.arange(width)[None]
 
-    def at(places: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(part.tokens, jnp.minimum(places, part.tokens.shape[1] - 1), axis=1)
+    def at(positions: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(part.tokens, jnp.minimum(positions, part.tokens.shape[1] - 1), axis=1)
 
-    tokens, following = at(places), at(places + 1)
+    tokens, following = at(positions), at(positions + 1)
     asked = drafter.taps(target.config), () if remote_drafter is None else remote_drafter.taps(target.config)
     taps = tuple(sorted({*asked[0], *asked[1]}))
     output, new = target.read(tokens, part.cache, taps=taps, commit=counts)
@@ -403,7 +403,7 @@ def rows_of_call(drafter: Drafter, width: int, **_: Any) -> int:
 
 
 @by_rows(
-    rows_of_call, models=("target", "drafter"), static_argnames=("width", "logprobs", "most_steps"), donate_argnames="state"
+    rows_of_call, models=("target", "drafter"), static_argnames=("width", "logprobs", "call_steps"), donate_argnames="state"
 )
 def decode_rows(
     target: Target,
@@ -415,7 +415,7 @@ def decode_rows(
     until_any_done: ArrayLike,
     *,
     width: int,
-    most_steps: int,
+    call_steps: int,
     logprobs: int | None = None,
 ) -> tuple[DecodeState, Progress]:
     """`decode` the first rows of a state.
@@ -429,7 +429,7 @@ def decode_rows(
         max_steps: scalar.
         until_any_done: scalar bool: end when a row is done.
         width: how many rows. The others stay as they are. Fewer rows take less time.
-        most_steps: what ``max_steps`` is at most: there is room to report R = most_steps * (D + 1) tokens. With more steps than
+        call_steps: what ``max_steps`` is at most: there is room to report R = call_steps * (D + 1) tokens. With more steps than
             that the state has all tokens, and the report has the first R.
         logprobs: with a number, the target's log-probabilities too, and of as many likeliest tokens in each place. It is
             another program.
@@ -446,9 +446,9 @@ def decode_rows(
         >>> text = rows.Text(
         ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
         ...     length=np.int32(6),
-        ...     limit=np.int32(14),
+        ...     max_length=np.int32(14),
         ...     key=jax.random.key(0),
-        ...     eos=np.full(8, -1, np.int32),
+        ...     stop_token_ids=np.full(8, -1, np.int32),
         ...     sampling=specjax.sampling.GREEDY.of_row(),
         ... )
         >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
@@ -461,18 +461,18 @@ def decode_rows(
         ... )
         >>> free = np.array([True, False, True, True])
         >>> state, progress = rows.decode_rows(
-        ...     target, drafter, state, table, free, np.int32(8), np.bool_(False), width=2, most_steps=8
+        ...     target, drafter, state, table, free, np.int32(8), np.bool_(False), width=2, call_steps=8
         ... )
         >>> progress.tokens[1, :8].tolist() == plain.tokens[0, 6:].tolist()
         True
     """
     state = retire(with_table(state, table), free)
-    starts, most_tokens = state.lengths, most_steps * (drafter.draft_shape.depth + 1)
-    said = None if logprobs is None else Logprobs.zeros(width, most_tokens, logprobs)
+    starts, report_tokens = state.lengths, call_steps * (drafter.draft_shape.depth + 1)
+    said = None if logprobs is None else Logprobs.zeros(width, report_tokens, logprobs)
     part, said = run_steps(target, drafter, first_rows(state, width), max_steps, until_any_done, said)
     state = put_rows(state, part, put_first)
     matched = state.drafter.matched if isinstance(drafter, WithPrediction) else None
-    emitted = jnp.minimum(starts[:, None] + jnp.arange(most_tokens), state.tokens.shape[1] - 1)
+    emitted = jnp.minimum(starts[:, None] + jnp.arange(report_tokens), state.tokens.shape[1] - 1)
     progress = Progress(
         tokens=jnp.take_along_axis(state.tokens, emitted, axis=1),
         starts=starts,

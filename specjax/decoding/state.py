@@ -25,10 +25,10 @@ class DecodeState:
     Attributes:
         tokens: ``[B, S]`` prompt and output; S is the capacity.
         lengths: ``[B]`` committed tokens, the root included. The root is token ``lengths - 1``.
-        limits: ``[B]`` where to stop.
+        max_lengths: ``[B]`` committed tokens at which a row is done.
         done: ``[B]`` bool.
         keys: ``[B]`` random keys, one a row.
-        eos: ``[B, E]`` ids that end each row; -1 is none.
+        stop_token_ids: ``[B, E]`` ids that end each row; -1 is none.
         sampling: the rows' settings.
         cache: the target's; it holds ``lengths - 1`` tokens, all but the root. In pages where rows come and go
             (`specjax.decoding.rows`).
@@ -47,10 +47,10 @@ class DecodeState:
 
     tokens: jax.Array
     lengths: jax.Array
-    limits: jax.Array
+    max_lengths: jax.Array
     done: jax.Array
     keys: jax.Array
-    eos: jax.Array
+    stop_token_ids: jax.Array
     sampling: RowSampling
     cache: KVCache | PagedCache
     drafter: Any
@@ -69,7 +69,7 @@ class DecodeState:
         """The rows' settings for the tokens below the roots."""
         if self.min_lengths is None:
             return self.sampling
-        return replace(self.sampling, ends=self.eos, no_end=self.min_lengths - self.lengths)
+        return replace(self.sampling, stop_token_ids=self.stop_token_ids, tokens_before_stop=self.min_lengths - self.lengths)
 
 
 PREFILL_CHUNK = 512
@@ -82,9 +82,9 @@ def prefill(
     drafter: Drafter,
     tokens: jax.Array,
     lengths: jax.Array,
-    limits: jax.Array,
+    max_lengths: jax.Array,
     keys: jax.Array,
-    eos: jax.Array,
+    stop_token_ids: jax.Array,
     sampling: RowSampling,
     min_lengths: jax.Array | None = None,
     *,
@@ -99,9 +99,9 @@ def prefill(
         ...     specjax.PromptLookup(draft=2),
         ...     jnp.asarray(prompts),
         ...     lengths=jnp.array([6, 6]),
-        ...     limits=jnp.array([14, 14]),
+        ...     max_lengths=jnp.array([14, 14]),
         ...     keys=jax.random.split(jax.random.key(0)),
-        ...     eos=jnp.full((2, 1), -1),  # no token ends a row
+        ...     stop_token_ids=jnp.full((2, 1), -1),  # no token ends a row
         ...     sampling=specjax.Sampling(temperature=0.0).rows(2),
         ...     capacity=24,
         ... )
@@ -113,10 +113,10 @@ def prefill(
     state = DecodeState(
         tokens=jnp.pad(tokens, ((0, 0), (0, max(0, capacity - width))))[:, :capacity],
         lengths=lengths,
-        limits=limits,
-        done=lengths >= limits,
+        max_lengths=max_lengths,
+        done=lengths >= max_lengths,
         keys=keys,
-        eos=eos,
+        stop_token_ids=stop_token_ids,
         sampling=sampling,
         cache=cache,
         drafter=drafter_state,
@@ -159,8 +159,8 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
 
     def read(carry: tuple[KVCache, Any], part: tuple[jax.Array, ...]) -> tuple[tuple[KVCache, Any], None]:
         cache, state = carry
-        tokens, following, number = part
-        count = jnp.clip(committed - number * PREFILL_CHUNK, 0, PREFILL_CHUNK)
+        tokens, following, index = part
+        count = jnp.clip(committed - index * PREFILL_CHUNK, 0, PREFILL_CHUNK)
         output, new = target.read(tokens, cache, taps=taps, commit=count)
         written = cache.append(new, count, after=output.hidden)
         return (
@@ -215,13 +215,13 @@ def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:
         >>> state.done.tolist(), state.lengths.tolist()
         ([True, False], [14, 6])
     """
-    batch, ends = state.eos.shape
+    (batch, room), ids = state.stop_token_ids.shape, request.stop_token_ids
     if not 0 <= row < batch:
         raise InputError(f"row={row}: the state has {batch} rows; give 0 to {batch - 1}")
-    if request.eos.shape[1] > ends:
-        raise InputError(f"eos_token_ids: {request.eos.shape[1]} of the request, but the state has room for {ends} a row")
-    padding = jnp.full((request.eos.shape[0], ends - request.eos.shape[1]), -1, request.eos.dtype)
-    request = replace(request, eos=jnp.concatenate([request.eos, padding], axis=1))
+    if ids.shape[1] > room:
+        raise InputError(f"eos_token_ids: {ids.shape[1]} of the request, but the state has room for {room} a row")
+    padding = jnp.full((ids.shape[0], room - ids.shape[1]), -1, ids.dtype)
+    request = replace(request, stop_token_ids=jnp.concatenate([ids, padding], axis=1))
     request = _with_least_of(state, request)
     if jax.tree.structure(state) != jax.tree.structure(request):
         raise InputError("request: other sampling or another drafter than the state's; start both alike, and with mixed=True")

@@ -29,7 +29,7 @@ from specjax.sampling import (
     perturbed,
     probabilities,
     split_keys,
-    without_ends,
+    without_stop_tokens,
 )
 from specjax.shape_checks import shape_checked
 
@@ -58,7 +58,7 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
         keys: ``[B]``; of a rule with keys by position, ``[D + 1, B]`` those of the positions below nodes of each depth.
     """
     if sampling.greedy:
-        allowed = without_ends(logits, sampling, draft.depths)
+        allowed = without_stop_tokens(logits, sampling, draft.depths)
         return follow_argmax(draft, argmax(allowed), can_be_drawn(allowed))
     return RULES[sampling.rule].verify(draft, logits, sampling, keys)
 
@@ -75,7 +75,7 @@ def independent(
         return descend(draft, by_rule(matching, logits, sampling, keys))
     if not draft.is_chain:
         return descend(draft, by_rule(recursive_rejection, logits, sampling, keys))
-    of_chain = without_ends(logits, sampling, draft.depths)
+    of_chain = without_stop_tokens(logits, sampling, draft.depths)
     p, good, x = distributions(of_chain, sampling), can_be_drawn(of_chain), draft.tokens[:, 1:]
     # A drafter's q is NaN for all tokens or for none. What depends on q(x) being a number does not depend on x.
     drafted = draft.drafted & good[:, :-1] & ~jnp.isnan(_of(draft.q, x))
@@ -97,8 +97,8 @@ def follow_argmax(draft: Draft, best: jax.Array, good: jax.Array) -> Verdict:
     """
     batch, nodes = draft.tokens.shape
     parents = jnp.broadcast_to(jnp.asarray(draft.parents), (batch, nodes))
-    wanted, is_wanted = (jnp.take_along_axis(each, parents[:, 1:], axis=1) for each in (best, good))
-    matches = (draft.tokens[:, 1:] == wanted) & is_wanted & draft.drafted
+    choices, is_choice = (jnp.take_along_axis(each, parents[:, 1:], axis=1) for each in (best, good))
+    matches = (draft.tokens[:, 1:] == choices) & is_choice & draft.drafted
     matches = jnp.pad(matches, ((0, 0), (1, 0)), constant_values=True)
     reached = jnp.all(matches[:, None] | ~draft.mask, axis=-1)
     last = argmax(jnp.where(reached, draft.depths, -1))
@@ -130,7 +130,7 @@ def coupled(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Ar
 
     def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         noise = noise_of_rows(keys[depth], logits.shape[-1], sampling)
-        allowed = without_ends(at_nodes(logits, node), sampling, depth)
+        allowed = without_stop_tokens(at_nodes(logits, node), sampling, depth)
         return *_holding(draft, node, argmax(perturbed(allowed, sampling, noise))), can_be_drawn(allowed)
 
     return descend(draft, visit)
@@ -203,7 +203,7 @@ def by_rule(rule: NodeRule, logits: jax.Array, sampling: RowSampling, keys: jax.
     """
 
     def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        at_node = without_ends(at_nodes(logits, node), sampling, depth)
+        at_node = without_stop_tokens(at_nodes(logits, node), sampling, depth)
         p = probabilities(at_node, sampling)
         return *rule(draft, node, p, _fold_in(keys, depth)), can_be_drawn(at_node)
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.models import params as declarations
-from specjax.models.narrow import matrices_in
 from specjax.models.params import Param
+from specjax.models.quantization import matrices_in
 from specjax.models.transformer import Target
 
 
@@ -39,7 +39,7 @@ def inflate(target: Target, *, hidden_size: int, intermediate_size: int, num_lay
             "experts, and layers that are alike"
         )
     if matrices_in(target.params):
-        raise InputError("target: has narrow weights: load it with weights='float', inflate it, and make it narrow then")
+        raise InputError("target: has quantized weights: load it with weights='float', inflate it, and quantize it then")
     sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_layers": num_layers}
     for name, size in sizes.items():
         if size < getattr(config, name):

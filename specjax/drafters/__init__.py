@@ -1,28 +1,29 @@
-"""Drafters: one file a method."""
+"""Drafters: the methods, one file each, and what they share."""
 
 from specjax.drafters.base import Drafter, NoDraft
 from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
-from specjax.drafters.compressed_cache import CompressedCache
-from specjax.drafters.dflash import DFlash
-from specjax.drafters.dflash2 import DFlash2
-from specjax.drafters.draft_model import DraftModel, check_vocabulary
-from specjax.drafters.dspark import DSpark
-from specjax.drafters.eagle import Eagle
-from specjax.drafters.eagle3 import Eagle3
-from specjax.drafters.eagle_layer_attention import EagleWithLayerAttention
-from specjax.drafters.early_exit import EarlyExit
-from specjax.drafters.gemma4_assistant import Gemma4Assistant
-from specjax.drafters.medusa import Medusa
-from specjax.drafters.mixture_of_attentions import MixtureOfAttentions
-from specjax.drafters.mtp import MTP
-from specjax.drafters.peagle import PEagle
-from specjax.drafters.prompt_lookup import PromptLookup
-from specjax.drafters.trained import TrainedDrafter
+from specjax.drafters.methods.compressed_cache import CompressedCache
+from specjax.drafters.methods.dflash import DFlash
+from specjax.drafters.methods.dflash2 import DFlash2
+from specjax.drafters.methods.draft_model import DraftModel, check_vocabulary
+from specjax.drafters.methods.dspark import DSpark
+from specjax.drafters.methods.eagle import Eagle
+from specjax.drafters.methods.eagle3 import Eagle3
+from specjax.drafters.methods.eagle_layer_attention import EagleWithLayerAttention
+from specjax.drafters.methods.early_exit import EarlyExit
+from specjax.drafters.methods.gemma4_assistant import Gemma4Assistant
+from specjax.drafters.methods.medusa import Medusa
+from specjax.drafters.methods.mixture_of_attentions import MixtureOfAttentions
+from specjax.drafters.methods.mtp import MTP
+from specjax.drafters.methods.peagle import PEagle
+from specjax.drafters.methods.prompt_lookup import PromptLookup
+from specjax.drafters.trained import CheckpointFormat, TrainedDrafter
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.draft import Draft, Verdict
 
 __all__ = [
     "MTP",
+    "CheckpointFormat",
     "CompressedCache",
     "DFlash",
     "DFlash2",

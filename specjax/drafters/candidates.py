@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from specjax.drafts.shapes import Chain, DraftShape, SampledTree
-from specjax.sampling import RowSampling, argmax, draw, likeliest, noise_of_rows, perturbed, probabilities, without_ends
+from specjax.sampling import RowSampling, argmax, draw, likeliest, noise_of_rows, perturbed, probabilities, without_stop_tokens
 
 _BEHIND_ALL = -1e4  # larger than logits and noise together; a probability of 0
 
@@ -87,13 +87,13 @@ def offered_by(
     Args:
         shape: of the draft.
         logits: in the drafter's vocabulary, or of `Candidates`.
-        depth: of the nodes, as in `without_ends`.
+        depth: of the nodes, as in `without_stop_tokens`.
         sampling: the rows' settings.
         keys: of the depth.
         vocabulary: of the logits, where it is not the target's.
     """
     is_drawn = isinstance(shape, Chain | SampledTree) and not sampling.greedy and not sampling.coupled
-    logits = without_ends(logits.astype(jnp.float32), sampling, depth, None if vocabulary is None else vocabulary.ids)
+    logits = without_stop_tokens(logits.astype(jnp.float32), sampling, depth, None if vocabulary is None else vocabulary.ids)
     if sampling.coupled:
         # Likeliest is now what the drafter would draw with the numbers that the target draws with. Where truncation leaves
         # fewer tokens than there are children, the next likely ones follow: the target may keep what the drafter does not.

@@ -21,7 +21,7 @@ from specjax.models.config import ModelConfig, Rope
 from specjax.models.fields import CheckpointError, check_fields, whole
 from specjax.models.layers import decoder_layer, linear
 from specjax.models.params import Param, Params, matrix
-from specjax.models.quantized import dequantize
+from specjax.models.quantized_cache import dequantize
 from specjax.models.rope import rotations
 
 

@@ -20,30 +20,30 @@ from jax.typing import DTypeLike
 from specjax import text
 from specjax.drafters.base import RULES_PAGE, Drafter
 from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
-from specjax.drafters.compressed_cache import CompressedCache
-from specjax.drafters.dflash import DFlash
-from specjax.drafters.dflash2 import DFlash2
-from specjax.drafters.draft_model import DraftModel, check_vocabulary
-from specjax.drafters.dspark import DSpark
-from specjax.drafters.eagle import Eagle
-from specjax.drafters.eagle3 import Eagle3
-from specjax.drafters.eagle_layer_attention import EagleWithLayerAttention
-from specjax.drafters.early_exit import EarlyExit
-from specjax.drafters.gemma4_assistant import Gemma4Assistant
-from specjax.drafters.medusa import Medusa
-from specjax.drafters.mixture_of_attentions import MixtureOfAttentions
-from specjax.drafters.mtp import MTP
-from specjax.drafters.peagle import PEagle
-from specjax.drafters.prompt_lookup import PromptLookup
+from specjax.drafters.methods.compressed_cache import CompressedCache
+from specjax.drafters.methods.dflash import DFlash
+from specjax.drafters.methods.dflash2 import DFlash2
+from specjax.drafters.methods.draft_model import DraftModel, check_vocabulary
+from specjax.drafters.methods.dspark import DSpark
+from specjax.drafters.methods.eagle import Eagle
+from specjax.drafters.methods.eagle3 import Eagle3
+from specjax.drafters.methods.eagle_layer_attention import EagleWithLayerAttention
+from specjax.drafters.methods.early_exit import EarlyExit
+from specjax.drafters.methods.gemma4_assistant import Gemma4Assistant
+from specjax.drafters.methods.medusa import Medusa
+from specjax.drafters.methods.mixture_of_attentions import MixtureOfAttentions
+from specjax.drafters.methods.mtp import MTP
+from specjax.drafters.methods.peagle import PEagle
+from specjax.drafters.methods.prompt_lookup import PromptLookup
 from specjax.drafters.shared_vocabulary import Asked, share
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError, did_you_mean
-from specjax.models import checkpoint, config_json, hub
+from specjax.models import config_json, hub
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
-from specjax.models.fields import read_json
-from specjax.models.narrow import schemes
+from specjax.models.quantization import schemes
 from specjax.progress import say
 
 GROUP = "specjax.drafters"
@@ -69,6 +69,7 @@ class DrafterRequest:
         tokenizer: the target's; None where nobody knows it.
         weights: as for `Target.from_pretrained`.
         settings: numbers that the name sets, see `DraftingMethod`.
+        files: of its checkpoint, where they have been opened already.
     """
 
     name: str
@@ -80,6 +81,7 @@ class DrafterRequest:
     tokenizer: Any = None
     weights: schemes.Weights = schemes.AS_STORED
     settings: Mapping[str, int] = field(default_factory=dict)
+    files: CheckpointFiles | None = None
 
     @property
     def draft_given(self) -> dict[str, Any]:
@@ -121,10 +123,11 @@ class DraftingMethod:
         """The method called ``name`` whose drafters are checkpoints of ``kind``, with the settings that it ``takes``."""
 
         def make(request: DrafterRequest) -> Drafter:
-            return kind.from_pretrained(request.where, **request.options)
+            return kind.from_pretrained(request.files or request.where, **request.options)
 
         with_settings = "".join(f" or {name},{setting}=NUMBER:DIRECTORY" for setting in takes)
-        return cls(f"{name}:DIRECTORY or {name}:OWNER/NAME{with_settings}", make, kind.recognises, kind, takes=takes)
+        usage = f"{name}:DIRECTORY or {name}:OWNER/NAME{with_settings}"
+        return cls(usage, make, kind.checkpoint_format.recognises, kind, takes=takes)
 
 
 # --- the methods -----------------------------------------------------------------------------------------------------
@@ -151,15 +154,15 @@ def _make_compressed_cache(scheme: Scheme, request: DrafterRequest) -> Drafter:
 def _make_draft_model(asked: Asked | None, request: DrafterRequest) -> Drafter:
     if request.draft is not None:
         request.draft.check(request.target.vocab_size)
-    directory = hub.locate(request.where, weights=False)
-    config_json.check_whole(directory)
-    config, shared = config_json.read_config(directory), None
-    if request.tokenizer is not None and text.has_tokenizer(directory):
-        own = text.load_tokenizer(directory)
+    files = hub.open_checkpoint(request.files or request.where, weights=False)
+    config_json.check_whole(files)
+    config, shared = config_json.read_config(files), None
+    if request.tokenizer is not None and text.has_tokenizer(files.directory):
+        own = text.load_tokenizer(files.directory)
         shared = share(request.tokenizer, own, asked, sizes=(request.target.vocab_size, config.vocab_size))
     if shared is None:
         check_vocabulary(config, request.target)
-    drafter = DraftModel.from_pretrained(request.where, **request.options)
+    drafter = DraftModel.from_pretrained(files, **request.options)
     return replace(drafter, shared=shared)
 
 
@@ -244,13 +247,13 @@ def load_drafter(
         Traceback (most recent call last):
         specjax.errors.InputError: drafter='eagle4': no method of that name, no directory and no hub id owner/name; ...
     """
-    method, where = resolve(name)
+    method, where, files = find(name)
     if tokenizer is not None and method.recognises is not None and not method.translates:
-        directory = hub.locate(where, weights=False)
-        if text.has_tokenizer(directory):
-            text.check_same_tokenizer(tokenizer, text.load_tokenizer(directory))
+        files = hub.open_checkpoint(files or where, weights=False)
+        if text.has_tokenizer(files.directory):
+            text.check_same_tokenizer(tokenizer, text.load_tokenizer(files.directory))
     shape = None if draft is None else as_shape(draft)
-    return method.make(DrafterRequest(name, where, target, shape, dtype, mesh, tokenizer, weights, method.settings))
+    return method.make(DrafterRequest(name, where, target, shape, dtype, mesh, tokenizer, weights, method.settings, files))
 
 
 def resolve(name: str) -> tuple[DraftingMethod, str]:
@@ -268,8 +271,13 @@ def resolve(name: str) -> tuple[DraftingMethod, str]:
         Traceback (most recent call last):
         specjax.errors.InputError: drafter='moa,layers=2:runs/best': 'layers=2' is no setting of moa; write moa:DIRECTORY or ...
     """
+    return find(name)[:2]
+
+
+def find(name: str) -> tuple[DraftingMethod, str, CheckpointFiles | None]:
+    """Return what `resolve` does, and the files of the checkpoint where they told the method; None where they are not open."""
     if own := OWN_CLASS.fullmatch(name):
-        return _method_of_class(name, own[1], own[2]), own[3]
+        return _method_of_class(name, own[1], own[2]), own[3], None
     before, colon, where = name.partition(":")
     kind, *written = before.split(",") if colon else [before]  # a directory may have commas in its name
     others = {} if kind in METHODS else _entry_points()
@@ -277,7 +285,7 @@ def resolve(name: str) -> tuple[DraftingMethod, str]:
         method = METHODS[kind] if kind in METHODS else _method_of_entry_point(others[kind])
         if method.recognises is not None and not where:
             raise InputError(f"drafter={name!r}: write {method.usage}")
-        return replace(method, settings=_settings(name, kind, method, written)), where
+        return replace(method, settings=_settings(name, kind, method, written)), where, None
     usages = [*(method.usage for method in METHODS.values()), *(f"{other}:DIRECTORY" for other in others), _OWN_USAGE]
     known = "; ".join(usages)
     is_place = before == "embedded" or (not colon and ("/" in name or os.path.isdir(os.path.expanduser(name))))
@@ -286,14 +294,13 @@ def resolve(name: str) -> tuple[DraftingMethod, str]:
         raise InputError(
             f"drafter={name!r}: no method of that name, no directory and no hub id owner/name{hint}; methods: {known}"
         )
-    file = hub.locate(name, weights=False) / "config.json"
-    config = read_json(file)
-    tensors = checkpoint.stored_names(file.parent)
+    files = hub.open_checkpoint(name, weights=False)
+    config, tensors = files.raw, files.tensor_names
     for method in _methods_by_content(others):
         if method.recognises is not None and method.recognises(config, tensors):
-            return method, name
+            return method, name, files
     raise InputError(
-        f"drafter={name!r}: {file} is of no method known here (model_type={config.get('model_type')!r}; as draft models "
+        f"drafter={name!r}: {files.file} is of no method known here (model_type={config.get('model_type')!r}; as draft models "
         f"serve {', '.join(config_json.SUPPORTED)}); if a package has its class, write package.module:Class@{name}; methods: "
         f"{known}"
     )

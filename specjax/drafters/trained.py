@@ -5,8 +5,8 @@ is published, laying the parameters out on a mesh and counting what drafting rea
 """
 
 import inspect
-import re
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -19,83 +19,98 @@ from jax.typing import DTypeLike
 
 from specjax import sharding
 from specjax.drafters.base import Drafter, DraftingReads, RemoteFeatures, State, newest_of
+from specjax.drafters.draft_vocabulary import DraftVocabulary
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models import checkpoint, directories, fingerprint, hub, huggingface
 from specjax.models import params as declarations
 from specjax.models.cache import Entry
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig, Rope
-from specjax.models.fields import CheckpointError, read_json
-from specjax.models.narrow import is_narrow, saved, schemes
+from specjax.models.fields import CheckpointError
 from specjax.models.params import Params
+from specjax.models.quantization import is_quantized, saved, schemes
 from specjax.models.transformer import States, Target, default_dtype
 from specjax.progress import waiting
 
 
+def open_drafter(path: str | Path | CheckpointFiles) -> CheckpointFiles:
+    """Return the files of a drafter's checkpoint; its weights are fetched, and config.json and all headers are read.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or a file is missing or damaged.
+    """
+    files = hub.open_checkpoint(path)
+    directories.check(files)
+    assert files.raw is not None and files.shapes is not None  # read here: damaged files are refused before any field is
+    return files
+
+
+LEFT_OVER = ("*rotary_emb.inv_freq",)
+"""Patterns of tensors that every checkpoint may hold, and that are not read."""
+
+
 @dataclass(frozen=True)
-class Stored:
-    """What the shape of a drafter is read from: a checkpoint without its weights.
+class CheckpointFormat:
+    """How the checkpoints of one kind of drafter are recognised, read and written.
 
     Attributes:
-        directory: where it lies.
-        raw: what its config.json holds.
-        shapes: of its tensors, by name, as their headers say.
+        title: what a checkpoint is called in errors: "an EAGLE drafter".
+        layouts: the names of the ways in which checkpoints are written. All of them are read. `TrainedDrafter.save_pretrained`
+            writes the first, unless another one is requested.
+        recognises: takes the fields of config.json and the names of the tensors, and says whether a checkpoint is of this kind.
+            The names are missing if the checkpoint is on the hub, because its weights have not been fetched by then.
+        read_config: takes what is stored and the options of `TrainedDrafter.from_pretrained` beyond the usual, and returns the
+            shape. It compares counts with the tensors before anything is declared after them (`CheckpointFiles.check_count`).
+            An `InputError` becomes a `CheckpointError` that names the file.
+        declare: takes a shape and a layout, and returns the `Param` declarations with the names of that layout.
+        axis_units: takes a shape, and returns what `ModelConfig.axis_units` says of a model's.
+        format_config: takes a drafter and the layout, dtype and target of `TrainedDrafter.save_pretrained`, and returns the
+            fields of config.json, from which ``read_config`` reads an equal shape.
+        layout_of: takes what is stored, and returns its layout; None if the tensors have the same names in all layouts.
+        left_over: takes a shape and what is stored, and returns patterns of the tensors that are not read.
+        reduced_vocabulary: takes a shape, and returns the drafter's own vocabulary, whose table ``d2t`` is one of the
+            parameters; None if the drafter has the target's.
+        describe: takes a drafter and a layout, and says in a line what that layout states differently; may be empty.
+
+    Examples:
+        >>> specjax.Medusa.checkpoint_format.recognises({"medusa_num_heads": 2}, ())
+        True
+        >>> specjax.PEagle.checkpoint_format.layouts
+        ('speculators', 'specforge')
     """
 
-    directory: Path
-    raw: dict[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
+    title: str
+    layouts: tuple[str, ...]
+    recognises: Callable[[Mapping[str, Any], Collection[str]], bool]
+    read_config: Callable[..., Any]
+    declare: Callable[[Any, str], Params]
+    axis_units: Callable[[Any], Mapping[str, int]]
+    format_config: Callable[[Any, str, str, str], dict[str, Any]]
+    layout_of: Callable[[CheckpointFiles], str] | None = None
+    left_over: Callable[[Any, CheckpointFiles], Collection[str]] = lambda config, stored: LEFT_OVER
+    reduced_vocabulary: Callable[[Any], DraftVocabulary | None] = lambda config: None
+    describe: Callable[[Any, str], str] = lambda drafter, layout: ""
 
-    @classmethod
-    def of(cls, directory: Path) -> "Stored":
-        """The checkpoint in ``directory``. Raises `CheckpointError` where a file is missing or damaged."""
-        directories.check(directory)
-        return cls(directory, read_json(directory / "config.json"), checkpoint.stored_shapes(directory))
-
-    @property
-    def file(self) -> str:
-        """config.json, as errors name it."""
-        return str(self.directory / "config.json")
-
-    def numbered(self, prefix: str, first: int = 0) -> int:
-        """How many different numbers, from ``first`` on, follow ``prefix`` in the tensors' names (see `number_after`)."""
-        numbers = {number_after(prefix, name) for name in self.shapes}
-        return sum(number is not None and number >= first for number in numbers)
-
-    def check_count(self, field: str, said: int, found: int, parts: str) -> None:
-        """Refuse a count that the tensors do not bear out: declarations are made after it, and take memory.
-
-        Args:
-            field: of config.json.
-            said: what it says.
-            found: how many of them there are tensors of.
-            parts: what is counted.
-        """
-        if said != found:
-            raise CheckpointError(
-                f"{self.file}: {field}={said}, but of {parts} there are tensors of {found}: give the configuration and the "
-                "weights of one model"
-            )
-
-
-def number_after(prefix: str, name: str) -> int | None:
-    """The number that follows ``prefix`` in a tensor's ``name``, as 0 follows ``layers.`` in ``layers.0.mlp``; None where there
-    is none. One of more than nine digits is none: it counts nothing, and Python does not read thousands of digits."""
-    found = re.match(r"([0-9]{1,9})\.", name[len(prefix) :]) if name.startswith(prefix) else None
-    return None if found is None else int(found[1])
+    def check_layout(self, layout: str) -> str:
+        """Return ``layout`` if it is one of `layouts`. Raises `InputError` otherwise."""
+        if layout not in self.layouts:
+            known = ", ".join(map(repr, self.layouts))
+            raise InputError(f"layout={layout!r}: {self.title} is written in the layout{'s' * (len(self.layouts) > 1)} {known}")
+        return layout
 
 
 class TrainedDrafter(Drafter[State]):
     """A drafter with weights of its own. Subclass it as a ``flax.struct.dataclass`` with the fields below.
 
     Attributes:
-        params: its own parameters, in the structure of `declare`.
+        params: its own parameters, in the structure that its format declares.
         config: its shape: a frozen dataclass, static.
         draft: the shape of its drafts. The field's default is what checkpoints are loaded with (see `default_draft`).
         mesh: where the params live; None is the default device.
-        title: what a checkpoint is, in errors: "an EAGLE drafter".
-        layouts: the names of the ways in which its checkpoints are written. `save_pretrained` writes the first, unless told
-            otherwise; all of them are read.
+        checkpoint_format: how its checkpoints are read and written. Every subclass names one.
+        title: that of its format.
+        layouts: those of its format.
 
     Examples:
         >>> drafter = specjax.Medusa.init(target, jax.random.key(1), heads=2, draft=2)
@@ -109,52 +124,27 @@ class TrainedDrafter(Drafter[State]):
     config: Any
     draft: DraftShape | int
     mesh: Mesh | None
+    checkpoint_format: ClassVar[CheckpointFormat]
     title: ClassVar[str]
     layouts: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def _complete_class(cls, own: Mapping[str, Any]) -> None:
+        """Set `title` and `layouts`, and make a format of methods on the class, which drafters had in place of a format."""
+        old = ", ".join(field.name for field in fields(CheckpointFormat) if field.name in own)
+        if old and "checkpoint_format" not in own:
+            message = f"{cls.__name__}: give {old} to a CheckpointFormat, and name that as checkpoint_format"
+            warnings.warn(message, DeprecationWarning, stacklevel=3)
+            base = getattr(cls, "checkpoint_format", None)
+            values: dict[str, Any] = {part.name: getattr(base, part.name, part.default) for part in fields(CheckpointFormat)}
+            cls.checkpoint_format = CheckpointFormat(**{name: getattr(cls, name, value) for name, value in values.items()})
+        if hasattr(cls, "checkpoint_format"):
+            cls.title, cls.layouts = cls.checkpoint_format.title, cls.checkpoint_format.layouts
 
     # --- what a subclass says ---
 
     def fingerprint(self) -> str:
         return fingerprint.of_params(self.params, self.config, self.mesh)
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        """Whether a checkpoint is one of its own.
-
-        Args:
-            raw: what its config.json holds.
-            tensors: the names of its tensors, where they are at hand: of the hub's the weights have not been fetched by then.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def layout_of(cls, stored: Stored) -> str:
-        """Which of its `layouts` a checkpoint is in."""
-        return cls.layouts[0]
-
-    @classmethod
-    def read_config(cls, stored: Stored, **options: Any) -> Any:
-        """The shape of a checkpoint, by its config.json and by the tensors that are there; ``options`` are those of
-        `from_pretrained` beyond the usual.
-
-        Counts are compared with the tensors here (`Stored.check_count`), before anything is declared after them. An
-        `InputError` becomes a `CheckpointError` that names the file.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def declare(cls, config: Any, layout: str) -> Params:
-        """The `Param` declarations, with the names of ``layout``."""
-        raise NotImplementedError
-
-    @classmethod
-    def axis_units(cls, config: Any) -> Mapping[str, int]:
-        """As `ModelConfig.axis_units`."""
-        raise NotImplementedError
-
-    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
-        """The fields of config.json, from which `read_config` reads an equal shape; arguments as in `save_pretrained`."""
-        raise NotImplementedError
 
     @classmethod
     def default_draft(cls, config: Any) -> DraftShape:
@@ -179,34 +169,12 @@ class TrainedDrafter(Drafter[State]):
         """What ``init`` is given for a drafter as it is usually published for ``target``, whose params may be shapes."""
         return {}
 
-    @classmethod
-    def left_over(cls, config: Any, stored: Stored) -> Collection[str]:
-        """Patterns of the tensors that a checkpoint may hold beside its own."""
-        return ("*rotary_emb.inv_freq",)
-
-    @classmethod
-    def declare_beside(cls, config: Any) -> Params:
-        """What a checkpoint may hold that follows from the parameters: it is checked and not kept."""
-        return {}
-
-    def beside(self) -> Params:
-        """The values of that, to be written."""
-        return {}
-
-    @classmethod
-    def check_values(cls, config: Any, params: Params, beside: Params, directory: Path) -> None:
-        """Refuse, with a CheckpointError, values that cannot be: of the parameters, and of what was found ``beside`` them."""
-
-    def describe(self, layout: str) -> str:
-        """One line on what ``layout`` says otherwise than the others do; empty: nothing."""
-        return ""
-
     # --- what follows ---
 
     @classmethod
     def from_pretrained(
         cls,
-        path: str | Path,
+        path: str | Path | CheckpointFiles,
         *,
         draft: DraftShape | int | None = None,
         dtype: DTypeLike | None = None,
@@ -217,7 +185,7 @@ class TrainedDrafter(Drafter[State]):
         """Load a checkpoint, in any of its layouts, recognised by what is in it.
 
         Args:
-            path: directory, or hub id, with config.json and safetensors or a ``pytorch_model.bin``.
+            path: directory, or hub id, with config.json and safetensors or a ``pytorch_model.bin``; or its opened files.
             draft: the shape of its drafts; None: `default_draft`.
             dtype: of the params; the default is that of `Target.from_pretrained`. It should be the target's.
             mesh: the target's.
@@ -229,29 +197,33 @@ class TrainedDrafter(Drafter[State]):
             TypeError: the class has no such option.
         """
         try:  # before anything is read, or fetched
-            inspect.signature(cls.read_config).bind(None, **options)
+            inspect.signature(cls.checkpoint_format.read_config).bind(None, **options)
         except TypeError as error:
             raise TypeError(f"{cls.__name__}.from_pretrained() {error}") from None
-        stored = Stored.of(hub.locate(path))
+        stored = open_drafter(path)
         config = cls._config_of(stored, **options)
-        beside = {name: param for name, param in cls.declare_beside(config).items() if param.name in stored.shapes}
+        form = cls.checkpoint_format
+        layout = form.layouts[0] if form.layout_of is None else form.layout_of(stored)
+        declared, vocabulary = form.declare(config, layout), form.reduced_vocabulary(config)
+        if vocabulary is not None and "t2d" in stored.shapes:
+            declared |= vocabulary.declare_t2d()
         with waiting(f"loading {path}"):
-            declared = cls.declare(config, cls.layout_of(stored)) | beside
             params = checkpoint.load(
-                stored.directory,
-                schemes.declare(declared, huggingface.forms_for(stored.directory, weights, mesh), mesh),
+                stored,
+                schemes.declare(declared, huggingface.forms_for(stored, weights, mesh), mesh),
                 default_dtype() if dtype is None else dtype,
-                what=f"{cls.title} with this config.json",
-                ignored=cls.left_over(config, stored),
+                what=f"{form.title} with this config.json",
+                ignored=form.left_over(config, stored),
                 mesh=mesh,
-                units=cls.axis_units(config),
+                units=form.axis_units(config),
             )
-        cls.check_values(config, params, {name: params.pop(name) for name in beside}, stored.directory)
+        if vocabulary is not None:
+            vocabulary.check_values(params, params.pop("t2d", None), stored.directory)
         draft = cls.default_draft(config) if draft is None else draft
         return cls(params=params, config=config, draft=draft, mesh=mesh)  # pyright: ignore[reportCallIssue]
 
     @classmethod
-    def abstract_from(cls, path: str | Path, *, dtype: DTypeLike, **options: Any) -> Self:
+    def abstract_from(cls, path: str | Path | CheckpointFiles, *, dtype: DTypeLike, **options: Any) -> Self:
         """The drafter that `from_pretrained` makes of a checkpoint, with shapes in place of its params.
 
         Reads config.json, and of the tensors their names and shapes; no values, so that damaged ones are not found.
@@ -264,16 +236,16 @@ class TrainedDrafter(Drafter[State]):
         Raises:
             CheckpointError: a file or a field is not as it must be.
         """
-        config = cls._config_of(Stored.of(hub.locate(path)), **options)
-        declared = cls.declare(config, cls.layouts[0])
+        config = cls._config_of(open_drafter(path), **options)
+        declared = cls.checkpoint_format.declare(config, cls.layouts[0])
         params = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, jnp.dtype(param.dtype or dtype)), declared)
         return cls(params=params, config=config, draft=cls.default_draft(config), mesh=None)  # pyright: ignore[reportCallIssue]
 
     @classmethod
-    def _config_of(cls, stored: Stored, **options: Any) -> Any:
-        """`read_config`, whose errors all name the file."""
+    def _config_of(cls, stored: CheckpointFiles, **options: Any) -> Any:
+        """Return what the format's ``read_config`` returns. All errors name the file."""
         try:
-            return cls.read_config(stored, **options)
+            return cls.checkpoint_format.read_config(stored, **options)
         except CheckpointError:
             raise
         except InputError as error:
@@ -290,41 +262,39 @@ class TrainedDrafter(Drafter[State]):
             layout: one of `layouts`; by default the first.
             target: directory or hub id of the target, for layouts whose config.json says what it is for.
         """
-        layout = self.check_layout(self.layouts[0] if layout is None else layout)
-        content = self.format_config(layout, checkpoint.float_type(self._dtype if dtype is None else dtype).name, target)
-        params = self.params | self.beside()
-        declared = schemes.declare_like(self.declare(self.config, layout) | self.declare_beside(self.config), params)
-        if (quantisation := saved.format_config(declared)) is not None:
-            content["quantization_config"] = quantisation
+        form = self.checkpoint_format
+        layout = form.check_layout(form.layouts[0] if layout is None else layout)
+        type_name = checkpoint.float_type(self._dtype if dtype is None else dtype).name
+        content = form.format_config(self, layout, type_name, target)
+        params, declared = self.params, form.declare(self.config, layout)
+        if (vocabulary := form.reduced_vocabulary(self.config)) is not None:
+            params, declared = params | vocabulary.compute_t2d(params), declared | vocabulary.declare_t2d()
+        declared = schemes.declare_like(declared, params)
+        if (quantization := saved.format_config(declared)) is not None:
+            content["quantization_config"] = quantization
         checkpoint.save(Path(path), declared, params, {"config.json": content}, dtype)
 
-    def narrow(self, weights: schemes.Weights) -> Self:
-        """The same drafter with narrow weights; ``weights`` is the name of a scheme, as in `Target.from_pretrained`.
+    def quantize(self, weights: schemes.Weights) -> Self:
+        """The same drafter with quantized weights; ``weights`` is the name of a scheme, as in `Target.from_pretrained`.
 
         Raises:
-            InputError: there is no scheme of that name, or the weights are narrow already.
+            InputError: there is no scheme of that name, or the weights are quantized already.
         """
         form_of = schemes.scheme_of(weights).form_of
-        params = schemes.make_narrow(self.declared, self.params, form_of, self.mesh, self.units)
+        params = schemes.quantize_params(self.declared, self.params, form_of, self.mesh, self.units)
         return replace(self, params=params)  # pyright: ignore[reportArgumentType]
 
-    @classmethod
-    def check_layout(cls, layout: str) -> str:
-        """``layout``, if it is one of its `layouts`. Raises `InputError`."""
-        if layout not in cls.layouts:
-            known = ", ".join(map(repr, cls.layouts))
-            raise InputError(f"layout={layout!r}: {cls.title} is written in the layout{'s' * (len(cls.layouts) > 1)} {known}")
-        return layout
+    narrow = schemes.narrow  # the old name
 
     @property
     def declared(self) -> Params:
         """The declarations of its params."""
-        return self.declare(self.config, self.layouts[0])
+        return self.checkpoint_format.declare(self.config, self.layouts[0])
 
     @property
     def units(self) -> Mapping[str, int]:
         """The units of its params' axes (see `sharding.partition`)."""
-        return self.axis_units(self.config)
+        return self.checkpoint_format.axis_units(self.config)
 
     @property
     def own_weights(self) -> Params:
@@ -342,13 +312,14 @@ class TrainedDrafter(Drafter[State]):
     @classmethod
     def _initialise(cls, config: Any, key: jax.Array, target: Target) -> Params:
         """Random parameters for ``target``, in its data type and on its mesh; consumes ``key``."""
-        declared, units = cls.declare(config, cls.layouts[0]), cls.axis_units(config)
+        form = cls.checkpoint_format
+        declared, units = form.declare(config, form.layouts[0]), form.axis_units(config)
         return declarations.initialise(declared, key, target.dtype, target.mesh, units)
 
     @property
     def _dtype(self) -> np.dtype:
-        leaves = jax.tree.leaves(self.params, is_leaf=is_narrow)
-        floats = (leaf for leaf in leaves if not is_narrow(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating))
+        leaves = jax.tree.leaves(self.params, is_leaf=is_quantized)
+        floats = (leaf for leaf in leaves if not is_quantized(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating))
         return next((leaf.dtype for leaf in floats), jnp.dtype(default_dtype()))
 
 

@@ -74,7 +74,7 @@ class Template:
 @lru_cache(maxsize=256)
 def template_of(choices: Choices) -> Template:
     """The `Template` of a tree of ``choices``."""
-    numbers = {(): 0} | {path: number for number, path in enumerate(choices, 1)}
+    numbers = {(): 0} | {path: index for index, path in enumerate(choices, 1)}
     depth, branching = max(map(len, choices)), 1 + max(path[-1] for path in choices)
     levels = [[path for path in choices if len(path) == level] for level in range(1, depth + 1)]
     has_child = {path[:-1] for path in choices}
@@ -320,13 +320,13 @@ class _ReadWhole(DynamicTree):
         _set(self, width=min(self.nodes - 1, self.top_k ** (self.depth - 1)))
 
 
-MOST_NODES = 4096
+MAX_NODES = 4096
 """A larger tree is refused: masks grow with the square of it."""
 
 
 def _check_nodes(name: str, nodes: int) -> None:
-    if nodes > MOST_NODES:
-        raise InputError(f"draft={name}: makes {nodes} nodes, the root included; give at most {MOST_NODES}")
+    if nodes > MAX_NODES:
+        raise InputError(f"draft={name}: makes {nodes} nodes, the root included; give at most {MAX_NODES}")
 
 
 def _set(shape: DraftShape, **attributes: Any) -> None:

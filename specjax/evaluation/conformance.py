@@ -294,7 +294,7 @@ def check_rows_that_come_and_go(target: Target, drafter: Drafter, *, new_tokens:
         None,
         np.stack([text.tokens for text in texts])[:, : lengths.max()],
         lengths,
-        max_new_tokens=np.array([text.limit for text in texts]) - lengths,
+        max_new_tokens=np.array([text.max_length for text in texts]) - lengths,
         sampling=Sampling(**settings),
         key=jnp.stack([text.key for text in texts]),
         rule="coupled",
@@ -328,7 +328,7 @@ def _texts(target: Target, new_tokens: int) -> list[rows.Text]:
     # A drafter pairs a token with the next one: the common prefix is one token longer than a page.
     prompts[1:3, _PAGE + 1 :] = _prompts(target, seed=1)[0, :3]
     full, keys = _PAGE + 4, jax.random.split(jax.random.key(5), 4)
-    stop_token_ids = GenerationOptions().check(target.config, 1).eos[0]
+    stop_token_ids = GenerationOptions().check(target.config, 1).stop_token_ids[0]
 
     def text(index: int, key: jax.Array, length: int, max_new_tokens: int, sampling: Sampling) -> rows.Text:
         tokens = np.zeros(full + new_tokens, np.int32)
@@ -337,9 +337,9 @@ def _texts(target: Target, new_tokens: int) -> list[rows.Text]:
         return rows.Text(
             tokens=tokens,
             length=np.int32(length),
-            limit=np.int32(max_length),
+            max_length=np.int32(max_length),
             key=key,
-            eos=stop_token_ids,
+            stop_token_ids=stop_token_ids,
             sampling=sampling.of_row(),
         )
 
@@ -370,7 +370,9 @@ class _PagedRows:
         pages_per_row = -(-capacity // _PAGE)
         self.pages = _PAGED_ROWS * pages_per_row
         sizes = {"capacity": capacity, "pages": self.pages, "page": _PAGE}
-        self.state = rows.empty(target, self.drafter, rows=self.groups * _PAGED_ROWS, ends=len(texts[0].eos), **sizes)
+        self.state = rows.empty(
+            target, self.drafter, rows=self.groups * _PAGED_ROWS, max_stop_tokens=len(texts[0].stop_token_ids), **sizes
+        )
         self.fresh = rows.empty_prefix_state(target, self.drafter, **sizes)
         # The last page is used first, and becomes the shared one. So a cache that takes -1 as the
         # last page, and not as none, damages it.
@@ -404,7 +406,7 @@ class _PagedRows:
     def _begin(self, row: int, index: int, cached: int = 0, prefix_state: Any = None, pages: Sequence[int] = ()) -> Any:
         """Admit a text and prefill its prompt. Return the prefix state after the first chunk."""
         text, self.text_of_row[row] = self.texts[index], index
-        new_pages = [self.free.pop() for _ in range(-(-int(text.limit) // _PAGE) - len(pages))]
+        new_pages = [self.free.pop() for _ in range(-(-int(text.max_length) // _PAGE) - len(pages))]
         self.table[row, : len(pages) + len(new_pages)] = [*pages, *new_pages]
         prefix_state = self.fresh if prefix_state is None else prefix_state
         row_of_group = np.arange(self.groups, dtype=np.int32) * _PAGED_ROWS + row
@@ -428,7 +430,7 @@ class _PagedRows:
         arguments = free, np.int32(steps), np.bool_(False)
         table = self._full_table()
         self.state, progress = rows.decode_rows(
-            self.target, drafter, self.state, table, *arguments, width=len(free), most_steps=1
+            self.target, drafter, self.state, table, *arguments, width=len(free), call_steps=1
         )
         progress, tokens = sharding.to_host((progress, self.state.tokens), self.target.mesh)
         for row in [row for row in self.text_of_row if progress.done[row]]:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from specjax import sharding
 from specjax.drafters import registry
 from specjax.drafters.base import Drafter, NoDraft
-from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.methods.draft_model import DraftModel
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
@@ -21,8 +21,8 @@ from specjax.errors import InputError
 from specjax.models import params
 from specjax.models.cache import KVCache, PagedCache, groups_of
 from specjax.models.config import ModelConfig
-from specjax.models.narrow import schemes
 from specjax.models.published import PUBLISHED, published
+from specjax.models.quantization import schemes
 from specjax.models.states import State
 from specjax.models.transformer import Target
 
@@ -81,10 +81,10 @@ def stored_drafter(name: str, target: Target) -> TrainedDrafter:
     Raises:
         InputError: there is no such drafter, it is of another kind, or it does not fit the target.
     """
-    method, where = registry.resolve(name)
+    method, where, files = registry.find(name)
     if method.trained is None:
         raise InputError(f"drafter={name!r}: is no drafter that is trained for its target")
-    drafter = method.trained.abstract_from(where, dtype=jnp.bfloat16, **dict(method.settings))
+    drafter = method.trained.abstract_from(files or where, dtype=jnp.bfloat16, **dict(method.settings))
     alone = replace(target, mesh=None)
     jax.eval_shape(lambda drafter, target: drafter.check(target), drafter, alone)  # it may compute with its params
     return place_model(drafter, target.mesh)

@@ -260,8 +260,8 @@ def _arguments(setup: Setup, drafter: Drafter) -> tuple[Any, ...]:
     settings = setup.sampling.rows(batch, default_rule(drafter.draft_shape))
     sampling = jax.tree.map(lambda leaf: row(leaf.shape, leaf.dtype), settings)
     lengths = row((batch,), jnp.int32)
-    tokens, eos = row((batch, setup.context), jnp.int32), row((batch, 1), jnp.int32)
-    return setup.target, drafter, tokens, lengths, lengths, row(keys.shape, keys.dtype), eos, sampling
+    tokens, stop_token_ids = row((batch, setup.context), jnp.int32), row((batch, 1), jnp.int32)
+    return setup.target, drafter, tokens, lengths, lengths, row(keys.shape, keys.dtype), stop_token_ids, sampling
 
 
 def _drafted_bytes(setup: Setup, drafter: Drafter) -> int:

@@ -4,8 +4,8 @@ A layer remembers one or more arrays of every token: its *entry*. For ordinary a
 declares how many parts a layer's entry has and how large they are (`ModelConfig.entry_parts`). A layer that reads the entries
 of another one remembers nothing: its entry has no parts.
 
-A part is an array, or two where it is kept in 8 bits (`specjax.models.quantized`). Here both are moved alike: slots are the
-third axis of every array.
+A part is an array, or two where it is kept in 8 bits (`specjax.models.quantized_cache`). Here both are moved alike: slots are
+the third axis of every array.
 
 A layer with linear attention remembers committed tokens otherwise: in a `State`, one for the whole text. Drafted tokens have
 entries there too, and those of an accepted path are written into the state when they are committed.
@@ -23,7 +23,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int
 
 from specjax.models.config import LinearAttention
-from specjax.models.quantized import Part, Quantized
+from specjax.models.quantized_cache import Part, QuantizedPart
 from specjax.models.states import State, by_heads, empty_nodes
 
 Entry = tuple[Part, ...]
@@ -58,7 +58,7 @@ def empty_entries(
         empty = _placed(jnp.zeros((batch, heads, slots, dim), dtype), mesh)
         if empty.dtype != jnp.int8:
             return empty
-        return Quantized(empty, _placed(jnp.zeros((batch, heads, slots), jnp.float32), mesh))
+        return QuantizedPart(empty, _placed(jnp.zeros((batch, heads, slots), jnp.float32), mesh))
 
     def entry(memory: Memory) -> Entry:
         if isinstance(memory, LinearAttention):
@@ -320,8 +320,8 @@ class PagedCache:
 
     def gather(self, positions: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
         """As `KVCache.gather`."""
-        pages, places = self._places(_by_head(positions))
-        return jax.tree.map(lambda pool: by_group(_gather_paged, self.groups, pool, pages, places), self.layers)
+        pages, slots = self._slots(_by_head(positions))
+        return jax.tree.map(lambda pool: by_group(_gather_paged, self.groups, pool, pages, slots), self.layers)
 
     def append(self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array) -> "PagedCache":
         """As `KVCache.append`. What a row has no page for is dropped."""
@@ -329,15 +329,15 @@ class PagedCache:
         entries, states = committed(self.states, new, count)
         step = jnp.arange(slots_of(entries))[None]
         positions = self.length[:, None] + step
-        pages, places = self._places(positions)
+        pages, slots = self._slots(positions)
         number = jax.tree.leaves(self.layers)[0].shape[0]  # out of range, where a scatter in drop mode writes nothing
         pages = jnp.where((step < count[:, None]) & (positions < self.capacity), pages, number)
         layers = jax.tree.map(
-            lambda pool, values: by_group(_set_paged, self.groups, pool, pages, places, values), self.layers, entries
+            lambda pool, values: by_group(_set_paged, self.groups, pool, pages, slots, values), self.layers, entries
         )
         return replace(self, layers=layers, length=self.length + count, states=states)
 
-    def _places(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _slots(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The page of each of the ``positions [B, …]``, and its place there."""
         column = jnp.minimum(positions // self.page, self.table.shape[1] - 1).reshape(positions.shape[0], -1)
         return jnp.take_along_axis(self.table, column, axis=1).reshape(positions.shape), positions % self.page
@@ -372,19 +372,19 @@ def read_pages(pool: jax.Array, pages: Int[Array, "B n"]) -> jax.Array:
     return jnp.moveaxis(found, 2, 1).reshape(found.shape[0], found.shape[2], -1, *found.shape[4:])
 
 
-def _gather_paged(pool: jax.Array, pages: jax.Array, places: jax.Array) -> jax.Array:
-    """``[B, heads, n, …]`` the tokens at ``places`` of ``pages``, ``[B, heads|1, n]`` both."""
-    pages, places = (jnp.broadcast_to(x, (x.shape[0], pool.shape[1], x.shape[2])) for x in (pages, places))
-    gather = jax.vmap(lambda of_head, page, place: of_head.at[page, place].get(mode="clip"), in_axes=1, out_axes=1)
-    return gather(pool, pages, places)
+def _gather_paged(pool: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
+    """``[B, heads, n, …]`` the tokens at ``slots`` of ``pages``, ``[B, heads|1, n]`` both."""
+    pages, slots = (jnp.broadcast_to(x, (x.shape[0], pool.shape[1], x.shape[2])) for x in (pages, slots))
+    gather = jax.vmap(lambda of_head, page, slot: of_head.at[page, slot].get(mode="clip"), in_axes=1, out_axes=1)
+    return gather(pool, pages, slots)
 
 
-def _set_paged(pool: jax.Array, pages: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
-    """``pool`` with ``values [B, heads, n, …]`` at ``places [B, n]`` of ``pages [B, n]``."""
+def _set_paged(pool: jax.Array, pages: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
+    """``pool`` with ``values [B, heads, n, …]`` at ``slots [B, n]`` of ``pages [B, n]``."""
     # Heads are counted out, not written as a whole: a TPU's compiler wants what is written as a whole side by side, and copies
     # the pool to have heads beside the numbers of a value. It still sees that each head stays where a mesh has it.
     heads = jnp.arange(pool.shape[1])[:, None]
-    return pool.at[pages[:, None], heads, places[:, None]].set(values.astype(pool.dtype), mode="drop")
+    return pool.at[pages[:, None], heads, slots[:, None]].set(values.astype(pool.dtype), mode="drop")
 
 
 @struct.dataclass

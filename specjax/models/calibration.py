@@ -1,4 +1,4 @@
-"""Narrow weights that are chosen by what the layers read of a text."""
+"""Quantized weights that are chosen by what the layers read of a text."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,9 +11,9 @@ from jaxtyping import Int
 from specjax.errors import InputError
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig
-from specjax.models.narrow import Narrow, schemes
-from specjax.models.narrow.gptq import Watched
 from specjax.models.params import Param, Params
+from specjax.models.quantization import QuantizedMatrix, schemes
+from specjax.models.quantization.gptq import Watched
 from specjax.models.transformer import Target
 from specjax.progress import say, track
 
@@ -24,10 +24,10 @@ _AT_ONCE = 4096
 
 
 def calibrate(target: Target, weights: schemes.Weights, tokens: Int[np.ndarray, "W T"]) -> Target:
-    """The same model with narrow weights, as of `Target.narrow`, each layer's chosen by what it reads of a text (GPTQ).
+    """The same model with quantized weights, as of `Target.quantize`, each layer's chosen by what it reads of a text (GPTQ).
 
-    Layers become narrow in order, so that each sees what the narrow ones before it hand on. Embedding and head are rounded to
-    the nearest numbers.
+    Layers are quantized in order, so that each sees what the quantized ones before it hand on. Embedding and head are rounded
+    to the nearest numbers.
 
     Args:
         target: in floats, whole, and on no mesh.
@@ -39,8 +39,8 @@ def calibrate(target: Target, weights: schemes.Weights, tokens: Int[np.ndarray, 
 
     Examples:
         >>> from specjax.models.calibration import calibrate
-        >>> narrow = calibrate(target, "int4", np.arange(48).reshape(3, 16) % 16)
-        >>> narrow.params["layers"][0]["down"].values.dtype == target.narrow("int4").params["layers"][0]["down"].values.dtype
+        >>> rounded, calibrated = target.quantize("int4"), calibrate(target, "int4", np.arange(48).reshape(3, 16) % 16)
+        >>> calibrated.params["layers"][0]["down"].values.dtype == rounded.params["layers"][0]["down"].values.dtype
         True
     """
     target.check_whole()
@@ -50,8 +50,8 @@ def calibrate(target: Target, weights: schemes.Weights, tokens: Int[np.ndarray, 
     form_of = schemes.of_model(schemes.scheme_of(weights).form_of, config.tie_embeddings)
     check_text(config, weights, tokens)
 
-    def narrow(declared: Params, params: Params) -> Params:
-        return schemes.make_narrow(declared, params, form_of, None, config.axis_units)
+    def quantize(declared: Params, params: Params) -> Params:
+        return schemes.quantize_params(declared, params, form_of, None, config.axis_units)
 
     batches = np.array_split(tokens, min(len(tokens), -(-tokens.size // _AT_ONCE)))
     entering = {0: [target.embed(jnp.asarray(batch)) for batch in batches]}  # by layer, the residual stream there
@@ -62,13 +62,13 @@ def calibrate(target: Target, weights: schemes.Weights, tokens: Int[np.ndarray, 
         for x, batch in streams:
             watched = _add_moments(target, watched, x, batch, (firsts[layer], layer + 1))
         unread += _check_seen(watched, layer)
-        target = _with_layer(target, layer, narrow(own, watched))
+        target = _with_layer(target, layer, quantize(own, watched))
         after = [_run(target, x, batch, (firsts[layer], layer + 1)) for x, batch in streams]
-        entering = {number: entering[number] for number in entering if number in firsts[layer + 1 :]} | {layer + 1: after}
+        entering = {index: entering[index] for index in entering if index in firsts[layer + 1 :]} | {layer + 1: after}
     if unread:
         say(f"{unread} matrices of experts that no token of the text chose are rounded to the nearest numbers", unasked=True)
     rest = {name: value for name, value in target.params.items() if name != "layers"}
-    rest = narrow({name: declared[name] for name in rest}, rest)
+    rest = quantize({name: declared[name] for name in rest}, rest)
     return replace(target, params={**target.params, **rest})
 
 
@@ -81,9 +81,9 @@ def _first(target: Target, layer: int) -> int:
 
 
 def _watch(declared: dict[str, Param], params: Params, form_of: schemes.FormOf) -> Params:
-    """The ``params`` of a layer, `Watched` where they are to become narrow."""
+    """The ``params`` of a layer, `Watched` where they are to be quantized."""
     return {
-        name: value if isinstance(value, Narrow) or form_of(declared[name]) is None else Watched.of(value)
+        name: value if isinstance(value, QuantizedMatrix) or form_of(declared[name]) is None else Watched.of(value)
         for name, value in params.items()
     }
 

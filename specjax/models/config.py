@@ -385,19 +385,19 @@ class ModelConfig:
             raise InputError("layers: with latent attention all layers are alike: leave them out")
         if len(self.layers) != self.num_layers:
             raise InputError(f"layers: {len(self.layers)} of num_layers={self.num_layers} are described: describe all or none")
-        for number, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
             try:
-                own = self.of_layer(number)
+                own = self.of_layer(index)
             except InputError as error:
-                raise InputError(f"layers[{number}]: {error}") from None
+                raise InputError(f"layers[{index}]: {error}") from None
             if (source := layer.entries_of) is None:
                 continue
-            if not 0 <= source < number or self.layers[source].entries_of is not None:
-                raise InputError(f"layers[{number}]: entries_of={source}: must be an earlier layer that has entries of its own")
+            if not 0 <= source < index or self.layers[source].entries_of is not None:
+                raise InputError(f"layers[{index}]: entries_of={source}: must be an earlier layer that has entries of its own")
             theirs = self.of_layer(source)
             if (own.num_kv_heads, own.head_dim) != (theirs.num_kv_heads, theirs.head_dim):
                 raise InputError(
-                    f"layers[{number}]: entries_of={source}, which has {theirs.num_kv_heads} key/value heads of "
+                    f"layers[{index}]: entries_of={source}, which has {theirs.num_kv_heads} key/value heads of "
                     f"{theirs.head_dim}, and this layer is made for {own.num_kv_heads} of {own.head_dim}"
                 )
 

@@ -8,11 +8,11 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from specjax.errors import InputError, did_you_mean
-from specjax.models import directories, parts
+from specjax.models import directories, generation_config, parts
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import Activation, ModelConfig, Rope
 from specjax.models.families import FAMILIES, REFUSED, Family
 from specjax.models.families.ropes import FULL, WINDOWED, format_rope, parse_rope
@@ -23,14 +23,13 @@ from specjax.models.fields import (
     flag,
     mapping,
     number,
-    read_json,
     show,
     text,
     texts,
     whole,
 )
-from specjax.models.narrow import published
 from specjax.models.parts import Layers
+from specjax.models.quantization import published
 
 SUPPORTED = FAMILIES.keys()
 """The model types that can be loaded."""
@@ -88,20 +87,17 @@ _FIELDS: dict[str, Field] = {
 _GENERATION: dict[str, Field] = {"eos_token_id": _TOKENS}  # of generation_config.json
 
 
-def read_config(directory: Path) -> ModelConfig:
+def read_config(files: CheckpointFiles) -> ModelConfig:
     """Read config.json (and the end-of-sequence ids of generation_config.json).
 
     Raises:
         CheckpointError: a field is missing, of another type or out of range, or asks for something that is not supported.
     """
-    directories.check(directory)
-    path = directory / "config.json"
-    config = parse_config(read_json(path), str(path))
-    generation = directory / "generation_config.json"
-    if not generation.exists():
-        return config
-    eos = check_fields(read_json(generation), _GENERATION, str(generation))["eos_token_id"]
-    return config if eos is None else replace(config, eos_token_ids=_end_tokens(eos, config.vocab_size, str(generation)))
+    directories.check(files)
+    config = parse_config(files.raw, files.file)
+    source = str(files.directory / generation_config.FILE)
+    eos = check_fields(files.json(generation_config.FILE, {}), _GENERATION, source)["eos_token_id"]
+    return config if eos is None else replace(config, eos_token_ids=_eos_token_ids(eos, config.vocab_size, source))
 
 
 _PART: dict[str, Field] = {
@@ -118,30 +114,28 @@ _PART: dict[str, Field] = {
 }
 
 
-def read_part(directory: Path) -> tuple[Layers, str] | None:
+def read_part(files: CheckpointFiles) -> tuple[Layers, str] | None:
     """Return the layers of a part of a target, and the fingerprint of the whole; None where the checkpoint is whole.
 
     Raises:
         CheckpointError: config.json cannot be read, or says something else there.
     """
-    path = directory / "config.json"
-    raw = read_json(path)
-    fields = check_fields(raw, _PART, str(path))
+    fields = check_fields(files.raw, _PART, files.file)
     if fields["specjax_layers"] is None:
         return None
-    (first, last), count = fields["specjax_layers"], parse_config(raw, str(path)).num_layers
+    (first, last), count = fields["specjax_layers"], parse_config(files.raw, files.file).num_layers
     if not fields["specjax_part_of"] or not 0 <= first <= last <= count or (first == last and last != count):
         raise CheckpointError(
-            f"{path}: specjax_layers={[first, last]}, specjax_part_of={fields['specjax_part_of']!r}: must be layers of the "
-            f"{count} of the target, and its fingerprint: write the part again with specjax convert --client-parts"
+            f"{files.file}: specjax_layers={[first, last]}, specjax_part_of={fields['specjax_part_of']!r}: must be layers of "
+            f"the {count} of the target, and its fingerprint: write the part again with specjax convert --client-parts"
         )
     return (first, last), fields["specjax_part_of"]
 
 
-def check_whole(directory: Path) -> None:
+def check_whole(files: CheckpointFiles) -> None:
     """Refuse, with an InputError, a checkpoint that is a part of a target. No weights are read."""
-    if (part := read_part(directory)) is not None:
-        raise parts.refusal(str(directory), part[0], read_config(directory).num_layers)
+    if (part := read_part(files)) is not None:
+        raise parts.refusal(str(files.directory), part[0], read_config(files).num_layers)
 
 
 def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
@@ -185,12 +179,12 @@ def parse_drafter_config(raw: Mapping[str, Any], source: str = "config.json") ->
         return type(token) is not int or token < size  # what is no number is refused as everywhere
 
     bos, eos = raw.get("bos_token_id"), raw.get("eos_token_id")
-    own: dict[str, Any] = {} if within(bos) else {"bos_token_id": None}
+    replaced: dict[str, Any] = {} if within(bos) else {"bos_token_id": None}
     if isinstance(eos, list):
-        own["eos_token_id"] = [token for token in eos if within(token)]
+        replaced["eos_token_id"] = [token for token in eos if within(token)]
     elif not within(eos):
-        own["eos_token_id"] = None
-    return parse_config({**raw, **own}, source)
+        replaced["eos_token_id"] = None
+    return parse_config({**raw, **replaced}, source)
 
 
 def family_of(raw: dict[str, Any], source: str) -> Family:
@@ -225,7 +219,7 @@ def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[s
         # Qwen's model cards turn YaRN on without raising max_position_embeddings.
         max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
     windows = _parse_windows(fields, family, max_positions, source)
-    eos = _end_tokens(fields["eos_token_id"], fields["vocab_size"], source)
+    eos_token_ids = _eos_token_ids(fields["eos_token_id"], fields["vocab_size"], source)
     if (bos := fields["bos_token_id"]) is not None:
         _check_vocabulary("bos_token_id", bos, fields["vocab_size"], source)
     biases = {switch: bool(fields[name]) for name, switches in family.biases.items() for switch in switches}
@@ -244,7 +238,7 @@ def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[s
         "rope": rope,
         "tie_embeddings": bool(fields["tie_word_embeddings"]),
         "bos_token_id": bos,
-        "eos_token_ids": eos,
+        "eos_token_ids": eos_token_ids,
         **family.switches,
         **biases,
         **windows,
@@ -281,8 +275,8 @@ def _check_vocabulary(name: str, token: int, vocab_size: int, source: str) -> No
         raise CheckpointError(f"{source}: {name}={token}: must be below the model's vocab_size={vocab_size}")
 
 
-def _end_tokens(eos: int | list[int] | None, vocab_size: int, source: str) -> tuple[int, ...]:
-    tokens = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+def _eos_token_ids(ids: int | list[int] | None, vocab_size: int, source: str) -> tuple[int, ...]:
+    tokens = () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
     for token in tokens:
         _check_vocabulary("eos_token_id", token, vocab_size, source)
     return tokens
@@ -368,16 +362,16 @@ def _check_said(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
     of heads are told by the tensors (`with_switches`)."""
     elsewhere = ("max_positions", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
     read = parse_config(raw, "config.json")
-    wanted = config if config.windowed_layers else replace(config, sliding_window=None)
+    expected = config if config.windowed_layers else replace(config, sliding_window=None)
     if config.rope.original_max_positions is None:  # of kinds that do not read it
-        wanted = replace(wanted, rope=replace(config.rope, original_max_positions=read.rope.original_max_positions))
+        expected = replace(expected, rope=replace(config.rope, original_max_positions=read.rope.original_max_positions))
     if config.rope.turned != read.rope.turned:
         raise CheckpointError(
             f"partial_rotary_factor={config.rope.turned}: must be {read.rope.turned:g}: of a {config.model_type} transformers "
             "does not read it"
         )
     for field in fields_of(ModelConfig):
-        if (value := getattr(wanted, field.name)) != getattr(read, field.name) and field.name not in elsewhere:
+        if (value := getattr(expected, field.name)) != getattr(read, field.name) and field.name not in elsewhere:
             raise CheckpointError(f"{field.name}={show(value)}: a {config.model_type} checkpoint cannot say this")
     return raw
 

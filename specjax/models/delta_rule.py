@@ -252,8 +252,8 @@ def _solve(matrix: Float[Array, "B heads r T T"], right: Float[Array, "B heads r
         (C   B)     =  (-B^-1 C A^-1   B^-1)
     """
     count = right.shape[-2]
-    place = np.arange(count)
-    apart = np.where(place[:, None] > place[None], place[:, None] ^ place[None], 0)
+    index = np.arange(count)
+    apart = np.where(index[:, None] > index[None], index[:, None] ^ index[None], 0)
     inverse, size = jnp.broadcast_to(jnp.eye(count, dtype=jnp.float32), matrix.shape), 1
     while size < count:
         is_c = (apart >= size) & (apart < 2 * size)  # in one block of twice the size, and not in one of the size

@@ -3,21 +3,23 @@
 import re
 from pathlib import Path
 
-from specjax.models.fields import CheckpointError, Field, check_fields, mapping, read_json, show
+from specjax.models.checkpoint_files import CheckpointFiles
+from specjax.models.fields import CheckpointError, Field, check_fields, mapping, show
 
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r".+-[0-9]{5}-of-[0-9]{5}\.safetensors")
-_QUANTISED_BY_MODELOPT = "hf_quant_config.json"
+_QUANTIZED_BY_MODELOPT = "hf_quant_config.json"
 _QUANTIZATION: dict[str, Field] = {"quantization": mapping(default={})}
 
 
-def check(directory: Path) -> None:
+def check(files: CheckpointFiles) -> None:
     """Refuse what is known and is no checkpoint that can be read: a LoRA adapter, GGUF files, shards without their index, and
-    weights that ModelOpt has quantised.
+    weights that ModelOpt has quantized.
 
     Raises:
         CheckpointError: it is one of these; says which, and what to do.
     """
+    directory = files.directory
     names = {file.name for file in directory.iterdir() if file.is_file()} if directory.is_dir() else set()
     weights = {name for name in names if name.endswith((".safetensors", ".bin"))}
     if "adapter_config.json" in names and "config.json" not in names:
@@ -33,8 +35,15 @@ def check(directory: Path) -> None:
         raise CheckpointError(
             f"{directory} holds shards of a model without {_INDEX}, which says what is in them: download that file, too"
         )
-    if _QUANTISED_BY_MODELOPT in names:
-        _check_modelopt(directory / _QUANTISED_BY_MODELOPT)
+    if _QUANTIZED_BY_MODELOPT in names:
+        file = directory / _QUANTIZED_BY_MODELOPT
+        quantization = check_fields(files.json(file.name), _QUANTIZATION, str(file))["quantization"]
+        for name in ("quant_algo", "kv_cache_quant_algo"):
+            if (algorithm := quantization.get(name)) is not None:
+                raise CheckpointError(
+                    f"{file}: quantization.{name}={show(algorithm)}: what ModelOpt has quantized is not supported: use the "
+                    "checkpoint without quantization"
+                )
 
 
 def check_file(file: Path) -> None:
@@ -42,13 +51,3 @@ def check_file(file: Path) -> None:
     if file.suffix.lower() == ".gguf":
         raise CheckpointError(f"{file}: GGUF is not read: give the directory of the model's checkpoint in safetensors")
     raise CheckpointError(f"{file} is a file: give the directory of the checkpoint")
-
-
-def _check_modelopt(file: Path) -> None:
-    quantisation = check_fields(read_json(file), _QUANTIZATION, str(file))["quantization"]
-    for name in ("quant_algo", "kv_cache_quant_algo"):
-        if (algorithm := quantisation.get(name)) is not None:
-            raise CheckpointError(
-                f"{file}: quantization.{name}={show(algorithm)}: what ModelOpt has quantised is not supported: use the "
-                "checkpoint without quantisation"
-            )

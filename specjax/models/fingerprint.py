@@ -47,7 +47,7 @@ def of_stored(declared: Params, values: Callable[[Param, tuple[slice, ...]], np.
 
     Args:
         declared: the declarations of all of its params.
-        values: gives any part of a param, as `specjax.models.checkpoint.reading` has it.
+        values: gives any part of a param, as `specjax.models.checkpoint.reader` returns it.
         config: as in `of_params`.
     """
     leaves = jax.tree_util.tree_leaves_with_path(declared)

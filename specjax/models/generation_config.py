@@ -126,9 +126,7 @@ def read_defaults(directory: Path) -> GenerationDefaults:
         GenerationDefaults(sampling=None, not_applied={})
     """
     path = directory / FILE
-    if not path.exists():
-        return GenerationDefaults()
-    return parse_defaults(read_json(path), str(path))
+    return parse_defaults(read_json(path) if path.exists() else {}, str(path))
 
 
 def parse_defaults(raw: Mapping[str, Any], source: str = FILE) -> GenerationDefaults:

@@ -3,8 +3,30 @@
 from pathlib import Path
 
 from specjax.assets import embedded
-from specjax.models import checkpoint, directories
+from specjax.models import directories
+from specjax.models.checkpoint_files import MEDUSA_WEIGHTS, TORCH_WEIGHTS, CheckpointFiles
 from specjax.models.fields import CheckpointError, show
+
+
+def open_checkpoint(path: str | Path | CheckpointFiles, weights: bool = True) -> CheckpointFiles:
+    """Locate a checkpoint, and return its files, of which nothing has been read yet. Errors are those of `locate`.
+
+    Args:
+        path: as in `locate`; or files that were opened before, which are returned. Of those whose weights have not been
+            fetched, these are fetched first.
+        weights: as in `locate`.
+
+    Examples:
+        >>> from specjax.models import hub
+        >>> files = hub.open_checkpoint("embedded", weights=False)
+        >>> hub.open_checkpoint(files) is files
+        True
+    """
+    if isinstance(path, CheckpointFiles) and (path.has_weights or not weights):
+        return path
+    files = CheckpointFiles(locate(str(path), weights), str(path), weights)
+    # The hub's snapshot has the same directory unless the repository has changed: what has been read of it is still right.
+    return path if isinstance(path, CheckpointFiles) and path.directory == files.directory else files
 
 
 def locate(path: str | Path, weights: bool = True) -> Path:
@@ -33,11 +55,10 @@ def locate(path: str | Path, weights: bool = True) -> Path:
         directory = Path(path).expanduser()
         if directory.is_dir():
             return directory
-        is_file = directory.is_file()
+        if directory.is_file():
+            directories.check_file(directory)
     except (OSError, RuntimeError) as error:  # a name that is too long, a home directory that is not there
         raise CheckpointError(f"{show(name)} is not a directory ({error}): check the spelling") from None
-    if is_file:
-        directories.check_file(directory)
     if directory.is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise CheckpointError(f"{name!r} is not a directory, nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
@@ -50,7 +71,7 @@ def locate(path: str | Path, weights: bool = True) -> Path:
     try:
         directory = fetch(patterns)
         if weights and not any(directory.glob("*.safetensors")):
-            directory = fetch([*patterns, checkpoint.TORCH_WEIGHTS, *checkpoint.MEDUSA_WEIGHTS])
+            directory = fetch([*patterns, TORCH_WEIGHTS, *MEDUSA_WEIGHTS])
         return directory
     except Exception as error:  # the hub's client raises a dozen unrelated types
         raise CheckpointError(

@@ -5,11 +5,8 @@ reads and writes config.json; the tensors themselves are read and written by `sp
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -18,16 +15,18 @@ from jax.typing import DTypeLike
 from specjax import sharding
 from specjax.models import checkpoint, config_json, fingerprint
 from specjax.models import params as declarations
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
-from specjax.models.families import FAMILIES, Family
-from specjax.models.fields import CheckpointError, read_json
-from specjax.models.narrow import Form, saved, schemes
+from specjax.models.families import FAMILIES
+from specjax.models.fields import CheckpointError
 from specjax.models.params import Param, Params
 from specjax.models.parts import Layers
+from specjax.models.quantization import Form, saved, schemes
+from specjax.models.quantization.schemes import Weights
 from specjax.progress import say
 
 
-def with_stored_head(directory: Path, config: ModelConfig) -> ModelConfig:
+def with_stored_head(files: CheckpointFiles, config: ModelConfig) -> ModelConfig:
     """Return ``config``, with a head of its own where the checkpoint says that the embedding is the head, and holds another.
 
     transformers does the same. Such files are written by training that unties the two and leaves ``tie_word_embeddings`` true.
@@ -37,13 +36,12 @@ def with_stored_head(directory: Path, config: ModelConfig) -> ModelConfig:
     """
     if not config.tie_embeddings:
         return config
-    stored = checkpoint.stored_shapes(directory)
-    file = directory / "config.json"
-    embedding, head = config_json.family_of(read_json(file), str(file)).embedding_and_head(stored)
-    if head not in stored or embedding not in stored or checkpoint.have_same_values(directory, embedding, head):
+    stored = files.shapes
+    embedding, head = config_json.family_of(files.raw, files.file).embedding_and_head(stored)
+    if head not in stored or embedding not in stored or checkpoint.have_same_values(files, embedding, head):
         return config
     say(
-        f"{file}: tie_word_embeddings is true, but {head!r} differs from the embedding: the stored head is used, as in "
+        f"{files.file}: tie_word_embeddings is true, but {head!r} differs from the embedding: the stored head is used, as in "
         "transformers; write false to be clear",
         unasked=True,
     )
@@ -51,43 +49,43 @@ def with_stored_head(directory: Path, config: ModelConfig) -> ModelConfig:
 
 
 def load_params(
-    directory: Path,
+    files: CheckpointFiles,
     config: ModelConfig,
     dtype: DTypeLike,
     mesh: Mesh | None = None,
-    weights: schemes.Weights = schemes.AS_STORED,
+    weights: Weights = schemes.AS_STORED,
     saved_part: Layers | None = None,
 ) -> Params:
     """Read the params of all that a checkpoint has.
 
     Args:
-        directory: of the checkpoint.
+        files: of the checkpoint.
         config: its configuration.
         dtype: of the params.
         mesh: each of its devices reads only its own slice of every tensor; None is the default device.
-        weights: which of the params are narrow, as in `Target.from_pretrained`.
+        weights: which of the params are quantized, as in `Target.from_pretrained`.
         saved_part: the layers of a checkpoint that was saved as a part of a target; None: it is whole.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the tensors are not those that config.json says. All of it is
             checked before any weight is read.
     """
-    with _reading(directory, config, dtype, saved_part, mesh, weights) as (declared, values):
-        return checkpoint.place(declared, values, mesh, config.axis_units)
+    declared, values = _reader(files, config, dtype, saved_part, mesh, weights)
+    return checkpoint.place(declared, values, mesh, config.axis_units)
 
 
 def load_part(
-    directory: Path,
+    files: CheckpointFiles,
     config: ModelConfig,
     dtype: DTypeLike,
     layers: Layers,
     mesh: Mesh | None = None,
-    weights: schemes.Weights = schemes.AS_STORED,
+    weights: Weights = schemes.AS_STORED,
 ) -> tuple[Params, str]:
     """Read the params of a part of a whole checkpoint, and the fingerprint of the whole, for which a few rows are read.
 
     Args:
-        directory: holds the whole checkpoint, all of which is checked.
+        files: of the whole checkpoint, all of which is checked.
         config: its configuration.
         dtype: of the params.
         layers: which the part has.
@@ -97,24 +95,21 @@ def load_part(
     Raises:
         CheckpointError: as `load_params`.
     """
-    with _reading(directory, config, dtype, None, mesh, weights) as (declared, values):
-        part = _with_names(declarations.declare(config, layers), declared)
-        of = fingerprint.of_stored(declared, values, config)
-        return checkpoint.place(part, values, mesh, config.axis_units), of
+    declared, values = _reader(files, config, dtype, None, mesh, weights)
+    part = _with_names(declarations.declare(config, layers), declared)
+    of = fingerprint.of_stored(declared, values, config)
+    return checkpoint.place(part, values, mesh, config.axis_units), of
 
 
-@contextmanager
-def _reading(
-    directory: Path, config: ModelConfig, dtype: DTypeLike, layers: Layers | None, mesh: Mesh | None, weights: schemes.Weights
-) -> Iterator[tuple[Params, checkpoint.Values]]:
+def _reader(
+    files: CheckpointFiles, config: ModelConfig, dtype: DTypeLike, layers: Layers | None, mesh: Mesh | None, weights: Weights
+) -> tuple[Params, checkpoint.Values]:
     """The declarations of a checkpoint, of a saved part with its ``layers``, and what reads its tensors."""
-    file = directory / "config.json"
-    raw = read_json(file)
-    family = config_json.family_of(raw, str(file))
-    modules = _modules_behind(raw, family) if layers is None else 0
-    stored = checkpoint.stored_shapes(directory)
+    family, stored = config_json.family_of(files.raw, files.file), files.shapes
+    # Modules are numbered on from the last layer. The field has been checked by `config_json.parse_config`.
+    modules = (files.raw.get("num_nextn_predict_layers") or 0) if layers is None and family.modules_follow else 0
     prefix = family.prefix_in(stored)
-    _compare_sizes(file, stored, config, prefix, modules, layers)
+    _compare_sizes(files, config, prefix, modules, layers)
     left_over = [f"{prefix}layers.{config.num_layers + i}.*" for i in range(modules)]
     left_over += family.left_over(config)
     if family.nested is not None:
@@ -123,18 +118,17 @@ def _reading(
     ignored = ("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *left_over)
     own = [name for name in stored if name.startswith(prefix)]  # modules beside it may have their experts otherwise
     declared = family.store(declarations.declare(config, layers), prefix, own)
-    form_of = schemes.of_model(forms_for(directory, weights, mesh), config.tie_embeddings)
+    form_of = schemes.of_model(forms_for(files, weights, mesh), config.tie_embeddings)
     declared = schemes.declare(declared, form_of, mesh)
-    with checkpoint.reading(directory, declared, dtype, what, ignored) as values:
-        yield declared, values
+    return declared, checkpoint.reader(files, declared, dtype, what, ignored)
 
 
-def forms_for(directory: Path, weights: schemes.Weights, mesh: Mesh | None) -> schemes.FormOf:
-    """Which parameters of a checkpoint become narrow, and how; ``weights`` as in `Target.from_pretrained`."""
+def forms_for(files: CheckpointFiles, weights: Weights, mesh: Mesh | None) -> schemes.FormOf:
+    """Which parameters of a checkpoint are quantized, and how; ``weights`` as in `Target.from_pretrained`."""
     schemes.check_weights(weights)
     if weights not in (schemes.AS_STORED, schemes.FLOATS):
         return schemes.scheme_of(weights).form_of
-    stored = checkpoint.stored_forms(directory) if weights == schemes.AS_STORED else {}
+    stored = files.forms if weights == schemes.AS_STORED else {}
     on_cpu = sharding.is_on_cpu(mesh)
 
     def form_of(param: Param) -> Form | None:
@@ -170,8 +164,8 @@ def save(
     declared = FAMILIES[config.model_type].store(declarations.declare(config, layers))
     declared = schemes.declare_like(declared, params)
     content = config_json.format_config(config, checkpoint.float_type(dtype or params["norm"].dtype).name)
-    if (quantisation := saved.format_config(declared)) is not None:
-        content["quantization_config"] = quantisation
+    if (quantization := saved.format_config(declared)) is not None:
+        content["quantization_config"] = quantization
     generation = {name: content[name] for name in ("bos_token_id", "eos_token_id")}
     if layers is not None:
         content |= {"specjax_layers": list(layers), "specjax_part_of": part_of}
@@ -179,11 +173,10 @@ def save(
     checkpoint.save(directory, declared, params, files, dtype)
 
 
-def embedding_type(directory: Path) -> np.dtype:
+def embedding_type(files: CheckpointFiles) -> np.dtype:
     """The data type in which a target's embedding is stored; bfloat16 where it is in FP8."""
-    file = directory / "config.json"
-    family = config_json.family_of(read_json(file), str(file))
-    return checkpoint.type_of(directory, f"{family.prefix_in(checkpoint.stored_names(directory))}embed_tokens.weight")
+    family = config_json.family_of(files.raw, files.file)
+    return checkpoint.type_of(files, f"{family.prefix_in(files.tensor_names)}embed_tokens.weight")
 
 
 def _with_names(part: Params, whole: Params) -> Params:
@@ -192,34 +185,27 @@ def _with_names(part: Params, whole: Params) -> Params:
     return {**whole, "layers": layers}
 
 
-def _modules_behind(raw: dict[str, Any], family: Family) -> int:
-    """How many modules are numbered on from the last layer; ``raw`` has been checked by `config_json.parse_config`."""
-    return (raw.get("num_nextn_predict_layers") or 0) if family.modules_follow else 0
-
-
-def _compare_sizes(
-    file: Path, stored: Mapping[str, tuple[int, ...]], config: ModelConfig, prefix: str, modules: int, part: Layers | None
-) -> None:
-    """Compare the main sizes in config.json, the ``file``, with the shapes that are ``stored``, before declarations are made
-    after them; of a ``part`` of a target, with these layers."""
+def _compare_sizes(files: CheckpointFiles, config: ModelConfig, prefix: str, modules: int, part: Layers | None) -> None:
+    """Compare the main sizes in config.json with the shapes that are stored, before declarations are made after them; of a
+    ``part`` of a target, with these layers."""
     field, last = ("num_hidden_layers", config.num_layers) if part is None else ("the end of specjax_layers", part[1])
     layer = re.compile(re.escape(f"{prefix}layers.") + r"([0-9]{1,9})\.")
-    layers = max((int(match[1]) + 1 for match in map(layer.match, stored) if match), default=0)
+    layers = max((int(match[1]) + 1 for match in map(layer.match, files.shapes) if match), default=0)
     if layers and not 0 <= layers - last <= modules:
         raise CheckpointError(
-            f"{file}: {field}={last}, but the tensors are of {layers} layers: "
+            f"{files.file}: {field}={last}, but the tensors are of {layers} layers: "
             "give the configuration and the weights of one model"
         )
-    indices = (re.search(r"\.mlp\.experts\.([0-9]{1,9})\.", name) for name in stored)
+    indices = (re.search(r"\.mlp\.experts\.([0-9]{1,9})\.", name) for name in files.shapes)
     experts = max((int(index[1]) + 1 for index in indices if index), default=0)
     if config.moe is not None and experts and experts != config.moe.num_experts:
         raise CheckpointError(
-            f"{file}: it says {config.moe.num_experts} experts, but the tensors are of {experts}: "
+            f"{files.file}: it says {config.moe.num_experts} experts, but the tensors are of {experts}: "
             "give the configuration and the weights of one model"
         )
-    embedding = stored.get(f"{prefix}embed_tokens.weight", ())
+    embedding = files.shapes.get(f"{prefix}embed_tokens.weight", ())
     if len(embedding) == 2 and embedding != (config.vocab_size, config.hidden_size):
         raise CheckpointError(
-            f"{file}: vocab_size={config.vocab_size} and hidden_size={config.hidden_size}, but the "
+            f"{files.file}: vocab_size={config.vocab_size} and hidden_size={config.hidden_size}, but the "
             f"embedding is {embedding[0]} x {embedding[1]}: give the configuration and the weights of one model"
         )

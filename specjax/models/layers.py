@@ -14,7 +14,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.linear_attention import Context, linear_attention
 from specjax.models.params import Params
 from specjax.models.primitives import activate, apart, linear, mlp, rms_norm
-from specjax.models.quantized import CacheType, quantize
+from specjax.models.quantized_cache import CacheType, quantize
 from specjax.models.rope import Rotations
 from specjax.models.states import State
 

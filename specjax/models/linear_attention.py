@@ -27,8 +27,8 @@ class Ancestry:
     Attributes:
         own: ``[B|1, T, T]`` bool, which of the call's own, itself among them. None: itself alone.
         drafted: ``[B|1, T, R]`` bool, which of the tokens that were drafted before. None: there are none.
-        newest: ``[B|1, T, kernel - 1]`` the places of the newest tokens before it on its path, the newest last, among: the
-            kernel - 1 of the state, the R, the T. None in a chain.
+        newest: ``[B|1, T, kernel_size - 1]`` the places of the newest tokens before it on its path, the newest last, among: the
+            kernel_size - 1 of the state, the R, the T. None in a chain.
         documents: ``[B, T]`` the number of each token's document. It has those before it of its own on its path, and no state
             is given. None: all are of one.
         is_chain: static. Each token has all others before it on its path, but those of other documents, and nothing was drafted
@@ -42,7 +42,7 @@ class Ancestry:
     is_chain: bool = struct.field(pytree_node=False, default=False)
 
     @classmethod
-    def of(cls, mask: jax.Array | np.ndarray, drafted: Sequence[jax.Array | None], kernel: int) -> "Ancestry":
+    def of(cls, mask: jax.Array | np.ndarray, drafted: Sequence[jax.Array | None], kernel_size: int) -> "Ancestry":
         """Of a call's ``mask [B|1, T, T]`` and of what it sees of each piece of scratch, as `Target.run` is given them."""
         count = mask.shape[1]
         alone = np.eye(count, dtype=bool)[None]
@@ -56,10 +56,10 @@ class Ancestry:
         rows = max([mask.shape[0], *(visible.shape[0] for visible in seen)])
         above, own = ([jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in xs] for xs in (seen, [jnp.asarray(mask)]))
         joined = jnp.concatenate(above, axis=2) if above else None
-        past = jnp.ones((rows, count, kernel - 1), bool)
+        past = jnp.ones((rows, count, kernel_size - 1), bool)
         before = jnp.concatenate([past, *above, own[0] & ~alone], axis=2)
-        places = jnp.where(before, jnp.arange(before.shape[2]), -1)
-        newest = jax.lax.top_k(places, kernel - 1)[0][..., ::-1]
+        indices = jnp.where(before, jnp.arange(before.shape[2]), -1)
+        newest = jax.lax.top_k(indices, kernel_size - 1)[0][..., ::-1]
         return cls(None if is_known_as(alone) else own[0], joined, newest)
 
 
@@ -152,25 +152,25 @@ def _convolved(weight: jax.Array, past: jax.Array, own: jax.Array, ancestry: Anc
     """``[B, heads, T, dim]`` float32: SiLU of a weighted sum of each of the call's tokens and the newest before it on its path.
 
     Args:
-        weight: ``[heads * dim, 1, kernel]``, the newest last.
-        past: ``[B, heads, kernel - 1 + R, dim]`` what stands before the call: of the state, and drafted.
+        weight: ``[heads * dim, 1, kernel_size]``, the newest last.
+        past: ``[B, heads, kernel_size - 1 + R, dim]`` what stands before the call: of the state, and drafted.
         own: ``[B, heads, T, dim]`` of the call.
         ancestry: of the tokens.
     """
-    (batch, heads, count, dim), kernel = own.shape, weight.shape[-1]
+    (batch, heads, count, dim), earlier = own.shape, weight.shape[-1] - 1
     slots = jnp.concatenate([past.astype(own.dtype), own], axis=2)
     if ancestry.newest is None:
-        before = [slots[:, :, place : place + count] for place in range(kernel - 1)]
+        before = [slots[:, :, start : start + count] for start in range(earlier)]
         if (documents := ancestry.documents) is not None:
-            shifted = [jnp.pad(documents, ((0, 0), (kernel - 1 - place, 0)))[:, :count] for place in range(kernel - 1)]
+            shifted = [jnp.pad(documents, ((0, 0), (earlier - start, 0)))[:, :count] for start in range(earlier)]
             same = [(other == documents)[:, None, :, None] for other in shifted]
             before = [jnp.where(is_own, token, 0.0) for is_own, token in zip(same, before, strict=True)]
     else:
-        at = jnp.broadcast_to(ancestry.newest, (batch, count, kernel - 1)).reshape(batch, 1, -1, 1)
-        found = jnp.take_along_axis(slots, at, axis=2).reshape(batch, heads, count, kernel - 1, dim)
-        before = [found[:, :, :, place] for place in range(kernel - 1)]
-    by_place = weight.astype(jnp.float32).reshape(heads, dim, kernel)
-    shares = [by_place[:, None, :, i] * token.astype(jnp.float32) for i, token in enumerate((*before, own))]
+        at = jnp.broadcast_to(ancestry.newest, (batch, count, earlier)).reshape(batch, 1, -1, 1)
+        found = jnp.take_along_axis(slots, at, axis=2).reshape(batch, heads, count, earlier, dim)
+        before = [found[:, :, :, i] for i in range(earlier)]
+    kernels = weight.astype(jnp.float32).reshape(heads, dim, -1)
+    shares = [kernels[:, None, :, i] * token.astype(jnp.float32) for i, token in enumerate((*before, own))]
     return jax.nn.silu(sum(shares[1:], shares[0]))
 
 

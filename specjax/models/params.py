@@ -72,8 +72,8 @@ class Param:
         units: how many indivisible units its sharded axis has, where that is this parameter's own affair: layers may differ in
             heads. None: as many as the axis has elsewhere.
         within: which part of the tensor with its name it is, for several make up one there. None: all of it.
-        is_product: it is a matrix that is only multiplied with, by `specjax.models.primitives`, so that it may be narrow (see
-            `specjax.models.narrow`).
+        is_product: it is a matrix that is only multiplied with, by `specjax.models.primitives`, so that it may be quantized
+            (see `specjax.models.quantization`).
         is_rows: such a matrix is ``(out, in)``, and its rows are looked up too: an embedding.
     """
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from specjax.models.config import Activation
-from specjax.models.narrow import Narrow
 from specjax.models.params import Params
 from specjax.models.products import logits_of, product
+from specjax.models.quantization import QuantizedMatrix
 from specjax.shape_checks import shape_checked
 
 LEAST = float(jnp.finfo(jnp.float32).min) / 2
@@ -45,17 +45,17 @@ def linear(params: Params, name: str, x: jax.Array) -> jax.Array:
     return y if bias is None else y + bias
 
 
-def vocabulary_logits(x: jax.Array, weight: jax.Array | Narrow) -> jax.Array:
+def vocabulary_logits(x: jax.Array, weight: jax.Array | QuantizedMatrix) -> jax.Array:
     """``[..., V]`` float32, the product of states ``x [..., H]`` with a head's ``weight [H, V]``."""
     return _logits(x, weight)
 
 
-def embedding_logits(x: jax.Array, embed: jax.Array | Narrow) -> jax.Array:
+def embedding_logits(x: jax.Array, embed: jax.Array | QuantizedMatrix) -> jax.Array:
     """As `vocabulary_logits`, with an embedding ``[V, H]`` that is the head too."""
     return _logits(x, embed, is_rows=True)
 
 
-def _logits(x: jax.Array, head: jax.Array | Narrow, is_rows: bool = False) -> jax.Array:
+def _logits(x: jax.Array, head: jax.Array | QuantizedMatrix, is_rows: bool = False) -> jax.Array:
     flat = x.reshape(-1, x.shape[-1])  # as in `linear`
     return logits_of(flat, head, is_rows).reshape(*x.shape[:-1], -1)
 

@@ -1,6 +1,6 @@
-"""Rows times weights, as each device does it best, the weights being floats or narrow (`specjax.models.narrow`).
+"""Rows times weights, as each device does it best, the weights being floats or quantized (`specjax.models.quantization`).
 
-Narrow weights are multiplied in one of two ways:
+Quantized weights are multiplied in one of two ways:
 
 - **Whole numbers by whole numbers.** The row is rounded to whole numbers, with a scale of its own, and the products are summed
   up in 32 bits. A CPU does so: XLA converts weights to floats there, all of them at every call, which takes 14 to 40 times as
@@ -15,30 +15,30 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from specjax.models.narrow import Narrow
-from specjax.models.narrow.gptq import Watched
-from specjax.models.narrow.weights import widened
+from specjax.models.quantization import QuantizedMatrix
+from specjax.models.quantization.gptq import Watched
+from specjax.models.quantization.weights import dequantize_matrix
 
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 """Of ``[..., n, in]`` with something else: ``[..., n, out]``."""
 
 
-def product(x: jax.Array, weight: jax.Array | Narrow | Watched) -> jax.Array:
+def product(x: jax.Array, weight: jax.Array | QuantizedMatrix | Watched) -> jax.Array:
     """``[n, out]`` the product of ``x [n, in]`` with ``weight [in, out]``."""
     if isinstance(weight, Watched):
         return _watched_product(x, weight.weight, weight.moments)
-    if isinstance(weight, Narrow):
-        return narrow_product(x, weight).astype(x.dtype)
+    if isinstance(weight, QuantizedMatrix):
+        return quantized_product(x, weight).astype(x.dtype)
     if x.shape[0] != 1:
         return x @ weight
     of_eight = partial(_of_eight_rows, jnp.matmul)
     return jax.lax.platform_dependent(x, weight, cuda=_of_two_rows, tpu=of_eight, default=jnp.matmul)
 
 
-def logits_of(x: jax.Array, head: jax.Array | Narrow, is_rows: bool = False) -> jax.Array:
+def logits_of(x: jax.Array, head: jax.Array | QuantizedMatrix, is_rows: bool = False) -> jax.Array:
     """``[n, V]`` float32, the product of ``x [n, H]`` with a ``head [H, V]``; ``is_rows``: it is an embedding, ``[V, H]``."""
-    if isinstance(head, Narrow):
-        return narrow_product(x, head)
+    if isinstance(head, QuantizedMatrix):
+        return quantized_product(x, head)
     equation = "th,vh->tv" if is_rows else "th,hv->tv"
     multiply = partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
     return product_on_device(multiply, x, head)
@@ -90,12 +90,12 @@ def _of_eight_rows(multiply: Multiply, x: jax.Array, other: jax.Array) -> jax.Ar
     return multiply(jax.lax.optimization_barrier(filled), other)[..., :1, :]
 
 
-# --- narrow weights ----------------------------------------------------------------------------------------------------
+# --- quantized weights ----------------------------------------------------------------------------------------------------
 
 
 @jax.custom_jvp
-def narrow_product(x: jax.Array, weight: Narrow) -> jax.Array:
-    """``[n, out]`` float32, the product of ``x [n, in]`` with a narrow ``weight [in, out]``.
+def quantized_product(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:
+    """``[n, out]`` float32, the product of ``x [n, in]`` with a quantized ``weight [in, out]``.
 
     Its derivative is that of the product with the weights as floats: rounding has none that would be of use.
     """
@@ -108,13 +108,15 @@ def narrow_product(x: jax.Array, weight: Narrow) -> jax.Array:
     return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=elsewhere)
 
 
-@narrow_product.defjvp
-def _derivative(values: tuple[jax.Array, Narrow], tangents: tuple[jax.Array, Narrow]) -> tuple[jax.Array, jax.Array]:
+@quantized_product.defjvp
+def _derivative(
+    values: tuple[jax.Array, QuantizedMatrix], tangents: tuple[jax.Array, QuantizedMatrix]
+) -> tuple[jax.Array, jax.Array]:
     x, weight = values
-    return narrow_product(x, weight), jnp.matmul(tangents[0].astype(jnp.float32), widened(weight))
+    return quantized_product(x, weight), jnp.matmul(tangents[0].astype(jnp.float32), dequantize_matrix(weight))
 
 
-def _by_converted(x: jax.Array, weight: Narrow) -> jax.Array:
+def _by_converted(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:
     """Floats by converted values. Scales and zeros come in afterwards, group by group: to multiply the weights with
     their scales before the product would take seven times as long on a TPU v5e, by its compiler's estimate.
 
@@ -137,7 +139,7 @@ def _by_converted(x: jax.Array, weight: Narrow) -> jax.Array:
     return jnp.sum(found * weight.scales[:, None], axis=0)
 
 
-def _by_whole_numbers(multiply: Multiply, x: jax.Array, weight: Narrow) -> jax.Array:
+def _by_whole_numbers(multiply: Multiply, x: jax.Array, weight: QuantizedMatrix) -> jax.Array:
     """Whole numbers by whole numbers, one group after the other.
 
     Args:
@@ -149,7 +151,7 @@ def _by_whole_numbers(multiply: Multiply, x: jax.Array, weight: Narrow) -> jax.A
     rows, steps = _limbs(x.astype(jnp.float32), weight.activations)
     rows = rows.reshape(len(rows), groups, -1).swapaxes(0, 1)
 
-    def add(total: jax.Array, group: tuple[jax.Array, Narrow]) -> tuple[jax.Array, None]:
+    def add(total: jax.Array, group: tuple[jax.Array, QuantizedMatrix]) -> tuple[jax.Array, None]:
         own, of_weight = group
         sums = multiply(own, of_weight.values.astype(jnp.int8))
         if of_weight.zeros is not None:
@@ -187,7 +189,7 @@ def _sums_on_cpu(rows: jax.Array, values: jax.Array) -> jax.Array:
         [w0 w1]     [a b 0 0]     [a w0  b w0  a w1  b w1]
         [w2 w3]  x  [0 0 a b]  =  [a w2  b w2  a w3  b w3]
 
-    Read row by row, that is ``[out, n]``. docs/results/narrow-weights.md has what it gives.
+    Read row by row, that is ``[out, n]``. docs/results/quantization.md has what it gives.
     """
     count, (outputs, inputs) = len(rows), values.shape
     # A mesh of 2, 4, ... 32 devices then cuts between joined outputs, and none needs weights of another.

@@ -24,7 +24,7 @@ class State:
 
     Attributes:
         table: ``[B, value_heads, key_dim, value_dim]`` float32, the state of the gated delta rule.
-        newest: of queries, keys and values each, ``[B, heads, kernel - 1, dim]``: what the newest tokens gave to the
+        newest: of queries, keys and values each, ``[B, heads, kernel_size - 1, dim]``: what the newest tokens gave to the
             convolution, the newest last.
     """
 
@@ -55,8 +55,8 @@ class State:
 
 def _after(tokens: jax.Array, count: jax.Array, kept: int) -> jax.Array:
     """``[B, heads, kept, dim]`` of ``tokens [B, heads, kept + n, dim]`` the newest, where ``count [B]`` of the n count."""
-    places = count[:, None] + jnp.arange(kept)[None]
-    return jnp.take_along_axis(tokens, places[:, None, :, None], axis=2)
+    indices = count[:, None] + jnp.arange(kept)[None]
+    return jnp.take_along_axis(tokens, indices[:, None, :, None], axis=2)
 
 
 def empty_nodes(

@@ -56,11 +56,12 @@ class TorchFile:
         named = dict(dict.items(found)) if isinstance(found, dict) else None
         if named is None or not all(type(name) is str and isinstance(tensor, _Tensor) for name, tensor in named.items()):
             raise CheckpointError(f"{path} holds a {type(found).__name__}, and not tensors by name: save model.state_dict()")
-        self.tensors: dict[str, TorchTensor] = {name: TorchTensor(self, tensor) for name, tensor in named.items()}
+        self._named = named
 
-    def close(self) -> None:
-        """Close the file."""
-        self._archive.close()
+    @property
+    def tensors(self) -> "dict[str, TorchTensor]":
+        """The tensors by name. The file is open as long as one of them is in use."""
+        return {name: TorchTensor(self, tensor) for name, tensor in self._named.items()}
 
     def storage(self, number: str, kind: str) -> np.ndarray:
         """All numbers of a storage."""

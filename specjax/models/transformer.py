@@ -19,14 +19,15 @@ from specjax.models import config_json, fingerprint, hub, huggingface, parts
 from specjax.models import params as declarations
 from specjax.models.attention import Filled, Piece
 from specjax.models.cache import Cache, Entry, KVCache, Memory, RingCache, empty_entries, empty_states
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, normed
 from specjax.models.linear_attention import Ancestry, Context
-from specjax.models.narrow import Narrow, schemes
-from specjax.models.narrow.weights import rows_of, widened
 from specjax.models.params import Params
 from specjax.models.primitives import capped, embedding_logits, linear, vocabulary_logits
-from specjax.models.quantized import CacheType, check_cache_type
+from specjax.models.quantization import QuantizedMatrix, schemes
+from specjax.models.quantization.weights import dequantize_matrix, rows_of
+from specjax.models.quantized_cache import CacheType, check_cache_type
 from specjax.models.rope import rotations
 from specjax.progress import waiting
 from specjax.reprs import OneLine
@@ -81,8 +82,8 @@ class Target(OneLine):
         mesh: where its params live; None is the default device.
         part_of: the fingerprint of the whole target, where this is a part of one (see `part`); "" where it is whole.
         cache_dtype: how it remembers tokens: "float", in the type of its activations; or "int8", in 8 bits, which take half
-            the memory of bfloat16 (`specjax.models.quantized`). It is then another model, nearly the same: its drafted text is
-            that of plain decoding with such a cache.
+            the memory of bfloat16 (`specjax.models.quantized_cache`). It is then another model, nearly the same: its drafted
+            text is that of plain decoding with such a cache.
 
     Examples:
         >>> target.save_pretrained("tiny")
@@ -115,7 +116,7 @@ class Target(OneLine):
     @classmethod
     def from_pretrained(
         cls,
-        path: str | Path,
+        path: str | Path | CheckpointFiles,
         *,
         dtype: DTypeLike | None = None,
         mesh: Mesh | None = None,
@@ -125,18 +126,18 @@ class Target(OneLine):
     ) -> "Target":
         """Load a Hugging Face checkpoint (a directory or a hub id) of one of the families in `specjax.models.families`.
 
-        Weights may be narrow: numbers of 8 or 4 bits with scales, which a pass reads in less time. Drafted text is then that of
-        the narrow model, exactly. Modules that predict further tokens (MTP) are no part of the target and are left out.
+        Weights may be quantized: numbers of 8 or 4 bits with scales, which a pass reads in less time. Drafted text is then that
+        of the quantized model, exactly. Modules that predict further tokens (MTP) are no part of the target and are left out.
 
         Args:
-            path: directory with config.json and safetensors, or a hub id.
+            path: directory with config.json and safetensors, or a hub id; or the opened files of the checkpoint.
             dtype: of the params; by default float32 on CPU (bfloat16 products are several times slower there) and
                 bfloat16 elsewhere.
             mesh: shards the params (see `specjax.sharding`); each device reads only its own part of each file.
             layers: of a part of the target, as in `part`: of the other layers nothing is read but what the fingerprint of the
                 whole is taken of. None: all that the checkpoint has, which may itself be a part.
-            weights: "stored": narrow where the checkpoint has them so and the device can multiply them (a CPU converts FP8);
-                "float": all in ``dtype``; or how to make them narrow, layer by layer as they are read: "int8", 8 bits; "w8a8",
+            weights: "stored": quantized where the checkpoint has them so and the device can multiply them (a CPU converts FP8);
+                "float": all in ``dtype``; or how to quantize them, layer by layer as they are read: "int8", 8 bits; "w8a8",
                 the same, and what they are multiplied with is rounded to 8 bits too; "int4", 4 bits in groups of 128 (the
                 embedding and the head 8); "fp8", FP8 (but for the embedding and the head).
             cache_dtype: "float" or "int8", as the attribute says.
@@ -146,21 +147,19 @@ class Target(OneLine):
             CheckpointError: something about the checkpoint is not as it must be; says what, and what to do.
         """
         check_cache_type(cache_dtype)
-        directory = hub.locate(path)
-        config, stored = config_json.read_config(directory), config_json.read_part(directory)
+        files = hub.open_checkpoint(path)
+        config = config_json.read_config(files)
+        saved_part, of = config_json.read_part(files) or (None, "")
         dtype = default_dtype() if dtype is None else dtype
         with waiting(f"loading {path}"):
-            config = huggingface.with_stored_head(directory, config)
-            if stored is not None:
-                params = huggingface.load_params(directory, config, dtype, mesh, weights, saved_part=stored[0])
-                part = cls(params=params, config=config, mesh=mesh, part_of=stored[1], cache_dtype=cache_dtype)
-                return part if layers is None else part.part(layers)
-            if layers is not None:
+            config = huggingface.with_stored_head(files, config)
+            if layers is not None and saved_part is None:
                 layers = parts.check_layers(layers, (0, config.num_layers), config.num_layers)
-                params, of = huggingface.load_part(directory, config, dtype, layers, mesh, weights)
-                return cls(params=params, config=config, mesh=mesh, part_of=of, cache_dtype=cache_dtype)
-            params = huggingface.load_params(directory, config, dtype, mesh, weights)
-        return cls(params=params, config=config, mesh=mesh, cache_dtype=cache_dtype)
+                params, of = huggingface.load_part(files, config, dtype, layers, mesh, weights)
+            else:
+                params = huggingface.load_params(files, config, dtype, mesh, weights, saved_part)
+        target = cls(params=params, config=config, mesh=mesh, part_of=of, cache_dtype=cache_dtype)
+        return target if layers is None or saved_part is None else target.part(layers)
 
     @classmethod
     def init(cls, config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> "Target":
@@ -173,23 +172,25 @@ class Target(OneLine):
         layers = self.held if self.part_of else None
         huggingface.save(Path(path), self.config, self.params, dtype, layers=layers, part_of=self.part_of)
 
-    def narrow(self, weights: schemes.Weights) -> "Target":
-        """The same model with narrow weights; ``weights`` is the name of a scheme, as in `from_pretrained`.
+    def quantize(self, weights: schemes.Weights) -> "Target":
+        """The same model with quantized weights; ``weights`` is the name of a scheme, as in `from_pretrained`.
 
         Raises:
-            InputError: there is no scheme of that name, or the weights are narrow already.
+            InputError: there is no scheme of that name, or the weights are quantized already.
 
         Examples:
-            >>> narrow = target.narrow("int8")
-            >>> narrow.params["layers"][0]["down"].values.dtype
+            >>> quantized = target.quantize("int8")
+            >>> quantized.params["layers"][0]["down"].values.dtype
             dtype('int8')
-            >>> specjax.generate(narrow, None, prompts, max_new_tokens=8).tokens.shape
+            >>> specjax.generate(quantized, None, prompts, max_new_tokens=8).tokens.shape
             (2, 14)
         """
         declared = declarations.declare(self.config, self.held if self.part_of else None)
         form_of = schemes.of_model(schemes.scheme_of(weights).form_of, self.config.tie_embeddings)
-        params = schemes.make_narrow(declared, self.params, form_of, self.mesh, self.config.axis_units)
+        params = schemes.quantize_params(declared, self.params, form_of, self.mesh, self.config.axis_units)
         return replace(self, params=params)
+
+    narrow = schemes.narrow  # the old name
 
     # --- parts of a target ---
 
@@ -230,7 +231,7 @@ class Target(OneLine):
 
     @property
     def dtype(self) -> np.dtype:
-        """Data type of the activations: that of the params, but for those that are narrow. A cache of floats has it too."""
+        """Data type of the activations: that of the params, but for those that are quantized. A cache of floats has it too."""
         return self.params["norm"].dtype
 
     @property
@@ -268,14 +269,16 @@ class Target(OneLine):
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as the models were trained
         return self._constrain(x, None)
 
-    def _look_up(self, table: jax.Array | Narrow, tokens: Int[Array, "B T"], columns: slice = slice(None)) -> jax.Array:
+    def _look_up(
+        self, table: jax.Array | QuantizedMatrix, tokens: Int[Array, "B T"], columns: slice = slice(None)
+    ) -> jax.Array:
         """``[B, T, n]`` those ``columns`` of the rows of ``table`` for ``tokens``.
 
         On a mesh a single one is looked up twice: XLA makes a slice of it otherwise, for which GPUs are sent the whole table.
         """
 
         def look_up(rows: jax.Array) -> jax.Array:
-            return rows_of(table, rows, self.dtype) if isinstance(table, Narrow) else table[rows, columns]
+            return rows_of(table, rows, self.dtype) if isinstance(table, QuantizedMatrix) else table[rows, columns]
 
         if self.mesh is None or tokens.size > 1:
             return look_up(tokens)
@@ -467,14 +470,14 @@ class Target(OneLine):
     def embedding(self) -> jax.Array:
         """``[V, H]`` the embedding in floats, for drafters whose own begins as the target's."""
         stored = self.params["embed"]
-        return widened(stored, self.dtype).T if isinstance(stored, Narrow) else stored
+        return dequantize_matrix(stored, self.dtype).T if isinstance(stored, QuantizedMatrix) else stored
 
     @property
     def head_weights(self) -> jax.Array:
         """``[H, V]`` the head's matrix in floats, for drafters whose own head begins as the target's."""
         stored = self.head_as_stored
-        if isinstance(stored, Narrow):
-            return widened(stored, self.dtype)
+        if isinstance(stored, QuantizedMatrix):
+            return dequantize_matrix(stored, self.dtype)
         return stored if "lm_head" in self.params else stored.T
 
     @property

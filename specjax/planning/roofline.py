@@ -35,7 +35,7 @@ from specjax.errors import InputError
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
 from specjax.models.published import parameter_count
-from specjax.models.quantized import is_part
+from specjax.models.quantized_cache import is_part
 from specjax.models.transformer import Target
 from specjax.planning import theory
 from specjax.planning.work import Work, cache_bytes, commit_work, forward_time, state_bytes

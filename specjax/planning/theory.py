@@ -152,8 +152,9 @@ def time_per_token(draft_time: float, verify_time: float, gamma: int, tokens: fl
 def speedup_from_times(target_time: float, draft_time: float, verify_time: float, gamma: int, tokens: float) -> float:
     """Return the speed-up over plain decoding from times, T_T / `time_per_token`.
 
-    The times are measured or modeled. This is the inverse of equation (2) of MagicDec. ``target_time`` is T_T, the seconds of a target
-    pass over one token. The other arguments are those of `time_per_token`.
+    The times are measured or modeled. This is the inverse of equation (2) of MagicDec.
+    ``target_time`` is T_T, the seconds of a target pass over one token. The other arguments are
+    those of `time_per_token`.
 
     Examples:
         >>> from specjax.planning import theory

@@ -159,7 +159,7 @@ class ClientRow:
 
     Attributes:
         prompt_length: tokens of the prompt.
-        limit: most tokens of the text, prompt and output.
+        max_length: most tokens of the text, prompt and output.
 
     Examples:
         >>> import queue
@@ -188,7 +188,7 @@ class ClientRow:
         self.known = known
         self.draft: tuple[np.ndarray, np.ndarray] | None = None
         self.is_ready = False
-        self.prompt_length, self.limit = request.prompt_length, request.limit
+        self.prompt_length, self.max_length = request.prompt_length, request.max_length
 
     @property
     def length(self) -> int:
@@ -256,7 +256,7 @@ class Clients:
         self,
         tokens: Sequence[int],
         prompt_length: int,
-        most: int,
+        max_new_tokens: int,
         known: int,
         settings: dict[str, Any],
         listener: Listener,
@@ -265,16 +265,17 @@ class Clients:
         """As `specjax.serving.Engine.open_row`. To be called with the lock."""
         if not 1 <= prompt_length <= len(tokens):
             raise InputError(f"prompt_length={prompt_length}: must be from 1 to the {len(tokens)} tokens that are given")
-        if len(tokens) >= prompt_length + most:
+        if len(tokens) >= prompt_length + max_new_tokens:
             raise InputError(
-                f"max_new_tokens={most}: the text has {len(tokens) - prompt_length} tokens after its prompt already; give more"
+                f"max_new_tokens={max_new_tokens}: the text has {len(tokens) - prompt_length} tokens after its prompt already; "
+                "give more"
             )
         if known < 0:
             raise InputError(f"known={known}: must be at least 0")
         # What need not be told need not be computed, where another text begins alike.
         shares = None if self._device.remote_drafter is None else known
         request = self._scheduler.submit(
-            tokens, most, prompt_length=prompt_length, shares=shares, is_client=True, owner=owner, needs="clients"
+            tokens, max_new_tokens, prompt_length=prompt_length, shares=shares, is_client=True, owner=owner, needs="clients"
         )
         row = ClientRow(self, request, settings, listener, known)
         self.rows[request] = row
@@ -380,9 +381,9 @@ class Clients:
         seconds = time.perf_counter() - started
         with self.wake:
             self._counts["calls"] += 1
-            for place, (row, draft) in enumerate(asked):
+            for index, (row, draft) in enumerate(asked):
                 try:
-                    self._take(row, draft, checked, place, seconds)
+                    self._take(row, draft, checked, index, seconds)
                 except Exception as error:  # this row's: the others have their verdicts
                     self.give_up(row, error)
         self.deliver()
@@ -391,7 +392,7 @@ class Clients:
         """The drafts that wait, of rows that have pages for what may be accepted, the oldest row's first."""
         if self.drafts is None:
             return []
-        for request, row in sorted(self.rows.items(), key=lambda each: each[0].number):
+        for request, row in sorted(self.rows.items(), key=lambda each: each[0].order):
             # One that gives way to an older one is not there any more.
             if row.draft is not None and request.state == "held":
                 self._scheduler.make_room(request, self.drafts.depth + 1)
@@ -406,17 +407,17 @@ class Clients:
         row: ClientRow,
         draft: tuple[np.ndarray, np.ndarray],
         checked: remote_drafts.VerifiedRows,
-        place: int,
+        index: int,
         seconds: float,
     ) -> None:
         """Note what became of a draft."""
-        count, done, request = int(checked.count[place]), bool(checked.done[place]), row.request
+        count, done, request = int(checked.count[index]), bool(checked.done[index]), row.request
         if request.state != "held" or request.row is None:  # closed meanwhile
             return
-        if checked.failed[place]:
+        if checked.failed[index]:
             raise LogitsError([request.row], [len(request.tokens) + count])
         row.draft = None
-        tokens = checked.tokens[place, :count].tolist()
+        tokens = checked.tokens[index, :count].tolist()
         self._scheduler.decoded(request.row, tokens, done)
         row.known = len(request.tokens) - 1
         if request.shares is not None:
@@ -425,11 +426,11 @@ class Clients:
             del self.rows[request]
         self._counts["drafts"] += 1
         self._counts["drafted"] += len(draft[0]) - 1
-        self._counts["accepted"] += int(checked.accepted[place])
+        self._counts["accepted"] += int(checked.accepted[index])
         self._counts["generated"] += count
-        arrays = {name: np.array(array[place, :count]) for name, array in checked.told.items()}
-        over = ("stop" if tokens[-1] in row.settings["eos"] else "length") if done else ""
-        accepted = tuple(checked.path[place, 1:count].tolist())
+        arrays = {name: np.array(array[index, :count]) for name, array in checked.told.items()}
+        over = ("stop" if tokens[-1] in row.settings["stop_token_ids"] else "length") if done else ""
+        accepted = tuple(checked.path[index, 1:count].tolist())
         self._events.append((row, DraftVerified(accepted, tokens[-1], arrays, over, seconds)))
 
     def deliver(self, wait: bool = True) -> None:

@@ -22,7 +22,7 @@ from specjax.sampling import Sampling
 from specjax.sampling_params import SamplingParams
 from specjax.serving import over_hosts
 from specjax.serving.choice import Copies
-from specjax.serving.device import ENDS, ClientDrafts, EngineDevice, Sizes
+from specjax.serving.device import MAX_STOP_TOKENS, ClientDrafts, EngineDevice, Sizes
 from specjax.serving.memory import USUAL_CAPACITY, usual_chunk, usual_page
 
 USUAL_TEXT = 1024
@@ -95,12 +95,12 @@ class EngineConfig:
         if pages is not None and pages < 1:
             raise InputError(f"pages={pages}: must be at least 1")
         _check_sizes(rows, groups, page, chunk, capacity, positions, steps)
-        for name, value, most in (
+        for name, value, maximum in (
             ("max_logprobs", max_logprobs, target.config.vocab_size),
             ("max_prediction", max_prediction, capacity - 1),
         ):
-            if not 0 <= value <= most:
-                raise InputError(f"{name}={value}: must be from 0 to {most}")
+            if not 0 <= value <= maximum:
+                raise InputError(f"{name}={value}: must be from 0 to {maximum}")
         if pages is None:
             pages = -(-rows // groups) * -(-min(capacity, USUAL_TEXT) // page)
             pages = max(pages, -(-capacity // page))
@@ -153,12 +153,12 @@ class EngineConfig:
             if own.ndim:
                 raise InputError(f"key has shape {own.shape}: give one key")
             checked = params.options().check(self.target.config, 1)
-            ends = checked.eos[0]
-            if len(ends) > ENDS:
-                raise InputError(f"eos_token_ids: {len(ends)} ids; give at most {ENDS}")
+            ids = checked.stop_token_ids[0]
+            if len(ids) > MAX_STOP_TOKENS:
+                raise InputError(f"eos_token_ids: {len(ids)} ids; give at most {MAX_STOP_TOKENS}")
             settings: dict[str, Any] = {"sampling": params.of_row(), "key": np.asarray(jax.random.key_data(own))}
-        settings["eos"] = np.pad(ends, (0, ENDS - len(ends)), constant_values=-1)
-        settings["min_length"] = np.int32(prompt + int(checked.least[0]))
+        settings["stop_token_ids"] = np.pad(ids, (0, MAX_STOP_TOKENS - len(ids)), constant_values=-1)
+        settings["min_length"] = np.int32(prompt + int(checked.min_new_tokens[0]))
         if self.max_prediction:
             settings["prediction"] = np.zeros(self.sizes.capacity, np.int32)
             settings["prediction"][: len(expected)] = expected
@@ -225,7 +225,7 @@ def _drafters(
     made = [_with_draft(target, drafter, shape, may_pause=None in shapes) for shape in shapes]
     if not longest:
         return tuple(shapes), made
-    beside = next((number for number, shape in enumerate(shapes) if isinstance(shape, Chain)), None)
+    beside = next((index for index, shape in enumerate(shapes) if isinstance(shape, Chain)), None)
     if isinstance(drafter, NoDraft):
         other = drafter
     elif beside is not None:

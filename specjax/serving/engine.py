@@ -38,12 +38,14 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Engine:
-    """Generates many texts together, each of which begins and ends when it will: continuous batching.
+    """An engine with continuous batching: requests may come and end at any time.
 
-    Texts are drawn with coupled sampling, or greedily. So a request's text depends on the request alone: its prompt, its
-    settings and its seed. It is what `specjax.generate` gives with ``rule="coupled"`` and the same key.
+    Tokens are sampled with the coupled rule, or greedily. So a request's text depends on the
+    request alone: its prompt, its sampling parameters and its seed. It equals the text of
+    `specjax.generate` with ``rule="coupled"`` and the same key.
 
-    Close it, or use it in a ``with`` statement: until then its thread keeps it, and the caches.
+    The engine has a thread, which keeps the models and the caches in memory until `close` is
+    called. Use the engine in a ``with`` statement, or close it.
 
     Examples:
         >>> from specjax.serving import Engine
@@ -78,38 +80,50 @@ class Engine:
         client_idle_seconds: float = 1.0,
         warm: bool = True,
     ) -> None:
-        """Compile everything, or what a first request needs, and begin to wait for requests.
+        """Compile all programs, or those that a first request needs, and start the thread.
 
         Args:
-            target: the target; or what `specjax.load` returns, with its drafter, tokenizer and default sampling.
-            drafter: for a target alone; None is plain decoding.
-            rows: most texts that are generated at a time.
-            drafts: shapes of drafts to choose from by load, as `specjax.load` takes them; None among them is plain decoding.
-                By default None, a short chain, and the drafter's own.
-            capacity: most tokens of a text, prompt and output; by default what the models have positions for, at most
+            target: the target, or what `specjax.load` returns. The latter brings its drafter, its
+                tokenizer and its default sampling parameters.
+            drafter: the drafter, if ``target`` is a target alone; None is plain decoding.
+            rows: the largest number of texts that are generated together.
+            drafts: shapes of drafts, as `specjax.load` takes them. The engine chooses among them by
+                load; None among them is plain decoding. The default is None, a short chain, and the
+                drafter's own shape.
+            capacity: the maximal length of a text in tokens, prompt and output together. The default
+                is the number of positions of the models, at most
                 `specjax.serving.memory.USUAL_CAPACITY`.
-            pages: of the cache; on a mesh, for each group of rows. By default enough for texts of `USUAL_TEXT` tokens in all
-                rows.
-            page: tokens of a page, a power of two; by default 64, on a TPU 256.
-            chunk: tokens of a prompt that are read at a time, a multiple of ``page``; by default 64 on a CPU and else 512.
-            steps: most steps of a decode call, at most 64. Fewer look more often whether there is something else to do.
-            max_waiting: most requests that wait for a row; None: any number.
-            tokenizer: for a target alone, where prompts are text.
-            widths: numbers of rows to compile for, the largest being ``rows``: the smallest that holds the running rows is
-                computed. By default powers of two on a CPU, where fewer rows take less time, and else ``rows`` alone.
-            max_logprobs: most likeliest tokens that a request may ask for in each place. With 0 it may ask for no
-                log-probabilities at all: they take programs of their own, which then are not compiled.
-            max_prediction: most tokens of a prediction that are copied in a step. With 0 a request may bring none.
-            clients: what drafts come from clients, for `open_row`; None: there are no clients.
-            client_rows: most rows that clients of one owner have at a time; None: half of ``rows``, at least 1.
-            client_idle_seconds: seconds without a draft after which a client's row may go to a waiting request. The client gets
-                a row again when it next drafts.
-            warm: compile everything and time it before this returns. Otherwise it returns when a plain request in one row can
-                be answered, and the rest is compiled meanwhile: texts are the same, more rows and drafts are used as they
-                become ready, and requests that need other programs wait for them. A mesh that spans processes is always warm.
+            pages: the number of pages in the KV cache; on a mesh, per group of rows. The default
+                holds texts of `USUAL_TEXT` tokens in all rows.
+            page: tokens per page, a power of two; the default is 64, and 256 on a TPU.
+            chunk: tokens per chunk of prefill, a multiple of ``page``; the default is 64 on a CPU
+                and 512 otherwise.
+            steps: the largest number of decoding steps per call, at most 64. With fewer steps the
+                engine looks more often for new requests.
+            max_waiting: the largest number of requests that wait for a row; None: any number.
+            tokenizer: the tokenizer, if ``target`` is a target alone and prompts are text.
+            widths: numbers of rows to compile for; the largest is ``rows``. A call computes the
+                smallest one that holds the running rows. The default is powers of two on a CPU,
+                where fewer rows take less time, and ``rows`` alone otherwise.
+            max_logprobs: the largest number of top log-probabilities per token that a request may
+                ask for. With 0 the programs that report log-probabilities are not compiled, and no
+                request may ask for any.
+            max_prediction: the largest number of tokens of a prediction that are copied per step.
+                With 0 no request may bring a prediction.
+            clients: the shapes of drafts that clients may send, for `open_row`; None: there are no
+                clients.
+            client_rows: the largest number of rows for the clients of one owner; None: half of
+                ``rows``, at least 1.
+            client_idle_seconds: seconds without a draft after which a client's row may be given to
+                a waiting request. The client gets a row again when it sends its next draft.
+            warm: whether to compile and time everything before this returns. Otherwise this returns
+                as soon as a plain request in one row can be answered, and the rest is compiled in
+                the background. Texts are the same; more rows and drafts are used as their programs
+                become ready, and requests that need other programs wait for them. An engine on a
+                mesh that spans processes is always warm.
 
         Raises:
-            InputError: an argument cannot be used; names it, its value and what to give instead.
+            InputError: An argument cannot be used. The message names it, its value and a remedy.
         """
         config = EngineConfig.of(
             target,
@@ -148,7 +162,7 @@ class Engine:
             page=self.page,
             chunk=self.chunk,
             capacity=self.capacity,
-            tails=sizes.read_widths[:1],
+            last_widths=sizes.read_widths[:1],
             shards=groups_of(config.target.mesh),
             max_waiting=max_waiting,
             prefix_states=device.most_prefix_states(),
@@ -156,7 +170,7 @@ class Engine:
             idle_seconds=client_idle_seconds,
         )
         self._loop = EngineLoop(config, device, scheduler, together, warm=warm)
-        atexit.register(self.close)  # a thread that is still on the device would bring the interpreter down as it ends
+        atexit.register(self.close)  # a thread that still uses the device would crash the interpreter at its exit
 
     # --- what users call -----------------------------------------------------------------------------------------------
 
@@ -176,36 +190,37 @@ class Engine:
         is_chat: bool | None = None,
         **stated: Any,
     ) -> Handle:
-        """Ask for a text. Returns at once.
+        """Submit a request, and return its handle at once.
 
         Args:
             prompt: text, a chat, or token ids ``[P]``.
-            params: the sampling parameters, complete: nothing stands for what they leave out. ``max_new_tokens`` may be 0 with
-                ``echo``, and ``eos_token_ids`` are at most 8. The same request with the same seed has the same text, whatever
-                else is running.
-            choice: the index of this text among several of one request: texts of one seed and different indices are
-                independent.
-            key: a random key instead of seed and choice: the text's own, as in ``key [B]`` of `specjax.generate`.
-            stop: a string, or several, before the first of which the text ends.
-            prediction: what the text is expected to be, as text or token ids: it is copied into drafts as long as it fits. It
-                changes the time that the text takes, not the text.
-            logprobs: with a number, the target's log-probabilities of the tokens, and of as many of the likeliest ones in
-                each place, in `Piece.logprobs`.
-            echo: with ``logprobs``, those of the prompt too, in the handle's ``prompt_logprobs``. All of the prompt is then
-                computed.
-            spans: `Piece.spans` are wanted.
-            cache_salt: what is read of the prompt is shared only with requests of the same salt: nobody else can tell by the
-                time or by `Handle.cached_tokens` that there was such a prompt.
-            is_chat: the text is that of a chat's answer: of a model that writes in channels, such as gpt-oss, the final one
-                alone. None: where the prompt is a chat.
-            stated: the fields of `SamplingParams` by name, such as ``temperature=0.7``, in place of ``params`` or over them. Of
-                the distribution's parameters, what is left out or None without ``params`` is the generator's
-                ``default_sampling``; without one, the text is greedy.
+            params: the sampling parameters, complete: no default replaces a field.
+                ``max_new_tokens`` may be 0 with ``echo``, and ``eos_token_ids`` has at most 8 ids.
+                Equal requests with equal seeds have equal texts, whatever else is running.
+            choice: the index of this text among several of one request. Texts with one seed and
+                different indices are independent.
+            key: the text's own random key in place of seed and choice, as in ``key [B]`` of
+                `specjax.generate`.
+            stop: stop strings. The text ends before the first of them.
+            prediction: the expected text, as a string or token ids. Its tokens are drafted as long
+                as they match. It changes the time of the request, not its text.
+            logprobs: the number of top log-probabilities to report with each token's own, in
+                `Piece.logprobs`; None: no log-probabilities.
+            echo: whether to report the log-probabilities of the prompt, too, in
+                the handle's ``prompt_logprobs``. The whole prompt is then computed, without prefix caching.
+            spans: whether to report `Piece.spans`.
+            cache_salt: the scope of prefix caching. Only requests with the same salt share prefixes,
+                so that others cannot detect the prompt by time or by `Handle.cached_tokens`.
+            is_chat: whether the text answers a chat. Of a model that writes in channels, such as
+                gpt-oss, it is then the final channel alone. None: it does if the prompt is a chat.
+            stated: fields of `SamplingParams` by name, such as ``temperature=0.7``, in place of
+                ``params`` or to override them. Without ``params``, the distribution's fields that
+                are left out are those of ``default_sampling``, or greedy if there is none.
 
         Raises:
-            InputError: an argument cannot be used; names it, its value and what to give instead.
-            QueueFullError: too many requests wait.
-            EngineError: the engine has failed; its error is the cause.
+            InputError: An argument cannot be used. The message names it, its value and a remedy.
+            QueueFullError: Too many requests wait.
+            EngineError: The engine has failed. The cause is the error that it failed with.
         """
         params = SamplingParams.of(params, stated, defaults=self.default_sampling, function=self.submit)
         if isinstance(prompt, jax.Array):
@@ -215,15 +230,16 @@ class Engine:
         if self.tokenizer is None and (stop or not _is_tokens(prompt)):
             raise InputError("prompt: an engine without a tokenizer takes token ids, and no stop strings; give tokenizer=...")
         self._check_output_options(params, logprobs, echo, spans)
-        tokens, expected = self.encode(prompt), self.encode_prediction(prediction)
-        drawn = params if params.max_new_tokens else replace(params, max_new_tokens=1)  # one that is not computed
-        settings = self._config.settings(drawn, len(tokens), choice=choice, key=key, expected=expected)
+        tokens, predicted_tokens = self.encode(prompt), self.encode_prediction(prediction)
+        # With max_new_tokens=0 the row is freed after its prefill, and the one token is never sampled.
+        row_params = params if params.max_new_tokens else replace(params, max_new_tokens=1)
+        settings = self._config.settings(row_params, len(tokens), choice=choice, key=key, expected=predicted_tokens)
         stop = text.check_stop(stop)
         growing = None
         if self.tokenizer is not None:
             is_chat = not isinstance(prompt, str) and not _is_tokens(prompt) if is_chat is None else is_chat
             growing = text.GrowingText(self.tokenizer, tokens, stop, params.min_new_tokens, is_chat)
-        options = OutputOptions(logprobs=logprobs, echo=echo, spans=spans, prediction=len(expected))
+        options = OutputOptions(logprobs=logprobs, echo=echo, spans=spans, prediction=len(predicted_tokens))
         return self._loop.submit(tokens, params.max_new_tokens, settings, growing, options, cache_salt=cache_salt)
 
     def open_row(
@@ -237,32 +253,34 @@ class Engine:
         owner: str = "",
         **stated: Any,
     ) -> ClientRow:
-        """Ask for a row for a client, whose drafts come from elsewhere. Returns at once.
+        """Request a row for a client that drafts elsewhere, and return its handle at once.
 
-        The client's text is the one that `submit` gives for the same prompt, settings and seed, whatever it drafts. A client
-        states its settings: no ``default_sampling`` stands for those that are left out here.
+        The client's text equals the one of `submit` for the same prompt, parameters and seed,
+        whatever the client drafts. ``default_sampling`` is not used: a client states its parameters.
 
-        A row is the client's until the text is over, or it is closed or dropped: where others need rows or pages, first that of
-        a client that is away (`ClientRow.is_away`). Next goes the row of a client that could draft and has not done so for
-        ``client_idle_seconds``. The client is not told. When it next drafts, it waits for a row, its text is read again, and
-        the verdict is the same. As long as clients that draft have all rows, others wait: close what is
-        not used.
+        The client keeps the row until its text ends, or the row is closed or dropped. Where other
+        requests need rows or pages, rows are taken first from clients that are disconnected
+        (`ClientRow.is_away`), then from clients that could draft and have not done so for
+        ``client_idle_seconds``. The client is not informed. When it drafts next, it waits for a row,
+        its text is prefilled again, and the verdict is the same. While clients that draft hold all
+        rows, other requests wait: close rows that are not used.
 
         Args:
-            tokens: ``[n]`` token ids of the prompt, and of whatever there is already of the text.
-            params: the sampling parameters. ``max_new_tokens`` counts all tokens after the prompt, those that there are among
-                them.
-            prompt_length: tokens of the prompt; None: all of them.
-            known: of how many tokens, from the first on, the client has been told already.
-            listener: is called from the engine's thread with each `specjax.serving.clients.RowEvent`. It must be quick.
-            owner: whose client it is. The clients of one owner have at most ``client_rows`` rows of the engine at a time, and
-                further ones wait. Empty: it is not counted.
-            stated: the fields of `SamplingParams` by name, in place of ``params`` or over them.
+            tokens: ``[n]`` token ids of the prompt, and of the output so far.
+            params: the sampling parameters. ``max_new_tokens`` counts all tokens after the prompt,
+                the output so far included.
+            prompt_length: the number of tokens of the prompt; None: all of ``tokens``.
+            known: the number of tokens, from the first one on, that have been sent to the client.
+            listener: a function that the engine's thread calls with each
+                `specjax.serving.clients.RowEvent`. It must return quickly.
+            owner: the client's owner. The clients of one owner have at most ``client_rows`` rows at
+                a time, and further ones wait. Rows with an empty owner are not counted.
+            stated: fields of `SamplingParams` by name, in place of ``params`` or to override them.
 
         Raises:
-            InputError: an argument cannot be used; names it, its value and what to give instead.
-            QueueFullError: too many requests wait.
-            EngineError: the engine has failed; its error is the cause.
+            InputError: An argument cannot be used. The message names it, its value and a remedy.
+            QueueFullError: Too many requests wait.
+            EngineError: The engine has failed. The cause is the error that it failed with.
         """
         if self._loop.device.clients is None:
             raise InputError("open_row: this engine has no programs for drafts of clients; give Engine(clients=ClientDrafts())")
@@ -276,14 +294,18 @@ class Engine:
 
     @property
     def client_drafts(self) -> ClientDrafts | None:
-        """What drafts may come from clients; None: there are no clients."""
+        """The shapes of drafts that clients may send; None: there are no clients."""
         return self._loop.device.clients
 
     def encode(self, prompt: str | text.Messages | Sequence[int], chat_template_kwargs: Settings | None = None) -> list[int]:
-        """The token ids of what `submit` takes as a prompt; with ``chat_template_kwargs`` as in `specjax.text.encode_chat`.
+        """Return the token ids of a prompt, in any form that `submit` takes.
+
+        Args:
+            prompt: text, a chat, or token ids.
+            chat_template_kwargs: arguments of the chat template, as in `specjax.text.encode_chat`.
 
         Raises:
-            InputError: it cannot be used; says why.
+            InputError: The prompt cannot be used. The message says why.
         """
         if not _is_tokens(prompt):
             generator = pipeline.TextGenerator(self.target, self.tokenizer)
@@ -293,10 +315,10 @@ class Engine:
         return tokens
 
     def encode_prediction(self, prediction: str | Sequence[int] | None) -> list[int]:
-        """The token ids of what `submit` takes as a prediction; of one that is longer than any text, the beginning.
+        """Return the token ids of a prediction, cut to the capacity of a text.
 
         Raises:
-            InputError: it cannot be used; says why.
+            InputError: The prediction cannot be used. The message says why.
         """
         if prediction is None or len(prediction) == 0:
             return []
@@ -310,12 +332,12 @@ class Engine:
 
     @property
     def statistics(self) -> EngineStatistics:
-        """What it is doing, and what it has done."""
+        """The engine's counters at this moment."""
         return self._loop.statistics()
 
     @property
     def state(self) -> Literal["running", "failed", "closed"]:
-        """Whether requests are taken ("running"), or the thread has ended with an error, or `close` was called.
+        """ "running" while requests are accepted, "failed" after an error, "closed" after `close`.
 
         Examples:
             >>> from specjax.serving import Engine
@@ -328,12 +350,12 @@ class Engine:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether a program is being compiled in the background. `close` does not wait for it: it cannot be interrupted."""
+        """Whether a program is being compiled in the background. `close` does not wait for its end."""
         return self._loop.programs.is_compiling
 
     @property
     def error(self) -> BaseException | None:
-        """The error that the thread has ended with; None: it has not.
+        """The error that ended the engine's thread, or None.
 
         Examples:
             >>> from specjax.serving import Engine
@@ -344,7 +366,7 @@ class Engine:
         return self._loop.error
 
     def close(self) -> None:
-        """End the thread. Texts that are not finished are cancelled."""
+        """End the thread, and cancel the unfinished texts."""
         self._loop.close()
         atexit.unregister(self.close)
 
@@ -368,17 +390,17 @@ class Engine:
 
 
 _FIRST_PROCESS_ALONE = ("max_waiting", "client_rows", "client_idle_seconds", "warm")
-"""Arguments of `Engine` that say nothing of what is compiled."""
+"""Arguments of `Engine` that do not change what is compiled."""
 
 
 def follow(target: Target | pipeline.TextGenerator, drafter: Drafter | None = None, **options: Any) -> None:
-    """What every process but the first does with an `Engine` over several processes, until the engine is closed.
+    """Serve the first process's `Engine` with this process's devices, until the engine is closed.
 
-    Takes the same arguments as the first process's `Engine`. Each process calls `specjax.processes.join` at the beginning. The
-    first makes the engine, and the others call this.
+    Each process calls `specjax.processes.join` first. Then the first process makes the `Engine`,
+    and all others call this function with the same arguments.
 
     Raises:
-        InputError: an argument cannot be used; or this is the first process, or works alone.
+        InputError: An argument cannot be used, or this is the first process, or the only one.
 
     Examples:
         >>> from specjax import processes
@@ -390,16 +412,16 @@ def follow(target: Target | pipeline.TextGenerator, drafter: Drafter | None = No
         ...     follow(target, drafts=(None,), rows=2, widths=(2,), capacity=32)
     """
     check_options("follow", options, Engine)
-    given = inspect.signature(Engine).bind(target, drafter, **options)
-    given.apply_defaults()
-    setup = EngineConfig.of(**{name: value for name, value in given.arguments.items() if name not in _FIRST_PROCESS_ALONE})
-    together = setup.together()
+    bound = inspect.signature(Engine).bind(target, drafter, **options)
+    bound.apply_defaults()
+    config = EngineConfig.of(**{name: value for name, value in bound.arguments.items() if name not in _FIRST_PROCESS_ALONE})
+    together = config.together()
     if together is None or together.is_first:
         raise InputError("follow: is for the processes after the first, of a mesh that spans several: make an Engine here")
-    device = setup.device(together)
-    device.warm_up(setup.placeholder_settings())
+    device = config.device(together)
+    device.warm_up(config.placeholder_settings())
     over_hosts.repeat_calls(device, together)
 
 
 def _is_tokens(prompt: Any) -> bool:
-    return not isinstance(prompt, str) and all(isinstance(each, int | np.integer) for each in prompt)
+    return not isinstance(prompt, str) and all(isinstance(token, int | np.integer) for token in prompt)

@@ -3,7 +3,7 @@
 A turn reads at most a chunk of the waiting prompts, verifies the drafts of clients, and lets the running rows go on in one
 decode call. While the device works on that call, the texts of the call before are delivered.
 
-`EngineLoop.wake` is the lock: other threads submit and cancel requests at any time. The device's state belongs to this thread
+``EngineLoop.wake`` is the lock: other threads submit and cancel requests at any time. The device's state belongs to this thread
 alone, and is used without the lock.
 """
 
@@ -59,7 +59,15 @@ class EngineLoop:
         *,
         warm: bool,
     ) -> None:
-        """Compile all programs, or those of a first request, and start the thread. Arguments as in `Engine`."""
+        """Compile all programs, or those that a first request needs, and start the thread.
+
+        Args:
+            config: the checked arguments of `Engine`.
+            device: free rows.
+            scheduler: an empty one, of as many rows.
+            together: the processes that share the device; None: this one has it alone.
+            warm: compile and time everything first, as in `Engine`.
+        """
         self.device, self.sizes, self.scheduler = device, device.sizes, scheduler
         self._config, self._together = config, together
         self._groups = groups_of(config.target.mesh)
@@ -71,15 +79,15 @@ class EngineLoop:
         else:
             self.programs.compile_stage(0, "compiling for the first request")
         self.choice = DraftChoice(config.choices, seconds)
-        self._draft = str(config.choices[0] or "none")  # that was used last
+        self._draft = str(config.choices[0] or "none")  # the draft of the newest call
         self._admitted: list[Request | None] = [None] * self.sizes.rows  # whose text each row of the device has
         self._undelivered: list[tuple[Handle, RowProgress]] = []
-        # Log-probabilities of prompts that are still on the device.
+        # Prompts whose log-probabilities are still on the device.
         self._unread: list[tuple[Handle, PrefillChunk, int, Any]] = []
-        # What each row's text had counted after the newest call.
+        # The device's counters of each row after the newest call: they begin at 0 with each new text.
         self._counted = copies_of(Stats.zeros(self.sizes.rows, device.depth))
         self._total = Totals(drafted_at=[0] * device.depth, accepted_at=[0] * device.depth)
-        self._uncharged = 0.0  # seconds that catching up took
+        self._uncharged = 0.0  # seconds of catching up that no decode call has been charged with yet
         self._pending = 0  # tokens that a paused drafter has yet to read, at most, in any row
         self._counts = {"read": 0, "shared": 0, "calls": 0}
         self.handles: dict[Request, Handle] = {}
@@ -167,6 +175,7 @@ class EngineLoop:
             )
 
     def _run(self) -> None:
+        """Take turns until the engine is closed. This is the body of the thread."""
         try:
             while True:
                 with self.wake:
@@ -179,7 +188,7 @@ class EngineLoop:
                         break
                     if self.programs.error is not None:
                         raise self.programs.error
-                if to_time is not None:  # one at a time, so that a request waits for no more
+                if to_time is not None:  # one program per turn, so that a new request waits for one at most
                     seconds = self.device.time_decoding(self._config.placeholder_settings(), *to_time)
                     with self.wake:
                         self.choice.seconds[to_time] = seconds
@@ -192,7 +201,7 @@ class EngineLoop:
             self._deliver()
         except _ClosedError:
             pass
-        except BaseException as error:  # whoever waits must learn of it
+        except BaseException as error:  # the callers that wait must learn of it
             with self.wake:
                 self.error = error
             raise
@@ -201,26 +210,27 @@ class EngineLoop:
             with self.wake:
                 handles = [*self.handles.values(), *(handle for handle, _ in self._undelivered)]
                 self.handles.clear()
-                # The caches are free, whoever still holds the engine or a handle.
+                # The caches are freed here, because callers may keep the engine or a handle for long.
                 self.scheduler.clear()
             for handle in handles:
                 handle.end("error" if self.error else "cancelled", self.error)
             self.clients.end("the engine could not go on" if self.error else "the engine is closed")
             if self._together is not None and self.error is None:
-                self._together.end()  # after a failure the others wait, until whoever looks after this process ends it
+                # After a failure the other processes wait until a supervisor ends this one.
+                self._together.end()
             self.device.release()
 
     def _has_work(self) -> bool:
-        """Whether there is something to read, to decode, to verify or to hand out. With the lock."""
+        """Return whether there is something to read, decode, verify or deliver. Needs the lock."""
         return self.scheduler.can_go_on() or self.clients.has_work or bool(self._undelivered or self._unread)
 
     def _seconds_until_idle(self) -> float | None:
-        """How long the thread may sleep before somebody who waits can have an idle client's row. With the lock."""
+        """Return how long the thread may sleep until a waiting request gets an idle client's row. Needs the lock."""
         seconds = self.scheduler.seconds_until_idle()
         return None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
 
     def _programs_changed(self) -> None:
-        """Give out as many rows as there is a plain program for, and let those run whose programs are ready."""
+        """Limit the rows in use to the widest compiled program, and release requests whose programs are ready."""
         ready = [width for width in self.sizes.widths if self.programs.is_ready("decode", width, self.device.plain, False)]
         with self.wake:
             self.scheduler.limit_rows(max(ready))
@@ -228,7 +238,7 @@ class EngineLoop:
             self.wake.notify_all()
 
     def _held_back(self) -> list[str]:
-        """What requests need that is not compiled yet."""
+        """Return the needs of requests ("logprobs", "clients") whose programs are not compiled yet."""
         needs, is_ready, sizes = [], self.programs.is_ready, self.sizes
         if not (is_ready("read", sizes.chunk, True, False) and is_ready("decode", sizes.rows, self.device.reporting, True)):
             needs.append("logprobs")
@@ -240,14 +250,15 @@ class EngineLoop:
         return needs
 
     def _next_to_time(self) -> tuple[int, int] | None:
-        """A number of rows and of a drafter whose seconds are not known, once nothing compiles and nobody has a row."""
+        """Return a width and a drafter's index whose time is unknown, once all is compiled and no row is in use."""
         if not self.programs.are_all_ready or self.scheduler.occupied or self.scheduler.waiting:
             return None
-        numbers = range(len(self.device.drafters))
-        wanted = ((width, number) for number in numbers for width in self.device.widths_of(number))
-        return next((call for call in wanted if call not in self.choice.seconds), None)
+        indices = range(len(self.device.drafters))
+        calls = ((width, index) for index in indices for width in self.device.widths_of(index))
+        return next((call for call in calls if call not in self.choice.seconds), None)
 
     def _cancel(self, request: Request) -> None:
+        """Cancel a request. Handles call this from any thread."""
         with self.wake:
             self.scheduler.cancel(request)
             handle = self.handles.pop(request, None)
@@ -256,17 +267,19 @@ class EngineLoop:
             handle.end("cancelled")
 
     def _read_prompts(self) -> bool:
-        """Read a chunk's worth of prompts. Return whether there was any to read.
+        """Read up to a chunk of the prompts. Return whether there was anything to read.
 
-        It is no more than that also where no text runs: whoever asked for a prompt alone has the answer in every turn.
+        A turn reads no more than a chunk even where no text runs, so that requests for a prompt's log-probabilities alone are
+        answered in every turn.
         """
-        left, has_read = self.sizes.chunk, False
-        while left >= self.sizes.read_widths[0]:
-            self.device.wait_for_reads()  # before anything is decided: a prompt may be cancelled meanwhile
+        remaining, has_read = self.sizes.chunk, False
+        while remaining >= self.sizes.read_widths[0]:
+            # Wait before anything is decided: a prompt may be cancelled meanwhile.
+            self.device.wait_for_reads()
             with self.wake:
                 if self.closing:
                     break
-                chosen = self._prepared(self.scheduler.next_reads(left))
+                chosen = self._prepared(self.scheduler.next_reads(remaining))
                 table = self.scheduler.table.copy()
             if not chosen:
                 break
@@ -278,61 +291,61 @@ class EngineLoop:
                     for counts in vars(self._counted).values():
                         counts[read.row] = 0
                     self.device.admit(read.row, words, read.start, read.prefix_state)
-            echoed = [(owner, read) for read, owner, _ in chosen if isinstance(owner, Handle) and owner.wanted.echo]
-            prefix_state, said, told = self._read(reads, table, logprobs=bool(echoed))
-            self._unread += [(handle, read, self._group(read), said) for handle, read in echoed]
+            echoed = [(owner, read) for read, owner, _ in chosen if isinstance(owner, Handle) and owner.output_options.echo]
+            prefix_state, logprobs, features = self._read(reads, table, logprobs=bool(echoed))
+            self._unread += [(handle, read, self._group(read), logprobs) for handle, read in echoed]
             with self.wake:
                 for read, owner, _ in chosen:
                     try:
-                        self._was_read(read, prefix_state, told)
-                    except Exception as error:  # this text's: the others go on
+                        self._was_read(read, prefix_state, features)
+                    except Exception as error:  # only this text ends
                         self._give_up(read.request, owner, error)
-            left -= max(read.width for read in reads)
+            remaining -= max(read.width for read in reads)
         return has_read
 
     def _prepared(
         self, reads: Sequence[PrefillChunk]
     ) -> list[tuple[PrefillChunk, Handle | ClientRow, device_rows.Text | None]]:
-        """Return the reads with their owners, and with the texts that are new on the device. With the lock."""
+        """Return the reads with their owners, and with the texts that are new on the device. Needs the lock."""
         chosen = []
         for read in reads:
             owner = self.handles.get(read.request) or self.clients.rows.get(read.request)
             try:
                 if owner is None:
-                    raise RuntimeError(f"request {read.request.number}: a prompt is to be read, and nobody has asked for it")
+                    raise RuntimeError(f"request {read.request.order}: its prompt is to be read, but it has no owner")
                 chosen.append((read, owner, self._words(read.request, owner) if read.is_first else None))
-            except Exception as error:  # this text's: the others go on
+            except Exception as error:  # only this text ends
                 self._give_up(read.request, owner, error)
         return chosen
 
     def _words(self, request: Request, owner: Handle | ClientRow) -> device_rows.Text:
-        """Return what the device is to know of a text that gets a row."""
+        """Return the arrays of a text that gets a row, for the device."""
         tokens = np.zeros(self.sizes.capacity, np.int32)
         tokens[: len(request.tokens)] = request.tokens
         words = device_rows.Text(
             tokens=tokens,
             length=np.int32(len(request.tokens)),
-            limit=np.int32(request.limit),
+            max_length=np.int32(request.max_length),
             **owner.settings,
         )
         if isinstance(owner, Handle):
             owner.admitted()
         return words
 
-    def _was_read(self, read: PrefillChunk, prefix_state: Any, told: dict[str, jax.Array]) -> None:
-        """Note that the device has been asked to read a piece of a prompt. With the lock."""
+    def _was_read(self, read: PrefillChunk, prefix_state: Any, features: dict[str, jax.Array]) -> None:
+        """Record that the device has been asked to read a chunk of a prompt. Needs the lock."""
         self._counts["read"] += read.count
         self._counts["shared"] += read.start if read.is_first else 0
         self.scheduler.was_read(read, (prefix_state, np.int32(self._group(read))))
-        self.clients.was_read(read, told)
-        if read.is_last and read.request.state == "done":  # it was to be read, and no more
+        self.clients.was_read(read, features)
+        if read.is_last and read.request.state == "done":  # its prompt alone was to be read
             self._undelivered.append((self.handles.pop(read.request), RowProgress(done=True)))
 
     def _give_up(self, request: Request, owner: Handle | ClientRow | None, error: Exception) -> None:
-        """End one text with an ``error`` that is its own. The others go on. With the lock.
+        """End one text with an ``error`` that concerns it alone. The others go on. Needs the lock.
 
         Raises:
-            RuntimeError: rows or pages contradict each other, so that no text can go on.
+            RuntimeError: rows or pages are inconsistent, so that no text can go on.
         """
         if isinstance(owner, ClientRow):
             self.clients.give_up(owner, error)
@@ -345,39 +358,45 @@ class EngineLoop:
         self.scheduler.check()
 
     def _group(self, read: PrefillChunk) -> int:
+        """Return the index of the group of rows (of the mesh's data axis) that a read's row belongs to."""
         return read.row // (self.sizes.rows // self._groups)
 
     def _read(self, reads: Sequence[PrefillChunk], table: np.ndarray, logprobs: bool) -> tuple[Any, Any, dict[str, jax.Array]]:
-        of_group = {self._group(read): read for read in reads}
-        share = self.sizes.rows // self._groups
-        given = [of_group.get(group) for group in range(self._groups)]
+        """Let the device read chunks, at most one per group of rows.
+
+        Returns:
+            The prefix state after the chunks, the log-probabilities if asked for, and the features for a remote drafter.
+        """
+        read_of_group = {self._group(read): read for read in reads}
+        rows_per_group = self.sizes.rows // self._groups
+        reads_by_group = [read_of_group.get(group) for group in range(self._groups)]
         for_client = any(read.request.is_client for read in reads)
         width = max(read.width for read in reads)
         if logprobs or not (for_client or self.programs.is_ready("read", width, False, False)):
-            width = self.sizes.chunk  # which is compiled first
+            width = self.sizes.chunk  # its program is compiled first
         return self.device.read(
             table,
-            rows=[group * share if read is None else read.row for group, read in enumerate(given)],
-            counts=[0 if read is None else read.count for read in given],
-            # The device is to decode what has been read; not a client's.
-            is_last=[read is not None and read.is_last and not read.request.is_client for read in given],
+            rows=[group * rows_per_group if read is None else read.row for group, read in enumerate(reads_by_group)],
+            counts=[0 if read is None else read.count for read in reads_by_group],
+            # After its last chunk a row is decoded here, unless a client drafts for it.
+            is_last=[read is not None and read.is_last and not read.request.is_client for read in reads_by_group],
             width=width,
             logprobs=logprobs,
             for_client=for_client,
         )
 
     def _decode(self) -> bool:
-        """Let the running rows go on, in one call. Return False where none runs any more."""
-        scheduler = self.scheduler  # used under the lock alone, for a text may be cancelled at any moment
+        """Let the running rows go on, in one decode call. Return False if no row runs any more."""
+        scheduler = self.scheduler  # used under the lock only: a text may be cancelled at any moment
         with self.wake:
             self._give_up_orphans()
             if not scheduler.running:
                 return False
-            width, number, logprobs = self._choose()
-            self._draft = str(self.choice.drafts[number] or "none")
-            drafter = self.device.drafters[number]
-            # Where a prompt is half read its owner waits, and a client that drafts may send its next draft at any time. Where
-            # there is neither, the call ends by itself when a row is free.
+            width, index, logprobs = self._choose()
+            self._draft = str(self.choice.drafts[index] or "none")
+            drafter = self.device.drafters[index]
+            # Use short calls while a prompt is being prefilled or a client drafts: their owners wait for this thread.
+            # Otherwise the call ends by itself when a row is free.
             is_short = bool(scheduler.reading) or self.clients.are_drafting
             steps = max(1, self.sizes.steps // 4) if is_short else self.sizes.steps
             scheduler.reserve(steps * (drafter.draft_shape.depth + 1) + 1)
@@ -386,13 +405,13 @@ class EngineLoop:
             order = self._compact(width)
             requests = [scheduler.request_of(row) for row in range(self.sizes.rows)]
             snapshot = {row: (requests[row], self.handles[requests[row]]) for row in scheduler.running}  # pyright: ignore[reportArgumentType]
-            # Also where another has a row, and is not on the device yet.
+            # Rows without a request, and rows whose new request is not on the device yet.
             free = np.array([request is None or request is not self._admitted[row] for row, request in enumerate(requests)])
             table, until_any_done = scheduler.table.copy(), scheduler.waiting > 0
         if order is not None:
             self.device.rearrange(order)
         pauses = is_paused(drafter)
-        # The seconds of a draft are those of its own call: not of the prompts that the device is still reading.
+        # Time the decode call alone, without the prompts that the device is still reading.
         if self.device.is_busy():
             self._deliver()
             self.device.wait()
@@ -400,45 +419,50 @@ class EngineLoop:
             self._catch_up(table)
         nothing_compiles = self.programs.are_all_ready
         started = time.perf_counter()
-        progress = self.device.decode(number, table, free, steps, until_any_done, width, logprobs)
+        progress = self.device.decode(index, table, free, steps, until_any_done, width, logprobs)
         self._pending += steps if pauses else 0
-        self._deliver()  # what the call before has come to, while the device is at this one
-        was_late = progress.done.is_ready()  # then nobody knows how long before the device was done  # pyright: ignore[reportAttributeAccessIssue]
+        self._deliver()  # the texts of the call before, while the device works on this one
+        # If the call has ended already, its true time is unknown: the measured seconds are an upper bound.
+        is_upper_bound = progress.done.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
         progress = jax.device_get(progress)
         seconds = time.perf_counter() - started
-        if pauses and nothing_compiles:  # catching up is a part of its price
+        if pauses and nothing_compiles:  # catching up is part of the cost of plain decoding
             seconds, self._uncharged = seconds + self._uncharged, 0.0
-        # Another program reports log-probabilities: its seconds are not the draft's.
-        known = None if logprobs or not nothing_compiles else seconds
-        return self._take(progress, snapshot, (width, number), known, is_upper_bound=was_late)
+        # Calls with log-probabilities run another program, whose time says nothing of the draft's.
+        seconds = None if logprobs or not nothing_compiles else seconds
+        return self._take(progress, snapshot, (width, index), seconds, is_upper_bound=is_upper_bound)
 
     def _give_up_orphans(self) -> None:
-        """End texts that run and that nobody has asked for: none should. With the lock."""
+        """End texts that run without an owner, which should not happen. Needs the lock."""
         for row in self.scheduler.running:
             request = self.scheduler.request_of(row)
             if request is not None and request not in self.handles:
-                self._give_up(request, None, RuntimeError(f"request {request.number}: it runs, and nobody has asked for it"))
+                self._give_up(request, None, RuntimeError(f"request {request.order}: it runs, but it has no owner"))
 
     def _choose(self) -> tuple[int, int, bool]:
-        """How many rows to compute, the number of the drafter, and whether log-probabilities are wanted."""
+        """Return how many rows to compute, the drafter's index, and whether log-probabilities are reported."""
         scheduler = self.scheduler
         running = [self.handles[request] for row in scheduler.running if (request := scheduler.request_of(row))]
-        if any(handle.wanted.logprobs is not None for handle in running):
+        if any(handle.output_options.logprobs is not None for handle in running):
             return self.sizes.rows, self.device.reporting, True
-        predicted = sum(handle.wanted.prediction > 0 for handle in running) / len(running)
+        predicted = sum(handle.output_options.prediction > 0 for handle in running) / len(running)
         copying, ready = len(self.device.drafters) - 1, self.programs.is_ready
         if predicted:
-            width = next(each for each in self.device.widths_of(copying) if each >= len(running))
+            width = next(width for width in self.device.widths_of(copying) if width >= len(running))
             predicted *= ready("decode", width, copying, False)
         if not predicted:
             plain = self.device.plain
-            width = next(each for each in self.sizes.widths if each >= len(running) and ready("decode", each, plain, False))
-        numbers = [number for number in range(copying + 1) if ready("decode", width, number, False)]
+            widths = (width for width in self.sizes.widths if ready("decode", width, plain, False))
+            width = next(width for width in widths if width >= len(running))
+        indices = [index for index in range(copying + 1) if ready("decode", width, index, False)]
         is_measuring = self.programs.are_all_ready
-        return width, self.choice.choose(width, predicted, numbers, plain=self.device.plain, is_measuring=is_measuring), False
+        return width, self.choice.choose(width, predicted, indices, plain=self.device.plain, is_measuring=is_measuring), False
 
     def _catch_up(self, table: np.ndarray) -> None:
-        """Give the paused drafter its pending tokens. Plain decoding, which made them pending, is charged with the seconds."""
+        """Give the paused drafter its pending tokens.
+
+        The next decode call of plain decoding, which made them pending, is charged with the seconds.
+        """
         if not self.programs.wait_for("catch_up"):
             raise self.programs.error or _ClosedError
         nothing_compiles = self.programs.are_all_ready
@@ -450,7 +474,7 @@ class EngineLoop:
         self._pending = 0
 
     def _compact(self, width: int) -> np.ndarray | None:
-        """How rows are to be rearranged so that the first ``width`` hold all that run; None: they do."""
+        """Return an order of rows in which the first ``width`` hold all running texts; None if they already do."""
         running = self.scheduler.running
         if max(running) < width:
             return None
@@ -468,7 +492,7 @@ class EngineLoop:
         seconds: float | None,
         is_upper_bound: bool,
     ) -> bool:
-        """Note what a decode call has come to, and what it took. Return whether a text still runs."""
+        """Record the tokens and the time of a decode call. Return whether a text still runs."""
         is_copying = isinstance(self.choice.drafts[call[1]], Copies)
         with self.wake:
             self._counts["calls"] += 1
@@ -476,13 +500,13 @@ class EngineLoop:
             for row, (request, handle) in snapshot.items():
                 try:
                     self._take_row(progress, row, request, handle)
-                except Exception as error:  # this text's: the others go on
+                except Exception as error:  # only this text ends
                     self._give_up(request, handle, error)
                     continue
                 rows.append(row)
-                if handle.wanted.prediction:
+                if handle.output_options.prediction:
                     copying_rows.append(row)
-            # All rows at once: with many, a few operations for each would keep the device waiting.
+            # Count all rows at once: a few numpy operations per row would keep the device waiting.
             new = difference(progress.stats, self._counted, rows)
             measured = difference(progress.stats, self._counted, copying_rows) if is_copying else new
             self._counted = copies_of(progress.stats)
@@ -499,70 +523,75 @@ class EngineLoop:
             return bool(self.scheduler.running)
 
     def _take_row(self, progress: device_rows.Progress, row: int, request: Request, handle: Handle) -> None:
-        """Note what one row has come to. With the lock."""
+        """Record the new tokens of one row. Needs the lock."""
         matched = 0 if progress.matched is None else int(progress.matched[row])
         handle.take_stats(Stats(*(counts[row : row + 1] for counts in vars(progress.stats).values())), matched)
         if self.scheduler.request_of(row) is request:  # it was not cancelled meanwhile
-            news = self._news(progress, row, request, handle)
-            self.scheduler.decoded(row, news.tokens, news.done)
-            if news.done:
+            row_progress = self._row_progress(progress, row, request, handle)
+            self.scheduler.decoded(row, row_progress.tokens, row_progress.done)
+            if row_progress.done:
                 del self.handles[request]
-            self._undelivered.append((handle, news))
+            self._undelivered.append((handle, row_progress))
 
-    def _news(self, progress: device_rows.Progress, row: int, request: Request, handle: Handle) -> RowProgress:
-        """Return what a row has come to beyond the tokens that its request has."""
+    def _row_progress(self, progress: device_rows.Progress, row: int, request: Request, handle: Handle) -> RowProgress:
+        """Return the tokens of a row that its request does not have yet."""
         start, length = len(request.tokens), int(progress.lengths[row])
-        if not start <= length <= request.limit:
+        if not start <= length <= request.max_length:
             raise RuntimeError(
-                f"row {row}: the device has {length} tokens of a text that had {start} before and may have {request.limit}"
+                f"row {row}: the device has {length} tokens of a text that had {start} before and may have {request.max_length}"
             )
         if progress.starts[row] != start:
             raise RuntimeError(f"row {row}: the device began with {progress.starts[row]} tokens of a text that has {start}")
         count = length - start
         tokens, logprobs = progress.tokens[row, :count].tolist(), ()
-        if handle.wanted.logprobs is not None and progress.logprobs is not None:
-            said = [np.asarray(each)[row] for each in vars(progress.logprobs).values()]
-            logprobs = token_logprobs(handle.wanted.logprobs, tokens, *said)
+        if handle.output_options.logprobs is not None and progress.logprobs is not None:
+            of_row = [np.asarray(values)[row] for values in vars(progress.logprobs).values()]
+            logprobs = token_logprobs(handle.output_options.logprobs, tokens, *of_row)
         error = LogitsError([row], [length]) if progress.failed[row] else None
         if error is not None:
-            _LOGGER.error("request %d: %s; the others go on", request.number, error)
+            _LOGGER.error("request %d: %s; the others go on", request.order, error)
         return RowProgress(tokens, progress.accepted[row, :count].tolist(), logprobs, bool(progress.done[row]), error)
 
     def _deliver(self, wait: bool = True) -> None:
-        """Hand out tokens: they become text here, and their owners are told. Without ``wait`` only what is on the host."""
+        """Turn new tokens into text, and give them to the requests' owners.
+
+        Args:
+            wait: for arrays that are still being computed; otherwise only what is on the host is delivered.
+        """
         self.clients.deliver(wait)
         while self._unread and (wait or self._unread[0][3].chosen.is_ready()):
-            handle, read, group, said = self._unread.pop(0)
+            handle, read, group, logprobs = self._unread.pop(0)
             try:
-                places = [np.asarray(each)[group] for each in vars(said).values()]
-                _check_said(read, places[0][: read.count])
+                of_group = [np.asarray(values)[group] for values in vars(logprobs).values()]
+                _check_finite(read, of_group[0][: read.count])
                 tokens = read.request.tokens[read.start + 1 : read.start + 1 + read.count]
-                handle.prompt_read(read.start, token_logprobs(handle.wanted.logprobs or 0, tokens, *places))
-            except Exception as error:  # this text's: the others go on
+                handle.prompt_read(read.start, token_logprobs(handle.output_options.logprobs or 0, tokens, *of_group))
+            except Exception as error:  # only this text ends
                 with self.wake:
                     self._give_up(read.request, handle, error)
-        reading = {handle for handle, *_ in self._unread}  # their prompts' log-probabilities come first
-        place = 0
-        while place < len(self._undelivered):
-            handle, news = self._undelivered[place]
-            if handle in reading:
-                place += 1
+        # A prompt's log-probabilities come before the tokens of its text.
+        prompt_pending = {handle for handle, *_ in self._unread}
+        position = 0
+        while position < len(self._undelivered):
+            handle, row_progress = self._undelivered[position]
+            if handle in prompt_pending:
+                position += 1
                 continue
             try:
-                goes_on = handle.deliver(news)
-            except Exception as error:  # this text's: its tokens cannot be decoded, perhaps
-                goes_on = True  # or it has ended: there is no more to cancel
+                goes_on = handle.deliver(row_progress)
+            except Exception as error:  # only this text ends: perhaps its tokens cannot be decoded
+                goes_on = True  # nothing is left to cancel
                 with self.wake:
                     self._give_up(handle.request, handle, error)
-            del self._undelivered[place]
-            if not goes_on and not news.done:
+            del self._undelivered[position]
+            if not goes_on and not row_progress.done:
                 with self.wake:
                     self.scheduler.cancel(handle.request)
                     self.handles.pop(handle.request, None)
 
 
-def _check_said(read: PrefillChunk, chosen: np.ndarray) -> None:
-    """Refuse log-probabilities of a prompt's tokens that are NaN: the target's logits were none."""
+def _check_finite(read: PrefillChunk, chosen: np.ndarray) -> None:
+    """Raise `LogitsError` if a log-probability of a prompt's token is NaN: the target's logits were not finite."""
     if np.isnan(chosen).any():
         raise LogitsError([read.row], [read.start + 1 + int(np.argmax(np.isnan(chosen)))])
 

@@ -71,7 +71,7 @@ class PagePool:
         >>> pool.available, pool.take(2)  # too few: nothing is taken
         (1, None)
         >>> prefix = pool.register(None, (7, 8, 9), tuple(pages[:1]), prefix_state=None)
-        >>> pool.find([7, 8, 9, 1], chunk=2, most=3) == [prefix]
+        >>> pool.find([7, 8, 9, 1], chunk=2, max_length=3) == [prefix]
         True
     """
 
@@ -107,12 +107,14 @@ class PagePool:
         """A row's own ``pages`` are free again."""
         self._free.extend(pages)
 
-    def find(self, tokens: Sequence[int], chunk: int, most: int, salt: str = "") -> list[Prefix]:
-        """The longest chain of prefixes that ``tokens`` with this ``salt`` begin with, of at most ``most`` tokens in all, whose
-        last has its prefix state."""
+    def find(self, tokens: Sequence[int], chunk: int, max_length: int, salt: str = "") -> list[Prefix]:
+        """Return the longest chain of prefixes that ``tokens`` with this ``salt`` begin with.
+
+        It has at most ``max_length`` tokens in all, and its last prefix has its prefix state.
+        """
         chain: list[Prefix] = []
         known = self._first
-        for end in range(chunk, most + 1, chunk):
+        for end in range(chunk, max_length + 1, chunk):
             prefix = known.get(chunk_key(tokens, end - chunk, end, salt))
             if prefix is None:
                 break

@@ -69,7 +69,7 @@ from specjax.wire import FrameError
 TOLD_BYTES = 2**18
 """What is told of a chunk of a prompt comes in frames of so many bytes, or of one token: small ones wait between them."""
 
-MOST_UNSENT = 2**28
+MAX_UNSENT = 2**28
 """Bytes that may wait to be sent over a connection, however much there is to be told. Who is cut off goes on from there."""
 
 
@@ -110,11 +110,11 @@ class Terms:
         sessions: most of them.
         sessions_per_owner: most of one API key, or of one address where there are no keys; None: half of all, at least 1.
         unsent_bytes: most that may wait to be sent over a connection; None: what is told of two whole texts, and a MiB, but no
-            more than `MOST_UNSENT`.
+            more than `MAX_UNSENT`.
 
     Examples:
         >>> from specjax.serving.sessions import Terms
-        >>> Terms(nodes=8, depth=4, capacity=1024, tells={"hidden": (16,)}).most_unsent
+        >>> Terms(nodes=8, depth=4, capacity=1024, tells={"hidden": (16,)}).max_unsent_bytes
         1179648
     """
 
@@ -130,15 +130,15 @@ class Terms:
     unsent_bytes: int | None = None
 
     @property
-    def most_of_one_owner(self) -> int:
+    def max_of_owner(self) -> int:
         """Most sessions of one API key, or of one address."""
         return max(1, self.sessions // 2) if self.sessions_per_owner is None else self.sessions_per_owner
 
     @property
-    def most_unsent(self) -> int:
+    def max_unsent_bytes(self) -> int:
         """Most bytes that may wait to be sent over a connection."""
         told = 4 * self.capacity * sum(int(np.prod(shape)) for shape in self.tells.values())
-        return min(2 * told + 2**20, MOST_UNSENT) if self.unsent_bytes is None else self.unsent_bytes
+        return min(2 * told + 2**20, MAX_UNSENT) if self.unsent_bytes is None else self.unsent_bytes
 
 
 @dataclass
@@ -219,7 +219,7 @@ class Connection:
         if self._is_lost:
             return 0
         frame = wire.encode(message)
-        if self.unsent + len(frame) > self._sessions.terms.most_unsent:
+        if self.unsent + len(frame) > self._sessions.terms.max_unsent_bytes:
             self.lost()
             self._close(FrameError(4408, f"{self.unsent} bytes wait to be read; read faster"))
             return 0
@@ -472,7 +472,7 @@ class Sessions:
         one key or address has all the sessions that it may have, it is one of those."""
         terms, sessions = self.terms, list(self._sessions.values())
         of_owner = [session for session in sessions if counted_as and session.counted_as == counted_as]
-        if len(of_owner) >= terms.most_of_one_owner:
+        if len(of_owner) >= terms.max_of_owner:
             sessions, of_whom = of_owner, " of this API key or address"
         elif len(sessions) >= terms.sessions:
             of_whom = ""

@@ -91,9 +91,9 @@ def abstract_run(
     config.check()
     method, compute = config.method, jnp.dtype(config.compute_dtype)
     if method.target and target is None:
-        directory = hub.locate(method.target, weights=False)
-        config_json.check_whole(directory)
-        shape = config_json.read_config(directory)
+        files = hub.open_checkpoint(method.target, weights=False)
+        config_json.check_whole(files)
+        shape = config_json.read_config(files)
         target = jax.eval_shape(lambda: Target.init(shape, jax.random.key(0), compute))
     vocab = config.data.vocab_size if target is None else target.config.vocab_size
     unsharded = None if target is None else replace(target, mesh=None)

@@ -25,7 +25,7 @@ from specjax.config import ConfigError, differences
 from specjax.drafters.base import Drafter
 from specjax.models import config_json, hub
 from specjax.models.config import ModelConfig
-from specjax.models.narrow import schemes
+from specjax.models.quantization import schemes
 from specjax.models.transformer import Target
 from specjax.progress import Wait, waiting
 from specjax.sampling import make_key
@@ -163,12 +163,12 @@ def _prepare(config: TrainConfig) -> _Run:
     run_directory.refuse_foreign(output, config)
     mesh = mesh_for(config.mesh)
     compute = jnp.dtype(config.compute_dtype)
+    target, data_config = None, config.data
     if method.target:
-        config_json.check_whole(hub.locate(method.target, weights=False))
-    target = Target.from_pretrained(method.target, dtype=compute, mesh=mesh) if method.target else None
-    data_config = config.data
-    if target is not None and not data_config.tokenizer:
-        data_config = replace(data_config, tokenizer=str(hub.locate(method.target, weights=False)))
+        files = hub.open_checkpoint(method.target, weights=False)
+        config_json.check_whole(files)
+        target = Target.from_pretrained(files, dtype=compute, mesh=mesh)
+        data_config = replace(data_config, tokenizer=data_config.tokenizer or str(files.directory))
     end = None if target is None else next(iter(target.config.eos_token_ids), None)
     with waiting(f"reading {data_config.source}"):
         tokenizer, packed, held_out = data.prepare(data_config, end, None if target is None else target.config.vocab_size)

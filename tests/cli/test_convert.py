@@ -14,9 +14,9 @@ from specjax.cli.main import main
 from specjax.drafters import Eagle, Eagle3, MixtureOfAttentions
 from specjax.drafts.shapes import Chain
 from specjax.models.calibration import calibrate, windows
-from specjax.models.narrow import Narrow
-from specjax.models.narrow.schemes import SCHEMES
-from specjax.models.narrow.weights import widened
+from specjax.models.quantization import QuantizedMatrix
+from specjax.models.quantization.schemes import SCHEMES
+from specjax.models.quantization.weights import dequantize_matrix
 from specjax.models.transformer import Target
 from tests.conftest import save_tiny, tiny_target
 
@@ -206,41 +206,41 @@ def test_a_part_is_refused_as_a_target_and_as_a_draft_model(served, tmp_path, ca
 
 
 @pytest.mark.parametrize("weights", ["int8", "w8a8", "int4", "fp8"])
-def test_a_model_is_written_with_narrow_weights(tmp_path, capsys, weights) -> None:
+def test_a_model_is_written_with_quantized_weights(tmp_path, capsys, weights) -> None:
     save_tiny(tmp_path / "model")
     step = ("--target", str(tmp_path / "model"), "--quantize", weights, "--output")
-    assert main(["convert", *step, str(tmp_path / "narrow")]) == 0
-    assert f"narrow: {weights}, " in " ".join(capsys.readouterr().out.split())
-    config = json.loads((tmp_path / "narrow" / "config.json").read_text())["quantization_config"]
+    assert main(["convert", *step, str(tmp_path / "quantized")]) == 0
+    assert f"quantized: {weights}, " in " ".join(capsys.readouterr().out.split())
+    config = json.loads((tmp_path / "quantized" / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "compressed-tensors"
     assert [group["targets"] for group in config["config_groups"].values()] == [["Linear"]]
     scheme = replace(SCHEMES[weights], vocabulary=None)
     made = Target.from_pretrained(tmp_path / "model", weights=scheme)
-    read = Target.from_pretrained(tmp_path / "narrow")
+    read = Target.from_pretrained(tmp_path / "quantized")
     for found, expected in zip(read.params["layers"], made.params["layers"], strict=True):
         if weights != "fp8":  # which is read as floats on a CPU
             assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
         np.testing.assert_allclose(wide(found["down"]), wide(expected["down"]), rtol=1e-6)
     assert main(["convert", *step, str(tmp_path / "all"), "--vocabulary"]) == 0
-    assert isinstance(Target.from_pretrained(tmp_path / "all").params["embed"], Narrow)
+    assert isinstance(Target.from_pretrained(tmp_path / "all").params["embed"], QuantizedMatrix)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("weights", ["int4", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("int8", "fp8"))])
-def test_a_model_is_written_with_narrow_weights_chosen_by_a_text(tmp_path, capsys, weights) -> None:
+def test_a_model_is_written_with_quantized_weights_chosen_by_a_text(tmp_path, capsys, weights) -> None:
     save_tiny(tmp_path / "model")
     Target.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "model", dtype=jnp.bfloat16)
     samples = ["import os\nimport sys\n", "def f(x):\n    return x\n"] * 20
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in samples))
     step = ["convert", "--target", str(tmp_path / "model"), "--quantize", weights]
-    step += ["--calibrate", str(tmp_path / "texts.jsonl"), "--output", str(tmp_path / "narrow")]
+    step += ["--calibrate", str(tmp_path / "texts.jsonl"), "--output", str(tmp_path / "quantized")]
     assert main(step) == 0
     tokenizer = text.load_tokenizer(tmp_path / "model")
     tokens = windows([text.encode(tokenizer, each) for each in samples])
-    assert f"narrow: {weights}, calibrated on {tokens.size:,} tokens, " in " ".join(capsys.readouterr().out.split())
+    assert f"quantized: {weights}, calibrated on {tokens.size:,} tokens, " in " ".join(capsys.readouterr().out.split())
     made = calibrate(Target.from_pretrained(tmp_path / "model"), replace(SCHEMES[weights], vocabulary=None), tokens)
-    read = Target.from_pretrained(tmp_path / "narrow")
-    stored = jax.tree.leaves(Target.from_pretrained(tmp_path / "narrow", dtype=jnp.bfloat16, weights="stored"))
+    read = Target.from_pretrained(tmp_path / "quantized")
+    stored = jax.tree.leaves(Target.from_pretrained(tmp_path / "quantized", dtype=jnp.bfloat16, weights="stored"))
     assert {leaf.dtype.name for leaf in stored} >= {"bfloat16"}
     plain = Target.from_pretrained(tmp_path / "model", weights=replace(SCHEMES[weights], vocabulary=None))
     for found, expected, nearest in zip(*(each.params["layers"] for each in (read, made, plain)), strict=True):
@@ -250,14 +250,14 @@ def test_a_model_is_written_with_narrow_weights_chosen_by_a_text(tmp_path, capsy
 
 
 def wide(matrix):
-    return np.asarray(widened(matrix) if isinstance(matrix, Narrow) else matrix)
+    return np.asarray(dequantize_matrix(matrix) if isinstance(matrix, QuantizedMatrix) else matrix)
 
 
-def test_a_drafter_is_written_with_narrow_weights(drafter, tmp_path) -> None:
-    step = ("--drafter", str(drafter), "--to", "eagle3", "--quantize", "int8", "--output", str(tmp_path / "narrow"))
+def test_a_drafter_is_written_with_quantized_weights(drafter, tmp_path) -> None:
+    step = ("--drafter", str(drafter), "--to", "eagle3", "--quantize", "int8", "--output", str(tmp_path / "quantized"))
     assert main(["convert", *step]) == 0
-    read, whole = Eagle3.from_pretrained(tmp_path / "narrow"), Eagle3.from_pretrained(drafter)
-    assert isinstance(read.params["fc"], Narrow)
+    read, whole = Eagle3.from_pretrained(tmp_path / "quantized"), Eagle3.from_pretrained(drafter)
+    assert isinstance(read.params["fc"], QuantizedMatrix)
     np.testing.assert_allclose(
         wide(read.params["fc"]), whole.params["fc"], atol=0.01 * float(jnp.abs(whole.params["fc"]).max())
     )
@@ -287,13 +287,13 @@ def test_a_drafter_is_written_with_narrow_weights(drafter, tmp_path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_made_narrow_is_refused(arguments, message, capsys) -> None:
+def test_what_cannot_be_made_quantized_is_refused(arguments, message, capsys) -> None:
     assert main(["convert", *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_text_that_says_too_little_is_refused(tmp_path, capsys) -> None:
-    step = ["convert", "--target", "embedded", "--quantize", "int4", "--output", str(tmp_path / "narrow"), "--calibrate"]
+    step = ["convert", "--target", "embedded", "--quantize", "int4", "--output", str(tmp_path / "quantized"), "--calibrate"]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Hello"}]}))
     for name, content, said in (
         ("empty.txt", "", "0 tokens, fewer than the 512 inputs of the widest matrix: give more text"),
@@ -307,4 +307,4 @@ def test_a_text_that_says_too_little_is_refused(tmp_path, capsys) -> None:
         printed = " ".join(capsys.readouterr().err.split())
         assert said in printed
         assert name == "damaged.jsonl" or f"calibrate='{tmp_path / name}': " in printed
-    assert not (tmp_path / "narrow").exists()
+    assert not (tmp_path / "quantized").exists()

@@ -249,7 +249,7 @@ FAULTS = [
     (["generate", "--prompt", "x", "--temperature", "1e300"], "temperature=1e+300: must be at most"),
     (["generate", "--prompt", "x", "--top-k", str(2**200)], "top_k="),
     (["generate", "--prompt", "x", "--max-new-tokens", str(2**63)], "max_new_tokens=9223372036854775808: must be at most"),
-    (["generate", "--prompt", "\udc80"], "prompt: character 0 is no Unicode text"),
+    (["generate", "--prompt", "\udc80"], "prompt: character 0 is not valid Unicode"),
     (["generate", "--prompt", "x", "--target", "~nobody-of-that-name/x/y"], "is not a directory"),
     (["generate", "--prompt", "x", "--target", "x" * 5000], "is not a directory"),
     (["generate", "--prompts-file", "x" * 5000], "cannot be read"),

@@ -19,6 +19,7 @@ from specjax.drafters import DFlash2, TrainedDrafter
 from specjax.drafters.registry import METHODS, load_drafter
 from specjax.lowering.abstract import abstract_model, stored_drafter
 from specjax.models import config_json
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.published import PUBLISHED
 from specjax.models.transformer import Target
 from specjax.planning import roofline, theory
@@ -217,7 +218,11 @@ def test_a_draft_model_is_named_in_every_way(capsys) -> None:
         assert code == 0
         tables.append(table(out))
     assert tables[0] == tables[1] == tables[2]
-    pair = roofline.Pair(config_json.read_config(embedded("target")), CHIPS["h100"], config_json.read_config(embedded("draft")))
+    pair = roofline.Pair(
+        config_json.read_config(CheckpointFiles(embedded("target"))),
+        CHIPS["h100"],
+        config_json.read_config(CheckpointFiles(embedded("draft"))),
+    )
     assert tables[0][0][2] == f"{1e3 * pair.draft_time(4096, 256):.2f}" != "0.00"
 
 
@@ -247,7 +252,7 @@ FAULTS = [
     (["theory", "--cost", "-0.1"], "cost=-0.1:"),
     (["theory", "--cost", "0.1", "--operations", "0"], "operations=0:"),
     (["theory", "--cost", "0.1", "--longest", "0"], "longest=0"),
-    ([*MODELS, "--chip", "h900"], "chip='h900': not a chip known here; known are h100, a100, tpu-v4"),
+    ([*MODELS, "--chip", "h900"], "chip='h900': this chip is unknown; give one of h100, a100, tpu-v4"),
     ([*MODELS, "--batch", "0"], "batch=0"),
     ([*MODELS, "--batch"], "batch=()"),
     ([*MODELS, "--context", "0"], "context=0"),

@@ -12,7 +12,7 @@ from specjax import decoding, sharding
 from specjax.models import cache, primitives, products
 from specjax.models.attention import Filled, attend
 from specjax.models.cache import KVCache
-from specjax.models.quantized import quantize
+from specjax.models.quantized_cache import quantize
 from specjax.sampling import Sampling
 from tests.conftest import SHAPES, own_programs
 from tests.evaluation.test_conformance import CASES, METHODS
@@ -45,8 +45,8 @@ def lower(function, platform: str, *given) -> str:
 def lowered(target, drafter, platform: str, sampling: Sampling) -> str:
     shapes = jax.ShapeDtypeStruct((B,), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B))
-    eos, tokens = jax.ShapeDtypeStruct((B, 1), jnp.int32), jax.ShapeDtypeStruct((B, P), jnp.int32)
-    given = target, drafter, tokens, shapes, shapes, keys, eos, jax.eval_shape(lambda: sampling.rows(B))
+    stop_token_ids, tokens = jax.ShapeDtypeStruct((B, 1), jnp.int32), jax.ShapeDtypeStruct((B, P), jnp.int32)
+    given = target, drafter, tokens, shapes, shapes, keys, stop_token_ids, jax.eval_shape(lambda: sampling.rows(B))
     state = jax.eval_shape(partial(decoding.prefill, capacity=40), *given)
     return lower(decoding.step, platform, target, drafter, state)
 

@@ -84,7 +84,7 @@ def test_steps_are_a_whole_number(target, steps) -> None:
     ],
 )
 def test_end_tokens_are_ids_for_all_rows_or_for_each(target, ids, expected) -> None:
-    assert GenerationOptions(eos_token_ids=ids).check(target.config, 2).eos.tolist() == expected
+    assert GenerationOptions(eos_token_ids=ids).check(target.config, 2).stop_token_ids.tolist() == expected
 
 
 @pytest.mark.parametrize(("ids", "message"), [((11,), "outside"), ([[1], [-1]], "outside"), ([[1]], "1 sequences; give one")])

@@ -29,9 +29,9 @@ from tests.conftest import SHAPES, compilations, outputs, tiny_target
 
 ROWS, CAPACITY, PAGE, CHUNK = 4, 48, 8, 16
 KEY = jax.random.key(5)
-MOST_STEPS = 20
+CALL_STEPS = 20
 """Of a call whose tokens are all reported; some of the calls below take more."""
-ENDS = np.full(8, -1, np.int32)
+NO_STOP_TOKENS = np.full(8, -1, np.int32)
 TARGET = tiny_target()
 KINDS = {
     "eagle3": lambda target, shape: Eagle3.init(target, KEY, shape),
@@ -54,23 +54,23 @@ def make(kind: str, shape: str = "chain", target=TARGET) -> Pausable:
     return Pausable(KINDS[kind](target, SHAPES[shape]))
 
 
-def a_text(prompt, most: int, number: int = 0, temperature: float = 0.0, ends=(), top_p: float = 0.9) -> rows.Text:
+def a_text(prompt, most: int, number: int = 0, temperature: float = 0.0, stop_token_ids=(), top_p: float = 0.9) -> rows.Text:
     tokens = np.zeros(CAPACITY, np.int32)
     tokens[: len(prompt)] = prompt
-    eos = ENDS.copy()
-    eos[: len(ends)] = ends
+    padded = NO_STOP_TOKENS.copy()
+    padded[: len(stop_token_ids)] = stop_token_ids
     return rows.Text(
         tokens=tokens,
         length=np.int32(len(prompt)),
-        limit=np.int32(len(prompt) + most),
+        max_length=np.int32(len(prompt) + most),
         key=jax.random.key(100 + number),
-        eos=eos,
+        stop_token_ids=padded,
         sampling=Sampling(temperature=float(temperature), top_p=top_p).of_row(),
     )
 
 
-def some_text(rng: np.random.Generator, number: int, length: int, most: int, ends=()) -> rows.Text:
-    return a_text(rng.integers(0, 11, length), most, number, temperature=number % 2, ends=ends)
+def some_text(rng: np.random.Generator, number: int, length: int, most: int, stop_token_ids=()) -> rows.Text:
+    return a_text(rng.integers(0, 11, length), most, number, temperature=number % 2, stop_token_ids=stop_token_ids)
 
 
 def alone(text: rows.Text, target=TARGET) -> list[int]:
@@ -82,10 +82,10 @@ def alone(text: rows.Text, target=TARGET) -> list[int]:
         None,
         prompt,
         [int(text.length)],
-        max_new_tokens=[int(text.limit - text.length)],
+        max_new_tokens=[int(text.max_length - text.length)],
         sampling=Sampling(**{name: number.item() for name, number in text.sampling.items()}),
         key=text.key[None],
-        eos_token_ids=text.eos[text.eos >= 0].tolist(),
+        eos_token_ids=text.stop_token_ids[text.stop_token_ids >= 0].tolist(),
         rule="coupled",
     )
     return outputs(result)[0]
@@ -127,7 +127,7 @@ class Host:
     def admit(self, row: int, text: rows.Text, cached: int = 0, prefix_state=None, pages=()) -> None:
         """Pages of its own for all but the first ``cached`` tokens, which lie in ``pages``."""
         self.texts[row] = text
-        own = [self.free[self.group(row)].pop() for _ in range(-(-int(text.limit) // PAGE) - len(pages))]
+        own = [self.free[self.group(row)].pop() for _ in range(-(-int(text.max_length) // PAGE) - len(pages))]
         self.table[row] = np.resize([*pages, *own, *[self.pages] * self.each], self.each)
         at_group = np.int32(0 if prefix_state is None else self.group(row))
         prefix_state = self.fresh if prefix_state is None else prefix_state
@@ -166,7 +166,7 @@ class Host:
             np.int32(steps),
             np.bool_(until_any_done),
             width=width or len(self.table),
-            most_steps=MOST_STEPS,
+            call_steps=CALL_STEPS,
         )
         tokens, accepted = self.state.tokens, self.state.accepted
         progress, tokens, accepted = sharding.to_host((progress, tokens, accepted), self.target.mesh)
@@ -272,7 +272,7 @@ def test_end_tokens_and_limits() -> None:
     texts = [some_text(rng, number, 5, 12) for number in range(4)]
     plain = [alone(text) for text in texts]
     for number in (1, 2):  # a token that the text has, and one of many
-        texts[number].eos[:number] = [plain[number][8], 10][:number]
+        texts[number].stop_token_ids[:number] = [plain[number][8], 10][:number]
         plain[number] = alone(texts[number])
         assert len(plain[number]) < 5 + 12
     for row, text in enumerate(texts):
@@ -378,7 +378,7 @@ def test_a_text_that_is_preempted_goes_on_as_if_nothing_had_been() -> None:
     host.begin(0, text)
     so_far = row_of(host.decode(host.paused, 6), 0)
     host.leave(0)
-    host.begin(2, replace(a_text(so_far, 0, 1, text.sampling["temperature"]), limit=text.limit))
+    host.begin(2, replace(a_text(so_far, 0, 1, text.sampling["temperature"]), max_length=text.max_length))
     assert len(so_far) == 15
     assert row_of(host.decode(host.drafter), 2) == alone(text)
 
@@ -439,7 +439,7 @@ def test_a_draft_after_a_pause_is_that_of_a_text_read_so_far() -> None:
     host.begin(0, text)
     so_far = row_of(host.decode(host.paused, 11), 0)
     host.catch_up()
-    host.begin(1, replace(a_text(so_far, 0, 1, text.sampling["temperature"]), limit=text.limit))
+    host.begin(1, replace(a_text(so_far, 0, 1, text.sampling["temperature"]), max_length=text.max_length))
     assert_same(own_state(host, 0), own_state(host, 1))
     progress = host.decode(host.drafter)
     assert row_of(progress, 0) == row_of(progress, 1) == alone(text)
@@ -497,7 +497,11 @@ def test_texts_that_come_and_go(kind, shape) -> None:
                 waiting.append(
                     (
                         whose[row],
-                        replace(a_text(so_far, 0, whose[row], text.sampling["temperature"]), limit=text.limit, eos=text.eos),
+                        replace(
+                            a_text(so_far, 0, whose[row], text.sampling["temperature"]),
+                            max_length=text.max_length,
+                            stop_token_ids=text.stop_token_ids,
+                        ),
                     )
                 )
                 host.leave(row)
@@ -525,7 +529,7 @@ def test_a_second_text_compiles_nothing() -> None:
             host.leave(left)
 
     def pair(length: int, most: int, number: int) -> tuple[rows.Text, rows.Text]:
-        text = some_text(rng, number, length, most, ends=(4, 9)[:number])
+        text = some_text(rng, number, length, most, stop_token_ids=(4, 9)[:number])
         return text, a_text(text.tokens[: CHUNK + 2], 3, number, temperature=0.3 * number)
 
     everything(1, *pair(2 * CHUNK, 6, 0), order=[0, 1, 2, 3])

@@ -19,7 +19,7 @@ from specjax.decoding.state import DecodeState
 from specjax.decoding.stats import Stats, StepInfo
 from specjax.decoding.verification import by_rule, descend, follow_argmax, matching, recursive_rejection, verify
 from specjax.drafts.draft import Draft, Verdict
-from specjax.sampling import Distributions, RowSampling, Sampling, noise_of_rows, position_keys, split_keys, without_ends
+from specjax.sampling import Distributions, RowSampling, Sampling, noise_of_rows, position_keys, split_keys, without_stop_tokens
 
 ROWS, LENGTH, VOCAB = 60, 3, 4
 PARENTS = np.array([-1, 0, 0, 1, 0, 1, 3, 4])
@@ -270,12 +270,12 @@ def test_other_keys_are_used_once() -> None:
     assert len({str(numbers) for numbers in every}) == len(every) == 2 + 2 + 3 * 2 + 2
 
 
-def cut(emitted: list[int], count: int, ends: list[int], room: int, done: bool) -> tuple[int, bool]:
+def cut(emitted: list[int], count: int, stop_token_ids: list[int], room: int, done: bool) -> tuple[int, bool]:
     """How many of a row's first ``count`` tokens stay, and whether it is done then."""
     if done:
         return 0, True
     for number, token in enumerate(emitted[: min(count, room)], 1):
-        if token in ends:
+        if token in stop_token_ids:
             return number, True
     return min(count, room), count >= room
 
@@ -284,16 +284,19 @@ def test_a_row_ends_with_its_first_end_token_or_at_its_limit() -> None:
     """Also in the middle of what was accepted. An end token beyond that, where anything may stand, ends nothing."""
     rng = np.random.default_rng(0)
     emitted, count = rng.integers(0, 5, (200, 4)), rng.integers(1, 5, 200)
-    ends = np.stack([rng.integers(0, 5, 200), np.full(200, -1)], axis=1)
+    stop_token_ids = np.stack([rng.integers(0, 5, 200), np.full(200, -1)], axis=1)
     room, done = rng.integers(1, 7, 200), rng.random(200) < 0.1
     state = SimpleNamespace(
-        eos=jnp.asarray(ends), lengths=jnp.full(200, 5), limits=jnp.asarray(5 + room), done=jnp.asarray(done)
+        stop_token_ids=jnp.asarray(stop_token_ids),
+        lengths=jnp.full(200, 5),
+        max_lengths=jnp.asarray(5 + room),
+        done=jnp.asarray(done),
     )
     verdict = Verdict(path=jnp.zeros((200, 4), jnp.int32), count=jnp.asarray(count), token=jnp.zeros(200, jnp.int32))
     shorter, is_done, has_failed = _cut(verdict, jnp.asarray(emitted), state)
     assert not has_failed.any()
     for row in range(200):
-        expected = cut(emitted[row].tolist(), count[row], ends[row].tolist(), room[row], done[row])
+        expected = cut(emitted[row].tolist(), count[row], stop_token_ids[row].tolist(), room[row], done[row])
         assert (shorter.count[row], is_done[row]) == expected, row
         if expected[0]:
             assert shorter.token[row] == emitted[row, expected[0] - 1]
@@ -325,22 +328,28 @@ def test_statistics_count_what_was_emitted() -> None:
 
 def test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_then_on() -> None:
     """Row by row and depth by depth; the row's own end tokens, and no others."""
-    ends, no_end = np.array([[2, -1], [0, 3], [1, 2]]), np.array([1, 3, 0])
-    sampling = Sampling().rows(3).replace(ends=jnp.asarray(ends), no_end=jnp.asarray(no_end))
+    stop_token_ids, tokens_before_stop = np.array([[2, -1], [0, 3], [1, 2]]), np.array([1, 3, 0])
+    sampling = (
+        Sampling()
+        .rows(3)
+        .replace(stop_token_ids=jnp.asarray(stop_token_ids), tokens_before_stop=jnp.asarray(tokens_before_stop))
+    )
     logits = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
-    masked = np.asarray(without_ends(jnp.asarray(logits), sampling, np.array([0, 1, 2, 1])))
+    masked = np.asarray(without_stop_tokens(jnp.asarray(logits), sampling, np.array([0, 1, 2, 1])))
     for row, node, token in np.ndindex(3, 4, 5):
-        is_early = [0, 1, 2, 1][node] < no_end[row] and token in ends[row]
+        is_early = [0, 1, 2, 1][node] < tokens_before_stop[row] and token in stop_token_ids[row]
         assert masked[row, node, token] == (-np.inf if is_early else logits[row, node, token])
     ids = jnp.array([4, 2, 0])  # of a drafter that has three of the tokens
-    narrow = np.asarray(without_ends(jnp.asarray(logits[:, :1, :3]), sampling, 0, ids))
+    narrow = np.asarray(without_stop_tokens(jnp.asarray(logits[:, :1, :3]), sampling, 0, ids))
     np.testing.assert_array_equal(narrow[:, 0] == -np.inf, [[False, True, False], [False, False, True], [False] * 3])
 
 
 def test_a_gpu_masks_end_tokens_without_a_branch() -> None:
     """It would wait for its host to choose one. Others leave out what no row asks for."""
-    sampling = Sampling().rows(2).replace(ends=jnp.zeros((2, 1), jnp.int32), no_end=jnp.ones(2, jnp.int32))
-    traced = jax.jit(lambda logits: without_ends(logits, sampling, 0)).trace(jnp.zeros((2, 3, VOCAB)))
+    sampling = (
+        Sampling().rows(2).replace(stop_token_ids=jnp.zeros((2, 1), jnp.int32), tokens_before_stop=jnp.ones(2, jnp.int32))
+    )
+    traced = jax.jit(lambda logits: without_stop_tokens(logits, sampling, 0)).trace(jnp.zeros((2, 3, VOCAB)))
 
     def branches(platform: str) -> int:
         """Those that choose by platform are among them, in every program."""
@@ -358,16 +367,19 @@ def test_greedy_rows_go_where_the_likeliest_token_is_that_may_come_there(shape, 
     parents = PARENTS if shape == "tree" else np.arange(-1, 3)
     depths = np.array([0, 1, 1, 2, 1, 2, 3, 2]) if shape == "tree" else np.arange(4)
     logits = rng.normal(size=(ROWS, len(parents), VOCAB)).astype(np.float32)
-    ends, no_end = np.stack([rng.integers(0, VOCAB, ROWS), rng.integers(-1, VOCAB, ROWS)], axis=1), rng.integers(-1, 5, ROWS)
-    is_end = (np.arange(VOCAB) == ends[..., None]).any(axis=1)
-    is_early = depths[None] < no_end[:, None]
+    stop_token_ids, tokens_before_stop = (
+        np.stack([rng.integers(0, VOCAB, ROWS), rng.integers(-1, VOCAB, ROWS)], axis=1),
+        rng.integers(-1, 5, ROWS),
+    )
+    is_end = (np.arange(VOCAB) == stop_token_ids[..., None]).any(axis=1)
+    is_early = depths[None] < tokens_before_stop[:, None]
     best = np.where(is_early[..., None] & is_end[:, None], -np.inf, logits).argmax(axis=-1)
     assert (best != logits.argmax(axis=-1)).sum() > ROWS / 2  # that the mask matters
     draft, tokens, valid = a_tree(rng, ROWS, best, parents)
     temperature = np.where(np.arange(ROWS) < ROWS - 2, 0.0, 1.0 if greedy == "some rows" else 0.0)
     sampling = Sampling(temperature=temperature, top_k=3, top_p=0.2).rows(ROWS)
     assert sampling.greedy == (greedy == "all rows")
-    sampling = sampling.replace(ends=jnp.asarray(ends), no_end=jnp.asarray(no_end))
+    sampling = sampling.replace(stop_token_ids=jnp.asarray(stop_token_ids), tokens_before_stop=jnp.asarray(tokens_before_stop))
     verdict = verify(draft, jnp.asarray(logits), sampling, jax.random.split(jax.random.key(0), ROWS))
     emitted = np.asarray(verdict.emitted(draft))
     for row in np.flatnonzero(temperature == 0):
@@ -385,14 +397,18 @@ def test_by_every_rule_the_likeliest_token_comes_that_may_come_there(rule) -> No
     parents = np.arange(-1, 3) if is_chain else PARENTS
     depths = np.arange(4) if is_chain else np.array([0, 1, 1, 2, 1, 2, 3, 2])
     logits = rng.normal(size=(ROWS, len(parents), VOCAB)).astype(np.float32)
-    ends, no_end = rng.integers(0, VOCAB, ROWS), rng.integers(0, 4, ROWS)
-    is_early = depths[None] < no_end[:, None]
-    best = np.where(is_early[..., None] & (np.arange(VOCAB) == ends[:, None])[:, None], -np.inf, logits).argmax(axis=-1)
+    stop_token_ids, tokens_before_stop = rng.integers(0, VOCAB, ROWS), rng.integers(0, 4, ROWS)
+    is_early = depths[None] < tokens_before_stop[:, None]
+    best = np.where(is_early[..., None] & (np.arange(VOCAB) == stop_token_ids[:, None])[:, None], -np.inf, logits).argmax(
+        axis=-1
+    )
     draft, tokens, _ = a_tree(rng, ROWS, best, parents)
     if is_chain or rule == "siblings":
         draft = draft.replace(q=jnp.full((*tokens.shape, VOCAB), 1 / VOCAB))
     sampling = Sampling(top_k=1).rows(ROWS, "independent" if rule in ("siblings", "matching") else rule)
-    sampling = sampling.replace(ends=jnp.asarray(ends)[:, None], no_end=jnp.asarray(no_end))
+    sampling = sampling.replace(
+        stop_token_ids=jnp.asarray(stop_token_ids)[:, None], tokens_before_stop=jnp.asarray(tokens_before_stop)
+    )
     keys = jax.random.split(jax.random.key(0), (5, ROWS) if rule == "coupled" else ROWS)
     verdict = jax.jit(lambda logits: verify(draft, logits, sampling, keys))(logits)
     emitted, counts = np.asarray(verdict.emitted(draft)), np.asarray(verdict.count)
@@ -404,7 +420,10 @@ def test_by_every_rule_the_likeliest_token_comes_that_may_come_there(rule) -> No
 
 def test_a_text_may_end_with_its_token_number_min_new_tokens_plus_one() -> None:
     state = SimpleNamespace(
-        sampling=sampled("block"), eos=jnp.array([[2], [3]]), min_lengths=jnp.array([9, 5]), lengths=jnp.array([7, 5])
+        sampling=sampled("block"),
+        stop_token_ids=jnp.array([[2], [3]]),
+        min_lengths=jnp.array([9, 5]),
+        lengths=jnp.array([7, 5]),
     )
     sampling = DecodeState.next_sampling.fget(state)
-    assert sampling.no_end.tolist() == [2, 0] and sampling.ends.tolist() == [[2], [3]]
+    assert sampling.tokens_before_stop.tolist() == [2, 0] and sampling.stop_token_ids.tolist() == [[2], [3]]

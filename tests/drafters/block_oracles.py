@@ -550,17 +550,17 @@ class SlowBlock:
         after the first, and the second, for the sublayer's output. Without such tensors nothing is done."""
         if f"{name}.base_kernel" not in self.weights:
             return x, lambda y: y
-        base = self.weights[f"{name}.base_kernel"].astype(np.float64)  # [side, tap, H]
-        taps = base.shape[1]
-        kernels = self.linear(f"{name}.kernel_projection", x).reshape(len(x), 2, taps, -1)  # [slot, side, tap, group]
+        base = self.weights[f"{name}.base_kernel"].astype(np.float64)  # [side, lag, H]
+        kernel_size = base.shape[1]
+        kernels = self.linear(f"{name}.kernel_projection", x).reshape(len(x), 2, kernel_size, -1)  # [slot, side, lag, group]
 
         def convolve(y: np.ndarray, side: int) -> np.ndarray:
             out = np.zeros_like(y)
             for slot in range(len(y)):
-                for tap in range(min(taps, slot + 1)):  # nothing comes in from before the block
-                    groups = kernels[slot, side, tap]
-                    kernel = base[side, tap] + np.repeat(groups, HIDDEN // len(groups))
-                    out[slot] += kernel * y[slot - tap]
+                for lag in range(min(kernel_size, slot + 1)):  # nothing comes in from before the block
+                    groups = kernels[slot, side, lag]
+                    kernel = base[side, lag] + np.repeat(groups, HIDDEN // len(groups))
+                    out[slot] += kernel * y[slot - lag]
             return out
 
         return convolve(x, 0), lambda y: convolve(y, 1)

@@ -11,7 +11,7 @@ from specjax import CompressedCache, DraftModel, SnapKV, Streaming, decoding
 from specjax.decoding.options import GenerationOptions
 from specjax.demo import OnInflated
 from specjax.drafters import cache_schemes
-from specjax.drafters.compressed_cache import choose
+from specjax.drafters.methods.compressed_cache import choose
 from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.errors import InputError
 from specjax.models.attention import by_device, plain

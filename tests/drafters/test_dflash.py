@@ -12,10 +12,11 @@ from safetensors.numpy import load_file, save_file
 import specjax
 from specjax.drafters import DFlash, DFlash2, DSpark
 from specjax.drafters.base import RemoteFeatures
-from specjax.drafters.dflash_config import default_taps
+from specjax.drafters.checkpoints import dflash as dflash_checkpoint
+from specjax.drafters.checkpoints.dflash_config import default_taps
 from specjax.drafters.registry import load_drafter
-from specjax.drafters.trained import Stored
 from specjax.errors import InputError
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import States, Target
 from specjax.sampling import Sampling, split_keys
@@ -131,7 +132,7 @@ def test_the_other_publishers_layouts_are_read_and_written(layout, text, target,
     for row, at in enumerate(ANCHORS):
         np.testing.assert_allclose(states[row], slow.block(text.features[:at], int(text.tokens[at])), atol=1e-4)
         assert chains[row].tolist() == slow.draft(text.features[:at], int(text.tokens[at]))[0]
-    ours = type(drafter).layout_of(Stored.of(tmp_path / layout))
+    ours = dflash_checkpoint.layout_of(CheckpointFiles(tmp_path / layout).raw)
     drafter.save_pretrained(tmp_path / "again", layout=ours)
     read, written = (load_file(tmp_path / place / "model.safetensors") for place in (layout, "again"))
     assert read.keys() == written.keys()

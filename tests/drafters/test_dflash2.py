@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import specjax
 from specjax.drafters import DFlash, DFlash2
-from specjax.drafters.dflash2 import convolve
+from specjax.drafters.methods.dflash2 import convolve
 from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
 from specjax.evaluation import conformance
@@ -194,15 +194,15 @@ def test_speculators_reads_what_is_written(anchor_drafts, text, target, tmp_path
 
 
 def test_a_convolution_is_its_sum() -> None:
-    """Over three taps, in two blocks of unequal sizes; the first token of the second one sees nothing of the first."""
+    """A kernel of three, in two blocks of unequal sizes; the first token of the second one sees nothing of the first."""
     rng = np.random.default_rng(0)
     x, base, changes = (rng.normal(size=size) for size in ((2, 7, 6), (3, 6), (2, 7, 3, 2)))
     place = np.array([0, 1, 2, 3, 0, 1, 2])
     expected = np.zeros_like(x)
     for row, token, channel in np.ndindex(x.shape):
-        for tap in range(min(3, place[token] + 1)):
-            kernel = base[tap, channel] + changes[row, token, tap, channel // 3]
-            expected[row, token, channel] += kernel * x[row, token - tap, channel]
+        for lag in range(min(3, place[token] + 1)):
+            kernel = base[lag, channel] + changes[row, token, lag, channel // 3]
+            expected[row, token, channel] += kernel * x[row, token - lag, channel]
     found = convolve(*(jnp.asarray(value, jnp.float32) for value in (x, base, changes)), jnp.asarray(place))
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -389,7 +389,7 @@ def test_an_end_that_must_not_come_yet_is_no_candidate(candidates) -> None:
     target = tiny_target()
     block = drafter.block(target, drafter.start(target, 1, 8), jnp.array([3]))[:, 1]
     likeliest = int(jnp.argmax(drafter.logits(target, block)))
-    early = {"ends": jnp.full((200, 1), likeliest), "no_end": jnp.ones(200, jnp.int32)}
+    early = {"stop_token_ids": jnp.full((200, 1), likeliest), "tokens_before_stop": jnp.ones(200, jnp.int32)}
     draft, _ = proposed(drafter, Sampling(1.0), 200, **early)
     assert (draft.tokens[:, 1] != likeliest).all()
     assert (draft.q[:, 0, likeliest] == 0).all()
@@ -495,8 +495,8 @@ FAULTS = {  # a change of config.json, tensors to leave out, and the error
         r"says nothing of convolutions \(conv_kernel_size\), but there are its tensors layers\.0\.attention_conv",
     ),
     "no rank": (of_field("selector_rank", None), (), "dflash_config.selector_rank is missing"),
-    "no taps": (of_field("conv_kernel_size", 0), (), "dflash_config.conv_kernel_size=0: must be a whole number from 1"),
-    "more taps than places": (of_field("conv_kernel_size", 5), (), "conv_kernel_size=5: must be at most block_size=4"),
+    "no kernel": (of_field("conv_kernel_size", 0), (), "dflash_config.conv_kernel_size=0: must be a whole number from 1"),
+    "a kernel larger than a block": (of_field("conv_kernel_size", 5), (), "conv_kernel_size=5: must be at most block_size=4"),
     "groups that do not fit": (of_field("conv_group_size", 5), (), "conv_group_size=5: must divide the hidden size, 16"),
     "more candidates than tokens": (
         of_field("selector_top_k", 12),

@@ -13,7 +13,7 @@ import specjax
 from specjax import decoding
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import Draft, DraftModel, EarlyExit
-from specjax.drafters.draft_model import MOST_PADDING
+from specjax.drafters.methods.draft_model import MAX_PADDING
 from specjax.drafts import tree
 from specjax.drafts.shapes import Chain, SampledTree
 from specjax.errors import InputError
@@ -119,7 +119,7 @@ def test_init_and_round_trip(target, tmp_path) -> None:
     jax.tree.map(np.testing.assert_array_equal, drafter.model.params, again.model.params)
     drafter.check(target)
     with pytest.raises(InputError, match="vocabulary of 11 tokens and target one of 1035"):
-        drafter.check(tiny_target(vocab_size=11 + MOST_PADDING))
+        drafter.check(tiny_target(vocab_size=11 + MAX_PADDING))
 
 
 @jax.jit

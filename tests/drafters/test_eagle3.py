@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from specjax.drafters import Eagle3, eagle3_checkpoint
+from specjax.drafters import Eagle3
+from specjax.drafters.checkpoints import eagle3 as eagle3_checkpoint
 from specjax.drafts.shapes import Chain, DynamicTree
 from specjax.errors import InputError
 from specjax.models.fields import CheckpointError
@@ -111,7 +112,7 @@ def drafter(**options) -> Eagle3:
     return Eagle3.init(tiny_target(), jax.random.key(0), Chain(3), ids=np.array(IDS), **options)
 
 
-@pytest.mark.parametrize("layout", eagle3_checkpoint.LAYOUTS)
+@pytest.mark.parametrize("layout", Eagle3.layouts)
 @pytest.mark.parametrize("variant", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True}])
 def test_a_checkpoint_is_read_back_bit_for_bit(layout, variant, tmp_path) -> None:
     written = drafter(variant=variant, taps=(0, 1, 2))
@@ -125,13 +126,13 @@ def test_a_checkpoint_is_read_back_bit_for_bit(layout, variant, tmp_path) -> Non
 
 
 def test_the_layouts_name_layers_by_what_each_reader_expects(tmp_path) -> None:
-    for layout in eagle3_checkpoint.LAYOUTS:
+    for layout in Eagle3.layouts:
         drafter(taps=(0, 1, 2)).save_pretrained(tmp_path / layout, layout=layout)
-    sglang, vllm = (json.loads((tmp_path / layout / "config.json").read_text()) for layout in eagle3_checkpoint.LAYOUTS)
+    sglang, vllm = (json.loads((tmp_path / layout / "config.json").read_text()) for layout in Eagle3.layouts)
     assert sglang["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 1]  # whose output is read
     assert vllm["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]  # whose input is read
     assert vllm["norm_before_residual"] is False  # written always: the readers' defaults disagree
-    names = [set(load_file(tmp_path / layout / "model.safetensors")) for layout in eagle3_checkpoint.LAYOUTS]
+    names = [set(load_file(tmp_path / layout / "model.safetensors")) for layout in Eagle3.layouts]
     assert {name.replace("midlayer.", "layers.0.") for name in names[0]} == names[1]
     tables = load_file(tmp_path / "eagle3" / "model.safetensors")
     assert tables["d2t"].dtype == np.int64

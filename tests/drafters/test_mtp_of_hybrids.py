@@ -20,6 +20,7 @@ from specjax.drafters import MTP, DraftModel
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.shapes import Chain
 from specjax.models import config_json
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.sampling import Sampling
 from tests.conftest import HYBRID, tiny_target
@@ -175,7 +176,7 @@ def test_modules_of_models_that_see(tmp_path, name, nested) -> None:
     np.testing.assert_allclose(q[0], published.expected(KNOWN[1], tokens[0].tolist()), atol=2e-5)
     assert isinstance(load_drafter(str(tmp_path), Chain(2), target.config), MTP)
     raw = json.loads((tmp_path / "config.json").read_text())
-    assert MTP.recognises(raw, ())  # of the hub's, the tensors are not there yet
+    assert MTP.checkpoint_format.recognises(raw, ())  # of the hub's, the tensors are not there yet
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
@@ -196,7 +197,7 @@ def test_modules_alone_are_read_as_they_were_written(tmp_path, name, one_by_one)
 def test_new_modules_have_the_names_of_the_published_ones(tmp_path, name) -> None:
     """What is trained for a hybrid can be put beside it, and is found there."""
     Published.make(name).save(tmp_path, one_by_one=True)
-    config = config_json.read_config(tmp_path)
+    config = config_json.read_config(CheckpointFiles(tmp_path))
     target = specjax.Target.init(config, jax.random.key(0))
     drafter = MTP.init(target, jax.random.key(1))
     assert drafter.config == MTP.from_pretrained(tmp_path).config
@@ -233,7 +234,7 @@ def test_what_is_wrong_is_refused_by_name(tmp_path) -> None:
     save_file({name: value for name, value in tensors.items() if "mtp" not in name}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="num_nextn_predict_layers"):
         MTP.from_pretrained(tmp_path)
-    assert isinstance(load_drafter(str(tmp_path), Chain(2), config_json.read_config(tmp_path)), DraftModel)
+    assert isinstance(load_drafter(str(tmp_path), Chain(2), config_json.read_config(CheckpointFiles(tmp_path))), DraftModel)
     llama = {"model_type": "llama", **{key: raw[key] for key in zoo.SIZES if key in raw}}
     (tmp_path / "config.json").write_text(json.dumps(llama))
     save_file(tensors, tmp_path / "model.safetensors")

@@ -1,7 +1,6 @@
 """A drafter that the library does not know: what a class and one line of the registry bring it."""
 
 import json
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,12 +19,13 @@ from specjax.drafters import registry
 from specjax.drafters.base import Committed, check_mesh
 from specjax.drafters.expansion import Frontier, expand
 from specjax.drafters.registry import DraftingMethod, load_drafter
-from specjax.drafters.trained import Stored, TrainedDrafter
+from specjax.drafters.trained import CheckpointFormat, TrainedDrafter
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree
 from specjax.evaluation import conformance
 from specjax.lowering import abstract
 from specjax.models import config_json
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError, check_fields, whole
 from specjax.models.params import Param, Params, matrix, norm
 from specjax.models.primitives import linear, rms_norm
@@ -44,6 +44,40 @@ class WizardConfig:
     rungs: int = 1
 
 
+def layout_of(stored: CheckpointFiles) -> str:
+    return "robe" if any(name.startswith("robe.") for name in stored.shapes) else "hat"
+
+
+def read_config(stored: CheckpointFiles) -> WizardConfig:
+    known = {name: whole(1, 10_000) for name in ("wizard_rungs", "hidden_size", "vocab_size")}
+    rungs, hidden, vocab = check_fields(stored.raw, known, stored.file).values()
+    stored.check_count("wizard_rungs", rungs, stored.numbered(f"{layout_of(stored)}."), "rungs")
+    return WizardConfig(hidden, vocab, rungs)
+
+
+def declare(config: WizardConfig, layout: str) -> Params:
+    hidden = config.hidden_size
+
+    def rung(name: str) -> Params:
+        return {
+            "norm": norm(f"{name}.norm", 2 * hidden),
+            "step": matrix(f"{name}.step", (2 * hidden, None), (hidden, None)),
+            "step_bias": Param((hidden,), (None,), f"{name}.step.bias", "zeros"),
+        }
+
+    return {
+        "rungs": [rung(f"{layout}.{number}") for number in range(config.rungs)],
+        "lm_head": matrix("lm_head", (hidden, None), (config.vocab_size, "vocab")),
+    }
+
+
+def format_config(drafter: "Wizard", layout: str, dtype: str, target: str) -> dict[str, Any]:
+    return {
+        "wizard_rungs": drafter.config.rungs,
+        **{name: getattr(drafter.config, name) for name in ("hidden_size", "vocab_size")},
+    }
+
+
 @struct.dataclass
 class Wizard(TrainedDrafter):
     """A recurrent head: from the target's last hidden state it goes on with the tokens that it drafts itself."""
@@ -53,52 +87,17 @@ class Wizard(TrainedDrafter):
     draft: DraftShape = struct.field(pytree_node=False, default=Chain(3))
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
     grows_trees: ClassVar[bool] = True
-    title: ClassVar[str] = "a wizard"
-    layouts: ClassVar[tuple[str, ...]] = ("hat", "robe")
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        return "wizard_rungs" in raw
-
-    @classmethod
-    def layout_of(cls, stored: Stored) -> str:
-        return "robe" if any(name.startswith("robe.") for name in stored.shapes) else "hat"
-
-    @classmethod
-    def read_config(cls, stored: Stored) -> WizardConfig:
-        known = {name: whole(1, 10_000) for name in ("wizard_rungs", "hidden_size", "vocab_size")}
-        rungs, hidden, vocab = check_fields(stored.raw, known, stored.file).values()
-        stored.check_count("wizard_rungs", rungs, stored.numbered(f"{cls.layout_of(stored)}."), "rungs")
-        return WizardConfig(hidden, vocab, rungs)
-
-    @classmethod
-    def declare(cls, config: WizardConfig, layout: str = "hat") -> Params:
-        hidden = config.hidden_size
-
-        def rung(name: str) -> Params:
-            return {
-                "norm": norm(f"{name}.norm", 2 * hidden),
-                "step": matrix(f"{name}.step", (2 * hidden, None), (hidden, None)),
-                "step_bias": Param((hidden,), (None,), f"{name}.step.bias", "zeros"),
-            }
-
-        return {
-            "rungs": [rung(f"{layout}.{number}") for number in range(config.rungs)],
-            "lm_head": matrix("lm_head", (hidden, None), (config.vocab_size, "vocab")),
-        }
-
-    @classmethod
-    def axis_units(cls, config: WizardConfig) -> Mapping[str, int]:
-        return {"vocab": config.vocab_size}
-
-    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
-        return {
-            "wizard_rungs": self.config.rungs,
-            **{name: getattr(self.config, name) for name in ("hidden_size", "vocab_size")},
-        }
-
-    def describe(self, layout: str) -> str:
-        return f"rungs are called {layout}"
+    checkpoint_format: ClassVar[CheckpointFormat] = CheckpointFormat(
+        title="a wizard",
+        layouts=("hat", "robe"),
+        recognises=lambda raw, tensors: "wizard_rungs" in raw,
+        read_config=read_config,
+        declare=declare,
+        axis_units=lambda config: {"vocab": config.vocab_size},
+        format_config=format_config,
+        layout_of=layout_of,
+        describe=lambda drafter, layout: f"rungs are called {layout}",
+    )
 
     @classmethod
     def init(cls, target: Target, key: jax.Array, draft: DraftShape = Chain(3), *, rungs: int = 1) -> "Wizard":

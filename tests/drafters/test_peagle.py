@@ -252,8 +252,8 @@ def test_it_is_recognised_before_eagle3(layout, made, target, tmp_path) -> None:
     method, _ = registry.resolve(str(tmp_path))
     assert method.trained is PEagle
     raw = json.loads((tmp_path / "config.json").read_text())
-    assert PEagle.recognises(raw, ())  # of the hub's, whose tensors are not there yet
-    assert PEagle.recognises({"architectures": ["LlamaForCausalLMEagle3"]}, ["mask_hidden"])
+    assert PEagle.checkpoint_format.recognises(raw, ())  # of the hub's, whose tensors are not there yet
+    assert PEagle.checkpoint_format.recognises({"architectures": ["LlamaForCausalLMEagle3"]}, ["mask_hidden"])
     Eagle3.init(tiny_target(), jax.random.key(0)).save_pretrained(tmp_path / "eagle3")
     assert registry.resolve(str(tmp_path / "eagle3"))[0].trained is Eagle3
 

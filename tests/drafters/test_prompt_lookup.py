@@ -8,7 +8,7 @@ import pytest
 from specjax import decoding
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import PromptLookup
-from specjax.drafters.prompt_lookup import PromptLookupState
+from specjax.drafters.methods.prompt_lookup import PromptLookupState
 from specjax.drafts.shapes import Chain
 from specjax.sampling import Sampling
 

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 
 from specjax.drafters import MTP, DraftModel, Eagle, Eagle3, Medusa, MixtureOfAttentions
 from specjax.drafters.registry import METHODS
-from specjax.drafters.trained import Stored
 from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
 from tests.conftest import MIXTURES, tiny_config, tiny_target
@@ -42,7 +42,7 @@ def test_it_is_loaded_with_its_own_draft_or_with_the_one_asked_for(tmp_path, nam
     made.save_pretrained(tmp_path)
     assert type(made).from_pretrained(tmp_path).draft == made.draft
     assert type(made).from_pretrained(tmp_path, draft=Chain(2)).draft == Chain(2)
-    assert next(one for one in TRAINED if TRAINED[one].recognises(*described(tmp_path))) == name
+    assert next(one for one in TRAINED if TRAINED[one].checkpoint_format.recognises(*described(tmp_path))) == name
     with pytest.raises(InputError, match=rf"layout='papyrus': {made.title} is written in the layouts? '{made.layouts[0]}'"):
         made.save_pretrained(tmp_path, layout="papyrus")
 
@@ -81,7 +81,7 @@ def test_ids_beyond_a_drafters_vocabulary_are_left_out(tmp_path, name, layout) -
 
 
 def described(directory):
-    stored = Stored.of(directory)
+    stored = CheckpointFiles(directory)
     return stored.raw, stored.shapes
 
 
@@ -129,7 +129,8 @@ def deepseek(tmp_path) -> tuple[dict, str]:
     config = tiny_config(**MIXTURES["deepseek_v3"])
     drafter = MTP.init(tiny_target(), jax.random.key(0))
     own = replace(drafter.config, layer=replace(config, num_layers=1), layout="deepseek", first_layer=2)
-    params = jax.tree.map(lambda param: jnp.ones(param.shape, param.dtype or "float32"), MTP.declare(own))
+    declared = MTP.checkpoint_format.declare(own, "mtp")
+    params = jax.tree.map(lambda param: jnp.ones(param.shape, param.dtype or "float32"), declared)
     made = drafter.replace(config=own, params=params)
     content = config_of(made, tmp_path)
     assert MTP.from_pretrained(tmp_path / "whole").config == own

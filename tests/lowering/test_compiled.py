@@ -81,7 +81,7 @@ def test_a_step_is_compiled_from_shapes_as_it_is_from_arrays(mesh) -> None:
     _, state = decoding.start(target, real, np.ones((BATCH, CONTEXT), np.int32), options=options, capacity=CONTEXT + NEW)
     used = abstract.bytes_of_one((target, real, state))
     keys = 8 * BATCH // 2
-    unread = abstract.bytes_of_one((state.sampling, state.eos))  # greedy rows have settings that nothing asks for
+    unread = abstract.bytes_of_one((state.sampling, state.stop_token_ids))  # greedy rows have settings that nothing asks for
     assert used - unread <= step.decode.memory.arguments <= used + keys + 4
 
     exchanges = step.decode.collectives
@@ -459,17 +459,17 @@ def test_budgets_of_an_assistant(chips) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("weights", ["int8", "w8a8", "int4", "fp8"])
 @pytest.mark.parametrize("chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)])
-def test_budgets_of_narrow_weights(chips, weights) -> None:
-    """A plain step of Llama-3.1-8B, one row: it moves the narrow weights and the cache, and no floats that are made of them."""
+def test_budgets_of_quantized_weights(chips, weights) -> None:
+    """A plain step of Llama-3.1-8B, one row: it moves the quantized weights and the cache, and no floats made of them."""
     asked = ("compile", "--chips", chips, "--target", "llama-3.1-8b", "--batch", "1", "--context", "1024")
-    (narrow,) = planned(*asked, "--weights", weights)["steps"]
+    (quantized,) = planned(*asked, "--weights", weights)["steps"]
     # A GPU writes the sums of each group of inputs, and adds them up in a kernel of its own.
     most = 1.01 if chips != "h100" else 1.12 if weights == "int4" else 1.03
-    assert narrow["decode"]["a_step"]["bytes"] <= most * narrow["must_read_bytes"]
+    assert quantized["decode"]["a_step"]["bytes"] <= most * quantized["must_read_bytes"]
     # A v5e has few units that convert FP8, so its cycles are not bounded here.
     if chips != "h100" and weights != "fp8":
         (floats,) = planned(*asked)["steps"]
-        assert narrow["decode"]["a_step"]["cycles"] <= 0.605 * floats["decode"]["a_step"]["cycles"]
+        assert quantized["decode"]["a_step"]["cycles"] <= 0.605 * floats["decode"]["a_step"]["cycles"]
 
 
 @pytest.mark.thorough

@@ -16,7 +16,7 @@ from specjax.lowering.hlo import HloProgram
 from specjax.lowering.topologies import find_mesh
 from specjax.models.attention import Filled, attend
 from specjax.models.published import published
-from specjax.models.quantized import quantize
+from specjax.models.quantized_cache import quantize
 
 BATCH, SLOTS = 16, 8192
 config = replace(published("llama-3.1-8b"), num_layers=2)

@@ -9,7 +9,7 @@ import pytest
 
 from specjax.models.attention import Filled, attend, attention_paid, by_device, gpu, tpu
 from specjax.models.attention import plain as plain_attention
-from specjax.models.quantized import Quantized, dequantize, quantize
+from specjax.models.quantized_cache import QuantizedPart, dequantize, quantize
 from specjax.sharding import make_mesh
 from tests.conftest import own_programs
 
@@ -288,7 +288,7 @@ def test_entries_in_8_bits_are_read_as_floats_would_be(count, window, beside, gr
     others = [] if beside == "nothing" else [scratch, own]
     q = jnp.asarray(normal(0, B, KV, count, group, DIM))
     sinks = jnp.asarray(drawn_sinks(KV * group).reshape(KV, group))
-    floats = jax.tree.map(dequantize, [whole, *others], is_leaf=lambda node: isinstance(node, Quantized))
+    floats = jax.tree.map(dequantize, [whole, *others], is_leaf=lambda node: isinstance(node, QuantizedPart))
     beyond = jnp.arange(SLOTS) >= whole.count[:, None, None]
     damaged = tuple(part.replace(scales=jnp.where(beyond, jnp.nan, part.scales)) for part in whole.entry)
     read = in_pages(whole, page) if page else whole.replace(entry=whole.entry if device == "plain" else damaged)
@@ -313,7 +313,7 @@ def test_scales_lie_on_a_mesh_where_their_numbers_do(page, module) -> None:
 
 def test_what_is_paid_to_slots_in_8_bits() -> None:
     whole, *others = in_8_bits(pieces(5, 10)[0])
-    floats = jax.tree.map(dequantize, [whole, *others], is_leaf=lambda node: isinstance(node, Quantized))
+    floats = jax.tree.map(dequantize, [whole, *others], is_leaf=lambda node: isinstance(node, QuantizedPart))
     q = jnp.asarray(normal(0, B, 5, KV * GROUP, DIM) * 3)
     np.testing.assert_allclose(attention_paid(q, whole, others), attention_paid(q, floats[0], floats[1:]), atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Narrow weights by what the layers read: what is seen, by which layers, in models of every kind, and what it gains."""
+"""Quantized weights by what the layers read: what is seen, by which layers, in models of every kind, and what it gains."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,10 @@ import pytest
 from specjax.errors import InputError
 from specjax.models import primitives
 from specjax.models.calibration import WINDOW, WINDOWS, calibrate, windows
-from specjax.models.narrow import Form, is_narrow
-from specjax.models.narrow.gptq import gptq
-from specjax.models.narrow.schemes import Scheme
 from specjax.models.products import product
+from specjax.models.quantization import Form, is_quantized
+from specjax.models.quantization.gptq import gptq
+from specjax.models.quantization.schemes import Scheme
 from specjax.models.transformer import Target
 from specjax.sharding import make_mesh
 from tests.conftest import HYBRID, LAYERED, MIXTURES, tiny_target
@@ -36,20 +36,20 @@ def moments_of(target: Target, tokens: np.ndarray, monkeypatch) -> dict[int, np.
     return found
 
 
-def narrow_up_to(target: Target, narrow: Target, layer: int) -> Target:
-    """The layers before ``layer`` are those of ``narrow``."""
-    layers = [*narrow.params["layers"][:layer], *target.params["layers"][layer:]]
+def quantized_up_to(target: Target, quantized: Target, layer: int) -> Target:
+    """The layers before ``layer`` are those of ``quantized``."""
+    layers = [*quantized.params["layers"][:layer], *target.params["layers"][layer:]]
     return target.replace(params={**target.params, "layers": layers})
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("bias", [False, True])
-def test_each_layer_sees_what_the_narrow_ones_before_it_hand_on(monkeypatch, bias) -> None:
+def test_each_layer_sees_what_the_quantized_ones_before_it_hand_on(monkeypatch, bias) -> None:
     target = tiny_target(hidden_size=32, intermediate_size=48, qkv_bias=bias, tie_embeddings=bias)
-    narrow = calibrate(target, INT4, TOKENS)
+    quantized = calibrate(target, INT4, TOKENS)
     for layer, params in enumerate(target.params["layers"]):
-        seen = moments_of(narrow_up_to(target, narrow, layer), TOKENS, monkeypatch)
-        matrices = {name: value for name, value in narrow.params["layers"][layer].items() if is_narrow(value)}
+        seen = moments_of(quantized_up_to(target, quantized, layer), TOKENS, monkeypatch)
+        matrices = {name: value for name, value in quantized.params["layers"][layer].items() if is_quantized(value)}
         assert set(matrices) == {"q", "k", "v", "o", "gate", "up", "down"}
         for name, found in matrices.items():
             expected = gptq(params[name], jnp.asarray(seen[id(params[name])], jnp.float32), found.form)
@@ -57,7 +57,7 @@ def test_each_layer_sees_what_the_narrow_ones_before_it_hand_on(monkeypatch, bia
             # sums of float32 in another order: a near tie may part, and then what follows from it in its column
             columns = (np.asarray(found.values) == np.asarray(expected.values)).all(axis=(0, 2))
             assert columns.mean() > 0.9, (layer, name)
-            assert not np.array_equal(found.values, target.narrow(INT4).params["layers"][layer][name].values)
+            assert not np.array_equal(found.values, target.quantize(INT4).params["layers"][layer][name].values)
 
 
 MODELS = {"plain": {}, "tied": {"tie_embeddings": True, "qkv_bias": True}, "hybrid": HYBRID, **LAYERED, **MIXTURES}
@@ -72,7 +72,7 @@ def test_models_of_every_kind_come_closer_to_what_they_were_in_floats(name) -> N
     """On the text itself, of random models: the squared error of what enters the head, with 4 bits."""
     target = tiny_target(**MODELS[name], hidden_size=32, scale=8.0)
     scheme = Scheme(Form("int4"), None)
-    nearest, calibrated = target.narrow(scheme), calibrate(target, scheme, TOKENS)
+    nearest, calibrated = target.quantize(scheme), calibrate(target, scheme, TOKENS)
     assert jax.tree.structure(calibrated) == jax.tree.structure(nearest)
     jax.tree.map(
         lambda one, other: np.testing.assert_equal((one.shape, one.dtype), (other.shape, other.dtype)), calibrated, nearest
@@ -94,7 +94,7 @@ def test_every_family_comes_closer_to_what_it_was_in_floats(name, tmp_path) -> N
     expected = target.forward(tokens)[0].hidden
     nearest, calibrated = (
         float(jnp.square(each.forward(tokens)[0].hidden - expected).mean())
-        for each in (target.narrow(scheme), calibrate(target, scheme, np.asarray(tokens)))
+        for each in (target.quantize(scheme), calibrate(target, scheme, np.asarray(tokens)))
     )
     assert calibrated < nearest
 
@@ -116,8 +116,8 @@ def test_experts_that_no_token_chose_are_said_and_rounded_to_the_nearest_numbers
     alike = target.params["layers"][0] | {"router": jnp.zeros((32, 8))}  # so the first two are chosen
     target = target.replace(params={**target.params, "layers": [alike]})
     with pytest.warns(UserWarning, match="18 matrices of experts that no token of the text chose"):
-        narrow = calibrate(target, INT4, TOKENS)
-    found, nearest = narrow.params["layers"][0], target.narrow(INT4).params["layers"][0]
+        quantized = calibrate(target, INT4, TOKENS)
+    found, nearest = quantized.params["layers"][0], target.quantize(INT4).params["layers"][0]
     for name in ("experts_gate", "experts_up", "experts_down"):
         same = (np.asarray(found[name].values) == np.asarray(nearest[name].values)).all(axis=(1, 2, 3))
         np.testing.assert_array_equal(same, np.arange(8) >= 2)
@@ -130,8 +130,8 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
         calibrate(target, "int4", TOKENS[:1, :8])
     with pytest.raises(InputError, match="weights='int3': must be one of"):
         calibrate(target, "int3", TOKENS)
-    with pytest.raises(InputError, match="narrow already"):
-        calibrate(target.narrow("int8"), "int4", TOKENS)
+    with pytest.raises(InputError, match="quantized already"):
+        calibrate(target.quantize("int8"), "int4", TOKENS)
     with pytest.raises(InputError, match="is a part of a target"):
         calibrate(target.part((1, 2)), "int4", TOKENS)
     with pytest.raises(InputError, match="target: lies on a mesh"):
@@ -159,16 +159,16 @@ def test_a_trained_model_loses_less_on_text_that_it_was_not_calibrated_on(weight
     held = jnp.asarray(others[: len(others) // 256 * 256].reshape(-1, 256))
 
     @jax.jit
-    def divergence(narrow: Target) -> jax.Array:
+    def divergence(quantized: Target) -> jax.Array:
         """From the model in floats, of the next token, in nats."""
-        floats, found = (jax.nn.log_softmax(each.forward(held)[0].logits) for each in (target, narrow))
+        floats, found = (jax.nn.log_softmax(each.forward(held)[0].logits) for each in (target, quantized))
         return jnp.mean(jnp.sum(jnp.exp(floats) * (floats - found), axis=-1))
 
-    assert float(divergence(calibrated)) < float(divergence(target.narrow(weights)))
+    assert float(divergence(calibrated)) < float(divergence(target.quantize(weights)))
 
 
 @pytest.mark.full
 def test_a_window_may_be_longer_than_a_pass() -> None:
     target = tiny_target(max_positions=8192)
     tokens = np.resize(np.arange(11), (1, 5000))
-    assert is_narrow(calibrate(target, "int8", tokens).params["layers"][0]["down"])
+    assert is_quantized(calibrate(target, "int8", tokens).params["layers"][0]["down"])

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file, save_file
 
 from specjax import sharding
 from specjax.models import checkpoint
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.models.params import Param
 
@@ -36,21 +37,21 @@ def directory(tmp_path):
 def test_what_is_written_is_named_and_turned_as_published(directory) -> None:
     assert sorted(file.name for file in directory.iterdir()) == ["config.json", "model.safetensors"]
     shapes = {"fc.weight": (4, 12), "layers.0.norm.weight": (4,), "layers.1.norm.weight": (4,), "d2t": (6,)}
-    assert checkpoint.stored_shapes(directory) == shapes
+    assert CheckpointFiles(directory).shapes == shapes
     np.testing.assert_array_equal(load_file(directory / "model.safetensors")["fc.weight"].T, parameters()["fc"])
 
 
 def test_it_is_read_back_with_and_without_a_mesh(directory) -> None:
-    whole = checkpoint.load(directory, DECLARED, jnp.float32, WHAT)
+    whole = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)
     jax.tree.map(np.testing.assert_array_equal, whole, parameters())
-    split = checkpoint.load(directory, DECLARED, jnp.float32, WHAT, mesh=sharding.make_mesh(2, 4), units=UNITS)
+    split = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT, mesh=sharding.make_mesh(2, 4), units=UNITS)
     jax.tree.map(np.testing.assert_array_equal, split, parameters())
     assert {shard.data.shape for shard in split["fc"].addressable_shards} == {(12, 1)}
     assert {shard.data.shape for shard in split["layers"][0]["norm"].addressable_shards} == {(4,)}
 
 
 def test_a_parameter_with_a_dtype_of_its_own_keeps_it(directory) -> None:
-    read = checkpoint.load(directory, DECLARED, jnp.bfloat16, WHAT)
+    read = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.bfloat16, WHAT)
     assert (read["fc"].dtype, read["target_ids"].dtype) == (jnp.bfloat16, jnp.int32)
     checkpoint.save(directory, DECLARED, read, {}, jnp.float16)
     stored = load_file(directory / "model.safetensors")
@@ -73,16 +74,16 @@ def test_tensors_that_are_not_the_declared_ones_are_refused_by_name(directory, e
     save_file(tensors, directory / "model.safetensors")
     monkeypatch.setattr(np, "ascontiguousarray", None)  # every check comes before the first weight
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.load(directory, DECLARED, jnp.float32, WHAT)
+        checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)
 
 
 def test_what_may_be_left_over_is_said_by_pattern(directory) -> None:
     tensors = load_file(directory / "model.safetensors") | {"a.0.inv_freq": np.zeros(2), "embed.weight": np.zeros((6, 4))}
     save_file(tensors, directory / "model.safetensors")
-    read = checkpoint.load(directory, DECLARED, jnp.float32, WHAT, ignored=("*.inv_freq", "embed.weight"))
+    read = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT, ignored=("*.inv_freq", "embed.weight"))
     jax.tree.map(np.testing.assert_array_equal, read, parameters())
     with pytest.raises(CheckpointError, match=r"'embed\.weight' is no part"):
-        checkpoint.load(directory, DECLARED, jnp.float32, WHAT, ignored=("*.inv_freq",))
+        checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT, ignored=("*.inv_freq",))
 
 
 def test_two_shards_with_one_tensor_are_refused(directory) -> None:
@@ -91,7 +92,7 @@ def test_two_shards_with_one_tensor_are_refused(directory) -> None:
     index = '{"weight_map": {"d2t": "other.safetensors", "fc.weight": "model.safetensors"}}'
     (directory / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match="two shards hold 'd2t'"):
-        checkpoint.load(directory, DECLARED, jnp.float32, WHAT)
+        checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)
 
 
 def test_a_file_is_no_place_to_write(directory) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from specjax.errors import InputError
-from specjax.models import checkpoint, config_json
+from specjax.models import config_json
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.families import FAMILIES
 from specjax.models.families.ropes import FULL, WINDOWED
@@ -49,18 +50,18 @@ def originals(tmp_path_factory) -> list[dict[str, bytes]]:
     targets = [target.replace(config=replace(target.config, rope=rope)) for rope in ROPES]
     targets += [tiny_target(**common, **changes) for changes in MIXTURES.values()]
     targets += [Target.init(config, jax.random.key(0)) for config in of_families()]
-    for one in [*targets, *narrow_ones(path)]:
+    for one in [*targets, *quantized_ones(path)]:
         one.save_pretrained(path)
         files = {file.name: file.read_bytes() for file in path.iterdir()}
-        index = {"metadata": {}, "weight_map": dict.fromkeys(checkpoint.stored_shapes(path), SHARD)}
+        index = {"metadata": {}, "weight_map": dict.fromkeys(CheckpointFiles(path).shapes, SHARD)}
         weights = files.pop("model.safetensors")
         found.append(files | {"model.safetensors": weights})
         found.append(files | {SHARD: weights, "model.safetensors.index.json": json.dumps(index).encode()})
     return found
 
 
-def narrow_ones(path) -> list[Target]:
-    """Targets whose checkpoints are those of narrow weights: as they are, packed with and without zeros, and in two schemes."""
+def quantized_ones(path) -> list[Target]:
+    """Targets whose checkpoints have quantized weights: as they are, packed with and without zeros, and in two schemes."""
     tiny_target(hidden_size=32, eos_token_ids=(3, 4)).save_pretrained(path)
     found = [Target.from_pretrained(path, weights=weights, dtype=np.float32) for weights in ("w8a8", "int4", "fp8")]
     layer = dict(found[1].params["layers"][0])
@@ -194,7 +195,7 @@ def test_a_damaged_checkpoint_loads_or_is_refused_in_a_line(originals, tmp_path,
         for name, content in files.items():
             (tmp_path / name).write_bytes(content)
         try:
-            config = config_json.read_config(tmp_path)
+            config = config_json.read_config(CheckpointFiles(tmp_path))
             for one in {config, *map(config.of_layer, range(len(config.layers)))}:
                 frequencies, factor = inverse_frequencies(one.rope, one.head_dim)
                 assert np.isfinite(frequencies).all() and np.isfinite(factor), one.rope

@@ -6,26 +6,31 @@ import pytest
 
 from specjax.drafters import Eagle
 from specjax.models import config_json
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
 from tests.conftest import tiny_target
 
-QUANTISED = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+QUANTIZED = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
 OTHERS = [  # files that are there, and what is said
     ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "is a LoRA adapter .*: merge it into its base model"),
     ({"model-Q4_K_M.gguf": ""}, r"holds 'model-Q4_K_M.gguf': GGUF is not read: give the model's checkpoint in safetensors"),
     ({"config.json": "{}", "model.GGUF": ""}, "GGUF is not read"),
     ({"config.json": "{}", "model-00001-of-00002.safetensors": ""}, r"without model\.safetensors\.index\.json.*: download"),
-    ({"config.json": "{}", "hf_quant_config.json": json.dumps(QUANTISED)}, "quantization.quant_algo='NVFP4': what ModelOpt"),
+    ({"config.json": "{}", "hf_quant_config.json": json.dumps(QUANTIZED)}, "quantization.quant_algo='NVFP4': what ModelOpt"),
     (
         {"config.json": "{}", "hf_quant_config.json": json.dumps({"quantization": {"kv_cache_quant_algo": "FP8"}})},
-        "quantization.kv_cache_quant_algo='FP8': what ModelOpt has quantised",
+        "quantization.kv_cache_quant_algo='FP8': what ModelOpt has quantized",
     ),
     ({"config.json": "{}", "hf_quant_config.json": "[]"}, "must hold a JSON object"),
 ]
 
 
-@pytest.mark.parametrize("read", [config_json.read_config, Target.from_pretrained, Eagle.from_pretrained])
+def read_config(path):
+    return config_json.read_config(CheckpointFiles(path))
+
+
+@pytest.mark.parametrize("read", [read_config, Target.from_pretrained, Eagle.from_pretrained])
 @pytest.mark.parametrize(("files", "message"), OTHERS)
 def test_what_is_no_checkpoint_is_named(tmp_path, files, message, read) -> None:
     for name, content in files.items():
@@ -42,7 +47,7 @@ def test_a_file_in_place_of_a_directory_is_named(tmp_path) -> None:
             Target.from_pretrained(tmp_path / name)
 
 
-def test_what_modelopt_has_not_quantised_is_read(tmp_path) -> None:
+def test_what_modelopt_has_not_quantized_is_read(tmp_path) -> None:
     tiny_target().save_pretrained(tmp_path)
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
     assert Target.from_pretrained(tmp_path).config == tiny_target().config

@@ -8,7 +8,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax import sharding
-from specjax.models import checkpoint, fingerprint
+from specjax.models import checkpoint, checkpoint_files, fingerprint
+from specjax.models.checkpoint_files import TORCH_WEIGHTS, WEIGHTS, CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.models.params import Param, Within
 
@@ -77,7 +78,7 @@ def tensors(dtype: Any = np.float32) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def directory(tmp_path):
-    save_file(tensors(), tmp_path / checkpoint.WEIGHTS)
+    save_file(tensors(), tmp_path / WEIGHTS)
     return tmp_path
 
 
@@ -90,50 +91,52 @@ def equal_bits(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_parts_are_those_of_numpy_and_make_the_same_tensors_again(tmp_path, dtype) -> None:
-    save_file(tensors(dtype), tmp_path / checkpoint.WEIGHTS)
-    assert checkpoint.stored_type(tmp_path) == checkpoint.type_of(tmp_path, "halves") == dtype
-    assert checkpoint.stored_shapes(tmp_path) == SHAPES
+    save_file(tensors(dtype), tmp_path / WEIGHTS)
+    assert checkpoint.stored_type(CheckpointFiles(tmp_path)) == checkpoint.type_of(CheckpointFiles(tmp_path), "halves") == dtype
+    assert CheckpointFiles(tmp_path).shapes == SHAPES
     assert {name: param.stored_shape for param in DECLARED.values() for name in param.stored_names} == SHAPES
-    read = checkpoint.load(tmp_path, DECLARED, dtype, WHAT)
+    read = checkpoint.load(CheckpointFiles(tmp_path), DECLARED, dtype, WHAT)
     equal_bits(read, reference(tensors(dtype)))
     checkpoint.save(tmp_path / "again", DECLARED, read, {})
-    equal_bits(load_file(tmp_path / "again" / checkpoint.WEIGHTS), tensors(dtype))
+    equal_bits(load_file(tmp_path / "again" / WEIGHTS), tensors(dtype))
 
 
 def test_parts_are_read_from_a_file_of_pytorch_too(tmp_path) -> None:
     from tests.with_torch import torch
 
-    torch.save({name: torch.tensor(tensor) for name, tensor in tensors().items()}, tmp_path / checkpoint.TORCH_WEIGHTS)
-    equal_bits(checkpoint.load(tmp_path, DECLARED, jnp.float32, WHAT), reference(tensors()))
+    torch.save({name: torch.tensor(tensor) for name, tensor in tensors().items()}, tmp_path / TORCH_WEIGHTS)
+    equal_bits(checkpoint.load(CheckpointFiles(tmp_path), DECLARED, jnp.float32, WHAT), reference(tensors()))
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 4), (1, 8)])
 def test_on_a_mesh_there_is_the_same(directory, sizes) -> None:
-    whole = checkpoint.load(directory, DECLARED, jnp.float32, WHAT)
-    split = checkpoint.load(directory, DECLARED, jnp.float32, WHAT, mesh=sharding.make_mesh(*sizes), units=UNITS)
+    whole = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)
+    split = checkpoint.load(
+        CheckpointFiles(directory), DECLARED, jnp.float32, WHAT, mesh=sharding.make_mesh(*sizes), units=UNITS
+    )
     equal_bits(split, {name: np.asarray(value) for name, value in whole.items()})
     if sizes[1] == 2:
         shards = {name: value.addressable_shards[0].data.shape for name, value in split.items()}
         assert shards["q"] == (HIDDEN, 4)
         assert (shards["even"], shards["odd"]) == ((2, HIDDEN, MLP), (EXPERTS, HIDDEN, 2))
     checkpoint.save(directory / "again", DECLARED, split, {})
-    equal_bits(load_file(directory / "again" / checkpoint.WEIGHTS), tensors())
+    equal_bits(load_file(directory / "again" / WEIGHTS), tensors())
 
 
 @pytest.mark.parametrize("name", DECLARED)
 def test_any_slice_of_a_part_is_that_slice(directory, name) -> None:
     expected, rng = reference(tensors())[name], np.random.default_rng(1)
-    with checkpoint.reading(directory, DECLARED, jnp.float32, WHAT) as values:
-        for _ in range(20):
-            ends = [sorted(rng.integers(0, size + 1, 2)) for size in expected.shape]
-            part = tuple(slice(int(start), int(stop)) if stop > start else slice(None) for start, stop in ends)
-            np.testing.assert_array_equal(values(DECLARED[name], part), expected[part])
+    values = checkpoint.reader(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)
+    for _ in range(20):
+        ends = [sorted(rng.integers(0, size + 1, 2)) for size in expected.shape]
+        part = tuple(slice(int(start), int(stop)) if stop > start else slice(None) for start, stop in ends)
+        np.testing.assert_array_equal(values(DECLARED[name], part), expected[part])
 
 
 def test_no_more_is_read_than_is_asked_for(directory, monkeypatch) -> None:
     """Counted where the file is read; of interleaved values those between the first and the last are read too."""
     asked: list[tuple[str, int]] = []
-    open_file = checkpoint.safe_open
+    open_file = checkpoint_files.safe_open
 
     class Slice:
         def __init__(self, name, stored) -> None:
@@ -155,28 +158,28 @@ def test_no_more_is_read_than_is_asked_for(directory, monkeypatch) -> None:
         def __exit__(self, *error):
             return self.file.__exit__(*error)
 
-    monkeypatch.setattr(checkpoint, "safe_open", File)
-    with checkpoint.reading(directory, DECLARED, jnp.float32, WHAT) as values:
-        for name, part, numbers in [
-            ("k", np.s_[:, 1:3], [("qkv.weight", 2 * HIDDEN)]),
-            ("kv_bias", (slice(2, 3),), [("qkv.bias", 1)]),
-            ("second", np.s_[1:3, :, 3:4], [("halves", 2 * HIDDEN)]),
-            ("odd", np.s_[1:2, 0:3, 1:3], [("interleaved", 3 * 3)]),
-            ("stacked_second", np.s_[1:3, 2:4, :], [("one.1.weight", 2 * MLP), ("one.2.weight", 2 * MLP)]),
-        ]:
-            asked.clear()
-            values(DECLARED[name], part)
-            assert asked == numbers
+    monkeypatch.setattr(checkpoint_files, "safe_open", File)
+    values = checkpoint.reader(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)
+    for name, part, numbers in [
+        ("k", np.s_[:, 1:3], [("qkv.weight", 2 * HIDDEN)]),
+        ("kv_bias", (slice(2, 3),), [("qkv.bias", 1)]),
+        ("second", np.s_[1:3, :, 3:4], [("halves", 2 * HIDDEN)]),
+        ("odd", np.s_[1:2, 0:3, 1:3], [("interleaved", 3 * 3)]),
+        ("stacked_second", np.s_[1:3, 2:4, :], [("one.1.weight", 2 * MLP), ("one.2.weight", 2 * MLP)]),
+    ]:
         asked.clear()
+        values(DECLARED[name], part)
+        assert asked == numbers
+    asked.clear()
     mesh = sharding.make_mesh(1, 2)
-    checkpoint.load(directory, {"q": DECLARED["q"]}, jnp.float32, WHAT, ignored=("*",), mesh=mesh, units=UNITS)
+    checkpoint.load(CheckpointFiles(directory), {"q": DECLARED["q"]}, jnp.float32, WHAT, ignored=("*",), mesh=mesh, units=UNITS)
     assert asked == [("qkv.weight", 4 * HIDDEN)] * 2
 
 
 def test_the_fingerprint_of_what_is_stored_is_that_of_what_is_loaded(directory) -> None:
-    with checkpoint.reading(directory, DECLARED, jnp.float32, WHAT) as values:
-        of_stored = fingerprint.of_stored(DECLARED, values, Within(0, 1))
-    params = checkpoint.load(directory, DECLARED, jnp.bfloat16, WHAT)
+    values = checkpoint.reader(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)
+    of_stored = fingerprint.of_stored(DECLARED, values, Within(0, 1))
+    params = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.bfloat16, WHAT)
     assert of_stored == fingerprint.of_params(params, Within(0, 1))
     changed = params | {"odd": -params["odd"]}
     assert of_stored != fingerprint.of_params(changed, Within(0, 1))
@@ -196,7 +199,7 @@ FAULTS = [
     (lambda t: t.update({"halves": t["halves"].astype(np.int8)}), "'halves' is of type I8"),
     (
         lambda t: t.update({"halves": t["halves"].astype(jnp.float8_e4m3fn)}),
-        "'halves' is of type F8_E4M3, .*: use the unquantised checkpoint",
+        "'halves' is of type F8_E4M3, .*: use the unquantized checkpoint",
     ),
     (lambda t: t.update({"q.weight": np.zeros((8, 6), np.float32)}), "'q.weight' is no part of a fused layer"),
 ]
@@ -206,25 +209,25 @@ FAULTS = [
 def test_tensors_that_are_not_the_declared_ones_are_refused_by_name(directory, edit, message, monkeypatch) -> None:
     found = tensors()
     edit(found)
-    save_file(found, directory / checkpoint.WEIGHTS)
+    save_file(found, directory / WEIGHTS)
     monkeypatch.setattr(np, "ascontiguousarray", None)  # every check comes before the first weight
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.load(directory, DECLARED, jnp.float32, WHAT)
+        checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)
 
 
 def test_parts_of_one_tensor_that_disagree_about_its_shape_are_refused(directory) -> None:
     declared = DECLARED | {"k": fused((HIDDEN, 4), (None, "kv_heads"), "qkv.weight", 0, 20, 8, transposed=True)}
     with pytest.raises(CheckpointError, match=r"'qkv.weight' has shape \(16, 6\), but in a fused layer it is \(20, 6\)"):
-        checkpoint.load(directory, declared, jnp.float32, WHAT)
+        checkpoint.load(CheckpointFiles(directory), declared, jnp.float32, WHAT)
 
 
 @pytest.mark.parametrize("kept", [0.3, 0.9, 0.999])
 def test_a_truncated_file_is_refused(directory, kept) -> None:
-    file = directory / checkpoint.WEIGHTS
+    file = directory / WEIGHTS
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * kept)])
     with pytest.raises(CheckpointError, match="is truncated or damaged"):
-        checkpoint.load(directory, DECLARED, jnp.float32, WHAT)
+        checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)
 
 
 def one(name: str = "a", *within: int) -> Param:
@@ -254,20 +257,24 @@ def test_a_part_that_does_not_fit_is_a_mistake_of_ours(within) -> None:
         one("a", *within)
 
 
-def test_rows_of_a_matrix_in_fp8_are_dequantised_with_their_own_scales(tmp_path) -> None:
+def test_rows_of_a_matrix_in_fp8_are_dequantized_with_their_own_scales(tmp_path) -> None:
     rng, shape = np.random.default_rng(2), (300, 130)
     stored = rng.normal(size=shape).astype(jnp.float8_e4m3fn)
     scales = rng.uniform(0.5, 2, (3, 2)).astype(np.float32)
-    save_file({"qk.weight": stored, "qk.weight_scale_inv": scales}, tmp_path / checkpoint.WEIGHTS)
+    save_file({"qk.weight": stored, "qk.weight_scale_inv": scales}, tmp_path / WEIGHTS)
     expected = stored.astype(np.float32) * np.repeat(np.repeat(scales, 128, 0), 128, 1)[:300, :130]
     halves = {
         "q": fused((130, 170), (None, None), "qk.weight", 0, 300, transposed=True),
         "k": fused((130, 130), (None, None), "qk.weight", 0, 300, 170, transposed=True),
     }
-    equal_bits(checkpoint.load(tmp_path, halves, jnp.float32, WHAT), {"q": expected[:170].T, "k": expected[170:].T})
+    equal_bits(
+        checkpoint.load(CheckpointFiles(tmp_path), halves, jnp.float32, WHAT), {"q": expected[:170].T, "k": expected[170:].T}
+    )
     every_second = {
         "q": fused((130, 150), (None, "mlp"), "qk.weight", 0, 300, 0, 2, transposed=True),
         "k": fused((130, 150), (None, None), "qk.weight", 0, 300, 1, 2, transposed=True),
     }
-    read = checkpoint.load(tmp_path, every_second, jnp.float32, WHAT, mesh=sharding.make_mesh(1, 2), units={"mlp": 150})
+    read = checkpoint.load(
+        CheckpointFiles(tmp_path), every_second, jnp.float32, WHAT, mesh=sharding.make_mesh(1, 2), units={"mlp": 150}
+    )
     equal_bits(read, {"q": expected[::2].T, "k": expected[1::2].T})

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from specjax.models import checkpoint as checkpoint_module
 from specjax.models import config_json, hub
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import MLA, MoE, Rope
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
@@ -38,7 +39,7 @@ def test_export_gives_back_the_same_bits(tmp_path, name) -> None:
     for key, value in original.items():
         assert value.dtype == exported[key].dtype
         np.testing.assert_array_equal(value.view(np.uint16), exported[key].view(np.uint16))
-    assert config_json.read_config(tmp_path) == config_json.read_config(ASSETS / name)
+    assert config_json.read_config(CheckpointFiles(tmp_path)) == config_json.read_config(CheckpointFiles(ASSETS / name))
 
 
 CONFIGS = [
@@ -278,16 +279,16 @@ def test_a_config_that_is_not_supported_is_refused_before_any_weight(checkpoint,
 
 
 @pytest.mark.parametrize(
-    "quantisation",
+    "quantization",
     [
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
         {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
     ],
 )
-def test_quantisations_that_are_read_are_no_part_of_the_configuration(checkpoint, quantisation) -> None:
-    plain = config_json.read_config(checkpoint)
-    edit_config(checkpoint, quantization_config=quantisation)
-    assert config_json.read_config(checkpoint) == plain
+def test_quantizations_that_are_read_are_no_part_of_the_configuration(checkpoint, quantization) -> None:
+    plain = config_json.read_config(CheckpointFiles(checkpoint))
+    edit_config(checkpoint, quantization_config=quantization)
+    assert config_json.read_config(CheckpointFiles(checkpoint)) == plain
 
 
 HEADER_FAULTS = [
@@ -317,9 +318,9 @@ GENERATION_FAULTS = [
 def test_a_generation_config_of_the_wrong_form_is_refused(checkpoint, content, message) -> None:
     (checkpoint / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=message):
-        config_json.read_config(checkpoint)
+        config_json.read_config(CheckpointFiles(checkpoint))
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
-    assert config_json.read_config(checkpoint).eos_token_ids == (3, 4)
+    assert config_json.read_config(CheckpointFiles(checkpoint)).eos_token_ids == (3, 4)
 
 
 INDEX_FAULTS = [
@@ -412,7 +413,7 @@ WEIGHT_FAULTS = [
     ),
     (
         lambda path: change_tensors(path, lambda t: t.update({"model.norm.weight": np.zeros(16, np.int8)})),
-        "'model.norm.weight' is of type I8, .*: use the unquantised checkpoint",
+        "'model.norm.weight' is of type I8, .*: use the unquantized checkpoint",
     ),
 ]
 

@@ -18,6 +18,7 @@ from specjax.errors import InputError
 from specjax.evaluation import conformance
 from specjax.models import config_json, params
 from specjax.models.cache import KVCache
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.models.published import published
 from specjax.models.transformer import Target
@@ -122,7 +123,7 @@ def test_what_is_written_is_what_was_read_and_transformers_reads_it(case, tmp_pa
     assert original.keys() == written.keys()
     for name, value in original.items():
         np.testing.assert_array_equal(value, written[name], err_msg=name)
-    assert config_json.read_config(tmp_path) == target.config
+    assert config_json.read_config(CheckpointFiles(tmp_path)) == target.config
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, trust_remote_code=False)(
             torch.tensor(TOKENS)
@@ -244,7 +245,7 @@ def test_deepseeks_weights_in_fp8_and_its_module_for_a_further_token(tmp_path) -
     target.save_pretrained(tmp_path)
     saved = {}
 
-    def quantise(tensors: dict) -> None:
+    def quantize(tensors: dict) -> None:
         for name in [name for name in tensors if "_proj" in name]:
             tensors[name] = (tensors[name] / 0.5).astype(jnp.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = np.full((1, 1), 0.5, np.float32)
@@ -252,8 +253,8 @@ def test_deepseeks_weights_in_fp8_and_its_module_for_a_further_token(tmp_path) -
         tensors["model.layers.2.mlp.experts.7.up_proj.weight"] = np.zeros((8, 16), np.float32)
         saved.update(tensors)
 
-    quantisation = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    edit(tmp_path, {"num_nextn_predict_layers": 1, "quantization_config": quantisation}, quantise)
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    edit(tmp_path, {"num_nextn_predict_layers": 1, "quantization_config": quantization}, quantize)
     read = Target.from_pretrained(tmp_path, dtype=np.float32)
     assert read.config == target.config
     name = "model.layers.1.mlp.experts.5.down_proj.weight"
@@ -263,7 +264,7 @@ def test_deepseeks_weights_in_fp8_and_its_module_for_a_further_token(tmp_path) -
 
     saved.pop(f"{name}_scale_inv")
     save_file(saved, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"'{name}' is narrow, and '{name}_scale_inv', which goes with it, is missing"):
+    with pytest.raises(CheckpointError, match=f"'{name}' is quantized, and '{name}_scale_inv', which goes with it, is missing"):
         Target.from_pretrained(tmp_path)
 
 

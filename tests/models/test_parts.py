@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 import specjax
 from specjax.drafters import DraftModel, Eagle3, Medusa, MixtureOfAttentions
 from specjax.errors import InputError
-from specjax.models import checkpoint, fingerprint
+from specjax.models import fingerprint
+from specjax.models.checkpoint_files import INDEX, WEIGHTS, CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
 from specjax.serving import Engine
@@ -58,12 +60,12 @@ def test_layers_of_several_kinds_keep_their_numbers() -> None:
 
 def shard(directory) -> None:
     """Cut a checkpoint into two files and an index."""
-    tensors = load_file(directory / checkpoint.WEIGHTS)
+    tensors = load_file(directory / WEIGHTS)
     files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
     for file in set(files.values()):
         save_file({name: tensors[name] for name in tensors if files[name] == file}, directory / file)
-    (directory / checkpoint.INDEX).write_text(json.dumps({"weight_map": files}))
-    (directory / checkpoint.WEIGHTS).unlink()
+    (directory / INDEX).write_text(json.dumps({"weight_map": files}))
+    (directory / WEIGHTS).unlink()
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -87,7 +89,7 @@ def test_a_part_of_a_whole_checkpoint_is_what_is_cut_in_memory(changes, sharded,
 def count_reads(monkeypatch) -> dict[str, tuple[int, int]]:
     """By the name of a tensor, how many numbers of it are read from now on, and how many it has."""
     counted: dict[str, tuple[int, int]] = {}
-    open_tensors = checkpoint._open_tensors
+    open_tensors = CheckpointFiles.tensors.func
 
     class Counted:
         def __init__(self, name, tensor) -> None:
@@ -99,12 +101,9 @@ def count_reads(monkeypatch) -> dict[str, tuple[int, int]]:
             counted[self.name] = (numbers + self.tensor[part].size, size)
             return self.tensor[part]
 
-    @checkpoint.contextmanager
-    def counting(directory):
-        with open_tensors(directory) as tensors:
-            yield {name: Counted(name, tensor) for name, tensor in tensors.items()}
-
-    monkeypatch.setattr(checkpoint, "_open_tensors", counting)
+    counting = cached_property(lambda files: {name: Counted(name, tensor) for name, tensor in open_tensors(files).items()})
+    counting.__set_name__(CheckpointFiles, "tensors")
+    monkeypatch.setattr(CheckpointFiles, "tensors", counting)
     return counted
 
 
@@ -112,14 +111,14 @@ def test_a_part_is_as_large_as_what_it_holds(tmp_path) -> None:
     target = tiny_target(num_layers=4)
     for name, layers in (("whole", None), ("last", (3, 4)), ("none", (4, 4))):
         (target if layers is None else target.part(layers)).save_pretrained(tmp_path / name)
-    tensors = {name: load_file(tmp_path / name / checkpoint.WEIGHTS) for name in ("whole", "last", "none")}
+    tensors = {name: load_file(tmp_path / name / WEIGHTS) for name in ("whole", "last", "none")}
     ends = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert tensors["none"].keys() == ends
     assert tensors["last"].keys() == ends | {name for name in tensors["whole"] if ".layers.3." in name}
     header = 4000  # at most
     for name, held in tensors.items():
         numbers = sum(tensor.nbytes for tensor in held.values())
-        assert numbers < checkpoint.stored_bytes(tmp_path / name) < numbers + header
+        assert numbers < CheckpointFiles(tmp_path / name).weight_bytes < numbers + header
 
 
 def test_a_part_of_a_part_is_of_the_same_whole(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Products with narrow weights, against whole numbers that are added up one by one, and floats."""
+"""Products with quantized weights, against whole numbers that are added up one by one, and floats."""
 
 import re
 from dataclasses import replace
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from specjax.models import products
-from specjax.models.narrow import Form, Narrow
-from specjax.models.narrow.weights import narrowed, rows_of, widened
 from specjax.models.primitives import embedding_logits, linear, vocabulary_logits
+from specjax.models.quantization import Form, QuantizedMatrix
+from specjax.models.quantization.weights import dequantize_matrix, quantize_matrix, rows_of
 
 FORMS = {
     "int8": Form("int8"),
@@ -28,9 +28,9 @@ SIZES += [(1, 288, 1152), (2, 288, 1152), (1, 288, 1025), (5, 1056, 260), (1, 25
 rows and outputs allow it."""
 
 
-def matrix(form: Form, inputs: int, outputs: int, seed: int = 0) -> Narrow:
+def matrix(form: Form, inputs: int, outputs: int, seed: int = 0) -> QuantizedMatrix:
     weights = np.random.default_rng(seed).normal(size=(inputs, outputs)).astype(np.float32)
-    return jax.tree.map(jnp.asarray, narrowed(weights, form.fitting(inputs)))
+    return jax.tree.map(jnp.asarray, quantize_matrix(weights, form.fitting(inputs)))
 
 
 def states(rows: int, inputs: int, seed: int = 1) -> jax.Array:
@@ -38,7 +38,7 @@ def states(rows: int, inputs: int, seed: int = 1) -> jax.Array:
     return jnp.asarray(x * np.exp2(np.random.default_rng(2).integers(-9, 9, size=(rows, 1))))
 
 
-def by_hand(x: jax.Array, weight: Narrow) -> np.ndarray:
+def by_hand(x: jax.Array, weight: QuantizedMatrix) -> np.ndarray:
     """Output by output and group by group, in whole numbers of any size; in float64 where the scales come in."""
     values, scales = np.asarray(weight.values, np.int64), np.asarray(weight.scales, np.float64)
     zeros = np.zeros_like(scales, np.int64) if weight.zeros is None else np.asarray(weight.zeros, np.int64)
@@ -71,7 +71,7 @@ def test_rows_are_rounded_to_the_nearest_step_of_their_own(bits: int) -> None:
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
 def test_sums_are_those_of_whole_numbers(form: Form, rows: int, inputs: int, outputs: int) -> None:
     weight, x = matrix(form, inputs, outputs), states(rows, inputs)
-    found = np.asarray(jax.jit(products.narrow_product)(x, weight))
+    found = np.asarray(jax.jit(products.quantized_product)(x, weight))
     expected = by_hand(x, weight)
     largest = np.abs(expected).max(axis=-1, keepdims=True)
     np.testing.assert_allclose(found / largest, expected / largest, rtol=0, atol=1e-6)
@@ -79,7 +79,7 @@ def test_sums_are_those_of_whole_numbers(form: Form, rows: int, inputs: int, out
 
 def test_with_zeros_and_an_order() -> None:
     rng = np.random.default_rng(3)
-    weight = Narrow(
+    weight = QuantizedMatrix(
         values=jnp.asarray(rng.integers(-8, 8, size=(4, 9, 8)), jnp.int8),
         scales=jnp.asarray(rng.uniform(0.01, 0.1, size=(4, 9)), jnp.float32),
         zeros=jnp.asarray(rng.integers(-8, 8, size=(4, 9)), jnp.int8),
@@ -87,8 +87,8 @@ def test_with_zeros_and_an_order() -> None:
         bits=4,
     )
     x = states(6, 32)
-    np.testing.assert_allclose(products.narrow_product(x, weight), by_hand(x, weight), rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(products.narrow_product(x, weight), x @ widened(weight), rtol=1e-3, atol=0.05)
+    np.testing.assert_allclose(products.quantized_product(x, weight), by_hand(x, weight), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(products.quantized_product(x, weight), x @ dequantize_matrix(weight), rtol=1e-3, atol=0.05)
 
 
 @pytest.mark.full_except("257-1152-int8 in groups", "257-1152-w8a8")
@@ -114,8 +114,8 @@ def test_floats_do_not_give_the_same_bits() -> None:
 @pytest.mark.parametrize(("bits", "most"), [(8, 2e-2), (16, 1e-4)])
 def test_two_limbs_round_hardly_anything(bits: int, most: float) -> None:
     weight, x = matrix(Form("int8", activations=bits), 512, 256), states(4, 512)
-    wide = np.asarray(x, np.float64) @ np.asarray(widened(weight), np.float64)
-    lost = np.asarray(products.narrow_product(x, weight)) - wide
+    wide = np.asarray(x, np.float64) @ np.asarray(dequantize_matrix(weight), np.float64)
+    lost = np.asarray(products.quantized_product(x, weight)) - wide
     assert np.sqrt(np.mean(lost**2) / np.mean(wide**2)) < most
     assert np.sqrt(np.mean(lost**2) / np.mean(wide**2)) > most / 100
 
@@ -123,7 +123,7 @@ def test_two_limbs_round_hardly_anything(bits: int, most: float) -> None:
 def test_a_row_of_zeros_and_one_that_is_not_finite() -> None:
     weight = matrix(Form("int8"), 16, 8)
     x = jnp.zeros((2, 16)).at[1, 3].set(jnp.nan)
-    found = np.asarray(products.narrow_product(x, weight))
+    found = np.asarray(products.quantized_product(x, weight))
     np.testing.assert_array_equal(found[0], 0)
     assert np.isnan(found[1]).all()
 
@@ -134,26 +134,26 @@ def test_where_the_device_converts_weights(form: Form) -> None:
     weight, x = matrix(form, 64, 33), states(3, 64)
     for rows in (1, 3):
         found = products._by_converted(x[:rows], weight)
-        np.testing.assert_allclose(found, x[:rows] @ widened(weight), rtol=1e-5, atol=1e-3)
+        np.testing.assert_allclose(found, x[:rows] @ dequantize_matrix(weight), rtol=1e-5, atol=1e-3)
 
 
 def test_the_derivative_is_that_of_floats() -> None:
     weight, x = matrix(Form("int8"), 32, 16), states(3, 32)
     pulled = jnp.asarray(np.random.default_rng(5).normal(size=(3, 16)), jnp.float32)
     found = jax.grad(lambda x: jnp.sum(linear({"w": weight}, "w", x) * pulled))(x)
-    np.testing.assert_allclose(found, pulled @ widened(weight).T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found, pulled @ dequantize_matrix(weight).T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_an_embedding_is_looked_up_and_multiplied_with(form: Form) -> None:
     rng = np.random.default_rng(6)
     floats = rng.normal(size=(24, 64)).astype(np.float32)
-    table = jax.tree.map(jnp.asarray, narrowed(floats.T, form.fitting(64)))
+    table = jax.tree.map(jnp.asarray, quantize_matrix(floats.T, form.fitting(64)))
     groups = table.values.shape[0]
     zeros = jnp.asarray(rng.integers(-3, 3, size=(groups, 24)), jnp.int8)
     order = jnp.asarray(rng.permutation(64), jnp.int32)
     for each in (table, replace(table, zeros=zeros), replace(table, zeros=zeros, order=order)):
-        wide = np.asarray(widened(each)).T
+        wide = np.asarray(dequantize_matrix(each)).T
         np.testing.assert_allclose(rows_of(each, jnp.array([[3, 5]]), jnp.float32), wide[[[3, 5]]], rtol=1e-6)
         x = states(2, 64)[:, None]
         np.testing.assert_array_equal(embedding_logits(x, each), vocabulary_logits(x, each))
@@ -165,7 +165,7 @@ def test_weights_that_are_not_finite_stay_so() -> None:
     floats = np.ones((32, 3), np.float32)
     floats[4, 1] = np.nan
     for form in (Form("int8"), Form("int4", group=16), Form("fp8")):
-        wide = np.asarray(widened(jax.tree.map(jnp.asarray, narrowed(floats, form))))
+        wide = np.asarray(dequantize_matrix(jax.tree.map(jnp.asarray, quantize_matrix(floats, form))))
         assert np.isnan(wide[4, 1]) and np.isfinite(wide[:, [0, 2]]).all()
 
 
@@ -173,7 +173,7 @@ def test_weights_that_are_not_finite_stay_so() -> None:
 def test_a_cpu_converts_no_weights(inputs: int, outputs: int, sums: str) -> None:
     """The compiled program has no floats of the size of the weights."""
     weight = matrix(Form("int8"), inputs, outputs)
-    compiled = jax.jit(products.narrow_product).lower(states(1, inputs), weight).compile().as_text()
+    compiled = jax.jit(products.quantized_product).lower(states(1, inputs), weight).compile().as_text()
     sizes = [np.prod([int(length) for length in shape.split(",")]) for shape in re.findall(r"f32\[([\d,]+)\]", compiled)]
     assert sizes and max(sizes) < inputs * outputs
     assert sums in compiled

@@ -76,7 +76,7 @@ def test_after_a_generation_the_states_are_those_of_the_text_read_at_once(hybrid
 def test_a_row_that_has_finished_keeps_its_state(hybrid) -> None:
     """While its neighbour goes on, with drafts for both of them in the same passes."""
     drafter, state = decoding.start(hybrid, EarlyExit(layers=2, draft=3), PROMPTS, LENGTHS, GREEDY)
-    state = state.replace(limits=jnp.array([38, 9]))
+    state = state.replace(max_lengths=jnp.array([38, 9]))
     while not state.done[1]:
         state = decoding.decode(hybrid, drafter, state, max_steps=1)
     before = jax.tree.map(np.asarray, state.cache.states)

@@ -7,6 +7,7 @@ import pytest
 
 from specjax.errors import InputError
 from specjax.models import config_json
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import MLA, Layer, Rope
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
@@ -112,7 +113,7 @@ def test_logits_equal_transformers(tmp_path, family, rope) -> None:
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(output.logits, expected, atol=1e-4)
     target.save_pretrained(tmp_path / "again")
-    assert config_json.read_config(tmp_path / "again") == target.config
+    assert config_json.read_config(CheckpointFiles(tmp_path / "again")) == target.config
 
 
 @pytest.mark.full_except("plain", "windows")

@@ -24,7 +24,7 @@ AREAS = {
     "rope": "specjax/models/rope.py",
     "experts": "specjax/models/moe.py",
     "delta rule": "specjax/models/delta_rule.py",
-    "quantisation": "specjax/models/narrow/weights.py",
+    "quantization": "specjax/models/quantization/weights.py",
     "pages": "specjax/serving/pages.py",
     "scheduler": "specjax/serving/scheduler.py",
     "losses": "specjax/training/losses.py",

@@ -257,7 +257,7 @@ def test_best_cache_is_the_best_of_all() -> None:
 
 
 FAULTS = [
-    (lambda: find_chip("h900"), "chip='h900': not a chip known here; known are h100, a100, tpu-v4"),
+    (lambda: find_chip("h900"), "chip='h900': this chip is unknown; give one of h100, a100, tpu-v4"),
     (lambda: work.forward_time(LLAMA, TOY, 0, 1, 1), "batch=0"),
     (lambda: work.forward_time(LLAMA, TOY, 1, 0, 1), "tokens=0"),
     (lambda: SELF.target_time(1, 0), "context=0"),

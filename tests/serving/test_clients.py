@@ -344,7 +344,7 @@ def test_a_text_as_long_as_there_is_room_for(plain, target) -> None:
     while not client.over:
         after = list(right[len(client.text) :][:DEPTH])
         client.ask(([client.tokens[-1], *after], list(range(-1, len(after)))))
-    assert (client.row.length, client.row.limit, tuple(client.text)) == (CAPACITY, CAPACITY, right)
+    assert (client.row.length, client.row.max_length, tuple(client.text)) == (CAPACITY, CAPACITY, right)
 
 
 @pytest.mark.full

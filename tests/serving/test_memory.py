@@ -8,7 +8,7 @@ import pytest
 from specjax import decoding
 from specjax.decoding import rows as device_rows
 from specjax.drafters import Drafter, NoDraft, PromptLookup, Streaming
-from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.methods.draft_model import DraftModel
 from specjax.errors import InputError
 from specjax.models.transformer import Target
 from specjax.serving import memory

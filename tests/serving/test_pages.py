@@ -25,10 +25,10 @@ def test_pages_are_taken_all_or_none() -> None:
 def test_a_chunk_is_known_by_its_tokens_and_the_one_after_it() -> None:
     pool = PagePool(3)
     made = registered(pool, [5, 6, 7])
-    assert pool.find([5, 6, 7, 8], CHUNK, most=3) == [made]
-    assert pool.find([5, 6, 8], CHUNK, most=2) == []
-    assert pool.find([5, 5, 7], CHUNK, most=2) == []
-    assert pool.find([5, 6, 7], CHUNK, most=1) == []
+    assert pool.find([5, 6, 7, 8], CHUNK, max_length=3) == [made]
+    assert pool.find([5, 6, 8], CHUNK, max_length=2) == []
+    assert pool.find([5, 5, 7], CHUNK, max_length=2) == []
+    assert pool.find([5, 6, 7], CHUNK, max_length=1) == []
 
 
 def test_a_chain_goes_on_as_long_as_chunks_are_known_above_each_other() -> None:
@@ -36,19 +36,19 @@ def test_a_chain_goes_on_as_long_as_chunks_are_known_above_each_other() -> None:
     first = registered(pool, [1, 2, 3])
     second = registered(pool, [3, 4, 5], above=first)
     other = registered(pool, [3, 4, 6], above=first)
-    assert pool.find([1, 2, 3, 4, 5, 9], CHUNK, most=5) == [first, second]
-    assert pool.find([1, 2, 3, 4, 6], CHUNK, most=4) == [first, other]
-    assert pool.find([1, 2, 3, 4, 5], CHUNK, most=3) == [first]
-    assert pool.find([1, 2, 3, 4, 7], CHUNK, most=4) == [first]
+    assert pool.find([1, 2, 3, 4, 5, 9], CHUNK, max_length=5) == [first, second]
+    assert pool.find([1, 2, 3, 4, 6], CHUNK, max_length=4) == [first, other]
+    assert pool.find([1, 2, 3, 4, 5], CHUNK, max_length=3) == [first]
+    assert pool.find([1, 2, 3, 4, 7], CHUNK, max_length=4) == [first]
     # The same chunk at another place is another one.
-    assert pool.find([3, 4, 5, 6], CHUNK, most=3) == []
+    assert pool.find([3, 4, 5, 6], CHUNK, max_length=3) == []
 
 
 def test_who_has_read_a_chunk_that_is_known_holds_that_one_and_its_own_pages_are_free() -> None:
     pool = PagePool(4)
     made = registered(pool, [1, 2, 3])
     assert registered(pool, [1, 2, 3]) is made
-    assert (pool.find([1, 2, 3], CHUNK, most=2), made.holders, pool.available) == ([made], 2, 3)
+    assert (pool.find([1, 2, 3], CHUNK, max_length=2), made.holders, pool.available) == ([made], 2, 3)
 
 
 def test_what_nobody_holds_stays_until_its_pages_are_needed() -> None:
@@ -56,11 +56,11 @@ def test_what_nobody_holds_stays_until_its_pages_are_needed() -> None:
     made = registered(pool, [1, 2, 3])
     assert pool.available == 1
     pool.let_go(made)
-    assert (pool.available, pool.find([1, 2, 3], CHUNK, most=2)) == (2, [made])
+    assert (pool.available, pool.find([1, 2, 3], CHUNK, max_length=2)) == (2, [made])
     assert pool.take(1) is not None
-    assert pool.find([1, 2, 3], CHUNK, most=2) == [made]
+    assert pool.find([1, 2, 3], CHUNK, max_length=2) == [made]
     assert pool.take(1) == list(made.pages)
-    assert pool.find([1, 2, 3], CHUNK, most=2) == []
+    assert pool.find([1, 2, 3], CHUNK, max_length=2) == []
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -83,7 +83,7 @@ def test_a_chunk_outlives_those_that_extend_it() -> None:
     tokens = [1, 2, 3, 4, 5, 6, 7]
     for kept in ([first, second], [first], []):
         assert pool.take(1) is not None
-        assert pool.find(tokens, CHUNK, most=6) == kept
+        assert pool.find(tokens, CHUNK, max_length=6) == kept
 
 
 def test_what_is_held_never_goes() -> None:
@@ -94,9 +94,9 @@ def test_what_is_held_never_goes() -> None:
     pool.let_go(held)  # its other holder has it still
     pool.let_go(let_go)
     assert (pool.available, pool.take(3)) == (2, None)
-    assert pool.find([2, 2, 3], CHUNK, most=2) == [let_go]  # nothing was dropped in vain
+    assert pool.find([2, 2, 3], CHUNK, max_length=2) == [let_go]  # nothing was dropped in vain
     assert pool.take(2) is not None
-    assert (pool.take(1), pool.find([1, 2, 3], CHUNK, most=2)) == (None, [held])
+    assert (pool.take(1), pool.find([1, 2, 3], CHUNK, max_length=2)) == (None, [held])
 
 
 def test_all_that_nobody_holds_is_forgotten_at_once() -> None:
@@ -108,7 +108,7 @@ def test_all_that_nobody_holds_is_forgotten_at_once() -> None:
     for prefix in (third, second, first):
         pool.let_go(prefix)
     pool.forget_prefixes()
-    assert (pool.find([1, 2, 3], CHUNK, most=2), pool.find([9, 9, 9], CHUNK, most=2)) == ([], [held])
+    assert (pool.find([1, 2, 3], CHUNK, max_length=2), pool.find([9, 9, 9], CHUNK, max_length=2)) == ([], [held])
     assert sorted(pool.take(4) or []) == sorted(set(range(5)) - set(held.pages))
 
 
@@ -135,12 +135,12 @@ def test_a_chain_ends_with_a_border() -> None:
     second = registered(pool, [3, 4, 5], above=first)
     third = registered(pool, [5, 6, 7], above=second)
     assert has_states(first, second, third) == [False, True, True]
-    assert pool.find([1, 2, 3, 4, 5, 6, 7], CHUNK, most=6) == [first, second, third]
-    assert pool.find([1, 2, 3, 4, 9], CHUNK, most=4) == []  # from the end of the first nobody can go on
+    assert pool.find([1, 2, 3, 4, 5, 6, 7], CHUNK, max_length=6) == [first, second, third]
+    assert pool.find([1, 2, 3, 4, 9], CHUNK, max_length=4) == []  # from the end of the first nobody can go on
     # Who reads the first chunk anew brings its prefix state back, and that of the next one goes, which was made longest ago.
     assert registered(pool, [1, 2, 3]) is first
     assert has_states(first, second, third) == [True, False, True]
-    assert pool.find([1, 2, 3, 4, 9], CHUNK, most=4) == [first]
+    assert pool.find([1, 2, 3, 4, 9], CHUNK, max_length=4) == [first]
 
 
 def test_the_border_that_a_text_went_on_from_last_stays() -> None:
@@ -166,4 +166,4 @@ def test_of_a_text_that_ended_the_last_border_outlives_the_others() -> None:
         pool.let_go(prefix)
     others = [registered(pool, [token, 0, 0]) for token in (7, 8)]
     assert has_states(*chain, *others) == [False, False, True, True, True]
-    assert pool.find([1, 2, 3, 4, 5, 6, 7], CHUNK, most=6) == chain
+    assert pool.find([1, 2, 3, 4, 5, 6, 7], CHUNK, max_length=6) == chain

@@ -45,7 +45,7 @@ def finish(made: Scheduler, request: Request) -> None:
 
 def test_rows_are_given_in_the_order_of_submission() -> None:
     made = scheduler()
-    first, second, third, fourth = (made.submit([token, token], most=2) for token in range(4))
+    first, second, third, fourth = (made.submit([token, token], max_new_tokens=2) for token in range(4))
     read_all(made)
     assert [first.row, second.row, third.row, fourth.row] == [0, 1, None, None]
     assert (made.waiting, made.running, made.occupied) == (2, [0, 1], 2)
@@ -59,11 +59,11 @@ def test_rows_are_given_in_the_order_of_submission() -> None:
 
 def test_nobody_passes_the_head_of_the_line() -> None:
     made = scheduler(rows=3, pages=5)
-    running = made.submit([1] * 6, most=2)
+    running = made.submit([1] * 6, max_new_tokens=2)
     read_all(made)
     assert len(pages_of(made, 0)) == 3
-    long = made.submit([2] * 5, most=2)  # two pages for a chunk, one after it, and one for the text that runs
-    short = made.submit([3], most=1)
+    long = made.submit([2] * 5, max_new_tokens=2)  # two pages for a chunk, one after it, and one for the text that runs
+    short = made.submit([3], max_new_tokens=1)
     assert read_all(made) == []
     assert (long.state, short.state, made.waiting) == ("waiting", "waiting", 2)
     finish(made, running)
@@ -72,7 +72,7 @@ def test_nobody_passes_the_head_of_the_line() -> None:
 
 def test_prompts_of_one_length_are_read_one_after_another_the_oldest_first() -> None:
     made = scheduler(rows=3)
-    requests = [made.submit([token] * 7, most=2) for token in range(3)]
+    requests = [made.submit([token] * 7, max_new_tokens=2) for token in range(3)]
     reads = read_all(made)
     assert [read.request for read in reads] == [request for request in requests for _ in range(2)]
     assert [read.is_first for read in reads] == [True, False] * 3
@@ -81,10 +81,10 @@ def test_prompts_of_one_length_are_read_one_after_another_the_oldest_first() -> 
 
 def test_the_prompt_with_the_fewest_pieces_left_comes_first() -> None:
     made = scheduler(rows=3, pages=32)
-    long = made.submit([1] * 13, most=2)
+    long = made.submit([1] * 13, max_new_tokens=2)
     (read,) = made.next_reads()
     made.was_read(read, None)
-    middle, short = made.submit([2] * 9, most=2), made.submit([3] * 2, most=2)
+    middle, short = made.submit([2] * 9, max_new_tokens=2), made.submit([3] * 2, max_new_tokens=2)
     reads = read_all(made)
     assert [(read.request, read.start) for read in reads] == [
         *((short, 0), (long, 4), (long, 8)),  # it has as few left as the middle one, and is older
@@ -96,10 +96,10 @@ def test_the_prompt_with_the_fewest_pieces_left_comes_first() -> None:
 def test_nobody_is_passed_more_often_than_is_said() -> None:
     """Short prompts come all the time; the long one has a turn after each three."""
     made = scheduler(rows=2, pages=32)
-    long, order = made.submit([1] * 17, most=1), []
+    long, order = made.submit([1] * 17, max_new_tokens=1), []
     made.was_read(*made.next_reads(), prefix_state=None)
     while long.state == "reading" and len(order) < 20:
-        made.submit([2, len(order) % 2], most=0)
+        made.submit([2, len(order) % 2], max_new_tokens=0)
         (read,) = made.next_reads()
         made.was_read(read, None)
         order.append(read.request is long)
@@ -109,16 +109,16 @@ def test_nobody_is_passed_more_often_than_is_said() -> None:
 def test_whose_beginning_is_known_has_fewer_pieces_left() -> None:
     made = scheduler(rows=2, pages=32)
     text = list(range(13))
-    finish(made, (made.submit(text, most=1), read_all(made))[0])
-    middle, known = made.submit([1] * 7, most=1), made.submit([*text, 7], most=1)
+    finish(made, (made.submit(text, max_new_tokens=1), read_all(made))[0])
+    middle, known = made.submit([1] * 7, max_new_tokens=1), made.submit([*text, 7], max_new_tokens=1)
     assert [(read.request, read.start) for read in read_all(made)] == [(known, 12), (middle, 0), (middle, 4)]
 
 
 def test_a_prompt_that_waits_for_its_turn_moves_with_its_row() -> None:
     made = scheduler(rows=3, pages=32)
-    long = made.submit([1] * 13, most=2)
+    long = made.submit([1] * 13, max_new_tokens=2)
     made.was_read(*made.next_reads(), prefix_state=None)
-    short = made.submit([2] * 2, most=2)
+    short = made.submit([2] * 2, max_new_tokens=2)
     made.was_read(*made.next_reads(), prefix_state=None)
     assert (long.state, short.state) == ("reading", "running")
     made.swap([1, 0, 2])
@@ -127,10 +127,10 @@ def test_a_prompt_that_waits_for_its_turn_moves_with_its_row() -> None:
 
 
 def test_a_prompt_is_read_but_for_its_last_token() -> None:
-    made = scheduler(tails=(1, 2))
+    made = scheduler(last_widths=(1, 2))
     spans = {}
     for length in (1, 2, 3, 4, 5, 6, 9, 12):
-        request = made.submit([length] * length, most=1)
+        request = made.submit([length] * length, max_new_tokens=1)
         spans[length] = [(read.start, read.count, read.width) for read in read_all(made)]
         assert request.state == "running"
         finish(made, request)
@@ -147,8 +147,8 @@ def test_a_prompt_is_read_but_for_its_last_token() -> None:
 
 
 def test_the_budget_is_kept_and_the_oldest_prompt_is_not_passed() -> None:
-    made = scheduler(tails=(1,))
-    wide, narrow = made.submit([1] * 5, most=1), made.submit([2] * 2, most=1)
+    made = scheduler(last_widths=(1,))
+    wide, narrow = made.submit([1] * 5, max_new_tokens=1), made.submit([2] * 2, max_new_tokens=1)
     assert made.next_reads(budget=3) == []
     (read,) = made.next_reads(budget=4)
     assert (read.request, read.width) == (wide, 4)
@@ -161,7 +161,7 @@ def test_the_budget_is_kept_and_the_oldest_prompt_is_not_passed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "most", "message"),
+    ("length", "max_new_tokens", "message"),
     [
         (0, 3, "prompt of 0 tokens"),
         (3, -1, "max_new_tokens=-1"),
@@ -169,16 +169,16 @@ def test_the_budget_is_kept_and_the_oldest_prompt_is_not_passed() -> None:
         (10, 8, "need 9 pages of 2 tokens, and there are 8"),
     ],
 )
-def test_what_can_never_be_served_is_refused(length, most, message) -> None:
+def test_what_can_never_be_served_is_refused(length, max_new_tokens, message) -> None:
     made = scheduler(pages=8)
     with pytest.raises(InputError, match=message):
-        made.submit([1] * length, most)
+        made.submit([1] * length, max_new_tokens)
     assert made.idle
 
 
 def test_the_largest_text_that_pages_hold_is_served() -> None:
     made = scheduler(pages=8)
-    request = made.submit([1] * 10, most=7)  # the last token is never written
+    request = made.submit([1] * 10, max_new_tokens=7)  # the last token is never written
     read_all(made)
     assert made.reserve(100) == []
     assert (request.state, len(pages_of(made, 0))) == ("running", 8)
@@ -186,28 +186,28 @@ def test_the_largest_text_that_pages_hold_is_served() -> None:
 
 def test_a_full_line_refuses() -> None:
     made = scheduler(rows=1, max_waiting=1)
-    made.submit([1], most=1)  # for the row that is free
-    made.submit([2], most=1)
+    made.submit([1], max_new_tokens=1)  # for the row that is free
+    made.submit([2], max_new_tokens=1)
     with pytest.raises(QueueFullError, match="max_waiting"):
-        made.submit([3], most=1)
+        made.submit([3], max_new_tokens=1)
     read_all(made)
     with pytest.raises(QueueFullError, match="1 requests wait"):
-        made.submit([3], most=1)
+        made.submit([3], max_new_tokens=1)
     finish(made, made.request_of(0) or pytest.fail("the row is free"))
     read_all(made)
-    made.submit([3], most=1)
+    made.submit([3], max_new_tokens=1)
     assert made.waiting == 1
 
 
 def test_rows_that_are_not_given_out_yet_do_not_make_the_line_longer() -> None:
     made = scheduler(rows=4, max_waiting=1)
     made.limit_rows(1)
-    made.submit([1], most=1)
-    made.submit([2], most=1)
+    made.submit([1], max_new_tokens=1)
+    made.submit([2], max_new_tokens=1)
     with pytest.raises(QueueFullError, match="2 requests wait"):
-        made.submit([3], most=1)
+        made.submit([3], max_new_tokens=1)
     made.limit_rows(4)
-    made.submit([3], most=1)
+    made.submit([3], max_new_tokens=1)
 
 
 # --- pages -------------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_unused_entries_of_the_table_are_out_of_range() -> None:
     made = scheduler()
     assert made.table.shape == (2, 16)
     assert (made.table == 16).all()
-    request = made.submit([1] * 6, most=2)
+    request = made.submit([1] * 6, max_new_tokens=2)
     read_all(made)
     assert (made.table[0, :3] < 16).all()
     assert (made.table[0, 3:] == 16).all()
@@ -228,7 +228,7 @@ def test_unused_entries_of_the_table_are_out_of_range() -> None:
 
 def test_running_rows_have_pages_for_what_they_may_become() -> None:
     made = scheduler()
-    made.submit([1] * 4, most=10)  # 3 entries, at most 13
+    made.submit([1] * 4, max_new_tokens=10)  # 3 entries, at most 13
     read_all(made)
     for ahead, pages in ((0, 2), (1, 2), (2, 3), (5, 4), (10, 7), (100, 7)):
         assert made.reserve(ahead) == []
@@ -239,12 +239,12 @@ def test_running_rows_have_pages_for_what_they_may_become() -> None:
 
 def test_the_newest_gives_way_and_is_read_again_with_its_tokens() -> None:
     made = scheduler(pages=8)
-    old, new = made.submit([1] * 5, most=9), made.submit([2] * 5, most=4)
+    old, new = made.submit([1] * 5, max_new_tokens=9), made.submit([2] * 5, max_new_tokens=4)
     read_all(made)
     assert made.reserve(2) == []
     for row in made.running:
         made.decoded(row, [8, 9], done=False)
-    later = made.submit([3], most=1)
+    later = made.submit([3], max_new_tokens=1)
     assert made.reserve(5) == [new]
     assert (new.state, new.row, new.preemptions, new.tokens) == ("waiting", None, 1, [2] * 5 + [8, 9])
     assert (old.preemptions, made.running, made.waiting) == (0, [0], 2)
@@ -259,10 +259,10 @@ def test_the_newest_gives_way_and_is_read_again_with_its_tokens() -> None:
 def test_who_gave_way_is_the_head_of_the_line_again() -> None:
     """A later request would fit into what is left, and does not pass it."""
     scheduled = scheduler(pages=8)
-    scheduled.submit([1] * 5, most=9)
-    new = scheduled.submit([2] * 5, most=4)
+    scheduled.submit([1] * 5, max_new_tokens=9)
+    new = scheduled.submit([2] * 5, max_new_tokens=4)
     read_all(scheduled)
-    later = scheduled.submit([3], most=1)
+    later = scheduled.submit([3], max_new_tokens=1)
     assert scheduled.reserve(7) == [new]
     assert 1 <= scheduled.free_pages < 3  # enough for one of the two
     assert (scheduled.next_reads(), new.state, later.state) == ([], "waiting", "waiting")
@@ -270,9 +270,9 @@ def test_who_gave_way_is_the_head_of_the_line_again() -> None:
 
 def test_who_reads_gives_way_to_the_older_who_run() -> None:
     made = scheduler(pages=6, capacity=12)
-    old = made.submit([1] * 3, most=9)
+    old = made.submit([1] * 3, max_new_tokens=9)
     read_all(made)
-    new = made.submit([2] * 6, most=2)
+    new = made.submit([2] * 6, max_new_tokens=2)
     (read,) = made.next_reads()
     made.was_read(read, None)
     assert (new.state, made.reserve(9)) == ("reading", [new])
@@ -281,9 +281,9 @@ def test_who_reads_gives_way_to_the_older_who_run() -> None:
 
 def test_whoever_gives_way_is_not_passed_by_one_who_has_a_row_and_no_pages_yet() -> None:
     made = scheduler(rows=3, pages=7, capacity=14)
-    first, second = made.submit([1] * 3, most=9), made.submit([2] * 2, most=9)
+    first, second = made.submit([1] * 3, max_new_tokens=9), made.submit([2] * 2, max_new_tokens=9)
     read_all(made)
-    third = made.submit([3] * 3, most=2)
+    third = made.submit([3] * 3, max_new_tokens=2)
     assert made.next_reads(budget=1) == []  # it has a row, and the budget is too small
     assert third.state == "reading"
     assert made.reserve(100) == [second, third]
@@ -295,12 +295,12 @@ def test_whoever_gives_way_is_not_passed_by_one_who_has_a_row_and_no_pages_yet()
 def test_a_newcomer_leaves_to_those_who_run_what_they_need_next() -> None:
     made = scheduler(rows=3, pages=8)
     for token in (1, 2):
-        made.submit([token], most=8)
+        made.submit([token], max_new_tokens=8)
     read_all(made)
     made.reserve(4)  # 2 pages each
     for row in made.running:
         made.decoded(row, [7, 7, 7], done=False)
-    third = made.submit([3] * 4, most=2)  # 4 pages are free: it needs 3, and each of the others 2 more
+    third = made.submit([3] * 4, max_new_tokens=2)  # 4 pages are free: it needs 3, and each of the others 2 more
     read_all(made)
     assert third.state == "waiting"
     finish(made, made.request_of(0) or pytest.fail("the row is free"))
@@ -319,7 +319,7 @@ def test_a_common_beginning_is_read_once() -> None:
     made = scheduler(rows=4)
     common = [1, 2, 3, 4, 5, 6, 7, 8]
     for token in range(4):
-        made.submit([*common, 9, token], most=2)
+        made.submit([*common, 9, token], max_new_tokens=2)
     reads = read_all(made)
     assert starts(reads) == [(0, None)] + [(8, tuple(common))] * 3
     assert sum(read.count for read in reads) == 9 + 3
@@ -330,7 +330,7 @@ def test_a_common_beginning_is_read_once() -> None:
 def test_a_prefix_holds_only_where_the_token_after_it_is_the_same() -> None:
     made = scheduler(rows=4)
     for after in (5, 6, 5):
-        made.submit([1, 2, 3, 4, after, 9], most=2)
+        made.submit([1, 2, 3, 4, after, 9], max_new_tokens=2)
     assert starts(read_all(made)) == [(0, None), (4, (1, 2, 3, 4)), (0, None)]  # the third one has less left to read
     assert pages_of(made, 0)[:2] == pages_of(made, 2)[:2] != pages_of(made, 1)[:2]
 
@@ -339,7 +339,7 @@ def test_a_text_goes_on_from_a_prefix_and_extends_it() -> None:
     made = scheduler()
     text = list(range(14))
     for length, start in ((5, 0), (10, 4), (13, 8), (13, 12), (14, 12)):
-        request = made.submit(text[:length], most=1)
+        request = made.submit(text[:length], max_new_tokens=1)
         reads = read_all(made)
         assert starts(reads) == [(start, tuple(text[:start]) or None)]
         assert sum(read.count for read in reads) == length - 1 - start
@@ -347,9 +347,9 @@ def test_a_text_goes_on_from_a_prefix_and_extends_it() -> None:
 
 
 def test_a_prompt_that_is_known_is_not_read_at_all() -> None:
-    made = scheduler(tails=(1,))
+    made = scheduler(last_widths=(1,))
     for _ in range(2):
-        made.submit([1, 2, 3, 4, 5], most=2)
+        made.submit([1, 2, 3, 4, 5], max_new_tokens=2)
     first, second = read_all(made)
     assert (first.start, first.count) == (0, 4)
     assert (second.start, second.count, second.width, second.is_first, second.is_last) == (4, 0, 1, True, True)
@@ -361,7 +361,7 @@ def test_a_prompt_that_is_read_anew_has_its_borders_again_from_then_on() -> None
     one, other = [1] * 13, [2] * 13
 
     def begins_at(tokens: list[int]) -> int:
-        request = made.submit(tokens, most=1)
+        request = made.submit(tokens, max_new_tokens=1)
         (first, *_) = read_all(made)
         finish(made, request)
         return first.start
@@ -374,32 +374,32 @@ def test_a_prompt_that_is_read_anew_has_its_borders_again_from_then_on() -> None
 
 def test_what_was_generated_is_no_prefix() -> None:
     made = scheduler()
-    made.submit([1, 2, 3], most=8)
+    made.submit([1, 2, 3], max_new_tokens=8)
     read_all(made)
     made.reserve(8)
     made.decoded(0, [4, 5, 6, 7], done=True)
-    made.submit([1, 2, 3, 4, 5, 6], most=1)
+    made.submit([1, 2, 3, 4, 5, 6], max_new_tokens=1)
     assert starts(read_all(made)) == [(0, None)]
 
 
 def test_prefixes_go_when_pages_are_needed_and_never_one_that_is_held() -> None:
     made = scheduler(rows=3, pages=8)
-    forgotten = made.submit([1] * 5, most=1)
+    forgotten = made.submit([1] * 5, max_new_tokens=1)
     read_all(made)
     finish(made, forgotten)
-    held = made.submit([2] * 5, most=1)
+    held = made.submit([2] * 5, max_new_tokens=1)
     read_all(made)
     assert made.free_pages == 6  # two of them hold a prefix
-    long = made.submit([3] * 9, most=2)
+    long = made.submit([3] * 9, max_new_tokens=2)
     read_all(made)
     made.reserve(100)
     assert (held.preemptions, made.free_pages) == (0, 0)
     finish(made, long)
-    again = made.submit([2] * 5, most=1)
+    again = made.submit([2] * 5, max_new_tokens=1)
     assert starts(read_all(made)) == [(4, (2,) * 4)]
     for request in (held, again):
         finish(made, request)
-    made.submit([1] * 5, most=1)
+    made.submit([1] * 5, max_new_tokens=1)
     assert starts(read_all(made)) == [(0, None)]
 
 
@@ -408,7 +408,7 @@ def test_prefixes_go_when_pages_are_needed_and_never_one_that_is_held() -> None:
 
 def test_requests_are_cancelled_in_every_state_and_twice() -> None:
     made = scheduler(rows=3, chunk=2)
-    done, running, reading, waiting = (made.submit([token] * 3, most=4) for token in range(4))
+    done, running, reading, waiting = (made.submit([token] * 3, max_new_tokens=4) for token in range(4))
     for _ in range(2):
         made.was_read(*made.next_reads(), prefix_state=None)
     finish(made, done)
@@ -429,10 +429,10 @@ def test_requests_are_cancelled_in_every_state_and_twice() -> None:
 
 def test_what_is_read_of_a_cancelled_request_is_not_told_of_the_next_in_its_row() -> None:
     made = scheduler(rows=1)
-    cancelled = made.submit([1] * 5, most=2)
+    cancelled = made.submit([1] * 5, max_new_tokens=2)
     (read,) = made.next_reads()
     made.cancel(cancelled)
-    following = made.submit([2] * 9, most=2)
+    following = made.submit([2] * 9, max_new_tokens=2)
     (first,) = made.next_reads()
     assert (first.row, first.request) == (read.row, following)
     made.was_read(read, prefix_state="of the other")
@@ -440,7 +440,7 @@ def test_what_is_read_of_a_cancelled_request_is_not_told_of_the_next_in_its_row(
     made.was_read(first, prefix_state="its own")
     (second,) = made.next_reads()
     assert (second.start, second.is_first) == (4, False)
-    made.submit([1] * 5, most=2)
+    made.submit([1] * 5, max_new_tokens=2)
     made.was_read(second, prefix_state=None)
     finish(made, following)
     assert starts(read_all(made)) == [(0, None)]
@@ -451,8 +451,8 @@ def test_what_is_read_of_a_cancelled_request_is_not_told_of_the_next_in_its_row(
 
 def test_rows_are_rearranged_with_all_that_they_have() -> None:
     made = scheduler(rows=3)
-    first = made.submit([1] * 3, most=4)
-    second = made.submit([2] * 9, most=4)
+    first = made.submit([1] * 3, max_new_tokens=4)
+    second = made.submit([2] * 9, max_new_tokens=4)
     made.was_read(*made.next_reads(), prefix_state=None)
     made.was_read(*made.next_reads(), prefix_state=None)
     before = [pages_of(made, row) for row in range(3)]
@@ -468,7 +468,7 @@ def test_rows_are_rearranged_with_all_that_they_have() -> None:
 
 def test_shards_have_their_own_pages_prefixes_and_reads() -> None:
     made = scheduler(rows=4, shards=2)
-    requests = [made.submit([1] * 6, most=2) for _ in range(4)]
+    requests = [made.submit([1] * 6, max_new_tokens=2) for _ in range(4)]
     reads = made.next_reads()
     assert [(read.row, read.start) for read in reads] == [(0, 0), (2, 0)]
     for read in reads:
@@ -479,16 +479,16 @@ def test_shards_have_their_own_pages_prefixes_and_reads() -> None:
     assert pages_of(made, 0)[:2] == pages_of(made, 1)[:2] == pages_of(made, 2)[:2]
     finish(made, requests[0])
     finish(made, requests[2])
-    following = made.submit([1] * 6, most=2)
+    following = made.submit([1] * 6, max_new_tokens=2)
     assert starts(read_all(made)) == [(4, 0)]
     assert following.row == 0
 
 
 def test_requests_that_come_together_are_spread_over_the_shards() -> None:
     made = scheduler(rows=8, shards=2)
-    one = made.submit([9] * 3, most=2)
+    one = made.submit([9] * 3, max_new_tokens=2)
     read_all(made)
-    requests = [made.submit([token] * 5, most=2) for token in range(5)]
+    requests = [made.submit([token] * 5, max_new_tokens=2) for token in range(5)]
     made.next_reads()
     assert one.row == 0
     assert [request.row for request in requests] == [4, 1, 5, 2, 6]
@@ -496,7 +496,7 @@ def test_requests_that_come_together_are_spread_over_the_shards() -> None:
 
 def test_texts_that_need_no_pages_yet_are_spread_over_the_shards() -> None:
     made = scheduler(rows=4, shards=2, pages=1, capacity=2)
-    requests = [made.submit([token], most=1) for token in range(3)]
+    requests = [made.submit([token], max_new_tokens=1) for token in range(3)]
     made.next_reads()
     assert [request.row for request in requests] == [0, 2, None]
 
@@ -504,12 +504,12 @@ def test_texts_that_need_no_pages_yet_are_spread_over_the_shards() -> None:
 def test_two_that_read_the_same_at_a_time_mix_nothing() -> None:
     made = scheduler(rows=4, shards=2, pages=13)
     text = [0, 1, 2, 3, 7, 4, 5, 6, 7, 8, 9, 10, 11]
-    oldest, passing = made.submit([12], most=14), made.submit([13], most=1)
-    old = made.submit(text, most=2)
+    oldest, passing = made.submit([12], max_new_tokens=14), made.submit([13], max_new_tokens=1)
+    old = made.submit(text, max_new_tokens=2)
     read_all(made)
     assert (oldest.row, passing.row, old.row) == (0, 2, 1)
     finish(made, passing)
-    new = made.submit(text, most=2)
+    new = made.submit(text, max_new_tokens=2)
     made.was_read(*made.next_reads(), prefix_state=(0, 1, 2, 3))
     assert made.reserve(13) == [old]
     # It goes on in the other shard, before the new one, which has begun there.
@@ -517,15 +517,15 @@ def test_two_that_read_the_same_at_a_time_mix_nothing() -> None:
     assert reads == [(old, 4), (old, 8), (new, 4), (new, 8)]
     for request in (oldest, old, new):
         finish(made, request)
-    made.submit([14] * 9, most=2)  # in the first shard
-    last = made.submit([0, 1, 2, 3, 7, 8, 9, 10, 11], most=1)
+    made.submit([14] * 9, max_new_tokens=2)  # in the first shard
+    last = made.submit([0, 1, 2, 3, 7, 8, 9, 10, 11], max_new_tokens=1)
     assert [read.start for read in read_all(made) if read.request is last] == [4]
     assert last.row == 2
 
 
 def test_where_a_shard_is_short_of_pages_the_other_gives_nobody_up() -> None:
     made = scheduler(rows=4, shards=2, pages=4, capacity=9)
-    requests = [made.submit([token] * 3, most=6) for token in range(4)]
+    requests = [made.submit([token] * 3, max_new_tokens=6) for token in range(4)]
     read_all(made)
     made.swap([0, 1, 3, 2])
     assert [request.row for request in requests] == [0, 3, 1, 2]
@@ -544,7 +544,7 @@ def held(made: Scheduler, *requests: Request) -> None:
 
 def test_a_client_holds_its_row_and_is_not_decoded() -> None:
     made = scheduler()
-    request = made.submit([1] * 6, most=4, is_client=True)
+    request = made.submit([1] * 6, max_new_tokens=4, is_client=True)
     held(made, request)
     assert (made.running, made.held, made.occupied, made.idle, made.can_go_on()) == ([], [0], 1, True, False)
     assert made.make_room(request, ahead=3)
@@ -558,8 +558,8 @@ def test_a_client_holds_its_row_and_is_not_decoded() -> None:
 
 def test_a_text_that_is_begun_in_its_middle_keeps_its_limit() -> None:
     made = scheduler(capacity=8)
-    request = made.submit([1] * 7, most=5, prompt_length=3, is_client=True)
-    assert request.limit == 8
+    request = made.submit([1] * 7, max_new_tokens=5, prompt_length=3, is_client=True)
+    assert request.max_length == 8
     held(made, request)
     assert made.make_room(request, ahead=20)
     assert len(pages_of(made, 0)) == 4
@@ -570,7 +570,7 @@ def test_prompts_share_what_was_read_with_those_of_the_same_salt_alone() -> None
     prompt = list(range(11))
 
     def shared(salt: str) -> int:
-        request = made.submit(prompt, most=2, salt=salt)
+        request = made.submit(prompt, max_new_tokens=2, salt=salt)
         read_all(made)
         finish(made, request)
         return request.cached
@@ -581,7 +581,7 @@ def test_prompts_share_what_was_read_with_those_of_the_same_salt_alone() -> None
 
 def test_a_text_that_was_preempted_finds_what_was_read_under_its_salt() -> None:
     made = scheduler(rows=1)
-    request = made.submit(list(range(9)), most=2, salt="mine")
+    request = made.submit(list(range(9)), max_new_tokens=2, salt="mine")
     read_all(made)
     made._preempt(request)
     assert read_all(made)[0].start == 8
@@ -589,18 +589,18 @@ def test_a_text_that_was_preempted_finds_what_was_read_under_its_salt() -> None:
 
 def test_only_so_much_is_shared_as_may_be() -> None:
     made = scheduler(rows=1, pages=12)
-    finish(made, (made.submit([1] * 13, most=1), read_all(made))[0])
+    finish(made, (made.submit([1] * 13, max_new_tokens=1), read_all(made))[0])
     for shares, start in ((0, 0), (3, 0), (4, 4), (11, 8), (None, 12)):
-        request = made.submit([1] * 13, most=1, shares=shares)
+        request = made.submit([1] * 13, max_new_tokens=1, shares=shares)
         assert read_all(made)[0].start == start
         finish(made, request)
 
 
 def test_the_client_that_is_away_for_the_longest_is_dropped_for_who_waits() -> None:
     made = scheduler(rows=3)
-    first, second, third = (made.submit([token, token], most=2, is_client=True) for token in range(3))
+    first, second, third = (made.submit([token, token], max_new_tokens=2, is_client=True) for token in range(3))
     held(made, first, second, third)
-    waiting = made.submit([4, 4], most=2)
+    waiting = made.submit([4, 4], max_new_tokens=2)
     assert not made.can_go_on()  # they are all there
     made.set_away(third, True)
     made.set_away(first, True)
@@ -610,16 +610,16 @@ def test_the_client_that_is_away_for_the_longest_is_dropped_for_who_waits() -> N
     assert made.can_go_on()
     assert (made.dropped, third.state, waiting.row) == ([third], "dropped", 2)
     made.set_away(first, False)
-    made.submit([5, 5], most=2)
+    made.submit([5, 5], max_new_tokens=2)
     read_all(made)
     assert (made.dropped, made.waiting) == ([third], 1)
 
 
 def test_a_client_that_is_away_is_dropped_for_pages() -> None:
     made = scheduler(rows=3, pages=8)
-    client = made.submit([1] * 8, most=4, is_client=True)
+    client = made.submit([1] * 8, max_new_tokens=4, is_client=True)
     held(made, client)
-    waiting = made.submit([2] * 9, most=4)
+    waiting = made.submit([2] * 9, max_new_tokens=4)
     assert not made.can_go_on()
     made.set_away(client, True)
     assert made.can_go_on()
@@ -628,7 +628,7 @@ def test_a_client_that_is_away_is_dropped_for_pages() -> None:
 
 def test_a_running_text_does_not_give_way_to_clients_that_do_nothing() -> None:
     made = scheduler(pages=8)
-    client, running = made.submit([1] * 6, most=4, is_client=True), made.submit([2] * 2, most=12)
+    client, running = made.submit([1] * 6, max_new_tokens=4, is_client=True), made.submit([2] * 2, max_new_tokens=12)
     read_all(made)
     assert made.reserve(8) == []
     assert (client.state, running.state) == ("held", "running")
@@ -638,7 +638,7 @@ def test_a_running_text_does_not_give_way_to_clients_that_do_nothing() -> None:
 
 def test_a_newer_text_gives_way_to_a_client() -> None:
     made = scheduler(pages=8)
-    client, running = made.submit([1] * 6, most=8, is_client=True), made.submit([2] * 6, most=4)
+    client, running = made.submit([1] * 6, max_new_tokens=8, is_client=True), made.submit([2] * 6, max_new_tokens=4)
     read_all(made)
     assert made.make_room(client, ahead=8)
     assert (client.state, running.state, made.dropped) == ("held", "waiting", [])
@@ -648,7 +648,7 @@ def test_a_newer_text_gives_way_to_a_client() -> None:
 
 def test_a_client_gives_way_to_what_is_older() -> None:
     made = scheduler(pages=8)
-    running, client = made.submit([2] * 6, most=8), made.submit([1] * 6, most=4, is_client=True)
+    running, client = made.submit([2] * 6, max_new_tokens=8), made.submit([1] * 6, max_new_tokens=4, is_client=True)
     read_all(made)
     made.reserve(5)
     assert not made.make_room(client, ahead=8)
@@ -657,9 +657,9 @@ def test_a_client_gives_way_to_what_is_older() -> None:
 
 def test_a_client_whose_text_is_being_read_is_preempted() -> None:
     made = scheduler(pages=8)
-    running = made.submit([2] * 4, most=13)
+    running = made.submit([2] * 4, max_new_tokens=13)
     read_all(made)
-    client = made.submit([1] * 6, most=4, is_client=True)
+    client = made.submit([1] * 6, max_new_tokens=4, is_client=True)
     (read,) = made.next_reads()
     made.was_read(read, None)
     assert made.reserve(12) == [client]
@@ -668,12 +668,12 @@ def test_a_client_whose_text_is_being_read_is_preempted() -> None:
 
 def test_rows_of_clients_that_are_away_count_as_free_for_those_who_wait() -> None:
     made = scheduler(rows=1, max_waiting=0)
-    client = made.submit([1, 1], most=1, is_client=True)
+    client = made.submit([1, 1], max_new_tokens=1, is_client=True)
     held(made, client)
     with pytest.raises(QueueFullError):
-        made.submit([2], most=1)
+        made.submit([2], max_new_tokens=1)
     made.set_away(client, True)
-    made.submit([2], most=1)
+    made.submit([2], max_new_tokens=1)
 
 
 # --- clients that do nothing -------------------------------------------------------------------------------------------
@@ -692,7 +692,7 @@ class Clock:
 def with_idle_clients(clock: Clock, count: int, **sizes: Any) -> tuple[Scheduler, list[Request]]:
     """A scheduler, and clients that have been able to draft since one second after another."""
     made = scheduler(**{"rows": count, "clock": clock, **sizes})
-    clients = [made.submit([token] * 6, most=6, is_client=True) for token in range(count)]
+    clients = [made.submit([token] * 6, max_new_tokens=6, is_client=True) for token in range(count)]
     held(made, *clients)
     for request in clients:
         made.may_draft(request)
@@ -703,7 +703,7 @@ def with_idle_clients(clock: Clock, count: int, **sizes: Any) -> tuple[Scheduler
 def test_who_waits_has_the_row_of_the_client_that_is_idle_for_the_longest() -> None:
     clock = Clock()
     made, (first, second) = with_idle_clients(clock, 2, idle_seconds=3.0)
-    waiting = made.submit([7, 7], most=2)
+    waiting = made.submit([7, 7], max_new_tokens=2)
     clock.now = 2.9
     assert (made.can_go_on(), made.seconds_until_idle()) == (False, pytest.approx(0.1))
     clock.now = 3.0
@@ -718,7 +718,7 @@ def test_a_client_that_was_suspended_comes_back_with_its_text_behind_those_who_w
     clock = Clock()
     made, (client,) = with_idle_clients(clock, 1)
     made.decoded(0, [8, 9], done=False)
-    running, waiting = made.submit([7, 7], most=2), made.submit([6, 6], most=2)
+    running, waiting = made.submit([7, 7], max_new_tokens=2), made.submit([6, 6], max_new_tokens=2)
     read_all(made)
     assert (client.state, running.state) == ("suspended", "running")
     made.has_drafted(client)
@@ -732,7 +732,7 @@ def test_a_client_that_was_suspended_comes_back_with_its_text_behind_those_who_w
     reads = read_all(made)
     assert [(read.request, read.start, read.count) for read in reads] == [(client, 4, 3)]  # its prompt was read already
     assert (client.state, client.tokens) == ("held", [0] * 6 + [8, 9])
-    another = made.submit([5, 5], most=2)
+    another = made.submit([5, 5], max_new_tokens=2)
     clock.now += 100.0
     assert not made.can_go_on()  # the draft that it came back with has no verdict yet
     made.may_draft(client)
@@ -745,10 +745,10 @@ def test_a_client_that_was_suspended_comes_back_with_its_text_behind_those_who_w
 def test_nobody_takes_the_row_of_a_client_that_drafts_or_where_a_row_is_free() -> None:
     clock = Clock()
     made, (client,) = with_idle_clients(clock, 1, rows=2)
-    other = made.submit([7, 7], most=2)
+    other = made.submit([7, 7], max_new_tokens=2)
     read_all(made)
     assert (client.state, other.state) == ("held", "running")
-    made.submit([6, 6], most=2)
+    made.submit([6, 6], max_new_tokens=2)
     made.has_drafted(client)
     clock.now += 100.0
     assert (made.next_reads(), client.state, made.seconds_until_idle()) == ([], "held", None)
@@ -757,7 +757,7 @@ def test_nobody_takes_the_row_of_a_client_that_drafts_or_where_a_row_is_free() -
 def test_a_client_that_is_idle_loses_its_pages_before_any_text_gives_way() -> None:
     clock = Clock()
     made, (client,) = with_idle_clients(clock, 1, rows=3, pages=8)
-    running, newer = made.submit([2] * 2, most=12), made.submit([3, 3], most=4)
+    running, newer = made.submit([2] * 2, max_new_tokens=12), made.submit([3, 3], max_new_tokens=4)
     read_all(made)
     assert made.reserve(8) == []
     assert (client.state, running.state, newer.state) == ("suspended", "running", "running")
@@ -767,7 +767,7 @@ def test_a_client_that_becomes_idle_between_two_looks_is_looked_at_once_more() -
     """Nobody else would wake the engine: it must not wait for ever."""
     clock = Clock()
     made, (client,) = with_idle_clients(clock, 1, idle_seconds=2.0)
-    made.submit([7, 7], most=2)
+    made.submit([7, 7], max_new_tokens=2)
     clock.now = 1.999
     assert not made.can_go_on()
     clock.now = 2.001
@@ -780,15 +780,15 @@ def test_of_one_owners_clients_the_idle_one_goes_before_the_one_that_is_away() -
     """It loses nothing, and the other one its session, although rows are free."""
     clock = Clock()
     made = scheduler(rows=4, client_rows=2, clock=clock)
-    away, idle = (made.submit([token] * 6, most=6, is_client=True, owner="one") for token in range(2))
+    away, idle = (made.submit([token] * 6, max_new_tokens=6, is_client=True, owner="one") for token in range(2))
     held(made, away, idle)
     made.may_draft(idle)
     made.set_away(away, True)
     clock.now += 10.0
-    third = made.submit([7] * 6, most=6, is_client=True, owner="one")
+    third = made.submit([7] * 6, max_new_tokens=6, is_client=True, owner="one")
     read_all(made)
     assert (away.state, idle.state, third.state) == ("held", "suspended", "held")
-    made.submit([8] * 6, most=6, is_client=True, owner="one")
+    made.submit([8] * 6, max_new_tokens=6, is_client=True, owner="one")
     read_all(made)
     assert away.state == "dropped"
 
@@ -797,7 +797,7 @@ def test_who_is_away_is_dropped_before_anybody_is_suspended() -> None:
     clock = Clock()
     made, (first, second) = with_idle_clients(clock, 2)
     made.set_away(second, True)
-    made.submit([7, 7], most=2)
+    made.submit([7, 7], max_new_tokens=2)
     assert made.can_go_on()
     assert (first.state, second.state) == ("held", "dropped")
 
@@ -806,15 +806,15 @@ def test_rows_of_idle_clients_count_as_free_for_those_who_wait() -> None:
     clock = Clock()
     made, _ = with_idle_clients(clock, 1, max_waiting=0, idle_seconds=5.0)
     with pytest.raises(QueueFullError):
-        made.submit([2], most=1)
+        made.submit([2], max_new_tokens=1)
     clock.now = 5.0
-    made.submit([2], most=1)
+    made.submit([2], max_new_tokens=1)
 
 
 def test_a_client_that_was_suspended_is_cancelled_and_cleared() -> None:
     made, (first, second) = with_idle_clients(Clock(), 2, idle_seconds=0.0)
     for _ in range(2):
-        made.submit([7, 7], most=2)
+        made.submit([7, 7], max_new_tokens=2)
     assert made.can_go_on()
     assert (first.state, second.state) == ("suspended", "suspended")
     made.cancel(first)
@@ -830,8 +830,8 @@ def test_two_clients_that_take_turns_with_one_row_both_come_to_their_ends() -> N
     """And so do requests that come all the time: each turn brings a text on."""
     clock = Clock()
     made = scheduler(rows=1, pages=32, clock=clock)
-    clients = [made.submit([token] * 4, most=5, is_client=True) for token in range(2)]
-    requests = [made.submit([5, 5], most=2)]
+    clients = [made.submit([token] * 4, max_new_tokens=5, is_client=True) for token in range(2)]
+    requests = [made.submit([5, 5], max_new_tokens=2)]
     turns = []
     while not all(client.state == "done" for client in clients):
         read_all(made)
@@ -839,12 +839,12 @@ def test_two_clients_that_take_turns_with_one_row_both_come_to_their_ends() -> N
         assert request is not None
         turns.append(request)
         if request.is_client:
-            made.decoded(0, [1], done=len(request.tokens) + 1 == request.limit)  # one verdict for each turn
+            made.decoded(0, [1], done=len(request.tokens) + 1 == request.max_length)  # one verdict for each turn
             made.may_draft(request)
             clock.now += 1.0
         else:
             finish(made, request)
-            requests.append(made.submit([5, 5], most=2))
+            requests.append(made.submit([5, 5], max_new_tokens=2))
         made.can_go_on()
         for client in clients:
             made.has_drafted(client)
@@ -861,12 +861,12 @@ def test_two_clients_that_take_turns_with_one_row_both_come_to_their_ends() -> N
 
 def test_clients_of_one_owner_have_so_many_rows_and_others_pass_them() -> None:
     made = scheduler(rows=4, pages=32, client_rows=2)
-    mine = [made.submit([token] * 2, most=2, is_client=True, owner="me") for token in range(3)]
-    yours = made.submit([4, 4], most=2, is_client=True, owner="you")
-    plain = made.submit([5, 5], most=2)
+    mine = [made.submit([token] * 2, max_new_tokens=2, is_client=True, owner="me") for token in range(3)]
+    yours = made.submit([4, 4], max_new_tokens=2, is_client=True, owner="you")
+    plain = made.submit([5, 5], max_new_tokens=2)
     read_all(made)
     assert [request.state for request in (*mine, yours, plain)] == ["held", "held", "waiting", "held", "running"]
-    nobodys = made.submit([6, 6], most=2, is_client=True)
+    nobodys = made.submit([6, 6], max_new_tokens=2, is_client=True)
     finish(made, plain)
     read_all(made)
     assert (mine[2].state, nobodys.state) == ("waiting", "held")
@@ -878,8 +878,8 @@ def test_clients_of_one_owner_have_so_many_rows_and_others_pass_them() -> None:
 def test_an_idle_client_of_the_same_owner_makes_way_though_a_row_is_free() -> None:
     clock = Clock()
     made = scheduler(rows=3, client_rows=1, clock=clock)
-    first, second = (made.submit([token] * 2, most=2, is_client=True, owner="me") for token in range(2))
-    other = made.submit([2, 2], most=2, is_client=True, owner="you")
+    first, second = (made.submit([token] * 2, max_new_tokens=2, is_client=True, owner="me") for token in range(2))
+    other = made.submit([2, 2], max_new_tokens=2, is_client=True, owner="you")
     read_all(made)
     made.may_draft(first)
     made.may_draft(other)
@@ -890,13 +890,13 @@ def test_an_idle_client_of_the_same_owner_makes_way_though_a_row_is_free() -> No
 
 def test_one_owner_does_not_fill_the_line_for_others() -> None:
     made = scheduler(rows=4, pages=32, client_rows=2, max_waiting=3)
-    running = [made.submit([5, 5], most=2) for _ in range(4)]
+    running = [made.submit([5, 5], max_new_tokens=2) for _ in range(4)]
     read_all(made)
     for _ in range(9):
-        made.submit([1, 1], most=2, is_client=True, owner="me")
-    made.submit([5, 5], most=2)
+        made.submit([1, 1], max_new_tokens=2, is_client=True, owner="me")
+    made.submit([5, 5], max_new_tokens=2)
     with pytest.raises(QueueFullError):
-        made.submit([5, 5], most=2)
+        made.submit([5, 5], max_new_tokens=2)
     assert [request.state for request in running] == ["running"] * 4
 
 
@@ -918,7 +918,7 @@ class Expectation:
     """What a user knows."""
 
     prompt: list[int]
-    most: int
+    max_new_tokens: int
     shown: list[int] = field(default_factory=list)
 
     @property
@@ -938,9 +938,9 @@ class Device:
         self.page = draw.choice([1, 2, 4])
         self.chunk = self.page * draw.randint(1, 2)
         self.pages = draw.randint(4, 14)
-        self.tails = draw.choice([(), (1,)])
+        self.last_widths = draw.choice([(), (1,)])
         sizes = {"rows": self.rows, "pages": self.pages, "page": self.page, "chunk": self.chunk, "shards": self.shards}
-        self.scheduler = Scheduler(**sizes, tails=self.tails, capacity=28, **self.options())
+        self.scheduler = Scheduler(**sizes, last_widths=self.last_widths, capacity=28, **self.options())
         self.memory: dict[tuple[int, int, int], int] = {}
         self.begun: dict[Request, int] = {}  # how much of its prompt has been read, since it has its row
         self.expectations: dict[Request, Expectation] = {}
@@ -977,7 +977,7 @@ class Device:
         tokens, end = read.request.tokens, read.start + read.count
         assert tokens == self.expectations[read.request].text, "tokens are lost"
         assert read.start % self.chunk == 0, "off the grid"
-        assert read.width == min(width for width in (*self.tails, self.chunk) if width >= read.count)
+        assert read.width == min(width for width in (*self.last_widths, self.chunk) if width >= read.count)
         assert budget is None or read.width <= budget
         assert read.is_last == (end == len(tokens) - 1)
         assert read.is_last or read.count == self.chunk, "off the grid"
@@ -998,26 +998,26 @@ class Device:
         assert request is not None
         expectation = self.expectations[request]
         tokens = expectation.text
-        limit = len(expectation.prompt) + expectation.most
+        max_length = len(expectation.prompt) + expectation.max_new_tokens
         assert (request.tokens, request.row) == (tokens, row), "tokens are lost"
         self.check_cache(row, tokens, len(tokens) - 1)
-        for position in range(min(len(tokens) - 1 + ahead, limit - 1)):
+        for position in range(min(len(tokens) - 1 + ahead, max_length - 1)):
             self.place(row, position)
         new: list[int] = []
-        for _ in range(min(self.draw.randint(1, ahead), limit - len(tokens))):
+        for _ in range(min(self.draw.randint(1, ahead), max_length - len(tokens))):
             new.append(next_token(tokens + new))
         self.write(row, tokens + new, len(tokens) - 1, len(tokens) + len(new) - 1)
         expectation.shown += new
-        self.scheduler.decoded(row, new, done=len(expectation.text) == limit or self.draw.random() < 0.03)
+        self.scheduler.decoded(row, new, done=len(expectation.text) == max_length or self.draw.random() < 0.03)
 
     # What happens.
 
     def submit(self) -> None:
         draw = self.draw
         prompt = draw.choice(self.common)[: draw.randint(1, 13)] + [draw.randrange(7) for _ in range(draw.randint(0, 2))]
-        most = min(draw.randint(1, 12), self.pages * self.page - len(prompt) + 1)
-        if most >= 1:
-            self.expectations[self.scheduler.submit(prompt, most)] = Expectation(prompt, most)
+        max_new_tokens = min(draw.randint(1, 12), self.pages * self.page - len(prompt) + 1)
+        if max_new_tokens >= 1:
+            self.expectations[self.scheduler.submit(prompt, max_new_tokens)] = Expectation(prompt, max_new_tokens)
 
     def swap(self) -> None:
         share = self.rows // self.shards
@@ -1038,7 +1038,7 @@ class Device:
                 self.read(read, budget)
         before, ahead = self.holders(), draw.randint(1, 6)
         given_up = scheduler.reserve(ahead)
-        assert given_up == sorted((each for each in before if each.state == "waiting"), key=lambda request: request.number)
+        assert given_up == sorted((each for each in before if each.state == "waiting"), key=lambda request: request.order)
         self.check_order(before)
         if draw.random() < 0.2:
             self.swap()
@@ -1072,13 +1072,13 @@ class Device:
     def check_order(self, before: dict[Request, int]) -> None:
         """Rows are given to the oldest, and given up by the newest."""
         after = self.holders()
-        new = sorted(request.number for request in after if request.number not in self.started)
+        new = sorted(request.order for request in after if request.order not in self.started)
         self.started += new
-        passed = [each for each in self.expectations if each.number < max(self.started, default=0) and each.state == "waiting"]
-        assert all(request.number in self.started for request in passed), "the head is passed"
+        passed = [each for each in self.expectations if each.order < max(self.started, default=0) and each.state == "waiting"]
+        assert all(request.order in self.started for request in passed), "the head is passed"
         assert self.started == sorted(self.started), "the head is passed"
-        in_line = [each.number for each in self.expectations if each.state == "waiting" and each not in before]
-        assert all(request.number < min(in_line, default=9**9) for request in after if request not in before), (
+        in_line = [each.order for each in self.expectations if each.state == "waiting" and each not in before]
+        assert all(request.order < min(in_line, default=9**9) for request in after if request not in before), (
             "the head is passed"
         )
         for request, shard in before.items():
@@ -1086,7 +1086,7 @@ class Device:
                 self.seen["for pages"] += 1
                 kept = [other for other in after if after[other] == shard]
                 assert kept, "the oldest gave way"
-                assert all(other.number < request.number for other in kept), "an older one gave way"
+                assert all(other.order < request.order for other in kept), "an older one gave way"
 
     def check_pages(self) -> None:
         """Each page is free, or a row's own, or a prefix's, and held by as many as show it."""
@@ -1213,7 +1213,7 @@ class WithIdleClients(WithClients):
         assert max(owners.values(), default=0) <= self.client_rows, "an owner has too many rows"
         in_line = [request for request in self.expectations if request.state == "waiting" and request not in before]
         for request in self.holders():
-            passed = [other for other in in_line if other.number < request.number and request not in before]
+            passed = [other for other in in_line if other.order < request.order and request not in before]
             assert all(owners[other.owner] == self.client_rows for other in passed if other.owner), "the head is passed"
             assert all(other.owner for other in passed), "the head is passed"
 
@@ -1304,10 +1304,10 @@ CONTRADICTIONS: dict[str, tuple[Change, str]] = {
 def test_a_contradiction_is_named_and_clearing_helps(name) -> None:
     change, message = CONTRADICTIONS[name]
     made = scheduler()
-    running = made.submit([1] * 6, most=2)
+    running = made.submit([1] * 6, max_new_tokens=2)
     read_all(made)
     made.limit_rows(1)
-    waiting = made.submit([2] * 6, most=2)
+    waiting = made.submit([2] * 6, max_new_tokens=2)
     made.check()
     change(made, running, waiting)
     with pytest.raises(RuntimeError, match=message):
@@ -1316,7 +1316,7 @@ def test_a_contradiction_is_named_and_clearing_helps(name) -> None:
     made.check()
     assert (running.state, running.row, waiting.state, waiting.row) == ("cancelled", None, "cancelled", None)
     assert (made.idle, made.occupied, made.free_pages) == (True, 0, 16)
-    following = made.submit([1] * 6, most=2)
+    following = made.submit([1] * 6, max_new_tokens=2)
     assert starts(read_all(made)) == [(0, None)]
     assert following.state == "running"
 
@@ -1327,9 +1327,9 @@ def test_a_contradiction_is_named_and_clearing_helps(name) -> None:
 def without_the_token_after(monkeypatch: pytest.MonkeyPatch) -> None:
     register = PagePool.register
 
-    def find(pool, tokens, chunk, most, salt):
+    def find(pool, tokens, chunk, max_length, salt):
         chain, known = [], pool._first
-        for end in range(chunk, most + 1, chunk):
+        for end in range(chunk, max_length + 1, chunk):
             if (prefix := known.get(tuple(tokens[end - chunk : end]))) is None:
                 break
             chain.append(prefix)
@@ -1452,7 +1452,7 @@ def test_a_wrong_scheduler_is_found_out(mutant, message, monkeypatch) -> None:
 
 def test_what_a_text_has_read_itself_is_not_another_ones() -> None:
     scheduler = Scheduler(rows=1, pages=4, page=4, chunk=4, capacity=16)
-    request = scheduler.submit([1] * 6, most=10)
+    request = scheduler.submit([1] * 6, max_new_tokens=10)
 
     def read() -> None:
         while reads := scheduler.next_reads():

@@ -671,7 +671,7 @@ def test_between_two_frames_of_what_is_told_others_are_served(monkeypatch):
 
 
 def test_what_may_wait_is_bounded_whatever_is_told():
-    assert Terms(capacity=4096, tells={"entries": (64, 1024)}).most_unsent == 2**28
+    assert Terms(capacity=4096, tells={"entries": (64, 1024)}).max_unsent_bytes == 2**28
 
 
 # --- whole texts over a bad link -------------------------------------------------------------------------------------

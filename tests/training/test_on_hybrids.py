@@ -15,6 +15,7 @@ from specjax.drafters import MTP
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.shapes import Chain
 from specjax.models import config_json
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import LinearAttention, Rope
 from specjax.models.transformer import Target
 from specjax.training import loop
@@ -184,7 +185,7 @@ def test_what_was_trained_is_read_back_and_halves_the_steps(hybrid, written, nam
 def test_training_goes_on_from_the_module_in_the_targets_own_checkpoint(tmp_path, source, joined) -> None:
     """It is written as it was named, its experts in as many tensors. Its target has more end tokens than config.json says."""
     zoo.save("qwen3_5_moe", tmp_path / "sizes")
-    config = replace(config_json.read_config(tmp_path / "sizes"), vocab_size=3072, eos_token_ids=(2, 3))
+    config = replace(config_json.read_config(CheckpointFiles(tmp_path / "sizes")), vocab_size=3072, eos_token_ids=(2, 3))
     target, directory = Target.init(config, jax.random.key(0)), tmp_path / "target"
     target.save_pretrained(directory)
     MTP.init(target, jax.random.key(1)).save_pretrained(directory / "module")

@@ -16,7 +16,7 @@ from specjax.errors import InputError
 from specjax.lowering import abstract
 from specjax.lowering.compiled import Compiled, Setup, Step, TurnCosts, compile_step
 from specjax.lowering.topologies import find_mesh
-from specjax.models.narrow import schemes
+from specjax.models.quantization import schemes
 from specjax.planning import theory
 from specjax.reports.tables import table_of_numbers
 from specjax.sampling import Sampling
@@ -38,7 +38,7 @@ class CompileConfig:
         context: tokens in each row's cache.
         page: tokens of a page, for caches in pages as a server has them; by default a row's tokens lie side by side.
         temperature: of the generation; 0 is greedy.
-        weights: of the target, and of a published draft model: "float", or narrow ones as in generate, such as "int8".
+        weights: of the target, and of a published draft model: "float", or quantized ones as in generate, such as "int8".
         alpha: acceptance rate, the chance that a token of a chain is accepted, for what it gains; by default 0.8.
         json: print JSON and no tables.
     """

@@ -50,7 +50,7 @@ def run_compile_training(config: CompileTrainingConfig) -> None:
         )
     target = find_model("target", config.target) if config.target else None
     if target is None and training.method.target:
-        target = config_json.read_config(hub.locate(training.method.target, weights=False))
+        target = config_json.read_config(hub.open_checkpoint(training.method.target, weights=False))
 
     mesh, chip = find_mesh(config.chips, *config.mesh, config.slices)
     placed = None if target is None else abstract.abstract_model(target, mesh, training.compute_dtype)

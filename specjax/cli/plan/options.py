@@ -16,15 +16,15 @@ from specjax.reports import pictures
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MOST_ROWS, _LONGEST_CHAIN = 2**20, 256
+_MAX_ROWS, _LONGEST_CHAIN = 2**20, 256
 
 
 def check_batch(batch: Sequence[int]) -> None:
     """Refuse numbers of rows that cannot be used."""
     if min(batch, default=0) < 1:
         raise InputError(f"batch={min(batch, default=())}: give at least one number of rows, each at least 1")
-    if max(batch) > _MOST_ROWS:
-        raise InputError(f"batch={max(batch)}: give at most {_MOST_ROWS} rows")
+    if max(batch) > _MAX_ROWS:
+        raise InputError(f"batch={max(batch)}: give at most {_MAX_ROWS} rows")
 
 
 def check_longest(longest: int) -> None:
@@ -59,7 +59,7 @@ def is_checkpoint(name: str) -> bool:
 def find_model(argument: str, name: str) -> ModelConfig:
     """The published configuration of that name, or else what the config.json of the directory or hub id says."""
     if is_checkpoint(name):
-        return config_json.read_config(hub.locate(name, weights=False))
+        return config_json.read_config(hub.open_checkpoint(name, weights=False))
     try:
         return published(name)
     except InputError as error:

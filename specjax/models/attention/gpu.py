@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from specjax.models.attention.kernels import triton as plt
 from specjax.models.cache import Entry, Other
 from specjax.models.primitives import LEAST, capped
-from specjax.models.quantized import Part, Quantized, operand
+from specjax.models.quantized_cache import Part, QuantizedPart, operand
 
 BLOCK = 64
 """Slots that a program reads at a time; fewer where a value has more than 256 numbers, or a page fewer slots."""
@@ -29,7 +29,7 @@ ROWS = 64
 PROGRAMS = 256
 """That a cache is split for: about two for each of a large chip's processors."""
 
-MOST_SPLITS = 32
+MAX_SPLITS = 32
 
 
 def attend_in_kernel(
@@ -59,7 +59,7 @@ def attend_in_kernel(
         block = math.gcd(block, page)  # all of a block lies in one page
     tiles, blocks = -(-rows // tile), -(-slots // block)
     splits = _power_of_two(-(-PROGRAMS // (batch * kv_heads * tiles)), least=1)
-    splits = min(splits, MOST_SPLITS, _power_of_two(blocks, least=1))
+    splits = min(splits, MAX_SPLITS, _power_of_two(blocks, least=1))
 
     given = [jnp.minimum(count, slots), since, *q, *_arrays(entry)]
     if table is not None:
@@ -76,7 +76,7 @@ def attend_in_kernel(
             _kernel,
             parts=len(q),
             entry_parts=len(entry),
-            has_scales=isinstance(entry[0], Quantized),
+            has_scales=isinstance(entry[0], QuantizedPart),
             others=len(others),
             tile=tile,
             width=block,
@@ -241,7 +241,7 @@ def _load_entry(refs: Any, parts: int, head: tuple[Any, Any], start: Any, is_row
     numbers = [_load(ref, head, start, is_row) for ref in refs[:parts]]
     of_rows = pl.ds(start, is_row.size)
     scales = [plt.load(ref.at[*head, of_rows], mask=is_row, other=0.0) for ref in refs[parts:]]
-    return [Quantized(*pair) for pair in zip(numbers, scales, strict=True)] if scales else [*numbers]
+    return [QuantizedPart(*pair) for pair in zip(numbers, scales, strict=True)] if scales else [*numbers]
 
 
 def _store(ref: Any, head: tuple[Any, ...], start: Any, is_row: jax.Array, values: jax.Array) -> None:
@@ -271,8 +271,8 @@ def _rows_and_numbers(start: Any, rows: int, numbers: Any) -> tuple[Any, Any]:
 
 def _arrays(entry: Entry) -> list[jax.Array]:
     """The arrays of an entry's parts, and then the scales of those in 8 bits."""
-    numbers = [part.numbers if isinstance(part, Quantized) else part for part in entry]
-    return numbers + [part.scales for part in entry if isinstance(part, Quantized)]
+    numbers = [part.numbers if isinstance(part, QuantizedPart) else part for part in entry]
+    return numbers + [part.scales for part in entry if isinstance(part, QuantizedPart)]
 
 
 def _scores(q: Sequence[jax.Array], entry: Sequence[Part]) -> jax.Array:
@@ -283,7 +283,7 @@ def _scores(q: Sequence[jax.Array], entry: Sequence[Part]) -> jax.Array:
 
 def _scaled(by_slot: jax.Array, part: Part) -> jax.Array:
     """``by_slot [rows, n]``, scores or weights, times the scales of a part in 8 bits."""
-    return by_slot * part.scales[None] if isinstance(part, Quantized) else by_slot
+    return by_slot * part.scales[None] if isinstance(part, QuantizedPart) else by_slot
 
 
 def _dot(left: jax.Array, right: jax.Array, axis: int) -> jax.Array:

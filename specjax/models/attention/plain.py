@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from specjax.models.attention.pieces import BLOCK, LOOP, Filled, Piece
 from specjax.models.cache import Entry
 from specjax.models.primitives import LEAST, capped
-from specjax.models.quantized import Part, dequantize, operand, rescaled
+from specjax.models.quantized_cache import Part, dequantize, operand, rescaled
 
 
 @struct.dataclass

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from specjax.models.cache import Entry, Other
 from specjax.models.primitives import LEAST, capped
-from specjax.models.quantized import Part, Quantized, operand
+from specjax.models.quantized_cache import Part, QuantizedPart, operand
 
 BLOCK = 512
 """Slots that are fetched at a time, for many queries; up to four times as many for few. Of a cache in pages, whole pages."""
@@ -146,8 +146,8 @@ def attend_in_kernel(
 
 def _arrays(entry: Entry) -> tuple[list[jax.Array], list[jax.Array]]:
     """The arrays of an entry's parts, and of parts in 8 bits the scales ``[B, kv_heads, S]``."""
-    stored = [part.numbers if isinstance(part, Quantized) else part for part in entry]
-    return stored, [part.scales for part in entry if isinstance(part, Quantized)]
+    stored = [part.numbers if isinstance(part, QuantizedPart) else part for part in entry]
+    return stored, [part.scales for part in entry if isinstance(part, QuantizedPart)]
 
 
 def _of_scales(place: Any) -> Any:
@@ -211,11 +211,11 @@ def _kernel(
         # In registers: nothing is moved.
         whole = [jnp.concatenate(of, axis=i // entry_parts) if pages > 1 else of[0] for i, of in enumerate(split)]
         numbers, scales = whole[:entry_parts], whole[entry_parts:]
-        return [Quantized(*pair) for pair in zip(numbers, scales, strict=True)] if has_scales else [*numbers]
+        return [QuantizedPart(*pair) for pair in zip(numbers, scales, strict=True)] if has_scales else [*numbers]
 
     def product(q: jax.Array, keys: Part) -> jax.Array:
         found = jax.lax.dot_general(q, operand(keys, q.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        return found * keys.scales if isinstance(keys, Quantized) else found
+        return found * keys.scales if isinstance(keys, QuantizedPart) else found
 
     def scores_of(keys: Sequence[Part]) -> jax.Array:
         return capped(functools.reduce(jnp.add, [product(q[0, 0], part) for q, part in zip(q_refs, keys, strict=False)]), cap)
@@ -226,7 +226,7 @@ def _kernel(
         before = top_ref[...]
         top = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
         weights, shrunk = jnp.exp(scores - top), jnp.exp(before - top)
-        of_values = weights * part.scales if isinstance(part, Quantized) else weights
+        of_values = weights * part.scales if isinstance(part, QuantizedPart) else weights
         total = jnp.dot(of_values.astype(values.dtype), values, preferred_element_type=jnp.float32)
         top_ref[...] = top
         mass_ref[...] = mass_ref[...] * shrunk + jnp.sum(weights, axis=1, keepdims=True)
@@ -255,7 +255,7 @@ def _kernel(
             return jnp.where(is_slot, array, jnp.zeros_like(array))
 
         part = entry[values_part]
-        values = Quantized(part.numbers, filled(part.scales, 1)) if isinstance(part, Quantized) else filled(part, 0)
+        values = QuantizedPart(part.numbers, filled(part.scales, 1)) if isinstance(part, QuantizedPart) else filled(part, 0)
         add(scores, (slot < count) & (slot >= since_ref[0]), values)
 
     @pl.when(block == blocks - 1)

@@ -79,10 +79,10 @@ def _parse_layers(fields: Mapping[str, Any], rope: Rope) -> tuple[Layer, ...]:
     # Layer 5 is "5", or "05" where there are more than ten.
     overrides = {name.lstrip("0") or "0": said for name, said in (fields["per_layer_config"] or {}).items()}
     layers = []
-    for number, kind in enumerate(kinds):
+    for index, kind in enumerate(kinds):
         layer = dict(full) if kind == FULL else {}
-        layer |= _override(overrides.get(str(number)), number)
-        if number >= own:
+        layer |= _override(overrides.get(str(index)), index)
+        if index >= own:
             layer |= {"entries_of": own - 1 - kinds[:own][::-1].index(kind), "intermediate_size": wide}
         layers.append(Layer(**layer))
     return tuple(layers)

@@ -24,7 +24,7 @@ class Drafts:
 
     Attributes:
         sessions: their texts.
-        most_up: bytes of a frame that comes.
+        max_frame_bytes: bytes of a frame that comes.
     """
 
     def __init__(self, engine: Any, sessions_per_owner: int | None = None, trusted: Sequence[str] = ()) -> None:
@@ -48,7 +48,7 @@ class Drafts:
         )
         self._trusted = networks(trusted)
         self.sessions = Sessions(engine, terms, post=self._post)
-        self.most_up = min(MOST_UP, 4 * engine.capacity + 4096)
+        self.max_frame_bytes = min(MOST_UP, 4 * engine.capacity + 4096)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property

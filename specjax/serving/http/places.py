@@ -58,17 +58,17 @@ class Places:
         [False, True]
     """
 
-    def __init__(self, most: int, trusted: Sequence[str] = ()) -> None:
+    def __init__(self, max_connections: int, trusted: Sequence[str] = ()) -> None:
         """No connections yet.
 
         Args:
-            most: at a time. A quarter of them may be of one address.
+            max_connections: at a time. A quarter of them may be of one address.
             trusted: addresses, or networks, of which all may be: proxies, behind which there are many clients.
 
         Raises:
             InputError: what is trusted is no address.
         """
-        self._most, self._most_of_one = most, -(-most // 4)
+        self._max_connections, self._max_of_address = max_connections, -(-max_connections // 4)
         self._trusted = networks(trusted)
         self._count, self._of = 0, Counter[Network]()
         self._reserved: list[ConnectionPlace] = []  # the oldest first
@@ -81,9 +81,9 @@ class Places:
         """
         owner = network_of(address, self._trusted)
         refusal = ""
-        if self._count >= self._most:
+        if self._count >= self._max_connections:
             refusal = "too many connections; try again later"
-        elif owner is not None and self._of[owner] >= self._most_of_one:
+        elif owner is not None and self._of[owner] >= self._max_of_address:
             refusal = "too many connections from this address; close some, or try again later"
         place = ConnectionPlace(self, owner, refusal)
         if not refusal:

@@ -54,10 +54,10 @@ class ConnectionLimits:
     probe_seconds: float = 5.0
 
 
-MOST_PARTS = 1024
+MAX_PARTS = 1024
 """Parts of one message of a WebSocket. Its bytes are bounded, but parts may be empty."""
 
-MOST_PONGS = 2**16
+MAX_PONGS = 2**16
 """Bytes of answers to pings that a client may leave unread."""
 
 
@@ -320,8 +320,8 @@ class SocketProtocol(_Watched, WebSocketsSansIOProtocol):
 
     def handle_cont(self, event: Frame) -> None:
         """A part of a message."""
-        if len(self.frames) >= MOST_PARTS:
-            self.conn.fail(1009, f"a message of more than {MOST_PARTS} parts")
+        if len(self.frames) >= MAX_PARTS:
+            self.conn.fail(1009, f"a message of more than {MAX_PARTS} parts")
             self.handle_parser_exception()
         else:
             super().handle_cont(event)
@@ -329,7 +329,7 @@ class SocketProtocol(_Watched, WebSocketsSansIOProtocol):
     def handle_ping(self) -> None:
         """It is to be answered; not for ever to who reads no answers."""
         super().handle_ping()
-        if self.transport.get_write_buffer_size() > MOST_PONGS:
+        if self.transport.get_write_buffer_size() > MAX_PONGS:
             self._drop()
 
     def keepalive_timeout(self) -> None:

@@ -43,7 +43,7 @@ MAX_STOP_CHARACTERS = 256
 MAX_SALT_CHARACTERS = 256
 """Characters of a ``cache_salt``."""
 
-MAX_ENDS = 8
+MAX_STOP_TOKENS = 8
 """Token ids that end a text: those of ``stop_token_ids`` and the model's own."""
 
 MAX_LOGPROBS = 20
@@ -65,7 +65,7 @@ class Limits:
         capacity: most tokens of a text with its prompt; None: that is not known.
         has_chat: whether its tokenizer has a chat template.
         template_names: what the template reads; None: that is not known.
-        own_ends: its own end-of-sequence ids.
+        eos_token_ids: its own end-of-sequence ids.
         default_sampling: what stands where a request states no temperature, top_k, top_p or min_p: the model's own where it
             has them, otherwise OpenAI's temperature 1, without truncation.
 
@@ -82,7 +82,7 @@ class Limits:
     capacity: int | None = None
     has_chat: bool = True
     template_names: frozenset[str] | None = None
-    own_ends: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
     default_sampling: Sampling = Sampling(temperature=1.0)
 
 
@@ -376,7 +376,7 @@ def read_completion(body: bytes, limits: Limits) -> TextRequest:
     prompts = _prompts(fields.prompt, limits)
     logprobs = None if fields.logprobs is None else _likeliest("logprobs", fields.logprobs, limits)
     echo = bool(fields.echo)
-    name, max_tokens = _max_tokens(fields, least=0)
+    name, max_tokens = _max_tokens(fields, minimum=0)
     max_tokens = 16 if max_tokens is None else max_tokens
     if max_tokens == 0 and not echo:
         raise RequestError(400, f"{name}=0: only with echo, for the prompt's own logprobs; give at least 1", param=name)
@@ -425,7 +425,7 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
         limits,
         is_chat=True,
         prompts=prompts,
-        max_tokens=_max_tokens(fields, least=1)[1],
+        max_tokens=_max_tokens(fields, minimum=1)[1],
         logprobs=logprobs,
         chat_template_kwargs=settings,
         ignored=(*ignored, *unread),
@@ -522,12 +522,12 @@ def _check_counts(raw: Mapping[str, msgspec.Raw], limits: Limits) -> None:
         first = text[1:].lstrip()[:1]
         if not (text.startswith(b"[") and first and first in b"[-0123456789"):
             continue
-        most = MAX_TEXTS
+        maximum = MAX_TEXTS
         if name == "prompt":
-            most = math.inf if limits.capacity is None else limits.capacity * (MAX_PROMPTS if first == b"[" else 1)
-        if (count := text.count(b",") + 1) > most:
+            maximum = math.inf if limits.capacity is None else limits.capacity * (MAX_PROMPTS if first == b"[" else 1)
+        if (count := text.count(b",") + 1) > maximum:
             code = "context_length_exceeded" if name == "prompt" else None
-            raise RequestError(400, f"{name}: {count} ids, and no more than {most} can be used", param=name, code=code)
+            raise RequestError(400, f"{name}: {count} ids, and no more than {maximum} can be used", param=name, code=code)
 
 
 def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
@@ -555,8 +555,8 @@ def _range(bounds: Meta, value: Any) -> str:
     """Return what is wrong with a value beyond its bounds."""
     if isinstance(value, str):
         return f"{len(value)} characters; give from {bounds.min_length} to {bounds.max_length}"
-    least, most = (str(bound) if isinstance(bound, int) else f"{bound:g}" for bound in (bounds.ge, bounds.le))
-    return f"must be {bounds.description or f'from {least} to {most}'}"
+    minimum, maximum = (str(bound) if isinstance(bound, int) else f"{bound:g}" for bound in (bounds.ge, bounds.le))
+    return f"must be {bounds.description or f'from {minimum} to {maximum}'}"
 
 
 def _decode(raw: msgspec.Raw, kind: Any) -> Any:
@@ -638,10 +638,10 @@ def _request(
         raise RequestError(400, "stream_options: only with stream=true; leave it out", param="stream_options")
     options = fields.stream_options or _StreamOptions()
     seed = None if fields.seed is None else fields.seed & (2**63 - 1)  # -1 is 2**63 - 1, -2 is 2**63 - 2 and so on
-    stop, ends = _stop(fields.stop), _ends(fields, limits)
+    stop, stop_token_ids = _stop(fields.stop), _stop_token_ids(fields, limits)
     try:
         params = SamplingParams(
-            **vars(_sampling(fields, limits)), max_new_tokens=LARGEST, min_new_tokens=min_tokens, eos_token_ids=ends
+            **vars(_sampling(fields, limits)), max_new_tokens=LARGEST, min_new_tokens=min_tokens, eos_token_ids=stop_token_ids
         )
     except InputError as error:  # of the defaults: what a request states has its bounds
         raise RequestError(400, str(error)) from None
@@ -673,17 +673,17 @@ def _sampling(fields: _TextFields, limits: Limits) -> Sampling:
     return limits.default_sampling.with_explicit(**stated)
 
 
-def _max_tokens(fields: _TextFields, least: int) -> tuple[str, int | None]:
+def _max_tokens(fields: _TextFields, minimum: int) -> tuple[str, int | None]:
     """Return how many tokens are asked for, None: it is not said; and under which of two names. The newer one goes first."""
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     count = getattr(fields, name)
-    return name, None if count is None else _whole(name, count, least, LARGEST)
+    return name, None if count is None else _whole(name, count, minimum, LARGEST)
 
 
-def _whole(name: str, value: int, least: int, most: int) -> int:
+def _whole(name: str, value: int, minimum: int, maximum: int) -> int:
     """Return a whole number that is within bounds which its field does not know."""
-    if not least <= value <= most:
-        raise RequestError(400, f"{name}={_shown(value)}: must be from {least} to {most}", param=name)
+    if not minimum <= value <= maximum:
+        raise RequestError(400, f"{name}={_shown(value)}: must be from {minimum} to {maximum}", param=name)
     return value
 
 
@@ -710,20 +710,22 @@ def _stop(given: str | list[str] | None) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def _ends(fields: _TextFields, limits: Limits) -> tuple[int, ...] | None:
-    """The ids that end a text; None: the model's own."""
+def _stop_token_ids(fields: _TextFields, limits: Limits) -> tuple[int, ...] | None:
+    """Return the ids that end a text; None: the model's own."""
     asked = fields.stop_token_ids or []
-    own = () if fields.ignore_eos else limits.own_ends
+    own = () if fields.ignore_eos else limits.eos_token_ids
     if not asked and own:
         return None
     if len(asked) > MAX_TEXTS:  # the same id may be named twice, and not a million times
-        raise RequestError(400, f"stop_token_ids: {len(asked)} ids; give at most {MAX_ENDS}", param="stop_token_ids")
+        raise RequestError(400, f"stop_token_ids: {len(asked)} ids; give at most {MAX_STOP_TOKENS}", param="stop_token_ids")
     _check_tokens("stop_token_ids", asked, limits)
-    ends = tuple(dict.fromkeys((*own, *asked)))
-    if len(ends) > MAX_ENDS:
-        message = f"stop_token_ids: {len(ends)} ids, {len(own)} of the model among them; give at most {MAX_ENDS - len(own)}"
+    ids = tuple(dict.fromkeys((*own, *asked)))
+    if len(ids) > MAX_STOP_TOKENS:
+        message = (
+            f"stop_token_ids: {len(ids)} ids, {len(own)} of the model among them; give at most {MAX_STOP_TOKENS - len(own)}"
+        )
         raise RequestError(400, message, param="stop_token_ids")
-    return ends
+    return ids
 
 
 def _prediction(prediction: _Prediction | None, limits: Limits) -> str | None:
@@ -785,7 +787,7 @@ def _messages(messages: list[_ChatMessage] | UnsetType, limits: Limits) -> Messa
         raise RequestError(400, "messages: missing or empty; give at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
         raise RequestError(400, f"messages: {len(messages)}; give at most {MAX_MESSAGES}", param="messages")
-    return [_message(number, each) for number, each in enumerate(messages)]
+    return [_message(index, each) for index, each in enumerate(messages)]
 
 
 def _template_settings(given: dict[str, Any] | None, limits: Limits) -> tuple[dict[str, Any], list[str]]:
@@ -802,10 +804,10 @@ def _template_settings(given: dict[str, Any] | None, limits: Limits) -> tuple[di
 _MAY_BE_SILENT = ("assistant", "tool", "function")
 
 
-def _message(number: int, given: _ChatMessage) -> dict[str, Any]:
+def _message(index: int, given: _ChatMessage) -> dict[str, Any]:
     """Return a message as `specjax.text.encode_chat` takes it, without what is null."""
     if given.content is None and given.role not in _MAY_BE_SILENT:
-        message = f"messages[{number}].content: missing or null; give text, or parts of type 'text'"
+        message = f"messages[{index}].content: missing or null; give text, or parts of type 'text'"
         raise RequestError(400, message, param="messages")
     made: dict[str, Any] = {"role": given.role}
     made["content"] = None if given.content is None else _joined("messages", given.content)

@@ -192,7 +192,7 @@ def _config(
         app,
         http=door,  # pyright: ignore[reportArgumentType] - it makes one, as the class does
         ws=partial(SocketProtocol, bounds) if drafts is not None else "none",  # pyright: ignore[reportArgumentType] - likewise
-        ws_max_size=drafts.most_up if drafts is not None else 0,
+        ws_max_size=drafts.max_frame_bytes if drafts is not None else 0,
         ws_per_message_deflate=False,  # tokens and hidden states hardly get smaller, and what unpacks may be far larger
         ws_ping_interval=PING_SECONDS,
         ws_ping_timeout=PING_SECONDS,

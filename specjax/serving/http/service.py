@@ -27,13 +27,13 @@ from specjax.serving.scheduler import QueueFullError
 from specjax.templates import Settings, names_read
 from specjax.text import encode_continuation
 
-MOST_LOGPROBS = 500_000
+MAX_REQUEST_LOGPROBS = 500_000
 """Log-probabilities of an answer, those of likeliest tokens among them: some 50 MB."""
 
 IGNORED_HEADER = "X-Specjax-Ignored"
 """Of an answer: the parameters of the request that are not known, the first eight."""
 
-MOST_NAMES_LOGGED = 256
+MAX_NAMES_LOGGED = 256
 """Unknown parameters that the log names, each once. A client may make up any number of them."""
 
 _LOG = logging.getLogger(__name__)
@@ -106,11 +106,11 @@ class Service:
             capacity=engine.capacity,
             has_chat=bool(tokenizer.chat_template),
             template_names=names_read(tokenizer),
-            own_ends=tuple(config.eos_token_ids),
+            eos_token_ids=tuple(config.eos_token_ids),
             default_sampling=engine.default_sampling or Limits.default_sampling,
         )
         self.texts = TokenTexts(tokenizer)
-        self._most_characters = engine.capacity * max(map(len, tokenizer.get_vocab()))
+        self._max_characters = engine.capacity * max(map(len, tokenizer.get_vocab()))
         self.drafts = None
         if engine.client_drafts is not None:
             self.drafts = Drafts(engine, options.client_sessions, options.trusted_proxies)
@@ -129,7 +129,7 @@ class Service:
     def ignored_header(self, names: Sequence[str]) -> dict[str, str]:
         """Return the header that tells a client which parameters are not known, and log those that are new."""
         for name in names:
-            if name not in self._logged_names and len(self._logged_names) < MOST_NAMES_LOGGED:
+            if name not in self._logged_names and len(self._logged_names) < MAX_NAMES_LOGGED:
                 self._logged_names.add(name)
                 _LOG.warning("a request has the parameter %.80r, which is not known and is ignored", name)
         told = [name for name in names if _HEADER_NAME.fullmatch(name)][:8]
@@ -180,9 +180,9 @@ class Service:
         for prompt in asked.prompts:
             submission.check()
             prompts.append(self.encode(prompt, name, asked.add_special_tokens, asked.chat_template_kwargs))
-        limits = [self._most_tokens(asked, len(tokens), name) for tokens in prompts]
-        _check_logprobs(asked, prompts, limits)
-        prediction = asked.prediction and asked.prediction[: self._most_characters]
+        max_new_tokens = [self._max_new_tokens(asked, len(tokens), name) for tokens in prompts]
+        _check_logprobs(asked, prompts, max_new_tokens)
+        prediction = asked.prediction and asked.prediction[: self._max_characters]
         if prediction is not None:
             with _as_answers("prediction"):
                 prediction = self.engine.encode_prediction(prediction)  # once for all texts
@@ -195,10 +195,10 @@ class Service:
             "cache_salt": asked.cache_salt,
             "is_chat": asked.is_chat,
         }
-        for tokens, most in zip(prompts, limits, strict=True):
+        for tokens, count in zip(prompts, max_new_tokens, strict=True):
             seed = secrets.randbits(63) if asked.seed is None else asked.seed
             with _as_answers(name):
-                params = replace(asked.params, max_new_tokens=most, seed=seed)
+                params = replace(asked.params, max_new_tokens=count, seed=seed)
                 for choice in range(asked.n):
                     submission.add(self.engine.submit(tokens, params, choice=choice, **options))
         return prompts
@@ -225,7 +225,7 @@ class Service:
         """
         is_text = isinstance(prompt, str) or isinstance(prompt[0], Mapping)
         length = _characters(prompt) + _characters([chat_template_kwargs or {}]) if is_text else 0
-        if length > self._most_characters:
+        if length > self._max_characters:
             message = (
                 f"{name}: {length} characters, more than {self.engine.capacity} tokens, which is the longest text; shorten it"
             )
@@ -236,20 +236,20 @@ class Service:
                 return self.engine.encode(tokens)
             return self.engine.encode(prompt, chat_template_kwargs)
 
-    def _most_tokens(self, asked: TextRequest, length: int, name: str) -> int:
+    def _max_new_tokens(self, asked: TextRequest, length: int, name: str) -> int:
         """Return how many tokens a text may have after a prompt of ``length``: as asked, as far as there is room for them."""
-        room, least = self.engine.capacity - length, 0 if asked.max_tokens == 0 else 1
-        if room < least:
+        room, minimum = self.engine.capacity - length, 0 if asked.max_tokens == 0 else 1
+        if room < minimum:
             message = (
-                f"{name}: {length} tokens, and at least {least} to generate, are more than {self.engine.capacity}, "
+                f"{name}: {length} tokens, and at least {minimum} to generate, are more than {self.engine.capacity}, "
                 "which is the longest text; shorten it"
             )
             raise RequestError(400, message, param=name, code="context_length_exceeded")
-        most = room if asked.max_tokens is None else min(asked.max_tokens, room)
-        if asked.params.min_new_tokens > most:
-            message = f"min_tokens={asked.params.min_new_tokens}: there is room for {most}; give fewer"
+        count = room if asked.max_tokens is None else min(asked.max_tokens, room)
+        if asked.params.min_new_tokens > count:
+            message = f"min_tokens={asked.params.min_new_tokens}: there is room for {count}; give fewer"
             raise RequestError(400, message, param="min_tokens")
-        return most
+        return count
 
 
 def _characters(prompt: Any) -> int:
@@ -267,19 +267,19 @@ def _characters(prompt: Any) -> int:
     return count
 
 
-def _check_logprobs(asked: TextRequest, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+def _check_logprobs(asked: TextRequest, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> None:
     """Refuse so many log-probabilities that an answer would take hundreds of megabytes.
 
-    ``limits`` are the most tokens that the text of each prompt may have.
+    ``max_new_tokens`` are the most tokens that the text of each prompt may have.
     """
     if asked.logprobs is None:
         return
     read = sum(map(len, prompts)) if asked.echo else 0
-    places = (read + sum(limits)) * asked.n
-    if places * (asked.logprobs + 1) > MOST_LOGPROBS:
+    places = (read + sum(max_new_tokens)) * asked.n
+    if places * (asked.logprobs + 1) > MAX_REQUEST_LOGPROBS:
         message = (
-            f"logprobs: {asked.logprobs} in each of {places} places; a request may have {MOST_LOGPROBS} in all: ask for fewer, "
-            "for fewer tokens, or send fewer prompts at a time"
+            f"logprobs: {asked.logprobs} in each of {places} places; a request may have {MAX_REQUEST_LOGPROBS} in all: ask for "
+            "fewer, for fewer tokens, or send fewer prompts at a time"
         )
         raise RequestError(400, message, param="logprobs", code="too_many_logprobs")
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax
 
-from specjax.drafters.dflash import DFlash
+from specjax.drafters.methods.dflash import DFlash
 from specjax.models.transformer import Target
 from specjax.training.objectives.blocks import DraftedBlocks, TokenMethod
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ConfigError
-from specjax.drafters.dflash2 import DFlash2
+from specjax.drafters.methods.dflash2 import DFlash2
 from specjax.models.transformer import Target
 from specjax.training.objectives.blocks import DraftedBlocks, TokenMethod
 

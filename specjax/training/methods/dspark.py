@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ConfigError
-from specjax.drafters.dflash_config import Markov
-from specjax.drafters.dspark import DSpark
+from specjax.drafters.checkpoints.dflash_config import Markov
+from specjax.drafters.methods.dspark import DSpark
 from specjax.models.transformer import Target
 from specjax.training.objectives.acceptance import AcceptanceLoss, acceptance_loss_by_depth, check_loss
 from specjax.training.objectives.blocks import BlockMethod, DraftedBlocks, falling

@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax
 
-from specjax.drafters.eagle import Eagle
+from specjax.drafters.methods.eagle import Eagle
 from specjax.models.transformer import Target
 from specjax.training.contract import Batch, Metrics
 from specjax.training.objectives.feature_loss import EagleMethod, feature_loss

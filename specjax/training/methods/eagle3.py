@@ -6,7 +6,7 @@ from typing import Literal
 import jax
 
 from specjax.config import ConfigError
-from specjax.drafters.eagle3 import Eagle3
+from specjax.drafters.methods.eagle3 import Eagle3
 from specjax.models.transformer import Target
 from specjax.training import losses
 from specjax.training.contract import Batch, Metrics, StudentInputs

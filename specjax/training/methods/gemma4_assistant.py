@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ConfigError
-from specjax.drafters.gemma4_assistant import AssistantConfig, Gemma4Assistant
-from specjax.drafters.trained import Stored
-from specjax.models import hub
+from specjax.drafters.methods.gemma4_assistant import AssistantConfig, Gemma4Assistant
+from specjax.drafters.trained import open_drafter
 from specjax.models.attention import Piece
 from specjax.models.cache import Entry
 from specjax.models.primitives import linear
@@ -105,7 +104,7 @@ class Gemma4AssistantTraining(TrainingMethod):
                 f"init_from={inputs.init_from!r}: its shape is kept; leave out method.hidden_size, method.intermediate_size, "
                 "method.layers and method.centroids"
             )
-        return Gemma4Assistant.read_config(Stored.of(hub.locate(inputs.init_from)))
+        return Gemma4Assistant.checkpoint_format.read_config(open_drafter(inputs.init_from))
 
     def objective(self, student: Gemma4Assistant, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         """Return the loss in nats, and the metrics."""

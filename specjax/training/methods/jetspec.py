@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ConfigError
-from specjax.drafters.dflash import DFlash
+from specjax.drafters.methods.dflash import DFlash
 from specjax.models.transformer import Target
 from specjax.training.objectives.acceptance import AcceptanceLoss, acceptance_loss_by_depth, check_loss
 from specjax.training.objectives.blocks import BlockMethod, DraftedBlocks

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax.config import ConfigError
-from specjax.drafters.mtp import MTP
+from specjax.drafters.methods.mtp import MTP
 from specjax.models.config import ModelConfig
-from specjax.models.narrow import schemes
+from specjax.models.quantization import schemes
 from specjax.models.transformer import Output, Target
 from specjax.training import losses
 from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ConfigError
-from specjax.drafters.medusa import Medusa
+from specjax.drafters.methods.medusa import Medusa
 from specjax.models.transformer import Target
 from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, Labels, prediction_loss, simulate

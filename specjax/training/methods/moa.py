@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from specjax.config import ConfigError
-from specjax.drafters.mixture_of_attentions import MixtureOfAttentions
+from specjax.drafters.methods.mixture_of_attentions import MixtureOfAttentions
 from specjax.models.cache import Entry
 from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked

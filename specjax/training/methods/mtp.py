@@ -6,10 +6,9 @@ from typing import Literal
 import jax
 
 from specjax.config import ConfigError
-from specjax.drafters.mtp import MTP
-from specjax.drafters.trained import Stored
+from specjax.drafters.methods.mtp import MTP
+from specjax.drafters.trained import open_drafter
 from specjax.errors import InputError
-from specjax.models import hub
 from specjax.models.transformer import Target
 from specjax.training.contract import Batch, Metrics, StudentInputs
 from specjax.training.objectives.ahead import Labels
@@ -70,7 +69,7 @@ class MTPTraining(FeatureMethod):
         if not inputs.init_from:
             return student
         try:
-            earlier = MTP.read_config(Stored.of(hub.locate(inputs.init_from)))
+            earlier = MTP.checkpoint_format.read_config(open_drafter(inputs.init_from))
         except InputError as error:
             raise ConfigError(f"init_from={inputs.init_from!r}: {error}") from None
         return replace(student, config=replace(student.config, experts_joined=earlier.experts_joined))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ConfigError
-from specjax.drafters.peagle import PEagle
+from specjax.drafters.methods.peagle import PEagle
 from specjax.models.attention import Piece
 from specjax.models.cache import Entry
 from specjax.models.transformer import Target

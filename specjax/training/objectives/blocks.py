@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.config import ConfigError
-from specjax.drafters.dflash import DFlash
+from specjax.drafters.methods.dflash import DFlash
 from specjax.models.attention import Piece
 from specjax.models.cache import Entry
 from specjax.models.transformer import Output, Target

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from specjax.config import ConfigError
-from specjax.drafters.eagle3 import Eagle3
+from specjax.drafters.methods.eagle3 import Eagle3
 from specjax.models.transformer import Output, Target
 from specjax.sampling import argmax
 from specjax.shape_checks import shape_checked

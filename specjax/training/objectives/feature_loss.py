@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from specjax.drafters.eagle import Eagle
-from specjax.drafters.eagle_layer_attention import EagleWithLayerAttention
+from specjax.drafters.methods.eagle import Eagle
+from specjax.drafters.methods.eagle_layer_attention import EagleWithLayerAttention
 from specjax.models.transformer import Target
 from specjax.sampling import likeliest
 from specjax.training import losses

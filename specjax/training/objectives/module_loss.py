@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ConfigError
-from specjax.drafters.mtp import MTP
+from specjax.drafters.methods.mtp import MTP
 from specjax.models.transformer import Output, Target
 from specjax.training.contract import Batch, Metrics
 from specjax.training.objectives.ahead import Labels, prediction_loss

@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax.models import config_json
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.families import FAMILIES
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
@@ -67,7 +68,7 @@ def test_of_gemma_4_e2b_no_more_digits_are_lost_than_by_transformers(made, seed)
 def test_what_is_written_is_read_by_transformers_and_here(made, name, tmp_path) -> None:
     one = made(name)
     one.target.save_pretrained(tmp_path)
-    assert config_json.read_config(tmp_path) == one.target.config
+    assert config_json.read_config(CheckpointFiles(tmp_path)) == one.target.config
     np.testing.assert_allclose(zoo.logits(read_by_transformers(tmp_path), one.tokens), one.logits, atol=1e-5)
 
 

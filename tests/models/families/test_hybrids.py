@@ -22,7 +22,7 @@ from specjax.models.transformer import Target
 from specjax.sampling import Sampling
 from tests.conftest import HYBRID, SHAPES, tiny_target
 from tests.models.families import zoo
-from tests.models.narrow.test_families import in_floats
+from tests.models.quantization.test_families import in_floats
 
 NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 LENGTHS = (63, 64, 65, 130)  # about the end of one of the rule's chunks, and beyond the next
@@ -331,44 +331,44 @@ def test_a_missing_tensor_of_a_layer_with_a_state_is_named(made, tmp_path) -> No
         Target.from_pretrained(publish(made("qwen3_5"), tmp_path, without), dtype=np.float32)
 
 
-# --- narrow weights -----------------------------------------------------------------------------------------------------------
+# --- quantized weights --------------------------------------------------------------------------------------------------------
 
 
-NARROW = [(name, weights) for name in NAMES for weights in ("int8", "int4")]
+QUANTIZED = [(name, weights) for name in NAMES for weights in ("int8", "int4")]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "weights"),
-    [pytest.param(*each, marks=pytest.mark.thorough if each != ("qwen3_5", "int8") else ()) for each in NARROW],
+    [pytest.param(*each, marks=pytest.mark.thorough if each != ("qwen3_5", "int8") else ()) for each in QUANTIZED],
 )
 @pytest.mark.usefixtures("compiled_anew")
-def test_narrow_weights_are_those_that_they_stand_for(made, name, weights, monkeypatch) -> None:
+def test_quantized_weights_are_those_that_they_stand_for(made, name, weights, monkeypatch) -> None:
     """As everywhere but on a CPU, where activations are rounded to whole numbers (tests/models/test_products.py says how far):
     these models of random weights make fifty times as much of any rounding, which hides what would be wrong."""
     monkeypatch.setattr(products, "_by_whole_numbers", lambda _, x, weight: products._by_converted(x, weight))
-    narrow = made(name).target.narrow(weights)
-    expected = logits(in_floats(narrow))
-    np.testing.assert_allclose(logits(narrow), expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+    quantized = made(name).target.quantize(weights)
+    expected = logits(in_floats(quantized))
+    np.testing.assert_allclose(logits(quantized), expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "weights"), NARROW)
-def test_narrow_weights_are_decoded_losslessly(made, name, weights) -> None:
-    narrow = made(name).target.narrow(weights)
-    plain, drafted = (texts(generated(narrow, drafter, (63, 65)), (63, 65)) for drafter in (None, PromptLookup(draft=5)))
+@pytest.mark.parametrize(("name", "weights"), QUANTIZED)
+def test_quantized_weights_are_decoded_losslessly(made, name, weights) -> None:
+    quantized = made(name).target.quantize(weights)
+    plain, drafted = (texts(generated(quantized, drafter, (63, 65)), (63, 65)) for drafter in (None, PromptLookup(draft=5)))
     assert plain == drafted
 
 
-@pytest.mark.represents("narrow weights of hybrids")
-def test_a_narrow_hybrid_is_written_and_read(made, tmp_path) -> None:
+@pytest.mark.represents("quantized weights of hybrids")
+def test_a_quantized_hybrid_is_written_and_read(made, tmp_path) -> None:
     one = made("qwen3_5")
-    narrow = str(tmp_path / "narrow")
-    assert main(["convert", "--target", str(one.directory), "--output", narrow, "--quantize", "int8"]) == 0
-    read = Target.from_pretrained(narrow, dtype=np.float32)
+    quantized = str(tmp_path / "quantized")
+    assert main(["convert", "--target", str(one.directory), "--output", quantized, "--quantize", "int8"]) == 0
+    read = Target.from_pretrained(quantized, dtype=np.float32)
     assert read.params["layers"][0]["q"].values.dtype == read.params["layers"][0]["z"].values.dtype == np.int8
     assert read.params["layers"][0]["conv_q"].dtype == read.params["layers"][0]["log_rate"].dtype == np.float32
-    jax.tree.map(np.testing.assert_array_equal, read.params["layers"], one.target.narrow("int8").params["layers"])
+    jax.tree.map(np.testing.assert_array_equal, read.params["layers"], one.target.quantize("int8").params["layers"])
 
 
 def rounded_to_fp8(tensors, block: int = 128):
@@ -401,10 +401,10 @@ def widened_again(tensors):
 def test_a_checkpoint_in_fp8_is_read_with_its_fused_projections(made, name, tmp_path) -> None:
     one = made(name)
     said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    for kind in ("narrow", "wide"):
+    for kind in ("quantized", "wide"):
         (tmp_path / kind).mkdir()
     edit = (lambda t: rounded_to_fp8(with_single_experts(t))), (lambda t: widened_again(with_single_experts(t)))
-    narrow = publish(one, tmp_path / "narrow", edit[0], quantization_config=said)
+    quantized = publish(one, tmp_path / "quantized", edit[0], quantization_config=said)
     wide = publish(one, tmp_path / "wide", edit[1])
-    read, expected = (Target.from_pretrained(path, dtype=np.float32) for path in (narrow, wide))
+    read, expected = (Target.from_pretrained(path, dtype=np.float32) for path in (quantized, wide))
     np.testing.assert_allclose(logits(read), logits(expected), atol=1e-4)

@@ -22,7 +22,7 @@ from specjax.serving.handle import Handle, RowProgress
 from specjax.serving.http import app, requests, responses, run, service
 from specjax.serving.http.app import make_app
 from specjax.serving.http.protocol import ConnectionLimits
-from specjax.serving.http.service import MOST_NAMES_LOGGED, AppOptions, Service
+from specjax.serving.http.service import MAX_NAMES_LOGGED, AppOptions, Service
 from specjax.serving.http.tokens import TokenTexts
 from specjax.text import GrowingText
 from tests.serving.http.made_up import CAPACITY, Characters, MadeUpEngine, read_more, running, serving, wait_until
@@ -342,7 +342,7 @@ def test_a_client_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     service = service_of(MadeUpEngine())
     for begin in (0, 200, 400):
         ask(service, **{f"name{begin + number}": 1 for number in range(200)})
-    assert len(caplog.records) == MOST_NAMES_LOGGED
+    assert len(caplog.records) == MAX_NAMES_LOGGED
 
 
 # --- other paths -----------------------------------------------------------------------------------------------------
@@ -629,7 +629,7 @@ def test_a_request_whose_texts_do_not_all_fit_begins_none_of_them() -> None:
 
 def test_log_probabilities_are_bounded_also_where_no_limit_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = MadeUpEngine()
-    monkeypatch.setattr(service, "MOST_LOGPROBS", 3 * 60)
+    monkeypatch.setattr(service, "MAX_REQUEST_LOGPROBS", 3 * 60)
     user = [{"role": "user", "content": "a" * (CAPACITY - 60 - len("user:\n"))}]
     for more in ({"top_logprobs": 3}, {"top_logprobs": 2, "n": 2}, {"top_logprobs": 3, "max_tokens": 10**6}):
         assert refused(chat(engine, messages=user, logprobs=True, **more), 400)["code"] == "too_many_logprobs"
@@ -697,7 +697,7 @@ def test_an_error_about_settings_of_the_template_names_them() -> None:
     engine = MadeUpEngine()
 
     def encode(prompt: Any, settings: Any) -> list[int]:
-        raise InputError("chat_template_kwargs: without {'mood': 1} it would do, but: messages: no such mood")
+        raise InputError("chat_template_kwargs: {'mood': 1} cause an error: messages: no such mood")
 
     engine.encode = encode  # pyright: ignore[reportAttributeAccessIssue]
     assert refused(chat(engine, chat_template_kwargs={"mood": 1}), 400)["param"] == "chat_template_kwargs"
@@ -721,7 +721,7 @@ def test_of_an_answer_in_channels_the_content_is_the_final_one(harmony, said: st
     prompt, tokens = ids_of(harmony, ASKED), ids_of(harmony, said)
     request = SimpleNamespace(prompt_length=len(prompt), cached=0)
     growing = GrowingText(harmony, prompt, is_chat=True)
-    handle = Handle(lambda _: None, request, {"eos": ids_of(harmony, "<|return|><|call|>")}, growing)  # pyright: ignore
+    handle = Handle(lambda _: None, request, {"stop_token_ids": ids_of(harmony, "<|return|><|call|>")}, growing)  # pyright: ignore
     for at in range(0, max(len(tokens), 1), 2):
         new = tokens[at : at + 2]
         handle.deliver(RowProgress(new, [True] * len(new), done=at + 2 >= len(tokens)))

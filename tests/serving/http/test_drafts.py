@@ -379,7 +379,7 @@ def test_a_slow_reader_is_cut_off_and_costs_little():
             again = framed(wire.encode(draft(session, PROMPT)))
             assert sends_until_reset(made, again * 50)
         wait_until(lambda: drafts.statistics.away == 1)
-        assert drafts.statistics.bytes_down < 2 * drafts.sessions.terms.most_unsent
+        assert drafts.statistics.bytes_down < 2 * drafts.sessions.terms.max_unsent_bytes
         assert goes_on(address)
 
 
@@ -391,7 +391,7 @@ def test_pings_whose_answers_nobody_reads():
 
 
 def test_a_message_in_too_many_parts(monkeypatch):
-    monkeypatch.setattr(protocol, "MOST_PARTS", 100)
+    monkeypatch.setattr(protocol, "MAX_PARTS", 100)
     with serving() as (_, address):
         with handshaken(address) as made:
             made.sendall(framed(b"", is_last=False) + framed(b"", 0, is_last=False) * 200)

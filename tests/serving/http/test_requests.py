@@ -14,7 +14,7 @@ from specjax.serving.http import requests
 from specjax.serving.http.errors import RequestError
 from specjax.serving.http.requests import IGNORED, UNSUPPORTED, Limits, read_chat, read_completion, read_tokenize
 
-LIMITS = Limits(names=("tiny", "other"), vocab_size=100, own_ends=(2, 3))
+LIMITS = Limits(names=("tiny", "other"), vocab_size=100, eos_token_ids=(2, 3))
 COMPLETION = {"model": "tiny", "prompt": "import os"}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 READERS = {"completion": (read_completion, COMPLETION), "chat": (read_chat, CHAT)}

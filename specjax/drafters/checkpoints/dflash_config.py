@@ -1,0 +1,200 @@
+"""The shape of a DFlash drafter and its kin, DSpark and DFlash2, and their parameters."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from specjax.drafters.draft_vocabulary import declare_d2t
+from specjax.errors import InputError
+from specjax.models import params as declarations
+from specjax.models.config import ModelConfig
+from specjax.models.params import Param, Params, matrix, norm
+
+Markov = Literal["vanilla", "gated", "rnn"]
+"""What the head makes of the token before: one vector of it; the same, weighed by a gate that reads the state; or the state of
+a recurrent cell that has read all tokens of the block."""
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """The shape of a `DFlash`; with heads, of a `DSpark`; with convolutions and a selector, of a `DFlash2`.
+
+    Attributes:
+        layer: of its layers, those of a Qwen3; ``vocab_size`` is the target's.
+        block_size: tokens of a block, the anchor included.
+        mask_token_id: the token that stands where nothing is drafted yet.
+        taps: the target's layers whose *input* it reads, ascending; the number after the last is that one's output.
+        draft_vocab_size: tokens that it can draft, Vd.
+        causal: tokens of a block see those before them, and not all of the block (JetSpec).
+        from_anchor: the anchor predicts the first drafted token; otherwise the token after it does, and the anchor nothing.
+        window_of_block: a window is counted from the anchor, for all tokens of a block alike, and has so many tokens before it;
+            otherwise from each token, and has that one among them.
+        causal_in_window: as ``causal``, in layers with a window.
+        own_ids: whether a table says which of the target's tokens each of its own is; otherwise they are the same.
+        own_embedding: whether it brings an embedding, and does not use the target's.
+        own_head: whether it brings a head, and does not use the target's.
+        markov_rank: of the matrix by which the token before changes the logits of the next; 0: nothing does.
+        markov: see `Markov`.
+        confidence: whether a head says how likely each token of a draft is to be accepted.
+        confidence_of_token: whether that head reads the token before, too.
+        conv_kernel_size: tokens that a convolution around attention or MLP reads: one of a block and those before it; 0: none.
+        conv_group_size: channels that share what a place adds to the kernel of its convolution.
+        selector_rank: of the codebooks by which the selector scores candidates; 0: there is no selector.
+        selector_top_k: candidates at each place, K: the likeliest tokens by the block's logits.
+        input_embedding_scale: factor of the embeddings of a block's tokens, on top of the target's own where it has one.
+        output_multiplier: factor of the products with the head's columns, see `scales_logits`.
+        final_logit_softcapping: bound of the logits after that factor, ``cap * tanh(logits / cap)``; None: there is none.
+        target_layers: layers of the target, where that is known: SpecForge asks for their number. Nothing is computed from it,
+            and shapes that differ in it alone are equal.
+    """
+
+    layer: ModelConfig
+    block_size: int
+    mask_token_id: int
+    taps: tuple[int, ...]
+    draft_vocab_size: int
+    causal: bool = False
+    from_anchor: bool = False
+    window_of_block: bool = False
+    causal_in_window: bool = False
+    own_ids: bool = False
+    own_embedding: bool = False
+    own_head: bool = False
+    markov_rank: int = 0
+    markov: Markov = "vanilla"
+    confidence: bool = False
+    confidence_of_token: bool = False
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    target_layers: int | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 + (not self.from_anchor):
+            raise InputError(f"block_size={self.block_size}: leaves no token to draft")
+        if not 0 <= self.mask_token_id < self.layer.vocab_size:
+            raise InputError(f"mask_token_id={self.mask_token_id}: must be one of the target's {self.layer.vocab_size} tokens")
+        if not self.taps or list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0:
+            raise InputError(f"taps={self.taps}: must name layers of the target, ascending, and each once")
+        if self.own_ids and not self.own_head:
+            raise InputError("lm_head is missing: a drafter with a vocabulary of its own needs a head of its own")
+        if self.confidence_of_token and not (self.confidence and self.markov_rank):
+            raise InputError("confidence_head_with_markov: needs a confidence head, and a Markov head of a rank above 0")
+        for name, value in self.changed_factors.items():
+            if value is None or not 0 < value < math.inf:
+                raise InputError(f"{name}={value}: must be a finite number above 0")
+            if self.own_embedding or self.own_head:
+                raise InputError(f"{name}={value}: is for a drafter that uses its target's embedding and head; leave it out")
+        if any(self._of_dflash2.values()):
+            self._check_dflash2()
+
+    @property
+    def _of_dflash2(self) -> dict[str, int]:
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        return {name: getattr(self, name) for name in names}
+
+    def _check_dflash2(self) -> None:
+        size, group, _, top_k = self._of_dflash2.values()
+        if min(self._of_dflash2.values()) < 1:
+            said = ", ".join(f"{name}={value}" for name, value in self._of_dflash2.items())
+            raise InputError(f"{said}: a DFlash2 has convolutions and a selector; each must be at least 1")
+        if size > self.block_size:
+            raise InputError(f"conv_kernel_size={size}: must be at most block_size={self.block_size}")
+        if self.layer.hidden_size % group:
+            raise InputError(f"conv_group_size={group}: must divide the hidden size, {self.layer.hidden_size}")
+        if top_k > self.layer.vocab_size:
+            raise InputError(f"selector_top_k={top_k}: must be at most the number of tokens, {self.layer.vocab_size}")
+        if self.layer.model_type != "qwen3":
+            raise InputError(f"model_type={self.layer.model_type!r}: the layers of a DFlash2 are those of a 'qwen3'")
+        if self.own_ids:
+            raise InputError("d2t: a DFlash2 drafts any of its target's tokens, and has no vocabulary of its own")
+        if self.has_heads:
+            raise InputError("a DFlash2 has neither a Markov head nor a confidence head: its selector is in their place")
+
+    @property
+    def depth(self) -> int:
+        """Most tokens of a draft."""
+        return self.block_size - (not self.from_anchor)
+
+    @property
+    def changed_factors(self) -> dict[str, float]:
+        """Those factors and bounds of embeddings and logits that change something, by name."""
+        unchanged = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
+        return {name: getattr(self, name) for name, value in unchanged.items() if getattr(self, name) != value}
+
+    @property
+    def scales_logits(self) -> bool:
+        """Whether its logits have a factor or a bound of its own. These take the place of the target's: a drafter without them
+        has logits as the target's head makes them."""
+        return self.output_multiplier != 1.0 or self.final_logit_softcapping is not None
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether it is a DSpark's."""
+        return self.markov_rank > 0 or self.confidence
+
+    @property
+    def has_selector(self) -> bool:
+        """Whether it is a DFlash2's."""
+        return self.selector_rank > 0
+
+
+def default_taps(layers: int, count: int) -> tuple[int, ...]:
+    """``count`` taps of a target with so many layers, as z-lab spreads them: from the output of its second layer to that of its
+    last but two. A target of fewer than 7 layers has them spread over all of it, fewer where there are not so many."""
+    if count == 1:
+        return (layers // 2 + 1,)
+    first, last = (1, layers - 3) if layers >= 7 else (0, layers - 1)
+    return tuple(sorted({1 + round(first + i * (last - first) / (count - 1)) for i in range(count)}))
+
+
+def declare(config: DFlashConfig, layout: str) -> Params:
+    """Return the `Param` declarations; the names are the same in all layouts."""
+    layer, hidden, rank = config.layer, config.layer.hidden_size, config.markov_rank
+    own = (hidden, None)
+    tree: Params = {
+        "layers": [_declare_layer(config, i) for i in range(layer.num_layers)],
+        "fc": matrix("fc", (len(config.taps) * hidden, None), own),
+        "hidden_norm": norm("hidden_norm", hidden),
+        "norm": norm("norm", hidden),
+    }
+    if config.own_embedding:
+        tree["embed"] = Param((layer.vocab_size, hidden), ("vocab", None), "embed_tokens.weight")
+    if config.own_head:
+        tree["lm_head"] = matrix("lm_head", own, (config.draft_vocab_size, "draft_vocab"))
+    if config.own_ids:
+        tree["d2t"] = declare_d2t(config.draft_vocab_size)
+    if rank:
+        tree["markov_in"] = Param((layer.vocab_size, rank), ("vocab", None), "markov_head.markov_w1.weight")
+        tree["markov_out"] = matrix("markov_head.markov_w2", (rank, None), (config.draft_vocab_size, "draft_vocab"))
+    if rank and config.markov != "vanilla":
+        name, inputs, outputs = ("gate", 1, 1) if config.markov == "gated" else ("joint", 2, 3)
+        tensor = f"markov_head.{name}_proj"
+        tree[f"markov_{name}"] = matrix(tensor, (hidden + inputs * rank, None), (outputs * rank, None))
+        tree[f"markov_{name}_bias"] = Param((outputs * rank,), (None,), f"{tensor}.bias", "zeros")
+    if config.confidence:
+        tree["confidence"] = matrix("confidence_head.proj", (hidden + rank * config.confidence_of_token, None), (1, None))
+        tree["confidence_bias"] = Param((1,), (None,), "confidence_head.proj.bias", "zeros")
+    if config.has_selector:
+        name, codebook = "candidate_selector", (layer.vocab_size, config.selector_rank)
+        tree["predecessors"] = Param(codebook, ("vocab", None), f"{name}.predecessor_codebook")
+        tree["successors"] = Param(codebook, ("vocab", None), f"{name}.successor_codebook")
+        tree["selector"] = matrix(f"{name}.hidden_projection", own, (config.selector_rank, None))
+    return tree
+
+
+def _declare_layer(config: DFlashConfig, index: int) -> Params:
+    prefix, hidden, kernel_size = f"layers.{index}.", config.layer.hidden_size, config.conv_kernel_size
+    declared: Params = declarations.declare_layer(config.layer, prefix, index)
+    if not kernel_size:
+        return declared
+    kernels = 2 * kernel_size * (hidden // config.conv_group_size)  # of the convolution before the part and of that after it
+    for part in ("attention", "mlp"):
+        name = f"{prefix}{part}_conv"
+        declared[f"{part}_conv"] = replace(matrix(f"{name}.kernel_projection", (hidden, None), (kernels, None)), init="zeros")
+        declared[f"{part}_conv_base"] = Param((2, kernel_size, hidden), (None, None, None), f"{name}.base_kernel", "zeros")
+    return declared

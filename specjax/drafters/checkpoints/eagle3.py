@@ -1,0 +1,358 @@
+"""EAGLE-3's parameters, and the two layouts in which its checkpoints are published.
+
+``eagle3`` is the layout of SafeAILab, SpecForge and SGLang: the first layer's tensors begin with ``midlayer.``, config.json is
+a Llama model's with a few fields more, and ``eagle_config`` names the layers whose *output* is read. ``speculators`` is that
+of the speculators package and vLLM: ``layers.0.``, the layer's sizes in ``transformer_layer_config``, and the layers whose
+*input* is read. ModelOpt writes the first kind of config.json and the second kind of names, and NVIDIA's drafters for gpt-oss
+may have no ``lm_head``, or no ``fc``: these read the target's last hidden state.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from specjax.drafters.draft_vocabulary import DraftVocabulary, declare_d2t
+from specjax.drafters.trained import LEFT_OVER, CheckpointFormat, TrainedDrafter
+from specjax.errors import InputError
+from specjax.models import config_json
+from specjax.models import params as declarations
+from specjax.models.checkpoint_files import CheckpointFiles
+from specjax.models.config import ModelConfig
+from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, whole
+from specjax.models.params import Param, Params, matrix, norm
+
+_FIRST_LAYER: dict[str, str] = {"eagle3": "midlayer.", "speculators": "layers.0."}
+"""How the names of the first layer's tensors begin."""
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """The shape of an `Eagle3`.
+
+    Attributes:
+        layer: of its decoder layers; ``vocab_size`` is the target's.
+        draft_vocab_size: tokens that it can draft, Vd.
+        target_hidden_size: of the target's layers.
+        tap_count: how many of the target's layers it reads; 0: none, and its feature is the target's last hidden state, after
+            the final norm.
+        taps: those whose *input* it reads, in the order in which they are joined; None: `default_taps` of the target.
+        norm_before_residual: the first layer adds to the state that it has normed, not to the state as it came.
+        norm_before_fc: one norm over all taps together.
+        fc_norm: a norm of its own for each tap (EAGLE-3.1).
+        norm_output: the state is fed back after the final norm (EAGLE-3.1), not before.
+        own_embedding: whether it brings an embedding, and does not use the target's.
+        own_ids: whether a table says which of the target's tokens each of its own is; otherwise they are the same.
+        own_head: whether it brings a head, and does not use the target's.
+    """
+
+    layer: ModelConfig
+    draft_vocab_size: int
+    target_hidden_size: int
+    tap_count: int = 3
+    taps: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+    own_ids: bool = True
+    own_head: bool = True
+
+    def __post_init__(self) -> None:
+        if self.norm_before_fc and self.fc_norm:
+            raise InputError("norm_before_fc and fc_norm exclude each other: one norm over all taps, or one for each")
+        if self.taps is not None and len(self.taps) != self.tap_count:
+            raise InputError(f"taps={self.taps}: the weights are made for {self.tap_count} layers of the target")
+        if self.layer.hidden_size != self.target_hidden_size and not self.own_embedding:
+            raise InputError(
+                f"hidden_size={self.layer.hidden_size} and the target's is {self.target_hidden_size}: such a drafter needs an "
+                "embedding of its own, and has none"
+            )
+        own = (self.layer.hidden_size, self.draft_vocab_size, self.own_ids)
+        if not self.own_head and own != (self.target_hidden_size, self.layer.vocab_size, False):
+            raise InputError("lm_head is missing, and the target's can only be used for states and tokens as the target's")
+        if not self.tap_count and (self.layer.hidden_size != self.target_hidden_size or self.norm_before_fc or self.fc_norm):
+            raise InputError("fc is missing: without it only states of the drafter's own size can be read, and no norm of them")
+
+    def taps_of(self, layers: int) -> tuple[int, ...]:
+        """The taps of a target with ``layers`` layers, in the order in which they are joined.
+
+        Ids in ``eagle_config`` are of layers whose output is read. Some drafters for gpt-oss count as `taps` does there, which
+        shows only where their last id would be that of the output of a layer behind the target's last.
+        """
+        if self.taps is None:
+            return default_taps(layers) if self.tap_count else ()
+        shift = int(max(self.taps, default=0) == layers + 1)
+        return tuple(tap - shift for tap in self.taps)
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The taps of a target with so many layers: low, middle and high, as in the published code: 2, L // 2 and L - 3.
+
+    A target of fewer than 7 layers has no three such layers. Then they are spread evenly, from the output of its first layer to
+    that of its last: three of them, or as many as there are.
+    """
+    if layers >= 7:
+        return (2, layers // 2, layers - 3)
+    return tuple(sorted({round(tap) for tap in np.linspace(1, layers, 3).tolist()}))
+
+
+def declare(config: Eagle3Config, layout: str) -> Params:
+    """The `Param` declarations, with the names of ``layout``."""
+    layer, hidden = config.layer, config.layer.hidden_size
+    first, fused = _FIRST_LAYER[layout], config.tap_count * config.target_hidden_size
+
+    layers = [declarations.declare_layer(layer, f"layers.{i}." if i else first) for i in range(layer.num_layers)]
+    layers[0]["hidden_norm"] = norm(f"{first}hidden_norm", hidden)
+    for name in ("q", "k", "v"):  # which read an embedding beside the state
+        inputs, outputs = layers[0][name].shape
+        layers[0][name] = replace(layers[0][name], shape=(2 * inputs, outputs))
+    tree: Params = {
+        "layers": layers,
+        "norm": norm("norm", hidden),
+    }
+    if config.tap_count:
+        tree["fc"] = matrix("fc", (fused, None), (hidden, None))
+    if config.own_head:
+        tree["lm_head"] = matrix("lm_head", (hidden, None), (config.draft_vocab_size, "draft_vocab"))
+    if config.norm_before_fc:
+        tree["input_norm"] = norm("input_norm", fused)
+    if config.fc_norm:
+        tree["fc_norm"] = [norm(f"fc_norm.{i}", config.target_hidden_size) for i in range(config.tap_count)]
+    if config.own_embedding:
+        tree["embed"] = Param((layer.vocab_size, hidden), ("vocab", None), "embed_tokens.weight")
+    if config.own_ids:
+        tree["d2t"] = declare_d2t(config.draft_vocab_size)
+    return tree
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    """Return whether a checkpoint is an EAGLE-3 drafter's; see `CheckpointFormat`."""
+    named = raw.get("architectures")
+    by_name = isinstance(named, list) and any("eagle3" in str(name).lower() for name in named)
+    return by_name or raw.get("speculators_model_type") == "eagle3" or "draft_vocab_size" in raw
+
+
+def layout_of(stored: CheckpointFiles) -> str:
+    """By how the first layer's tensors are called."""
+    return "eagle3" if "midlayer.self_attn.q_proj.weight" in stored.shapes else "speculators"
+
+
+def _ids(default: Any = None) -> Field:
+    def accepts(value: Any) -> bool:
+        return isinstance(value, list) and 0 < len(value) <= 64 and all(type(i) is int and -1 <= i < 10_000 for i in value)
+
+    return Field("a list of at most 64 layer numbers", accepts, default)
+
+
+def _is_no(value: Any) -> bool:
+    return value is False
+
+
+_FLAGS: dict[str, Field] = {
+    name: flag(default=False) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+}
+_FIELDS: dict[str, Field] = {
+    "draft_vocab_size": whole(1, 10_000_000, default=None),
+    "target_hidden_size": whole(1, 1_000_000, default=None),
+    "eagle_aux_hidden_state_layer_ids": _ids(),
+    "eagle_config": mapping(default=None),
+    "transformer_layer_config": mapping(default=None),
+}
+_NESTED: dict[str, Field] = {  # in eagle_config
+    "use_aux_hidden_state": flag(default=True),
+    "return_hidden_post_norm": flag(default=False),
+    "eh_proj_before_attn": Field("left out, or false: one projection of state and embedding is another drafter", _is_no, False),
+}
+_LAYER_DEFAULTS: dict[str, dict[str, Any]] = {  # speculators leaves out what equals transformers' defaults
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "qwen3": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+}
+
+
+def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> Eagle3Config:
+    """The shape of a checkpoint in either layout.
+
+    Args:
+        stored: the checkpoint.
+        raw: is read in place of what config.json holds; None: config.json is read.
+
+    Raises:
+        CheckpointError: a field is not as it must be, or counts what there are no tensors of; ``d2t`` or ``t2d`` is missing.
+    """
+    raw, source, shapes, layout = stored.raw if raw is None else raw, stored.file, stored.shapes, layout_of(stored)
+    fields = check_fields(raw, _FIELDS, source)
+    nested, described = fields["eagle_config"] or {}, fields["transformer_layer_config"]
+    flags = check_fields({**nested, **raw}, _FLAGS, source)
+    how = check_fields(nested, _NESTED, source, "eagle_config.")
+    flags["norm_output"] |= how["return_hidden_post_norm"]
+    if described is None:
+        layer = config_json.parse_drafter_config(raw, source)
+    else:
+        kind = described.get("model_type", "qwen3")  # as speculators reads it
+        layer = config_json.parse_drafter_config(
+            {**_LAYER_DEFAULTS.get(kind, {}), "model_type": kind, **described}, f"{source}: transformer_layer_config"
+        )
+    first = _FIRST_LAYER[layout]
+    if f"{first}self_attn.q_proj.weight" not in shapes:
+        raise CheckpointError(
+            f"{source}: there is no 'midlayer.self_attn.q_proj.weight' and no 'layers.0.self_attn.q_proj.weight': "
+            "these are not the weights of an EAGLE-3 drafter"
+        )
+    # In the layout `eagle3` the first layer has a name in place of its number.
+    found = stored.numbered("layers.") + (layout == "eagle3")
+    stored.check_count("num_hidden_layers", layer.num_layers, found, "layers")
+    layer = config_json.with_switches(layer, shapes, first)
+    target_hidden = fields["target_hidden_size"] or layer.hidden_size
+    fused = shapes.get("fc.weight", (0, 0))[-1] if how["use_aux_hidden_state"] else 0
+    if how["use_aux_hidden_state"] and (fused == 0 or fused % target_hidden):
+        raise CheckpointError(
+            f"{source}: fc.weight reads {fused} numbers, which is no multiple of the target's hidden size {target_hidden}: "
+            "set target_hidden_size"
+        )
+    config = Eagle3Config(
+        layer=layer,
+        draft_vocab_size=fields["draft_vocab_size"] or layer.vocab_size,
+        target_hidden_size=target_hidden,
+        tap_count=fused // target_hidden,
+        taps=_read_taps(fields, nested, source) if fused else (),
+        **flags | {name: flags[name] or tensor in shapes for name, tensor in _NORM_TENSORS.items()},
+        own_embedding="embed_tokens.weight" in shapes,
+        own_ids="d2t" in shapes,
+        own_head="lm_head.weight" in shapes or fields["draft_vocab_size"] is not None,
+    )
+    if config.fc_norm and (norms := stored.numbered("fc_norm.")) != config.tap_count:
+        raise CheckpointError(
+            f"{source}: fc.weight joins {config.tap_count} layers of the target, but there are tensors of {norms} norms "
+            "fc_norm.*, one for each: give the configuration and the weights of one model"
+        )
+    if config.draft_vocab_size != layer.vocab_size or {"d2t", "t2d"} & shapes.keys():
+        # ModelOpt leaves out t2d, which follows from d2t; the eagle3 layout always has both.
+        needed = ("d2t", "t2d") if layout == "eagle3" else ("d2t",)
+        DraftVocabulary(config.draft_vocab_size, layer.vocab_size).check_stored(shapes, stored.directory, needed)
+    return config
+
+
+_NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
+
+
+def _read_taps(fields: Mapping[str, Any], nested: Mapping[str, Any], source: str) -> tuple[int, ...] | None:
+    """The layers whose input is read. Inside ``eagle_config`` stand the layers whose output is."""
+    if (entering := fields["eagle_aux_hidden_state_layer_ids"]) is not None:
+        return tuple(entering)
+    table = {"eagle_aux_hidden_state_layer_ids": _ids()}
+    left = check_fields(nested, table, source, "eagle_config.")["eagle_aux_hidden_state_layer_ids"]
+    return None if left is None else tuple(layer + 1 for layer in left)
+
+
+def left_over(config: Eagle3Config, stored: CheckpointFiles) -> Collection[str]:
+    """Return patterns of the tensors that are not read."""
+    unread = () if config.tap_count else ("fc.weight",)
+    return (*LEFT_OVER, "verifier_norm.weight", "verifier_lm_head.weight", *unread)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+    """Return the fields of config.json in ``layout``.
+
+    ``target`` names the target, a directory or hub id: speculators and vLLM read there what to draft for.
+    """
+    if layout == "speculators":
+        return format_speculators(drafter.config, dtype, target)
+    return format_eagle3(drafter.config, dtype)
+
+
+def _flags(config: Eagle3Config) -> dict[str, bool]:
+    return {name: getattr(config, name) for name in _FLAGS}
+
+
+def format_eagle3(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+    """Return the fields of config.json in the layout ``eagle3``."""
+    content = config_json.format_config(config.layer, dtype) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config.draft_vocab_size if config.own_head else None,
+        "target_hidden_size": config.target_hidden_size,
+        **_flags(config),
+    }
+    if not config.tap_count:
+        content["eagle_config"] = {"use_aux_hidden_state": False}
+    elif (outputs := _left(config)) is not None:
+        content["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs}
+    return content
+
+
+def format_speculators(config: Eagle3Config, dtype: str, target: str) -> dict[str, Any]:
+    """Return the fields of config.json in the layout ``speculators``."""
+    if not (config.own_head and config.tap_count):
+        raise InputError("layout='speculators': has an fc and an lm_head, and this drafter lacks one: write it as 'eagle3'")
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.2.0",
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        **_flags(config),
+        "eagle_aux_hidden_state_layer_ids": _entered(config),
+        "transformer_layer_config": config_json.format_config(config.layer, dtype),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+            "verifier": {"name_or_path": target or None, "architectures": []},
+        },
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def describe(drafter: TrainedDrafter, layout: str) -> str:
+    """Return a line on what `format_config` writes: which layers' ids, and what they mean."""
+    config: Eagle3Config = drafter.config
+    if layout == "speculators":
+        return f"eagle_aux_hidden_state_layer_ids={_entered(config)}: the layers that are entered"
+    return f"eagle_config.eagle_aux_hidden_state_layer_ids={_left(config)}: the layers whose output is read"
+
+
+def _entered(config: Eagle3Config) -> list[int] | None:
+    """The layers whose input is read, as speculators counts them."""
+    return None if config.taps is None else list(config.taps)
+
+
+def _left(config: Eagle3Config) -> list[int] | None:
+    """The same, as the layers whose output is read."""
+    return None if config.taps is None else [tap - 1 for tap in config.taps]
+
+
+FORMAT = CheckpointFormat(
+    title="an EAGLE-3 drafter",
+    layouts=("eagle3", "speculators"),
+    recognises=recognises,
+    read_config=read_config,
+    declare=declare,
+    axis_units=lambda config: config.layer.axis_units | {"draft_vocab": config.draft_vocab_size},
+    format_config=format_config,
+    layout_of=layout_of,
+    left_over=left_over,
+    reduced_vocabulary=DraftVocabulary.of,
+    describe=describe,
+)

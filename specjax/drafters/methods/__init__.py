@@ -1,0 +1,1 @@
+"""The methods of drafting, one file each."""

@@ -1,0 +1,153 @@
+"""Self-speculation with a compressed cache (MagicDec, Sadhukhan et al. 2024, arXiv 2408.11049).
+
+The target drafts for itself, over a small part of what it remembers: so a drafted token costs the target's weights, and hardly
+any keys and values. Where reading these takes most of the time, with long contexts and many rows, that is far less than a step
+of the target, and the more so the more rows there are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from specjax.drafters.base import Committed, Drafter, DraftingReads
+from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
+from specjax.drafters.expansion import draft_with
+from specjax.drafts.draft import Draft, Verdict
+from specjax.drafts.shapes import Chain, DraftShape
+from specjax.errors import InputError
+from specjax.models.attention import attention_paid
+from specjax.models.cache import Entry, KVCache, PagedCache, RingCache
+from specjax.models.layers import normed, queries
+from specjax.models.rope import rotations
+from specjax.models.transformer import Target
+from specjax.sampling import RowSampling
+
+
+@struct.dataclass
+class CompressedCache(Drafter[RingCache]):
+    """Drafts with the target itself over a cache of few slots. Needs no weights of its own.
+
+    Rows shorter than the budget keep everything, and their drafts are the target's own tokens. After every verdict the accepted
+    tokens' keys and values are copied from the target's pass. Layers with a sliding window see all that is kept: of such a
+    target the drafts are a little further off.
+
+    Attributes:
+        budget: slots of a row in each layer.
+        scheme: which tokens have them: `Streaming` or `SnapKV`.
+        draft: the shape of its drafts, any of `specjax.drafts.shapes`.
+
+    Examples:
+        >>> drafter = specjax.CompressedCache(budget=8, scheme=specjax.SnapKV(window=3))
+        >>> drafter.check(target)  # `generate` does so, too
+        >>> print(drafter.draft_shape)
+        chain of 4
+        >>> specjax.CompressedCache(budget=4).check(target)
+        Traceback (most recent call last):
+        specjax.errors.InputError: budget=4: the 4 sinks and the newest token need 5
+    """
+
+    budget: int = struct.field(pytree_node=False, default=256)
+    scheme: Scheme = struct.field(pytree_node=False, default=Streaming())
+    draft: DraftShape | int = struct.field(pytree_node=False, default=Chain(4))
+    grows_trees: ClassVar[bool] = True
+
+    def check(self, target: Target) -> None:
+        if not isinstance(self.scheme, Streaming | SnapKV):
+            raise InputError(f"CompressedCache(scheme={self.scheme!r}): give Streaming() or SnapKV()")
+        self.scheme.check(self.budget)
+        if target.config.mla is not None:
+            raise InputError(
+                f"CompressedCache(scheme={self.scheme}): the target ({target.config.model_type}) remembers latents, which are "
+                "small already, and not keys and values: give a target with ordinary attention, or another drafter"
+            )
+        if target.config.linear_layers:
+            raise InputError(
+                f"CompressedCache(scheme={self.scheme}): layers of the target ({target.config.model_type}) keep a state, of "
+                "which no part can be left out: give a target with ordinary attention, or another drafter"
+            )
+
+    def start(self, target: Target, batch: int, capacity: int) -> RingCache:
+        return target.new_ring(batch, self.budget, self.scheme.kept(self.budget))
+
+    def prompts_read(self, target: Target, state: RingCache, tokens: jax.Array, cache: KVCache | PagedCache) -> RingCache:
+        length = cache.length
+        if isinstance(self.scheme, SnapKV):
+            state = replace(state, base=jnp.where(length > self.budget, length - self.scheme.window, state.kept))
+        positions = jnp.clip(state.newest_at(length), 0, cache.capacity - 1)
+        if isinstance(self.scheme, Streaming) or self.budget >= tokens.shape[1]:
+            return replace(state, layers=cache.gather(positions), length=length)
+        paid = _paid_by_last(target, tokens, cache, self.scheme.window)
+        layers = []
+        for layer, entry in enumerate(cache.layers):
+            if not entry:  # it reads another layer's
+                layers.append(entry)
+                continue
+            chosen = choose(paid[layer], length - self.scheme.window, state.kept, self.scheme.pool)
+            newest = jnp.broadcast_to(positions[:, None], (*chosen.shape[:2], self.budget))
+            of_long = jnp.concatenate([chosen, newest[..., state.kept :]], axis=-1)
+            by_head = jnp.where((length > self.budget)[:, None, None], of_long, newest)
+            layers += cache.of_layers((layer,)).gather(by_head)
+        return replace(state, layers=tuple(layers), length=length)
+
+    def propose(
+        self, target: Target, state: RingCache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+    ) -> tuple[Draft, RingCache]:
+        return draft_with(target, state, self.draft_shape, root, sampling, keys, active), state
+
+    def update(self, target: Target, state: RingCache, draft: Draft, verdict: Verdict, committed: Committed) -> RingCache:
+        return state.append(committed.entries, committed.count, after=committed.output.hidden)
+
+    def to_prefix_state(self, state: RingCache) -> tuple[()]:
+        return ()  # nothing: it is made from the target's cache when the prompt has been read
+
+    def from_prefix_state(self, fresh: RingCache, kept: Any) -> RingCache:
+        return fresh
+
+    def drafting_reads(self, target: Target, state: RingCache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+        """A level is a pass of the target over the small cache."""
+        return DraftingReads(level=(target.weights_of_pass, state))
+
+
+def _paid_by_last(target: Target, tokens: jax.Array, cache: KVCache | PagedCache, count: int) -> dict[int, jax.Array]:
+    """``[B, kv_heads, S]`` of each layer that has entries: the attention that the last ``count`` tokens read pay to the slots
+    before them, in all layers that read the entries."""
+    config = target.config
+    # They are read once more, behind a cache that ends before them.
+    before = replace(cache, length=jnp.maximum(cache.length - count, 0))
+    positions = before.length[:, None] + jnp.arange(count)[None]
+    last = jnp.take_along_axis(tokens, jnp.minimum(positions, tokens.shape[1] - 1), axis=1)
+    _, entering, own = target.run(target.embed(last), before, tokens=last, taps=range(config.num_layers))
+    causal = jnp.tril(jnp.ones((1, count, count), bool))
+
+    paid: dict[int, jax.Array] = {}
+    for i, params in enumerate(target.params["layers"]):
+        sizes, source = config.of_layer(i), config.entries_of(i)
+        turn = rotations(sizes.rope, sizes.head_dim, positions)
+        q = queries(params, sizes, normed(params, "input_norm", sizes, entering[:, :, i]), turn)
+        window = config.window_of(i)
+        filled = target.cache_piece(before, source, positions, window)
+        visible = causal if window is None else causal & (positions[:, :, None] - positions[:, None] < window)
+        how = {"scale": sizes.attention_scale, "sinks": params.get("sinks"), "cap": sizes.score_cap}
+        share = attention_paid(q, filled, [(own[source], visible)], **how)
+        paid[source] = paid[source] + share if source in paid else share
+    return paid
+
+
+def choose(share: jax.Array, before: jax.Array, count: int, pool: int) -> jax.Array:
+    """The positions to which most attention goes: ``[B, kv_heads, count]``, ascending.
+
+    Args:
+        share: ``[B, kv_heads, S]`` the attention paid to each position.
+        before: ``[B]`` only positions below are chosen from, and count at all.
+        count: how many.
+        pool: neighbours over which ``share`` is averaged first, zeros beyond the ends.
+    """
+    is_choice = jnp.arange(share.shape[-1]) < before[:, None, None]
+    share = jnp.where(is_choice, share, 0.0)
+    pooled = jax.lax.reduce_window(share, 0.0, jax.lax.add, (1, 1, pool), (1, 1, 1), "SAME") / pool
+    _, chosen = jax.lax.top_k(jnp.where(is_choice, pooled, -1.0), count)
+    return jnp.sort(chosen, axis=-1)

@@ -1,0 +1,205 @@
+"""The files of one checkpoint, which are opened once for a load and are each read at most once.
+
+Many readers need the same few files: one wants the configuration, the next the names of the tensors, a third to know which of
+them are quantized. They are all given the same `CheckpointFiles`.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from specjax.models.fields import CheckpointError, read_json, show
+from specjax.models.quantization import Form, float8, mxfp4, published
+from specjax.models.quantization.stored import StoredMatrix
+from specjax.models.torch_zip import TorchFile
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+TORCH_WEIGHTS = "pytorch_model.bin"
+"""Read where there are no safetensors."""
+MEDUSA_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+"""The names under which Medusa's heads are published."""
+INDEX = "model.safetensors.index.json"
+_ONE_FILE = {"weight_map": {"": WEIGHTS}}
+"""What stands for an index where there is none."""
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointFiles:
+    """The files of a checkpoint, of a target or of a drafter. `specjax.models.hub.open_checkpoint` makes it for one load.
+
+    Each file is read when it is first needed, and never again: files that may have changed need a new object. Files with
+    weights are closed when neither this object nor a tensor of it is in use any more.
+
+    Attributes:
+        directory: where the files are.
+        name: the directory, hub id or name by which the checkpoint was opened; empty: only the directory is known.
+        has_weights: False: the checkpoint is the hub's, and only its small files were fetched.
+
+    Examples:
+        >>> from specjax.models import hub
+        >>> files = hub.open_checkpoint("embedded:eagle3")
+        >>> files.raw["model_type"], len(files.shapes["midlayer.mlp.up_proj.weight"])
+        ('llama', 2)
+    """
+
+    directory: Path
+    name: str = ""
+    has_weights: bool = True
+    _parsed: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
+
+    def __fspath__(self) -> str:
+        return str(self.directory)
+
+    def __str__(self) -> str:
+        return self.name or str(self.directory)
+
+    # --- JSON files ---
+
+    def json(self, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the object in the JSON file ``name``.
+
+        Args:
+            name: of the file.
+            default: is returned where there is no such file; None: the file must be there.
+
+        Raises:
+            CheckpointError: the file is missing, or holds something else.
+        """
+        if default is not None and not (self.directory / name).exists():
+            return default
+        if name not in self._parsed:
+            self._parsed[name] = read_json(self.directory / name)
+        return self._parsed[name]
+
+    @cached_property
+    def raw(self) -> dict[str, Any]:
+        """The object in config.json. Raises `CheckpointError` where it is missing or damaged."""
+        return self.json(CONFIG)
+
+    @property
+    def file(self) -> str:
+        """The path of config.json, as errors name it."""
+        return str(self.directory / CONFIG)
+
+    # --- tensors ---
+
+    @cached_property
+    def weight_files(self) -> list[str]:
+        """The names of the files with the weights. Raises `CheckpointError` where one is not there."""
+        shards = self.json(INDEX, _ONE_FILE).get("weight_map")
+        if not isinstance(shards, dict) or not shards or not all(type(file) is str for file in shards.values()):
+            raise CheckpointError(
+                f"{self.directory / INDEX}: weight_map={show(shards)}: must give the file of every tensor: download the "
+                "checkpoint again"
+            )
+        files = sorted(set(shards.values()))
+        # A name is looked for among the directory's own files, so none can lead out of it.
+        present = {file.name for file in self.directory.iterdir() if file.is_file()}
+        if files == [WEIGHTS] and WEIGHTS not in present:
+            files = [name for name in (TORCH_WEIGHTS, *MEDUSA_WEIGHTS) if name in present][:1] or files
+        if missing := [name for name in files if name not in present]:
+            names = ", ".join(name if name.isprintable() and len(name) <= 100 else show(name) for name in missing[:5])
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            raise CheckpointError(f"{self.directory} lacks {names}{more}: download the checkpoint again, in safetensors format")
+        return files
+
+    @property
+    def weight_bytes(self) -> int:
+        """The size of the files with the weights."""
+        return sum((self.directory / name).stat().st_size for name in self.weight_files)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Any]:
+        """All tensors by name, from one file or from the shards that an index lists. Reads headers, and the smallest tensors.
+
+        Each has its ``get_shape()``, its ``get_dtype()``, and gives the part that a slice of each axis asks for. A matrix that
+        is stored quantized stands in place of the tensors that it is made of.
+        """
+        tensors: dict[str, Any] = {}
+        for name in self.weight_files:
+            path = self.directory / name
+            of_file = _open_safetensors(path) if name.endswith(".safetensors") else TorchFile(path).tensors
+            if name.endswith(".safetensors") and (twice := sorted(of_file.keys() & tensors.keys())):
+                raise CheckpointError(f"{self.directory}: two shards hold {show(twice[0])}: download the checkpoint again")
+            tensors |= of_file
+        quantization = self.json(CONFIG, {}).get("quantization_config")
+        published.check_config(quantization, self.file)
+        matrices, used = published.matrices(tensors, quantization or {}, self.directory)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in used} | matrices
+        return mxfp4.unpacked(tensors, self.directory)
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every tensor by name, as the headers say."""
+        return {name: tuple(tensor.get_shape()) for name, tensor in self.tensors.items()}
+
+    @property
+    def tensor_names(self) -> Collection[str]:
+        """The names of the tensors; none where neither an index of the shards nor the weights are there."""
+        try:
+            return (self.json(INDEX, {}).get("weight_map") or self.shapes).keys()
+        except (CheckpointError, AttributeError):
+            return ()
+
+    @cached_property
+    def forms(self) -> Mapping[str, Form]:
+        """How the matrices are quantized that are, by name."""
+        return {name: value.form for name, value in self.tensors.items() if isinstance(value, StoredMatrix) and value.is_kept}
+
+    # --- counts ---
+
+    def numbered(self, prefix: str, first: int = 0) -> int:
+        """How many different numbers, from ``first`` on, follow ``prefix`` in the tensors' names (see `number_after`)."""
+        return sum(number is not None and number >= first for number in {number_after(prefix, name) for name in self.shapes})
+
+    def check_count(self, field: str, said: int, found: int, parts: str) -> None:
+        """Refuse a count that the tensors do not bear out: declarations are made after it, and take memory.
+
+        Args:
+            field: of config.json.
+            said: what it says.
+            found: how many of them there are tensors of.
+            parts: what is counted.
+        """
+        if said != found:
+            raise CheckpointError(
+                f"{self.file}: {field}={said}, but of {parts} there are tensors of {found}: give the configuration and the "
+                "weights of one model"
+            )
+
+
+def number_after(prefix: str, name: str) -> int | None:
+    """The number that follows ``prefix`` in a tensor's ``name``, as 0 follows ``layers.`` in ``layers.0.mlp``; None where there
+    is none. One of more than nine digits is none: it counts nothing, and Python does not read thousands of digits."""
+    found = re.match(r"([0-9]{1,9})\.", name[len(prefix) :]) if name.startswith(prefix) else None
+    return None if found is None else int(found[1])
+
+
+class _Slices:
+    """A tensor of a safetensors file. Its slices may have steps, which those of the file have not."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+        self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
+
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
+        reach = tuple(slice(one.start, one.stop) for one in part)
+        return self._stored[reach][tuple(slice(None, None, one.step) for one in part)]
+
+
+def _open_safetensors(path: Path) -> dict[str, Any]:
+    """Return the tensors of a safetensors file by name. The file is open as long as one of them is in use."""
+    try:
+        handle = safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is truncated or damaged ({' '.join(str(error).split())}): download it again") from None
+    tensors: dict[str, Any] = {key: _Slices(handle.get_slice(key)) for key in handle.keys()}  # noqa: SIM118 - not a dict
+    in_float8 = [key for key, tensor in tensors.items() if tensor.get_dtype() == float8.KIND]
+    return tensors | (float8.open_tensors(path, in_float8) if in_float8 else {})

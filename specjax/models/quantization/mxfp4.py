@@ -1,0 +1,156 @@
+"""Weights in MXFP4, 4-bit floats with a scale for each 32 of them, as gpt-oss has its experts (OCP Microscaling Formats 1.0).
+
+Of a tensor NAME there are NAME_blocks, of type U8 and shape ``[experts, out, in / 32, 16]``, and NAME_scales, of type U8 and
+shape ``[experts, out, in / 32]``. A byte of the blocks holds two numbers of 1 bit sign, 2 bits exponent and 1 bit mantissa, the
+first one in its low half; a weight is such a number times ``2 ** (scale - 127)``. Scale 255 is not a number, and nor are then
+its weights. NAME appears here as ``[experts, in, out]``, which is the unquantized tensor; every weight below 2 ** 128 is exact
+in bfloat16. Or it is quantized: twice such a number is a whole number from -12 to 12, so that in int8, in groups of 32 with
+scales ``2 ** (scale - 128)``, nothing is rounded either.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.models.fields import CheckpointError, show
+from specjax.models.quantization.stored import StoredMatrix
+from specjax.models.quantization.weights import Form
+
+BLOCK = 32
+"""Numbers that share a scale."""
+_BYTES = BLOCK // 2
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of the numbers of 3 bits; the fourth is the sign."""
+
+
+class Mxfp4Tensor(StoredMatrix):
+    """A tensor that is unpacked as its slices are read.
+
+    Args:
+        blocks: of a checkpoint; slices can be taken of it.
+        scales: likewise.
+    """
+
+    def __init__(self, blocks: Any, scales: Any) -> None:
+        self._blocks, self._scales = blocks, scales
+        self._experts, self._outputs, self._groups, _ = blocks.get_shape()
+        self.form = Form("int8", BLOCK if self._groups > 1 else 0)
+
+    def get_shape(self) -> list[int]:
+        """The shape, ``[experts, in, out]``."""
+        return [self._experts, self._groups * BLOCK, self._outputs]
+
+    def get_dtype(self) -> str:
+        """The type as a header names it."""
+        return "BF16"
+
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
+        experts, inputs, outputs = (range(size)[one] for size, one in zip(self.get_shape(), part, strict=True))
+        first = inputs.start // BLOCK
+        of_blocks = slice(first, -(-inputs.stop // BLOCK))
+        own = slice(inputs.start - first * BLOCK, inputs.stop - first * BLOCK, inputs.step)
+        found = np.empty((len(experts), len(inputs), len(outputs)), jnp.bfloat16)
+        for slot, expert in enumerate(experts):  # one by one: what is unpacked at a time is small beside the whole
+            place = (slice(expert, expert + 1), part[2], of_blocks)
+            found[slot] = unpack(self._blocks[*place, slice(None)][0], self._scales[place][0])[:, own].T
+        return found
+
+    def shape_of(self, role: str) -> list[int]:
+        """That of a part."""
+        return [self._experts, self._groups, self._outputs, *[BLOCK] * (role == "values")]
+
+    def read(self, role: str, part: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a part."""
+        experts, groups, outputs = part[:3]
+        if role == "values":
+            blocks = self._blocks[experts, outputs, groups, slice(None)]
+            return np.moveaxis(doubled(blocks), 2, 1)[..., part[3]]
+        scales = self._scales[experts, outputs, groups]
+        found = np.ldexp(np.float32(1), scales.astype(np.int32) - 128)
+        return np.where(scales == 255, np.float32(np.nan), found).swapaxes(1, 2)
+
+
+def doubled(blocks: np.ndarray) -> np.ndarray:
+    """Twice the numbers of ``blocks [..., 16]`` uint8, without their scales: int8 ``[..., 32]``.
+
+    Examples:
+        >>> from specjax.models.quantization import mxfp4
+        >>> mxfp4.doubled(np.full((1, 16), 0x97, np.uint8))[0, :4].tolist()
+        [12, -1, 12, -1]
+    """
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 2 * blocks.shape[-1])
+    return (2 * _numbers()).astype(np.int8)[codes]
+
+
+def _numbers() -> np.ndarray:
+    return np.array([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], np.float32)
+
+
+def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The weights of blocks.
+
+    Args:
+        blocks: uint8 ``[..., blocks, 16]``.
+        scales: uint8 ``[..., blocks]``.
+
+    Returns:
+        bfloat16 ``[..., blocks * 32]``.
+
+    Examples:
+        The numbers 2 and 4 stand for 1 and 2:
+
+        >>> from specjax.models.quantization import mxfp4
+        >>> weights = mxfp4.unpack(np.full((1, 16), 0x42, np.uint8), np.array([128], np.uint8))
+        >>> weights.shape, weights[:4].tolist()
+        ((32,), [2.0, 4.0, 2.0, 4.0])
+    """
+    pairs = _pairs()[scales.astype(np.uint16)[..., None] << 8 | blocks]
+    return pairs.view(jnp.bfloat16).reshape(*scales.shape[:-1], scales.shape[-1] * BLOCK)
+
+
+@cache
+def _pairs() -> np.ndarray:
+    """The two weights of every byte under every scale, ``[scale * 256 + byte]``, both as the bits of one whole number."""
+    byte = np.arange(256)
+    pairs = _numbers()[np.stack([byte & 15, byte >> 4], -1)]
+    with np.errstate(over="ignore"):  # of the largest scale, numbers of 2 and more
+        weights = np.ldexp(pairs, np.arange(256)[:, None, None] - 127)
+    weights[255] = np.nan
+    return weights.astype(jnp.bfloat16).view(np.uint32).reshape(-1)
+
+
+def unpacked(tensors: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """The ``tensors`` of a checkpoint, with an `Mxfp4Tensor` in the place of each pair of blocks and scales. Reads no weights.
+
+    Raises:
+        CheckpointError: the scales of a tensor are missing, or not of its shape.
+    """
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        whole, shape = name.removesuffix("_blocks"), tuple(tensor.get_shape())
+        if whole == name or whole in tensors or tensor.get_dtype() != "U8" or len(shape) != 4 or 0 in shape:
+            continue
+        if shape[-1] != _BYTES:
+            raise CheckpointError(
+                f"{directory}: {show(name)} has shape {shape}: each block of MXFP4 must have {_BYTES} bytes: "
+                "use the unquantized checkpoint"
+            )
+        scales = tensors.get(f"{whole}_scales")
+        if scales is None:
+            raise CheckpointError(
+                f"{directory}: {show(name)} is in MXFP4, and its scales, {show(f'{whole}_scales')}, are missing: "
+                "download the checkpoint again, or use the unquantized one"
+            )
+        of_scales = tuple(scales.get_shape())
+        if of_scales != shape[:-1] or scales.get_dtype() != "U8":
+            raise CheckpointError(
+                f"{directory}: {show(f'{whole}_scales')} is {scales.get_dtype()} of shape {of_scales}: it must be "
+                f"U8 of shape {shape[:-1]}, one for each block of {show(name)}: use the unquantized checkpoint"
+            )
+        del found[name], found[f"{whole}_scales"]
+        found[whole] = Mxfp4Tensor(tensor, scales)
+    return found

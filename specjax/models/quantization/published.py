@@ -1,0 +1,376 @@
+"""Quantized checkpoints as they are published: which of them are read, and where their matrices lie in them.
+
+Read are FP8 with a scale for each block (DeepSeek, Qwen) or for each matrix; compressed-tensors of 8-bit whole numbers
+(``int-quantized``), of FP8 (``float-quantized``), and packed (``pack-quantized``); AWQ; GPTQ. Whatever else there is, is
+refused by name: a layout that is misread gives a model that talks nonsense. What gpt-oss is in, `mxfp4` reads.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.models.fields import CheckpointError, show
+from specjax.models.quantization.stored import Awq, Gptq, PackedMatrix, PlainMatrix, Ragged, StoredMatrix, is_neighbourly
+from specjax.models.quantization.weights import BLOCK, Form
+
+ADVICE = "use the checkpoint without quantization, and weights='int8' or 'int4'"
+"""What to do about a quantized checkpoint that cannot be read."""
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_READ = ("fp8", "mxfp4", "compressed-tensors", "awq", "gptq")
+_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+_MEASURED = re.compile(r"\.((input|output|activation|q|k|v)_scale|(input|output)_zero_point)$")
+"""Of activations, beforehand. Here a row's scale is its own, and caches are not rounded."""
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+
+class _Need:
+    """Raises a `CheckpointError` where a field of the ``quantization_config`` in the file ``source`` is not as it must be."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def __call__(self, condition: bool, field: str, value: Any, expected: str) -> None:
+        if not condition:
+            name = f"quantization_config.{field}" if field else "quantization_config"
+            raise CheckpointError(f"{self._source}: {name}={show(value)}: must be {expected}: {ADVICE}")
+
+    def one_of(self, field: str, value: Any, *choices: Any) -> None:
+        """``value`` must be one of ``choices``, and no 8.0 for 8."""
+        fits = any(type(value) is type(choice) and value == choice for choice in choices)
+        self(fits, field, value, " or ".join(str(choice) for choice in choices))
+
+
+def check_config(raw: Any, source: str) -> None:
+    """Refuse, with a `CheckpointError`, a ``quantization_config`` that is not read here; ``source`` is its file."""
+    if raw is None:
+        return
+    need = _Need(source)
+    need(isinstance(raw, dict), "", raw, "an object, or left out")
+    method = method_of(raw)
+    need(method in _READ, "quant_method", method, f"one of {', '.join(_READ)}")
+    if method == "fp8":
+        need.one_of("fmt", raw.get("fmt", "e4m3"), "e4m3")
+        block = raw.get("weight_block_size")
+        need(block in (None, [BLOCK, BLOCK]), "weight_block_size", block, f"[{BLOCK}, {BLOCK}], or left out")
+    if method in ("awq", "gptq"):
+        size = raw.get("group_size", 128)
+        need(type(size) is int and (size == -1 or size >= 1), "group_size", size, "a whole number from 1, or -1")
+        need.one_of("bits", raw.get("bits", 4 if method == "awq" else None), *((4,) if method == "awq" else (4, 8)))
+    if method == "awq":
+        version = raw.get("version") or raw.get("format") or "gemm"
+        need(str(version).lower() == "gemm", "version", version, "gemm")
+        need(raw.get("backend") != "llm-awq", "backend", raw.get("backend"), "another than llm-awq")
+        need.one_of("zero_point", raw.get("zero_point", True), True)
+    if method == "gptq":
+        need.one_of("checkpoint_format", _gptq_format(raw), "gptq", "gptq_v2")
+        need.one_of("pack_dtype", raw.get("pack_dtype", "int32"), "int32")
+        special = raw.get("dynamic") or {}  # of some matrices: how they differ, or that they are not quantized
+        is_alike = isinstance(special, dict) and all(str(name).startswith("-") for name in special)
+        need(is_alike, "dynamic", special, "left out, or say only which matrices stay floats")
+    if method == "compressed-tensors":
+        _check_compressed(raw, need)
+
+
+def method_of(raw: Mapping[str, Any]) -> Any:
+    """The name of the method by which a checkpoint was quantized, as its ``quantization_config`` says it."""
+    return raw.get("quant_method", raw.get("method"))  # the second is GPTQModel's own
+
+
+def _gptq_format(raw: Mapping[str, Any]) -> Any:
+    return raw.get("checkpoint_format", raw.get("format", "gptq"))
+
+
+def _check_compressed(raw: Mapping[str, Any], need: _Need) -> None:
+    sparsity, turned = raw.get("sparsity_config") or {}, raw.get("transform_config") or {}
+    is_dense = isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
+    need(is_dense, "sparsity_config", sparsity, "dense, or left out")
+    need(isinstance(turned, dict) and not turned.get("config_groups"), "transform_config", turned, "left out")
+    groups = raw.get("config_groups")
+    need(isinstance(groups, dict) and bool(groups), "config_groups", groups, "an object with a group or more")
+    assert isinstance(groups, dict)
+    for name, group in groups.items():
+        of = f"config_groups.{name}" if str(name).isidentifier() else "config_groups[...]"
+        need(isinstance(group, dict), of, group, "an object")
+        layout = group.get("format") or raw.get("format")
+        need(layout in _FORMATS, f"{of}.format", layout, f"one of {', '.join(_FORMATS)}")
+        targets = group.get("targets")
+        need(
+            isinstance(targets, list) and all(map(_is_target, targets)),
+            f"{of}.targets",
+            targets,
+            "a list of names and patterns",
+        )
+        _check_group(group, need, of, layout == "pack-quantized")
+
+
+def _check_group(group: Mapping[str, Any], need: _Need, of: str, is_packed: bool) -> None:
+    weights, inputs = group.get("weights"), group.get("input_activations") or {}
+    need(isinstance(weights, dict), f"{of}.weights", weights, "an object")
+    assert isinstance(weights, dict)
+    need.one_of(f"{of}.weights.type", weights.get("type", "int"), *(("int",) if is_packed else ("int", "float")))
+    need.one_of(f"{of}.weights.num_bits", weights.get("num_bits", 8), *((4, 8) if is_packed else (8,)))
+    size = weights.get("group_size")
+    need(size is None or (type(size) is int and (size == -1 or size >= 1)), f"{of}.weights.group_size", size, "a number from 1")
+    strategy = _strategy(weights)
+    is_float = weights.get("type") == "float"
+    known = ("channel", "group") if is_packed else ("tensor", "channel", "block" if is_float else "group")
+    need.one_of(f"{of}.weights.strategy", strategy, *known)
+    need(strategy != "group" or type(size) is int, f"{of}.weights.group_size", size, "a number from 1")
+    if strategy == "block":
+        block = weights.get("block_structure")
+        need(block in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"), f"{of}.weights.block_structure", block, f"[{BLOCK}, {BLOCK}]")
+    need(isinstance(inputs, dict), f"{of}.input_activations", inputs, "an object, or left out")
+    need.one_of(f"{of}.input_activations.num_bits", inputs.get("num_bits", 8), 8)
+
+
+def _is_target(target: Any) -> bool:
+    try:
+        return isinstance(target, str) and bool(re.compile(target.removeprefix("re:")) if target.startswith("re:") else target)
+    except (re.error, OverflowError, RecursionError):
+        return False
+
+
+def _strategy(weights: Mapping[str, Any]) -> Any:
+    """What shares a scale. compressed-tensors follows the size of groups where this is not said."""
+    size = weights.get("group_size")
+    return weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def matrices(tensors: Mapping[str, Any], raw: Mapping[str, Any], directory: Path) -> tuple[dict[str, StoredMatrix], set[str]]:
+    """The quantized matrices of a checkpoint, but for those of MXFP4.
+
+    Args:
+        tensors: all of the checkpoint's, by name.
+        raw: the ``quantization_config``, which has been checked; empty where there is none.
+        directory: of the checkpoint, for errors.
+
+    Returns:
+        The matrices by name; and the names of the tensors that they are made of, and of those that only matter where
+        activations are rounded with a scale that was measured beforehand.
+
+    Raises:
+        CheckpointError: a part of a matrix is missing, or of another shape or type than the others say.
+    """
+    found: dict[str, StoredMatrix] = {}
+    used = {name for name in tensors if raw and _MEASURED.search(name)}
+    parts = _Parts(tensors, raw, directory)
+    is_compressed = method_of(raw) == "compressed-tensors"
+    for name, tensor in tensors.items():
+        kind, is_matrix = tensor.get_dtype(), len(tensor.get_shape()) == 2
+        if name.endswith(".weight_packed"):
+            base, made, own = _of_packed(parts, name)
+        elif name.endswith(".qweight"):
+            base, made, own = _of_qweight(parts, name)
+        elif kind == "F8_E4M3" and is_matrix:
+            base, made, own = _of_float8(parts, name)
+        elif kind == "I8" and is_matrix and is_compressed and name.endswith(".weight"):
+            base, made, own = _of_int8(parts, name)
+        else:
+            continue
+        if base in tensors and base not in own:
+            raise CheckpointError(f"{directory}: it holds both {show(base)} and {show(name)}: download the checkpoint again")
+        found[base] = made
+        used |= own
+    return found, used
+
+
+Found = tuple[str, StoredMatrix, set[str]]
+"""The name of a matrix, what it is read by, and the names of the tensors that it is made of."""
+
+
+class _Parts:
+    """The tensors of a checkpoint, which are checked as they are looked up."""
+
+    def __init__(self, tensors: Mapping[str, Any], raw: Mapping[str, Any], directory: Path) -> None:
+        self.tensors, self.raw, self.directory = tensors, raw, directory
+
+    def get(self, name: str, whole: str, *shapes: tuple[int, ...], kinds: tuple[str, ...] = _FLOATS) -> Any:
+        """The tensor ``name`` of the matrix ``whole``, which has one of ``shapes``."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(
+                f"{self.directory}: {show(whole)} is quantized, and {show(name)}, which goes with it, is missing: "
+                "download the checkpoint again"
+            )
+        shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
+        if shape not in shapes or kind not in kinds:
+            expected = " or ".join(map(str, dict.fromkeys(shapes)))
+            raise CheckpointError(
+                f"{self.directory}: {show(name)} is {kind} of shape {shape}: to go with {show(whole)} it must be "
+                f"{' or '.join(kinds)} of shape {expected}: download the checkpoint again"
+            )
+        return tensor
+
+    def matrix(self, name: str, whole: str, kind: str) -> tuple[int, int]:
+        """The shape of the tensor ``name``, which must have two axes."""
+        shape = tuple(self.tensors[name].get_shape())
+        if len(shape) != 2 or 0 in shape:
+            self.refuse(f"{show(name)} has shape {shape}: {show(whole)} is quantized, and must be a matrix")
+        self.get(name, whole, shape, kinds=(kind,))
+        return shape[0], shape[1]
+
+    def whole(self, name: str) -> np.ndarray:
+        """All of a tensor."""
+        tensor = self.tensors[name]
+        return np.asarray(tensor[(slice(None),) * len(tensor.get_shape())])
+
+    def group_count(self, size: int, inputs: int, whole: str) -> int:
+        """How many groups of ``size`` the ``inputs`` are."""
+        if inputs % size:
+            self.refuse(f"quantization_config says groups of {size}, which do not divide the {inputs} inputs of {show(whole)}")
+        return inputs // size
+
+    def refuse(self, what: str) -> None:
+        """Raise a `CheckpointError`."""
+        raise CheckpointError(f"{self.directory}: {what}: {ADVICE}")
+
+    def group_of(self, matrix: str) -> Mapping[str, Any]:
+        """Of compressed-tensors' ``config_groups`` the one that a matrix is of. A name counts for more than a pattern, and
+        that for more than a class of layers."""
+        groups = list((self.raw.get("config_groups") or {}).values())
+        module = matrix.removesuffix(".weight")
+        kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
+        by_name = [group for group in groups if module in group["targets"]]
+        by_pattern = [
+            group for group in groups if any(re.match(one[3:], module) for one in group["targets"] if one[:3] == "re:")
+        ]
+        by_class = [group for group in groups if kind in group["targets"]]
+        found = by_name or by_pattern or by_class or groups[:1] * (len(groups) == 1)
+        if not found:
+            self.refuse(f"{show(matrix)} is quantized, and config.json does not say how: none of its config_groups is for it")
+        return found[0]
+
+
+def _activations(group: Mapping[str, Any]) -> int:
+    """To how many bits the inputs of a matrix of whole numbers are rounded."""
+    inputs = group.get("input_activations")
+    return 8 if inputs and inputs.get("type", "int") == "int" else 16
+
+
+def _size_of_groups(weights: Mapping[str, Any]) -> int:
+    """0: one group is all inputs."""
+    return weights["group_size"] if _strategy(weights) == "group" else 0
+
+
+def _scale_shapes(strategy: str, outputs: int, groups: int, blocks: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+    return {
+        "tensor": ((1,), (), (1, 1)),
+        "channel": ((outputs, 1), (outputs,)),
+        "group": ((outputs, groups),),
+        "block": (blocks,),
+    }[strategy]
+
+
+def _of_float8(parts: _Parts, name: str) -> Found:
+    outputs, inputs = parts.matrix(name, name, "F8_E4M3")
+    blocks = (-(-outputs // BLOCK), -(-inputs // BLOCK))
+    if method_of(parts.raw) == "compressed-tensors":
+        strategies, scale = (_strategy(parts.group_of(name)["weights"]),), f"{name}_scale"
+    else:
+        scale = f"{name}_scale" if f"{name}_scale" in parts.tensors else f"{name}_scale_inv"
+        said = parts.raw.get("weight_block_size")
+        strategies = ("block",) if said else ("tensor", "channel") if parts.raw else ("block", "tensor", "channel")
+    shapes = {shape: one for one in strategies for shape in _scale_shapes(one, outputs, 1, blocks)}
+    scales = parts.get(scale, name, *shapes)
+    if shapes[tuple(scales.get_shape())] != "block":
+        return name, PlainMatrix(parts.tensors[name], scales, Form("fp8")), {name, scale}
+    if blocks[1] > 1 and inputs % BLOCK:
+        return name, Ragged(parts.tensors[name], scales), {name, scale}
+    return name, PlainMatrix(parts.tensors[name], scales, Form("fp8", BLOCK if blocks[1] > 1 else 0), BLOCK), {name, scale}
+
+
+def _of_int8(parts: _Parts, name: str) -> Found:
+    outputs, inputs = parts.matrix(name, name, "I8")
+    group = parts.group_of(name)
+    size = _size_of_groups(group["weights"])
+    groups = parts.group_count(size or inputs, inputs, name)
+    scale, zero = f"{name}_scale", f"{name}_zero_point"
+    scales = parts.get(scale, name, *_scale_shapes(_strategy(group["weights"]), outputs, groups, (0, 0)))
+    if zero in parts.tensors or group["weights"].get("symmetric", True) is not True:
+        parts.refuse(f"{show(zero)}: 8-bit numbers that are not packed must be symmetric, without zero points")
+    form = Form("int8", 0 if groups == 1 else size, activations=_activations(group))
+    return name, PlainMatrix(parts.tensors[name], scales, form), {name, scale}
+
+
+def _of_packed(parts: _Parts, name: str) -> Found:
+    base = name.removesuffix("_packed")
+    outputs, words = parts.matrix(name, base, "I32")
+    if method_of(parts.raw) != "compressed-tensors":
+        parts.refuse(f"{show(name)} is packed, and config.json does not say how: quant_method must be compressed-tensors")
+    group = parts.group_of(base)
+    weights = group["weights"]
+    bits = weights.get("num_bits", 8)
+    parts.get(f"{base}_shape", base, (2,), kinds=("I64", "I32"))
+    said = [int(size) for size in parts.whole(f"{base}_shape")]
+    inputs = said[1]
+    if said[0] != outputs or inputs < 1 or -(-inputs * bits // 32) != words:
+        raise CheckpointError(
+            f"{parts.directory}: {show(f'{base}_shape')} is {said}, but {show(name)}, of shape {(outputs, words)}, is no "
+            f"matrix of that shape in numbers of {bits} bits: download the checkpoint again"
+        )
+    groups = parts.group_count(_size_of_groups(weights) or inputs, inputs, base)
+    scales = parts.get(f"{base}_scale", base, (outputs, groups))
+    zeros = order = None
+    if f"{base}_zero_point" in parts.tensors or weights.get("symmetric", True) is not True:
+        zeros = parts.get(f"{base}_zero_point", base, (-(-outputs * bits // 32), groups), kinds=("I32",))
+    if f"{base}_g_idx" in parts.tensors:
+        order = _order(parts, f"{base}_g_idx", base, inputs, groups)
+    size = 0 if groups == 1 else inputs // groups
+    form = Form("int4" if bits == 4 else "int8", size, zeros is not None, order is not None, _activations(group))
+    names = {name, *(f"{base}_{part}" for part in ("shape", "scale", "zero_point", "g_idx"))}
+    return base, PackedMatrix(parts.tensors[name], scales, zeros, order, form, inputs), names & parts.tensors.keys()
+
+
+def _order(parts: _Parts, name: str, whole: str, inputs: int, groups: int) -> Any:
+    """The group of each input; None: inputs of a group are neighbours."""
+    tensor = parts.get(name, whole, (inputs,), kinds=("I32", "I64"))
+    of_input = parts.whole(name)
+    if (of_input == -1).all():  # it has not been set
+        return None
+    in_range = of_input.min() >= 0 and of_input.max() < groups
+    if not in_range or (np.bincount(of_input, minlength=groups) != inputs // groups).any():
+        raise CheckpointError(
+            f"{parts.directory}: {show(name)}: its {groups} groups must have {inputs // groups} inputs each: "
+            "download the checkpoint again"
+        )
+    return None if is_neighbourly(of_input, inputs // groups) else tensor
+
+
+def _of_qweight(parts: _Parts, name: str) -> Found:
+    stem, raw = name.removesuffix("qweight"), parts.raw
+    base, method = f"{stem}weight", method_of(raw)
+    if method not in ("awq", "gptq"):
+        parts.refuse(f"{show(name)} is packed, and config.json does not say how: quant_method must be awq or gptq")
+    bits, size = raw.get("bits", 4), raw.get("group_size", 128)
+    rows, columns = parts.matrix(name, base, "I32")
+    inputs, outputs = (rows, columns * 8) if method == "awq" else (rows * 32 // bits, columns)
+    groups = parts.group_count(inputs if size == -1 else size, inputs, base)
+    scales = parts.get(f"{stem}scales", base, (groups, outputs))
+    zeros = parts.get(f"{stem}qzeros", base, (groups, -(-outputs * bits // 32)), kinds=("I32",))
+    names = {name, *(f"{stem}{part}" for part in ("scales", "qzeros", "g_idx"))} & parts.tensors.keys()
+    form = Form("int4" if bits == 4 else "int8", 0 if groups == 1 else size, has_zeros=True)
+    if method == "awq":
+        return base, Awq(parts.tensors[name], scales, zeros, form), names - {f"{stem}g_idx"}
+    order = _order(parts, f"{stem}g_idx", base, inputs, groups) if f"{stem}g_idx" in parts.tensors else None
+    add, form = 1 if _gptq_format(raw) == "gptq" else 0, replace(form, is_ordered=order is not None)
+    return base, Gptq(parts.tensors[name], scales, zeros, order, form, add, raw.get("sym")), names
+
+
+def idle_biases(tensors: Mapping[str, Any], declared: Collection[str]) -> list[str]:
+    """The names of biases of zeros beside GPTQ's matrices that are not ``declared``: AutoGPTQ wrote one for every matrix.
+
+    Args:
+        tensors: of a checkpoint, with its `matrices`.
+        declared: the names of those of the model.
+    """
+    beside = {f"{name.removesuffix('weight')}bias" for name, tensor in tensors.items() if isinstance(tensor, Gptq)}
+    found = [name for name in beside - set(declared) if name in tensors]
+    return [name for name in found if not np.any(tensors[name][(slice(None),) * len(tensors[name].get_shape())])]

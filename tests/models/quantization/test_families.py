@@ -1,0 +1,234 @@
+"""Quantized matrices in families whose tensors are fused, stacked, tied, or in blocks of FP8: made, saved, read, on a mesh."""
+
+import itertools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from specjax import sharding
+from specjax.models.checkpoint_files import CheckpointFiles
+from specjax.models.config import MLA, MoE
+from specjax.models.quantization import Form, is_quantized
+from specjax.models.quantization.packing import packed
+from specjax.models.quantization.weights import dequantize_matrix
+from specjax.models.transformer import Target
+from tests.conftest import MIXTURES, tiny_target
+
+PROMPTS = np.array([[1, 4, 2, 7, 7, 9, 0, 3]])
+
+
+def read(directory: Path, **options) -> Target:
+    return Target.from_pretrained(directory, dtype=np.float32, **options)
+
+
+def logits(target: Target) -> np.ndarray:
+    return np.asarray(target.forward(PROMPTS)[0].logits)
+
+
+def in_floats(target: Target) -> Target:
+    floats = jax.tree.map(
+        lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf, target.params, is_leaf=is_quantized
+    )
+    if is_quantized(target.params["embed"]):
+        floats["embed"] = floats["embed"].T
+    return target.replace(params=floats)
+
+
+def kept(target: Target, layer: int = -1) -> dict[str, Form]:
+    return {name: value.form for name, value in target.params["layers"][layer].items() if is_quantized(value)}
+
+
+def assert_equal(one: Target, other: Target) -> None:
+    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+    assert one.fingerprint() == other.fingerprint()
+
+
+MODELS = {
+    "phi3": {"model_type": "phi3"},
+    "qwen3_moe": MIXTURES["qwen3_moe"],
+    "deepseek_v3": MIXTURES["deepseek_v3"],
+    "tied": {"model_type": "qwen2", "qkv_bias": True, "tie_embeddings": True},
+}
+
+
+OFTEN = [
+    ("phi3", "int4"),
+    ("phi3", "int8"),
+    ("qwen3_moe", "int8"),
+    ("qwen3_moe", "int4"),
+    ("deepseek_v3", "fp8"),
+    ("tied", "w8a8"),
+]
+
+
+@pytest.mark.full_except("tied-w8a8")
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        *OFTEN,
+        *(
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in itertools.product(MODELS, ("int8", "int4", "w8a8", "fp8"))
+            if each not in OFTEN
+        ),
+    ],
+)
+def test_what_is_made_is_saved_and_read_bit_for_bit_and_on_a_mesh(tmp_path, monkeypatch, name, weights) -> None:
+    tiny_target(**MODELS[name], hidden_size=32).save_pretrained(tmp_path)
+    quantized = read(tmp_path, weights=weights)
+    expected = logits(in_floats(quantized))
+    bound = (0.15 if weights == "w8a8" else 1e-3) * np.abs(expected).max()
+    np.testing.assert_allclose(logits(quantized), expected, rtol=0, atol=bound)
+    quantized.save_pretrained(tmp_path / "quantized")
+    if weights == "fp8":  # which a CPU converts
+        monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
+    again = read(tmp_path / "quantized")
+    assert_equal(again, quantized)
+    assert_equal(read(tmp_path / "quantized", mesh=sharding.make_mesh(1, 2)), quantized)
+    on_mesh = read(tmp_path, weights=weights, mesh=sharding.make_mesh(1, 2))
+    assert_equal(on_mesh, quantized)
+    np.testing.assert_allclose(logits(on_mesh), logits(quantized), rtol=0, atol=1e-3 * np.abs(expected).max())
+
+
+def test_fused_matrices_are_one_in_the_file(tmp_path) -> None:
+    tiny_target(model_type="phi3", hidden_size=32).save_pretrained(tmp_path)
+    read(tmp_path, weights="int4").save_pretrained(tmp_path / "quantized")
+    shapes = CheckpointFiles(tmp_path / "quantized").shapes
+    assert shapes["model.layers.0.self_attn.qkv_proj.weight"] == (32, 32)
+    tensors = load_file(tmp_path / "quantized" / "model.safetensors")
+    assert tensors["model.layers.0.self_attn.qkv_proj.weight_packed"].shape == (32, 32 * 4 // 32)
+    assert tensors["model.layers.1.mlp.gate_up_proj.weight_scale"].shape == (48, 1)
+
+
+def test_a_tied_embedding_is_one_matrix(tmp_path) -> None:
+    tiny_target(**MODELS["tied"]).save_pretrained(tmp_path)
+    quantized = read(tmp_path, weights="int8")
+    quantized.save_pretrained(tmp_path / "quantized")
+    names = load_file(tmp_path / "quantized" / "model.safetensors").keys()
+    assert "model.embed_tokens.weight_packed" in names and not any(name.startswith("lm_head") for name in names)
+    assert quantized.params["embed"].form == Form("int8") and "lm_head" not in quantized.params
+
+
+# --- experts one by one --------------------------------------------------------------------------------------------------
+
+
+def test_experts_whose_inputs_are_in_different_orders(tmp_path) -> None:
+    """As GPTQ has them, each expert with an order of its own, and one with none."""
+    target = tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32, num_layers=1)
+    target.save_pretrained(tmp_path)
+    target.save_pretrained(tmp_path / "floats")
+    tensors, floats = load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    rng = np.random.default_rng(0)
+    for name in [name for name in floats if ".experts." in name]:
+        outputs, inputs = floats[name].shape
+        of_input = np.arange(inputs) // 8
+        if ".experts.3." not in name:
+            rng.shuffle(of_input)
+        numbers, scales = (
+            rng.integers(0, 16, (outputs, inputs)),
+            rng.uniform(0.02, 0.1, (inputs // 8, outputs)).astype(np.float32),
+        )
+        floats[name] = ((numbers - 8) * scales.T[:, of_input]).astype(np.float32)
+        del tensors[name]
+        stem = name.removesuffix("weight")
+        tensors |= {
+            f"{stem}qweight": packed(numbers, 4).T.copy(),
+            f"{stem}scales": scales,
+            f"{stem}g_idx": of_input.astype(np.int32),
+        }
+        tensors[f"{stem}qzeros"] = np.full((inputs // 8, outputs // 8), 0x77777777, np.int32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(floats, tmp_path / "floats" / "model.safetensors")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": True, "desc_act": True}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": said}))
+
+    quantized, expected = read(tmp_path), read(tmp_path / "floats")
+    # An expert has 8 units: its last matrix is of one group.
+    ordered = Form("int4", 8, is_ordered=True)
+    assert kept(quantized) == {"experts_gate": ordered, "experts_up": ordered, "experts_down": Form("int4")}
+    assert quantized.params["layers"][0]["experts_up"].order.shape == (8, 32)
+    found = in_floats(quantized).params
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-6), found, expected.params)
+    np.testing.assert_allclose(logits(quantized), logits(expected), rtol=0, atol=1e-3 * np.abs(logits(expected)).max())
+    assert_equal(read(tmp_path, mesh=sharding.make_mesh(1, 2)), quantized)
+    quantized.save_pretrained(tmp_path / "again")
+    assert_equal(read(tmp_path / "again"), quantized)
+
+
+def test_experts_of_which_one_is_not_quantized_are_read_as_floats(tmp_path) -> None:
+    target = tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32, num_layers=1)
+    target.save_pretrained(tmp_path)
+    read(tmp_path, weights="int8").save_pretrained(tmp_path / "quantized")
+    tensors, floats = load_file(tmp_path / "quantized" / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.5.up_proj.weight"
+    for part in ("_packed", "_scale", "_shape"):
+        del tensors[name + part]
+    save_file(tensors | {name: floats[name]}, tmp_path / "quantized" / "model.safetensors")
+    found = read(tmp_path / "quantized")
+    assert not is_quantized(found.params["layers"][0]["experts_up"]) and is_quantized(found.params["layers"][0]["experts_gate"])
+    np.testing.assert_array_equal(found.params["layers"][0]["experts_up"][5], floats[name].T)
+
+
+# --- FP8 in blocks, as DeepSeek and Qwen publish it ----------------------------------------------------------------------
+
+
+def slow(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    weights = stored.astype(np.float32)
+    for row, column in np.ndindex(*scales.shape):
+        block = np.s_[128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
+        weights[block] *= scales[row, column]
+    return weights
+
+
+IN_BLOCKS = {
+    "deepseek_v3": {
+        **MIXTURES["deepseek_v3"],
+        "hidden_size": 256,
+        "head_dim": 16,
+        "mla": MLA(q_lora_rank=144, kv_lora_rank=136, qk_nope_head_dim=20, qk_rope_head_dim=16, v_head_dim=40),
+        "moe": MoE(**{**MIXTURES["deepseek_v3"]["moe"].__dict__, "intermediate_size": 144}),
+        "intermediate_size": 200,
+    },
+    "qwen3": {"model_type": "qwen3", "qk_norm": True, "hidden_size": 256, "intermediate_size": 300, "head_dim": 64},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_blocks_of_fp8_also_where_they_do_not_fill_a_matrix(tmp_path, monkeypatch, name) -> None:
+    target = tiny_target(**IN_BLOCKS[name], scale=4.0)
+    target.save_pretrained(tmp_path)
+    target.save_pretrained(tmp_path / "floats")
+    floats, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(0)
+    tensors = dict(floats)
+    for each in [each for each in floats if ".layers." in each and "_proj" in each and floats[each].ndim == 2]:
+        scales = rng.uniform(0.5, 2, [-(-size // 128) for size in floats[each].shape]).astype(np.float32)
+        tensors[each] = floats[each].astype(jnp.float8_e4m3fn)
+        floats[each], tensors[f"{each}_scale_inv"] = slow(tensors[each], scales), scales
+    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(floats, tmp_path / "floats" / "model.safetensors")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": said}))
+
+    expected = read(tmp_path / "floats")
+    assert_equal(read(tmp_path), expected)  # on a CPU
+    assert_equal(read(tmp_path, weights="float", mesh=sharding.make_mesh(1, 2)), expected)
+    monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
+    quantized = read(tmp_path)
+    blocks = Form("fp8", 128)
+    if name == "qwen3":  # `down` has 300 inputs
+        assert kept(quantized) == dict.fromkeys(("q", "k", "v", "o", "gate", "up"), blocks)
+    else:  # `kv_b` is no product, and 144, 136, 160 and 200 inputs are no whole blocks
+        names = ("q_a", "kv_a", "experts_gate", "experts_up", "shared_gate", "shared_up")
+        assert kept(quantized) == dict.fromkeys(names, blocks)
+    np.testing.assert_allclose(logits(quantized), logits(expected), rtol=0, atol=1e-4 * np.abs(logits(expected)).max())
+    assert_equal(read(tmp_path, mesh=sharding.make_mesh(1, 2)), quantized)
+    quantized.save_pretrained(tmp_path / "again")
+    assert_equal(read(tmp_path / "again"), quantized)
