@@ -275,7 +275,7 @@ def test_a_drafter_is_written_with_quantized_weights(drafter, tmp_path) -> None:
         ),
         (
             ("--calibrate", "no/where", "--quantize", "int8", "--target", "embedded", "--output", "x"),
-            "calibrate='no/where': no files there",
+            "calibrate='no/where': it has no files",
         ),
         (
             ("--vocabulary", "--target", "embedded", "--drafter", "embedded:eagle3", "--output", "x"),
