@@ -160,7 +160,7 @@ def test_generation_ends_before_a_stop_string(capsys, tiny_pair) -> None:
 def test_settings_that_greedy_decoding_does_not_read_are_named(capsys, tiny_pair) -> None:
     command = ("generate", "--prompt", "x", "--target", tiny_pair[0], "--max-new-tokens", "8")
     _, _, err = run(capsys, *command, "--top-p", "0.9", "--min-p", "0.1")
-    assert "specjax: --top-p, --min-p: not read at --temperature 0, which is greedy" in err.splitlines()
+    assert "specjax: --top-p, --min-p: ignored at --temperature 0, which is greedy" in err.splitlines()
     _, _, err = run(capsys, *command, "--top-p", "0.9", "--temperature", "0.1")
     assert "not read" not in err
 
