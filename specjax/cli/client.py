@@ -25,6 +25,8 @@ from specjax.wire import FrameError
 class ClientConfig:
     """Generate text with a drafter on this machine and a target on a server.
 
+    Start the server with specjax serve --drafts.
+
     Attributes:
         server: address of the server, ws://HOST:PORT, or wss://HOST:PORT if it has a certificate.
         drafter: the drafter as METHOD:WHERE, such as moa:DIRECTORY or eagle3:DIRECTORY; the server

@@ -31,12 +31,13 @@ class ConvertConfig:
     Attributes:
         drafter: the drafter, a directory or hub id in any layout that ``generate`` reads; or
             METHOD:DIRECTORY, such as moa,tli=1:DIRECTORY.
-        to: layout to write. For EAGLE-3: "eagle3" for SGLang, SpecForge and SafeAILab's code,
-            "speculators" for vLLM and the speculators package. For Mixture of Attentions: "authors"
-            for the authors' training code, "vllm" for their fork of vLLM, "specjax".
+        to: layout to write. For EAGLE-3: "eagle3" for SGLang, SpecForge and SafeAILab's
+            code, "speculators" for vLLM and the speculators package. For Mixture of
+            Attentions: "authors" for the authors' training code, "vllm" for their fork of
+            vLLM, "specjax".
         output: directory to write.
-        target: the target, a directory or hub id. Layouts whose config.json refers to it need it:
-            "speculators" has its name, from which vLLM loads it; "authors" has a copy of its
+        target: the target, a directory or hub id. Layouts whose config.json refers to it need
+            it: "speculators" has its name, from which vLLM loads it; "authors" has a copy of its
             configuration. With client_parts, the model to extract from. With quantize and no
             drafter, the model to quantize, which may be a draft model.
         client_parts: write, instead of a drafter, the parts of the target that this drafter needs

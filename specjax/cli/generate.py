@@ -40,9 +40,9 @@ class GenerateConfig:
             (layers), prompt-lookup, or streaming:256 or snapkv:256 (the target with a KV cache of
             that many tokens). Also the directory or hub id of a checkpoint, whose config.json gives
             the method; or "none" for plain decoding. A draft model with a different tokenizer
-            drafts only tokens that both have, at least half of the smaller vocabulary;
-            draft-model-intersect:WHERE accepts fewer. moa,tli=LAYERS:WHERE is a published Mixture
-            of Attentions with target layer inference.
+            drafts only the tokens that both vocabularies share. These must be at least half of the
+            smaller vocabulary, except with draft-model-intersect:WHERE. moa,tli=LAYERS:WHERE is a
+            published Mixture of Attentions with target layer inference.
         prompt: text to continue.
         prompts_file: file with one prompt per line (plain text, or JSON with "prompt" or "text"),
             instead of prompt; they are decoded as one batch.
@@ -67,13 +67,14 @@ class GenerateConfig:
         min_p: minimum probability of a token relative to the most likely one, in [0, 1]; 0 is no
             limit.
         generation_config: "auto" uses temperature, top_k, top_p and min_p of the target's
-            generation_config.json for options that are not given, if the file has do_sample true;
-            "none" ignores the file.
+            generation_config.json for options that are not given, if the file has do_sample
+            true; "none" ignores the file.
         seed: random seed.
         rule: how tokens are sampled and drafts verified; every rule is exact. The default is the
-            best rule for the draft shape. With "coupled", the text is the same with every drafter.
-            "independent" samples each token with new random numbers and verifies with the rule for
-            the draft shape. "block" and "rejection" are two such rules, for chains only.
+            best rule for the draft shape. With "coupled", the text is the same with every
+            drafter. "independent" samples each token with new random numbers and verifies with
+            the rule for the draft shape. "block" and "rejection" are two such rules, for chains
+            only.
         ignore_eos: continue after an end-of-sequence token.
         stop: stop strings; the text ends before the first of them. Use one for the end of a turn if
             the model has no token for it.

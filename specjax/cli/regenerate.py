@@ -44,8 +44,8 @@ class RegenerateConfig:
 
     Attributes:
         target: the model that writes the answers, a directory or hub id.
-        source: data set to rewrite, as ``data.source`` of a training: JSONL, Parquet, a directory,
-            ``hf:OWNER/NAME``.
+        source: data set to rewrite, as ``data.source`` of a training: JSONL, Parquet, a
+            directory, ``hf:OWNER/NAME``.
         output: a .jsonl file, or with shard a folder with one such file per shard. Each line is one
             copy of a document, with the document's identity (``document``), the index of the copy
             (``copy``), and the original document (``regenerated_from``), so that training holds out

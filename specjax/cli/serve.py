@@ -34,10 +34,10 @@ class ServeConfig:
             with specjax.
         drafter: the drafter, as for generate: METHOD:WHERE, or the directory or hub id of a
             checkpoint; "none" for plain decoding.
-        drafts: draft shapes among which the engine chooses by load, such as none chain:3 chain:6;
-            "auto" lets the engine choose the shapes. With "clients" among them, clients may draft
-            themselves (/v1/drafts), with the same drafter. With only "clients", or no value, all
-            other requests are decoded plainly.
+        drafts: draft shapes among which the engine chooses by load, such as none chain:3
+            chain:6; "auto" lets the engine choose the shapes. With "clients" among them, clients
+            may draft themselves (/v1/drafts), with the same drafter. With only "clients", or no
+            value, all other requests are decoded plainly.
         told: what the server sends to clients with Mixture of Attentions for each token: summaries,
             which the server computes (the default), or entries, the KV entries of the target's
             layers, which need many more bytes.
