@@ -284,7 +284,7 @@ OF_COMMANDS = [
 def test_generate_has_them_and_says_so(directory, drawn_with, capsys, options, sampling, line) -> None:
     status, _, said = run(capsys, *generating(directory, *options))
     assert status == 2 and drawn_with == [sampling]
-    lines = [each for each in said.splitlines() if "generation_config.json" in each or "not read" in each]
+    lines = [each for each in said.splitlines() if "generation_config.json" in each or "ignored" in each]
     assert [each.startswith(line or "") for each in lines] == [True] * (line is not None)
 
 

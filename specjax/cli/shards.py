@@ -70,7 +70,7 @@ def find_shard(text: str, environment: Mapping[str, str] = os.environ) -> Shard:
         raise InputError(f"shard={text!r}: the scheduler gives the shard's index, but not the number of shards: give auto/N")
     shard = Shard(int(number), int(count))
     if not shard.number < shard.count < 100_000:
-        raise InputError(f"shard={text!r}: with N shards, at most 99999, the last is N-1/N")
+        raise InputError(f"shard={text!r}: shard {shard} does not exist; the last of N shards, at most 99999, is N-1/N")
     return shard
 
 

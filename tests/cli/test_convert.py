@@ -44,7 +44,7 @@ def test_there_and_back_again_is_the_same_to_the_bit(drafter, tmp_path, capsys) 
 
 def test_what_cannot_be_converted_is_refused(drafter, tmp_path, capsys) -> None:
     assert main(["convert", "--drafter", str(drafter), "--output", str(drafter)]) == 2
-    assert "is the drafter itself" in capsys.readouterr().err
+    assert "is the drafter's directory" in capsys.readouterr().err
     assert main(["convert", "--output", "x"]) == 2
     assert "drafter=''" in capsys.readouterr().err
     save_tiny(tmp_path / "model")
@@ -279,7 +279,7 @@ def test_a_drafter_is_written_with_quantized_weights(drafter, tmp_path) -> None:
         ),
         (
             ("--vocabulary", "--target", "embedded", "--drafter", "embedded:eagle3", "--output", "x"),
-            "vocabulary: needs quantize",
+            "vocabulary: it needs quantize",
         ),
         (
             ("--quantize", "int8", "--client-parts", "--target", "a", "--drafter", "b", "--output", "x"),

@@ -116,7 +116,7 @@ def test_texts_may_be_as_long_as_models_and_memory_allow(
 
 def test_one_key_of_several_is_none(tmp_path, capsys) -> None:
     (tmp_path / "keys").write_text("a-first-key\nshort\n")
-    assert "one a line" in refusal(capsys, "--api-key-file", str(tmp_path / "keys"))
+    assert "one key per line" in refusal(capsys, "--api-key-file", str(tmp_path / "keys"))
 
 
 @pytest.mark.parametrize(
