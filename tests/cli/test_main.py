@@ -217,7 +217,7 @@ FAULTS = [
     ([*PAIR, "--draft", "bush"], "draft='bush': must be chain:LENGTH"),
     ([*PAIR, "--draft", "sampled:2,x"], "draft='sampled:2,x': must be"),
     ([*PAIR, "--draft", "complete:2,0"], "widths=(2, 0)"),
-    ([*PAIR, "--draft", "complete:4000"], "4000 children of a node, but the vocabulary has 3072"),
+    ([*PAIR, "--draft", "complete:4000"], "a node has 4000 children, but the vocabulary has 3072"),
     ([*PAIR, "--draft", "dynamic:2,3,99"], "nodes must be at least depth + 1 = 4"),
     ([*PAIR, "--show-tree", "tree.gif"], "show_tree='tree.gif': the name must end in .png"),
     (["generate", "--prompt", "x", "--drafter", "prompt-lookup", "--draft", "eagle"], "prompt lookup copies one continuation"),
