@@ -27,6 +27,7 @@ from rich.console import Console
 
 import specjax
 from benchmarks import arrivals_tables, decode
+from benchmarks.arrivals_pictures import Spread, Stay, stays_of
 from specjax import text
 from specjax.demo import OnInflated, inflate
 from specjax.drafters import Drafter
@@ -36,7 +37,6 @@ from specjax.errors import InputError
 from specjax.models import hub, params
 from specjax.models.transformer import Target
 from specjax.reports import pictures
-from specjax.reports.arrivals import Spread, Stay, stays_of
 from specjax.serving import Engine
 from specjax.serving.scheduler import Scheduler
 

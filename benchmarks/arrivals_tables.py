@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from specjax.reports.arrivals import Spread, Stay, draw_by_rate, draw_rows
+from benchmarks.arrivals_pictures import Spread, Stay, draw_by_rate, draw_rows
 from specjax.reports.tables import table_of_numbers
 
 if TYPE_CHECKING:

@@ -34,6 +34,7 @@ from rich.console import Console
 import specjax
 from benchmarks import client_server_counts as counts
 from benchmarks import client_server_tables, decode
+from benchmarks.arrivals_pictures import Spread
 from benchmarks.decode import prompts_of, read_texts
 from benchmarks.network import FIVE_G, FOUR_G, NONE, Conditions, Proxy
 from benchmarks.serving_clients import Answer, Request, over_http, tokens_of
@@ -45,7 +46,6 @@ from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
 from specjax.models import hub
 from specjax.progress import show_waits, track
-from specjax.reports.arrivals import Spread
 
 Part = Literal["bytes", "cut", "compression", "networks", "clients"]
 

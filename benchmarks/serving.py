@@ -31,13 +31,13 @@ from rich.console import Console
 
 import specjax
 from benchmarks import decode, serving_models, serving_servers, serving_tables
+from benchmarks.arrivals_pictures import Spread
 from benchmarks.serving_clients import Answer, Ask, Request, figures, for_seconds, over_http, tokens_of, work_through
 from benchmarks.serving_servers import Running, Server
 from specjax import text
 from specjax.errors import InputError
 from specjax.progress import show_waits, track
 from specjax.reports import pictures
-from specjax.reports.arrivals import Spread
 
 Part = Literal["clients", "http", "prediction"]
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arrivals_pictures import Spread, draw_by_clients
 from benchmarks.arrivals_tables import number, spread
-from specjax.reports.arrivals import Spread, draw_by_clients
 from specjax.reports.tables import table_of_numbers
 
 if TYPE_CHECKING:

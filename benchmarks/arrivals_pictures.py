@@ -28,7 +28,7 @@ class Stay:
         end: the time in seconds at which its text was complete.
 
     Examples:
-        >>> from specjax.reports.arrivals import Stay
+        >>> from benchmarks.arrivals_pictures import Stay
         >>> Stay(request=0, row=3, start=0.0, end=1.5).seconds
         1.5
     """
@@ -60,7 +60,7 @@ def stays_of(submitted: Sequence[float], finished: Sequence[float], rows: int) -
         ValueError: The requests are not in the order of arrival.
 
     Examples:
-        >>> from specjax.reports.arrivals import stays_of
+        >>> from benchmarks.arrivals_pictures import stays_of
         >>> [(stay.row, stay.start) for stay in stays_of([0, 0, 0], [4.0, 1.0, 2.5], rows=2)]
         [(0, 0), (1, 0), (1, 1.0)]
     """
@@ -80,7 +80,7 @@ def share_in_use(stays: Sequence[Stay], rows: int) -> float:
     """Return the mean share of rows in use from the first start to the last end.
 
     Examples:
-        >>> from specjax.reports.arrivals import Stay, share_in_use
+        >>> from benchmarks.arrivals_pictures import Stay, share_in_use
         >>> share_in_use([Stay(0, 0, 0.0, 4.0), Stay(1, 1, 0.0, 2.0)], rows=2)
         0.75
     """
@@ -132,7 +132,7 @@ class Spread:
     """The smallest, the median and the largest value of several measurements.
 
     Examples:
-        >>> from specjax.reports.arrivals import Spread
+        >>> from benchmarks.arrivals_pictures import Spread
         >>> Spread.of([3.0, 1.0, 2.5])
         Spread(low=1.0, middle=2.5, high=3.0)
     """
