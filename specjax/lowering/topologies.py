@@ -59,7 +59,7 @@ def find_mesh(topology: str, data: int, model: int, slices: int = 1) -> tuple[Me
             not installed.
     """
     if data < 1 or model < 1:
-        raise InputError(f"mesh={data} {model}: each axis is at least 1")
+        raise InputError(f"mesh={data} {model}: each axis must be at least 1")
     if slices < 1 or (slices > 1 and topology == "h100"):
         raise InputError(f"slices={slices}: must be at least 1, and 1 for h100: networks of GPUs are not supported")
     if topology == "h100":
