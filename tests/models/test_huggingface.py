@@ -232,11 +232,11 @@ CONFIG_FAULTS = [
             "rope_scaling": {"rope_type": "linear", "factor": 2.0},
             "rope_parameters": {"rope_theta": 1e6},
         },
-        "rope_parameters.rope_theta=1000000.0: rope_scaling stands beside .* with rope_theta=10000.0: write the whole rope",
+        "rope_parameters.rope_theta=1000000.0: rope_scaling is present .* with rope_theta=10000.0: write the whole rope",
     ),
     (
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"partial_rotary_factor": 0.5}},
-        "rope_parameters.partial_rotary_factor=0.5: rope_scaling stands beside",
+        "rope_parameters.partial_rotary_factor=0.5: rope_scaling is present",
     ),
     (
         {"quantization_config": {}},
