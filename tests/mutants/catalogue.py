@@ -1115,8 +1115,8 @@ CATALOGUE = (
     Mutant(
         name="mxfp4-exponent-off-by-one",
         file="specjax/models/quantization/mxfp4.py",
-        old="found = np.ldexp(np.float32(1), scales.astype(np.int32) - 128)",
-        new="found = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)",
+        old="powers = np.ldexp(np.float32(1), scales.astype(np.int32) - 128)",
+        new="powers = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)",
         tests=(
             "tests/models/quantization/test_mxfp4.py::test_under_every_scale_but_the_last_numbers_times_scales_are_the_weights",
         ),
@@ -1133,8 +1133,8 @@ CATALOGUE = (
     Mutant(
         name="gptq-does-not-make-up-for-what-is-lost",
         file="specjax/models/quantization/gptq.py",
-        old="met = wanted[row] + owed[row] + jnp.matmul(within[:, row], own, precision=_HIGHEST)",
-        new="met = wanted[row] + jnp.matmul(within[:, row], own, precision=_HIGHEST)",
+        old="target = original[row] + shift[row] + jnp.matmul(within[:, row], errors, precision=_HIGHEST)",
+        new="target = original[row] + jnp.matmul(within[:, row], errors, precision=_HIGHEST)",
         tests=("tests/models/quantization/test_gptq.py::test_every_number_is_the_nearest_after_what_those_before_it_lost",),
         breaks="Errors of earlier blocks of inputs are not made up for.",
     ),
