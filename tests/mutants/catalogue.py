@@ -839,7 +839,7 @@ CATALOGUE = (
     Mutant(
         name="llama3-turns-without-two-pi",
         file="specjax/models/rope.py",
-        old="turns = rope.original_max_positions * base / (2 * np.pi)  # full turns within the original context",
+        old="turns = rope.original_max_positions * base / (2 * np.pi)",
         new="turns = rope.original_max_positions * base",
         tests=("tests/models/test_rope.py::test_llama3_stretches_long_wavelengths_and_keeps_short_ones",),
         breaks="Wavelengths are compared in radians.",
@@ -871,8 +871,8 @@ CATALOGUE = (
     Mutant(
         name="pairs-turn-backwards",
         file="specjax/models/rope.py",
-        old="turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)",
-        new="turned = jnp.concatenate([left * cos + right * sin, right * cos - left * sin], axis=-1)",
+        old="turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)",
+        new="turned = jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)",
         tests=("tests/models/test_rope.py::test_pairs_are_turned[float32-_rotate_halves]",),
         breaks="Heads are turned by the negative angle.",
     ),
@@ -911,8 +911,8 @@ CATALOGUE = (
     Mutant(
         name="groups-by-their-best-expert",
         file="specjax/models/moe.py",
-        old="of_group = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)",
-        new="of_group = jax.lax.top_k(grouped, 1)[0].sum(axis=-1)",
+        old="group_scores = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)",
+        new="group_scores = jax.lax.top_k(grouped, 1)[0].sum(axis=-1)",
         tests=("tests/models/test_moe.py::test_it_is_the_sum_over_each_tokens_own_experts[20-deepseek]",),
         breaks="A group of experts is judged by one expert, not by two.",
     ),
@@ -951,7 +951,7 @@ CATALOGUE = (
     Mutant(
         name="experts-of-other-devices",
         file="specjax/models/moe.py",
-        old='first = jax.lax.axis_index(axis) * held["gate"].shape[0]',
+        old='first = jax.lax.axis_index(axis) * local_experts["gate"].shape[0]',
         new="first = 0 * jax.lax.axis_index(axis)",
         tests=("tests/models/test_moe.py::test_experts_run_where_they_lie[deepseek-mesh0]",),
         breaks="On a mesh every device takes its experts for the first ones.",
