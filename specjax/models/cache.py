@@ -545,7 +545,7 @@ def _known_after(count: Int[Array, " B"], read: jax.Array) -> Int[Array, " B"]:
 
         layer 0    entry 0 of the root    attention reads slots 0 to 2 of buffer 0
         layer 1    entry 1 of the root    attention reads slots 0 to 2 of buffer 1
-        the end    hidden                 append(entries, count=1, after=hidden) fills slot 3 of both
+        the end    hidden                 append(entries, count=1, after=hidden) fills slot 3
 
     By data flow alone, the write of entry 0 into buffer 0 may come before layer 0 has read that
     buffer, because an entry is computed before its attention begins. XLA may then keep both

@@ -270,5 +270,5 @@ def test_a_configuration_by_layer() -> None:
     assert config.first(2).layers == config.layers[:2] and config.first(2).num_layers == 2
     alike = tiny_config()
     assert alike.of_layer(1) is alike
-    with pytest.raises(CheckpointError, match=r"a llama checkpoint cannot say this"):
+    with pytest.raises(CheckpointError, match=r"a llama checkpoint cannot express this"):
         config_json.format_config(config, "float32")
