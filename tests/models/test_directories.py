@@ -13,7 +13,7 @@ from tests.conftest import tiny_target
 QUANTIZED = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
 OTHERS = [  # files that are there, and what is said
     ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "is a LoRA adapter .*: merge it into its base model"),
-    ({"model-Q4_K_M.gguf": ""}, r"holds 'model-Q4_K_M.gguf': GGUF is not supported: give the model's checkpoint in safetensors"),
+    ({"model-Q4_K_M.gguf": ""}, r"holds 'model-Q4_K_M.gguf': GGUF is not supported: give the model"),
     ({"config.json": "{}", "model.GGUF": ""}, "GGUF is not supported"),
     ({"config.json": "{}", "model-00001-of-00002.safetensors": ""}, r"without model\.safetensors\.index\.json.*: download"),
     ({"config.json": "{}", "hf_quant_config.json": json.dumps(QUANTIZED)}, "quantization.quant_algo='NVFP4': ModelOpt"),
@@ -36,7 +36,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path, files, message, read) -> None:
 
 
 def test_a_file_in_place_of_a_directory_is_named(tmp_path) -> None:
-    for name, message in (("model.gguf", "GGUF is not supported: give the directory"), ("model.safetensors", "is a file: give the")):
+    for name, message in (("model.gguf", "GGUF is not supported: give"), ("model.safetensors", "is a file: give the")):
         (tmp_path / name).write_text("")
         with pytest.raises(CheckpointError, match=message):
             Target.from_pretrained(tmp_path / name)
