@@ -1,1 +1,1 @@
-"""Target models: their shape, their parameters, their forward pass, and Hugging Face checkpoints."""
+"""Target models: configuration, parameters, forward pass, and Hugging Face checkpoints."""

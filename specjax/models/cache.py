@@ -1,14 +1,15 @@
-"""What attention remembers: caches of committed tokens, and small scratch arrays for drafted ones.
+"""Caches of committed tokens, and small scratch arrays for drafted tokens.
 
-A layer remembers one or more arrays of every token: its *entry*. For ordinary attention these are keys and values; the model
-declares how many parts a layer's entry has and how large they are (`ModelConfig.entry_parts`). A layer that reads the entries
-of another one remembers nothing: its entry has no parts.
+A layer stores one or more arrays for every token: its *entry*. In ordinary attention these are keys
+and values. The model declares how many parts a layer's entry has and how large they are
+(`ModelConfig.entry_parts`). The entry of a layer that reads another layer's entries has no parts.
 
-A part is an array, or two where it is kept in 8 bits (`specjax.models.quantized_cache`). Here both are moved alike: slots are
-the third axis of every array.
+A part is one array, or two if it is quantized to 8 bits (`specjax.models.quantized_cache`). The
+functions here treat both alike: slots are the third axis of every array.
 
-A layer with linear attention remembers committed tokens otherwise: in a `State`, one for the whole text. Drafted tokens have
-entries there too, and those of an accepted path are written into the state when they are committed.
+A layer with linear attention stores committed tokens differently: in a `State` of fixed size for
+the whole text. Its drafted tokens have entries too. Those of an accepted path are written into the
+state when they are committed.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,19 +28,28 @@ from specjax.models.quantized_cache import Part, QuantizedPart
 from specjax.models.states import State, by_heads, empty_nodes
 
 Entry = tuple[Part, ...]
-"""What one layer remembers of S tokens: its parts, each ``[B, heads, S, dim]``, or ``[B, heads, S]`` where it is one number. A
-head's tokens lie side by side, as attention reads them, so that it needs no transposed copy."""
+"""The parts that one layer stores of S tokens, each ``[B, heads, S, dim]``, or ``[B, heads, S]``.
+
+The tokens of a head are contiguous, as attention reads them, so that attention needs no transposed
+copy.
+"""
 
 Other = tuple[Entry, jax.Array]
-"""Tokens beside a cache, as a kernel reads them: ``[B, heads, n, dim]`` each part, and ``[B, R, n]`` int8, which of them each
-of R queries sees."""
+"""Tokens outside the cache, as a kernel reads them: their entry and their mask.
+
+The parts are ``[B, heads, n, dim]``; the mask is ``[B, R, n]`` int8: which tokens each of R queries
+sees.
+"""
 
 
 Parts = Sequence[tuple[int, int]]
-"""``(heads, dim)`` of each part of a layer's entry."""
+"""The ``(heads, dim)`` of each part of a layer's entry."""
 
 Memory = Parts | LinearAttention
-"""How a layer remembers, as `ModelConfig.memory` says: by entries of these parts, or by a state of these sizes."""
+"""The memory of a layer, as `ModelConfig.memory` returns it.
+
+It is the parts of an entry for every token, or the sizes of a state.
+"""
 
 
 def empty_entries(
@@ -51,8 +61,17 @@ def empty_entries(
     activations: DTypeLike | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Entry, ...]:
-    """Zeros for ``slots`` tokens a row, committed or drafted; ``layers`` says how each layer remembers. Parts of int8 have
-    scales. Layers with a state remember of a drafted token what is of the type of the ``activations``; None: of ``dtype``."""
+    """Return entries of zeros for ``slots`` committed or drafted tokens of each row.
+
+    Args:
+        layers: the memory of each layer.
+        batch: the number of rows.
+        slots: the number of tokens of a row.
+        dtype: the type of the parts. Parts of int8 have scales.
+        activations: the type of the activations; the entries of layers with a state store some.
+            None for ``dtype``.
+        mesh: the mesh to put the arrays on.
+    """
 
     def buffer(heads: int, dim: int) -> Part:
         empty = _placed(jnp.zeros((batch, heads, slots, dim), dtype), mesh)
@@ -71,25 +90,29 @@ def empty_entries(
 def empty_states(
     layers: Sequence[Memory], *, batch: int, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
 ) -> tuple[State | None, ...]:
-    """Those of rows of which nothing has been read, by layer; None of layers that have entries. Without any, ``()``. ``dtype``
-    is that of the activations."""
-    of_layers = [State.zeros(memory, batch, dtype, mesh) if isinstance(memory, LinearAttention) else None for memory in layers]
-    return tuple(of_layers) if any(of_layers) else ()
+    """Return the states of empty rows by layer; None for layers with entries.
+
+    If no layer has a state the result is ``()``. ``dtype`` is the type of the activations.
+    """
+    states = [State.zeros(memory, batch, dtype, mesh) if isinstance(memory, LinearAttention) else None for memory in layers]
+    return tuple(states) if any(states) else ()
 
 
 def _placed(array: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """An ``array [B, heads, …]``, or a pool, on the ``mesh`` where it is to live."""
+    """Return an array ``[B, heads, …]``, or a pool, on its devices of the mesh."""
     return by_heads(array, array.shape[1], mesh)
 
 
 def slots_of(entries: Sequence[Entry]) -> int:
-    """How many tokens a row the entries of some layers are of, S; at least one layer has an entry of its own."""
+    """Return the number of tokens of a row, S. At least one layer must have an entry."""
     return jax.tree.leaves(tuple(entries))[0].shape[2]
 
 
 def gather_entries(entries: Sequence[Entry], tokens: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
-    """The entries of each row's ``tokens``, in that order, or of each head's; what stands at a negative number does not
-    matter."""
+    """Return the entries of each row's or each head's ``tokens``, in that order.
+
+    The entries at negative indices are arbitrary.
+    """
     by_head = _by_head(tokens)
 
     def gather(buffer: jax.Array) -> jax.Array:
@@ -99,30 +122,33 @@ def gather_entries(entries: Sequence[Entry], tokens: Int[Array, "B *heads n"]) -
 
 
 def _by_head(tokens: Int[Array, "B *heads n"]) -> Int[Array, "B heads n"]:
-    """``[B, heads|1, n]``, 0 for negative numbers."""
+    """Return the indices as ``[B, heads|1, n]``, with 0 for negative ones."""
     return jnp.maximum(tokens if tokens.ndim == 3 else tokens[:, None], 0)
 
 
 def place_entries(scratch: Sequence[Entry], new: Sequence[Entry], offset: ArrayLike, after: jax.Array) -> tuple[Entry, ...]:
-    """``scratch`` with ``new`` entries at slots ``offset …`` of every row.
+    """Return ``scratch`` with ``new`` entries at the slots from ``offset`` on of every row.
 
-    For example, a draft model has read the nodes of depth 1, two of them in slots 0 and 1 of a scratch of 4, and now reads
-    the two of depth 2. Their pass attends to slots 0 and 1, and comes to ``hidden`` and to the entries ``new``::
+    For example, a draft model has read the nodes of depth 1, two of them in slots 0 and 1 of a
+    scratch of 4, and now reads the two nodes of depth 2. Their pass attends to slots 0 and 1, and
+    computes ``hidden`` and the entries ``new``::
 
-        slots before        a    b    -    -
-        the pass reads      a    b                 and gives hidden, new = (c, d)
-        slots afterwards    a    b    c    d       place_entries(scratch, new, offset=2, after=hidden)
+        slots before      a    b    -    -
+        the pass reads    a    b              and returns hidden, new = (c, d)
+        slots after       a    b    c    d    place_entries(scratch, new, offset=2, after=hidden)
 
-    ``hidden`` is the end of the pass: when it is known, every layer has read what it wanted of the slots. ``new`` alone does
-    not say so. A layer's entry is known before its own attention has read the scratch, and the first layer's before all others.
+    ``hidden`` is the end of the pass: when it is computed, every layer has finished reading the
+    slots. ``new`` alone does not guarantee this. A layer's entry is computed before its own
+    attention has read the scratch, and the first layer's before all others.
 
     Args:
-        scratch: each layer's, of drafted tokens.
-        new: each layer's, of further ones.
-        offset: one number for all rows.
-        after: any array that was worked out from everything that was read of ``scratch`` before. XLA then writes in place. With
-            a wrong one it may copy all of the scratch at every call, and does so before anything else, which keeps a TPU from
-            fetching weights; what comes out is the same. See `_known_after` for how it is noticed.
+        scratch: the entries of drafted tokens by layer.
+        new: the entries of further tokens by layer.
+        offset: the first slot to write, the same for all rows.
+        after: any array that depends on everything that was read of ``scratch`` before. XLA then
+            writes in place. With a wrong array it may copy all of the scratch at every call, before
+            anything else, which keeps a TPU from fetching weights; the result is the same. See
+            `_known_after` for how to notice it.
     """
     offset, _ = jax.lax.optimization_barrier((offset, after))
 
@@ -134,18 +160,18 @@ def place_entries(scratch: Sequence[Entry], new: Sequence[Entry], offset: ArrayL
 
 @struct.dataclass
 class KVCache:
-    """The entries of committed tokens, and nothing else: slot ``i`` of a row holds the token at position ``i``.
+    """The entries of committed tokens: slot ``i`` of a row holds the token at position ``i``.
 
-    Rolling back is a smaller ``length``: what lies at or above it has no meaning. Attention reads it with weight 0, so it must
-    be finite, as zeros are.
+    A smaller ``length`` rolls the cache back: slots at or above it have no meaning. Attention reads
+    these with weight 0, so they must be finite, as zeros are.
 
     Attributes:
-        layers: one `Entry` of ``S`` slots a layer, whose parts may differ by layer. A tuple of separate buffers and not
-            one stacked array: XLA updates those in place in a donated loop, and copies the stacked one. ``()`` of a layer that
-            has a state.
+        layers: one `Entry` of ``S`` slots for each layer; the parts may differ by layer. It is a
+            tuple of separate buffers, not one stacked array: XLA updates separate buffers in place
+            in a donated loop, and copies a stacked one. ``()`` for a layer with a state.
         length: ``[B]`` int32, the number of committed tokens of each row.
-        states: by layer, the state of those that have one, and None of the others; ``()`` where no layer has. A smaller
-            ``length`` does not roll them back.
+        states: the states by layer, and None for layers without one; ``()`` if no layer has one. A
+            smaller ``length`` does not roll them back.
     """
 
     layers: tuple[Entry, ...]
@@ -163,7 +189,10 @@ class KVCache:
         activations: DTypeLike | None = None,
         mesh: Mesh | None = None,
     ) -> "KVCache":
-        """An empty cache of ``capacity`` slots a row for ``batch`` rows; arguments as in `empty_entries`."""
+        """Return an empty cache of ``capacity`` slots for each of ``batch`` rows.
+
+        The other arguments are those of `empty_entries`.
+        """
         parts = [() if isinstance(memory, LinearAttention) else memory for memory in layers]
         return cls(
             layers=empty_entries(parts, batch=batch, slots=capacity, dtype=dtype, mesh=mesh),
@@ -173,37 +202,42 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Number of slots of a row, S."""
+        """The number of slots of a row, S."""
         return slots_of(self.layers)
 
     @property
     def filled(self) -> Int[Array, " B"]:
-        """How many slots of each row may be read: the first ones."""
+        """The number of filled slots of each row: the first ones."""
         return self.length
 
     def gather(self, positions: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
-        """The entries of the tokens at each row's ``positions``, or each head's, as `gather_entries`."""
+        """Return the entries of the tokens at each row's or each head's ``positions``.
+
+        See `gather_entries`.
+        """
         return gather_entries(self.layers, positions)
 
     def of_layers(self, layers: Sequence[int]) -> "KVCache":
-        """The cache of the layers of those numbers alone, in that order."""
+        """Return the cache of some layers alone, in the order of their indices ``layers``."""
         return replace(self, layers=_chosen(self.layers, layers), states=_chosen(self.states, layers))
 
     def append(self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array) -> "KVCache":
-        """Commit the first ``count [B]`` of each row's ``new`` entries, ``n`` a row.
+        """Commit the first ``count [B]`` of each row's ``n`` new entries.
 
-        What does not fit is dropped, never clamped onto live slots.
+        Tokens that do not fit are dropped. They never overwrite filled slots.
 
         Args:
-            new: by layer. Of a layer with a state it may be the state after those tokens.
-            count: 0 leaves a row as it is.
-            after: ``[B, …]`` any array whose first element in each row was worked out from everything that was read of this
-                cache: the write waits for it. A wrong one costs time alone, see `_known_after`.
+            new: the entries by layer; for a layer with a state, also the state after those tokens.
+            count: the number of tokens to commit; 0 leaves a row as it is.
+            after: ``[B, …]`` any array whose first element in each row depends on everything that
+                was read of this cache: the write waits for it. A wrong array costs only time, see
+                `_known_after`.
         """
         count = _known_after(count, after)
         entries, states = committed(self.states, new, count)
         step = jnp.arange(slots_of(entries))[None]
-        # Beyond `count` the destination is out of range, where a scatter in drop mode writes nothing.
+        # Beyond `count` the destination is out of range, where a scatter in drop mode writes
+        # nothing.
         slots = jnp.where(step < count[:, None], self.length[:, None] + step, self.capacity)
         layers = jax.tree.map(lambda buffer, values: _set_slots(buffer, slots, values), self.layers, entries)
         return KVCache(layers=layers, length=self.length + count, states=states)
@@ -216,37 +250,42 @@ def _chosen(values: tuple[Any, ...], layers: Sequence[int]) -> tuple[Any, ...]:
 def committed(
     states: tuple[State | None, ...], new: Sequence[Entry | State], count: Int[Array, " B"]
 ) -> tuple[tuple[Entry, ...], tuple[State | None, ...]]:
-    """What of ``new`` goes into slots, ``()`` of layers with a state; and the ``states`` after the first ``count [B]``."""
+    """Return the entries that go into slots, and the states after the first ``count [B]`` tokens.
+
+    The entries of layers with a state are ``()``.
+    """
     if not states:
         return tuple(new), ()  # pyright: ignore[reportReturnType]
     entries: list[Entry] = []
     after: list[State | None] = []
-    for state, own in zip(states, new, strict=True):
-        if isinstance(own, State):
+    for state, update in zip(states, new, strict=True):
+        if isinstance(update, State):
             entries.append(())
-            after.append(own)
+            after.append(update)
         else:
-            entries.append(own if state is None else ())
-            after.append(None if state is None else state.append(own, count))
+            entries.append(update if state is None else ())
+            after.append(None if state is None else state.append(update, count))
     return tuple(entries), tuple(after)
 
 
 @struct.dataclass
 class PagedCache:
-    """A `KVCache` whose slots lie in pages, so that rows take the memory that their texts need, and may share a beginning.
+    """A `KVCache` in pages: rows take only the memory that they need, and may share a prefix.
 
-    All rows have one pool of pages. A row's table says which pages hold its tokens: the token at position p lies in page
-    ``table[row, p // page]``, at place ``p % page``. Whoever makes the table sees to it that no page is written by two rows. A
-    page that nobody reads may hold anything, NaN too.
+    All rows have one pool of pages. The block table of a row says which pages hold its tokens: the
+    token at position p is in page ``table[row, p // page]``, at offset ``p % page``. The caller
+    must make tables in which no page is written by two rows. A page that no row reads may hold
+    anything, NaN too.
 
     Attributes:
-        layers: one `Entry` a layer, whose parts are pools ``[pages, heads, page, dim]``. They have no row axis.
-        table: ``[B, n]`` int32, the pages of each row in order. What is not used is ``pages``, which is out of range: never -1,
-            which is the last page.
+        layers: one `Entry` for each layer, whose parts are pools ``[pages, heads, page, dim]``.
+            They have no row axis.
+        table: ``[B, n]`` int32, the pages of each row in order. Unused columns are ``pages``, which
+            is out of range; never -1, which is the last page.
         length: ``[B]`` int32, the number of committed tokens of each row.
-        states: as in `KVCache`: they have a row axis, and are in no page.
-        groups: static. On a mesh whose data axis splits the rows in groups, each group has its own part of every pool, and
-            counts the pages in it from 0.
+        states: as in `KVCache`. They have a row axis and are not paged.
+        groups: static. On a mesh whose data axis splits the rows into groups, each group has its
+            own part of every pool, and counts its pages from 0.
 
     Examples:
         >>> from specjax.models.cache import PagedCache
@@ -255,8 +294,8 @@ class PagedCache:
         >>> cache = PagedCache.like(empty, pages=3, page=8)
         >>> cache = cache.with_table(jnp.array([[2, 3], [0, 3]]))  # page 3: none
         >>> cache = cache.append(entries, jnp.array([6, 6]), after=jnp.ones((2, 1)))
-        >>> one = cache.gather(jnp.array([[5], [5]]))  # what is remembered of the sixth tokens
-        >>> np.array_equal(one[0][0][:, :, 0], entries[0][0][:, :, 5])
+        >>> sixth = cache.gather(jnp.array([[5], [5]]))  # the entries of the sixth tokens
+        >>> np.array_equal(sixth[0][0][:, :, 0], entries[0][0][:, :, 5])
         True
     """
 
@@ -268,13 +307,13 @@ class PagedCache:
 
     @classmethod
     def like(cls, cache: KVCache, *, pages: int, page: int, mesh: Mesh | None = None) -> "PagedCache":
-        """An empty cache in place of ``cache``, for as many rows, each of which can hold at least as many tokens.
+        """Return an empty paged cache for the rows of ``cache``, with at least its capacity.
 
         Args:
-            cache: whose shapes alone count.
-            pages: of the pool, of every group.
-            page: tokens of a page.
-            mesh: where it is to live.
+            cache: the cache to replace; only its shapes are read.
+            pages: the number of pages of the pool, for each group.
+            page: the number of tokens of a page.
+            mesh: the mesh to put the arrays on.
         """
         batch = cache.length.shape[0]
         groups = groups_of(mesh)
@@ -292,45 +331,46 @@ class PagedCache:
 
     @property
     def page(self) -> int:
-        """Tokens of a page."""
+        """The number of tokens of a page."""
         return slots_of(self.layers)
 
     @property
     def pages(self) -> int:
-        """Pages of the pool, of every group."""
+        """The number of pages of the pool, for each group."""
         return jax.tree.leaves(self.layers)[0].shape[0] // self.groups
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a row."""
+        """The maximum number of tokens of a row."""
         return self.table.shape[1] * self.page
 
     @property
     def filled(self) -> Int[Array, " B"]:
-        """How many tokens of each row may be read: the first ones."""
+        """The number of filled slots of each row: the first ones."""
         return self.length
 
     def with_table(self, table: Int[Array, "B n"]) -> "PagedCache":
-        """The cache with other pages for its rows."""
+        """Return the cache with other pages for its rows."""
         return replace(self, table=table)
 
     def of_layers(self, layers: Sequence[int]) -> "PagedCache":
-        """As `KVCache.of_layers`."""
+        """Return the cache of some layers alone; see `KVCache.of_layers`."""
         return replace(self, layers=_chosen(self.layers, layers), states=_chosen(self.states, layers))
 
     def gather(self, positions: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
-        """As `KVCache.gather`."""
+        """Return the entries at some positions; see `KVCache.gather`."""
         pages, slots = self._slots(_by_head(positions))
         return jax.tree.map(lambda pool: by_group(_gather_paged, self.groups, pool, pages, slots), self.layers)
 
     def append(self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array) -> "PagedCache":
-        """As `KVCache.append`. What a row has no page for is dropped."""
+        """Commit new entries, as `KVCache.append`. Tokens without a page are dropped."""
         count = _known_after(count, after)
         entries, states = committed(self.states, new, count)
         step = jnp.arange(slots_of(entries))[None]
         positions = self.length[:, None] + step
         pages, slots = self._slots(positions)
-        number = jax.tree.leaves(self.layers)[0].shape[0]  # out of range, where a scatter in drop mode writes nothing
+        # This index is out of range, and a scatter in drop mode does not write there.
+        number = jax.tree.leaves(self.layers)[0].shape[0]
         pages = jnp.where((step < count[:, None]) & (positions < self.capacity), pages, number)
         layers = jax.tree.map(
             lambda pool, values: by_group(_set_paged, self.groups, pool, pages, slots, values), self.layers, entries
@@ -338,69 +378,76 @@ class PagedCache:
         return replace(self, layers=layers, length=self.length + count, states=states)
 
     def _slots(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The page of each of the ``positions [B, …]``, and its place there."""
+        """Return the page of each of the ``positions [B, …]``, and the offset in that page."""
         column = jnp.minimum(positions // self.page, self.table.shape[1] - 1).reshape(positions.shape[0], -1)
         return jnp.take_along_axis(self.table, column, axis=1).reshape(positions.shape), positions % self.page
 
 
 def groups_of(mesh: Mesh | None) -> int:
-    """In how many groups a mesh splits the rows."""
+    """Return the number of groups into which a mesh splits the rows."""
     return 1 if mesh is None else mesh.shape["data"]
 
 
 def by_group(function: Callable[..., jax.Array], groups: int, pool: jax.Array, *of_rows: jax.Array) -> jax.Array:
-    """``function(pool, *of_rows)`` for each group of rows and its own part of the pool. A mesh exchanges nothing.
+    """Compute ``function(pool, *of_rows)`` for each group of rows and its part of the pool.
+
+    A mesh exchanges nothing for it.
 
     Args:
-        function: of a pool ``[pages, …]`` and of arrays ``[B, …]``; what it gives has pages or rows first.
-        groups: how many.
-        pool: of all groups, one after the other.
-        of_rows: likewise.
+        function: a function of a pool ``[pages, …]`` and of arrays ``[B, …]``, whose result has
+            pages or rows first.
+        groups: the number of groups.
+        pool: the pools of all groups, one after the other.
+        of_rows: the arrays of all groups, one after the other.
     """
     if groups == 1:
         return function(pool, *of_rows)
-    # Not -1 for the size: an array may be empty, as the taps of a drafter that asks for none.
+    # The size is not -1: an array may be empty, such as the taps of a drafter without taps.
     split = [x.reshape(groups, x.shape[0] // groups, *x.shape[1:]) for x in (pool, *of_rows)]
-    found = jax.vmap(function)(*split)
-    return found.reshape(groups * found.shape[1], *found.shape[2:])
+    results = jax.vmap(function)(*split)
+    return results.reshape(groups * results.shape[1], *results.shape[2:])
 
 
 def read_pages(pool: jax.Array, pages: Int[Array, "B n"]) -> jax.Array:
-    """``[B, heads, n page, …]`` the tokens in ``pages`` of each row, in order. What stands in a page out of range does not
-    matter."""
-    found = pool.at[pages].get(mode="clip")  # [B, n, heads, page, …]
-    return jnp.moveaxis(found, 2, 1).reshape(found.shape[0], found.shape[2], -1, *found.shape[4:])
+    """Return the tokens of the pages of each row in order, ``[B, heads, n page, …]``.
+
+    The tokens of pages that are out of range are arbitrary.
+    """
+    paged = pool.at[pages].get(mode="clip")  # [B, n, heads, page, …]
+    return jnp.moveaxis(paged, 2, 1).reshape(paged.shape[0], paged.shape[2], -1, *paged.shape[4:])
 
 
 def _gather_paged(pool: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
-    """``[B, heads, n, …]`` the tokens at ``slots`` of ``pages``, ``[B, heads|1, n]`` both."""
+    """Return the tokens ``[B, heads, n, …]`` at ``slots`` of ``pages``, ``[B, heads|1, n]``."""
     pages, slots = (jnp.broadcast_to(x, (x.shape[0], pool.shape[1], x.shape[2])) for x in (pages, slots))
-    gather = jax.vmap(lambda of_head, page, slot: of_head.at[page, slot].get(mode="clip"), in_axes=1, out_axes=1)
+    gather = jax.vmap(lambda head_pool, page, place: head_pool.at[page, place].get(mode="clip"), in_axes=1, out_axes=1)
     return gather(pool, pages, slots)
 
 
 def _set_paged(pool: jax.Array, pages: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
-    """``pool`` with ``values [B, heads, n, …]`` at ``slots [B, n]`` of ``pages [B, n]``."""
-    # Heads are counted out, not written as a whole: a TPU's compiler wants what is written as a whole side by side, and copies
-    # the pool to have heads beside the numbers of a value. It still sees that each head stays where a mesh has it.
+    """Return ``pool`` with ``values [B, heads, n, …]`` at ``slots [B, n]`` of ``pages [B, n]``."""
+    # Heads are explicit indices, not a slice: for a slice the TPU compiler wants all heads of a
+    # slot contiguous, and copies the whole pool into that layout. It still sees that each head
+    # stays on its device of a mesh.
     heads = jnp.arange(pool.shape[1])[:, None]
     return pool.at[pages[:, None], heads, slots[:, None]].set(values.astype(pool.dtype), mode="drop")
 
 
 @struct.dataclass
 class RingCache:
-    """A cache of few slots: some that stay, and a ring for the newest tokens.
+    """A cache of few slots: some that are never overwritten, and a ring for the newest tokens.
 
-    The first ``kept`` slots hold tokens for good: those at the positions 0, 1, 2, …, or others that were chosen. The token at
-    position p goes to slot ``kept + (p - base) % R`` of the R others, where it takes the place of the one R positions before.
-    Keys carry the rotation of their own positions, and attention does not ask for the order of slots.
+    The first ``kept`` slots hold tokens for good: the tokens at positions 0, 1, 2, …, or others
+    that were selected. The token at position p goes to slot ``kept + (p - base) % R`` of the R
+    other slots, and overwrites the token R positions before. Keys carry the rotation of their own
+    positions, and attention does not depend on the order of slots.
 
     Attributes:
-        layers: one `Entry` of S slots a layer.
-        length: ``[B]`` int32, the number of tokens that each row has been given so far.
+        layers: one `Entry` of S slots for each layer.
+        length: ``[B]`` int32, the number of tokens that were appended to each row so far.
         base: ``[B]`` int32, the position of the first token in the ring, at least ``kept``.
-        kept: static, slots that stay.
-        states: as in `KVCache`; they have seen all tokens.
+        kept: static, the number of slots that are never overwritten.
+        states: as in `KVCache`; they include all tokens.
     """
 
     layers: tuple[Entry, ...]
@@ -410,40 +457,43 @@ class RingCache:
     states: tuple[State | None, ...] = ()
 
     @classmethod
-    def around(cls, empty: KVCache, kept: int) -> "RingCache":
-        """A cache of the slots of an ``empty`` one, of which the first ``kept`` stay."""
-        base = jnp.full_like(empty.length, kept)
-        return cls(layers=empty.layers, length=empty.length, base=base, kept=kept, states=empty.states)
+    def around(cls, empty: KVCache, num_kept: int) -> "RingCache":
+        """Return a ring cache in the slots of an empty cache, with ``num_kept`` permanent slots."""
+        base = jnp.full_like(empty.length, num_kept)
+        return cls(layers=empty.layers, length=empty.length, base=base, kept=num_kept, states=empty.states)
 
     @property
     def slots(self) -> int:
-        """Number of slots of a row, S."""
+        """The number of slots of a row, S."""
         return slots_of(self.layers)
 
     @property
     def filled(self) -> Int[Array, " B"]:
-        """How many slots of each row may be read: the first ones."""
+        """The number of filled slots of each row: the first ones."""
         return jnp.minimum(self.length, self.slots)
 
     def slot_of(self, positions: Int[Array, "B n"]) -> Int[Array, "B n"]:
-        """The slot that the token at each of the ``positions`` goes to."""
+        """Return the slot of the token at each of the ``positions``."""
         base = self.base[:, None]
         in_ring = self.kept + (positions - base) % (self.slots - self.kept)
         return jnp.where(positions < self.kept, positions, in_ring)
 
     def newest_at(self, length: Int[Array, " B"]) -> Int[Array, "B S"]:
-        """The position of the token in each slot of the ring, and of each kept slot its number, when a row has ``length``
-        tokens; at or beyond ``length`` where there is none."""
+        """Return the position of the token in each slot when a row has ``length`` tokens.
+
+        It is ``length`` or more for a slot of the ring that is still empty. For a permanent slot it
+        is the slot's index.
+        """
         slot = jnp.arange(self.slots)[None]
         ring, base, last = self.slots - self.kept, self.base[:, None], length[:, None] - 1
         newest = last - (last - base - (slot - self.kept)) % ring
-        # A ring that is not full yet: the slot's first token is still to come.
+        # If the ring is not full yet, a slot may be empty: its position is that of a future token.
         return jnp.where(slot < self.kept, slot, jnp.where(newest < base, newest + ring, newest))
 
     def append(self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array) -> "RingCache":
-        """Give it the first ``count [B]`` of each row's ``new`` entries; arguments as in `KVCache.append`.
+        """Append the first ``count [B]`` of each row's ``new`` entries, as `KVCache.append`.
 
-        Of more than the ring can hold, the newest stay.
+        If the ring cannot hold all of them, the newest stay.
         """
         count = _known_after(count, after)
         entries, states = committed(self.states, new, count)
@@ -456,11 +506,11 @@ class RingCache:
 
 
 Cache = KVCache | PagedCache | RingCache
-"""What a model remembers of the tokens before."""
+"""The cache of a model, of any layout."""
 
 
 def _set_slots(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
-    """``buffer [B, heads, S, …]`` with ``values [B, heads, n, …]`` at each row's ``slots [B, n]``."""
+    """Return ``buffer [B, heads, S, …]`` with ``values [B, heads, n, …]`` at ``slots [B, n]``."""
     return jax.lax.platform_dependent(buffer, slots, values, tpu=_set_by_head, default=_set_by_row)
 
 
@@ -470,9 +520,12 @@ def _set_by_row(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.A
 
 
 def _set_by_head(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
-    """The same, each head with slots of its own. XLA writes all heads of a slot at once where they share it, and lays them side
-    by side for that, which is not how a TPU's attention reads them: it copied every cache with several heads on a chip, in
-    every step."""
+    """Set slots as `_set_by_row`, but with separate indices for each head.
+
+    If all heads share the indices, XLA writes all heads of a slot at once, and changes the layout
+    so that they are contiguous. A TPU's attention reads another layout, so XLA copied every cache
+    with several heads on a chip, in every step.
+    """
     slots = jnp.broadcast_to(slots[:, None], (*buffer.shape[:2], slots.shape[1]))
     return jax.vmap(jax.vmap(_set_of_head))(buffer, slots, values)
 
@@ -482,26 +535,29 @@ def _set_of_head(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.
 
 
 def _known_after(count: Int[Array, " B"], read: jax.Array) -> Int[Array, " B"]:
-    """``count``, in a way that the compiler can only work out once ``read [B, …]`` is known.
+    """Return ``count``, in a form that the compiler can compute only after ``read [B, …]``.
 
-    XLA updates a buffer in place where the write waits for every read of it, and otherwise copies the whole buffer first.
-    What is written depends on ``count``, and what was read is in ``read``: this makes the one wait for the other.
+    XLA updates a buffer in place if the write waits for every read of it; otherwise it copies the
+    whole buffer first. The written values depend on ``count``, and ``read`` depends on what was
+    read: so the write waits for the reads.
 
     For example, one step of plain decoding, with a cache of 3 tokens and room for 8::
 
-        layer 0     entry 0 of the root     attention reads slots 0 to 2 of buffer 0
-        layer 1     entry 1 of the root     attention reads slots 0 to 2 of buffer 1
-        the end     hidden                  append(entries, count=1, after=hidden) writes slot 3 of both buffers
+        layer 0    entry 0 of the root    attention reads slots 0 to 2 of buffer 0
+        layer 1    entry 1 of the root    attention reads slots 0 to 2 of buffer 1
+        the end    hidden                 append(entries, count=1, after=hidden) fills slot 3
 
-    By the data alone the write of entry 0 into buffer 0 may come before layer 0 has read that buffer, for an entry is known
-    before its attention begins. XLA may then keep both versions, and copies buffer 0 for the one or the other. With ``count``
-    worked out from ``hidden`` there is one order left, and one version. An entry in the place of ``hidden`` would be known too
-    early, and so would the states in the middle of the layers: the later ones have not read yet.
+    By data flow alone, the write of entry 0 into buffer 0 may come before layer 0 has read that
+    buffer, because an entry is computed before its attention begins. XLA may then keep both
+    versions, and copy buffer 0. If ``count`` depends on ``hidden``, there is one order and one
+    version. An entry in place of ``hidden`` would be computed too early, and so would the hidden
+    states between layers: later layers have not read yet.
 
-    A wrong ``after`` never makes a wrong text. It leaves to the compiler whether there are copies of whole buffers in every
-    step, each read and written from end to end, where attention reads the filled part once. They are noticed in the compiled
-    program, as a ``copy`` of an array of the buffer's shape: tests/decoding/test_loop.py looks for these on a CPU, and
-    ``specjax plan compile`` counts them ("copies of the cache") for the device that it compiles for.
+    A wrong ``after`` never changes the text. But the compiler may then copy whole buffers in every
+    step, each read and written from end to end, while attention reads the filled part once. Such
+    copies show up in the compiled program as a ``copy`` of an array of the buffer's shape:
+    tests/decoding/test_loop.py looks for these on a CPU, and ``specjax plan compile`` counts them
+    ("copies of the cache") for the device that it compiles for.
     """
     first = read.reshape(read.shape[0], -1)[:, 0]
-    return count + (jnp.abs(jnp.sign(first)) > 1)  # which is never true
+    return count + (jnp.abs(jnp.sign(first)) > 1)  # never true, but XLA cannot know

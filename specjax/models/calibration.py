@@ -1,4 +1,4 @@
-"""Quantized weights that are chosen by what the layers read of a text."""
+"""Calibration: quantized weights that depend on the layers' inputs for a text."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,34 +18,37 @@ from specjax.models.transformer import Target
 from specjax.progress import say, track
 
 WINDOW, WINDOWS = 512, 128
-"""Tokens of a piece of the text, and how many pieces are read."""
+"""The number of tokens of a window, and the maximum number of windows."""
 _AT_ONCE = 4096
-"""Tokens of a pass."""
+"""The number of tokens of a pass."""
 
 
 def calibrate(target: Target, weights: schemes.Weights, tokens: Int[np.ndarray, "W T"]) -> Target:
-    """The same model with quantized weights, as of `Target.quantize`, each layer's chosen by what it reads of a text (GPTQ).
+    """Return the model with weights quantized by GPTQ, from the layers' inputs for a text.
 
-    Layers are quantized in order, so that each sees what the quantized ones before it hand on. Embedding and head are rounded
-    to the nearest numbers.
+    Layers are quantized in order, so that each sees the outputs of the quantized layers before it.
+    Embedding and head are rounded to the nearest numbers. See `Target.quantize` for rounding alone.
 
     Args:
-        target: in floats, whole, and on no mesh.
+        target: a whole target in floats, not on a mesh.
         weights: a scheme, or the name of one.
-        tokens: windows of text, such as `windows` cuts.
+        tokens: windows of text, such as `windows` makes.
 
     Raises:
-        InputError: the target is not as it must be, there is no such scheme, or the text is too short.
+        InputError: The target cannot be calibrated, there is no such scheme, or the text is too
+            short.
 
     Examples:
         >>> from specjax.models.calibration import calibrate
-        >>> rounded, calibrated = target.quantize("int4"), calibrate(target, "int4", np.arange(48).reshape(3, 16) % 16)
-        >>> calibrated.params["layers"][0]["down"].values.dtype == rounded.params["layers"][0]["down"].values.dtype
+        >>> text = np.arange(48).reshape(3, 16) % 16
+        >>> rounded, calibrated = target.quantize("int4"), calibrate(target, "int4", text)
+        >>> matrices = [model.params["layers"][0]["down"] for model in (rounded, calibrated)]
+        >>> matrices[0].values.dtype == matrices[1].values.dtype
         True
     """
     target.check_whole()
     if target.mesh is not None:
-        raise InputError("target: lies on a mesh: calibrate it on one device, save it, and load that on the mesh")
+        raise InputError("target: it is on a mesh: calibrate it on one device, save it, and load that on the mesh")
     config, declared = target.config, declarations.declare(target.config)
     form_of = schemes.of_model(schemes.scheme_of(weights).form_of, config.tie_embeddings)
     check_text(config, weights, tokens)
@@ -54,34 +57,39 @@ def calibrate(target: Target, weights: schemes.Weights, tokens: Int[np.ndarray, 
         return schemes.quantize_params(declared, params, form_of, None, config.axis_units)
 
     batches = np.array_split(tokens, min(len(tokens), -(-tokens.size // _AT_ONCE)))
-    entering = {0: [target.embed(jnp.asarray(batch)) for batch in batches]}  # by layer, the residual stream there
+    # The residual stream that enters a layer, by layer. Only the layers that are still needed are
+    # kept.
+    entering = {0: [target.embed(jnp.asarray(batch)) for batch in batches]}
     firsts, unread = [_first(target, layer) for layer in range(config.num_layers)], 0
     for layer in track(range(config.num_layers), "calibrating layer {}"):
-        own, streams = declared["layers"][layer], list(zip(entering[firsts[layer]], batches, strict=True))
-        watched = _watch(own, target.params["layers"][layer], form_of)
+        declarations_here, streams = declared["layers"][layer], list(zip(entering[firsts[layer]], batches, strict=True))
+        watched = _watch(declarations_here, target.params["layers"][layer], form_of)
         for x, batch in streams:
             watched = _add_moments(target, watched, x, batch, (firsts[layer], layer + 1))
         unread += _check_seen(watched, layer)
-        target = _with_layer(target, layer, quantize(own, watched))
+        target = _with_layer(target, layer, quantize(declarations_here, watched))
         after = [_run(target, x, batch, (firsts[layer], layer + 1)) for x, batch in streams]
         entering = {index: entering[index] for index in entering if index in firsts[layer + 1 :]} | {layer + 1: after}
     if unread:
-        say(f"{unread} matrices of experts that no token of the text chose are rounded to the nearest numbers", unasked=True)
+        say(f"{unread} matrices of experts without a token of the text are rounded to the nearest numbers", unasked=True)
     rest = {name: value for name, value in target.params.items() if name != "layers"}
     rest = quantize({name: declared[name] for name in rest}, rest)
     return replace(target, params={**target.params, **rest})
 
 
 def _first(target: Target, layer: int) -> int:
-    """Where the shortest slice of layers begins that ends with ``layer``: some read the entries of others before them."""
+    """Return the first layer of the shortest slice that ends with ``layer`` and can run.
+
+    A layer may read the entries of an earlier one.
+    """
     first = layer
-    while (earlier := min(target.config.entries_of(one) for one in range(first, layer + 1))) < first:
+    while (earlier := min(target.config.entries_of(index) for index in range(first, layer + 1))) < first:
         first = earlier
     return first
 
 
 def _watch(declared: dict[str, Param], params: Params, form_of: schemes.FormOf) -> Params:
-    """The ``params`` of a layer, `Watched` where they are to be quantized."""
+    """Return the params of a layer, with matrices that will be quantized as `Watched`."""
     return {
         name: value if isinstance(value, QuantizedMatrix) or form_of(declared[name]) is None else Watched.of(value)
         for name, value in params.items()
@@ -94,41 +102,46 @@ def _with_layer(target: Target, layer: int, params: Params) -> Target:
 
 
 def _run(target: Target, x: jax.Array, tokens: np.ndarray, layers: tuple[int, int]) -> jax.Array:
-    # Said to be of one document, layers with a state keep nothing for each token, as in training.
+    # With `documents` layers with a state store nothing for each token, as in training.
     return target.run(x, tokens=jnp.asarray(tokens), layers=layers, documents=jnp.zeros(tokens.shape, jnp.int32))[0]
 
 
 def _add_moments(target: Target, watched: Params, x: jax.Array, tokens: np.ndarray, layers: tuple[int, int]) -> Params:
-    """The params of the last one of ``layers``, with the moments of what its matrices see of ``x [B, T, H]``, which enters the
-    first, added to theirs."""
+    """Return the params of the last of ``layers``, with the moments of its inputs added.
+
+    ``x [B, T, H]`` is the residual stream that enters the first of ``layers``.
+    """
 
     def run(moments: dict[str, jax.Array]) -> jax.Array:
-        params = watched | {name: watched[name].replace(moments=each) for name, each in moments.items()}
+        params = watched | {name: watched[name].replace(moments=moment) for name, moment in moments.items()}
         return _run(_with_layer(target, layers[1] - 1, params), x, tokens, layers).astype(jnp.float32).sum()
 
     before = {name: value.moments for name, value in watched.items() if isinstance(value, Watched)}
-    seen = jax.grad(run)(before)
-    return watched | {name: watched[name].replace(moments=before[name] + seen[name]) for name in seen}
+    new = jax.grad(run)(before)  # not a derivative, but the moments of this batch: see `Watched`
+    return watched | {name: watched[name].replace(moments=before[name] + new[name]) for name in new}
 
 
 def _check_seen(watched: Params, layer: int) -> int:
-    """How many matrices of a layer's experts have seen nothing. Refuses a model that overflows."""
+    """Return how many matrices of a layer's experts had no input; refuse a model that overflows."""
     unread = 0
     for value in watched.values():
         if isinstance(value, Watched):
             second = np.asarray(jnp.trace(value.moments, axis1=-2, axis2=-1))
             if not np.isfinite(second).all():
-                raise InputError(f"target: what layer {layer} reads is not finite: give it in another data type")
+                raise InputError(f"target: the inputs of layer {layer} are not finite: load it in another data type")
             unread += int((second == 0).sum()) if second.ndim else 0
     return unread
 
 
 def check_text(config: ModelConfig, weights: schemes.Weights, tokens: Int[np.ndarray, "W T"], argument: str = "tokens") -> None:
-    """Refuse, with an InputError that names the ``argument``, a text of fewer tokens than a matrix has inputs: of some sums of
-    these it would say nothing."""
+    """Refuse a text with fewer tokens than a matrix has inputs.
+
+    The second moments of so few would be singular. The error is an `InputError` that names the
+    ``argument``.
+    """
     form_of = schemes.scheme_of(weights).form_of
     layers = declarations.declare(config)["layers"]
-    widest = max((one.shape[-2] for layer in layers for one in layer.values() if form_of(one) is not None), default=0)
+    widest = max((param.shape[-2] for layer in layers for param in layer.values() if form_of(param) is not None), default=0)
     if tokens.size < max(widest, 1):
         raise InputError(
             f"{argument}: {tokens.size:,} tokens, fewer than the {widest:,} inputs of the widest matrix: give more text"
@@ -136,7 +149,9 @@ def check_text(config: ModelConfig, weights: schemes.Weights, tokens: Int[np.nda
 
 
 def windows(texts: Sequence[Sequence[int]]) -> Int[np.ndarray, "W T"]:
-    """Windows of the tokens of ``texts``, laid end to end: at most 128 of 512 tokens, evenly spread. Shorter text is one.
+    """Return windows of the concatenated tokens of ``texts``.
+
+    They are at most 128 windows of 512 tokens, evenly spread. A shorter text is one window.
 
     Examples:
         >>> from specjax.models.calibration import windows

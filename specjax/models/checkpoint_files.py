@@ -1,7 +1,7 @@
-"""The files of one checkpoint, which are opened once for a load and are each read at most once.
+"""The files of one checkpoint, which are opened once for a load, and read at most once each.
 
-Many readers need the same few files: one wants the configuration, the next the names of the tensors, a third to know which of
-them are quantized. They are all given the same `CheckpointFiles`.
+Many functions need the same few files: one reads the configuration, the next the names of the
+tensors, a third which of them are quantized. They all share one `CheckpointFiles`.
 """
 
 import re
@@ -22,25 +22,28 @@ from specjax.models.torch_zip import TorchFile
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 TORCH_WEIGHTS = "pytorch_model.bin"
-"""Read where there are no safetensors."""
+"""The file that is read if there are no safetensors."""
 MEDUSA_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-"""The names under which Medusa's heads are published."""
+"""The names of published files with Medusa heads."""
 INDEX = "model.safetensors.index.json"
 _ONE_FILE = {"weight_map": {"": WEIGHTS}}
-"""What stands for an index where there is none."""
+"""The substitute for an index if there is none."""
 
 
 @dataclass(frozen=True, eq=False)
 class CheckpointFiles:
-    """The files of a checkpoint, of a target or of a drafter. `specjax.models.hub.open_checkpoint` makes it for one load.
+    """The files of a checkpoint, of a target or of a drafter.
 
-    Each file is read when it is first needed, and never again: files that may have changed need a new object. Files with
-    weights are closed when neither this object nor a tensor of it is in use any more.
+    `specjax.models.hub.open_checkpoint` makes one for each load. Each file is read when it is first
+    needed, and never again: files that may have changed need a new object. Weight files are closed
+    when neither this object nor a tensor of it is in use any more.
 
     Attributes:
-        directory: where the files are.
-        name: the directory, hub id or name by which the checkpoint was opened; empty: only the directory is known.
-        has_weights: False: the checkpoint is the hub's, and only its small files were fetched.
+        directory: the directory of the files.
+        name: the directory, hub id or name by which the checkpoint was opened; empty if only the
+            directory is known.
+        has_weights: False if the checkpoint is on the hub, and only its small files were
+            downloaded.
 
     Examples:
         >>> from specjax.models import hub
@@ -66,11 +69,11 @@ class CheckpointFiles:
         """Return the object in the JSON file ``name``.
 
         Args:
-            name: of the file.
-            default: is returned where there is no such file; None: the file must be there.
+            name: the name of the file.
+            default: the result if there is no such file; None if the file must exist.
 
         Raises:
-            CheckpointError: the file is missing, or holds something else.
+            CheckpointError: The file is missing, or does not hold an object.
         """
         if default is not None and not (self.directory / name).exists():
             return default
@@ -80,7 +83,11 @@ class CheckpointFiles:
 
     @cached_property
     def raw(self) -> dict[str, Any]:
-        """The object in config.json. Raises `CheckpointError` where it is missing or damaged."""
+        """The object in config.json.
+
+        Raises:
+            CheckpointError: The file is missing or damaged.
+        """
         return self.json(CONFIG)
 
     @property
@@ -92,15 +99,19 @@ class CheckpointFiles:
 
     @cached_property
     def weight_files(self) -> list[str]:
-        """The names of the files with the weights. Raises `CheckpointError` where one is not there."""
+        """The names of the files with the weights.
+
+        Raises:
+            CheckpointError: A file is missing.
+        """
         shards = self.json(INDEX, _ONE_FILE).get("weight_map")
         if not isinstance(shards, dict) or not shards or not all(type(file) is str for file in shards.values()):
             raise CheckpointError(
-                f"{self.directory / INDEX}: weight_map={show(shards)}: must give the file of every tensor: download the "
+                f"{self.directory / INDEX}: weight_map={show(shards)}: must map every tensor to a file: download the "
                 "checkpoint again"
             )
         files = sorted(set(shards.values()))
-        # A name is looked for among the directory's own files, so none can lead out of it.
+        # Names are compared with the directory's own files, so that no name can lead out of it.
         present = {file.name for file in self.directory.iterdir() if file.is_file()}
         if files == [WEIGHTS] and WEIGHTS not in present:
             files = [name for name in (TORCH_WEIGHTS, *MEDUSA_WEIGHTS) if name in present][:1] or files
@@ -112,23 +123,24 @@ class CheckpointFiles:
 
     @property
     def weight_bytes(self) -> int:
-        """The size of the files with the weights."""
+        """The total size of the files with the weights."""
         return sum((self.directory / name).stat().st_size for name in self.weight_files)
 
     @cached_property
     def tensors(self) -> Mapping[str, Any]:
-        """All tensors by name, from one file or from the shards that an index lists. Reads headers, and the smallest tensors.
+        """The tensors by name, from one file or from the shards that an index lists.
 
-        Each has its ``get_shape()``, its ``get_dtype()``, and gives the part that a slice of each axis asks for. A matrix that
-        is stored quantized stands in place of the tensors that it is made of.
+        Only headers and the smallest tensors are read. Each tensor has ``get_shape()`` and
+        ``get_dtype()``, and returns a part for a slice of each axis. A quantized matrix replaces
+        the tensors that it consists of.
         """
         tensors: dict[str, Any] = {}
         for name in self.weight_files:
             path = self.directory / name
-            of_file = _open_safetensors(path) if name.endswith(".safetensors") else TorchFile(path).tensors
-            if name.endswith(".safetensors") and (twice := sorted(of_file.keys() & tensors.keys())):
+            file_tensors = _open_safetensors(path) if name.endswith(".safetensors") else TorchFile(path).tensors
+            if name.endswith(".safetensors") and (twice := sorted(file_tensors.keys() & tensors.keys())):
                 raise CheckpointError(f"{self.directory}: two shards hold {show(twice[0])}: download the checkpoint again")
-            tensors |= of_file
+            tensors |= file_tensors
         quantization = self.json(CONFIG, {}).get("quantization_config")
         published.check_config(quantization, self.file)
         matrices, used = published.matrices(tensors, quantization or {}, self.directory)
@@ -137,12 +149,12 @@ class CheckpointFiles:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor by name, as the headers say."""
+        """The shape of every tensor by name, from the headers."""
         return {name: tuple(tensor.get_shape()) for name, tensor in self.tensors.items()}
 
     @property
     def tensor_names(self) -> Collection[str]:
-        """The names of the tensors; none where neither an index of the shards nor the weights are there."""
+        """The names of the tensors; empty without an index of the shards and without weights."""
         try:
             return (self.json(INDEX, {}).get("weight_map") or self.shapes).keys()
         except (CheckpointError, AttributeError):
@@ -150,52 +162,66 @@ class CheckpointFiles:
 
     @cached_property
     def forms(self) -> Mapping[str, Form]:
-        """How the matrices are quantized that are, by name."""
+        """The forms of the quantized matrices, by name."""
         return {name: value.form for name, value in self.tensors.items() if isinstance(value, StoredMatrix) and value.is_kept}
 
     # --- counts ---
 
     def numbered(self, prefix: str, first: int = 0) -> int:
-        """How many different numbers, from ``first`` on, follow ``prefix`` in the tensors' names (see `number_after`)."""
+        """Return how many different numbers from ``first`` on follow ``prefix`` in tensors' names.
+
+        See `number_after`.
+        """
         return sum(number is not None and number >= first for number in {number_after(prefix, name) for name in self.shapes})
 
-    def check_count(self, field: str, said: int, found: int, parts: str) -> None:
-        """Refuse a count that the tensors do not bear out: declarations are made after it, and take memory.
+    def check_count(self, field: str, stated: int, actual: int, parts: str) -> None:
+        """Refuse a count that differs from the number of tensors.
+
+        The count decides how much is declared, which takes memory.
 
         Args:
-            field: of config.json.
-            said: what it says.
-            found: how many of them there are tensors of.
-            parts: what is counted.
+            field: the field of config.json.
+            stated: the count in that field.
+            actual: the number that there are tensors of.
+            parts: the name of what is counted.
         """
-        if said != found:
+        if stated != actual:
             raise CheckpointError(
-                f"{self.file}: {field}={said}, but of {parts} there are tensors of {found}: give the configuration and the "
+                f"{self.file}: {field}={stated}, but there are tensors of {actual} {parts}: give the configuration and the "
                 "weights of one model"
             )
 
 
 def number_after(prefix: str, name: str) -> int | None:
-    """The number that follows ``prefix`` in a tensor's ``name``, as 0 follows ``layers.`` in ``layers.0.mlp``; None where there
-    is none. One of more than nine digits is none: it counts nothing, and Python does not read thousands of digits."""
-    found = re.match(r"([0-9]{1,9})\.", name[len(prefix) :]) if name.startswith(prefix) else None
-    return None if found is None else int(found[1])
+    """Return the number after ``prefix`` in a tensor's name, or None.
+
+    An example is 0 after ``layers.`` in ``layers.0.mlp``. Numbers of more than nine digits do not
+    count: no real checkpoint has them, and Python refuses to read thousands of digits.
+    """
+    match = re.match(r"([0-9]{1,9})\.", name[len(prefix) :]) if name.startswith(prefix) else None
+    return None if match is None else int(match[1])
 
 
 class _Slices:
-    """A tensor of a safetensors file. Its slices may have steps, which those of the file have not."""
+    """A tensor of a safetensors file, whose slices may have steps.
+
+    The slices of safetensors itself do not support steps.
+    """
 
     def __init__(self, stored: Any) -> None:
         self._stored = stored
         self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
 
     def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
-        reach = tuple(slice(one.start, one.stop) for one in part)
-        return self._stored[reach][tuple(slice(None, None, one.step) for one in part)]
+        reach = tuple(slice(piece.start, piece.stop) for piece in part)
+        return self._stored[reach][tuple(slice(None, None, piece.step) for piece in part)]
 
 
 def _open_safetensors(path: Path) -> dict[str, Any]:
-    """Return the tensors of a safetensors file by name. The file is open as long as one of them is in use."""
+    """Return the tensors of a safetensors file by name.
+
+    The file stays open while one of them is in use.
+    """
     try:
         handle = safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:

@@ -14,14 +14,16 @@ Norms = Literal["before", "after", "both"]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: base frequency and how it is stretched to longer contexts.
+    """A rotary position embedding: its base frequency, and its scaling for longer contexts.
 
-    Attributes follow Hugging Face's ``rope_parameters``. Which of them are read depends on ``kind``:
-    linear reads ``factor``; llama3 the two ``*_freq_factor`` and ``original_max_positions``; yarn all the others. ``none``
-    turns nothing: a layer so described does not know positions. ``turned`` is the share of a head's numbers that are turned:
-    the first ones, and of the kind ``proportional`` (Gemma 4) the first ones of each half, the slower pairs standing still.
-    Where ``query_growth`` is not 0, a query at position p is multiplied by ``1 + query_growth * log(1 + floor(p /
-    original_max_positions))``, whatever the kind (Llama 4, Ministral 3).
+    The attributes follow Hugging Face's ``rope_parameters``. The ``kind`` decides which of them are
+    used: linear uses ``factor``; llama3 the two ``*_freq_factor`` and ``original_max_positions``;
+    yarn all others. ``none`` rotates nothing: such a layer has no positions. ``turned`` is the
+    share of a head's numbers that are rotated: the first ones; for the kind ``proportional`` (Gemma
+    4) the first ones of each half, which leaves out the slower pairs. If ``query_growth`` is not 0,
+    a query at position p is multiplied by
+    ``1 + query_growth * log(1 + floor(p / original_max_positions))``, for any kind (Llama 4,
+    Ministral 3).
 
     Examples:
         >>> from specjax.models.config import Rope
@@ -47,21 +49,25 @@ class Rope:
 
     def __post_init__(self) -> None:
         if self.query_growth and not self.original_max_positions:
-            raise InputError(f"query_growth={self.query_growth}: needs original_max_positions, from which on queries grow")
+            raise InputError(f"query_growth={self.query_growth}: it needs original_max_positions, where the growth starts")
 
 
 @dataclass(frozen=True)
 class MLA:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): a layer remembers of each token one small
-    vector, the latent, from which the keys and values of all heads are made, and one rotated key that all heads share.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    A layer stores one small vector for each token, the latent, from which the keys and values of
+    all heads are computed, and one rotated key that all heads share.
 
     Attributes:
-        kv_lora_rank: numbers in the latent.
-        qk_nope_head_dim: of a head's query and key, the part that is not rotated.
-        qk_rope_head_dim: the part that is rotated; even.
-        v_head_dim: of a head's value.
-        q_lora_rank: the queries are made from a vector of so many numbers; None: straight from the state.
-        rope_interleaved: rotated pairs are neighbours, ``(x_0, x_1)``, not halves of a head, ``(x_0, x_{d/2})``.
+        kv_lora_rank: the size of the latent.
+        qk_nope_head_dim: the size of the part of a head's query and key that is not rotated.
+        qk_rope_head_dim: the size of the part that is rotated; even.
+        v_head_dim: the size of a head's value.
+        q_lora_rank: the size of the latent of the queries; None: queries are computed from the
+            hidden state directly.
+        rope_interleaved: whether rotated pairs are neighbours, ``(x_0, x_1)``; otherwise halves of
+            a head, ``(x_0, x_{d/2})``.
 
     Examples:
         >>> from specjax.models.config import MLA
@@ -85,34 +91,38 @@ class MLA:
 
     @property
     def qk_head_dim(self) -> int:
-        """Numbers in a head's query and key."""
+        """The size of a head's query and key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True)
 class MoE:
-    """Sparse layers: a router sends each token to a few of many MLPs, the experts, and adds what they give (see
-    `specjax.models.moe`).
+    """Sparse layers: a router sends each token to a few of many MLPs, the experts.
+
+    Their outputs are summed. See `specjax.models.moe`.
 
     Attributes:
-        num_experts: how many there are, E.
-        experts_per_token: how many of them a token goes to, k.
-        intermediate_size: of one expert.
-        shared_experts: how many more every token goes to; they are stored as one MLP of their sizes together.
-        shared_gated: what the shared experts give is multiplied by a gate of each token.
-        scoring: what the router's numbers become: a softmax over all experts, or a sigmoid of each.
-        normalise: the weights of a token's k experts are divided by their sum.
-        scale: and multiplied by this.
-        groups: the experts lie in so many groups of equal size.
-        groups_kept: a token's experts are all in its so many best groups.
-        corrected: a bias of each expert is added to its score for the choice, and not for the weight (DeepSeek-V3's
-            balancing without a loss).
-        dense_layers: the layers that have an ordinary MLP and no experts, in ascending order.
-        biased: router and experts have biases.
-        limit: the experts' gated unit is gpt-oss's, its inputs cut at this size (see `specjax.models.moe`). None: it is the
-            model's own.
-        beside_mlp: a layer has an ordinary MLP as well, and gives what both come to, each normed (Gemma 4). The router then has
-            a norm and scales of its own.
+        num_experts: the number of experts, E.
+        experts_per_token: the number of experts of a token, k.
+        intermediate_size: the intermediate size of an expert.
+        shared_experts: the number of further experts that every token goes to; they are stored as
+            one MLP of their total size.
+        shared_gated: whether the output of the shared experts is multiplied by a gate of each
+            token.
+        scoring: how the router's logits become scores: a softmax over all experts, or a sigmoid of
+            each.
+        normalise: whether the weights of a token's k experts are divided by their sum.
+        scale: the factor of the weights after that.
+        groups: the number of groups of equal size that the experts are divided into.
+        groups_kept: the number of best groups that all of a token's experts are in.
+        corrected: whether a bias of each expert is added to its score for the selection, but not
+            for the weight (DeepSeek-V3's balancing without a loss).
+        dense_layers: the layers with an ordinary MLP and no experts, in ascending order.
+        biased: whether router and experts have biases.
+        limit: the limit of gpt-oss's gated unit, which clamps its inputs (see
+            `specjax.models.moe`); None: the experts have the model's own unit.
+        beside_mlp: whether a layer has an ordinary MLP as well, and sums both outputs, each normed
+            (Gemma 4). The router then has a norm and scales of its own.
 
     Examples:
         >>> from dataclasses import replace
@@ -149,35 +159,40 @@ class MoE:
         size = self.num_experts // self.groups
         if self.groups_kept > self.groups or (self.groups > 1 and size < 2):
             raise InputError(
-                f"groups={self.groups} of {size} experts with groups_kept={self.groups_kept}: no more groups can be kept than "
-                "there are, and a group, which is judged by its two best experts, needs two"
+                f"groups={self.groups} of {size} experts with groups_kept={self.groups_kept}: groups_kept must be at most "
+                "groups, and a group needs two experts, since its score is that of its two best"
             )
         if self.experts_per_token > self.groups_kept * size:
             raise InputError(
-                f"experts_per_token={self.experts_per_token}: a token can choose among {self.groups_kept * size} experts only "
+                f"experts_per_token={self.experts_per_token}: a token can only choose from {self.groups_kept * size} experts "
                 f"(num_experts={self.num_experts}, groups={self.groups}, groups_kept={self.groups_kept})"
             )
 
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """Layers that do not look back at tokens, but keep a state of fixed size: the gated delta rule (Yang et al. 2024, arXiv
-    2412.06464), as Qwen3-Next and Qwen3.5 have it. See `specjax.models.linear_attention`.
+    """Layers that keep a state of fixed size: the gated delta rule (arXiv 2412.06464).
+
+    Qwen3-Next and Qwen3.5 have it (Yang et al. 2024). See `specjax.models.linear_attention`.
 
     Attributes:
-        key_heads: heads of queries and keys.
-        value_heads: heads of values, each with a state; as many to every head of keys.
-        key_dim: numbers in a head's query and key.
-        value_dim: numbers in a head's value.
-        kernel: tokens, its own among them, over which the short convolution before the rule goes.
-        by_key_head: how the projections are stored. One matrix makes queries, keys, values and output gates, and another the
-            two gates of the rule, in both of which lies side by side what belongs to a head of keys (Qwen3-Next). If not, there
-            is one for queries, keys and values, one after the other, and one for each of the gates (Qwen3.5).
+        key_heads: the number of heads of queries and keys.
+        value_heads: the number of heads of values, each with a state; a multiple of ``key_heads``.
+        key_dim: the size of a head's query and key.
+        value_dim: the size of a head's value.
+        kernel: the kernel size of the short convolution before the rule, in tokens, the newest
+            included.
+        by_key_head: the layout of the projections. True: one matrix makes queries, keys, values and
+            output gates, and another the two gates of the rule; in both the outputs of a key head
+            are contiguous (Qwen3-Next). False: one matrix makes queries, keys and values, one after
+            the other, and each gate has a matrix (Qwen3.5).
 
     Examples:
+        The numbers of a row's state, and the bytes of a drafted token in bfloat16:
+
         >>> from specjax.models.config import LinearAttention
         >>> linear = LinearAttention(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
-        >>> linear.state_size, linear.node_bytes(2)  # numbers of a row's state; bytes of a drafted token in bfloat16
+        >>> linear.state_size, linear.node_bytes(2)
         (524288, 41088)
     """
 
@@ -193,35 +208,37 @@ class LinearAttention:
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.kernel < 2:
-            raise InputError(f"kernel={self.kernel}: the convolution goes over at least 2 tokens")
+            raise InputError(f"kernel={self.kernel}: must be at least 2 tokens")
         if self.value_heads % self.key_heads:
             raise InputError(
-                f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}: each head of keys serves an "
+                f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}: each key head serves an "
                 "equal group of value heads"
             )
 
     @property
     def group(self) -> int:
-        """Value heads to a head of keys."""
+        """The number of value heads for each key head."""
         return self.value_heads // self.key_heads
 
     @property
     def convolved(self) -> tuple[tuple[int, int], ...]:
-        """``(heads, dim)`` of what goes through the convolution: queries, keys and values."""
+        """The ``(heads, dim)`` of the convolution's inputs: queries, keys and values."""
         return ((self.key_heads, self.key_dim), (self.key_heads, self.key_dim), (self.value_heads, self.value_dim))
 
     @property
     def state_size(self) -> int:
-        """Numbers of a row's state, but for the few tokens that the convolution looks back at."""
+        """The size of a row's state, without the convolution's newest tokens."""
         return self.value_heads * self.key_dim * self.value_dim
 
     def state_bytes(self, number_bytes: float) -> float:
-        """Bytes of a row's state, with the tokens that the convolution looks back at; ``number_bytes`` are those of a number of
-        the activations, and all else is float32."""
+        """Return the bytes of a row's state, with the convolution's newest tokens.
+
+        ``number_bytes`` are the bytes of a number of the activations; everything else is float32.
+        """
         return 4 * self.state_size + (self.kernel - 1) * self._convolved_size * number_bytes
 
     def node_bytes(self, number_bytes: float) -> float:
-        """Bytes of what is remembered of a drafted token, likewise."""
+        """Return the bytes of the entry of a drafted token; see `state_bytes`."""
         return 4 * self._update_size + self._convolved_size * number_bytes
 
     @property
@@ -235,16 +252,17 @@ class LinearAttention:
 
 @dataclass(frozen=True)
 class Layer:
-    """In what one layer differs from what `ModelConfig` says of all layers; None: in nothing.
+    """The fields of one layer that differ from `ModelConfig`; None: they do not.
 
     Attributes:
-        num_heads: of its queries.
-        num_kv_heads: of its keys and values.
-        head_dim: numbers in each head.
+        num_heads: the number of its query heads.
+        num_kv_heads: the number of its key and value heads.
+        head_dim: the size of a head.
         rope: its rotary embedding.
-        intermediate_size: of its MLP.
-        keys_are_values: its values are its keys, before these are normed and turned.
-        entries_of: the number of an earlier layer. This one has no keys and values of its own, and attends to that layer's.
+        intermediate_size: the intermediate size of its MLP.
+        keys_are_values: whether its values are its keys before norm and rotation.
+        entries_of: the index of an earlier layer. This layer has no keys and values, and attends to
+            that layer's.
 
     Examples:
         >>> from dataclasses import replace
@@ -265,24 +283,29 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder like Llama. The defaults are Llama's; the families differ only in the switches below.
+    """The configuration of a decoder like Llama. The defaults are Llama's; families set switches.
 
-    ``qkv_bias`` Qwen2 (and ``attention_bias`` elsewhere), ``output_bias`` the bias of the attention's output projection,
-    ``qk_norm`` Qwen3's RMSNorm over each query and key head. ``max_positions`` is counted in tokens. ``mla`` takes the place of
-    ordinary attention; ``head_dim`` is then its ``qk_rope_head_dim``, as `transformers` has it. ``moe`` gives the layers
-    experts, but for its ``dense_layers``, whose MLP is of ``intermediate_size``. The ``windowed_layers`` see only the newest
-    ``sliding_window`` tokens, their own among them. ``layers`` says, one by one, how layers differ; empty: all are alike.
+    ``qkv_bias`` is Qwen2's (and ``attention_bias`` elsewhere), ``output_bias`` the bias of the
+    attention's output projection, ``qk_norm`` Qwen3's RMSNorm over each query and key head.
+    ``max_positions`` is in tokens. ``mla`` replaces ordinary attention; ``head_dim`` is then its
+    ``qk_rope_head_dim``, as in `transformers`. ``moe`` gives the layers experts, except its
+    ``dense_layers``, whose MLP is of ``intermediate_size``. The ``windowed_layers`` see only the
+    newest ``sliding_window`` tokens, their own included. ``layers`` describes how layers differ,
+    one by one; empty: all are alike.
 
-    Further switches: ``activation`` of the gated MLP. ``norms`` stand before attention and MLP, after them, or both;
-    ``norm_offset`` is added to every norm's weight. ``qk_norm_over_heads`` norms all heads of a token together (OLMo), and not
-    each; ``value_norm`` norms values, without a weight. ``keys_are_values``: a value is the key, before that is normed and
-    turned. ``embedding_scale`` and ``residual_scale`` (of what attention and MLP add) are factors; logits are divided by
-    ``logit_divisor``; ``attention_scale`` is the factor of scores, None: ``head_dim ** -0.5``. ``score_cap`` and ``logit_cap``
-    bend scores and logits into that range, ``cap * tanh(x / cap)``. With ``sinks`` every query head has a logit that takes part
-    in its softmax, and has no value (gpt-oss). With ``layer_scalars`` what a layer gives is multiplied by a number of its own.
-    ``per_layer_inputs``: every layer is given so many numbers of each token, from an embedding of ``per_layer_vocab_size``
-    tokens (Gemma 4's E2B and E4B); 0: none. ``gated_attention``: what a head of queries finds is multiplied by a gate of its
-    own (Qwen3.5). The ``linear_layers`` have ``linear`` attention, which keeps a state, in place of the ordinary one.
+    Further switches: ``activation`` of the gated MLP. ``norms`` are before attention and MLP, after
+    them, or both; ``norm_offset`` is added to every norm's weight. ``qk_norm_over_heads`` norms all
+    heads of a token together (OLMo), not each; ``value_norm`` norms values, without a weight.
+    ``keys_are_values``: a value is the key before norm and rotation. ``embedding_scale`` and
+    ``residual_scale`` (of the outputs of attention and MLP) are factors; logits are divided by
+    ``logit_divisor``; ``attention_scale`` is the factor of scores, None for ``head_dim ** -0.5``.
+    ``score_cap`` and ``logit_cap`` are soft caps of scores and logits, ``cap * tanh(x / cap)``.
+    With ``sinks`` every query head has a logit without a value that takes part in its softmax
+    (gpt-oss). With ``layer_scalars`` each layer's output is multiplied by a number.
+    ``per_layer_inputs``: the size of an input of every layer for each token, from an embedding of
+    ``per_layer_vocab_size`` tokens (Gemma 4's E2B and E4B); 0 for none. ``gated_attention``: the
+    output of each query head is multiplied by a gate (Qwen3.5). The ``linear_layers`` have
+    ``linear`` attention, which keeps a state, in place of ordinary attention.
 
     Examples:
         >>> from dataclasses import replace
@@ -346,14 +369,13 @@ class ModelConfig:
                 "each key/value head serves an equal group of query heads"
             )
         if self.head_dim % 2:
-            raise InputError(f"head_dim={self.head_dim}: rotary embeddings turn pairs, so it must be even")
+            raise InputError(f"head_dim={self.head_dim}: must be even, since rotary embeddings rotate pairs")
         if self.windowed_layers and (self.sliding_window is None or self.sliding_window < 1):
-            raise InputError(f"sliding_window={self.sliding_window}: layers with a window need one of at least 1 token")
+            raise InputError(f"sliding_window={self.sliding_window}: must be at least 1 token for windowed_layers")
         if self.mla is not None and (self.head_dim, self.num_kv_heads) != (self.mla.qk_rope_head_dim, self.num_heads):
             raise InputError(
                 f"head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}: with latent attention head_dim is "
-                f"qk_rope_head_dim={self.mla.qk_rope_head_dim}, and every one of the num_heads={self.num_heads} query heads "
-                "has keys of its own"
+                f"qk_rope_head_dim={self.mla.qk_rope_head_dim}, and num_kv_heads is num_heads={self.num_heads}"
             )
         if self.mla is not None and self.rope.query_growth:
             raise InputError(f"rope.query_growth={self.rope.query_growth}: must be 0 with latent attention")
@@ -364,16 +386,16 @@ class ModelConfig:
         if self.per_layer_inputs and self.per_layer_vocab_size < self.vocab_size:
             raise InputError(
                 f"per_layer_vocab_size={self.per_layer_vocab_size}: must be at least vocab_size={self.vocab_size}: every token "
-                "has inputs for each layer"
+                "needs an input for each layer"
             )
 
     def _check_linear(self) -> None:
         if self.linear is None:
-            raise InputError(f"linear_layers={self.linear_layers}: linear must say of what sizes they are")
+            raise InputError(f"linear_layers={self.linear_layers}: linear must give their sizes")
         if not set(self.linear_layers) < set(range(self.num_layers)):
             raise InputError(
                 f"linear_layers={self.linear_layers}: must be some of the num_layers={self.num_layers} layers, from 0, and not "
-                "all of them: a layer with ordinary attention is needed"
+                "all of them: at least one layer must have ordinary attention"
             )
         if list(self.linear_layers) != sorted(set(self.linear_layers)):
             raise InputError(f"linear_layers={self.linear_layers}: give each once, in ascending order")
@@ -382,79 +404,92 @@ class ModelConfig:
 
     def _check_layers(self) -> None:
         if self.mla is not None:
-            raise InputError("layers: with latent attention all layers are alike: leave them out")
+            raise InputError("layers: all layers are alike with latent attention: leave layers out")
         if len(self.layers) != self.num_layers:
             raise InputError(f"layers: {len(self.layers)} of num_layers={self.num_layers} are described: describe all or none")
         for index, layer in enumerate(self.layers):
             try:
-                own = self.of_layer(index)
+                config = self.of_layer(index)
             except InputError as error:
                 raise InputError(f"layers[{index}]: {error}") from None
             if (source := layer.entries_of) is None:
                 continue
             if not 0 <= source < index or self.layers[source].entries_of is not None:
                 raise InputError(f"layers[{index}]: entries_of={source}: must be an earlier layer that has entries of its own")
-            theirs = self.of_layer(source)
-            if (own.num_kv_heads, own.head_dim) != (theirs.num_kv_heads, theirs.head_dim):
+            source_config = self.of_layer(source)
+            if (config.num_kv_heads, config.head_dim) != (source_config.num_kv_heads, source_config.head_dim):
                 raise InputError(
-                    f"layers[{index}]: entries_of={source}, which has {theirs.num_kv_heads} key/value heads of "
-                    f"{theirs.head_dim}, and this layer is made for {own.num_kv_heads} of {own.head_dim}"
+                    f"layers[{index}]: entries_of={source}, which has {source_config.num_kv_heads} key/value heads of "
+                    f"{source_config.head_dim}, but this layer needs {config.num_kv_heads} of {config.head_dim}"
                 )
 
     def of_layer(self, layer: int) -> "ModelConfig":
-        """The configuration with what the layer of that number has in place of what is said of all: for whoever works with one
-        layer. Where all are alike it is this one."""
+        """Return the configuration with the fields of one layer in place of the model's.
+
+        It is for code that works with one layer. If all layers are alike it is this configuration.
+        """
         if not self.layers:
             return self
         names = (field.name for field in fields(Layer) if field.name != "entries_of")
-        own = {name: value for name in names if (value := getattr(self.layers[layer], name)) is not None}
-        return replace(self, **own, layers=())
+        differing = {name: value for name in names if (value := getattr(self.layers[layer], name)) is not None}
+        return replace(self, **differing, layers=())
 
     def first(self, count: int, **changes: Any) -> "ModelConfig":
-        """The configuration of the first ``count`` layers alone, with ``changes`` of its fields."""
+        """Return the configuration of the first ``count`` layers, with ``changes`` of fields."""
         windowed, linear = ([i for i in layers if i < count] for layers in (self.windowed_layers, self.linear_layers))
         kinds: dict[str, Any] = {"windowed_layers": tuple(windowed), "linear_layers": tuple(linear)}
         return replace(self, **{"num_layers": count, "layers": self.layers[:count], **kinds, **changes})
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens, up to its own, a query of the layer of that number sees; None: all."""
+        """Return how many tokens a query of a layer sees, its own included; None for all."""
         return self.sliding_window if layer in self.windowed_layers else None
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer of that number has experts."""
+        """Return True if a layer has experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
     def entries_of(self, layer: int) -> int:
-        """The number of the layer whose entries the layer of that number attends to: its own, or an earlier one's."""
+        """Return the index of the layer whose entries a layer attends to.
+
+        It is the layer itself, or an earlier one.
+        """
         source = self.layers[layer].entries_of if self.layers else None
         return layer if source is None else source
 
     def is_linear(self, layer: int) -> bool:
-        """Whether the layer of that number has linear attention."""
+        """Return True if a layer has linear attention."""
         return layer in self.linear_layers
 
     def memory(self, layer: int) -> "tuple[tuple[int, int], ...] | LinearAttention":
-        """How the layer of that number remembers: by entries of each token, of which these are the parts, as `entry_parts`; or
-        by a state of fixed size, whose sizes these are."""
+        """Return the memory of a layer: the parts of its entries, or the sizes of its state.
+
+        The parts are those of `entry_parts`.
+        """
         return self.linear if self.linear is not None and self.is_linear(layer) else self.entry_parts(layer)
 
     def entry_parts(self, layer: int) -> tuple[tuple[int, int], ...]:
-        """``(heads, dim)`` of each array that the layer of that number remembers of a token (see `specjax.models.cache`): keys
-        and values, or the latent and the rotated key; nothing where it reads the entries of another layer, or keeps a state."""
+        """Return the ``(heads, dim)`` of each array that a layer stores for a token.
+
+        These are keys and values, or the latent and the rotated key (see `specjax.models.cache`).
+        It is empty for a layer that reads the entries of another layer, or keeps a state.
+        """
         if self.mla is not None:
             return ((1, self.mla.kv_lora_rank), (1, self.mla.qk_rope_head_dim))
         if self.entries_of(layer) != layer or self.is_linear(layer):
             return ()
-        own = self.of_layer(layer)
-        return ((own.num_kv_heads, own.head_dim), (own.num_kv_heads, own.head_dim))
+        config = self.of_layer(layer)
+        return ((config.num_kv_heads, config.head_dim), (config.num_kv_heads, config.head_dim))
 
     def entry_size(self, layer: int) -> int:
-        """Numbers that the layer of that number remembers of a token."""
+        """Return how many numbers a layer stores for a token."""
         return sum(heads * dim for heads, dim in self.entry_parts(layer))
 
     @property
     def axis_units(self) -> dict[str, int]:
-        """How many indivisible units each logical axis has: what a mesh axis must divide to shard it, in every layer."""
+        """The number of indivisible units of each logical axis.
+
+        A mesh axis can shard a logical axis only if it divides this number, in every layer.
+        """
         layers = [self.of_layer(layer) for layer in range(len(self.layers))] or [self]
         units = {
             "vocab": self.vocab_size,

@@ -1,7 +1,7 @@
-"""Read and write config.json: the fields of a checkpoint, and the `ModelConfig` that follows from them.
+"""Read and write config.json: the fields of a checkpoint, and the `ModelConfig` that follows.
 
-Everything here runs on the host at the edge of the program, so every failure is a `CheckpointError` that names the file or
-the field, its value and what to do. What the model types differ in is said by `specjax.models.families`.
+Everything here runs on the host, so every failure is a `CheckpointError` that names the file or the
+field, its value and the remedy. `specjax.models.families` has the differences of the model types.
 """
 
 import re
@@ -52,7 +52,8 @@ _ACTIVATIONS: dict[str, Activation] = {  # Hugging Face's name -> ours; the firs
     "gelu_new": "gelu_tanh",
 }
 
-# What every family's config.json may say. The bounds are far beyond any model, and small enough to compute with.
+# The fields of every family's config.json. The bounds are far beyond any model, and small enough to
+# compute with.
 _FIELDS: dict[str, Field] = {
     "vocab_size": whole(1, 10_000_000),
     "hidden_size": whole(1, 1_000_000),
@@ -88,10 +89,11 @@ _GENERATION: dict[str, Field] = {"eos_token_id": _TOKENS}  # of generation_confi
 
 
 def read_config(files: CheckpointFiles) -> ModelConfig:
-    """Read config.json (and the end-of-sequence ids of generation_config.json).
+    """Read config.json, and the end-of-sequence ids of generation_config.json.
 
     Raises:
-        CheckpointError: a field is missing, of another type or out of range, or asks for something that is not supported.
+        CheckpointError: A field is missing, has the wrong type, is out of range, or asks for
+            something that is not supported.
     """
     directories.check(files)
     config = parse_config(files.raw, files.file)
@@ -103,7 +105,7 @@ def read_config(files: CheckpointFiles) -> ModelConfig:
 _PART: dict[str, Field] = {
     "specjax_layers": Field(
         "two whole numbers, the first layer and the one after the last",
-        lambda value: type(value) is list and len(value) == 2 and all(type(one) is int for one in value),
+        lambda value: type(value) is list and len(value) == 2 and all(type(item) is int for item in value),
         default=None,
     ),
     "specjax_part_of": Field(
@@ -115,10 +117,12 @@ _PART: dict[str, Field] = {
 
 
 def read_part(files: CheckpointFiles) -> tuple[Layers, str] | None:
-    """Return the layers of a part of a target, and the fingerprint of the whole; None where the checkpoint is whole.
+    """Return the layers of a part of a target, and the fingerprint of the whole.
+
+    It returns None if the checkpoint is whole.
 
     Raises:
-        CheckpointError: config.json cannot be read, or says something else there.
+        CheckpointError: config.json cannot be read, or these fields are invalid.
     """
     fields = check_fields(files.raw, _PART, files.file)
     if fields["specjax_layers"] is None:
@@ -139,44 +143,49 @@ def check_whole(files: CheckpointFiles) -> None:
 
 
 def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
-    """Return the `ModelConfig` of the fields of a config.json; ``source`` names it in errors. Raises `CheckpointError`."""
+    """Return the `ModelConfig` of the fields of a config.json; ``source`` names it in errors.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
     family = family_of(raw, source)
     try:
         fields = check_fields(family.complete(raw), {**_FIELDS, **family.fields}, source)
         published.check_config(fields["quantization_config"], source)
         fields["layer_types"] = _layer_types(fields, family)
-        own = family.parse(fields)
+        family_fields = family.parse(fields)
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-        if fields["head_dim"] is None and "head_dim" not in own and hidden % heads:
+        if fields["head_dim"] is None and "head_dim" not in family_fields and hidden % heads:
             raise InputError(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}: give head_dim")
-        return ModelConfig(**_parse_common(fields, family, source) | own)
+        return ModelConfig(**_parse_common(fields, family, source) | family_fields)
     except InputError as error:
-        said = str(error).removeprefix(f"{source}: ").removeprefix("config.json: ")
-        raise CheckpointError(f"{source}: {_with_path(said, raw, family)}") from None
+        message = str(error).removeprefix(f"{source}: ").removeprefix("config.json: ")
+        raise CheckpointError(f"{source}: {_with_path(message, raw, family)}") from None
 
 
-def _with_path(said: str, raw: Mapping[str, Any], family: Family) -> str:
-    """What an error says of a field, with the path to the field where it lies in an object of the file."""
+def _with_path(message: str, raw: Mapping[str, Any], family: Family) -> str:
+    """Return an error message, with the path to its field if the field is in a nested object."""
     if family.nested is None or not isinstance(raw.get(family.nested), dict):
-        return said
-    name = re.match("[a-z0-9_]*", said)
+        return message
+    name = re.match("[a-z0-9_]*", message)
     if name is None or name[0] not in {*_FIELDS, *family.fields}:
-        return f"{family.nested}: {said}"
-    return said if name[0] in family.said_of_whole(raw) else f"{family.nested}.{said}"
+        return f"{family.nested}: {message}"
+    return message if name[0] in family.said_of_whole(raw) else f"{family.nested}.{message}"
 
 
 def parse_drafter_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """Read the `ModelConfig` of a drafter's layers; arguments and errors are those of `parse_config`.
+    """Return the `ModelConfig` of a drafter's layers; arguments and errors as in `parse_config`.
 
-    A drafter never ends a text, so nobody reads its ``bos_token_id`` and ``eos_token_id``. Published drafters have those of
-    their target there, which may lie beyond a vocabulary of their own; such ids are left out, and not refused.
+    A drafter never ends a text, so its ``bos_token_id`` and ``eos_token_id`` are not used.
+    Published drafters have those of their target there, which may be beyond a smaller vocabulary;
+    such ids are ignored, not refused.
     """
     size = raw.get("vocab_size")
     if type(size) is not int:
         return parse_config(dict(raw), source)
 
     def within(token: Any) -> bool:
-        return type(token) is not int or token < size  # what is no number is refused as everywhere
+        return type(token) is not int or token < size  # `parse_config` refuses other types
 
     bos, eos = raw.get("bos_token_id"), raw.get("eos_token_id")
     replaced: dict[str, Any] = {} if within(bos) else {"bos_token_id": None}
@@ -195,28 +204,28 @@ def family_of(raw: dict[str, Any], source: str) -> Family:
         source: the file's name, for errors.
 
     Raises:
-        CheckpointError: ``model_type`` is missing, unknown, or of a kind that is refused.
+        CheckpointError: ``model_type`` is missing, unknown, or not supported.
     """
-    asked = raw.get("model_type")
-    if type(asked) is str and asked in REFUSED:
+    model_type = raw.get("model_type")
+    if type(model_type) is str and model_type in REFUSED:
         raise CheckpointError(
-            f"{source}: model_type={asked!r} is not supported: {REFUSED[asked]}: give a model of one of the types "
+            f"{source}: model_type={model_type!r} is not supported: {REFUSED[model_type]}: give a model of one of the types "
             f"{', '.join(SUPPORTED)}"
         )
-    if type(asked) is str and asked not in SUPPORTED:
+    if type(model_type) is str and model_type not in SUPPORTED:
         raise CheckpointError(
-            f"{source}: model_type={asked!r}: must be one of {', '.join(SUPPORTED)}{did_you_mean(asked, SUPPORTED)}"
+            f"{source}: model_type={model_type!r}: must be one of {', '.join(SUPPORTED)}{did_you_mean(model_type, SUPPORTED)}"
         )
     return FAMILIES[check_fields(raw, {"model_type": text(*SUPPORTED)}, source)["model_type"]].of_file(raw)
 
 
 def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
-    """The fields of `ModelConfig` that follow from the fields of config.json in one way for all families."""
+    """Return the fields of `ModelConfig` that all families parse in the same way."""
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     rope = Rope() if family.ropes_by_kind else parse_rope(fields, family.theta, family.turns_parts)
     max_positions = fields["max_position_embeddings"]
     if rope.kind == "yarn" and rope.original_max_positions is not None:
-        # Qwen's model cards turn YaRN on without raising max_position_embeddings.
+        # Qwen's model cards enable YaRN without raising max_position_embeddings.
         max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
     windows = _parse_windows(fields, family, max_positions, source)
     eos_token_ids = _eos_token_ids(fields["eos_token_id"], fields["vocab_size"], source)
@@ -246,17 +255,18 @@ def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[s
 
 
 def with_switches(config: ModelConfig, names: Collection[str], prefix: str) -> ModelConfig:
-    """Return ``config`` with the biases and norms that a layer's tensors have, ``names`` that begin with ``prefix``.
+    """Return ``config`` with the biases and norms that a layer's tensors have.
 
-    Drafters' config.json often says nothing of them, or repeats what the target's says.
+    ``names`` are those of the tensors, and the layer's begin with ``prefix``. A drafter's
+    config.json often lacks these switches, or repeats the target's.
 
     Raises:
-        CheckpointError: the layer has latent attention or experts, or is one of several kinds.
+        CheckpointError: The layer has latent attention or experts, or layers are of several kinds.
     """
     if config.mla is not None or config.moe is not None or config.layers or config.linear_layers:
         raise CheckpointError(
-            f"model_type={config.model_type!r}: the layers of such a drafter have ordinary attention and one MLP: give one "
-            "whose config.json is that of a dense model"
+            f"model_type={config.model_type!r}: this drafter's layers must have ordinary attention and one MLP: give a "
+            "drafter whose config.json is that of a dense model"
         )
     return replace(
         config,
@@ -283,13 +293,15 @@ def _eos_token_ids(ids: int | list[int] | None, vocab_size: int, source: str) ->
 
 
 def _parse_windows(fields: dict[str, Any], family: Family, max_positions: int, source: str) -> dict[str, Any]:
-    """The fields of `ModelConfig` that say which layers see only the newest tokens, and how many of these.
+    """Return the fields of `ModelConfig` for sliding windows.
 
-    Where any layers may have a window these are named by ``layer_types``, in older files by ``max_window_layers``: those from
-    that number on. Elsewhere a window is one of all layers, whatever ``layer_types`` says.
+    If any layers may have a window, ``layer_types`` selects them, or in older files
+    ``max_window_layers``: the layers from that index on. In other families all layers have a window
+    or none, whatever ``layer_types`` says.
     """
     window, layers = fields["sliding_window"], fields["num_hidden_layers"]
-    kinds = None if family.windows == "all" else fields["layer_types"]  # transformers does not read it in such models
+    # transformers does not read layer_types in such models.
+    kinds = None if family.windows == "all" else fields["layer_types"]
     if family.windows == "none" or (family.window_switch and not fields[family.window_switch]):
         window = None
     if kinds is not None:
@@ -307,13 +319,16 @@ def _parse_windows(fields: dict[str, Any], family: Family, max_positions: int, s
 
 
 def _layer_types(fields: dict[str, Any], family: Family) -> list[str] | None:
-    """The kind of each layer, by ``layer_types`` or by the family's pattern; None: neither says."""
+    """Return the kind of each layer, from ``layer_types`` or the family's pattern.
+
+    It is None if there is neither.
+    """
     kinds, layers = fields["layer_types"], fields["num_hidden_layers"]
     if kinds is None and family.whole_every:
         every = fields.get("sliding_window_pattern") or family.whole_every
         kinds = [FULL if (layer + 1) % every == 0 else WINDOWED for layer in range(layers)]
-    if others := sorted(set(kinds or ()) - set(family.kinds)):
-        raise CheckpointError(f"layer_types has {show(others[0])}: only {' and '.join(map(repr, family.kinds))} are supported")
+    if unknown := sorted(set(kinds or ()) - set(family.kinds)):
+        raise CheckpointError(f"layer_types has {show(unknown[0])}: only {' and '.join(map(repr, family.kinds))} are supported")
     if kinds is not None and len(kinds) != layers:
         raise CheckpointError(f"layer_types names {len(kinds)} layers of num_hidden_layers={layers}: name each")
     return kinds
@@ -323,7 +338,8 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """Return the fields of config.json; `parse_config` reads them back to an equal `ModelConfig`.
 
     Raises:
-        CheckpointError: the layers differ, or have windows, as those of a model of this type cannot.
+        CheckpointError: The layers differ, or have windows, in a way that this model type cannot
+            express.
     """
     family = FAMILIES[config.model_type]
     _check_windows(config, family)
@@ -351,42 +367,45 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if not family.ropes_by_kind:
         rope = format_rope(config.rope)
         scaling = None if config.rope.kind == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
-        # Both spellings: readers before transformers 5 know only the first two.
+        # Both layouts are written: programs before transformers 5 know only the first.
         raw |= {"rope_theta": config.rope.theta, "rope_scaling": scaling, "rope_parameters": rope}
     raw |= family.format(config)
     return _check_said(config, raw)
 
 
 def _check_said(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
-    """``raw``, from which ``config`` can be read again: what a file cannot say would be lost without a word. Biases and norms
-    of heads are told by the tensors (`with_switches`)."""
+    """Return ``raw`` if ``config`` can be read back from it.
+
+    Otherwise a property would be lost without a warning. Biases and norms of heads follow from the
+    tensors (`with_switches`).
+    """
     elsewhere = ("max_positions", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
     read = parse_config(raw, "config.json")
     expected = config if config.windowed_layers else replace(config, sliding_window=None)
-    if config.rope.original_max_positions is None:  # of kinds that do not read it
+    if config.rope.original_max_positions is None:  # the kind does not use it, but files have it
         expected = replace(expected, rope=replace(config.rope, original_max_positions=read.rope.original_max_positions))
     if config.rope.turned != read.rope.turned:
         raise CheckpointError(
-            f"partial_rotary_factor={config.rope.turned}: must be {read.rope.turned:g}: of a {config.model_type} transformers "
-            "does not read it"
+            f"partial_rotary_factor={config.rope.turned}: must be {read.rope.turned:g}: transformers does not read it "
+            f"in a {config.model_type} checkpoint"
         )
     for field in fields_of(ModelConfig):
         if (value := getattr(expected, field.name)) != getattr(read, field.name) and field.name not in elsewhere:
-            raise CheckpointError(f"{field.name}={show(value)}: a {config.model_type} checkpoint cannot say this")
+            raise CheckpointError(f"{field.name}={show(value)}: a {config.model_type} checkpoint cannot express this")
     return raw
 
 
 def _check_windows(config: ModelConfig, family: Family) -> None:
     windows = len(config.windowed_layers)
     if windows and not (family.windows == "any" or (family.windows == "all" and windows == config.num_layers)):
-        those = "all of its layers have one, or none" if family.windows == "all" else "its layers have none"
+        rule = "all of its layers have a window, or none" if family.windows == "all" else "its layers have no window"
         raise CheckpointError(
-            f"windowed_layers={config.windowed_layers}: a {config.model_type} checkpoint cannot say this: {those}"
+            f"windowed_layers={config.windowed_layers}: a {config.model_type} checkpoint cannot express this: {rule}"
         )
 
 
 def _format_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """The fields of config.json that `_parse_windows` reads."""
+    """Return the fields of config.json that `_parse_windows` reads."""
     raw: dict[str, Any] = {}
     if family.windows != "none":
         raw["sliding_window"] = config.sliding_window

@@ -1,28 +1,31 @@
 """The gated delta rule (Yang et al. 2024, arXiv 2412.06464), over chains and over trees of tokens.
 
-A head keeps a state ``S [dk, dv]``: a table that a key looks a value up in. A token forgets a share of it, and then writes the
-part of its value that the table did not say already::
+A head keeps a state ``S [dk, dv]``: a table that maps keys to values. A token lets a share of it
+decay, and then writes the part of its value that the table did not return already::
 
     S' = alpha S + k u^T        u = beta (v - alpha S^T k)        y = S'^T q
 
-with the key k (of length 1), the value v, the query q, and two gates from 0 to 1: alpha, what is kept of the state, and beta,
-how much is written. ``u`` is the *update* of the token.
+with the key k (of length 1), the value v, the query q, and two gates from 0 to 1: alpha, the share
+of the state that remains, and beta, the share that is written. ``u`` is the *update* of the token.
 
-Token by token that is a loop. Several tokens at once are read as follows, where the state S0 is that before all of them. They
-may be a chain or a tree; ``anc(n)`` are the ancestors of n, and g_n is the product of the alphas from S0 to n along its path::
+Token by token this is a loop. Several tokens are computed at once as follows, where S0 is the state
+before all of them. They may be a chain or a tree; ``anc(n)`` are the ancestors of n, and g_n is the
+product of the alphas from S0 to n along its path::
 
-    u_n + beta_n sum_a (g_n / g_a) (k_a . k_n) u_a  =  beta_n (v_n - g_n S0^T k_n)              a in anc(n)
-    y_n  =  g_n S0^T q_n + sum_a (g_n / g_a) (k_a . q_n) u_a                                    a in anc(n) and n
+    u_n + beta_n sum_a (g_n / g_a) (k_a . k_n) u_a  =  beta_n (v_n - g_n S0^T k_n)   a in anc(n)
+    y_n  =  g_n S0^T q_n + sum_a (g_n / g_a) (k_a . q_n) u_a                         a in anc(n) or n
 
-Ancestors stand before their descendants, so that the first line is a system of equations with a triangular matrix. The state
-is read once, whatever the number of tokens, and never written: what has to be remembered of a token is k, u and alpha, which is
-a hundredth of a state. Of the path that is accepted they are then written into the state::
+Ancestors come before their descendants, so the first line is a triangular system of equations. The
+state is read once for any number of tokens, and never written. The entry of a token is k, u and
+alpha, a hundredth of the size of a state. The entries of the accepted path are later written into
+the state::
 
-    S  =  g_m S0 + sum_a (g_m / g_a) k_a u_a^T                                                  m its end, a in anc(m) and m
+    S  =  g_m S0 + sum_a (g_m / g_a) k_a u_a^T    with m its end, and a in anc(m) or m
 
-All of it is float32. The logarithm of a share g_n / g_a is the sum of those of the alphas between the two. As the difference of
-two longer sums it would lose digits: where a head forgets all at some tokens, and hardly anything at others, the sums grow to
-thousands, and a small difference of two of them is known to a ten-thousandth.
+Everything is in float32. The logarithm of a share g_n / g_a is computed as the sum of the
+logarithms of the alphas between the two. As the difference of two longer sums it would lose digits:
+a head may forget everything at some tokens and hardly anything at others, so the sums reach
+thousands, and a small difference of them would be accurate to only one part in ten thousand.
 """
 
 from typing import NamedTuple
@@ -34,24 +37,27 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 CHUNK = 64
-"""Tokens of a chain that are read at once: the system of equations grows with their square."""
+"""The number of tokens of a chain that are computed at once.
+
+The system of equations grows with its square.
+"""
 
 _FORGOTTEN = -1e9
-"""The logarithm of a share that is nothing: its power is 0."""
+"""The logarithm of a share of nothing: its exponential is 0."""
 
 _EXACT = jax.lax.Precision.HIGHEST
-"""Of products: "float32" on an accelerator is less by default."""
+"""The precision of matrix products: "float32" on an accelerator is less by default."""
 
 
 class DeltaRuleInputs(NamedTuple):
-    """What the rule is given of T tokens, all in float32. There are r value heads to each of the heads of keys.
+    """The rule's inputs for T tokens, in float32, with r value heads for each key head.
 
     Attributes:
         q: ``[B, heads, T, dk]`` queries, scaled.
         k: ``[B, heads, T, dk]`` keys, of length 1.
         v: ``[B, heads * r, T, dv]`` values.
-        beta: ``[B, heads * r, T]`` how much each writes.
-        log_alpha: ``[B, heads * r, T]`` the logarithm of what each keeps of the state.
+        beta: ``[B, heads * r, T]`` the share that each token writes.
+        log_alpha: ``[B, heads * r, T]`` the logarithm of the share of the state that remains.
     """
 
     q: jax.Array
@@ -62,7 +68,7 @@ class DeltaRuleInputs(NamedTuple):
 
 
 class Node(NamedTuple):
-    """What is remembered of tokens that were read and are not in the state.
+    """The entries of tokens that were read, but are not in the state.
 
     Attributes:
         k: ``[B, heads, n, dk]`` as in `DeltaRuleInputs`.
@@ -81,20 +87,22 @@ def read_tree(
     mask: Bool[Array, "b T T"] | None,
     before: tuple[Node, Bool[Array, "b T R"]] | None = None,
 ) -> tuple[jax.Array, Node]:
-    """Read T tokens that see each other as ``mask`` says.
+    """Read T tokens that see each other according to ``mask``.
 
     Args:
         state: S0.
-        tokens: ancestors before their descendants.
-        mask: which of the tokens each of them has on its path, itself among them. None: itself alone.
-        before: tokens that were read since S0, ancestors before their descendants too; and which of them each of ``tokens`` has
-            on its path.
+        tokens: the tokens; ancestors before their descendants.
+        mask: which of the tokens are on the path of each, itself included. None: each sees itself
+            alone.
+        before: tokens that were read since S0, also ancestors before their descendants; and which
+            of them are on the path of each of ``tokens``.
 
     Returns:
-        What each comes to, ``[B, h, T, dv]``; and what is to be remembered of them.
+        The outputs, ``[B, h, T, dv]``, and the entries of the tokens.
 
     Examples:
-        A root and two children, all with one key. Each replaces what the table says of it.
+        A root and two children, all with one key. Each replaces the value that the table returns
+        for it.
 
         >>> from specjax.models.delta_rule import DeltaRuleInputs, read_tree, write
         >>> same, gate = jnp.ones((1, 1, 3, 1)), jnp.ones((1, 1, 3))
@@ -103,7 +111,7 @@ def read_tree(
         >>> mask = jnp.array([[[True, False, False], [True, True, False], [True, False, True]]])
         >>> empty = jnp.zeros((1, 1, 1, 1))
         >>> y, node = read_tree(empty, tokens, mask)
-        >>> y.ravel().tolist(), node.u.ravel().tolist()  # the children do not see each other: 7 - 5, 9 - 5
+        >>> y.ravel().tolist(), node.u.ravel().tolist()  # children write 7 - 5 and 9 - 5
         ([5.0, 7.0, 9.0], [5.0, 2.0, 4.0])
         >>> path = jax.tree.map(lambda part: part[:, :, jnp.array([0, 2])], node)
         >>> write(empty, path).item()  # the root and its second child are accepted
@@ -116,18 +124,18 @@ def read_tree(
         return x.reshape(x.shape[0], heads, -1, *x.shape[2:])
 
     v, beta, log_alpha = grouped(v), grouped(beta), grouped(log_alpha)
-    both = jnp.concatenate([k, q], axis=2)  # one reading of the state serves keys and queries
+    both = jnp.concatenate([k, q], axis=2)  # so that the state is read once, for keys and queries
     shares, log_g = (None, log_alpha) if mask is None else _shares(log_alpha, mask)
-    found = 0.0
+    sums = 0.0
     if before is not None:
         node, visible = before
-        of_drafted, log_g = _shares(grouped(node.log_alpha), visible, log_g)
-        similar = _product("bhtk,bhik->bhti", both, node.k)[:, :, None] * jnp.tile(of_drafted, (2, 1))
-        found = _product("bhrti,bhriv->bhrtv", similar, grouped(node.u))
-    of_state = _product("bhtk,bhrkv->bhrtv", both, grouped(state))
-    found = found + of_state * jnp.tile(jnp.exp(log_g), 2)[..., None]
-    known, y = found[..., :count, :], found[..., count:, :]
-    u = beta[..., None] * (v - known)
+        drafted_shares, log_g = _shares(grouped(node.log_alpha), visible, log_g)
+        similar = _product("bhtk,bhik->bhti", both, node.k)[:, :, None] * jnp.tile(drafted_shares, (2, 1))
+        sums = _product("bhrti,bhriv->bhrtv", similar, grouped(node.u))
+    state_values = _product("bhtk,bhrkv->bhrtv", both, grouped(state))
+    sums = sums + state_values * jnp.tile(jnp.exp(log_g), 2)[..., None]
+    predicted, y = sums[..., :count, :], sums[..., count:, :]
+    u = beta[..., None] * (v - predicted)
     if shares is None:
         y = y + jnp.sum(q * k, axis=-1)[:, :, None, :, None] * u
     else:
@@ -140,25 +148,26 @@ def read_tree(
 def read_chain(
     state: Float[Array, "B h dk dv"], tokens: DeltaRuleInputs, count: Int[Array, " B"] | None = None
 ) -> tuple[jax.Array, Node, jax.Array]:
-    """Read T tokens each of which has all others before it on its path, `CHUNK` at a time.
+    """Read T tokens in a chain, `CHUNK` at a time; each sees all tokens before it.
 
     Args:
         state: S0.
-        tokens: of which there may be any number.
-        count: how many of each row are written into the state; None: all.
+        tokens: any number of tokens.
+        count: the number of tokens of each row that are written into the state; None for all.
 
     Returns:
-        What each comes to, and what is to be remembered of them, as `read_tree`; and the state after the first ``count``. Of
-        the tokens beyond ``count`` the rest has no meaning.
+        The outputs and the entries, as in `read_tree`, and the state after the first ``count``
+        tokens. The outputs of tokens beyond ``count`` have no meaning.
     """
     length = tokens.q.shape[2]
-    if count is not None:  # what lies beyond neither forgets nor writes
+    if count is not None:  # tokens beyond neither decay the state nor write to it
         counts = jnp.arange(length)[None, None] < count[:, None, None]
         tokens = tokens._replace(beta=jnp.where(counts, tokens.beta, 0.0), log_alpha=jnp.where(counts, tokens.log_alpha, 0.0))
     size = min(length, CHUNK)
     mask = jnp.tril(jnp.ones((1, size, size), bool))
 
-    @jax.checkpoint  # pyright: ignore[reportUntypedFunctionDecorator]  # in training a chunk is read again instead of kept
+    # Checkpointed: in training the backward pass computes a chunk again, and stores less.
+    @jax.checkpoint  # pyright: ignore[reportUntypedFunctionDecorator]
     def read(state: jax.Array, tokens: DeltaRuleInputs) -> tuple[jax.Array, tuple[jax.Array, Node]]:
         y, node = read_tree(state, tokens, mask)
         return write(state, node), (y, node)
@@ -181,9 +190,10 @@ def read_chain(
 
 
 def read_documents(tokens: DeltaRuleInputs, documents: Int[Array, "B T"]) -> jax.Array:
-    """``[B, h, T, dv]`` what T tokens come to each of which has those before it of its own document on its path.
+    """Return the outputs ``[B, h, T, dv]`` of T tokens that each see their own document alone.
 
-    ``documents`` has their numbers, and they lie end to end: a document's first token forgets all that was before.
+    ``documents`` has the index of each token's document. Documents are contiguous: the first token
+    of a document forgets everything before it.
     """
     begins = jnp.pad(documents[:, 1:] != documents[:, :-1], ((0, 0), (1, 0)))[:, None]
     tokens = tokens._replace(log_alpha=jnp.where(begins, _FORGOTTEN, tokens.log_alpha))
@@ -192,75 +202,78 @@ def read_documents(tokens: DeltaRuleInputs, documents: Int[Array, "B T"]) -> jax
 
 
 def write(state: Float[Array, "B h dk dv"], path: Node, count: Int[Array, " B"] | None = None) -> Float[Array, "B h dk dv"]:
-    """The state after the first ``count`` tokens of a ``path`` below it, in order; None: all."""
+    """Return the state after the first ``count`` tokens of a path, in order; None for all."""
     length, (k, u, log_alpha) = path.k.shape[2], path
     visible = jnp.ones((1, 1, length), bool)
     if count is not None:
         visible = jnp.arange(length)[None, None] < count[:, None, None]
-        # What does not count may be of any size, and must not come in as 0 times that.
+        # Tokens beyond `count` may be infinite or NaN, and 0 times these is NaN.
         k, u = (jnp.where(jnp.swapaxes(visible, 1, 2)[:, None], part, 0.0) for part in (k, u))
-    # As one token at the end of the path sees it, of one value head to each of the heads that are counted here.
+    # The shares are those that a token at the end of the path sees. Here each value head counts as
+    # a key head with one value head, for it has its own alphas.
     shares, log_g = _shares(log_alpha[:, :, None], visible)
     weighed = (u * shares[:, :, 0, 0, :, None]).reshape(u.shape[0], k.shape[1], -1, *u.shape[2:])
-    written = _product("bhnk,bhrnv->bhrkv", k, weighed)
-    return jnp.exp(log_g[:, :, 0, 0, None, None]) * state + _joined(written)
+    updates = _product("bhnk,bhrnv->bhrkv", k, weighed)
+    return jnp.exp(log_g[:, :, 0, 0, None, None]) * state + _joined(updates)
 
 
 def _joined(x: jax.Array) -> jax.Array:
-    """``[B, heads, r, …]`` as ``[B, h, …]``."""
+    """Return ``[B, heads, r, …]`` as ``[B, h, …]``."""
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _product(sum_over: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    return jnp.einsum(sum_over, left, right, precision=_EXACT)
+def _product(sum_over: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(sum_over, a, b, precision=_EXACT)
 
 
 def _shares(
-    log_alpha: Float[Array, "B heads r n"], visible: Bool[Array, "b T n"], log_own: ArrayLike = 0.0
+    log_alpha: Float[Array, "B heads r n"], visible: Bool[Array, "b T n"], log_after: ArrayLike = 0.0
 ) -> tuple[jax.Array, jax.Array]:
-    """What is left at each of T tokens of what n others wrote, of which it sees some.
+    """Return the share that remains, at each of T tokens, of what n earlier tokens wrote.
 
     Args:
-        log_alpha: of the n, ancestors before their descendants.
-        visible: which of them each token sees: those on its path.
-        log_own: ``[B, heads, r, T]`` what is forgotten behind all of them.
+        log_alpha: the logarithms of the alphas of the n tokens; ancestors before their descendants.
+        visible: which of the n tokens each token sees: those on its path.
+        log_after: ``[B, heads, r, T]`` the logarithm of the decay after all of them.
 
     Returns:
-        The shares ``[B, heads, r, T, n]``, 0 of those that are not seen; and the logarithm of what is left of the state before
-        them, ``[B, heads, r, T]``.
+        The shares ``[B, heads, r, T, n]``, 0 for tokens that are not visible; and the logarithm of
+        the share that remains of the state before them, ``[B, heads, r, T]``.
     """
     count = log_alpha.shape[-1]
-    seen = jnp.where(visible[:, None, None], log_alpha[..., None, :], 0.0)
+    on_path = jnp.where(visible[:, None, None], log_alpha[..., None, :], 0.0)
     if count <= CHUNK:  # a product with few rows is faster than a running sum
-        behind = _product("bhrtj,ji->bhrti", seen, jnp.tril(jnp.ones((count, count), jnp.float32), -1))
+        between = _product("bhrtj,ji->bhrti", on_path, jnp.tril(jnp.ones((count, count), jnp.float32), -1))
     else:
-        behind = jnp.pad(jax.lax.cumsum(seen, axis=4, reverse=True)[..., 1:], ((0, 0),) * 4 + ((0, 1),))
-    log_own = jnp.asarray(log_own)
-    shares = jnp.exp(jnp.where(visible[:, None, None], behind + log_own[..., None], -jnp.inf))
-    return shares, jnp.sum(seen, axis=-1) + log_own
+        between = jnp.pad(jax.lax.cumsum(on_path, axis=4, reverse=True)[..., 1:], ((0, 0),) * 4 + ((0, 1),))
+    log_after = jnp.asarray(log_after)
+    shares = jnp.exp(jnp.where(visible[:, None, None], between + log_after[..., None], -jnp.inf))
+    return shares, jnp.sum(on_path, axis=-1) + log_after
 
 
 def _solve(matrix: Float[Array, "B heads r T T"], right: Float[Array, "B heads r T dv"]) -> Float[Array, "B heads r T dv"]:
-    """``u`` with ``u + lower u = right``, where ``lower`` is what lies below the diagonal of ``matrix``.
+    """Solve ``u + lower u = right`` for ``u``; ``lower`` is ``matrix`` below its diagonal.
 
-    It is inverted by products. `jax.lax.linalg.triangular_solve` is a call of a library's for each head on a CPU, whose threads
-    and XLA's wait for each other: for 16 tokens it took 0.3 to 0.7 s where this takes 0.3 ms. On a TPU it is a program of its
-    own between the others. The inverse of two neighbouring blocks A and B on the diagonal, and of what stands below A, makes
-    one of twice the size::
+    The system is inverted with matrix products. On a CPU `jax.lax.linalg.triangular_solve` is a
+    library call for each head, whose threads and XLA's wait for each other: for 16 tokens it took
+    0.3 to 0.7 s, and this takes 0.3 ms. On a TPU it is a program of its own between the others. The
+    inverses of two neighbouring blocks A and B on the diagonal, and the block C below A, give an
+    inverse of twice the size::
 
         (A    )^-1     (    A^-1           )
         (C   B)     =  (-B^-1 C A^-1   B^-1)
     """
     count = right.shape[-2]
-    index = np.arange(count)
-    apart = np.where(index[:, None] > index[None], index[:, None] ^ index[None], 0)
+    row = np.arange(count)
+    distance = np.where(row[:, None] > row[None], row[:, None] ^ row[None], 0)
     inverse, size = jnp.broadcast_to(jnp.eye(count, dtype=jnp.float32), matrix.shape), 1
     while size < count:
-        is_c = (apart >= size) & (apart < 2 * size)  # in one block of twice the size, and not in one of the size
+        # C is in the same block of 2 * size, but not in the same block of size.
+        is_c = (distance >= size) & (distance < 2 * size)
         inverse = inverse - _matmul(inverse, _matmul(jnp.where(is_c, matrix, 0.0), inverse))
         size *= 2
     return _matmul(inverse, right)
 
 
-def _matmul(left: jax.Array, right: jax.Array) -> jax.Array:
-    return jnp.matmul(left, right, precision=_EXACT)
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=_EXACT)

@@ -1,4 +1,4 @@
-"""What a directory holds that is no checkpoint of a model: each is named, with what to do, before any weight is read."""
+"""Directories without a readable model: each kind is refused before weights are read."""
 
 import re
 from pathlib import Path
@@ -13,11 +13,13 @@ _QUANTIZATION: dict[str, Field] = {"quantization": mapping(default={})}
 
 
 def check(files: CheckpointFiles) -> None:
-    """Refuse what is known and is no checkpoint that can be read: a LoRA adapter, GGUF files, shards without their index, and
-    weights that ModelOpt has quantized.
+    """Refuse directories that are known not to be readable checkpoints.
+
+    They are LoRA adapters, GGUF files, shards without their index, and weights that ModelOpt has
+    quantized.
 
     Raises:
-        CheckpointError: it is one of these; says which, and what to do.
+        CheckpointError: It is one of these. The message names which, and the remedy.
     """
     directory = files.directory
     names = {file.name for file in directory.iterdir() if file.is_file()} if directory.is_dir() else set()
@@ -29,11 +31,11 @@ def check(files: CheckpointFiles) -> None:
         )
     if (gguf := sorted(name for name in names if name.lower().endswith(".gguf"))) and not weights:
         raise CheckpointError(
-            f"{directory} holds {show(gguf[0])}: GGUF is not read: give the model's checkpoint in safetensors"
+            f"{directory} holds {show(gguf[0])}: GGUF is not supported: give the model's checkpoint in safetensors"
         )
     if any(map(_SHARD.fullmatch, names)) and not names & {_INDEX, "model.safetensors"}:
         raise CheckpointError(
-            f"{directory} holds shards of a model without {_INDEX}, which says what is in them: download that file, too"
+            f"{directory} holds shards of a model without {_INDEX}, which lists their tensors: download that file, too"
         )
     if _QUANTIZED_BY_MODELOPT in names:
         file = directory / _QUANTIZED_BY_MODELOPT
@@ -41,13 +43,13 @@ def check(files: CheckpointFiles) -> None:
         for name in ("quant_algo", "kv_cache_quant_algo"):
             if (algorithm := quantization.get(name)) is not None:
                 raise CheckpointError(
-                    f"{file}: quantization.{name}={show(algorithm)}: what ModelOpt has quantized is not supported: use the "
+                    f"{file}: quantization.{name}={show(algorithm)}: ModelOpt's quantization is not supported: use the "
                     "checkpoint without quantization"
                 )
 
 
 def check_file(file: Path) -> None:
-    """Refuse a path to a file where a directory is wanted."""
+    """Refuse a path to a file, because a directory is required."""
     if file.suffix.lower() == ".gguf":
-        raise CheckpointError(f"{file}: GGUF is not read: give the directory of the model's checkpoint in safetensors")
+        raise CheckpointError(f"{file}: GGUF is not supported: give the directory of the model's checkpoint in safetensors")
     raise CheckpointError(f"{file} is a file: give the directory of the checkpoint")

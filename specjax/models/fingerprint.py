@@ -1,8 +1,9 @@
-"""Short hashes by which two machines can tell whether they hold the same weights.
+"""Short hashes by which two machines compare their weights.
 
-A fingerprint is taken of what the configuration states and of some rows of every tensor: it guards against mistakes, a model
-that was trained on or another one of the same sizes, and not against somebody who wants to deceive. All numbers are rounded to
-bfloat16 first: a checkpoint has one fingerprint, whether it was loaded in float32 or in bfloat16.
+A fingerprint is computed from the configuration and some rows of every tensor. It guards against
+mistakes, such as a model that was trained further or another one of the same sizes, but not against
+an attacker. All numbers are rounded to bfloat16 first, so a checkpoint has one fingerprint, whether
+loaded in float32 or in bfloat16.
 """
 
 import dataclasses
@@ -20,16 +21,18 @@ from specjax import sharding
 from specjax.models.params import Param, Params
 
 ROWS = 4
-"""So many neighbouring rows of each matrix, from its middle, are looked at; and of so many experts."""
+"""The number of consecutive rows sampled from the middle of each matrix, and of experts."""
 
 
 def of_params(params: Any, config: Any, mesh: Mesh | None = None) -> str:
-    """The fingerprint of a target's or a drafter's params. On a mesh of several processes every one of them must call this.
+    """Return the fingerprint of a target's or a drafter's params.
+
+    On a mesh of several processes every process must call this.
 
     Args:
         params: any pytree of arrays.
-        config: a frozen dataclass; its fields that have their defaults do not count.
-        mesh: where the params live.
+        config: a frozen dataclass; fields with their default values do not count.
+        mesh: the mesh of the params.
 
     Examples:
         >>> from specjax.models import fingerprint
@@ -39,15 +42,15 @@ def of_params(params: Any, config: Any, mesh: Mesh | None = None) -> str:
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     samples = sharding.to_host([_sample(leaf) for _, leaf in leaves], mesh)
-    return _digest(config, ((path, leaf.shape, each) for (path, leaf), each in zip(leaves, samples, strict=True)))
+    return _digest(config, ((path, leaf.shape, sample) for (path, leaf), sample in zip(leaves, samples, strict=True)))
 
 
 def of_stored(declared: Params, values: Callable[[Param, tuple[slice, ...]], np.ndarray], config: Any) -> str:
-    """What `of_params` says of a checkpoint's params once they are loaded. Reads no more than the rows in question.
+    """Return the fingerprint that `of_params` returns after loading; only the samples are read.
 
     Args:
-        declared: the declarations of all of its params.
-        values: gives any part of a param, as `specjax.models.checkpoint.reader` returns it.
+        declared: the declarations of all params.
+        values: returns any part of a param, as the result of `specjax.models.checkpoint.reader`.
         config: as in `of_params`.
     """
     leaves = jax.tree_util.tree_leaves_with_path(declared)
@@ -55,14 +58,15 @@ def of_stored(declared: Params, values: Callable[[Param, tuple[slice, ...]], np.
 
 
 def sampled(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The part of an array that a fingerprint is taken of. Vectors are looked at as a whole.
+    """Return the part of an array that a fingerprint is computed from; all of a vector.
 
-    Matrices lie ``(in, out)`` here and ``(out, in)`` in a checkpoint: what are columns here are neighbouring rows of the file.
+    Matrices are ``(in, out)`` here and ``(out, in)`` in a checkpoint: columns here are consecutive
+    rows of the file.
     """
     if len(shape) < 2:
         return tuple(slice(0, size) for size in shape)
-    cut = {len(shape) - 1} if len(shape) == 2 else {0, len(shape) - 1}
-    return tuple(_middle(size) if axis in cut else slice(0, size) for axis, size in enumerate(shape))
+    cut_axes = {len(shape) - 1} if len(shape) == 2 else {0, len(shape) - 1}
+    return tuple(_middle(size) if axis in cut_axes else slice(0, size) for axis, size in enumerate(shape))
 
 
 def _middle(size: int) -> slice:
@@ -71,12 +75,15 @@ def _middle(size: int) -> slice:
 
 
 def stated(value: Any) -> Any:
-    """``value`` without the fields of dataclasses in it that have their defaults: a field that a later version adds, and that
-    leaves a model as it was, changes nothing here. Nor do fields by which they are not compared."""
+    """Return ``value`` without the fields of dataclasses that have their defaults.
+
+    So a field that a later version adds, and that leaves a model as it was, changes nothing. Fields
+    that are excluded from comparison are left out, too.
+    """
     if dataclasses.is_dataclass(value):
         fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value) if field.compare)
-        return {field.name: stated(each) for field, each in fields if each != field.default}
-    return [stated(each) for each in value] if isinstance(value, tuple) else value
+        return {field.name: stated(content) for field, content in fields if content != field.default}
+    return [stated(item) for item in value] if isinstance(value, tuple) else value
 
 
 @jax.jit
@@ -85,7 +92,7 @@ def _sample(leaf: jax.Array) -> jax.Array:
 
 
 def _digest(config: Any, samples: Iterable[tuple[Any, tuple[int, ...], np.ndarray]]) -> str:
-    """Of the path, the whole shape, and the sample of every param."""
+    """Return the hash of the path, the whole shape, and the sample of every param."""
     digest = hashlib.sha256(json.dumps(stated(config), sort_keys=True).encode())
     for path, shape, sample in samples:
         digest.update(f"{jax.tree_util.keystr(path)} {tuple(shape)}\n".encode())
@@ -94,7 +101,10 @@ def _digest(config: Any, samples: Iterable[tuple[Any, tuple[int, ...], np.ndarra
 
 
 def _rounded(sample: np.ndarray) -> np.ndarray:
-    """In bfloat16; whole numbers as they are, but those of 4 bits, which a CPU holds in 8."""
+    """Return a sample in bfloat16.
+
+    Integers stay as they are, except those of 4 bits, which a CPU stores in 8.
+    """
     if sample.dtype == jnp.int4:
         return sample.astype(np.int8)
     with np.errstate(over="ignore"):

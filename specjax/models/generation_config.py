@@ -1,17 +1,19 @@
-"""What generation_config.json says of drawing tokens: a model's own sampling parameters, for calls that state none.
+"""The sampling parameters in generation_config.json, for calls that give none.
 
-The fields are read as transformers 5 reads them:
+The fields are read as in transformers 5:
 
-- temperature, top_k, top_p and min_p are in force with ``do_sample: true`` alone. Where it is false, null or absent, they are
-  not even checked: the text does not depend on them.
+- temperature, top_k, top_p and min_p apply only with ``do_sample: true``. If it is false, null or
+  absent, they are not even checked, because the text does not depend on them.
 - ``do_sample: true`` without a temperature is temperature 1; a temperature of 0 is greedy.
 - null is as if the field were absent. A top_k of 0 or -1 is no limit.
 
-Nothing but the file counts. transformers itself draws from the 50 likeliest tokens where neither file nor call has a top_k;
-here, as in vLLM, that is no limit. In another point vLLM differs: it reads the four fields, repetition_penalty and
-max_new_tokens whatever do_sample says. Lengths, such as max_new_tokens, are never read here: they are the call's.
+Only the file counts. transformers itself samples from the 50 likeliest tokens if neither file nor
+call has a top_k; here, as in vLLM, that is no limit. vLLM differs in another point: it reads the
+four fields, repetition_penalty and max_new_tokens for any do_sample. Lengths, such as
+max_new_tokens, are never read here: the call gives them.
 
-The end-of-sequence ids of the same file are always in force; `specjax.models.config_json.read_config` reads them.
+The end-of-sequence ids of the same file always apply; `specjax.models.config_json.read_config`
+reads them.
 """
 
 from collections.abc import Mapping
@@ -31,7 +33,7 @@ _MOST = 2**31 - 1
 
 _SAMPLING: Mapping[str, Field] = {
     "temperature": number(0, float(np.finfo(np.float32).max), default=None),
-    "top_k": Field(  # 20.0 is as many tokens as 20
+    "top_k": Field(  # 20.0 is allowed
         f"a whole number from -1 to {_MOST:,}; 0 and -1 are no limit",
         lambda value: type(value) in (int, float) and -1 <= value <= _MOST and value == int(value),
         default=None,
@@ -44,8 +46,9 @@ _SAMPLING: Mapping[str, Field] = {
     "min_p": number(0, 1, default=None),
 }
 
-# Fields of transformers, and penalties of other servers, that would change a text: the values with which they change nothing,
-# beside null. Those of the second table are read where tokens are drawn.
+# Fields of transformers, and penalties of other servers, that would change a text, with the values
+# besides null that change nothing. The fields of the second table only matter if tokens are
+# sampled.
 _NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "presence_penalty": (0,),
@@ -82,11 +85,12 @@ _NOT_APPLIED_TO_DRAWS: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What a checkpoint says of how its texts are to be drawn.
+    """A checkpoint's own sampling parameters.
 
     Attributes:
-        sampling: its sampling parameters; None: it has none that are in force.
-        not_applied: the fields that would change a text and are not applied, such as repetition_penalty, with their values.
+        sampling: the sampling parameters; None if none apply.
+        not_applied: the fields that would change a text and are not applied, such as
+            repetition_penalty, with their values.
 
     Examples:
         >>> from specjax.models.generation_config import GenerationDefaults
@@ -98,7 +102,7 @@ class GenerationDefaults:
     not_applied: Mapping[str, Any] = field(default_factory=dict)
 
     def describe_not_applied(self) -> str:
-        """Return the fields that are not applied and their values, in a line.
+        """Return the fields that are not applied and their values, on one line.
 
         Examples:
             >>> from specjax.models.generation_config import GenerationDefaults
@@ -111,13 +115,14 @@ class GenerationDefaults:
 
 
 def read_defaults(directory: Path) -> GenerationDefaults:
-    """Read what a checkpoint's generation_config.json says of drawing tokens; where there is no such file, nothing.
+    """Read the sampling parameters of a checkpoint's generation_config.json, if it exists.
 
     Args:
-        directory: of the checkpoint.
+        directory: the directory of the checkpoint.
 
     Raises:
-        CheckpointError: the file is damaged, or a field that is in force is of another type or out of range.
+        CheckpointError: The file is damaged, or a field that applies has the wrong type or is out
+            of range.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -130,14 +135,14 @@ def read_defaults(directory: Path) -> GenerationDefaults:
 
 
 def parse_defaults(raw: Mapping[str, Any], source: str = FILE) -> GenerationDefaults:
-    """Return what the fields of a generation_config.json say of drawing tokens.
+    """Return the sampling parameters in the fields of a generation_config.json.
 
     Args:
-        raw: the object as it was read.
+        raw: the object of the file.
         source: the file, for errors.
 
     Raises:
-        CheckpointError: a field that is in force is of another type or out of range.
+        CheckpointError: A field that applies has the wrong type or is out of range.
 
     Examples:
         >>> from specjax.models.generation_config import parse_defaults
@@ -148,17 +153,17 @@ def parse_defaults(raw: Mapping[str, Any], source: str = FILE) -> GenerationDefa
         True
         >>> parse_defaults({**qwen3, "top_p": 2})
         Traceback (most recent call last):
-        specjax.models.fields.CheckpointError: generation_config.json: top_p=2: must be a number above 0 and at most 1; 1 is no limit: correct it, or leave the file's sampling parameters out (generation_config=None, --generation-config none)
-    """  # noqa: E501
+        specjax.models.fields.CheckpointError: generation_config.json: top_p=2: must be a number ...
+    """
     try:
-        is_drawn = bool(check_fields(raw, {"do_sample": flag(default=None)}, source)["do_sample"])
-        fields = check_fields(raw, _SAMPLING, source) if is_drawn else {}
+        is_sampled = bool(check_fields(raw, {"do_sample": flag(default=None)}, source)["do_sample"])
+        fields = check_fields(raw, _SAMPLING, source) if is_sampled else {}
     except CheckpointError as error:
         remedy = "correct it, or leave the file's sampling parameters out (generation_config=None, --generation-config none)"
         raise CheckpointError(f"{error}: {remedy}") from None
-    neutral = {**_NOT_APPLIED, **_NOT_APPLIED_TO_DRAWS} if is_drawn else _NOT_APPLIED
+    neutral = {**_NOT_APPLIED, **_NOT_APPLIED_TO_DRAWS} if is_sampled else _NOT_APPLIED
     not_applied = {name: raw[name] for name, values in neutral.items() if raw.get(name) is not None and raw[name] not in values}
-    if not is_drawn:
+    if not is_sampled:
         return GenerationDefaults(None, not_applied)
     stated = {name: value for name, value in fields.items() if value is not None}
     if "top_k" in stated:

@@ -1,4 +1,4 @@
-"""Find a checkpoint: a directory here, a repository on Hugging Face's hub, or one that comes with specjax."""
+"""Find a checkpoint: a local directory, a repository on Hugging Face's hub, or an embedded one."""
 
 from pathlib import Path
 
@@ -9,11 +9,13 @@ from specjax.models.fields import CheckpointError, show
 
 
 def open_checkpoint(path: str | Path | CheckpointFiles, weights: bool = True) -> CheckpointFiles:
-    """Locate a checkpoint, and return its files, of which nothing has been read yet. Errors are those of `locate`.
+    """Locate a checkpoint, and return its files; nothing is read yet.
+
+    The errors are those of `locate`.
 
     Args:
-        path: as in `locate`; or files that were opened before, which are returned. Of those whose weights have not been
-            fetched, these are fetched first.
+        path: as in `locate`; or opened files, which are returned. If their weights are needed and
+            have not been downloaded, they are downloaded first.
         weights: as in `locate`.
 
     Examples:
@@ -25,22 +27,24 @@ def open_checkpoint(path: str | Path | CheckpointFiles, weights: bool = True) ->
     if isinstance(path, CheckpointFiles) and (path.has_weights or not weights):
         return path
     files = CheckpointFiles(locate(str(path), weights), str(path), weights)
-    # The hub's snapshot has the same directory unless the repository has changed: what has been read of it is still right.
+    # The hub's snapshot is in the same directory unless the repository has changed. In that case
+    # the files that were read before are outdated.
     return path if isinstance(path, CheckpointFiles) and path.directory == files.directory else files
 
 
 def locate(path: str | Path, weights: bool = True) -> Path:
-    """Return the local directory of a checkpoint: ``path`` itself, or the hub's snapshot of the repository of that id.
+    """Return the local directory of a checkpoint: ``path``, or the hub's snapshot of that id.
 
     "embedded" is the target that comes with specjax, "embedded:draft" its draft model.
 
     Args:
         path: a directory, a hub id of the form owner/name, or the name of an embedded checkpoint.
-        weights: False asks the hub for the small files only: enough to check a checkpoint before it is fetched.
+        weights: whether to download the weights. False downloads only the small files: enough to
+            check a checkpoint first.
 
     Raises:
-        CheckpointError: ``path`` is neither a directory nor a repository that the hub gives.
-        InputError: there is no such embedded checkpoint.
+        CheckpointError: ``path`` is neither a directory nor a repository that can be downloaded.
+        InputError: There is no such embedded checkpoint.
 
     Examples:
         >>> from specjax.models import hub
@@ -57,7 +61,7 @@ def locate(path: str | Path, weights: bool = True) -> Path:
             return directory
         if directory.is_file():
             directories.check_file(directory)
-    except (OSError, RuntimeError) as error:  # a name that is too long, a home directory that is not there
+    except (OSError, RuntimeError) as error:  # a name that is too long, or no home directory
         raise CheckpointError(f"{show(name)} is not a directory ({error}): check the spelling") from None
     if directory.is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise CheckpointError(f"{name!r} is not a directory, nor a hub id of the form owner/name")
@@ -65,7 +69,8 @@ def locate(path: str | Path, weights: bool = True) -> Path:
 
     patterns = ["*.json", "*.model", "*.jinja", "*.txt"] + ["*.safetensors"] * weights
 
-    def fetch(patterns: list[str]) -> Path:  # "consolidated" is a second copy of the weights, in another layout
+    def fetch(patterns: list[str]) -> Path:
+        # "consolidated" and "original" are second copies of the weights in other layouts.
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["consolidated*", "original/*"]))
 
     try:

@@ -1,7 +1,8 @@
-"""Hugging Face checkpoints of whole models: their weights are read and written, after what their config.json says.
+"""Read and write the weights of whole models in Hugging Face checkpoints.
 
-Every failure is a `CheckpointError` that names the file or the field, its value and what to do. `specjax.models.config_json`
-reads and writes config.json; the tensors themselves are read and written by `specjax.models.checkpoint`.
+Every failure is a `CheckpointError` that names the file or the field, its value and the remedy.
+`specjax.models.config_json` reads and writes config.json; `specjax.models.checkpoint` reads and
+writes the tensors.
 """
 
 import re
@@ -27,12 +28,13 @@ from specjax.progress import say
 
 
 def with_stored_head(files: CheckpointFiles, config: ModelConfig) -> ModelConfig:
-    """Return ``config``, with a head of its own where the checkpoint says that the embedding is the head, and holds another.
+    """Return ``config`` with an untied head if the checkpoint's head differs from its embedding.
 
-    transformers does the same. Such files are written by training that unties the two and leaves ``tie_word_embeddings`` true.
+    The checkpoint may have ``tie_word_embeddings`` true all the same: training that unties the two
+    and leaves the field writes such files. transformers uses the stored head, too.
 
     Raises:
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: A file is missing or damaged.
     """
     if not config.tie_embeddings:
         return config
@@ -56,19 +58,21 @@ def load_params(
     weights: Weights = schemes.AS_STORED,
     saved_part: Layers | None = None,
 ) -> Params:
-    """Read the params of all that a checkpoint has.
+    """Read the params of all layers that a checkpoint has.
 
     Args:
-        files: of the checkpoint.
+        files: the files of the checkpoint.
         config: its configuration.
-        dtype: of the params.
-        mesh: each of its devices reads only its own slice of every tensor; None is the default device.
+        dtype: the type of the params.
+        mesh: the mesh, each device of which reads only its own slice of every tensor; None for the
+            default device.
         weights: which of the params are quantized, as in `Target.from_pretrained`.
-        saved_part: the layers of a checkpoint that was saved as a part of a target; None: it is whole.
+        saved_part: the layers of a checkpoint that was saved as a part of a target; None if it is
+            whole.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the tensors are not those that config.json says. All of it is
-            checked before any weight is read.
+        CheckpointError: A file is missing or damaged, or the tensors do not match config.json.
+            Everything is checked before any weight is read.
     """
     declared, values = _reader(files, config, dtype, saved_part, mesh, weights)
     return checkpoint.place(declared, values, mesh, config.axis_units)
@@ -82,18 +86,20 @@ def load_part(
     mesh: Mesh | None = None,
     weights: Weights = schemes.AS_STORED,
 ) -> tuple[Params, str]:
-    """Read the params of a part of a whole checkpoint, and the fingerprint of the whole, for which a few rows are read.
+    """Read the params of a part of a whole checkpoint, and the fingerprint of the whole.
+
+    For the fingerprint a few rows of the other layers are read.
 
     Args:
-        files: of the whole checkpoint, all of which is checked.
+        files: the files of the whole checkpoint, all of which is checked.
         config: its configuration.
-        dtype: of the params.
-        layers: which the part has.
+        dtype: the type of the params.
+        layers: the layers of the part.
         mesh: as in `load_params`.
-        weights: likewise.
+        weights: as in `load_params`.
 
     Raises:
-        CheckpointError: as `load_params`.
+        CheckpointError: See `load_params`.
     """
     declared, values = _reader(files, config, dtype, None, mesh, weights)
     part = _with_names(declarations.declare(config, layers), declared)
@@ -104,9 +110,13 @@ def load_part(
 def _reader(
     files: CheckpointFiles, config: ModelConfig, dtype: DTypeLike, layers: Layers | None, mesh: Mesh | None, weights: Weights
 ) -> tuple[Params, checkpoint.Values]:
-    """The declarations of a checkpoint, of a saved part with its ``layers``, and what reads its tensors."""
+    """Return the declarations of a checkpoint, and a reader of its tensors.
+
+    ``layers`` are those of a saved part, or None.
+    """
     family, stored = config_json.family_of(files.raw, files.file), files.shapes
-    # Modules are numbered on from the last layer. The field has been checked by `config_json.parse_config`.
+    # MTP modules are numbered after the last layer. `config_json.parse_config` has checked the
+    # field.
     modules = (files.raw.get("num_nextn_predict_layers") or 0) if layers is None and family.modules_follow else 0
     prefix = family.prefix_in(stored)
     _compare_sizes(files, config, prefix, modules, layers)
@@ -116,15 +126,19 @@ def _reader(
         left_over += [name for name in stored if not name.startswith((prefix, "lm_head"))]
     what = f"a {config.model_type} model with this config.json"
     ignored = ("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *left_over)
-    own = [name for name in stored if name.startswith(prefix)]  # modules beside it may have their experts otherwise
-    declared = family.store(declarations.declare(config, layers), prefix, own)
+    # Other modules may store experts differently.
+    names = [name for name in stored if name.startswith(prefix)]
+    declared = family.store(declarations.declare(config, layers), prefix, names)
     form_of = schemes.of_model(forms_for(files, weights, mesh), config.tie_embeddings)
     declared = schemes.declare(declared, form_of, mesh)
     return declared, checkpoint.reader(files, declared, dtype, what, ignored)
 
 
 def forms_for(files: CheckpointFiles, weights: Weights, mesh: Mesh | None) -> schemes.FormOf:
-    """Which parameters of a checkpoint are quantized, and how; ``weights`` as in `Target.from_pretrained`."""
+    """Return which parameters of a checkpoint are quantized, and how.
+
+    ``weights`` is as in `Target.from_pretrained`.
+    """
     schemes.check_weights(weights)
     if weights not in (schemes.AS_STORED, schemes.FLOATS):
         return schemes.scheme_of(weights).form_of
@@ -133,7 +147,7 @@ def forms_for(files: CheckpointFiles, weights: Weights, mesh: Mesh | None) -> sc
 
     def form_of(param: Param) -> Form | None:
         form = schemes.common(map(stored.get, param.stored_names)) if param.is_product else None
-        # A CPU has no numbers of FP8: it would convert all of them at every product.
+        # A CPU has no FP8 arithmetic: it would convert all weights at every product.
         return None if form is None or (form.kind == "fp8" and on_cpu) else form
 
     return form_of
@@ -148,18 +162,19 @@ def save(
     layers: Layers | None = None,
     part_of: str = "",
 ) -> None:
-    """Write config.json, generation_config.json and model.safetensors; other files there stay.
+    """Write config.json, generation_config.json and model.safetensors; keep other files.
 
     Args:
-        directory: is made where there is none.
-        config: the model's configuration, that of the whole also for a part.
-        params: of the model.
-        dtype: of the file; by default that of the params.
-        layers: that are there, of a part.
-        part_of: the fingerprint of the whole, of a part.
+        directory: the directory, which is created if it does not exist.
+        config: the model's configuration; that of the whole also for a part.
+        params: the params of the model.
+        dtype: the type of the file; by default that of the params.
+        layers: the layers of a part.
+        part_of: the fingerprint of the whole, for a part.
 
     Raises:
-        CheckpointError: ``directory`` holds a sharded checkpoint, whose index would hide the new weights; or ``dtype`` is none.
+        CheckpointError: ``directory`` holds a sharded checkpoint, whose index would hide the new
+            weights; or ``dtype`` is not a floating-point type.
     """
     declared = FAMILIES[config.model_type].store(declarations.declare(config, layers))
     declared = schemes.declare_like(declared, params)
@@ -174,20 +189,22 @@ def save(
 
 
 def embedding_type(files: CheckpointFiles) -> np.dtype:
-    """The data type in which a target's embedding is stored; bfloat16 where it is in FP8."""
+    """Return the type in which a target's embedding is stored; bfloat16 for FP8."""
     family = config_json.family_of(files.raw, files.file)
     return checkpoint.type_of(files, f"{family.prefix_in(files.tensor_names)}embed_tokens.weight")
 
 
 def _with_names(part: Params, whole: Params) -> Params:
-    """Of the declarations of a ``whole`` model those of a ``part`` of it."""
-    layers = [theirs if ours else {} for ours, theirs in zip(part["layers"], whole["layers"], strict=True)]
+    """Return the declarations of a part, selected from those of the whole model."""
+    layers = [layer if is_present else {} for is_present, layer in zip(part["layers"], whole["layers"], strict=True)]
     return {**whole, "layers": layers}
 
 
 def _compare_sizes(files: CheckpointFiles, config: ModelConfig, prefix: str, modules: int, part: Layers | None) -> None:
-    """Compare the main sizes in config.json with the shapes that are stored, before declarations are made after them; of a
-    ``part`` of a target, with these layers."""
+    """Compare the sizes in config.json with the stored shapes, before anything is declared.
+
+    ``part`` are the layers of a saved part, or None.
+    """
     field, last = ("num_hidden_layers", config.num_layers) if part is None else ("the end of specjax_layers", part[1])
     layer = re.compile(re.escape(f"{prefix}layers.") + r"([0-9]{1,9})\.")
     layers = max((int(match[1]) + 1 for match in map(layer.match, files.shapes) if match), default=0)

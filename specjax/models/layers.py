@@ -28,63 +28,70 @@ def attention(
     past: Sequence[Piece] = (),
     cache_dtype: CacheType = "float",
 ) -> tuple[jax.Array, Entry]:
-    """Self-attention of one layer: over ``past``, and over the call's own tokens as ``mask [B|1, T, T]`` says (without one,
-    each sees itself alone).
+    """Compute the self-attention of one layer, over ``past`` and the call's own tokens.
 
-    ``past`` is only read: what the call adds is returned. So a pass may run inside a conditional, where XLA copies whatever
-    is written.
-
-    A layer without keys of its own adds nothing: what it sees of the call's own tokens is the last piece of ``past``.
+    ``past`` is only read; the call's own entry is returned. So a pass may run inside a conditional,
+    where XLA copies everything that is written. A layer without keys of its own returns no entry:
+    the last piece of ``past`` then has the call's own tokens.
 
     Args:
-        params: of the layer.
-        config: its own (`ModelConfig.of_layer`).
-        x: ``[B, T, H]``.
-        rotations: of its RoPE at the tokens' positions.
-        mask: which of the call's own tokens see each other.
-        past: what came before.
-        cache_dtype: how the layer remembers tokens. Those of the call are seen as they will be remembered, or a token that is
-            drafted would be scored otherwise than one that is decoded.
+        params: the parameters of the layer.
+        config: the configuration of the layer (`ModelConfig.of_layer`).
+        x: ``[B, T, H]`` the normed hidden states.
+        rotations: the rotations of its RoPE at the tokens' positions.
+        mask: ``[B|1, T, T]`` which of the call's own tokens see each other; None: each sees itself
+            alone.
+        past: the tokens before.
+        cache_dtype: the format of the layer's cache. The call's own tokens are rounded like it too,
+            or else a drafted token would not have the same score as a decoded one.
 
     Returns:
-        The attention output ``[B, T, H]``, and the call's own entry: its keys and values, or latents and rotated keys.
+        The attention output ``[B, T, H]``, and the call's own entry: its keys and values, or
+        latents and rotated keys.
     """
     if config.mla is not None:
-        own = _remembered(mla.entry(params, config, x, rotations), cache_dtype)
-        pieces = [*past, (own, mask)]
+        entry = _remembered(mla.entry(params, config, x, rotations), cache_dtype)
+        pieces = [*past, (entry, mask)]
         latents = attend(mla.queries(params, config, x, rotations), pieces, scale=mla.scale(config), values_part=0)
-        return linear(params, "o", mla.head_values(params, config, latents)), own
+        return linear(params, "o", mla.head_values(params, config, latents)), entry
 
     q, gate = _gated_queries(params, config, x, rotations)
-    own = _remembered(keys_values(params, config, x, rotations), cache_dtype) if "k" in params else ()
-    pieces = [*past, (own, mask)] if own else past
-    found = attend(q, pieces, scale=config.attention_scale, sinks=params.get("sinks"), cap=config.score_cap)
-    return linear(params, "o", found if gate is None else found * jax.nn.sigmoid(gate)), own
+    entry = _remembered(keys_values(params, config, x, rotations), cache_dtype) if "k" in params else ()
+    pieces = [*past, (entry, mask)] if entry else past
+    attended = attend(q, pieces, scale=config.attention_scale, sinks=params.get("sinks"), cap=config.score_cap)
+    return linear(params, "o", attended if gate is None else attended * jax.nn.sigmoid(gate)), entry
 
 
-def _remembered(entry: tuple[jax.Array, ...], cache_dtype: CacheType) -> Entry:
-    return tuple(map(quantize, entry)) if cache_dtype == "int8" else entry
+def _remembered(parts: tuple[jax.Array, ...], cache_dtype: CacheType) -> Entry:
+    return tuple(map(quantize, parts)) if cache_dtype == "int8" else parts
 
 
 def queries(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> jax.Array:
-    """``[B, T, heads, d]`` the rotated queries of ordinary attention, of states ``x [B, T, H]`` that have been normed."""
+    """Return the rotated queries ``[B, T, heads, d]`` of ordinary attention.
+
+    ``x [B, T, H]`` are normed hidden states.
+    """
     return _gated_queries(params, config, x, rotations)[0]
 
 
 def _gated_queries(
     params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`queries`, and where the model has such the gates ``[B, T, heads * d]`` of what they find."""
-    # Without the barrier XLA rearranges the weights for a TPU, at every call of the decoding loop: a second copy of them.
+    """Return `queries`, and the gates ``[B, T, heads * d]`` of the attention output, or None."""
+    # Without the barrier XLA rearranges the weights for a TPU at every call of the decoding loop,
+    # into a second copy.
     q = apart(linear(params, "q", x))
     gate = None
-    if config.gated_attention:  # beside the query of each head its gate
+    if config.gated_attention:  # the projection has each head's query followed by its gate
         q, gate = (half.reshape(*x.shape[:2], -1) for half in jnp.split(q.reshape(*x.shape[:2], config.num_heads, -1), 2, -1))
     return rotations.turn_queries(_heads(params, "q_norm", config, q)), gate
 
 
 def keys_values(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> tuple[jax.Array, jax.Array]:
-    """The rotated keys and the values, ``[B, kv_heads, T, d]`` each, of states ``x [B, T, H]`` that have been normed."""
+    """Return the rotated keys and the values, ``[B, kv_heads, T, d]`` each.
+
+    ``x [B, T, H]`` are normed hidden states.
+    """
     k = linear(params, "k", x)
     v = k if config.keys_are_values else linear(params, "v", x)
     k = rotations.turn_keys(_heads(params, "k_norm", config, k))
@@ -95,7 +102,10 @@ def keys_values(params: Params, config: ModelConfig, x: jax.Array, rotations: Ro
 
 
 def _heads(params: Params, norm: str, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """``[B, T, heads, d]`` the heads of queries or keys ``x [B, T, heads * d]``, normed where the model does so."""
+    """Return the heads ``[B, T, heads, d]`` of queries or keys ``x [B, T, heads * d]``.
+
+    They are normed if the model has QK norms.
+    """
     shape = (*x.shape[:2], -1, config.head_dim)
     if config.qk_norm_over_heads:
         return normed(params, norm, config, x).reshape(shape)
@@ -103,11 +113,12 @@ def _heads(params: Params, norm: str, config: ModelConfig, x: jax.Array) -> jax.
 
 
 def normed(params: Params, name: str, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """``x`` after the norm of that name; where the layer has none, ``x``."""
+    """Return ``x`` after the norm of that name, or ``x`` if the layer has none."""
     return rms_norm(x, params[name], config.norm_eps, config.norm_offset) if name in params else x
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "cache_dtype"))  # traced and lowered once for all layers alike
+# Jitted so that layers of the same configuration are traced and lowered once.
+@partial(jax.jit, static_argnames=("config", "mesh", "cache_dtype"))
 def decoder_layer(
     params: Params,
     config: ModelConfig,
@@ -120,25 +131,24 @@ def decoder_layer(
     cache_dtype: CacheType = "float",
     context: Context | None = None,
 ) -> tuple[jax.Array, Entry | State]:
-    """One decoder layer: the residual stream ``[B, T, H]`` after it, and the rest as in `attention`.
+    """Run one decoder layer, and return the residual stream ``[B, T, H]`` after it and its entry.
 
-    A layer with linear attention is given a ``context``, which takes the place of rotations, mask and past; see
-    `specjax.models.linear_attention`.
-
-    ``config`` is the layer's own (`ModelConfig.of_layer`). ``mesh`` is where ``params`` live: experts that are split over it
-    are run where they lie. ``inputs [B, T, P]`` are the tokens' inputs for this layer, where the model has such.
+    A layer with linear attention needs a ``context``, which replaces rotations, mask and past; see
+    `specjax.models.linear_attention`. ``config`` is the layer's own (`ModelConfig.of_layer`).
+    ``mesh`` is that of ``params``: sharded experts run on their devices. ``inputs [B, T, P]`` are
+    the inputs of this layer for each token, if the model has them.
     """
     entering = normed(params, "input_norm", config, x)
     if context is not None:
-        attended, own = linear_attention(params, config, entering, context)
+        attended, entry = linear_attention(params, config, entering, context)
     else:
-        attended, own = attention(params, config, entering, rotations, mask, past, cache_dtype)
+        attended, entry = attention(params, config, entering, rotations, mask, past, cache_dtype)
     x = _add(config, x, normed(params, "attention_out_norm", config, attended))
     x = _add(config, x, normed(params, "mlp_out_norm", config, _mixed(params, config, x, mesh)))
     if inputs is not None:
         gated = activate(linear(params, "per_layer_gate", x), config.activation) * inputs
         x = x + normed(params, "per_layer_out_norm", config, linear(params, "per_layer_out", gated))
-    return (x * params["scalar"] if config.layer_scalars else x), own
+    return (x * params["scalar"] if config.layer_scalars else x), entry
 
 
 def _add(config: ModelConfig, x: jax.Array, branch: jax.Array) -> jax.Array:
@@ -146,13 +156,14 @@ def _add(config: ModelConfig, x: jax.Array, branch: jax.Array) -> jax.Array:
 
 
 def _mixed(params: Params, config: ModelConfig, x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """What the layer's MLP, or its experts, or both, make of the residual stream ``x [B, T, H]``."""
-    own = normed(params, "post_norm", config, x)
-    # By its parameters a layer is known as sparse: one configuration has layers of both kinds.
+    """Return the output of the layer's MLP, or its experts, or both, for ``x [B, T, H]``."""
+    entering = normed(params, "post_norm", config, x)
+    # The parameters show whether a layer is sparse: one configuration may have layers of both
+    # kinds.
     if "router" not in params:
-        return mlp(params, own, activation=config.activation)
+        return mlp(params, entering, activation=config.activation)
     if "gate" not in params:
-        return moe.mixture(params, config, own, mesh)
-    dense = normed(params, "mlp_own_norm", config, mlp(params, own, activation=config.activation))
+        return moe.mixture(params, config, entering, mesh)
+    dense = normed(params, "mlp_own_norm", config, mlp(params, entering, activation=config.activation))
     sparse = moe.mixture(params, config, normed(params, "mixture_norm", config, x), mesh, routed=x)
     return dense + normed(params, "mixture_out_norm", config, sparse)

@@ -1,8 +1,8 @@
-"""Layers that keep a state in place of keys and values: Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464), as Qwen3-Next and
-Qwen3.5 have it.
+"""Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
 
-Queries, keys and values go through a short convolution over the newest tokens of the path, and then through the
-`specjax.models.delta_rule`; what it comes to is normed, gated and projected.
+Such layers keep a state in place of keys and values. Queries, keys and values go through a short
+convolution over the newest tokens of the path, and then through the `specjax.models.delta_rule`.
+Its output is normed, gated and projected.
 """
 
 from collections.abc import Sequence
@@ -22,17 +22,21 @@ from specjax.models.states import State
 
 @struct.dataclass
 class Ancestry:
-    """Which tokens stand on the path of each of T tokens that a pass reads. It is one for all layers.
+    """The paths of the T tokens of a pass; all layers share it.
 
     Attributes:
-        own: ``[B|1, T, T]`` bool, which of the call's own, itself among them. None: itself alone.
-        drafted: ``[B|1, T, R]`` bool, which of the tokens that were drafted before. None: there are none.
-        newest: ``[B|1, T, kernel_size - 1]`` the places of the newest tokens before it on its path, the newest last, among: the
-            kernel_size - 1 of the state, the R, the T. None in a chain.
-        documents: ``[B, T]`` the number of each token's document. It has those before it of its own on its path, and no state
-            is given. None: all are of one.
-        is_chain: static. Each token has all others before it on its path, but those of other documents, and nothing was drafted
-            before.
+        own: ``[B|1, T, T]`` bool, which tokens of the call are on the path of each, itself
+            included. None: itself alone.
+        drafted: ``[B|1, T, R]`` bool, which of the tokens that were drafted before are on its path.
+            None: there are none.
+        newest: ``[B|1, T, kernel_size - 1]`` the indices of the newest tokens before it on its
+            path, the newest last. They index the concatenation of the kernel_size - 1 tokens of the
+            state, the R drafted and the T of the call. None in a chain.
+        documents: ``[B, T]`` the index of each token's document. The path of a token has the
+            earlier tokens of its document alone, and there is no state. None: all tokens are of one
+            document.
+        is_chain: static. The path of each token has all tokens before it, except those of other
+            documents, and nothing was drafted before.
     """
 
     own: jax.Array | None
@@ -43,36 +47,41 @@ class Ancestry:
 
     @classmethod
     def of(cls, mask: jax.Array | np.ndarray, drafted: Sequence[jax.Array | None], kernel_size: int) -> "Ancestry":
-        """Of a call's ``mask [B|1, T, T]`` and of what it sees of each piece of scratch, as `Target.run` is given them."""
+        """Return the paths, from a call's ``mask [B|1, T, T]`` and its masks of drafted tokens.
+
+        See `Target.run`.
+        """
         count = mask.shape[1]
         alone = np.eye(count, dtype=bool)[None]
 
-        def is_known_as(kind: np.ndarray) -> bool:
+        def is_mask(kind: np.ndarray) -> bool:
             return isinstance(mask, np.ndarray) and np.array_equal(mask, np.broadcast_to(kind, mask.shape))
 
-        if not drafted and is_known_as(np.tril(np.ones((count, count), bool))):
+        if not drafted and is_mask(np.tril(np.ones((count, count), bool))):
             return cls(None, None, None, is_chain=True)
-        seen = [jnp.asarray(alone if visible is None else visible) for visible in drafted]
-        rows = max([mask.shape[0], *(visible.shape[0] for visible in seen)])
-        above, own = ([jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in xs] for xs in (seen, [jnp.asarray(mask)]))
+        # A None mask means that each token sees one drafted token: the one with its own index.
+        masks = [jnp.asarray(alone if visible is None else visible) for visible in (*drafted, mask)]
+        rows = max(visible.shape[0] for visible in masks)
+        *above, own_mask = (jnp.broadcast_to(visible, (rows, *visible.shape[1:])) for visible in masks)
         joined = jnp.concatenate(above, axis=2) if above else None
         past = jnp.ones((rows, count, kernel_size - 1), bool)
-        before = jnp.concatenate([past, *above, own[0] & ~alone], axis=2)
+        before = jnp.concatenate([past, *above, own_mask & ~alone], axis=2)
+        # The largest visible indices are the newest tokens, since ancestors come first.
         indices = jnp.where(before, jnp.arange(before.shape[2]), -1)
         newest = jax.lax.top_k(indices, kernel_size - 1)[0][..., ::-1]
-        return cls(None if is_known_as(alone) else own[0], joined, newest)
+        return cls(None if is_mask(alone) else own_mask, joined, newest)
 
 
 @struct.dataclass
 class Context:
-    """What a layer with linear attention is given beside the states of the tokens.
+    """The inputs of a layer with linear attention besides the hidden states.
 
     Attributes:
-        state: of the committed tokens.
+        state: the state after the committed tokens.
         drafted: the entries of tokens that were drafted before.
-        ancestry: which of all these tokens stand on whose path.
-        count: ``[B]`` so many of the call's own tokens are committed by the layer itself, which then gives the state after
-            them; None: it gives their entries.
+        ancestry: the paths of all these tokens.
+        count: ``[B]`` the number of tokens of the call that the layer commits itself: it then
+            returns the state after them. None: it returns the entries of the call's tokens.
     """
 
     state: State
@@ -84,28 +93,32 @@ class Context:
 def linear_attention(
     params: Params, config: ModelConfig, x: jax.Array, context: Context
 ) -> tuple[jax.Array, tuple[jax.Array, ...] | State]:
-    """``[B, T, H]`` what one layer makes of normed states ``x [B, T, H]``; and the call's own entry, or the state after it."""
+    """Return the output ``[B, T, H]`` of one layer for normed hidden states ``x [B, T, H]``.
+
+    The second result is the entry of the call's own tokens, or the state after them.
+    """
     sizes = config.linear
     assert sizes is not None
-    *given, z, b, a = _projections(params, sizes, x)
-    own = tuple(part.transpose(0, 2, 1, 3) for part in given)
+    *projected, z, b, a = _projections(params, sizes, x)
+    convolved = tuple(part.transpose(0, 2, 1, 3) for part in projected)
     past = [
         jnp.concatenate([old, *(entry[3 + i] for entry in context.drafted)], 2) for i, old in enumerate(context.state.newest)
     ]
     q, k, v = (
-        _convolved(params[f"conv_{name}"], old, new, context.ancestry) for name, old, new in zip("qkv", past, own, strict=True)
+        _convolved(params[f"conv_{name}"], old, new, context.ancestry)
+        for name, old, new in zip("qkv", past, convolved, strict=True)
     )
     tokens = DeltaRuleInputs(_unit(q) * sizes.key_dim**-0.5, _unit(k), v, *_gates(params, b, a))
-    y, kept = _follow(tokens, context, own)
+    y, memory = _follow(tokens, context, convolved)
     y = rms_norm(y.transpose(0, 2, 1, 3).astype(x.dtype), params["norm"], config.norm_eps)
     gated = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
-    return linear(params, "o", gated.astype(x.dtype).reshape(*x.shape[:2], -1)), kept
+    return linear(params, "o", gated.astype(x.dtype).reshape(*x.shape[:2], -1)), memory
 
 
 def _follow(
     tokens: DeltaRuleInputs, context: Context, convolved: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, ...] | State]:
-    """What the rule comes to, and the entry or the state that stays."""
+    """Return the outputs of the delta rule, and the entry or the state to store."""
     state, ancestry = context.state, context.ancestry
     if ancestry.documents is not None:
         return read_documents(tokens, ancestry.documents), ()
@@ -123,15 +136,18 @@ def _follow(
 
 
 def _projections(params: Params, sizes: LinearAttention, x: jax.Array) -> tuple[jax.Array, ...]:
-    """Queries, keys, values and output gates ``[B, T, heads, dim]``, and both gates of the rule ``[B, T, value_heads]``."""
+    """Return queries, keys, values, output gates, and the two gates of the rule.
+
+    The first four are ``[B, T, heads, dim]``; the gates of the rule are ``[B, T, value_heads]``.
+    """
 
     def heads(values: jax.Array, count: int) -> jax.Array:
         return values.reshape(*x.shape[:2], count, -1)
 
     if not sizes.by_key_head:
         counts = {"q": sizes.key_heads, "k": sizes.key_heads, "v": sizes.value_heads, "z": sizes.value_heads}
-        *given, x = products_in_turn(params, tuple(counts), x)
-        parts = [heads(apart(values), count) for values, count in zip(given, counts.values(), strict=True)]
+        *projected, x = products_in_turn(params, tuple(counts), x)
+        parts = [heads(apart(values), count) for values, count in zip(projected, counts.values(), strict=True)]
         return (*parts, linear(params, "beta", x), linear(params, "alpha", x))
     joined = heads(linear(params, "qkvz", x), sizes.key_heads)
     ends = np.cumsum([sizes.key_dim, sizes.key_dim, sizes.group * sizes.value_dim])
@@ -142,38 +158,41 @@ def _projections(params: Params, sizes: LinearAttention, x: jax.Array) -> tuple[
 
 
 def _gates(params: Params, b: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Beta, and the logarithm of alpha, ``[B, value_heads, T]`` float32."""
+    """Return beta, and the logarithm of alpha, ``[B, value_heads, T]`` float32."""
     b, a = (gate.astype(jnp.float32).transpose(0, 2, 1) for gate in (b, a))
     rate = jnp.exp(params["log_rate"].astype(jnp.float32))[:, None]
     return jax.nn.sigmoid(b), -rate * jax.nn.softplus(a + params["rate_bias"].astype(jnp.float32)[:, None])
 
 
-def _convolved(weight: jax.Array, past: jax.Array, own: jax.Array, ancestry: Ancestry) -> jax.Array:
-    """``[B, heads, T, dim]`` float32: SiLU of a weighted sum of each of the call's tokens and the newest before it on its path.
+def _convolved(weight: jax.Array, past: jax.Array, new: jax.Array, ancestry: Ancestry) -> jax.Array:
+    """Return the short convolution ``[B, heads, T, dim]`` float32: SiLU of a weighted sum.
+
+    The sum is over each token of the call and the newest tokens before it on its path.
 
     Args:
-        weight: ``[heads * dim, 1, kernel_size]``, the newest last.
-        past: ``[B, heads, kernel_size - 1 + R, dim]`` what stands before the call: of the state, and drafted.
-        own: ``[B, heads, T, dim]`` of the call.
-        ancestry: of the tokens.
+        weight: ``[heads * dim, 1, kernel_size]``, the weight of the newest token last.
+        past: ``[B, heads, kernel_size - 1 + R, dim]`` the tokens before the call: those of the
+            state, and drafted ones.
+        new: ``[B, heads, T, dim]`` the tokens of the call.
+        ancestry: the paths of the tokens.
     """
-    (batch, heads, count, dim), earlier = own.shape, weight.shape[-1] - 1
-    slots = jnp.concatenate([past.astype(own.dtype), own], axis=2)
+    (batch, heads, count, dim), earlier = new.shape, weight.shape[-1] - 1
+    slots = jnp.concatenate([past.astype(new.dtype), new], axis=2)
     if ancestry.newest is None:
         before = [slots[:, :, start : start + count] for start in range(earlier)]
         if (documents := ancestry.documents) is not None:
             shifted = [jnp.pad(documents, ((0, 0), (earlier - start, 0)))[:, :count] for start in range(earlier)]
-            same = [(other == documents)[:, None, :, None] for other in shifted]
-            before = [jnp.where(is_own, token, 0.0) for is_own, token in zip(same, before, strict=True)]
+            same = [(earlier_documents == documents)[:, None, :, None] for earlier_documents in shifted]
+            before = [jnp.where(is_same, token, 0.0) for is_same, token in zip(same, before, strict=True)]
     else:
         at = jnp.broadcast_to(ancestry.newest, (batch, count, earlier)).reshape(batch, 1, -1, 1)
-        found = jnp.take_along_axis(slots, at, axis=2).reshape(batch, heads, count, earlier, dim)
-        before = [found[:, :, :, i] for i in range(earlier)]
+        ancestors = jnp.take_along_axis(slots, at, axis=2).reshape(batch, heads, count, earlier, dim)
+        before = [ancestors[:, :, :, i] for i in range(earlier)]
     kernels = weight.astype(jnp.float32).reshape(heads, dim, -1)
-    shares = [kernels[:, None, :, i] * token.astype(jnp.float32) for i, token in enumerate((*before, own))]
+    shares = [kernels[:, None, :, i] * token.astype(jnp.float32) for i, token in enumerate((*before, new))]
     return jax.nn.silu(sum(shares[1:], shares[0]))
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """``x`` divided by its length; zeros stay such."""
+    """Return ``x`` divided by its length; vectors of zeros stay zeros."""
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)

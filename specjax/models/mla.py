@@ -1,9 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), in its absorbed form.
 
-With c the latent of a token, a head's key is ``[W_uk c, rope(k)]`` and its value ``W_uv c``. A query ``[q, rope(r)]`` meets
-that key as ``q . W_uk c + rope(r) . rope(k)``, which is ``W_uk^T q . c + rope(r) . rope(k)``. So the query is taken to the
-latents once, and no key is ever made; likewise ``W_uv`` is applied once, to the latent that a head has attended to. What a
-layer remembers of a token is c and rope(k), whatever the number of heads.
+With c the latent of a token, a head's key is ``[W_uk c, rope(k)]`` and its value ``W_uv c``. The
+score of a query ``[q, rope(r)]`` with that key is ``q . W_uk c + rope(r) . rope(k)``, which equals
+``W_uk^T q . c + rope(r) . rope(k)``. So the query is mapped to the latent space once, and no key is
+ever computed; likewise ``W_uv`` is applied once, to the attention output over latents. A layer
+stores c and rope(k) for each token, for any number of heads.
 """
 
 import math
@@ -17,12 +18,18 @@ from specjax.models.primitives import linear, rms_norm
 from specjax.models.rope import Rotations
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms of latents. The published models have this number in their code, whatever their config.json says."""
+"""The epsilon of the norms of latents.
+
+The published models have it in their code, regardless of config.json.
+"""
 
 
 def queries(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> tuple[jax.Array, jax.Array]:
-    """The queries of states ``x [B, T, H]``: ``[B, T, heads, kv_lora_rank]``, which meet latents, and the rotated
-    ``[B, T, heads, qk_rope_head_dim]``, which meet rotated keys."""
+    """Return the queries of hidden states ``x [B, T, H]``.
+
+    The first ones, ``[B, T, heads, kv_lora_rank]``, are multiplied with latents; the rotated ones,
+    ``[B, T, heads, qk_rope_head_dim]``, with rotated keys.
+    """
     mla = _sizes(config)
     if mla.q_lora_rank is None:
         q = linear(params, "q", x)
@@ -35,8 +42,11 @@ def queries(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotati
 
 
 def entry(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> tuple[jax.Array, jax.Array]:
-    """What the layer remembers of states ``x [B, T, H]``: the latents ``[B, 1, T, kv_lora_rank]``, normed, and the rotated keys
-    ``[B, 1, T, qk_rope_head_dim]``."""
+    """Return the entry of hidden states ``x [B, T, H]``.
+
+    It is the normed latents ``[B, 1, T, kv_lora_rank]`` and the rotated keys
+    ``[B, 1, T, qk_rope_head_dim]``.
+    """
     mla = _sizes(config)
     latents, keys = jnp.split(linear(params, "kv_a", x), [mla.kv_lora_rank], axis=-1)
     latents = rms_norm(latents, params["kv_a_norm"], LATENT_EPS)
@@ -44,16 +54,23 @@ def entry(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotation
 
 
 def scale(config: ModelConfig) -> float:
-    """What scores are multiplied with: ``1 / sqrt(d)``, and YaRN's temperature where ``mscale_all_dim`` asks for it."""
+    """Return the factor of scores: ``1 / sqrt(d)``, with YaRN's temperature.
+
+    The temperature is 1 unless ``mscale_all_dim`` is set.
+    """
     mla, rope = _sizes(config), config.rope
     temperature = 1.0
     if rope.kind != "default" and rope.mscale_all_dim and rope.factor > 1:
         temperature = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+    # The temperature applies to queries and to keys, so it is squared.
     return mla.qk_head_dim**-0.5 * temperature**2
 
 
 def head_values(params: Params, config: ModelConfig, latents: jax.Array) -> jax.Array:
-    """``[B, T, heads v_head_dim]`` the heads' values, from the latents ``[B, T, heads kv_lora_rank]`` that they attended to."""
+    """Return the heads' values ``[B, T, heads v_head_dim]``.
+
+    ``latents`` is the attention output ``[B, T, heads kv_lora_rank]``.
+    """
     mla = _sizes(config)
     latents = latents.reshape(*latents.shape[:2], config.num_heads, mla.kv_lora_rank)
     _, to_values = _up_projections(params, config)
@@ -61,7 +78,7 @@ def head_values(params: Params, config: ModelConfig, latents: jax.Array) -> jax.
 
 
 def _up_projections(params: Params, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """``W_uk [latent, heads, qk_nope_head_dim]`` and ``W_uv [latent, heads, v_head_dim]``."""
+    """Return ``W_uk [latent, heads, qk_nope_head_dim]``, ``W_uv [latent, heads, v_head_dim]``."""
     mla = _sizes(config)
     both = params["kv_b"].reshape(mla.kv_lora_rank, config.num_heads, mla.qk_nope_head_dim + mla.v_head_dim)
     to_keys, to_values = jnp.split(both, [mla.qk_nope_head_dim], axis=-1)
@@ -69,7 +86,11 @@ def _up_projections(params: Params, config: ModelConfig) -> tuple[jax.Array, jax
 
 
 def _rotate(mla: MLA, x: jax.Array, rotations: Rotations) -> jax.Array:
-    """``x [B, T, heads, d]`` turned. Interleaved pairs are put apart first, in queries and keys alike: no score changes."""
+    """Rotate ``x [B, T, heads, d]``.
+
+    Interleaved pairs are separated into halves first, in queries and keys alike, which changes no
+    score.
+    """
     if mla.rope_interleaved:
         x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
     return rotations.turn_keys(x)

@@ -1,8 +1,8 @@
-"""Sparse mixture of experts, dropless: every token goes to all of its experts, whatever the others choose.
+"""Sparse mixture of experts, dropless: every token goes to all of its experts.
 
-Many implementations give an expert a capacity, and drop the tokens beyond it. What the model says of one token would then
-depend on the rest of the batch, and on what was drafted beside it: the target would not be one distribution, and speculative
-decoding not lossless. Here the tokens of a call are independent.
+Many implementations give an expert a capacity, and drop tokens beyond it. The output for a token
+would then depend on the rest of the batch and on drafted tokens: the target would not be one
+distribution, and speculative decoding not lossless. Here the tokens of a call are independent.
 """
 
 from functools import partial
@@ -27,17 +27,17 @@ def mixture(
     mesh: Mesh | None = None,
     routed: Float[Array, "B T H"] | None = None,
 ) -> Float[Array, "B T H"]:
-    """What the experts that each token chose give, weighted and added, and the shared experts.
+    """Return the weighted sum of each token's experts, plus the shared experts.
 
-    Experts that are split over a ``mesh`` run where they lie: every device sees all tokens of its rows, runs its own experts on
-    them, and the results are added up.
+    Experts that are sharded over a ``mesh`` run on their devices: every device sees all tokens of
+    its rows, runs its own experts on them, and the results are summed.
 
     Args:
-        params: of the layer.
-        config: its own.
-        x: the states that the experts read.
-        mesh: where ``params`` live.
-        routed: the states by which experts are chosen; None: ``x``.
+        params: the parameters of the layer.
+        config: the configuration of the layer.
+        x: the hidden states that the experts read.
+        mesh: the mesh of ``params``.
+        routed: the hidden states that the router reads; None for ``x``.
     """
     moe = config.moe
     assert moe is not None
@@ -53,10 +53,11 @@ def mixture(
 
 @shape_checked
 def route(params: Params, config: ModelConfig, x: Float[Array, "n H"]) -> tuple[Int[Array, "n k"], Float[Array, "n k"]]:
-    """The k experts of each token, and their weights. In float32: near a tie, rounding would send a token elsewhere.
+    """Return the k experts of each token, and their weights.
 
-    With sigmoid scores, groups and a bias for the choice alone this is DeepSeek-V3's (arXiv 2412.19437, section 2.1.2),
-    otherwise the usual top-k of a softmax (Qwen3, arXiv 2505.09388).
+    It is in float32: near a tie, rounding would send a token to another expert. With sigmoid
+    scores, groups and a bias for the selection alone this is DeepSeek-V3's router (arXiv
+    2412.19437, section 2.1.2), otherwise the usual top-k of a softmax (Qwen3, arXiv 2505.09388).
     """
     moe = config.moe
     assert moe is not None
@@ -81,76 +82,92 @@ def route(params: Params, config: ModelConfig, x: Float[Array, "n H"]) -> tuple[
 
 
 def _in_kept_groups(moe: MoE, preference: jax.Array) -> jax.Array:
-    """``[n, E]`` bool: whether an expert is in one of the token's best groups. A group counts as its two best experts."""
+    """Return ``[n, E]`` bool: whether an expert is in one of the token's best groups.
+
+    The score of a group is the sum of its two best experts' scores.
+    """
     grouped = preference.reshape(-1, moe.groups, moe.num_experts // moe.groups)
-    of_group = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
-    _, kept = jax.lax.top_k(of_group, moe.groups_kept)
-    is_kept = jax.nn.one_hot(kept, moe.groups, dtype=bool).any(axis=-2)
+    group_scores = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+    _, best_groups = jax.lax.top_k(group_scores, moe.groups_kept)
+    is_kept = jax.nn.one_hot(best_groups, moe.groups, dtype=bool).any(axis=-2)
     return jnp.repeat(is_kept, grouped.shape[-1], axis=-1)
 
 
 _ROUTING = ("router", "router_bias", "router_scale", "expert_scale", "correction")
-"""The parameters by which experts are chosen and weighted."""
+"""The parameters of the router."""
 
 
 def _route_and_run(
     config: ModelConfig, x: jax.Array, routed: jax.Array, routing: Params, experts: Params, first: Any = 0
 ) -> jax.Array:
-    """``[B, T, H]`` float32, what those of each token's experts give that are here; the one here at 0 is number ``first``."""
+    """Return the outputs ``[B, T, H]`` float32 of each token's experts that are on this device.
+
+    ``first`` is the index of the first expert on this device.
+    """
     flat = x.reshape(-1, x.shape[-1])
     chosen, weights = route(routing, config, routed.reshape(flat.shape))
     return _run(config, flat, chosen - first, weights, experts).reshape(x.shape)
 
 
 def _run(config: ModelConfig, x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Params) -> Float[Array, "n H"]:
-    """The weighted sum over each token's experts, in float32. Numbers in ``chosen`` of no expert here are left out.
+    """Return the weighted sum over each token's experts, in float32.
 
-    One expert after the other runs on all tokens, and a token takes what is its own. That is more arithmetic than sorting the
-    tokens by expert, but the time of a pass over a few tokens goes into reading the experts' weights, and this reads each
-    expert's once. On a CPU (64 experts of 1024 x 384, 8 for a token, 1 to 256 tokens) `jax.lax.ragged_dot` over sorted tokens,
-    which XLA makes there out of masked products with all experts, takes 5 to 10 times as long, and gathering each token's
-    experts 20 times.
+    Indices in ``chosen`` of experts that are not here are ignored.
+
+    One expert after the other runs on all tokens, and its output is weighted with 0 for other
+    experts' tokens. That is more arithmetic than sorting tokens by expert. But a pass over a few
+    tokens spends its time reading the experts' weights, and this reads each expert once. On a CPU
+    (64 experts of 1024 x 384, 8 for a token, 1 to 256 tokens) `jax.lax.ragged_dot` over sorted
+    tokens, which XLA implements there as masked products with all experts, takes 5 to 10 times as
+    long, and gathering each token's experts 20 times.
 
     Args:
-        config: the layer's own.
-        x: ``[n, H]``.
-        chosen: ``[n, k]`` numbers of experts.
+        config: the configuration of the layer.
+        x: ``[n, H]`` the hidden states.
+        chosen: ``[n, k]`` indices of experts.
         weights: ``[n, k]`` float32.
-        experts: of all experts here, ``gate`` and ``up [E, H, I]``, ``down [E, I, H]``, and their biases, if they have any.
+        experts: the parameters of all experts here, ``gate`` and ``up [E, H, I]``,
+            ``down [E, I, H]``, and their biases, if they have any.
     """
     count = experts["gate"].shape[0]
-    chosen = jnp.where((chosen >= 0) & (chosen < count), chosen, count)  # `count` is dropped below
+    # Index `count` is dropped below.
+    chosen = jnp.where((chosen >= 0) & (chosen < count), chosen, count)
     shares = jnp.zeros((count, len(x)), jnp.float32)
     shares = shares.at[chosen, jnp.arange(len(x))[:, None]].add(weights, mode="drop")
 
-    @jax.checkpoint  # in training, what an expert made of all tokens is made again instead of kept
-    def expert(share: jax.Array, one: Params) -> jax.Array:
-        # A token that is not this expert's may be far from what it was trained on, and overflow: the expert reads 0 for it.
-        own = jnp.where(share[:, None] != 0, x, 0)
-        gated = _gated(config, linear(one, "gate", own), linear(one, "up", own))
-        return share[:, None] * linear(one, "down", gated).astype(jnp.float32)
+    @jax.checkpoint  # in training the backward pass computes an expert's activations again
+    def expert(share: jax.Array, params: Params) -> jax.Array:
+        # The tokens of other experts are zeroed: they may be far from this expert's training data
+        # and overflow, and 0 times infinity is NaN.
+        routed = jnp.where(share[:, None] != 0, x, 0)
+        gated = _gated(config, linear(params, "gate", routed), linear(params, "up", routed))
+        return share[:, None] * linear(params, "down", gated).astype(jnp.float32)
 
-    def every(total: jax.Array, one: tuple[jax.Array, Params]) -> tuple[jax.Array, None]:
-        return total + expert(*one), None
+    def every(total: jax.Array, arguments: tuple[jax.Array, Params]) -> tuple[jax.Array, None]:
+        return total + expert(*arguments), None
 
     def where_chosen(total: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
         def add(total: jax.Array) -> jax.Array:
-            return total + expert(shares[index], jax.tree.map(lambda each: each[index], experts))
+            return total + expert(shares[index], jax.tree.map(lambda stack: stack[index], experts))
 
         return jax.lax.cond(is_chosen[index], add, lambda total: total, total), None
 
     total = jnp.zeros(x.shape, jnp.float32)
-    if chosen.size >= count:  # nearly every expert is chosen by some token
+    if chosen.size >= count:  # nearly every expert has a token, so a condition would not pay
         total, _ = jax.lax.scan(every, total, (shares, experts))
     else:
         is_chosen = jnp.zeros(count, bool).at[chosen.reshape(-1)].set(True, mode="drop")
+        # The chosen experts come first. At most `chosen.size` are chosen, a static bound.
         total, _ = jax.lax.scan(where_chosen, total, jnp.argsort(~is_chosen, stable=True)[: chosen.size])
     return total
 
 
 def _gated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """What an expert's down projection reads. gpt-oss's unit (openai/gpt-oss, model card, section 2.1) cuts both inputs at its
-    limit, passes a share ``sigmoid(1.702 gate)`` of the gate, and adds 1 to the other."""
+    """Return the input of an expert's down projection.
+
+    gpt-oss's unit (openai/gpt-oss, model card, section 2.1) clamps both inputs at its limit,
+    multiplies the gate with ``sigmoid(1.702 gate)``, and adds 1 to the other input.
+    """
     assert config.moe is not None
     if (limit := config.moe.limit) is None:
         return activate(gate, config.activation) * up
@@ -159,18 +176,21 @@ def _gated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def _run_split(mesh: Mesh, config: ModelConfig, x: jax.Array, routed: jax.Array, routing: Params, experts: Params) -> jax.Array:
-    """`_route_and_run` where rows of the batch and experts are split over ``mesh``. No weight leaves its device."""
+    """Run `_route_and_run` with rows and experts sharded over ``mesh``.
+
+    No weight leaves its device.
+    """
     units = {**config.axis_units, "batch": x.shape[0]}
     rows = sharding.partition(mesh, ("batch", None, None), units)
     split = sharding.partition(mesh, ("experts",), units)
     axis = split[0]
 
-    def local(x: jax.Array, routed: jax.Array, routing: Params, held: Params) -> jax.Array:
+    def local(x: jax.Array, routed: jax.Array, routing: Params, local_experts: Params) -> jax.Array:
         if axis is None:
-            return _route_and_run(config, x, routed, routing, held)
-        first = jax.lax.axis_index(axis) * held["gate"].shape[0]
-        return jax.lax.psum(_route_and_run(config, x, routed, routing, held, first), axis)
+            return _route_and_run(config, x, routed, routing, local_experts)
+        first = jax.lax.axis_index(axis) * local_experts["gate"].shape[0]
+        return jax.lax.psum(_route_and_run(config, x, routed, routing, local_experts, first), axis)
 
-    # Unchecked: that the sum is alike along its axis would have to be said at every scan.
+    # Unchecked: the check would need an annotation at every scan that the sum is replicated.
     run = jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, PartitionSpec(), split), out_specs=rows, check_vma=False)
     return run(x, routed, routing, experts)

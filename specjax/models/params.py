@@ -1,11 +1,12 @@
 """Every parameter of a model, declared once.
 
-The declaration (shape, logical axes, initialiser, Hugging Face name) is the only place that lists the parameters: random
-init, sharding, import and export are all derived from it.
+The declaration (shape, logical axes, initialiser, Hugging Face name) is the only place that lists
+the parameters: random init, sharding, import and export are all derived from it.
 
-Matrices are stored ``(in, out)``, the transpose of what a Hugging Face checkpoint holds: XLA's CPU backend multiplies 2 to
-16 rows by such a matrix in little more than the time of one, and takes twice as long the other way round
-(docs/results/history.md). The embedding stays ``(vocab, hidden)``, because its rows are looked up.
+Matrices are stored ``(in, out)``, the transpose of a Hugging Face checkpoint's: XLA's CPU backend
+multiplies 2 to 16 rows by such a matrix in little more than the time of one row, and takes twice as
+long the other way round (docs/results/history.md). The embedding stays ``(vocab, hidden)``, because
+its rows are looked up.
 """
 
 from collections.abc import Mapping
@@ -23,28 +24,36 @@ from specjax.models.config import ModelConfig
 Params = dict[str, Any]
 
 Init = Literal["normal", "ones", "zeros", "log_rates"]
-"""How a new model's parameter starts; ``log_rates`` are logarithms of numbers from 0 to 16, evenly drawn (Mamba-2's)."""
+"""The initial value of a new model's parameter.
+
+``log_rates`` are logarithms of uniform numbers from 0 to 16 (Mamba-2's initialisation).
+"""
 
 
 @dataclass(frozen=True)
 class Within:
-    """The parameter is a part of a tensor in the checkpoint: of its ``axis``, which is ``size`` long, every ``step``-th place
-    from ``start`` on; of so many places as the parameter has there.
+    """The slice of a stored tensor that a parameter occupies, along one axis.
+
+    It is every ``step``-th index from ``start`` on, as many as the parameter's size along that
+    axis.
 
     Attributes:
-        axis: of the stored tensor; of one of them, without the axis of the stack, where the parameter is stacked.
-        size: of that axis in the stored tensor.
-        start: the first place.
-        step: from one place to the next.
+        axis: the axis of the stored tensor; of a stacked parameter, the axis of one of its tensors,
+            without the stack.
+        size: the size of that axis in the stored tensor.
+        start: the first index.
+        step: the distance between indices.
 
     Examples:
-        Queries, and the first half of two interleaved ones:
+        Queries in a fused tensor, and the first of two interleaved projections:
 
         >>> from specjax.models.params import Param, Within
         >>> name = "self_attn.qkv_proj.weight"
-        >>> Param((6, 4), (None, "heads"), name, transposed=True, within=Within(axis=0, size=8)).stored_shape
+        >>> within = Within(axis=0, size=8)
+        >>> Param((6, 4), (None, "heads"), name, transposed=True, within=within).stored_shape
         (8, 6)
-        >>> gate = Param((2, 6, 3), ("experts", None, None), "experts.gate_up_proj", within=Within(axis=2, size=6, step=2))
+        >>> within = Within(axis=2, size=6, step=2)
+        >>> gate = Param((2, 6, 3), ("experts", None, None), "experts.gate_up_proj", within=within)
         >>> gate.stored_part(np.s_[1:2, :, 1:3])
         (slice(1, 2, 1), slice(0, 6, 1), slice(2, 5, 2))
     """
@@ -57,24 +66,29 @@ class Within:
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter.
+    """The declaration of one parameter.
 
     Attributes:
-        shape: as it is used.
-        axes: logical axes (see `specjax.sharding`).
-        name: in a Hugging Face checkpoint. With ``{}`` in it there is one tensor for each index of the first axis, whose name
-            has the index there: the experts of a layer, which are published one by one and used as one array.
-        init: how a new model starts.
-        stddev: of a normal ``init``.
-        transposed: the checkpoint has its last two axes exchanged.
-        dtype: of this parameter, whatever the others' is: an index table is "int32". None: that of the model.
-        stored_dtype: in the checkpoint, where it is another one than ``dtype``.
-        units: how many indivisible units its sharded axis has, where that is this parameter's own affair: layers may differ in
-            heads. None: as many as the axis has elsewhere.
-        within: which part of the tensor with its name it is, for several make up one there. None: all of it.
-        is_product: it is a matrix that is only multiplied with, by `specjax.models.primitives`, so that it may be quantized
-            (see `specjax.models.quantization`).
-        is_rows: such a matrix is ``(out, in)``, and its rows are looked up too: an embedding.
+        shape: the shape in use.
+        axes: the logical axes (see `specjax.sharding`).
+        name: the name in a Hugging Face checkpoint. With ``{}`` there is one tensor for each index
+            of the first axis, and its name has the index there: the experts of a layer, which are
+            published one by one and used as one array.
+        init: the initial value of a new model.
+        stddev: the standard deviation of a normal ``init``.
+        transposed: whether the checkpoint swaps the last two axes.
+        dtype: the type of this parameter, if it is fixed: an index table is "int32". None: the
+            model's.
+        stored_dtype: the type in the checkpoint, if it differs from ``dtype``.
+        units: the number of indivisible units of its sharded axis, if it is specific to this
+            parameter: layers may differ in heads. None: as in other parameters.
+        within: the slice of the tensor of that name that this parameter is, if several share one.
+            None: all of it.
+        is_product: whether it is a matrix that is only used in products of
+            `specjax.models.primitives`, so that it may be quantized (see
+            `specjax.models.quantization`).
+        is_rows: whether such a matrix is ``(out, in)`` and its rows are looked up too: an
+            embedding.
     """
 
     shape: tuple[int, ...]
@@ -94,22 +108,22 @@ class Param:
         within = self.within
         if within is not None:
             assert 0 <= within.axis < len(self._turned_shape), f"{self.name}: there is no axis {within.axis}"
-            assert within.start >= 0 and within.step >= 1, f"{self.name}: {within} does not go upwards from 0"
+            assert within.start >= 0 and within.step >= 1, f"{self.name}: {within} must ascend from 0"
             assert self._places(within).stop - within.step < within.size, f"{self.name}: {within} is too short for {self.shape}"
 
     @property
     def stacked(self) -> bool:
-        """Whether it is several tensors in the checkpoint."""
+        """True if it is several tensors in the checkpoint."""
         return "{}" in self.name
 
     @property
     def stored_names(self) -> tuple[str, ...]:
-        """The names of its tensors in the checkpoint, in the order of its first axis where it is stacked."""
+        """The names of its tensors in the checkpoint, in the order of the first axis."""
         return tuple(self.name.replace("{}", str(i)) for i in range(self.shape[0])) if self.stacked else (self.name,)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of each of its tensors in the checkpoint; of the whole tensor, if it is only a part of it."""
+        """The shape of each of its tensors in the checkpoint, whole even if it is only a slice."""
         shape = list(self._turned_shape)
         if self.within is not None:
             shape[self.within.axis] = self.within.size
@@ -117,35 +131,38 @@ class Param:
 
     @property
     def _turned_shape(self) -> tuple[int, ...]:
-        """Its own shape, or that of a piece of the stack, with the axes as they are in the checkpoint."""
+        """The shape in use, without the axis of a stack, in the checkpoint's order of axes."""
         return self._turned(self.shape[1:] if self.stacked else self.shape)
 
     def _turned(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*axes[:-2], *axes[:-3:-1]) if self.transposed else axes
 
     def _places(self, within: Within) -> range:
-        """The places of the stored axis that are its own."""
+        """Return the indices of the stored axis that this parameter occupies."""
         return range(within.start, within.start + within.step * self._turned_shape[within.axis], within.step)
 
     def stored_part(self, part: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Where a ``part`` of it lies in its tensor in the checkpoint.
+        """Return where a part of this parameter is in its tensor in the checkpoint.
 
         Args:
-            part: a slice of each of its axes, as it is used; but for the first one, if it is stacked.
+            part: a slice of each axis in use, without the first axis if it is stacked.
         """
         places = [range(size) for size in self._turned_shape]
         if self.within is not None:
             places[self.within.axis] = self._places(self.within)
-        found = [one[piece] for one, piece in zip(places, self._turned(part), strict=True)]
-        return tuple(slice(one.start, one[-1] + 1 if one else one.start, one.step) for one in found)
+        ranges = [indices[piece] for indices, piece in zip(places, self._turned(part), strict=True)]
+        return tuple(slice(indices.start, indices[-1] + 1 if indices else indices.start, indices.step) for indices in ranges)
 
     def place(self, mesh: Mesh, units: Mapping[str, int]) -> NamedSharding:
-        """Where it lies on ``mesh``; ``units`` as in `sharding.partition`, but for its own."""
-        own = {} if self.units is None else {axis: self.units for axis in self.axes if axis is not None}
-        return sharding.named(mesh, self.axes, {**units, **own})
+        """Return the sharding of this parameter on ``mesh``.
+
+        ``units`` are as in `sharding.partition`; this parameter's own take precedence.
+        """
+        own_units = {} if self.units is None else {axis: self.units for axis in self.axes if axis is not None}
+        return sharding.named(mesh, self.axes, {**units, **own_units})
 
     def initialise(self, key: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """A random value of this parameter, in ``dtype`` unless it has its own; consumes ``key``."""
+        """Return a random value in ``dtype``, or in the parameter's own; consumes ``key``."""
         dtype = self.dtype or dtype
         if self.init == "normal":
             return (self.stddev * jax.random.normal(key, self.shape, jnp.float32)).astype(dtype)
@@ -155,14 +172,14 @@ class Param:
 
 
 def declare(config: ModelConfig, layers: tuple[int, int] | None = None) -> Params:
-    """The tree of `Param` declarations of a model: ``{"embed", "layers": [{...}], "norm", "lm_head"?}``.
+    """Return the tree of declarations: ``{"embed", "layers": [{...}], "norm", "lm_head"?}``.
 
-    Of a part of it with the ``layers`` from the first number up to, and without, the second, all others are ``{}``.
+    With ``layers``, a range from the first index to the one after the last, all others are ``{}``.
     """
-    held = range(*(layers or (0, config.num_layers)))
+    present = range(*(layers or (0, config.num_layers)))
     tree: Params = {
         "embed": _declare_embedding(config),
-        "layers": [declare_layer(config, f"model.layers.{i}.", i) if i in held else {} for i in range(config.num_layers)],
+        "layers": [declare_layer(config, f"model.layers.{i}.", i) if i in present else {} for i in range(config.num_layers)],
         "norm": norm("model.norm", config.hidden_size, config.norm_offset),
     }
     if not config.tie_embeddings:
@@ -178,7 +195,7 @@ def _declare_embedding(config: ModelConfig) -> Param:
 
 
 def _declare_per_layer_inputs(config: ModelConfig) -> Params:
-    """Gemma 4's inputs of each layer: of all layers side by side, as they are published."""
+    """Declare Gemma 4's inputs of each layer, concatenated for all layers as they are published."""
     vocab, size = config.per_layer_vocab_size, config.num_layers * config.per_layer_inputs
     embed = Param((vocab, size), ("vocab", None), "model.embed_tokens_per_layer.weight", units=vocab)
     return {
@@ -198,19 +215,22 @@ def matrix(
     units: int | None = None,
     is_product: bool = True,
 ) -> Param:
-    """The weight ``(in, out)`` of a linear layer, from size and logical axis of either side; ``units`` and ``is_product`` as in
-    `Param`."""
+    """Declare the weight ``(in, out)`` of a linear layer, from size and logical axis of each side.
+
+    ``units`` and ``is_product`` are as in `Param`.
+    """
     shape, axes = (inputs[0], outputs[0]), (inputs[1], outputs[1])
     return Param(shape, axes, f"{name}.weight", stddev=stddev, transposed=True, units=units, is_product=is_product)
 
 
 def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str, Param]:
-    """The parameters of one decoder layer.
+    """Declare the parameters of one decoder layer.
 
     Args:
         config: the model's configuration.
-        prefix: starts their Hugging Face names.
-        index: the number of the layer in the model, which decides whether it has experts, and in what it differs from others.
+        prefix: the prefix of their Hugging Face names.
+        index: the index of the layer in the model, which decides whether it has experts, and how it
+            differs from others.
     """
     has_entries, is_sparse, is_linear = config.entries_of(index) == index, config.is_sparse(index), config.is_linear(index)
     config = config.of_layer(index)
@@ -240,35 +260,38 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
         layer |= _declare_head_norms(config, f"{prefix}self_attn.")
     layer |= _declare_beside(config, prefix)
     missing = ("v", "v_bias") * config.keys_are_values
-    if not has_entries:  # its queries meet another layer's keys and values
+    if not has_entries:  # its queries attend to another layer's keys and values
         missing = ("k", "v", "k_bias", "v_bias", "k_norm")
     return {name: param for name, param in layer.items() if name not in missing}
 
 
 def _declare_head_norms(config: ModelConfig, prefix: str) -> dict[str, Param]:
-    """Of queries and keys."""
+    """Declare the norms of queries and keys."""
     counts = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads} if config.qk_norm else {}
     sizes = {name: config.head_dim * (count if config.qk_norm_over_heads else 1) for name, count in counts.items()}
     return {name: norm(f"{prefix}{name}", size, config.norm_offset) for name, size in sizes.items()}
 
 
 def _declare_beside(config: ModelConfig, prefix: str) -> dict[str, Param]:
-    """What stands beside attention and MLP: sinks, a scalar, and what takes the inputs of the layer in."""
+    """Declare the parameters outside of attention and MLP.
+
+    These are sinks, a scalar, and the projections of the layer's input.
+    """
     layer = {}
     if config.sinks:
         layer["sinks"] = Param((config.num_heads,), ("heads",), f"{prefix}self_attn.sinks", stddev=1.0, units=config.num_heads)
     if config.layer_scalars:
         layer["scalar"] = Param((1,), (None,), f"{prefix}layer_scalar", "ones")
     if config.per_layer_inputs:
-        hidden, given = (config.hidden_size, None), (config.per_layer_inputs, None)
-        layer["per_layer_gate"] = matrix(f"{prefix}per_layer_input_gate", hidden, given)
-        layer["per_layer_out"] = matrix(f"{prefix}per_layer_projection", given, hidden)
+        hidden, input_size = (config.hidden_size, None), (config.per_layer_inputs, None)
+        layer["per_layer_gate"] = matrix(f"{prefix}per_layer_input_gate", hidden, input_size)
+        layer["per_layer_out"] = matrix(f"{prefix}per_layer_projection", input_size, hidden)
         layer["per_layer_out_norm"] = norm(f"{prefix}post_per_layer_input_norm", config.hidden_size, config.norm_offset)
     return layer
 
 
 def norm(name: str, size: int, offset: float = 0.0) -> Param:
-    """The weight ``[size]`` of an RMSNorm to which ``offset`` is added; both together begin as 1."""
+    """Declare the weight ``[size]`` of an RMSNorm, to which ``offset`` is added: the sum is 1."""
     return Param((size,), (None,), f"{name}.weight", "zeros" if offset else "ones")
 
 
@@ -282,16 +305,19 @@ _NORMS = {
         "mlp_out_norm": "post_feedforward",
     },
 }
-"""By `ModelConfig.norms`: the norms of a layer, before and after attention and MLP, and what they are called in checkpoints."""
+"""The norms of a layer by `ModelConfig.norms`, and their names in checkpoints."""
 
 
 def _declare_norms(config: ModelConfig, prefix: str) -> dict[str, Param]:
     names = _NORMS[config.norms].items()
-    return {ours: norm(f"{prefix}{theirs}_layernorm", config.hidden_size, config.norm_offset) for ours, theirs in names}
+    return {name: norm(f"{prefix}{stored}_layernorm", config.hidden_size, config.norm_offset) for name, stored in names}
 
 
 def _residual_stddev(config: ModelConfig) -> float:
-    """Two residual branches a layer: their sum keeps unit scale at depth (GPT-2's initialisation)."""
+    """Return the stddev that keeps the residual stream at unit scale (GPT-2's initialisation).
+
+    A layer has two residual branches.
+    """
     return 0.02 / (2 * config.num_layers) ** 0.5
 
 
@@ -309,17 +335,20 @@ def _declare_attention(config: ModelConfig, prefix: str) -> dict[str, Param]:
 
 
 def _declare_linear_attention(config: ModelConfig, prefix: str) -> dict[str, Param]:
-    """Gated DeltaNet's: matrices, and for each head of values how fast it forgets. All is split over a mesh by heads of keys,
-    with the heads of values that belong to them."""
+    """Declare Gated DeltaNet's matrices, and the decay of each value head.
+
+    Everything is sharded by key heads, together with the value heads that belong to them.
+    """
     sizes = config.linear
     assert sizes is not None
     hidden, units = (config.hidden_size, None), sizes.key_heads
     keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
 
-    def made(name: str, size: int, is_product: bool = True) -> Param:
+    def projection(name: str, size: int, is_product: bool = True) -> Param:
         return matrix(f"{prefix}{name}", hidden, (size, "kv_heads"), units=units, is_product=is_product)
 
-    def of_heads(name: str, init: Init) -> Param:  # decays are products of many factors near 1: kept in float32
+    # Decays are products of many factors near 1: kept in float32.
+    def per_head(name: str, init: Init) -> Param:
         return Param((sizes.value_heads,), ("kv_heads",), f"{prefix}{name}", init, dtype="float32", units=units)
 
     def kernel(name: str, size: int) -> Param:
@@ -328,31 +357,34 @@ def _declare_linear_attention(config: ModelConfig, prefix: str) -> dict[str, Par
 
     if sizes.by_key_head:
         projections = {
-            "qkvz": made("in_proj_qkvz", 2 * (keys + values)),
-            "gates": made("in_proj_ba", 2 * sizes.value_heads, is_product=False),
+            "qkvz": projection("in_proj_qkvz", 2 * (keys + values)),
+            "gates": projection("in_proj_ba", 2 * sizes.value_heads, is_product=False),
         }
     else:
         projections = {
-            "q": made("q_proj", keys),
-            "k": made("k_proj", keys),
-            "v": made("v_proj", values),
-            "z": made("in_proj_z", values),
-            "beta": made("in_proj_b", sizes.value_heads, is_product=False),
-            "alpha": made("in_proj_a", sizes.value_heads, is_product=False),
+            "q": projection("q_proj", keys),
+            "k": projection("k_proj", keys),
+            "v": projection("v_proj", values),
+            "z": projection("in_proj_z", values),
+            "beta": projection("in_proj_b", sizes.value_heads, is_product=False),
+            "alpha": projection("in_proj_a", sizes.value_heads, is_product=False),
         }
     return projections | {
         "conv_q": kernel("q", keys),
         "conv_k": kernel("k", keys),
         "conv_v": kernel("v", values),
-        "log_rate": of_heads("A_log", "log_rates"),
-        "rate_bias": of_heads("dt_bias", "ones"),
+        "log_rate": per_head("A_log", "log_rates"),
+        "rate_bias": per_head("dt_bias", "ones"),
         "norm": norm(f"{prefix}norm", sizes.value_dim),
         "o": matrix(f"{prefix}out_proj", (values, "kv_heads"), hidden, _residual_stddev(config), units=units),
     }
 
 
 def _declare_latent_attention(config: ModelConfig, prefix: str) -> dict[str, Param]:
-    """DeepSeek's; ``kv_b`` makes of a latent each head's key (but for the rotated part) and then its value."""
+    """Declare DeepSeek's latent attention.
+
+    ``kv_b`` makes each head's key (without the rotated part) and then its value from a latent.
+    """
     mla = config.mla
     assert mla is not None
     hidden, latent = (config.hidden_size, None), (mla.kv_lora_rank, None)
@@ -406,7 +438,7 @@ def _declare_experts(config: ModelConfig, prefix: str) -> dict[str, Param]:
             stored = f"{prefix}experts.{{}}.{name}_proj.bias"
             layer[f"experts_{name}_bias"] = Param((moe.num_experts, size), ("experts", None), stored, "zeros")
         layer["router_bias"] = Param((moe.num_experts,), (None,), f"{prefix}gate.bias", "zeros")
-    if moe.corrected:  # its differences are small beside the scores: kept in float32, as it is published
+    if moe.corrected:  # small differences decide, so it stays in float32, as published
         name = f"{prefix}gate.e_score_correction_bias"
         layer["correction"] = Param((moe.num_experts,), (None,), name, "zeros", dtype="float32")
     if moe.shared_experts:
@@ -420,14 +452,17 @@ def _declare_experts(config: ModelConfig, prefix: str) -> dict[str, Param]:
 
 
 def _declare_mixing(config: ModelConfig, prefix: str) -> dict[str, Param]:
-    """What stands between experts and an MLP beside them in Gemma 4: norms of either, and the router's scales."""
+    """Declare the parameters that combine experts with an MLP beside them in Gemma 4.
+
+    These are norms of both, and the router's scales.
+    """
     assert config.moe is not None
     names = {
         "mlp_own_norm": "post_feedforward_layernorm_1",
         "mixture_norm": "pre_feedforward_layernorm_2",
         "mixture_out_norm": "post_feedforward_layernorm_2",
     }
-    norms = {ours: norm(f"{prefix}{theirs}", config.hidden_size, config.norm_offset) for ours, theirs in names.items()}
+    norms = {name: norm(f"{prefix}{stored}", config.hidden_size, config.norm_offset) for name, stored in names.items()}
     return norms | {
         "router_scale": Param((config.hidden_size,), (None,), f"{prefix}router.scale", "ones"),
         "expert_scale": Param((config.moe.num_experts,), (None,), f"{prefix}router.per_expert_scale", "ones"),
@@ -441,9 +476,9 @@ def initialise(
     mesh: Mesh | None = None,
     units: Mapping[str, int] | None = None,
 ) -> Any:
-    """Random values of whatever is ``declared``, any pytree of `Param`, in its structure; consumes ``key``.
+    """Return random values for ``declared``, any pytree of `Param`; consumes ``key``.
 
-    On a ``mesh`` they lie as declared; ``units`` as in `sharding.partition`.
+    On a ``mesh`` they are sharded as declared; ``units`` as in `sharding.partition`.
     """
     params, tree = jax.tree.flatten(declared)
     keys = jax.random.split(key, len(params))
@@ -452,10 +487,10 @@ def initialise(
 
 
 def shardings(declared: Any, mesh: Mesh, units: Mapping[str, int]) -> Any:
-    """The `NamedSharding` on ``mesh`` of whatever is ``declared``; ``units`` as in `sharding.partition`."""
+    """Return the `NamedSharding` of each parameter; ``units`` as in `sharding.partition`."""
     return jax.tree.map(lambda param: param.place(mesh, units), declared)
 
 
 def count(params: Params) -> int:
-    """Number of scalars in ``params``."""
+    """Return the number of scalars in ``params``."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -1,46 +1,45 @@
-"""Parts of a target: its embedding, final norm and head, and some neighbouring layers. Drafting at a client needs no more."""
+"""Parts of a target: embedding, final norm, head, and some layers, as a drafting client needs."""
 
 from specjax.errors import InputError
 
 Layers = tuple[int, int]
-"""Some neighbouring layers: from the first number up to, and without, the second."""
+"""A range of layers: the first index, and the index after the last."""
 
 
-def check_layers(layers: Layers, held: Layers, num_layers: int) -> Layers:
-    """``layers``, if a part can be cut out with them; none at all are ``(num_layers, num_layers)``.
+def check_layers(layers: Layers, available: Layers, num_layers: int) -> Layers:
+    """Return ``layers`` if a part with them can be cut out; ``(num_layers, num_layers)`` for none.
 
     Args:
-        layers: the ones that are asked for.
-        held: the ones that are there.
-        num_layers: of the whole target.
+        layers: the requested layers.
+        available: the layers that are present.
+        num_layers: the number of layers of the whole target.
 
     Raises:
-        InputError: they are no layers of it, or are not there.
+        InputError: The target has no such layers, or they are not present.
     """
     first, last = layers
     if not 0 <= first <= last <= num_layers:
         raise InputError(
-            f"layers=({first}, {last}): give the first one and the one after the last, both from 0 to {num_layers}, the number "
-            "of the target's layers"
+            f"layers=({first}, {last}): give the first layer and the one after the last, both from 0 to num_layers={num_layers}"
         )
     if first == last:
         return num_layers, num_layers
-    if first < held[0] or last > held[1]:
-        raise InputError(f"layers=({first}, {last}): this is {describe(held, num_layers)}: cut it out of the whole target")
+    if first < available[0] or last > available[1]:
+        raise InputError(f"layers=({first}, {last}): this is {describe(available, num_layers)}: cut it out of the whole target")
     return first, last
 
 
-def describe(held: Layers, num_layers: int) -> str:
-    """What a part holds, for messages."""
-    first, last = held
+def describe(available: Layers, num_layers: int) -> str:
+    """Return a description of a part, for messages."""
+    first, last = available
     count = last - first
     layers = f"none of the {num_layers} layers" if not count else f"layer {first} of {num_layers}"
     layers = f"layers {first} to {last - 1} of {num_layers}" if count > 1 else layers
     return f"a part of a target (embedding, final norm, head, and {layers})"
 
 
-def refusal(what: str, held: Layers, num_layers: int) -> InputError:
-    """The error where a whole target is needed, and ``what`` was given."""
+def refusal(what: str, available: Layers, num_layers: int) -> InputError:
+    """Return the error for ``what``, which is a part where a whole target is required."""
     return InputError(
-        f"{what}: is {describe(held, num_layers)}, with which a client drafts: give the whole target that it was cut from"
+        f"{what}: is {describe(available, num_layers)}, with which a client drafts: give the whole target that it was cut from"
     )

@@ -1,4 +1,4 @@
-"""What layers of every kind are made of: the norm, the linear layer, the gated MLP."""
+"""The common parts of all layers: the norm, the linear layer, the gated MLP."""
 
 from collections.abc import Sequence
 
@@ -13,20 +13,25 @@ from specjax.models.quantization import QuantizedMatrix
 from specjax.shape_checks import shape_checked
 
 LEAST = float(jnp.finfo(jnp.float32).min) / 2
-"""The largest attention score of a query that has met no key yet: below every score, and above what hides one."""
+"""The initial maximum score of a query that has met no key.
+
+It is below every score, and above the value that masks one.
+"""
 
 
 @shape_checked
 def rms_norm(
     x: Float[Array, "... H"], weight: Float[Array, " H"] | None, eps: float, offset: float = 0.0
 ) -> Float[Array, "... H"]:
-    """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), in float32, returned in ``x``'s dtype.
+    """Apply RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), in float32.
+
+    The result has ``x``'s dtype.
 
     Args:
-        x: what is normed.
-        weight: multiplies the result; None: nothing does.
-        eps: keeps a vector of zeros from being divided by 0.
-        offset: is added to ``weight``: Gemma 2 and 3 store it less 1.
+        x: the input.
+        weight: the factor of the result; None for no factor.
+        eps: avoids a division by 0 for a vector of zeros.
+        offset: added to ``weight``: Gemma 2 and 3 store it minus 1.
     """
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
@@ -38,20 +43,21 @@ def rms_norm(
 
 
 def linear(params: Params, name: str, x: jax.Array) -> jax.Array:
-    """``x @ W + b``; the bias is added where the model declares one."""
-    # Rows and tokens as one axis: the gradient of a product over two takes XLA's CPU backend several times as long.
+    """Return ``x @ W + b``; without a bias if the model declares none."""
+    # Rows and tokens are one axis: the gradient of a product over two axes takes XLA's CPU backend
+    # several times as long.
     y = product(x.reshape(-1, x.shape[-1]), params[name]).reshape(*x.shape[:-1], -1)
     bias = params.get(f"{name}_bias")
     return y if bias is None else y + bias
 
 
 def vocabulary_logits(x: jax.Array, weight: jax.Array | QuantizedMatrix) -> jax.Array:
-    """``[..., V]`` float32, the product of states ``x [..., H]`` with a head's ``weight [H, V]``."""
+    """Return the product of ``x [..., H]`` with a head ``[H, V]``, ``[..., V]`` float32."""
     return _logits(x, weight)
 
 
 def embedding_logits(x: jax.Array, embed: jax.Array | QuantizedMatrix) -> jax.Array:
-    """As `vocabulary_logits`, with an embedding ``[V, H]`` that is the head too."""
+    """Return the same as `vocabulary_logits` for an embedding ``[V, H]`` that is also the head."""
     return _logits(x, embed, is_rows=True)
 
 
@@ -61,42 +67,53 @@ def _logits(x: jax.Array, head: jax.Array | QuantizedMatrix, is_rows: bool = Fal
 
 
 def mlp(params: Params, x: jax.Array, prefix: str = "", activation: Activation = "silu") -> jax.Array:
-    """The gated MLP, ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv 2002.05202); ``prefix`` starts its names."""
+    """Return the gated MLP, ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv 2002.05202).
+
+    ``prefix`` is the prefix of its parameters' names.
+    """
     gated = activate(linear(params, f"{prefix}gate", x), activation) * linear(params, f"{prefix}up", x)
     return linear(params, f"{prefix}down", apart(gated) if x.ndim == 3 and x.shape[1] > 1 else gated)
 
 
 def apart(x: jax.Array) -> jax.Array:
-    """``x``, which a TPU works out and writes before anything is made of it.
+    """Return ``x`` behind a barrier on a TPU, so that it is not fused with later operations.
 
-    XLA's TPU backend otherwise joins what follows a product with it, in an order that suits that, not the product. Weights are
-    then rearranged at every call, or the product of a few rows takes several times as long.
+    XLA's TPU backend otherwise fuses a product with what follows, in a layout that suits the
+    latter. Weights are then rearranged at every call, or the product of a few rows takes several
+    times as long.
     """
     return jax.lax.platform_dependent(x, tpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 
 def products_in_turn(params: Params, names: Sequence[str], x: jax.Array) -> list[jax.Array]:
-    """`linear` of the same ``x`` with each of the ``names``, and then ``x`` itself, for what is to come after them.
+    """Return `linear` of ``x`` with each of the ``names``, and then ``x``, for what follows.
 
-    A GPU works them out one after the other. Of products of the same rows XLA's GPU backend makes one where a matrix is below
-    32 MB, and first writes all of their weights side by side, at every call: a step of Qwen3.5-9B moved a third more bytes.
+    A GPU computes the products one after the other. XLA's GPU backend otherwise merges products of
+    the same rows into one if a matrix is below 32 MB, and first concatenates all of their weights,
+    at every call: a step of Qwen3.5-9B moved a third more bytes.
     """
 
     def in_turn(*both: jax.Array) -> tuple[jax.Array, ...]:
         return jax.lax.optimization_barrier(both)
 
-    found = []
+    outputs = []
     for name in names:
         x, y = jax.lax.platform_dependent(x, linear(params, name, x), cuda=in_turn, default=lambda *both: both)
-        found.append(y)
-    return [*found, x]
+        outputs.append(y)
+    return [*outputs, x]
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
-    """``x`` through an activation; Gemma's GELU is the one with a tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+    """Return ``x`` through an activation. Gemma's GELU is the tanh approximation.
+
+    See Hendrycks and Gimpel 2016, arXiv 1606.08415.
+    """
     return jax.nn.silu(x) if activation == "silu" else jax.nn.gelu(x, approximate=activation == "gelu_tanh")
 
 
 def capped(x: jax.Array, cap: float | None) -> jax.Array:
-    """``x`` bent into the range from ``-cap`` to ``cap`` (Gemma 2, arXiv 2408.00118, section 2); None: as it is."""
+    """Return ``x`` soft-capped to ``-cap … cap`` (Gemma 2, arXiv 2408.00118, section 2).
+
+    Without a cap it returns ``x``.
+    """
     return x if cap is None else cap * jnp.tanh(x / cap)

@@ -1,6 +1,7 @@
 """Published models' configurations by name, to compute with a model without its files.
 
-The sizes are those of each base model's config.json on the Hugging Face hub. Token ids are left out.
+The sizes are those of each base model's config.json on the Hugging Face hub. Token ids are left
+out.
 """
 
 import math
@@ -30,7 +31,7 @@ def _sized(
 
 
 def _family(model_type: str, **fields: Any) -> partial[ModelConfig]:
-    """Models of that type, with the switches that all of them have."""
+    """Return a factory of configurations of a model type, with the family's switches."""
     return partial(ModelConfig, model_type=model_type, **FAMILIES[model_type].switches, **fields)
 
 
@@ -137,17 +138,20 @@ _SEED_OSS = _family("seed_oss", vocab_size=155136, max_positions=524288, norm_ep
 
 
 def _alternating(config: ModelConfig, every: int, full: Layer | None = None, shared: int = 0, **changes: Any) -> ModelConfig:
-    """``config`` with a window in all layers but one of ``every``, which differ as ``full`` says. The last ``shared`` layers
-    attend to the entries of the last layer of their kind before them."""
+    """Return ``config`` with sliding windows in all layers except one of ``every``.
+
+    ``full`` has the fields in which the full layers differ. The last ``shared`` layers attend to
+    the entries of the last layer of their kind before them.
+    """
     count = config.num_layers
     windowed = tuple(layer for layer in range(count) if (layer + 1) % every)
-    own = count - shared
+    num_own = count - shared
     layers = [Layer() if full is None or i in windowed else full for i in range(count)]
-    for i in range(own, count):
-        source = max(j for j in range(own) if (j in windowed) == (i in windowed))
+    for i in range(num_own, count):
+        source = max(j for j in range(num_own) if (j in windowed) == (i in windowed))
         layers[i] = replace(layers[i], entries_of=source)
-    kept = tuple(layers) if full is not None else ()
-    return replace(config, windowed_layers=windowed, layers=kept, **changes)
+    differing = tuple(layers) if full is not None else ()
+    return replace(config, windowed_layers=windowed, layers=differing, **changes)
 
 
 def _gemma(config: ModelConfig, every: int, full: Layer | None = None, shared: int = 0, **changes: Any) -> ModelConfig:
@@ -155,20 +159,20 @@ def _gemma(config: ModelConfig, every: int, full: Layer | None = None, shared: i
 
 
 def _wide(config: ModelConfig) -> ModelConfig:
-    """With MLPs of twice the size in layers that have no entries of their own (Gemma 4 E2B)."""
+    """Return ``config`` with doubled MLPs in layers without entries (Gemma 4 E2B)."""
     size = 2 * config.intermediate_size
-    layers = [one if one.entries_of is None else replace(one, intermediate_size=size) for one in config.layers]
+    layers = [layer if layer.entries_of is None else replace(layer, intermediate_size=size) for layer in config.layers]
     return replace(config, layers=tuple(layers))
 
 
 def _without_positions(config: ModelConfig, every: int) -> ModelConfig:
-    """``config`` with no RoPE in one layer of ``every``."""
+    """Return ``config`` without RoPE in one layer of ``every``."""
     turned = [bool((layer + 1) % every) for layer in range(config.num_layers)]
-    return replace(config, layers=tuple(Layer() if one else Layer(rope=Rope(kind="none")) for one in turned))
+    return replace(config, layers=tuple(Layer() if has_rope else Layer(rope=Rope(kind="none")) for has_rope in turned))
 
 
 def _hybrid(config: ModelConfig, value_heads: int = 32, by_key_head: bool = False, **changes: Any) -> ModelConfig:
-    """``config`` with linear attention in three layers of four (Qwen3-Next, Qwen3.5)."""
+    """Return ``config`` with linear attention in three layers of four (Qwen3-Next, Qwen3.5)."""
     sizes = LinearAttention(key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128, by_key_head=by_key_head)
     linear = tuple(layer for layer in range(config.num_layers) if (layer + 1) % 4)
     return replace(config, linear=sizes, linear_layers=linear, **changes)
@@ -236,8 +240,11 @@ PUBLISHED: dict[str, ModelConfig] = {
 
 
 def published(name: str) -> ModelConfig:
-    """The published configuration of that name, in whatever case. Raises `InputError`, which lists the names, when there is
-    none."""
+    """Return the published configuration of that name, in any case.
+
+    Raises:
+        InputError: There is none. The message lists the names.
+    """
     try:
         return PUBLISHED[name.lower()]
     except KeyError:
@@ -245,5 +252,5 @@ def published(name: str) -> ModelConfig:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Number of scalars in a model so configured; an embedding that is also the head counts once."""
+    """Return the number of scalars in a model; a tied embedding counts once."""
     return sum(math.prod(param.shape) for param in jax.tree.leaves(declare(config)))

@@ -1,8 +1,9 @@
-"""Parts of a cache in 8 bits: what is remembered of a token, as whole numbers and one scale for each head.
+"""The 8-bit cache: int8 numbers with one scale for each head of a token.
 
-A context of many tokens then takes about half the memory that it takes in bfloat16, and a quarter of float32's. Keys and values
-are rounded once, by the layer that makes them, before anything reads them. So the tokens of a call are seen just as rounded as
-those in the cache, and a drafted token as it will be seen when it is committed: what verification compares is one model.
+A long context takes about half the memory of a bfloat16 cache, and a quarter of a float32 one. Keys
+and values are rounded once, by the layer that computes them, before anything reads them. So the
+tokens of a call are read exactly as those in the cache are, and a drafted token as it will be read
+after it is committed: drafting and verification see one model.
 """
 
 from collections.abc import Sequence
@@ -17,20 +18,21 @@ from jaxtyping import Array, Float
 from specjax.errors import InputError
 
 CacheType = Literal["float", "int8"]
-"""How a target remembers tokens: in the type of its activations, or in 8 bits with scales."""
+"""The format of a target's cache: the type of its activations, or int8 with scales."""
 
 _MOST = 127
 _LEAST = 1e-30
-"""The largest number of a vector counts as no less than this, so that its scale is none that a device flushes to 0."""
+"""The lower bound of a vector's largest number: a device flushes smaller scales to 0."""
 
 
 @struct.dataclass
 class QuantizedPart:
-    """One part of an entry in 8 bits; it stands for ``numbers * scales[..., None]``.
+    """One part of an entry in 8 bits; its value is ``numbers * scales[..., None]``.
 
     Attributes:
         numbers: ``[B, heads, S, dim]`` int8, from -127 to 127.
-        scales: ``[B, heads, S]`` float32. They have no axis of one number: a TPU would fill that up to 128.
+        scales: ``[B, heads, S]`` float32. They have no trailing axis of size 1: a TPU would pad
+            that to 128.
     """
 
     numbers: jax.Array
@@ -38,16 +40,18 @@ class QuantizedPart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what it stands for."""
+        """The shape of the part in floats."""
         return self.numbers.shape
 
 
 Part = jax.Array | QuantizedPart
-"""What one layer remembers of S tokens, or one part of it: ``[B, heads, S, dim]``."""
+"""One part of the entries of S tokens: ``[B, heads, S, dim]``, in floats or in 8 bits."""
 
 
 def quantize(x: Float[Array, "B heads S dim"]) -> QuantizedPart:
-    """``x`` in 8 bits. Each head's vector of a token has a scale, by which its largest number becomes 127 or -127.
+    """Quantize ``x`` to 8 bits.
+
+    Each head's vector of a token has one scale, which maps its largest number to 127 or -127.
 
     Examples:
         >>> from specjax.models.quantized_cache import dequantize, quantize
@@ -63,37 +67,41 @@ def quantize(x: Float[Array, "B heads S dim"]) -> QuantizedPart:
 
 
 def dequantize(part: Part) -> jax.Array:
-    """What a part stands for: float32 of one in 8 bits, another as it is."""
+    """Return a part in floats: a quantized one in float32, any other as it is."""
     return part.numbers.astype(jnp.float32) * part.scales[..., None] if isinstance(part, QuantizedPart) else part
 
 
-def quantized_as(part: Part, kept: Part) -> Part:
-    """``part`` as ``kept`` is stored: in 8 bits, or in floats of its type."""
-    if isinstance(kept, QuantizedPart):
+def quantized_as(part: Part, stored: Part) -> Part:
+    """Convert ``part`` to the format of ``stored``: 8 bits, or floats of its type."""
+    if isinstance(stored, QuantizedPart):
         return part if isinstance(part, QuantizedPart) else quantize(part)
-    return dequantize(part).astype(kept.dtype)
+    return dequantize(part).astype(stored.dtype)
 
 
 def is_part(node: object) -> bool:
-    """For functions of trees that take a part as one leaf."""
+    """Return True for a part in 8 bits; for ``is_leaf`` of `jax.tree.map`."""
     return isinstance(node, QuantizedPart)
 
 
 def operand(part: Part, dtype: DTypeLike) -> jax.Array:
-    """The factor of a product that a part is, before `rescaled`: numbers of 8 bits in ``dtype``, which has them all exactly."""
+    """Return a part as the factor of a matrix product, before `rescaled`.
+
+    Numbers of 8 bits are converted to ``dtype``, which represents all of them exactly.
+    """
     return part.numbers.astype(dtype) if isinstance(part, QuantizedPart) else part
 
 
 def rescaled(by_slot: jax.Array, part: Part, axes: Sequence[int]) -> jax.Array:
-    """``by_slot``, scores or weights of a part's slots, times their scales, which lack the ``axes``. Of floats: as it is.
+    """Multiply scores or weights of slots with the scales of a part; floats have none.
 
-    A score is ``q . (numbers * scale)``, which is ``(q . numbers) * scale``, and a sum of weighted values likewise. So a scale
-    is multiplied with one number of a slot, and not with all of its ``dim``.
+    A score is ``q . (numbers * scale)``, which equals ``(q . numbers) * scale``, and a sum of
+    weighted values likewise. So a scale is multiplied with one number of a slot, not with all of
+    its ``dim``. ``axes`` are the axes of ``by_slot`` that the scales lack.
     """
     return by_slot * jnp.expand_dims(part.scales, axes) if isinstance(part, QuantizedPart) else by_slot
 
 
 def check_cache_type(name: str) -> None:
-    """Refuse, with an InputError, what is no `CacheType`."""
+    """Refuse, with an InputError, a name that is not a `CacheType`."""
     if name not in get_args(CacheType):
         raise InputError(f"cache_dtype={name!r}: must be one of {', '.join(get_args(CacheType))}")

@@ -1,6 +1,6 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) and the scalings that published models use.
+"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) and their published scalings.
 
-Angles are computed from positions. There is no table, so there is no position at which one runs out.
+Angles are computed from positions. There is no table, so there is no maximum position.
 """
 
 import math
@@ -16,10 +16,12 @@ from specjax.shape_checks import shape_checked
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Radians per position of each rotated pair, and the factor on cos and sin (1 but for yarn).
+    """Return the radians per position of each rotated pair, and a factor of cos and sin.
+
+    The factor is 1 except for yarn.
 
     Returns:
-        ``([n / 2] float32, attention factor)``; n is how many of a head's numbers are turned.
+        ``([n / 2] float32, attention factor)``; n is how many of a head's numbers are rotated.
     """
     if rope.kind == "none":
         return np.zeros(head_dim // 2, np.float32), 1.0
@@ -37,23 +39,27 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def _proportional(rope: Rope, head_dim: int) -> np.ndarray:
-    """Gemma 4: the frequencies of a whole head, of which all but the first share are 0."""
+    """Return Gemma 4's frequencies: those of a whole head, with 0 beyond the first share."""
     turned = 2 * int(rope.turned * head_dim // 2)
     frequencies = 1.0 / rope.theta ** (np.arange(0, turned, 2, dtype=np.float32) / head_dim) / rope.factor
     return np.pad(frequencies, (0, (head_dim - turned) // 2)).astype(np.float32)
 
 
 def _llama3(rope: Rope, base: np.ndarray) -> np.ndarray:
-    """Llama 3.1: stretch long wavelengths by ``factor``, keep short ones, blend in between."""
+    """Return Llama 3.1's frequencies.
+
+    Long wavelengths are stretched by ``factor``, short ones stay, and those in between are blended.
+    """
     assert rope.original_max_positions is not None
-    turns = rope.original_max_positions * base / (2 * np.pi)  # full turns within the original context
+    # Full turns within the original context.
+    turns = rope.original_max_positions * base / (2 * np.pi)
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = np.clip(smooth, 0.0, 1.0)
     return ((1 - smooth) * base / rope.factor + smooth * base).astype(np.float32)
 
 
 def _yarn(rope: Rope, base: np.ndarray, head_dim: int) -> np.ndarray:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071), section 3.2: interpolate by parts."""
+    """Return YaRN's frequencies, interpolated by parts (Peng et al. 2023, arXiv 2309.00071)."""
 
     def dimension(turns: float) -> float:
         assert rope.original_max_positions is not None
@@ -65,13 +71,14 @@ def _yarn(rope: Rope, base: np.ndarray, head_dim: int) -> np.ndarray:
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001
-    # Where low is above high, because they were cut, the ramp falls: odd, and what transformers computes.
+    # If clipping leaves low above high, the ramp falls. This is odd, but transformers does the
+    # same.
     ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
     return (base / rope.factor * ramp + base * (1 - ramp)).astype(np.float32)
 
 
 def _yarn_attention_factor(rope: Rope) -> float:
-    """YaRN's temperature on the attention logits, applied as a factor on cos and sin."""
+    """Return YaRN's temperature of the attention logits, as a factor of cos and sin."""
     if rope.attention_factor is not None:
         return rope.attention_factor
 
@@ -84,12 +91,12 @@ def _yarn_attention_factor(rope: Rope) -> float:
 
 
 class Rotations(NamedTuple):
-    """How heads are turned at some positions.
+    """The rotations of heads at some positions.
 
     Attributes:
-        cos: ``[B, T, 1, half]`` of the angles.
-        sin: likewise.
-        queries: ``[B, T, 1, 1]`` what queries, and not keys, are multiplied by as well; None: nothing.
+        cos: ``[B, T, 1, half]`` the cosines of the angles.
+        sin: ``[B, T, 1, half]`` the sines of the angles.
+        queries: ``[B, T, 1, 1]`` a further factor of queries, but not keys; None for none.
     """
 
     cos: jax.Array
@@ -97,18 +104,18 @@ class Rotations(NamedTuple):
     queries: jax.Array | None = None
 
     def turn_queries(self, x: jax.Array) -> jax.Array:
-        """Queries ``[B, T, heads, d]``, turned and scaled."""
+        """Return queries ``[B, T, heads, d]``, rotated and scaled."""
         turned = rotate(x, self.cos, self.sin)
         return turned if self.queries is None else turned * self.queries.astype(x.dtype)
 
     def turn_keys(self, x: jax.Array) -> jax.Array:
-        """Keys ``[B, T, heads, d]``, turned."""
+        """Return keys ``[B, T, heads, d]``, rotated."""
         return rotate(x, self.cos, self.sin)
 
 
 @shape_checked
 def rotations(rope: Rope, head_dim: int, positions: Int[Array, "B T"]) -> Rotations:
-    """Cosines and sines for ``positions``, computed once a call and used by every layer alike."""
+    """Return the rotations at ``positions``, computed once a call and shared by layers."""
     frequencies, factor = inverse_frequencies(rope, head_dim)
     places = positions[..., None, None].astype(jnp.float32)
     angles = places * jnp.asarray(frequencies)
@@ -122,28 +129,34 @@ def rotations(rope: Rope, head_dim: int, positions: Int[Array, "B T"]) -> Rotati
 def rotate(
     x: Float[Array, "B T heads d"], cos: Float[Array, "#B T 1 half"], sin: Float[Array, "#B T 1 half"]
 ) -> Float[Array, "B T heads d"]:
-    """Turn each head's pairs ``(x_i, x_{i + n/2})``, Hugging Face's pairing; in float32, returned in ``x``'s dtype.
+    """Rotate each head's pairs ``(x_i, x_{i + n/2})``, Hugging Face's pairing, in float32.
 
-    n is twice as many as there are angles; numbers beyond the first n stay as they are.
+    The result has ``x``'s dtype. n is twice the number of angles; numbers beyond the first n stay
+    as they are.
     """
     turned = 2 * cos.shape[-1]
     if turned < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :turned], cos, sin), x[..., turned:]], axis=-1)
-    # On a TPU every operation takes a microsecond, and to part the halves and to join them again are two, in every layer.
+    # A TPU takes a microsecond for every operation, and splitting and joining halves are two of
+    # them, in every layer.
     return jax.lax.platform_dependent(x, cos, sin, tpu=_rotate_by_product, default=_rotate_halves)
 
 
 def _rotate_halves(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
 
 
 def _rotate_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """The same bits as `_rotate_halves`. A matrix product exchanges the halves: of each of its sums one term is not zero."""
+    """Return the same bits as `_rotate_halves`, by a matrix product that swaps the halves.
+
+    It is exact: each of its sums has only one term that is not zero.
+    """
     half = x.shape[-1] // 2
     identity, zeros = jnp.eye(half, dtype=x.dtype), jnp.zeros((half, half), x.dtype)
-    quarter_turn = jnp.block([[zeros, identity], [-identity, zeros]])  # (left, right) becomes (-right, left)
+    # (left, right) becomes (-right, left)
+    quarter_turn = jnp.block([[zeros, identity], [-identity, zeros]])
     # At its default precision a TPU would round float32 to bfloat16 first.
     turned = jnp.matmul(x, quarter_turn, precision="highest", preferred_element_type=jnp.float32)
     cos, sin = (jnp.concatenate([part, part], axis=-1) for part in (cos, sin))

@@ -1,4 +1,4 @@
-"""The decoder behind every target and every draft model: one class for all families."""
+"""The decoder of every target and every draft model: one class for all families."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,11 +35,12 @@ from specjax.reprs import OneLine
 
 @struct.dataclass
 class States:
-    """What one forward pass comes to before the head.
+    """The hidden states of one forward pass, before the head.
 
     Attributes:
-        hidden: ``[B, T, H]`` the residual stream after the final norm: what the head reads.
-        taps: ``[B, T, n, H]`` the residual stream *entering* each of the n asked layers, before any norm.
+        hidden: ``[B, T, H]`` the residual stream after the final norm: the input of the head.
+        taps: ``[B, T, n, H]`` the residual stream *entering* each of the n requested layers, before
+            any norm.
 
     Examples:
         >>> states, entries = target.read(prompts, taps=(0, 1))
@@ -53,7 +54,7 @@ class States:
 
 @struct.dataclass
 class Output(States):
-    """What one forward pass gives: its `States`, and what the head makes of them.
+    """The `States` of one forward pass, and their logits.
 
     Attributes:
         logits: ``[B, T, V]`` float32.
@@ -79,18 +80,19 @@ class Target(OneLine):
     Attributes:
         params: nested dicts of arrays, declared in `specjax.models.params`.
         config: the model's configuration.
-        mesh: where its params live; None is the default device.
-        part_of: the fingerprint of the whole target, where this is a part of one (see `part`); "" where it is whole.
-        cache_dtype: how it remembers tokens: "float", in the type of its activations; or "int8", in 8 bits, which take half
-            the memory of bfloat16 (`specjax.models.quantized_cache`). It is then another model, nearly the same: its drafted
-            text is that of plain decoding with such a cache.
+        mesh: the mesh of its params; None for the default device.
+        part_of: the fingerprint of the whole target, if this is a part of one (see `part`); or "".
+        cache_dtype: the format of its cache: "float" for the type of its activations, or "int8" for
+            8 bits, which take half the memory of bfloat16 (`specjax.models.quantized_cache`). With
+            "int8" it is another model, nearly the same: speculative decoding then gives the text of
+            plain decoding with such a cache.
 
     Examples:
         >>> target.save_pretrained("tiny")
-        >>> read = specjax.Target.from_pretrained("tiny")
-        >>> read.config == target.config
+        >>> loaded = specjax.Target.from_pretrained("tiny")
+        >>> loaded.config == target.config
         True
-        >>> output, _ = read.forward(prompts)
+        >>> output, _ = loaded.forward(prompts)
         >>> output.logits.shape
         (2, 6, 16)
         >>> small = target.replace(cache_dtype="int8").new_cache(batch=2, capacity=16)
@@ -108,10 +110,11 @@ class Target(OneLine):
         check_cache_type(self.cache_dtype)
 
     def shown_fields(self) -> dict[str, Any]:
-        """Return what the repr shows: the config's sizes, and what differs from the default."""
+        """Return the fields that the repr shows: the main sizes, and what is not default."""
         sizes = {name: getattr(self.config, name, None) for name in ("model_type", "num_layers", "hidden_size", "vocab_size")}
-        others = ((name, getattr(self, name)) for name in ("mesh", "part_of", "cache_dtype"))
-        return {**sizes, "params": self.params, **{name: each for name, each in others if each != getattr(Target, name)}}
+        options = {name: getattr(self, name) for name in ("mesh", "part_of", "cache_dtype")}
+        changed = {name: value for name, value in options.items() if value != getattr(Target, name)}
+        return {**sizes, "params": self.params, **changed}
 
     @classmethod
     def from_pretrained(
@@ -124,27 +127,33 @@ class Target(OneLine):
         weights: schemes.Weights = schemes.AS_STORED,
         cache_dtype: CacheType = "float",
     ) -> "Target":
-        """Load a Hugging Face checkpoint (a directory or a hub id) of one of the families in `specjax.models.families`.
+        """Load a Hugging Face checkpoint of a family in `specjax.models.families`.
 
-        Weights may be quantized: numbers of 8 or 4 bits with scales, which a pass reads in less time. Drafted text is then that
-        of the quantized model, exactly. Modules that predict further tokens (MTP) are no part of the target and are left out.
+        Weights may be quantized to 8 or 4 bits, which a pass reads in less time. Speculative
+        decoding then gives exactly the text of the quantized model. MTP modules are not part of the
+        target and are not loaded.
 
         Args:
-            path: directory with config.json and safetensors, or a hub id; or the opened files of the checkpoint.
-            dtype: of the params; by default float32 on CPU (bfloat16 products are several times slower there) and
-                bfloat16 elsewhere.
-            mesh: shards the params (see `specjax.sharding`); each device reads only its own part of each file.
-            layers: of a part of the target, as in `part`: of the other layers nothing is read but what the fingerprint of the
-                whole is taken of. None: all that the checkpoint has, which may itself be a part.
-            weights: "stored": quantized where the checkpoint has them so and the device can multiply them (a CPU converts FP8);
-                "float": all in ``dtype``; or how to quantize them, layer by layer as they are read: "int8", 8 bits; "w8a8",
-                the same, and what they are multiplied with is rounded to 8 bits too; "int4", 4 bits in groups of 128 (the
-                embedding and the head 8); "fp8", FP8 (but for the embedding and the head).
-            cache_dtype: "float" or "int8", as the attribute says.
+            path: a directory with config.json and safetensors, or a hub id; or the opened files of
+                the checkpoint.
+            dtype: the type of the params; by default float32 on CPU (bfloat16 products are several
+                times slower there) and bfloat16 elsewhere.
+            mesh: the mesh to shard the params over (see `specjax.sharding`); each device reads only
+                its own part of each file.
+            layers: the layers of a part of the target, as in `part`. Of the other layers only the
+                samples for the fingerprint are read. None: all layers of the checkpoint, which may
+                itself be a part.
+            weights: "stored": quantized if the checkpoint is and the device can multiply them (a
+                CPU converts FP8); "float": all in ``dtype``; or the scheme to quantize layers with
+                as they are read: "int8", 8 bits; "w8a8", 8 bits for weights and activations;
+                "int4", 4 bits in groups of 128 (8 bits for the embedding and the head); "fp8", FP8
+                (except the embedding and the head).
+            cache_dtype: "float" or "int8", see the attribute.
 
         Raises:
-            InputError: there is no such name for ``weights`` or ``cache_dtype``.
-            CheckpointError: something about the checkpoint is not as it must be; says what, and what to do.
+            InputError: ``weights`` or ``cache_dtype`` is not one of these names.
+            CheckpointError: The checkpoint is invalid. The message names the problem and the
+                remedy.
         """
         check_cache_type(cache_dtype)
         files = hub.open_checkpoint(path)
@@ -163,20 +172,25 @@ class Target(OneLine):
 
     @classmethod
     def init(cls, config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> "Target":
-        """A model with random weights; consumes ``key``."""
+        """Return a model with random weights; consumes ``key``."""
         params = declarations.initialise(declarations.declare(config), key, dtype, mesh, config.axis_units)
         return cls(params=params, config=config, mesh=mesh)
 
     def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
-        """Write the model as a Hugging Face checkpoint, in ``dtype`` (by default its own). All of it or nothing."""
+        """Write the model as a Hugging Face checkpoint, all of it or nothing.
+
+        ``dtype`` is the type of the file, by default the model's own.
+        """
         layers = self.held if self.part_of else None
         huggingface.save(Path(path), self.config, self.params, dtype, layers=layers, part_of=self.part_of)
 
     def quantize(self, weights: schemes.Weights) -> "Target":
-        """The same model with quantized weights; ``weights`` is the name of a scheme, as in `from_pretrained`.
+        """Return the model with quantized weights.
+
+        ``weights`` is a scheme, or the name of one, as in `from_pretrained`.
 
         Raises:
-            InputError: there is no scheme of that name, or the weights are quantized already.
+            InputError: There is no scheme of that name, or the weights are quantized already.
 
         Examples:
             >>> quantized = target.quantize("int8")
@@ -190,16 +204,18 @@ class Target(OneLine):
         params = schemes.quantize_params(declared, self.params, form_of, self.mesh, self.config.axis_units)
         return replace(self, params=params)
 
-    narrow = schemes.narrow  # the old name
+    narrow = schemes.narrow  # the old name of `quantize`
 
     # --- parts of a target ---
 
     def part(self, layers: parts.Layers) -> "Target":
-        """A target with embedding, final norm and head, and of the layers those from the first number up to, and without, the
-        second. They keep their numbers; of the others `run` refuses to run any.
+        """Return a target with embedding, final norm and head, and a range of the layers.
+
+        The range is from the first index to the one after the last. The layers keep their indices;
+        `run` refuses to run others.
 
         Raises:
-            InputError: there are no such layers.
+            InputError: There are no such layers.
 
         Examples:
             >>> part = target.part(layers=(1, 2))
@@ -207,21 +223,23 @@ class Target(OneLine):
             ((1, 2), True)
             >>> specjax.generate(part, None, prompts)
             Traceback (most recent call last):
-            specjax.errors.InputError: target: is a part of a target (embedding, final norm, head, and layer 1 of 2), ...
+            specjax.errors.InputError: target: is a part of a target (embedding, final norm, ...
         """
         first, last = parts.check_layers(layers, self.held, self.config.num_layers)
-        kept = [layer if first <= i < last else {} for i, layer in enumerate(self.params["layers"])]
-        return replace(self, params={**self.params, "layers": kept}, part_of=self.fingerprint())
+        layers_of_part = [layer if first <= i < last else {} for i, layer in enumerate(self.params["layers"])]
+        return replace(self, params={**self.params, "layers": layers_of_part}, part_of=self.fingerprint())
 
     @property
     def held(self) -> parts.Layers:
-        """The layers that are there: from the first number up to, and without, the second."""
-        there = [i for i, layer in enumerate(self.params["layers"]) if layer]
-        return (there[0], there[-1] + 1) if there else (self.config.num_layers, self.config.num_layers)
+        """The layers of this target: from the first index to the one after the last."""
+        present = [i for i, layer in enumerate(self.params["layers"]) if layer]
+        return (present[0], present[-1] + 1) if present else (self.config.num_layers, self.config.num_layers)
 
     def fingerprint(self) -> str:
-        """32 hexadecimal digits by which a server and a client tell whether they have the same target; of a part, those of the
-        whole. See `specjax.models.fingerprint`."""
+        """Return 32 hexadecimal digits by which a server and a client compare their targets.
+
+        A part has the fingerprint of the whole. See `specjax.models.fingerprint`.
+        """
         return self.part_of or fingerprint.of_params(self.params, self.config, self.mesh)
 
     def check_whole(self) -> None:
@@ -231,7 +249,10 @@ class Target(OneLine):
 
     @property
     def dtype(self) -> np.dtype:
-        """Data type of the activations: that of the params, but for those that are quantized. A cache of floats has it too."""
+        """The type of the activations: that of the params that are not quantized.
+
+        A float cache has it too.
+        """
         return self.params["norm"].dtype
 
     @property
@@ -239,20 +260,26 @@ class Target(OneLine):
         return jnp.int8 if self.cache_dtype == "int8" else self.dtype
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache of ``capacity`` slots for each of ``batch`` rows."""
+        """Return an empty cache of ``capacity`` slots for each of ``batch`` rows."""
         return KVCache.create(self._memories(None), batch=batch, capacity=capacity, **self._kept_as)
 
-    def new_ring(self, batch: int, slots: int, kept: int) -> RingCache:
-        """An empty `RingCache` of ``slots`` for each of ``batch`` rows, of which ``kept`` stay."""
-        return RingCache.around(self.new_cache(batch, slots), kept)
+    def new_ring(self, batch: int, slots: int, num_kept: int) -> RingCache:
+        """Return an empty `RingCache` for ``batch`` rows.
+
+        Each row has ``slots`` slots, and ``num_kept`` of these are never overwritten.
+        """
+        return RingCache.around(self.new_cache(batch, slots), num_kept)
 
     def new_scratch(self, batch: int, slots: int, layers: tuple[int, int] | None = None) -> tuple[Entry, ...]:
-        """Empty entries for ``slots`` drafted tokens a row, of a slice of the layers as in `run`."""
+        """Return empty entries for ``slots`` drafted tokens of each row.
+
+        ``layers`` is a slice of the layers, as in `run`.
+        """
         return empty_entries(self._memories(layers), batch=batch, slots=slots, **self._kept_as)
 
     @property
     def _kept_as(self) -> dict[str, Any]:
-        """The types of what is remembered, and where it lies."""
+        """The types and the mesh of what is stored for tokens."""
         return {"dtype": self._entry_dtype, "activations": self.dtype, "mesh": self.mesh}
 
     def _memories(self, layers: tuple[int, int] | None) -> list[Memory]:
@@ -262,19 +289,21 @@ class Target(OneLine):
     # --- slices of the model, for drafters that run a part of it ---
 
     def embed(self, tokens: Int[Array, "B T"]) -> jax.Array:
-        """``[B, T, H]`` the embeddings of ``tokens``: the residual stream that enters layer 0."""
+        """Return the embeddings ``[B, T, H]`` of tokens: the residual stream at layer 0."""
         # Out-of-range ids cannot raise here; the edge (`specjax.generate`) checks them.
         x = self._look_up(self.params["embed"], tokens)
         if self.config.embedding_scale != 1.0:
-            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as the models were trained
+            # Rounded first, as the models were trained.
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         return self._constrain(x, None)
 
     def _look_up(
         self, table: jax.Array | QuantizedMatrix, tokens: Int[Array, "B T"], columns: slice = slice(None)
     ) -> jax.Array:
-        """``[B, T, n]`` those ``columns`` of the rows of ``table`` for ``tokens``.
+        """Return ``[B, T, n]``, some ``columns`` of the rows of ``table`` for ``tokens``.
 
-        On a mesh a single one is looked up twice: XLA makes a slice of it otherwise, for which GPUs are sent the whole table.
+        On a mesh a single token is looked up twice: XLA turns a single look-up into a slice, for
+        which it sends GPUs the whole table.
         """
 
         def look_up(rows: jax.Array) -> jax.Array:
@@ -285,21 +314,21 @@ class Target(OneLine):
         return look_up(jnp.repeat(tokens, 2, axis=0))[:1]
 
     def layer_inputs(self, tokens: Int[Array, "B T"], layers: tuple[int, int] | None = None) -> jax.Array:
-        """``[B, T, n, P]`` what each of n layers, a slice as in `run`, is given of ``tokens`` beside the residual stream.
+        """Return the input ``[B, T, n, P]`` of each of n layers besides the residual stream.
 
-        It is the mean, but for a factor, of what is looked up and of what is made from a token's embedding (Gemma 4's E2B and
-        E4B, after Gemma 3n).
+        ``layers`` is a slice, as in `run`. An input is the scaled mean of a look-up by token and a
+        projection of its embedding (Gemma 4's E2B and E4B, after Gemma 3n).
         """
         config, size = self.config, self.config.per_layer_inputs
         start, stop = (0, config.num_layers) if layers is None else layers
         columns = slice(start * size, stop * size)
-        found = self._look_up(self.params["per_layer_embed"], tokens, columns)
-        found = found * jnp.asarray(size**0.5, found.dtype)
-        own = {"weight": self.params["per_layer_projection"][:, columns]}
-        made = linear(own, "weight", self.embed(tokens)) * config.hidden_size**-0.5
-        both = (*tokens.shape, stop - start, size)
-        made = normed(self.params, "per_layer_norm", config, made.reshape(both))
-        return (made + found.reshape(both)) * 2**-0.5
+        looked_up = self._look_up(self.params["per_layer_embed"], tokens, columns)
+        looked_up = looked_up * jnp.asarray(size**0.5, looked_up.dtype)
+        projection = {"weight": self.params["per_layer_projection"][:, columns]}
+        projected = linear(projection, "weight", self.embed(tokens)) * config.hidden_size**-0.5
+        shape = (*tokens.shape, stop - start, size)
+        projected = normed(self.params, "per_layer_norm", config, projected.reshape(shape))
+        return (projected + looked_up.reshape(shape)) * 2**-0.5
 
     def run(
         self,
@@ -315,38 +344,44 @@ class Target(OneLine):
         taps: Sequence[int] = (),
         commit: Int[Array, " B"] | None = None,
     ) -> tuple[jax.Array, jax.Array, tuple[Any, ...]]:
-        """Run a slice of the layers over T tokens a row. Only reads the cache.
+        """Run a slice of the layers over T tokens of each row. The cache is only read.
 
         Args:
             x: ``[B, T, H]`` the residual stream that enters the slice.
-            cache: what is committed, of the layers of the slice alone (`KVCache.of_layers`), or None. Of a `RingCache` layers
-                with a window see all that it holds.
-            tokens: whose states they are. Models that look up inputs of each layer need them; others do not read them.
-            layers: the slice: from the first number up to, and without, the second; None is all layers.
+            cache: the committed tokens, for the layers of the slice alone (`KVCache.of_layers`), or
+                None. In a `RingCache`, layers with a window see all slots.
+            tokens: the token ids; only needed by models with inputs of each layer.
+            layers: the slice: from the first index to the one after the last; None for all layers.
             positions: ``[B, T]``; by default ``length + 0, 1, 2, …``.
-            mask: ``[B|1, T, T]`` bool, which tokens of the call see each other; None is causal.
-            documents: the numbers of the documents that the tokens belong to, which lie end to end and do not see each other.
-                Without a ``mask``, a cache, scratch and ``commit``; layers with a state then give nothing for a token.
-            scratch: entries of drafted tokens, R a row, of the layers of the slice; and ``[B, T, R]`` bool, which of them each
-                token sees, or None: there is one for each token, and it sees no other. They are read as if they were in the
-                cache, but that layers with a window see all of them that the mask shows.
-            taps: layers whose input to record, in ascending order; the number after the slice's last is its output.
-            commit: so many of each row's tokens are sure to be committed, and no others: layers with a state then give the
-                state after them, and nothing for each token, which for a long prompt would take far more memory. The tokens
-                must then be a chain, without a ``mask`` and scratch. None: which are committed is decided later.
+            mask: ``[B|1, T, T]`` bool, which tokens of the call see each other; None for causal.
+            documents: ``[B, T]`` the index of each token's document. Documents are contiguous and
+                do not see each other. It excludes ``mask``, ``cache``, ``scratch`` and ``commit``;
+                layers with a state then return no entries.
+            scratch: pairs of the entries of drafted tokens, R for each row, in the layers of the
+                slice; and ``[B, T, R]`` bool, which of them each token sees, or None: there is one
+                for each token, which sees no other. They are read as if they were in the cache, but
+                layers with a window see all of them that the mask shows.
+            taps: the layers whose input to record, in ascending order; the index after the last of
+                the slice is its output.
+            commit: ``[B]`` the number of tokens of each row that are certain to be committed, if it
+                is known. Layers with a state then return the state after them, and no entries of
+                tokens, which would take far more memory for a long prompt. The tokens must then be
+                a chain, without ``mask`` and ``scratch``. None: it is decided later.
 
         Returns:
-            The residual stream ``[B, T, H]`` after the slice; the ``[B, T, n, H]`` recorded inputs of the n ``taps``; and each
-            layer's entries of the call's own tokens, ``[B, heads, T, dim]`` each part; ``()`` of a layer that has none. With
-            ``commit``, of a layer with a state its `State`.
+            The residual stream ``[B, T, H]`` after the slice; the ``[B, T, n, H]`` recorded inputs
+            of the n ``taps``; and the entries of the call's own tokens by layer,
+            ``[B, heads, T, dim]`` each part, or ``()`` for a layer that has none. With ``commit`` a
+            layer with a state returns its `State`.
 
         Raises:
-            InputError: a layer of the slice reads the entries of one before it, or is not in this part of a target; or
-                ``tokens`` are needed, and not given; or ``documents`` are given beside what they stand in place of; or layers
-                with a state are to commit tokens that are no chain.
+            InputError: A layer of the slice reads the entries of one before the slice, or is not in
+                this part of a target; ``tokens`` are missing; ``documents`` are given with an
+                argument that they exclude; or layers with a state are to commit tokens that are not
+                a chain.
         """
         if documents is not None and not (mask is None and cache is None and commit is None and not scratch):
-            raise InputError("documents: are read without mask, cache, scratch and commit: leave those out")
+            raise InputError("documents: cannot be combined with mask, cache, scratch and commit: leave those out")
         batch, count = x.shape[:2]
         start, stop = (0, self.config.num_layers) if layers is None else layers
         if not all(self.params["layers"][start:stop]):
@@ -364,7 +399,7 @@ class Target(OneLine):
             mask = mask & (documents[:, :, None] == documents[:, None])
         inputs = self._inputs(tokens, (start, stop))
         sizes = [self.config.of_layer(layer) for layer in range(start, stop)]
-        turns = {kind: rotations(*kind, positions) for kind in dict.fromkeys((own.rope, own.head_dim) for own in sizes)}
+        turns = {kind: rotations(*kind, positions) for kind in dict.fromkeys((size.rope, size.head_dim) for size in sizes)}
         tapped, new = [], []
         for i, config in enumerate(sizes):
             if start + i in taps:
@@ -380,10 +415,10 @@ class Target(OneLine):
             if source < i:
                 past.append((new[source], visible))
             turn, layer = turns[config.rope, config.head_dim], self.params["layers"][start + i]
-            given = None if inputs is None else inputs[:, :, i]
-            x, own = decoder_layer(layer, config, x, turn, visible, past, self.mesh, given, self.cache_dtype, contexts[i])
+            extra = None if inputs is None else inputs[:, :, i]
+            x, entry = decoder_layer(layer, config, x, turn, visible, past, self.mesh, extra, self.cache_dtype, contexts[i])
             x = self._constrain(x, None)
-            new.append(own)
+            new.append(entry)
         if stop in taps:
             tapped.append(x)
         recorded = jnp.stack(tapped, axis=2) if tapped else jnp.zeros((batch, count, 0, x.shape[-1]), x.dtype)
@@ -399,7 +434,10 @@ class Target(OneLine):
         scratch: Sequence[tuple[Sequence[Entry], jax.Array | None]],
         commit: jax.Array | None,
     ) -> list[Context | None]:
-        """What each layer with a state is given, of the arguments of `run`; None of the others."""
+        """Return the context of each layer with a state, and None for the others.
+
+        The arguments are those of `run`.
+        """
         if cache is not None:
             states = cache.states
         else:
@@ -410,8 +448,8 @@ class Target(OneLine):
         ancestry = Ancestry.of(mask, [visible for _, visible in scratch], self.config.linear.kernel)
         if commit is not None and not ancestry.is_chain:
             raise InputError(
-                "mask: layers with a state commit the tokens of a chain alone: leave mask and scratch out, or `read` the "
-                "tokens and then `append` those that are accepted"
+                "mask: layers with a state can only commit a chain: leave mask and scratch out, or `read` the tokens "
+                "and then `append` those that are accepted"
             )
         ancestry = replace(ancestry, documents=documents)
         return [
@@ -420,17 +458,15 @@ class Target(OneLine):
         ]
 
     def _inputs(self, tokens: jax.Array | None, layers: tuple[int, int]) -> jax.Array | None:
-        """`layer_inputs`, where the model has such."""
+        """Return `layer_inputs`, or None if the model has none."""
         if not self.config.per_layer_inputs:
             return None
         if tokens is None:
-            raise InputError(
-                "tokens: layers of this model are given inputs of each token: say which tokens these states are of"
-            )
+            raise InputError("tokens: the layers of this model have inputs for each token: give the token ids")
         return self.layer_inputs(tokens, layers)
 
     def _source(self, layer: int, first: int) -> int:
-        """The layer whose entries ``layer`` reads, in a slice that begins with the layer ``first``."""
+        """Return the layer whose entries ``layer`` reads, in a slice that begins with ``first``."""
         source = self.config.entries_of(layer)
         if source < first:
             raise InputError(
@@ -440,20 +476,26 @@ class Target(OneLine):
         return source
 
     def cache_piece(self, cache: Cache, layer: int, positions: jax.Array, window: int | None) -> Filled:
-        """What queries at ``positions [B, T]`` see of a cache's layer. In a ring a ``window`` changes nothing."""
+        """Return what queries at ``positions [B, T]`` see of a layer of a cache.
+
+        A ``window`` does not apply to a ring.
+        """
         since = None if window is None or isinstance(cache, RingCache) else positions - window + 1
         return Filled.of(cache, layer, since, self.mesh)
 
     def norm(self, x: jax.Array) -> jax.Array:
-        """The final norm, which stands between the last layer and the head."""
+        """Apply the final norm, between the last layer and the head."""
         return normed(self.params, "norm", self.config, x)
 
     def head(self, hidden: jax.Array) -> jax.Array:
-        """Logits ``[..., V]`` in float32 of states that have passed the final norm."""
+        """Return the logits ``[..., V]`` in float32 of states after the final norm."""
         return self._constrain(self.finish_logits(self._head_products(hidden)), "vocab")
 
     def head_products(self, hidden: jax.Array) -> jax.Array:
-        """Products ``[..., V]`` in float32 of states with the head's columns, neither divided nor capped."""
+        """Return the products ``[..., V]`` in float32 of states with the head's columns.
+
+        They are neither divided nor capped.
+        """
         return self._constrain(self._head_products(hidden), "vocab")
 
     def _head_products(self, hidden: jax.Array) -> jax.Array:
@@ -462,19 +504,22 @@ class Target(OneLine):
         return embedding_logits(hidden, self.params["embed"])
 
     def finish_logits(self, logits: jax.Array) -> jax.Array:
-        """Logits of products with the head's columns, those of all tokens or of some: divided and capped, as the model says."""
+        """Divide and cap products with the head's columns, as the model requires.
+
+        The products may be of all tokens or of some.
+        """
         divisor = self.config.logit_divisor
         return capped(logits if divisor == 1.0 else logits / divisor, self.config.logit_cap)
 
     @property
     def embedding(self) -> jax.Array:
-        """``[V, H]`` the embedding in floats, for drafters whose own begins as the target's."""
+        """The embedding ``[V, H]`` in floats, to initialize those of drafters."""
         stored = self.params["embed"]
         return dequantize_matrix(stored, self.dtype).T if isinstance(stored, QuantizedMatrix) else stored
 
     @property
     def head_weights(self) -> jax.Array:
-        """``[H, V]`` the head's matrix in floats, for drafters whose own head begins as the target's."""
+        """The head's matrix ``[H, V]`` in floats, to initialize those of drafters."""
         stored = self.head_as_stored
         if isinstance(stored, QuantizedMatrix):
             return dequantize_matrix(stored, self.dtype)
@@ -482,41 +527,47 @@ class Target(OneLine):
 
     @property
     def head_as_stored(self) -> Any:
-        """The head's matrix as it lies in memory, for whoever counts what is read: the embedding ``[V, H]`` where the two are
-        one."""
+        """The head's matrix as it is in memory, to count the bytes that are read.
+
+        It is the embedding ``[V, H]`` if the two are tied.
+        """
         return self.params["lm_head" if "lm_head" in self.params else "embed"]
 
     @property
     def weights_of_pass(self) -> Params:
-        """The params that a pass reads: all of them, but for embeddings of which a few rows are looked up."""
+        """The params that a pass reads: all, except embeddings whose rows are looked up."""
         looked_up = {"per_layer_embed"} if self.config.tie_embeddings else {"embed", "per_layer_embed"}
         return {name: value for name, value in self.params.items() if name not in looked_up}
 
     # --- the whole model ---
 
     def read(self, tokens: Int[Array, "B T"], cache: Cache | None = None, **options: Any) -> tuple[States, tuple[Any, ...]]:
-        """Read T tokens a row, and leave the cache as it is.
+        """Read T tokens of each row, and leave the cache as it is.
 
         Args:
-            tokens: token ids.
-            cache: what came before, or None.
-            options: as in `run`; with ``layers=(0, k)`` the first k layers, then the final norm (early exit).
+            tokens: the token ids.
+            cache: the tokens before, or None.
+            options: the options of `run`; with ``layers=(0, k)`` the first k layers, then the final
+                norm (early exit).
 
         Returns:
-            The states, and each layer's entries of the call, which `KVCache.append` commits.
+            The states, and the entries of the call by layer, which `KVCache.append` commits.
         """
         x, taps, new = self.run(self.embed(tokens), cache, tokens=tokens, **options)
         return States(hidden=self.norm(x), taps=taps), new
 
     def score(self, tokens: Int[Array, "B T"], cache: Cache | None = None, **options: Any) -> tuple[Output, tuple[Any, ...]]:
-        """`read`, and what the head makes of it: the logits after each token."""
+        """Return the output with logits after each token, and the entries; see `read`."""
         states, new = self.read(tokens, cache, **options)
         return self._with_logits(states), new
 
     def commit(
         self, tokens: Int[Array, "B T"], cache: Cache, count: jax.Array | None = None, **options: Any
     ) -> tuple[States, Cache]:
-        """`read`, and commit the first ``count [B]`` tokens of each row to the cache (None: all T)."""
+        """Read tokens, and commit the first ``count [B]`` of each row to the cache; None for all T.
+
+        See `read`.
+        """
         count = jnp.full_like(cache.length, tokens.shape[1]) if count is None else count
         states, new = self.read(tokens, cache, commit=count, **options)
         return states, cache.append(new, count, after=states.hidden)
@@ -534,7 +585,10 @@ class Target(OneLine):
     def forward(
         self, tokens: Int[Array, "B T"], cache: Cache | None = None, count: jax.Array | None = None, **options: Any
     ) -> tuple[Output, Any]:
-        """`score`, and commit as in `commit`; without a cache nothing is committed."""
+        """Return the output with logits, and the cache after `commit`; without a cache None.
+
+        See `score` and `commit`.
+        """
         if cache is None:
             return self.score(tokens, **options)[0], None
         states, cache = self.commit(tokens, cache, count, **options)
@@ -549,5 +603,5 @@ class Target(OneLine):
 
 
 def default_dtype() -> DTypeLike:
-    """float32 on CPU, bfloat16 elsewhere."""
+    """Return float32 on CPU, and bfloat16 elsewhere."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16

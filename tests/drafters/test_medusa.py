@@ -111,7 +111,7 @@ def test_what_is_wrong_is_refused_by_name(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"has no '0\.2\.weight'"):
         Medusa.from_pretrained(tmp_path)
     write(tmp_path, tensors, medusa_num_heads=4)
-    with pytest.raises(CheckpointError, match="medusa_num_heads=4, but of heads there are tensors of 3"):
+    with pytest.raises(CheckpointError, match="medusa_num_heads=4, but there are tensors of 3 heads"):
         Medusa.from_pretrained(tmp_path)
     write(tmp_path, tensors)
     drafter = Medusa.from_pretrained(tmp_path, draft=Chain(4))

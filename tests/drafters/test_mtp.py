@@ -188,7 +188,7 @@ def test_what_is_wrong_is_refused_by_name(beside_its_target, target) -> None:
         save_file(kept, directory / "model.safetensors")
 
     keep("mtp_layers.1.")
-    with pytest.raises(CheckpointError, match="num_nextn_predict_layers=2, but of modules there are tensors of 1"):
+    with pytest.raises(CheckpointError, match="num_nextn_predict_layers=2, but there are tensors of 1 modules"):
         MTP.from_pretrained(directory)
     keep("mtp_layers.1.input_proj")
     with pytest.raises(CheckpointError, match=r"mtp_layers\.1\.input_proj\.weight' .*missing"):
@@ -199,7 +199,7 @@ def test_what_is_wrong_is_refused_by_name(beside_its_target, target) -> None:
     keep()
     raw = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 1}))
-    with pytest.raises(CheckpointError, match="num_nextn_predict_layers=1, but of modules there are tensors of 2"):
+    with pytest.raises(CheckpointError, match="num_nextn_predict_layers=1, but there are tensors of 2 modules"):
         MTP.from_pretrained(directory)
     with pytest.raises(InputError, match="count=3: there are 2 modules"):
         drafter.first(3)

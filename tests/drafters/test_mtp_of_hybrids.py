@@ -226,7 +226,7 @@ def test_what_is_wrong_is_refused_by_name(tmp_path) -> None:
         MTP.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     save_file(tensors | {"mtp.layers.1.input_layernorm.weight": np.zeros(32, np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="mtp_num_hidden_layers=1, but of modules there are tensors of 2"):
+    with pytest.raises(CheckpointError, match="mtp_num_hidden_layers=1, but there are tensors of 2 modules"):
         MTP.from_pretrained(tmp_path)
     save_file(tensors | {"mtp.embed_tokens.weight": np.zeros((37, 32), np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"mtp\.embed_tokens\.weight. is no part of the MTP modules"):

@@ -195,7 +195,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_its_words(wizard, tmp_path) 
     file = tmp_path / "config.json"
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"wizard_rungs": 9_999}))
-    with pytest.raises(CheckpointError, match="wizard_rungs=9999, but of rungs there are tensors of 2"):
+    with pytest.raises(CheckpointError, match="wizard_rungs=9999, but there are tensors of 2 rungs"):
         Wizard.from_pretrained(tmp_path)
     file.write_text(json.dumps(content | {"vocab_size": 12}))
     with pytest.raises(CheckpointError, match=r"'lm_head\.weight' has shape \(11, 16\), but in a wizard with this config"):

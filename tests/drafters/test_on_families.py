@@ -442,5 +442,5 @@ def test_experts_in_a_drafter_are_refused(tmp_path) -> None:
     publish(tmp_path, "SpecForge")
     config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "gpt_oss", "num_local_experts": 16}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="model_type='gpt_oss': the layers of such a drafter have ordinary"):
+    with pytest.raises(CheckpointError, match="model_type='gpt_oss': this drafter's layers must have ordinary"):
         Eagle3.from_pretrained(tmp_path)

@@ -115,13 +115,13 @@ def config_of(drafter, tmp_path) -> dict:
 def test_modules_are_counted_before_they_are_declared(tmp_path) -> None:
     content = config_of(MTP.init(tiny_target(), jax.random.key(0)), tmp_path)
     tiny(tmp_path, {"model.mtp_layers.0.input_proj.weight": (1, 1)}, content | {"num_nextn_predict_layers": 100})
-    refused_in_little_memory(MTP, tmp_path, "num_nextn_predict_layers=100, but of modules there are tensors of 1")
+    refused_in_little_memory(MTP, tmp_path, "num_nextn_predict_layers=100, but there are tensors of 1 modules")
     tiny(
         tmp_path,
         {f"model.mtp_layers.{module}.input_proj.weight": (1, 1) for module in (0, 99)},
         content | {"num_nextn_predict_layers": 100},
     )
-    refused_in_little_memory(MTP, tmp_path, "of modules there are tensors of 2")
+    refused_in_little_memory(MTP, tmp_path, "there are tensors of 2 modules")
 
 
 def deepseek(tmp_path) -> tuple[dict, str]:
@@ -142,10 +142,10 @@ def test_experts_are_counted_before_they_are_declared(tmp_path) -> None:
     tensors = {f"{prefix}eh_proj.weight": (1, 1), f"{prefix}mlp.experts.9999.up_proj.weight": (1, 1)}
     many = {"n_routed_experts": 10_000, "n_group": 1, "topk_group": 1}
     tiny(tmp_path, tensors, content | many)
-    refused_in_little_memory(MTP, tmp_path, "the number of experts=10000, but of experts in module 0 there are tensors of 1")
+    refused_in_little_memory(MTP, tmp_path, "the number of experts=10000, but there are tensors of 1 experts in module 0")
     modules = {f"model.layers.{2 + module}.eh_proj.weight": (1, 1) for module in range(100)}
     tiny(tmp_path, modules, content | {"num_nextn_predict_layers": 100})
-    refused_in_little_memory(MTP, tmp_path, "the number of experts=8, but of experts in module 0 there are tensors of 0")
+    refused_in_little_memory(MTP, tmp_path, "the number of experts=8, but there are tensors of 0 experts in module 0")
 
 
 def test_a_module_s_number_of_any_length_is_one_line(tmp_path) -> None:
@@ -161,9 +161,9 @@ def test_a_module_s_number_of_any_length_is_one_line(tmp_path) -> None:
 def test_heads_are_counted_before_they_are_declared(tmp_path) -> None:
     output = {"0.100.weight": (1, 1)}
     tiny(tmp_path, output, {"medusa_num_heads": 100, "medusa_num_layers": 100})
-    refused_in_little_memory(Medusa, tmp_path, "medusa_num_heads=100, but of heads there are tensors of 1")
+    refused_in_little_memory(Medusa, tmp_path, "medusa_num_heads=100, but there are tensors of 1 heads")
     tiny(tmp_path, {f"{head}.100.weight": (1, 1) for head in range(100)}, {"medusa_num_heads": 1, "medusa_num_layers": 100})
-    refused_in_little_memory(Medusa, tmp_path, "medusa_num_layers=100, but of blocks in head 0 there are tensors of 0")
+    refused_in_little_memory(Medusa, tmp_path, "medusa_num_layers=100, but there are tensors of 0 blocks in head 0")
 
 
 @pytest.mark.full
@@ -171,7 +171,7 @@ def test_layers_and_taps_are_counted_before_they_are_declared(tmp_path) -> None:
     content = config_of(Eagle3.init(tiny_target(), jax.random.key(0), ids=np.arange(5)), tmp_path)
     tensors = {"midlayer.self_attn.q_proj.weight": (1, 1), "fc.weight": (1, 48)}
     tiny(tmp_path, tensors, content | {"num_hidden_layers": 10_000})
-    refused_in_little_memory(Eagle3, tmp_path, "num_hidden_layers=10000, but of layers there are tensors of 1")
+    refused_in_little_memory(Eagle3, tmp_path, "num_hidden_layers=10000, but there are tensors of 1 layers")
     no_bytes = tensors | {"fc.weight": (0, 16_000_000)}
     tiny(tmp_path, no_bytes, content | {"fc_norm": True, "eagle_config": None})
     refused_in_little_memory(Eagle3, tmp_path, r"fc\.weight joins 1000000 layers .* there are tensors of 0 norms")

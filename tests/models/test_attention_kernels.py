@@ -102,7 +102,7 @@ def test_without_a_platform_the_status_is_that_of_this_process(devices, platform
 
 @pytest.mark.parametrize("platform", [None, "tpu", "cpu", "rocm"])
 def test_a_capability_is_of_nvidias_gpus_alone(platform) -> None:
-    with pytest.raises(InputError, match=r"capability=\(7, 5\): is of a GPU of NVIDIA's"):
+    with pytest.raises(InputError, match=r"capability=\(7, 5\): it belongs to an NVIDIA GPU"):
         kernels_status(platform, capability=(7, 5))
 
 
@@ -110,7 +110,7 @@ def test_on_gpus_of_another_maker_the_log_says_so_once(local_gpus, caplog) -> No
     local_gpus(gpu("gfx942"))
     for count in (1, 2):
         assert TRITON not in lowered(count)
-    assert said(caplog) == [f"attention is plain JAX on GPUs, without a kernel of its own: {kernels._ONLY_NVIDIA}"]
+    assert said(caplog) == [f"attention uses plain JAX on GPUs, without a kernel: {kernels._ONLY_NVIDIA}"]
 
 
 def test_another_platform_is_refused() -> None:
@@ -128,7 +128,7 @@ def test_on_a_gpu_that_is_too_old_attention_is_lowered_to_plain_jax_and_the_log_
         assert TRITON not in text and "dot_general" in text
     (line,) = said(caplog)
     assert line == (
-        "attention is plain JAX on GPUs, without a kernel of its own: Triton compiles for GPUs of compute capability 8.0 and "
+        "attention uses plain JAX on GPUs, without a kernel: Triton compiles for GPUs of compute capability 8.0 and "
         "newer, and this one has 7.5"
     )
     assert [record.levelno for record in caplog.records if record.name.startswith("specjax")] == [logging.WARNING]
@@ -177,7 +177,7 @@ def test_a_jax_without_pallas_triton_imports_and_lowers_to_plain_jax_with_one_li
     at_import, lines, calls_triton, multiplies, reason = json.loads(run.stdout.splitlines()[-1])
     assert not at_import
     assert re.match(rf"JAX {re.escape(jax.__version__)} has no Pallas Triton \(.*jax.experimental.pallas.triton", reason)
-    text = f"attention is plain JAX on GPUs, without a kernel of its own: {reason}"
+    text = f"attention uses plain JAX on GPUs, without a kernel: {reason}"
     assert lines == [["specjax.models.attention.kernels", "WARNING", text]]
     assert calls_triton == [False, False] and multiplies == [True, True]
 

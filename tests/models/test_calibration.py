@@ -115,7 +115,7 @@ def test_experts_that_no_token_chose_are_said_and_rounded_to_the_nearest_numbers
     target = tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32, num_layers=1)
     alike = target.params["layers"][0] | {"router": jnp.zeros((32, 8))}  # so the first two are chosen
     target = target.replace(params={**target.params, "layers": [alike]})
-    with pytest.warns(UserWarning, match="18 matrices of experts that no token of the text chose"):
+    with pytest.warns(UserWarning, match="18 matrices of experts without a token of the text"):
         quantized = calibrate(target, INT4, TOKENS)
     found, nearest = quantized.params["layers"][0], target.quantize(INT4).params["layers"][0]
     for name in ("experts_gate", "experts_up", "experts_down"):
@@ -134,11 +134,11 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
         calibrate(target.quantize("int8"), "int4", TOKENS)
     with pytest.raises(InputError, match="is a part of a target"):
         calibrate(target.part((1, 2)), "int4", TOKENS)
-    with pytest.raises(InputError, match="target: lies on a mesh"):
+    with pytest.raises(InputError, match="target: it is on a mesh"):
         calibrate(target.replace(mesh=make_mesh(1, 2)), "int4", TOKENS)
     first, second = target.params["layers"]
     overflowing = [first, second | {"up": second["up"] * jnp.inf}]
-    with pytest.raises(InputError, match="what layer 1 reads is not finite"):
+    with pytest.raises(InputError, match="the inputs of layer 1 are not finite"):
         calibrate(target.replace(params={**target.params, "layers": overflowing}), "int4", TOKENS)
 
 

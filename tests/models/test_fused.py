@@ -237,8 +237,8 @@ def one(name: str = "a", *within: int) -> Param:
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        ([one("a", 0, 5), one("a", 0, 5, 2)], r"places that belong to no parameter, or to several: \[4\]"),
-        ([one("a", 0, 4), one("a", 0, 4, 1)], r"places that belong to no parameter, or to several: \[1 3\]"),
+        ([one("a", 0, 5), one("a", 0, 5, 2)], r"indices that belong to no parameter, or to several: \[4\]"),
+        ([one("a", 0, 4), one("a", 0, 4, 1)], r"indices that belong to no parameter, or to several: \[1 3\]"),
         ([one("a", 0, 4), one("a", 0, 5, 2)], "declared in several ways"),
         ([one("a", 1, 6), one("a", 0, 4, 2)], "declared in several ways"),
         ([one("a", 0, 2), one("a")], "declared both as a whole and in parts"),

@@ -232,11 +232,11 @@ CONFIG_FAULTS = [
             "rope_scaling": {"rope_type": "linear", "factor": 2.0},
             "rope_parameters": {"rope_theta": 1e6},
         },
-        "rope_parameters.rope_theta=1000000.0: rope_scaling stands beside .* with rope_theta=10000.0: write the whole rope",
+        "rope_parameters.rope_theta=1000000.0: rope_scaling is present .* with rope_theta=10000.0: write the whole rope",
     ),
     (
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"partial_rotary_factor": 0.5}},
-        "rope_parameters.partial_rotary_factor=0.5: rope_scaling stands beside",
+        "rope_parameters.partial_rotary_factor=0.5: rope_scaling is present",
     ),
     (
         {"quantization_config": {}},
@@ -325,7 +325,7 @@ def test_a_generation_config_of_the_wrong_form_is_refused(checkpoint, content, m
 
 INDEX_FAULTS = [
     ("[]", "index.json must hold a JSON object, not a list"),
-    ("{}", "weight_map=None: must give the file of every tensor"),
+    ("{}", "weight_map=None: must map every tensor to a file"),
     ('{"weight_map": ["model.safetensors"]}', r"weight_map=\['model.safetensors'\]"),
     ('{"weight_map": {"lm_head.weight": 1}}', "weight_map={'lm_head.weight': 1}"),
     ('{"weight_map": {"lm_head.weight": "../outside.safetensors"}}', r"lacks \.\./outside\.safetensors"),
@@ -372,7 +372,7 @@ WINDOWS = [
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_moe"])
 def test_windows_that_a_family_cannot_have_are_not_written(family) -> None:
     config = tiny_config(**MIXTURES.get(family, {}) | {"model_type": family}, sliding_window=4, windowed_layers=(1,))
-    with pytest.raises(CheckpointError, match=rf"windowed_layers=\(1,\): a {family} checkpoint cannot say this"):
+    with pytest.raises(CheckpointError, match=rf"windowed_layers=\(1,\): a {family} checkpoint cannot express this"):
         config_json.format_config(config, "float32")
 
 

@@ -176,7 +176,7 @@ def test_the_newest_tokens_are_those_of_the_path() -> None:
 def test_a_tree_cannot_be_committed_at_once() -> None:
     target = tiny_target(**HYBRID)
     tree = np.array([[[True, False, False], [True, True, False], [True, False, True]]])
-    with pytest.raises(InputError, match="mask: layers with a state commit the tokens of a chain alone"):
+    with pytest.raises(InputError, match="mask: layers with a state can only commit a chain"):
         target.run(jnp.zeros((1, 3, 16)), target.new_cache(1, 8), mask=tree, commit=jnp.array([3]))
 
 

@@ -316,7 +316,7 @@ def test_a_drafter_of_such_layers_is_refused(tmp_path, family) -> None:
     raw = json.loads((tmp_path / "config.json").read_text())
     other = config_json.format_config(tiny_config(num_layers=1, **MIXTURES[family]), "float32")
     (tmp_path / "config.json").write_text(json.dumps(raw | other))
-    with pytest.raises(CheckpointError, match=f"model_type='{family}': the layers of such a drafter have ordinary attention"):
+    with pytest.raises(CheckpointError, match=f"model_type='{family}': this drafter's layers must have ordinary attention"):
         Eagle3.from_pretrained(tmp_path)
 
 

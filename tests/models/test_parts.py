@@ -133,7 +133,7 @@ def test_a_part_of_a_part_is_of_the_same_whole(tmp_path) -> None:
     ):
         part.part(layers=(0, 2))
     for wrong in ((-1, 2), (2, 1), (0, 4)):
-        with pytest.raises(InputError, match="both from 0 to 3"):
+        with pytest.raises(InputError, match="both from 0 to num_layers=3"):
             target.part(layers=wrong)
 
 

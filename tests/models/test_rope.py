@@ -64,7 +64,7 @@ def test_queries_grow_with_their_position_and_keys_do_not() -> None:
     grown = np.asarray(turn.turn_queries(x) / turn.turn_keys(x))
     expected = 1 + 0.5 * np.log([1, 1, 2, 3])
     np.testing.assert_allclose(grown, np.broadcast_to(expected[None, :, None, None], grown.shape), rtol=1e-5)
-    with pytest.raises(InputError, match=r"query_growth=0\.5: needs original_max_positions"):
+    with pytest.raises(InputError, match=r"query_growth=0\.5: it needs original_max_positions"):
         Rope(query_growth=0.5)
 
 

@@ -142,7 +142,7 @@ def test_wide_numbers_that_jax_is_told_to_make_change_nothing(hybrid) -> None:
 def test_documents_are_refused_beside_what_they_stand_in_place_of(hybrid, given) -> None:
     if "cache" in given:
         given = {"cache": hybrid.new_cache(2, 8)}
-    with pytest.raises(InputError, match="documents: are read without mask, cache, scratch and commit"):
+    with pytest.raises(InputError, match="documents: cannot be combined with mask, cache, scratch and commit"):
         hybrid.read(PROMPTS, documents=np.zeros((2, 8), int), **given)
 
 

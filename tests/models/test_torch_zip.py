@@ -74,7 +74,7 @@ def archive(path, content) -> None:
 
 def test_no_code_in_a_file_is_run(tmp_path) -> None:
     archive(tmp_path / "model.bin", pickle.dumps({"weight": Harmful(tmp_path / "ran")}))
-    with pytest.raises(CheckpointError, match=r"system', which is no tensor: such a file could run any code"):
+    with pytest.raises(CheckpointError, match=r"system', which is not a tensor: such a file could run any code"):
         TorchFile(tmp_path / "model.bin")
     assert not (tmp_path / "ran").exists()
 
@@ -82,10 +82,10 @@ def test_no_code_in_a_file_is_run(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (pickle.dumps([1, 2]), "holds a list, and not tensors by name"),
-        (pickle.dumps({"weight": 3}), "holds a dict, and not tensors by name"),
+        (pickle.dumps([1, 2]), "holds a list, not tensors by name"),
+        (pickle.dumps({"weight": 3}), "holds a dict, not tensors by name"),
         (b"\x80\x02nothing", "is not a PyTorch file of version 1.6 or newer, or is damaged"),
-        (pickle.dumps(np.float64(3)), "which is no tensor"),
+        (pickle.dumps(np.float64(3)), "which is not a tensor"),
     ],
 )
 def test_what_holds_no_tensors_is_refused(content, words, tmp_path) -> None:
@@ -114,7 +114,7 @@ def test_attributes_of_a_dictionary_are_not_used(state, tmp_path) -> None:
     torch.save(Built(OrderedDict, ([("weight", weight)],), state), tmp_path / "model.bin")
     assert TorchFile(tmp_path / "model.bin").tensors["weight"][...].tolist() == weight.tolist()
     archive(tmp_path / "none.bin", pickle.dumps(Built(OrderedDict, ([("weight", 3)],), state)))
-    with pytest.raises(CheckpointError, match="holds a OrderedDict, and not tensors by name"):
+    with pytest.raises(CheckpointError, match="holds a OrderedDict, not tensors by name"):
         TorchFile(tmp_path / "none.bin")
 
 
@@ -132,7 +132,7 @@ def test_a_file_leaves_the_reader_as_it_is(state, tmp_path) -> None:
     """What it sets of the functions that it is given is gone with it."""
     archive(tmp_path / "model.bin", b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n" + state + b".")
     before = dict(vars(torch_zip._tensor)), torch_zip._tensor.__defaults__
-    with pytest.raises(CheckpointError, match="holds a function, and not tensors by name"):
+    with pytest.raises(CheckpointError, match="holds a function, not tensors by name"):
         TorchFile(tmp_path / "model.bin")
     assert (dict(vars(torch_zip._tensor)), torch_zip._tensor.__defaults__) == before
 

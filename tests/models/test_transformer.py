@@ -249,7 +249,7 @@ LAYER_FAULTS = [
     ),
     (
         {"layers": (Layer(head_dim=8), Layer(entries_of=0))},
-        r"layers\[1\]: entries_of=0, which has 2 key/value heads of 8, and this layer is made for 2 of 4",
+        r"layers\[1\]: entries_of=0, which has 2 key/value heads of 8, but this layer needs 2 of 4",
     ),
     ({"mla": MLA(8, 4, 4, 4), "num_kv_heads": 4, "layers": (Layer(), Layer())}, "with latent attention all layers are alike"),
 ]
@@ -270,5 +270,5 @@ def test_a_configuration_by_layer() -> None:
     assert config.first(2).layers == config.layers[:2] and config.first(2).num_layers == 2
     alike = tiny_config()
     assert alike.of_layer(1) is alike
-    with pytest.raises(CheckpointError, match=r"a llama checkpoint cannot say this"):
+    with pytest.raises(CheckpointError, match=r"a llama checkpoint cannot express this"):
         config_json.format_config(config, "float32")

@@ -1,4 +1,4 @@
-"""Attention: the one seam where queries meet keys and values, in plain JAX and as a kernel of TPUs and GPUs."""
+"""Attention: plain JAX, and one kernel each for TPUs and GPUs, behind one function."""
 
 from specjax.models.attention.by_device import attend
 from specjax.models.attention.kernels import KernelStatus, kernels_status

@@ -1,7 +1,8 @@
-"""Which kernels of attention can run: the one place that imports Pallas Triton, which JAX has deprecated.
+"""The attention kernels that can run; the only module that imports Pallas Triton.
 
-JAX 0.11 deprecated it, JAX 0.12 warns whenever it lowers a kernel with it, and a later one will drop it. Without it, and on
-GPUs that it does not compile for, attention is plain JAX. docs/concepts/gpu-kernels.md says what may take its place.
+JAX 0.11 deprecated Pallas Triton, JAX 0.12 warns whenever it lowers a kernel with it, and a later
+version will drop it. Without it, and on GPUs that it does not compile for, attention is plain JAX.
+docs/concepts/gpu-kernels.md says what may replace it.
 """
 
 import functools
@@ -18,13 +19,16 @@ from jax.sharding import Mesh
 from specjax.errors import InputError
 
 OLDEST_GPU = (8, 0)
-"""The lowest compute capability that Triton in XLA compiles for, that of Ampere. A T4 has 7.5: XLA refuses such a program."""
+"""The lowest compute capability that Triton in XLA compiles for: Ampere's.
+
+A T4 has 7.5, and XLA refuses such a program.
+"""
 
 _LOGGER = logging.getLogger(__name__)
 
 
 def _import_triton() -> tuple[Any, str]:
-    """Return Pallas Triton, or None and why there is none."""
+    """Return Pallas Triton and "", or None and the reason why there is none."""
     try:
         module = importlib.import_module("jax.experimental.pallas.triton")
         absent = [name for name in ("CompilerParams", "load", "store") if not hasattr(module, name)]
@@ -36,17 +40,18 @@ def _import_triton() -> tuple[Any, str]:
 
 
 triton, WHY_NO_TRITON = _import_triton()
-"""Pallas Triton, None where JAX has none; and why, which is empty where it has."""
+"""The module Pallas Triton, or None if JAX has none; and the reason, which is then not empty."""
 
 
 @dataclass(frozen=True)
 class KernelStatus:
-    """Whether attention to a cache is a Pallas kernel on a platform.
+    """The answer whether attention to a cache is a Pallas kernel on a platform.
 
     Attributes:
         platform: ``cuda``, ``rocm``, ``tpu`` or ``cpu``.
-        is_used: whether it is. Where it is not, attention is plain JAX: the same result, more slowly on an accelerator.
-        reason: which kernel it is, or why it is none.
+        is_used: whether the kernel is used. If not, attention is plain JAX: the same result, but
+            slower on an accelerator.
+        reason: the name of the kernel, or the reason why none is used.
     """
 
     platform: str
@@ -54,19 +59,20 @@ class KernelStatus:
     reason: str
 
 
-_ONLY_NVIDIA = "the kernel for GPUs has been written for NVIDIA's"
+_ONLY_NVIDIA = "the GPU kernel supports NVIDIA GPUs only"
 
 
 def kernels_status(platform: str | None = None, capability: tuple[int, int] | None = None) -> KernelStatus:
     """Return whether attention to a cache is a Pallas kernel on a platform, and why.
 
     Args:
-        platform: ``cuda``, ``rocm``, ``tpu`` or ``cpu``. None: that of this process's first device, which starts JAX's backend.
-        capability: of a ``cuda`` device, its compute capability as (major, minor). None: with ``platform`` None the lowest of
-            this process's GPUs, otherwise one that is new enough.
+        platform: ``cuda``, ``rocm``, ``tpu`` or ``cpu``. None: the platform of this process's first
+            device, which starts JAX's backend.
+        capability: the compute capability of a ``cuda`` device as (major, minor). None: the lowest
+            of this process's GPUs if ``platform`` is None, or else one that is new enough.
 
     Raises:
-        InputError: the platform is another one, or has no compute capability.
+        InputError: The platform is unknown, or has no compute capability.
 
     Examples:
         >>> from specjax.models.attention import kernels_status
@@ -76,7 +82,7 @@ def kernels_status(platform: str | None = None, capability: tuple[int, int] | No
         False
     """
     if capability is not None and platform != "cuda":
-        raise InputError(f"capability={capability}: is of a GPU of NVIDIA's; give platform='cuda' with it, or leave it out")
+        raise InputError(f"capability={capability}: it belongs to an NVIDIA GPU; give platform='cuda' with it, or leave it out")
     if platform is None:
         platform = _platform_of(jax.devices()[0])
         capability = lowest_capability(jax.devices())
@@ -89,13 +95,14 @@ def kernels_status(platform: str | None = None, capability: tuple[int, int] | No
         return KernelStatus(platform, False, _ONLY_NVIDIA)
     if platform == "cpu":
         return KernelStatus(platform, False, "Pallas compiles for TPUs and GPUs only")
-    raise InputError(f"platform={platform!r}: give cuda, rocm, tpu or cpu, or None for this process's own")
+    raise InputError(f"platform={platform!r}: give cuda, rocm, tpu or cpu, or None for this process's platform")
 
 
 def takes_triton(mesh: Mesh | None) -> bool:
-    """Return whether attention to a cache on ``mesh`` is the Triton kernel, where the program is lowered for NVIDIA's GPUs.
+    """Return whether attention to a cache on ``mesh`` is the Triton kernel on NVIDIA GPUs.
 
-    Says so once in the log if it is not, and the program is for GPUs. Call it while the attention is traced.
+    If it is not, and the program is for GPUs, a warning is logged once. Call this while the
+    attention is traced.
     """
     devices = _gpus_of(mesh)
     is_for_gpus = bool(devices) or _is_traced_for_gpus()
@@ -105,17 +112,18 @@ def takes_triton(mesh: Mesh | None) -> bool:
     if is_for_gpus and reason:
         _log_once(reason)
     elif is_for_gpus:
-        # JAX warns of Pallas Triton's end wherever it is lowered, which is after this and outside of our code. Which kernel
-        # runs is our choice, made knowing this: who turns warnings into errors should not get one that only we can mend. It is
-        # hidden here, and not when this module is imported, since pytest forgets filters that were set before a test.
+        # JAX warns of Pallas Triton's end whenever it is lowered, which happens after this and
+        # outside of our code. We chose the kernel in full knowledge of it, so users who turn
+        # warnings into errors should not fail on one that only we can fix. The filter is set here,
+        # not at import: pytest resets filters that were set before a test.
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     return not reason
 
 
 def lowest_capability(devices: Iterable[Any]) -> tuple[int, int] | None:
-    """Return the lowest compute capability of NVIDIA's GPUs among ``devices``; None where there are none."""
+    """Return the lowest compute capability of the NVIDIA GPUs among ``devices``, or None."""
     versions = [str(getattr(device, "compute_capability", "")).split(".") for device in devices if device.platform == "gpu"]
-    # Of AMD's GPUs it is the name of an architecture, such as gfx942.
+    # On AMD GPUs the attribute is the name of an architecture, such as gfx942.
     return min(((int(major), int(*minor or "0")) for major, *minor in versions if major.isdigit()), default=None)
 
 
@@ -129,7 +137,7 @@ def _why_not_on_cuda(capability: tuple[int, int] | None) -> str:
 
 
 def _gpus_of(mesh: Mesh | None) -> list[jax.Device]:
-    """Return the GPUs that a program on ``mesh`` is for: those of the mesh, or this process's where it has none."""
+    """Return the GPUs that a program on ``mesh`` runs on; without a mesh, this process's."""
     devices = mesh.devices.flat if isinstance(mesh, Mesh) else _local_gpus()
     return [device for device in devices if device.platform == "gpu"]
 
@@ -138,18 +146,21 @@ def _gpus_of(mesh: Mesh | None) -> list[jax.Device]:
 def _local_gpus() -> tuple[jax.Device, ...]:
     try:
         return tuple(jax.local_devices(backend="gpu"))
-    except RuntimeError:  # how JAX says that there are none
+    except RuntimeError:  # JAX raises it if there are no GPUs
         return ()
 
 
 def _is_traced_for_gpus() -> bool:
-    """Whether the program is traced for GPUs that are not there: see `jax.sharding.use_abstract_mesh`."""
+    """Return True if the program is traced for GPUs that this machine need not have.
+
+    See `jax.sharding.use_abstract_mesh`.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.platform == "gpu"
 
 
 def _platform_of(device: jax.Device) -> str:
-    """``gpu`` is what JAX calls those of both makers."""
+    """Return the platform of a device. JAX calls GPUs of both makers ``gpu``."""
     if device.platform != "gpu":
         return device.platform
     return "cuda" if lowest_capability([device]) else "rocm"
@@ -157,4 +168,4 @@ def _platform_of(device: jax.Device) -> str:
 
 @functools.cache
 def _log_once(reason: str) -> None:
-    _LOGGER.warning("attention is plain JAX on GPUs, without a kernel of its own: %s", reason)
+    _LOGGER.warning("attention uses plain JAX on GPUs, without a kernel: %s", reason)

@@ -1,4 +1,4 @@
-"""What is attended to, in pieces: the slots of a cache, the scratch of a draft, and what a call adds itself."""
+"""The pieces that attention reads: a cache's slots, a draft's scratch, the call's own tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +8,17 @@ from jax.sharding import Mesh
 from specjax.models.cache import Cache, Entry, PagedCache, by_group, groups_of, read_pages
 
 BLOCK = 512
-"""Slots of a short cache that are attended to at a time; see `block_width`."""
+"""The number of slots of a short cache that attention reads at a time; see `block_width`."""
 
 LOOP = "cache_blocks"
-"""What the loop over them is called in a compiled program."""
+"""The name of the loop over the blocks of a cache in a compiled program."""
 
 
 def block_width(slots: int, block: int) -> int:
-    """How many slots of a cache with ``slots`` are attended to at a time; ``block`` of a short one.
+    """Return how many slots of a cache with ``slots`` slots to read at a time.
 
-    The last block is read whole, however few of its slots are filled: so only a long cache has wider ones.
+    It is ``block`` for a short cache. The last block is read whole, even if few of its slots are
+    filled, so only a long cache has wider ones.
     """
     return min(slots, block if slots < 8 * block else 2 * block)
 
@@ -27,11 +28,13 @@ class Filled:
     """The slots of a cache, as attention reads them.
 
     Attributes:
-        entry: ``[B, heads, S, dim]`` each part; with a table, pools ``[pages, heads, page, dim]``.
-        count: ``[B]`` how many slots of each row hold something: the first ones.
-        since: ``[B|1, T|1]`` the first slot that each query sees. None: all see all that is filled.
-        table: ``[B, n]`` the pages of each row, as in `PagedCache`. None: the slots lie side by side.
-        mesh: static, where the entry lives.
+        entry: the parts of the entries, ``[B, heads, S, dim]`` each; with a table, pools
+            ``[pages, heads, page, dim]``.
+        count: ``[B]`` the number of filled slots of each row: the first ones.
+        since: ``[B|1, T|1]`` the first slot that each query sees. None: all filled slots are
+            visible.
+        table: ``[B, n]`` the pages of each row, as in `PagedCache`. None: the slots are contiguous.
+        mesh: static, the mesh that the entry is on.
     """
 
     entry: Entry
@@ -42,20 +45,21 @@ class Filled:
 
     @classmethod
     def of(cls, cache: Cache, layer: int, since: jax.Array | None = None, mesh: Mesh | None = None) -> "Filled":
-        """What a ``cache`` holds of a layer, which is a number in ``cache.layers``."""
+        """Return the slots of one layer of a cache; ``layer`` is an index of ``cache.layers``."""
         table = cache.table if isinstance(cache, PagedCache) else None
         return cls(cache.layers[layer], cache.filled, since, table, mesh)
 
     @property
     def slots(self) -> int:
-        """Slots of a row, S."""
+        """The number of slots of a row, S."""
         slots = self.entry[0].shape[2]
         return slots if self.table is None else slots * self.table.shape[1]
 
     def block_width(self, block: int) -> int:
-        """How many slots are attended to at a time, as the function of that name says; of a cache in pages, whole pages.
+        """Return how many slots to read at a time, as `block_width`; whole pages if paged.
 
-        Pages are put side by side before they are attended to: blocks of them are narrower, so that few are put there in vain.
+        Pages are copied to contiguous memory before attention reads them. Their blocks are
+        narrower, so that fewer unfilled slots are copied in vain.
         """
         if self.table is None:
             return block_width(self.slots, block)
@@ -63,10 +67,11 @@ class Filled:
         return min(self.slots, -(-block // (4 * page)) * page)
 
     def block(self, start: jax.Array | int, width: int) -> tuple[Entry, jax.Array]:
-        """The entries of ``width`` slots that include those from ``start`` on, and ``[B, T|1, width]`` bool, which are visible.
+        """Return the entries of ``width`` slots, and ``[B, T|1, width]`` bool, which are visible.
 
-        The last block of a cache begins earlier than asked, so that it ends with the cache; what an earlier block has shown is
-        hidden in it. Of a cache in pages, ``start`` and ``width`` are whole numbers of pages.
+        The slots include those from ``start`` on. The last block of a cache begins earlier than
+        ``start``, so that it ends with the cache; the slots that an earlier block has shown are
+        masked in it. In a paged cache ``start`` and ``width`` must be whole numbers of pages.
         """
         first = jnp.minimum(start, self.slots - width)
         number = first + jnp.arange(width)
@@ -80,13 +85,17 @@ class Filled:
         pages = jax.lax.dynamic_slice_in_dim(self.table, first // page, width // page, axis=1)
 
         def read(pool: jax.Array) -> jax.Array:
-            found = by_group(read_pages, groups_of(self.mesh), pool, pages)
-            # What lies in a page beyond the text is another's, NaN perhaps, and 0 times NaN is NaN.
-            return jnp.where(is_filled.reshape(len(found), 1, width, *(1,) * (found.ndim - 3)), found, 0)
+            tokens = by_group(read_pages, groups_of(self.mesh), pool, pages)
+            # A page may hold stale values of another text beyond the filled slots. They may be NaN,
+            # and a weight of 0 does not remove these, since 0 times NaN is NaN.
+            return jnp.where(is_filled.reshape(len(tokens), 1, width, *(1,) * (tokens.ndim - 3)), tokens, 0)
 
         return jax.tree.map(read, self.entry), visible
 
 
 Piece = tuple[Entry, jax.Array | None] | Filled
-"""What one layer remembers of some tokens, to attend to, and ``[B|1, T|1, S]`` bool, which of them each query sees. None: there
-is one for each query, its own, and it sees no other. Or the slots of a cache."""
+"""The entries of some tokens in one layer, and their mask; or the slots of a cache.
+
+The mask is ``[B|1, T|1, S]`` bool: which of the S tokens each query sees. None: there is one token
+for each query, its own, and the query sees no other.
+"""

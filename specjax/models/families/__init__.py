@@ -51,11 +51,11 @@ FAMILIES: dict[str, Family] = {
     "mistral3": replace(MISTRAL3, by_inner_type={"mistral": MISTRAL_THAT_SEES}),
     "seed_oss": SEED_OSS,
 }
-"""By the ``model_type`` of config.json."""
+"""The families by the ``model_type`` of config.json."""
 
-_KEEPS_A_STATE = "it has layers that keep a state of another kind than Qwen3.5's"
-_MIXES_STREAMS = "it has several residual streams (AltUp) and a residual of low rank (LAuReL), which are not made here"
-_OTHER_EXPERTS = "its experts are routed or stored in a way that is not made here"
+_KEEPS_A_STATE = "its layers keep a state of another kind than Qwen3.5's"
+_MIXES_STREAMS = "its residual streams (AltUp) and low-rank residual (LAuReL) are not implemented"
+_OTHER_EXPERTS = "its experts are routed or stored in a way that is not implemented"
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "bamba", "zamba2", "nemotron_h"), _KEEPS_A_STATE),
@@ -63,4 +63,4 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _MIXES_STREAMS),
     **dict.fromkeys(("llama4", "llama4_text", "mixtral", "granitemoe", "phimoe", "glm4_moe", "deepseek_v2"), _OTHER_EXPERTS),
 }
-"""Model types that are known and cannot be loaded, and why."""
+"""The known model types that cannot be loaded, and the reason."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1 (arXiv 2412.19437): latent attention, experts in groups, and modules that predict further tokens."""
+"""DeepSeek-V3 and R1 (arXiv 2412.19437): latent attention, experts in groups, and MTP modules."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,8 @@ _FIELDS: dict[str, Field] = {
     "scoring_func": text("sigmoid", default="sigmoid"),
     "topk_method": text("noaux_tc", default="noaux_tc"),
     "norm_topk_prob": flag(default=True),
-    "routed_scaling_factor": number(1e-6, 1e6),  # no default: no tensor would show that it is wrong, and so with the next two
+    # These three have no default: no tensor would show that it is wrong.
+    "routed_scaling_factor": number(1e-6, 1e6),
     "n_group": whole(1, 100_000),
     "topk_group": whole(1, 100_000),
     "first_k_dense_replace": whole(0, 10_000, default=0),
@@ -79,7 +80,7 @@ def _format(config: ModelConfig) -> dict[str, Any]:
             "topk_group": moe.groups_kept,
             "first_k_dense_replace": len(moe.dense_layers),
             "moe_layer_freq": 1,
-            "num_nextn_predict_layers": 0,  # such modules are no part of the target, and are not written with it
+            "num_nextn_predict_layers": 0,  # MTP modules are not part of the target, and not saved
         }
     return raw
 

@@ -1,4 +1,4 @@
-"""What families have in common in which most layers have linear attention: Gated DeltaNet beside full attention with gates."""
+"""The common parts of families with Gated DeltaNet in most layers, and gated full attention."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ LINEAR = "linear_attention"
 """The kind of layers that keep a state, as ``layer_types`` names it."""
 
 MODULES = "mtp."
-"""How the names of the tensors of modules begin that predict further tokens."""
+"""The prefix of the names of MTP modules' tensors."""
 
 FIELDS: dict[str, Field] = {
     "linear_conv_kernel_dim": whole(2, 1000),
@@ -24,9 +24,9 @@ FIELDS: dict[str, Field] = {
     "partial_rotary_factor": number(0.01, 1),
     "attn_output_gate": Field("left out, or true", lambda value: value is True, default=True),
     "use_cache": flag(default=True),
-    "hidden_act": text("silu", "swish", default="silu"),  # which their linear attention is written for
+    "hidden_act": text("silu", "swish", default="silu"),  # their linear attention has SiLU built in
 }
-"""The fields of config.json that all of them have."""
+"""The fields of config.json that all of these families have."""
 
 DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
@@ -46,19 +46,19 @@ ALIKE: dict[str, Any] = {
     "turns_parts": True,
     "left_over": lambda _: (f"{MODULES}*",),
 }
-"""What of a `Family` is alike in all of them."""
+"""The fields of `Family` that are the same in all of these families."""
 
 CONVOLUTION = Fused("conv1d.weight", ("conv_q.weight", "conv_k.weight", "conv_v.weight"), axis=0)
-"""One tensor for what goes over queries, keys and values."""
+"""The one tensor of the convolution over queries, keys and values."""
 
 
 def parse(fields: Mapping[str, Any], *, by_key_head: bool) -> dict[str, Any]:
-    """The fields of `ModelConfig` that all of them have."""
+    """Return the fields of `ModelConfig` that all of these families have."""
     kinds, interval = fields["layer_types"], fields["full_attention_interval"]
     if kinds is None:
         kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(fields["num_hidden_layers"])]
     if kinds == [LINEAR] * fields["num_hidden_layers"]:
-        raise CheckpointError(f"layer_types: all are {LINEAR!r}, and a layer with ordinary attention is needed: name one")
+        raise CheckpointError(f"layer_types: all are {LINEAR!r}: at least one must be {FULL!r}")
     if fields["linear_num_value_heads"] % fields["linear_num_key_heads"]:
         raise CheckpointError(
             f"linear_num_value_heads={fields['linear_num_value_heads']}: must be a multiple of "
@@ -78,14 +78,14 @@ def parse(fields: Mapping[str, Any], *, by_key_head: bool) -> dict[str, Any]:
 
 
 def format_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields of config.json that `parse` reads."""
-    said = {
+    """Return the fields of config.json that `parse` reads."""
+    fields = {
         "layer_types": [LINEAR if config.is_linear(layer) else FULL for layer in range(config.num_layers)],
         "partial_rotary_factor": config.rope.turned,
     }
     if (sizes := config.linear) is None:  # as in a module of one layer
-        return said
-    return said | {
+        return fields
+    return fields | {
         "linear_conv_kernel_dim": sizes.kernel,
         "linear_key_head_dim": sizes.key_dim,
         "linear_value_head_dim": sizes.value_dim,

@@ -1,4 +1,4 @@
-"""What families with experts have in common."""
+"""The common parts of families with experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +12,11 @@ FIELDS: dict[str, Field] = {
     "num_experts_per_tok": whole(1, 100_000),
     "moe_intermediate_size": whole(1, 10_000_000),
 }
-"""The fields of config.json that all of them have."""
+"""The fields of config.json that all families with experts have."""
 
 
 def format_experts(moe: MoE) -> dict[str, Any]:
-    """The fields of config.json that all of them write."""
+    """Return the fields of config.json that all families with experts write."""
     return {
         "num_experts_per_tok": moe.experts_per_token,
         "moe_intermediate_size": moe.intermediate_size,
@@ -32,16 +32,16 @@ DENSE_FIELDS: dict[str, Field] = {
         default=None,
     ),
 }
-"""Those that say which layers have none, in families where some may not."""
+"""The fields that say which layers are dense, in families where some may be."""
 
 
 def dense_layers(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """The layers without experts, by `DENSE_FIELDS`."""
+    """Return the layers without experts, from `DENSE_FIELDS`."""
     dense, step = fields["mlp_only_layers"] or (), fields["decoder_sparse_step"]
     return tuple(layer for layer in range(fields["num_hidden_layers"]) if layer in dense or (layer + 1) % step)
 
 
-# --- Qwen's, with one more expert that every token goes to, through a gate ------------------------------------------------
+# --- Qwen's experts, and one shared expert with a gate -------------------------------------------
 
 SHARED_FIELDS: dict[str, Field] = {
     **FIELDS,
@@ -55,11 +55,11 @@ FUSED = (
     Fused("mlp.experts.gate_up_proj", ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
     Fused("mlp.experts.down_proj", ("mlp.experts.{}.down_proj.weight",)),
 )
-"""Tensors of all experts, as some files have them; others have one for each expert."""
+"""Tensors of all experts, which some files have; other files have a tensor for each expert."""
 
 
 def parse_shared(fields: Mapping[str, Any], dense_layers: tuple[int, ...] = ()) -> MoE:
-    """The experts that `SHARED_FIELDS` say."""
+    """Return the experts that `SHARED_FIELDS` describe."""
     size, shared = fields["moe_intermediate_size"], fields["shared_expert_intermediate_size"]
     if shared % size:
         raise InputError(f"shared_expert_intermediate_size={shared}: must be a multiple of moe_intermediate_size={size}")
@@ -75,8 +75,8 @@ def parse_shared(fields: Mapping[str, Any], dense_layers: tuple[int, ...] = ()) 
 
 
 def format_shared(config: ModelConfig) -> dict[str, Any]:
-    """The fields of config.json that `parse_shared` reads."""
+    """Return the fields of config.json that `parse_shared` reads."""
     if (moe := config.moe) is None:
         return {}
-    own = {"num_experts": moe.num_experts, "shared_expert_intermediate_size": moe.shared_experts * moe.intermediate_size}
-    return format_experts(moe) | own
+    sizes = {"num_experts": moe.num_experts, "shared_expert_intermediate_size": moe.shared_experts * moe.intermediate_size}
+    return format_experts(moe) | sizes

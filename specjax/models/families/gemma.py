@@ -1,4 +1,4 @@
-"""What the Gemma families have in common."""
+"""The common parts of the Gemma families."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ COMMON_FIELDS: dict[str, Field] = {
     "hidden_activation": text(GELU, default=GELU),
     "final_logit_softcapping": number(1e-6, 1e6, default=None),
 }
-"""The fields of config.json that all of them have."""
+"""The fields of config.json that all Gemma families have."""
 
 FIELDS: dict[str, Field] = {
     **COMMON_FIELDS,
@@ -33,23 +33,23 @@ DEFAULTS: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
-"""What transformers takes for Gemma 2 and 3; published files leave much out."""
+"""The defaults of transformers for Gemma 2 and 3; published files leave many fields out."""
 
 SWITCHES: dict[str, Any] = {"activation": "gelu_tanh", "norms": "both", "norm_offset": 1.0}
 
 
 def parse_common(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `ModelConfig` that all of them have."""
+    """Return the fields of `ModelConfig` that all Gemma families have."""
     return {"embedding_scale": fields["hidden_size"] ** 0.5, "logit_cap": fields["final_logit_softcapping"]}
 
 
 def format_common(config: ModelConfig) -> dict[str, Any]:
-    """The fields of config.json that all of them have."""
+    """Return the fields of config.json that all Gemma families have."""
     return {"hidden_act": GELU, "hidden_activation": GELU, "final_logit_softcapping": config.logit_cap}
 
 
 def parse(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `ModelConfig` that Gemma 2 and 3 have."""
+    """Return the fields of `ModelConfig` that Gemma 2 and 3 have."""
     return parse_common(fields) | {
         "attention_scale": fields["query_pre_attn_scalar"] ** -0.5,
         "score_cap": fields["attn_logit_softcapping"],
@@ -57,10 +57,11 @@ def parse(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields of config.json that Gemma 2 and 3 have."""
+    """Return the fields of config.json that Gemma 2 and 3 have."""
     if config.attention_scale is None:
-        raise CheckpointError(f"attention_scale=None: a {config.model_type} checkpoint says it: give head_dim ** -0.5")
+        raise CheckpointError(f"attention_scale=None: a {config.model_type} checkpoint needs it: give head_dim ** -0.5")
     scalar = config.attention_scale**-2
+    # A whole number if it gives the same scale: rounding in ** must not change what is read again.
     return format_common(config) | {
         "query_pre_attn_scalar": round(scalar) if round(scalar) ** -0.5 == config.attention_scale else scalar,
         "attn_logit_softcapping": config.score_cap,

@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv 2408.00118): norms around attention and MLP, capped scores and logits, windows in every other layer."""
+"""Gemma 2 (arXiv 2408.00118): norms around attention and MLP, soft caps, alternating windows."""
 
 from specjax.models.families import gemma
 from specjax.models.families.base import Family

@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv 2503.19786), its text part: a Gemma 2 with norms of queries and keys, and one full layer in six."""
+"""Gemma 3 (arXiv 2503.19786), text model: Gemma 2 with QK norms and one full layer in six."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +21,7 @@ _FIELDS: dict[str, Field] = {
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     ropes = parse_by_kind(fields, _ROPES)
     layers = layers_by_kind(fields, Layer(rope=ropes[FULL]))
-    # transformers has attn_logit_softcapping in its configuration, and never applies it.
+    # transformers' configuration has attn_logit_softcapping, but the model never applies it.
     return gemma.parse(fields) | {"score_cap": None, "rope": ropes[WINDOWED], "layers": layers}
 
 
@@ -47,4 +47,4 @@ GEMMA3_TEXT = Family(
 GEMMA3 = replace(
     GEMMA3_TEXT, nested="text_config", prefixes=("model.language_model.", "language_model.model.", "language_model.")
 )
-"""With a model that sees beside it, which is left unread."""
+"""The text model inside a model with a vision tower, which is not read."""

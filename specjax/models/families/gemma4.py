@@ -1,8 +1,9 @@
-"""Gemma 4 (Google DeepMind, 2026), its text part: E2B, E4B, 12B, 26B-A4B and 31B.
+"""Gemma 4 (Google DeepMind, 2026), text model: E2B, E4B, 12B, 26B-A4B and 31B.
 
-Windows in most layers, with a RoPE of their own; full layers have larger heads, of which a quarter is turned. The last layers
-of E2B and E4B attend to the entries of earlier ones and remember nothing, and every layer is given inputs of each token. In the
-larger models the full layers' values are their keys; 26B-A4B has experts beside each MLP.
+Most layers have a sliding window and a RoPE of their own; full layers have larger heads, of which a
+quarter is rotated. The last layers of E2B and E4B attend to the entries of earlier layers and have
+none themselves, and every layer has an input of its own for each token. In the larger models the
+values of full layers are their keys; 26B-A4B has experts beside each MLP.
 """
 
 from collections.abc import Mapping
@@ -43,12 +44,14 @@ _OVERRIDES: dict[str, Field] = {
 
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     if fields["layer_types"][-1] != FULL:
-        raise InputError(f"layer_types: the last is {fields['layer_types'][-1]!r}: the last layer of this model_type is full")
+        raise InputError(
+            f"layer_types: the last is {fields['layer_types'][-1]!r}: the last layer must be {FULL!r} in this model_type"
+        )
     if fields["rope_scaling"]:
         raise InputError(
-            f"rope_scaling={show(fields['rope_scaling'])}: this model_type has its ropes in rope_parameters alone: write it so"
+            f"rope_scaling={show(fields['rope_scaling'])}: this model_type reads rope_parameters alone: write it there"
         )
-    ropes, moe = parse_by_kind({**fields, "rope_theta": None}, _ROPES), None  # rope_theta alone is not read either
+    ropes, moe = parse_by_kind({**fields, "rope_theta": None}, _ROPES), None  # nor is rope_theta
     if fields["enable_moe_block"]:
         sizes = {name: fields[name] for name in ("num_experts", "top_k_experts", "moe_intermediate_size")}
         if missing := [name for name, value in sizes.items() if value is None]:
@@ -66,37 +69,38 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_layers(fields: Mapping[str, Any], rope: Rope) -> tuple[Layer, ...]:
     kinds, shared = fields["layer_types"], fields["num_kv_shared_layers"]
-    own = len(kinds) - shared
-    if shared and (own < 1 or set(kinds[:own]) != set(kinds)):
-        raise InputError(
-            f"num_kv_shared_layers={shared}: before those there must be a layer of every kind, whose entries they read"
-        )
+    num_own = len(kinds) - shared
+    if shared and (num_own < 1 or set(kinds[:num_own]) != set(kinds)):
+        raise InputError(f"num_kv_shared_layers={shared}: a layer of every kind must come before them: they read its entries")
     wide = 2 * fields["intermediate_size"] if fields["use_double_wide_mlp"] else None
     full: dict[str, Any] = {"rope": rope, "keys_are_values": fields["attention_k_eq_v"] or None}
     if fields["per_layer_config"] is None:
         full["head_dim"] = fields["global_head_dim"] or 512
         full["num_kv_heads"] = fields["num_global_key_value_heads"] if fields["attention_k_eq_v"] else None
     # Layer 5 is "5", or "05" where there are more than ten.
-    overrides = {name.lstrip("0") or "0": said for name, said in (fields["per_layer_config"] or {}).items()}
+    overrides = {name.lstrip("0") or "0": override for name, override in (fields["per_layer_config"] or {}).items()}
     layers = []
     for index, kind in enumerate(kinds):
         layer = dict(full) if kind == FULL else {}
         layer |= _override(overrides.get(str(index)), index)
-        if index >= own:
-            layer |= {"entries_of": own - 1 - kinds[:own][::-1].index(kind), "intermediate_size": wide}
+        if index >= num_own:
+            layer |= {"entries_of": num_own - 1 - kinds[:num_own][::-1].index(kind), "intermediate_size": wide}
         layers.append(Layer(**layer))
     return tuple(layers)
 
 
-def _override(said: Any, layer: int) -> dict[str, Any]:
-    """What ``per_layer_config`` says of a layer: transformers 5 writes it in place of the ``global_`` fields."""
-    if said is None:
+def _override(override: Any, layer: int) -> dict[str, Any]:
+    """Return the fields of `Layer` that ``per_layer_config`` sets for one layer.
+
+    transformers 5 writes it in place of the ``global_`` fields.
+    """
+    if override is None:
         return {}
-    if not isinstance(said, dict) or said.keys() - _OVERRIDES.keys():
+    if not isinstance(override, dict) or override.keys() - _OVERRIDES.keys():
         raise InputError(f"per_layer_config.{layer}: must be an object with {' and '.join(_OVERRIDES)}")
-    found = check_fields(said, _OVERRIDES, "config.json", f"per_layer_config.{layer}.")
+    values = check_fields(override, _OVERRIDES, "config.json", f"per_layer_config.{layer}.")
     names = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
-    return {names[name]: value for name, value in found.items() if value is not None}
+    return {names[name]: value for name, value in values.items() if value is not None}
 
 
 def _format(config: ModelConfig) -> dict[str, Any]:
@@ -129,7 +133,10 @@ def _format(config: ModelConfig) -> dict[str, Any]:
 
 
 def _left_over(config: ModelConfig) -> tuple[str, ...]:
-    """Published files have keys and values of layers that read those of others."""
+    """Return the patterns of keys and values of layers that read another layer's entries.
+
+    Published files have them.
+    """
     shared = [i for i in range(config.num_layers) if config.entries_of(i) != i]
     names = ("k_proj", "v_proj", "k_norm", "v_norm")
     return tuple(f"*.layers.{layer}.self_attn.{name}.weight" for layer in shared for name in names)
@@ -178,4 +185,4 @@ GEMMA4_TEXT = Family(
 )
 
 GEMMA4 = replace(GEMMA4_TEXT, nested="text_config", prefixes=("model.language_model.",))
-"""With models that see and hear beside it, which are left unread."""
+"""The text model inside a multimodal model, whose other towers are not read."""

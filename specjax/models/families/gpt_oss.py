@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI, 2025, arXiv 2508.10925): attention sinks, windows in every other layer, experts with a clamped unit."""
+"""gpt-oss (OpenAI, 2025, arXiv 2508.10925): sinks, alternating windows, experts with clamping."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,7 @@
-"""Granite 3 and 4 (IBM, 2024), dense: a Llama with factors of embeddings, scores, residuals and logits."""
+"""Granite 3 and 4 (IBM, 2024), dense: Llama with factors of embeddings, scores and logits.
+
+A fourth factor scales what a layer adds to the residual stream.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Ministral 3 (Mistral, 2025): a Mistral with YaRN, whose queries grow with their position (as Llama 4's)."""
+"""Ministral 3 (Mistral, 2025): Mistral with YaRN; queries grow with position, as in Llama 4."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,12 +26,12 @@ _GROWTH = number(0, 100)
 
 
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
-    _, said = said_of_rope(fields)
-    rope, beta = parse_rope(fields, _THETA), said.get(_BETA, 0.0)
+    _, rope_fields = said_of_rope(fields)
+    rope, beta = parse_rope(fields, _THETA), rope_fields.get(_BETA, 0.0)
     if not _GROWTH.accepts(beta):
         raise CheckpointError(f"rope_parameters.{_BETA}={show(beta)}: must be {_GROWTH.expected}")
     if beta and rope.original_max_positions is None:
-        raise CheckpointError(f"rope_parameters.{_BETA}={beta}: needs a rope type with original_max_position_embeddings: yarn")
+        raise CheckpointError(f"rope_parameters.{_BETA}={beta}: it needs original_max_position_embeddings: give rope type yarn")
     return {"rope": replace(rope, query_growth=float(beta))}
 
 
@@ -64,4 +64,4 @@ MISTRAL3 = replace(
     prefixes=("model.language_model.", "language_model.model."),
     fields={"model_type": text("ministral3", "mistral")},
 )
-"""With a model that sees beside it, which is left unread."""
+"""The text model inside a model with a vision tower, which is not read."""

@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023, arXiv 2310.06825): a Llama whose layers may all have a sliding window."""
+"""Mistral (Jiang et al. 2023, arXiv 2310.06825): Llama whose layers may have a sliding window."""
 
 from dataclasses import replace
 
@@ -12,4 +12,7 @@ MISTRAL = Family(
 )
 
 MISTRAL_THAT_SEES = replace(MISTRAL, nested="text_config", prefixes=("model.language_model.", "language_model.model."))
-"""With a model that sees beside it, which is left unread: Mistral Small 3.1 and 3.2, whose files are of type ``mistral3``."""
+"""The text model of Mistral Small 3.1 and 3.2, whose files are of type ``mistral3``.
+
+The vision tower is not read.
+"""

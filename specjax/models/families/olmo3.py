@@ -1,4 +1,7 @@
-"""OLMo 3 (Ai2, 2025): norms after attention and MLP, one norm over all heads of a token, windows in three layers of four."""
+"""OLMo 3 (Ai2, 2025): norms after attention and MLP, and windows in three layers of four.
+
+One QK norm covers all heads of a token.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,13 +21,15 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_one_theta(fields: Mapping[str, Any]) -> None:
-    """Refuse older files whose one theta is not the default: transformers 4 used it in all layers, and transformers 5 uses the
-    default in those with a window."""
+    """Refuse older files with one ``rope_theta`` that is not the default.
+
+    transformers 4 used it in all layers; transformers 5 uses the default in layers with a window.
+    """
     theta, windowed = fields["rope_theta"], (fields["rope_parameters"] or {}).get(WINDOWED)
-    told = isinstance(windowed, dict) and windowed.get("rope_theta") is not None
-    if theta not in (None, _ROPE.theta) and not told and WINDOWED in fields["layer_types"]:
+    has_theta = isinstance(windowed, dict) and windowed.get("rope_theta") is not None
+    if theta not in (None, _ROPE.theta) and not has_theta and WINDOWED in fields["layer_types"]:
         raise CheckpointError(
-            f"rope_theta={theta}: transformers 5 does not use it in layers with a window, and earlier versions did: give "
+            f"rope_theta={theta}: transformers 5 ignores it in layers with a window, and transformers 4 did not: give "
             f"rope_parameters of {FULL!r} and {WINDOWED!r}, each with the rope_theta that the model was trained with"
         )
 

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905): a Llama with fused projections; heads may be turned in part."""
+"""Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905): Llama with fused projections, partial RoPE."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,21 +12,21 @@ _FIELDS: dict[str, Field] = {"partial_rotary_factor": number(0.01, 1, default=No
 
 
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
-    _, said = said_of_rope(fields)
-    kind = said.get("rope_type") or said.get("type") or "default"
-    if kind in ("longrope", "su", "yarn"):  # by the last Phi-3 means the first
+    _, rope_fields = said_of_rope(fields)
+    kind = rope_fields.get("rope_type") or rope_fields.get("type") or "default"
+    if kind in ("longrope", "su", "yarn"):  # Phi-3's "yarn" means longrope
         raise CheckpointError(
             f"rope type {kind!r} of Phi-3 is not supported: its factors depend on the length of the whole text, and would "
             "change keys that are cached already: give a model without it, such as phi-4 or Phi-3-mini-4k-instruct"
         )
     if kind != "default":
-        raise CheckpointError("rope_scaling: must be left out: Phi-3 has no other than longrope, which is not supported")
+        raise CheckpointError("rope_scaling: must be left out: Phi-3 supports only longrope there, which is not supported here")
     check_turned(fields)
     return {}
 
 
 def _format(config: ModelConfig) -> dict[str, Any]:
-    # What transformers takes for padding is beyond smaller vocabularies.
+    # transformers' default padding id does not exist in smaller vocabularies.
     return {"partial_rotary_factor": config.rope.turned, "pad_token_id": None}
 
 

@@ -1,4 +1,4 @@
-"""Qwen2 (Yang et al. 2024, arXiv 2407.10671): a Llama with biases of queries, keys and values; and MiMo (arXiv 2505.07608)."""
+"""Qwen2 (Yang et al. 2024, arXiv 2407.10671): Llama with QKV biases. MiMo (arXiv 2505.07608)."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ QWEN2 = Family(
 )
 
 MIMO_MODULES = "model.mtp_layers."
-"""How the names of MiMo's MTP modules begin."""
+"""The prefix of the names of MiMo's MTP modules."""
 
 MIMO = replace(QWEN2, left_over=lambda _: (f"{MIMO_MODULES}*",))
-"""A Qwen2 with modules beside it that predict further tokens."""
+"""Qwen2 with MTP modules."""

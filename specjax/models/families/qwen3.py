@@ -1,4 +1,4 @@
-"""Qwen3 (Yang et al. 2025, arXiv 2505.09388): a Llama with norms of queries and keys."""
+"""Qwen3 (Yang et al. 2025, arXiv 2505.09388): Llama with QK norms."""
 
 from specjax.models.families.base import Family
 

@@ -1,5 +1,7 @@
-"""Qwen3.5 and 3.6 (Qwen team, 2026), their text part: three layers of linear attention to one of full attention, dense or with
-experts."""
+"""Qwen3.5 and 3.6 (Qwen team, 2026), text model: three linear-attention layers to one full layer.
+
+The models are dense or have experts.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -48,7 +50,7 @@ QWEN3_5_TEXT = Family(
 )
 
 QWEN3_5 = replace(QWEN3_5_TEXT, nested="text_config", prefixes=(_NESTED,))
-"""With a model that sees beside it, which is left unread."""
+"""The text model inside a model with a vision tower, which is not read."""
 
 QWEN3_5_MOE_TEXT = replace(
     QWEN3_5_TEXT,

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (Yang et al. 2025, arXiv 2505.09388): a Qwen3 with experts in all layers, or in some."""
+"""Qwen3-MoE (Yang et al. 2025, arXiv 2505.09388): Qwen3 with experts in all layers, or in some."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,8 +30,8 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _format(config: ModelConfig) -> dict[str, Any]:
     if (moe := config.moe) is None:
         return {}
-    own = {"num_experts": moe.num_experts, "decoder_sparse_step": 1, "mlp_only_layers": list(moe.dense_layers)}
-    return experts.format_experts(moe) | own
+    sizes = {"num_experts": moe.num_experts, "decoder_sparse_step": 1, "mlp_only_layers": list(moe.dense_layers)}
+    return experts.format_experts(moe) | sizes
 
 
 QWEN3_MOE = Family(

@@ -1,4 +1,4 @@
-"""Qwen3-Next (Qwen team, 2025): three layers of linear attention to one of full attention, and many small experts."""
+"""Qwen3-Next (Qwen team, 2025): three linear-attention layers to one full layer, many experts."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What config.json says of rotary embeddings: one for all layers, or one for each kind of layer."""
+"""The rotary embeddings in config.json: one for all layers, or one for each kind of layer."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -40,56 +40,62 @@ _FIELDS: dict[str, Field] = {
 
 
 def parse_rope(fields: Mapping[str, Any], theta: float = 10000.0, turns_parts: bool = False) -> Rope:
-    """Both layouts: ``rope_theta`` with ``rope_scaling``, and the ``rope_parameters`` of transformers 5.
+    """Parse both layouts: ``rope_theta`` with ``rope_scaling``, or ``rope_parameters``.
 
-    Where both are there, ``rope_scaling`` is read, as in transformers 5. ``original_max_position_embeddings`` beside them takes
-    the place of the one within, for the types that read it.
+    The second layout is that of transformers 5. If both are present, ``rope_scaling`` is read, as
+    in transformers 5. An ``original_max_position_embeddings`` beside them replaces the one inside,
+    for the types that read it.
 
     Args:
-        fields: of config.json.
-        theta: where it says none.
-        turns_parts: whether the family reads ``partial_rotary_factor``; proportional RoPE always does.
+        fields: the fields of config.json.
+        theta: the theta if config.json has none.
+        turns_parts: whether the family reads ``partial_rotary_factor``; proportional RoPE always
+            does.
 
     Raises:
-        CheckpointError: a field is missing, or is not as it must be.
+        CheckpointError: A field is missing or invalid.
     """
-    place, said = said_of_rope(fields)
+    place, raw = said_of_rope(fields)
     theta, turned = fields["rope_theta"] or theta, fields["partial_rotary_factor"]
     if place == "rope_scaling":
-        _check_not_lost(fields["rope_parameters"] or {}, {"rope_theta": theta, "partial_rotary_factor": turned, **said})
-    rope = _parse(said, f"{place}.", theta, fields["max_position_embeddings"], turned, turns_parts)
+        _check_not_lost(fields["rope_parameters"] or {}, {"rope_theta": theta, "partial_rotary_factor": turned, **raw})
+    rope = _parse(raw, f"{place}.", theta, fields["max_position_embeddings"], turned, turns_parts)
     original = fields["original_max_position_embeddings"]
     return replace(rope, original_max_positions=original) if original and rope.kind in ("llama3", "yarn") else rope
 
 
 def said_of_rope(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the content of the field that describes the rope: ``rope_scaling``, or else ``rope_parameters``."""
+    """Return the name and the content of the field that describes the RoPE.
+
+    It is ``rope_scaling`` if present, or else ``rope_parameters``.
+    """
     place = "rope_scaling" if fields["rope_scaling"] else "rope_parameters"
     return place, fields[place] or {}
 
 
 _ONLY_OF_A_MODEL = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta")
-"""What a rope says that was trained with, and is not changed to read longer texts."""
+"""Fields of a RoPE that are fixed by training, and never changed to extend the context."""
 
 
 def _check_not_lost(parameters: Mapping[str, Any], read: Mapping[str, Any]) -> None:
-    """Refuse a file where ``rope_scaling`` hides what only ``rope_parameters`` says of how the model was trained.
+    """Refuse a file where ``rope_scaling`` hides a trained value of ``rope_parameters``.
 
-    Transformers then computes with a default: a user who adds ``rope_scaling`` for longer texts does not want another theta.
+    transformers then computes with a default: a user who adds ``rope_scaling`` for longer texts
+    does not want another theta.
     """
     for name in _ONLY_OF_A_MODEL:
         if (value := parameters.get(name)) is not None and read.get(name) != value:
             raise CheckpointError(
-                f"rope_parameters.{name}={show(value)}: rope_scaling stands beside rope_parameters, and transformers "
-                f"then reads rope_scaling alone, with {name}={show(read.get(name))}: write the whole rope into "
+                f"rope_parameters.{name}={show(value)}: rope_scaling is present as well, and transformers then "
+                f"reads rope_scaling alone, with {name}={show(read.get(name))}: write the whole rope into "
                 "rope_parameters, and leave rope_scaling out"
             )
 
 
 def _parse(
-    said: Mapping[str, Any], place: str, theta: float, positions: int, turned: float | None = None, turns_parts: bool = False
+    raw: Mapping[str, Any], place: str, theta: float, positions: int, turned: float | None = None, turns_parts: bool = False
 ) -> Rope:
-    scaling = check_fields(said, _FIELDS, "config.json", place)
+    scaling = check_fields(raw, _FIELDS, "config.json", place)
     kind = scaling["rope_type"] or scaling["type"] or "default"
     if missing := [name for name in _NEEDS[kind] if scaling[name] is None]:
         raise CheckpointError(f"{place.rstrip('.')}: rope type {kind!r} needs {', '.join(missing)}")
@@ -97,19 +103,20 @@ def _parse(
     if share != 1.0 and kind != "proportional" and not turns_parts:
         if kind != "default":
             raise CheckpointError(
-                f"{place}partial_rotary_factor={share}: must be 1 with rope type {kind!r}: heads of this model_type are turned "
-                "as a whole"
+                f"{place}partial_rotary_factor={share}: must be 1 with rope type {kind!r}: this model_type rotates whole heads"
             )
-        share = 1.0  # which transformers does not read in this model_type
-    if kind == "dynamic" and scaling["mscale_all_dim"]:  # with latent attention it would scale the scores
-        raise CheckpointError(f"{place}mscale_all_dim={scaling['mscale_all_dim']}: is not supported with rope type 'dynamic'")
+        share = 1.0  # transformers does not read the field in this model_type
+    # With latent attention it would scale the scores.
+    if kind == "dynamic" and scaling["mscale_all_dim"]:
+        raise CheckpointError(f"{place}mscale_all_dim={scaling['mscale_all_dim']}: not supported with rope type 'dynamic'")
     theta = float(scaling["rope_theta"] or theta)
-    if kind in ("default", "dynamic"):  # dynamic is the default up to max_position_embeddings, and no text here is longer
+    # Dynamic scaling starts beyond max_position_embeddings, and no text here is longer.
+    if kind in ("default", "dynamic"):
         return Rope(theta=theta, turned=float(share))
-    given = {ours: scaling[name] for name, (ours, _) in _NUMBERS.items() if scaling[name] is not None}
+    parameters = {ours: scaling[name] for name, (ours, _) in _NUMBERS.items() if scaling[name] is not None}
     if kind != "proportional":
-        given.setdefault("original_max_positions", positions)
-    rope = Rope(theta=theta, kind=kind, turned=float(share), **given)
+        parameters.setdefault("original_max_positions", positions)
+    rope = Rope(theta=theta, kind=kind, turned=float(share), **parameters)
     for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
         if getattr(rope, low) >= getattr(rope, high):
             raise CheckpointError(f"{place}{low}={getattr(rope, low)}: must be below {high}={getattr(rope, high)}")
@@ -117,70 +124,74 @@ def _parse(
 
 
 def check_turned(fields: Mapping[str, Any]) -> None:
-    """Refuse, with a CheckpointError, a ``partial_rotary_factor`` that does not turn pairs of a head's numbers."""
-    _, said = said_of_rope(fields)
-    share = said.get("partial_rotary_factor") or fields["partial_rotary_factor"] or 1.0
+    """Refuse a ``partial_rotary_factor`` that does not rotate pairs of a head's numbers.
+
+    The error is a `CheckpointError`.
+    """
+    _, raw = said_of_rope(fields)
+    share = raw.get("partial_rotary_factor") or fields["partial_rotary_factor"] or 1.0
     size = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
-    # What is no such number is refused by `parse_rope`.
+    # `parse_rope` refuses other values.
     if type(share) in (int, float) and 0 < share <= 1 and (int(size * share) < 2 or int(size * share) % 2):
-        raise CheckpointError(f"partial_rotary_factor={share}: must turn an even share of a head's {size} numbers")
+        raise CheckpointError(f"partial_rotary_factor={share}: must rotate an even number of a head's {size} numbers")
 
 
 def format_rope(rope: Rope) -> dict[str, Any]:
-    """The ``rope_parameters`` that `parse_rope` reads."""
-    said: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    """Return the ``rope_parameters`` that `parse_rope` reads."""
+    raw: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.kind != "default":
-        said |= {name: value for name, (ours, _) in _NUMBERS.items() if (value := getattr(rope, ours)) is not None}
-    return said | ({} if rope.turned == 1.0 else {"partial_rotary_factor": rope.turned})
+        raw |= {name: value for name, (ours, _) in _NUMBERS.items() if (value := getattr(rope, ours)) is not None}
+    return raw | ({} if rope.turned == 1.0 else {"partial_rotary_factor": rope.turned})
 
 
-# --- one for each kind of layer -------------------------------------------------------------------------------------------
+# --- one RoPE for each kind of layer -------------------------------------------------------------
 
 
 def parse_by_kind(fields: Mapping[str, Any], defaults: Mapping[str, Rope]) -> dict[str, Rope]:
-    """The rotary embedding of each kind of layer, full and windowed.
+    """Return the RoPE of each kind of layer, full and windowed.
 
-    Files of transformers 5 have ``rope_parameters`` for each kind. In older ones ``rope_theta`` and ``rope_scaling`` are those
-    of the full layers, and ``rope_local_base_freq`` is the theta of the windowed ones. Where both are there, ``rope_scaling``
-    replaces what ``rope_parameters`` says of the full layers, key by key, as in transformers 5.
+    Files of transformers 5 have ``rope_parameters`` for each kind. In older files ``rope_theta``
+    and ``rope_scaling`` apply to the full layers, and ``rope_local_base_freq`` is the theta of the
+    windowed ones. If both are present, ``rope_scaling`` replaces fields of the full layers'
+    ``rope_parameters`` one by one, as in transformers 5.
 
     Args:
-        fields: of config.json; ``rope_local_base_freq`` where the family has it.
-        defaults: by kind, where it says nothing.
+        fields: the fields of config.json; ``rope_local_base_freq`` if the family has it.
+        defaults: the default for each kind.
     """
-    said, positions = fields["rope_parameters"] or {}, fields["max_position_embeddings"]
-    if said and not {FULL, WINDOWED} & said.keys():
-        raise CheckpointError(f"rope_parameters: must be given for {FULL!r} and {WINDOWED!r}: this model_type has one for each")
+    rope_parameters, positions = fields["rope_parameters"] or {}, fields["max_position_embeddings"]
+    if rope_parameters and not {FULL, WINDOWED} & rope_parameters.keys():
+        raise CheckpointError(f"rope_parameters: must have {FULL!r} and {WINDOWED!r}: this model_type has a rope for each kind")
     thetas = {FULL: fields["rope_theta"], WINDOWED: fields.get("rope_local_base_freq")}
-    found = {}
+    ropes = {}
     for kind, default in defaults.items():
-        own, place = said.get(kind), f"rope_parameters.{kind}."
-        if own is not None and not isinstance(own, dict):
-            raise CheckpointError(f"rope_parameters.{kind}={show(own)}: must be an object")
+        raw, place = rope_parameters.get(kind), f"rope_parameters.{kind}."
+        if raw is not None and not isinstance(raw, dict):
+            raise CheckpointError(f"rope_parameters.{kind}={show(raw)}: must be an object")
         if kind == FULL and (scaling := fields["rope_scaling"]):
-            place = "rope_scaling." if own is None else place
-            own = _rescaled(said, scaling)
+            place = "rope_scaling." if raw is None else place
+            raw = _rescaled(rope_parameters, scaling)
         theta = thetas[kind]
-        if own is None:
-            found[kind] = Rope(theta=float(theta)) if theta else default
+        if raw is None:
+            ropes[kind] = Rope(theta=float(theta)) if theta else default
         else:
-            found[kind] = _parse(own, place, theta or default.theta, positions)
-        if not found[kind].truncate:
+            ropes[kind] = _parse(raw, place, theta or default.theta, positions)
+        if not ropes[kind].truncate:
             raise CheckpointError(
-                f"{place}truncate=False: transformers does not read it where each kind of layers has a rope of its own: "
+                f"{place}truncate=False: transformers does not read it if each kind of layer has its own rope: "
                 "leave it out, or give a model of another type"
             )
-    return found
+    return ropes
 
 
-def _rescaled(said: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``rope_parameters`` says of the full layers, with ``rope_scaling`` over it."""
-    if said and said.get(FULL) is None:
+def _rescaled(rope_parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``rope_parameters`` of the full layers, updated with ``rope_scaling``."""
+    if rope_parameters and rope_parameters.get(FULL) is None:
         raise CheckpointError(
-            f"rope_scaling={show(scaling)}: rope_parameters stands beside it without {FULL!r}, whose rope this is: write it "
+            f"rope_scaling={show(scaling)}: rope_parameters lacks {FULL!r}, and this is the rope of those layers: write it "
             "there"
         )
-    whole = {"rope_type": "default", **(said.get(FULL) or {}), **scaling}
+    whole = {"rope_type": "default", **(rope_parameters.get(FULL) or {}), **scaling}
     if scaling.get("type") not in (None, whole["rope_type"]):
         raise CheckpointError(
             f"rope_scaling.type={show(scaling['type'])}: transformers reads rope_type={show(whole['rope_type'])} in its place "
@@ -190,18 +201,22 @@ def _rescaled(said: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, 
 
 
 def layers_by_kind(fields: Mapping[str, Any], full: Layer) -> tuple[Layer, ...]:
-    """The ``layers`` of a `ModelConfig` that says of all layers what is so of the windowed ones; ``full`` is how the others
-    differ."""
+    """Return the ``layers`` of a `ModelConfig` whose own fields describe windowed layers.
+
+    ``full`` has the fields in which the full layers differ.
+    """
     return tuple(full if kind == FULL else Layer() for kind in fields["layer_types"])
 
 
 def ropes_of(config: ModelConfig) -> dict[str, Rope]:
-    """The rotary embedding of each kind of layer, for ``rope_parameters``: of windowed layers where there are any, that of the
-    model, and otherwise likewise of both."""
+    """Return the RoPE of each kind of layer, for ``rope_parameters``.
+
+    Windowed layers have the model's. If all layers are windowed, both kinds have it.
+    """
     full = [config.of_layer(i).rope for i in range(config.num_layers) if i not in config.windowed_layers]
     return {FULL: full[0] if full else config.rope, WINDOWED: config.rope}
 
 
 def format_by_kind(config: ModelConfig) -> dict[str, Any]:
-    """The fields that `parse_by_kind` reads."""
+    """Return the fields that `parse_by_kind` reads."""
     return {"rope_parameters": {kind: format_rope(rope) for kind, rope in ropes_of(config).items()}}

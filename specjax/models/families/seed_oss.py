@@ -1,4 +1,4 @@
-"""Seed-OSS (ByteDance Seed, 2025): a Llama with biases of queries, keys and values, and perhaps of the output."""
+"""Seed-OSS (ByteDance Seed, 2025): Llama with QKV biases, and optionally an output bias."""
 
 from specjax.models.families.base import Family
 from specjax.models.fields import flag

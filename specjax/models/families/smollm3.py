@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face, 2025): a Llama of which every fourth layer does not know positions (NoPE, arXiv 2501.18795)."""
+"""SmolLM3 (Hugging Face, 2025): Llama, every fourth layer without RoPE (NoPE, arXiv 2501.18795)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +9,8 @@ from specjax.models.fields import CheckpointError, Field, whole
 
 _FIELDS: dict[str, Field] = {
     "no_rope_layers": Field(
-        "a list with, of each layer, 1 if it has RoPE, or 0",
-        lambda value: type(value) is list and all(type(one) is int and one in (0, 1) for one in value),
+        "a list with 1 for each layer with RoPE and 0 for each other",
+        lambda value: type(value) is list and all(type(item) is int and item in (0, 1) for item in value),
         default=None,
     ),
     "no_rope_layer_interval": whole(1, 10_000, default=4),
@@ -24,11 +24,13 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
         turned = [(layer + 1) % every for layer in range(count)]
     if len(turned) < count:
         raise CheckpointError(f"no_rope_layers names {len(turned)} layers of num_hidden_layers={count}: name each")
-    own: dict[str, Any] = {}
-    if fields["layer_types"] is None:  # then those that do not know positions have a window, if any
+    windows: dict[str, Any] = {}
+    # Without layer_types the layers without RoPE have a window, if any layers do.
+    if fields["layer_types"] is None:
         windowed = tuple(layer for layer in range(count) if not turned[layer]) if _has_windows(fields) else ()
-        own = {"sliding_window": fields["sliding_window"] if windowed else None, "windowed_layers": windowed}
-    return own | {"layers": () if all(turned[:count]) else tuple(Layer() if one else _NO_POSITIONS for one in turned[:count])}
+        windows = {"sliding_window": fields["sliding_window"] if windowed else None, "windowed_layers": windowed}
+    layers = tuple(Layer() if has_rope else _NO_POSITIONS for has_rope in turned[:count])
+    return windows | {"layers": () if all(turned[:count]) else layers}
 
 
 def _has_windows(fields: Mapping[str, Any]) -> bool:
@@ -37,7 +39,7 @@ def _has_windows(fields: Mapping[str, Any]) -> bool:
 
 def _format(config: ModelConfig) -> dict[str, Any]:
     turned = [int(config.of_layer(i).rope.kind != "none") for i in range(config.num_layers)]
-    # What transformers takes for padding is beyond smaller vocabularies.
+    # transformers' default padding id does not exist in smaller vocabularies.
     return {"no_rope_layers": turned, "pad_token_id": None}
 
 

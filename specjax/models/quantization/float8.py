@@ -1,5 +1,8 @@
-"""Tensors of type F8_E4M3 in a safetensors file: 8-bit floats of 4 bits exponent and 3 bits mantissa, without infinities
-(Micikevicius et al. 2022, arXiv 2209.05433)."""
+"""FP8 tensors, of type F8_E4M3, in safetensors files.
+
+These 8-bit floats (Micikevicius et al. 2022, arXiv 2209.05433) have 4 bits of exponent, 3 bits of
+mantissa, and no infinities.
+"""
 
 import json
 from collections.abc import Sequence
@@ -14,17 +17,20 @@ KIND = "F8_E4M3"
 
 
 class Float8Tensor:
-    """A tensor of a safetensors file, of which slices are read as ``float8_e4m3fn``. safetensors' own slices do not know it."""
+    """A tensor of a safetensors file whose slices are read as ``float8_e4m3fn``.
+
+    The slices of safetensors do not support this type.
+    """
 
     def __init__(self, numbers: np.ndarray) -> None:
         self._numbers = numbers
 
     def get_shape(self) -> list[int]:
-        """The shape."""
+        """Return the shape."""
         return list(self._numbers.shape)
 
     def get_dtype(self) -> str:
-        """The type as a header names it."""
+        """Return the type as a header names it."""
         return KIND
 
     def __getitem__(self, part: Any) -> np.ndarray:
@@ -32,11 +38,15 @@ class Float8Tensor:
 
 
 def open_tensors(path: Path, names: Sequence[str]) -> dict[str, Float8Tensor]:
-    """The FP8 tensors ``names`` of the safetensors file ``path``, which has been checked. Reads no weights."""
+    """Open the FP8 tensors ``names`` of a safetensors file that has been checked.
+
+    No weights are read.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    mapped = np.memmap(path, np.uint8, "r")[8 + length :]  # once a file: every map costs a file handle
+    # One map for all: each costs a file handle.
+    mapped = np.memmap(path, np.uint8, "r")[8 + length :]
 
     def numbers(name: str) -> np.ndarray:
         shape, (start, stop) = header[name]["shape"], header[name]["data_offsets"]

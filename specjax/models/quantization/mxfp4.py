@@ -1,11 +1,12 @@
-"""Weights in MXFP4, 4-bit floats with a scale for each 32 of them, as gpt-oss has its experts (OCP Microscaling Formats 1.0).
+"""MXFP4: 4-bit floats with one scale for 32 of them, as in gpt-oss (OCP Microscaling Formats 1.0).
 
-Of a tensor NAME there are NAME_blocks, of type U8 and shape ``[experts, out, in / 32, 16]``, and NAME_scales, of type U8 and
-shape ``[experts, out, in / 32]``. A byte of the blocks holds two numbers of 1 bit sign, 2 bits exponent and 1 bit mantissa, the
-first one in its low half; a weight is such a number times ``2 ** (scale - 127)``. Scale 255 is not a number, and nor are then
-its weights. NAME appears here as ``[experts, in, out]``, which is the unquantized tensor; every weight below 2 ** 128 is exact
-in bfloat16. Or it is quantized: twice such a number is a whole number from -12 to 12, so that in int8, in groups of 32 with
-scales ``2 ** (scale - 128)``, nothing is rounded either.
+A tensor NAME is stored as NAME_blocks, of type U8 and shape ``[experts, out, in / 32, 16]``, and
+NAME_scales, of type U8 and shape ``[experts, out, in / 32]``. A byte of the blocks holds two
+numbers of 1 bit sign, 2 bits exponent and 1 bit mantissa, the first one in its low half. A weight
+is such a number times ``2 ** (scale - 127)``. Scale 255 means NaN. Here NAME is
+``[experts, in, out]``, the unquantized tensor; every weight below 2 ** 128 is exact in bfloat16. It
+can also stay quantized without rounding: twice such a number is a whole number from -12 to 12, an
+int8 in groups of 32 with scales ``2 ** (scale - 128)``.
 """
 
 from collections.abc import Mapping
@@ -21,18 +22,18 @@ from specjax.models.quantization.stored import StoredMatrix
 from specjax.models.quantization.weights import Form
 
 BLOCK = 32
-"""Numbers that share a scale."""
+"""The number of values that share a scale."""
 _BYTES = BLOCK // 2
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the numbers of 3 bits; the fourth is the sign."""
+"""The magnitudes of the 3-bit numbers; the fourth bit is the sign."""
 
 
 class Mxfp4Tensor(StoredMatrix):
-    """A tensor that is unpacked as its slices are read.
+    """A tensor whose slices are unpacked when they are read.
 
     Args:
-        blocks: of a checkpoint; slices can be taken of it.
-        scales: likewise.
+        blocks: the blocks of a checkpoint; it supports slices.
+        scales: the scales of a checkpoint; it supports slices.
     """
 
     def __init__(self, blocks: Any, scales: Any) -> None:
@@ -41,41 +42,41 @@ class Mxfp4Tensor(StoredMatrix):
         self.form = Form("int8", BLOCK if self._groups > 1 else 0)
 
     def get_shape(self) -> list[int]:
-        """The shape, ``[experts, in, out]``."""
+        """Return the shape, ``[experts, in, out]``."""
         return [self._experts, self._groups * BLOCK, self._outputs]
 
     def get_dtype(self) -> str:
-        """The type as a header names it."""
+        """Return the type as a header names it."""
         return "BF16"
 
     def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
-        experts, inputs, outputs = (range(size)[one] for size, one in zip(self.get_shape(), part, strict=True))
+        experts, inputs, outputs = (range(size)[piece] for size, piece in zip(self.get_shape(), part, strict=True))
         first = inputs.start // BLOCK
         of_blocks = slice(first, -(-inputs.stop // BLOCK))
-        own = slice(inputs.start - first * BLOCK, inputs.stop - first * BLOCK, inputs.step)
-        found = np.empty((len(experts), len(inputs), len(outputs)), jnp.bfloat16)
-        for slot, expert in enumerate(experts):  # one by one: what is unpacked at a time is small beside the whole
+        within = slice(inputs.start - first * BLOCK, inputs.stop - first * BLOCK, inputs.step)
+        weights = np.empty((len(experts), len(inputs), len(outputs)), jnp.bfloat16)
+        for slot, expert in enumerate(experts):  # one by one, so that little is unpacked at a time
             place = (slice(expert, expert + 1), part[2], of_blocks)
-            found[slot] = unpack(self._blocks[*place, slice(None)][0], self._scales[place][0])[:, own].T
-        return found
+            weights[slot] = unpack(self._blocks[*place, slice(None)][0], self._scales[place][0])[:, within].T
+        return weights
 
     def shape_of(self, role: str) -> list[int]:
-        """That of a part."""
+        """Return the shape of a part."""
         return [self._experts, self._groups, self._outputs, *[BLOCK] * (role == "values")]
 
     def read(self, role: str, part: tuple[slice, ...]) -> np.ndarray:
-        """A slice of a part."""
+        """Return a slice of a part."""
         experts, groups, outputs = part[:3]
         if role == "values":
             blocks = self._blocks[experts, outputs, groups, slice(None)]
             return np.moveaxis(doubled(blocks), 2, 1)[..., part[3]]
         scales = self._scales[experts, outputs, groups]
-        found = np.ldexp(np.float32(1), scales.astype(np.int32) - 128)
-        return np.where(scales == 255, np.float32(np.nan), found).swapaxes(1, 2)
+        powers = np.ldexp(np.float32(1), scales.astype(np.int32) - 128)
+        return np.where(scales == 255, np.float32(np.nan), powers).swapaxes(1, 2)
 
 
 def doubled(blocks: np.ndarray) -> np.ndarray:
-    """Twice the numbers of ``blocks [..., 16]`` uint8, without their scales: int8 ``[..., 32]``.
+    """Return twice the unscaled numbers of ``blocks [..., 16]`` uint8, as int8 ``[..., 32]``.
 
     Examples:
         >>> from specjax.models.quantization import mxfp4
@@ -87,11 +88,11 @@ def doubled(blocks: np.ndarray) -> np.ndarray:
 
 
 def _numbers() -> np.ndarray:
-    return np.array([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], np.float32)
+    return np.array([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)], np.float32)
 
 
 def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The weights of blocks.
+    """Return the weights of blocks.
 
     Args:
         blocks: uint8 ``[..., blocks, 16]``.
@@ -101,7 +102,7 @@ def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
         bfloat16 ``[..., blocks * 32]``.
 
     Examples:
-        The numbers 2 and 4 stand for 1 and 2:
+        The codes 2 and 4 are the numbers 1 and 2, and scale 128 doubles them:
 
         >>> from specjax.models.quantization import mxfp4
         >>> weights = mxfp4.unpack(np.full((1, 16), 0x42, np.uint8), np.array([128], np.uint8))
@@ -114,22 +115,27 @@ def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 @cache
 def _pairs() -> np.ndarray:
-    """The two weights of every byte under every scale, ``[scale * 256 + byte]``, both as the bits of one whole number."""
+    """Return the two weights of every byte under every scale, ``[scale * 256 + byte]``.
+
+    Both weights are the bits of one whole number, so that one look-up returns two weights.
+    """
     byte = np.arange(256)
     pairs = _numbers()[np.stack([byte & 15, byte >> 4], -1)]
-    with np.errstate(over="ignore"):  # of the largest scale, numbers of 2 and more
+    with np.errstate(over="ignore"):  # numbers of 2 and more overflow under the largest scale
         weights = np.ldexp(pairs, np.arange(256)[:, None, None] - 127)
     weights[255] = np.nan
     return weights.astype(jnp.bfloat16).view(np.uint32).reshape(-1)
 
 
 def unpacked(tensors: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """The ``tensors`` of a checkpoint, with an `Mxfp4Tensor` in the place of each pair of blocks and scales. Reads no weights.
+    """Return the tensors of a checkpoint with an `Mxfp4Tensor` for each pair of blocks and scales.
+
+    No weights are read.
 
     Raises:
-        CheckpointError: the scales of a tensor are missing, or not of its shape.
+        CheckpointError: The scales of a tensor are missing, or have the wrong shape.
     """
-    found = dict(tensors)
+    unpacked_tensors = dict(tensors)
     for name, tensor in tensors.items():
         whole, shape = name.removesuffix("_blocks"), tuple(tensor.get_shape())
         if whole == name or whole in tensors or tensor.get_dtype() != "U8" or len(shape) != 4 or 0 in shape:
@@ -145,12 +151,12 @@ def unpacked(tensors: Mapping[str, Any], directory: Path) -> dict[str, Any]:
                 f"{directory}: {show(name)} is in MXFP4, and its scales, {show(f'{whole}_scales')}, are missing: "
                 "download the checkpoint again, or use the unquantized one"
             )
-        of_scales = tuple(scales.get_shape())
-        if of_scales != shape[:-1] or scales.get_dtype() != "U8":
+        scales_shape = tuple(scales.get_shape())
+        if scales_shape != shape[:-1] or scales.get_dtype() != "U8":
             raise CheckpointError(
-                f"{directory}: {show(f'{whole}_scales')} is {scales.get_dtype()} of shape {of_scales}: it must be "
+                f"{directory}: {show(f'{whole}_scales')} is {scales.get_dtype()} of shape {scales_shape}: it must be "
                 f"U8 of shape {shape[:-1]}, one for each block of {show(name)}: use the unquantized checkpoint"
             )
-        del found[name], found[f"{whole}_scales"]
-        found[whole] = Mxfp4Tensor(tensor, scales)
-    return found
+        del unpacked_tensors[name], unpacked_tensors[f"{whole}_scales"]
+        unpacked_tensors[whole] = Mxfp4Tensor(tensor, scales)
+    return unpacked_tensors

@@ -1,13 +1,15 @@
-"""Numbers of 4 and 8 bits, several in an int32."""
+"""Numbers of 4 and 8 bits, several in one int32."""
 
 import numpy as np
 
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where AWQ has each of eight neighbouring numbers, counted from the lowest bits."""
+"""The position of each of eight neighbouring numbers in AWQ's int32, from the lowest bits."""
 
 
 def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
-    """The numbers in ``packed [rows, words]`` int32, from the lowest bits on: uint8 ``[rows, words * 32 / bits]``.
+    """Return the numbers in ``packed [rows, words]`` int32 as uint8 ``[rows, words * 32 / bits]``.
+
+    The first number is in the lowest bits.
 
     Examples:
         >>> from specjax.models.quantization.packing import packed, unpacked
@@ -24,7 +26,7 @@ def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
 
 
 def packed(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """``numbers [rows, n]`` from 0, in as few int32 as they need: the last one is filled up with zeros."""
+    """Pack ``numbers [rows, n]`` from 0 into as few int32 as possible; pad the last with zeros."""
     filled = np.pad(numbers.astype(np.uint8), ((0, 0), (0, -numbers.shape[1] % (32 // bits))))
     octets = filled if bits == 8 else filled[:, ::2] | filled[:, 1::2] << 4
     return np.ascontiguousarray(octets).view("<i4").astype(np.int32, copy=False)

@@ -1,8 +1,9 @@
-"""Quantized checkpoints as they are published: which of them are read, and where their matrices lie in them.
+"""Published quantized checkpoints: the supported formats, and where their matrices are.
 
-Read are FP8 with a scale for each block (DeepSeek, Qwen) or for each matrix; compressed-tensors of 8-bit whole numbers
-(``int-quantized``), of FP8 (``float-quantized``), and packed (``pack-quantized``); AWQ; GPTQ. Whatever else there is, is
-refused by name: a layout that is misread gives a model that talks nonsense. What gpt-oss is in, `mxfp4` reads.
+Supported are FP8 with a scale for each block (DeepSeek, Qwen) or for each matrix;
+compressed-tensors with 8-bit integers (``int-quantized``), FP8 (``float-quantized``) and packed
+integers (``pack-quantized``); AWQ; and GPTQ. `mxfp4` reads gpt-oss's format. All others are refused
+by name: a model whose layout is misread generates nonsense.
 """
 
 import re
@@ -18,18 +19,24 @@ from specjax.models.quantization.stored import Awq, Gptq, PackedMatrix, PlainMat
 from specjax.models.quantization.weights import BLOCK, Form
 
 ADVICE = "use the checkpoint without quantization, and weights='int8' or 'int4'"
-"""What to do about a quantized checkpoint that cannot be read."""
+"""The remedy for a quantized checkpoint that cannot be read."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _READ = ("fp8", "mxfp4", "compressed-tensors", "awq", "gptq")
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 _MEASURED = re.compile(r"\.((input|output|activation|q|k|v)_scale|(input|output)_zero_point)$")
-"""Of activations, beforehand. Here a row's scale is its own, and caches are not rounded."""
+"""The names of activation scales that were measured beforehand.
 
-# --- config.json -----------------------------------------------------------------------------------------------------
+They are not used: each row has its own scale here, and caches are not quantized by them.
+"""
+
+# --- config.json ----------------------------------------------------------------------------------
 
 
 class _Need:
-    """Raises a `CheckpointError` where a field of the ``quantization_config`` in the file ``source`` is not as it must be."""
+    """Checks fields of a ``quantization_config``; invalid ones raise a `CheckpointError`.
+
+    ``source`` is the file that it is in.
+    """
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -40,13 +47,16 @@ class _Need:
             raise CheckpointError(f"{self._source}: {name}={show(value)}: must be {expected}: {ADVICE}")
 
     def one_of(self, field: str, value: Any, *choices: Any) -> None:
-        """``value`` must be one of ``choices``, and no 8.0 for 8."""
+        """Check that ``value`` is one of ``choices``, of the same type: 8.0 is not 8."""
         fits = any(type(value) is type(choice) and value == choice for choice in choices)
         self(fits, field, value, " or ".join(str(choice) for choice in choices))
 
 
 def check_config(raw: Any, source: str) -> None:
-    """Refuse, with a `CheckpointError`, a ``quantization_config`` that is not read here; ``source`` is its file."""
+    """Refuse, with a `CheckpointError`, a ``quantization_config`` that is not supported.
+
+    ``source`` is its file.
+    """
     if raw is None:
         return
     need = _Need(source)
@@ -69,7 +79,8 @@ def check_config(raw: Any, source: str) -> None:
     if method == "gptq":
         need.one_of("checkpoint_format", _gptq_format(raw), "gptq", "gptq_v2")
         need.one_of("pack_dtype", raw.get("pack_dtype", "int32"), "int32")
-        special = raw.get("dynamic") or {}  # of some matrices: how they differ, or that they are not quantized
+        # Exceptions: a name with "-" is a matrix that stays in floats.
+        special = raw.get("dynamic") or {}
         is_alike = isinstance(special, dict) and all(str(name).startswith("-") for name in special)
         need(is_alike, "dynamic", special, "left out, or say only which matrices stay floats")
     if method == "compressed-tensors":
@@ -77,8 +88,8 @@ def check_config(raw: Any, source: str) -> None:
 
 
 def method_of(raw: Mapping[str, Any]) -> Any:
-    """The name of the method by which a checkpoint was quantized, as its ``quantization_config`` says it."""
-    return raw.get("quant_method", raw.get("method"))  # the second is GPTQModel's own
+    """Return the name of the quantization method in a ``quantization_config``."""
+    return raw.get("quant_method", raw.get("method"))  # GPTQModel writes "method"
 
 
 def _gptq_format(raw: Mapping[str, Any]) -> Any:
@@ -86,10 +97,10 @@ def _gptq_format(raw: Mapping[str, Any]) -> Any:
 
 
 def _check_compressed(raw: Mapping[str, Any], need: _Need) -> None:
-    sparsity, turned = raw.get("sparsity_config") or {}, raw.get("transform_config") or {}
+    sparsity, transform = raw.get("sparsity_config") or {}, raw.get("transform_config") or {}
     is_dense = isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
     need(is_dense, "sparsity_config", sparsity, "dense, or left out")
-    need(isinstance(turned, dict) and not turned.get("config_groups"), "transform_config", turned, "left out")
+    need(isinstance(transform, dict) and not transform.get("config_groups"), "transform_config", transform, "left out")
     groups = raw.get("config_groups")
     need(isinstance(groups, dict) and bool(groups), "config_groups", groups, "an object with a group or more")
     assert isinstance(groups, dict)
@@ -118,8 +129,8 @@ def _check_group(group: Mapping[str, Any], need: _Need, of: str, is_packed: bool
     need(size is None or (type(size) is int and (size == -1 or size >= 1)), f"{of}.weights.group_size", size, "a number from 1")
     strategy = _strategy(weights)
     is_float = weights.get("type") == "float"
-    known = ("channel", "group") if is_packed else ("tensor", "channel", "block" if is_float else "group")
-    need.one_of(f"{of}.weights.strategy", strategy, *known)
+    strategies = ("channel", "group") if is_packed else ("tensor", "channel", "block" if is_float else "group")
+    need.one_of(f"{of}.weights.strategy", strategy, *strategies)
     need(strategy != "group" or type(size) is int, f"{of}.weights.group_size", size, "a number from 1")
     if strategy == "block":
         block = weights.get("block_structure")
@@ -136,64 +147,67 @@ def _is_target(target: Any) -> bool:
 
 
 def _strategy(weights: Mapping[str, Any]) -> Any:
-    """What shares a scale. compressed-tensors follows the size of groups where this is not said."""
+    """Return what shares a scale.
+
+    If the field is absent, compressed-tensors derives it from the group size.
+    """
     size = weights.get("group_size")
     return weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
 
 
-# --- tensors ---------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 def matrices(tensors: Mapping[str, Any], raw: Mapping[str, Any], directory: Path) -> tuple[dict[str, StoredMatrix], set[str]]:
-    """The quantized matrices of a checkpoint, but for those of MXFP4.
+    """Return the quantized matrices of a checkpoint, except those of MXFP4.
 
     Args:
-        tensors: all of the checkpoint's, by name.
-        raw: the ``quantization_config``, which has been checked; empty where there is none.
-        directory: of the checkpoint, for errors.
+        tensors: all tensors of the checkpoint, by name.
+        raw: the ``quantization_config``, which has been checked; empty if there is none.
+        directory: the checkpoint's directory, for errors.
 
     Returns:
-        The matrices by name; and the names of the tensors that they are made of, and of those that only matter where
-        activations are rounded with a scale that was measured beforehand.
+        The matrices by name; and the names of the tensors that they consist of, and of activation
+        scales, which are ignored.
 
     Raises:
-        CheckpointError: a part of a matrix is missing, or of another shape or type than the others say.
+        CheckpointError: A part of a matrix is missing, or does not fit the others in shape or type.
     """
-    found: dict[str, StoredMatrix] = {}
+    matrix_by_name: dict[str, StoredMatrix] = {}
     used = {name for name in tensors if raw and _MEASURED.search(name)}
     parts = _Parts(tensors, raw, directory)
     is_compressed = method_of(raw) == "compressed-tensors"
     for name, tensor in tensors.items():
         kind, is_matrix = tensor.get_dtype(), len(tensor.get_shape()) == 2
         if name.endswith(".weight_packed"):
-            base, made, own = _of_packed(parts, name)
+            base, matrix, names = _of_packed(parts, name)
         elif name.endswith(".qweight"):
-            base, made, own = _of_qweight(parts, name)
+            base, matrix, names = _of_qweight(parts, name)
         elif kind == "F8_E4M3" and is_matrix:
-            base, made, own = _of_float8(parts, name)
+            base, matrix, names = _of_float8(parts, name)
         elif kind == "I8" and is_matrix and is_compressed and name.endswith(".weight"):
-            base, made, own = _of_int8(parts, name)
+            base, matrix, names = _of_int8(parts, name)
         else:
             continue
-        if base in tensors and base not in own:
+        if base in tensors and base not in names:
             raise CheckpointError(f"{directory}: it holds both {show(base)} and {show(name)}: download the checkpoint again")
-        found[base] = made
-        used |= own
-    return found, used
+        matrix_by_name[base] = matrix
+        used |= names
+    return matrix_by_name, used
 
 
 Found = tuple[str, StoredMatrix, set[str]]
-"""The name of a matrix, what it is read by, and the names of the tensors that it is made of."""
+"""The name of a matrix, its reader, and the names of the tensors that it consists of."""
 
 
 class _Parts:
-    """The tensors of a checkpoint, which are checked as they are looked up."""
+    """The tensors of a checkpoint, which are checked when they are looked up."""
 
     def __init__(self, tensors: Mapping[str, Any], raw: Mapping[str, Any], directory: Path) -> None:
         self.tensors, self.raw, self.directory = tensors, raw, directory
 
     def get(self, name: str, whole: str, *shapes: tuple[int, ...], kinds: tuple[str, ...] = _FLOATS) -> Any:
-        """The tensor ``name`` of the matrix ``whole``, which has one of ``shapes``."""
+        """Return the tensor ``name`` of the matrix ``whole``, which must have one of ``shapes``."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise CheckpointError(
@@ -210,7 +224,7 @@ class _Parts:
         return tensor
 
     def matrix(self, name: str, whole: str, kind: str) -> tuple[int, int]:
-        """The shape of the tensor ``name``, which must have two axes."""
+        """Return the shape of the tensor ``name``, which must have two axes."""
         shape = tuple(self.tensors[name].get_shape())
         if len(shape) != 2 or 0 in shape:
             self.refuse(f"{show(name)} has shape {shape}: {show(whole)} is quantized, and must be a matrix")
@@ -218,12 +232,12 @@ class _Parts:
         return shape[0], shape[1]
 
     def whole(self, name: str) -> np.ndarray:
-        """All of a tensor."""
+        """Return all of a tensor."""
         tensor = self.tensors[name]
         return np.asarray(tensor[(slice(None),) * len(tensor.get_shape())])
 
     def group_count(self, size: int, inputs: int, whole: str) -> int:
-        """How many groups of ``size`` the ``inputs`` are."""
+        """Return the number of groups of ``size`` among the inputs."""
         if inputs % size:
             self.refuse(f"quantization_config says groups of {size}, which do not divide the {inputs} inputs of {show(whole)}")
         return inputs // size
@@ -233,30 +247,32 @@ class _Parts:
         raise CheckpointError(f"{self.directory}: {what}: {ADVICE}")
 
     def group_of(self, matrix: str) -> Mapping[str, Any]:
-        """Of compressed-tensors' ``config_groups`` the one that a matrix is of. A name counts for more than a pattern, and
-        that for more than a class of layers."""
+        """Return the group of compressed-tensors' ``config_groups`` that a matrix belongs to.
+
+        A name takes precedence over a pattern, and a pattern over a class of layers.
+        """
         groups = list((self.raw.get("config_groups") or {}).values())
         module = matrix.removesuffix(".weight")
         kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
         by_name = [group for group in groups if module in group["targets"]]
         by_pattern = [
-            group for group in groups if any(re.match(one[3:], module) for one in group["targets"] if one[:3] == "re:")
+            group for group in groups if any(re.match(target[3:], module) for target in group["targets"] if target[:3] == "re:")
         ]
         by_class = [group for group in groups if kind in group["targets"]]
-        found = by_name or by_pattern or by_class or groups[:1] * (len(groups) == 1)
-        if not found:
+        matching = by_name or by_pattern or by_class or groups[:1] * (len(groups) == 1)
+        if not matching:
             self.refuse(f"{show(matrix)} is quantized, and config.json does not say how: none of its config_groups is for it")
-        return found[0]
+        return matching[0]
 
 
 def _activations(group: Mapping[str, Any]) -> int:
-    """To how many bits the inputs of a matrix of whole numbers are rounded."""
+    """Return to how many bits the inputs of an integer matrix are rounded."""
     inputs = group.get("input_activations")
     return 8 if inputs and inputs.get("type", "int") == "int" else 16
 
 
 def _size_of_groups(weights: Mapping[str, Any]) -> int:
-    """0: one group is all inputs."""
+    """Return the group size; 0 means one group of all inputs."""
     return weights["group_size"] if _strategy(weights) == "group" else 0
 
 
@@ -276,9 +292,9 @@ def _of_float8(parts: _Parts, name: str) -> Found:
         strategies, scale = (_strategy(parts.group_of(name)["weights"]),), f"{name}_scale"
     else:
         scale = f"{name}_scale" if f"{name}_scale" in parts.tensors else f"{name}_scale_inv"
-        said = parts.raw.get("weight_block_size")
-        strategies = ("block",) if said else ("tensor", "channel") if parts.raw else ("block", "tensor", "channel")
-    shapes = {shape: one for one in strategies for shape in _scale_shapes(one, outputs, 1, blocks)}
+        block = parts.raw.get("weight_block_size")
+        strategies = ("block",) if block else ("tensor", "channel") if parts.raw else ("block", "tensor", "channel")
+    shapes = {shape: strategy for strategy in strategies for shape in _scale_shapes(strategy, outputs, 1, blocks)}
     scales = parts.get(scale, name, *shapes)
     if shapes[tuple(scales.get_shape())] != "block":
         return name, PlainMatrix(parts.tensors[name], scales, Form("fp8")), {name, scale}
@@ -309,12 +325,12 @@ def _of_packed(parts: _Parts, name: str) -> Found:
     weights = group["weights"]
     bits = weights.get("num_bits", 8)
     parts.get(f"{base}_shape", base, (2,), kinds=("I64", "I32"))
-    said = [int(size) for size in parts.whole(f"{base}_shape")]
-    inputs = said[1]
-    if said[0] != outputs or inputs < 1 or -(-inputs * bits // 32) != words:
+    stored_shape = [int(size) for size in parts.whole(f"{base}_shape")]
+    inputs = stored_shape[1]
+    if stored_shape[0] != outputs or inputs < 1 or -(-inputs * bits // 32) != words:
         raise CheckpointError(
-            f"{parts.directory}: {show(f'{base}_shape')} is {said}, but {show(name)}, of shape {(outputs, words)}, is no "
-            f"matrix of that shape in numbers of {bits} bits: download the checkpoint again"
+            f"{parts.directory}: {show(f'{base}_shape')} is {stored_shape}, but {show(name)}, of shape {(outputs, words)}, is "
+            f"no matrix of that shape in numbers of {bits} bits: download the checkpoint again"
         )
     groups = parts.group_count(_size_of_groups(weights) or inputs, inputs, base)
     scales = parts.get(f"{base}_scale", base, (outputs, groups))
@@ -330,10 +346,10 @@ def _of_packed(parts: _Parts, name: str) -> Found:
 
 
 def _order(parts: _Parts, name: str, whole: str, inputs: int, groups: int) -> Any:
-    """The group of each input; None: inputs of a group are neighbours."""
+    """Return the tensor with the group of each input; None if groups are of contiguous inputs."""
     tensor = parts.get(name, whole, (inputs,), kinds=("I32", "I64"))
     of_input = parts.whole(name)
-    if (of_input == -1).all():  # it has not been set
+    if (of_input == -1).all():  # written by tools that do not reorder
         return None
     in_range = of_input.min() >= 0 and of_input.max() < groups
     if not in_range or (np.bincount(of_input, minlength=groups) != inputs // groups).any():
@@ -365,12 +381,14 @@ def _of_qweight(parts: _Parts, name: str) -> Found:
 
 
 def idle_biases(tensors: Mapping[str, Any], declared: Collection[str]) -> list[str]:
-    """The names of biases of zeros beside GPTQ's matrices that are not ``declared``: AutoGPTQ wrote one for every matrix.
+    """Return the names of zero biases beside GPTQ's matrices that are not declared.
+
+    AutoGPTQ wrote a bias for every matrix.
 
     Args:
-        tensors: of a checkpoint, with its `matrices`.
-        declared: the names of those of the model.
+        tensors: the tensors of a checkpoint, with its `matrices`.
+        declared: the names of the model's tensors.
     """
     beside = {f"{name.removesuffix('weight')}bias" for name, tensor in tensors.items() if isinstance(tensor, Gptq)}
-    found = [name for name in beside - set(declared) if name in tensors]
-    return [name for name in found if not np.any(tensors[name][(slice(None),) * len(tensors[name].get_shape())])]
+    names = [name for name in beside - set(declared) if name in tensors]
+    return [name for name in names if not np.any(tensors[name][(slice(None),) * len(tensors[name].get_shape())])]

@@ -1,4 +1,4 @@
-"""Quantized checkpoints as they are written: in compressed-tensors' layout, which other programs read too."""
+"""Write quantized checkpoints in compressed-tensors' layout, which other programs read too."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,29 +13,29 @@ from specjax.models.quantization.weights import BLOCK, Form, is_quantized, matri
 
 
 def compressed(arrays: Mapping[str, np.ndarray], declared: Any) -> dict[str, np.ndarray]:
-    """``arrays`` with the parts of quantized matrices in compressed-tensors' layout.
+    """Return ``arrays`` with the parts of quantized matrices in compressed-tensors' layout.
 
     Args:
-        arrays: by name; a part of a quantized matrix is called as its declaration is.
+        arrays: the arrays by name; a part of a quantized matrix has the name of its declaration.
         declared: the declarations, any pytree.
 
     Raises:
-        CheckpointError: a matrix that compressed-tensors has no name for is quantized.
+        CheckpointError: A quantized matrix has no name in compressed-tensors.
     """
-    found = dict(arrays)
+    tensors = dict(arrays)
     for quantized in matrices_in(declared):
         for stored in quantized.values.stored_names:
             name = stored.removesuffix(":values")
-            if f"{name}:values" not in found:
-                continue  # several parameters are one tensor there
+            if f"{name}:values" not in tensors:
+                continue  # several parameters share this tensor, and the first one has moved it
             if not name.endswith(".weight"):
                 raise CheckpointError(
-                    f"{name} is quantized, and compressed-tensors has no names for the parts of such a tensor: load the model "
-                    "with weights='float' to save it"
+                    f"{name} is quantized, and compressed-tensors has no names for its parts: load the model with "
+                    "weights='float' to save it"
                 )
-            parts = {role: found.pop(f"{name}:{role}", None) for role in ("values", "scales", "zeros", "order")}
-            found |= _compressed(name, parts, quantized.form)
-    return found
+            parts = {role: tensors.pop(f"{name}:{role}", None) for role in ("values", "scales", "zeros", "order")}
+            tensors |= _compressed(name, parts, quantized.form)
+    return tensors
 
 
 def _compressed(name: str, parts: Mapping[str, np.ndarray | None], form: Form) -> dict[str, np.ndarray]:
@@ -45,51 +45,58 @@ def _compressed(name: str, parts: Mapping[str, np.ndarray | None], form: Form) -
     rows = np.ascontiguousarray(np.moveaxis(values, 0, 1).reshape(outputs, groups * size))
     if form.kind == "fp8":
         return {name: rows, f"{name}_scale": _of_blocks(name, scales) if form.group else np.ascontiguousarray(scales.T)}
-    found = {f"{name}_scale": np.ascontiguousarray(scales.T)}
+    tensors = {f"{name}_scale": np.ascontiguousarray(scales.T)}
     if _is_plain(form):
-        return {name: rows, **found}
+        return {name: rows, **tensors}
     half = 1 << (form.bits - 1)
     rows = rows.astype(np.int32) + half
     if order is not None:
         places = np.argsort(order)
         rows = rows[:, places]
-        found[f"{name}_g_idx"] = (places // size).astype(np.int32)
+        tensors[f"{name}_g_idx"] = (places // size).astype(np.int32)
     if zeros is not None:
-        found[f"{name}_zero_point"] = np.ascontiguousarray(packed(zeros.astype(np.int32) + half, form.bits).T)
-    found[f"{name}_packed"] = packed(rows, form.bits)
-    found[f"{name}_shape"] = np.array([outputs, groups * size], np.int64)
-    return found
+        tensors[f"{name}_zero_point"] = np.ascontiguousarray(packed(zeros.astype(np.int32) + half, form.bits).T)
+    tensors[f"{name}_packed"] = packed(rows, form.bits)
+    tensors[f"{name}_shape"] = np.array([outputs, groups * size], np.int64)
+    return tensors
 
 
 def _is_plain(form: Form) -> bool:
-    """Whether its values are written as they are, and not packed. Others read weights of 8 bits so where activations have 8."""
+    """Return True if the values are written as they are, not packed.
+
+    Other programs expect 8-bit weights in this layout if activations have 8 bits too.
+    """
     return form.bits == 8 and not form.has_zeros and not form.is_ordered and form.activations == 8
 
 
 def _of_blocks(name: str, scales: np.ndarray) -> np.ndarray:
-    """Of FP8's scales ``[groups, out]`` those of blocks, ``[out / BLOCK, groups]``."""
+    """Return the scales of blocks ``[out / BLOCK, groups]`` from FP8 scales ``[groups, out]``."""
     blocks = scales[:, ::BLOCK]
     if (np.repeat(blocks, BLOCK, axis=1)[:, : scales.shape[1]] != scales).any():
         raise CheckpointError(
-            f"{name} is in FP8 whose scales are not those of blocks: load the model with weights='float' to save it"
+            f"{name} is in FP8 with scales that differ within a block: load the model with weights='float' to save it"
         )
     return np.ascontiguousarray(blocks.T)
 
 
 def format_config(declared: Any) -> dict[str, Any] | None:
-    """The ``quantization_config`` of a checkpoint that `compressed` makes of ``declared``; None: nothing in it is quantized."""
+    """Return the ``quantization_config`` of a checkpoint with these declarations.
+
+    It is None if nothing is quantized.
+    """
     modules: dict[Form, list[str]] = {}
     floats: list[str] = []
-    for each in jax.tree.leaves(declared, is_leaf=is_quantized):
-        if is_quantized(each):
-            names = [name.removesuffix(".weight:values") for name in each.values.stored_names]
-            modules.setdefault(each.form, []).extend(names)
-        elif isinstance(each, Param) and len(each.shape) > 1 and not each.is_rows:
-            floats += [name.removesuffix(".weight") for name in each.stored_names if name.endswith(".weight")]
+    for leaf in jax.tree.leaves(declared, is_leaf=is_quantized):
+        if is_quantized(leaf):
+            names = [name.removesuffix(".weight:values") for name in leaf.values.stored_names]
+            modules.setdefault(leaf.form, []).extend(names)
+        elif isinstance(leaf, Param) and len(leaf.shape) > 1 and not leaf.is_rows:
+            floats += [name.removesuffix(".weight") for name in leaf.stored_names if name.endswith(".weight")]
     if not modules:
         return None
     if not any(name.endswith("lm_head") for names in (floats, *modules.values()) for name in names):
-        floats.append("lm_head")  # of a tied model: others have such a module all the same
+        # Tied to the embedding here, but a module of its own in other programs.
+        floats.append("lm_head")
     usual = max(modules, key=lambda form: len(modules[form]))
     groups = {}
     for index, (form, names) in enumerate(sorted(modules.items(), key=lambda item: item[0] != usual)):
@@ -114,7 +121,7 @@ def format_config(declared: Any) -> dict[str, Any] | None:
 
 
 def _weights(form: Form) -> dict[str, Any]:
-    """compressed-tensors' arguments of weights of a ``form``."""
+    """Return compressed-tensors' arguments for weights of a form."""
     is_float = form.kind == "fp8"
     strategy = ("block" if is_float else "group") if form.group else "channel"
     weights = {

@@ -1,4 +1,4 @@
-"""Which matrices of a model are quantized, and how."""
+"""Schemes: which matrices of a model are quantized, and how."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,11 +19,11 @@ from specjax.models.quantization.weights import Form, QuantizedMatrix, is_quanti
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the matrices of a model are quantized.
+    """The forms in which the matrices of a model are quantized.
 
     Attributes:
-        layers: those of its layers.
-        vocabulary: its embedding and its head; None: they stay floats.
+        layers: the form of the matrices of the layers.
+        vocabulary: the form of the embedding and the head; None: they stay floats.
 
     Examples:
         >>> from specjax.models.quantization import Form
@@ -37,7 +37,10 @@ class Scheme:
     vocabulary: Form | None
 
     def form_of(self, param: Param) -> Form | None:
-        """That of a parameter; None: it stays floats, as norms, biases and routers do."""
+        """Return the form of a parameter; None if it stays in floats.
+
+        Norms, biases and routers stay in floats.
+        """
         if not param.is_product:
             return None
         form = self.vocabulary if {"vocab", "draft_vocab"} & set(param.axes) else self.layers
@@ -50,45 +53,61 @@ SCHEMES: dict[str, Scheme] = {
     "int4": Scheme(Form("int4", group=128), Form("int8")),
     "fp8": Scheme(Form("fp8"), None),
 }
-"""By name: 8-bit weights; the same, multiplied with activations of 8 bits; 4-bit weights in groups of 128; FP8."""
+"""The schemes by name.
+
+They are 8-bit weights; 8-bit weights and activations; 4-bit weights in groups of 128; FP8.
+"""
 
 AS_STORED, FLOATS = "stored", "float"
-"""What else may be asked for: matrices are quantized as a checkpoint has them, or not at all."""
+"""Further options: matrices are quantized as in the checkpoint, or not at all."""
 
 Weights = str | Scheme
-"""`AS_STORED`, `FLOATS`, a name in `SCHEMES`, or a scheme of one's own."""
+"""`AS_STORED`, `FLOATS`, a name in `SCHEMES`, or a custom scheme."""
 
 
 def scheme_of(weights: Weights) -> Scheme:
-    """The scheme of that name. Raises `InputError` where there is none."""
+    """Return the scheme of a name.
+
+    Raises:
+        InputError: There is no such scheme.
+    """
     check_weights(weights, ())
     return weights if isinstance(weights, Scheme) else SCHEMES[weights]
 
 
-def check_weights(weights: Weights, others: Sequence[str] = (AS_STORED, FLOATS), name: str = "weights") -> None:
-    """Refuse, with an InputError, what names no scheme and is none of the ``others``; ``name`` is that of the argument."""
-    known = (*others, *SCHEMES)
-    if not isinstance(weights, Scheme) and weights not in known:
-        raise InputError(f"{name}={weights!r}: must be one of {', '.join(map(repr, known))}")
+def check_weights(weights: Weights, options: Sequence[str] = (AS_STORED, FLOATS), name: str = "weights") -> None:
+    """Refuse, with an InputError, a name that is neither a scheme nor in ``options``.
+
+    ``name`` is the name of the argument.
+    """
+    choices = (*options, *SCHEMES)
+    if not isinstance(weights, Scheme) and weights not in choices:
+        raise InputError(f"{name}={weights!r}: must be one of {', '.join(map(repr, choices))}")
 
 
 FormOf = Callable[[Param], Form | None]
-"""How a parameter is quantized; None: not at all."""
+"""Returns the form of a parameter; None if it stays in floats."""
 
 
 def of_model(form_of: FormOf, tied: bool) -> FormOf:
-    """``form_of`` for a whole model. An embedding that is not ``tied`` to the head is multiplied with nothing. So no
-    activations are rounded for it."""
+    """Return ``form_of`` for a whole model.
 
-    def of_one(param: Param) -> Form | None:
+    An embedding that is not ``tied`` to the head is never multiplied, so no activations are rounded
+    for it.
+    """
+
+    def adapted(param: Param) -> Form | None:
         form = form_of(param)
         return form if form is None or tied or not param.is_rows else replace(form, activations=16)
 
-    return of_one
+    return adapted
 
 
 def common(forms: Iterable[Form | None]) -> Form | None:
-    """The form in which all of several stored matrices can be held as they are; None: there is none, or one is of floats."""
+    """Return the form that can hold all of several stored matrices as they are.
+
+    It is None if there is no such form, or one matrix is in floats.
+    """
     forms = list(forms)
     first = forms[0]
     if first is None or any(form is None or _essence(form) != _essence(first) for form in forms):
@@ -98,63 +117,64 @@ def common(forms: Iterable[Form | None]) -> Form | None:
 
 
 def _essence(form: Form) -> tuple[str, int, int]:
-    """What cannot be added to a matrix without changing it."""
+    """Return the properties that cannot be changed without changing the matrix."""
     return form.kind, form.group, form.activations
 
 
 def declare(declared: Any, form_of: FormOf, mesh: Mesh | None = None) -> Any:
-    """``declared``, any pytree of `Param`, with declarations of a `QuantizedMatrix` in place of each matrix that has a form.
+    """Replace the declarations of matrices that have a form with those of a `QuantizedMatrix`.
 
-    A CPU has no 4-bit numbers: on one, values of 4 bits are held in int8.
+    ``declared`` is any pytree of `Param`. A CPU has no 4-bit type: there, values of 4 bits are
+    stored in int8.
     """
     on_cpu = sharding.is_on_cpu(mesh)
 
-    def one(param: Param) -> Any:
+    def quantized(param: Param) -> Any:
         if (form := form_of(param)) is None:
             return param
         return form.declare(param, jnp.int8 if on_cpu and form.kind == "int4" else None)
 
-    return jax.tree.map(one, declared)
+    return jax.tree.map(quantized, declared)
 
 
 def quantize_params(declared: Any, params: Any, form_of: FormOf, mesh: Mesh | None, units: Mapping[str, int]) -> Any:
-    """Return ``params`` with a `QuantizedMatrix` in place of every matrix that ``form_of`` gives a form, one after the other.
+    """Return ``params`` with every matrix that ``form_of`` gives a form quantized, one by one.
 
-    A `Watched` matrix is quantized by the moments that were seen. ``declared`` has no quantized matrix yet; ``units`` are as in
-    `specjax.sharding.partition`.
+    A `Watched` matrix is quantized with its recorded moments. ``declared`` must not have a
+    quantized matrix yet; ``units`` are as in `specjax.sharding.partition`.
     """
     targets = declare(declared, form_of, mesh)
 
-    def one(param: Param, target: Any, value: Any) -> Any:
+    def quantize(param: Param, target: Any, value: Any) -> Any:
         if isinstance(value, QuantizedMatrix):
             raise InputError("weights: they are quantized already: load them in floats, with weights='float'")
         if not isinstance(target, QuantizedMatrix):
             return value
         if isinstance(value, Watched):
-            made = gptq(value.weight, value.moments, target.form)
+            matrix = gptq(value.weight, value.moments, target.form)
         else:
             floats = np.asarray(sharding.to_host(value, mesh))
-            made = quantize_matrix(floats.T if param.is_rows else floats, target.form)
+            matrix = quantize_matrix(floats.T if param.is_rows else floats, target.form)
 
         def put(part: Param, numbers: np.ndarray) -> jax.Array:
             numbers = np.asarray(numbers, jnp.dtype(part.dtype))
             return jnp.asarray(numbers) if mesh is None else sharding.put(numbers, part.place(mesh, units))
 
-        return jax.tree.map(put, target, made)
+        return jax.tree.map(put, target, matrix)
 
-    return jax.tree.map(one, declared, targets, params)
+    return jax.tree.map(quantize, declared, targets, params)
 
 
 def declare_like(declared: Any, params: Any) -> Any:
-    """Return ``declared`` with the declarations of a `QuantizedMatrix` wherever ``params`` have a quantized matrix."""
+    """Declare a `QuantizedMatrix` wherever ``params`` have one."""
 
-    def one(value: Any, param: Param) -> Any:
+    def declare_one(value: Any, param: Param) -> Any:
         return value.form.declare(param, value.values.dtype) if isinstance(value, QuantizedMatrix) else param
 
-    return jax.tree.map(one, params, declared, is_leaf=is_quantized)
+    return jax.tree.map(declare_one, params, declared, is_leaf=is_quantized)
 
 
 def narrow(model: Any, weights: Weights) -> Any:
-    """Quantize the weights of a target or drafter: its method under an old name, which warns."""
+    """Quantize the weights of a target or drafter: the old name of the method, which warns."""
     warnings.warn(f"{type(model).__name__}.narrow has a new name: call it quantize", DeprecationWarning, stacklevel=2)
     return model.quantize(weights)

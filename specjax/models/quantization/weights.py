@@ -1,8 +1,9 @@
-"""What a quantized matrix is, and how floats become one.
+"""Quantized matrices, and their computation from floats.
 
-A weight is ``(value - zero) * scale``. The value is a number of 8 or 4 bits. Neighbouring inputs of one output, a *group*,
-share the scale and the zero; one group may be all inputs. This is the layout of qwix's ``QArray`` (google/qwix), but that the
-groups are an axis of their own, in front: a product over one group after the other then reads memory from end to end.
+A weight is ``(value - zero) * scale``. The value is a number of 8 or 4 bits. Consecutive inputs of
+one output, a *group*, share the scale and the zero point; one group may be all inputs. The layout
+is that of qwix's ``QArray`` (google/qwix), except that groups are a separate axis in front: a
+product over one group after the other then reads memory sequentially.
 """
 
 from dataclasses import dataclass, replace
@@ -19,28 +20,37 @@ from specjax.models.params import Param
 T = TypeVar("T")
 Kind = Literal["int8", "int4", "fp8"]
 Numbers = Any
-"""An array of numpy or of JAX: as a checkpoint is read nothing need go to a device, and GPTQ runs on one."""
+"""An array of numpy or of JAX.
+
+A checkpoint can so be read without going to a device, and GPTQ can run on one.
+"""
 BLOCK = 128
-"""Outputs and inputs of a block of FP8 that share a scale, as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3)."""
+"""The outputs and inputs of an FP8 block that shares a scale, as in DeepSeek-V3.
+
+See arXiv 2412.19437, section 3.3.
+"""
 
 _TYPES = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3fn"}
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
-"""By kind, the largest value on either side of 0 that is used."""
+"""The largest magnitude that is used, by kind."""
 
 
 @struct.dataclass
 class QuantizedMatrix:
-    """A matrix ``[..., in, out]`` as quantized values with their scales. In a declaration its leaves are each a `Param`.
+    """A matrix ``[..., in, out]`` as quantized values with their scales.
+
+    In a declaration its leaves are a `Param` each.
 
     Attributes:
-        values: ``[..., groups, out, size]`` int8, int4 or float8_e4m3fn: the inputs of a group, ``groups * size`` in all.
+        values: ``[..., groups, out, size]`` int8, int4 or float8_e4m3fn: the inputs of each group,
+            ``groups * size`` in all.
         scales: ``[..., groups, out]`` float32.
-        zeros: ``[..., groups, out]`` int8, what a value of weight 0 is; None: 0.
-        order: ``[..., in]`` int32, the input that stands at each place: groups may be of inputs that are no neighbours
-            (GPTQ's "act order"). None: they are.
-        bits: 8, or 4 also where the values are held in int8, as on a CPU.
-        activations: to how many bits a product rounds what the matrix is multiplied with, where it multiplies whole numbers:
-            8, or 16, which is close to not at all.
+        zeros: ``[..., groups, out]`` int8, the zero points; None: 0.
+        order: ``[..., in]`` int32, the index of the input at each place, if the inputs of a group
+            are not contiguous (GPTQ's "act order"). None: they are.
+        bits: 8 or 4. Values of 4 bits may be stored in int8, as on a CPU.
+        activations: the number of bits to which an integer product rounds the matrix's inputs: 8,
+            or 16, which changes almost nothing.
 
     Examples:
         >>> from specjax.models.quantization import Form
@@ -62,43 +72,43 @@ class QuantizedMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``(..., in, out)``, as the matrix in floats has it."""
+        """The shape of the matrix in floats, ``(..., in, out)``."""
         *lead, groups, outputs, size = self.values.shape
         return (*lead, groups * size, outputs)
 
     @property
     def ndim(self) -> int:
-        """Of the matrix in floats."""
+        """The number of axes of the matrix in floats."""
         return len(self.shape)
 
     @property
     def form(self) -> "Form":
-        """How it is quantized."""
+        """The form in which it is quantized."""
         kind = "fp8" if jnp.dtype(self.values.dtype) == jnp.float8_e4m3fn else "int4" if self.bits == 4 else "int8"
         *_, groups, _, size = self.values.shape
         return Form(kind, 0 if groups == 1 else size, self.zeros is not None, self.order is not None, self.activations)
 
 
 def is_quantized(value: Any) -> bool:
-    """Whether ``value`` is a `QuantizedMatrix`; for ``is_leaf`` of `jax.tree.map`."""
+    """Return True for a `QuantizedMatrix`; for ``is_leaf`` of `jax.tree.map`."""
     return isinstance(value, QuantizedMatrix)
 
 
 def matrices_in(tree: Any) -> list[QuantizedMatrix]:
-    """The quantized matrices of any pytree of parameters, or of their declarations."""
+    """Return the quantized matrices of any pytree of parameters or declarations."""
     return list(filter(is_quantized, jax.tree.leaves(tree, is_leaf=is_quantized)))
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a matrix is quantized.
+    """The format of a quantized matrix.
 
     Attributes:
-        kind: of its values.
-        group: inputs that share a scale; 0: all of them.
-        has_zeros: see `QuantizedMatrix`.
-        is_ordered: see ``order`` of `QuantizedMatrix`.
-        activations: see `QuantizedMatrix`.
+        kind: the type of its values.
+        group: the number of inputs that share a scale; 0 for all of them.
+        has_zeros: whether it has zero points; see `QuantizedMatrix`.
+        is_ordered: whether it has an ``order``; see `QuantizedMatrix`.
+        activations: the bits of the activations; see `QuantizedMatrix`.
 
     Examples:
         >>> from specjax.models.quantization import Form
@@ -114,39 +124,42 @@ class Form:
 
     @property
     def bits(self) -> int:
-        """Of a value."""
+        """The number of bits of a value."""
         return 4 if self.kind == "int4" else 8
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the values in memory, but for those of 4 bits on a CPU."""
+        """The type of the values in memory, except for values of 4 bits on a CPU."""
         return jnp.dtype(_TYPES[self.kind])
 
     def fitting(self, inputs: int) -> "Form":
-        """The same form for a matrix of so many ``inputs``: with its own group, or half of that and so on down to 16, if one of
-        them divides the inputs; otherwise with one group."""
+        """Return the same form for a matrix with ``inputs`` inputs.
+
+        The group size is halved, down to 16, until it divides the inputs. If none does, there is
+        one group.
+        """
         size = self.group
         while size and inputs % size:
             size = size // 2 if size > 16 else 0
         return replace(self, group=size)
 
     def declare(self, param: Param, dtype: DTypeLike | None = None) -> QuantizedMatrix:
-        """The declarations of the parts of a quantized matrix that is declared as one of floats.
+        """Return the declarations of the parts of a quantized matrix.
 
         Args:
-            param: the matrix, ``(..., in, out)``.
-            dtype: of the values in memory; None: `dtype`.
+            param: the declaration of the matrix in floats, ``(..., in, out)``.
+            dtype: the type of the values in memory; None for `dtype`.
         """
         *lead, inputs, outputs = _in_out(param, param.shape)
         *lead_axes, in_axis, out_axis = _in_out(param, param.axes)
         size = self.group or inputs
         groups = inputs // size
         units = param.units if groups == 1 or in_axis is None else int(np.gcd(param.units or groups, groups))
-        of_groups = in_axis if groups > 1 else None
+        group_axis = in_axis if groups > 1 else None
 
         def part(role: str, shape: tuple[int, ...], axes: tuple[str | None, ...], kind: str) -> Param:
             axes, within = (*lead_axes, *axes), param.within
-            if within is not None:  # it is a part of what the stored tensor gives
+            if within is not None:  # the parameter is a slice of the stored tensor's outputs
                 within = replace(within, axis=len(lead) - param.stacked + 1)
             is_rows = param.transposed or param.is_rows  # as it is stored
             name = f"{param.name}:{role}"
@@ -155,10 +168,10 @@ class Form:
         values = part(
             "values",
             (groups, outputs, size),
-            (of_groups, out_axis, in_axis if groups == 1 else None),
+            (group_axis, out_axis, in_axis if groups == 1 else None),
             jnp.dtype(self.dtype if dtype is None else dtype).name,
         )
-        of_group = ((groups, outputs), (of_groups, out_axis))
+        of_group = ((groups, outputs), (group_axis, out_axis))
         return QuantizedMatrix(
             values=values,
             scales=part("scales", *of_group, "float32"),
@@ -170,24 +183,30 @@ class Form:
 
 
 def _in_out(param: Param, of_axes: tuple[T, ...]) -> tuple[T, ...]:
-    """What is said of each axis of ``param``, in the order ``(..., in, out)``."""
+    """Return a tuple with one item for each axis of ``param`` in the order ``(..., in, out)``."""
     return (*of_axes[:-2], of_axes[-1], of_axes[-2]) if param.is_rows else of_axes
 
 
 def quantize_matrix(weights: np.ndarray, form: Form) -> QuantizedMatrix:
-    """The matrix ``weights [..., in, out]`` in a ``form`` without zeros and order: each weight is the nearest number under the
-    scale of its group, see `scales_of`."""
+    """Quantize ``weights [..., in, out]`` to a form without zeros and order.
+
+    Each weight becomes the nearest number under the scale of its group, see `scales_of`.
+    """
     rows = np.swapaxes(np.asarray(weights, np.float32), -1, -2)
     *lead, outputs, inputs = rows.shape
     size = form.group or inputs
-    grouped = np.moveaxis(rows.reshape(*lead, outputs, inputs // size, size), -2, -3)  # [..., groups, out, size]
+    # [..., groups, out, size]
+    grouped = np.moveaxis(rows.reshape(*lead, outputs, inputs // size, size), -2, -3)
     scales = scales_of(grouped, form)
     return QuantizedMatrix(rounded(grouped, scales, form), scales, bits=form.bits, activations=form.activations)
 
 
 def scales_of(grouped: Numbers, form: Form) -> Numbers:
-    """``[...]`` the scales of groups of weights ``grouped [..., size]``: each is that of the largest weight; of 4 bits, which
-    are few, a smaller one where that changes the weights less. What is not finite stays so."""
+    """Return the scales ``[...]`` of groups of weights ``grouped [..., size]``.
+
+    The scale maps the largest weight to the largest value. For 4 bits, which have few values, a
+    smaller scale is used if it reduces the error. Infinities and NaN stay so.
+    """
     xp = grouped.__array_namespace__()
     largest = xp.abs(grouped).max(axis=-1)
     best, least = _scales(largest, form), xp.full(largest.shape, np.inf, np.float32)
@@ -207,7 +226,7 @@ def _scales(largest: Numbers, form: Form) -> Numbers:
 
 
 def rounded(grouped: Numbers, scales: Numbers, form: Form) -> Numbers:
-    """``[..., size]`` the values of weights ``grouped [..., size]`` under their scales."""
+    """Return the values ``[..., size]`` of weights ``grouped [..., size]`` under their scales."""
     xp = grouped.__array_namespace__()
     with np.errstate(invalid="ignore"):
         numbers = xp.nan_to_num(grouped / scales[..., None])
@@ -217,7 +236,7 @@ def rounded(grouped: Numbers, scales: Numbers, form: Form) -> Numbers:
 
 
 def dequantize_matrix(matrix: QuantizedMatrix, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """``[..., in, out]`` the weights of a quantized ``matrix`` as floats."""
+    """Return the weights of a quantized matrix as floats, ``[..., in, out]``."""
     values = matrix.values.astype(jnp.float32)
     if matrix.zeros is not None:
         values = values - matrix.zeros.astype(jnp.float32)[..., None]
@@ -230,8 +249,8 @@ def dequantize_matrix(matrix: QuantizedMatrix, dtype: DTypeLike = jnp.float32) -
 
 
 def rows_of(table: QuantizedMatrix, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """``[..., in]`` the weights of the outputs ``rows`` of a quantized ``table [in, out]``: of an embedding those of tokens."""
+    """Return the weights ``[..., in]`` of some outputs of ``table [in, out]``: embeddings."""
     flat = rows.reshape(-1)
     zeros = None if table.zeros is None else table.zeros[:, flat]
-    found = replace(table, values=table.values[:, flat], scales=table.scales[:, flat], zeros=zeros)
-    return dequantize_matrix(found, dtype).T.reshape(*rows.shape, -1)
+    selected = replace(table, values=table.values[:, flat], scales=table.scales[:, flat], zeros=zeros)
+    return dequantize_matrix(selected, dtype).T.reshape(*rows.shape, -1)

@@ -19,18 +19,18 @@ FAULTS = [
     ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2: must be a whole number from 1 to 1"),
     ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank=None: must be a whole number"),
     ("deepseek_v3", {"qk_rope_head_dim": 3}, "qk_rope_head_dim=3: must be an even number"),
-    ("deepseek_v3", {"num_key_value_heads": 2}, "num_kv_heads=2: with latent attention .* has keys of its own"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_kv_heads=2: with latent attention .* num_kv_heads is num_heads="),
     ("deepseek_v3", {"n_group": 3}, "num_experts=8 is no multiple of groups=3"),
     ("deepseek_v3", {"topk_group": 5}, "groups=4 of 2 experts with groups_kept=5: no more groups can be kept than there are"),
     ("deepseek_v3", {"n_group": 8}, "groups=8 of 1 experts .* needs two"),
     (
         "deepseek_v3",
         {"topk_group": 1, "num_experts_per_tok": 3},
-        "experts_per_token=3: a token can choose among 2 experts only",
+        "experts_per_token=3: a token can only choose from 2 experts",
     ),
     ("deepseek_v3", {"num_nextn_predict_layers": 1, "n_routed_experts": "8"}, "n_routed_experts='8': must be a whole number"),
     ("qwen3_moe", {"num_experts": "remove"}, "num_experts is missing"),
-    ("qwen3_moe", {"num_experts_per_tok": 9}, "experts_per_token=9: a token can choose among 8 experts only"),
+    ("qwen3_moe", {"num_experts_per_tok": 9}, "experts_per_token=9: a token can only choose from 8 experts"),
     ("qwen3_moe", {"mlp_only_layers": [-1]}, r"mlp_only_layers=\[-1\]: must be a list of layers, counted from 0"),
 ]
 

@@ -303,7 +303,7 @@ REFUSALS = [
     ({"linear_key_head_dim": 0}, "linear_key_head_dim=0: must be a whole number from 1"),
     (
         {"rope_parameters": {"partial_rotary_factor": 0.2}},
-        "partial_rotary_factor=0.2: must turn an even share of a head's 16 numbers",
+        "partial_rotary_factor=0.2: must rotate an even number of a head's 16 numbers",
     ),
     ({"attn_output_gate": False}, "attn_output_gate=False: must be left out, or true"),
 ]

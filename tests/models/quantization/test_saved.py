@@ -131,7 +131,7 @@ def test_what_has_no_name_there_is_refused(tmp_path) -> None:
     matrix = random_matrix(Form("fp8", 128))
     uneven = matrix.replace(scales=np.random.default_rng(0).uniform(size=matrix.scales.shape).astype(np.float32))
     declared = {"layer": uneven.form.declare(Param((256, 256), (None, None), "layer.weight", transposed=True, is_product=True))}
-    with pytest.raises(CheckpointError, match=r"layer\.weight is in FP8 whose scales are not those of blocks: load"):
+    with pytest.raises(CheckpointError, match=r"layer\.weight is in FP8 with scales that differ within a block: load"):
         checkpoint.save(tmp_path, declared, {"layer": jax.tree.map(jnp.asarray, uneven)}, {})
     assert not any(tmp_path.iterdir())
 
