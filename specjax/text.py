@@ -534,7 +534,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     r"""Yield the number and the text of each line that is not blank.
 
-    Lines end only at "\n" or "\r\n". Python's `splitlines` also splits at characters such as
+    Lines end only at "\n" or "\r\n". Python's ``splitlines`` also splits at characters such as
     U+2028, which belong to the text.
     """
     try:

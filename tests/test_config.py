@@ -143,4 +143,4 @@ def test_a_dry_run_needs_the_target_s_config_json_alone(file, name, tmp_path, ca
     assert main(["train", "--config", file, "--method.target", str(tmp_path), "--dry-run"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f"{parameter_count(published(name)):,} parameters, in bfloat16" in out
-    assert "50,000 steps of 8 x 2048 tokens, 819,200,000 in all. Nothing was trained." in out
+    assert "50,000 steps of 8 x 2048 tokens, 819,200,000 in total. Nothing was trained." in out

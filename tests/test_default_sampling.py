@@ -273,10 +273,10 @@ OF_COMMANDS = [
     (("--top-k", "0", "--top-p", "1"), Sampling(0.6), IN_FORCE.format("temperature 0.6")),
     (("--temperature", "1", "--top-k", "5", "--top-p", "0.5"), Sampling(1.0, 5, 0.5), None),
     (("--temperature", "0"), GREEDY, None),
-    (("--temperature", "0", "--min-p", "0.1"), Sampling(0.0, min_p=0.1), "specjax: --min-p: not read at --temperature 0, "),
+    (("--temperature", "0", "--min-p", "0.1"), Sampling(0.0, min_p=0.1), "specjax: --min-p: ignored at --temperature 0, "),
     (("--generation-config", "none"), GREEDY, None),
     (("--generation-config", "none", "--temperature", "0.7"), Sampling(0.7), None),
-    (("--generation-config", "none", "--top-k", "5"), Sampling(0.0, 5), "specjax: --top-k: not read at --temperature 0, "),
+    (("--generation-config", "none", "--top-k", "5"), Sampling(0.0, 5), "specjax: --top-k: ignored at --temperature 0, "),
 ]
 
 
@@ -284,7 +284,7 @@ OF_COMMANDS = [
 def test_generate_has_them_and_says_so(directory, drawn_with, capsys, options, sampling, line) -> None:
     status, _, said = run(capsys, *generating(directory, *options))
     assert status == 2 and drawn_with == [sampling]
-    lines = [each for each in said.splitlines() if "generation_config.json" in each or "not read" in each]
+    lines = [each for each in said.splitlines() if "generation_config.json" in each or "ignored" in each]
     assert [each.startswith(line or "") for each in lines] == [True] * (line is not None)
 
 

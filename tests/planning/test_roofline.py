@@ -394,5 +394,5 @@ def test_a_trained_drafter_is_cheaper_than_its_target_and_its_step_counts(target
 
 
 def test_a_trained_drafter_has_no_cache_to_cut() -> None:
-    with pytest.raises(InputError, match="draft_cache=64: a drafter that was trained"):
+    with pytest.raises(InputError, match="draft_cache=64: a drafter trained"):
         Pair(LLAMA, TOY, trained("eagle3", "llama-3.1-8b"), draft_cache=64)
