@@ -452,20 +452,21 @@ def decode_rows(
 ) -> tuple[DecodeState, Progress]:
     """Decode the first ``width`` rows of a state, as `decode` does.
 
+    A row that becomes done does not stop the other rows, unless ``until_any_done``.
+
     Args:
         target: the target.
         drafter: the drafter. Its draft shape may differ from that of the drafter that `empty` was
-            called with, but its state must not.
+            called with, but its state must have the same arrays.
         state: the state; it is donated.
-        table: ``[B, n]`` the pages of all rows. They must have room for the new tokens: each step
-            may commit D + 1 tokens of a row.
+        table: ``[B, n]`` the pages of all rows. They must have room for the new tokens, because
+            cache entries without a page are dropped: each step may commit D + 1 tokens of a row.
         free: ``[B]`` bool, rows without a text. They are retired first.
         max_steps: a scalar, the largest number of steps.
         until_any_done: a scalar bool, whether to stop as soon as a row becomes done.
         width: the number of rows to decode. Fewer rows take less time. Other rows do not change.
-        call_steps: the largest ``max_steps``. It sets the room R = call_steps * (D + 1) of
-            `Progress`. With more steps than that, the state has all tokens and `Progress` has the
-            first R.
+        call_steps: an upper bound of ``max_steps``. It sets the room R = call_steps * (D + 1) of
+            `Progress`. With more steps, the state has all tokens and `Progress` has the first R.
         logprobs: if not None, return the target's log-probabilities, with those of this number of
             likeliest tokens at each position. Each value needs its own compiled program.
 

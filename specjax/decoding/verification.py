@@ -50,20 +50,21 @@ ChainRule = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
-    """Accept a path of the draft by the rule ``sampling.rule`` of `RULES`.
+    """Accept a path of the draft by the rule that ``sampling.rule`` selects from `RULES`.
 
-    If all rows are greedy, every rule gives the result of `follow_argmax`, which is used instead.
+    If all rows are greedy, all rules are equivalent to `follow_argmax`, which is used instead.
 
     If no token can be drawn from a node's logits (`specjax.sampling.can_be_drawn`), a path ends at
     that node, as if nothing had been drafted below it. A row whose path ends there emits no token
-    after it: `Verdict.bad`. The target alone decides whether a row gets to such a node, and by
-    which tokens. If the q of a token is NaN, the token was not really drawn, and counts as not
+    after it: `Verdict.bad`. Whether a row gets to such a node, and by which tokens, depends on the
+    target alone. A token whose q is NaN was not drawn from a distribution, so it counts as not
     drafted.
 
     Args:
         draft: a tree of N nodes.
         logits: ``[B, N, V]`` the target's logits at every node.
-        sampling: the sampling parameters of the rows. They modify p as they have modified q.
+        sampling: the sampling parameters of the rows. Temperature and truncation apply to p as they
+            were applied to q.
         keys: ``[B]`` random keys, which are consumed. For a rule with keys by position,
             ``[D + 1, B]``: for each depth, the keys of the positions below its nodes.
     """
@@ -178,9 +179,9 @@ is emitted instead; and whether a token can be drawn after the node at all.
 def descend(draft: Draft, visit: Visit) -> Verdict:
     """Walk down from the root: ``visit`` selects a child at each node, or a token to end with.
 
-    So p is formed at the visited nodes only, at most D + 1 for each row, and not at all N nodes.
-    For 60 nodes and 128,000 tokens, all nodes would need 31 MB for each row, and truncation (top-k,
-    top-p) reads that 64 times. The loop ends when the last row stops.
+    So p is computed at the visited nodes only, at most D + 1 for each row, and not at all N nodes.
+    For 60 nodes and 128,000 tokens, p at all nodes would take 31 MB for each row, and truncation
+    (top-k, top-p) reads p 64 times. The loop ends when the last row stops.
 
     Args:
         draft: a tree of N nodes.
