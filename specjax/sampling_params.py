@@ -104,8 +104,8 @@ class SamplingParams(Sampling):
         if params is not None:
             return replace(params, **stated) if stated else params
         of_distribution = {name: stated[name] for name in SAMPLING_NAMES if name in stated}
-        other_names = {name: value for name, value in stated.items() if name not in of_distribution}
-        return cls(**vars((defaults or GREEDY).with_explicit(**of_distribution)), **other_names)
+        other_fields = {name: value for name, value in stated.items() if name not in of_distribution}
+        return cls(**vars((defaults or GREEDY).with_explicit(**of_distribution)), **other_fields)
 
     def options(self) -> GenerationOptions:
         """Return the options of a batch with one row."""
@@ -150,6 +150,6 @@ def _check_count(name: str, value: Any, bounds: str) -> None:
 def _one_number(name: str, value: Any) -> Any:
     """Convert a value to a Python number. Refuse, with an InputError, anything else."""
     numbers = one_or_each(name, value)
-    if numbers.size != 1 or (numbers.ndim and name not in SAMPLING_NAMES):  # of the distribution's a batch of one is one
+    if numbers.size != 1 or (numbers.ndim and name not in SAMPLING_NAMES):  # a sampling parameter may be an array of one number
         raise InputError(f"{name}={value}: give one number")
     return numbers.item()

@@ -1,4 +1,4 @@
-"""From prompts to tokens: what is asked is checked on the host, the prompts are read, and the loop runs to its end.
+"""Generation from prompts: check the arguments on the host, read the prompts and run the loop.
 
 `generate` and `stream` run the same program.
 """
@@ -27,12 +27,14 @@ from specjax.sampling import Rule, Sampling
 
 @struct.dataclass
 class Result(OneLine):
-    """What was generated; numpy arrays.
+    """The result of a generation, in numpy arrays.
 
     Attributes:
-        tokens: ``[B, P + max_new_tokens]`` each row's prompt, then its output; what lies beyond ``lengths`` is filler.
-        lengths: ``[B]`` prompt tokens plus emitted tokens. An end-of-sequence token counts as emitted.
-        stats: see `Stats`.
+        tokens: ``[B, P + max_new_tokens]`` each row's prompt, then its output, then padding beyond
+            ``lengths``.
+        lengths: ``[B]`` prompt tokens plus emitted tokens. An end-of-sequence token counts as
+            emitted.
+        stats: the `Stats` of each row.
 
     Examples:
         >>> result = specjax.generate(target, None, prompts, max_new_tokens=8)
@@ -62,28 +64,35 @@ def generate(
     eos_token_ids: Sequence[Any] | None = None,
     rule: Rule | None = None,
 ) -> Result:
-    """Generate from the target, distributed exactly as it alone would; the drafter decides only how fast.
+    """Generate from the target, with exactly the distribution of the target alone.
+
+    The drafter affects the speed only.
 
     Args:
         target: the model to generate from.
-        drafter: proposes tokens; None is plain autoregressive decoding.
-        tokens: ``[B, P]`` prompts as token ids, right-padded. Equal P shares compiled programs; memory and time go by it, too.
-        lengths: ``[B]`` prompt lengths; None: all are P.
-        max_new_tokens: most tokens to emit; one number, or one a row.
-        min_new_tokens: as many tokens are emitted before an end-of-sequence token may come; one number, or one a row. Refused
-            where every token of the vocabulary ends the text.
-        sampling: how to draw; the default is greedy.
-        key: one random key, from which each row's is folded by its index, or ``[B]`` keys. A row's output depends on its own
-            key and prompt alone. Give every text a key of its own. None: ``jax.random.key(0)``.
-        eos_token_ids: ids that end a row; they are emitted. One sequence of ids for all rows, or one sequence a row. None: the
-            target's own (`ModelConfig.eos_token_ids`); ``()``: none.
-        rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is the one
-            that suits the shape of the drafts, `specjax.decoding.options.default_rule`; "block" and "rejection" take chains.
+        drafter: the drafter that proposes tokens; None for plain autoregressive decoding.
+        tokens: ``[B, P]`` prompts as token ids, right-padded. Batches of equal P share compiled
+            programs. Memory and time grow with P.
+        lengths: ``[B]`` prompt lengths; None if all are P.
+        max_new_tokens: the largest number of tokens to emit; one number, or one for each row.
+        min_new_tokens: the number of tokens that are emitted before an end-of-sequence token may
+            come; one number, or one for each row. Only 0 is possible if every token of the
+            vocabulary ends the text.
+        sampling: the sampling parameters; greedy by default.
+        key: one random key, which is folded with each row's index, or ``[B]`` keys. A row's output
+            depends on its own key and prompt alone. Give every text its own key. None for
+            ``jax.random.key(0)``.
+        eos_token_ids: the ids that end a row; they are emitted. One sequence of ids for all rows,
+            or one sequence for each row. None for the target's own (`ModelConfig.eos_token_ids`);
+            ``()`` for none.
+        rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`. Every rule is
+            exact. None for the rule that suits the shape of the drafts,
+            `specjax.decoding.options.default_rule`. "block" and "rejection" verify chains only.
 
     Raises:
-        InputError: an argument is of the wrong type or out of its range; names it, its value and what it must be.
-        LogitsError: the target's logits were NaN or +inf in some rows; names them. What all rows have come to is the error's
-            ``result``, in which the other rows are complete.
+        InputError: An argument is invalid. The message names it, its value and the remedy.
+        LogitsError: The target's logits were NaN or +inf in some rows, which the message names. The
+            error's ``result`` has the output of all rows; the other rows are complete.
 
     Examples:
         >>> drafter = specjax.PromptLookup(draft=2)
@@ -121,10 +130,14 @@ def stream(
     rule: Rule | None = None,
     steps: int = 4,
 ) -> Iterator[Result]:
-    """As `generate`, yielding what there is after every ``steps`` steps; the last one is the complete `Result`.
+    """Generate as `generate` does, and yield the result so far after every ``steps`` steps.
 
-    Raises InputError as `generate`, and for ``steps`` below 1, before the first is asked for; and `specjax.errors.LogitsError`
-    after the last one.
+    The last one is the complete `Result`.
+
+    Raises:
+        InputError: As for `generate`, or ``steps`` is below 1. It is raised by the call itself,
+            before the iteration begins.
+        LogitsError: As for `generate`, after the last result.
 
     Examples:
         >>> for result in specjax.stream(target, None, prompts, max_new_tokens=8, steps=4):
@@ -133,7 +146,7 @@ def stream(
         [14, 14]
     """
     if not is_whole(steps) or steps < 1:
-        raise InputError(f"steps={steps!r}: must be a whole number, at least 1")
+        raise InputError(f"steps={steps!r}: it must be a whole number, at least 1")
     options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens)
     started = start(target, drafter, tokens, lengths, options)
     width = _width(tokens, max_new_tokens)
@@ -159,20 +172,25 @@ def start(
     capacity: int | None = None,
     mixed: bool = False,
 ) -> tuple[Drafter, DecodeState]:
-    """Check everything on the host, then read the prompts: the drafter and the state to `decode` on.
+    """Check the arguments on the host, then read the prompts.
 
     Args:
         target: as for `generate`.
         drafter: as for `generate`.
         tokens: as for `generate`.
         lengths: as for `generate`.
-        options: as for `generate`.
-        capacity: most tokens that a row may come to hold, prompt and output; by default as many as prompts of this width need,
-            rounded up to a `bucket`. Prompts are padded to a bucket too, so that few programs serve many widths.
-        mixed: compile for rows of all kinds of sampling, whatever these rows ask for, so that any request can be inserted.
+        options: the other arguments of `generate`.
+        capacity: the largest number of tokens of a row, prompt and output. By default it is what
+            prompts of this width need, rounded up to a `bucket`. Prompts are padded to a bucket
+            too, so that few programs serve many widths.
+        mixed: whether to compile for rows of all kinds of sampling, so that `insert` accepts any
+            request. Otherwise the program serves rows like these alone.
+
+    Returns:
+        The drafter, which replaces None, and the state to `decode`.
 
     Raises:
-        InputError: as `generate`.
+        InputError: As for `generate`.
 
     Examples:
         >>> from specjax import decoding
@@ -195,17 +213,17 @@ def start(
     max_lengths = lengths + checked.max_new_tokens
     _check_positions(lengths, max_lengths, config.max_positions, "the target")
     _check_positions(lengths, max_lengths, most_positions(target, drafter), "the drafter")
-    if capacity is None:  # from the shape of the prompts and not from their lengths: equal shapes share a program
+    if capacity is None:  # depends on the shape of the prompts, not on their lengths: equal shapes share a program
         capacity = bucket(width + int(checked.max_new_tokens.max()))
     elif capacity < max_lengths.max():
-        raise InputError(f"capacity={capacity}: a row may come to hold {max_lengths.max()} tokens; give at least that")
+        raise InputError(f"capacity={capacity}: a row may need {max_lengths.max()} tokens; give at least that")
     padded = np.pad(tokens[:, :width], ((0, 0), (0, bucket(width) - width)))
     rule = options.rule_for(drafter.draft_shape)
     rows = options.sampling.rows(batch, rule)
-    # Rows that are all greedy have a program of their own; all others share one. It looks for a truncation's threshold only
-    # where a row asks for a truncation.
+    # Batches that are all greedy have their own program, and all others share one. That one searches for the threshold of
+    # top-k, top-p and min-p only if a row uses them.
     rows = replace(rows, greedy=False, truncated=True, rule=rule) if mixed else replace(rows, truncated=not rows.greedy)
-    # Nothing is drawn while prompts are read: one program reads them for every kind of sampling.
+    # Prefill draws no token, so one program serves every kind of sampling. The real fields are restored below.
     state = prefill(
         target,
         drafter,
@@ -223,36 +241,36 @@ def start(
 
 
 _ANY_SAMPLING = {"greedy": False, "truncated": True, "rule": "independent"}
-"""What `RowSampling` may know of its rows before tracing, where nothing is known."""
+"""The static fields of `RowSampling` in prefill, where the kind of sampling does not matter."""
 
 
 _STOP_TOKENS = 8
-"""Room for the ids that end a row comes in multiples of this, so that requests with few ids share a program."""
+"""The number of stop tokens is padded to a multiple of this, so that requests share a program."""
 
 
 def _padded(ids: np.ndarray) -> np.ndarray:
-    """Pad the ids ``[B, E]`` that end texts with -1, which is none, to a multiple of `_STOP_TOKENS`."""
+    """Pad stop tokens ``[B, E]`` with -1, which is no token, to a multiple of `_STOP_TOKENS`."""
     return np.pad(ids, ((0, 0), (0, -ids.shape[1] % _STOP_TOKENS)), constant_values=-1)
 
 
 def most_positions(target: Target, drafter: Drafter) -> int:
-    """The longest text, in tokens, that both can hold.
+    """Return the largest number of tokens of a text that both target and drafter support.
 
     Examples:
         >>> from specjax import decoding
         >>> decoding.most_positions(target, specjax.PromptLookup())
         2048
     """
-    own = drafter.max_positions
-    return target.config.max_positions if own is None else min(own, target.config.max_positions)
+    limit = drafter.max_positions
+    return target.config.max_positions if limit is None else min(limit, target.config.max_positions)
 
 
-def _check_positions(lengths: np.ndarray, max_lengths: np.ndarray, positions: int, whose: str) -> None:
+def _check_positions(lengths: np.ndarray, max_lengths: np.ndarray, positions: int, model: str) -> None:
     longest = int(np.argmax(max_lengths))
     if max_lengths[longest] > positions:
         raise InputError(
-            f"prompt ({lengths[longest]} tokens) plus max_new_tokens make {max_lengths[longest]} tokens, but {whose} has "
-            f"{positions} positions: shorten the prompt or lower max_new_tokens"
+            f"prompt ({lengths[longest]} tokens) plus max_new_tokens make {max_lengths[longest]} tokens, but {model} has "
+            f"{positions} positions; shorten the prompt or lower max_new_tokens"
         )
 
 
@@ -261,16 +279,19 @@ def _width(tokens: Any, max_new_tokens: Any) -> int:
 
 
 def _result(target: Target, state: DecodeState, width: int) -> Result:
-    """The result so far; its tokens are ``width`` wide, whatever the capacity is."""
+    """Return the result so far, with tokens of the given ``width`` for every capacity."""
     tokens, lengths, stats = sharding.to_host((state.tokens, state.lengths, state.stats), target.mesh)
     missing = max(0, width - tokens.shape[1])
     return Result(tokens=np.pad(tokens, ((0, 0), (0, missing)))[:, :width], lengths=lengths, stats=stats)
 
 
 def raise_if_failed(target: Target, state: DecodeState, result: Any = None) -> None:
-    """Raise a `specjax.errors.LogitsError` with the ``result`` where the target's logits were none in some rows.
+    """Raise LogitsError if a row of ``state`` failed: the target's logits were NaN or +inf.
 
-    Every process that the target's mesh spans must call this.
+    Args:
+        target: the target. Every process that its mesh spans must call this function.
+        state: the state.
+        result: the result to attach to the error.
     """
     failed, lengths = sharding.to_host((state.failed, state.lengths), target.mesh)
     if failed.any():

@@ -1,7 +1,7 @@
-"""The decoding loop: draft, score, verify, keep - all of it on the device, in one compiled program.
+"""The decoding loop: draft, score, verify, keep. All of it is one compiled program on the device.
 
-Plain autoregressive decoding (``drafter=None``) runs it too, with a draft that is only a root: it is the baseline of every
-speed figure.
+Plain autoregressive decoding (``drafter=None``) runs the same loop with a draft that is only a
+root. It is the baseline of every speed-up.
 """
 
 from dataclasses import replace
@@ -27,9 +27,10 @@ from specjax.sampling import position_keys, split_keys
 
 
 def step(target: Target, drafter: Drafter, state: DecodeState, logprobs: int | None = None) -> tuple[DecodeState, StepInfo]:
-    """Draft, score, verify, keep: one forward of the target, at least one token for every row that is not done.
+    """Run one step: draft, score, verify, keep.
 
-    With ``logprobs``, see `advance`.
+    It is one forward pass of the target and emits at least one token for every row that is not
+    done. For ``logprobs`` see `advance`.
 
     Examples:
         >>> from specjax import decoding
@@ -43,7 +44,10 @@ def step(target: Target, drafter: Drafter, state: DecodeState, logprobs: int | N
 
 
 def propose_step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[Draft, DecodeState]:
-    """Draft below every row's root. The state is for `advance`, which ends the step.
+    """Propose a draft below every row's root.
+
+    Returns:
+        The draft, and the state to pass to `advance`, which ends the step.
 
     Examples:
         >>> from specjax import decoding
@@ -54,37 +58,42 @@ def propose_step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[
     """
     _, draft_keys, _ = _keys_of_step(state, drafter.draft_shape.depth)
     reads = drafter.reads(target.config)
-    given = {"cache": state.cache.of_layers(reads)} if reads else {}
+    caches = {"cache": state.cache.of_layers(reads)} if reads else {}
     sampling = state.next_sampling
-    proposal = drafter.propose(target, state.drafter, state.roots, sampling, draft_keys, ~state.done, **given)
+    proposal = drafter.propose(target, state.drafter, state.roots, sampling, draft_keys, ~state.done, **caches)
     draft, drafter_state = check_proposal(drafter, proposal, state.lengths.shape[0])
     return draft, replace(state, drafter=drafter_state)
 
 
 def _keys_of_step(state: DecodeState, depth: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The random keys of a step.
+    """Return the random keys of a step.
 
-    Worked example: drafts of depth 2 below a row of 7 tokens, whose last is the root. Tokens are drawn for the positions 7 (the
-    first drafted), 8 (the second) and 9 (the bonus, if both are accepted).
+    Worked example: drafts of depth 2 below a row of 7 tokens, the last of which is the root. Tokens
+    are drawn for the positions 7 (the first drafted token), 8 (the second) and 9 (the bonus, if
+    both are accepted).
 
-    Coupled, ``k(i)`` being the row's key folded with position i, which never changes::
+    With coupled sampling, ``k(i)`` is the row's key folded with position i, and never changes::
 
-        the state's next key    the row's, as before
-        the drafter's           k(7)   k(8)          first and second level
-        verification's          k(7)   k(8)   k(9)   the target's own draw at the root, at the first and at the second token
+        the state's next key    the row's key, unchanged
+        the drafter's keys      k(7)   k(8)          first and second level
+        verification's keys     k(7)   k(8)   k(9)   the target's own draw at the root, at the first
+                                                     and at the second token
 
-    Drafter and target share k(7) and k(8), and the target's draw is what is emitted. If the first token is rejected, position 7
-    is decided and the next step begins at 8, with k(8) once more: nothing was emitted with it yet.
+    Drafter and target share k(7) and k(8), and the step emits the target's draws. If the first
+    token is rejected, the target's draw for position 7 replaces it, and the next step begins at
+    position 8 with k(8). It may use k(8) again because nothing was emitted with it yet.
 
-    Not coupled, the row's key is split into three and nothing is shared::
+    Without coupled sampling the row's key is split into three, and nothing is shared::
 
         the state's next key    a              split again in the next step
-        the drafter's           b split in 2   first and second level
-        verification's          c              one key, which the rule splits: some judge drafted tokens, one draws the last
+        the drafter's keys      b, split in 2  first and second level
+        verification's key      c              the rule splits it: some parts judge drafted tokens,
+                                               one draws the last token
 
     Returns:
-        The state's next ones ``[B]``; the drafter's ``[depth, B]``; and verification's: ``[B]``, or with coupled sampling
-        ``[depth + 1, B]``, one for each position below the root, of which the first are the drafter's.
+        The state's next keys ``[B]``, the drafter's keys ``[depth, B]``, and verification's keys:
+        ``[B]``, or with coupled sampling ``[depth + 1, B]``, one for each position below the root.
+        The first ``depth`` of those are the drafter's keys.
     """
     if RULES[state.sampling.rule].keys_by_position and not state.sampling.greedy:
         positions = position_keys(state.keys, state.lengths + jnp.arange(depth + 1)[:, None])
@@ -96,21 +105,29 @@ def _keys_of_step(state: DecodeState, depth: int) -> tuple[jax.Array, jax.Array,
 def advance(
     target: Target, drafter: Drafter, state: DecodeState, draft: Draft, logprobs: int | None = None
 ) -> tuple[DecodeState, StepInfo]:
-    """Score ``draft``, verify it and keep what was accepted.
+    """Score ``draft``, verify it and keep the accepted tokens.
 
-    The draft may come from `propose_step`, or from elsewhere (another process or machine). Then ``drafter`` is one that keeps
-    what it needs in ``append_committed`` alone, or has proposed nothing in this step. A draft may be of any shape, and
-    shallower than those that the state was started for, down to a root alone.
+    The draft comes from `propose_step`, or from elsewhere (another process or machine). In the
+    second case ``drafter`` must get everything that it stores from ``append_committed``, or must
+    have proposed nothing in this step. A draft may have any shape and may be shallower than the
+    drafts that the state was started for; it may also be a root alone.
 
-    With ``logprobs``, the step's `StepInfo` has the target's own log-probabilities of the emitted tokens, and of as many of the
-    likeliest ones in their places.
+    Args:
+        target: the target.
+        drafter: the drafter whose state is updated.
+        state: the state before the step.
+        draft: the draft to verify.
+        logprobs: if not None, `StepInfo` has the target's own log-probabilities of the emitted
+            tokens, and at each of their positions those of this number of likeliest tokens.
 
     Returns:
-        The next state, and what happened; of both the shapes depend on ``state`` alone, but for the draft itself.
+        The next state, and the `StepInfo` of this step. Their shapes depend on ``state`` alone,
+        except that `StepInfo` contains the draft itself.
 
     Raises:
-        InputError: the draft is deeper than those that the state was started for: the statistics have no room. Or it is a tree,
-            and the state's rule verifies chains.
+        InputError: The draft is deeper than the drafts that the state was started for, so that the
+            statistics have no room; or the draft is a tree and the state's rule verifies chains
+            only.
 
     Examples:
         >>> from specjax import decoding
@@ -119,8 +136,8 @@ def advance(
         >>> drafter, state = decoding.start(
         ...     target, specjax.PromptLookup(draft=2), prompts, options=options
         ... )
-        >>> said = jnp.asarray(plain.tokens[:, 6:8])  # from elsewhere: what plain decoding says
-        >>> draft = Draft.chain(state.roots, said)
+        >>> tokens = jnp.asarray(plain.tokens[:, 6:8])  # what plain decoding emits
+        >>> draft = Draft.chain(state.roots, tokens)
         >>> state, info = jax.jit(decoding.advance)(target, drafter, state, draft)
         >>> info.emitted.tolist()  # both tokens are accepted, and the target adds one
         [3, 3]
@@ -130,10 +147,10 @@ def advance(
             f"draft: a tree, but the state was started with rule={state.sampling.rule!r}, which verifies chains: start it with "
             'rule="independent", or rule="coupled"'
         )
-    room = state.stats.depth
-    if draft.depth > room:
+    max_depth = state.stats.depth
+    if draft.depth > max_depth:
         advice = "" if draft.grown is None or draft.levels is not None else "; give the draft's levels"
-        raise InputError(f"draft: {draft.depth} deep, but the state was started for drafts of depth {room}{advice}")
+        raise InputError(f"draft: it is {draft.depth} deep, but the state was started for drafts of depth {max_depth}{advice}")
     keys, _, verify_keys = _keys_of_step(state, draft.depth)
     scored = _score(target, drafter, draft, state, verify_keys, logprobs)
     accepted = scored.verdict.count - 1
@@ -152,10 +169,10 @@ def advance(
         emitted=verdict.count,
         accepted=jnp.minimum(accepted, verdict.count),
         drafted=jnp.where(state.done, 0, draft.length),
-        drafted_at=_pad(draft.drafted_at & ~state.done[:, None], room),
+        drafted_at=_pad(draft.drafted_at & ~state.done[:, None], max_depth),
         scored=jnp.where(state.done, 0, scored.nodes),
         draft=draft,
-        path=_pad(verdict.path, room + 1),
+        path=_pad(verdict.path, max_depth + 1),
         logprobs=scored.logprobs,
     )
     is_accepted = jnp.arange(draft.depth + 1)[None] < info.accepted[:, None]
@@ -175,15 +192,16 @@ def advance(
 
 @struct.dataclass
 class _Scored:
-    """What one pass of the target over a draft gives.
+    """The result of one pass of the target over a draft.
 
     Attributes:
-        verdict: what is accepted of it.
+        verdict: what the target accepts of the draft.
         emitted: ``[B, D+1]`` the accepted tokens and the bonus, in order.
-        output: the target's along the accepted path, ``[B, D+1, …]``.
-        entries: each layer's, along the accepted path: ``[B, heads, D+1, dim]`` each part.
-        nodes: scalar, how many nodes the pass had.
-        logprobs: of the emitted tokens, ``[B, D+1]``, where they are asked for.
+        output: the target's hidden states along the accepted path, ``[B, D+1, …]``.
+        entries: the cache entries of each layer along the accepted path, ``[B, heads, D+1, dim]``
+            each.
+        nodes: scalar, the number of nodes that the pass had.
+        logprobs: those of the emitted tokens, ``[B, D+1]``; None if they were not requested.
     """
 
     verdict: Verdict
@@ -197,14 +215,16 @@ class _Scored:
 def _score(
     target: Target, drafter: Drafter, draft: Draft, state: DecodeState, keys: jax.Array, logprobs: int | None
 ) -> _Scored:
-    """One pass of the target over the draft, and the verdict.
+    """Run one pass of the target over the draft and verify it.
 
-    Drafts may be shorter than their shape has room for: on a CPU the pass runs at the smallest compiled number of nodes that
-    holds every row's draft, but for rows that are done. Elsewhere a few nodes more cost nothing, and one width is compiled. The
-    cache is only read in here, because XLA copies what a branch of a conditional writes.
+    Drafts may have fewer tokens than their shape has room for. On a CPU the pass therefore runs at
+    the smallest compiled number of nodes that holds the draft of every row that is not done. On
+    other devices a few more nodes cost nothing, and one width is compiled.
+
+    The cache is only read here. Writing it inside the conditional would make XLA copy it.
     """
     cache, taps, sampling = state.cache, drafter.taps(target.config), state.next_sampling
-    # A long context of a row that is done is not read on.
+    # A row that is done may have a long context. With length 0, attention does not read it.
     readable = replace(cache, length=jnp.where(state.done, 0, cache.length))
 
     def branch(nodes: int) -> _Scored:
@@ -240,24 +260,27 @@ def _score(
 
 
 def _pad(values: jax.Array, size: int, axis: int = 1) -> jax.Array:
-    """``values`` with zeros, or False, at the end of an ``axis``, which then has ``size``."""
+    """Append zeros, or False, along an ``axis`` so that it has ``size`` elements."""
     missing = size - values.shape[axis]
     return jnp.pad(values, [(0, missing if i == axis else 0) for i in range(values.ndim)]) if missing else values
 
 
 def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verdict, jax.Array, jax.Array]:
-    """End each row at its first end-of-sequence token or at its limit, also in the middle of an accepted path, or else before
-    the token that could not be drawn.
+    """Cut each row's verdict where the row ends.
+
+    A row ends at its first stop token or at its limit, also in the middle of an accepted path. It
+    also ends before a token that cannot be drawn.
 
     Returns:
-        The shortened verdict (count 0 for rows that were done already), ``done [B]``, and which rows end for want of a token.
+        The shortened verdict, with count 0 for rows that were done before; ``done [B]``; and
+        ``failed [B]``, the rows that end because a token could not be drawn.
     """
     bad = jnp.zeros(verdict.count.shape, bool) if verdict.bad is None else verdict.bad
-    drawn = verdict.count - bad
+    drawn_count = verdict.count - bad
     index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None]
-    is_end = jnp.any(emitted[..., None] == state.stop_token_ids[:, None], axis=-1) & (index < drawn[:, None])
+    is_end = jnp.any(emitted[..., None] == state.stop_token_ids[:, None], axis=-1) & (index < drawn_count[:, None])
     until_end = jnp.min(jnp.where(is_end, index + 1, emitted.shape[1] + 1), axis=1)
-    count = jnp.minimum(drawn, jnp.minimum(until_end, state.max_lengths - state.lengths))
+    count = jnp.minimum(drawn_count, jnp.minimum(until_end, state.max_lengths - state.lengths))
     count = jnp.where(state.done, 0, count)
     done = state.done | (until_end <= count) | (state.lengths + count >= state.max_lengths)
     failed = bad & ~done
@@ -266,7 +289,7 @@ def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verd
 
 
 def rows_of_pass(drafter: Drafter, state: DecodeState, **_: Any) -> int:
-    """How many nodes the target reads in one pass, of all rows of the batch together.
+    """Return the number of nodes that the target reads in one pass, over all rows.
 
     Examples:
         >>> from specjax import decoding
@@ -277,6 +300,7 @@ def rows_of_pass(drafter: Drafter, state: DecodeState, **_: Any) -> int:
     return state.lengths.shape[0] * drafter.draft_shape.nodes
 
 
+# The state is donated so that the caches are updated in place: two copies might not fit in memory.
 @by_rows(rows_of_pass, models=("target", "drafter"), donate_argnames="state")
 def decode(
     target: Target,
@@ -285,9 +309,10 @@ def decode(
     max_steps: ArrayLike,
     until_any_done: ArrayLike = False,
 ) -> DecodeState:
-    """`step` until every row is done, or ``max_steps`` (a scalar array) times. ``state`` is donated.
+    """Run `step` until every row is done, or ``max_steps`` (a scalar array) times.
 
-    With ``until_any_done``, until the first row is done that was not at the beginning: its place can be given to another text.
+    With ``until_any_done`` it stops as soon as a row becomes done that was not done at the
+    beginning, so that another text can have the row. ``state`` is donated.
 
     Examples:
         >>> from specjax import decoding
@@ -311,9 +336,16 @@ def run_steps(
     until_any_done: ArrayLike,
     logprobs: Logprobs | None = None,
 ) -> tuple[DecodeState, Logprobs | None]:
-    """What `decode` does, to be traced as a part of another program.
+    """Run the steps of `decode`. The function is traced as a part of a larger program.
 
-    With ``logprobs`` ``[B, R]``, from `Logprobs.zeros`, also the target's log-probabilities of the first R emitted tokens.
+    Args:
+        target: the target.
+        drafter: the drafter.
+        state: the state before the steps.
+        max_steps: a scalar, the largest number of steps.
+        until_any_done: a scalar bool, as for `decode`.
+        logprobs: ``[B, R]`` from `Logprobs.zeros`, filled with the target's log-probabilities of
+            the first R emitted tokens; None for none.
     """
     done_before, lengths_before = state.done, state.lengths
     top = None if logprobs is None else logprobs.top
@@ -324,12 +356,12 @@ def run_steps(
         return (steps < max_steps) & ~jnp.all(state.done) & ~ended
 
     def body(carry: tuple[jax.Array, DecodeState, Logprobs | None]) -> tuple[jax.Array, DecodeState, Logprobs | None]:
-        steps, before, kept = carry
+        steps, before, logprobs = carry
         state, info = step(target, drafter, before, top)
-        if kept is not None:
-            positions = before.lengths - lengths_before
-            kept = jax.tree.map(lambda room, new: append_tokens(room, positions, new, info.emitted), kept, info.logprobs)
-        return steps + 1, state, kept
+        if logprobs is not None:
+            starts = before.lengths - lengths_before
+            logprobs = jax.tree.map(lambda all_, new: append_tokens(all_, starts, new, info.emitted), logprobs, info.logprobs)
+        return steps + 1, state, logprobs
 
     _, state, logprobs = jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state, logprobs))
     return state, logprobs

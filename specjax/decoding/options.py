@@ -1,4 +1,4 @@
-"""What is asked of a generation: its options, checked on the host before anything is compiled."""
+"""The options of a generation, checked on the host before anything is compiled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,20 +19,22 @@ from specjax.sampling import Rule, Sampling, check_rule
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """Everything about a generation but the models and the prompts. `specjax.generate` takes the same by name.
+    """The options of a generation. `specjax.generate` takes the same by name.
 
     Attributes:
-        max_new_tokens: most tokens to emit; one number, or one a row.
-        sampling: how to draw; the default is greedy.
-        key: one random key, from which each row's is folded by its index, or ``[B]`` keys. A row's output depends on its own
-            key and prompt alone. None: ``jax.random.key(0)``.
-        eos_token_ids: ids that end a row; they are emitted. One sequence of ids for all rows, or one sequence a row. None:
-            the target's own (`ModelConfig.eos_token_ids`); ``()``: none.
-        rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is `default_rule`.
-            "block" and "rejection" are for chains alone.
-        min_new_tokens: as many tokens are emitted before an end-of-sequence token may come: until then the target's
-            distribution, and the drafter's, is that of the other tokens. One number, or one a row. Where all tokens end the
-            text there are no others, and only 0 is taken.
+        max_new_tokens: the largest number of tokens to emit; one number, or one for each row.
+        sampling: the sampling parameters; greedy by default.
+        key: one random key, which is folded with each row's index, or ``[B]`` keys. A row's output
+            depends on its own key and prompt alone. None for ``jax.random.key(0)``.
+        eos_token_ids: the ids that end a row; they are emitted. One sequence of ids for all rows,
+            or one sequence for each row. None for the target's own (`ModelConfig.eos_token_ids`);
+            ``()`` for none.
+        rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`. Every rule is
+            exact. None for `default_rule`. "block" and "rejection" verify chains only.
+        min_new_tokens: the number of tokens that are emitted before an end-of-sequence token may
+            come. Until then end-of-sequence tokens have probability 0 for target and drafter. One
+            number, or one for each row. Only 0 is possible if every token of the vocabulary ends
+            the text.
 
     Examples:
         >>> from specjax.decoding import GenerationOptions
@@ -52,11 +54,15 @@ class GenerationOptions:
     min_new_tokens: Any = 0
 
     def __post_init__(self) -> None:
-        """Refuse values of the wrong type. What depends on the target and the number of rows is checked by `check`."""
+        """Raise InputError for values of the wrong type.
+
+        `check` checks what depends on the target and the number of rows.
+        """
         one_or_each("max_new_tokens", self.max_new_tokens)
         one_or_each("min_new_tokens", self.min_new_tokens)
-        if type(self.sampling) is not Sampling:  # the other parameters of a request would be left out
-            raise InputError(f"sampling={self.sampling!r}: give settings, such as specjax.Sampling(temperature=0.7)")
+        # Not isinstance: the other parameters of SamplingParams, a subclass, would be ignored.
+        if type(self.sampling) is not Sampling:
+            raise InputError(f"sampling={self.sampling!r}: give a specjax.Sampling, such as specjax.Sampling(temperature=0.7)")
         if self.key is not None:
             as_key(self.key)
         if self.eos_token_ids is not None:
@@ -65,29 +71,41 @@ class GenerationOptions:
             check_rule(self.rule)
 
     def check(self, config: ModelConfig, batch: int) -> "CheckedOptions":
-        """These options for ``batch`` rows of a target so configured. Raises InputError, which names what is wrong."""
+        """Return the checked options of ``batch`` rows.
+
+        Raises:
+            InputError: An option does not fit the target's configuration or the number of rows.
+        """
         most = self._counts("max_new_tokens", batch, 1, 2**31 - 1, "at least 1 and below 2**31, one number or")
         in_range = f"from 0 to max_new_tokens={self.max_new_tokens}, one number, or"
         least, stop_token_ids = self._counts("min_new_tokens", batch, 0, most, in_range), self._stop_token_ids(config, batch)
         if any(len(set(row) - {-1}) == config.vocab_size for row in stop_token_ids[least > 0].tolist()):
             raise InputError(
-                f"min_new_tokens={self.min_new_tokens}: all {config.vocab_size} tokens of the vocabulary end the text, so that "
-                "none may come first: name fewer eos_token_ids, or give min_new_tokens=0"
+                f"min_new_tokens={self.min_new_tokens}: all {config.vocab_size} tokens of the vocabulary end the text, so no "
+                "token may come first; name fewer eos_token_ids, or give min_new_tokens=0"
             )
         return CheckedOptions(max_new_tokens=most, min_new_tokens=least, stop_token_ids=stop_token_ids)
 
     def rule_for(self, draft: DraftShape) -> Rule:
-        """The rule for drafts of this shape. Raises InputError where ``rule`` cannot verify them."""
+        """Return the rule for drafts of this shape.
+
+        Raises:
+            InputError: The option ``rule`` cannot verify drafts of this shape.
+        """
         rule = self.rule or default_rule(draft)
         if not RULES[rule].takes_trees and draft.nodes > draft.depth + 1:
             raise InputError(
-                f'rule={self.rule!r}: verifies chains, but the draft is a {draft}; give rule="independent" (each draft by the '
-                'rule that fits it), or rule="coupled"'
+                f'rule={self.rule!r}: verifies chains, but the draft is a {draft}; give rule="independent" (which suits every '
+                'draft), or rule="coupled"'
             )
         return rule
 
     def _counts(self, name: str, batch: int, minimum: int, maximum: Any, must: str) -> np.ndarray:
-        """Return the field ``name``, one number or one a row, as ``[batch]``. Raises InputError where one is out of range."""
+        """Return the field ``name``, one number or one for each row, as ``[batch]``.
+
+        Raises:
+            InputError: A number is out of range, or there are too few or too many.
+        """
         value = getattr(self, name)
         counts = one_or_each(name, value)
         if (
@@ -95,7 +113,7 @@ class GenerationOptions:
             or counts.shape not in ((), (batch,))
             or np.any((counts < minimum) | (counts > maximum))
         ):
-            raise InputError(f"{name}={value}: must be {must} one for each of the {batch} rows")
+            raise InputError(f"{name}={value}: it must be {must} one for each of the {batch} rows")
         return np.broadcast_to(counts, (batch,)).astype(np.int64)
 
     def _stop_token_ids(self, config: ModelConfig, batch: int) -> np.ndarray:
@@ -107,14 +125,14 @@ class GenerationOptions:
         for row in rows:
             if bad := [i for i in row if not 0 <= i < config.vocab_size]:
                 raise InputError(f"eos_token_ids={bad}: outside the vocabulary of {config.vocab_size} tokens")
-        width = max(1, *map(len, rows))  # 1: with and without stop tokens the same program serves
+        width = max(1, *map(len, rows))  # at least 1, so that rows without stop tokens use the same compiled program
         return np.array([row + [-1] * (width - len(row)) for row in rows], np.int32).reshape(batch, width)
 
     def row_keys(self, batch: int) -> jax.Array:
         """Return the random keys ``[B]`` of ``batch`` rows.
 
         Raises:
-            InputError: there are keys, and not one for each row.
+            InputError: There are several keys, but not one for each row.
 
         Examples:
             >>> from specjax.decoding import GenerationOptions
@@ -130,28 +148,29 @@ class GenerationOptions:
 
 
 def _rows_of_ids(ids: Any) -> list[list[int]]:
-    """The ids that end each row: one list where ``ids`` is one sequence for all rows, otherwise a list a row.
+    """Return the ids that end each row: one list if ``ids`` is one sequence, else one for each row.
 
     Raises:
-        InputError: it is no sequence of whole numbers, nor one of such sequences.
+        InputError: The value is neither a sequence of whole numbers nor a sequence of such
+            sequences.
     """
     if not _is_sequence(ids):
         raise InputError(f"eos_token_ids={ids!r}: give a sequence of ids, such as (2,)")
     are_rows = [_is_sequence(entry) for entry in ids]
     if any(are_rows) and not all(are_rows):
-        raise InputError(f"eos_token_ids={ids}: give ids, or one sequence of ids a row, not both")
-    rows = [[each.item() if isinstance(each, jax.Array) else each for each in row] for row in (ids if any(are_rows) else [ids])]
+        raise InputError(f"eos_token_ids={ids}: give ids, or one sequence of ids for each row, not both")
+    rows = [[i.item() if isinstance(i, jax.Array) else i for i in row] for row in (ids if any(are_rows) else [ids])]
     for row in rows:
-        if wrong := [each for each in row if not is_whole(each)]:
+        if wrong := [i for i in row if not is_whole(i)]:
             raise InputError(f"eos_token_ids={wrong!r}: ids are whole numbers, from the target's tokenizer")
     return [list(map(int, row)) for row in rows]
 
 
 def check_ids(ids: Any) -> list[int]:
-    """Return the ids that end one text, as Python's own numbers.
+    """Return the ids that end one text, as Python integers.
 
     Raises:
-        InputError: it is no sequence of whole numbers.
+        InputError: The value is not a sequence of whole numbers.
 
     Examples:
         >>> from specjax.decoding.options import check_ids
@@ -170,10 +189,12 @@ def _is_sequence(value: Any) -> bool:
 
 
 def default_rule(draft: DraftShape) -> Rule:
-    """The rule by which drafts of this shape are accepted most often.
+    """Return the rule that accepts the most drafted tokens for drafts of this shape.
 
-    Trees whose children are chosen gain from coupled sampling. Chains lose, for block verification looks beyond what it
-    accepts. Drawn siblings come out even. docs/results/trees.md has the figures of ``benchmarks.acceptance``.
+    Coupled sampling accepts more tokens of trees whose children are chosen. It accepts fewer tokens
+    of chains than block verification, which judges the tokens of a chain jointly. For drawn
+    siblings the rules are equally good. docs/results/trees.md has the figures of
+    ``benchmarks.acceptance``.
 
     Examples:
         >>> from specjax.decoding.options import default_rule
@@ -185,12 +206,12 @@ def default_rule(draft: DraftShape) -> Rule:
 
 @dataclass(frozen=True)
 class CheckedOptions:
-    """What `GenerationOptions.check` makes of the options of B rows.
+    """The result of `GenerationOptions.check` for B rows.
 
     Attributes:
-        max_new_tokens: ``[B]`` int64 largest number of new tokens.
-        min_new_tokens: ``[B]`` int64 new tokens before which a row does not end.
-        stop_token_ids: ``[B, E]`` int32 ids that end each row, filled up with -1, which is no token.
+        max_new_tokens: ``[B]`` int64 the largest number of new tokens.
+        min_new_tokens: ``[B]`` int64 the number of new tokens before which a row does not end.
+        stop_token_ids: ``[B, E]`` int32 ids that end each row, padded with -1, which is no token.
     """
 
     max_new_tokens: np.ndarray
@@ -199,15 +220,18 @@ class CheckedOptions:
 
 
 def as_key(key: Any) -> jax.Array:
-    """A random key, or an array of them, of JAX's default kind. None is ``jax.random.key(0)``.
+    """Return a random key, or an array of keys, of JAX's default kind.
+
+    None gives ``jax.random.key(0)``.
 
     Raises:
-        InputError: it is no key.
+        InputError: The value is not a random key.
     """
     if key is None:
         return jax.random.key(0)
     is_key = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not is_key and isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape[-1:] == (2,):  # the old style
+    # jax.random.PRNGKey, the older form of keys, returns plain numbers.
+    if not is_key and isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape[-1:] == (2,):
         key, is_key = jax.random.wrap_key_data(key, impl="threefry2x32"), True
     if not is_key:
         raise InputError(f"key={key!r}: give a random key, such as jax.random.key(0)")
@@ -215,9 +239,10 @@ def as_key(key: Any) -> jax.Array:
 
 
 def _as_threefry(key: jax.Array) -> jax.Array:
-    """``key`` itself, or one of JAX's default kind made from it.
+    """Return ``key``, converted to JAX's default kind if it is of another kind.
 
-    Keys of the kind "rbg" draw other numbers under ``vmap`` than alone, so that a row would depend on its neighbours.
+    Keys of the kind "rbg" draw other numbers under ``vmap`` than alone, so that a row would depend
+    on the other rows.
     """
     if str(jax.random.key_impl(key)) == "threefry2x32":
         return key
@@ -233,25 +258,29 @@ def _as_threefry(key: jax.Array) -> jax.Array:
 
 
 def check_prompts(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The prompts ``[B, P]`` and their lengths ``[B]``. Raises InputError, which names what is wrong with them."""
+    """Return the prompts ``[B, P]`` and their lengths ``[B]``.
+
+    Raises:
+        InputError: The prompts or lengths are invalid. The message names what is wrong.
+    """
     try:
         tokens = np.asarray(tokens)
     except ValueError:
         raise InputError(
-            "tokens: rows of different lengths; right-pad them (specjax.text.pad gives tokens and lengths)"
+            "tokens: the rows have different lengths; right-pad them (specjax.text.pad returns tokens and lengths)"
         ) from None
     if tokens.size == 0:
         raise InputError("tokens: empty prompt; every row needs at least 1 token (begin with the bos token)")
     if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
-        raise InputError(f"tokens: must be whole numbers [batch, prompt], not {tokens.dtype} {list(tokens.shape)}")
+        raise InputError(f"tokens: they must be whole numbers [batch, prompt], not {tokens.dtype} {list(tokens.shape)}")
     batch, width = tokens.shape
     lengths = np.full(batch, width) if lengths is None else one_or_each("lengths", lengths)
     if lengths.shape != (batch,) or lengths.dtype.kind not in "iu":
-        raise InputError(f"lengths: must be {batch} whole numbers, one a row, not {lengths.dtype} {list(lengths.shape)}")
+        raise InputError(f"lengths: give {batch} whole numbers, one for each row, not {lengths.dtype} {list(lengths.shape)}")
     if lengths.min() < 1:
         raise InputError(f"lengths={lengths.min()}: empty prompt; every row needs at least 1 token")
     if lengths.max() > width:
-        raise InputError(f"lengths={lengths.max()}: longer than the prompts' width {width}")
+        raise InputError(f"lengths={lengths.max()}: it exceeds the width of the prompts, {width}")
     inside = np.arange(width)[None] < lengths[:, None]
     bad = tokens[inside & ((tokens < 0) | (tokens >= vocab_size))]
     if bad.size:
@@ -263,9 +292,9 @@ _SMALLEST_BUCKET = 16
 
 
 def bucket(size: int) -> int:
-    """``size`` rounded up to a power of two or to one and a half times one: 16, 24, 32, 48, 64, 96, …
+    """Round ``size`` up to 16, 24, 32, 48, 64, 96, …: a power of two, or one and a half times one.
 
-    Programs are compiled for sizes. With few sizes, prompts of many lengths share a few programs.
+    Functions are compiled for sizes. With few sizes, prompts of many lengths share a few programs.
     """
     power = _SMALLEST_BUCKET
     while power < size:

@@ -1,7 +1,8 @@
 """Verify drafts that a client made on its own machine.
 
-`verify_rows` is one pass of the target over such drafts. The client's drafter is not here: in its place stands one that hands
-out what the client has to be sent.
+`verify_rows` is one pass of the target over such drafts. The client's drafter is not on this
+machine. A substitute takes its place in the step and returns the hidden states to send to the
+client.
 """
 
 import math
@@ -25,16 +26,17 @@ from specjax.models.transformer import Target
 
 @struct.dataclass
 class VerifiedRows:
-    """What became of the drafts of W rows.
+    """The result of verifying the drafts of W rows.
 
     Attributes:
         path: ``[W, D+1]`` the nodes of the accepted path, the root first.
-        tokens: ``[W, D+1]`` what was emitted.
-        count: ``[W]`` how many of both count; 0 where no row was asked for.
-        accepted: ``[W]`` how many of the emitted tokens were drafted.
-        done: ``[W]`` bool, the text is over.
-        failed: ``[W]`` bool, because the target's logits after the last of the tokens were none.
-        told: of each node of the path, what `Drafter.remote_inputs` gives, ``[W, D+1, …]``.
+        tokens: ``[W, D+1]`` the emitted tokens.
+        count: ``[W]`` how many of ``path`` and ``tokens`` are meaningful; 0 for padding.
+        accepted: ``[W]`` number of emitted tokens that were drafted.
+        done: ``[W]`` bool, the text is complete.
+        failed: ``[W]`` bool, the text ended because the target's logits after its last token were
+            NaN or +inf.
+        told: the result of `Drafter.remote_inputs` for each node of the path, ``[W, D+1, …]`` each.
     """
 
     path: jax.Array
@@ -48,7 +50,10 @@ class VerifiedRows:
 
 @struct.dataclass
 class _Elsewhere(Drafter[Any]):
-    """Stands where a drafter would that is on another machine: its state, after a verdict, is what that one is to be told."""
+    """The substitute for a drafter on another machine.
+
+    Its state after a verdict is what must be sent to that drafter.
+    """
 
     remote_drafter: Drafter
 
@@ -64,7 +69,7 @@ class _Elsewhere(Drafter[Any]):
 
 
 def nodes_of_call(tokens: HostOrDevice, **_: Any) -> int:
-    """How many nodes the target reads in the pass of `verify_rows`."""
+    """Return the number of nodes that the target reads in the pass of `verify_rows`."""
     return math.prod(tokens.shape)
 
 
@@ -81,24 +86,29 @@ def verify_rows(
     *,
     depth: int,
 ) -> tuple[DecodeState, VerifiedRows]:
-    """One pass of the target over drafts that were made elsewhere, for some rows. Not on a mesh that splits rows.
+    """Run one pass of the target over drafts from another machine, for some rows.
 
-    The rows are done, as far as `decode_rows` goes, before and afterwards. Other rows, and what a drafter here keeps, stay as
-    they are.
+    The rows count as done before and after the call, so that `decode_rows` skips them. Other rows,
+    and the state of a drafter on this machine, do not change. A mesh that splits the rows is not
+    supported.
 
     Args:
         target: the target.
-        remote_drafter: the drafter that drafts elsewhere, or one like it: its ``taps`` and `Drafter.remote_inputs` are used.
-        state: of `empty`, whose drafts may be as deep; donated.
-        table: ``[B, n]`` the pages of all rows, with room for what is emitted: up to depth + 1 tokens a row.
-        rows: ``[W]`` whose prompts have been read, each once; B where none is asked for.
-        tokens: ``[W, N]`` of each node; whatever stands there, the root is the row's newest token.
-        parents: ``[W, N]`` of each node the number of its parent, which is smaller; -1 for the root.
-        valid: ``[W, N]`` bool, which of the nodes are there.
-        depth: D, of the deepest node that there may be.
+        remote_drafter: the drafter on the other machine, or one like it. Only its ``taps`` and
+            `Drafter.remote_inputs` are used.
+        state: a state of `empty` with room for drafts of this depth; it is donated.
+        table: ``[B, n]`` the pages of all rows, with room for the new tokens: up to depth + 1
+            tokens of a row.
+        rows: ``[W]`` different row indices, whose prompts have been read; B for padding.
+        tokens: ``[W, N]`` the token of each node. The first is ignored: the root is the row's
+            newest token.
+        parents: ``[W, N]`` the index of each node's parent, which is smaller than the node's; -1
+            for the root.
+        valid: ``[W, N]`` bool, which nodes exist.
+        depth: the largest depth D of a node.
 
     Returns:
-        The state, and what became of the drafts.
+        The state, and the result of verification.
 
     Examples:
         >>> from specjax.decoding import remote_drafts, rows
@@ -133,11 +143,11 @@ def verify_rows(
         >>> checked.path.tolist(), checked.count.tolist()  # and one token of the target's own
         ([[0, 2, 3]], [3])
     """
-    numbers, batch = jnp.asarray(rows), state.lengths.shape[0]
+    indices, batch = jnp.asarray(rows), state.lengths.shape[0]
     state = with_table(state, table)
-    # A number out of range is no row's: it takes the last one, of which nothing is kept.
-    part = map_rows(lambda leaf: leaf.at[numbers].get(mode="clip"), replace(state, drafter=()))
-    part = replace(part, done=numbers >= batch)
+    # Padding has index B. It reads the last row here, counts as done, and is dropped when rows are written back.
+    part = map_rows(lambda leaf: leaf.at[indices].get(mode="clip"), replace(state, drafter=()))
+    part = replace(part, done=indices >= batch)
     draft = Draft.of_tree(
         jnp.asarray(tokens).at[:, 0].set(part.roots), jnp.asarray(parents), valid=jnp.asarray(valid), levels=depth
     )
@@ -153,5 +163,5 @@ def verify_rows(
         told=after.drafter,
     )
     after = replace(after, drafter=(), done=jnp.ones_like(after.done))
-    kept = put_rows(replace(state, drafter=()), after, lambda leaf, new: leaf.at[numbers].set(new, mode="drop"))
-    return place_rows(replace(kept, drafter=state.drafter), target), checked
+    merged = put_rows(replace(state, drafter=()), after, lambda leaf, new: leaf.at[indices].set(new, mode="drop"))
+    return place_rows(replace(merged, drafter=state.drafter), target), checked

@@ -1,7 +1,8 @@
-"""Take, put and rearrange the rows of every array in a decode state.
+"""Read, write and reorder the rows of every array in a decode state.
 
-A decode state is a tree of arrays whose first axis is the row, and of paged caches. The pools of a paged cache have no row
-axis: rows own pages of them by the cache's table. So these functions treat pools apart.
+A decode state is a tree of arrays whose first axis is the row, and of paged caches. The pools of a
+paged cache have no row axis: the cache's table assigns their pages to rows. So these functions
+treat pools separately.
 """
 
 from collections.abc import Callable
@@ -24,17 +25,19 @@ HostOrDevice = jax.Array | np.ndarray
 
 
 def to_pages(tree: Tree, pages: int, page: int, target: Target) -> Tree:
-    """``tree`` with a `PagedCache` for every `KVCache`, those of drafters among them; they are empty. Other caches, and all
-    else, stay as they are."""
+    """Replace every `KVCache` in ``tree`` by an empty `PagedCache`, also those of drafters.
 
-    def one(node: Any) -> Any:
+    Other caches and all other nodes stay as they are.
+    """
+
+    def page_node(node: Any) -> Any:
         return PagedCache.like(node, pages=pages, page=page, mesh=target.mesh) if isinstance(node, KVCache) else node
 
-    return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, KVCache))
+    return jax.tree.map(page_node, tree, is_leaf=lambda node: isinstance(node, KVCache))
 
 
 def retire(state: DecodeState, mask: HostOrDevice) -> DecodeState:
-    """The state with the rows of ``mask [B]`` free: they are done, and nothing of theirs is read any more."""
+    """Free the rows of ``mask [B]``: they are done, and their cached tokens are not read again."""
 
     def forget(node: Any) -> Any:
         return replace(node, length=jnp.where(mask, 0, node.length)) if isinstance(node, PagedCache) else node
@@ -44,40 +47,43 @@ def retire(state: DecodeState, mask: HostOrDevice) -> DecodeState:
 
 
 def with_table(state: Tree, table: HostOrDevice) -> Tree:
-    """``state`` with these pages for its rows, in all of its caches."""
+    """Give all caches in ``state`` this table of pages."""
     return jax.tree.map(lambda node: node.with_table(jnp.asarray(table)) if _is_paged(node) else node, state, is_leaf=_is_paged)
 
 
 def map_rows(function: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
-    """``function`` of every array that has the row axis first. Pools have none, and pass whole."""
+    """Apply ``function`` to every array that has a row axis. Pools have none and do not change."""
 
-    def one(node: Any) -> Any:
+    def map_node(node: Any) -> Any:
         if not _is_paged(node):
             return function(node)
         return replace(node, **jax.tree.map(function, _of_rows(node)))
 
-    return jax.tree.map(one, tree, is_leaf=_is_paged)
+    return jax.tree.map(map_node, tree, is_leaf=_is_paged)
 
 
 def _of_rows(cache: PagedCache) -> dict[str, Any]:
-    """What of a cache has a row axis."""
+    """Return the fields of a cache that have a row axis."""
     return {"table": cache.table, "length": cache.length, "states": cache.states}
 
 
-def put_rows(tree: Tree, part: Tree, put: Callable[[jax.Array, jax.Array], jax.Array]) -> Tree:
-    """``tree`` with ``put(leaf, new)`` for every array that has the row axis first, ``new`` being that of ``part``. Pools are
-    those of ``part``, which has been working on them; where it has none, they stay."""
+def put_rows(tree: Tree, part: Tree, write: Callable[[jax.Array, jax.Array], jax.Array]) -> Tree:
+    """Write ``part`` into ``tree`` with ``write(leaf, new)`` for every array that has a row axis.
 
-    def one(node: Any, new: Any) -> Any:
+    The pools come from ``part``, because the computation on it has written them. If ``part`` has no
+    pools, those of ``tree`` stay.
+    """
+
+    def put_node(node: Any, new: Any) -> Any:
         if not _is_paged(node):
-            return put(node, new)
-        return replace(node, layers=new.layers or node.layers, **jax.tree.map(put, _of_rows(node), _of_rows(new)))
+            return write(node, new)
+        return replace(node, layers=new.layers or node.layers, **jax.tree.map(write, _of_rows(node), _of_rows(new)))
 
-    return jax.tree.map(one, tree, part, is_leaf=_is_paged)
+    return jax.tree.map(put_node, tree, part, is_leaf=_is_paged)
 
 
 def without_pools(tree: Tree) -> Tree:
-    """Return ``tree`` with caches that have no pools: what belongs to rows alone."""
+    """Return ``tree`` with the pools of its caches removed: only arrays of rows are left."""
     return jax.tree.map(lambda node: replace(node, layers=()) if _is_paged(node) else node, tree, is_leaf=_is_paged)
 
 
@@ -91,5 +97,5 @@ def first_rows(state: DecodeState, width: int) -> DecodeState:
 
 
 def put_first(leaf: jax.Array, new: jax.Array) -> jax.Array:
-    """``leaf`` with ``new`` as its first rows."""
+    """Replace the first rows of ``leaf`` by ``new``."""
     return jax.lax.dynamic_update_slice_in_dim(leaf, new, 0, axis=0)

@@ -1,10 +1,12 @@
-"""Rows that come and go: many texts decoded together, each of which begins and ends when it will.
+"""Continuous batching: rows that requests join and leave while other rows are decoded.
 
-`empty` makes a state whose rows are free. A text is given a row by `admit`; its prompt is read by `read_chunk`, piece by piece,
-between two calls of `decode_rows`, in which the other rows go on; and when it is done another text may have its row. The caches
-lie in pages (`specjax.models.cache.PagedCache`). The host decides who has which page, and gives the table to every call.
+`empty` makes a state of free rows. `admit` gives a row to a text. `read_chunk` prefills its prompt
+chunk by chunk, between calls of `decode_rows`, which decode the other rows. When the text is done,
+another text can have its row. The caches are paged (`specjax.models.cache.PagedCache`). The host
+decides which row has which page and passes the table to every call.
 
-Everything here is compiled for a number of rows and a shape of draft: whatever comes, nothing is compiled again.
+The functions are compiled for a number of rows and a draft shape. Nothing is compiled again while
+texts come and go.
 """
 
 import math
@@ -43,18 +45,21 @@ from specjax.sampling import GREEDY
 
 @struct.dataclass
 class Text:
-    """A text that is to have a row. What is known of it before anything is computed.
+    """A text that is about to get a row, before any computation.
 
     Attributes:
-        tokens: ``[S]`` int32 the prompt, and filler; S is the capacity.
-        length: scalar int32, tokens of the prompt.
+        tokens: ``[S]`` int32 the prompt, padded; S is the capacity.
+        length: scalar int32, number of tokens of the prompt.
         max_length: scalar int32, the largest number of tokens of prompt and output.
-        key: its random key, or the key's numbers on the host: ``[2]`` uint32, of `jax.random.key_data`.
-        stop_token_ids: ``[E]`` int32 ids that end it; -1 is none.
-        sampling: the parameters of its distribution by their names, each a scalar: those of `specjax.Sampling.by_row`.
-        min_length: scalar int32, tokens of prompt and output before which it does not end.
-        prediction: ``[S]`` int32, what its output is expected to be, for `WithPrediction`; None: there is none.
-        predicted: scalar int32, tokens of the prediction.
+        key: its random key, or the key's data on the host: ``[2]`` uint32 from
+            `jax.random.key_data`.
+        stop_token_ids: ``[E]`` int32 ids that end it, padded with -1.
+        sampling: the parameters of its distribution by name, each a scalar: those of
+            `specjax.Sampling.by_row`.
+        min_length: scalar int32, number of tokens of prompt and output before which it does not
+            end.
+        prediction: ``[S]`` int32, the expected output, for `WithPrediction`; None without one.
+        predicted: scalar int32, number of tokens of the prediction.
 
     Examples:
         >>> from specjax.decoding import rows
@@ -81,20 +86,24 @@ class Text:
 
 @struct.dataclass
 class Progress:
-    """What a call of `decode_rows` has added to each row: a copy for the host, which outlives the state.
+    """The tokens that one call of `decode_rows` added to each row: a copy for the host.
 
-    It is as large as what a call can add, and not as what a row can hold: a host that asks for it waits for every byte.
+    The copy stays valid when the state is donated to the next call. It holds what one call can add,
+    not a whole row, because the host waits for every byte of the transfer.
 
     Attributes:
-        tokens: ``[B, R]`` the tokens that the call emitted, ``lengths - starts`` of them; the rest means nothing.
-        starts: ``[B]`` how many tokens each row had before the call.
-        lengths: ``[B]`` how many it has now.
-        done: ``[B]``.
-        failed: ``[B]`` as `DecodeState.failed`.
-        stats: since each row's text was admitted.
+        tokens: ``[B, R]`` the tokens that the call emitted: ``lengths - starts`` of them, then
+            padding.
+        starts: ``[B]`` number of tokens of each row before the call.
+        lengths: ``[B]`` number of tokens of each row after it.
+        done: ``[B]`` bool, as `DecodeState.done`.
+        failed: ``[B]`` bool, as `DecodeState.failed`.
+        stats: the statistics of each row since its text was admitted, not of this call alone.
         accepted: ``[B, R]`` bool, which of ``tokens`` were drafted and accepted.
-        matched: ``[B]`` tokens that came as predicted since each row's text was admitted; None: no drafter looks for that.
-        logprobs: of ``tokens``, ``[width, R]``, where they were asked for.
+        matched: ``[B]`` number of tokens that matched the prediction since the row's text was
+            admitted; None if the drafter has no predictions.
+        logprobs: those of ``tokens`` in the decoded rows, ``[width, R]``; None if they were not
+            requested.
     """
 
     tokens: jax.Array
@@ -120,20 +129,22 @@ def empty(
     max_stop_tokens: int = 8,
     depth: int | None = None,
 ) -> DecodeState:
-    """A state of free rows.
+    """Return a state whose rows are all free.
 
-    Rows are drawn with coupled sampling, or greedily, each as its text asks. So what a text comes to depends on its key and its
-    prompt alone: not on the drafter, nor on the shape of the drafts, nor on when it was put into which row.
+    Tokens are drawn with coupled sampling, or greedily, as each text requests. So a text depends on
+    its key and its prompt alone: not on the drafter, the shape of the drafts, its row or when it
+    was admitted.
 
     Args:
         target: the target.
-        drafter: that will draft.
-        rows: B.
-        capacity: most tokens of a text, prompt and output.
-        pages: in each pool; on a mesh, of each of the groups in which its data axis splits the rows.
-        page: tokens of a page.
-        max_stop_tokens: most ids that end a text.
-        depth: of the deepest drafts that there will be; None: the drafter's.
+        drafter: the drafter of the rows.
+        rows: the number of rows, B.
+        capacity: the largest number of tokens of a text, prompt and output.
+        pages: the number of pages of each pool. On a mesh, the data axis splits the rows into
+            groups, and every group has this number.
+        page: the number of tokens of a page.
+        max_stop_tokens: the largest number of ids that end a text.
+        depth: the depth of the deepest drafts that the state has room for; None for the drafter's.
 
     Examples:
         >>> from specjax.decoding import rows
@@ -142,7 +153,7 @@ def empty(
         >>> state.done.tolist(), state.cache.table.shape
         ([True, True, True, True], (4, 4))
     """
-    cache, own = to_pages(
+    cache, drafter_state = to_pages(
         (target.new_cache(rows, capacity), start_drafter(drafter, target, rows, capacity)), pages, page, target
     )
     state = DecodeState(
@@ -154,7 +165,7 @@ def empty(
         stop_token_ids=jnp.full((rows, max_stop_tokens), -1, jnp.int32),
         sampling=GREEDY.rows_of_any_kind(rows),
         cache=cache,
-        drafter=own,
+        drafter=drafter_state,
         stats=Stats.zeros(rows, drafter.draft_shape.depth if depth is None else depth),
         accepted=jnp.zeros((rows, capacity), bool),
         failed=jnp.zeros(rows, bool),
@@ -165,11 +176,14 @@ def empty(
 
 @struct.dataclass
 class PrefixState:
-    """What is known at the end of a chunk of a prompt beside its pages, for a text that goes on from there.
+    """The state at the end of a prompt chunk, apart from pages.
+
+    Another text with the same prefix can continue from it and from the pages.
 
     Attributes:
-        states: the target's, of layers that keep one (`specjax.models.cache.KVCache`), with a row for each group.
-        drafter: what `Drafter.to_prefix_state` keeps.
+        states: the target's recurrent states (`specjax.models.cache.KVCache`), one row for each
+            group.
+        drafter: the result of `Drafter.to_prefix_state`.
     """
 
     states: Any
@@ -177,16 +191,17 @@ class PrefixState:
 
 
 def empty_prefix_state(target: Target, drafter: Drafter, *, capacity: int, pages: int, page: int = 64) -> PrefixState:
-    """What `admit` is given for a text of which nothing has been read.
+    """Return the ``prefix_state`` for `admit` if no token of the text has been read before.
 
-    Arguments as of `empty`. On a mesh it has a row for each group, as what `read_chunk` returns.
+    The arguments are those of `empty`. On a mesh it has a row for each group, as the result of
+    `read_chunk` has.
     """
 
     @jax.jit
     def make(target: Target, drafter: Drafter) -> PrefixState:
         groups = groups_of(target.mesh)
-        own = to_pages(drafter.start(target, groups, capacity), pages, page, target)
-        return PrefixState(target.new_cache(groups, capacity).states, without_pools(drafter.to_prefix_state(own)))
+        drafter_state = to_pages(drafter.start(target, groups, capacity), pages, page, target)
+        return PrefixState(target.new_cache(groups, capacity).states, without_pools(drafter.to_prefix_state(drafter_state)))
 
     return make(target, drafter)
 
@@ -202,18 +217,22 @@ def admit(
     prefix_state: PrefixState,
     group: ArrayLike = 0,
 ) -> DecodeState:
-    """Give a ``row`` to a ``text``. It is done, as far as `decode_rows` goes, until its prompt has been read.
+    """Give a row to a text.
+
+    The row counts as done, so that `decode_rows` skips it, until `read_chunk` has read its prompt.
 
     Args:
         target: the target.
-        drafter: as given to `empty`.
-        state: donated.
-        row: a number.
+        drafter: the drafter that `empty` was called with.
+        state: the state; it is donated.
+        row: the index of the row.
         text: the text.
-        cached: how many of its tokens have been read already, for another text, whose pages are in this row's table. The token
-            after them is the same in both texts, too: drafters pair a token with the one after it.
-        prefix_state: what was known of that text there, as `read_chunk` gave it; `empty_prefix_state` where ``cached`` is 0.
-        group: whose row of ``prefix_state`` it is; 0 without a mesh.
+        cached: the number of its tokens that were read for another text, whose pages are in this
+            row's table. The token after them must be the same in both texts, because drafters pair
+            a token with the one after it.
+        prefix_state: the state after these tokens, from `read_chunk`; `empty_prefix_state` if
+            ``cached`` is 0.
+        group: the row of ``prefix_state`` to use; 0 without a mesh.
 
     Examples:
         >>> from specjax.decoding import rows
@@ -236,9 +255,9 @@ def admit(
     """
     cache, capacity = state.cache, state.tokens.shape[1]
     assert isinstance(cache, PagedCache)
-    kept = map_rows(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, group, 1), prefix_state)
-    fresh = to_pages(drafter.start(target, 1, capacity), 1, cache.page, target)
-    one = DecodeState(
+    prefix_row = map_rows(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, group, 1), prefix_state)
+    new_drafter_state = to_pages(drafter.start(target, 1, capacity), 1, cache.page, target)
+    new_row = DecodeState(
         tokens=text.tokens,
         lengths=text.length,
         max_lengths=text.max_length,
@@ -253,12 +272,13 @@ def admit(
         failed=jnp.zeros((), bool),
         min_lengths=text.min_length,
     )
-    one = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], one)
-    own = drafter.from_prefix_state(fresh, kept.drafter)
+    new_row = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], new_row)
+    drafter_state = drafter.from_prefix_state(new_drafter_state, prefix_row.drafter)
     if isinstance(drafter, WithPrediction) and text.prediction is not None:
-        own = drafter.predict(own, *(jnp.asarray(leaf, jnp.int32)[None] for leaf in (text.prediction, text.predicted)))
-    one = replace(one, cache=replace(one.cache, states=kept.states), drafter=without_pools(own))
-    return put_rows(state, one, lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), row, 0))
+        tokens, count = jnp.asarray(text.prediction, jnp.int32), jnp.asarray(text.predicted, jnp.int32)
+        drafter_state = drafter.predict(drafter_state, tokens[None], count[None])
+    new_row = replace(new_row, cache=replace(new_row.cache, states=prefix_row.states), drafter=without_pools(drafter_state))
+    return put_rows(state, new_row, lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), row, 0))
 
 
 @partial(jax.jit, static_argnames=("width", "logprobs"), donate_argnames="state")
@@ -279,21 +299,26 @@ def read_chunk(
 
     Args:
         target: the target.
-        drafter: as given to `empty`.
-        state: donated.
+        drafter: the drafter that `empty` was called with.
+        state: the state; it is donated.
         table: ``[B, n]`` the pages of all rows.
-        rows: ``[G]`` whose, one of each group.
-        counts: ``[G]`` how many tokens, at most ``width``; 0 where nothing is to be read.
-        is_last: ``[G]`` bool, afterwards the whole prompt has been read but its last token, and the row is decoded. (The first
-            step of decoding reads the last token, which is the first root.)
-        width: tokens that are computed.
-        logprobs: with a number, the target's log-probabilities too, and of as many likeliest tokens in each place.
-        remote_drafter: a drafter that drafts for this text elsewhere, and must be told of its tokens.
+        rows: ``[G]`` the index of the row to read, one for each group.
+        counts: ``[G]`` the number of tokens to read, at most ``width``; 0 for a group with nothing
+            to read.
+        is_last: ``[G]`` bool, whether this chunk ends the prompt, so that the row is decoded from
+            now on. The prompt's last token is never in a chunk: it is the first root, which the
+            first step of decoding reads.
+        width: the number of tokens that are computed, padding included.
+        logprobs: if not None, return the target's log-probabilities, with those of this number of
+            likeliest tokens at each position.
+        remote_drafter: the drafter that drafts for this text on another machine and needs the
+            hidden states of its tokens; None without one.
 
     Returns:
-        The state; what is known at the end of the chunk, for `admit`; where they are asked for, the log-probabilities
-        ``[G, width]`` of the token that comes after each of the chunk's; and of each of the chunk's tokens the
-        `Drafter.remote_inputs` of the ``remote_drafter``, ``[G, width, …]``: nothing without one.
+        The state; the `PrefixState` at the end of the chunk, for `admit`; the log-probabilities
+        ``[G, width]`` of the token after each token of the chunk, or None; and the
+        `Drafter.remote_inputs` of ``remote_drafter``, ``[G, width, …]`` each, or an empty
+        dictionary.
 
     Examples:
         >>> from specjax.decoding import rows
@@ -323,13 +348,13 @@ def read_chunk(
     state = with_table(state, table)
     groups, batch = rows.shape[0], state.lengths.shape[0]
     counts, is_last = jnp.asarray(counts), jnp.asarray(is_last)
-    own_rows = jnp.asarray(rows) % (batch // groups)
+    rows_in_groups = jnp.asarray(rows) % (batch // groups)  # an index within each group
 
     def take(leaf: jax.Array) -> jax.Array:
-        return by_group(lambda leaf, row: leaf[row], groups, leaf, own_rows)
+        return by_group(lambda leaf, row: leaf[row], groups, leaf, rows_in_groups)
 
     def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
-        return by_group(lambda leaf, new, row: leaf.at[row].set(new), groups, leaf, new, own_rows)
+        return by_group(lambda leaf, new, row: leaf.at[row].set(new), groups, leaf, new, rows_in_groups)
 
     part = map_rows(take, state)
     positions = part.cache.length[:, None] + jnp.arange(width)[None]
@@ -338,34 +363,38 @@ def read_chunk(
         return jnp.take_along_axis(part.tokens, jnp.minimum(positions, part.tokens.shape[1] - 1), axis=1)
 
     tokens, following = at(positions), at(positions + 1)
-    asked = drafter.taps(target.config), () if remote_drafter is None else remote_drafter.taps(target.config)
-    taps = tuple(sorted({*asked[0], *asked[1]}))
+    # One pass of the target records the taps of both drafters.
+    local_taps, remote_taps = drafter.taps(target.config), () if remote_drafter is None else remote_drafter.taps(target.config)
+    taps = tuple(sorted({*local_taps, *remote_taps}))
     output, new = target.read(tokens, part.cache, taps=taps, commit=counts)
-    told = {} if remote_drafter is None else remote_drafter.remote_inputs(target, _with_taps(output, taps, asked[1]), new)
-    output = _with_taps(output, taps, asked[0])
+    remote = {} if remote_drafter is None else remote_drafter.remote_inputs(target, _with_taps(output, taps, remote_taps), new)
+    output = _with_taps(output, taps, local_taps)
     cache = part.cache.append(new, counts, after=output.hidden)
     committed = Committed(tokens=tokens, following=following, output=output, entries=new, count=counts, cache=cache)
-    own = drafter.append_committed(target, part.drafter, committed)
-    prefix_state = PrefixState(cache.states, without_pools(drafter.to_prefix_state(own)))
-    own = _prompts_read(target, drafter, own, part.tokens, cache, is_last)
-    part = replace(part, cache=cache, drafter=own, done=part.done & ~is_last)
-    said = None if logprobs is None else _read_logprobs(target, output.hidden, following, logprobs)
-    return place_rows(put_rows(state, part, put), target), prefix_state, said, told
+    drafter_state = drafter.append_committed(target, part.drafter, committed)
+    prefix_state = PrefixState(cache.states, without_pools(drafter.to_prefix_state(drafter_state)))
+    drafter_state = _prompts_read(target, drafter, drafter_state, part.tokens, cache, is_last)
+    part = replace(part, cache=cache, drafter=drafter_state, done=part.done & ~is_last)
+    scored = None if logprobs is None else _read_logprobs(target, output.hidden, following, logprobs)
+    return place_rows(put_rows(state, part, put), target), prefix_state, scored, remote
 
 
-def _with_taps(output: States, taps: tuple[int, ...], asked: tuple[int, ...]) -> States:
-    """``output``, in which ``taps`` were recorded, with those alone that were ``asked`` for."""
-    if taps == asked:
+def _with_taps(output: States, taps: tuple[int, ...], selected: tuple[int, ...]) -> States:
+    """Return ``output``, which has ``taps``, with the ``selected`` taps alone."""
+    if taps == selected:
         return output
-    return replace(output, taps=output.taps[:, :, np.array([taps.index(tap) for tap in asked], np.int32)])
+    return replace(output, taps=output.taps[:, :, np.array([taps.index(tap) for tap in selected], np.int32)])
 
 
 _SCORED_AT_ONCE = 64
-"""Tokens of a prompt whose logits are there at a time: for 128,000 tokens a vocabulary 32 MB."""
+"""The number of prompt tokens whose logits exist at a time: 32 MB for a vocabulary of 128,000."""
 
 
 def _read_logprobs(target: Target, hidden: jax.Array, following: jax.Array, top: int) -> Logprobs:
-    """Of the tokens ``following [G, T]`` those whose states are ``hidden [G, T, H]``, a few at a time."""
+    """Return the log-probabilities of ``following [G, T]``, the tokens after ``hidden [G, T, H]``.
+
+    They are computed for a few tokens at a time to save memory.
+    """
     size = math.gcd(following.shape[1], _SCORED_AT_ONCE)
 
     def split(values: jax.Array) -> jax.Array:  # [G, T, …] -> [T / size, G, size, …]
@@ -382,23 +411,26 @@ def _read_logprobs(target: Target, hidden: jax.Array, following: jax.Array, top:
 
 
 def _prompts_read(
-    target: Target, drafter: Drafter, own: Any, tokens: jax.Array, cache: PagedCache | KVCache, is_last: HostOrDevice
+    target: Target, drafter: Drafter, state: Any, tokens: jax.Array, cache: PagedCache | KVCache, is_last: HostOrDevice
 ) -> Any:
-    """The drafter's state, of which the rows have been told that are at the end of their prompts."""
+    """Return the drafter's state after `Drafter.prompts_read` for the rows of ``is_last``."""
     if type(drafter).prompts_read is Drafter.prompts_read:
-        return own
-    small, treedef = jax.tree.flatten(without_pools(own))
+        return state
+    # The conditional gets no pools, because XLA would copy them.
+    before, treedef = jax.tree.flatten(without_pools(state))
 
-    def told() -> list[jax.Array]:
-        after = jax.tree.leaves(without_pools(drafter.prompts_read(target, own, tokens, cache)))
-        return [jnp.where(is_last.reshape(-1, *(1,) * (new.ndim - 1)), new, old) for new, old in zip(after, small, strict=True)]
+    def at_end() -> list[jax.Array]:
+        after = jax.tree.leaves(without_pools(drafter.prompts_read(target, state, tokens, cache)))
+        return [
+            jnp.where(is_last.reshape(-1, *(1,) * (new.ndim - 1)), new, old) for new, old in zip(after, before, strict=True)
+        ]
 
-    after = jax.tree.unflatten(treedef, jax.lax.cond(jnp.any(is_last), told, lambda: small))
-    return put_rows(own, after, lambda _, new: new)
+    after = jax.tree.unflatten(treedef, jax.lax.cond(jnp.any(is_last), at_end, lambda: before))
+    return put_rows(state, after, lambda _, new: new)
 
 
 def rows_of_call(drafter: Drafter, width: int, **_: Any) -> int:
-    """How many nodes the target reads in one pass of `decode_rows`."""
+    """Return the number of nodes that the target reads in one pass of `decode_rows`."""
     return width * drafter.draft_shape.nodes
 
 
@@ -418,24 +450,28 @@ def decode_rows(
     call_steps: int,
     logprobs: int | None = None,
 ) -> tuple[DecodeState, Progress]:
-    """`decode` the first rows of a state.
+    """Decode the first ``width`` rows of a state, as `decode` does.
+
+    A row that becomes done does not stop the other rows, unless ``until_any_done``.
 
     Args:
         target: the target.
-        drafter: which drafts: any that has the state of the one that was given to `empty`, of whatever shape of draft.
-        state: donated.
-        table: ``[B, n]`` the pages of all rows, with room for what is decoded here: each step may commit D + 1 tokens a row.
-        free: ``[B]`` bool, rows that have no text any more: they are retired first.
-        max_steps: scalar.
-        until_any_done: scalar bool: end when a row is done.
-        width: how many rows. The others stay as they are. Fewer rows take less time.
-        call_steps: what ``max_steps`` is at most: there is room to report R = call_steps * (D + 1) tokens. With more steps than
-            that the state has all tokens, and the report has the first R.
-        logprobs: with a number, the target's log-probabilities too, and of as many likeliest tokens in each place. It is
-            another program.
+        drafter: the drafter. Its draft shape may differ from that of the drafter that `empty` was
+            called with, but its state must have the same arrays.
+        state: the state; it is donated.
+        table: ``[B, n]`` the pages of all rows. They must have room for the new tokens, because
+            cache entries without a page are dropped: each step may commit D + 1 tokens of a row.
+        free: ``[B]`` bool, rows without a text. They are retired first.
+        max_steps: a scalar, the largest number of steps.
+        until_any_done: a scalar bool, whether to stop as soon as a row becomes done.
+        width: the number of rows to decode. Fewer rows take less time. Other rows do not change.
+        call_steps: an upper bound of ``max_steps``. It sets the room R = call_steps * (D + 1) of
+            `Progress`. With more steps, the state has all tokens and `Progress` has the first R.
+        logprobs: if not None, return the target's log-probabilities, with those of this number of
+            likeliest tokens at each position. Each value needs its own compiled program.
 
     Returns:
-        The state, and what this call has added to its rows.
+        The state, and the `Progress` of its rows in this call.
 
     Examples:
         >>> from specjax.decoding import rows
@@ -468,8 +504,8 @@ def decode_rows(
     """
     state = retire(with_table(state, table), free)
     starts, report_tokens = state.lengths, call_steps * (drafter.draft_shape.depth + 1)
-    said = None if logprobs is None else Logprobs.zeros(width, report_tokens, logprobs)
-    part, said = run_steps(target, drafter, first_rows(state, width), max_steps, until_any_done, said)
+    reported = None if logprobs is None else Logprobs.zeros(width, report_tokens, logprobs)
+    part, reported = run_steps(target, drafter, first_rows(state, width), max_steps, until_any_done, reported)
     state = put_rows(state, part, put_first)
     matched = state.drafter.matched if isinstance(drafter, WithPrediction) else None
     emitted = jnp.minimum(starts[:, None] + jnp.arange(report_tokens), state.tokens.shape[1] - 1)
@@ -482,7 +518,7 @@ def decode_rows(
         stats=state.stats,
         accepted=jnp.take_along_axis(state.accepted, emitted, axis=1),
         matched=matched,
-        logprobs=said,
+        logprobs=reported,
     )
     return place_rows(state, target), progress
 
@@ -491,16 +527,18 @@ def decode_rows(
 def catch_up(
     target: Target, drafter: Pausable | WithPrediction, state: DecodeState, table: HostOrDevice, *, width: int
 ) -> DecodeState:
-    """Tell the drafter of the tokens that it has yet to read, in the first ``width`` rows. The state is donated."""
+    """Let the drafter read its pending tokens in the first ``width`` rows. The state is donated."""
     state = with_table(state, table)
     part = first_rows(state, width)
-    own = drafter.catch_up(target, part.drafter, part.tokens, part.cache)
-    part = replace(part, drafter=own)
-    state = put_rows(state, part, put_first)
+    drafter_state = drafter.catch_up(target, part.drafter, part.tokens, part.cache)
+    state = put_rows(state, replace(part, drafter=drafter_state), put_first)
     return place_rows(state, target)
 
 
 @partial(jax.jit, donate_argnames="state")
 def rearrange(state: DecodeState, order: HostOrDevice) -> DecodeState:
-    """The state in whose row i is what was in row ``order[i]``: ``order [B]`` is a permutation. Pages stay where they are."""
+    """Permute the rows: row i of the result is row ``order[i]`` of ``state``. Pages do not move.
+
+    ``order [B]`` is a permutation. ``state`` is donated.
+    """
     return map_rows(lambda leaf: leaf[order], state)

@@ -1,4 +1,7 @@
-"""What a batch of rows needs from one step to the next, made by reading the prompts. Rows are independent slots."""
+"""The state of a batch of rows between two steps, and the prefill that makes it.
+
+Rows are independent of each other.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -20,23 +23,27 @@ from specjax.sampling import RowSampling
 
 @struct.dataclass
 class DecodeState:
-    """Everything the next step needs. Rows are independent, and every array has the row axis first: see `insert`.
+    """Everything that the next step needs.
+
+    Rows are independent. Every array has the row axis first, so that `insert` can replace a row.
 
     Attributes:
         tokens: ``[B, S]`` prompt and output; S is the capacity.
         lengths: ``[B]`` committed tokens, the root included. The root is token ``lengths - 1``.
-        max_lengths: ``[B]`` committed tokens at which a row is done.
+        max_lengths: ``[B]`` number of committed tokens at which a row is done.
         done: ``[B]`` bool.
-        keys: ``[B]`` random keys, one a row.
-        stop_token_ids: ``[B, E]`` ids that end each row; -1 is none.
-        sampling: the rows' settings.
-        cache: the target's; it holds ``lengths - 1`` tokens, all but the root. In pages where rows come and go
-            (`specjax.decoding.rows`).
+        keys: ``[B]`` random keys, one for each row.
+        stop_token_ids: ``[B, E]`` token ids that end each row, padded with -1.
+        sampling: the sampling parameters of the rows.
+        cache: the target's KV cache. It holds ``lengths - 1`` tokens, all but the root. It is paged
+            if rows come and go (`specjax.decoding.rows`).
         drafter: the drafter's own state.
-        stats: so far.
-        accepted: ``[B, S]`` bool, the tokens that were drafted and accepted.
-        failed: ``[B]`` bool, rows that are done because the target's logits were none: no token ``lengths`` could be drawn.
-        min_lengths: ``[B]`` committed tokens before which a row must not end; None: no row may ask for that.
+        stats: the statistics so far.
+        accepted: ``[B, S]`` bool, which tokens were drafted and accepted.
+        failed: ``[B]`` bool, rows that ended because the target's logits were NaN or +inf, so that
+            no token could be drawn for position ``lengths``.
+        min_lengths: ``[B]`` number of committed tokens before which a row must not end. None if no
+            row may have such a minimum.
 
     Examples:
         >>> from specjax import decoding
@@ -61,19 +68,19 @@ class DecodeState:
 
     @property
     def roots(self) -> jax.Array:
-        """``[B]`` each row's newest committed token."""
+        """The newest committed token of each row, ``[B]``."""
         return jnp.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)[:, 0]
 
     @property
     def next_sampling(self) -> RowSampling:
-        """The rows' settings for the tokens below the roots."""
+        """The sampling parameters for the tokens below the roots."""
         if self.min_lengths is None:
             return self.sampling
         return replace(self.sampling, stop_token_ids=self.stop_token_ids, tokens_before_stop=self.min_lengths - self.lengths)
 
 
 PREFILL_CHUNK = 512
-"""Prompt tokens read in one forward pass: so memory does not grow with the prompt."""
+"""The number of prompt tokens per forward pass. Memory does not grow with the prompt."""
 
 
 @partial(jax.jit, static_argnames="capacity")
@@ -90,7 +97,9 @@ def prefill(
     *,
     capacity: int,
 ) -> DecodeState:
-    """Read the prompts ``tokens [B, P]`` and make the state that `decode` continues. See `DecodeState` for the shapes.
+    """Read the prompts ``tokens [B, P]`` and return the state that `decode` continues.
+
+    See `DecodeState` for the shapes.
 
     Examples:
         >>> from specjax.decoding import prefill
@@ -129,23 +138,24 @@ def prefill(
 
 
 def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: jax.Array, capacity: int) -> tuple[KVCache, Any]:
-    """The target's cache and the drafter's state after the prompts, read `PREFILL_CHUNK` tokens at a time.
+    """Return the target's cache and the drafter's state after the prompts.
 
-    A prompt's last token is its first root: the first step reads it, and ``lengths - 1`` tokens are committed here.
+    The prompts are read `PREFILL_CHUNK` tokens at a time. A prompt's last token is its first root,
+    which the first step reads, so this function commits ``lengths - 1`` tokens.
     """
     batch, width = tokens.shape
     committed, taps = lengths - 1, drafter.taps(target.config)
-    # The token after each. What comes after the last one lies beyond what is committed, and does not matter.
+    # The token after each token. The roll wraps around at the last one, which is not committed here.
     following = jnp.roll(tokens, -1, axis=1)
-    # Without the barrier the compiler would work out, while compiling, what attention over empty caches gives: for minutes.
+    # Empty caches are constants. Without the barrier XLA folds the attention over them while compiling, which takes minutes.
     cache, state = jax.lax.optimization_barrier(
         (target.new_cache(batch, capacity), start_drafter(drafter, target, batch, capacity))
     )
 
-    def append_committed(state: Any, tokens: jax.Array, following: jax.Array, **read: Any) -> Any:
-        return drafter.append_committed(target, state, Committed(tokens=tokens, following=following, **read))
+    def append_committed(state: Any, tokens: jax.Array, following: jax.Array, **results: Any) -> Any:
+        return drafter.append_committed(target, state, Committed(tokens=tokens, following=following, **results))
 
-    if width <= PREFILL_CHUNK:  # nothing came before: there is no cache to read
+    if width <= PREFILL_CHUNK:  # one chunk: attention need not read the empty cache
         output, new = target.read(tokens, taps=taps, commit=committed)
         cache = cache.append(new, committed, after=output.hidden)
         state = append_committed(state, tokens, following, output=output, entries=new, count=committed, cache=cache)
@@ -162,11 +172,9 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
         tokens, following, index = part
         count = jnp.clip(committed - index * PREFILL_CHUNK, 0, PREFILL_CHUNK)
         output, new = target.read(tokens, cache, taps=taps, commit=count)
-        written = cache.append(new, count, after=output.hidden)
-        return (
-            written,
-            append_committed(state, tokens, following, output=output, entries=new, count=count, cache=written),
-        ), None
+        cache = cache.append(new, count, after=output.hidden)
+        state = append_committed(state, tokens, following, output=output, entries=new, count=count, cache=cache)
+        return (cache, state), None
 
     parts = split(tokens), split(following), jnp.arange(chunks, dtype=jnp.int32)
     (cache, state), _ = jax.lax.scan(read, (cache, state), parts)
@@ -174,7 +182,10 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
 
 
 def place_rows(state: DecodeState, target: Target) -> DecodeState:
-    """Spread the rows' small arrays over the mesh. `decode` is given them as it returns them: one compilation serves all."""
+    """Spread the small arrays of the rows over the mesh.
+
+    `decode` then receives arrays with the sharding that it returns, so it is compiled once.
+    """
     batch = state.lengths.shape[0]
 
     def place(leaf: jax.Array) -> jax.Array:
@@ -186,19 +197,20 @@ def place_rows(state: DecodeState, target: Target) -> DecodeState:
 
 
 def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:
-    """``state`` with the one row of ``request`` in place of its row number ``row``; ``state`` is donated.
+    """Return ``state`` with row ``row`` replaced by the one row of ``request``.
 
-    For states of `start`, whose prompt is read elsewhere, at once. In a state whose caches lie in pages a prompt is read in its
-    place: `specjax.decoding.rows.admit`.
+    This is for states of `start`, whose prompt is prefilled elsewhere, in one call. If the caches
+    are paged, `specjax.decoding.rows.admit` prefills a prompt in its own row.
 
     Args:
-        state: of B rows, as `start` or `decode` returned it.
-        request: of one row, from `start` with the same drafter and rule and the ``capacity`` of ``state``, and with ``mixed``
-            where some rows are greedy and others are not. Give it a key of its own.
-        row: from 0 to B - 1.
+        state: a state of B rows that `start` or `decode` returned. It is donated.
+        request: a state of one row from `start`, with the same drafter and rule and the
+            ``capacity`` of ``state``, and with ``mixed`` if some rows are greedy and others are
+            not. Give it its own random key.
+        row: the index of the row, from 0 to B - 1.
 
     Raises:
-        InputError: the two do not fit together.
+        InputError: The row is out of range, or the two states do not fit together.
 
     Examples:
         >>> from specjax import decoding
@@ -215,35 +227,35 @@ def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:
         >>> state.done.tolist(), state.lengths.tolist()
         ([True, False], [14, 6])
     """
-    (batch, room), ids = state.stop_token_ids.shape, request.stop_token_ids
+    (batch, max_ids), ids = state.stop_token_ids.shape, request.stop_token_ids
     if not 0 <= row < batch:
         raise InputError(f"row={row}: the state has {batch} rows; give 0 to {batch - 1}")
-    if ids.shape[1] > room:
-        raise InputError(f"eos_token_ids: {ids.shape[1]} of the request, but the state has room for {room} a row")
-    padding = jnp.full((ids.shape[0], room - ids.shape[1]), -1, ids.dtype)
+    if ids.shape[1] > max_ids:
+        raise InputError(f"eos_token_ids: the request has {ids.shape[1]}, but the state has room for {max_ids} in each row")
+    padding = jnp.full((ids.shape[0], max_ids - ids.shape[1]), -1, ids.dtype)
     request = replace(request, stop_token_ids=jnp.concatenate([ids, padding], axis=1))
-    request = _with_least_of(state, request)
+    request = _match_min_lengths(state, request)
     if jax.tree.structure(state) != jax.tree.structure(request):
-        raise InputError("request: other sampling or another drafter than the state's; start both alike, and with mixed=True")
-    for whole, one in zip(jax.tree.leaves(state), jax.tree.leaves(request), strict=True):
-        if one.shape != (1, *whole.shape[1:]):
-            raise InputError(f"request: an array of shape {one.shape} for one of {whole.shape}; start it with one prompt, "
+        raise InputError("request: its sampling or drafter differs from the state's; start both alike, and with mixed=True")
+    for leaf, new in zip(jax.tree.leaves(state), jax.tree.leaves(request), strict=True):
+        if new.shape != (1, *leaf.shape[1:]):
+            raise InputError(f"request: its shape {new.shape} does not fit the state's {leaf.shape}; start it with one prompt, "
                              f"capacity={state.tokens.shape[1]} and the same drafter")  # fmt: skip
     return _insert(state, request, jnp.asarray(row))
 
 
-def _with_least_of(state: DecodeState, request: DecodeState) -> DecodeState:
-    """``request`` with `DecodeState.min_lengths` where ``state`` has them, and without where it has none."""
-    least, own = state.min_lengths, request.min_lengths
-    if least is not None and own is None:
+def _match_min_lengths(state: DecodeState, request: DecodeState) -> DecodeState:
+    """Give ``request`` `DecodeState.min_lengths` if ``state`` has them, otherwise remove them."""
+    minimum = request.min_lengths
+    if state.min_lengths is not None and minimum is None:
         return replace(request, min_lengths=request.lengths)
-    if least is None and own is not None:
-        if np.any(own.addressable_data(0) > request.lengths.addressable_data(0)):
-            raise InputError("request: it has min_new_tokens, and the state was made without: make it with decoding.start")
+    if state.min_lengths is None and minimum is not None:
+        if np.any(minimum.addressable_data(0) > request.lengths.addressable_data(0)):
+            raise InputError("request: it has min_new_tokens, but the state has no room for them; make it with decoding.start")
         return replace(request, min_lengths=None)
     return request
 
 
-@partial(jax.jit, donate_argnames="state")
+@partial(jax.jit, donate_argnames="state")  # donated, so that the caches are updated in place
 def _insert(state: DecodeState, request: DecodeState, row: jax.Array) -> DecodeState:
-    return jax.tree.map(lambda all_rows, one: jax.lax.dynamic_update_slice_in_dim(all_rows, one, row, axis=0), state, request)
+    return jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new, row, axis=0), state, request)

@@ -1,4 +1,4 @@
-"""What happened while decoding, counted on the device."""
+"""The statistics of decoding, counted on the device."""
 
 from typing import Any
 
@@ -11,16 +11,20 @@ from specjax.sampling import likeliest
 
 @struct.dataclass
 class Stats:
-    """What happened, row by row. Only emitted tokens count: what EOS or the limit cut off was never accepted.
+    """The statistics of each row.
+
+    Only emitted tokens count as accepted: tokens after a stop token or beyond the limit do not.
 
     Attributes:
-        steps: ``[B]`` target forwards after the prompt.
+        steps: ``[B]`` forward passes of the target after the prompt.
         drafted: ``[B]`` drafted tokens.
-        accepted: ``[B]`` of those, emitted.
-        scored: ``[B]`` nodes that the target's passes were wide, filler included: the batch's widest draft decides.
-        drafted_at: ``[B, D]`` steps in which a token, or several, were drafted at that depth.
-        accepted_at: ``[B, D]`` steps in which one of those was emitted.
-        histogram: ``[B, D+2]`` steps by their number of emitted tokens, 0 to D+1: the histogram of acceptance length.
+        accepted: ``[B]`` drafted tokens that were emitted.
+        scored: ``[B]`` nodes that the target's passes computed for the row, padding included. The
+            batch's largest draft decides how many.
+        drafted_at: ``[B, D]`` steps that drafted at least one token at each depth.
+        accepted_at: ``[B, D]`` steps that emitted a drafted token of each depth.
+        histogram: ``[B, D+2]`` steps by their number of emitted tokens, from 0 to D+1: the
+            histogram of the acceptance length.
 
     Examples:
         >>> plain.stats.steps.tolist(), plain.stats.drafted.tolist()
@@ -39,7 +43,7 @@ class Stats:
 
     @classmethod
     def zeros(cls, batch: int, depth: int) -> "Stats":
-        """Before the first step."""
+        """Return the statistics before the first step."""
 
         def count(*shape: int) -> jax.Array:
             return jnp.zeros((batch, *shape), jnp.int32)
@@ -48,11 +52,11 @@ class Stats:
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest draft that there is room for, D. Static."""
+        """The depth D of the deepest draft that there is room for; static."""
         return self.drafted_at.shape[1]
 
     def add(self, info: "StepInfo") -> "Stats":
-        """These statistics with one more step."""
+        """Return these statistics with one more step."""
         depth = self.depth
         return Stats(
             steps=self.steps + info.active,
@@ -67,18 +71,19 @@ class Stats:
 
 @struct.dataclass
 class StepInfo:
-    """What an observer may want to know of one step; nothing that the next step needs.
+    """The record of one step for an observer. The next step needs none of it.
 
     Attributes:
-        active: ``[B]`` bool, the row was still generating.
+        active: ``[B]`` bool, the row was not done before the step.
         emitted: ``[B]`` tokens emitted.
         accepted: ``[B]`` drafted tokens among them.
         drafted: ``[B]`` tokens drafted.
-        drafted_at: ``[B, D]`` bool, the depths at which a token was drafted; D is the state's, also for a shallower draft.
-        scored: ``[B]`` nodes that the target's pass was wide.
-        draft: what was proposed, a `specjax.drafters.Draft`.
-        path: ``[B, D+1]`` the nodes that were accepted of it, the root first; the first ``emitted`` of them.
-        logprobs: of the emitted tokens, ``[B, D+1]``, where they were asked for.
+        drafted_at: ``[B, D]`` bool, the depths at which a token was drafted. D is the state's
+            depth, also for a shallower draft.
+        scored: ``[B]`` nodes that the target's pass computed for the row.
+        draft: the proposed `specjax.drafters.Draft`.
+        path: ``[B, D+1]`` the accepted nodes, the root first; the first ``emitted`` are meaningful.
+        logprobs: those of the emitted tokens, ``[B, D+1]``; None if they were not requested.
 
     Examples:
         >>> from specjax import decoding
@@ -101,17 +106,18 @@ class StepInfo:
 
 @struct.dataclass
 class Logprobs:
-    """The target's own log-probabilities in some places of its texts: of its logits as they are, before temperature, truncation
-    and ``min_new_tokens``.
+    """The target's own log-probabilities at some positions of its texts.
+
+    They come from its unmodified logits: before temperature, truncation and ``min_new_tokens``.
 
     Attributes:
-        chosen: ``[B, T]`` float32, of the tokens that stand there.
-        ids: ``[B, T, K]`` int32, the K likeliest tokens in each place, descending.
-        values: ``[B, T, K]`` float32, theirs.
+        chosen: ``[B, T]`` float32, the log-probability of the token at each position.
+        ids: ``[B, T, K]`` int32, the K likeliest tokens at each position, likeliest first.
+        values: ``[B, T, K]`` float32, their log-probabilities.
 
     Examples:
         >>> from specjax.decoding.stats import Logprobs
-        >>> logits = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))  # one row, one place
+        >>> logits = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))  # one row, one position
         >>> logprobs = Logprobs.of(logits, jnp.array([[1]]), top=2)
         >>> round(float(jnp.exp(logprobs.chosen[0, 0])), 2), logprobs.ids.tolist()
         (0.3, [[[0, 1]]])
@@ -123,13 +129,13 @@ class Logprobs:
 
     @classmethod
     def zeros(cls, batch: int, width: int, top: int) -> "Logprobs":
-        """Room for so many places."""
-        room = jnp.zeros((batch, width, top))
-        return cls(chosen=jnp.zeros((batch, width)), ids=room.astype(jnp.int32), values=room)
+        """Return room for ``width`` positions and ``top`` tokens at each."""
+        values = jnp.zeros((batch, width, top))
+        return cls(chosen=jnp.zeros((batch, width)), ids=values.astype(jnp.int32), values=values)
 
     @classmethod
     def of(cls, logits: jax.Array, tokens: jax.Array, top: int) -> "Logprobs":
-        """Of ``tokens [B, T]``, by the ``logits [B, T, V]`` that they were drawn from."""
+        """Return those of ``tokens [B, T]``, computed from ``logits [B, T, V]``."""
         logits = logits.astype(jnp.float32)
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         values, ids = likeliest(logits, top)
@@ -138,5 +144,5 @@ class Logprobs:
 
     @property
     def top(self) -> int:
-        """How many of the likeliest tokens there are in each place, K. Static."""
+        """The number K of likeliest tokens at each position; static."""
         return self.ids.shape[-1]

@@ -1,7 +1,8 @@
-"""Which drafted tokens to keep so that the output is distributed exactly as the target's.
+"""Verification: decide which drafted tokens to keep, with exactly the target's distribution.
 
-Works on drafts and logits; knows no drafter and no model. Symbols as in the papers: p the target's distribution, q the
-drafter's, x a drafted token, gamma the length of a chain.
+This module works on drafts and logits; it does not depend on drafters or models. Symbols are those
+of the papers: p is the target's distribution, q the drafter's, x a drafted token, gamma the length
+of a chain.
 """
 
 from collections.abc import Callable
@@ -34,28 +35,38 @@ from specjax.sampling import (
 from specjax.shape_checks import shape_checked
 
 NodeRule = Callable[[Draft, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-"""``(draft, node [B], p [B, V], keys [B]) -> (child [B], token [B])``, p being the target's distribution after the node: which
-of its children is accepted, or -1 and the token that comes instead. Consumes the keys."""
+"""A rule for one node: ``(draft, node [B], p [B, V], keys [B]) -> (child [B], token [B])``.
+
+p is the target's distribution after the node. The rule returns the child that is accepted; or -1,
+and the token that is emitted instead. It consumes the keys.
+"""
 
 
 ChainRule = Callable[..., tuple[jax.Array, jax.Array]]
-"""``(p, q [B, N, V], x [B, gamma], drafted [B, gamma], keys [B]) -> (accepted [B], token [B])``, of a chain that was drawn."""
+"""A rule for chains of drawn tokens.
+
+``(p, q [B, N, V], x [B, gamma], drafted [B, gamma], keys [B]) -> (accepted [B], token [B])``
+"""
 
 
 def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
-    """Accept a path of the draft, by the rule of `RULES` that ``sampling.rule`` names; consumes the keys.
+    """Accept a path of the draft by the rule that ``sampling.rule`` selects from `RULES`.
 
-    Where all rows are greedy, every rule comes to `follow_argmax`.
+    If all rows are greedy, all rules are equivalent to `follow_argmax`, which is used instead.
 
-    A node ends its path where no token can be drawn from its logits (`specjax.sampling.can_be_drawn`), as if nothing had been
-    drafted below it. A row whose path ends there draws no token: `Verdict.bad`. Whether a row comes there, and by which tokens,
-    is decided as the target alone would. A token whose own q is NaN was drawn from nothing, and counts as not drafted.
+    If no token can be drawn from a node's logits (`specjax.sampling.can_be_drawn`), a path ends at
+    that node, as if nothing had been drafted below it. A row whose path ends there emits no token
+    after it: `Verdict.bad`. Whether a row gets to such a node, and by which tokens, depends on the
+    target alone. A token whose q is NaN was not drawn from a distribution, so it counts as not
+    drafted.
 
     Args:
         draft: a tree of N nodes.
-        logits: ``[B, N, V]`` the target's at every node.
-        sampling: the rows' settings, warping p as they warped q.
-        keys: ``[B]``; of a rule with keys by position, ``[D + 1, B]`` those of the positions below nodes of each depth.
+        logits: ``[B, N, V]`` the target's logits at every node.
+        sampling: the sampling parameters of the rows. Temperature and truncation apply to p as they
+            were applied to q.
+        keys: ``[B]`` random keys, which are consumed. For a rule with keys by position,
+            ``[D + 1, B]``: for each depth, the keys of the positions below its nodes.
     """
     if sampling.greedy:
         allowed = without_stop_tokens(logits, sampling, draft.depths)
@@ -66,21 +77,23 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
 def independent(
     draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array, judge_chain: ChainRule | None = None
 ) -> Verdict:
-    """Verify with random numbers that the drafter does not know, by what the draft says of itself.
+    """Verify with random numbers that the drafter does not know, by the rule that fits the draft.
 
-    Chosen tokens are verified by `matching`, drawn siblings by `recursive_rejection`, and a chain of drawn tokens by
-    ``judge_chain``; None is `block`. Arguments as for `verify`, with keys ``[B]``.
+    Chosen tokens are verified by `matching`, drawn siblings by `recursive_rejection`, and a chain
+    of drawn tokens by ``judge_chain``; None for `block`. The other arguments are those of `verify`,
+    with keys ``[B]``.
     """
     if draft.q is None:
         return descend(draft, by_rule(matching, logits, sampling, keys))
     if not draft.is_chain:
         return descend(draft, by_rule(recursive_rejection, logits, sampling, keys))
-    of_chain = without_stop_tokens(logits, sampling, draft.depths)
-    p, good, x = distributions(of_chain, sampling), can_be_drawn(of_chain), draft.tokens[:, 1:]
-    # A drafter's q is NaN for all tokens or for none. What depends on q(x) being a number does not depend on x.
+    masked = without_stop_tokens(logits, sampling, draft.depths)
+    p, good, x = distributions(masked, sampling), can_be_drawn(masked), draft.tokens[:, 1:]
+    # A drafter's q is NaN for all tokens or for none, so this condition does not depend on x and cannot bias the output.
     drafted = draft.drafted & good[:, :-1] & ~jnp.isnan(_of(draft.q, x))
     drafted = jnp.cumprod(drafted, axis=1).astype(bool)
-    # The rules need no special case for a node without logits: it is the end of a chain, and any distribution may stand there.
+    # Where p is NaN any one-hot p will do: the chain ends there (see `drafted`), and `bad` discards the token that is drawn.
+    # So the rules need no special case.
     p = replace(p, best=jnp.where(good, p.best, 0), is_certain=p.is_certain | ~good)
     accepted, token = (judge_chain or block)(p, draft.q, x, drafted, keys)
     path = jnp.broadcast_to(jnp.arange(draft.tokens.shape[1], dtype=jnp.int32), draft.tokens.shape)
@@ -88,17 +101,19 @@ def independent(
 
 
 def follow_argmax(draft: Draft, best: jax.Array, good: jax.Array) -> Verdict:
-    """Descend while a child is the target's likeliest token: all rows are greedy, and no distribution is formed.
+    """Descend as long as a child is the target's likeliest token. No distribution is formed.
+
+    This is verification if all rows are greedy.
 
     Args:
         draft: a tree of N nodes.
         best: ``[B, N]`` the target's likeliest token after each node.
-        good: ``[B, N]`` bool, whether there is one.
+        good: ``[B, N]`` bool, whether the node's logits have a likeliest token.
     """
     batch, nodes = draft.tokens.shape
     parents = jnp.broadcast_to(jnp.asarray(draft.parents), (batch, nodes))
-    choices, is_choice = (jnp.take_along_axis(each, parents[:, 1:], axis=1) for each in (best, good))
-    matches = (draft.tokens[:, 1:] == choices) & is_choice & draft.drafted
+    best_after, has_best = (jnp.take_along_axis(values, parents[:, 1:], axis=1) for values in (best, good))
+    matches = (draft.tokens[:, 1:] == best_after) & has_best & draft.drafted
     matches = jnp.pad(matches, ((0, 0), (1, 0)), constant_values=True)
     reached = jnp.all(matches[:, None] | ~draft.mask, axis=-1)
     last = argmax(jnp.where(reached, draft.depths, -1))
@@ -113,19 +128,21 @@ def follow_argmax(draft: Draft, best: jax.Array, good: jax.Array) -> Verdict:
 
 
 def coupled(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
-    """Go where a child is the token that the target draws, with random numbers that belong to the position of that token.
+    """Follow the child that holds the token that the target draws, with random numbers by position.
 
-    At every node the target draws ``y = argmax(log p + G)``, G being the Gumbel numbers of the position below. That is an
-    exact draw, and what is emitted is y whatever was drafted: the text depends on the row's key and on the target alone.
-    Drafts are accepted more often than by `matching` because the drafter knows G, too, and offers what is likely given G.
+    At every node the target draws ``y = argmax(log p + G)``. G are the Gumbel numbers that belong
+    to the next position of the text. That is an exact draw, and y is emitted whatever was drafted:
+    the text depends on the row's key and on the target alone. More drafts are accepted than by
+    `matching`, because the drafter knows G too, and proposes tokens that are likely given G.
 
-    Drafter-invariant decoding (Daliri et al. 2024, arXiv 2408.07978); for trees as in exponential races (arXiv 2504.15475).
+    This is drafter-invariant decoding (Daliri et al. 2024, arXiv 2408.07978). For trees it works as
+    exponential races do (arXiv 2504.15475).
 
     Args:
-        draft: a tree of N nodes, made with the same keys, or without any.
-        logits: ``[B, N, V]`` the target's at every node.
-        sampling: the rows' settings. Greedy rows have no G.
-        keys: ``[D + 1, B]``, from `position_keys`.
+        draft: a tree of N nodes, drafted with the same keys or without random numbers.
+        logits: ``[B, N, V]`` the target's logits at every node.
+        sampling: the sampling parameters of the rows. Greedy rows have no G.
+        keys: ``[D + 1, B]`` from `position_keys`.
     """
 
     def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -138,12 +155,12 @@ def coupled(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Ar
 
 @struct.dataclass
 class _Descent:
-    """How far `descend` has come.
+    """The progress of `descend`.
 
     Attributes:
-        depth: scalar, of the nodes that are visited next.
-        going: ``[B]`` bool, the rows that visit one.
-        verdict: so far; its token is meaningful where a row has stopped.
+        depth: scalar, the depth of the nodes that are visited next.
+        going: ``[B]`` bool, the rows that still descend.
+        verdict: the verdict so far. Its token is final for rows that have stopped.
     """
 
     depth: jax.Array
@@ -152,19 +169,23 @@ class _Descent:
 
 
 Visit = Callable[[Draft, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
-"""``(draft, node [B], depth) -> (child [B], token [B], good [B])``: which child of the node, of that depth, is accepted, or -1
-and the token that comes instead; and whether a token can be drawn there at all."""
+"""A visit of one node: ``(draft, node [B], depth) -> (child [B], token [B], good [B])``.
+
+depth is the node's depth. The visit returns the child that is accepted; or -1, and the token that
+is emitted instead; and whether a token can be drawn after the node at all.
+"""
 
 
 def descend(draft: Draft, visit: Visit) -> Verdict:
-    """Walk down from the root: at each node let ``visit`` go on to a child or end with a token.
+    """Walk down from the root: ``visit`` selects a child at each node, or a token to end with.
 
-    So p is formed where a row arrives, at most D + 1 times, and not at all N nodes: for 60 nodes and 128,000 tokens those are
-    31 MB a row, and to truncate p (top-k, top-p) passes over it 64 times. The walk ends with its last row.
+    So p is computed at the visited nodes only, at most D + 1 for each row, and not at all N nodes.
+    For 60 nodes and 128,000 tokens, p at all nodes would take 31 MB for each row, and truncation
+    (top-k, top-p) reads p 64 times. The loop ends when the last row stops.
 
     Args:
         draft: a tree of N nodes.
-        visit: where to go from a node. Rows that have stopped are offered no child.
+        visit: the rule. For rows that have stopped, it sees a node without children.
     """
 
     def go(descent: _Descent) -> _Descent:
@@ -190,16 +211,17 @@ def descend(draft: Draft, visit: Visit) -> Verdict:
         bad=jnp.zeros(batch, bool),
     )
     start = _Descent(depth=jnp.zeros((), jnp.int32), going=jnp.ones(batch, bool), verdict=root)
-    if draft.depth == 0:  # plain decoding: one visit, and no loop for a device to ask its host about
+    if draft.depth == 0:  # plain decoding: one visit needs no loop, and no synchronization of host and device
         return go(start).verdict
     return jax.lax.while_loop(lambda descent: jnp.any(descent.going), go, start).verdict
 
 
 def by_rule(rule: NodeRule, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Visit:
-    """A visit that forms p, of ``logits [B, N, V]``, and judges by ``rule``; consumes the row keys ``[B]``.
+    """Return a `Visit` that computes p from ``logits [B, N, V]`` and applies ``rule``.
 
-    Its random numbers depend on the row's key and the depth alone, so that they are the same however many nodes and rows there
-    are. A greedy row's p is one-hot, so that it too goes where its argmax is.
+    It consumes the row keys ``[B]``. Its random numbers depend on the row's key and the depth
+    alone, so they are the same for any number of nodes and rows. A greedy row's p is one-hot, so
+    that the row follows the argmax under every rule.
     """
 
     def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -214,29 +236,30 @@ def by_rule(rule: NodeRule, logits: jax.Array, sampling: RowSampling, keys: jax.
 def matching(
     draft: Draft, node: Int[Array, " B"], p: Float[Array, "B V"], keys: Any
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Children that were chosen, not drawn: go to the one that holds the token which the target itself draws from p.
+    """Follow the child that holds the token that the target itself draws from p.
 
-    To visit them in order, accept x with probability p(x) and otherwise set p(x) = 0 and renormalise, comes to the same.
-    Dividing by the drafter's own probability would be biased. A `NodeRule`.
+    This is the `NodeRule` for children that were chosen, not drawn. It is equivalent to visiting
+    them in order: accept x with probability p(x), otherwise set p(x) = 0 and renormalise. Dividing
+    by the drafter's own probability would be biased.
     """
     return _holding(draft, node, draw(p, keys))
 
 
 def _holding(draft: Draft, node: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The child of ``node [B]`` that holds ``token [B]``, -1 where there is none; and the token."""
+    """Return the child of ``node [B]`` that holds ``token [B]``, or -1, and the token."""
     holds = (jnp.asarray(draft.parents) == node[:, None]) & (draft.tokens == token[:, None]) & _drafted(draft)
     return jnp.max(jnp.where(holds, jnp.arange(holds.shape[1], dtype=jnp.int32), -1), axis=1), token
 
 
 @struct.dataclass
 class _Trial:
-    """The children of one node, judged one after the other.
+    """The trial of the children of one node, one after the other.
 
     Attributes:
-        child: ``[B]`` number of the child to be judged; -1 when there is none left.
+        child: ``[B]`` index of the child to be judged next; -1 if none is left.
         accepted: ``[B]`` bool, whether ``child`` has been accepted, which ends the trial.
-        p: ``[B, V]`` what the token after the node is still to be drawn from.
-        q: ``[B, V]`` what the child was drawn from.
+        p: ``[B, V]`` the distribution of the token after the node, given the rejections so far.
+        q: ``[B, V]`` the distribution that the child was drawn from.
     """
 
     child: jax.Array
@@ -249,19 +272,20 @@ class _Trial:
 def recursive_rejection(
     draft: Draft, node: Int[Array, " B"], p: Float[Array, "B V"], keys: Any
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Children that were drawn from q without replacement: judge one after the other, until one is accepted.
+    """Judge children that were drawn from q without replacement, until one is accepted.
 
-    Accept x with probability min(1, p(x)/q(x)); on rejection p becomes norm(max(0, p - q)) and q loses x, renormalised.
-    Where all are rejected the token is drawn from what p has become. A `NodeRule`.
+    Accept x with probability min(1, p(x)/q(x)). On rejection p becomes norm(max(0, p - q)), and q
+    loses x and is renormalised. If all children are rejected, the token is drawn from the last p.
+    This is a `NodeRule`.
 
-    SpecInfer (Miao et al. 2023, arXiv 2305.09781, section 4.3), with siblings without replacement as in Sequoia (Chen et al.
-    2024, arXiv 2402.12374, algorithm 2).
+    The rule is that of SpecInfer (Miao et al. 2023, arXiv 2305.09781, section 4.3), with siblings
+    without replacement as in Sequoia (Chen et al. 2024, arXiv 2402.12374, algorithm 2).
     """
     assert draft.q is not None
     accept_keys, token_keys = split_keys(keys, 2)
     first, next_sibling = tree.first_children(draft.parents), tree.next_siblings(draft.parents)
 
-    def following(order: Any, node: jax.Array) -> jax.Array:  # a child that was not drafted ends the row of siblings
+    def following(order: Any, node: jax.Array) -> jax.Array:  # a child that was not drafted ends the list of siblings
         child = at_nodes(jnp.broadcast_to(jnp.asarray(order, jnp.int32), draft.tokens.shape), node)
         return jnp.where((child >= 0) & at_nodes(_drafted(draft), jnp.maximum(child, 0)), child, -1)
 
@@ -272,9 +296,9 @@ def recursive_rejection(
         child = jnp.maximum(trial.child, 0)
         x = at_nodes(draft.tokens, child)
         u = jax.vmap(partial(jax.random.uniform, dtype=jnp.float32))(_fold_in(accept_keys, child))
-        # u < p/q without the division, for q(x) can be 0 in a greedy row. There q is one-hot: say it is (1, 0, 0), and the
-        # children are tokens 0, 1 and 2 in this order. Token 0 rejected, q has nothing left and is 0 everywhere. Token 1 is
-        # then accepted if 0 < p(1), and as p is one-hot too, that is if token 1 is the target's argmax.
+        # This is u < p/q without the division, because q(x) can be 0 in a greedy row. There q is one-hot: say (1, 0, 0),
+        # with the children 0, 1 and 2 in this order. If token 0 is rejected, no mass is left and q is 0 everywhere. Token 1
+        # is then accepted if 0 < p(1). As p is one-hot too, that is the case if token 1 is the target's argmax.
         accept = waiting(trial) & (u * at_nodes(trial.q, x) < at_nodes(trial.p, x))
         reject = waiting(trial) & ~accept
         residual = jnp.maximum(0.0, trial.p - trial.q)
@@ -297,12 +321,12 @@ def recursive_rejection(
 
 
 def _drafted(draft: Draft) -> jax.Array:
-    """``[B, N]`` bool, the nodes that may be accepted, the root among them."""
+    """Return ``[B, N]`` bool, the nodes that may be accepted, the root included."""
     return jnp.pad(draft.drafted, ((0, 0), (1, 0)), constant_values=True)
 
 
 def _normalised(mass: jax.Array, otherwise: jax.Array) -> jax.Array:
-    """``mass [B, V]`` divided by its sum; ``otherwise`` where that is 0."""
+    """Divide ``mass [B, V]`` by its sum, or return ``otherwise`` where the sum is 0."""
     total = jnp.sum(mass, axis=-1, keepdims=True)
     return jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), otherwise)
 
@@ -311,17 +335,20 @@ def _normalised(mass: jax.Array, otherwise: jax.Array) -> jax.Array:
 def rejection(
     p: Distributions, q: Float[Array, "B N V"], x: Int[Array, "B gamma"], drafted: Any, keys: Any
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Speculative sampling: accept x with probability min(1, p(x)/q(x)), else draw from norm(max(0, p - q)).
+    """Verify a chain by speculative sampling.
 
-    Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1; q counts as 0 at nodes below which nothing was ``drafted [B,
-    gamma]``: there the residual is p itself, and the bonus token falls out of it.
+    Accept x with probability min(1, p(x)/q(x)), else draw from norm(max(0, p - q)). q counts as 0
+    at nodes below which nothing was ``drafted [B, gamma]``. There the residual is p itself, so that
+    the bonus token needs no special case.
+
+    See Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1.
 
     Returns:
-        ``([B] accepted tokens, [B] the token after them)``.
+        ``[B]`` the number of accepted tokens, and ``[B]`` the token after them.
     """
     accept_keys, token_keys = split_keys(keys, 2)
     u = _uniform(accept_keys, x.shape[1])
-    # u < p/q without the division. q(x) > 0, for x was drawn from q.
+    # This is u < p/q without the division; q(x) > 0, because x was drawn from q.
     accepted = _leading((u * _of(q, x) < _of_p(p, x)) & drafted)
     residual = _residual(jnp.ones_like(accepted, jnp.float32), p, q, drafted, accepted)
     return accepted, draw(residual, token_keys)
@@ -331,13 +358,15 @@ def rejection(
 def block(
     p: Distributions, q: Float[Array, "B N V"], x: Int[Array, "B gamma"], drafted: Any, keys: Any
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Block verification: accept the longest prefix that passes, judged jointly.
+    """Verify a chain by block verification: accept the longest prefix that passes a joint test.
 
-    Sun et al. 2024, arXiv 2403.10444, Algorithm 2; q counts as 0 at nodes below which nothing was ``drafted [B, gamma]``,
-    which makes h equal its own value at the end of the chain, p_gamma.
+    q counts as 0 at nodes below which nothing was ``drafted [B, gamma]``. At the end of the chain
+    that makes h equal p_gamma, as the algorithm demands.
+
+    See Sun et al. 2024, arXiv 2403.10444, Algorithm 2.
 
     Returns:
-        ``([B] accepted tokens, [B] the token after them)``.
+        ``[B]`` the number of accepted tokens, and ``[B]`` the token after them.
     """
     accept_keys, token_keys = split_keys(keys, 2)
 
@@ -349,7 +378,7 @@ def block(
     first = jnp.ones(x.shape[0], jnp.float32)
     _, ratios = jax.lax.scan(joint_ratio, first, (_of_p(p, x).T, _of(q, x).T))
     ratios = jnp.concatenate([first[None], ratios]).T  # [B, N]
-    # What max(0, ratio * p - q) sums up to; with q = 0 that is the ratio.
+    # The sum of max(0, ratio * p - q) over the vocabulary. Where q counts as 0 it is the ratio.
     excess = jnp.where(_is_parent(drafted), p.excess(ratios, q), ratios)
     below = excess + (1.0 - ratios)
     h = jnp.where(below > 0, excess / jnp.where(below > 0, below, 1.0), 0.0)  # equation (5)
@@ -360,13 +389,14 @@ def block(
 
 @dataclass(frozen=True)
 class VerificationRule:
-    """How drafts are verified. Every rule keeps the target's distribution.
+    """A rule by which drafts are verified. Every rule preserves the target's distribution.
 
     Attributes:
         verify: the function, with the arguments of `verify`.
-        takes_trees: whether it verifies drafts of any shape; otherwise chains alone.
-        keys_by_position: whether its random numbers belong to positions, and the drafter has the same
-            (`specjax.sampling.RowSampling.coupled`); otherwise drafters draw with their own, and hand over q.
+        takes_trees: whether it verifies drafts of any shape; otherwise it verifies chains only.
+        keys_by_position: whether its random numbers belong to positions, so that the drafter uses
+            the same (`specjax.sampling.RowSampling.coupled`). Otherwise drafters draw with random
+            numbers of their own, and pass q to verification.
     """
 
     verify: Callable[[Draft, jax.Array, RowSampling, jax.Array], Verdict]
@@ -380,46 +410,59 @@ RULES: dict[Rule, VerificationRule] = {
     "block": VerificationRule(partial(independent, judge_chain=block), takes_trees=False),
     "rejection": VerificationRule(partial(independent, judge_chain=rejection), takes_trees=False),
 }
-"""Every rule by the name that users give it. A new one is an entry here, and its name in `specjax.sampling.Rule`. Drafters know
-whether numbers belong to positions by `specjax.sampling.RowSampling.coupled`, for they lie below this module."""
+"""All rules by name.
+
+To add a rule, add an entry here and its name to `specjax.sampling.Rule`. Drafters are below this
+module in the import order, so they read `specjax.sampling.RowSampling.coupled` to learn whether
+random numbers belong to positions.
+"""
 
 
 def _residual(ratio: jax.Array, p: Distributions, q: jax.Array, drafted: jax.Array, node: jax.Array) -> jax.Array:
-    """``[B, V]`` max(0, ratio * p - q) at each row's ``node [B]``, not normalised."""
-    p_there = p.at(node)
-    q_there = jnp.where(at_nodes(_is_parent(drafted), node)[:, None], at_nodes(q, node), 0.0)
-    residual = jnp.maximum(0.0, ratio[:, None] * p_there - q_there)
-    # Where p and q agree to the last bit a rejection has probability 0, but rounding may still call for a token.
-    return jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, p_there)
+    """Return ``[B, V]`` max(0, ratio * p - q) at each row's ``node [B]``, not normalised."""
+    p_node = p.at(node)
+    q_node = jnp.where(at_nodes(_is_parent(drafted), node)[:, None], at_nodes(q, node), 0.0)
+    residual = jnp.maximum(0.0, ratio[:, None] * p_node - q_node)
+    # If p equals q, the residual is 0 and a rejection has probability 0. Rounding may still cause one: then draw from p.
+    return jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, p_node)
 
 
 def _is_parent(drafted: jax.Array) -> jax.Array:
-    """``[B, N]`` whether a token was drafted below each node of a chain, of ``drafted [B, gamma]``."""
+    """Return ``[B, N]``, whether a token was drafted below each node of a chain.
+
+    ``drafted`` is ``[B, gamma]``.
+    """
     return jnp.pad(drafted, ((0, 0), (0, 1)))
 
 
 def _leading(passed: jax.Array) -> jax.Array:
-    """``[B]`` how many of ``passed [B, gamma]`` hold before the first that does not."""
+    """Return ``[B]`` the number of leading True values of ``passed [B, gamma]``."""
     return jnp.sum(jnp.cumprod(passed, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
 
 
 def _of(values: jax.Array, x: jax.Array) -> jax.Array:
-    """``[B, gamma]`` of ``values [B, N, V]``: node i's value of the token drafted below it."""
+    """Return each node's value of the token drafted below it, ``[B, gamma]``.
+
+    ``values`` is ``[B, N, V]``.
+    """
     return jnp.take_along_axis(values, jnp.pad(x, ((0, 0), (0, 1)))[..., None], axis=-1)[:, :-1, 0]
 
 
 def _of_p(p: Distributions, x: jax.Array) -> jax.Array:
-    """``[B, gamma]``: node i's probability of the token drafted below it."""
+    """Return ``[B, gamma]``, each node's probability p of the token drafted below it."""
     return p.of(jnp.pad(x, ((0, 0), (0, 1))))[:, :-1]
 
 
-def _fold_in(keys: jax.Array, number: jax.Array) -> jax.Array:
-    """``[B]`` new keys from row keys ``[B]`` and a number, one for all rows or one a row."""
-    return jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(number, keys.shape))
+def _fold_in(keys: jax.Array, index: jax.Array) -> jax.Array:
+    """Fold an index into the row keys ``[B]``, one index for all rows or one for each row."""
+    return jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(index, keys.shape))
 
 
 def _uniform(keys: jax.Array, count: int) -> jax.Array:
-    """``[B, count]`` in [0, 1), the first of them the same for every ``count``; consumes the row keys."""
+    """Return ``[B, count]`` random numbers in [0, 1), and consume the row keys.
+
+    The first numbers are the same for every ``count``.
+    """
 
     def row(key: jax.Array) -> jax.Array:
         return jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i), dtype=jnp.float32))(jnp.arange(count))

@@ -78,7 +78,7 @@ class Template:
 @lru_cache(maxsize=256)
 def template_of(choices: Choices) -> Template:
     """Return the `Template` of a tree."""
-    numbers = {(): 0} | {path: index for index, path in enumerate(choices, 1)}
+    indices = {(): 0} | {path: index for index, path in enumerate(choices, 1)}
     depth, branching = max(map(len, choices)), 1 + max(path[-1] for path in choices)
     levels = [[path for path in choices if len(path) == level] for level in range(1, depth + 1)]
     has_child = {path[:-1] for path in choices}
@@ -93,9 +93,9 @@ def template_of(choices: Choices) -> Template:
     places = np.full(len(choices) + 1, -1, np.int32)
     for level, nodes in enumerate(read):
         frontier[level, : len(nodes)] = [candidate(path) for path in nodes]
-        places[[numbers[path] for path in nodes]] = level * width + np.arange(len(nodes))
+        places[[indices[path] for path in nodes]] = level * width + np.arange(len(nodes))
     return Template(
-        parents=np.array([-1] + [numbers[path[:-1]] for path in choices]),
+        parents=np.array([-1] + [indices[path[:-1]] for path in choices]),
         frontier=frontier,
         source=np.array([(len(path) - 1) * width * branching + candidate(path) for path in choices]),
         places=places,

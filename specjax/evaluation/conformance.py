@@ -265,7 +265,7 @@ def check_insert(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOK
     expected = _outputs(plain(prompts, _LENGTHS, key=keys))
     expected[1] = _outputs(plain(new_prompts, _LENGTHS, key=new_keys))[-1]
     for row, (text, got) in enumerate(zip(expected, _outputs(sharding.to_host(state, target.mesh)), strict=True)):
-        whose = "the request that was inserted" if row == 1 else "beside a request that was inserted"
+        whose = "the inserted request" if row == 1 else "next to an inserted request"
         assert got == text, f"row {row}, {whose}: coupled tokens {got} are not plain decoding's {text}"
 
 

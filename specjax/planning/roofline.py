@@ -135,7 +135,10 @@ class Trained:
 
     @lru_cache(maxsize=4096)  # noqa: B019  a process makes only a few of these objects
     def _reads(self, batch: int, context: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the numbers read: weights per level and once per step, and all others likewise."""
+        """Return how many numbers are read: of weights, and of states and caches.
+
+        Each is a pair: per level, and once per step.
+        """
         weights_only = self.drafter.drafting_reads(self.target)
         everything = self.drafter.drafting_reads(self.target, self._state(batch, context), self._cache(batch, context))
         weights = _numbers(weights_only.level), _numbers(weights_only.step)
