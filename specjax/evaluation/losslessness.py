@@ -100,7 +100,7 @@ def check(
     if draws < LEAST_DRAWS:
         raise InputError(f"draws={draws}: this is too few for a test; give at least {LEAST_DRAWS}")
     if any(setting.temperature == 0 for setting in settings):
-        raise InputError("settings: give temperatures above 0; greedy text is compared in any case")
+        raise InputError("settings: temperature 0 samples nothing; give others (greedy text is compared in any case)")
     tokens = np.asarray(tokens)
     lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
     prompts = [(tokens[i : i + ROWS], lengths[i : i + ROWS]) for i in range(0, len(tokens), ROWS)]

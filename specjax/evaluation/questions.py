@@ -60,7 +60,7 @@ def read_questions(argument: str, name: str, per_category: int = 0) -> list[Ques
             if not is_valid or not isinstance(category, str):
                 raise TypeError
         except (KeyError, TypeError, AttributeError):
-            raise InputError(f'{path}:{line}: it is not a JSON object with "turns", a list of text') from None
+            raise InputError(f'{path}:{line}: not a JSON object with "turns", a list of text') from None
         questions.append(Question(SPEC_BENCH.get(category, category), tuple(turns)))
     counts: dict[str, int] = {}
     selected = []
