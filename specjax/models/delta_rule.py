@@ -12,8 +12,8 @@ Token by token this is a loop. Several tokens are computed at once as follows, w
 before all of them. They may be a chain or a tree; ``anc(n)`` are the ancestors of n, and g_n is the
 product of the alphas from S0 to n along its path::
 
-    u_n + beta_n sum_a (g_n / g_a) (k_a . k_n) u_a  =  beta_n (v_n - g_n S0^T k_n)   a in anc(n)
-    y_n  =  g_n S0^T q_n + sum_a (g_n / g_a) (k_a . q_n) u_a                         a in anc(n) or n
+    u_n + beta_n sum_a (g_n / g_a) (k_a . k_n) u_a  =  beta_n (v_n - g_n S0^T k_n)  a in anc(n)
+    y_n  =  g_n S0^T q_n + sum_a (g_n / g_a) (k_a . q_n) u_a                        a in anc(n) or n
 
 Ancestors come before their descendants, so the first line is a triangular system of equations. The
 state is read once for any number of tokens, and never written. The entry of a token is k, u and

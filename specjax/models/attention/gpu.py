@@ -162,7 +162,7 @@ def _kernel(
         return add(sums, entry_refs, start, is_filled, is_filled[None] & (slot[None] >= since[:, None]), at)
 
     def attend_extra(sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        # The loop variables are bound as defaults: the body is traced after the loop has moved on.
+        # The defaults bind this iteration's values, as a closure over loop variables would not.
         for i in range(num_extra):
             visible_ref, *entry_refs = extra_refs[i * (1 + arrays) : (i + 1) * (1 + arrays)]
             num_tokens = entry_refs[0].shape[2]

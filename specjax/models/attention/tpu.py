@@ -131,7 +131,7 @@ def attend_in_kernel(
         inputs.append(jnp.tile(sinks, (1, (tile if is_aligned else rows) // sinks.shape[1]))[..., None])
         in_specs.append(pl.BlockSpec((1, tile, 1), lambda b, h, r, i, *_: (h, 0 if is_aligned else r, 0)))
     pairs = batch * kv_heads * rows * slots
-    # A paged cache counts with the pages of its rows, not with the pool as often as it is passed.
+    # A paged cache counts as its rows' pages, not as the whole pool each time that it is passed.
     cache_bytes = batch * kv_heads * slots * slot_bytes
     other_bytes = sum(part.size * part.dtype.itemsize for part in inputs if not any(part is x for x in (*stored, *scales)))
     return pl.pallas_call(
