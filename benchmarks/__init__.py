@@ -1,1 +1,1 @@
-"""Measurements, run as scripts; see README.md beside this file."""
+"""Measurements, run as scripts; see README.md in this folder."""

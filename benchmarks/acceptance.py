@@ -1,4 +1,4 @@
-"""How many tokens a target forward emits with a chain and with trees of the same depth. Counts, not times.
+"""Acceptance lengths of a chain and of trees with the same depth: counts, not times.
 
 python -m benchmarks.acceptance
 python -m benchmarks.acceptance --target DIR --draft DIR --prompts FILE.jsonl
@@ -40,7 +40,10 @@ METHODS: tuple[tuple[DraftShape, Rule], ...] = (
     (SampledTree((3, 2, 1, 1, 1)), "independent"),
     (SampledTree((3, 2, 1, 1, 1)), "coupled"),
 )
-"""Shapes of depth 5, and a longer chain, by every rule. What "independent" is for a tree: RULE_NAMES."""
+"""The measured shapes, of depth 5 and a longer chain, with every rule.
+
+`RULE_NAMES` has the meaning of "independent" for trees.
+"""
 
 
 RULE_NAMES = {
@@ -56,13 +59,13 @@ class AcceptanceConfig:
 
     Attributes:
         target: directory or hub id of the target, or "embedded".
-        draft: of the draft model, or "embedded:draft".
+        draft: directory or hub id of the draft model, or "embedded:draft".
         prompts: JSON lines with "text"; by default the source of standard modules.
-        count: prompts.
+        count: number of prompts.
         context: tokens of a prompt.
-        new_tokens: for each prompt.
-        temperature: the settings to look at; 0 is greedy, where all rules are one.
-        top_p: one for each of `temperature`.
+        new_tokens: tokens to generate per prompt.
+        temperature: temperatures to measure; 0 is greedy, where all rules are the same.
+        top_p: top_p for each temperature.
     """
 
     target: str = "embedded"
@@ -76,14 +79,14 @@ class AcceptanceConfig:
 
 
 def read_prompts(config: AcceptanceConfig) -> np.ndarray:
-    """``[count, context]``."""
+    """Return the prompts ``[count, context]``."""
     tokenizer = text.load_tokenizer(hub.locate(config.target))
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     return prompts_of(texts, config.count, config.context)
 
 
 def run(config: AcceptanceConfig) -> list[dict[str, Any]]:
-    """One row for each shape and rule: names, nodes, and for each setting the acceptance length."""
+    """Return a row for each shape and rule, with an acceptance length per temperature."""
     if len(config.temperature) != len(config.top_p):
         raise InputError(f"top_p={config.top_p}: give one for each temperature, of which there are {len(config.temperature)}")
     target = specjax.Target.from_pretrained(config.target, dtype=np.float32)
@@ -110,14 +113,14 @@ def run(config: AcceptanceConfig) -> list[dict[str, Any]]:
 
 
 def share_of_loops(target: specjax.Target, prompts: np.ndarray, new_tokens: int = 256) -> float:
-    """The share of greedy texts that have fallen into a loop: their last 64 tokens repeat a period of at most 16."""
+    """Return the share of greedy texts whose last 64 tokens repeat a period of at most 16."""
     result = specjax.generate(target, None, prompts, max_new_tokens=new_tokens, eos_token_ids=())
     ends = result.tokens[:, -64:]
     return float(np.mean(np.any([np.all(ends[:, n:] == ends[:, :-n], axis=1) for n in range(1, 17)], axis=0)))
 
 
 def main(config: AcceptanceConfig) -> None:
-    """Print the table, and how often greedy text falls into a loop."""
+    """Print the table, and how often greedy text loops."""
     rows = run(config)
     table = Table(*rows[0], title=f"acceptance length: {config.target}, {config.draft}, {config.count} prompts")
     for row in rows:

@@ -1,13 +1,15 @@
-"""Requests that arrive over time: continuous batching against static batches, and drafts by load against fixed ones.
+"""Requests that arrive over time: continuous and static batching, and draft shapes by load.
 
-    python -m benchmarks.arrivals --output arrivals.json    # the embedded pair, its target inflated to about 90M
+    python -m benchmarks.arrivals --output arrivals.json    # the embedded pair, its target inflated
+    to about 90M
     python -m benchmarks.arrivals --parts batches --requests 64 --plot-rows rows.png
     python -m benchmarks.arrivals --parts rates --seconds 20 --repeats 1 --plot-rates rates.png
 
-Four parts. *batches*: many requests wait, and their texts are of very different lengths. The engine gives a row that is free to
-the next one; static batches run until their longest text ends. *rates*: requests arrive at random, from few to more than can be
-served; one engine never drafts, one always does, and one decides by load. *prefix*: requests that begin alike. *first-token*:
-how soon a text begins where a row is free. All runs of one part are interleaved.
+There are four parts. *batches*: many requests wait, with texts of very different lengths. The
+engine gives a free row to the next request; static batches run until their longest text ends.
+*rates*: requests arrive at random, from few to more than can be served. One engine never drafts,
+one always drafts, and one decides by load. *prefix*: requests with a common prefix. *first-token*:
+the time to the first token if a row is free. All runs of a part are interleaved.
 """
 
 import sys
@@ -25,6 +27,7 @@ from rich.console import Console
 
 import specjax
 from benchmarks import arrivals_tables, decode
+from benchmarks.arrivals_pictures import Spread, Stay, stays_of
 from specjax import text
 from specjax.demo import OnInflated, inflate
 from specjax.drafters import Drafter
@@ -34,14 +37,13 @@ from specjax.errors import InputError
 from specjax.models import hub, params
 from specjax.models.transformer import Target
 from specjax.reports import pictures
-from specjax.reports.arrivals import Spread, Stay, stays_of
 from specjax.serving import Engine
 from specjax.serving.scheduler import Scheduler
 
 Part = Literal["batches", "rates", "prefix", "first-token"]
 
 BY_LOAD = "by load"
-"""The name of the engine that chooses among drafts."""
+"""The tokens of a prompt after the common prefix, and the new tokens, in part prefix."""
 
 
 @dataclass(frozen=True)
@@ -50,27 +52,31 @@ class ArrivalsConfig:
 
     Attributes:
         target: directory or hub id of the target.
-        drafter: as for `specjax generate`; "none" measures plain decoding alone.
-        inflate: hidden size, MLP size and layers to pad the target to, without a change of its outputs; 0 0 0 leaves it.
-        prompts: JSON lines with a "text" each; by default modules of the standard library, which the embedded pair knows.
-        parts: which to measure.
-        rows: decoded together.
-        context: prompt tokens.
-        shortest: new tokens, at least; between this and ``longest`` the logarithm of the length is uniform.
-        longest: new tokens, at most.
-        draft: the fixed shape of drafts.
-        drafts: the shapes that the engine may choose from by load, beside none at all.
-        requests: that wait at once, in part batches.
-        shares: the rates of part rates, as shares of the requests that plain decoding finishes when all rows are always in use.
-        seconds: for which requests arrive at each of them.
-        prefix: tokens that all requests of part prefix begin with.
-        sharing: how many requests these are.
-        repeats: of every measurement.
-        steps: most steps between two looks at the waiting line.
-        dtype: of all weights; float32 or bfloat16.
-        output: where to write the results as JSON.
-        plot_rows: a picture of the rows over time to write, of part batches.
-        plot_rates: a picture of part rates to write.
+        drafter: as for `specjax generate`; "none" measures only plain decoding.
+        inflate: hidden size, MLP size and layers to which the target is padded, with the same
+            outputs; 0 0 0 does not pad it.
+        prompts: JSON lines with a "text" each; by default modules of the standard library, on which
+            the embedded pair is trained.
+        parts: parts to measure.
+        rows: number of rows.
+        context: tokens of a prompt.
+        shortest: minimum number of new tokens. The logarithm of the length is uniform between this
+            and ``longest``.
+        longest: maximum number of new tokens.
+        draft: the fixed draft shape.
+        drafts: draft shapes from which the engine may choose, besides plain decoding.
+        requests: number of requests that wait at the start of part batches.
+        shares: the arrival rates of part rates, as shares of the rate that plain decoding reaches
+            with all rows in use.
+        seconds: duration of the arrivals at each rate.
+        prefix: tokens of the common prefix in part prefix.
+        sharing: number of requests with this prefix.
+        repeats: repeats of every measurement.
+        steps: maximum number of steps between two looks at the queue.
+        dtype: data type of all weights, float32 or bfloat16.
+        output: JSON file for the results.
+        plot_rows: picture to write, of the rows over time in part batches.
+        plot_rates: picture to write, of part rates.
     """
 
     target: str = "embedded"
@@ -98,14 +104,14 @@ class ArrivalsConfig:
 
 
 class Request(NamedTuple):
-    """What is asked for: a ``prompt`` of token ids, and how many tokens after it."""
+    """A request: the token ids of the prompt, and the number of new tokens."""
 
     prompt: list[int]
     new_tokens: int
 
 
 class Served(NamedTuple):
-    """What became of a request: its ``tokens``, and times in seconds from the beginning of the run."""
+    """A served request: its ``tokens``, and times in seconds from the start of the run."""
 
     tokens: tuple[int, ...]
     submitted: float
@@ -114,7 +120,7 @@ class Served(NamedTuple):
 
 
 class Models(NamedTuple):
-    """The target, what drafts for it, and prompts as token ids."""
+    """The target, the drafter, and prompts as token ids."""
 
     target: Target
     drafter: Drafter | None
@@ -122,7 +128,7 @@ class Models(NamedTuple):
 
 
 def load(config: ArrivalsConfig) -> Models:
-    """The inflated target, and the drafter of the small one."""
+    """Load the inflated target, and the drafter of the small one."""
     dtype = jnp.dtype(config.dtype)
     directory = hub.locate(config.target, weights=False)
     small = Target.from_pretrained(config.target, dtype=dtype)
@@ -138,7 +144,7 @@ def load(config: ArrivalsConfig) -> Models:
 
 
 def requests_of(models: Models, config: ArrivalsConfig, count: int, seed: int) -> list[Request]:
-    """So many requests with different prompts and lengths."""
+    """Return requests with different prompts and lengths."""
     prompts = decode.prompts_of(models.texts, count, config.context)
     random = np.random.default_rng(seed)
     lengths = np.exp(random.uniform(np.log(config.shortest), np.log(config.longest), count)).round().astype(int)
@@ -146,14 +152,17 @@ def requests_of(models: Models, config: ArrivalsConfig, count: int, seed: int) -
 
 
 def arrivals_of(rate: float, seconds: float, seed: int) -> np.ndarray:
-    """When requests arrive within ``seconds`` from 0: a Poisson process of ``rate`` a second, with at least one request."""
+    """Return arrival times within ``seconds``, of a Poisson process with ``rate`` per second.
+
+    There is at least one arrival.
+    """
     random = np.random.default_rng(seed)
     count = max(1, random.poisson(rate * seconds))
     return np.sort(random.uniform(0, seconds, count))
 
 
 def engines_of(config: ArrivalsConfig, models: Models) -> dict[str, Engine]:
-    """By name, those that the parts need: one that never drafts, one that always does, and one that decides by load."""
+    """Return the engines that the parts need by name: without drafts, with drafts, and by load."""
     drafts: dict[str, tuple[str | None, ...]] = {"plain": (None,)}
     if models.drafter is not None and {"batches", "rates"} & set(config.parts):
         drafts |= {config.draft: (config.draft,)}
@@ -172,24 +181,30 @@ def engines_of(config: ArrivalsConfig, models: Models) -> dict[str, Engine]:
 
 
 def serve(engine: Engine, requests: Sequence[Request], arrivals: Sequence[float] | np.ndarray) -> list[Served]:
-    """What became of ``requests``, each submitted at its time in seconds from now."""
+    """Serve requests that are submitted at their times, in seconds from now."""
     began = time.perf_counter()
     handles = []
     for request, at in zip(requests, arrivals, strict=True):
         time.sleep(max(0.0, began + at - time.perf_counter()))
         handles.append(engine.submit(request.prompt, max_new_tokens=request.new_tokens, eos_token_ids=()))
-    found = []
+    served = []
     for handle in handles:
         tokens, times = handle.result().tokens, handle.times
-        found.append(Served(tokens, times.submitted - began, times.first_token - began, times.finished - began))
-    return found
+        served.append(Served(tokens, times.submitted - began, times.first_token - began, times.finished - began))
+    return served
 
 
 def serve_static(
     target: Target, drafter: Drafter | None, requests: Sequence[Request], rows: int
 ) -> tuple[list[Stay], list[tuple[int, ...]]]:
-    """The same in batches in order of arrival, each of which runs until its longest text ends: who had which row when, and the
-    tokens. A row's text has ended when so many of the batch's steps were done."""
+    """Serve requests in static batches in order of arrival.
+
+    Each batch runs until its longest text ends. The end of a row's text is counted in steps of the
+    batch.
+
+    Returns:
+        Who had which row when, and the tokens.
+    """
     began, stays, texts = time.perf_counter(), [], []
     for first in range(0, len(requests), rows):
         batch = requests[first : first + rows]
@@ -206,9 +221,12 @@ def serve_static(
 
 
 def measure_batches(config: ArrivalsConfig, models: Models, engines: Mapping[str, Engine]) -> list[dict[str, Any]]:
-    """Static batches and the engine in turn, plain and with the fixed draft: requests a minute, and who had which row when."""
+    """Compare static batches with the engine, plain and with the fixed draft shape.
+
+    The results are requests per minute, and who had which row when.
+    """
     requests = requests_of(models, config, config.requests, seed=0)
-    found = []
+    results = []
     for name in [name for name in engines if name != BY_LOAD]:
         drafter = None if name == "plain" else replace(models.drafter, draft=as_shape(name))  # pyright: ignore
         serve_static(models.target, drafter, requests, config.rows)  # compiles
@@ -217,35 +235,38 @@ def measure_batches(config: ArrivalsConfig, models: Models, engines: Mapping[str
             stays, texts = serve_static(models.target, drafter, requests, config.rows)
             served = serve(engines[name], requests, np.zeros(len(requests)))
             seconds["static"].append(max(stay.end for stay in stays))
-            seconds["continuous"].append(max(each.finished for each in served))
-        last = stays_of([0.0] * len(served), [each.finished for each in served], config.rows)
-        found.append(
+            seconds["continuous"].append(max(request.finished for request in served))
+        last = stays_of([0.0] * len(served), [request.finished for request in served], config.rows)
+        results.append(
             {
                 "draft": name,
                 "requests_per_minute": {
-                    way: asdict(Spread.of([60 * len(requests) / each for each in all_])) for way, all_ in seconds.items()
+                    way: asdict(Spread.of([60 * len(requests) / total for total in all_])) for way, all_ in seconds.items()
                 },
                 "gain": asdict(Spread.of([a / b for a, b in zip(*seconds.values(), strict=True)])),
                 "ideal": ideal_gain([request.new_tokens for request in requests], config.rows),
-                "same_tokens": mean(text == each.tokens for text, each in zip(texts, served, strict=True)),
+                "same_tokens": mean(text == request.tokens for text, request in zip(texts, served, strict=True)),
                 "stays": {"static": [asdict(stay) for stay in stays], "continuous": [asdict(stay) for stay in last]},
             }
         )
-    return found
+    return results
 
 
 def ideal_gain(lengths: Sequence[int], rows: int) -> float:
-    """The steps of static batches over the steps that there would be if all rows were always in use: a token a step and row."""
+    """Return the steps of static batches divided by those with all rows always in use.
+
+    A step emits a token per row.
+    """
     longest = [max(lengths[first : first + rows]) for first in range(0, len(lengths), rows)]
     return rows * sum(longest) / sum(lengths)
 
 
 def measure_rates(config: ArrivalsConfig, models: Models, engines: Mapping[str, Engine]) -> dict[str, Any]:
-    """Every engine at every rate, with the same requests at the same times.
+    """Measure every engine at every rate, with the same requests at the same times.
 
-    By load is compared with the better of the others. Below saturation every engine finishes what arrives, and the time that a
-    request takes tells them apart. Beyond it this time grows for as long as requests arrive, and says nothing; what is finished
-    a minute does.
+    The choice by load is compared with the better of the other engines. Below saturation every
+    engine finishes all requests, and the time per request is compared. Above saturation that time
+    grows as long as requests arrive, and requests per minute are compared.
     """
     most = saturated_rate(config, models, engines["plain"])
     rates = []
@@ -270,29 +291,29 @@ def measure_rates(config: ArrivalsConfig, models: Models, engines: Mapping[str, 
 
 
 def saturated_rate(config: ArrivalsConfig, models: Models, engine: Engine) -> float:
-    """Requests a second that an engine finishes while more are waiting: up to when the last of them is given a row."""
+    """Return the requests per second that an engine finishes until the last one gets a row."""
     requests = requests_of(models, config, config.requests, seed=1)
     shortest, longest = config.shortest, config.longest
     usual = (longest - shortest) / np.log(longest / shortest) if longest > shortest else shortest  # tokens a request, expected
-    found = []
+    rates = []
     for _ in range(config.repeats):
         served = serve(engine, requests, np.zeros(len(requests)))
-        stays = stays_of([0.0] * len(served), [each.finished for each in served], config.rows)
+        stays = stays_of([0.0] * len(served), [request.finished for request in served], config.rows)
         until = max(stay.start for stay in stays) or max(stay.end for stay in stays)
         shares = [min(1.0, (until - stay.start) / stay.seconds) for stay in stays]
         tokens = sum(share * request.new_tokens for share, request in zip(shares, requests, strict=True))
-        found.append(float(tokens / until / usual))
-    return median(found)
+        rates.append(float(tokens / until / usual))
+    return median(rates)
 
 
 def summary(served: Sequence[Served]) -> dict[str, float]:
-    """One run in numbers. The seconds a token are those from arrival to end, over its tokens: what who waits for it sees."""
-    first = [each.first_token - each.submitted for each in served]
-    whole = [each.finished - each.submitted for each in served]
-    per_token = [seconds / len(each.tokens) for seconds, each in zip(whole, served, strict=True)]
-    end = max(each.finished for each in served)
+    """Return the figures of a run. Seconds per token are from arrival to end, as users see them."""
+    first = [request.first_token - request.submitted for request in served]
+    whole = [request.finished - request.submitted for request in served]
+    per_token = [seconds / len(request.tokens) for seconds, request in zip(whole, served, strict=True)]
+    end = max(request.finished for request in served)
     return {
-        "tokens_per_second": sum(len(each.tokens) for each in served) / end,
+        "tokens_per_second": sum(len(request.tokens) for request in served) / end,
         "requests_per_minute": 60 * len(served) / end,
         "seconds_per_request": mean(whole),
         "first_token": mean(first),
@@ -303,13 +324,13 @@ def summary(served: Sequence[Served]) -> dict[str, float]:
 
 
 def over_better(runs: Mapping[str, Sequence[Mapping[str, float]]], figure: str) -> float:
-    """How well by load did beside the better of the others: 1 is as well, more is better. The median over repeats."""
-    others = [name for name in runs if name != BY_LOAD]
-    found = []
-    for i, own in enumerate(runs[BY_LOAD]):
-        values = [runs[name][i][figure] for name in others]
-        found.append(own[figure] / max(values) if figure == "requests_per_minute" else min(values) / own[figure])
-    return median(found)
+    """Return the gain of the choice by load over the better other engine, a median; 1 is equal."""
+    other_names = [name for name in runs if name != BY_LOAD]
+    ratios = []
+    for i, run in enumerate(runs[BY_LOAD]):
+        values = [runs[name][i][figure] for name in other_names]
+        ratios.append(run[figure] / max(values) if figure == "requests_per_minute" else min(values) / run[figure])
+    return median(ratios)
 
 
 OWN, NEW = 8, 16
@@ -317,7 +338,7 @@ OWN, NEW = 8, 16
 
 
 def measure_prefix(config: ArrivalsConfig, models: Models, engine: Engine) -> dict[str, Any]:
-    """Requests that begin alike beside as many that do not: prompt tokens that are computed, pages, and the time for all."""
+    """Compare requests with a common prefix with others: prefilled tokens, pages and time."""
     length, count = config.prefix + OWN, config.sharing
     if length + NEW > engine.capacity:
         raise InputError(f"prefix={config.prefix}: with {OWN + NEW} more, a text may have {engine.capacity} tokens")
@@ -335,7 +356,7 @@ def measure_prefix(config: ArrivalsConfig, models: Models, engine: Engine) -> di
             after = engine.statistics
             runs[name].append(
                 {
-                    "seconds": max(each.finished for each in served),
+                    "seconds": max(run.finished for run in served),
                     "prompt_tokens_read": after.prompt_tokens_read - before.prompt_tokens_read,
                     "prompt_tokens_shared": after.prompt_tokens_shared - before.prompt_tokens_shared,
                     "pages_held": pages_held(all_[repeat], page=engine.page, chunk=engine.chunk),
@@ -344,13 +365,15 @@ def measure_prefix(config: ArrivalsConfig, models: Models, engine: Engine) -> di
     sizes = {"page": engine.page, "chunk": engine.chunk}
     figures = ("seconds", "prompt_tokens_read", "prompt_tokens_shared", "pages_held")
     return sizes | {
-        name: {figure: asdict(Spread.of([each[figure] for each in all_])) for figure in figures} for name, all_ in runs.items()
+        name: {figure: asdict(Spread.of([run[figure] for run in all_])) for figure in figures} for name, all_ in runs.items()
     }
 
 
 def pages_held(prompts: Sequence[Sequence[int]], *, page: int, chunk: int) -> int:
-    """Different pages that requests hold when all have rows and have been read. The scheduler alone knows that: it is counted,
-    not timed."""
+    """Return the number of pages when all requests have rows and are prefilled.
+
+    The scheduler alone determines this, so it is counted without a device.
+    """
     capacity = max(map(len, prompts)) + NEW
     pages = len(prompts) * -(-capacity // page)
     scheduler = Scheduler(rows=len(prompts), pages=pages, page=page, chunk=chunk, capacity=capacity)
@@ -363,14 +386,15 @@ def pages_held(prompts: Sequence[Sequence[int]], *, page: int, chunk: int) -> in
 
 
 CHUNKS = (1, 2, 4)
-"""Of the prompts in part first-token, as far as a text may have so many tokens."""
+"""The prompt lengths of part first-token in chunks, as far as they fit."""
 
 
 def measure_first_token(config: ArrivalsConfig, models: Models, engine: Engine) -> list[dict[str, Any]]:
-    """How soon a text begins in the last free row, while in all others long texts are generated.
+    """Measure the time to the first token in the last free row, while all other rows are decoding.
 
-    A chunk of its prompt is read between two decode calls, so it waits for about as many calls as it has chunks: the rest of
-    the one that is running, one after each chunk but the last, and the one that gives the token.
+    A chunk of the prompt is prefilled between two decode calls. So the request waits for about as
+    many calls as it has chunks: the rest of the running call, one after each chunk but the last,
+    and the call that emits the token.
     """
     random = np.random.default_rng(0)
 
@@ -378,42 +402,42 @@ def measure_first_token(config: ArrivalsConfig, models: Models, engine: Engine) 
         prompt = random.integers(0, models.target.config.vocab_size, length).tolist()  # shares nothing
         return engine.submit(prompt, max_new_tokens=new_tokens, eos_token_ids=())
 
-    found = []
+    results = []
     for chunks in CHUNKS:
         length = chunks * engine.chunk + 1
         if length >= engine.capacity:
             break
         runs = []
         for _ in range(config.repeats):
-            others = [submit(2, engine.capacity - 2) for _ in range(config.rows - 1)]
-            for other in others:
-                next(iter(other))  # it has begun
+            long_requests = [submit(2, engine.capacity - 2) for _ in range(config.rows - 1)]
+            for long_request in long_requests:
+                next(iter(long_request))  # it has begun
             before = engine.statistics.decode_calls
             handle = submit(length, 1)
             handle.result()
             runs.append((engine.statistics.decode_calls - before, handle.times.first_token - handle.times.submitted))
-            for other in others:
-                other.cancel()
+            for long_request in long_requests:
+                long_request.cancel()
         calls, seconds = zip(*runs, strict=True)
         row = {"prompt_tokens": length, "chunks": chunks}
-        found.append(row | {"decode_calls": asdict(Spread.of(calls)), "seconds": asdict(Spread.of(seconds))})
-    return found
+        results.append(row | {"decode_calls": asdict(Spread.of(calls)), "seconds": asdict(Spread.of(seconds))})
+    return results
 
 
 def run(config: ArrivalsConfig) -> dict[str, Any]:
-    """Every part that is asked for: the results as they are written to JSON."""
+    """Run all parts, and return the results as they are written to JSON."""
     check(config)
     models = load(config)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "machine": decode.machine(),
         "settings": asdict(config),
         "parameters": {"target": params.count(models.target.params)},
     }
 
-    def done(part: str, results: Any) -> None:
-        found[part] = results
+    def done(part: str, part_results: Any) -> None:
+        results[part] = part_results
         if config.output:
-            decode.write(found, Path(config.output))
+            decode.write(results, Path(config.output))
 
     engines = engines_of(config, models)
     try:
@@ -428,11 +452,11 @@ def run(config: ArrivalsConfig) -> dict[str, Any]:
     finally:
         for engine in engines.values():
             engine.close()
-    return found
+    return results
 
 
 def check(config: ArrivalsConfig) -> None:
-    """Refuse what cannot be measured."""
+    """Refuse invalid options."""
     for name in ("rows", "context", "shortest", "requests", "sharing", "repeats"):
         if getattr(config, name) < 1:
             raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
@@ -451,12 +475,12 @@ def check(config: ArrivalsConfig) -> None:
 
 def main(config: ArrivalsConfig) -> None:
     """Measure, print the tables and draw the pictures."""
-    found = run(config)
-    arrivals_tables.show(found, Console(width=150))
+    results = run(config)
+    arrivals_tables.show(results, Console(width=150))
     if config.plot_rows:
-        pictures.save(arrivals_tables.rows_picture(found), "plot_rows", Path(config.plot_rows))
+        pictures.save(arrivals_tables.rows_picture(results), "plot_rows", Path(config.plot_rows))
     if config.plot_rates:
-        pictures.save(arrivals_tables.rates_picture(found), "plot_rates", Path(config.plot_rates))
+        pictures.save(arrivals_tables.rates_picture(results), "plot_rates", Path(config.plot_rates))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What drafting costs by its depth, for drafters that write a block in one pass: a draft of one token and deeper ones.
+"""Cost of drafting by depth, for drafters that write a block in one pass.
 
     python -m benchmarks.block_drafting
 
-Random weights: what a pass costs does not depend on them. All depths run in turn.
+The weights are random, because the cost does not depend on them. All depths run in turn.
 """
 
 import json
@@ -44,14 +44,14 @@ class BlockDraftingConfig:
 
     Attributes:
         target: directory or hub id of the target.
-        inflate: hidden size, MLP size and layers of the copy that is drafted for.
-        layers: of the drafters; P-EAGLE has one less.
+        inflate: hidden size, MLP size and layers of the inflated target.
+        layers: layers of the drafters; P-EAGLE has one less.
         depths: tokens of the drafts.
-        rows: drafted for together.
-        context: tokens that have been read.
+        rows: number of rows.
+        context: tokens in the caches.
         turns: drafts that are timed together.
-        repeats: of everything.
-        output: a .json file for the results; empty prints only.
+        repeats: repeats of everything.
+        output: .json file for the results; if empty, they are only printed.
     """
 
     target: str = "embedded"
@@ -66,27 +66,27 @@ class BlockDraftingConfig:
 
 
 def drafting(target: specjax.Target, drafter: Any, config: BlockDraftingConfig) -> Callable[[], float]:
-    """Milliseconds of one draft, compiled."""
+    """Return a compiled function that measures the milliseconds of a draft."""
     rows, depth = config.rows, drafter.draft_shape.depth
     state = drafter.start(target, rows, config.context + depth + 1)
     read = jnp.full((rows,), config.context, jnp.int32)
     state = state.replace(cache=state.cache.replace(length=read)) if hasattr(state, "cache") else state.replace(length=read)
     keys = jax.random.split(KEY, (depth, rows))
-    given = (drafter, target, state, jnp.zeros(rows, jnp.int32), Sampling(temperature=0.0).rows(rows), keys, read > 0)
-    propose = jax.jit(type(drafter).propose).lower(*given).compile()
-    jax.block_until_ready(propose(*given))
+    arguments = (drafter, target, state, jnp.zeros(rows, jnp.int32), Sampling(temperature=0.0).rows(rows), keys, read > 0)
+    propose = jax.jit(type(drafter).propose).lower(*arguments).compile()
+    jax.block_until_ready(propose(*arguments))
 
     def run() -> float:
         began = time.perf_counter()
         for _ in range(config.turns):
-            jax.block_until_ready(propose(*given)[0])
+            jax.block_until_ready(propose(*arguments)[0])
         return 1e3 * (time.perf_counter() - began) / config.turns
 
     return run
 
 
 def main(config: BlockDraftingConfig) -> None:
-    """Print the table, and write it."""
+    """Print and write the table."""
     small = specjax.Target.from_pretrained(config.target, dtype=np.float32)
     hidden, mlp, layers = config.inflate
     target = inflate(small, hidden_size=hidden, intermediate_size=mlp, num_layers=layers)
@@ -101,13 +101,13 @@ def main(config: BlockDraftingConfig) -> None:
             times[case].append(run())
     table = Table("drafter", *(f"{depth} tokens, ms" for depth in config.depths), f"{config.depths[-1]} / {config.depths[0]}")
     for name in MADE:
-        found = [times[name, depth] for depth in config.depths]
-        cells = [f"{median(each):.2f} ({min(each):.2f}-{max(each):.2f})" for each in found]
-        table.add_row(name, *cells, f"{median(found[-1]) / median(found[0]):.2f}")
+        times_of_depths = [times[name, depth] for depth in config.depths]
+        cells = [f"{median(ms):.2f} ({min(ms):.2f}-{max(ms):.2f})" for ms in times_of_depths]
+        table.add_row(name, *cells, f"{median(times_of_depths[-1]) / median(times_of_depths[0]):.2f}")
     Console(width=160).print(table)
     if config.output:
-        written = [{"drafter": name, "depth": depth, "milliseconds": each} for (name, depth), each in times.items()]
-        Path(config.output).write_text(json.dumps(written, indent=2) + "\n")
+        results = [{"drafter": name, "depth": depth, "milliseconds": ms} for (name, depth), ms in times.items()]
+        Path(config.output).write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

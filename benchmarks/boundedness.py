@@ -1,11 +1,13 @@
-"""How far a drafter goes on alone: what it drafts without the target is compared with what the target would have written.
+"""Agreement of a drafter that goes on alone with the text that the target would have written.
 
-python -m benchmarks.boundedness --target TARGET --runs "MoA=runs/moa_*/best" "EAGLE-1=runs/eagle1_*/best"
+python -m benchmarks.boundedness --target TARGET --runs "MoA=runs/moa_*/best"
+"EAGLE-1=runs/eagle1_*/best"
 
-For each prompt the target writes some tokens, greedily. Then every drafter drafts one long chain, and the target goes on for as
-many tokens. Agreement is the share of places at which the two are equal; the first that differ are followed by others, so a
-drafter agrees for a while and then goes on with a text of its own. As in table 4 of Mixture of Attentions (arXiv 2410.03804),
-where the server is lost in the middle of an answer.
+For each prompt the target writes some tokens, greedily. Then every drafter drafts one long chain,
+and the target continues for as many tokens. Agreement is the share of equal positions. After the
+first difference more follow, so a drafter agrees for a while and then writes a different text. This
+is table 4 of Mixture of Attentions (arXiv 2410.03804), where the server is lost in the middle of an
+answer.
 """
 
 import json
@@ -35,17 +37,18 @@ from specjax.sampling import Sampling
 
 @dataclass(frozen=True)
 class BoundednessConfig:
-    """Let drafters go on alone.
+    """Measure drafters that go on alone.
 
     Attributes:
         target: directory or hub id of the target.
-        runs: "NAME=GLOB" each; the directories that the glob finds are one method's, of several seeds.
+        runs: "NAME=GLOB" each; the directories of a glob are runs of one method with different
+            seeds.
         prompts: JSON lines with "text"; by default the source of standard modules.
-        count: prompts.
+        count: number of prompts.
         context: tokens of a prompt.
-        written: tokens that the target writes before the drafter goes on alone.
-        alone: tokens that the drafter drafts then.
-        output: a .json file for the results; empty prints only.
+        written: tokens that the target writes first.
+        alone: tokens that the drafter then drafts alone.
+        output: .json file for the results; if empty, they are only printed.
     """
 
     target: str = "embedded"
@@ -59,7 +62,7 @@ class BoundednessConfig:
 
 
 def draft_alone(target: specjax.Target, drafter: Drafter, texts: np.ndarray, tokens: int) -> np.ndarray:
-    """``[B, tokens]`` one chain below the last token of each of ``texts [B, P]``, greedy."""
+    """Return ``[B, tokens]`` one greedy chain after each of ``texts [B, P]``."""
     long = replace(drafter, draft=Chain(tokens))  # pyright: ignore[reportArgumentType]
     options = GenerationOptions(max_new_tokens=tokens + 1, eos_token_ids=(), sampling=Sampling(temperature=0.0))
     long, state = decoding.start(target, long, texts, None, options)
@@ -68,7 +71,7 @@ def draft_alone(target: specjax.Target, drafter: Drafter, texts: np.ndarray, tok
 
 
 def run(config: BoundednessConfig) -> list[dict[str, Any]]:
-    """A row for each name."""
+    """Return a row for each name."""
     if min(config.count, config.context, config.written, config.alone) < 1:
         raise InputError("count, context, written and alone: must be at least 1")
     target = specjax.Target.from_pretrained(config.target, dtype=np.float32)
@@ -81,21 +84,21 @@ def run(config: BoundednessConfig) -> list[dict[str, Any]]:
     rows = []
     for name, seeds in load(config.runs, target).items():
         same = [draft_alone(target, drafter, before, config.alone) == after for drafter in seeds]
-        agreed = [np.cumprod(each, axis=1).sum(axis=1).mean() for each in same]
+        agreed = [np.cumprod(matches, axis=1).sum(axis=1).mean() for matches in same]
         rows.append(
             {
                 "method": name,
-                "agreement": mean(float(each.mean()) for each in same),
-                "agreements": [float(each.mean()) for each in same],
-                "until_first_difference": mean(float(each) for each in agreed),
-                "by_place": np.mean([each.mean(axis=0) for each in same], axis=0).tolist(),
+                "agreement": mean(float(matches.mean()) for matches in same),
+                "agreements": [float(matches.mean()) for matches in same],
+                "until_first_difference": mean(float(matches) for matches in agreed),
+                "by_place": np.mean([matches.mean(axis=0) for matches in same], axis=0).tolist(),
             }
         )
     return rows
 
 
 def main(config: BoundednessConfig) -> None:
-    """Print the table, and write it."""
+    """Print and write the table."""
     rows = run(config)
     places = [place for place in (1, 2, 3, 5, 10, 20) if place <= config.alone]
     table = Table(
@@ -110,7 +113,7 @@ def main(config: BoundednessConfig) -> None:
         table.add_row(
             row["method"],
             f"{row['agreement']:.2f}",
-            " ".join(f"{each:.2f}" for each in row["agreements"]),
+            " ".join(f"{agreement:.2f}" for agreement in row["agreements"]),
             f"{row['until_first_difference']:.1f}",
             *(f"{row['by_place'][place - 1]:.2f}" for place in places),
         )

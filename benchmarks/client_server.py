@@ -1,14 +1,16 @@
-"""Drafts at the edge: clients that draft for a target on a server, over networks of several kinds, beside a plain API.
+"""Clients that draft for a target on a server, over several networks, compared with a plain API.
 
-    python -m benchmarks.client_server --target STORIES260K --prompts FILE.jsonl --drafters "MoA, TLI 1=DIR" "EAGLE-3=DIR"
+    python -m benchmarks.client_server --target STORIES260K --prompts FILE.jsonl --drafters "MoA,
+    TLI 1=DIR" "EAGLE-3=DIR"
     python -m benchmarks.client_server --only bytes        # needs no models
 
-Five parts. *bytes*: of a round, by the paper's formula and of our frames (arXiv 2410.03804, table 7). *cut*: how much of the
-target's text a client writes alone after a cut. *compression*: what fewer digits cost. *networks*: one text at a time through
-a proxy (`benchmarks.network`), drafted by the client, on the server, or not at all, and by the drafter alone. *clients*:
-several at a time. Figures of parts that are left out stay in the output as they are there.
+There are five parts. *bytes*: the bytes of a round, by the paper's formula and in our frames (arXiv
+2410.03804, table 7). *cut*: how much of the target's text a client writes alone after its
+connection is cut. *compression*: the cost of fewer digits. *networks*: one text at a time through a
+proxy (`benchmarks.network`), drafted by the client, by the server, not at all, or by the drafter
+alone. *clients*: several clients at a time. The output keeps its figures of parts that do not run.
 
-The target is small, so its server waits in each pass (`benchmarks.slow_server`).
+The target is small, so the server waits in each pass (`benchmarks.slow_server`).
 """
 
 import asyncio
@@ -32,6 +34,7 @@ from rich.console import Console
 import specjax
 from benchmarks import client_server_counts as counts
 from benchmarks import client_server_tables, decode
+from benchmarks.arrivals_pictures import Spread
 from benchmarks.decode import prompts_of, read_texts
 from benchmarks.network import FIVE_G, FOUR_G, NONE, Conditions, Proxy
 from benchmarks.serving_clients import Answer, Request, over_http, tokens_of
@@ -43,15 +46,14 @@ from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
 from specjax.models import hub
 from specjax.progress import show_waits, track
-from specjax.reports.arrivals import Spread
 
 Part = Literal["bytes", "cut", "compression", "networks", "clients"]
 
 NETWORKS = {"none": NONE, "5G": FIVE_G, "4G": FOUR_G, "100 ms": Conditions(round_trip=0.1)}
-"""By name; 5G and 4G as the paper has them."""
+"""The networks by name; 5G and 4G are those of the paper."""
 
 PLAIN = "no drafts, API"
-"""The target alone, over the API."""
+"""The name of the target alone, over the API."""
 
 
 @dataclass(frozen=True)
@@ -62,26 +64,28 @@ class ClientServerConfig:
         only: parts to measure.
         target: directory of the target.
         drafters: "NAME=DIRECTORY" each.
-        prompts: JSON lines with "text", which no drafter has been trained on; by default the source of standard modules.
-        python: drafters of the embedded target, for the part cut; its prompts are the source of standard modules.
-        shape: of a round's target, for bytes.
-        nodes: drafted in a round, for bytes.
-        tokens: that a round adds, for bytes.
-        rate: bits a second, for bytes.
-        texts: for cut and compression.
+        prompts: JSON lines with "text", on which no drafter is trained; by default the source of
+            standard modules.
+        python: drafters of the embedded target for part cut, whose prompts are the source of
+            standard modules.
+        shape: shape of the target in part bytes.
+        nodes: drafted tokens of a round in part bytes.
+        tokens: tokens that a round adds in part bytes.
+        rate: bits per second in part bytes.
+        texts: number of texts in parts cut and compression.
         context: tokens of a prompt.
         written: tokens before the cut.
-        alone: places after it.
-        wait: milliseconds that each pass of the server's target waits.
-        draft: shape of drafts, of clients, whose depth follows the network, and of the server.
+        alone: positions after the cut.
+        wait: milliseconds that the server waits in each pass of its target.
+        draft: draft shape of the server, and of clients, whose depth follows the network.
         on_server: drafters that also draft on the server.
-        new_tokens: of a text, for networks and clients.
+        new_tokens: tokens of a text in parts networks and clients.
         repeats: texts of each kind; all kinds in turn.
-        crowd: which drafter the part clients has.
-        clients: numbers of them.
-        network: that they have.
-        start_seconds: that a server may take to start.
-        output: a .json file for the results; empty prints only.
+        crowd: drafter of part clients.
+        clients: numbers of clients.
+        network: network of part clients.
+        start_seconds: seconds that a server may take to start.
+        output: .json file for the results; if empty, they are only printed.
     """
 
     only: tuple[Part, ...] = ("bytes", "cut", "compression", "networks", "clients")
@@ -115,9 +119,9 @@ class Models:
 
     Attributes:
         target: the model.
-        tokenizer: its own.
-        where: directory of each drafter, by name.
-        drafters: by name.
+        tokenizer: its tokenizer.
+        where: the directory of each drafter, by name.
+        drafters: the drafters by name.
         prompts: ``[texts, context]``.
     """
 
@@ -129,14 +133,14 @@ class Models:
 
     @classmethod
     def load(cls, target: str, drafters: Sequence[str], prompts: str, texts: int, context: int) -> "Models":
-        """``drafters`` are "NAME=DIRECTORY"."""
+        """Load a target and its ``drafters``, "NAME=DIRECTORY" each."""
         directory = hub.locate(target)
         model, tokenizer = specjax.Target.from_pretrained(directory, dtype=np.float32), text.load_tokenizer(directory)
         where = {}
-        for each in drafters:
-            name, equals, place = each.partition("=")
+        for drafter in drafters:
+            name, equals, place = drafter.partition("=")
             if not equals:
-                raise InputError(f"drafters={each!r}: write NAME=DIRECTORY")
+                raise InputError(f"drafters={drafter!r}: write NAME=DIRECTORY")
             where[name] = place
         loaded = {name: load_drafter(place, None, model.config, np.float32) for name, place in where.items()}
         read = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(prompts)]
@@ -147,24 +151,24 @@ class Models:
 
 
 def measure_bytes(config: ClientServerConfig) -> dict[str, Any]:
-    """Of a round."""
+    """Compute the bytes of a round."""
     rows = counts.bytes_of_rounds(config.shape, config.nodes, config.tokens, config.rate)
     return {"shape": config.shape, "nodes": config.nodes, "tokens": config.tokens, "rate": config.rate, "rows": rows}
 
 
 def measure_cut(config: ClientServerConfig, models: Models) -> dict[str, Any]:
-    """Stories and Python."""
+    """Measure the cut on stories and on Python code."""
     python = Models.load("embedded", config.python, "", config.texts, 2 * config.context)
     texts = {"stories": models, "Python": python}
-    found = {
-        name: counts.text_after_a_cut(each.target, each.drafters, each.prompts, config.written, config.alone)
-        for name, each in texts.items()
+    results = {
+        name: counts.text_after_a_cut(models_of.target, models_of.drafters, models_of.prompts, config.written, config.alone)
+        for name, models_of in texts.items()
     }
-    return {"written": config.written, "alone": config.alone, "texts": config.texts, "rows": found}
+    return {"written": config.written, "alone": config.alone, "texts": config.texts, "rows": results}
 
 
 def measure_compression(config: ClientServerConfig, models: Models) -> list[dict[str, Any]]:
-    """Of the networks' texts."""
+    """Measure compression on the texts of part networks."""
     return counts.compression(models.target, models.drafters, models.prompts, config.new_tokens)
 
 
@@ -178,7 +182,7 @@ class Bench:
         self.config, self.models, self.scratch = config, models, scratch
 
     def start(self, name: str, rows: int) -> Running:
-        """A server with a drafter, by its name; with `PLAIN` without one."""
+        """Start a server with a drafter, by name; `PLAIN` has none."""
         config = self.config
         drafts = ("none",) if name == PLAIN else ("clients",)
         if name in config.on_server or rows > 1:
@@ -193,12 +197,12 @@ class Bench:
         return Running(Server(command, "pair", more), log, {}, config.start_seconds)
 
     def busy_file(self, name: str) -> Path:
-        """What the server's target has done so far is there."""
+        """Return the file where the server writes the work of its target."""
         return self.scratch / f"{name}.json"
 
     def connect(self, name: str, port: int) -> client.Client:
-        """A client; its programs are compiled."""
-        found = client.connect(
+        """Connect a client and compile its programs."""
+        connection = client.connect(
             f"ws://127.0.0.1:{port}",
             self.models.where[name],
             self.models.target,
@@ -207,28 +211,28 @@ class Bench:
             dtype=np.float32,
             tokenizer=self.models.tokenizer,
         )
-        return found
+        return connection
 
 
 class Stopwatch:
-    """The seconds that a client's drafter has worked.
+    """A stopwatch for the work of a client's drafter.
 
     Attributes:
-        seconds: so far.
-        calls: drafts so far.
+        seconds: seconds so far.
+        calls: number of drafts so far.
     """
 
     def __init__(self, device: ClientDevice) -> None:
-        """Of a ``device``, from now on."""
+        """Measure the calls of a ``device`` from now on."""
         self.seconds, self.calls = 0.0, 0
         for name in ("propose", "append_remote", "append_unverified"):
             setattr(device, name, self._timed(getattr(device, name), name == "propose"))
 
     def _timed(self, call: Any, is_draft: bool) -> Any:
-        def timed(*given: Any, **named: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
             started = time.perf_counter()
             try:
-                return call(*given, **named)
+                return call(*arguments, **named)
             finally:
                 self.seconds += time.perf_counter() - started
                 self.calls += is_draft
@@ -237,15 +241,15 @@ class Stopwatch:
 
 
 def prompt_of(bench: Bench, number: int) -> list[int]:
-    """The n-th prompt."""
+    """Return the n-th prompt."""
     return bench.models.prompts[number % len(bench.models.prompts)].tolist()
 
 
-def drafted_by_client(bench: Bench, own: client.Client, prompt: list[int], *, is_offline: bool = False) -> dict[str, Any]:
-    """A text whose drafts come from here, or that is written here."""
-    watch = own.device.watch  # pyright: ignore[reportAttributeAccessIssue]
+def drafted_by_client(bench: Bench, drafting: client.Client, prompt: list[int], *, is_offline: bool = False) -> dict[str, Any]:
+    """Generate a text that a client drafts, or that it writes alone."""
+    watch = drafting.device.watch  # pyright: ignore[reportAttributeAccessIssue]
     before = watch.seconds
-    report = own.generate(prompt, max_new_tokens=bench.config.new_tokens, eos_token_ids=(), is_offline=is_offline)
+    report = drafting.generate(prompt, max_new_tokens=bench.config.new_tokens, eos_token_ids=(), is_offline=is_offline)
     count = len(report.provisional_tokens if is_offline else report.tokens)
     run = {"tokens_per_second": count / report.seconds, "text": report.text, "drafting": (watch.seconds - before) / count}
     if is_offline:
@@ -264,7 +268,7 @@ def drafted_by_client(bench: Bench, own: client.Client, prompt: list[int], *, is
 
 
 def asked_over_api(bench: Bench, port: int, prompts: Sequence[list[int]]) -> list[Answer]:
-    """Texts that the server writes, at once."""
+    """Generate texts on the server, all at once."""
     more = {"stream_options": {"include_usage": True}, "ignore_eos": True}
     ask = over_http(port, "pair", more)
     requests = [Request(prompt, bench.config.new_tokens) for prompt in prompts]  # pyright: ignore[reportArgumentType]
@@ -278,7 +282,7 @@ def asked_over_api(bench: Bench, port: int, prompts: Sequence[list[int]]) -> lis
 
 
 def from_server(bench: Bench, port: int, prompt: list[int]) -> dict[str, Any]:
-    """A text that the server writes."""
+    """Generate a text on the server."""
     (answer,) = asked_over_api(bench, port, [prompt])
     assert answer.finished is not None
     seconds = answer.finished - answer.sent
@@ -289,7 +293,7 @@ def from_server(bench: Bench, port: int, prompt: list[int]) -> dict[str, Any]:
 
 
 def measure_networks(bench: Bench) -> dict[str, Any]:
-    """Every method over every network, in turn over the repeats."""
+    """Measure every method over every network, in turn."""
     config, runs = bench.config, {}
     with ExitStack() as stack:
         servers, proxies, clients = {}, {}, {}
@@ -308,13 +312,13 @@ def measure_networks(bench: Bench) -> dict[str, Any]:
                 server.resume()
                 for network, conditions in NETWORKS.items() if repeat >= 0 else [("none", NONE)]:
                     proxies[name].conditions = replace(conditions)
-                    found = {}
+                    results = {}
                     if name in clients:
-                        found[name] = drafted_by_client(bench, clients[name], prompt)
+                        results[name] = drafted_by_client(bench, clients[name], prompt)
                     if name in (*config.on_server, PLAIN):
                         shown = name if name == PLAIN else f"{name}, on the server"
-                        found[shown] = from_server(bench, proxies[name].port, prompt)
-                    for method, run in found.items():
+                        results[shown] = from_server(bench, proxies[name].port, prompt)
+                    for method, run in results.items():
                         texts[method, network] = run.pop("text").strip()
                         if repeat >= 0:
                             runs.setdefault(method, {}).setdefault(network, []).append(run | {"load": load})
@@ -324,7 +328,7 @@ def measure_networks(bench: Bench) -> dict[str, Any]:
                     run.pop("text")
                     if repeat >= 0:
                         runs.setdefault(name, {}).setdefault("alone", []).append(run | {"load": load})
-            if wrong := [of for of, said in texts.items() if said != texts[PLAIN, "none"]]:
+            if wrong := [of for of, text in texts.items() if text != texts[PLAIN, "none"]]:
                 raise InputError(f"{wrong}: another text than {PLAIN!r}: {texts[wrong[0]]!r}, {texts[PLAIN, 'none']!r}")
     return {
         "round_trips": {name: 1e3 * conditions.round_trip for name, conditions in NETWORKS.items()},
@@ -335,18 +339,18 @@ def measure_networks(bench: Bench) -> dict[str, Any]:
 
 
 def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Of each figure."""
+    """Return the spread of each figure."""
     return {name: asdict(Spread.of([run[name] for run in runs])) for name in runs[0]}
 
 
 # --- clients ---------------------------------------------------------------------------------------------------------
 
 WAYS = ("client", "server", "none")
-"""Who drafts."""
+"""The ways to draft."""
 
 
 def measure_clients(bench: Bench) -> dict[str, Any]:
-    """Several clients of one server at a time, each with one text; who drafts, in turn over the repeats."""
+    """Measure several clients of one server, each with one text, for each way to draft."""
     config, runs = bench.config, {}
     most = max(config.clients)
     with ExitStack() as stack:
@@ -362,7 +366,7 @@ def measure_clients(bench: Bench) -> dict[str, Any]:
                 servers[name].resume()
                 for count in config.clients if repeat >= 0 else config.clients[-1:]:
                     proxies[name].conditions = replace(NETWORKS[config.network])
-                    prompts = [prompt_of(bench, repeat * most + each) for each in range(count)]
+                    prompts = [prompt_of(bench, repeat * most + index) for index in range(count)]
                     before, processor = busy(bench, name), time.process_time()
                     started = time.perf_counter()
                     if way == "client":
@@ -389,25 +393,25 @@ def measure_clients(bench: Bench) -> dict[str, Any]:
 
 
 def busy(bench: Bench, name: str) -> dict[str, float]:
-    """What a server's target has done so far."""
+    """Return the work of a server's target so far."""
     return json.loads(bench.busy_file(name).read_text())
 
 
 def all_at_once(bench: Bench, clients: Sequence[client.Client], prompts: Sequence[list[int]]) -> int:
-    """A text of each client, each in a thread of its own. The number of tokens."""
-    made: list[int] = []
+    """Generate a text per client in threads, and return the number of tokens."""
+    counts: list[int] = []
 
-    def write(own: client.Client, prompt: list[int]) -> None:
-        made.append(len(own.generate(prompt, max_new_tokens=bench.config.new_tokens, eos_token_ids=()).tokens))
+    def write(connection: client.Client, prompt: list[int]) -> None:
+        counts.append(len(connection.generate(prompt, max_new_tokens=bench.config.new_tokens, eos_token_ids=()).tokens))
 
-    threads = [threading.Thread(target=write, args=each) for each in zip(clients, prompts, strict=True)]
+    threads = [threading.Thread(target=write, args=pair) for pair in zip(clients, prompts, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if len(made) < len(clients):
+    if len(counts) < len(clients):
         raise InputError("clients: one of them has failed; its error is above")
-    return sum(made)
+    return sum(counts)
 
 
 # --- all of it -------------------------------------------------------------------------------------------------------
@@ -415,26 +419,26 @@ def all_at_once(bench: Bench, clients: Sequence[client.Client], prompts: Sequenc
 
 @contextmanager
 def bench_of(config: ClientServerConfig, models: Models) -> Iterator[Bench]:
-    """With a directory for the servers' logs."""
+    """Yield a bench with a directory for the servers' logs."""
     with tempfile.TemporaryDirectory(prefix="specjax-clients-") as scratch:
         yield Bench(config, models, Path(scratch))
 
 
 def run(config: ClientServerConfig) -> dict[str, Any]:
-    """The parts that are asked for, and those that the output has: the results as they are written to JSON."""
+    """Run the parts, and return their results with earlier ones in the output."""
     check(config)
     path = Path(config.output) if config.output else None
-    found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    results: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
 
-    def done(part: str, results: Any) -> None:
-        found[part] = {"machine": decode.machine(), "settings": settings_of(config), "found": results}
+    def done(part: str, part_results: Any) -> None:
+        results[part] = {"machine": decode.machine(), "settings": settings_of(config), "found": part_results}
         if path is not None:
-            decode.write(found, path)
+            decode.write(results, path)
 
     if "bytes" in config.only:
         done("bytes", measure_bytes(config))
     if set(config.only) == {"bytes"}:
-        return found
+        return results
     models = Models.load(config.target, config.drafters, config.prompts, config.texts, config.context)
     if "cut" in config.only:
         done("cut", measure_cut(config, models))
@@ -445,20 +449,20 @@ def run(config: ClientServerConfig) -> dict[str, Any]:
             done("networks", measure_networks(bench))
         if "clients" in config.only:
             done("clients", measure_clients(bench))
-    return found
+    return results
 
 
 PLACES = ("only", "target", "drafters", "prompts", "python", "output", "start_seconds")
-"""Settings that are of one machine."""
+"""The settings that are specific to one machine."""
 
 
 def settings_of(config: ClientServerConfig) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return the settings on which the figures depend."""
     return {name: value for name, value in asdict(config).items() if name not in PLACES}
 
 
 def check(config: ClientServerConfig) -> None:
-    """Refuse what cannot be measured."""
+    """Refuse invalid options."""
     for name in ("nodes", "tokens", "texts", "context", "written", "alone", "new_tokens", "repeats", "rate"):
         if getattr(config, name) < 1:
             raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
@@ -466,7 +470,7 @@ def check(config: ClientServerConfig) -> None:
         raise InputError(f"network={config.network!r}: give one of {', '.join(NETWORKS)}")
     if set(config.only) != {"bytes"} and not (config.target and config.drafters):
         raise InputError("target and drafters: give both, or --only bytes")
-    names = [each.partition("=")[0] for each in config.drafters]
+    names = [drafter.partition("=")[0] for drafter in config.drafters]
     if {"networks", "clients"} & set(config.only):
         for name in (*config.on_server, config.crowd):
             if name not in names:

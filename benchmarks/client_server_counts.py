@@ -1,7 +1,8 @@
-"""What needs no clock of a client and a server: bytes of a round, drafts from numbers with fewer digits, text after a cut.
+"""Counts of a client and a server that need no clock: bytes, acceptance and agreement.
 
-The client's own parts do the work, in one process and without a socket: `specjax.client.device.ClientDevice` receives the
-target's hidden states of a text that is there already, and drafts below it.
+The client's own code does the work, in one process and without a socket:
+`specjax.client.device.ClientDevice` receives the target's hidden states of an existing text, and
+drafts after it.
 """
 
 from collections.abc import Mapping
@@ -28,12 +29,12 @@ from specjax.serving import ClientDrafts
 from specjax.wire.messages import NO_PARENT
 
 CHAIN = 5
-"""Tokens of the chains by which acceptance is counted."""
+"""The length of the chains whose acceptance is counted."""
 
 GREEDY = Sampling(temperature=0.0)
 
 PRECISIONS: tuple[wire.Precision, ...] = ("float32", "float16", "int8")
-"""How numbers may be sent."""
+"""The number formats in which hidden states may be sent."""
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
@@ -45,17 +46,17 @@ READERS: dict[str, tuple[Reader, int]] = {
     "MoA, TLI 3": ("moa", 3),
     "MoA, entries": ("moa, layers on the client", 0),
 }
-"""By name, as the formula calls them, and their target layers."""
+"""The drafters by their names in the formula, with their target layers."""
 
 
 def bytes_of_rounds(shape: str, nodes: int, tokens: int, rate: float) -> list[dict[str, Any]]:
-    """Bytes of a round with a target of a published ``shape``: by the paper's formula, and of our own frames.
+    """Return the bytes of a round for a published target, by the paper's formula and in our frames.
 
     Args:
-        shape: of the target.
-        nodes: drafted, the root not counted.
-        tokens: that the round adds.
-        rate: bits a second, for the milliseconds that the answer takes on the line.
+        shape: the target's published shape.
+        nodes: the number of drafted tokens, without the root.
+        tokens: the number of tokens that the round adds.
+        rate: bits per second, to compute the milliseconds of the answer on the line.
     """
     config = published(shape)
     rows = []
@@ -75,7 +76,10 @@ def bytes_of_rounds(shape: str, nodes: int, tokens: int, rate: float) -> list[di
 
 
 def tells_of(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """What a client with the drafter is told of one token: names and shapes. No weights are made."""
+    """Return the names and shapes that a client with the drafter receives per token.
+
+    No weights are made.
+    """
     key = jax.random.key(0)
     target = jax.eval_shape(partial(specjax.Target.init, config), key)
     tli = READERS[name][1]
@@ -88,7 +92,7 @@ def tells_of(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def draft(nodes: int) -> bytes:
-    """The frame of a draft of so many nodes below the root."""
+    """Return the frame of a draft with this many nodes below the root."""
     tokens, parents = np.zeros(nodes + 1, np.int32), np.maximum(np.arange(-1, nodes), 0).astype(np.uint8)
     parents[0] = NO_PARENT
     packed = {"tokens": wire.pack(tokens, "int32"), "parents": wire.pack(parents, "uint8")}
@@ -96,9 +100,9 @@ def draft(nodes: int) -> bytes:
 
 
 def verdict(tells: Mapping[str, tuple[int, ...]], tokens: int, precision: wire.Precision) -> bytes:
-    """The frame of a verdict that adds so many tokens."""
+    """Return the frame of a verdict that adds this many tokens."""
     draw = np.random.default_rng(0)
-    arrays = {name: wire.pack(draw.standard_normal((tokens, *each)), precision) for name, each in tells.items()}
+    arrays = {name: wire.pack(draw.standard_normal((tokens, *shape)), precision) for name, shape in tells.items()}
     accepted = list(range(1, tokens))
     answer = wire.VerdictMessage(
         session=bytes(16), epoch=0, sequence=100, accepted=accepted, token=1000, arrays=arrays, over="", seconds=0.025
@@ -110,15 +114,15 @@ def verdict(tells: Mapping[str, tuple[int, ...]], tokens: int, precision: wire.P
 
 
 class Reading:
-    """Texts that a target has written, and what it tells a drafter of each of their tokens.
+    """Texts that a target has written, and its hidden states of each token.
 
     Attributes:
-        device: the client's.
+        device: the client's device.
         texts: ``[B, T]``.
     """
 
     def __init__(self, target: specjax.Target, drafter: Drafter, texts: np.ndarray, precision: wire.Precision) -> None:
-        """Everything is told at once: of a token the target tells the same, whatever comes after it."""
+        """Compute all hidden states at once: those of a token do not depend on later tokens."""
         self.texts = texts
         room = texts.shape[1] + 2 * ALONE
         most = [room, target.config.max_positions, drafter.max_positions or room]
@@ -130,29 +134,29 @@ class Reading:
         def tell(tokens: jax.Array) -> dict[str, jax.Array]:
             return drafter.remote_inputs(target, *target.read(tokens, taps=taps))
 
-        told = [{name: np.asarray(array)[0] for name, array in tell(text[None]).items()} for text in texts]
-        self._told = [{name: wire.unpack(wire.pack(array, precision)) for name, array in arrays.items()} for arrays in told]
+        states = [{name: np.asarray(array)[0] for name, array in tell(text[None]).items()} for text in texts]
+        self._states = [{name: wire.unpack(wire.pack(array, precision)) for name, array in arrays.items()} for arrays in states]
 
     def told(self, number: int, start: int, end: int) -> tuple[list[int], list[int], dict[str, np.ndarray]]:
-        """Of a text's tokens from ``start`` to before ``end``: they, those that follow each, and what is told of them."""
+        """Return some tokens of a text, the token after each, and the hidden states."""
         text = self.texts[number].tolist()
-        arrays = {name: array[start:end] for name, array in self._told[number].items()}
+        arrays = {name: array[start:end] for name, array in self._states[number].items()}
         return text[start:end], text[start + 1 : end + 1], arrays
 
     def tokens_a_round(self, number: int, prompt: int) -> float:
-        """Tokens that a round adds to a text, in the mean, with a chain of `CHAIN`."""
+        """Return the mean number of tokens that a round adds, with a chain of `CHAIN`."""
         text, device = self.texts[number].tolist(), self.device
-        known, length, rounds = device.append_remote(device.start(), *self.told(number, 0, prompt - 1)), prompt, 0
+        state, length, rounds = device.append_remote(device.start(), *self.told(number, 0, prompt - 1)), prompt, 0
         while length + CHAIN < len(text):
-            path = device.propose(known, text[length - 1], length, self.settings, CHAIN).path
+            path = device.propose(state, text[length - 1], length, self.settings, CHAIN).path
             same = np.cumprod(np.array(path) == text[length : length + len(path)])
             new = 1 + int(same.sum())
-            known, rounds = device.append_remote(known, *self.told(number, length - 1, length - 1 + new)), rounds + 1
+            state, rounds = device.append_remote(state, *self.told(number, length - 1, length - 1 + new)), rounds + 1
             length += new
         return (length - prompt) / rounds
 
     def alone(self, number: int, length: int, tokens: int) -> np.ndarray:
-        """At which of so many places the drafter alone writes what the target has written, after a cut at ``length``."""
+        """Return where the drafter alone agrees with the target's text, after a cut."""
         text = self.texts[number].tolist()
         speculation = Speculation(self.device, self.settings, text[:length])
         speculation.append_remote(*self.told(number, 0, length - 1))
@@ -162,21 +166,24 @@ class Reading:
 
 
 def written(target: specjax.Target, prompts: np.ndarray, tokens: int) -> np.ndarray:
-    """``[B, P + tokens]`` the prompts, and what the target writes after them, greedily. No token ends a text."""
+    """Return ``[B, P + tokens]``: the prompts and the target's greedy text.
+
+    No token ends a text.
+    """
     return specjax.generate(target, None, prompts, max_new_tokens=tokens, eos_token_ids=()).tokens
 
 
 def text_after_a_cut(
     target: specjax.Target, drafters: Mapping[str, Drafter], prompts: np.ndarray, before: int, alone: int
 ) -> list[dict[str, Any]]:
-    """For each drafter, how much of the target's own text it writes alone after ``before`` tokens.
+    """Measure how much of the target's text each drafter writes alone after ``before`` tokens.
 
     Args:
-        target: that writes the texts.
-        drafters: by name.
+        target: the target that writes the texts.
+        drafters: the drafters by name.
         prompts: ``[B, P]``.
-        before: tokens until the cut.
-        alone: places after it at which the two are compared.
+        before: tokens before the cut.
+        alone: positions after the cut at which the two texts are compared.
     """
     texts, rows = written(target, prompts, before + alone), []
     for name, drafter in track(list(drafters.items()), "after a cut"):
@@ -199,7 +206,7 @@ def text_after_a_cut(
 def compression(
     target: specjax.Target, drafters: Mapping[str, Drafter], prompts: np.ndarray, tokens: int
 ) -> list[dict[str, Any]]:
-    """For each drafter and each way of writing numbers: tokens a round, and bytes down a token."""
+    """Return tokens per round and bytes down per token, for each drafter and number format."""
     texts, rows = written(target, prompts, tokens), []
     jobs: list[tuple[str, Drafter, wire.Precision]] = []
     jobs += [(name, drafter, precision) for name, drafter in with_entries(drafters).items() for precision in PRECISIONS]
@@ -214,10 +221,10 @@ def compression(
 
 
 def with_entries(drafters: Mapping[str, Drafter]) -> dict[str, Drafter]:
-    """``drafters``, and each Mixture of Attentions as one that is told entries, too."""
-    found: dict[str, Drafter] = {}
+    """Return the drafters, with each Mixture of Attentions also as one that receives entries."""
+    all_drafters: dict[str, Drafter] = {}
     for name, drafter in drafters.items():
-        found[name] = drafter
+        all_drafters[name] = drafter
         if isinstance(drafter, MixtureOfAttentions) and drafter.config.lsa is not None:
-            found[f"{name}, entries"] = with_told(drafter, "entries")
-    return found
+            all_drafters[f"{name}, entries"] = with_told(drafter, "entries")
+    return all_drafters

@@ -1,4 +1,4 @@
-"""What `benchmarks.client_server` writes into a results file, as tables and pictures."""
+"""Tables and pictures of the results of `benchmarks.client_server`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WAYS = {"client": "the clients draft", "server": "the server drafts", "none": "nobody drafts"}
-"""Who drafts, in words."""
+"""The ways to draft, in words."""
 
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def show(found: Mapping[str, Any], console: Console) -> None:
+def show(results: Mapping[str, Any], console: Console) -> None:
     """Print the tables of each part."""
     for part, tables in TABLES.items():
-        if part in found:
-            for table in tables(found[part]["found"]):
+        if part in results:
+            for table in tables(results[part]["found"]):
                 console.print(table)
 
 
-def bytes_(found: Mapping[str, Any]) -> Iterator[Table]:
-    """Of a round, by the formula and of our frames."""
-    title = f"KB of a round, {found['shape']}: {found['nodes']} nodes up, {found['tokens']} tokens down"
+def bytes_(results: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield the table of a round's bytes, by the formula and in our frames."""
+    title = f"KB of a round, {results['shape']}: {results['nodes']} nodes up, {results['tokens']} tokens down"
     ways = ("formula, float16", "float32", "float16", "int8")
     table = table_of_numbers(
         title, "drafter", "up, formula", "up", *(f"down, {way}" for way in ways), "ms, float16", named=True
     )
-    for row in found["rows"]:
+    for row in results["rows"]:
         down = [row["formula"]["down"], *row["ours"]["down"].values()]
         sizes = [kilobytes(size) for size in (row["formula"]["up"], row["ours"]["up"], *down)]
         table.add_row(row["drafter"], *sizes, f"{row['milliseconds']['float16']:.1f}")
@@ -43,15 +43,15 @@ def bytes_(found: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def kilobytes(size: float) -> str:
-    """In 1024 bytes."""
+    """Format bytes in units of 1024."""
     return f"{size / 1024:.2f}" if size < 10_240 else f"{size / 1024:.1f}"
 
 
-def cut(found: Mapping[str, Any]) -> Iterator[Table]:
-    """How much of the target's text is written alone."""
-    for name, rows in found["rows"].items():
+def cut(results: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield the table of how much of the target's text is written alone."""
+    for name, rows in results["rows"].items():
         shares = list(rows[0]["right"])
-        title = f"{name}: {found['texts']} texts, cut after {found['written']} tokens"
+        title = f"{name}: {results['texts']} texts, cut after {results['written']} tokens"
         headers = ("tokens until the first difference", *(f"right of {count}" for count in shares))
         table = table_of_numbers(title, "drafter", *headers, named=True)
         for row in rows:
@@ -61,19 +61,19 @@ def cut(found: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def compression(rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
-    """What fewer digits cost."""
+    """Yield the table of number formats."""
     table = table_of_numbers("how numbers are sent", "drafter", "", "tokens a round", "bytes down a token", named=True)
     for row in rows:
         table.add_row(row["drafter"], row["precision"], f"{row['tokens_a_round']:.3f}", str(row["bytes_a_token"]))
     yield table
 
 
-def networks(found: Mapping[str, Any]) -> Iterator[Table]:
-    """Every method over every network, and what rounds were like."""
-    names = found["round_trips"]
+def networks(results: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield the tables of every method over every network, and of the rounds."""
+    names = results["round_trips"]
     table = table_of_numbers("tokens/s, by network: median (low-high)", "", *names, "the drafter alone", named=True)
-    for method, runs in found["methods"].items():
-        rates = [spread(runs[each]["tokens_per_second"]) if each in runs else "-" for each in (*names, "alone")]
+    for method, runs in results["methods"].items():
+        rates = [spread(runs[name]["tokens_per_second"]) if name in runs else "-" for name in (*names, "alone")]
         table.add_row(method, *rates)
     yield table
     headers = (
@@ -87,7 +87,7 @@ def networks(found: Mapping[str, Any]) -> Iterator[Table]:
         "bytes down",
     )
     table = table_of_numbers("rounds", "", "network", *headers, named=True)
-    for method, runs in found["methods"].items():
+    for method, runs in results["methods"].items():
         for network in names:
             run = runs[network]
             if "rounds" not in run:
@@ -99,15 +99,15 @@ def networks(found: Mapping[str, Any]) -> Iterator[Table]:
     yield table
 
 
-def clients(found: Mapping[str, Any]) -> Iterator[Table]:
-    """By number of clients."""
+def clients(results: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield the table by number of clients."""
     headers = ("tokens/s", "tokens a busy second", "tokens a pass", "busy", "cores of the clients")
     table = table_of_numbers(
-        f"clients of one server, {found['drafter']}, {found['network']}", "", "clients", *headers, named=True
+        f"clients of one server, {results['drafter']}, {results['network']}", "", "clients", *headers, named=True
     )
-    for way, by_count in found["ways"].items():
+    for way, by_count in results["ways"].items():
         for count, run in by_count.items():
-            rates = [spread(run[each]) for each in ("tokens_per_second", "tokens_a_busy_second", "tokens_a_pass")]
+            rates = [spread(run[figure]) for figure in ("tokens_per_second", "tokens_a_busy_second", "tokens_a_pass")]
             table.add_row(WAYS[way], count, *rates, f"{run['busy']['middle']:.0%}", number(run["cores"]["middle"], 2))
         table.add_section()
     yield table
@@ -120,16 +120,16 @@ TABLES: dict[str, Callable[[Any], Iterator[Table]]] = {
     "networks": networks,
     "clients": clients,
 }
-"""By part, as it is called in a results file."""
+"""The tables of each part, by its name in a results file."""
 
 # --- pictures --------------------------------------------------------------------------------------------------------
 
 
 @style.styled
 def networks_picture(results: Mapping[str, Any]) -> "Figure":
-    """Tokens a second against the round trip: drafts of clients, and drafts on the server."""
-    found = results["networks"]["found"]
-    trips, methods = found["round_trips"], found["methods"]
+    """Draw tokens per second over the round trip, for drafts of clients and of the server."""
+    figures = results["networks"]["found"]
+    trips, methods = figures["round_trips"], figures["methods"]
     by_server = {name: runs for name, runs in methods.items() if name.endswith(", on the server")}
     by_client = {name: runs for name, runs in methods.items() if "rounds" in next(iter(runs.values()))}
     (plain,) = [name for name in methods if name not in by_server and name not in by_client]
@@ -145,7 +145,7 @@ def networks_picture(results: Mapping[str, Any]) -> "Figure":
         line(axes, trips, methods[plain], label="no drafts", fmt="x--", color=style.theme().muted)
         axes.set_ylabel("tokens a second")
         axes.set_xlim(left=-2)
-    top = 1.05 * max(runs[each]["tokens_per_second"]["high"] for runs in methods.values() for each in trips)
+    top = 1.05 * max(runs[trip]["tokens_per_second"]["high"] for runs in methods.values() for trip in trips)
     for axes, title in ((above, "the client drafts"), (below, "the server drafts, and streams its text")):
         axes.set_title(title)
         axes.set_ylim(0, top)
@@ -155,7 +155,7 @@ def networks_picture(results: Mapping[str, Any]) -> "Figure":
 
 
 def line(axes: "Axes", places: Mapping[str, float], runs: Mapping[str, Any], **look: Any) -> None:
-    """Tokens a second, with bars from the smallest to the largest."""
+    """Draw tokens per second, with bars from the smallest to the largest."""
     rates = [runs[name]["tokens_per_second"] for name in places]
     middle = [rate["middle"] for rate in rates]
     bars = [[rate["middle"] - rate["low"] for rate in rates], [rate["high"] - rate["middle"] for rate in rates]]
@@ -164,16 +164,16 @@ def line(axes: "Axes", places: Mapping[str, float], runs: Mapping[str, Any], **l
 
 @style.styled
 def clients_picture(results: Mapping[str, Any]) -> "Figure":
-    """Tokens a second, and what a second of the server brings, against the number of clients."""
-    found = results["clients"]["found"]
-    title = f"Clients of one server, {found['drafter']}, {found['network']}"
+    """Draw tokens per second, and per second of the server's work, over the number of clients."""
+    figures = results["clients"]["found"]
+    title = f"Clients of one server, {figures['drafter']}, {figures['network']}"
     figure, (above, below) = style.new_figure(3.2, 3.2, title=title)
     labels = {"tokens_per_second": "tokens a second", "tokens_a_busy_second": "tokens a second\nthat the target works"}
     for axes, (name, label) in zip((above, below), labels.items(), strict=True):
-        for (way, by_count), marker in zip(found["ways"].items(), style.MARKERS, strict=False):
+        for (way, by_count), marker in zip(figures["ways"].items(), style.MARKERS, strict=False):
             spreads = [run[name] for run in by_count.values()]
-            bars = [[each["middle"] - each["low"] for each in spreads], [each["high"] - each["middle"] for each in spreads]]
-            middle = [each["middle"] for each in spreads]
+            bars = [[bar["middle"] - bar["low"] for bar in spreads], [bar["high"] - bar["middle"] for bar in spreads]]
+            middle = [bar["middle"] for bar in spreads]
             axes.errorbar([int(count) for count in by_count], middle, yerr=bars, fmt=f"{marker}-", label=WAYS[way])
         axes.set_ylabel(label)
         axes.set_xticks([int(count) for count in by_count])
@@ -185,12 +185,12 @@ def clients_picture(results: Mapping[str, Any]) -> "Figure":
 
 @style.styled
 def cut_picture(results: Mapping[str, Any]) -> "Figure":
-    """How many texts have no difference so far, against the tokens after the cut."""
-    found = results["cut"]["found"]
-    title = f"A drafter alone, after {found['written']} tokens of the target's"
-    figure, panels = style.new_figure(*[3.0] * len(found["rows"]), title=title)
-    names = list(dict.fromkeys(row["drafter"] for rows in found["rows"].values() for row in rows))
-    for axes, (text, rows) in zip(panels, found["rows"].items(), strict=True):
+    """Draw how many texts have no difference so far, over the tokens after the cut."""
+    figures = results["cut"]["found"]
+    title = f"A drafter alone, after {figures['written']} tokens of the target's"
+    figure, panels = style.new_figure(*[3.0] * len(figures["rows"]), title=title)
+    names = list(dict.fromkeys(row["drafter"] for rows in figures["rows"].values() for row in rows))
+    for axes, (text, rows) in zip(panels, figures["rows"].items(), strict=True):
         for row in rows:
             place = names.index(row["drafter"])
             shares = row["unbroken"][:24]

@@ -1,11 +1,13 @@
-"""How fast decoding is: ours plain, ours with each drafter, and `transformers` on the same weights, prompts and threads.
+"""Decoding speed: plain, with each drafter, and `transformers` on the same weights and prompts.
 
-    python -m benchmarks.decode                                      # the embedded pair, its target inflated to about 90M
+    python -m benchmarks.decode                                      # the embedded pair, its target
+    inflated to about 90M
     python -m benchmarks.decode --target DIR --draft DIR --prompts FILE.jsonl --batch 1 8
     python -m benchmarks.decode --dtype bfloat16 --inflate 4096 14336 12                # on a GPU
-    python -m benchmarks.decode --synthetic-acceptance 0.8 --shape llama-3.2-1b   # random weights: costs of steps only
+    python -m benchmarks.decode --synthetic-acceptance 0.8 --shape llama-3.2-1b   # random weights:
+    costs of steps only
 
-All runs of one case are interleaved, and every figure is a median with its spread.
+All runs of a case are interleaved, and every figure is a median with its spread.
 """
 
 import importlib
@@ -52,26 +54,33 @@ class BenchmarkConfig:
     """Measure decoding.
 
     Attributes:
-        target: directory or hub id of the target; "embedded" is the small one that comes with specjax.
+        target: directory or hub id of the target; "embedded" is the small model that comes with
+            specjax.
         draft: directory or hub id of the draft model.
-        eagle3: directory or hub id of an EAGLE-3 drafter of the target, or "embedded:eagle3"; empty: none.
-        inflate: hidden size, MLP size and layers to pad the target to, without a change of its outputs; 0 0 0 leaves it.
-        prompts: JSON lines with a "text" each; by default modules of the standard library, which the embedded pair knows.
-        batch: rows, one case each.
+        eagle3: directory or hub id of an EAGLE-3 drafter of the target, or "embedded:eagle3";
+            empty: none.
+        inflate: hidden size, MLP size and layers to which the target is padded, with the same
+            outputs; 0 0 0 does not pad it.
+        prompts: JSON lines with a "text" each; by default modules of the standard library, on which
+            the embedded pair is trained.
+        batch: numbers of rows, one case each.
         context: prompt tokens, one case each.
-        prompts_per_case: at least this many different prompts, in batches one after another.
-        new_tokens: to generate in every row.
-        temperature: 0 is greedy. Above it the peers are left out.
-        rules: every method by each of these, see `specjax.sampling.Rule`; by default by the one that suits its drafts.
-        repeats: of every method.
+        prompts_per_case: minimum number of different prompts, in batches one after another.
+        new_tokens: tokens to generate in every row.
+        temperature: sampling temperature; 0 is greedy. Above 0 the peers are left out.
+        rules: rules for every method, see `specjax.sampling.Rule`; by default the best rule of its
+            draft shape.
+        repeats: repeats of every method.
         exit_layers: layers that draft in early exit.
-        methods: our methods to run, by the beginnings of their names; by default all. Plain decoding is always among them.
+        methods: methods to run, by the beginnings of their names; by default all. Plain decoding
+            always runs.
         compare: run `transformers` too.
-        synthetic_acceptance: instead of real models, random weights of `shape` that accept a drafted token with this chance.
+        synthetic_acceptance: use random weights of `shape` that accept a drafted token with this
+            probability, instead of real models.
         shape: published shape of a synthetic target.
         draft_shape: published shape of its draft model.
-        dtype: of all weights, here and in `transformers`; float32 or bfloat16.
-        output: where to write the results as JSON.
+        dtype: data type of all weights, here and in `transformers`, float32 or bfloat16.
+        output: JSON file for the results.
     """
 
     target: str = "embedded"
@@ -97,11 +106,14 @@ class BenchmarkConfig:
 
 
 Runner = Callable[[np.ndarray], dict[str, Any]]
-"""Generates from prompts ``[B, P]``: ``seconds`` of the whole call, ``tokens [B, P + new]``, and what else it knows."""
+"""A function that generates from prompts ``[B, P]``.
+
+It returns the ``seconds`` of the call, ``tokens [B, P + new]``, and further figures.
+"""
 
 
 def run(config: BenchmarkConfig) -> dict[str, Any]:
-    """Every case of ``config``: the results as they are written to JSON."""
+    """Run every case, and return the results as they are written to JSON."""
     for name in ("repeats", "prompts_per_case", "new_tokens"):
         if getattr(config, name) < 1:
             raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
@@ -113,9 +125,9 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
     if config.synthetic_acceptance is not None:
         target, drafters = synthetic.models(config.shape, config.draft_shape, config.synthetic_acceptance, config.dtype)
         texts = [np.random.default_rng(0).integers(0, target.config.vocab_size, 100_000)]
-        others: dict[str, Runner] = {}
+        peer_methods: dict[str, Runner] = {}
     else:
-        target, drafters, texts, others = load(config)
+        target, drafters, texts, peer_methods = load(config)
     drafters = chosen(drafters, config.methods)
     results = {
         "machine": machine(),
@@ -128,7 +140,7 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
         for batch in config.batch:
             groups = -(-config.prompts_per_case // batch)
             prompts = np.split(prompts_of(texts, batch * groups, context), groups)
-            case = measure_case(config, target, drafters, others, prompts, results["note"])
+            case = measure_case(config, target, drafters, peer_methods, prompts, results["note"])
             results["cases"].append(case)
             if config.output:
                 write(results, Path(config.output))
@@ -136,15 +148,15 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
 
 
 def chosen(drafters: dict[str, Drafter | None], methods: Sequence[str]) -> dict[str, Drafter | None]:
-    """Those that are named by the beginnings of their names, and plain decoding."""
+    """Return the drafters selected by the beginnings of their names, and plain decoding."""
     for name in methods:
-        if not any(own.startswith(name) for own in drafters):
+        if not any(method.startswith(name) for method in drafters):
             raise InputError(f"methods={name!r}: no name begins so; there are {', '.join(drafters)}")
-    return {own: drafter for own, drafter in drafters.items() if own.startswith(("plain", *(methods or ("",))))}
+    return {method: drafter for method, drafter in drafters.items() if method.startswith(("plain", *(methods or ("",))))}
 
 
 def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], list[np.ndarray], dict[str, Runner]]:
-    """The inflated target, our methods, the texts as token ids, and the peers' methods on the same weights."""
+    """Load the inflated target, our methods, the texts as token ids, and the peers' methods."""
     files, draft_files = (hub.open_checkpoint(name, weights=False) for name in (config.target, config.draft))
     check_vocabulary(config_json.read_config(draft_files), config_json.read_config(files))
     dtype = jnp.dtype(config.dtype)
@@ -153,12 +165,12 @@ def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], li
     if any(config.inflate):
         hidden_size, intermediate_size, num_layers = config.inflate
         target = inflate(target, hidden_size=hidden_size, intermediate_size=intermediate_size, num_layers=num_layers)
-    others: dict[str, Runner] = {}
+    peer_methods: dict[str, Runner] = {}
     if config.compare and not config.temperature:
         with tempfile.TemporaryDirectory() as scratch:
             target.save_pretrained(Path(scratch) / "target")
             draft.save_pretrained(Path(scratch) / "draft")
-            others = peers.methods(Path(scratch) / "target", Path(scratch) / "draft", config.new_tokens, config.dtype)
+            peer_methods = peers.methods(Path(scratch) / "target", Path(scratch) / "draft", config.new_tokens, config.dtype)
     tokenizer = text.load_tokenizer(files.directory)
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     methods = drafters_of(draft, config.exit_layers)
@@ -166,7 +178,7 @@ def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], li
         eagle3 = specjax.Eagle3.from_pretrained(hub.locate(config.eagle3), dtype=dtype)
         for name, shape in EAGLE_SHAPES.items():
             methods[f"EAGLE-3, {name}"] = OnInflated.of(replace(eagle3, draft=shape), small)
-    return target, methods, texts, others
+    return target, methods, texts, peer_methods
 
 
 EAGLE_SHAPES: dict[str, DraftShape] = {
@@ -175,11 +187,11 @@ EAGLE_SHAPES: dict[str, DraftShape] = {
 }
 
 SMALL_TREE = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0))
-"""What `specjax plan measure` tends to find here: a chain with a second child where it is needed most."""
+"""A typical result of `specjax plan measure`: a chain with a second child where it helps most."""
 
 
 def drafters_of(draft: Target, exit_layers: int) -> dict[str, Drafter | None]:
-    """Our methods by name."""
+    """Return our methods by name."""
     return {
         "plain": None,
         "draft model, chain 4": DraftModel(draft, draft=specjax.Chain(4)),
@@ -193,7 +205,7 @@ def drafters_of(draft: Target, exit_layers: int) -> dict[str, Drafter | None]:
 
 
 def read_texts(path: str) -> list[str]:
-    """The texts of a JSON-lines file, or the source of standard modules."""
+    """Return the texts of a JSON-lines file, or the source of standard modules."""
     if not path:
         names = ("argparse", "heapq", "textwrap", "queue", "csv", "fractions", "configparser", "shlex")
         return [inspect.getsource(importlib.import_module(name)) for name in names]
@@ -204,7 +216,10 @@ def read_texts(path: str) -> list[str]:
 
 
 def prompts_of(texts: list[np.ndarray], count: int, context: int) -> np.ndarray:
-    """``[count, context]`` pieces, evenly spread over all texts joined; a piece may reach into the next text."""
+    """Return ``[count, context]`` pieces, evenly spread over all texts joined.
+
+    A piece may reach into the next text.
+    """
     joined = np.concatenate(texts)
     if len(joined) < 2 * context:
         raise InputError(f"context={context}: the prompts hold {len(joined)} tokens in all; give longer ones")
@@ -216,20 +231,20 @@ def measure_case(
     config: BenchmarkConfig,
     target: Target,
     drafters: dict[str, Drafter | None],
-    others: dict[str, Runner],
+    peer_methods: dict[str, Runner],
     prompts: list[np.ndarray],
     note: str,
 ) -> dict[str, Any]:
-    """One batch size and context: every method ``repeats`` times, interleaved, then the costs of its parts."""
+    """Measure a batch size and context: all methods interleaved, then the costs of their parts."""
     batch, context = prompts[0].shape
     sampling = Sampling(temperature=config.temperature)
     if config.rules:
-        own = {f"{name}, {rule}": (drafter, rule) for name, drafter in drafters.items() for rule in config.rules}
+        methods = {f"{name}, {rule}": (drafter, rule) for name, drafter in drafters.items() for rule in config.rules}
     else:
-        own = {name: (drafter, None) for name, drafter in drafters.items()}
-    plain, *_ = own
-    methods = {name: ours(target, drafter, sampling, config.new_tokens, rule) for name, (drafter, rule) in own.items()}
-    methods |= {name: method for name, method in others.items() if batch == 1 or name not in peers.ONE_ROW}
+        methods = {name: (drafter, None) for name, drafter in drafters.items()}
+    plain, *_ = methods
+    methods = {name: ours(target, drafter, sampling, config.new_tokens, rule) for name, (drafter, rule) in methods.items()}
+    methods |= {name: method for name, method in peer_methods.items() if batch == 1 or name not in peers.ONE_ROW}
     for method in methods.values():
         method(prompts[0])  # compiles
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
@@ -245,22 +260,22 @@ def measure_case(
         rates = [emitted / result["seconds"] for result in results]
         row = {"tokens_per_second": median(rates), "spread": [min(rates), max(rates)]}
         row["same_tokens"] = float(np.mean(np.all(results[0]["tokens"] == reference, axis=1)))
-        if name in own:
-            row |= _realised(config, target, *own[name], (batch, context), results, runs[plain])
+        if name in methods:
+            row |= _realised(config, target, *methods[name], (batch, context), results, runs[plain])
         case["methods"][name] = row
     Console(width=140).print(table(case, config, note))
     return case
 
 
 def _joined(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The runs of one method over all batches of a case as one: seconds added up, the rest side by side."""
+    """Join the runs of a method over the batches of a case: seconds are added up."""
     seconds = {name: sum(group[name] for group in groups) for name in groups[0] if name.endswith("seconds")}
     tokens = np.concatenate([group["tokens"][:, : group["width"]] for group in groups])
     return seconds | {"tokens": tokens, "stats": [group.get("stats") for group in groups]}
 
 
 def ours(target: Target, drafter: Drafter | None, sampling: Sampling, new_tokens: int, rule: Rule | None = None) -> Runner:
-    """A method of this library."""
+    """Return the runner of a method of this library."""
 
     options = GenerationOptions(max_new_tokens=new_tokens, sampling=sampling, eos_token_ids=(), rule=rule)
 
@@ -291,7 +306,7 @@ def _realised(
     results: list[dict[str, Any]],
     plain: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Speed-up of decoding (without the prompt) over plain, and what the measured costs and acceptance predict for it."""
+    """Return the speed-up of decoding without the prompt, measured and predicted from the costs."""
     batch, context = shape
     stats = results[0]["stats"]
     total = metrics.summarise(jax.tree.map(lambda *groups: np.concatenate(groups), *stats))
@@ -320,7 +335,7 @@ def _realised(
 
 
 def table(case: dict[str, Any], config: BenchmarkConfig, note: str) -> Table:
-    """One case for people."""
+    """Return the table of a case."""
     title = (
         f"batch {case['batch']}, context {case['context']}, {config.new_tokens} new tokens, "
         f"temperature {config.temperature:g}; {note}"
@@ -352,7 +367,7 @@ def table(case: dict[str, Any], config: BenchmarkConfig, note: str) -> Table:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return a description of the machine."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
@@ -367,7 +382,7 @@ def machine() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of this code, with a mark where files differ from it."""
+    """Return the commit of this code, with a mark if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, cwd=Path(__file__).parent, check=True, capture_output=True, text=True).stdout.strip()
@@ -383,7 +398,7 @@ def _version(name: str) -> str | None:
 
 
 def write(results: dict[str, Any], path: Path) -> None:
-    """All of the JSON file, or nothing."""
+    """Write a JSON file, completely or not at all."""
     scratch = path.with_name(f".{path.name}.tmp")
     scratch.write_text(json.dumps(results, indent=1) + "\n")
     scratch.replace(path)

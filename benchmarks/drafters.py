@@ -1,10 +1,12 @@
-"""Trained drafters beside each other: acceptance length and speed, as a chain and as a tree, greedy and at temperature 1.
+"""Acceptance length and speed of trained drafters, as chain and tree, at two temperatures.
 
-python -m benchmarks.drafters --target TARGET --runs "EAGLE-1=runs/eagle1_*/best" "EAGLE-3=runs/eagle3_*/best"
+python -m benchmarks.drafters --target TARGET --runs "EAGLE-1=runs/eagle1_*/best"
+"EAGLE-3=runs/eagle3_*/best"
 
-A name stands for several trainings that differ in their seed. Acceptance is counted on the target as it is, over many prompts
-in one batch; "first token" is how often a step kept the token drafted first. Speed is measured on an inflated copy of it, one
-row at a time, plain decoding between the drafters; the drafters stay as they are (`specjax.demo.OnInflated`).
+A name stands for several trainings with different seeds. Acceptance is counted on the target
+itself, over many prompts in one batch; "first token" is how often a step accepted the token that
+was drafted first. Speed is measured on an inflated copy of the target, one row at a time, with
+plain decoding between the drafters. The drafters stay as they are (`specjax.demo.OnInflated`).
 """
 
 import glob
@@ -49,16 +51,17 @@ class DraftersConfig:
 
     Attributes:
         target: directory or hub id of the target.
-        runs: "NAME=GLOB" each; the directories that the glob finds are one method's, of several seeds.
-        inflate: hidden size, MLP size and layers of the copy that speed is measured on.
+        runs: "NAME=GLOB" each; the directories of a glob are runs of one method with different
+            seeds.
+        inflate: hidden size, MLP size and layers of the copy on which speed is measured.
         prompts: JSON lines with "text"; by default the source of standard modules.
-        count: prompts for acceptance.
+        count: number of prompts for acceptance.
         context: tokens of a prompt.
-        new_tokens: for each prompt.
-        timed: prompts for speed; 0 leaves speed out.
-        temperature: settings; 0 is greedy.
+        new_tokens: tokens to generate per prompt.
+        timed: number of prompts for speed; 0 leaves speed out.
+        temperature: temperatures; 0 is greedy.
         repeats: timed runs of every drafter.
-        output: a .json file for the results; empty prints only.
+        output: .json file for the results; if empty, they are only printed.
     """
 
     target: str = "embedded"
@@ -75,21 +78,21 @@ class DraftersConfig:
 
 
 def load(runs: Sequence[str], target: specjax.Target) -> dict[str, list[Drafter]]:
-    """The drafters of each name of ``runs``, one a seed."""
-    found: dict[str, list[Drafter]] = {}
+    """Load the drafters of each name, one per seed."""
+    drafters: dict[str, list[Drafter]] = {}
     for run in runs:
         name, equals, where = run.partition("=")
         places = sorted(glob.glob(where)) or ([where] if where.startswith("embedded") else [])
         if not equals or not places:
             raise InputError(f"runs={run!r}: write NAME=GLOB, of directories that are there")
-        found[name] = [load_drafter(place, None, target.config, np.float32) for place in places]
-    return found
+        drafters[name] = [load_drafter(place, None, target.config, np.float32) for place in places]
+    return drafters
 
 
 def acceptance(
     target: specjax.Target, drafter: Drafter, prompts: np.ndarray, tokens: int, temperature: float
 ) -> metrics.Acceptance:
-    """Over all prompts."""
+    """Return the acceptance over all prompts."""
     sampling = specjax.Sampling(temperature=temperature)
     result = specjax.generate(target, drafter, prompts, max_new_tokens=tokens, sampling=sampling, key=jax.random.key(0))
     return metrics.summarise(result.stats)
@@ -98,7 +101,7 @@ def acceptance(
 def speeds(
     target: specjax.Target, drafters: dict[str, Drafter | None], prompts: np.ndarray, config: DraftersConfig, temperature: float
 ) -> dict[str, list[float]]:
-    """Tokens a second of each drafter in every repeat, interleaved."""
+    """Return the tokens per second of each drafter in every repeat, interleaved."""
     sampling = specjax.Sampling(temperature=temperature)
 
     def run(drafter: Drafter | None) -> float:
@@ -110,17 +113,17 @@ def speeds(
             emitted += int(result.lengths[0]) - len(prompt)
         return emitted / (time.perf_counter() - started)
 
-    found: dict[str, list[float]] = {name: [] for name in drafters}
+    rates: dict[str, list[float]] = {name: [] for name in drafters}
     for drafter in drafters.values():
         run(drafter)  # compiles
     for _ in range(config.repeats):
         for name, drafter in drafters.items():
-            found[name].append(run(drafter))
-    return found
+            rates[name].append(run(drafter))
+    return rates
 
 
 def run(config: DraftersConfig) -> list[dict[str, Any]]:
-    """A row for each name, shape and temperature."""
+    """Return a row for each name, shape and temperature."""
     target = specjax.Target.from_pretrained(config.target, dtype=np.float32)
     tokenizer = text.load_tokenizer(hub.locate(config.target))
     drafters = load(config.runs, target)
@@ -145,8 +148,8 @@ def run(config: DraftersConfig) -> list[dict[str, Any]]:
         }
         measured = speeds(inflated, timed, prompts[: config.timed], config, temperature) if config.timed else {}
         for name, seeds in shaped.items():
-            found = [acceptance(target, drafter, prompts, config.new_tokens, temperature) for drafter in seeds]
-            lengths = [each.acceptance_length for each in found]
+            counted = [acceptance(target, drafter, prompts, config.new_tokens, temperature) for drafter in seeds]
+            lengths = [result.acceptance_length for result in counted]
             of_seeds = [median(measured[f"{name}/{seed}"]) for seed in range(len(seeds))] if measured else []
             rows.append(
                 {
@@ -156,7 +159,7 @@ def run(config: DraftersConfig) -> list[dict[str, Any]]:
                     "seeds": len(seeds),
                     "acceptance_length": mean(lengths),
                     "lengths": lengths,
-                    "first": mean(each.by_position[0] or 0.0 for each in found),
+                    "first": mean(result.by_position[0] or 0.0 for result in counted),
                     "tokens_per_second": mean(of_seeds) if measured else None,
                     "speeds": of_seeds,
                     "speedup": mean(of_seeds) / median(measured["plain"]) if measured else None,
@@ -166,7 +169,7 @@ def run(config: DraftersConfig) -> list[dict[str, Any]]:
 
 
 def main(config: DraftersConfig) -> None:
-    """Print the table, and write it."""
+    """Print and write the table."""
     rows = run(config)
     table = Table(
         "method", "draft", "T", "acceptance length", "of each seed", "first token", "tokens/s", "speed-up", title=config.target

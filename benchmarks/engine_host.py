@@ -1,10 +1,11 @@
-"""What the engine costs its host: CPU time of a submission, and of a decode call, with a device that answers at once.
+"""CPU time that the engine's host needs per request and per decode call, with an instant device.
 
     python -m benchmarks.engine_host
 
-While the engine's thread works, an accelerator may stand idle. So the device is replaced by one whose answers are there at
-once, and what remains is the host's own work: from an answer to the next question, with a text in every row. Prompts are text,
-and every step emits two tokens in each row. With ``--real`` the small model decodes itself: whole calls.
+While the engine's thread works, an accelerator may be idle. So the device is replaced by one that
+answers at once, and only the host's work remains: from an answer to the next call, with a text in
+every row. Prompts are text, and every step emits two tokens per row. With ``--real`` the small
+model decodes, and whole calls are measured.
 """
 
 import json
@@ -32,16 +33,16 @@ from specjax.serving.device import EngineDevice
 
 @dataclass(frozen=True)
 class EngineHostConfig:
-    """Measure what the host does for the engine.
+    """Measure the host's work for the engine.
 
     Attributes:
-        target: a directory, a hub id or "embedded".
+        target: directory or hub id, or "embedded".
         drafter: as on the command line.
-        rows: numbers of rows to measure, each full of texts.
-        new_tokens: of each text.
-        repeats: of everything; the median and the range are shown.
-        real: decode with the model, in place of a device that answers at once.
-        output: where to write the results as JSON.
+        rows: numbers of rows to measure, all in use.
+        new_tokens: tokens of each text.
+        repeats: repeats of everything; the median and the range are shown.
+        real: decode with the model instead of the instant device.
+        output: JSON file for the results.
     """
 
     target: str = "embedded"
@@ -54,14 +55,17 @@ class EngineHostConfig:
 
 
 class InstantDevice:
-    """Stands for an engine's `EngineDevice`: every answer is there at once, and each step emits two tokens in each row.
+    """A replacement of an engine's `EngineDevice` that answers at once.
+
+    Each step emits two tokens per row.
 
     Attributes:
-        gaps: seconds from the answer to one decode call until the next is asked for, where all rows had a text in both.
+        gaps: seconds from the answer of a decode call to the next call, if all rows had a text in
+            both.
     """
 
     def __init__(self, device: EngineDevice, token: int) -> None:
-        """Make answers of ``token`` in place of ``device``, whose other methods and sizes remain."""
+        """Answer ``token`` instead of ``device``, whose other methods and sizes remain."""
         self._device, self._token = device, token
         rows, self._most = device.sizes.rows, device.sizes.steps * (device.depth + 1)
         self._lengths, self._max_lengths = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
@@ -74,11 +78,11 @@ class InstantDevice:
         return getattr(self._device, name)
 
     def is_busy(self) -> bool:
-        """It never is."""
+        """Return False."""
         return False
 
     def wait_for_reads(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing, because nothing is ever running."""
 
     def admit(self, row: int, words: Any, start: int, prefix_state: Any) -> None:
         """Begin a text in a row."""
@@ -90,9 +94,9 @@ class InstantDevice:
         )
 
     def read(
-        self, table: Any, rows: Sequence[int], counts: Any, is_last: Sequence[bool], **others: Any
+        self, table: Any, rows: Sequence[int], counts: Any, is_last: Sequence[bool], **options: Any
     ) -> tuple[Any, None, dict[str, Any]]:
-        """Compute nothing of a piece of a prompt. After the last one the row decodes."""
+        """Skip the computation of a chunk. After the last chunk the row decodes."""
         for row, is_read in zip(rows, is_last, strict=True):
             self._is_read[row] |= is_read
         return np.int32(0), None, {}
@@ -102,8 +106,8 @@ class InstantDevice:
         for counts in (self._lengths, self._max_lengths, self._steps, self._is_read):
             counts[:] = counts[order]
 
-    def decode(self, number: int, table: Any, free: np.ndarray, steps: int, *others: Any) -> Progress:
-        """Emit two tokens a step in every row that has a text."""
+    def decode(self, number: int, table: Any, free: np.ndarray, steps: int, *arguments: Any) -> Progress:
+        """Emit two tokens per step in every row that has a text."""
         now = time.perf_counter()
         starts, rows = self._lengths.copy(), len(self._lengths)
         # None goes on before all are read, so that all are there together.
@@ -137,7 +141,7 @@ class InstantDevice:
 
 
 def measure(generator: pipeline.TextGenerator, rows: int, config: EngineHostConfig) -> list[dict[str, float]]:
-    """Return for each repeat the milliseconds of a submission and of a decode call, with as many texts as rows."""
+    """Return for each repeat the milliseconds of a submission and of a decode call."""
     with Engine(generator, rows=rows, widths=(rows,), drafts=("chain:3",), capacity=1024) as engine:
         device = None
         if not config.real:

@@ -1,9 +1,11 @@
-"""Whether a few rows are multiplied faster with YNNPACK or with Eigen on this CPU, and what that makes of decoding.
+"""Comparison of YNNPACK and Eigen on this CPU for products with few rows, and for decoding.
 
     python -m benchmarks.few_rows
-    python -m benchmarks.few_rows --target DIR --draft DIR --prompts FILE.jsonl --inflate 768 2048 14
+    python -m benchmarks.few_rows --target DIR --draft DIR --prompts FILE.jsonl --inflate 768 2048
+    14
 
-`specjax.decoding.few_rows` chooses by the CPU's flags; here both are measured, whatever they say. All runs are interleaved.
+`specjax.decoding.few_rows` chooses by the CPU's flags; here both are measured. All runs are
+interleaved.
 """
 
 import random
@@ -30,7 +32,7 @@ from specjax.models.transformer import Target
 from specjax.sampling import Sampling
 
 LIBRARIES: dict[str, dict[str, str]] = {"YNNPACK": {}, "Eigen": few_rows.WITHOUT_YNNPACK}
-"""By name, XLA's options."""
+"""The options of XLA for each library."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,19 @@ class FewRowsConfig:
     """Measure both libraries.
 
     Attributes:
-        target: as in `benchmarks.decode`, like all that follows but for ``rows`` and ``matrices``.
+        target: the target, as in `benchmarks.decode`, like all options except ``rows``
+            and ``matrices``.
         draft: the draft model.
         inflate: hidden size, MLP size and layers of the target.
         prompts: JSON lines with a "text" each.
         context: prompt tokens.
-        new_tokens: to generate.
-        methods: by the beginnings of their names.
-        rows: of the products that are timed alone; none: decoding is timed alone.
-        matrices: how many, their inputs and their outputs. All together should be larger than what the CPU caches.
-        repeats: of everything.
-        output: where to write the results as JSON.
+        new_tokens: tokens to generate.
+        methods: methods, by the beginnings of their names.
+        rows: numbers of rows of the products; if empty, only decoding is timed.
+        matrices: number of matrices, their inputs and their outputs. Together they should be larger
+            than the CPU's caches.
+        repeats: repeats of everything.
+        output: JSON file for the results.
     """
 
     target: str = "embedded"
@@ -65,7 +69,7 @@ class FewRowsConfig:
 
 
 def run(config: FewRowsConfig) -> dict[str, Any]:
-    """Products and decoding: the results as they are written to JSON."""
+    """Measure products and decoding, and return the results as they are written to JSON."""
     if config.repeats < 1 or min(config.rows, default=1) < 1 or min(config.matrices) < 1:
         raise InputError(f"repeats={config.repeats}, rows={config.rows}, matrices={config.matrices}: each must be at least 1")
     results: dict[str, Any] = {
@@ -91,7 +95,7 @@ def _as_in_decode(config: FewRowsConfig) -> decode.BenchmarkConfig:
 
 
 def products(rows: int, count: int, inputs: int, outputs: int, repeats: int) -> dict[str, float]:
-    """Gigabytes of weights a second, one product after the other, by library."""
+    """Return gigabytes of weights per second for a sequence of products, by library."""
     keys = jax.random.split(jax.random.key(0), count)
     weights = [jax.random.normal(key, (inputs, outputs)) for key in keys]
     x = jnp.ones((rows, inputs))
@@ -115,7 +119,7 @@ def products(rows: int, count: int, inputs: int, outputs: int, repeats: int) -> 
 def generations(
     target: Target, drafter: Drafter | None, prompts: list[np.ndarray], new_tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """Tokens a second of whole calls, medians with their spread, by library; and whether all texts are the same."""
+    """Return tokens per second of whole calls by library, and whether all texts are the same."""
     generate = decode.ours(target, drafter, Sampling(temperature=0.0), new_tokens)
     rates: dict[str, list[float]] = {name: [] for name in LIBRARIES}
     texts = []
@@ -128,7 +132,7 @@ def generations(
             texts.append(np.concatenate([run["tokens"][:, : run["width"]] for run in runs]))
             if repeat >= 0:
                 rates[name].append(len(prompts) * new_tokens / sum(run["seconds"] for run in runs))
-    measured = {name: {"tokens_per_second": median(each), "spread": [min(each), max(each)]} for name, each in rates.items()}
+    measured = {name: {"tokens_per_second": median(runs), "spread": [min(runs), max(runs)]} for name, runs in rates.items()}
     return measured | {"same_tokens": all(np.array_equal(text, texts[0]) for text in texts)}
 
 

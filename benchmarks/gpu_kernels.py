@@ -1,10 +1,12 @@
-"""Kernels of attention compiled for an H100 that is not there: our own, and one that might follow it.
+"""Attention kernels compiled for an H100 without the device: our own, and tokamax's.
 
-python -m benchmarks.gpu_kernels    # tokamax is compared where it is installed: see docs/concepts/gpu-kernels.md
+python -m benchmarks.gpu_kernels    # tokamax is compared where it is installed: see
+docs/concepts/gpu-kernels.md
 
-Nothing runs. For each case, such as one token against a long cache, every kernel is lowered and compiled, or the table says why
-it cannot be. The compiled program says how many bytes it moves beside those that it must read, how much memory it needs beside
-its arguments, and how many kernels it starts. A kernel written by hand counts as reading each of its arguments once.
+Nothing runs. For each case, such as one token against a long cache, every kernel is lowered and
+compiled, or the table says why it cannot be. The table has the bytes that the program moves and
+those that it must read, its temporary memory, and the number of kernels that it starts. A kernel
+that is written by hand counts as reading each of its arguments once.
 """
 
 import argparse  # tyro does not run beside the typeguard that tokamax asks for
@@ -35,21 +37,21 @@ from specjax.models.quantized_cache import QuantizedPart
 
 @dataclass(frozen=True)
 class Case:
-    """One layer's attention.
+    """The attention of one layer.
 
     Attributes:
-        name: of the case.
+        name: name of the case.
         queries: tokens of the call, which see the cache and, by a mask, each other.
         dim: numbers of a head.
-        page: slots of a page; None: a row's slots lie side by side.
-        int8: whether the cache is in 8 bits.
-        sinks: whether each head has one.
-        cap: of the scores.
-        is_training: whether there is no cache, and gradients are taken.
-        batch: rows.
-        slots: of a row's cache.
-        heads: of queries.
-        kv_heads: of keys and values.
+        page: slots of a page; None: the slots of a row are contiguous.
+        int8: whether the cache has 8 bits.
+        sinks: whether each head has a sink.
+        cap: cap of the scores.
+        is_training: whether there is no cache, and gradients are computed.
+        batch: number of rows.
+        slots: slots of a row's cache.
+        heads: query heads.
+        kv_heads: key/value heads.
     """
 
     name: str
@@ -82,7 +84,7 @@ CASES = (
 
 
 class MissingError(Exception):
-    """A kernel has no argument for what a case needs."""
+    """A kernel that has no argument for something that the case needs."""
 
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -90,17 +92,17 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Shapes:
-    """Makes shapes of arrays on a mesh of one device."""
+    """A factory of array shapes on a mesh of one device."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.sharding = NamedSharding(mesh, PartitionSpec())
 
     def __call__(self, *shape: int, dtype: Any = jnp.bfloat16) -> Any:
-        """Return the shape of one array."""
+        """Return the shape of an array."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
 
     def entry(self, case: Case, *shape: int, int8: bool = False) -> tuple[Any, Any]:
-        """Keys and values ``[*shape, dim]``; in 8 bits each with a scale for every one."""
+        """Return keys and values ``[*shape, dim]``; in 8 bits, each with its scales."""
         if int8:
             part = QuantizedPart(self(*shape, case.dim, dtype=jnp.int8), self(*shape, dtype=jnp.float32))
             return part, part
@@ -111,31 +113,33 @@ class Shapes:
 
 
 def ours(case: Case, shapes: Shapes, by_triton: bool) -> Program:
-    """specjax's attention, by its kernel or in plain JAX."""
+    """Return specjax's attention, with its kernel or in plain JAX."""
     q = shapes(case.batch, case.queries, case.heads, case.dim)
-    own = shapes.entry(case, case.batch, case.kv_heads, case.queries, int8=case.int8)
+    new = shapes.entry(case, case.batch, case.kv_heads, case.queries, int8=case.int8)
     mask = shapes(1 if case.is_training else case.batch, case.queries, case.queries, dtype=jnp.bool_)
     sinks = shapes(case.heads, dtype=jnp.float32) if case.sinks else None
     if case.is_training:
         if by_triton:
             raise MissingError("has no gradients; training is plain JAX")
-        return jax.grad(lambda q, own, mask: attend(q, [(own, mask)]).astype(jnp.float32).sum(), argnums=(0, 1)), (q, own, mask)
+        return jax.grad(lambda q, new, mask: attend(q, [(new, mask)]).astype(jnp.float32).sum(), argnums=(0, 1)), (q, new, mask)
     rows, slots = (case.batch, case.slots) if case.page is None else (case.batch * case.slots // case.page, case.page)
     cached = shapes.entry(case, rows, case.kv_heads, slots, int8=case.int8)
     count = shapes(case.batch, dtype=jnp.int32)
     table = None if case.page is None else shapes(case.batch, case.slots // case.page, dtype=jnp.int32)
 
-    def run(q, cached, count, table, own, mask, sinks):
-        pieces = [Filled(cached, count, table=table), (own, mask)]
+    def run(q, cached, count, table, new, mask, sinks):
+        pieces = [Filled(cached, count, table=table), (new, mask)]
         with mock.patch.object(by_device, "takes_triton", lambda mesh: by_triton):
             return attend(q, pieces, sinks=sinks, cap=case.cap)
 
-    return run, (q, cached, count, table, own, mask, sinks)
+    return run, (q, cached, count, table, new, mask, sinks)
 
 
 def tokamax(case: Case, shapes: Shapes, has_our_layout: bool) -> Program:
-    """tokamax's kernel for Mosaic GPU, of our cache as it lies and the new tokens beside it; or of a cache as tokamax would
-    have it, ``[B, S, heads, dim]``, which holds the new tokens already."""
+    """Return tokamax's Mosaic GPU kernel, for our cache layout with the new tokens, or for its own.
+
+    Its own layout is ``[B, S, heads, dim]``, where the cache already has the new tokens.
+    """
     import qwix
     import tokamax  # pyright: ignore[reportMissingImports]
     from absl import flags
@@ -143,25 +147,25 @@ def tokamax(case: Case, shapes: Shapes, has_our_layout: bool) -> Program:
     flags.FLAGS([__file__])  # it would read this program's command line, and refuse it
     attention = partial(tokamax.dot_product_attention, implementation="mosaic_gpu", logits_soft_cap=case.cap)
     q = shapes(case.batch, case.queries, case.heads, case.dim)
-    own = shapes.entry(case, case.batch, case.kv_heads, case.queries)
+    new = shapes.entry(case, case.batch, case.kv_heads, case.queries)
     if case.sinks:
         raise MissingError("no argument for sinks")
     if case.is_training:
         if not has_our_layout:
-            own = shapes.entry(case, case.batch, case.queries, case.kv_heads)
+            new = shapes.entry(case, case.batch, case.queries, case.kv_heads)
 
-        def loss(q, own):
-            k, v = (part.swapaxes(1, 2) if has_our_layout else part for part in own)
+        def loss(q, new):
+            k, v = (part.swapaxes(1, 2) if has_our_layout else part for part in new)
             return attention(q, k, v, is_causal=True).astype(jnp.float32).sum()
 
-        return jax.grad(loss, argnums=(0, 1)), (q, own)
+        return jax.grad(loss, argnums=(0, 1)), (q, new)
     if case.page is not None and not has_our_layout:
         raise MissingError("no argument for a table of pages")
     count = shapes(case.batch, dtype=jnp.int32)
     mask = shapes(case.batch, case.queries, case.queries, dtype=jnp.bool_)
 
     def visible(count, mask, slots):
-        """``[B, 1, T, S]``: the filled slots, then those of the call by its mask."""
+        """Return ``[B, 1, T, S]``: the filled slots, then those of the call by its mask."""
         slot = jnp.arange(slots)[None] - count[:, None]
         of_own = jnp.take_along_axis(mask, jnp.clip(slot, 0, case.queries - 1)[:, None], axis=2)
         return ((slot < 0)[:, None] | ((slot < case.queries)[:, None] & of_own))[:, None]
@@ -182,7 +186,7 @@ def tokamax(case: Case, shapes: Shapes, has_our_layout: bool) -> Program:
     cached = shapes.entry(case, rows, case.kv_heads, slots, int8=case.int8)
     table = None if case.page is None else shapes(case.batch, case.slots // case.page, dtype=jnp.int32)
 
-    def run(q, cached, count, table, own, mask):
+    def run(q, cached, count, table, new, mask):
         def whole(part, new):
             if isinstance(part, QuantizedPart):
                 part = (part.numbers * part.scales[..., None]).astype(new.dtype)
@@ -191,13 +195,13 @@ def tokamax(case: Case, shapes: Shapes, has_our_layout: bool) -> Program:
                 part = pages.reshape(case.batch, case.kv_heads, case.slots, case.dim)
             return jnp.concatenate([part, new], axis=2).swapaxes(1, 2)
 
-        k, v = map(whole, cached, own)
+        k, v = map(whole, cached, new)
         slot = jnp.arange(k.shape[1])
-        seen = jnp.broadcast_to(slot < count[:, None], (case.batch, k.shape[1]))[:, None].repeat(case.queries, axis=1)
-        seen = seen.at[:, :, case.slots :].set(mask)
-        return attention(q, k, v, mask=seen[:, None])
+        visible_slots = jnp.broadcast_to(slot < count[:, None], (case.batch, k.shape[1]))[:, None].repeat(case.queries, axis=1)
+        visible_slots = visible_slots.at[:, :, case.slots :].set(mask)
+        return attention(q, k, v, mask=visible_slots[:, None])
 
-    return run, (q, cached, count, table, own, mask)
+    return run, (q, cached, count, table, new, mask)
 
 
 KERNELS: dict[str, Callable[[Case, Shapes], Program]] = {
@@ -213,15 +217,15 @@ KERNELS: dict[str, Callable[[Case, Shapes], Program]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one case with one kernel.
+    """The result of a case with a kernel.
 
     Attributes:
-        case: its name.
-        kernel: its name.
-        moved: bytes that the program reads and writes; None where it does not compile.
+        case: name of the case.
+        kernel: name of the kernel.
+        moved: bytes that the program reads and writes; None if it does not compile.
         needed: bytes of keys, values, queries and the result.
-        temporaries: bytes that it needs beside arguments and result.
-        kernels: that it starts.
+        temporaries: bytes of temporary memory.
+        kernels: number of kernels that it starts.
         failure: why it does not compile.
     """
 
@@ -235,7 +239,7 @@ class Outcome:
 
 
 def needed_bytes(case: Case) -> int:
-    """Bytes of keys, values, queries and the result, each once."""
+    """Return the bytes of keys, values, queries and the result, each counted once."""
     slots = case.queries if case.is_training else case.slots + case.queries
     of_key = case.dim + 4 if case.int8 else 2 * case.dim
     return case.batch * (2 * case.kv_heads * slots * of_key + 2 * case.queries * case.heads * case.dim * 2)
@@ -245,11 +249,11 @@ def compile_case(case: Case, name: str, mesh: Mesh) -> Outcome:
     """Compile a case with the kernel called ``name``."""
     blank = partial(Outcome, case.name, name, needed_bytes(case))
     try:
-        function, given = KERNELS[name](case, Shapes(mesh))
+        function, arguments = KERNELS[name](case, Shapes(mesh))
         # Our kernels ask the mesh for which GPU they are, tokamax's the device that is there.
         is_there = mock.patch.object(jax.extend.backend, "get_default_device", lambda: mesh.devices.flat[0])
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), is_there:
-            lowered = jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",))
+            lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
         program, _ = compile_program(case.name, lowered, mesh, turns=lambda origin: blocks_of(case) if LOOP in origin else 1)
     except MissingError as error:
         return blank(failure=str(error))
@@ -259,14 +263,14 @@ def compile_case(case: Case, name: str, mesh: Mesh) -> Outcome:
 
 
 def blocks_of(case: Case) -> int:
-    """Return how often plain attention's loop over a full cache turns."""
+    """Return the number of iterations of plain attention's loop over a full cache."""
     table = None if case.page is None else jnp.zeros((1, case.slots // case.page))
     cache = Filled((jnp.zeros((1, 1, case.page or case.slots, 0)),), jnp.zeros(1), table=table)
     return -(-case.slots // cache.block_width(BLOCK))
 
 
 def installed(package: str) -> str:
-    """Return its version, empty where it is not installed."""
+    """Return the version of a package; "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

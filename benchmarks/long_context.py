@@ -1,10 +1,12 @@
-"""Speculation with a compressed cache by context and batch: predicted from measured parts, and as it is (MagicDec's figure).
+"""Speculation with a compressed cache by context and batch, predicted and measured.
 
-python -m benchmarks.long_context --target runs/long_context/best --output long_context.json --plot long_context.png
+python -m benchmarks.long_context --target runs/long_context/best --output long_context.json --plot
+long_context.png
 
-Of every context and number of rows the parts are measured: a step of plain decoding, verifications, and drafted tokens with
-caches of several budgets; and how far chains are accepted behind real texts of that length. From these the best budget and
-chain are chosen. Then plain decoding and that choice decode the same prompts in turn, and the times are compared.
+This is the figure of MagicDec. For every context and number of rows the parts are measured: a step
+of plain decoding, verifications, drafted tokens with several cache budgets, and how far chains are
+accepted after real texts of that length. From these the best budget and chain are chosen. Then
+plain decoding and that choice decode the same prompts in turn, and the times are compared.
 """
 
 import json
@@ -43,24 +45,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LongContextConfig:
-    """Measure speed-up against rows for several contexts.
+    """Measure speed-up over rows for several contexts.
 
     Attributes:
-        target: directory or hub id of a target with positions for the longest context and the new tokens.
+        target: directory or hub id of a target that supports the longest context and the new
+            tokens.
         source: files of long texts: a directory or a glob; by default numpy's own source.
-        mlp: pad the target's MLP with zeros to this many units before measuring: the same outputs up to rounding, and heavier
-            weights beside the same keys and values. 0 leaves it as it is.
-        scheme: of the compressed cache: streaming or snapkv.
+        mlp: pad the target's MLP with zeros to this many units before measuring, which makes the
+            weights heavier and keeps the outputs up to rounding; 0 does not pad it.
+        scheme: the compressed cache: streaming or snapkv.
         contexts: tokens of a prompt.
-        batches: rows decoded together.
+        batches: numbers of rows.
         budgets: slots of a row in the drafter's cache.
         longest: longest chain.
-        new_tokens: generated in each timed run.
-        temperature: 0 is greedy.
+        new_tokens: tokens to generate in each timed run.
+        temperature: sampling temperature; 0 is greedy.
         repeats: timed runs of each; the median counts.
-        realise: False measures the parts alone.
-        output: a .json file for the results; empty prints only.
-        plot: a picture to write.
+        realise: False measures only the parts.
+        output: .json file for the results; if empty, they are only printed.
+        plot: picture to write.
     """
 
     target: str
@@ -83,7 +86,10 @@ _SCHEMES = {"streaming": Streaming(), "snapkv": SnapKV()}
 
 
 def long_texts(source: str, target: str, tokens: int, count: int) -> np.ndarray:
-    """``[count, tokens]`` the beginnings of the longest files of ``source``; where these are too few, they are repeated."""
+    """Return ``[count, tokens]`` the beginnings of the longest files.
+
+    They are repeated if there are too few.
+    """
     tokenizer = text.load_tokenizer(hub.locate(target))
     files = sorted(find_files(source), key=lambda file: -file.stat().st_size)
     texts = []
@@ -99,7 +105,7 @@ def long_texts(source: str, target: str, tokens: int, count: int) -> np.ndarray:
 
 
 def decode_seconds(target: Any, drafters: list[Drafter | None], prompts: np.ndarray, options: Any, repeats: int) -> list[float]:
-    """The median time of decoding behind ``prompts`` with each drafter, in turn; reading the prompts does not count."""
+    """Return the median decoding time after ``prompts`` for each drafter, without the prefill."""
     started = [decoding.start(target, drafter, prompts, options=options) for drafter in drafters]
     seconds: list[list[float]] = [[] for _ in drafters]
     for repeat in range(-1, repeats):  # the first one compiles
@@ -109,11 +115,11 @@ def decode_seconds(target: Any, drafters: list[Drafter | None], prompts: np.ndar
             jax.block_until_ready(decoding.decode(target, drafter, fresh, jnp.iinfo(jnp.int32).max))
             if repeat >= 0:
                 seconds[i].append(time.perf_counter() - began)
-    return [median(each) for each in seconds]
+    return [median(times) for times in seconds]
 
 
 def load_target(config: LongContextConfig) -> specjax.Target:
-    """The target, with as many MLP units as are asked for."""
+    """Load the target with padded MLP units."""
     target = specjax.Target.from_pretrained(config.target, dtype=np.float32)
     shape = target.config
     if not config.mlp:
@@ -127,7 +133,7 @@ def load_target(config: LongContextConfig) -> specjax.Target:
 
 
 def run(config: LongContextConfig) -> tuple[MeasuredContexts, list[dict[str, Any]]]:
-    """The measured parts, and for each context and number of rows the best choice with what it realises."""
+    """Return the measured parts, and the best choice for each context and number of rows."""
     if config.scheme not in _SCHEMES:
         raise InputError(f"scheme={config.scheme!r}: one of {', '.join(_SCHEMES)}")
     target = load_target(config)
@@ -187,7 +193,7 @@ def main(config: LongContextConfig) -> None:
     critical = measured.critical_context()
     if critical is not None:
         console.print(f"Critical context: about {critical:,.0f} tokens.")
-    found = {
+    results = {
         "settings": asdict(config),
         "gains": rows,
         "verify": [{"context": c, "batch": b, "verify": costs.verify} for (c, b), costs in measured.costs.items()],
@@ -196,14 +202,14 @@ def main(config: LongContextConfig) -> None:
         "critical_context": critical,
     }
     if config.output:
-        Path(config.output).write_text(json.dumps(found, indent=2) + "\n")
+        Path(config.output).write_text(json.dumps(results, indent=2) + "\n")
     if config.plot:
-        pictures.save(picture(found), "plot", Path(config.plot))
+        pictures.save(picture(results), "plot", Path(config.plot))
 
 
-def picture(found: dict[str, Any]) -> "Figure":
-    """Of what is written into a results file: speed-up by context and rows, predicted and, where it was timed, measured."""
-    settings, gains = found["settings"], found["gains"]
+def picture(results: dict[str, Any]) -> "Figure":
+    """Draw speed-up by context and rows, predicted and, if it was timed, measured."""
+    settings, gains = results["settings"], results["gains"]
     by_context: dict[str, dict[int, dict[int, float]]] = {"predicted": {}, "realised": {}}
     for row in gains:
         best = row["predicted"]
@@ -212,7 +218,7 @@ def picture(found: dict[str, Any]) -> "Figure":
             by_context["realised"].setdefault(best["context"], {})[best["batch"]] = row["realised"]
     size = f", {settings['mlp']:,} MLP units" if settings["mlp"] else ""
     title = f"Drafting with a compressed cache ({settings['scheme']}), temperature {settings['temperature']:g}{size}"
-    return draw_by_batch(title, by_context["predicted"], by_context["realised"], found["critical_context"])
+    return draw_by_batch(title, by_context["predicted"], by_context["realised"], results["critical_context"])
 
 
 if __name__ == "__main__":

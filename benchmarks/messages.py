@@ -1,4 +1,4 @@
-"""What a round costs on the wire where drafter and target are on two machines (arXiv 2410.03804, table 7).
+"""Bytes of a round between a drafter and a target on two machines (arXiv 2410.03804, table 7).
 
 python -m benchmarks.messages --shape llama-3.1-8b
 """
@@ -21,11 +21,11 @@ class MessagesConfig:
     """Compute the bytes of a round.
 
     Attributes:
-        shape: a published shape of a target.
+        shape: published shape of a target.
         nodes: drafted tokens.
         accepted: tokens that a round adds.
         tli: numbers of the target's last layers that a Mixture of Attentions runs itself.
-        number_bytes: of one number of a state.
+        number_bytes: bytes of a number of a state.
     """
 
     shape: str = "llama-3.1-8b"
@@ -36,16 +36,16 @@ class MessagesConfig:
 
 
 def run(config: MessagesConfig) -> dict[str, Messages]:
-    """The messages of each kind of drafter."""
+    """Return the messages of each kind of drafter."""
     target = published(config.shape)
-    found = {}
+    messages = {}
     for reader in get_args(Reader):
         for tli in config.tli if reader.startswith("moa") else (0,):
             name = f"{reader}, TLI {tli}" if reader.startswith("moa") else reader
-            found[name] = message_sizes(
+            messages[name] = message_sizes(
                 reader, target, nodes=config.nodes, accepted=config.accepted, tli=tli, number_bytes=config.number_bytes
             )
-    return found
+    return messages
 
 
 def main(config: MessagesConfig) -> None:

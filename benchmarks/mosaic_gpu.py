@@ -1,10 +1,12 @@
-"""A sketch of our attention kernel for Mosaic GPU, lowered for an H100 that is not there: can the language say what it needs?
+"""A sketch of our attention kernel in Mosaic GPU, compiled for an H100 without the device.
 
 python -m benchmarks.mosaic_gpu     # JAX 0.12, with the extra compile-cuda
 
-Nothing runs, and no result has been checked: Mosaic GPU makes machine code when a kernel is loaded, and its interpreter knows
-no ``wgmma``. Each program attends to the pages of one row and head, and then to the tokens of a draft by their mask. A cache is
-not split, no block is fetched ahead, and queries, pages and drafts are whole tiles of 64. See docs/concepts/gpu-kernels.md.
+It shows whether the language can express what the kernel needs. Nothing runs, and no result has
+been checked: Mosaic GPU makes machine code when a kernel is loaded, and its interpreter does not
+support ``wgmma``. Each program attends to the pages of one row and head, and then to the tokens of
+a draft by their mask. The cache is not split, no block is prefetched, and queries, pages and drafts
+are whole tiles of 64. See docs/concepts/gpu-kernels.md.
 """
 
 import os
@@ -28,24 +30,27 @@ from specjax.lowering.topologies import compiler_options, find_mesh
 from specjax.models.primitives import LEAST, capped
 
 TILE = 64
-"""Queries of a program, tokens of a draft and slots of a page: ``wgmma`` takes no fewer queries."""
+"""Queries of a program, tokens of a draft and slots of a page.
+
+It is the minimum number of queries in ``wgmma``.
+"""
 
 WIDEST = 256
-"""Numbers of a value that one product makes."""
+"""The maximum numbers of a value that one product makes."""
 
 TILED: Any = plgpu.Layout.WGMMA
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a kernel is made for.
+    """A case for the kernel.
 
     Attributes:
-        name: of the case.
+        name: name of the case.
         dim: numbers of a head.
-        int8: whether the cache is in 8 bits, with a scale for each slot.
-        sinks: whether each head has one.
-        cap: of the scores.
+        int8: whether the cache has 8 bits, with a scale for each slot.
+        sinks: whether each head has a sink.
+        cap: cap of the scores.
     """
 
     name: str
@@ -65,9 +70,11 @@ CASES = (
 )
 
 
-def attend(case: Case, shape: tuple[int, ...], *given: jax.Array) -> jax.Array:  # noqa: PLR0915 (a kernel is easiest to read whole)
-    """Attention of one tile of queries for each row and head, whose ``shape`` is ``[B, heads, TILE, dim]``; ``given`` are the
-    arguments that `arguments` makes."""
+def attend(case: Case, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Array:  # noqa: PLR0915 (a kernel is easiest to read whole)
+    """Compute the attention of one tile of queries for each row and head.
+
+    ``shape`` is ``[B, heads, TILE, dim]``. The further arguments are those of `arguments`.
+    """
     parts = -(-case.dim // WIDEST)
     width = case.dim // parts
 
@@ -84,7 +91,7 @@ def attend(case: Case, shape: tuple[int, ...], *given: jax.Array) -> jax.Array: 
                 plgpu.barrier_wait(barriers.at[i])
 
         def add(sums: tuple[Any, ...], visible: jax.Array, scales: tuple[Any, Any] | None) -> tuple[Any, ...]:
-            """One block of keys and values, which lie in shared memory."""
+            """Add a block of keys and values in shared memory."""
             top, mass, totals = sums
             by_slot = partial(lax.broadcast_in_dim, shape=visible.shape, broadcast_dimensions=[1])
             by_query = partial(lax.broadcast_in_dim, broadcast_dimensions=[0])
@@ -152,11 +159,11 @@ def attend(case: Case, shape: tuple[int, ...], *given: jax.Array) -> jax.Array: 
             plgpu.Barrier(num_barriers=2),
             *([buffer(jnp.bfloat16)] * 2 * case.int8),
         ],
-    )(*given)
+    )(*arguments)
 
 
 def _buffer(dim: int, dtype: Any) -> Any:
-    """A tile in shared memory, laid out as ``wgmma`` reads it."""
+    """Return a tile in shared memory, in the layout of ``wgmma``."""
     bits = 8 * jnp.dtype(dtype).itemsize
     swizzle = next(size for size in (128, 64, 32) if dim * bits % (8 * size) == 0)
     transforms = plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
@@ -164,8 +171,11 @@ def _buffer(dim: int, dtype: Any) -> Any:
 
 
 def arguments(case: Case, mesh: Mesh, batch: int = 8, heads: int = 8, pages: int = 256) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of queries, pools of keys and values with their scales, table of pages, lengths, sinks, and a draft's keys, values
-    and mask."""
+    """Return the shapes of the kernel's arguments.
+
+    They are queries, pools of keys and values with their scales, the page table, lengths, sinks,
+    and the keys, values and mask of a draft.
+    """
 
     def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
@@ -179,11 +189,11 @@ def arguments(case: Case, mesh: Mesh, batch: int = 8, heads: int = 8, pages: int
 
 
 def lower(case: Case, mesh: Mesh) -> str:
-    """Lower and compile a case; return what became of it."""
-    given = arguments(case, mesh)
+    """Lower and compile a case, and return the result."""
+    arguments_of_case = arguments(case, mesh)
     try:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            traced = jax.jit(partial(attend, case, given[0].shape)).trace(*given)
+            traced = jax.jit(partial(attend, case, arguments_of_case[0].shape)).trace(*arguments_of_case)
             lowered = traced.lower(lowering_platforms=("cuda",))
         compiled = lowered.compile(compiler_options=dict(compiler_options(mesh)))
     except Exception as error:  # whatever JAX raises is the outcome
@@ -193,7 +203,7 @@ def lower(case: Case, mesh: Mesh) -> str:
 
 
 def main() -> None:
-    """Lower all cases and print what became of them."""
+    """Lower all cases and print the results."""
     mesh, _ = find_mesh("h100", 1, 1)
     table = Table("case", "outcome")
     for case in CASES:

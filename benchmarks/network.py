@@ -1,13 +1,13 @@
-"""A bad network between a client and a server on one machine: a TCP proxy in user space, without any rights.
+"""A bad network between a client and a server on one machine: a TCP proxy without privileges.
 
     with Proxy(server_port, FOUR_G) as proxy:
         talk_to(proxy.port)
         proxy.cut()  # nothing passes, and nobody is told
         proxy.restore()
 
-What it does to the bytes is what TCP over such a network does: they arrive late, they arrive in order, and none is missing as
-long as the connection lives. See `Conditions` for the delays. Not modelled: slow start and congestion, and the pause after an
-interruption until TCP tries again.
+The bytes are treated as TCP over such a network treats them: they arrive late and in order, and
+none is missing as long as the connection lives. See `Conditions` for the delays. Slow start,
+congestion, and the pause of TCP after an interruption are not modelled.
 """
 
 import asyncio
@@ -24,26 +24,27 @@ from typing import Any, Literal
 from specjax.errors import InputError
 
 SEGMENT = 1448
-"""Bytes of a segment in an Ethernet frame of 1500."""
+"""The bytes of a segment in an Ethernet frame of 1500."""
 PIECE = 16_384
-"""Most bytes that are taken from a connection at a time; a piece is delayed as a whole."""
+"""The maximum number of bytes of a read from a connection. They are delayed as a whole."""
 IN_FLIGHT = 256
-"""Most pieces under way in one direction, after which its sender is made to wait."""
+"""The maximum number of pieces in one direction. Further ones make the sender wait."""
 LEAST_TIMER = 0.2
-"""Seconds that Linux adds at least to a round trip before it sends a segment again for which no answer came (TCP_RTO_MIN)."""
+"""The minimum seconds that Linux adds to a round trip before it repeats a segment (TCP_RTO_MIN)."""
 
 Way = Literal["up", "down"]
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a network is like.
+    """The properties of a network.
 
     Attributes:
-        round_trip: mean seconds of a round trip. Either way takes half of it.
-        jitter: standard deviation of a round trip, seconds. Each way is drawn by itself, from a gamma distribution: it is never
-            negative, and has the mean and the deviation that are asked for also where they are of one size.
-        rate: bits a second, either way; 0 is no limit.
+        round_trip: mean round trip in seconds. Each way takes half of it.
+        jitter: standard deviation of a round trip in seconds. Each way has an independent gamma
+            distribution, which is never negative and has this mean and deviation, even if they are
+            of the same size.
+        rate: bits per second each way; 0 is no limit.
         loss: probability that a segment is lost.
     """
 
@@ -63,23 +64,23 @@ class Conditions:
 
     @property
     def timer(self) -> float:
-        """Seconds until a sender that hears nothing sends again, as Linux reckons."""
+        """The seconds until a sender without an answer sends again, as Linux computes them."""
         return self.round_trip + max(LEAST_TIMER, 4 * self.jitter)
 
 
 NONE = Conditions()
 FOUR_G = Conditions(round_trip=0.021, jitter=0.019, rate=20e6, loss=0.001)
-"""As Zimmer et al. (arXiv 2410.03804) have it."""
+"""The 4G network of Zimmer et al. (arXiv 2410.03804)."""
 FIVE_G = Conditions(round_trip=0.010, jitter=0.010, loss=0.001)
-"""Likewise; the rate is no limit."""
+"""The 5G network of the same paper; the rate has no limit."""
 PRESETS = {"none": NONE, "4g": FOUR_G, "5g": FIVE_G}
 
 
 class Line:
-    """When the bytes of one direction of a connection arrive. It keeps no clock.
+    """The arrival times of the bytes in one direction of a connection. It has no clock.
 
     Attributes:
-        lost: segments so far.
+        lost: number of lost segments so far.
     """
 
     def __init__(self, conditions: Conditions, random: Random) -> None:
@@ -88,7 +89,10 @@ class Line:
         self._free = self._newest = 0.0  # when the next byte can leave, and when the newest one arrives
 
     def arrival(self, now: float, size: int) -> float:
-        """When a piece of ``size`` bytes is there that is handed over ``now``: behind all that was handed over before."""
+        """Return when a piece of ``size`` bytes arrives that is sent ``now``.
+
+        It arrives after all earlier pieces.
+        """
         conditions = self.conditions
         self._free = max(self._free, now) + (8 * size / conditions.rate if conditions.rate else 0.0)
         self._newest = max(self._newest, self._free + self._way() + self._sent_again(size))
@@ -99,10 +103,11 @@ class Line:
         return self._random.gammavariate(mean**2 / variance, variance / mean) if variance else mean
 
     def _sent_again(self, size: int) -> float:
-        """Seconds that lost segments hold a piece up.
+        """Return the seconds by which lost segments delay a piece.
 
-        With three segments behind it, their acknowledgements tell the sender within a round trip. Most messages here are of a
-        segment or two: then the sender's timer has to run out, and takes twice as long every time.
+        If three segments follow, their acknowledgements tell the sender within a round trip. Most
+        messages here have one or two segments. Then the sender's timer must run out, which takes
+        twice as long every time.
         """
         if not self.conditions.loss:
             return 0.0
@@ -121,13 +126,13 @@ class Line:
 
 @dataclass
 class Counted:
-    """What has passed.
+    """The traffic so far.
 
     Attributes:
-        connections: that clients have made.
+        connections: number of connections of clients.
         up: bytes from clients to the server.
-        down: bytes back.
-        lost: segments that had to be sent again.
+        down: bytes from the server to clients.
+        lost: number of repeated segments.
     """
 
     connections: int = 0
@@ -137,21 +142,22 @@ class Counted:
 
 
 class Proxy:
-    """Listens at a port of its own, and passes on what comes, late, to a server's. A thread of its own does so.
+    """A proxy that listens at a port and passes bytes on to a server, delayed, in its own thread.
 
-    The same ``seed`` gives the n-th piece of a connection the same delay, as far as the sender cuts what it sends alike.
+    With the same ``seed``, the n-th piece of a connection has the same delay, if the sender cuts
+    its data the same way.
 
     Attributes:
-        port: where it listens, at 127.0.0.1.
-        conditions: may be set at any time, for what comes from then on.
-        counted: what has passed.
+        port: the port at 127.0.0.1.
+        conditions: the network; may be changed at any time for later bytes.
+        counted: the traffic so far.
     """
 
     def __init__(self, port: int, conditions: Conditions = NONE, *, host: str = "127.0.0.1", seed: int = 0) -> None:
-        """In front of the server at ``host`` and ``port``."""
+        """Listen in front of the server at ``host`` and ``port``."""
         self.port, self.conditions, self.counted = 0, conditions, Counted()
         self._there, self._seed = (host, port), seed
-        self._left: dict[Way, int | None] = {"up": None, "down": None}  # bytes until the connection ends
+        self._remaining: dict[Way, int | None] = {"up": None, "down": None}  # bytes until the connection ends
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._open = asyncio.Event()
@@ -173,25 +179,31 @@ class Proxy:
     # --- what can be done to it ---
 
     def cut(self) -> None:
-        """From now on nothing passes. Nothing is closed either: both sides wait. New connections seem to be made, as the
-        system's own buffer takes them, and lead nowhere yet."""
+        """Hold back all bytes from now on without closing anything: both sides wait.
+
+        New connections appear to succeed, because the system's buffer accepts them, but lead
+        nowhere yet.
+        """
         self._call(self._set_open(False))
 
     def restore(self) -> None:
-        """What was held back arrives now."""
+        """Deliver what was held back."""
         self._call(self._set_open(True))
 
     def reset(self, after: float = 0.0) -> None:
-        """Reset all connections there are (RST, to both sides), now or ``after`` so many seconds. What is under way is lost."""
+        """Reset all connections (RST, to both sides), now or ``after`` some seconds.
+
+        Bytes that are under way are lost.
+        """
         if after:
             self._loop.call_soon_threadsafe(self._loop.call_later, after, self._reset_all)
         else:
             self._call(self._reset_now())
 
     def end_after(self, count: int, way: Way = "down") -> None:
-        """``count`` more bytes pass ``way``, and then the connection they are of ends, on both sides: half a message came.
+        """End the connection on both sides after ``count`` more bytes in a direction.
 
-        Later connections live.
+        So half a message arrives. Later connections are not affected.
         """
         self._call(self._set_left(way, count))
 
@@ -217,7 +229,7 @@ class Proxy:
         (self._open.set if is_open else self._open.clear)()
 
     async def _set_left(self, way: Way, count: int) -> None:
-        self._left[way] = count
+        self._remaining[way] = count
 
     async def _reset_now(self) -> None:
         self._reset_all()
@@ -231,7 +243,7 @@ class Proxy:
             await self._pass_between(reader, writer)
 
     async def _pass_between(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A client's connection, as long as it lives."""
+        """Serve a client's connection until it ends."""
         self.counted.connections += 1
         number = self.counted.connections
         self._ends.add(writer)
@@ -257,7 +269,7 @@ class Proxy:
                 end.close()
 
     async def _carry(self, way: Way, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One direction of a connection."""
+        """Carry one direction of a connection."""
         line = Line(self.conditions, Random(f"{self._seed} {number} {way}"))
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(IN_FLIGHT)
 
@@ -284,24 +296,24 @@ class Proxy:
             group.create_task(give())
 
     async def _pass_on(self, way: Way, data: bytes, writer: asyncio.StreamWriter) -> None:
-        left = self._left[way]
-        is_last = left is not None and left <= len(data) and bool(data)
-        data = data[:left] if is_last else data
+        remaining = self._remaining[way]
+        is_last = remaining is not None and remaining <= len(data) and bool(data)
+        data = data[:remaining] if is_last else data
         writer.write(data)
         await writer.drain()
         setattr(self.counted, way, getattr(self.counted, way) + len(data))
-        if left is not None:
-            self._left[way] = None if is_last else left - len(data)
+        if remaining is not None:
+            self._remaining[way] = None if is_last else remaining - len(data)
         if is_last:
             raise _EndedError
 
 
 class _EndedError(Exception):
-    """As many bytes have passed as were to pass."""
+    """The number of bytes that may pass is reached."""
 
 
 def _reset(end: asyncio.StreamWriter) -> None:
-    """Close a connection with RST: what is still to be sent is dropped."""
+    """Close a connection with RST, and drop what is not sent yet."""
     if (connection := end.get_extra_info("socket")) is not None and connection.fileno() >= 0:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     end.transport.abort()

@@ -11,11 +11,14 @@ import numpy as np
 from specjax.errors import InputError
 
 ONE_ROW = ("transformers, assisted", "transformers, prompt lookup")
-"""Methods that take one row at a time."""
+"""The methods that support only one row."""
 
 
 def methods(target: Path, draft: Path, new_tokens: int, dtype: str) -> dict[str, Any]:
-    """`benchmarks.decode.Runner`s by name, on a device as ours run on. Those of `ONE_ROW` take prompts ``[1, P]``."""
+    """Return `benchmarks.decode.Runner`s by name, on the same kind of device as ours.
+
+    Those of `ONE_ROW` take prompts ``[1, P]``.
+    """
     try:
         import torch
         from transformers import AutoModelForCausalLM
@@ -26,9 +29,9 @@ def methods(target: Path, draft: Path, new_tokens: int, dtype: str) -> dict[str,
     kind = getattr(torch, dtype)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=kind, trust_remote_code=False).eval().to(device)
     assistant = AutoModelForCausalLM.from_pretrained(draft, dtype=kind, trust_remote_code=False).eval().to(device)
-    for each in (model, assistant):
-        each.generation_config.eos_token_id = None  # as many tokens as asked for
-        each.generation_config.pad_token_id = 0
+    for model_of_peer in (model, assistant):
+        model_of_peer.generation_config.eos_token_id = None  # as many tokens as asked for
+        model_of_peer.generation_config.pad_token_id = 0
 
     def method(**options: Any) -> Any:
         def generate(prompts: np.ndarray) -> dict[str, Any]:

@@ -1,13 +1,17 @@
-"""What quantized weights cost and give: the model's quality, whether drafted texts stay the plain ones, and speed.
+"""Cost and benefit of quantized weights: quality, equality of drafted texts, and speed.
 
-    python -m benchmarks.quantization --parts quality texts --targets embedded DIR --prompts "" STORIES.jsonl
-    python -m benchmarks.quantization --parts quality --weights float32 int4 int4-calibrated --targets DIR \\
+    python -m benchmarks.quantization --parts quality texts --targets embedded DIR --prompts ""
+    STORIES.jsonl
+    python -m benchmarks.quantization --parts quality --weights float32 int4 int4-calibrated
+    --targets DIR \
         --prompts STORIES.jsonl --calibration OTHERS.jsonl
-    python -m benchmarks.quantization --parts speed --llama PYTHON         # an interpreter with llama-cpp-python
+    python -m benchmarks.quantization --parts speed --llama PYTHON         # an interpreter with
+    llama-cpp-python
 
-Quality is the loss over text, and how much of its acceptance an EAGLE-3 drafter keeps that was trained for the model
-in floats. Texts are greedy, plain and drafted: how many part, and by what margin of logits. Speed is of the target inflated to
-about 91M, one row at a time, everything interleaved; llama.cpp, beside it, has the same weights as q8_0.
+Quality is the loss on text, and how much of its acceptance an EAGLE-3 drafter keeps that was
+trained for the model in floats. Texts are greedy, plain and drafted: the number that differ, and
+the difference of logits there. Speed is measured on the target inflated to about 91M, one row at a
+time, with everything interleaved; llama.cpp has the same weights as q8_0.
 """
 
 import json
@@ -65,20 +69,23 @@ class QuantizationConfig:
     """Measure quantized weights.
 
     Attributes:
-        parts: what to measure.
+        parts: parts to measure.
         targets: directories or hub ids.
-        prompts: JSON lines with "text", one file for each target; empty: the source of standard modules.
-        calibration: text that chooses the weights that are "-calibrated", one source for each target, as of ``convert
-            --calibrate``; left out or empty: all standard modules but those of ``prompts``. It must not hold what is measured.
-        weights: what to compare.
-        tokens: of the text, for quality.
-        texts: so many of them, greedy, for each drafter and kind of weights.
-        new_tokens: of each text, and of each timed one.
-        inflate: hidden size, MLP size and layers of the copy of the first target whose speed is measured.
-        draft: of that target, the draft model.
+        prompts: JSON lines with "text", one file for each target; empty: the source of standard
+            modules.
+        calibration: texts for weights that are "-calibrated", one source for each target, as
+            for ``convert --calibrate``; missing or empty: all standard modules except those
+            of ``prompts``. They must not include the measured text.
+        weights: weights to compare.
+        tokens: tokens of the text for quality.
+        texts: number of greedy texts for each drafter and kind of weights.
+        new_tokens: tokens of each text, and of each timed one.
+        inflate: hidden size, MLP size and layers of the copy of the first target whose speed is
+            measured.
+        draft: draft model of the first target.
         repeats: timed runs of everything.
-        llama: an interpreter with llama-cpp-python and gguf; empty: without llama.cpp.
-        output: a .json file; empty prints only.
+        llama: an interpreter with llama-cpp-python and gguf; empty: llama.cpp is left out.
+        output: .json file for the results; if empty, they are only printed.
     """
 
     parts: tuple[Literal["quality", "texts", "speed"], ...] = ("quality", "texts", "speed")
@@ -97,7 +104,7 @@ class QuantizationConfig:
 
 
 def load(name: str, weights: Weights, calibration: str = "") -> Target:
-    """The target of that name, with such weights."""
+    """Load a target with the given weights."""
     if weights in ("float32", "bfloat16"):
         return Target.from_pretrained(name, dtype=jnp.dtype(weights))
     scheme, *calibrated = weights.split("-")
@@ -109,20 +116,20 @@ def load(name: str, weights: Weights, calibration: str = "") -> Target:
 
 
 def _texts_of(config: QuantizationConfig) -> list[tuple[str, str, str]]:
-    """Of each target its name, its prompts, and what calibrates it."""
+    """Return the name, prompts and calibration text of each target."""
     calibration = config.calibration or ("",) * len(config.targets)
     return list(zip(config.targets, config.prompts, calibration, strict=True))
 
 
 def calibration_texts(source: str) -> list[str]:
-    """The texts of a source, or the standard modules that `read_texts` does not read."""
+    """Return the texts of a source, or the standard modules that `read_texts` does not read."""
     measured = set() if source else set(read_texts(""))
-    found = [document.text or "" for document in read_documents(source or "stdlib", "calibration")]
-    return [sample for sample in found if sample and sample not in measured]
+    texts = [document.text or "" for document in read_documents(source or "stdlib", "calibration")]
+    return [sample for sample in texts if sample and sample not in measured]
 
 
 def tokens_of(name: str, prompts: str) -> list[np.ndarray]:
-    """The texts, as the target's tokens."""
+    """Return the texts as the target's tokens."""
     tokenizer = text.load_tokenizer(hub.locate(name, weights=False))
     return [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(prompts)]
 
@@ -137,7 +144,10 @@ def _loss(target: Target, tokens: jax.Array) -> jax.Array:
 
 
 def quality(config: QuantizationConfig) -> list[dict[str, Any]]:
-    """The loss with each kind of weights, and for the embedded target the acceptance length of its EAGLE-3 drafter."""
+    """Measure the loss with each kind of weights, and the acceptance of an EAGLE-3 drafter.
+
+    Acceptance is measured only on the embedded target.
+    """
     rows = []
     for name, prompts, calibration in _texts_of(config):
         texts, window = tokens_of(name, prompts), 256
@@ -161,7 +171,7 @@ def quality(config: QuantizationConfig) -> list[dict[str, Any]]:
 
 
 def texts(config: QuantizationConfig) -> list[dict[str, Any]]:
-    """How many greedy texts part from the plain ones, with each drafter and kind of weights, and in batches of another size."""
+    """Count the greedy texts that differ from plain ones, by drafter, weights and batch size."""
     rows = []
     for name, prompts, calibration in _texts_of(config):
         pieces = prompts_of(tokens_of(name, prompts), config.texts, 16)
@@ -170,7 +180,7 @@ def texts(config: QuantizationConfig) -> list[dict[str, Any]]:
             target = load(name, weights, calibration)
             drafters = _drafters(name, target)
             for title in track(list(drafters), f"texts of {name}, {weights}: {{}}"):
-                found = same_texts.compare(
+                comparison = same_texts.compare(
                     target,
                     drafters[title],
                     batches,
@@ -179,12 +189,12 @@ def texts(config: QuantizationConfig) -> list[dict[str, Any]]:
                     rounding=0.0,
                     key=jax.random.key(0),
                 )
-                margins = [parting.margin for parting in found.partings]
-                row = {"target": name, "weights": weights, "drafter": title, "texts": found.texts, "parted": len(margins)}
-                rows.append(row | {"largest_margin": max(margins, default=0.0), "lag": found.lag})
+                margins = [parting.margin for parting in comparison.partings]
+                row = {"target": name, "weights": weights, "drafter": title, "texts": comparison.texts, "parted": len(margins)}
+                rows.append(row | {"largest_margin": max(margins, default=0.0), "lag": comparison.lag})
             plain = partial(specjax.generate, target, None, max_new_tokens=config.new_tokens, eos_token_ids=())
-            each = track(range(len(pieces)), f"texts of {name}, {weights}: one by one")
-            alone = [plain(pieces[i : i + 1]).tokens[0] for i in each]
+            indices = track(range(len(pieces)), f"texts of {name}, {weights}: one by one")
+            alone = [plain(pieces[i : i + 1]).tokens[0] for i in indices]
             together = [plain(batch).tokens for batch, _ in batches]
             parted = int((np.stack(alone) != np.concatenate(together)).any(axis=1).sum())
             rows.append({"target": name, "weights": weights, "drafter": "rows alone", "texts": len(alone), "parted": parted})
@@ -192,22 +202,22 @@ def texts(config: QuantizationConfig) -> list[dict[str, Any]]:
 
 
 def _drafters(name: str, target: Target) -> dict[str, Drafter]:
-    found: dict[str, Drafter] = {
+    drafters: dict[str, Drafter] = {
         "prompt lookup, chain of 4": specjax.PromptLookup(draft=Chain(4)),
         "early exit, tree of 8": specjax.EarlyExit(layers=2, draft=DynamicTree(top_k=2, depth=4, nodes=8)),
     }
     if name == "embedded":
         eagle3 = specjax.Eagle3.from_pretrained(embedded("eagle3"), draft=Chain(5), dtype=target.dtype)
-        found["EAGLE-3, chain of 5"] = eagle3
-        found["EAGLE-3, tree of 26"] = replace(eagle3, draft=DynamicTree(top_k=4, depth=5, nodes=26))
-    return found
+        drafters["EAGLE-3, chain of 5"] = eagle3
+        drafters["EAGLE-3, tree of 26"] = replace(eagle3, draft=DynamicTree(top_k=4, depth=5, nodes=26))
+    return drafters
 
 
 # --- speed -----------------------------------------------------------------------------------------------------------
 
 
 def speed(config: QuantizationConfig) -> list[dict[str, Any]]:
-    """Tokens a second: plain, with the draft model in chains, and with EAGLE-3; and llama.cpp's."""
+    """Measure tokens per second: plain, with draft-model chains, with EAGLE-3, and in llama.cpp."""
     hidden, mlp, layers = config.inflate
     small = Target.from_pretrained(config.targets[0], dtype=jnp.float32)
     inflated = inflate(small, hidden_size=hidden, intermediate_size=mlp, num_layers=layers)
@@ -219,10 +229,10 @@ def speed(config: QuantizationConfig) -> list[dict[str, Any]]:
             continue  # a CPU converts the first two at every product; calibrated weights are as fast as others
         quantized = weights != "float32"
         target = inflated.quantize(weights) if quantized else inflated
-        own = draft.quantize(weights) if quantized else draft
+        quantized_draft = draft.quantize(weights) if quantized else draft
         drafters: dict[str, Drafter | None] = {"plain": None}
         for length in (2, 3, 4, 6):
-            drafters[f"draft model, chain of {length}"] = specjax.DraftModel(own, draft=Chain(length))
+            drafters[f"draft model, chain of {length}"] = specjax.DraftModel(quantized_draft, draft=Chain(length))
         if config.targets[0] == "embedded":
             eagle3 = specjax.Eagle3.from_pretrained(embedded("eagle3"), draft=Chain(5), dtype=jnp.float32)
             drafters["EAGLE-3, chain of 5"] = OnInflated.of(eagle3, small)
@@ -232,14 +242,14 @@ def speed(config: QuantizationConfig) -> list[dict[str, Any]]:
         if config.llama:
             for name, run in _llama(config, inflated, Path(scratch)).items():
                 runs["q8_0", name] = run
-        found: dict[tuple[str, str], list[float]] = {name: [] for name in runs}
+        rates: dict[tuple[str, str], list[float]] = {name: [] for name in runs}
         for repeat in track(range(config.repeats + 1), "speed"):
             for name, run in runs.items():
                 started = time.perf_counter()
                 emitted = sum(run(piece) for piece in pieces)
                 if repeat:  # the first compiles, and is not counted
-                    found[name].append(emitted / (time.perf_counter() - started))
-    plain = median(found["float32", "plain"])
+                    rates[name].append(emitted / (time.perf_counter() - started))
+    plain = median(rates["float32", "plain"])
     return [
         {
             "weights": weights,
@@ -248,7 +258,7 @@ def speed(config: QuantizationConfig) -> list[dict[str, Any]]:
             "spread": [min(speeds), max(speeds)],
             "of_plain_float32": median(speeds) / plain,
         }
-        for (weights, name), speeds in found.items()
+        for (weights, name), speeds in rates.items()
     ]
 
 
@@ -281,7 +291,7 @@ for line in sys.stdin:
 
 
 def _llama(config: QuantizationConfig, target: Target, scratch: Path) -> dict[str, Callable[[np.ndarray], int]]:
-    """llama.cpp with 8-bit weights, in a process of its own."""
+    """Run llama.cpp with 8-bit weights in a separate process."""
     import shutil
 
     target.save_pretrained(scratch / "target")
@@ -307,7 +317,7 @@ def _llama(config: QuantizationConfig, target: Target, scratch: Path) -> dict[st
 
 
 def main(config: QuantizationConfig) -> None:
-    """Print the tables, and write them."""
+    """Print and write the tables."""
     results: dict[str, Any] = {"machine": machine(), "settings": asdict(config)}
     for part in config.parts:
         results[part] = rows = {"quality": quality, "texts": texts, "speed": speed}[part](config)

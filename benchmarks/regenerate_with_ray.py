@@ -1,11 +1,12 @@
-"""What a second actor adds: texts written by `specjax.ray.Generate` in Ray, on one actor and on several, a core each.
+"""Gain of more actors for `specjax.ray.Generate` in Ray, with one core each.
 
     python -m benchmarks.regenerate_with_ray --output with_ray.json
     python -m benchmarks.regenerate_with_ray --actors 1 2 4 --prompts-per-actor 512
 
-Every actor has the same number of prompts, whatever the number of actors, so that all runs would take equally long if actors
-were free. Time runs from the moment at which all actors are ready, with the model loaded and everything compiled, to the last
-text. The numbers of actors are interleaved. What Ray itself needs, on the cores that the actors have, is in the figures.
+Every actor has the same number of prompts, so all runs would take equally long if actors were free.
+The time runs from when all actors are ready, with the model loaded and everything compiled, to the
+last text. The numbers of actors are interleaved. Ray itself runs on the actors' cores, and its work
+is part of the figures.
 """
 
 import json
@@ -37,14 +38,14 @@ class WithRayConfig:
     Attributes:
         target: directory or hub id of the target.
         drafter: as for `specjax generate`; "none" is plain decoding.
-        actors: numbers of them to compare with the first.
-        prompts_per_actor: how many each writes after; several batches.
-        batch: prompts that an actor gets at a time.
-        rows: texts at a time in an actor.
+        actors: numbers of actors, compared with the first of them.
+        prompts_per_actor: prompts per actor, several batches.
+        batch: prompts of a batch.
+        rows: rows of an actor.
         context: tokens of a prompt.
-        max_new_tokens: most tokens of an answer.
-        repeats: of every number of actors.
-        output: a .json file for the results; empty prints only.
+        max_new_tokens: maximum number of tokens of an answer.
+        repeats: repeats of every number of actors.
+        output: .json file for the results; if empty, they are only printed.
     """
 
     target: str = "embedded"
@@ -60,7 +61,7 @@ class WithRayConfig:
 
 
 class OnOneCore(Generate):
-    """Takes a core that no other one has, waits until all are ready, and notes when each batch began and ended."""
+    """An actor on its own core that waits for the other actors and notes the times of batches."""
 
     def __init__(self, folder: str, actors: int, **settings: Any) -> None:
         core = next(core for core in sorted(os.sched_getaffinity(0)) if _take(Path(folder) / f"core{core}"))
@@ -72,12 +73,12 @@ class OnOneCore(Generate):
             time.sleep(0.01)
 
     def __call__(self, batch: Any) -> dict[str, Any]:
-        """How many tokens are new in each row, and when its batch began and ended."""
-        begun = time.time()
-        written = super().__call__(batch)
+        """Return the number of new tokens in each row, and when the batch started and ended."""
+        started = time.time()
+        result = super().__call__(batch)
         count = len(batch[self.column])
-        new = [spans[0][1] - spans[0][0] for spans in written["loss_spans"]]
-        return {"new": np.array(new), "begun": np.full(count, begun), "ended": np.full(count, time.time())}
+        new = [spans[0][1] - spans[0][0] for spans in result["loss_spans"]]
+        return {"new": np.array(new), "begun": np.full(count, started), "ended": np.full(count, time.time())}
 
 
 def _take(file: Path) -> bool:
@@ -89,7 +90,7 @@ def _take(file: Path) -> bool:
 
 
 def measure(config: WithRayConfig, actors: int) -> float:
-    """Tokens a second."""
+    """Return the tokens per second."""
     import ray
 
     target = hub.locate(config.target)
@@ -119,7 +120,7 @@ def measure(config: WithRayConfig, actors: int) -> float:
 
 
 def run(config: WithRayConfig) -> dict[str, Any]:
-    """Every number of actors ``repeats`` times, interleaved."""
+    """Run every number of actors ``repeats`` times, interleaved."""
     import ray
 
     cores = len(os.sched_getaffinity(0))
@@ -136,7 +137,7 @@ def run(config: WithRayConfig) -> dict[str, Any]:
             speeds[actors].append(measure(config, actors))
             ray.shutdown()
     first = speeds[config.actors[0]]
-    gains = {actors: [one / other for one, other in zip(found, first, strict=True)] for actors, found in speeds.items()}
+    gains = {actors: [rate / base for rate, base in zip(rates, first, strict=True)] for actors, rates in speeds.items()}
     return {
         "machine": machine(),
         "ray": ray.__version__,
@@ -144,18 +145,18 @@ def run(config: WithRayConfig) -> dict[str, Any]:
         "cases": [
             {
                 "actors": actors,
-                "tokens_per_second": median(found),
-                "spread": [min(found), max(found)],
+                "tokens_per_second": median(rates),
+                "spread": [min(rates), max(rates)],
                 "speedup": median(gains[actors]),
                 "speedup_spread": [min(gains[actors]), max(gains[actors])],
             }
-            for actors, found in speeds.items()
+            for actors, rates in speeds.items()
         ],
     }
 
 
 def main(config: WithRayConfig) -> None:
-    """Print the table, and write it."""
+    """Print and write the table."""
     results = run(config)
     table = Table("actors", "tokens/s", "spread", "times the first", "spread", title=f"{config.target}, {config.repeats} runs")
     for case in results["cases"]:

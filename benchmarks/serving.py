@@ -1,12 +1,15 @@
-"""Servers side by side: ours with and without drafts, `transformers serve`, and llama.cpp's, on the same weights and requests.
+"""Comparison of servers on the same weights and requests: ours, `transformers serve`, llama.cpp's.
 
     python -m benchmarks.serving --output serving.json               # ours and transformers
-    python -m benchmarks.serving --llama-python PYTHON --llama-server PROGRAM --seconds 30 --repeats 5
+    python -m benchmarks.serving --llama-python PYTHON --llama-server PROGRAM --seconds 30 --repeats
+    5
     python -m benchmarks.serving --parts http prediction
 
-Three parts. *clients*: so many clients at a time, each of which sends its next request when its last one has ended. *http*: the
-same requests over HTTP and straight from the engine, in one process. *prediction*: a long text with and without a predicted
-output. Servers run one at a time, in turn over all repeats; the others are stopped meanwhile.
+Our server runs with and without drafts. There are three parts. *clients*: several clients at a
+time, each of which sends its next request when its last one has ended. *http*: the same requests
+over HTTP and directly to the engine, in one process. *prediction*: a long text with and without a
+predicted output. Servers run one at a time, in turn over all repeats; the others are stopped
+meanwhile.
 """
 
 import asyncio
@@ -28,18 +31,18 @@ from rich.console import Console
 
 import specjax
 from benchmarks import decode, serving_models, serving_servers, serving_tables
+from benchmarks.arrivals_pictures import Spread
 from benchmarks.serving_clients import Answer, Ask, Request, figures, for_seconds, over_http, tokens_of, work_through
 from benchmarks.serving_servers import Running, Server
 from specjax import text
 from specjax.errors import InputError
 from specjax.progress import show_waits, track
 from specjax.reports import pictures
-from specjax.reports.arrivals import Spread
 
 Part = Literal["clients", "http", "prediction"]
 
 EAGLE3, PLAIN = "specjax, EAGLE-3", "specjax, no drafts"
-"""Our own two."""
+"""The names of our two servers."""
 
 
 @dataclass(frozen=True)
@@ -47,32 +50,37 @@ class ServingConfig:
     """Measure servers.
 
     Attributes:
-        parts: which to measure.
-        inflate: hidden size, MLP size and layers to pad the embedded target to; its outputs stay. 0 0 0 leaves it.
-        transformers: how `transformers serve` is to run: one text at a time, or with continuous batching; "none" leaves it out.
-        llama_python: interpreter for which llama-cpp-python[server] is installed; empty: it is left out.
+        parts: parts to measure.
+        inflate: hidden size, MLP size and layers to which the embedded target is padded, with the
+            same outputs; 0 0 0 does not pad it.
+        transformers: how `transformers serve` runs: one text at a time, or with continuous
+            batching; "none" leaves it out.
+        llama_python: interpreter with llama-cpp-python[server]; empty: it is left out.
         llama_server: llama.cpp's own server; empty: it is left out.
-        rows: that ours and llama.cpp's own decode together.
-        drafts: shapes that ours with EAGLE-3 chooses from by load; by default the engine's own choice.
-        clients: how many at a time; each number is a case.
-        sampled_clients: likewise, with requests that are drawn and not greedy.
-        temperature: of these.
-        context: tokens of a prompt, about.
-        shortest: new tokens of a request, at least.
-        longest: new tokens of a request, at most.
-        seconds: that clients go on; longer, up to `patience`, where one has had no answer yet.
-        patience: see `seconds`.
-        repeats: of every measurement.
-        http_requests: of part http, for as many clients as there are rows.
-        http_repeats: of part http.
-        prediction_tokens: of the long text of part prediction.
-        prediction_repeats: of part prediction.
-        positions: that the models are written for, and so the longest text; they were trained with 1,024.
-        agreement: prompts whose greedy texts all servers must agree on.
-        scratch: directory for models, compiled programs and what servers print, kept for the next run; empty: a temporary one.
-        start_seconds: in which a server must have started.
-        output: where to write the results as JSON.
-        plot: a picture of part clients to write.
+        rows: rows of our server and of llama.cpp's own.
+        drafts: draft shapes from which our server with EAGLE-3 chooses by load; by default the
+            engine's own choice.
+        clients: numbers of clients, one case each.
+        sampled_clients: numbers of clients whose requests are sampled and not greedy.
+        temperature: temperature of sampled requests.
+        context: approximate tokens of a prompt.
+        shortest: minimum number of new tokens of a request.
+        longest: maximum number of new tokens of a request.
+        seconds: duration of a run; longer, up to `patience`, if a client has had no answer yet.
+        patience: maximum duration of a run, see `seconds`.
+        repeats: repeats of every measurement.
+        http_requests: requests of part http, for as many clients as there are rows.
+        http_repeats: repeats of part http.
+        prediction_tokens: tokens of the long text of part prediction.
+        prediction_repeats: repeats of part prediction.
+        positions: positions of the written models, and so the longest text; they were trained with
+            1,024.
+        agreement: number of prompts whose greedy texts all servers must agree on.
+        scratch: directory for models, compiled programs and logs, kept for the next run; empty: a
+            temporary one.
+        start_seconds: seconds in which a server must have started.
+        output: JSON file for the results.
+        plot: picture to write, of part clients.
     """
 
     parts: tuple[Part, ...] = ("clients", "http", "prediction")
@@ -105,7 +113,7 @@ class ServingConfig:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all parts need: the settings, where the models are, and their tokenizer."""
+    """The settings, the directories of the models, and their tokenizer."""
 
     config: ServingConfig
     directory: Path
@@ -113,18 +121,18 @@ class Bench:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of all servers: programs that were compiled once are found again, and nothing is looked for in the network."""
+        """Return the environment of all servers: with a compilation cache, and offline."""
         cache = str(self.directory / "compiled")
         return {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", "HF_HUB_OFFLINE": "1"}
 
     def start(self, name: str, server: Server) -> Running:
         """Start a server, and wait until it answers."""
-        log = self.directory / f"{''.join(each if each.isalnum() else '_' for each in name)}.log"
+        log = self.directory / f"{''.join(letter if letter.isalnum() else '_' for letter in name)}.log"
         return Running(server, log, self.environment, self.config.start_seconds)
 
 
 def requests_of(bench: Bench, temperature: float, seed: int) -> Iterator[Request]:
-    """Requests without end: lines of modules of the standard library, which the embedded target knows, to be continued."""
+    """Yield requests without end: lines of modules of the standard library, to be continued."""
     config, random = bench.config, np.random.default_rng(seed)
     modules = [module.splitlines(keepends=True) for module in decode.read_texts("")]
     while True:
@@ -139,32 +147,32 @@ def requests_of(bench: Bench, temperature: float, seed: int) -> Iterator[Request
 
 
 def first_of(requests: Iterator[Request], count: int) -> list[Request]:
-    """So many of them."""
+    """Return the first requests."""
     return [next(requests) for _ in range(count)]
 
 
 def servers_of(config: ServingConfig, directory: Path) -> dict[str, Server]:
-    """By name, all that are to be measured."""
+    """Return the servers to measure, by name."""
     eagle3 = f"eagle3:{directory / 'eagle3'}"
-    found = {
+    servers = {
         EAGLE3: serving_servers.ours(directory, eagle3, config.rows, ("--drafts", *config.drafts) if config.drafts else ()),
         PLAIN: serving_servers.ours(directory, "none", config.rows),
     }
     if "clients" not in config.parts:
-        return found
+        return servers
     context = 2 * (config.context + config.longest)  # prompts end with a line, and may be longer than context
     if config.transformers != "none":
         continuous = config.transformers == "continuous"
-        found["transformers"] = serving_servers.transformers(directory, continuous, config.rows * context)
+        servers["transformers"] = serving_servers.transformers(directory, continuous, config.rows * context)
     if config.llama_server:
-        found["llama.cpp"] = serving_servers.llama_server(directory, config.llama_server, config.rows, context)
+        servers["llama.cpp"] = serving_servers.llama_server(directory, config.llama_server, config.rows, context)
     if config.llama_python:
-        found["llama-cpp-python"] = serving_servers.llama_cpp_python(directory, config.llama_python, context)
-    return found
+        servers["llama-cpp-python"] = serving_servers.llama_cpp_python(directory, config.llama_python, context)
+    return servers
 
 
 def asks(running: Running) -> Ask:
-    """How to ask a server."""
+    """Return a function that sends requests to a server."""
     return over_http(running.port, running.server.model, running.server.more)
 
 
@@ -172,37 +180,38 @@ def asks(running: Running) -> Ask:
 
 
 def check_agreement(bench: Bench, running: Mapping[str, Running]) -> dict[str, Any]:
-    """Whether the greedy texts of all servers are those of `specjax.generate`.
+    """Check that the greedy texts of all servers are those of `specjax.generate`.
 
-    Where one is not, the two likeliest tokens at the first difference must be nearly as likely: then rounding decides.
+    If one differs, the two most likely tokens at the first difference must be nearly as likely, so
+    that rounding explains it.
 
     Raises:
-        InputError: it is another model.
+        InputError: the server has a different model.
     """
     config = bench.config
     generate = specjax.load(str(bench.directory / "target"), dtype="float32", generation_config=None)
     requests = [
-        replace(each, max_tokens=config.shortest) for each in first_of(requests_of(bench, 0.0, seed=1), config.agreement)
+        replace(request, max_tokens=config.shortest) for request in first_of(requests_of(bench, 0.0, seed=1), config.agreement)
     ]
     expected = generate([request.prompt for request in requests], max_new_tokens=config.shortest)
-    found = {}
+    agreement = {}
     for name, server in running.items():
         server.resume()
         answers = asyncio.run(work_through(asks(server), requests, 1))
         server.pause()
         margins = [
-            margin_at_difference(generate, answer, list(own.tokens))
-            for answer, own in zip(answers, expected, strict=True)
-            if answer.text != own.text
+            margin_at_difference(generate, answer, list(expectation.tokens))
+            for answer, expectation in zip(answers, expected, strict=True)
+            if answer.text != expectation.text
         ]
-        found[name] = {"prompts": len(requests), "same": len(requests) - len(margins), "margins": margins}
+        agreement[name] = {"prompts": len(requests), "same": len(requests) - len(margins), "margins": margins}
         if max(margins, default=0.0) > 1e-3:
             raise InputError(f"{name}: its greedy texts are not this model's: the logits' margins are {margins}")
-    return found
+    return agreement
 
 
 def margin_at_difference(generate: specjax.TextGenerator, answer: Answer, tokens: list[int]) -> float:
-    """By how much the likeliest token's logit is above the next one's, where a text leaves the expected ``tokens``."""
+    """Return the margin of the most likely token's logit where a text first differs."""
     decoded = [generate.tokenizer.decode(tokens[: i + 1]) for i in range(len(tokens))]
     same = next((i for i, part in enumerate(decoded) if not answer.text.startswith(part)), len(tokens) - 1)
     prefix = [*generate.encode(answer.request.prompt), *tokens[:same]]
@@ -212,7 +221,7 @@ def margin_at_difference(generate: specjax.TextGenerator, answer: Answer, tokens
 
 
 def measure_clients(bench: Bench, running: Mapping[str, Running]) -> list[dict[str, Any]]:
-    """Every server at every number of clients, in turn over the repeats."""
+    """Measure every server at every number of clients, in turn."""
     config = bench.config
     cases = [(0.0, clients) for clients in config.clients]
     cases += [(config.temperature, clients) for clients in config.sampled_clients]
@@ -246,7 +255,7 @@ def measure_clients(bench: Bench, running: Mapping[str, Running]) -> list[dict[s
 
 
 def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Of each figure that some of the runs have."""
+    """Return the spread of each figure that some of the runs have."""
     names = dict.fromkeys(figure for run in runs for figure in run)
     return {name: asdict(Spread.of([run[name] for run in runs if name in run])) for name in names}
 
@@ -255,10 +264,10 @@ def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def measure_http(bench: Bench) -> dict[str, Any]:
-    """The same requests over HTTP and straight from the same engine, in turn.
+    """Measure the same requests over HTTP and directly in the same engine, in turn.
 
-    Without drafts: the choice among them would change between the two. And the prompts are read beforehand: the first of the
-    two would otherwise read them for the other.
+    There are no drafts, because the engine's choice of shapes would change between the two. The
+    prompts are prefilled beforehand, so that neither way prefills them for the other.
     """
     config = bench.config
     server = servers_of(config, bench.directory)[PLAIN]
@@ -270,7 +279,7 @@ def measure_http(bench: Bench) -> dict[str, Any]:
         tokens, same = [], True
         for repeat in track(range(-1, config.http_repeats), "what HTTP costs"):  # the first time is not counted
             requests = first_of(requests_of(bench, 0.0, seed=repeat + 1_000_001), config.http_requests)
-            prompts = [asdict(replace(each, max_tokens=1)) for each in requests]
+            prompts = [asdict(replace(request, max_tokens=1)) for request in requests]
             running.tell({"requests": prompts, "clients": config.rows})
             order = ("engine", "http") if repeat % 2 else ("http", "engine")
             texts, spent = {}, {}
@@ -281,18 +290,18 @@ def measure_http(bench: Bench) -> dict[str, Any]:
                     spent[way], texts[way] = time.perf_counter() - began, [answer.text for answer in answers]
                     count = sum(tokens_of(answer, bench.tokenizer) for answer in answers)
                 else:
-                    answer = running.tell({"requests": [asdict(each) for each in requests], "clients": config.rows})
+                    answer = running.tell({"requests": [asdict(request) for request in requests], "clients": config.rows})
                     spent[way], texts[way] = answer["seconds"], answer["texts"]
             same = same and texts["http"] == texts["engine"]
             if repeat >= 0:
                 tokens.append(count)
-                for way, each in spent.items():
-                    seconds[way].append(each)
+                for way, spent_seconds in spent.items():
+                    seconds[way].append(spent_seconds)
     ratios = [engine / http for engine, http in zip(seconds["engine"], seconds["http"], strict=True)]
     return {
         "clients": config.rows,
         "tokens_per_second": {
-            way: asdict(Spread.of([count / each for count, each in zip(tokens, all_, strict=True)]))
+            way: asdict(Spread.of([count / total for count, total in zip(tokens, all_, strict=True)]))
             for way, all_ in seconds.items()
         },
         "http_over_engine": asdict(Spread.of(ratios)),
@@ -304,10 +313,10 @@ def measure_http(bench: Bench) -> dict[str, Any]:
 
 
 def measure_prediction(bench: Bench, running: Mapping[str, Running]) -> dict[str, Any]:
-    """A long text that is drawn with a seed, and the same text again, with itself as prediction but for every tenth line.
+    """Measure a long sampled text, and the same text with a prediction that differs in some lines.
 
-    The embedded target does not follow instructions. So that it writes the edited file, that file is what it writes; and the
-    prediction, which stands for the file before the edit, is made from it.
+    The embedded target does not follow instructions. So that it writes the edited file, that file
+    is its own text for the seed; and the prediction, the file before the edit, is made from it.
     """
     config = bench.config
     prompt = first_of(requests_of(bench, 0.0, seed=2), 1)[0].prompt
@@ -330,7 +339,7 @@ def measure_prediction(bench: Bench, running: Mapping[str, Running]) -> dict[str
     return {
         "tokens": config.prediction_tokens,
         "lines": texts[0].count("\n"),
-        "same_text": float(np.mean([each == texts[0] for each in texts])),
+        "same_text": float(np.mean([text == texts[0] for text in texts])),
         "servers": {
             name: {
                 "tokens_per_second": {way: asdict(Spread.of(all_)) for way, all_ in ways.items()},
@@ -342,9 +351,9 @@ def measure_prediction(bench: Bench, running: Mapping[str, Running]) -> dict[str
     }
 
 
-def with_changed_lines(written: str, every: int = 10) -> str:
-    """A text whose every tenth line is another one."""
-    lines = written.split("\n")
+def with_changed_lines(original: str, every: int = 10) -> str:
+    """Return a text with every tenth line replaced."""
+    lines = original.split("\n")
     for i in range(every - 1, len(lines), every):
         indent = lines[i][: len(lines[i]) - len(lines[i].lstrip())]
         lines[i] = f"{indent}changed_{i} = None"
@@ -355,7 +364,7 @@ def with_changed_lines(written: str, every: int = 10) -> str:
 
 
 def run(config: ServingConfig) -> dict[str, Any]:
-    """Every part that is asked for: the results as they are written to JSON."""
+    """Run all parts, and return the results as they are written to JSON."""
     check(config)
     with ExitStack() as stack:
         scratch = config.scratch or stack.enter_context(tempfile.TemporaryDirectory(prefix="specjax-serving-"))
@@ -366,17 +375,17 @@ def run(config: ServingConfig) -> dict[str, Any]:
         if config.llama_python or config.llama_server:
             serving_models.write_gguf(directory / "target", directory / "target.gguf")
         bench = Bench(config, directory, text.load_tokenizer(directory / "target"))
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             "machine": decode.machine() | {"llama-cpp-python": llama_version(config.llama_python)},
             "settings": {name: value for name, value in asdict(config).items() if name not in PLACES},
             "parameters": {"target": parameters},
             "servers": {name: server.about for name, server in servers.items()},
         }
 
-        def done(part: str, results: Any) -> None:
-            found[part] = results
+        def done(part: str, part_results: Any) -> None:
+            results[part] = part_results
             if config.output:
-                decode.write(found, Path(config.output))
+                decode.write(results, Path(config.output))
 
         if {"clients", "prediction"} & set(config.parts):
             running = {}
@@ -390,15 +399,15 @@ def run(config: ServingConfig) -> dict[str, Any]:
                 done("prediction", measure_prediction(bench, {name: running[name] for name in (EAGLE3, PLAIN)}))
         if "http" in config.parts:
             done("http", measure_http(bench))
-    return found
+    return results
 
 
 PLACES = ("llama_python", "llama_server", "scratch", "output", "plot")
-"""Settings that say where something is on one machine."""
+"""The settings with paths of one machine."""
 
 
 def llama_version(python: str) -> str | None:
-    """Of llama-cpp-python, as its interpreter says."""
+    """Return the version of llama-cpp-python in its interpreter."""
     if not python:
         return None
     command = [python, "-c", "from importlib.metadata import version; print(version('llama-cpp-python'))"]
@@ -409,7 +418,7 @@ def llama_version(python: str) -> str | None:
 
 
 def check(config: ServingConfig) -> None:
-    """Refuse what cannot be measured."""
+    """Refuse invalid options."""
     for name in ("rows", "context", "shortest", "repeats", "http_requests", "http_repeats", "prediction_repeats", "agreement"):
         if getattr(config, name) < 1:
             raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
@@ -429,10 +438,10 @@ def check(config: ServingConfig) -> None:
 def main(config: ServingConfig) -> None:
     """Measure, print the tables and draw the picture."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # no server outlives this process
-    found = run(config)
-    serving_tables.show(found, Console(width=150))
+    results = run(config)
+    serving_tables.show(results, Console(width=150))
     if config.plot:
-        pictures.save(serving_tables.clients_picture(found), "plot", Path(config.plot))
+        pictures.save(serving_tables.clients_picture(results), "plot", Path(config.plot))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Clients of a server: each sends its next request when the last one has ended. What they saw, in numbers."""
+"""Clients of a server, each with one request at a time, and figures of what they saw."""
 
 import asyncio
 import json
@@ -15,13 +15,13 @@ from specjax.serving import Engine
 
 @dataclass(frozen=True)
 class Request:
-    """A text to ask for.
+    """A request for a text.
 
     Attributes:
-        prompt: text.
-        max_tokens: most tokens of the answer.
-        temperature: 0 is greedy.
-        seed: of the random draws.
+        prompt: the text of the prompt.
+        max_tokens: maximum number of tokens of the answer.
+        temperature: sampling temperature; 0 is greedy.
+        seed: random seed.
         more: other fields of the body.
     """
 
@@ -34,15 +34,15 @@ class Request:
 
 @dataclass
 class Answer:
-    """What came back, and when, by `time.perf_counter`.
+    """An answer with its times, by `time.perf_counter`.
 
     Attributes:
-        request: what was asked for.
-        sent: when.
+        request: the request.
+        sent: when it was sent.
         arrivals: when each piece of text arrived.
-        pieces: of text.
-        finished: when it was complete; None: it never was.
-        usage: what the server says it was; None: nothing.
+        pieces: the pieces of text.
+        finished: when the answer was complete; None: it never was.
+        usage: the usage that the server reports; None if it reports none.
     """
 
     request: Request
@@ -54,29 +54,29 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "".join(self.pieces)
 
     def add(self, piece: str) -> None:
-        """A piece that has arrived now; nothing where it is empty."""
+        """Add a piece that has arrived now; empty pieces are ignored."""
         if piece:
             self.arrivals.append(time.perf_counter())
             self.pieces.append(piece)
 
 
 Ask = Callable[[Answer], Awaitable[None]]
-"""Sends the request of an answer, and fills the answer in as it arrives: what has come is known where it is cut short."""
+"""A function that sends an answer's request and fills the answer in as it arrives."""
 
 
 # --- ways to ask -----------------------------------------------------------------------------------------------------
 
 
 def over_http(port: int, model: str, common: Mapping[str, Any]) -> Ask:
-    """Streamed completions from a server on this machine.
+    """Return a function that streams completions from a server on this machine.
 
     Args:
-        port: of the server.
-        model: its name there.
+        port: the server's port.
+        model: the model's name there.
         common: fields of all bodies.
     """
 
@@ -100,7 +100,7 @@ def over_http(port: int, model: str, common: Mapping[str, Any]) -> Ask:
 
 
 def in_process(engine: Engine) -> Ask:
-    """Straight from an engine, as a program of one's own would."""
+    """Return a function that sends requests directly to an engine."""
 
     async def ask(answer: Answer) -> None:
         request = answer.request
@@ -115,7 +115,7 @@ def in_process(engine: Engine) -> Ask:
 
 
 def _take(event: bytes, answer: Answer) -> None:
-    """One server-sent event of a completion."""
+    """Process a server-sent event of a completion."""
     content = json.loads(event)
     if "error" in content:
         raise InputError(f"the server answers {str(content['error'])[:300]}")
@@ -125,29 +125,29 @@ def _take(event: bytes, answer: Answer) -> None:
 
 
 async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each server-sent event of an answer, but for the last one, ``[DONE]``."""
+    """Yield the data of each server-sent event of an answer, without the last one, ``[DONE]``."""
     status = await reader.readline()
     headers = (await reader.readuntil(b"\r\n\r\n")).lower()
     parts = _chunks(reader) if b"transfer-encoding: chunked" in headers else _rest(reader)
     if status.split()[1:2] != [b"200"]:
         content = b"".join([part async for part in parts])
         raise InputError(f"the server answers {status.decode().strip()}: {content[:300].decode(errors='replace')}")
-    left = b""
+    rest = b""
     async for part in parts:
-        *lines, left = (left + part).split(b"\n")
+        *lines, rest = (rest + part).split(b"\n")
         for line in lines:
             if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                 yield line[6:]
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The content of a body in chunks."""
+    """Yield the content of a body in chunks."""
     while size := int((await reader.readline()).split(b";")[0], 16):
         yield (await reader.readexactly(size + 2))[:-2]
 
 
 async def _rest(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The content of a body that ends with the connection."""
+    """Yield the content of a body that ends with the connection."""
     while part := await reader.read(65536):
         yield part
 
@@ -156,21 +156,21 @@ async def _rest(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 async def for_seconds(ask: Ask, requests: Iterator[Request], clients: int, seconds: float, longest: float) -> list[Answer]:
-    """Clients that go on for ``seconds``, and until each has had an answer, but at most for ``longest``.
+    """Run clients for ``seconds``, until each has had an answer, but at most for ``longest``.
 
-    Then they hang up. Answers that were cut short are among those returned.
+    Then they disconnect. Incomplete answers are among those returned.
     """
     answers: list[list[Answer]] = [[] for _ in range(clients)]
 
-    async def client(own: list[Answer]) -> None:
+    async def client(client_answers: list[Answer]) -> None:
         for request in requests:
-            own.append(Answer(request, time.perf_counter()))
-            await ask(own[-1])
+            client_answers.append(Answer(request, time.perf_counter()))
+            await ask(client_answers[-1])
 
     began = time.perf_counter()
-    tasks = [asyncio.create_task(client(own)) for own in answers]
+    tasks = [asyncio.create_task(client(client_answers)) for client_answers in answers]
     while (spent := time.perf_counter() - began) < longest:
-        if spent >= seconds and all(own and own[0].finished for own in answers):
+        if spent >= seconds and all(client_answers and client_answers[0].finished for client_answers in answers):
             break
         done, _ = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
@@ -178,11 +178,11 @@ async def for_seconds(ask: Ask, requests: Iterator[Request], clients: int, secon
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    return [answer for own in answers for answer in own]
+    return [answer for client_answers in answers for answer in client_answers]
 
 
 async def work_through(ask: Ask, requests: Sequence[Request], clients: int) -> list[Answer]:
-    """Clients that share a list of requests until all are answered; in the order of the list."""
+    """Run clients that share a list of requests, in its order, until all are answered."""
     answers = [Answer(request, 0.0) for request in requests]
     waiting = iter(answers)
 
@@ -199,18 +199,19 @@ async def work_through(ask: Ask, requests: Sequence[Request], clients: int) -> l
 
 
 def tokens_of(answer: Answer, tokenizer: Any) -> int:
-    """As the server counts them; where it does not say, as the tokenizer does."""
+    """Return the number of tokens as the server counts them, or else as the tokenizer does."""
     if answer.usage is not None:
         return int(answer.usage["completion_tokens"])
     return len(tokenizer.encode(answer.text, add_special_tokens=False)) if answer.pieces else 0
 
 
 def figures(answers: Sequence[Answer], ended: float, tokenizer: Any) -> dict[str, float]:
-    """What clients saw in one run, which ended at ``ended``.
+    """Return the figures of a run that ended at ``ended``.
 
-    Tokens a second are all that arrived, answers that were cut short included. Times are of complete answers, in seconds. The
-    time between tokens is that from the first piece to the last over the tokens but one; a pause is the time between two
-    pieces, which may be of several tokens. Times that nobody has seen are left out.
+    Tokens per second count all that arrived, with incomplete answers. Times are of complete
+    answers, in seconds. The time between tokens is that from the first piece to the last, divided
+    by the tokens less one. A pause is the time between two pieces, which may have several tokens.
+    Times without a measurement are left out.
     """
     began = min(answer.sent for answer in answers)
     tokens = sum(tokens_of(answer, tokenizer) for answer in answers)
@@ -221,10 +222,10 @@ def figures(answers: Sequence[Answer], ended: float, tokenizer: Any) -> dict[str
     writing = [answer.arrivals[-1] - answer.arrivals[0] for answer in whole]
     between = [seconds / (count - 1) for seconds, count in zip(writing, counts, strict=True) if count > 1]
     pauses = [gap for answer in whole for gap in np.diff(answer.arrivals)]
-    found = {"tokens_per_second": tokens / (ended - began), "requests": float(len(whole))}
+    result = {"tokens_per_second": tokens / (ended - began), "requests": float(len(whole))}
     named = {"seconds_per_request": latency, "first_token": first, "between_tokens": between, "pause": pauses}
     for name, values in named.items():
         for quantile in (50, 90):
             if values:
-                found[f"{name}_p{quantile}"] = float(np.percentile(values, quantile))
-    return found
+                result[f"{name}_p{quantile}"] = float(np.percentile(values, quantile))
+    return result

@@ -1,7 +1,8 @@
-"""A server whose engine can also be asked in its own process: what HTTP costs is the difference.
+"""A server whose engine also answers in its own process, to measure the cost of HTTP.
 
-Started by `benchmarks.serving`. It is ``specjax serve`` with a thread beside it, which reads lists of requests from standard
-input and answers them straight from the engine. Both ways share the engine, its threads and what it has learnt of its drafts.
+`benchmarks.serving` starts it. It is ``specjax serve`` with a thread that reads lists of requests
+from the standard input and sends them directly to the engine. Both ways share the engine, its
+threads and its statistics of drafts.
 """
 
 import asyncio
@@ -20,18 +21,18 @@ from specjax.serving.http.service import AppOptions, Service
 
 
 def answer_lists(engine: Engine) -> None:
-    """For each line of standard input, a list of requests and a number of clients: the seconds and tokens that they took."""
+    """Answer lists of requests from the standard input with their seconds and tokens."""
     for line in sys.stdin:
-        asked = json.loads(line)
-        requests = [Request(**each) for each in asked["requests"]]
+        task = json.loads(line)
+        requests = [Request(**fields) for fields in task["requests"]]
         began = time.perf_counter()
-        answers = asyncio.run(work_through(in_process(engine), requests, asked["clients"]))
+        answers = asyncio.run(work_through(in_process(engine), requests, task["clients"]))
         seconds = time.perf_counter() - began
         print(json.dumps({"seconds": seconds, "texts": [answer.text for answer in answers]}), flush=True)
 
 
 def main(config: ServeConfig) -> int:
-    """Serve both ways until standard input ends and a signal comes."""
+    """Serve both ways until the standard input ends and a signal comes."""
     with run.bind(config.host, config.port) as bound, make_engine(config) as engine:
         threading.Thread(target=answer_lists, args=(engine,), daemon=True).start()
         options = AppOptions(names=config.served_model_name, max_texts=config.rows + config.max_queue)

@@ -1,4 +1,4 @@
-"""The embedded pair as files that every server can read: inflated, as Hugging Face checkpoints, and as GGUF."""
+"""The embedded pair in files that every server reads: inflated, in Hugging Face and GGUF formats."""
 
 import json
 import shutil
@@ -20,16 +20,18 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def write_pair(directory: Path, sizes: tuple[int, int, int], positions: int) -> int:
-    """Write ``target`` and ``eagle3`` into ``directory``, in float32. The number of the target's parameters.
+    """Write the inflated target and its EAGLE-3 drafter, and return the target's parameter count.
 
-    The drafter stays as small as it was trained. It reads the first hidden units of the inflated target, which are the small
-    one's, and brings the small embedding, so that it is an ordinary checkpoint of a drafter narrower than its target.
+    The files are ``target`` and ``eagle3`` in ``directory``, in float32. The drafter stays as small
+    as it was trained. It reads the first hidden units of the inflated target, which are the small
+    one's, and has the small embedding. So it is an ordinary checkpoint of a drafter that is
+    narrower than its target.
 
     Args:
-        directory: is made where there is none.
-        sizes: hidden size, MLP size and layers to inflate the target to; 0 0 0 leaves it.
-        positions: that both may use. The embedded pair was trained with 1,024; a benchmark may need longer texts, of whatever
-            quality.
+        directory: the directory, which is created if it does not exist.
+        sizes: hidden size, MLP size and layers of the inflated target; 0 0 0 does not inflate it.
+        positions: positions of both. The embedded pair was trained with 1,024; a benchmark may need
+            longer texts of any quality.
     """
     small = Target.from_pretrained(embedded("target"), dtype=jnp.float32)
     target = small
@@ -47,7 +49,7 @@ def write_pair(directory: Path, sizes: tuple[int, int, int], positions: int) -> 
 
 
 def _widened(drafter: Eagle3, small: Target, target: Target) -> Eagle3:
-    """The drafter of ``small``, for its inflated copy."""
+    """Return the drafter of ``small`` for its inflated copy."""
     config, narrow, wide = drafter.config, small.config.hidden_size, target.config.hidden_size
     fc = np.asarray(drafter.params["fc"]).reshape(config.tap_count, narrow, -1)
     fc = np.pad(fc, ((0, 0), (0, wide - narrow), (0, 0))).reshape(config.tap_count * wide, -1)
@@ -70,11 +72,11 @@ _GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""A layer's tensors: in a Hugging Face checkpoint, and as llama.cpp calls them."""
+"""The tensors of a layer in a Hugging Face checkpoint, and their names in llama.cpp."""
 
 
 def write_gguf(checkpoint: Path, path: Path, kind: Literal["f32", "q8_0"] = "f32") -> None:
-    """Write the Llama checkpoint of `write_pair` as llama.cpp reads it, with its tokenizer; its matrices in that ``kind``.
+    """Convert the Llama checkpoint of `write_pair` to GGUF, with matrices of a ``kind``.
 
     Raises:
         InputError: the package ``gguf`` is not installed.
@@ -130,7 +132,10 @@ def write_gguf(checkpoint: Path, path: Path, kind: Literal["f32", "q8_0"] = "f32
 
 
 def _interleaved(weights: np.ndarray, heads: int) -> np.ndarray:
-    """``[heads * D, H]`` with the halves that rotary embeddings pair next to each other, as llama.cpp turns them."""
+    """Reorder ``[heads * D, H]``, as llama.cpp rotates adjacent rows.
+
+    Rotary embeddings in Hugging Face checkpoints pair the halves of a head.
+    """
     out, hidden = weights.shape
     return weights.reshape(heads, 2, out // heads // 2, hidden).swapaxes(1, 2).reshape(out, hidden)
 

@@ -1,4 +1,4 @@
-"""Servers as processes: ours, and those of others, one of which runs at a time."""
+"""Servers as processes, ours and others, one of which runs at a time."""
 
 import json
 import os
@@ -22,13 +22,13 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Server:
-    """How to start a server, and how to talk to it.
+    """A server: how to start it, and how to send requests to it.
 
     Attributes:
-        command: that starts it; "{port}" in it becomes the port.
-        model: what requests call the model.
-        more: fields of every request: what switches off, or on, what the others do not do.
-        about: what it is, for the results.
+        command: the command; "{port}" in it becomes the port.
+        model: the model's name in requests.
+        more: fields of every request, which make the servers comparable.
+        about: a description for the results.
     """
 
     command: tuple[str, ...]
@@ -38,20 +38,24 @@ class Server:
 
 
 def ours(directory: Path, drafter: str, rows: int, more: Sequence[str] = ()) -> Server:
-    """``python -m specjax serve``, with what `serving_models.write_pair` wrote into ``directory``."""
+    """Return our server, ``specjax serve``, for the files of `serving_models.write_pair`."""
     command = (sys.executable, "-m", "specjax", "serve", "--target", str(directory / "target"), "--drafter", drafter)
     options = ("--warm", "--rows", str(rows), "--port", "{port}", "--served-model-name", "pair", *more)
     return Server((*command, *options), "pair", {"stream_options": {"include_usage": True}}, "python -m specjax serve")
 
 
 CONTINUOUS = "--continuous-batching"
-"""The option of `transformers serve`. Its first request then decides whether and how all are drawn."""
+"""The option of `transformers serve` for continuous batching.
+
+Its first request then decides how all are sampled.
+"""
 
 
 def transformers(directory: Path, continuous: bool, tokens: int) -> Server:
-    """``transformers serve``, which takes one text at a time, or, ``continuous``, many, in a cache of so many ``tokens``.
+    """Return ``transformers serve``, with one text at a time or ``continuous`` batching.
 
-    Without a size the cache takes most of the machine's memory.
+    ``tokens`` is the size of its cache. Without a size the cache takes most of the machine's
+    memory.
     """
     target = str(directory / "target")
     command = (str(Path(sys.executable).parent / "transformers"), "serve", target, "--device", "cpu", "--port", "{port}")
@@ -61,11 +65,14 @@ def transformers(directory: Path, continuous: bool, tokens: int) -> Server:
 
 
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
-"""What llama.cpp's servers must be told, or they draw from something else than the model's distribution."""
+"""The fields without which llama.cpp's servers would change the model's distribution."""
 
 
 def llama_cpp_python(directory: Path, python: str, context: int) -> Server:
-    """The server of llama-cpp-python, which takes one text at a time, installed for the interpreter ``python``."""
+    """Return the server of llama-cpp-python, which takes one text at a time.
+
+    It is installed for the interpreter ``python``.
+    """
     threads = str(len(os.sched_getaffinity(0)))
     command = (python, "-m", "llama_cpp.server", "--model", str(directory / "target.gguf"), "--port", "{port}")
     # Without the last one a new request ends the one that is being answered.
@@ -75,7 +82,7 @@ def llama_cpp_python(directory: Path, python: str, context: int) -> Server:
 
 
 def llama_server(directory: Path, program: str, rows: int, context: int) -> Server:
-    """llama.cpp's own server, ``program``, which decodes ``rows`` texts of ``context`` tokens together."""
+    """Return llama.cpp's own server, with ``rows`` texts of ``context`` tokens together."""
     threads = str(len(os.sched_getaffinity(0)))
     options = ("--parallel", str(rows), "--ctx-size", str(rows * context), "--threads", threads, "--no-webui")
     command = (program, "--model", str(directory / "target.gguf"), "--port", "{port}", *options)
@@ -83,17 +90,17 @@ def llama_server(directory: Path, program: str, rows: int, context: int) -> Serv
 
 
 class Running:
-    """A server's process. It is stopped with SIGSTOP while it is not used, so that the one that is has the machine."""
+    """A server's process. It is stopped with SIGSTOP while another server is measured."""
 
     def __init__(self, server: Server, log: Path, environment: Mapping[str, str], seconds: float, talks: bool = False) -> None:
-        """Start it and wait until it answers.
+        """Start the server and wait until it answers.
 
         Args:
-            server: what to start.
-            log: where what it prints goes; of one that ``talks``, its errors alone.
-            environment: beside this process's own.
-            seconds: to wait, at most.
-            talks: it can be told things, and answers, see `tell`.
+            server: the server.
+            log: the file for its output; of one that ``talks``, only for its errors.
+            environment: additional environment variables.
+            seconds: the maximum time to wait.
+            talks: whether it reads lines and answers them, see `tell`.
         """
         self.server, self.log = server, log
         with socket.socket() as free:
@@ -118,7 +125,7 @@ class Running:
             raise
 
     def _wait(self, seconds: float) -> None:
-        """Until it has answered a request, so that whatever it does only then is done."""
+        """Wait until it has answered a request, so that work of a first request is done."""
         until = time.monotonic() + seconds
         body = {"model": self.server.model, "prompt": "import os", "max_tokens": 4, "temperature": 0.0}
         content, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -134,7 +141,7 @@ class Running:
         raise InputError(f"{' '.join(self.server.command)}: does not answer; it printed\n{self._printed()}")
 
     def tell(self, what: Any) -> Any:
-        """Write a line of JSON to its input, and read one from its output."""
+        """Write a line of JSON to its input, and read a line of its output."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(what) + "\n")
         self._process.stdin.flush()
@@ -147,15 +154,15 @@ class Running:
         return self.log.read_text(errors="replace")[-2000:]
 
     def pause(self) -> None:
-        """Keep it from using the machine."""
+        """Stop the process for a while."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Continue the process."""
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """End it."""
+        """End the process."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGCONT)
             os.killpg(self._process.pid, signal.SIGTERM)

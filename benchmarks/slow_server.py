@@ -1,10 +1,11 @@
-"""``specjax serve`` whose target takes longer: what a large model on another machine is like, for a benchmark on a small one.
+"""A ``specjax serve`` whose target is slow, like a large model on another machine.
 
     python -m benchmarks.slow_server 25 busy.json serve --target TARGET --drafts clients
 
-Every pass of the target, over drafts, in a step of decoding or over a piece of a prompt, waits for so many milliseconds beside
-what it takes itself. Meanwhile the processor is free, as it would be if the target were on another machine. What is drafted on
-the server takes what it takes. The file has, at all times, the seconds that the target was busy, and its passes.
+Every pass of the target waits some milliseconds, in a decoding step, in the scoring of a draft or
+in a chunk of a prompt. Meanwhile the processor is free, as if the target were on another machine.
+Drafting on the server takes its own time. The file always has the seconds that the target was busy,
+and its number of passes.
 """
 
 import json
@@ -25,18 +26,18 @@ class Slow:
     """A target that waits.
 
     Attributes:
-        seconds: of each pass.
-        busy: that it has worked and waited so far, drafting on the server included.
-        passes: so far.
+        seconds: seconds that each pass waits.
+        busy: seconds of work and waiting so far, with drafting on the server.
+        passes: number of passes so far.
     """
 
     def __init__(self, seconds: float, file: Path) -> None:
-        """What it comes to is kept in ``file``."""
+        """Write the figures to ``file``."""
         self.seconds, self.busy, self.passes = seconds, 0.0, 0
         self._file = file
 
     def wait(self, started: float, passes: int) -> None:
-        """So many passes have begun at a time, as `time.perf_counter` has it."""
+        """Wait for a number of passes that started at a time of `time.perf_counter`."""
         time.sleep(self.seconds * passes)
         self.busy += time.perf_counter() - started
         self.passes += passes
@@ -45,31 +46,31 @@ class Slow:
         beside.replace(self._file)
 
     def once(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, which is a pass, slower."""
+        """Slow down ``call``, which is one pass."""
 
-        def slow(device: EngineDevice, *given: Any, **named: Any) -> Any:
+        def slow(device: EngineDevice, *arguments: Any, **named: Any) -> Any:
             started = time.perf_counter()
-            found = jax.block_until_ready(call(device, *given, **named))
+            result = jax.block_until_ready(call(device, *arguments, **named))
             self.wait(started, 1)
-            return found
+            return result
 
         return slow
 
     def steps(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, which is as many passes as its rows have made steps, slower."""
+        """Slow down ``call``, which is as many passes as its rows made steps."""
 
-        def slow(device: EngineDevice, *given: Any, **named: Any) -> Any:
+        def slow(device: EngineDevice, *arguments: Any, **named: Any) -> Any:
             started, before = time.perf_counter(), np.asarray(device.state.stats.steps)
-            progress = jax.block_until_ready(call(device, *given, **named))
-            made = np.asarray(progress.stats.steps) - before
-            self.wait(started, int(made.max()))
+            progress = jax.block_until_ready(call(device, *arguments, **named))
+            new_steps = np.asarray(progress.stats.steps) - before
+            self.wait(started, int(new_steps.max()))
             return progress
 
         return slow
 
 
 def slow_down(slow: Slow) -> None:
-    """From now on the target of every engine in this process waits in each pass."""
+    """Slow down the target of every engine in this process from now on."""
     EngineDevice.verify, EngineDevice.read = slow.once(EngineDevice.verify), slow.once(EngineDevice.read)
     EngineDevice.decode = slow.steps(EngineDevice.decode)
 

@@ -1,10 +1,11 @@
-"""How soon a server that starts with nothing compiled gives the first token of a first request.
+"""Time from the cold start of a server to the first token of its first request.
 
     python -m benchmarks.startup
     python -m benchmarks.startup --options --rows 8 --until-compiled
 
-Each start is a process of its own with an empty directory for compiled programs. The request is sent as soon as the server
-listens. The seconds count from the start of the process, the imports and loading the models among them.
+Each start is a new process with an empty directory for compiled programs. The request is sent as
+soon as the server listens. The seconds count from the start of the process, with the imports and
+the loading of models.
 """
 
 import json
@@ -35,12 +36,12 @@ class StartupConfig:
 
     Attributes:
         target: as for ``specjax serve``.
-        drafter: likewise.
-        options: more of its options.
-        repeats: starts, one after the other.
-        prompt: of the request.
-        port: to listen at.
-        until_compiled: wait in each start until every program is compiled, and tell how long that took.
+        drafter: as for ``specjax serve``.
+        options: further options of the server.
+        repeats: number of starts, one after another.
+        prompt: prompt of the request.
+        port: port of the server.
+        until_compiled: wait in each start until every program is compiled, and report the time.
         output: JSON file for the results; by default none.
     """
 
@@ -55,7 +56,7 @@ class StartupConfig:
 
 
 def run(config: StartupConfig) -> dict[str, Any]:
-    """Seconds of every start, and their medians."""
+    """Return the seconds of every start, and their medians."""
     starts = []
     for _ in range(config.repeats):
         with tempfile.TemporaryDirectory() as directory:
@@ -117,7 +118,7 @@ def _health(address: str) -> dict[str, Any]:
 
 
 def _first_token(address: str, prompt: str) -> None:
-    """Ask for a text, and return when its first token is there."""
+    """Request a text, and return when its first token is there."""
     body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "stream": True}
     with urllib.request.urlopen(f"{address}/v1/models", timeout=60) as answer:
         body["model"] = json.load(answer)["data"][0]["id"]
@@ -132,7 +133,7 @@ def _first_token(address: str, prompt: str) -> None:
 
 
 def main(config: StartupConfig) -> None:
-    """Print the results, and write them where asked to."""
+    """Print the results, and write them if an output is given."""
     results = run(config)
     print(json.dumps(results["median"]))
     if config.output is not None:

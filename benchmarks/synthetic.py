@@ -1,7 +1,7 @@
-"""Random weights of a published shape with a forced acceptance rate: what steps cost, without the model's real weights.
+"""Random weights of a published shape with a forced acceptance rate, to measure the costs of steps.
 
-Everything runs as it would with real weights - drafting, scoring, verification, caches - except that the target's logits are
-raised, after they were computed, at the token that the coin says is to be accepted.
+Everything runs as with real weights: drafting, scoring, verification and caches. Only the target's
+logits are raised, after they are computed, at the token that is to be accepted.
 """
 
 from typing import Any
@@ -19,16 +19,16 @@ from specjax.models.transformer import Output, Target
 
 @struct.dataclass
 class ForcedTarget(Target):
-    """A target that agrees with each token it is shown with chance ``acceptance``.
+    """A target that agrees with each token that it reads with probability ``acceptance``.
 
     Attributes:
-        acceptance: the chance. The coin depends on the position and the token.
+        acceptance: the probability. The random number depends on the position and the token.
     """
 
     acceptance: float = struct.field(pytree_node=False, default=1.0)
 
     def score(self, tokens: jax.Array, cache: Any = None, **options: Any) -> tuple[Output, Any]:
-        """As `Target.score`, with the logits raised."""
+        """Return the result of `Target.score` with raised logits."""
         output, new = super().score(tokens, cache, **options)
         if tokens.shape[1] == 1:
             return output, new
@@ -40,13 +40,16 @@ class ForcedTarget(Target):
             return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(seed, position), token))
 
         agrees = jax.vmap(jax.vmap(coin))(position, tokens[:, 1:]) < self.acceptance
-        wanted = jnp.where(agrees, tokens[:, 1:], (tokens[:, 1:] + 1) % self.config.vocab_size)
+        forced_tokens = jnp.where(agrees, tokens[:, 1:], (tokens[:, 1:] + 1) % self.config.vocab_size)
         rows, nodes = jnp.arange(tokens.shape[0])[:, None], jnp.arange(tokens.shape[1] - 1)[None]
-        return output.replace(logits=output.logits.at[rows, nodes, wanted].set(1e4)), new
+        return output.replace(logits=output.logits.at[rows, nodes, forced_tokens].set(1e4)), new
 
 
 def models(shape: str, draft_shape: str, acceptance: float, dtype: str) -> tuple[Target, dict[str, Drafter | None]]:
-    """A forced target of ``shape``, and chains of 2 to 8 drafted by ``draft_shape``, by default a tenth of its layers."""
+    """Return a forced target of ``shape``, and chains of 2 to 8 drafted by ``draft_shape``.
+
+    The default draft model has a tenth of the layers.
+    """
     if not 0 <= acceptance <= 1:
         raise InputError(f"synthetic_acceptance={acceptance:g}: an acceptance rate lies between 0 and 1")
     kind = jnp.dtype(dtype)

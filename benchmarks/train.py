@@ -1,9 +1,10 @@
-"""Tokens a second of an EAGLE-3 training step, beside the speculators package's (PyTorch), on the same shapes and numbers.
+"""Tokens per second of an EAGLE-3 training step, compared with the speculators package (PyTorch).
 
 python -m benchmarks.train
 
-Both read the target's hidden states that were computed beforehand, so that only the drafter's step is compared: seven steps of
-the training-time test over a window, the gradient, and an AdamW update. The losses of the first step must agree.
+Both have the same shapes and numbers, and read hidden states of the target that are computed
+beforehand. So only the drafter's step is compared: seven steps of the training-time test over a
+window, the gradient, and an AdamW update. The losses of the first step must agree.
 """
 
 import sys
@@ -37,13 +38,13 @@ class TrainBenchmarkConfig:
     """Time a step of both.
 
     Attributes:
-        hidden_size: of the target and the drafter.
-        intermediate_size: of the drafter's MLP.
-        heads: of the drafter; a quarter as many key/value heads.
-        vocab_size: of the target and the drafter.
-        window: tokens of the one row, which speculators' model reads at a time.
-        steps: of the training-time test.
-        repeats: of each, interleaved; the median counts.
+        hidden_size: hidden size of the target and the drafter.
+        intermediate_size: size of the drafter's MLP.
+        heads: heads of the drafter; it has a quarter as many key/value heads.
+        vocab_size: vocabulary of the target and the drafter.
+        window: tokens of the one row that speculators' model reads at a time.
+        steps: steps of the training-time test.
+        repeats: repeats of each, interleaved; the median counts.
     """
 
     hidden_size: int = 256
@@ -56,7 +57,7 @@ class TrainBenchmarkConfig:
 
 
 def speculators_model(directory: str) -> Any:
-    """The package's model, with the weights of a checkpoint that we wrote."""
+    """Load the package's model with the weights of a checkpoint that we wrote."""
     from speculators.models.eagle3.core import Eagle3DraftModel
 
     read = Eagle3DraftModel.from_pretrained(directory)
@@ -68,7 +69,7 @@ def speculators_model(directory: str) -> Any:
 
 @dataclass(frozen=True)
 class _Data:
-    """The row that both are trained on: its tokens ``[1, T+1]``, and random states of a target, taps and final ones."""
+    """The training row: tokens ``[1, T+1]``, and random taps and final states of a target."""
 
     tokens: np.ndarray
     taps: np.ndarray
@@ -76,7 +77,7 @@ class _Data:
 
 
 def _their_step(config: TrainBenchmarkConfig, target: specjax.Target, drafter: Eagle3, data: _Data) -> Callable[[], float]:
-    """A step of speculators' model with the same weights, which gives its loss."""
+    """Return a step of speculators' model with the same weights, which returns its loss."""
     import torch
     from speculators.losses import resolve_loss_config
 
@@ -113,7 +114,7 @@ def _their_step(config: TrainBenchmarkConfig, target: specjax.Target, drafter: E
 
 
 def _our_step(config: TrainBenchmarkConfig, target: specjax.Target, drafter: Eagle3, data: _Data) -> Callable[[], float]:
-    """A step of ours with speculators' loss: KL, the mean over the places that a step of drafting has."""
+    """Return our step with speculators' loss: KL, the mean over positions."""
     adamw = optax.adamw(RATE)
     final = jnp.asarray(data.final)
     size = jnp.sqrt(jnp.mean(jnp.square(final), -1, keepdims=True) + target.config.norm_eps)
@@ -125,10 +126,10 @@ def _our_step(config: TrainBenchmarkConfig, target: specjax.Target, drafter: Eag
         student = drafter.replace(params=params)  # pyright: ignore[reportAttributeAccessIssue]
         total = jnp.zeros(())
         for step, states in enumerate(unroll(student, batch, target, student.features(output), config.steps, detach=False)):
-            wanted = jax.nn.log_softmax(jnp.roll(expected, -1 - step, axis=1))
+            target_log_probs = jax.nn.log_softmax(jnp.roll(expected, -1 - step, axis=1))
             ours = jax.nn.log_softmax(student.logits(target, states))
-            each = jnp.sum(jnp.exp(wanted) * (wanted - ours), axis=-1)[0, : config.window - step]
-            total += DECAY**step * jnp.mean(each)
+            losses = jnp.sum(jnp.exp(target_log_probs) * (target_log_probs - ours), axis=-1)[0, : config.window - step]
+            total += DECAY**step * jnp.mean(losses)
         return total
 
     @jax.jit
@@ -137,18 +138,18 @@ def _our_step(config: TrainBenchmarkConfig, target: specjax.Target, drafter: Eag
         updates, state = adamw.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    held = (drafter.params, adamw.init(drafter.params))
+    carry = (drafter.params, adamw.init(drafter.params))
 
     def step() -> float:
-        nonlocal held
-        *held, loss = update(*held)
+        nonlocal carry
+        *carry, loss = update(*carry)
         return float(loss)
 
     return step
 
 
 def measure(config: TrainBenchmarkConfig) -> dict[str, Any]:
-    """Seconds of a step of each, and both losses."""
+    """Return the seconds of a step of each, and both losses."""
     shape = ModelConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -182,14 +183,14 @@ def measure(config: TrainBenchmarkConfig) -> dict[str, Any]:
 
 def main(config: TrainBenchmarkConfig) -> None:
     """Print both."""
-    found = measure(config)
+    results = measure(config)
     table = Table(
         "", "tokens/s", "spread", "loss of the first step", title=f"EAGLE-3, {config.steps} steps of {config.window} tokens"
     )
-    for name, seconds in found["seconds"].items():
+    for name, seconds in results["seconds"].items():
         low, high = config.window / max(seconds), config.window / min(seconds)
         speed = config.window / median(seconds)
-        table.add_row(name, f"{speed:,.0f}", f"{low:,.0f}-{high:,.0f}", f"{found['losses'][name]:.5f}")
+        table.add_row(name, f"{speed:,.0f}", f"{low:,.0f}-{high:,.0f}", f"{results['losses'][name]:.5f}")
     Console().print(table)
 
 

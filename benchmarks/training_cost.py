@@ -1,10 +1,10 @@
-"""What a training step costs against the length of the drafts that it trains: Mixture of Attentions, HASS and EAGLE-3.
+"""Cost of a training step by draft length: Mixture of Attentions, HASS and EAGLE-3.
 
 python -m benchmarks.training_cost
 
-HASS and EAGLE-3 read a window once for every token of a draft, K times. Mixture of Attentions reads it once, whatever the
-length of its blocks. Measured is one step with its gradient, the frozen target's pass included, on one batch; beside it the
-operations that the compiler counts in it.
+HASS and EAGLE-3 read a window once for every token of a draft, K times. Mixture of Attentions reads
+it once, for any length of its blocks. One step with its gradient is measured, with the pass of the
+frozen target, on one batch, and also the operations that the compiler counts.
 """
 
 import sys
@@ -33,10 +33,10 @@ class TrainingCostConfig:
 
     Attributes:
         target: directory or hub id of the target.
-        lengths: of the drafts, K.
-        batch: windows.
-        window: tokens of each.
-        repeats: of each, interleaved; the median counts.
+        lengths: lengths of the drafts, K.
+        batch: number of windows.
+        window: tokens of a window.
+        repeats: repeats of each, interleaved; the median counts.
     """
 
     target: str = "embedded"
@@ -47,7 +47,7 @@ class TrainingCostConfig:
 
 
 def methods(length: int) -> dict[str, TrainingMethod]:
-    """Each method, trained for drafts of ``length`` tokens."""
+    """Return each method, trained for drafts of ``length`` tokens."""
     return {
         "MoA": MoATraining(target="here", shortest_block=length, longest_block=length),
         "MoA, TLI 1": MoATraining(target="here", tli=1, shortest_block=length, longest_block=length),
@@ -57,10 +57,10 @@ def methods(length: int) -> dict[str, TrainingMethod]:
 
 
 def compiled(method: TrainingMethod, target: specjax.Target, batch: dict[str, jax.Array]) -> tuple[Callable[[], Any], float]:
-    """A step, and the floating point operations that the compiler counts in it."""
+    """Return a compiled step, and the floating-point operations that the compiler counts in it."""
     vocab = target.config.vocab_size
-    given = StudentInputs(tokenizer=None, counts=np.ones(vocab), target=target)  # pyright: ignore[reportArgumentType]
-    student: Any = method.init(jax.random.key(0), given)
+    inputs = StudentInputs(tokenizer=None, counts=np.ones(vocab), target=target)  # pyright: ignore[reportArgumentType]
+    student: Any = method.init(jax.random.key(0), inputs)
 
     def loss(params: Any, target: specjax.Target, batch: dict[str, jax.Array]) -> jax.Array:
         return method.objective(student.replace(params=params), batch, target)[0]
@@ -71,7 +71,7 @@ def compiled(method: TrainingMethod, target: specjax.Target, batch: dict[str, ja
 
 
 def run(config: TrainingCostConfig) -> list[dict[str, Any]]:
-    """A row for each method: milliseconds and operations by length."""
+    """Return a row for each method: milliseconds and operations by length."""
     if config.batch < 1 or config.repeats < 1:
         raise InputError(f"batch={config.batch}, repeats={config.repeats}: must be at least 1")
     if not config.lengths or min(config.lengths) < 1 or max(config.lengths) + 2 > config.window:

@@ -1,4 +1,4 @@
-"""What a verdict costs by each rule: milliseconds of verification alone, for random drafts and logits.
+"""Cost of a verdict by rule: milliseconds of verification alone, for random drafts and logits.
 
 python -m benchmarks.verification
 """
@@ -47,9 +47,9 @@ class VerificationConfig:
 
     Attributes:
         vocab: sizes of the vocabulary.
-        batch: rows.
-        top_p: 1 truncates nothing.
-        repeats: of every case, interleaved; the median counts.
+        batch: numbers of rows.
+        top_p: top_p; 1 truncates nothing.
+        repeats: repeats of every case, interleaved; the median counts.
     """
 
     vocab: tuple[int, ...] = (3072, 128_000)
@@ -59,9 +59,12 @@ class VerificationConfig:
 
 
 def measure(vocab: int, batch: int, top_p: float, repeats: int) -> list[float]:
-    """Milliseconds of each of CASES. Every verdict goes to the end of a path, for all of p lies on one drafted child."""
+    """Return the milliseconds of each of CASES.
+
+    Every verdict goes to the end of a path, because all of p lies on one drafted child.
+    """
     runs = []
-    for rule, draft_name, asked, with_q in CASES:
+    for rule, draft_name, rule_options, with_q in CASES:
         parents = DRAFTS[draft_name]
         nodes, depth = len(parents), int(tree.depths(parents).max())
         logits = jax.random.normal(jax.random.key(0), (batch, nodes, vocab)) * 3
@@ -70,10 +73,10 @@ def measure(vocab: int, batch: int, top_p: float, repeats: int) -> list[float]:
         ranks = np.array([sum(parents[i] == parents[node] for i in range(1, node)) for node in range(nodes)])
         best = jax.lax.top_k(logits, int(ranks.max()) + 1)[1]
         tokens = jnp.where(np.arange(nodes) > 0, best[:, np.maximum(parents, 0), ranks], 0).astype(jnp.int32)
-        sampling = Sampling(temperature=0.0 if rule == "greedy" else 1.0, top_p=top_p).rows(batch, asked)
+        sampling = Sampling(temperature=0.0 if rule == "greedy" else 1.0, top_p=top_p).rows(batch, rule_options)
         q = probabilities(logits, sampling) if with_q else None
         keys = jax.random.split(jax.random.key(1), batch)
-        if asked == "coupled":
+        if rule_options == "coupled":
             keys = position_keys(keys, jnp.broadcast_to(jnp.arange(depth + 1)[:, None], (depth + 1, batch)))
         run = jax.jit(verify)
         arguments = (Draft.of_tree(tokens, parents, q), logits, sampling, keys)

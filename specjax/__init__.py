@@ -1,7 +1,8 @@
 """specjax: lossless speculative decoding in JAX.
 
-Array letters used in shapes everywhere: B batch, P prompt tokens, T tokens in a call, N nodes of a draft (root included),
-D draft depth, S cache capacity, V vocabulary, H hidden size, L layers.
+The shapes in all docstrings use the same letters: B batch, P prompt tokens, T tokens in a call, N
+nodes of a draft (with the root), D draft depth, S cache capacity, V vocabulary, H hidden size, L
+layers.
 """
 
 import importlib.util
@@ -82,8 +83,9 @@ __all__ = [
     "stream",
 ]
 
-# Where the names of `__all__` are, but for modules. They are imported when they are first used: so `import specjax` is quick,
-# and `specjax env` works where JAX or anything else does not. tests/test_lazy_names.py compares this with the imports above.
+# The module of each name of `__all__` that is not itself a module. Names are imported at first use:
+# `import specjax` is fast, and `specjax env` works where JAX or another package is broken.
+# tests/test_lazy_names.py compares this table with the imports above.
 _HOMES = {
     "specjax.decoding": ("Result", "generate", "stream"),
     "specjax.drafters": (
@@ -133,5 +135,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if not (sys.argv[1:2] == ["env"] and Path(sys.argv[0]).name in ("-m", "specjax")):  # which says more than a warning
+if not (sys.argv[1:2] == ["env"] and Path(sys.argv[0]).name in ("-m", "specjax")):  # `env` reports mismatches itself
     warn_of_mismatches()

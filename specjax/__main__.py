@@ -1,4 +1,4 @@
-"""``python -m specjax``, and the command ``specjax``."""
+"""The command ``specjax``, also started as ``python -m specjax``."""
 
 import sys
 
@@ -6,8 +6,12 @@ from specjax.cli.interrupts import end_at_signals
 
 
 def main() -> int:
-    """Run the command line. ``env`` must work where JAX or anything else cannot be imported, and so is on its own."""
-    if sys.argv[1:2] != ["train"]:  # which ends between two steps
+    """Run the command line and return its exit status.
+
+    ``env`` has an entry of its own, because it must work where JAX or another package cannot be
+    imported.
+    """
+    if sys.argv[1:2] != ["train"]:  # training handles signals itself: it stops between two steps
         end_at_signals()
     if sys.argv[1:2] == ["env"]:
         from specjax.cli.env import main as print_environment

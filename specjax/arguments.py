@@ -1,4 +1,4 @@
-"""Checks of the numbers that users give, before anything is computed with them."""
+"""Checks of numeric arguments, made before anything is computed with them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,20 +10,21 @@ from specjax.errors import InputError
 
 
 def one_or_each(name: str, value: Any) -> np.ndarray:
-    """Return one number, or one for each row, as an array.
+    """Return a number, or one number per row, as an array.
 
-    Numbers of Python, numpy and JAX are taken, alone or in a sequence. Strings, None and booleans are refused, though numpy
-    would make numbers of some of them: ``top_k="3"`` is as likely a mistake as ``top_k="three"``.
+    Numbers of Python, numpy and JAX are accepted, alone or in a sequence. Strings, None and
+    booleans are refused, although numpy would convert some of them: ``top_k="3"`` is as likely a
+    mistake as ``top_k="three"``.
 
     Args:
-        name: of the argument, for the error.
-        value: one number, or one for each of ``B`` rows.
+        name: the name of the argument, for the error message.
+        value: one number, or one number for each of ``B`` rows.
 
     Returns:
-        ``[]`` or ``[B]``, integers where all are, otherwise floats.
+        An array ``[]`` or ``[B]``: integers if all numbers are integers, otherwise floats.
 
     Raises:
-        InputError: it is something else; names it and its value.
+        InputError: the value is anything else. The message has the name and the value.
 
     Examples:
         >>> from specjax.arguments import one_or_each
@@ -36,34 +37,34 @@ def one_or_each(name: str, value: Any) -> np.ndarray:
     refusal = InputError(f"{name}={value!r}: must be a number, or one number for each row")
     try:
         numbers = np.asarray(value)
-        if numbers.dtype == object and all(map(is_whole, numbers.ravel())):  # larger than numpy's own integers
+        if numbers.dtype == object and all(map(is_whole, numbers.ravel())):  # integers beyond numpy's int64
             numbers = numbers.astype(np.float64)
     except (ValueError, TypeError, OverflowError):
         raise refusal from None
     is_real = jnp.issubdtype(numbers.dtype, jnp.floating) or jnp.issubdtype(numbers.dtype, jnp.integer)
-    has_booleans = isinstance(value, Sequence) and any(isinstance(each, bool | np.bool_) for each in value)
+    has_booleans = isinstance(value, Sequence) and any(isinstance(item, bool | np.bool_) for item in value)
     if numbers.ndim > 1 or not is_real or has_booleans:
         raise refusal
     return numbers
 
 
 LARGEST = 2**31 - 1
-"""The largest number that the device's int32 arrays hold."""
+"""The largest number that fits in the device's int32 arrays."""
 
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
-"""The largest number that the device's float32 arrays hold."""
+"""The largest number that fits in the device's float32 arrays."""
 
 
 def check_size(name: str, value: Any, most: float = LARGEST) -> None:
-    """Refuse numbers that the arrays on the device cannot hold.
+    """Refuse numbers that do not fit in the arrays on the device.
 
     Args:
-        name: of the argument, for the error.
-        value: one number, or one for each row.
-        most: the largest that is taken, with either sign.
+        name: the name of the argument, for the error message.
+        value: one number, or one number per row.
+        most: the largest absolute value that is allowed.
 
     Raises:
-        InputError: a number is larger; names the argument and its value.
+        InputError: a number is larger. The message has the name and the value.
 
     Examples:
         >>> from specjax.arguments import check_size
@@ -76,7 +77,7 @@ def check_size(name: str, value: Any, most: float = LARGEST) -> None:
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether ``value`` is a whole number of Python or numpy, and no boolean.
+    """Return True for an integer of Python or numpy; a boolean is not one.
 
     Examples:
         >>> from specjax.arguments import is_whole

@@ -1,4 +1,4 @@
-"""Accelerators at their vendors' figures, and how fast the one of this machine is."""
+"""Accelerators with their vendors' figures, and the peak FLOPs of a device of this machine."""
 
 import time
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from specjax.errors import InputError
 
 @dataclass(frozen=True)
 class Chip:
-    """An accelerator at its vendor's figures.
+    """An accelerator with its vendor's figures.
 
     Attributes:
-        name: as people say it.
-        flops: bfloat16 operations a second on dense matrices, without sparsity.
-        bandwidth: of its own memory, bytes a second.
-        memory: bytes.
-        source: the vendor's page that gives the figures.
-        links: of its links to other chips, all together and in both directions, bytes a second.
-        clock: of its matrix units, cycles a second; 0 where no compiler counts in them.
+        name: the usual name.
+        flops: dense bfloat16 operations per second, without sparsity.
+        bandwidth: memory bandwidth, bytes per second.
+        memory: memory size, bytes.
+        source: the vendor's page with these figures.
+        links: bandwidth of all links to other chips together, both directions, bytes per second.
+        clock: clock of the matrix units, cycles per second; 0 where no compiler counts in cycles.
 
     Examples:
         >>> from specjax.chips import find_chip
@@ -40,22 +40,26 @@ class Chip:
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 _GOOGLE = "https://cloud.google.com/tpu/docs/"
-# The clocks follow from the peaks: a v5e has four units of 128 x 128, which multiply and add once a cycle.
+# The clocks follow from the peak FLOPs: a v5e has four matrix units of 128 x 128, and each element
+# multiplies and adds once per cycle.
 CHIPS: dict[str, Chip] = {
     "h100": Chip(
         "H100 SXM5 80 GB", 989.4e12, 3.35e12, 80e9, _NVIDIA + "h100/", 900e9
-    ),  # its page gives twice that, with sparsity
+    ),  # the vendor's page states twice these FLOPs, with sparsity
     "a100": Chip("A100 SXM4 80 GB", 312e12, 2.039e12, 80e9, _NVIDIA + "a100/", 600e9),
     "tpu-v4": Chip("TPU v4", 275e12, 1.2e12, 32 * 2**30, _GOOGLE + "v4", 600e9, 1.05e9),
     "tpu-v5e": Chip("TPU v5e", 197e12, 819e9, 16e9, _GOOGLE + "v5e", 400e9, 1.5e9),
     "tpu-v5p": Chip("TPU v5p", 459e12, 2.765e12, 95e9, _GOOGLE + "v5p", 1200e9, 1.75e9),
     "tpu-v6e": Chip("TPU v6e", 918e12, 1.638e12, 32e9, _GOOGLE + "v6e", 800e9, 1.75e9),
 }
-"""The chips by the name that `find_chip` takes."""
+"""The chips, by the name that `find_chip` accepts."""
 
 
 def find_chip(name: str) -> Chip:
-    """The chip of that name, in whatever case. Raises `InputError`, which lists the names, when there is none.
+    """Return the chip with this name, in upper or lower case.
+
+    Raises:
+        InputError: there is no such chip. The message lists the names.
 
     Examples:
         >>> from specjax.chips import find_chip
@@ -65,10 +69,10 @@ def find_chip(name: str) -> Chip:
     try:
         return CHIPS[name.lower()]
     except KeyError:
-        raise InputError(f"chip={name!r}: not a chip known here; known are {', '.join(CHIPS)}") from None
+        raise InputError(f"chip={name!r}: this chip is unknown; give one of {', '.join(CHIPS)}") from None
 
 
-_KINDS = {  # how JAX names a device -> the chip
+_KINDS = {  # device kind in JAX -> name in `CHIPS`
     "NVIDIA H100": "h100",
     "NVIDIA A100": "a100",
     "TPU v4": "tpu-v4",
@@ -80,7 +84,11 @@ _KINDS = {  # how JAX names a device -> the chip
 
 
 def peak_flops(device: jax.Device) -> float:
-    """Operations a second of ``device`` at its best: its vendor's figure, or of an unknown one that of a large product here."""
+    """Return the peak operations per second of a device.
+
+    For a known device this is the vendor's figure. For an unknown one it is the speed of a large
+    matrix product, measured here.
+    """
     for kind, chip in _KINDS.items():
         if device.device_kind.startswith(kind):
             return CHIPS[chip].flops

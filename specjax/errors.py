@@ -1,4 +1,4 @@
-"""The one kind of error that a user can put right, and what its messages suggest."""
+"""Errors that a user can correct, and the suggestions in their messages."""
 
 import difflib
 import inspect
@@ -7,42 +7,46 @@ from typing import Any
 
 
 class InputError(ValueError):
-    """An argument, file or setting that cannot be used. The message names it, its value, and what to do."""
+    """An argument, file or setting that cannot be used; the message has name, value and remedy."""
 
 
 class LogitsError(RuntimeError):
-    """The target's logits of some rows were NaN or +inf, or all -inf: no token can be drawn from them. Usually its weights are
-    broken, or numbers became too large for their type.
+    """Invalid logits of the target, from which no token can be sampled.
+
+    The logits of some rows were NaN or +inf, or -inf for every token. Usually the target's weights
+    are broken, or numbers overflowed their data type.
 
     Attributes:
-        rows: numbers of those rows in the batch.
-        positions: of each, that of the token which could not be drawn, counted from the beginning of its text.
-        result: what all rows have come to, where there are several: those without an error are complete, the others end before
-            that position. None: the error is of one text alone, whose tokens are told elsewhere.
+        rows: the indices of those rows in the batch.
+        positions: for each of those rows, the position in its text of the token that could not be
+            sampled.
+        result: the result of a whole batch. Rows without an error are complete; the others end
+            before that position. None if the error concerns a single text, whose tokens are
+            reported elsewhere.
 
     Examples:
         >>> from specjax.errors import LogitsError
         >>> print(str(LogitsError([1], [12])).partition(" (")[0])
-        row 1: the target's logits for position 12 are no numbers to draw from
+        row 1: the target's logits for position 12 are invalid
     """
 
     def __init__(self, rows: Sequence[int], positions: Sequence[int], result: Any = None) -> None:
         self.rows, self.positions, self.result = tuple(rows), tuple(positions), result
-        places = ", ".join(
-            f"row {row}: the target's logits for position {place}" for row, place in zip(rows, positions, strict=True)
+        where = ", ".join(
+            f"row {row}: the target's logits for position {position}" for row, position in zip(rows, positions, strict=True)
         )
         super().__init__(
-            f"{places} are no numbers to draw from (NaN, +inf, or -inf for every token): check its weights, or load it with "
+            f"{where} are invalid (NaN, +inf, or -inf for every token): check the target's weights, or load it with "
             'dtype="float32"'
         )
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" with the name nearest to ``word``; nothing where none is near.
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return "; did you mean X?" with the name closest to ``word``; "" if no name is close.
 
     Args:
-        word: as it was written. Capitals and underscores count as small letters and hyphens.
-        known: the names that there are.
+        word: the word as the user wrote it. Upper case and underscores are ignored.
+        names: the valid names.
 
     Examples:
         >>> from specjax.errors import did_you_mean
@@ -51,9 +55,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         >>> did_you_mean("bush", ("early-exit", "prompt-lookup"))
         ''
     """
-    by_spelling, spelling = {_spelling(name): name for name in known}, _spelling(word)
-    begun = [name for name in by_spelling if len(spelling) > 2 and name.startswith(spelling)]
-    nearest = begun or difflib.get_close_matches(spelling, by_spelling, n=1, cutoff=0.6)
+    by_spelling, spelling = {_spelling(name): name for name in names}, _spelling(word)
+    prefixed = [name for name in by_spelling if len(spelling) > 2 and name.startswith(spelling)]
+    nearest = prefixed or difflib.get_close_matches(spelling, by_spelling, n=1, cutoff=0.6)
     return f"; did you mean {by_spelling[nearest[0]]}?" if nearest else ""
 
 
@@ -71,20 +75,22 @@ _ELSEWHERE = {
     "stop_token_ids": "eos_token_ids",
     "rng": "key",
 }
-"""Arguments as other libraries call them, and ours."""
+"""Names of arguments in other libraries, and the names here."""
 
 
-def check_options(function: str, options: Mapping[str, Any], takes: Callable[..., Any], *others: str) -> None:
-    """Refuse keyword arguments that a function does not have, before it passes them on.
+def check_options(function: str, options: Mapping[str, Any], takes: Callable[..., Any], *extra: str) -> None:
+    """Refuse unknown keyword arguments before a function passes them on.
 
     Args:
-        function: its name, for the message.
+        function: the function's name, for the error message.
         options: the keyword arguments.
-        takes: the function that they are passed on to. Its arguments without a default, such as a prompt, are no options.
-        others: names of further arguments, which the first function takes out.
+        takes: the function that receives them. Its arguments without a default, such as a prompt,
+            are not options.
+        extra: further names that the first function handles itself.
 
     Raises:
-        InputError: names the first argument that neither has, its value, and the nearest one that there is.
+        InputError: an argument is unknown. The message has its name, its value, and the closest
+            valid name.
 
     Examples:
         >>> from specjax.errors import check_options
@@ -93,11 +99,11 @@ def check_options(function: str, options: Mapping[str, Any], takes: Callable[...
         specjax.errors.InputError: max_tokens=8: generate has no argument of that name; did you mean max_new_tokens?
     """
     parameters = inspect.signature(takes).parameters.values()
-    known = [*(each.name for each in parameters if each.default is not each.empty), *others]
+    names = [*(parameter.name for parameter in parameters if parameter.default is not parameter.empty), *extra]
     for name, value in options.items():
-        if name in known:
+        if name in names:
             continue
         ours = _ELSEWHERE.get(name)
-        hint = f"; did you mean {ours}?" if ours in known else did_you_mean(name, known)
-        hint = hint or f"; its arguments are {', '.join(known)}"
+        hint = f"; did you mean {ours}?" if ours in names else did_you_mean(name, names)
+        hint = hint or f"; its arguments are {', '.join(names)}"
         raise InputError(f"{name}={value!r}: {function} has no argument of that name{hint}")

@@ -1,4 +1,4 @@
-"""Files and directories that are written whole or not at all, and what is said where a disk is full."""
+"""Atomic writes of files and directories, and the error for a full disk."""
 
 import errno
 import math
@@ -13,30 +13,30 @@ from specjax.errors import InputError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _SAYS_FULL = ("No space left on device", "StorageFull", "Disk quota exceeded")
-"""What libraries that write in Rust or C++ say in errors of their own."""
+"""Messages for a full disk in errors of libraries that write in Rust or C++."""
 
 _unfinished: dict[Path, Sequence[Path]] = {}
-"""What is being written beside its place, and the directories that were made for it, the innermost first."""
+"""Scratch paths that are being written, each with the directories created for it (inside out)."""
 
 
 class FullDiskError(InputError):
-    """No space is left where something is written.
+    """A disk without enough free space for a write.
 
     Attributes:
-        needs: bytes that are to be written, 0 where nobody knows.
+        needs: the size of the write in bytes; 0 if unknown.
     """
 
     def __init__(self, path: Path, needs: int = 0, remedy: str = "make room, or name another place") -> None:
-        """Say which disk has no room for ``path``, how much this takes, and what to do."""
+        """Name the disk, the size of the write, the free space and the remedy in the message."""
         disk = mount_point(path)
-        taken = f"needs about {max(1, math.ceil(needs / 10**6)):,} MB, " if needs else ""
+        size = f"needs about {max(1, math.ceil(needs / 10**6)):,} MB, " if needs else ""
         free = f"has {shutil.disk_usage(disk).free // 10**6:,} MB"
-        super().__init__(f"{path}: no space left on {disk}, {taken}{free}: {remedy}")
+        super().__init__(f"{path}: no space left on {disk}, {size}{free}: {remedy}")
         self.needs = needs
 
 
 def mount_point(path: Path) -> Path:
-    """Return the directory at which the disk of ``path``, which need not exist, is mounted.
+    """Return the mount point of the disk that holds ``path``. The path need not exist.
 
     Examples:
         >>> from pathlib import Path
@@ -51,7 +51,7 @@ def mount_point(path: Path) -> Path:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Return whether an error, of the system or of a library, means that no space was left."""
+    """Return True if an error of the system or of a library means that the disk is full."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _FULL
     return any(words in str(error) for words in _SAYS_FULL)
@@ -59,18 +59,18 @@ def is_full_disk(error: BaseException) -> bool:
 
 @contextmanager
 def naming_full_disk(path: Path, needs: int = 0) -> Iterator[None]:
-    """Turn errors of the block that mean a full disk into one that a user understands.
+    """Convert errors that mean a full disk into a `FullDiskError`.
 
     Args:
-        path: what is written, as the user named it.
-        needs: bytes that it takes, where that is known.
+        path: the file or directory that is written, as the user named it.
+        needs: the size of the write in bytes, if known.
 
     Raises:
-        FullDiskError: no space is left.
+        FullDiskError: the disk is full.
     """
     try:
         yield
-    except FullDiskError as error:  # of something inside that is only on its way to ``path``
+    except FullDiskError as error:  # it names a scratch file; the user knows ``path``
         raise FullDiskError(path, max(needs, error.needs)) from error
     except Exception as error:
         if not is_full_disk(error):
@@ -80,17 +80,19 @@ def naming_full_disk(path: Path, needs: int = 0) -> Iterator[None]:
 
 @contextmanager
 def replacing(directory: Path, needs: int = 0) -> Iterator[Path]:
-    """A scratch directory that becomes ``directory`` when the block ends well, and vanishes when it does not.
+    """Yield a scratch directory that replaces ``directory`` if the block succeeds.
 
-    Where ``directory`` exists its files are replaced one by one, config.json last: a reader that is let in between sees
-    the old configuration with new weights, which the check of shapes catches unless both models are of one shape.
+    If the block fails, the scratch directory is removed. If ``directory`` exists, its files are
+    replaced one by one, config.json last. A process that reads in between sees the old
+    configuration with new weights; the check of shapes detects this, unless both models have the
+    same shapes.
 
     Args:
-        directory: is made where there is none, and the directories above it.
-        needs: bytes that are going to be written, where that is known.
+        directory: the directory to write. It is created, with its parents, if it does not exist.
+        needs: the number of bytes that will be written, if known.
 
     Raises:
-        FullDiskError: there is no room for so much, or there was none while it was written.
+        FullDiskError: there is not enough free space, before or during the write.
 
     Examples:
         >>> from pathlib import Path
@@ -100,10 +102,10 @@ def replacing(directory: Path, needs: int = 0) -> Iterator[Path]:
         >>> Path("reports/today/report.txt").read_text()
         'all is well'
     """
-    with naming_full_disk(directory, needs), _parents_of(directory) as made:
+    with naming_full_disk(directory, needs), _parents_of(directory) as created:
         _check_room(directory, needs)
         scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
-        with _on_the_way(scratch, made):
+        with _on_the_way(scratch, created):
             yield scratch
             if directory.exists():
                 for file in sorted(scratch.iterdir(), key=lambda file: (file.name == "config.json", file.name)):
@@ -115,39 +117,41 @@ def replacing(directory: Path, needs: int = 0) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path, needs: int = 0) -> Iterator[Path]:
-    """The path of a scratch file that becomes ``path`` when the block ends well, and vanishes when it does not.
+    """Yield the path of a scratch file that replaces ``path`` if the block succeeds.
+
+    If the block fails, the scratch file is removed.
 
     Args:
-        path: of the file. The directories above it are made where there are none.
-        needs: bytes that are going to be written, where that is known.
+        path: the file to write. Its parent directories are created if they do not exist.
+        needs: the number of bytes that will be written, if known.
 
     Raises:
-        FullDiskError: there is no room for so much, or there was none while it was written.
+        FullDiskError: there is not enough free space, before or during the write.
     """
-    with naming_full_disk(path, needs), _parents_of(path) as made:
+    with naming_full_disk(path, needs), _parents_of(path) as created:
         _check_room(path, needs)
-        scratch = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")  # a picture's kind is told by its ending
-        with _on_the_way(scratch, made):
+        scratch = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")  # matplotlib reads the format from the suffix
+        with _on_the_way(scratch, created):
             yield scratch
             scratch.replace(path)
 
 
 def write_text(path: Path, content: str) -> None:
-    """Write a text file, UTF-8, whole or not at all; errors as of `writing`."""
+    """Write a UTF-8 text file atomically. Raises the errors of `writing`."""
     raw = content.encode()
     with writing(path, len(raw)) as scratch:
         scratch.write_bytes(raw)
 
 
 def discard_unfinished() -> None:
-    """Remove whatever is being written at this moment: for a process that is about to end."""
-    for scratch, made in list(_unfinished.items()):
-        _remove(scratch, made)
+    """Remove everything that is half written; for a process that is about to exit."""
+    for scratch, created in list(_unfinished.items()):
+        _remove(scratch, created)
 
 
 @contextmanager
-def _on_the_way(scratch: Path, made: Sequence[Path]) -> Iterator[None]:
-    _unfinished[scratch] = made
+def _on_the_way(scratch: Path, created: Sequence[Path]) -> Iterator[None]:
+    _unfinished[scratch] = created
     try:
         yield
     finally:
@@ -157,23 +161,23 @@ def _on_the_way(scratch: Path, made: Sequence[Path]) -> Iterator[None]:
 
 @contextmanager
 def _parents_of(path: Path) -> Iterator[Sequence[Path]]:
-    """Make the directories above ``path``, and remove those that were made if the block fails."""
-    made = [parent for parent in path.parents if not parent.exists()]
+    """Create the parent directories of ``path``; remove the new ones if the block fails."""
+    created = [parent for parent in path.parents if not parent.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        yield made
+        yield created
     except BaseException:
-        _remove_empty(made)
+        _remove_empty(created)
         raise
 
 
-def _remove(scratch: Path, made: Sequence[Path]) -> None:
+def _remove(scratch: Path, created: Sequence[Path]) -> None:
     if scratch.is_dir() and not scratch.is_symlink():
         shutil.rmtree(scratch, ignore_errors=True)
     else:
         with suppress(OSError):
             scratch.unlink()
-    _remove_empty(made)
+    _remove_empty(created)
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:

@@ -1,6 +1,6 @@
-"""From text to text: a target, a drafter and a tokenizer bound together, as notebooks want them.
+"""Text generation from text: a target, a drafter and a tokenizer together.
 
-`load` makes a `TextGenerator`; calling it with a prompt gives a `Generation`.
+`load` makes a `TextGenerator`. A call of it with a prompt returns a `Generation`.
 """
 
 import warnings
@@ -38,17 +38,21 @@ from specjax.templates import Messages, Settings, with_template
 from specjax.text import GrowingText
 
 LOOK_EVERY = 4
-"""Steps between two looks at what there is, where somebody waits for the text or for a stop string."""
+"""The number of steps between two reads of the results, where text is streamed or stop strings are
+set.
+"""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What was generated after one prompt.
+    """The generated text of one prompt.
 
     Attributes:
-        text: without the prompt, special tokens, and the stop string that ended it.
-        tokens: their ids, an end-of-sequence token included; up to the token that completed a stop string.
-        statistics: of all that was computed, also of what came after a stop string before that was seen.
+        text: the text, without the prompt, special tokens, and the stop string that ended it.
+        tokens: the token ids, with an end-of-sequence token, up to the token that completed a stop
+            string.
+        statistics: statistics of all computed tokens, including tokens computed after a stop
+            string.
 
     Examples:
         >>> generate = specjax.load("embedded", "embedded:eagle3")
@@ -78,27 +82,34 @@ def load(
     chat_template_kwargs: str | Settings = "",
     generation_config: Literal["auto"] | None = "auto",
 ) -> "TextGenerator":
-    """A target with its tokenizer, and a drafter for it. All configurations are checked before any weights are read.
+    """Load a target with its tokenizer, and a drafter for it.
+
+    All configurations are checked before any weights are read.
 
     Args:
-        target: a directory, a hub id, "embedded", or a model that is loaded already (then give ``tokenizer`` too).
-        drafter: as on the command line, such as "Qwen/Qwen3-0.6B", "prompt-lookup" or "early-exit:4"; or a drafter that is made
-            already; None is plain decoding.
-        tokenizer: a tokenizer of transformers, or the directory of one; by default the target's own.
-        draft: the shape of the drafts, such as ``Chain(4)``, 4 or "chain:4"; None is the drafter's own.
-        dtype: of the params that are loaded here: float32, bfloat16 or float16; None: as for `Target.from_pretrained`.
-        mesh: of the params that are loaded here.
-        weights: of the models that are loaded here, the quantized ones such as "int8": as for `Target.from_pretrained`.
-        cache_dtype: how the target remembers tokens, "float" or "int8"; None: as it does, if it is loaded already, or "float".
-        chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
-        chat_template_kwargs: what the template of every chat is given beside the messages, such as ``{"enable_thinking":
-            False}``, or the JSON text of it.
-        generation_config: "auto": the sampling parameters that the target's generation_config.json has in force stand for
-            those that a call does not state, see `TextGenerator`; None: they are not read, and greedy is the default. A target
-            that is loaded already has no such file.
+        target: a directory, a hub id, "embedded", or a loaded model. A loaded model needs
+            ``tokenizer`` too.
+        drafter: a drafter's name as on the command line, such as "Qwen/Qwen3-0.6B", "prompt-lookup"
+            or "early-exit:4"; or a drafter object; None is plain decoding.
+        tokenizer: a tokenizer of transformers, or its directory; by default the target's own.
+        draft: the shape of the drafts, such as ``Chain(4)``, 4 or "chain:4"; None is the drafter's
+            default.
+        dtype: the data type of params that are loaded here: float32, bfloat16 or float16; None: see
+            `Target.from_pretrained`.
+        mesh: the mesh for params that are loaded here.
+        weights: the quantization of models that are loaded here, such as "int8"; see
+            `Target.from_pretrained`.
+        cache_dtype: the type of the target's KV cache, "float" or "int8". None keeps that of a
+            loaded target; otherwise it is "float".
+        chat_template: a file with a Jinja chat template that replaces the tokenizer's own.
+        chat_template_kwargs: variables for the template of every chat, such as
+            ``{"enable_thinking": False}``, or their JSON text.
+        generation_config: "auto" reads default sampling parameters from the target's
+            generation_config.json; they apply where a call gives none, see `TextGenerator`. None
+            reads nothing, and the default is greedy. A loaded target has no such file.
 
     Raises:
-        InputError: something cannot be used; names it, its value and what to give instead.
+        InputError: an argument cannot be used. The message has its name, its value and the remedy.
 
     Examples:
         >>> generate = specjax.load("embedded", "embedded:eagle3", draft="chain:4")
@@ -117,7 +128,7 @@ def load(
     default_sampling = files = None
     if isinstance(target, Target):
         if tokenizer is None:
-            raise InputError("tokenizer=None: a target that is loaded already does not bring one; give its directory")
+            raise InputError("tokenizer=None: a loaded target has no tokenizer; give the directory of its tokenizer")
         config = target.config
     else:
         files = hub.open_checkpoint(target, weights=False)
@@ -142,39 +153,43 @@ def load(
     if cache_dtype is not None:
         target = replace(target, cache_dtype=cache_dtype)
     if spans_processes(target.mesh):
-        meet("loaded")  # one may have read from a slower disk, or from the network
+        meet("loaded")  # one process may have read from a slower disk or from the network
     return TextGenerator(target, tokenizer, drafter, default_sampling)
 
 
-def _check_generation_config(generation_config: Any) -> None:
-    """Refuse what `load` does not take."""
-    if generation_config is not None and generation_config != "auto":
-        raise InputError(f"generation_config={generation_config!r}: must be 'auto', or None for greedy")
+def _check_generation_config(value: Any) -> None:
+    """Refuse an invalid argument ``generation_config`` of `load`."""
+    if value is not None and value != "auto":
+        raise InputError(f"generation_config={value!r}: must be 'auto', or None for greedy")
 
 
 def _read_default_sampling(files: CheckpointFiles, generation_config: str | None) -> Sampling | None:
-    """Return a checkpoint's own sampling parameters, if they are wanted, and say which fields of its file are not applied."""
+    """Return a checkpoint's default sampling parameters; report the fields that are not applied.
+
+    Returns None if the defaults are not read.
+    """
     if generation_config is None:
         return None
     source = str(files.directory / generation_configs.FILE)
     defaults = generation_configs.parse_defaults(files.json(generation_configs.FILE, {}), source)
     if defaults.not_applied:
-        line = f"{source}: not applied to its texts: {defaults.describe_not_applied()}"
+        line = f"{source}: these fields are not applied: {defaults.describe_not_applied()}"
         say(line, unasked=True)
     return defaults.sampling
 
 
 @dataclass(frozen=True)
 class TextGenerator(OneLine):
-    """Generates text from text. Made by `load`.
+    """A generator of text from text. `load` makes it.
 
     Attributes:
-        target: the model that the text is from.
+        target: the target.
         tokenizer: its tokenizer.
-        drafter: None is plain decoding.
-        default_sampling: the settings that stand where a call or `stream` states none, one by one: with a default of
-            temperature 0.6 and top_k 20, a call with ``temperature=0.7`` has top_k 20 too. `load` takes them from the target's
-            generation_config.json. None is greedy.
+        drafter: the drafter; None is plain decoding.
+        default_sampling: sampling parameters that apply, one by one, where a call or `stream` gives
+            none: with defaults of temperature 0.6 and top_k 20, a call with ``temperature=0.7``
+            also uses top_k 20. `load` reads them from the target's generation_config.json. None is
+            greedy.
 
     Examples:
         >>> generate = specjax.load("embedded", "embedded:eagle3")
@@ -190,7 +205,10 @@ class TextGenerator(OneLine):
     default_sampling: Sampling | None = None
 
     def shown_fields(self) -> dict[str, Any]:
-        """Return what the repr shows: of the tokenizer, whose own repr lists all special tokens, the class."""
+        """Return the fields that the repr shows.
+
+        The tokenizer is shown by its class, because its own repr lists all special tokens.
+        """
         shown = {"target": self.target, "tokenizer": type(self.tokenizer), "drafter": self.drafter}
         return {**shown, "default_sampling": self.default_sampling}
 
@@ -199,40 +217,52 @@ class TextGenerator(OneLine):
     @overload
     def __call__(self, prompt: Sequence[str] | Sequence[Messages], **options: Any) -> list[Generation]: ...
     def __call__(self, prompt: Any, **options: Any) -> Any:
-        """What the target says after a prompt, a chat (a list of messages), or each of a list of either: one batch.
+        """Generate the text of a prompt, of a chat (a list of messages), or of a list of either.
+
+        A list is decoded as one batch.
 
         Args:
-            prompt: text, or messages such as ``[{"role": "user", "content": "…"}]``, which the model's chat template is put
-                around.
-            options: see `settings`, and ``stop``, a string or a sequence of strings: the text ends before the first of them.
-                Where temperature, top_k, top_p or min_p is absent or None, ``default_sampling`` has it.
+            prompt: a text, or messages such as ``[{"role": "user", "content": "…"}]``, to which the
+                model's chat template is applied.
+            options: the arguments of `settings`, and ``stop``, a string or a sequence of strings:
+                the text ends before the first of them. Where temperature, top_k, top_p or min_p is
+                missing or None, ``default_sampling`` applies.
 
         Raises:
-            InputError: an argument cannot be used; names it, its value and what to give instead.
-            LogitsError: the target's logits were NaN or +inf in some rows; its ``result`` has the tokens of all rows.
+            InputError: an argument cannot be used. The message has its name, its value and the
+                remedy.
+            LogitsError: the target's logits were NaN or +inf in some rows. The error's ``result``
+                has the tokens of all rows.
         """
         prompts, is_list = _prompts(prompt)
-        stop, made = _split_options(options, self.default_sampling)
-        tokens, steps = [self.encode(each) for each in prompts], LOOK_EVERY if stop else None
-        run = self.start(tokens, made, stop=stop, steps=steps, is_chat=[not isinstance(each, str) for each in prompts])
+        stop, generation_options = _split_options(options, self.default_sampling)
+        tokens, chats = list(map(self.encode, prompts)), [not isinstance(messages, str) for messages in prompts]
+        run = self.start(tokens, generation_options, stop=stop, steps=LOOK_EVERY if stop else None, is_chat=chats)
         for _ in run:
             pass
         return run.generations if is_list else run.generations[0]
 
     def stream(self, prompt: str | Messages, **options: Any) -> Iterator[str]:
-        """The text of one prompt or chat, piece by piece as it is accepted. Arguments as for a call."""
+        """Yield the text of one prompt or chat in pieces, as tokens are accepted.
+
+        The arguments are those of a call.
+        """
         prompts, is_list = _prompts(prompt)
         if is_list:
             raise InputError(f"prompt={prompt!r}: stream takes one prompt; call the generator for a list")
-        stop, made = _split_options(options, self.default_sampling)
+        stop, generation_options = _split_options(options, self.default_sampling)
         is_chat = not isinstance(prompts[0], str)
-        run = self.start([self.encode(prompts[0])], made, stop=stop, steps=LOOK_EVERY, is_chat=is_chat)
+        run = self.start([self.encode(prompts[0])], generation_options, stop=stop, steps=LOOK_EVERY, is_chat=is_chat)
         return (piece for (piece,) in run if piece)
 
     def encode(self, prompt: str | Messages, chat: bool = False, chat_template_kwargs: Settings | None = None) -> list[int]:
-        """Token ids of a prompt or a chat; with ``chat``, a prompt is the user's turn of one.
+        """Return the token ids of a prompt or a chat.
 
-        ``chat_template_kwargs`` are given to the template of a chat, and go over those that `load` was given.
+        Args:
+            prompt: a text, or messages.
+            chat: a text is the user's turn of a chat.
+            chat_template_kwargs: variables for the chat template. They override those given to
+                `load`.
         """
         if isinstance(prompt, str):
             return text.encode(self.tokenizer, prompt, chat, chat_template_kwargs)
@@ -247,32 +277,34 @@ class TextGenerator(OneLine):
         steps: int | None = None,
         is_chat: bool | Sequence[bool] = False,
     ) -> "Run":
-        """Check every argument, and read the prompts: a batch to be iterated over.
+        """Check all arguments, prefill the prompts, and return the batch, ready for iteration.
 
         Args:
-            prompts: token ids of each row.
-            options: of the generation, see `settings`. They are complete: ``default_sampling`` is not read.
-            stop: a string, or several, before the first of which a row's text ends.
-            steps: between two looks at what there is; None runs to the end at once.
-            is_chat: whether texts are answers in chats, of all rows or of each: of a model that writes in channels, such as
-                gpt-oss, the final channel alone.
+            prompts: the token ids of each row.
+            options: the options of the generation, see `settings`. They are complete:
+                ``default_sampling`` is not applied.
+            stop: a string or several strings. A row's text ends before the first of them.
+            steps: the number of steps between two reads of the results; None runs to the end at
+                once.
+            is_chat: for all rows or per row, whether the text is an answer in a chat. If the model
+                writes in channels, as gpt-oss does, the text is then that of the final channel.
         """
         stop = text.check_stop(stop)
         results = decoding.stream(self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or LARGEST)
         chats = [is_chat] * len(prompts) if isinstance(is_chat, bool) else is_chat
         rows = zip(prompts, chats, strict=True)
-        return Run(results, [GrowingText(self.tokenizer, prompt, stop, is_chat=each) for prompt, each in rows])
+        return Run(results, [GrowingText(self.tokenizer, prompt, stop, is_chat=is_answer) for prompt, is_answer in rows])
 
 
 class Run:
-    """A batch that is being generated. Iterating over it goes on with it, and yields for each row the text that came in.
+    """A running batch. Iteration continues it, and yields the new text of each row.
 
-    Iterating ends with a `specjax.errors.LogitsError` where no token can be drawn from the target's logits in a row. By then
-    ``generations`` has what each row has come to.
+    Iteration ends with a `specjax.errors.LogitsError` if a row's logits are invalid.
+    ``generations`` then holds what each row had generated.
 
     Attributes:
-        generations: when it is over, each row's.
-        statistics: when it is over, of all rows together.
+        generations: the generation of each row, set at the end.
+        statistics: the statistics of all rows together, set at the end.
 
     Examples:
         >>> generate = specjax.load("embedded", "embedded:eagle3")
@@ -284,13 +316,13 @@ class Run:
     """
 
     def __init__(self, results: Iterator[decoding.Result], rows: Sequence[GrowingText]) -> None:
-        """Made by `TextGenerator.start`."""
+        """Store the results and the texts; `TextGenerator.start` calls this."""
         self._results, self._rows = results, rows
         self.generations: list[Generation] = []
         self.statistics: metrics.Acceptance | None = None
 
     def __iter__(self) -> Iterator[list[str]]:
-        """The pieces, until every row is done or has met a stop string."""
+        """Yield the new text of each row until every row is finished or has met a stop string."""
         result, failure = None, None
         try:
             for result in self._results:
@@ -298,8 +330,8 @@ class Run:
                 yield [row.push(result.tokens[i, row.length : lengths[i]].tolist()) for i, row in enumerate(self._rows)]
                 if all(row.stopped for row in self._rows):
                     break
-        except LogitsError as error:  # after the last result
-            is_over = all(self._rows[row].stopped for row in error.rows)  # before what went wrong
+        except LogitsError as error:  # raised after the last result
+            is_over = all(self._rows[row].stopped for row in error.rows)  # each text ended before the error
             failure = None if is_over else error
         yield [row.finish() for row in self._rows]
         assert result is not None
@@ -322,21 +354,27 @@ def settings(
     rule: Rule | None = None,
     **sampling: Any,
 ) -> GenerationOptions:
-    """The options of a generation from plain numbers. The defaults are greedy: a model's own are for calls of `TextGenerator`.
+    """Return the options of a generation from plain numbers.
+
+    The default is greedy decoding. A model's own defaults apply only to calls of a `TextGenerator`.
 
     Args:
-        max_new_tokens: most tokens to generate; one number, or one a row.
-        min_new_tokens: as many tokens are generated before an end-of-sequence token may come; one number, or one a row.
-        seed: of the random draws, see `specjax.sampling.make_key`.
-        key: a random key, or one a row, instead of a seed.
-        eos_token_ids: ids that end a row; None: the target's own, ``()``: none.
-        rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is the one
-            that suits the shape of the drafts, `specjax.decoding.options.default_rule`; "block" and "rejection" take chains.
-        sampling: the fields of `specjax.Sampling` by name, each one number, or one a row: ``temperature`` (0, the default, is
-            greedy), ``top_k`` (0 is no limit), ``top_p`` in (0, 1], ``min_p`` in [0, 1].
+        max_new_tokens: the maximum number of tokens to generate; one number, or one per row.
+        min_new_tokens: the minimum number of tokens before an end-of-sequence token; one number, or
+            one per row.
+        seed: the random seed, see `specjax.sampling.make_key`.
+        key: a random key, or one per row, instead of a seed.
+        eos_token_ids: token ids that end a row; None: the target's own ids, ``()``: none.
+        rule: how tokens are sampled and drafts verified, see `specjax.sampling.Rule`. Every rule is
+            exact. None is the best rule for the draft shape, see
+            `specjax.decoding.options.default_rule`. "block" and "rejection" require chains.
+        sampling: the fields of `specjax.Sampling` by name, each one number or one per row:
+            ``temperature`` (0, the default, is greedy), ``top_k`` (0 is no limit), ``top_p`` in (0,
+            1], ``min_p`` in [0, 1].
 
     Raises:
-        InputError: an argument is of the wrong type or out of its range; names it, its value and what it must be.
+        InputError: an argument has a wrong type or is out of range. The message has its name, its
+            value and the valid range.
 
     Examples:
         >>> options = specjax.pipeline.settings(temperature=0.7, top_p=0.9, seed=3)
@@ -357,30 +395,33 @@ def settings(
 
 
 def _split_options(options: dict[str, Any], default_sampling: Sampling | None) -> tuple[Sequence[str], GenerationOptions]:
-    """``stop``, and the `settings` of the others and the defaults; warns of those that are not read."""
+    """Return ``stop``, and the `settings` of the other options merged with the defaults.
+
+    Warns about options that have no effect.
+    """
     check_options("the generator", options, settings, "stop", *SAMPLING_NAMES)
     options = dict(options)
     stop = text.check_stop(options.pop("stop", ()))
     stated = {name: options.pop(name, None) for name in SAMPLING_NAMES}
-    made = settings(**options, **vars((default_sampling or GREEDY).with_explicit(**stated)))
-    if unread := unread_settings(made.sampling):
-        warnings.warn(f"{', '.join(unread)}: not read at temperature 0, which is greedy", stacklevel=3)
-    return stop, made
+    generation_options = settings(**options, **vars((default_sampling or GREEDY).with_explicit(**stated)))
+    if unread := unread_settings(generation_options.sampling):
+        warnings.warn(f"{', '.join(unread)}: ignored at temperature 0, which is greedy", stacklevel=3)
+    return stop, generation_options
 
 
 def unread_settings(sampling: Sampling) -> list[str]:
-    """Names of the settings that were given but are not read, since every row is greedy."""
+    """List the sampling parameters that were given but have no effect, as all rows are greedy."""
     if np.any(np.asarray(sampling.temperature) != 0):
         return []
-    others = {name: getattr(sampling, name) for name in SAMPLING_NAMES if name != "temperature"}
-    return [name for name, value in others.items() if np.any(np.asarray(value) != getattr(Sampling, name))]
+    values = {name: getattr(sampling, name) for name in SAMPLING_NAMES if name != "temperature"}
+    return [name for name, value in values.items() if np.any(np.asarray(value) != getattr(Sampling, name))]
 
 
 _FLOAT_TYPES = ("float32", "bfloat16", "float16")
 
 
 def _float_type(dtype: Any) -> Any:
-    """A data type for params, given by name or as one."""
+    """Return a floating-point data type for params, from a type or its name."""
     try:
         name = dtype if isinstance(dtype, str) else jax.numpy.dtype(dtype).name
     except TypeError:
@@ -391,13 +432,13 @@ def _float_type(dtype: Any) -> Any:
 
 
 def _prompts(prompt: Any) -> tuple[list[Any], bool]:
-    """The prompts and chats of a call, and whether they came in a list."""
+    """Return the prompts and chats of a call, and whether they were a list."""
 
     def is_chat(value: Any) -> bool:
-        return isinstance(value, Sequence) and bool(value) and all(isinstance(each, Mapping) for each in value)
+        return isinstance(value, Sequence) and bool(value) and all(isinstance(message, Mapping) for message in value)
 
     if isinstance(prompt, str) or is_chat(prompt):
         return [prompt], False
-    if isinstance(prompt, Sequence) and prompt and all(isinstance(each, str) or is_chat(each) for each in prompt):
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(item, str) or is_chat(item) for item in prompt):
         return list(prompt), True
     raise InputError(f"prompt={prompt!r}: give text, a chat such as [{{'role': 'user', 'content': '…'}}], or a list of either")

@@ -1,8 +1,8 @@
-"""What a command waits for, said to whoever waits: a bar in a terminal, and a line now and then elsewhere.
+"""Progress of long operations: a bar in a terminal, and a line now and then elsewhere.
 
-Code that takes long says so with `waiting` or `track`, wherever it stands. Only commands show it, for they call `show_waits`;
-in a notebook or a script of one's own nothing is printed. It goes to the standard error: the output of a command stays clean.
-What was found or decided on the way is a line of its own, `say`.
+Long operations report themselves with `waiting` or `track`. Only commands show the progress: they
+call `show_waits`. A notebook or script prints nothing. All output goes to the standard error, so
+that the output of a command stays clean. `say` prints a line about a finding or a decision.
 """
 
 import sys
@@ -18,59 +18,61 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
 FIRST_LINE, LAST_PAUSE = 5.0, 60.0
-"""Seconds until the first line about a wait, where no terminal is; each pause after it is twice as long, up to the longest."""
+"""Seconds until the first line about an operation where there is no terminal. Each later pause is
+twice as long as the one before, up to LAST_PAUSE.
+"""
 
 Item = TypeVar("Item")
 
 
 class Wait:
-    """Something that takes long.
+    """A long operation.
 
     Attributes:
-        what: it is, such as "compiling EAGLE-3".
-        total: how many parts it has; None where that is not known.
-        done: how many of them are done.
+        what: the operation, such as "compiling EAGLE-3".
+        total: the number of its parts; None if unknown.
+        done: the number of parts that are done.
     """
 
     def __init__(self, what: str, total: int | None = None, done: int = 0) -> None:
         self.what, self.total, self.done = what, total, done
-        self._begun, self._done_before = time.monotonic(), done
-        self._updated = self._begun
+        self._start, self._done_before = time.monotonic(), done
+        self._updated = self._start
 
     def update(self, *, what: str | None = None, done: int | None = None) -> None:
-        """Say what is new."""
+        """Set a new description or a new number of finished parts."""
         self.what = what or self.what
         if done is not None and done != self.done:
             self.done, self._updated = done, time.monotonic()
 
     def times(self) -> str:
-        """How long it has taken, and how much longer it may take: "12 s, 40 s left"."""
-        now, made = time.monotonic(), self.done - self._done_before
-        if not self.total or made <= 0:
-            return duration(now - self._begun)
-        left = (self._updated - self._begun) * (self.total - self.done) / made - (now - self._updated)
-        return duration(now - self._begun) + (f", {duration(left)} left" if left >= 1 else "")
+        """Return the elapsed time and the estimated remaining time: "12 s, 40 s left"."""
+        now, finished = time.monotonic(), self.done - self._done_before
+        if not self.total or finished <= 0:
+            return duration(now - self._start)
+        remaining = (self._updated - self._start) * (self.total - self.done) / finished - (now - self._updated)
+        return duration(now - self._start) + (f", {duration(remaining)} left" if remaining >= 1 else "")
 
     def line(self) -> str:
-        """All of it in a line: "measuring 3 of 15, 12 s, 40 s left"."""
+        """Return the whole state as one line: "measuring 3 of 15, 12 s, 40 s left"."""
         parts = "" if self.total is None else f" {self.done:,} of {self.total:,}"
         return f"{self.what}{parts}, {self.times()}"
 
 
 def duration(seconds: float) -> str:
-    """In words, to the second: "48 s", "3 min 20 s"."""
+    """Return a duration in words, to the second: "48 s", "3 min 20 s"."""
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 @contextmanager
 def waiting(what: str, total: int | None = None, done: int = 0) -> Iterator[Wait]:
-    """While the body runs, show what is waited for. Nothing else may be printed meanwhile.
+    """Show an operation while the block runs. Nothing else may be printed meanwhile.
 
     Args:
-        what: is done, such as "loading Qwen/Qwen3-8B".
-        total: how many parts it has, where that is known.
-        done: how many of them were done before.
+        what: the operation, such as "loading Qwen/Qwen3-8B".
+        total: the number of its parts, if known.
+        done: the number of parts that were done before.
     """
     wait = Wait(what, total, done)
     with _display.show(wait):
@@ -78,20 +80,26 @@ def waiting(what: str, total: int | None = None, done: int = 0) -> Iterator[Wait
 
 
 def track(items: Sequence[Item], what: str) -> Iterator[Item]:
-    """The ``items``, one after another, while how many of them are done is shown. In ``what``, {} stands for the item."""
+    """Yield the items one by one, and show how many are done.
+
+    In ``what``, {} stands for the item.
+    """
     with waiting(what.replace("{}", str(next(iter(items), ""))), len(items)) as wait:
-        for number, item in enumerate(items):
-            wait.update(what=what.replace("{}", str(item)), done=number)
+        for index, item in enumerate(items):
+            wait.update(what=what.replace("{}", str(item)), done=index)
             yield item
 
 
 def say(line: str, unasked: bool = False) -> None:
-    """A ``line`` about what was found or decided. Commands show it; elsewhere what nobody asked for, as a warning."""
+    """Print a line about a finding or a decision, if this is a command.
+
+    Elsewhere nothing is printed; with ``unasked``, a warning is issued instead.
+    """
     _display.say(line, unasked)
 
 
 def clear() -> None:
-    """Take what is shown off the terminal: for a process that is about to end."""
+    """Remove the progress from the terminal; for a process that is about to exit."""
     _display.clear()
 
 
@@ -111,15 +119,15 @@ class _Nothing:
 
 
 class _Lines:
-    """A line now and then, about waits of more than a few seconds."""
+    """A line now and then about operations of more than a few seconds."""
 
     @contextmanager
     def show(self, wait: Wait) -> Iterator[None]:
-        over = threading.Event()
+        is_over = threading.Event()
 
         def speak() -> None:
             pause = FIRST_LINE
-            while not over.wait(pause):
+            while not is_over.wait(pause):
                 print(f"specjax: {wait.line()}", file=sys.stderr, flush=True)
                 pause = min(2 * pause, LAST_PAUSE)
 
@@ -128,7 +136,7 @@ class _Lines:
         try:
             yield
         finally:
-            over.set()
+            is_over.set()
             thread.join()
 
     def say(self, line: str, unasked: bool) -> None:
@@ -139,11 +147,11 @@ class _Lines:
 
 
 class _Bars:
-    """A bar for each wait, a wait within a wait below it. They vanish when nothing is waited for any more."""
+    """A bar per operation, nested ones below. The bars vanish when no operation is left."""
 
     def __init__(self, console: Console) -> None:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), _Numbers(""))
-        # What is printed must go where it belongs: the standard output may be a file.
+        # rich must not redirect the standard output to the terminal: it may be a file.
         self._progress = Progress(*columns, console=console, transient=True, redirect_stdout=False)
 
     @contextmanager
@@ -162,11 +170,11 @@ class _Bars:
         self._progress.console.print(f"specjax: {line}", markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def clear(self) -> None:
-        self._progress.stop()  # shows the cursor again
+        self._progress.stop()  # makes the cursor visible again
 
 
 class _Numbers(TextColumn):
-    """Reads the wait anew whenever it is drawn: so nobody has to tell the bar."""
+    """The counts and times of a bar, read from the `Wait` at every refresh."""
 
     def render(self, task: Task) -> Text:
         wait: Wait = task.fields["wait"]
@@ -179,7 +187,7 @@ _display: _Nothing | _Lines | _Bars = _Nothing()
 
 
 def show_waits() -> None:
-    """From now on show what is waited for, as suits the standard error. For commands."""
+    """Show progress on the standard error from now on, as bars or lines. Commands call this."""
     global _display  # noqa: PLW0603 - a process has one standard error
     console = Console(stderr=True)
     _display = _Bars(console) if console.is_terminal else _Lines()

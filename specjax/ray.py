@@ -1,6 +1,7 @@
-"""For Ray: a data set of any size, written on by as many processes as a cluster has room for.
+"""Regeneration of data sets with Ray, by as many processes as a cluster has room for.
 
-`Generate` is a class for ``ray.data.Dataset.map_batches``. It needs no Ray itself: a dictionary of columns is enough.
+`Generate` is a class for ``ray.data.Dataset.map_batches``. It does not need Ray itself: a
+dictionary of columns is enough.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,23 +22,29 @@ from specjax.training.documents import REGENERATED_FROM, Document, find_origin, 
 
 
 class Generate:
-    """Writes what a target says after each prompt of a batch. Ray makes one in each actor, which loads the model once.
+    """A generator of answers to the prompts of a batch, for ``ray.data.Dataset.map_batches``.
 
-    A prompt is a text, a conversation (a list of messages) or token ids. What is written after it depends on its content, the
-    settings and the seed alone, up to rounding: not on the number of actors, on the batches, or on what else is written
-    meanwhile. An actor that dies is replaced by Ray, and its batches are written again: the same. So rows of equal content get
-    equal texts; where several texts of one prompt are wanted, number the rows in a column of their own (``copy``).
+    Ray makes one per actor, which loads the model once.
 
-    These columns are added, or put in place of columns of the same name. ``specjax train`` reads files that have them:
+    A prompt is a text, a conversation (a list of messages) or token ids. Up to rounding, an answer
+    depends only on the prompt's content, the settings and the seed. It does not depend on the
+    number of actors, on the batches or on other answers. Ray replaces an actor that dies and
+    repeats its batches, with the same answers. So rows of equal content get equal answers. For
+    several answers to one prompt, number its rows in a column of their own (``copy``).
 
-    - ``answer``: what the target said, as text.
-    - ``text``: of a text and of token ids, the prompt and the answer. Of a conversation ``messages``, the answer at its end.
-    - ``tokens``: the ids of the prompt and of the answer, an end token included.
-    - ``loss_spans``: where in them the answer begins and ends.
-    - ``tokenizer_fingerprint``: whose ids they are.
-    - ``regenerated_from``: the prompt's, so that a training holds out all that is written after it, or none.
-    - ``left_out``: why there is no answer, where a prompt cannot be encoded or leaves no room for one; else empty. Such a row
-      has no tokens, and ``train`` refuses it: filter it out.
+    These columns are added, or replace columns of the same name. ``specjax train`` reads files that
+    have them:
+
+    - ``answer``: the text of the answer.
+    - ``text``: for a text or token ids, the prompt and the answer. A conversation has ``messages``
+      instead, with the answer at the end.
+    - ``tokens``: the ids of the prompt and the answer, with an end token.
+    - ``loss_spans``: where in ``tokens`` the answer begins and ends.
+    - ``tokenizer_fingerprint``: identifies the tokenizer of the ids.
+    - ``regenerated_from``: identifies the original prompt, so that training holds out all answers
+      to it, or none.
+    - ``left_out``: why there is no answer, if the prompt cannot be encoded or leaves no room for an
+      answer; else empty. Such a row has no tokens, and ``train`` refuses it: filter it out.
 
     Examples:
         >>> from specjax.ray import Generate
@@ -49,7 +56,7 @@ class Generate:
         >>> [len(tokens) - spans[0][0] for tokens, spans in zip(batch["tokens"], batch["loss_spans"])]
         [8, 8]
 
-        With Ray, where ``dataset`` is a ``ray.data.Dataset`` with a column ``prompt``, on four GPUs::
+        With Ray on four GPUs; ``dataset`` is a ``ray.data.Dataset`` with a column ``prompt``::
 
             dataset.map_batches(
                 Generate,
@@ -79,29 +86,34 @@ class Generate:
         stop: str | Sequence[str] = (),
         mesh: tuple[int, int] = (1, 1),
     ) -> None:
-        """Load the model and compile everything.
+        """Load the model, and compile all programs.
 
         Args:
-            target: directory or hub id of the model that writes. Every machine must reach it.
-            drafter: makes it faster, and changes nothing in its distribution; "none" is plain decoding.
-            draft: shape of its drafts; empty: its own.
-            column: with the prompts.
-            copy: a column with the number of each row among those of equal content; empty: all are number 0.
-            rows: texts at a time. When one ends another begins, until the batch has no more: so let ``batch_size`` be several
-                times as large.
-            capacity: most tokens of a text, prompt and answer; None: what the models have positions for, at most
-                `specjax.serving.memory.USUAL_CAPACITY`.
-            max_new_tokens: of an answer.
-            temperature: 0 is greedy.
-            top_p: in (0, 1].
-            seed: of the random draws.
-            chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
-            chat_template_kwargs: what the template is given beside the messages, such as ``{"enable_thinking": False}``.
-            stop: a string, or several, before the first of which an answer ends.
-            mesh: devices by axis, data and model, where a model takes several.
+            target: a directory or hub id of the model that writes the answers. Every machine must
+                have access to it.
+            drafter: the drafter. It makes generation faster and does not change the distribution.
+                "none" is plain decoding.
+            draft: the shape of the drafts; empty is the drafter's default.
+            column: the column with the prompts.
+            copy: a column with the index of each row among rows of equal content; empty: all rows
+                have index 0.
+            rows: the number of sequences that are decoded together. A finished sequence is replaced
+                by the next of the batch, so ``batch_size`` should be several times as large.
+            capacity: the maximum number of tokens of a prompt with its answer. None is what the
+                models support, at most `specjax.serving.memory.USUAL_CAPACITY`.
+            max_new_tokens: the maximum number of tokens of an answer.
+            temperature: the temperature; 0 is greedy decoding.
+            top_p: the probability mass to sample from, in (0, 1].
+            seed: the random seed.
+            chat_template: a file with a Jinja chat template that replaces the tokenizer's own.
+            chat_template_kwargs: variables for the chat template, such as ``{"enable_thinking":
+                False}``.
+            stop: a string or several strings. An answer ends before the first of them.
+            mesh: the number of devices of each mesh axis, data and model, if a model uses several.
 
         Raises:
-            InputError: an argument cannot be used; names it, its value and what to give instead.
+            InputError: an argument cannot be used. The message has its name, its value and the
+                remedy.
         """
         stop = check_stop(stop)
         if max_new_tokens < 1:
@@ -123,21 +135,21 @@ class Generate:
         self._writer = AnswerWriter(generator, params, rows=rows, capacity=capacity)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """``batch`` with the columns of what was written. Every column is an array ``[B]``.
+        """Return the batch with the new columns. Every column is an array ``[B]``.
 
         Raises:
-            InputError: there is no such column, or a row of it is no prompt.
+            InputError: a column does not exist, or a row of it is not a prompt.
         """
         for name in (self.column, *([self.copy] if self.copy else [])):
             if name not in batch:
                 raise InputError(f"column={name!r}: the batch has {', '.join(batch)}: name one of these")
-        numbers = [int(number) for number in batch[self.copy]] if self.copy else [0] * len(batch[self.column])
+        copies = [int(copy) for copy in batch[self.copy]] if self.copy else [0] * len(batch[self.column])
         rows = [_PromptRow(value, f"{self.column} of row {row}") for row, value in enumerate(batch[self.column])]
-        begun = [self._begin(row, number) for row, number in zip(rows, numbers, strict=True)]
-        return {**batch, **_columns([end() for end in begun])}
+        pending = [self._begin(row, copy) for row, copy in zip(rows, copies, strict=True)]
+        return {**batch, **_columns([end() for end in pending])}
 
     def close(self) -> None:
-        """End the engine. At the end of a process it is ended in any case."""
+        """Close the engine. At the end of the process it is closed in any case."""
         self._writer.close()
 
     def __enter__(self) -> "Generate":
@@ -146,27 +158,27 @@ class Generate:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
-    def _begin(self, row: "_PromptRow", number: int) -> Callable[[], dict[str, Any]]:
-        """Ask for the answer to a prompt. The function that is returned waits for it, and gives the new columns of the row."""
+    def _begin(self, row: "_PromptRow", copy: int) -> Callable[[], dict[str, Any]]:
+        """Submit a prompt, and return a function that waits for the row's new columns."""
         prompt, why_not = self._writer.encode(row.prompt)
         if why_not:
             return lambda: self._left_out(row, why_not)
-        key = self._writer.key(row.identity, number, row.answers if row.is_chat else None)
+        key = self._writer.key(row.identity, copy, row.answers if row.is_chat else None)
         handle = self._writer.submit(prompt, key, self._stop, is_chat=row.is_chat)
         return lambda: self._written(row, prompt, handle.result())
 
     def _written(self, row: "_PromptRow", prompt: list[int], answer: pipeline.Generation) -> dict[str, Any]:
-        """Return the columns of a row that has an answer."""
+        """Return the columns of a row with an answer."""
         columns = {"answer": answer.text, REGENERATED_FROM: row.origin, "left_out": ""}
         if not row.is_chat:
             record = self._writer.text_record(prompt, answer)
             text = record.pop("text")
-            return columns | record | {"text": text}  # where the column of those that are left out is
+            return columns | record | {"text": text}  # in the order of the columns of `_left_out`
         messages = [*row.prompt, {"role": "assistant", "content": answer.text}]
         return columns | self._writer.tokens_record([(prompt, answer.tokens)], is_chat=True) | {"messages": messages}
 
     def _left_out(self, row: "_PromptRow", why: str) -> dict[str, Any]:
-        """Return the columns of a row that has no answer."""
+        """Return the columns of a row without an answer."""
         columns = {
             "answer": "",
             REGENERATED_FROM: row.origin,
@@ -177,14 +189,14 @@ class Generate:
 
 
 class _PromptRow:
-    """A prompt, in whatever form a column has it.
+    """A prompt in any of the forms that a column may have.
 
     Attributes:
-        prompt: a text, messages, or token ids.
-        is_chat: whether it is messages.
-        answers: how many of them are the assistant's.
-        identity: a hash of its content.
-        origin: of what it was itself written after, if that is known.
+        prompt: a text, messages or token ids.
+        is_chat: whether the prompt is messages.
+        answers: the number of assistant messages among them.
+        identity: the hash of the prompt's content.
+        origin: the identity of the prompt from which this prompt was itself regenerated, if known.
     """
 
     def __init__(self, value: Any, where: str) -> None:
@@ -195,7 +207,7 @@ class _PromptRow:
             return
         if not isinstance(value, Sequence | np.ndarray) or len(value) == 0:
             raise InputError(f"{where}: is {value!r:.80}: give a text, messages or token ids")
-        if all(isinstance(each, Mapping) for each in value):
+        if all(isinstance(message, Mapping) for message in value):
             document = parse_record({"messages": list(value)}, where)
             self.is_chat, self.prompt = True, list(document.messages or ())
             self.answers = sum(message["role"] == "assistant" for message in document.messages or ())
@@ -204,12 +216,15 @@ class _PromptRow:
         try:
             self.prompt = np.asarray(value).astype(np.int32, casting="same_kind").tolist()
         except (TypeError, ValueError):
-            raise InputError(f"{where}: is neither a text, nor messages, nor token ids") from None
+            raise InputError(f"{where}: must be a text, messages or token ids") from None
         self.identity = self.origin = hash_of(f"tokens {self.prompt}")
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """Lists stay lists, of whatever length: Arrow has a type for them, and arrays would be tensors."""
+    """Convert rows to columns.
+
+    Lists stay lists of any length: Arrow has a type for them, but would make tensors of arrays.
+    """
     columns = {}
     for name in rows[0] if rows else ():
         column = np.empty(len(rows), object)

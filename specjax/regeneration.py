@@ -1,7 +1,7 @@
-"""Rewrite a data set with a target's answers: what ``specjax regenerate`` and `specjax.ray.Generate` share.
+"""Rewrite a data set with a target's answers: for ``specjax regenerate`` and for Ray.
 
-An answer depends on the content of its prompt, the sampling parameters and the seed alone, up to rounding: not on the order of
-the data, nor on what else is written meanwhile.
+Up to rounding, an answer depends only on the content of its prompt, the sampling parameters and the
+seed. It does not depend on the order of the data or on other requests.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from specjax.training.written import WrittenTokens
 
 
 class AnswerWriter(AbstractContextManager["AnswerWriter"]):
-    """An engine that answers prompts, the random key of each prompt, and the records of what was written.
+    """An engine that answers prompts, with the prompts' random keys and the answers' records.
 
     Attributes:
-        capacity: most tokens of a prompt with its answer.
+        capacity: the maximum number of tokens of a prompt with its answer.
 
     Examples:
         >>> from specjax.regeneration import AnswerWriter
@@ -40,10 +40,10 @@ class AnswerWriter(AbstractContextManager["AnswerWriter"]):
     """
 
     def __init__(self, generator: pipeline.TextGenerator, params: SamplingParams, *, rows: int, capacity: int) -> None:
-        """Start an engine of ``rows`` rows.
+        """Start an engine with ``rows`` rows.
 
-        It always drafts alike: what is fastest by the clock may round differently, and a run that is continued should write
-        what it would have written.
+        The engine always drafts in the same way. Choosing the fastest draft by the clock could
+        change the rounding, and a run that is continued must write what it would have written.
         """
         self._generator, self._params = generator, params
         with on_host():
@@ -57,50 +57,62 @@ class AnswerWriter(AbstractContextManager["AnswerWriter"]):
         self.close()
 
     def close(self) -> None:
-        """End the engine, and cancel what it is writing."""
+        """Close the engine, and cancel its requests."""
         self._engine.close()
 
     def key(self, identity: str, copy: int, turn: int | None = None) -> jax.Array:
-        """Return the random key of an answer. It is made on the host: a device would finish its running call first.
+        """Return the random key of an answer.
+
+        The key is computed on the host, because a device would finish its running call first.
 
         Args:
-            identity: of the document, a hexadecimal number (`specjax.training.documents.identities`).
+            identity: the document's hash, a hexadecimal number
+                (`specjax.training.documents.identities`).
             copy: the index of the copy of the document.
-            turn: the index of the answer in a conversation; None: of a text, which has one.
+            turn: the index of the answer in a conversation; None for a text, which has a single
+                answer.
         """
         with on_host():
             key = jax.random.fold_in(named_key(self._root, identity), copy)
             return key if turn is None else jax.random.fold_in(key, turn)
 
     def encode(self, prompt: Any, most: int | None = None) -> tuple[list[int], str]:
-        """Return the tokens of a prompt, at most the first ``most``; and why they cannot be answered, "" where they can."""
+        """Encode a prompt.
+
+        Args:
+            prompt: a text, messages or token ids.
+            most: the prompt is cut to this many tokens; None keeps all.
+
+        Returns:
+            The token ids, and the reason why the prompt cannot be answered, or "".
+        """
         try:
             tokens = self._engine.encode(prompt)[:most]
-        except InputError as error:  # this one prompt's: its characters, or the order of its roles
+        except InputError as error:  # an error of this prompt: its characters, or the order of its roles
             return [], f"it cannot be encoded ({error})"
         if len(tokens) + self._params.max_new_tokens > self.capacity:
             return [], f"there is no room for max_new_tokens={self._params.max_new_tokens} in {self.capacity} tokens"
         return tokens, ""
 
     def submit(self, prompt: list[int], key: jax.Array, stop: Sequence[str] = (), *, is_chat: bool = False) -> Handle:
-        """Ask the engine for the answer to a prompt. Returns at once."""
+        """Submit a prompt to the engine without waiting for the answer."""
         return self._engine.submit(prompt, self._params, key=key, stop=stop, is_chat=is_chat)
 
     def text_record(self, prompt: list[int], answer: pipeline.Generation) -> dict[str, Any]:
-        """Return the record of a text that was continued: the text, and its tokens as a training reads them."""
-        # Both are decoded together: a character may lie on either side of the cut.
+        """Return the record of a continued text: the text, and its tokens for training."""
+        # Both are decoded together, because a character may span the cut between them.
         text = self._generator.tokenizer.decode([*prompt, *answer.tokens], skip_special_tokens=True)
         return {"text": text, **self.tokens_record([(prompt, answer.tokens)], is_chat=False)}
 
     def tokens_record(self, turns: Sequence[tuple[list[int], tuple[int, ...]]], *, is_chat: bool) -> dict[str, Any]:
-        """Return the tokens of prompts and answers, turn by turn, as a training reads them."""
+        """Return the record of the tokens of prompts and answers, turn by turn, for training."""
         return WrittenTokens.of_turns(turns, self._fingerprints[is_chat]).record()
 
     def empty_record(self, *, is_chat: bool) -> dict[str, Any]:
-        """Return the record of the tokens of a prompt that is left out."""
+        """Return the token record of a prompt that is left out."""
         return {"tokens": [], "loss_spans": [[0, 0]], "tokenizer_fingerprint": self._fingerprints[is_chat]}
 
 
 def positions_of(generator: pipeline.TextGenerator) -> int:
-    """Return the most tokens that a text of a generator's target and drafter may have."""
+    """Return the maximum number of tokens of a text that a generator's models support."""
     return decoding.most_positions(generator.target, generator.drafter or NoDraft())

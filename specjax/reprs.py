@@ -1,18 +1,18 @@
-"""One line that stands for an object with arrays: their sizes instead of their values, which would fill many screens."""
+"""A one-line repr for objects with arrays. It shows sizes instead of values."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 _SHOWN_NUMBERS = 8
-"""Arrays of at most so many numbers are shown whole."""
+"""The largest array that is printed in full, in numbers."""
 
 
 class OneLine:
-    """Gives a dataclass and its subclasses a repr of one line, ``Name(field=value, …)``.
+    """Base class of dataclasses whose repr is one line, ``Name(field=value, …)``.
 
-    Arrays are shown by type and shape, other values that hold arrays by how many numbers these have, and the field ``config``
-    by its class. Fields that are None are left out.
+    An array is shown by its type and shape. Another value that holds arrays is shown by the count
+    of their numbers, and the field ``config`` by its class. Fields that are None are left out.
 
     Examples:
         >>> import dataclasses
@@ -28,14 +28,14 @@ class OneLine:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__repr__" not in cls.__dict__:
-            cls.__repr__ = OneLine.__repr__  # otherwise the decorator of dataclasses would put its own there
+            cls.__repr__ = OneLine.__repr__  # else dataclasses.dataclass adds its own
 
     def __repr__(self) -> str:
         shown = (f"{key}={_show(key, value)}" for key, value in self.shown_fields().items() if value is not None)
         return f"{type(self).__qualname__}({', '.join(shown)})"
 
     def shown_fields(self) -> dict[str, Any]:
-        """Return what the repr shows, by name."""
+        """Return the fields that the repr shows, by name."""
         return _fields_of(self)
 
 
@@ -54,7 +54,7 @@ def _show(key: str, value: Any) -> str:
     if not arrays:
         return " ".join(repr(value).split())
     if dataclasses.is_dataclass(value):
-        shown = (f"{name}={_show(name, each)}" for name, each in _fields_of(value).items() if each is not None)
+        shown = (f"{name}={_show(name, item)}" for name, item in _fields_of(value).items() if item is not None)
         return f"{type(value).__qualname__}({', '.join(shown)})"
     types = sorted({str(array.dtype) for array in arrays})
     numbers = sum(int(array.size) for array in arrays)

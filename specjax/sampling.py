@@ -1,6 +1,7 @@
-"""The one definition of the distribution that tokens are drawn from.
+"""The distribution from which tokens are sampled, in a single definition.
 
-The target and every drafter warp their logits here. Losslessness is a statement about *this* distribution.
+The target and every drafter transform their logits here. Losslessness is a statement about *this*
+distribution.
 """
 
 import math
@@ -20,16 +21,20 @@ from specjax.errors import InputError
 from specjax.shape_checks import shape_checked
 
 Rule = Literal["coupled", "independent", "block", "rejection"]
-"""How rows draw their tokens and verify drafts; every one is exact.
+"""How rows sample tokens and verify drafts. All rules are exact.
 
-``coupled``: target and drafter draw with the same random numbers, which belong to the row's key and the token's position
-(`position_keys`), so that the text does not depend on the drafter, and a draft is right where the two models would draw the
-same. ``independent``: each token is drawn with numbers of its own, and a draft is verified by the rule that fits it: a chain of
-drawn tokens by block verification, drawn siblings by recursive rejection, chosen tokens by matching.
+``coupled``: target and drafter use the same random numbers. These belong to the row's key and the
+token's position (`position_keys`). So the text does not depend on the drafter, and a drafted token
+is accepted where both models would sample the same token.
 
-``block`` and ``rejection`` are for chains alone, and refused for trees. ``block`` is what ``independent`` does for a chain;
-``rejection`` is the older rule, by which never more tokens are accepted in expectation. Where a chain's tokens were chosen
-(prompt lookup's copies) q is certain, and both come to matching.
+``independent``: each token is sampled with new random numbers, and a draft is verified by the rule
+for its shape: a chain of sampled tokens by block verification, sampled siblings by recursive
+rejection, chosen tokens by matching.
+
+``block`` and ``rejection`` support only chains, and trees are refused. ``block`` is the rule that
+``independent`` uses for chains. ``rejection`` is the older rule, which never accepts more tokens in
+expectation. If the tokens of a chain were chosen and not sampled (as prompt lookup does), q is
+certain, and both are equal to matching.
 
 Examples:
     >>> sampling, key = specjax.Sampling(), jax.random.key(7)
@@ -52,11 +57,14 @@ Examples:
 RULE_NAMES: tuple[str, ...] = get_args(Rule)
 
 _BLOCKS = 256
-"""Into so many blocks a vocabulary is divided where a token is searched: first for its block, then inside it."""
+"""The maximum number of blocks in which a vocabulary is searched.
+
+A search first finds the block of a token and then the token in it.
+"""
 
 
 def check_rule(rule: Any) -> None:
-    """Refuse, with an InputError, what is none of the `RULE_NAMES`.
+    """Refuse, with an InputError, a rule that is not one of `RULE_NAMES`.
 
     Examples:
         >>> from specjax.sampling import check_rule
@@ -70,18 +78,21 @@ def check_rule(rule: Any) -> None:
 
 @struct.dataclass
 class RowSampling:
-    """The sampling parameters of each row of a batch, as arrays. Made by `Sampling.rows`.
+    """The sampling parameters of each row of a batch, as arrays. `Sampling.rows` makes it.
 
     Attributes:
         temperature: ``[B]``; 0 is argmax.
         top_k: ``[B]`` int32; 0 is no limit.
         top_p: ``[B]``.
         min_p: ``[B]``.
-        greedy: known before tracing that every row is greedy: no distribution is ever formed.
-        truncated: known before tracing that some row has a top_k, top_p or min_p: without one, no threshold is looked for.
-        rule: known before tracing, of all rows.
-        stop_token_ids: ``[B, E]`` int32 ids that end a text, -1 is none; None where ``tokens_before_stop`` is None.
-        tokens_before_stop: ``[B]`` int32, the next tokens that must be none of ``stop_token_ids``; None: no row asks for that.
+        greedy: static; True if all rows are greedy. Then no distribution is ever computed.
+        truncated: static; True if any row has a top_k, top_p or min_p. Otherwise no threshold is
+            computed.
+        rule: static; the rule of all rows.
+        stop_token_ids: ``[B, E]`` int32 ids of tokens that end a text, padded with -1; None if
+            ``tokens_before_stop`` is None.
+        tokens_before_stop: ``[B]`` int32, the number of next tokens that must not be one of
+            ``stop_token_ids``; None if no row has such a minimum.
     """
 
     temperature: jax.Array
@@ -96,17 +107,20 @@ class RowSampling:
 
     @property
     def coupled(self) -> bool:
-        """Whether tokens are drawn with the random numbers of their positions. Greedy rows draw nothing."""
+        """True if tokens are sampled with the random numbers of their positions.
+
+        Greedy rows sample nothing.
+        """
         return self.rule == "coupled" and not self.greedy
 
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How the device holds one sampling parameter.
+    """The array type and the valid range of a sampling parameter on the device.
 
     Attributes:
-        dtype: the type of its array.
-        is_valid: tells of an array of numbers which are in range.
+        dtype: the data type of its array.
+        is_valid: returns for an array of numbers which of them are in range.
         range: the range in words, for errors.
         most: larger numbers mean the same, and are stored as this one.
     """
@@ -123,23 +137,25 @@ _RECIPES = {
     "top_p": _Recipe(np.float32, lambda x: (x > 0) & (x <= 1), "in (0, 1]; 1 is no limit"),
     "min_p": _Recipe(np.float32, lambda x: (x >= 0) & (x <= 1), "in [0, 1]; 0 is no limit"),
 }
-"""The recipe of each field of `Sampling`, which has the same name in `RowSampling`."""
+"""The recipe of each field of `Sampling`. `RowSampling` has a field of the same name."""
 
 SAMPLING_NAMES = tuple(_RECIPES)
-"""The parameters that make the distribution."""
+"""The names of the parameters that define the distribution."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The distribution that tokens are drawn from: each parameter is one number, or one number for each row of a batch.
+    """The distribution of tokens. Each parameter is one number, or one number per row of a batch.
 
-    `specjax.SamplingParams` adds what else one request asks for. On the device, the parameters of all rows are a `RowSampling`.
-    A new parameter is a field here with a recipe in this module, a field of `RowSampling`, and its place in the distribution;
-    and a field of HTTP's requests, where clients may ask for it.
+    `specjax.SamplingParams` adds the other parameters of a request. On the device, the parameters
+    of all rows are a `RowSampling`. A new parameter needs a field here, a recipe in this module, a
+    field of `RowSampling`, its place in the distribution, and a field of HTTP requests if clients
+    may set it.
 
-    The logits are divided by ``temperature`` (0: argmax), then restricted to the ``top_k`` most probable tokens (0: no
-    limit), then to the smallest set of most probable tokens whose mass reaches ``top_p``, then to tokens at least ``min_p``
-    times as probable as the most probable. Tokens that tie with the last one kept are kept.
+    The logits are divided by ``temperature`` (0: argmax). Then they are restricted to the ``top_k``
+    most probable tokens (0: no limit), then to the smallest set of most probable tokens whose mass
+    reaches ``top_p``, then to tokens at least ``min_p`` times as probable as the most probable one.
+    Tokens that tie with the last token kept are also kept.
 
     Examples:
         >>> specjax.Sampling(temperature=0.7, top_p=0.9)
@@ -161,21 +177,22 @@ class Sampling:
     min_p: Any = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what is no number. Whether numbers are in range, and as many as there are rows, is checked by `rows`."""
+        """Refuse values that are not numbers. `rows` checks the ranges and the number of rows."""
         for name in SAMPLING_NAMES:
             one_or_each(name, getattr(self, name))
 
     def with_explicit(self, **stated: Any) -> "Sampling":
-        """Return the parameters of a call for which these are the defaults: what the call states wins, one by one.
+        """Return these defaults, overridden by the parameters that a call states.
 
-        All callers merge defaults and explicit parameters here. Where the temperature comes to 0 in every row, nothing is cut
-        off: defaults of the other parameters are then left out, and only what the call states stays.
+        All callers merge defaults and explicit parameters with this method. If the resulting
+        temperature is 0 in every row, the other parameters have no effect. Their defaults are then
+        dropped, and only the parameters that the call states stay.
 
         Args:
-            stated: the fields of `Sampling` that the call states, by name; None stands for the default.
+            stated: the fields of `Sampling` that the call states, by name. None means the default.
 
         Raises:
-            InputError: a parameter is no number, nor one for each row.
+            InputError: a parameter is neither a number nor one number per row.
 
         Examples:
             >>> defaults = specjax.Sampling(temperature=0.6, top_k=20, top_p=0.95)
@@ -194,7 +211,8 @@ class Sampling:
         """Return the arrays of ``batch`` rows, whose drafts are verified by ``rule``.
 
         Raises:
-            InputError: a parameter is out of its range, or has another number of rows; or there is no such rule.
+            InputError: a parameter is out of range or has a different number of rows, or there is
+                no such rule.
         """
         check_rule(rule)
         numbers = self.by_row(batch)
@@ -203,16 +221,17 @@ class Sampling:
             **{name: jnp.asarray(values) for name, values in numbers.items()},
             greedy=not is_drawn,
             truncated=bool(np.any(numbers["top_k"] > 0) or np.any(numbers["top_p"] < 1) or np.any(numbers["min_p"] > 0)),
-            rule=rule if is_drawn else "independent",  # greedy rows draw nothing: one program for all
+            rule=rule if is_drawn else "independent",  # greedy rows draw nothing, so all rules share a program
         )
 
     def rows_of_any_kind(self, batch: int) -> RowSampling:
-        """Return the arrays of ``batch`` rows for a program that serves every request: drawn or greedy, truncated or not.
+        """Return the arrays of ``batch`` rows for a program that serves every kind of request.
 
-        Rows are verified by coupled sampling, so that a text depends on its key and its prompt alone.
+        Rows may be sampled or greedy, truncated or not. Their rule is coupled sampling, so that a
+        text depends only on its key and its prompt.
 
         Raises:
-            InputError: as `rows`.
+            InputError: see `rows`.
 
         Examples:
             >>> rows = specjax.sampling.GREEDY.rows_of_any_kind(2)
@@ -222,27 +241,30 @@ class Sampling:
         return replace(self.rows(batch), greedy=False, truncated=True, rule="coupled")
 
     def by_row(self, batch: int) -> dict[str, np.ndarray]:
-        """Return each parameter's numbers ``[batch]`` by its name, in the types and ranges that the device uses, on the host.
+        """Return the numbers ``[batch]`` of each parameter by name, on the host.
+
+        They have the types and ranges of the device.
 
         Raises:
-            InputError: a parameter is out of its range, or has another number of rows.
+            InputError: a parameter is out of range, or has a different number of rows.
 
         Examples:
             >>> specjax.Sampling(temperature=(0.0, 1.0)).by_row(2)["temperature"]
             array([0., 1.], dtype=float32)
         """
         numbers = {name: self._row(name, batch) for name in SAMPLING_NAMES}
-        # Devices take numbers below float32's smallest normal one for 0, and may divide by multiplying with the reciprocal:
-        # a temperature is moved to where it and its reciprocal are normal numbers. Beyond that nothing changes any more.
+        # Devices flush numbers below float32's smallest normal number to 0, and may divide by
+        # multiplying with the reciprocal. So temperatures are clipped to where they and their
+        # reciprocals are normal numbers. More extreme ones would not change the distribution.
         smallest, temperature = float(np.finfo(np.float32).tiny), numbers["temperature"]
         numbers["temperature"] = np.where(temperature > 0, np.clip(temperature, smallest, 1 / smallest), 0.0)
         return {name: values.astype(_RECIPES[name].dtype) for name, values in numbers.items()}
 
     def of_row(self) -> dict[str, np.ndarray]:
-        """Return the parameters of one row by their names, each a scalar on the host, as `by_row` has them.
+        """Return the parameters of a single row by name, each a scalar as in `by_row`.
 
         Raises:
-            InputError: a parameter is out of its range, or has several numbers.
+            InputError: a parameter is out of range, or has several numbers.
 
         Examples:
             >>> specjax.Sampling(temperature=0.5).of_row()["temperature"]
@@ -251,7 +273,7 @@ class Sampling:
         return {name: numbers[0] for name, numbers in self.by_row(1).items()}
 
     def _row(self, name: str, batch: int) -> np.ndarray:
-        """Return the numbers of one parameter ``[batch]`` as float64, checked."""
+        """Check a parameter, and return its numbers ``[batch]`` as float64."""
         recipe, value = _RECIPES[name], one_or_each(name, getattr(self, name)).astype(np.float64)
         if value.ndim == 1 and len(value) != batch:
             raise InputError(f"{name} has shape {value.shape}: give one number, or one for each of the {batch} rows")
@@ -263,23 +285,25 @@ class Sampling:
 
 
 GREEDY = Sampling(temperature=0.0)
-"""The likeliest token every time."""
+"""Greedy decoding: always the most likely token."""
 
 
 @struct.dataclass
 class Distributions:
-    """The distributions that each row's tokens are drawn from, as logits and a few numbers: every p is formed where it is read.
+    """The distributions of tokens at each node, as logits and a few numbers.
 
-    Storing all probabilities would need an array as large as the logits. Recomputing them is faster than writing and reading
-    that array. Made by `distributions`; of one node a row, `probabilities` is as good.
+    Each probability is computed where it is read. An array of all probabilities would be as large
+    as the logits, and recomputing is faster than writing and reading it. `distributions` makes
+    this. For a single node per row, `probabilities` is as good.
 
     Attributes:
-        values: ``[B, …, V]`` float32 log p, but for a scale and a constant.
-        top: ``[B, …]`` the largest of them.
-        temperature: ``[B, …]`` the scale: ``(values - top) / temperature`` is log p plus a constant.
+        values: ``[B, …, V]`` float32, log p up to a scale and a constant.
+        top: ``[B, …]`` the largest of these values.
+        temperature: ``[B, …]`` the scale: ``(values - top) / temperature`` is log p plus a
+            constant.
         total: ``[B, …]`` the sum of the exponentials of that.
-        best: ``[B, …]`` int32 the likeliest token, the lowest among ties.
-        is_certain: ``[B, …]`` bool, whether p is 1 for ``best``, as it is of greedy rows.
+        best: ``[B, …]`` int32 the most likely token, the lowest id among ties.
+        is_certain: ``[B, …]`` bool, whether ``best`` has probability 1, as in greedy rows.
 
     Examples:
         >>> from specjax.sampling import distributions
@@ -299,37 +323,41 @@ class Distributions:
     is_certain: jax.Array
 
     def of(self, tokens: jax.Array) -> jax.Array:
-        """``[B, …]`` the probability of one token, ``tokens [B, …]``, at every node."""
+        """Return ``[B, …]`` the probability of one token, ``tokens [B, …]``, at every node."""
         values = jnp.take_along_axis(self.values, tokens[..., None], axis=-1)[..., 0]
-        drawn = jnp.exp((values - self.top) / self.temperature) / self.total
-        return jnp.where(self.is_certain, (tokens == self.best).astype(drawn.dtype), drawn)
+        probabilities = jnp.exp((values - self.top) / self.temperature) / self.total
+        return jnp.where(self.is_certain, (tokens == self.best).astype(probabilities.dtype), probabilities)
 
     def at(self, node: jax.Array) -> jax.Array:
-        """``[B, V]`` p at each row's ``node [B]``, of distributions ``[B, N, V]``."""
+        """Return ``[B, V]`` p at each row's ``node [B]``, for distributions ``[B, N, V]``."""
         return jax.tree.map(lambda leaf: at_nodes(leaf, node), self).all()
 
     def all(self) -> jax.Array:
-        """``[B, …, V]`` all of them."""
+        """Return ``[B, …, V]`` all probabilities."""
         is_best = jnp.arange(self.values.shape[-1], dtype=jnp.int32) == self.best[..., None]
         return jnp.where(self.is_certain[..., None], is_best.astype(jnp.float32), self._drawn())
 
     def excess(self, ratio: jax.Array, q: jax.Array) -> jax.Array:
-        """``[B, …]`` the sum of max(0, ratio * p - q) over the vocabulary, with ``ratio [B, …]`` and ``q [B, …, V]``."""
-        # There is no `where` inside the sum: XLA's CPU backend would store its result. The barrier keeps XLA from sharing these
-        # exponentials with ``total``, which would store them, too.
+        """Return ``[B, …]`` the sum of max(0, ratio * p - q) over the vocabulary.
+
+        ``ratio`` is ``[B, …]`` and ``q`` is ``[B, …, V]``.
+        """
+        # No `where` inside the sum: XLA's CPU backend would store its result. The barrier keeps XLA
+        # from sharing these exponentials with `total`, which would also store them.
         top, temperature = jax.lax.optimization_barrier((self.top, self.temperature))
-        drawn = replace(self, top=top, temperature=temperature)._drawn()
-        drawn = jnp.sum(jnp.maximum(0.0, ratio[..., None] * drawn - q), axis=-1)
+        p = replace(self, top=top, temperature=temperature)._drawn()
+        excess = jnp.sum(jnp.maximum(0.0, ratio[..., None] * p - q), axis=-1)
         q_of_best = jnp.take_along_axis(q, self.best[..., None], axis=-1)[..., 0]
-        return jnp.where(self.is_certain, jnp.maximum(0.0, ratio - q_of_best), drawn)
+        return jnp.where(self.is_certain, jnp.maximum(0.0, ratio - q_of_best), excess)
 
     def _drawn(self) -> jax.Array:
+        """Return the probabilities ``[B, …, V]`` of rows that are not greedy."""
         scaled = (self.values - self.top[..., None]) / self.temperature[..., None]
         return jnp.exp(scaled) / self.total[..., None]
 
 
 def distributions(logits: jax.Array, sampling: RowSampling) -> Distributions:
-    """What each row's tokens are drawn from where the target, or a drafter, has ``logits [B, …, V]``.
+    """Return the distributions of tokens for the target's or a drafter's ``logits [B, …, V]``.
 
     Examples:
         >>> from specjax.sampling import distributions
@@ -340,7 +368,7 @@ def distributions(logits: jax.Array, sampling: RowSampling) -> Distributions:
     """
     logits = logits.astype(jnp.float32)
     is_greedy = jnp.broadcast_to(_by_row(sampling.temperature == 0, logits[..., 0]), logits.shape[:-1])
-    if sampling.truncated:  # what is left of the logits is an array of its own
+    if sampling.truncated:  # truncation stores the remaining logits as a new array
         values = _warped(logits, sampling)
         top, temperature = jnp.zeros(is_greedy.shape, jnp.float32), jnp.ones(is_greedy.shape, jnp.float32)
     else:
@@ -354,9 +382,9 @@ def distributions(logits: jax.Array, sampling: RowSampling) -> Distributions:
 
 @shape_checked
 def probabilities(logits: Float[Array, "B *nodes V"], sampling: RowSampling) -> Float[Array, "B *nodes V"]:
-    """The distribution that each row's tokens are drawn from, float32.
+    """Return the probabilities of tokens for each row, float32.
 
-    A greedy row's is one-hot at its argmax (the lowest id among ties).
+    A greedy row is one-hot at its argmax (the lowest id among ties).
 
     Examples:
         >>> from specjax.sampling import probabilities
@@ -371,48 +399,53 @@ def probabilities(logits: Float[Array, "B *nodes V"], sampling: RowSampling) -> 
 
 
 def perturbed(logits: jax.Array, sampling: RowSampling, noise: jax.Array, beyond: float = -np.inf) -> jax.Array:
-    """``[B, …, V]`` log p plus a constant plus ``noise [B, …, V]``, which is that of `position_noise`.
+    """Return ``[B, …, V]`` log p plus a constant plus Gumbel noise.
 
-    Where it is largest lies an exact draw from p, and the k largest are a draw of k without replacement (the Gumbel trick). A
-    greedy row's noise is left out: its draw is its argmax.
+    The token with the largest value is an exact sample from p, and the k largest are a sample of k
+    tokens without replacement (the Gumbel trick). Greedy rows get no noise: their sample is their
+    argmax.
 
     Args:
         logits: ``[B, …, V]``.
-        sampling: the rows' settings.
-        noise: of the position that the token is for.
-        beyond: added to tokens that truncation takes away. A finite number puts them behind the others, in order.
+        sampling: the rows' parameters.
+        noise: ``[B, …, V]``, the `position_noise` of the position that the token is for.
+        beyond: is added to tokens outside the truncation. A finite number keeps their order, after
+            all other tokens.
     """
     greedy = _by_row(sampling.temperature == 0, logits)
     return _warped(logits, sampling, beyond) + jnp.where(greedy, 0.0, noise)
 
 
 def _warped(logits: jax.Array, sampling: RowSampling, beyond: float = -np.inf) -> jax.Array:
-    """log p plus a constant, of the p that a row which is not greedy draws from; ``beyond`` as in `perturbed`."""
+    """Return log p plus a constant, for rows that are not greedy; ``beyond`` as in `perturbed`."""
     logits = logits.astype(jnp.float32)
     temperature = _by_row(sampling.temperature, logits)
-    # The largest is moved to 0, so that a small temperature cannot carry it to infinity.
+    # The largest logit is moved to 0, so that a small temperature cannot make it infinite.
     scaled = (logits - _top(logits)[..., None]) / jnp.where(temperature == 0, 1.0, temperature)
     if not sampling.truncated:
         return scaled
-    # Where a pass costs more than what is worked out in it, fewer passes that try more numbers at once.
+    # Except on CPUs, reading the logits costs more than comparing them. So there are fewer passes,
+    # and each tries more thresholds.
     by_device = partial(jax.lax.platform_dependent, cpu=partial(_threshold, bits=1), default=partial(_threshold, bits=4))
-    # In a server any row may ask for it, and most often none does.
-    asked = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
+    # In a server any row may be truncated, but usually none is.
+    is_truncated = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
     nothing = jnp.full((*scaled.shape[:-1], 1), -jnp.inf, scaled.dtype)
-    threshold = jax.lax.cond(asked, by_device, lambda *_: nothing, scaled, sampling)
+    threshold = jax.lax.cond(is_truncated, by_device, lambda *_: nothing, scaled, sampling)
     return jnp.where((scaled >= threshold) | (temperature == 0), scaled, scaled + beyond)
 
 
 def without_stop_tokens(logits: jax.Array, sampling: RowSampling, depth: Any, ids: jax.Array | None = None) -> jax.Array:
-    """The logits ``[B, …, V]`` with -inf for tokens that end a text, where it is too early for one.
+    """Set the logits ``[B, …, V]`` of stop tokens to -inf where min_new_tokens is not reached.
 
-    It comes before all else that makes a distribution of logits, for target and drafter alike.
+    This comes before all other transformations of the logits, for target and drafter alike.
 
     Args:
-        logits: of tokens below nodes of ``depth``.
-        sampling: the rows' settings. Where none asks for it, nothing is computed.
-        depth: of the nodes, 0 being the root: a scalar, or for each of the axes between, ``[…]`` or ``[B, …]``.
-        ids: ``[V]``, or ``[B, V]`` of each row, the target's ids of the tokens, where the logits are of another vocabulary.
+        logits: the logits of tokens below nodes of ``depth``.
+        sampling: the rows' parameters. If no row has such a minimum, nothing is computed.
+        depth: the depth of the nodes, the root's being 0: a scalar, or an array for the axes
+            between, ``[…]`` or ``[B, …]``.
+        ids: ``[V]``, or ``[B, V]`` per row, the target's ids of the tokens, if the logits are for a
+            different vocabulary.
 
     Examples:
         >>> from dataclasses import replace
@@ -430,44 +463,46 @@ def without_stop_tokens(logits: jax.Array, sampling: RowSampling, depth: Any, id
     is_early = jnp.broadcast_to(jnp.asarray(depth) < sampling.tokens_before_stop.reshape(-1, *(1,) * (len(shape) - 1)), shape)
 
     def mask(logits: jax.Array) -> jax.Array:
-        known = jnp.atleast_2d(jnp.arange(logits.shape[-1], dtype=jnp.int32) if ids is None else ids)
-        is_end = jnp.any(known[..., None] == stop_token_ids[:, None], axis=-1)
+        target_ids = jnp.atleast_2d(jnp.arange(logits.shape[-1], dtype=jnp.int32) if ids is None else ids)
+        is_end = jnp.any(target_ids[..., None] == stop_token_ids[:, None], axis=-1)
         return jnp.where(is_early[..., None] & _between(is_end, logits), -jnp.inf, logits)
 
     def mask_if_asked(logits: jax.Array) -> jax.Array:
         return jax.lax.cond(jnp.any(is_early), mask, lambda logits: logits, logits)
 
-    # Any row may ask for it, and most often none does. A GPU would wait for its host to choose a branch, in every step and at
-    # every depth of a draft; there the mask is a few comparisons beside the reading of the logits.
+    # Any row may set min_new_tokens, but usually none does. A GPU would wait for its host to choose
+    # the branch, in every step and at every depth of a draft. There the mask costs little compared
+    # with reading the logits, so it is always applied.
     return jax.lax.platform_dependent(logits, cuda=mask, rocm=mask, default=mask_if_asked)
 
 
 def at_nodes(values: jax.Array, node: jax.Array) -> jax.Array:
-    """``values [B, N, …]`` at each row's ``node [B]``.
+    """Return ``values [B, N, …]`` at each row's ``node [B]``.
 
-    Said as ``values[arange(B), node]`` it would not be seen that rows do not mix, and a mesh would exchange them.
+    With ``values[arange(B), node]`` XLA would not know that rows are independent, and the devices
+    of a mesh would exchange them.
     """
     return jnp.take_along_axis(values, node.reshape(-1, *(1,) * (values.ndim - 1)), axis=1)[:, 0]
 
 
 def _between(values: jax.Array, like: jax.Array) -> jax.Array:
-    """``values [B, V]`` as ``[B, 1, …, 1, V]``, with as many axes as ``like``."""
+    """Reshape ``values [B, V]`` to ``[B, 1, …, 1, V]``, with as many axes as ``like``."""
     return values.reshape(values.shape[0], *(1,) * (like.ndim - 2), values.shape[-1])
 
 
 def _by_row(values: jax.Array, like: jax.Array) -> jax.Array:
-    """``values [B]`` as ``[B, 1, …, 1]``, with as many axes as ``like``."""
+    """Reshape ``values [B]`` to ``[B, 1, …, 1]``, with as many axes as ``like``."""
     return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
 def make_key(seed: int) -> jax.Array:
-    """The random key of a seed; no two seeds share one.
+    """Return the random key of a seed. No two seeds have the same key.
 
-    `jax.random.key` reads no more than 32 bits of a seed where JAX has no 64-bit numbers. Here all 63 count, and the key is
-    the same with them and without.
+    `jax.random.key` uses at most 32 bits of a seed if JAX has no 64-bit numbers. This function uses
+    all 63 bits, and the key does not depend on that setting.
 
     Raises:
-        InputError: it is no whole number, or out of range.
+        InputError: the seed is not an integer, or is out of range.
 
     Examples:
         >>> from specjax.sampling import make_key
@@ -484,7 +519,7 @@ def make_key(seed: int) -> jax.Array:
 
 
 def check_seed(seed: Any) -> None:
-    """Refuse, with an InputError, what `make_key` makes no key of.
+    """Refuse, with an InputError, a seed that `make_key` does not accept.
 
     Examples:
         >>> from specjax.sampling import check_seed
@@ -497,10 +532,10 @@ def check_seed(seed: Any) -> None:
 
 
 def named_key(root: jax.Array, name: str) -> jax.Array:
-    """The random key of what is called ``name``, such as a document by the hash of its content: the same wherever it lies.
+    """Return the random key of a name, such as the hash of a document's content.
 
     Args:
-        root: is not consumed. Keys of other names are independent of this one.
+        root: the root key. It is not consumed. The keys of different names are independent.
         name: a hexadecimal number, of which the first 16 digits count.
 
     Examples:
@@ -516,38 +551,43 @@ def named_key(root: jax.Array, name: str) -> jax.Array:
 
 
 def position_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
-    """``[n, B]`` keys of the tokens at ``positions [n, B]`` of rows with ``keys [B]``, which are not consumed.
+    """Return keys ``[n, B]`` for the tokens at ``positions [n, B]`` of rows with ``keys [B]``.
 
-    They depend on nothing else. A position has one key for good: use it for the token that comes to stand there, and once.
+    The keys depend on nothing else, and the row keys are not consumed. A position always has the
+    same key: use it only for the token at that position, and only once.
     """
     return jax.vmap(jax.vmap(jax.random.fold_in))(jnp.broadcast_to(keys, positions.shape), positions)
 
 
 def position_noise(keys: jax.Array, vocab: int) -> jax.Array:
-    """``[*keys, V]`` Gumbel numbers, V for each of the ``keys`` that `position_keys` gave."""
+    """Return Gumbel noise ``[*keys, V]``, V numbers for each key of `position_keys`."""
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32, mode="high"))(keys.reshape(-1))
     return noise.reshape(*keys.shape, vocab)
 
 
 def noise_of_rows(keys: jax.Array, vocab: int, sampling: RowSampling) -> jax.Array:
-    """``[B, V]`` the `position_noise` of ``keys [B]``, for `perturbed`. Where all rows are greedy nothing is drawn: zeros."""
+    """Return ``[B, V]`` the `position_noise` of ``keys [B]``, for `perturbed`.
+
+    If all rows are greedy, it is zeros, and nothing is sampled.
+    """
     is_drawn = jnp.any(sampling.temperature > 0)
     return jax.lax.cond(is_drawn, partial(position_noise, vocab=vocab), lambda _: jnp.zeros((keys.size, vocab)), keys)
 
 
 def argmax(logits: jax.Array) -> jax.Array:
-    """``[...]`` the id of the largest of ``logits [..., V]``, the lowest among ties.
+    """Return ``[...]`` the id of the largest of ``logits [..., V]``, the lowest among ties.
 
-    XLA's CPU backend takes many times as long for its own argmax, which reduces pairs.
+    XLA's own argmax reduces pairs, which takes many times as long on CPUs.
     """
     return jax.lax.platform_dependent(logits, cpu=_argmax_by_blocks, default=_argmax_by_passes)
 
 
 def _argmax_by_blocks(logits: jax.Array) -> jax.Array:
-    """The largest of every block of tokens is found first, and then where it lies in the first block that has it.
+    """Find the maximum of each block of tokens, then the position in the first block that has it.
 
-    One pass that writes nothing: a CPU would write the ids that `_argmax_by_passes` chooses among. A TPU might have to lay the
-    logits out anew for the blocks, and devices that share a vocabulary would exchange one.
+    This is one pass that writes nothing. `_argmax_by_passes` would write candidate ids to memory on
+    a CPU. But a TPU might have to change the layout of the logits for the blocks, and devices that
+    share a vocabulary would exchange a block.
     """
     tops = _block_tops(logits, _count_of_blocks(logits.shape[-1]))
     top = jnp.max(tops, axis=-1, keepdims=True)
@@ -558,21 +598,21 @@ def _argmax_by_blocks(logits: jax.Array) -> jax.Array:
 
 
 def _argmax_by_passes(logits: jax.Array) -> jax.Array:
-    """The largest is found first, and then where it lies: two plain reductions, which accelerators fuse with what they need."""
+    """Find the maximum, then its position: two plain reductions, which accelerators fuse."""
     return _first(logits == _top(logits)[..., None])
 
 
 def _first(holds: jax.Array) -> jax.Array:
-    """``[...]`` int32, the first index at which ``holds [..., n]``; the last one where it holds nowhere."""
+    """Return ``[...]`` int32, the first index where ``holds [..., n]``, or the last index."""
     last = holds.shape[-1] - 1
     return jnp.min(jnp.where(holds, jnp.arange(last + 1, dtype=jnp.int32), last), axis=-1)
 
 
 def can_be_drawn(logits: jax.Array) -> jax.Array:
-    """``[...]`` bool, whether ``logits [..., V]`` stand for a distribution: none is NaN or +inf, and some are above -inf.
+    """Return ``[...]`` bool, whether ``logits [..., V]`` define a distribution.
 
-    The same reductions that `argmax` and every distribution begin with: where these are computed, too, the compiler makes them
-    once.
+    They do if none is NaN or +inf and at least one is above -inf. These reductions are the same
+    with which `argmax` and every distribution begin, and the compiler computes them only once.
 
     Examples:
         >>> from specjax.sampling import can_be_drawn
@@ -584,9 +624,9 @@ def can_be_drawn(logits: jax.Array) -> jax.Array:
 
 
 def _top(logits: jax.Array) -> jax.Array:
-    """``[...]`` the largest of ``logits [..., V]``; +inf where one is NaN."""
+    """Return ``[...]`` the largest of ``logits [..., V]``; +inf if one of them is NaN."""
 
-    def by_blocks(logits: jax.Array) -> jax.Array:  # as `argmax` does, so that the two share the pass
+    def by_blocks(logits: jax.Array) -> jax.Array:  # as in `argmax`, so that both share one pass
         return jnp.max(_block_tops(logits, _count_of_blocks(logits.shape[-1])), axis=-1)
 
     def by_choice(logits: jax.Array) -> jax.Array:
@@ -598,10 +638,11 @@ def _top(logits: jax.Array) -> jax.Array:
 
 
 def _block_tops(logits: jax.Array, count: int) -> jax.Array:
-    """``[..., count]`` the largest of each block of ``logits [..., V]``; +inf in every block where one of all is NaN.
+    """Return ``[..., count]`` the maximum of each block of ``logits [..., V]``.
 
-    XLA's CPU backend leaves NaN out of a maximum where it computes several side by side, and writes to memory what is chosen
-    before it is reduced. So NaN is found by summing absolute values: that sum is NaN only if an element is.
+    If any logit is NaN, all blocks are +inf. XLA's CPU backend ignores NaN in a maximum when it
+    computes several side by side, and a selection before the reduction would be written to memory.
+    So NaN is detected by a sum of absolute values, which is NaN only if an element is.
     """
     tops = jnp.max(logits.reshape(*logits.shape[:-1], count, -1), axis=-1)
     if not jnp.issubdtype(logits.dtype, jnp.inexact):
@@ -611,16 +652,17 @@ def _block_tops(logits: jax.Array, count: int) -> jax.Array:
 
 
 def _count_of_blocks(vocab: int) -> int:
-    """How many blocks of equal size a search goes through: as in `draw` a power of two, if there are enough of them."""
+    """Return the number of equal blocks for a search, as in `draw` a power of two if possible."""
     count = math.gcd(vocab, _BLOCKS)
     return count if count >= 16 else max(blocks for blocks in range(1, _BLOCKS + 1) if vocab % blocks == 0)
 
 
 def likeliest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The ``count`` largest of ``values [..., V]`` and their ids, descending, of equals the lower ids first: `jax.lax.top_k`.
+    """Return the ``count`` largest of ``values [..., V]`` and their ids, in descending order.
 
-    With one axis of rows: only so does XLA let devices that share a vocabulary search their own parts, and exchange no more
-    than the best of each.
+    Ties are in the order of ids, as in `jax.lax.top_k`. The values are reshaped to a single axis of
+    rows. Only then does XLA let devices that share a vocabulary search their own parts and exchange
+    only the best of each.
     """
     best, ids = jax.lax.top_k(values.reshape(-1, values.shape[-1]), count)
     shape = (*values.shape[:-1], count)
@@ -628,72 +670,83 @@ def likeliest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _threshold(scaled: jax.Array, sampling: RowSampling, bits: int) -> jax.Array:
-    """The smallest scaled logit that survives top-k, then top-p, then min-p: ``[B, …, 1]``; ``bits`` as in `_largest`."""
+    """Return ``[B, …, 1]`` the smallest scaled logit that survives top-k, then top-p, then min-p.
+
+    ``bits`` is the argument of `_largest`.
+    """
     vocab = scaled.shape[-1]
     shape = (*scaled.shape[:-1], 1)
-    row, each = partial(_by_row, like=scaled), scaled[..., None, :]
+    row, numbers = partial(_by_row, like=scaled), scaled[..., None, :]
 
     def kth_largest() -> jax.Array:
         count = jnp.where(row(sampling.top_k) == 0, vocab, jnp.minimum(row(sampling.top_k), vocab))
-        return _largest(lambda t: jnp.sum(each >= t[..., None], axis=-1) >= count, shape, bits)
+        return _largest(lambda t: jnp.sum(numbers >= t[..., None], axis=-1) >= count, shape, bits)
 
-    # Most often no row asks for it.
+    # Usually no row has a top_k.
     kth = jax.lax.cond(jnp.any(sampling.top_k > 0), kth_largest, lambda: jnp.full(shape, -jnp.inf, scaled.dtype))
     best = jnp.max(scaled, axis=-1, keepdims=True)
     mass = jnp.where(scaled >= kth, jnp.exp(scaled - best), 0.0)
     needed = row(sampling.top_p) * jnp.sum(mass, axis=-1, keepdims=True)
-    kept = mass[..., None, :]
-    nucleus = _largest(lambda t: jnp.sum(jnp.where(each >= t[..., None], kept, 0.0), axis=-1) >= needed, shape, bits)
+    masses = mass[..., None, :]
+    nucleus = _largest(lambda t: jnp.sum(jnp.where(numbers >= t[..., None], masses, 0.0), axis=-1) >= needed, shape, bits)
     nucleus = jnp.where(row(sampling.top_p) >= 1, -jnp.inf, nucleus)
-    floor = best + jnp.log(row(sampling.min_p))  # log 0 = -inf: no floor
-    # The most probable token survives whatever rounding does: a top_p that the device takes for 0 asks for no mass at all.
+    floor = best + jnp.log(row(sampling.min_p))  # min_p of 0 gives -inf, no floor
+    # Rounding must not remove the most probable token: a top_p that is flushed to 0 needs no mass.
     return jnp.minimum(jnp.maximum(jnp.maximum(kth, nucleus), floor), best)
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], bits: int) -> jax.Array:
-    """The largest float32 for which ``holds``, which is true up to there and false above; one search for each of ``shape``.
+    """Return the largest float32 for which a monotone predicate holds; one search per element.
 
-    Digit by digit of the 32 bits of a float: 32 passes over the vocabulary take a twentieth of the time of sorting it.
+    The result is found digit by digit in the 32 bits of a float. The 32 passes over the vocabulary
+    take a twentieth of the time of a sort.
 
     Args:
-        holds: of numbers ``[…, m]`` whether it holds for each.
-        shape: ``(…, 1)``.
-        bits: of a digit. A pass tries all its values at once: 8 passes that try 15 numbers each, or 32 that try one.
+        holds: the predicate for numbers ``[…, m]``. It is true up to the result and false above.
+        shape: ``(…, 1)``, the shape of the result.
+        bits: the number of bits of a digit. A pass tries all values of a digit at once: 4 bits give
+            8 passes that try 15 numbers each, 1 bit gives 32 passes that try one.
     """
     low, high = _to_ordinal(jnp.float32(-jnp.inf)), _to_ordinal(jnp.float32(jnp.inf))
     digits = jnp.arange(1, 2**bits, dtype=jnp.uint32)
 
-    def add_digit(i: jax.Array, found: jax.Array) -> jax.Array:
-        place = (32 - bits * (i + 1)).astype(jnp.uint32)
-        tried = jnp.clip(found + (digits << place), low, high)
-        return found + (jnp.sum(holds(_to_float(tried)), axis=-1, keepdims=True).astype(jnp.uint32) << place)
+    def add_digit(index: jax.Array, prefix: jax.Array) -> jax.Array:
+        shift = (32 - bits * (index + 1)).astype(jnp.uint32)
+        candidates = jnp.clip(prefix + (digits << shift), low, high)
+        return prefix + (jnp.sum(holds(_to_float(candidates)), axis=-1, keepdims=True).astype(jnp.uint32) << shift)
 
-    found = jax.lax.fori_loop(0, 32 // bits, add_digit, jnp.zeros(shape, jnp.uint32))
-    return _to_float(jnp.clip(found, low, high))
+    largest = jax.lax.fori_loop(0, 32 // bits, add_digit, jnp.zeros(shape, jnp.uint32))
+    return _to_float(jnp.clip(largest, low, high))
 
 
 def _to_ordinal(x: jax.Array) -> jax.Array:
-    """uint32 numbers in the order of the float32 ``x``: the sign bit flipped, of negative numbers all bits."""
+    """Convert float32 to uint32 numbers of the same order.
+
+    The sign bit is flipped; for negative numbers, all bits are.
+    """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _to_float(ordinal: jax.Array) -> jax.Array:
-    """The inverse of `_to_ordinal`."""
+    """Invert `_to_ordinal`."""
     bits = jnp.where(ordinal >> 31, ordinal & jnp.uint32((1 << 31) - 1), ~ordinal)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 @shape_checked
 def draw(p: Float[Array, "B V"], keys: Any) -> Int[Array, " B"]:
-    """One token a row from unnormalised probabilities; consumes the row keys ``[B]``. A token of probability 0 never comes.
+    """Sample one token per row from unnormalized probabilities; consumes the row keys ``[B]``.
 
-    Inversion of the distribution function, first over blocks of tokens and then inside one: two random numbers a row instead of
-    the one a token that the Gumbel trick takes. One number for both would resolve no probability below 2^-23.
+    A token of probability 0 is never sampled. The distribution function is inverted first over
+    blocks of tokens and then in one block. This needs two random numbers per row, while the Gumbel
+    trick needs one per token. A single number for both steps would resolve no probability below
+    2^-23.
     """
-    # A power of two, as is the number of devices that share a vocabulary: where these divide the blocks, each lies on one.
+    # A power of two, like the number of devices that share a vocabulary. If that number divides the
+    # number of blocks, no block is split between devices.
     count = math.gcd(p.shape[-1], _BLOCKS)
-    if count < 16 and p.shape[-1] > _BLOCKS:  # some blocks at the end are empty
+    if count < 16 and p.shape[-1] > _BLOCKS:  # the padding leaves some blocks at the end empty
         count = _BLOCKS
     blocks = jnp.pad(p, ((0, 0), (0, -p.shape[-1] % count))).reshape(p.shape[0], count, -1)
     masses = jnp.sum(blocks, axis=-1)
@@ -703,15 +756,19 @@ def draw(p: Float[Array, "B V"], keys: Any) -> Int[Array, " B"]:
 
 
 def _invert(mass: jax.Array, u: jax.Array) -> jax.Array:
-    """``[B]`` where the running sum of ``mass [B, n]`` passes the share ``u [B]`` of all of it."""
+    """Return ``[B]`` where the running sum of ``mass [B, n]`` passes its share ``u [B]``."""
     index = jnp.arange(mass.shape[-1], dtype=jnp.int32)
     upto = jnp.cumsum(mass, axis=-1)
     point = u * jnp.sum(mass, axis=-1)
-    # Rounding may carry the point past the end, and leaves the running sum not quite monotone: insist on mass.
+    # Rounding may move the point past the end, and the running sum is not exactly monotone. So only
+    # tokens with mass are allowed.
     last = jnp.max(jnp.where(mass > 0, index, 0), axis=-1, keepdims=True)
     return jnp.min(jnp.where((upto > point[:, None]) & (mass > 0), index, last), axis=-1)
 
 
 def split_keys(keys: jax.Array, count: int) -> jax.Array:
-    """``[count, B]`` new keys from row keys ``[B]``; consumes them. A row's keys do not depend on its neighbours."""
+    """Return ``[count, B]`` new keys from row keys ``[B]``, and consume those.
+
+    A row's new keys do not depend on other rows.
+    """
     return jnp.moveaxis(jax.vmap(lambda key: jax.random.split(key, count))(keys), 0, 1)

@@ -1,4 +1,4 @@
-"""What one request asks of its text, as one object from the HTTP field to the row on the device."""
+"""The sampling parameters of one request, as one object from the HTTP field to the device."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,24 +13,28 @@ from specjax.sampling import GREEDY, SAMPLING_NAMES, Sampling, check_seed, make_
 
 @dataclass(frozen=True)
 class SamplingParams(Sampling):
-    """The sampling parameters of one request, checked when they are made.
+    """The sampling parameters of one request, checked when the object is created.
 
-    The distribution's own parameters come from `specjax.Sampling`, here with one number each. The engine, the client and the
-    server hand this object on unchanged, up to the row on the device. `specjax.generate` decodes a batch at once, and takes
-    `specjax.decoding.GenerationOptions` instead, in which each parameter may be one number a row.
+    The parameters of the distribution are those of `specjax.Sampling`, with one number each. The
+    engine, the client and the server pass this object on unchanged. `specjax.generate` decodes a
+    whole batch and takes `specjax.decoding.GenerationOptions` instead, where each parameter may
+    have one number per row.
 
     Attributes:
-        temperature: 0 is greedy: the likeliest token every time.
-        top_k: 0 is no limit.
-        top_p: in (0, 1].
-        min_p: in [0, 1].
-        seed: of the random draws, see `specjax.sampling.make_key`.
-        max_new_tokens: most tokens to generate. 0 is for requests that only read their prompt.
-        min_new_tokens: as many tokens are generated before an stop token or a stop string may end the text.
-        eos_token_ids: ids that end the text; None: the target's own, ``()``: none.
+        temperature: the temperature; 0 is greedy decoding.
+        top_k: the number of most likely tokens to sample from; 0 is no limit.
+        top_p: the probability mass of the most likely tokens to sample from, in (0, 1].
+        min_p: the minimum probability of a token relative to the most likely one, in [0, 1].
+        seed: the random seed; see `specjax.sampling.make_key`.
+        max_new_tokens: the maximum number of tokens to generate. 0 is for requests that only
+            prefill their prompt.
+        min_new_tokens: the minimum number of tokens before a stop token or a stop string may end
+            the text.
+        eos_token_ids: token ids that end the text; None: the target's own ids, ``()``: none.
 
     Raises:
-        InputError: a parameter is of the wrong type or out of its range; names it, its value and what it must be.
+        InputError: a parameter has a wrong type or is out of range. The message has its name, its
+            value and the valid range.
 
     Examples:
         >>> params = specjax.SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=8)
@@ -48,7 +52,10 @@ class SamplingParams(Sampling):
     eos_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Check every parameter, and keep plain numbers of Python: so that equal parameters are equal objects."""
+        """Check every parameter, and store plain Python numbers.
+
+        So equal parameters are equal objects.
+        """
         for name in (*SAMPLING_NAMES, "max_new_tokens", "min_new_tokens"):
             object.__setattr__(self, name, _one_number(name, getattr(self, name)))
         check_sizes(self.max_new_tokens, self)
@@ -72,13 +79,14 @@ class SamplingParams(Sampling):
         """Return the parameters of a call that takes an object, or its fields by name.
 
         Args:
-            params: the call's object. It is complete: no defaults stand for anything in it.
-            stated: the fields that the call gives by name. They win over those of ``params``.
-            defaults: the distribution's parameters where the call has no object and states none; None is greedy.
-            function: the one that is called, whose other arguments errors name, too.
+            params: the object that the call was given. It is complete, so ``defaults`` do not apply
+                to it.
+            stated: the fields that the call was given by name. They override those of ``params``.
+            defaults: the distribution's parameters if the call has no object; None is greedy.
+            function: the function that is called. Error messages also name its other arguments.
 
         Raises:
-            InputError: there is no such field, or its value cannot be used.
+            InputError: a field does not exist, or its value cannot be used.
 
         Examples:
             >>> defaults = specjax.Sampling(temperature=0.6, top_k=20)
@@ -91,16 +99,16 @@ class SamplingParams(Sampling):
         if params is not None and not isinstance(params, cls):
             raise InputError(f"params={params!r}: give specjax.SamplingParams(...), or its fields by name")
         if stated:
-            others = () if function is None else inspect.signature(function).parameters
-            check_options(function.__name__ if function else cls.__name__, stated, cls, *others)
+            other_names = () if function is None else inspect.signature(function).parameters
+            check_options(function.__name__ if function else cls.__name__, stated, cls, *other_names)
         if params is not None:
             return replace(params, **stated) if stated else params
         of_distribution = {name: stated[name] for name in SAMPLING_NAMES if name in stated}
-        others = {name: value for name, value in stated.items() if name not in of_distribution}
-        return cls(**vars((defaults or GREEDY).with_explicit(**of_distribution)), **others)
+        other_names = {name: value for name, value in stated.items() if name not in of_distribution}
+        return cls(**vars((defaults or GREEDY).with_explicit(**of_distribution)), **other_names)
 
     def options(self) -> GenerationOptions:
-        """Return the options of a batch of one row."""
+        """Return the options of a batch with one row."""
         return GenerationOptions(
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=self.min_new_tokens,
@@ -114,7 +122,10 @@ class SamplingParams(Sampling):
 
 
 def check_sizes(max_new_tokens: Any, sampling: Sampling) -> None:
-    """Refuse, with an InputError, numbers of a request or a batch that the arrays on the device cannot hold.
+    """Refuse numbers of a request or batch that do not fit in the arrays on the device.
+
+    Raises:
+        InputError: a number is too large.
 
     Examples:
         >>> from specjax.sampling_params import check_sizes
@@ -128,13 +139,16 @@ def check_sizes(max_new_tokens: Any, sampling: Sampling) -> None:
 
 
 def _check_count(name: str, value: Any, bounds: str) -> None:
-    """Refuse, with an InputError that names the ``bounds``, what is no number of tokens."""
+    """Refuse, with an InputError, a value that is not a number of tokens.
+
+    ``bounds`` states the valid range.
+    """
     if not is_whole(value) or value < 0:
         raise InputError(f"{name}={value}: must be {'' if is_whole(value) else 'a whole number, '}{bounds}")
 
 
 def _one_number(name: str, value: Any) -> Any:
-    """Return a number as Python has it. Refuses, with an InputError, what is none, and several."""
+    """Convert a value to a Python number. Refuse, with an InputError, anything else."""
     numbers = one_or_each(name, value)
     if numbers.size != 1 or (numbers.ndim and name not in SAMPLING_NAMES):  # of the distribution's a batch of one is one
         raise InputError(f"{name}={value}: give one number")

@@ -1,8 +1,9 @@
-"""Shape annotations on public array functions, checked at run time only while testing.
+"""Shape annotations on public array functions, checked at run time only in tests.
 
-``@shape_checked`` costs nothing in use. With ``SPECJAX_TYPECHECK=1`` in the environment at import (the test suite sets it),
-every call checks its arrays against their jaxtyping annotations, so that ``Float[Array, "B N V"]`` is a statement and not a
-comment. It is never applied to containers: JAX rebuilds those with placeholder leaves.
+``@shape_checked`` costs nothing in production. With ``SPECJAX_TYPECHECK=1`` in the environment at
+import (the test suite sets it), every call checks its arrays against their jaxtyping annotations.
+So ``Float[Array, "B N V"]`` is checked, and is not merely a comment. The decorator is never applied
+to containers, because JAX rebuilds them with placeholder leaves.
 """
 
 import os
@@ -13,7 +14,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def shape_checked(function: _Function) -> _Function:
-    """Check ``function``'s array arguments and result against its annotations when SPECJAX_TYPECHECK=1."""
+    """Check a function's array arguments and result against its annotations in tests."""
     if os.environ.get("SPECJAX_TYPECHECK") != "1":
         return function
     from beartype import beartype

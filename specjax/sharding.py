@@ -1,11 +1,11 @@
-"""Where arrays live: logical axes to mesh axes, in one table.
+"""Placement of arrays on a mesh: one table maps logical axes to mesh axes.
 
-Two mesh axes: ``data`` splits rows of the batch, ``model`` splits heads, MLP units, experts and the vocabulary
-(tensor and expert parallelism). The code names logical axes only; a logical axis that the mesh does not divide evenly stays
-whole.
+There are two mesh axes. ``data`` splits the rows of the batch. ``model`` splits heads, MLP units,
+experts and the vocabulary (tensor and expert parallelism). The code names logical axes only. A
+logical axis that the mesh axis does not divide evenly is replicated.
 
-A mesh may span several processes (`specjax.processes.join`, before the first array). Every process then makes the same
-calls with the same arguments, and each has the whole result.
+A mesh may span several processes (call `specjax.processes.join` before the first array). Then every
+process makes the same calls with the same arguments, and every process has the whole result.
 """
 
 import math
@@ -30,14 +30,14 @@ RULES: dict[str, str] = {
     "shared_mlp": "model",
     "experts": "model",
 }
-"""Logical axis -> mesh axis. An axis that is not listed is replicated."""
+"""Logical axis -> mesh axis. Axes that are not listed are replicated."""
 
 
 def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A ``data x model`` mesh over the first ``data * model`` devices.
+    """Make a ``data x model`` mesh from the first ``data * model`` devices.
 
     Raises:
-        InputError: there are fewer devices than that.
+        InputError: there are too few devices.
 
     Examples:
         >>> mesh = specjax.make_mesh(data=1, model=1)
@@ -49,17 +49,18 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
     """
     devices = jax.devices() if devices is None else devices
     if data < 1 or model < 1:
-        raise InputError(f"mesh data={data} x model={model}: each axis is at least 1")
+        raise InputError(f"mesh data={data} x model={model}: each axis must be at least 1")
     if data * model > len(devices):
         raise InputError(f"mesh data={data} x model={model} needs {data * model} devices; {len(devices)} are present")
     return Mesh(np.asarray(devices[: data * model]).reshape(data, model), ("data", "model"))
 
 
 def mesh_for(sizes: tuple[int, int]) -> Mesh | None:
-    """The mesh that a command is asked for: data and model; None: one device.
+    """Return the mesh for a command's option ``--mesh DATA MODEL``; None means a single device.
 
     Raises:
-        InputError: there are fewer devices than that, or several processes and devices that the mesh leaves out.
+        InputError: there are too few devices, or several processes run and the mesh leaves out some
+            of their devices.
     """
     if jax.process_count() > 1 and math.prod(sizes) != jax.device_count():
         raise InputError(
@@ -69,10 +70,10 @@ def mesh_for(sizes: tuple[int, int]) -> Mesh | None:
 
 
 def partition(mesh: Mesh, axes: Sequence[str | None], units: Mapping[str, int]) -> PartitionSpec:
-    """The `PartitionSpec` of an array with these logical ``axes``.
+    """Return the `PartitionSpec` of an array with these logical axes.
 
-    ``units`` gives the number of indivisible units of an axis (heads, not heads x head_dim); an axis whose units the mesh
-    axis does not divide stays whole.
+    ``units`` has the number of indivisible units of each axis (heads, not heads x head_dim). An
+    axis whose units the mesh axis does not divide is replicated.
     """
 
     def mesh_axis(axis: str | None) -> str | None:
@@ -84,46 +85,46 @@ def partition(mesh: Mesh, axes: Sequence[str | None], units: Mapping[str, int]) 
 
 
 def named(mesh: Mesh, axes: Sequence[str | None], units: Mapping[str, int]) -> NamedSharding:
-    """`partition` bound to its mesh."""
+    """Return `partition` as a sharding of its mesh."""
     return NamedSharding(mesh, partition(mesh, axes, units))
 
 
-def put(value: Any, place: NamedSharding) -> jax.Array:
-    """``value``, which every process has alike, laid out as ``place`` says, over several processes too."""
-    if not place.mesh.is_multi_process:  # pyright: ignore[reportAttributeAccessIssue]
-        return jax.device_put(value, place)
+def put(value: Any, sharding: NamedSharding) -> jax.Array:
+    """Place a value on a mesh. If it spans several processes, all must pass the same value."""
+    if not sharding.mesh.is_multi_process:  # pyright: ignore[reportAttributeAccessIssue]
+        return jax.device_put(value, sharding)
     if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(put(jax.random.key_data(value), place), impl=jax.random.key_impl(value))
+        return jax.random.wrap_key_data(put(jax.random.key_data(value), sharding), impl=jax.random.key_impl(value))
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        return jax.jit(lambda x: x, out_shardings=place)(value)
+        return jax.jit(lambda x: x, out_shardings=sharding)(value)
     host = np.asarray(value)
-    return jax.make_array_from_callback(host.shape, place, lambda part: host[part])
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def to_host(arrays: Any, mesh: Mesh | None) -> Any:
-    """``arrays`` as numpy arrays, wherever on the ``mesh`` they lie. Every process that the mesh spans must call this."""
+    """Return arrays as numpy arrays. Every process that the mesh spans must call this."""
     return jax.device_get(everywhere(arrays, mesh))
 
 
 def spans_processes(mesh: Mesh | None) -> bool:
-    """Whether the devices of ``mesh`` are those of several processes."""
+    """Return True if the devices of a mesh belong to several processes."""
     return mesh is not None and mesh.is_multi_process
 
 
 def everywhere(arrays: Any, mesh: Mesh | None) -> Any:
-    """``arrays`` such that each process that the ``mesh`` spans can read them whole. All of these must call this."""
+    """Replicate arrays to all processes of a mesh. Every one of these processes must call this."""
     if mesh is None or not spans_processes(mesh):
         return arrays
     return _replicated(arrays, NamedSharding(mesh, PartitionSpec()))
 
 
-@partial(jax.jit, static_argnames="place")
-def _replicated(arrays: Any, place: NamedSharding) -> Any:
-    return jax.lax.with_sharding_constraint(arrays, place)
+@partial(jax.jit, static_argnames="sharding")
+def _replicated(arrays: Any, sharding: NamedSharding) -> Any:
+    return jax.lax.with_sharding_constraint(arrays, sharding)
 
 
 def mesh_of(arrays: Any) -> Mesh | None:
-    """The mesh on which the first of ``arrays`` lies that is not on one device alone; None where there is none."""
+    """Return the mesh of the first sharded array in a pytree; None if no array is sharded."""
     for leaf in jax.tree.leaves(arrays):
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
             mesh = leaf.sharding.mesh
@@ -132,21 +133,22 @@ def mesh_of(arrays: Any) -> Mesh | None:
 
 
 def is_on_cpu(mesh: Mesh | None) -> bool:
-    """Whether what lies on ``mesh``, or without one on the default device, is worked on by a CPU."""
+    """Return True if the devices of a mesh, or the default device without a mesh, are CPUs."""
     return (jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) == "cpu"
 
 
 def constrain(x: jax.Array, axes: Sequence[str | None], units: Mapping[str, int], mesh: Mesh | None) -> jax.Array:
-    """Pin an activation to the mesh inside ``jit``; without a mesh, ``x`` itself."""
+    """Constrain the sharding of an activation inside ``jit``; do nothing without a mesh."""
     if mesh is None or math.prod(mesh.shape.values()) == 1:
         return x
     return jax.lax.with_sharding_constraint(x, named(mesh, axes, {**units, "batch": x.shape[0]}))
 
 
 def on_host() -> AbstractContextManager[Any]:
-    """Return a context in which new arrays lie on the host's CPU.
+    """Return a context in which new arrays are placed on the host's CPU.
 
-    Small computations of the host, such as a request's random key, would wait on an accelerator for the call that runs there.
+    On an accelerator, small computations of the host, such as a request's random key, would wait
+    for the call that is running there.
 
     Examples:
         >>> from specjax.sharding import on_host

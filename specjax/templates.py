@@ -1,6 +1,7 @@
-"""Chat templates: which one a tokenizer has, what it is given beside the messages, and the text that it makes of a chat.
+"""Chat templates: the template of a tokenizer, its variables, and the text that it makes of a chat.
 
-A template is a program in Jinja that comes with a checkpoint. It is run in transformers' sandbox, and nowhere else.
+A chat template is a Jinja program that comes with a checkpoint. It runs only in the sandbox of
+transformers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +14,17 @@ import msgspec
 from specjax.errors import InputError, did_you_mean
 
 Messages = Sequence[Mapping[str, Any]]
-"""A chat: ``{"role": "user", "content": "…"}`` and so on, the oldest message first. A message may have more for the model's
-template to read, as OpenAI's interface has it: ``tool_calls``, ``tool_call_id``, ``reasoning_content``."""
+"""A chat: messages such as ``{"role": "user", "content": "…"}``, the oldest first.
+
+A message may have further fields for the model's template, as in OpenAI's API: ``tool_calls``,
+``tool_call_id``, ``reasoning_content``.
+"""
 
 Settings = Mapping[str, Any]
-"""What a template is given beside the messages, such as ``{"enable_thinking": False}``."""
+"""Variables for a chat template besides the messages, such as ``{"enable_thinking": False}``."""
 
 Render = Callable[[Messages], str]
-"""The text of a chat up to where its answer begins."""
+"""Returns the text of a chat up to where its answer begins."""
 
 _OWN: Mapping[str, tuple[Any, ...]] = {
     "messages": (),
@@ -41,21 +45,24 @@ _OWN: Mapping[str, tuple[Any, ...]] = {
     "return_assistant_tokens_mask": (),
     "tokenizer_kwargs": (None,),
 }
-"""Names that are no settings: arguments of transformers' functions, or what a template is given in any case. Beside each the
-values with which it changes nothing."""
+"""Names that cannot be given as variables: arguments of transformers' functions, and variables that
+every template has anyway.
+
+With each name come the values that change nothing.
+"""
 
 
 def with_template(tokenizer: Any, file: str = "", settings: str | Settings = "", section: str = "") -> Any:
-    """The same tokenizer with another chat template, and with what every rendering gives it beside the messages.
+    """Return a copy of the tokenizer with another chat template or with template variables.
 
     Args:
-        tokenizer: transformers' own. It is left as it is.
-        file: with a Jinja template, ``chat_template``; empty: the tokenizer's own.
-        settings: ``chat_template_kwargs``, a mapping or the JSON text of one; empty: none.
-        section: what stands before these two names in errors, such as ``data.``.
+        tokenizer: a tokenizer of transformers. It is not changed.
+        file: ``chat_template``, a file with a Jinja template; empty keeps the tokenizer's own.
+        settings: ``chat_template_kwargs``, variables as a mapping or as its JSON text; empty: none.
+        section: a prefix of these two names in errors, such as ``data.``.
 
     Raises:
-        InputError: the file is no template, or the settings are none that the template reads.
+        InputError: the file is not a template, or the template does not read one of the variables.
 
     Examples:
         >>> from specjax.templates import renderer, with_template
@@ -69,19 +76,19 @@ def with_template(tokenizer: Any, file: str = "", settings: str | Settings = "",
     """
     if not file and not settings:
         return tokenizer
-    made = copy(tokenizer)
+    changed = copy(tokenizer)
     if file:
-        made.chat_template = _read(file, f"{section}chat_template")
+        changed.chat_template = _read(file, f"{section}chat_template")
     name = f"{section}chat_template_kwargs"
-    made.chat_template_kwargs = _checked(made, read_settings(settings, name), name)
-    return made
+    changed.chat_template_kwargs = _checked(changed, read_settings(settings, name), name)
+    return changed
 
 
 def read_settings(settings: str | Settings, name: str = "chat_template_kwargs") -> dict[str, Any]:
-    """What a template is given, from a mapping or from JSON text; without what changes nothing.
+    """Return the variables for a template from a mapping or JSON text, without those of no effect.
 
     Raises:
-        InputError: it is no JSON object, or has a name that is not for a template.
+        InputError: the text is not a JSON object, or a name cannot be a variable of a template.
 
     Examples:
         >>> from specjax.templates import read_settings
@@ -89,24 +96,24 @@ def read_settings(settings: str | Settings, name: str = "chat_template_kwargs") 
         {'enable_thinking': False}
         >>> read_settings("think=no")
         Traceback (most recent call last):
-        specjax.errors.InputError: chat_template_kwargs='think=no': no JSON object; write '{"enable_thinking": false}'
+        specjax.errors.InputError: chat_template_kwargs='think=no': must be a JSON object, such as '{"enable_thinking": false}'
     """
-    found: Any = settings
+    parsed: Any = settings
     if isinstance(settings, str):
         try:
-            found = msgspec.json.decode(settings) if settings else {}
-        except (ValueError, RecursionError):  # msgspec's own are ValueErrors
-            found = None
-    if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
-        raise InputError(f"{name}={_short(settings)}: no JSON object; write '{{\"enable_thinking\": false}}'")
-    for key in _OWN.keys() & found.keys():
-        if not any(type(found[key]) is type(neutral) and found[key] == neutral for neutral in _OWN[key]):
-            raise InputError(f"{name}: {key!r} is no setting of a template; leave it out")
-    return {key: value for key, value in found.items() if key not in _OWN}
+            parsed = msgspec.json.decode(settings) if settings else {}
+        except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
+            parsed = None
+    if not isinstance(parsed, Mapping) or not all(isinstance(key, str) for key in parsed):
+        raise InputError(f"{name}={_short(settings)}: must be a JSON object, such as '{{\"enable_thinking\": false}}'")
+    for key in _OWN.keys() & parsed.keys():
+        if not any(type(parsed[key]) is type(neutral) and parsed[key] == neutral for neutral in _OWN[key]):
+            raise InputError(f"{name}: {key!r} is not a variable of a template; leave it out")
+    return {key: value for key, value in parsed.items() if key not in _OWN}
 
 
 def settings_of(tokenizer: Any) -> dict[str, Any]:
-    """What every rendering gives the tokenizer's template beside the messages.
+    """Return the variables that the tokenizer passes to its template in every chat.
 
     Examples:
         >>> from specjax.templates import settings_of
@@ -117,21 +124,21 @@ def settings_of(tokenizer: Any) -> dict[str, Any]:
 
 
 def check_is_chat(is_chat: bool, file: str, settings: str) -> None:
-    """Refuse, with an InputError, a chat template or settings of one where nothing is put into a template.
+    """Refuse, with an InputError, a chat template or its variables where no prompt is a chat.
 
     Examples:
         >>> from specjax.templates import check_is_chat
         >>> check_is_chat(False, "qwen3.jinja", "")
         Traceback (most recent call last):
-        specjax.errors.InputError: chat_template='qwen3.jinja': is read for chats alone; give --chat, or leave it out
+        specjax.errors.InputError: chat_template='qwen3.jinja': it applies to chats only; give --chat, or leave it out
     """
     for name, value in (("chat_template", file), ("chat_template_kwargs", settings)):
         if value and not is_chat:
-            raise InputError(f"{name}={_short(value)}: is read for chats alone; give --chat, or leave it out")
+            raise InputError(f"{name}={_short(value)}: it applies to chats only; give --chat, or leave it out")
 
 
 def without_settings(tokenizer: Any) -> Any:
-    """The same tokenizer, whose template is given nothing beside the messages.
+    """Return a copy of the tokenizer that passes no variables to its chat template.
 
     Examples:
         >>> from specjax.templates import settings_of, with_template, without_settings
@@ -140,13 +147,15 @@ def without_settings(tokenizer: Any) -> Any:
         >>> settings_of(without_settings(with_template(tokenizer, settings={"mood": "!"})))
         {}
     """
-    made = copy(tokenizer)
-    made.chat_template_kwargs = {}
-    return made
+    changed = copy(tokenizer)
+    changed.chat_template_kwargs = {}
+    return changed
 
 
 def names_read(tokenizer: Any) -> frozenset[str] | None:
-    """The names that a tokenizer's chat template reads and does not define. None: it has none, or one that cannot be read.
+    """Return the variables that a tokenizer's chat template reads and does not set itself.
+
+    Returns None if there is no template, or if it cannot be parsed.
 
     Examples:
         >>> from specjax.templates import names_read
@@ -157,12 +166,14 @@ def names_read(tokenizer: Any) -> frozenset[str] | None:
     """
     try:
         return _names(tokenizer.get_chat_template())
-    except Exception:  # whatever transformers and Jinja raise at what is no template
+    except Exception:  # transformers and Jinja raise many kinds of errors for an invalid template
         return None
 
 
 def renderer(tokenizer: Any, settings: Settings | None = None) -> Render:
-    """How a tokenizer's template writes a chat; ``settings`` go over those that it has in any case.
+    """Return a function that renders a chat with a tokenizer's template.
+
+    ``settings`` are variables for the template. They override those of the tokenizer.
 
     Examples:
         >>> from specjax.templates import renderer
@@ -171,21 +182,21 @@ def renderer(tokenizer: Any, settings: Settings | None = None) -> Render:
         >>> renderer(tokenizer, {"mood": "!"})([{"role": "user", "content": "Hello"}])
         'Hello!'
     """
-    given = settings_of(tokenizer) | dict(settings or {})
+    variables = settings_of(tokenizer) | dict(settings or {})
 
     def render(messages: Messages) -> str:
-        chat = [dict(each) for each in messages]
-        if all(value is not None for each in messages for value in each.values()):
-            return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **given)
-        from transformers.utils.chat_template_utils import render_jinja_template  # the other one drops what is None
+        chat = [dict(message) for message in messages]
+        if all(value is not None for message in messages for value in message.values()):
+            return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **variables)
+        from transformers.utils.chat_template_utils import render_jinja_template  # apply_chat_template drops None
 
-        made, _ = render_jinja_template(
+        rendered, _ = render_jinja_template(
             conversations=[chat],
             chat_template=tokenizer.get_chat_template(),
             add_generation_prompt=True,
-            **{**tokenizer.special_tokens_map, **given},
+            **{**tokenizer.special_tokens_map, **variables},
         )
-        return made[0]
+        return rendered[0]
 
     return render
 
@@ -196,38 +207,38 @@ def _read(file: str, name: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{name}={file!r}: cannot be read ({error}): name a Jinja file") from None
     if not template.strip():
-        raise InputError(f"{name}={file!r}: is empty: name a Jinja file")
+        raise InputError(f"{name}={file!r}: the file is empty: name a Jinja file")
     try:
         _names(template)
-    except Exception as error:  # Jinja's, and Python's where it is nested too deeply
+    except Exception as error:  # an error of Jinja, or a RecursionError
         where = f", line {error.lineno}" if getattr(error, "lineno", None) else ""  # pyright: ignore[reportAttributeAccessIssue]
-        raise InputError(f"{name}={file!r}: is no Jinja template ({error}{where}): put it right") from None
+        raise InputError(f"{name}={file!r}: not a valid Jinja template ({error}{where}): correct it") from None
     return template
 
 
 def _names(template: str) -> frozenset[str]:
     from jinja2.meta import find_undeclared_variables
-    from transformers.utils.chat_template_utils import _compile_jinja_template  # with the extensions that templates use
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # it adds the Jinja extensions of chat templates
 
     return frozenset(find_undeclared_variables(_compile_jinja_template(template).environment.parse(template)))
 
 
 def _checked(tokenizer: Any, settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """``settings`` that the template reads, and with which it does not stumble over a chat that it reads otherwise."""
+    """Return the variables if the template reads all of them and can render a chat with them."""
     if not settings:
         return {}
     if not tokenizer.chat_template:
-        raise InputError(f"{name}: this tokenizer has no chat template to be given them; name a file with one")
-    known = names_read(tokenizer)
+        raise InputError(f"{name}: this tokenizer has no chat template that could use them; name a file with one")
+    names_of_template = names_read(tokenizer)
     for key in settings:
-        if known is not None and key not in known:
-            others = sorted(known - {"messages", *_OWN, *tokenizer.special_tokens_map})
-            hint = f", but {', '.join(others)}{did_you_mean(key, others)}" if others else "; leave it out"
+        if names_of_template is not None and key not in names_of_template:
+            remaining = sorted(names_of_template - {"messages", *_OWN, *tokenizer.special_tokens_map})
+            hint = f", but {', '.join(remaining)}{did_you_mean(key, remaining)}" if remaining else "; leave it out"
             raise InputError(f"{name}: the chat template does not read {key!r}{hint}")
     chat = [{"role": "user", "content": "a"}]
     try:
         renderer(tokenizer)(chat)
-    except Exception:  # it refuses this chat in any case, or says so when one is to be written
+    except Exception:  # the template refuses this chat with any variables
         return settings
     try:
         renderer(tokenizer, settings)(chat)

@@ -1,4 +1,4 @@
-"""Between text and tokens: prompts in, a stream of text out."""
+"""Tokenizers, prompts as token ids, and generated tokens as text."""
 
 import json
 import logging
@@ -24,8 +24,9 @@ def _is_not_about_torch(record: logging.LogRecord) -> bool:
     return "PyTorch was not found" not in record.getMessage()
 
 
-# Only transformers' tokenizers are used here, and they need no PyTorch. Its remark, made when it is imported, would stand above
-# the output of every program. Whatever else it has to say is let through; commands leave out more (specjax/cli/silence.py).
+# Only tokenizers of transformers are used here, and they need no PyTorch. Without this filter every
+# program would print the warning of the import. Other messages pass; commands suppress more of them
+# (specjax/cli/silence.py).
 logging.getLogger("transformers").addFilter(_is_not_about_torch)
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -34,7 +35,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a checkpoint directory holds a tokenizer.
+    """Return True if a checkpoint directory has a tokenizer.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -52,7 +53,7 @@ def copy_tokenizer(directory: Path, into: Path) -> None:
     """Copy a checkpoint's tokenizer, with its chat template, to the directory ``into``.
 
     Raises:
-        InputError: it has none.
+        InputError: the checkpoint has no tokenizer.
 
     Examples:
         >>> from pathlib import Path
@@ -74,13 +75,14 @@ def _check_has_tokenizer(directory: Path) -> None:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The checkpoint's tokenizer, as transformers loads it, without running any code that the checkpoint brings.
+    """Load the tokenizer of a checkpoint with transformers, without running code of the checkpoint.
 
-    It begins and ends texts as ``add_bos_token`` and ``add_eos_token`` in ``tokenizer_config.json`` say, if they do.
+    The tokenizer adds a begin token and an end token to texts if ``add_bos_token`` and
+    ``add_eos_token`` in ``tokenizer_config.json`` say so.
 
     Raises:
-        InputError: it has none, one that is damaged, one that is there as code alone, or one that cannot be made to begin and
-            end texts so.
+        InputError: the tokenizer is missing, is damaged, exists only as code, or cannot add these
+            tokens.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -93,12 +95,12 @@ def load_tokenizer(directory: Path) -> Any:
         from transformers import AutoTokenizer
 
     try:
-        # Without a word on it, transformers asks on stdin whether to run the checkpoint's code.
+        # Without this argument, transformers asks on stdin whether to run the checkpoint's code.
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # transformers and tokenizers raise whatever a damaged file makes them stumble over
+    except Exception as error:  # damaged files cause errors of many types in transformers and tokenizers
         if "trust_remote_code" in str(error):
             raise InputError(
-                f"{directory}: its tokenizer is its own code, which is never run: give a tokenizer whose tokenizer_config.json "
+                f"{directory}: its tokenizer is code, which is never run: give a tokenizer whose tokenizer_config.json "
                 "names a class of transformers"
             ) from None
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -110,34 +112,35 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def _add_what_is_stated(tokenizer: Any, config: Path) -> None:
-    """Make a tokenizer begin and end texts as its configuration says.
+    """Apply ``add_bos_token`` and ``add_eos_token`` of a tokenizer's configuration.
 
-    Where there is a tokenizer.json, transformers 5 goes by that alone. DeepSeek-V3's adds nothing, and its configuration says
-    that a text has a begin: without it, the model reads every prompt as it read none in training.
+    If there is a tokenizer.json, transformers 5 ignores them. DeepSeek-V3's tokenizer.json adds
+    nothing, although its configuration asks for a begin token. Without that token, prompts would
+    differ from all texts of the training.
     """
     if getattr(tokenizer, "backend_tokenizer", None) is None or not config.is_file():
-        return  # without a tokenizer.json, transformers goes by the configuration
+        return  # without a tokenizer.json, transformers reads the configuration itself
     stated = json.loads(config.read_text(encoding="utf-8"))
-    own = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    whole = list(tokenizer("a")["input_ids"])
-    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    begins = len(whole) > len(own) and whole[0] == begin
-    ends = len(whole) > len(own) + begins and whole[-1] == end
-    wanted = {"add_bos_token": begins, "add_eos_token": ends}
-    for name, token in (("add_bos_token", begin), ("add_eos_token", end)):
+    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    tokens = list(tokenizer("a")["input_ids"])
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    adds_bos = len(tokens) > len(plain) and tokens[0] == bos
+    adds_eos = len(tokens) > len(plain) + adds_bos and tokens[-1] == eos
+    options = {"add_bos_token": adds_bos, "add_eos_token": adds_eos}
+    for name, token in (("add_bos_token", bos), ("add_eos_token", eos)):
         if isinstance(stated.get(name), bool) and token is not None:
-            wanted[name] = stated[name]
-    if list(wanted.values()) == [begins, ends]:
+            options[name] = stated[name]
+    if list(options.values()) == [adds_bos, adds_eos]:
         return
-    if len(whole) > len(own) + begins + ends:
-        said = ", ".join(f"{name}={json.dumps(stated[name])}" for name in wanted if name in stated)
-        raise InputError(f"{config}: {said}, but tokenizer.json adds other tokens than these to a text: make the two agree")
-    for name, value in wanted.items():
+    if len(tokens) > len(plain) + adds_bos + adds_eos:
+        listed = ", ".join(f"{name}={json.dumps(stated[name])}" for name in options if name in stated)
+        raise InputError(f"{config}: {listed}, but tokenizer.json adds other tokens to a text: make the two agree")
+    for name, value in options.items():
         setattr(tokenizer, name, value)
 
 
 def _damaged_file(directory: Path) -> Path:
-    """The tokenizer's file that is no JSON object, or else its first one."""
+    """Return the tokenizer's file that is not a JSON object, or else its first file."""
     for file in sorted(directory.glob("*token*.json")):
         try:
             if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
@@ -148,7 +151,7 @@ def _damaged_file(directory: Path) -> Path:
 
 
 def check_same_tokenizer(target: Any, drafter: Any) -> None:
-    """Refuse, with an InputError, a drafter whose tokens are not the target's; see `difference`.
+    """Refuse, with an InputError, a drafter with other tokens than the target; see `difference`.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -156,15 +159,16 @@ def check_same_tokenizer(target: Any, drafter: Any) -> None:
         >>> target_tokenizer = load_tokenizer(embedded("target"))
         >>> check_same_tokenizer(target_tokenizer, load_tokenizer(embedded("draft")))
     """
-    if found := difference(target, drafter):
-        raise InputError(f"tokenizers: {found}: a drafter must share the target's tokenizer; take one of the target's family")
+    if mismatch := difference(target, drafter):
+        raise InputError(f"tokenizers: {mismatch}: a drafter must share the target's tokenizer; take one of its family")
 
 
 def difference(target: Any, drafter: Any) -> str | None:
-    """What makes the tokens of two tokenizers different, in words; None where they are the same.
+    """Describe the first difference between two tokenizers' tokens; None if they agree.
 
-    Equal sizes do not show it: two vocabularies may number their tokens differently. Every id that both have must stand for the
-    same token, and both must begin and end texts with the same ids. One of them may have more ids at its end.
+    Equal sizes are not enough, because two vocabularies may number their tokens differently. Every
+    id that both have must stand for the same token, and both must have the same begin and end
+    tokens. One of them may have more ids at its end.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -173,22 +177,22 @@ def difference(target: Any, drafter: Any) -> str | None:
         >>> difference(target_tokenizer, load_tokenizer(embedded("draft"))) is None
         True
     """
-    ours, theirs = (tokenizer.get_vocab() for tokenizer in (target, drafter))
-    here, there = ({i: token for token, i in vocabulary.items()} for vocabulary in (ours, theirs))
+    target_ids, draft_ids = (tokenizer.get_vocab() for tokenizer in (target, drafter))
+    here, there = ({i: token for token, i in vocabulary.items()} for vocabulary in (target_ids, draft_ids))
     for i in sorted(here.keys() | there.keys()):
-        left, right = here.get(i), there.get(i)
-        if left is None or right is None:  # an id of one of them: its token may not have another id in the other
-            token = left if right is None else right
-            if ours.get(token, i) == theirs.get(token, i):
+        target_token, draft_token = here.get(i), there.get(i)
+        if target_token is None or draft_token is None:  # compare the ids of the token in both
+            token = target_token if draft_token is None else draft_token
+            if target_ids.get(token, i) == draft_ids.get(token, i):
                 continue
-        elif left == right:
+        elif target_token == draft_token:
             continue
-        return f"id {i} is {_shown(left)} for the target and {_shown(right)} for the drafter"
+        return f"id {i} is {_shown(target_token)} for the target and {_shown(draft_token)} for the drafter"
     for role in ("bos_token", "eos_token"):
-        left, right = getattr(target, role, None), getattr(drafter, role, None)
-        if left is not None and right is not None and left != right:
-            here, there = f"{left!r} (id {ours.get(left)})", f"{right!r} (id {theirs.get(right)})"
-            return f"{role} is {here} for the target and {there} for the drafter"
+        target_token, draft_token = getattr(target, role, None), getattr(drafter, role, None)
+        if target_token is not None and draft_token is not None and target_token != draft_token:
+            ours = f"{target_token!r} (id {target_ids.get(target_token)})"
+            return f"{role} is {ours} for the target and {draft_token!r} (id {draft_ids.get(draft_token)}) for the drafter"
     return None
 
 
@@ -200,12 +204,13 @@ def _shown(token: str | None) -> str:
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool = False, chat_template_kwargs: Settings | None = None) -> list[int]:
-    """Token ids of a prompt; with ``chat``, as the user's turn in the model's chat template, see `encode_chat`.
+    """Return the token ids of a prompt.
 
-    No token that begins a text is put before a prompt that begins with it.
+    With ``chat``, the prompt is the user's turn in the model's chat template, see `encode_chat`. If
+    the prompt begins with the begin token, no second one is added.
 
     Raises:
-        InputError: the prompt is empty or no Unicode text, or the tokenizer has no chat template.
+        InputError: the prompt is empty or not valid Unicode, or the tokenizer has no chat template.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -219,17 +224,17 @@ def encode(tokenizer: Any, prompt: str, chat: bool = False, chat_template_kwargs
     if chat:
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}], chat_template_kwargs)
     _check_unicode(prompt)
-    tokens = list(tokenizer(prompt, verbose=False)["input_ids"])  # how much fits is said by those who know
+    tokens = list(tokenizer(prompt, verbose=False)["input_ids"])  # no warning about the length: the models check it
     begin = getattr(tokenizer, "bos_token_id", None)
     is_twice = begin is not None and tokens[:2] == [begin, begin] and prompt.startswith(str(tokenizer.bos_token))
     return tokens[1:] if is_twice else tokens
 
 
 def encode_continuation(tokenizer: Any, continuation: str) -> list[int]:
-    """Token ids of a text that stands behind another one: without the tokens that begin a text.
+    """Return the token ids of a text that follows another text, without a begin token.
 
     Raises:
-        InputError: it is no Unicode text.
+        InputError: the text is not valid Unicode.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -243,14 +248,15 @@ def encode_continuation(tokenizer: Any, continuation: str) -> list[int]:
 
 
 def encode_chat(tokenizer: Any, messages: Messages, chat_template_kwargs: Settings | None = None) -> list[int]:
-    """Token ids of a chat in the model's template, up to where its answer begins.
+    """Return the token ids of a chat in the model's template, up to where the answer begins.
 
-    The messages of a ``developer`` are a system's where the template knows no developer. What the template is given beside the
-    messages, ``chat_template_kwargs``, goes over what the tokenizer has for all chats (`specjax.templates.with_template`).
+    If the template does not know the role ``developer``, these messages become system messages.
+    ``chat_template_kwargs`` are variables for the template. They override those that the tokenizer
+    has for all chats (`specjax.templates.with_template`).
 
     Raises:
-        InputError: there is no message, the tokenizer has no chat template, or its template refuses the messages or leaves one
-            of them out, or does so with what it is given beside them.
+        InputError: there are no messages, the tokenizer has no chat template, or the template
+            refuses the messages or the variables, or leaves out a message.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -272,15 +278,15 @@ def encode_chat(tokenizer: Any, messages: Messages, chat_template_kwargs: Settin
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _chat_with(tokenizer: Any, messages: Messages, given: Settings) -> str:
-    """Return the text of a chat with what its template is ``given``; an error says so where that is its cause."""
+def _chat_with(tokenizer: Any, messages: Messages, settings: Settings) -> str:
+    """Return the text of a chat; an error names the template's variables if they cause it."""
     try:
-        return _chat_text(renderer(tokenizer, given), messages)
+        return _chat_text(renderer(tokenizer, settings), messages)
     except InputError as error:
-        settings = dict(given) or settings_of(tokenizer)
-        if not settings or not _can_write(renderer(tokenizer) if given else renderer(without_settings(tokenizer)), messages):
+        variables = dict(settings) or settings_of(tokenizer)
+        if not variables or not _can_write(renderer(tokenizer if settings else without_settings(tokenizer)), messages):
             raise
-        raise InputError(f"chat_template_kwargs: without {_shortened(str(settings))} it would do, but: {error}") from None
+        raise InputError(f"chat_template_kwargs: {_shortened(str(variables))} cause an error: {error}") from None
 
 
 def _can_write(render: Render, messages: Messages) -> bool:
@@ -292,89 +298,93 @@ def _can_write(render: Render, messages: Messages) -> bool:
 
 
 def _chat_text(render: Render, messages: Messages) -> str:
-    """Return the text of a chat, in which a developer is the system where the template knows no developer."""
+    """Return the text of a chat, with developer messages as system messages if necessary."""
     try:
         return _render_chat(render, messages)
     except InputError:
-        as_system = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
+        as_system = [{**message, "role": "system"} if message.get("role") == "developer" else message for message in messages]
         if as_system != list(messages):
-            with suppress(InputError):  # the first error is about what was given
+            with suppress(InputError):  # the first error, about the original messages, is reported
                 return _render_chat(render, as_system)
         raise
 
 
 def _render_chat(render: Render, messages: Messages) -> str:
-    """Return the text of a chat, in the first form of its messages that the model's template reads all of.
+    """Return the text of a chat, in the first form of its messages that the template reads in full.
 
-    Calls of tools are a part of that, where there is a form in which the template reads them. Otherwise they are ignored.
+    This includes tool calls, if the template reads them in any form. Otherwise they are ignored.
     """
     refusal, left_out, without_calls = None, None, None
     for form, with_text in _template_forms(messages):
         try:
             text = render(form)
             if with_text is not None and text.count("None") > render(with_text).count("None"):
-                continue  # it writes the None of a content
-        except Exception as error:  # a template is code of the checkpoint, and raises whatever messages make it stumble over
+                continue  # the template prints None for a missing content
+        except Exception as error:  # a template is code of the checkpoint and may raise any error
             refusal = refusal or error
             continue
         if _first_left_out(render, form) is None:
             return text
-        number = _first_left_out(render, form, with_calls=False)
-        if number is not None:
-            left_out = number if left_out is None else left_out
+        index = _first_left_out(render, form, with_calls=False)
+        if index is not None:
+            left_out = index if left_out is None else left_out
         elif without_calls is None:
             without_calls = text
     if without_calls is not None:
         return without_calls
     if left_out is None:
-        raise InputError(f"messages: the model's chat template refuses them ({refusal}); see the roles and their order")
+        raise InputError(f"messages: the model's chat template refuses them ({refusal}); check the roles and their order")
     raise InputError(
-        f"messages[{left_out}]: the model's chat template leaves out this message, of the role "
+        f"messages[{left_out}]: the model's chat template leaves out this message, with role "
         f"{_short(str(messages[left_out].get('role')))}; give it another role, or leave it out"
     )
 
 
-# Under each of these names some template reads what a model has thought before its answer.
+# Templates read the reasoning of a model under one of these names.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def _template_forms(messages: Messages) -> Iterator[tuple[Messages, Messages | None]]:
     """Yield a chat in the forms that templates read, the best first.
 
-    Templates differ in how they read a call of a tool. Most take its arguments as a mapping, and some as the JSON text that
-    clients send. A call without text has no content for most, and for some one that is None. Others would write that None:
-    beside such a form comes the same one with an empty text.
+    Templates differ in how they read a tool call. Most expect its arguments as a mapping, and some
+    as the JSON text that clients send. For a call without text, most expect no content, and some
+    expect the content None. The latter form comes with the same messages with empty text, to detect
+    templates that would print the None.
     """
-    calling = [each for each in messages if each.get("tool_calls")]
+    calling = [message for message in messages if message.get("tool_calls")]
     for as_mappings in (True, False) if calling else (True,):
-        made = [_for_template(each, as_mappings) for each in messages]
-        with_text = [{"content": "", **each} for each in made]
-        if made != with_text:
-            yield made, None
-            yield [{"content": None, **each} for each in made], with_text
+        forms = [_for_template(message, as_mappings) for message in messages]
+        with_text = [{"content": "", **message} for message in forms]
+        if forms != with_text:
+            yield forms, None
+            yield [{"content": None, **message} for message in forms], with_text
         yield with_text, None
 
 
 def _for_template(message: Mapping[str, Any], as_mappings: bool) -> dict[str, Any]:
-    """Return a message with its fields as a template expects them, and without content where it only calls tools."""
-    made, calls = {name: value for name, value in message.items() if value is not None}, message.get("tool_calls")
+    """Return a message with the fields that a template expects.
+
+    A message that only calls tools has no content.
+    """
+    result, calls = {name: value for name, value in message.items() if value is not None}, message.get("tool_calls")
     if calls:
-        made["tool_calls"] = [_with_arguments(call, as_mappings) for call in calls]
-        if not made.get("content"):
-            made.pop("content", None)
+        result["tool_calls"] = [_with_arguments(call, as_mappings) for call in calls]
+        if not result.get("content"):
+            result.pop("content", None)
     else:
-        made.pop("tool_calls", None)  # templates only ask whether there is such a field
-        made.setdefault("content", "")
-    thought = next((made[name] for name in _REASONING if isinstance(made.get(name), str) and made[name]), None)
+        result.pop("tool_calls", None)  # some templates only check whether the field exists
+        result.setdefault("content", "")
+    thought = next((result[name] for name in _REASONING if isinstance(result.get(name), str) and result[name]), None)
     if thought is not None:
-        made = {**dict.fromkeys(_REASONING, thought), **made}
-        if calls and "content" in made:
-            made["thinking"] = ""  # gpt-oss's template takes one of the two beside a call: the content is then a thought
-    return made
+        result = {**dict.fromkeys(_REASONING, thought), **result}
+        if calls and "content" in result:
+            result["thinking"] = ""  # gpt-oss's template allows only one of the two in a call, and reads content as reasoning
+    return result
 
 
 def _with_arguments(call: Mapping[str, Any], as_mapping: bool) -> Mapping[str, Any]:
-    """Return a call of a tool whose arguments are a mapping, where they are the JSON text of one; or are as they were sent."""
+    """Return a tool call with its arguments as a mapping, if they are the JSON text of one."""
     function = call.get("function")
     if not isinstance(function, Mapping):
         return call
@@ -389,18 +399,19 @@ def _with_arguments(call: Mapping[str, Any], as_mapping: bool) -> Mapping[str, A
 
 
 def _first_left_out(render: Render, messages: Messages, with_calls: bool = True) -> int | None:
-    """Return the number of the first message of which a template writes nothing, None: there is none.
+    """Return the index of the first message that a template leaves out; None if there is none.
 
-    A message is left out where the text lacks a mark that stands in place of its content. What the template does with a
-    content, such as trimming it or dropping the thoughts in it, does not matter. Of a message that only calls tools the names
-    of their functions are marked; or without ``with_calls`` a content that it does not have.
+    A message is left out if the text lacks a mark that replaces the message's content. So it does
+    not matter what the template does with a content, such as trimming it or dropping the reasoning
+    in it. In a message that only calls tools, the names of the functions are marked. Without
+    ``with_calls``, the message is given a marked content instead.
     """
-    marks = {number: _mark(number) for number, message in enumerate(messages) if _says_something(message)}
+    marks = {index: _mark(index) for index, message in enumerate(messages) if _says_something(message)}
 
     def written(marked: Collection[int]) -> str | None:
-        """Return the chat's text with these messages marked, None: the template refuses such a content."""
+        """Return the chat's text with these messages marked; None if the template fails."""
         chosen = [
-            _marked(each, marks[number], with_calls) if number in marked else each for number, each in enumerate(messages)
+            _marked(message, marks[index], with_calls) if index in marked else message for index, message in enumerate(messages)
         ]
         try:
             return render(chosen).lower()
@@ -409,12 +420,13 @@ def _first_left_out(render: Render, messages: Messages, with_calls: bool = True)
 
     if (text := written(marks)) is None:
         return None
-    found = set(_MARK.findall(text))
-    missing = [number for number, mark in marks.items() if mark not in found]
-    # A template may go by the contents of other messages: so each is tried alone. Eight in vain are enough.
-    for number in missing[:8]:
-        if (text := written([number])) is not None and marks[number] not in text:
-            return number
+    found_marks = set(_MARK.findall(text))
+    missing = [index for index, mark in marks.items() if mark not in found_marks]
+    # Marks in other messages may change what a template writes, so each missing message is also
+    # marked alone. Rendering is slow, so at most eight are tried.
+    for index in missing[:8]:
+        if (text := written([index])) is not None and marks[index] not in text:
+            return index
     return None
 
 
@@ -427,32 +439,32 @@ _MARK = re.compile("specjaxmark[a-p]{8}")
 
 
 def _mark(number: int) -> str:
-    """Return letters that stand for a message: hexadecimal digits, from a to p."""
+    """Return the mark of a message: its index in hexadecimal digits, written as letters a to p."""
     return "specjaxmark" + "".join(chr(ord("a") + int(digit, 16)) for digit in f"{number:08x}")
 
 
 def _marked(message: Mapping[str, Any], mark: str, with_calls: bool) -> dict[str, Any]:
-    """Return a message with a mark in place of what it says."""
-    made, calls = dict(message), message.get("tool_calls")
-    if made.get("content") or not with_calls:
-        made["content"] = mark
+    """Return a message with a mark in place of its content."""
+    result, calls = dict(message), message.get("tool_calls")
+    if result.get("content") or not with_calls:
+        result["content"] = mark
     if calls and with_calls:
-        made["tool_calls"] = [
+        result["tool_calls"] = [
             {**call, "function": {**call["function"], "name": mark}} if isinstance(call.get("function"), Mapping) else call
             for call in calls
         ]
-    return made
+    return result
 
 
 def _check_unicode(prompt: str) -> None:
     try:
         prompt.encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair: bytes of a command line that are not UTF-8
-        raise InputError(f"prompt: character {error.start} is no Unicode text ({error.reason}); give UTF-8") from None
+    except UnicodeEncodeError as error:  # a lone surrogate: bytes of a command line that are not UTF-8
+        raise InputError(f"prompt: character {error.start} is not valid Unicode ({error.reason}); give UTF-8") from None
 
 
 def pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded ``tokens [B, P]`` int32 and their ``lengths [B]``.
+    """Return the prompts as right-padded ``tokens [B, P]`` int32, and their ``lengths [B]``.
 
     Examples:
         >>> tokens, lengths = specjax.text.pad([[5, 6, 7], [8]])
@@ -470,10 +482,14 @@ def pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_prompts(argument: str, name: str) -> list[str]:
-    """The prompts of a file: one a line, or in a .jsonl file the "prompt" or "text" of the object in each line.
+    """Read the prompts of a file.
+
+    There is one prompt per line. In a .jsonl file it is the "prompt" or "text" of the object in
+    each line.
 
     Raises:
-        InputError: it cannot be read, or holds none; names the ``argument`` that gave it, or the file and its line.
+        InputError: the file cannot be read, or has no prompts. The message names the ``argument``
+            that gave the file, or the file and its line.
 
     Examples:
         >>> from pathlib import Path
@@ -492,15 +508,15 @@ def read_prompts(argument: str, name: str) -> list[str]:
     except OSError as error:
         raise InputError(f"{argument}={_short(name)}: cannot be read ({error.strerror})") from None
     if not prompts:
-        raise InputError(f"{argument}={name!r}: holds no prompt")
+        raise InputError(f"{argument}={name!r}: the file has no prompts")
     return prompts
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """The number of each line that is not blank, from 1, and the JSON value in it.
+    """Yield the line number, from 1, and the JSON value of each line that is not blank.
 
     Raises:
-        InputError: a line is no JSON, or the file no UTF-8 text.
+        InputError: a line is not JSON, or the file is not UTF-8 text.
 
     Examples:
         >>> from pathlib import Path
@@ -516,9 +532,10 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    r"""The number of each line that is not blank, and the line.
+    r"""Yield the number and the text of each line that is not blank.
 
-    Lines end at "\n" or "\r\n" and nowhere else: U+2028 and its like, at which Python also splits, are text.
+    Lines end only at "\n" or "\r\n". Python's ``splitlines`` also splits at characters such as
+    U+2028, which belong to the text.
     """
     try:
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
@@ -555,27 +572,34 @@ def _shortened(text: str) -> str:
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
-"""A token that stands for one byte, where a vocabulary lacks a character. What a run of them says is known when it ends: one
-byte too many, and none of them is text. So a byte that is a character by itself is held back like any other, such as the line
-end of Llama 2's vocabulary: a byte after it that is no text would make a replacement character of it, too."""
+"""A token that stands for a single byte, for characters that the vocabulary lacks.
+
+The text of a run of such tokens is known only when the run ends: one invalid byte makes all of them
+replacement characters. So every such token is held back, even if its byte is a character by itself,
+such as the line end in Llama 2's vocabulary.
+"""
 
 
 _MAX_HELD = 16
-"""Tokens after which text is given out although a character behind it is not finished. A tokenizer may write bytes that will
-never be text: decoding all of them again with every token would take quadratic time."""
+"""The number of tokens after which text is returned even if its last character is unfinished.
+
+A model may write bytes that never become text. Decoding all of them again with every token would
+take quadratic time.
+"""
 
 _LAST_CHARACTER = 8
-"""Tokens that surely hold an unfinished character, which has at most three bytes."""
+"""A number of tokens that certainly contains an unfinished character, which has at most 3 bytes."""
 
 
 class TextStream:
-    """Turns a growing list of tokens into text, piece by piece, in time that is linear in the number of tokens.
+    """A decoder of a growing list of tokens. It returns text piece by piece, in linear time.
 
-    Text is held back while it ends in an unfinished character, or in single bytes, so that the pieces joined are the whole
-    text without the prompt's. Where a prompt itself ends so, what its last tokens have become belongs to the first piece.
+    Text that ends in an unfinished character or in single bytes is held back. So the joined pieces
+    are the whole text after the prompt. If the prompt itself ends in an unfinished character, that
+    character belongs to the first piece.
 
     Attributes:
-        is_holding: whether some tokens have not become text yet.
+        is_holding: whether the text of some tokens is held back.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -587,26 +611,32 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        """``prompt`` gives the first pieces their context: many tokenizers drop the space that begins a text."""
+        """Start after a prompt, the context of the first piece.
+
+        Many tokenizers drop the space at the start of a text, so the first piece depends on its
+        context.
+        """
         self._decode, self._kinds = _decoder(tokenizer), _kinds_of(tokenizer)
-        # Special tokens are left out: decoding would skip them, and in a run of them it would skip all of them every time.
+        # Special tokens are left out. Decoding skips them, but a long run of them would be read
+        # again with every piece.
         self._tokens = [token for token in map(int, prompt) if self._kinds[token] != _NO_TEXT]
         self._ends_in_byte = False
-        # The single bytes at the end of a prompt are not finished.
+        # Single bytes at the end of the prompt may continue in the output.
         start = len(self._tokens)
         while start and not self._is_text(self._tokens[start - 1]):
             start -= 1
         tail = self._tokens[start:]
         del self._tokens[start:]
         self._append(tail)
-        # Tokens from `_context` on are decoded again with every piece: its cost does not grow with the text. What they say has
-        # been given out as far as `_given`. The context may next begin at `_end`, where a piece ended.
-        self._context, self._given = 0, self._decode(self._tokens)
-        self.is_holding = self._ends_in_byte or self._given.endswith(_REPLACEMENT)
+        # Only the tokens from `_context` on are decoded with every piece, so that its cost does not
+        # grow with the text. `_emitted` is the part of their text that has been returned. The
+        # context may next begin at `_end`, where a piece ended.
+        self._context, self._emitted = 0, self._decode(self._tokens)
+        self.is_holding = self._ends_in_byte or self._emitted.endswith(_REPLACEMENT)
         self._end = 0 if self.is_holding else len(self._tokens)
 
     def push(self, tokens: Iterable[Any], last: bool = False) -> str:
-        """The text that ``tokens`` add; ``last`` lets go of what was held back."""
+        """Append tokens and return the new text. ``last`` also returns what was held back."""
         has_grown = self._append(tokens)
         if not last and (self._ends_in_byte or not has_grown):
             self.is_holding |= self._ends_in_byte
@@ -615,44 +645,44 @@ class TextStream:
         self.is_holding = not last and text.endswith(_REPLACEMENT)
         if self.is_holding:
             text = text[:-1]  # one more byte changes at most the last character
-            # The prompt may have ended in that character, and then it counts as given.
-            if len(self._tokens) - self._end <= _MAX_HELD or len(text) < len(self._given):
+            # If the prompt ended in that character, it counts as returned.
+            if len(self._tokens) - self._end <= _MAX_HELD or len(text) < len(self._emitted):
                 return ""
-        piece = text[_common(self._given, text) :]
+        piece = text[_common(self._emitted, text) :]
         if self.is_holding:
             self._context = self._end = len(self._tokens) - _LAST_CHARACTER
             text = self._decode(self._tokens[self._context :])[:-1]
-        # A space that begins a text is dropped: tokens that say nothing are no context for what follows them.
+        # Tokens without text cannot be the context: decoders drop the space at the start of a text.
         elif newest := self._decode(self._tokens[self._end :]):
             self._context, self._end, text = self._end, len(self._tokens), newest
-        self._given = text
+        self._emitted = text
         return piece
 
     def peek(self) -> str:
         """Return the text that is held back, as it is if no more tokens come."""
         text = self._decode(self._tokens[self._context :])
-        return text[_common(self._given, text) :]
+        return text[_common(self._emitted, text) :]
 
     def is_end_of_run(self, token: int) -> bool:
-        """Return whether the tokens so far end in single bytes, and ``token`` is none and not skipped by decoding."""
+        """Return True if a run of single bytes ends before ``token``, a token with text."""
         return self._ends_in_byte and self._is_text(token)
 
     def last_bytes(self, count: int) -> list[tuple[int, int]]:
-        """Return the single bytes that the tokens so far end in, each beside ``count``."""
+        """Return the single bytes at the end of the tokens so far, each paired with ``count``."""
         run = takewhile(lambda byte: byte is not None, map(self.byte_of, reversed(self._tokens)))
         return [(byte, count) for byte in run if byte is not None][::-1]
 
     def byte_of(self, token: int) -> int | None:
-        """Return the byte that a token stands for. None: it is text, or decoding skips it."""
+        """Return the byte that a token stands for; None if it is text or skipped by decoding."""
         kind = self._kinds[token]
         return kind if kind >= 0 else None
 
     def _is_text(self, token: int) -> bool:
-        """Return whether a token is neither a single byte nor skipped by decoding."""
+        """Return True if a token is neither a single byte nor skipped by decoding."""
         return self._kinds[token] == _TEXT
 
     def _append(self, tokens: Iterable[Any]) -> bool:
-        """Take in tokens; False: decoding skips all of them."""
+        """Append tokens, and return False if decoding skips all of them."""
         has_grown = False
         for token in map(int, tokens):
             kind = self._kinds[token]
@@ -663,10 +693,11 @@ class TextStream:
 
 
 class FinalChannel:
-    """As `TextStream`, but the text is that of a chat's answer in OpenAI's harmony format, as gpt-oss writes it.
+    """A `TextStream` of the final channel of an answer in OpenAI's harmony format (gpt-oss).
 
-    A model writes messages in several channels there, such as its thoughts in ``analysis`` and calls of tools in
-    ``commentary``. Only what stands in the channel ``final`` is its answer. The tokens around the messages are no text.
+    In this format a model writes messages in several channels, such as its reasoning in
+    ``analysis`` and tool calls in ``commentary``. Only the channel ``final`` is the answer. The
+    tokens that delimit messages are not text.
 
     Examples:
         >>> from specjax.text import FinalChannel
@@ -679,17 +710,21 @@ class FinalChannel:
 
     @staticmethod
     def reads(tokenizer: Any, prompt: Sequence[int]) -> bool:
-        """Return whether a chat's prompt is in that format: whether the tokenizer has its tokens, and the prompt begins so."""
-        start, *others = (_mark_id(tokenizer, name) for name in (*FinalChannel._BEGINS, "<|end|>"))
-        return start is not None and None not in others and start in prompt
+        """Return True if a chat's prompt is in this format.
+
+        That is the case if the tokenizer has the format's tokens, and the prompt contains the first
+        of them.
+        """
+        start, *marks = (_mark_id(tokenizer, name) for name in (*FinalChannel._BEGINS, "<|end|>"))
+        return start is not None and None not in marks and start in prompt
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        """``prompt`` is what `TextStream` takes, and says which message is begun."""
+        """Start after a prompt, which may end within a message."""
         self._tokenizer, self._stream = tokenizer, TextStream(tokenizer, prompt)
         self._start, self._channel, self._message = (_mark_id(tokenizer, name) for name in self._BEGINS)
-        ends = (_mark_id(tokenizer, name) for name in self._ENDS)
-        self._marks = frozenset([self._start, self._channel, self._message, *ends]) - {None}
-        self._name: list[int] = []  # tokens of the channel's name, once there is one
+        end_marks = (_mark_id(tokenizer, name) for name in self._ENDS)
+        self._marks = frozenset([self._start, self._channel, self._message, *end_marks]) - {None}
+        self._name: list[int] = []  # the tokens of the channel's name so far
         self._is_named = self._is_final = False
         tokens = [int(token) for token in prompt]
         last = len(tokens) - 1 - tokens[::-1].index(self._start) if self._start in tokens else len(tokens)
@@ -698,36 +733,39 @@ class FinalChannel:
 
     @property
     def is_holding(self) -> bool:
-        """Whether some tokens of the answer have not become text yet."""
+        """True if the text of some tokens is held back."""
         return self._stream.is_holding
 
     def push(self, tokens: Iterable[Any], last: bool = False) -> str:
-        """The text that ``tokens`` add to the answer; ``last`` lets go of what was held back."""
+        """Append tokens and return the new text of the answer.
+
+        ``last`` also returns what was held back.
+        """
         return self._stream.push([token for token in map(int, tokens) if self._is_text(token)], last)
 
     def peek(self) -> str:
-        """As `TextStream.peek`."""
+        """Return what `TextStream.peek` returns."""
         return self._stream.peek()
 
     def is_end_of_run(self, token: int) -> bool:
-        """As `TextStream.is_end_of_run`: what is not the answer's is skipped."""
+        """Return what `TextStream.is_end_of_run` returns; False for tokens outside the answer."""
         return self._is_final and token not in self._marks and self._stream.is_end_of_run(token)
 
     def last_bytes(self, count: int) -> list[tuple[int, int]]:
-        """As `TextStream.last_bytes`."""
+        """Return what `TextStream.last_bytes` returns."""
         return self._stream.last_bytes(count)
 
     def byte_of(self, token: int) -> int | None:
-        """As `TextStream.byte_of`, of the newest token."""
+        """Return what `TextStream.byte_of` returns for the newest token, if it is of the answer."""
         return self._stream.byte_of(token) if self._is_final else None
 
     def _is_text(self, token: int) -> bool:
-        """Take in a token. Return whether it belongs to the answer's text."""
+        """Process a token, and return True if it belongs to the answer's text."""
         if token not in self._marks:
             if self._is_named and self._tokenizer.decode([token], skip_special_tokens=True):
                 self._name.append(token)
             else:
-                self._is_named = False  # <|constrain|> stands behind a channel's name
+                self._is_named = False  # <|constrain|> ends the channel's name
             return self._is_final
         if token == self._message:
             words = self._tokenizer.decode(self._name, skip_special_tokens=True).split()
@@ -739,7 +777,9 @@ class FinalChannel:
 
 
 def text_stream(tokenizer: Any, prompt: Sequence[int], is_chat: bool = False) -> "TextStream | FinalChannel":
-    """What turns the tokens after a prompt into text; of a chat's answer, those of its final channel, where there are channels.
+    """Return the decoder of the tokens after a prompt: a `FinalChannel` or a `TextStream`.
+
+    It is a `FinalChannel` if the text is an answer in a chat and the model writes in channels.
 
     Examples:
         >>> from specjax.text import text_stream
@@ -751,22 +791,23 @@ def text_stream(tokenizer: Any, prompt: Sequence[int], is_chat: bool = False) ->
 
 
 def _mark_id(tokenizer: Any, name: str) -> int | None:
-    """Return the id of a token that is no text, None: the tokenizer has no such token."""
+    """Return the id of a special token; None if the tokenizer does not have it."""
     return next(iter(_special_tokens(tokenizer, [name])), None)
 
 
 @lru_cache(maxsize=16)
 def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    """Return what turns token ids into text, without special tokens.
+    """Return a function that converts token ids to text, without special tokens.
 
-    A tokenizer that decodes as the tokenizers library does is asked there: what transformers checks of its arguments takes ten
-    times as long as decoding a few tokens, and the engine does so for every token of every text.
+    If the tokenizer decodes as the tokenizers library does, that library is called directly. The
+    checks of transformers take ten times as long as decoding a few tokens, and the engine decodes
+    every token of every sequence.
     """
     from transformers import PreTrainedTokenizerFast
 
-    made = type(tokenizer)
+    tokenizer_class = type(tokenizer)
     if isinstance(tokenizer, PreTrainedTokenizerFast) and all(
-        getattr(made, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
+        getattr(tokenizer_class, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
     ):
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
     decode: Any = tokenizer.decode
@@ -777,7 +818,10 @@ _TEXT, _NO_TEXT = -1, -2
 
 
 class _Kinds(dict[int, int]):
-    """By token id: the byte that a token stands for, `_TEXT`, or `_NO_TEXT` where decoding skips it. Filled as it is asked."""
+    """The kind of each token id, computed at first use.
+
+    It is the byte that the token stands for, `_TEXT`, or `_NO_TEXT` if decoding skips the token.
+    """
 
     def __init__(self, tokenizer: Any, skipped: Collection[int]) -> None:
         super().__init__(dict.fromkeys(skipped, _NO_TEXT))
@@ -790,7 +834,7 @@ class _Kinds(dict[int, int]):
 
 
 def _kinds_of(tokenizer: Any) -> _Kinds:
-    """Return the kinds of a tokenizer's tokens, which all texts share."""
+    """Return the token kinds of a tokenizer, which all texts share."""
     return _shared_kinds(tokenizer, tuple(getattr(tokenizer, "all_special_ids", ())))
 
 
@@ -801,29 +845,30 @@ def _shared_kinds(tokenizer: Any, special: tuple[int, ...]) -> _Kinds:
 
 @lru_cache(maxsize=16)
 def _skipped_ids(tokenizer: Any, special: tuple[int, ...]) -> frozenset[int]:
-    """Return the ids of tokens that decoding skips, among the ``special`` ones and those that were added."""
+    """Return the ids that decoding skips, among the special and the added tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    candidates = {*special, *(token for token, made in added.items() if made.special)}
-    # A token of the vocabulary that was named as the one for padding, say, is still text.
+    candidates = {*special, *(token for token, added_token in added.items() if added_token.special)}
+    # A token of the vocabulary that is also the padding token, for example, still has text.
     return frozenset(token for token in candidates if not tokenizer.decode([token], skip_special_tokens=True))
 
 
-def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with that are the same."""
-    if other.startswith(one):  # nearly always: only a character that was not finished changes
-        return len(one)
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
+def _common(before: str, after: str) -> int:
+    """Return the length of the common prefix of two texts."""
+    if after.startswith(before):  # the usual case: only an unfinished character changes
+        return len(before)
+    pairs = enumerate(zip(before, after, strict=False))
+    return next((index for index, pair in pairs if len(set(pair)) > 1), min(len(before), len(after)))
 
 
 class StopStrings:
-    """Ends a text, given piece by piece, before the first of some stop strings.
+    """A filter that ends a text, given in pieces, before the first of some stop strings.
 
-    The first is the one that is complete first; of two that end together, the longer one. Text that may be the beginning of a
-    stop string is held back, so nothing of one is ever given out, however the text is cut into pieces.
+    The first stop string is the one that is complete first; of two that end together, the longer
+    one. Text that may be the beginning of a stop string is held back. So no part of a stop string
+    is ever returned, however the text is cut into pieces.
 
     Attributes:
-        found: whether one has been met. The text ends there.
+        found: whether the text has reached a stop string. It ends there.
 
     Examples:
         >>> stop = specjax.text.StopStrings(["END"])
@@ -834,38 +879,41 @@ class StopStrings:
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        """``stop`` may be empty: then every piece passes as it is."""
+        """Set the stop strings. With none, every piece passes unchanged."""
         self._stop = tuple(stop)
-        self._held = ""
+        self._pending = ""
         self.found = False
 
     def push(self, piece: str, last: bool = False) -> str:
-        """What may be given out now; ``last`` lets go of what was held back."""
+        """Append a piece and return the text that is safe to show.
+
+        ``last`` also returns the text that was held back.
+        """
         if self.found:
             return ""
-        text = self._held + piece
-        ends = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        text = self._pending + piece
+        ends = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
         if ends:
-            self.found, self._held = True, ""
+            self.found, self._pending = True, ""
             return text[: min(ends)[1]]
-        kept = len(text) - (0 if last else max((_begun(stop, text) for stop in self._stop), default=0))
-        self._held = text[kept:]
-        return text[:kept]
+        safe = len(text) - (0 if last else max((_begun(stop, text) for stop in self._stop), default=0))
+        self._pending = text[safe:]
+        return text[:safe]
 
 
 def _begun(stop: str, text: str) -> int:
-    """Return how many characters of ``stop``, not all of them, a text ends with."""
+    """Return the length of the longest proper prefix of ``stop`` with which ``text`` ends."""
     count = min(len(stop) - 1, len(text))
     while count > 0 and not text.endswith(stop[:count]):
-        count = stop.rfind(text[-1], 0, count - 1) + 1  # where its last character is: most places need no look
+        count = stop.rfind(text[-1], 0, count - 1) + 1  # skips counts whose last character differs
     return count
 
 
 def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the stop strings that an argument means: one string, or a sequence of strings.
+    """Return an argument ``stop``, a string or a sequence of strings, as a tuple.
 
     Raises:
-        InputError: they are no strings, or one is empty.
+        InputError: it is anything else, or a string is empty.
 
     Examples:
         >>> from specjax.text import check_stop
@@ -873,32 +921,32 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
         (('END',), ('END', 'STOP'))
         >>> check_stop([""])
         Traceback (most recent call last):
-        specjax.errors.InputError: stop=['']: give a sequence of strings that are not empty, or one
+        specjax.errors.InputError: stop=['']: give a string or a sequence of strings, none of them empty
     """
     strings = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
-    if not all(isinstance(each, str) and each for each in strings):
-        raise InputError(f"stop={stop!r}: give a sequence of strings that are not empty, or one")
+    if not all(isinstance(string, str) and string for string in strings):
+        raise InputError(f"stop={stop!r}: give a string or a sequence of strings, none of them empty")
     return strings
 
 
 def _special_tokens(tokenizer: Any, stop: Sequence[str]) -> Iterator[int]:
-    """The ids of those strings that are one token without text. No text that they could be looked for in would have them."""
-    for each in stop:
-        # Tokenizers stumble over half of a surrogate pair, which is no token.
-        token = tokenizer.convert_tokens_to_ids(each.encode(errors="replace").decode())
-        if token is None or tokenizer.convert_ids_to_tokens(token) != each:  # what is unknown may be a token of its own
+    """Yield the ids of the strings that are special tokens, which never appear in decoded text."""
+    for string in stop:
+        # Tokenizers raise errors for a lone surrogate, which is not a token.
+        token = tokenizer.convert_tokens_to_ids(string.encode(errors="replace").decode())
+        if token is None or tokenizer.convert_ids_to_tokens(token) != string:  # it is the unknown token
             continue
         if not tokenizer.decode([token], skip_special_tokens=True):
             yield token
 
 
 class GrowingText:
-    """What is generated after one prompt, while it grows: tokens become text as soon as they can, up to a stop string.
+    """The generated text of one prompt while it grows, up to a stop string.
 
     Attributes:
-        length: tokens of prompt and output that were pushed.
-        tokens: generated; the last is the one that completed a stop string.
-        pieces: of their text, in order.
+        length: the number of tokens of the prompt and the output so far.
+        tokens: the generated tokens, up to the one that completed a stop string.
+        pieces: the pieces of their text, in order.
 
     Examples:
         >>> from specjax.text import GrowingText
@@ -912,29 +960,36 @@ class GrowingText:
     def __init__(
         self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), stop_after: int = 0, is_chat: bool = False
     ) -> None:
-        """Of a ``prompt`` of token ids, with strings before the first of which the text ends. They are looked for behind the
-        first ``stop_after`` tokens. One that is a special token, which is no text, ends it by that token. Of a chat's answer
-        the text is what stands in its final channel, where the model has channels (`FinalChannel`)."""
+        """Start after a prompt.
+
+        Args:
+            tokenizer: the tokenizer.
+            prompt: the token ids of the prompt.
+            stop: the text ends before the first of these strings. If one of them is a special
+                token, which has no text, the text ends at that token.
+            stop_after: stop strings are ignored in this many tokens at the start.
+            is_chat: whether the text is an answer in a chat; see `FinalChannel`.
+        """
         self._strings, self._stop_after = stop, stop_after
         self._new_stream = partial(text_stream, tokenizer, prompt, is_chat)
         self._text, self._stop = self._new_stream(), StopStrings(stop)
         self._marks = frozenset(_special_tokens(tokenizer, stop))
         self._is_at_mark = False
-        self._said = 0  # generated tokens that have become text
+        self._emitted = 0  # the number of generated tokens whose text has been returned
         self.length = len(prompt)
         self.tokens: list[int] = []
         self.pieces: list[str] = []
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found."""
+        """True if the text has reached a stop string."""
         return self._stop.found or self._is_at_mark
 
     def push(self, new: Sequence[int]) -> str:
-        """The text that is known now that there are ``new`` tokens."""
+        """Append tokens and return the new text."""
         self.length += len(new)
         pieces = []
-        # One by one, to know which token completed a stop string.
+        # Tokens are pushed one by one, to know which of them completed a stop string.
         for part in [[token] for token in new] if self._strings else [new]:
             if self.stopped:
                 break
@@ -945,39 +1000,42 @@ class GrowingText:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         return "" if self.stopped else self._take(self._text.push([], last=True), last=True)
 
     def _take(self, piece: str, last: bool = False) -> str:
-        """What may be given out of ``piece``, which is what the newest tokens add to the text."""
-        given = self._stop.push(piece, last) if len(self.tokens) > self._stop_after else piece
-        self.pieces.append(given)
+        """Return the part of the newest piece that is safe to show."""
+        text = self._stop.push(piece, last) if len(self.tokens) > self._stop_after else piece
+        self.pieces.append(text)
         if self._stop.found:
             self._drop_held()
         elif not self._text.is_holding:
-            self._said = len(self.tokens)
-        return given
+            self._emitted = len(self.tokens)
+        return text
 
     def _drop_held(self) -> None:
-        """End ``tokens`` with the one that completed the stop string: others came after it while a run was held back."""
+        """Cut ``tokens`` after the token that completed the stop string.
+
+        While a run of single bytes is held back, tokens may have been appended after it.
+        """
         whole = "".join(self.pieces)
         stream, stop = self._new_stream(), StopStrings(self._strings)
-        given = stream.push(self.tokens[: self._stop_after])
-        said = max(self._said, self._stop_after)
-        given += stop.push(stream.push(self.tokens[self._stop_after : said]))
-        run = stream.last_bytes(said)
-        for count, token in enumerate(self.tokens[said:], said + 1):
+        text = stream.push(self.tokens[: self._stop_after])
+        emitted = max(self._emitted, self._stop_after)
+        text += stop.push(stream.push(self.tokens[self._stop_after : emitted]))
+        run = stream.last_bytes(emitted)
+        for count, token in enumerate(self.tokens[emitted:], emitted + 1):
             if stream.is_end_of_run(token):
                 if (end := _completed_in_run(stop, stream.peek(), run)) is not None:
                     del self.tokens[end:]
                     return
                 run = []
-            given += stop.push(stream.push([token]))
+            text += stop.push(stream.push([token]))
             if (byte := stream.byte_of(token)) is not None:
                 run.append((byte, count))
             elif not run:
                 ended = copy(stop)
-                if given + ended.push(stream.peek()) == whole and ended.found:
+                if text + ended.push(stream.peek()) == whole and ended.found:
                     del self.tokens[count:]
                     return
         if (end := _completed_in_run(stop, stream.peek(), run)) is not None:
@@ -985,12 +1043,15 @@ class GrowingText:
 
 
 def _completed_in_run(stop: StopStrings, text: str, run: Sequence[tuple[int, int]]) -> int | None:
-    """Return how many tokens there are with the one that completes a stop string in a run of bytes. None: none does.
+    """Return the number of tokens up to the one that completes a stop string in a run of bytes.
 
     Args:
-        stop: before the run.
-        text: the end of the run's text.
-        run: the bytes, and of each how many tokens there are with it.
+        stop: the state of the stop strings before the run.
+        text: the text of the run.
+        run: the bytes, each with the number of tokens up to it.
+
+    Returns:
+        The number of tokens; None if the run completes no stop string.
     """
 
     def is_found(length: int) -> bool:
@@ -1000,10 +1061,10 @@ def _completed_in_run(stop: StopStrings, text: str, run: Sequence[tuple[int, int
 
     if not run or not is_found(len(text)):
         return None
-    last = bisect_left(range(len(text) + 1), True, key=is_found) - 1  # the string's last character
+    last = bisect_left(range(len(text) + 1), True, key=is_found) - 1  # index of the string's last character
     try:
         characters = bytes(byte for byte, _ in run).decode()
-    except UnicodeDecodeError:  # each byte is a replacement character, because of the last one
+    except UnicodeDecodeError:  # the run becomes one replacement character per byte
         return run[-1][1]
     ends = list(accumulate(len(character.encode()) for character in characters))
     return run[ends[last - len(text)] - 1][1]

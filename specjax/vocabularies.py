@@ -1,8 +1,9 @@
-"""Comparing two tokenizers: which tokens of one stand for the same text as tokens of the other.
+"""Comparison of two tokenizers: which of their tokens stand for the same text.
 
-Tokenizers write the same text in different ways. Byte-level BPE (GPT-2, Llama 3, Qwen) gives every byte a printable character
-of its own, so that " the" is "Ġthe" and a line end is "Ċ". SentencePiece (Llama 2, Gemma) writes "▁the", and has tokens such
-as "<0x0A>" for single bytes. Here both become the bytes that a token stands for, and these are compared.
+Tokenizers write the same text in different ways. Byte-level BPE (GPT-2, Llama 3, Qwen) gives every
+byte a printable character, so that " the" is "Ġthe" and a line end is "Ċ". SentencePiece (Llama 2,
+Gemma) writes "▁the", and has tokens such as "<0x0A>" for single bytes. This module converts both to
+the bytes that each token stands for, and compares these.
 """
 
 import re
@@ -12,19 +13,25 @@ from functools import cached_property
 from typing import Any
 
 ROLES = ("eos_token", "bos_token")
-"""What a special token may be for. Special tokens are no text: two of them are the same where they are written alike, as
-``<|im_start|>``, or else where their roles are."""
+"""The roles of special tokens, which have no text.
+
+Two special tokens are the same if they are written the same way, such as ``<|im_start|>``, or else
+if they have the same role.
+"""
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 
 
 def _byte_characters() -> dict[str, int]:
-    """The byte that each character stands for in byte-level BPE: printable Latin-1 characters for their own codes, and for the
-    68 others the characters from 256 on, in order."""
+    """Return the byte of each character of byte-level BPE.
+
+    Printable Latin-1 characters stand for their own code. The other 68 bytes are, in order, the
+    characters from 256 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
 
 
 _BYTE_OF = _byte_characters()
@@ -33,13 +40,14 @@ _BYTES_ALONE = frozenset(character for character in _BYTE_OF if ord(character) >
 
 @dataclass(frozen=True)
 class VocabularyTokens:
-    """The tokens of a tokenizer, by what they stand for.
+    """The tokens of a tokenizer, by their texts and roles.
 
     Attributes:
-        texts: the bytes that each token stands for, by id, as `texts_of` makes them. Special tokens are not among them.
-        roles: the ids of special tokens by what they are for, see `ROLES`.
-        unknown: the id of the token for what has no token; else of one that says little.
-        written: the ids of special and other added tokens by how they are written, but for that of what has no token.
+        texts: the bytes of each token, by id, from `texts_of`. Special tokens are left out.
+        roles: the id of the special token of each role, see `ROLES`.
+        unknown: the id of the token for unknown text, or of a token that says little.
+        written: the ids of special and other added tokens by their spelling, without that for
+            unknown text.
 
     Examples:
         >>> from specjax.vocabularies import VocabularyTokens, texts_of
@@ -56,7 +64,10 @@ class VocabularyTokens:
     written: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """How many different texts and special tokens: SentencePiece has most characters of a byte twice."""
+        """Return the number of different texts and special tokens.
+
+        It is less than the number of ids: SentencePiece has most one-byte characters twice.
+        """
         return len(self.by_text) + len(self.special)
 
     @property
@@ -66,11 +77,12 @@ class VocabularyTokens:
 
     @classmethod
     def of(cls, tokenizer: Any, size: int | None = None) -> "VocabularyTokens":
-        """Those of a tokenizer of transformers.
+        """Return the tokens of a tokenizer of transformers.
 
         Args:
-            tokenizer: of transformers.
-            size: ids from here on are left out: of a model whose vocabulary is smaller than its tokenizer's.
+            tokenizer: the tokenizer.
+            size: ids from this one on are left out, for a model whose vocabulary is smaller than
+                its tokenizer's.
 
         Examples:
             >>> from specjax.assets import embedded
@@ -81,36 +93,39 @@ class VocabularyTokens:
             b' import'
         """
         vocabulary = {token: i for token, i in tokenizer.get_vocab().items() if size is None or i < size}
-        added = {i: each for i, each in tokenizer.added_tokens_decoder.items() if each.content in vocabulary}
+        added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content in vocabulary}
         roles = {role: getattr(tokenizer, f"{role}_id") for role in ROLES}
         roles = {role: i for role, i in roles.items() if i is not None and (size is None or i < size)}
-        special = {*tokenizer.all_special_ids, *roles.values(), *(i for i, each in added.items() if each.special)}
-        literal = {each.content: i for i, each in added.items() if i not in special}
+        special = {*tokenizer.all_special_ids, *roles.values(), *(i for i, token in added.items() if token.special)}
+        literal = {token.content: i for i, token in added.items() if i not in special}
         plain = {token: i for token, i in vocabulary.items() if i not in special and i not in added}
         unknown = tokenizer.unk_token_id
-        # The unknown token is left out: both models may have one, but it stands for different text in each.
+        # Leave out the unknown token: if both models have one, its text differs between them.
         nothing = set() if unknown in roles.values() else {unknown}
-        written = {token: i for token, i in vocabulary.items() if (i in special or i in added) and i not in nothing}
+        spellings = {token: i for token, i in vocabulary.items() if (i in special or i in added) and i not in nothing}
         unknown = roles.get("eos_token", 0) if unknown is None or (size is not None and unknown >= size) else unknown
-        return cls(texts_of(plain, literal), roles, unknown, written)
+        return cls(texts_of(plain, literal), roles, unknown, spellings)
 
     @cached_property
     def by_text(self) -> dict[bytes, int]:
-        """The token of each text; of several that have it the first of ``texts``."""
-        found: dict[bytes, int] = {}
+        """The token of each text. Of several tokens with one text, it is the first in ``texts``."""
+        by_text: dict[bytes, int] = {}
         for i, text in self.texts.items():
-            found.setdefault(text, i)
-        return found
+            by_text.setdefault(text, i)
+        return by_text
 
 
 def texts_of(vocabulary: Mapping[str, int], added: Mapping[str, int] | None = None) -> dict[int, bytes]:
-    """The bytes that each token stands for, by id. Tokens for single bytes come last, and else lower ids come first.
+    """Return the bytes of each token, by id, in ascending order. Tokens for single bytes come last.
 
-    SentencePiece's marker ▁ is no character of byte-level BPE, so that a vocabulary tells by its tokens which it is.
+    The characters of the vocabulary show which kind it is: SentencePiece's marker ▁ is not a
+    character of byte-level BPE.
 
     Args:
-        vocabulary: the id of each token, as the tokenizer's model writes it, without special tokens.
-        added: of tokens that are written as they are, such as runs of spaces; special tokens are not among them either.
+        vocabulary: the id of each token, as the tokenizer's model writes it, without special
+            tokens.
+        added: the ids of added tokens that are written literally, such as runs of spaces, without
+            special tokens.
 
     Examples:
         >>> from specjax.vocabularies import texts_of
@@ -121,7 +136,7 @@ def texts_of(vocabulary: Mapping[str, int], added: Mapping[str, int] | None = No
     """
     has_marker = any(_SPACE in token for token in vocabulary)
     is_byte_level = not has_marker and any(not _BYTES_ALONE.isdisjoint(token) for token in vocabulary)
-    found = []
+    tokens = []
     for token, i in vocabulary.items():
         byte = None if is_byte_level else _BYTE.fullmatch(token)
         if byte:
@@ -130,16 +145,17 @@ def texts_of(vocabulary: Mapping[str, int], added: Mapping[str, int] | None = No
             text = b"".join(bytes([_BYTE_OF[c]]) if c in _BYTE_OF else c.encode() for c in token)
         else:
             text = token.replace(_SPACE, " ").encode()
-        found.append((byte is not None, i, text))
-    found += [(False, i, token.encode()) for token, i in (added or {}).items()]
-    return {i: text for _, i, text in sorted(found)}
+        tokens.append((byte is not None, i, text))
+    tokens += [(False, i, token.encode()) for token, i in (added or {}).items()]
+    return {i: text for _, i, text in sorted(tokens)}
 
 
 def shared_tokens(target: VocabularyTokens, draft: VocabularyTokens) -> dict[int, int]:
-    """The draft's token for each of the target's that it has too, ascending; no two of them alike.
+    """Return the draft's id for each of the target's tokens that it shares, in ascending order.
 
-    Special tokens, and others that were added, are the same where they are written alike; of the rest, where a text ends and
-    where it begins. A special token and a word of the vocabulary are never the same.
+    No two of the target's tokens have the same id of the draft. Special and other added tokens are
+    the same if they are written the same way; the remaining ones if they have the same role, the
+    beginning or the end of a text. A special token is never the same as a word of the vocabulary.
 
     Examples:
         >>> from specjax.vocabularies import VocabularyTokens, shared_tokens, texts_of
@@ -155,18 +171,19 @@ def shared_tokens(target: VocabularyTokens, draft: VocabularyTokens) -> dict[int
     shared = {i: draft.by_text[text] for text, i in target.by_text.items() if text in draft.by_text}
     alike = [(i, draft.written[token]) for token, i in target.written.items() if token in draft.written]
     alike += [(target.roles[role], draft.roles[role]) for role in ROLES if role in target.roles and role in draft.roles]
-    taken = set(shared.values())
-    for ours, theirs in alike:  # one token may have both roles
-        if ours not in shared and theirs not in taken:
-            shared[ours] = theirs
-            taken.add(theirs)
+    draft_ids = set(shared.values())
+    for target_id, draft_id in alike:  # one token may have both roles
+        if target_id not in shared and draft_id not in draft_ids:
+            shared[target_id] = draft_id
+            draft_ids.add(draft_id)
     return dict(sorted(shared.items()))
 
 
 def read_as(target: VocabularyTokens, draft: VocabularyTokens) -> dict[int, int]:
-    """What a draft model reads for each of the target's tokens: the same token; where it has none, the longest end of it.
+    """Return the token that a draft model reads for each of the target's tokens.
 
-    For special tokens that it lacks it reads `VocabularyTokens.unknown`.
+    It is the same token if the draft model has it. Otherwise it is the token of the longest end of
+    the text. For special tokens that it lacks it reads `VocabularyTokens.unknown`.
 
     Examples:
         >>> from specjax.vocabularies import VocabularyTokens, read_as, texts_of
@@ -175,9 +192,9 @@ def read_as(target: VocabularyTokens, draft: VocabularyTokens) -> dict[int, int]
         >>> read_as(target, draft)
         {0: 4, 1: 5, 2: 7}
     """
-    shared, known = shared_tokens(target, draft), draft.by_text
+    shared, by_text = shared_tokens(target, draft), draft.by_text
     ends = {
-        i: next((known[text[at:]] for at in range(len(text)) if text[at:] in known), draft.unknown)
+        i: next((by_text[text[start:]] for start in range(len(text)) if text[start:] in by_text), draft.unknown)
         for i, text in target.texts.items()
     }
     special = dict.fromkeys(target.special, draft.unknown)

@@ -35,24 +35,30 @@ OPENERS = _words(
 
 VERBS = _words(
     """
-    accept accumulate add admit advance allocate answer append apply ask assemble assume attach
-    attend average begin bind block bound build cache call cancel check choose clear clip clone
-    close collect combine commit compare compile complete compute configure confirm connect
-    continue convert copy count create cut decide declare decode decrement define delete derive
-    describe detach disable discard divide do download draft draw drop embed emit enable encode
-    end enter estimate evaluate evict expand explain export extend extract fail fall fetch fill
-    filter find finish fit fold follow forget format free fuse gather generate get give go group
-    grow handle hash hold import initialise initialize insert interpolate interrupt invert
-    iterate join keep learn leave let limit list load log look lower make map mark mask match
-    mean measure merge modify move multiply name normalize note observe open pack pad parse pass
-    permute pick place plot predict prefill prepare print process propose publish push put
-    quantize raise read rebuild receive record reduce refresh refuse register release remove
-    rename render reorder repeat replace report request require reserve reset resolve restore
-    resume retract retry return rewrite rotate round run sample save say scale score search see
-    select send serve set shard shift show shut sign simulate skip sleep solve sort split spread
-    start stop store stream submit subtract sum suspend swap switch take tell test time trace
-    train transform translate truncate try turn unpack update use validate verify wait warm warn
-    watch wrap write yield
+    abort accept accumulate acquire adapt add adjust admit advance align allocate answer append
+    apply ask assemble assign assume attach attend average begin bind block bound break bring
+    broadcast build cache call cancel cast change check choose claim clamp clear clip clone
+    close collect combine commit compare compile complete compute concatenate configure confirm
+    connect continue convert copy count create cut decide declare decode decrement define delay
+    delete deliver derive describe detach disable discard divide do download draft drain draw
+    drop embed emit enable encode end enter estimate evaluate evict expand explain export extend
+    extract fail fall fetch fill filter find finish fit flatten flush fold follow forget format
+    free fuse gather generate get give go group grow guard handle hash hold ignore import infer
+    initialise initialize insert interpolate interpret interrupt invert issue iterate join
+    justify keep kill label launch learn leave let limit list load log look lower make map mark
+    mask match maximize mean measure merge minimize mirror mix modify move multiply name narrow
+    normalize note notify observe obtain open order override pack pad pair parse partition pass
+    permute persist pick place plan plot point pop position predict preempt prefill prepare
+    print probe process produce promote propose protect publish pull push put quantize quote
+    raise rank read rebuild receive recompute record recover redirect reduce refill refresh
+    refuse register reject release reload remove rename render reorder repair repeat replace
+    report request require reserve reset resolve restore restrict resume retain retract retry
+    return reuse reverse rewrite roll rotate round run sample save say scale scan schedule score
+    search see select send serve set shard shift shorten show shut sign simulate skip sleep
+    solve sort spawn split spread start stop store stream submit subtract sum summarize suspend
+    swap sweep switch take tell terminate test time trace train transform translate truncate try
+    turn unload unlock unpack update upload use validate verify view visit vote wait walk warm
+    warn watch weigh widen wrap write yield zero
     """
 )
 """Verbs that open a docstring. A docstring with another verb is no error: the list is for counting."""

@@ -42,8 +42,8 @@ def test_numbers_are_read_as_people_write_them(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stepz: 3", "unknown key stepz; known here: output"),
-        ("optimizer:\n  lr: 1", r"unknown key optimizer\.lr; known here: method, learning_rate"),
+        ("stepz: 3", "unknown key stepz; the keys are output"),
+        ("optimizer:\n  lr: 1", r"unknown key optimizer\.lr; the keys are method, learning_rate"),
         ("steps: many", "steps"),
         ("optimizer:\n  clip: much", r'"optimizer\.clip"'),
         ("optimizer:\n  method: sgd", r'"optimizer\.method"'),
@@ -51,8 +51,8 @@ def test_numbers_are_read_as_people_write_them(tmp_path) -> None:
         ("method: lm", r"method\.name=None: must be one of lm, distill"),
         ("method:\n  target: here", r"method\.name=None: must be one of lm, distill"),
         ("method:\n  name: [lm]", r"method\.name=\['lm'\]: must be one of lm, distill"),
-        ("method:\n  name: lm\n  target: here", r"unknown key method\.target; known here: name, model"),
-        ("method:\n  name: distill\n  model:\n    layers: 1", r"unknown key method\.model\.layers; known here: hidden_size"),
+        ("method:\n  name: lm\n  target: here", r"unknown key method\.target; the keys are name, model"),
+        ("method:\n  name: distill\n  model:\n    layers: 1", r"unknown key method\.model\.layers; the keys are hidden_size"),
         ("method:\n  name: distill\n  model:\n    num_layers: few", r'"method\.model\.num_layers"'),
         ("- 1", "key: value pairs"),
         ("a: [", "not valid YAML"),
@@ -143,4 +143,4 @@ def test_a_dry_run_needs_the_target_s_config_json_alone(file, name, tmp_path, ca
     assert main(["train", "--config", file, "--method.target", str(tmp_path), "--dry-run"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f"{parameter_count(published(name)):,} parameters, in bfloat16" in out
-    assert "50,000 steps of 8 x 2048 tokens, 819,200,000 in all. Nothing was trained." in out
+    assert "50,000 steps of 8 x 2048 tokens, 819,200,000 in total. Nothing was trained." in out

@@ -143,7 +143,7 @@ def test_without_a_file_calls_are_greedy(tiny_pair, directory, monkeypatch) -> N
 
 
 def test_only_what_the_call_states_is_named_as_not_read(generate) -> None:
-    with pytest.warns(UserWarning, match=r"^top_p: not read at temperature 0") as said, pytest.raises(InputError):
+    with pytest.warns(UserWarning, match=r"^top_p: ignored at temperature 0") as said, pytest.raises(InputError):
         generate("x", temperature=0, top_p=0.5, max_new_tokens=0)
     assert len(said) == 1
 
@@ -151,7 +151,7 @@ def test_only_what_the_call_states_is_named_as_not_read(generate) -> None:
 def test_what_is_not_applied_is_said_once(tiny_pair, tmp_path) -> None:
     fields = FILE | {"repetition_penalty": 1.05, "suppress_tokens": [3]}
     penalised = with_file(tiny_pair[0], tmp_path / "penalised", **fields)
-    with pytest.warns(UserWarning, match=r"not applied to its texts: repetition_penalty 1\.05, suppress_tokens \[3\]$") as said:
+    with pytest.warns(UserWarning, match=r"fields are not applied: repetition_penalty 1\.05, suppress_tokens \[3\]$") as said:
         assert specjax.load(penalised).default_sampling == DEFAULTS
     assert len(said) == 1
     with warnings.catch_warnings():
@@ -273,10 +273,10 @@ OF_COMMANDS = [
     (("--top-k", "0", "--top-p", "1"), Sampling(0.6), IN_FORCE.format("temperature 0.6")),
     (("--temperature", "1", "--top-k", "5", "--top-p", "0.5"), Sampling(1.0, 5, 0.5), None),
     (("--temperature", "0"), GREEDY, None),
-    (("--temperature", "0", "--min-p", "0.1"), Sampling(0.0, min_p=0.1), "specjax: --min-p: not read at --temperature 0, "),
+    (("--temperature", "0", "--min-p", "0.1"), Sampling(0.0, min_p=0.1), "specjax: --min-p: ignored at --temperature 0, "),
     (("--generation-config", "none"), GREEDY, None),
     (("--generation-config", "none", "--temperature", "0.7"), Sampling(0.7), None),
-    (("--generation-config", "none", "--top-k", "5"), Sampling(0.0, 5), "specjax: --top-k: not read at --temperature 0, "),
+    (("--generation-config", "none", "--top-k", "5"), Sampling(0.0, 5), "specjax: --top-k: ignored at --temperature 0, "),
 ]
 
 
@@ -284,14 +284,14 @@ OF_COMMANDS = [
 def test_generate_has_them_and_says_so(directory, drawn_with, capsys, options, sampling, line) -> None:
     status, _, said = run(capsys, *generating(directory, *options))
     assert status == 2 and drawn_with == [sampling]
-    lines = [each for each in said.splitlines() if "generation_config.json" in each or "not read" in each]
+    lines = [each for each in said.splitlines() if "generation_config.json" in each or "ignored" in each]
     assert [each.startswith(line or "") for each in lines] == [True] * (line is not None)
 
 
 def test_generate_names_what_is_not_applied(tiny_pair, tmp_path, drawn_with, capsys) -> None:
     penalised = with_file(tiny_pair[0], tmp_path / "penalised", **FILE, repetition_penalty=1.05, no_repeat_ngram_size=3)
     _, _, said = run(capsys, *generating(penalised))
-    line = "not applied to its texts: repetition_penalty 1.05, no_repeat_ngram_size 3"
+    line = "these fields are not applied: repetition_penalty 1.05, no_repeat_ngram_size 3"
     assert [line in each for each in said.splitlines()].count(True) == 1
     assert "not applied" not in run(capsys, *generating(penalised, "--generation-config", "none"))[2]
     (Path(penalised) / "generation_config.json").write_text(json.dumps(FILE | {"top_p": 2}))

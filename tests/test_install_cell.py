@@ -196,10 +196,10 @@ def test_what_does_not_fit_afterwards_is_put_right_with_one_call_for_each_remedy
 
 def test_what_pip_cannot_put_right_is_named(machine, monkeypatch) -> None:
     machine.is_installed = True
-    wrong = Mismatch("flax 0.11.2 is installed, and specjax needs another", ("install", "-U", "flax>=0.12"))
+    wrong = Mismatch("flax 0.11.2 is installed, but specjax needs another", ("install", "-U", "flax>=0.12"))
     monkeypatch.setattr(installation, "find_mismatches", lambda with_devices=False: [wrong])
     with pytest.raises(
-        SystemExit, match=r"^flax 0\.11\.2 is installed, and specjax needs another: \S+ -m pip install -U 'flax>=0.12'"
+        SystemExit, match=r"^flax 0\.11\.2 is installed, but specjax needs another: \S+ -m pip install -U 'flax>=0.12'"
     ):
         machine.run_cell()
 

@@ -50,7 +50,7 @@ def test_a_libtpu_of_another_jax_is_replaced_on_a_tpu_and_removed_elsewhere(tmp_
     install(tmp_path, "libtpu", "0.0.21.1")
     on(*machine)
     (mismatch,) = mismatches(tmp_path)
-    assert mismatch.problem == "libtpu 0.0.21.1 is installed, and jax 0.12.0.1 needs libtpu==0.0.50.*"
+    assert mismatch.problem == "libtpu 0.0.21.1 is installed, but jax 0.12.0.1 needs libtpu==0.0.50.*"
     assert mismatch.remedy == remedy
 
 
@@ -69,7 +69,7 @@ def test_a_plugin_of_another_jax_is_replaced_on_a_gpu_and_removed_elsewhere(tmp_
     on(*machine)
     (mismatch,) = mismatches(tmp_path)
     assert mismatch.problem.startswith(
-        "jax-cuda12-plugin 0.7.2 is installed, and jax 0.12.0.1 needs jax-cuda12-plugin<=0.12.0.1"
+        "jax-cuda12-plugin 0.7.2 is installed, but jax 0.12.0.1 needs jax-cuda12-plugin<=0.12.0.1"
     )
     assert mismatch.remedy == remedy
 
@@ -93,17 +93,17 @@ def test_a_plugin_that_this_jax_does_not_know_does_not_fit(tmp_path, on) -> None
     install(tmp_path, "jax", "0.12.0.1", [line for line in JAX if "cuda13" not in line])
     install(tmp_path, "jax-cuda13-plugin", "0.12.0.1")
     assert [mismatch.problem for mismatch in mismatches(tmp_path)] == [
-        "jax-cuda13-plugin 0.12.0.1 is installed, and jax 0.12.0.1 needs none of it"
+        "jax-cuda13-plugin 0.12.0.1 is installed, but jax 0.12.0.1 needs no version of it"
     ]
 
 
 def test_a_jaxlib_that_is_too_old_or_missing(tmp_path, on) -> None:
     install_fitting(tmp_path, "jaxlib")
     (missing,) = mismatches(tmp_path)
-    assert missing.problem == "jaxlib is not installed, and jax 0.12.0.1 needs jaxlib<=0.12.0.1,>=0.11.2"
+    assert missing.problem == "jaxlib is not installed, but jax 0.12.0.1 needs jaxlib<=0.12.0.1,>=0.11.2"
     install(tmp_path, "jaxlib", "0.10.2")
     (old,) = mismatches(tmp_path)
-    assert old.problem == "jaxlib 0.10.2 is installed, and jax 0.12.0.1 needs jaxlib<=0.12.0.1,>=0.11.2"
+    assert old.problem == "jaxlib 0.10.2 is installed, but jax 0.12.0.1 needs jaxlib<=0.12.0.1,>=0.11.2"
     assert old.remedy == missing.remedy == ("install", "-U", "jax==0.12.0.1")
 
 
@@ -114,7 +114,7 @@ def test_with_a_libtpu_jaxlib_must_be_the_one_that_it_goes_with(tmp_path, on) ->
     install(tmp_path, "libtpu", "0.0.50.1")
     on("tpu")
     (mismatch,) = mismatches(tmp_path)
-    assert mismatch.problem == "jaxlib 0.11.2 is installed, and jax 0.12.0.1 needs jaxlib<=0.12.0.1,>=0.12.0.1"
+    assert mismatch.problem == "jaxlib 0.11.2 is installed, but jax 0.12.0.1 needs jaxlib<=0.12.0.1,>=0.12.0.1"
     assert mismatch.command == f"{PIP} install -U 'jax[tpu]==0.12.0.1'"
 
 
@@ -122,7 +122,7 @@ def test_a_package_that_is_too_old_for_specjax(tmp_path, on) -> None:
     install_fitting(tmp_path, "flax")
     install(tmp_path, "flax", "0.11.2")
     (mismatch,) = mismatches(tmp_path)
-    assert mismatch.problem == "flax 0.11.2 is installed, and specjax needs flax<0.13,>=0.12.4"
+    assert mismatch.problem == "flax 0.11.2 is installed, but specjax needs flax<0.13,>=0.12.4"
     assert mismatch.command == f"{PIP} install -U 'flax<0.13,>=0.12.4'"
 
 
@@ -133,8 +133,8 @@ def test_a_jax_that_is_too_old_is_replaced_together_with_its_libtpu(tmp_path, on
     install(tmp_path, "libtpu", "0.0.21.1")
     on("tpu")
     libtpu, jax = mismatches(tmp_path)
-    assert libtpu.problem == "libtpu 0.0.21.1 is installed, and jax 0.7.2 needs libtpu==0.0.23"
-    assert jax.problem == "jax 0.7.2 is installed, and specjax needs jax>=0.10,<0.13"
+    assert libtpu.problem == "libtpu 0.0.21.1 is installed, but jax 0.7.2 needs libtpu==0.0.23"
+    assert jax.problem == "jax 0.7.2 is installed, but specjax needs jax>=0.10,<0.13"
     assert libtpu.remedy == jax.remedy == ("install", "-U", "jax[tpu]>=0.10,<0.13")
 
 
@@ -147,7 +147,7 @@ def test_what_only_an_extra_needs_may_be_missing_and_what_pip_left_behind_counts
 def test_in_a_clone_that_is_not_installed_a_file_says_what_is_needed(tmp_path, on) -> None:
     install_fitting(tmp_path, "specjax")
     problems = [mismatch.problem for mismatch in mismatches(tmp_path)]
-    assert any(problem.startswith("tyro is not installed, and specjax needs tyro>=") for problem in problems)
+    assert any(problem.startswith("tyro is not installed, but specjax needs tyro>=") for problem in problems)
     assert not [problem for problem in problems if problem.startswith(("flax", "jax "))]
 
 
@@ -204,7 +204,7 @@ def test_importing_specjax_warns_once_and_imports_no_jax(tmp_path) -> None:
     assert done.stdout == "[]\n"
     assert done.stderr.count("Warning") == 1
     assert (
-        f"flax 0.11.2 is installed, and specjax needs flax<0.13,>=0.12.4: {PIP} install -U 'flax<0.13,>=0.12.4'" in done.stderr
+        f"flax 0.11.2 is installed, but specjax needs flax<0.13,>=0.12.4: {PIP} install -U 'flax<0.13,>=0.12.4'" in done.stderr
     )
     assert "python -m specjax env" in done.stderr
 

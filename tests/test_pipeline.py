@@ -184,7 +184,7 @@ def test_what_cannot_be_used_is_refused(generator, tmp_path) -> None:
         specjax.load("embedded", cache_dtype="int4")
     with pytest.raises(InputError, match="drafter=3"):
         specjax.load("embedded", 3)
-    with pytest.warns(UserWarning, match="top_p: not read at temperature 0"), pytest.raises(InputError):
+    with pytest.warns(UserWarning, match="top_p: ignored at temperature 0"), pytest.raises(InputError):
         generator("x", top_p=0.9, max_new_tokens=0)
 
     tiny_target(vocab_size=3072).save_pretrained(tmp_path)  # a drafter of equal size, whose tokenizer is damaged

@@ -103,7 +103,7 @@ def test_what_cannot_be_written_after_is_said_and_holds_nothing_up(generate) -> 
     [
         ({"text": ["a"]}, "column='prompt': the batch has text: name one of these"),
         ({"prompt": [3]}, "prompt of row 0: is 3: give a text, messages or token ids"),
-        ({"prompt": ["a", [0.5]]}, "prompt of row 1: is neither a text, nor messages, nor token ids"),
+        ({"prompt": ["a", [0.5]]}, "prompt of row 1: must be a text, messages or token ids"),
         ({"prompt": [[{"role": "judge", "content": "a"}]]}, "prompt of row 0: messages: role 'judge'"),
     ],
 )

@@ -14,7 +14,7 @@ from flax import struct
 
 import specjax
 from specjax.drafters import Draft, Drafter, TrainedDrafter
-from specjax.drafters.base import _OLD_METHODS
+from specjax.drafters.base import _OLD_METHODS, remote_entry_arrays, remote_input_shapes
 from specjax.drafters.registry import DraftingMethod
 from specjax.errors import InputError
 from specjax.models.params import Param
@@ -22,7 +22,14 @@ from specjax.training.contract import StudentInputs
 from tests.conftest import tiny_target
 
 
-@pytest.mark.parametrize(("module", "name", "renamed"), [("specjax.training.contract", "Given", StudentInputs)])
+@pytest.mark.parametrize(
+    ("module", "name", "renamed"),
+    [
+        ("specjax.training.contract", "Given", StudentInputs),
+        ("specjax.drafters.base", "shapes_told", remote_input_shapes),
+        ("specjax.drafters.base", "told_entries", remote_entry_arrays),
+    ],
+)
 def test_an_old_name_works_and_warns(module, name, renamed) -> None:
     with pytest.warns(DeprecationWarning, match=f"{module}.{name} has a new name: {renamed.__name__}") as caught:
         assert getattr(importlib.import_module(module), name) is renamed

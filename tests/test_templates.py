@@ -71,15 +71,15 @@ def test_a_file_and_settings_in_json_make_another_tokenizer(tokenizer, tmp_path)
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ("{", "chat_template_kwargs='{': no JSON object"),
-        ("[1]", "no JSON object"),
-        ("[" * 100_000, "no JSON object"),
-        ('{"messages": []}', "'messages' is no setting"),
-        ('{"tools": [1]}', "'tools' is no setting"),
-        ('{"chat_template": "{{ 1 }}"}', "'chat_template' is no setting"),
-        ('{"continue_final_message": true}', "'continue_final_message' is no setting"),
-        ('{"tokenize": true}', "'tokenize' is no setting"),
-        ('{"add_generation_prompt": 1}', "'add_generation_prompt' is no setting"),
+        ("{", "chat_template_kwargs='{': must be a JSON object"),
+        ("[1]", "must be a JSON object"),
+        ("[" * 100_000, "must be a JSON object"),
+        ('{"messages": []}', "'messages' is not a variable"),
+        ('{"tools": [1]}', "'tools' is not a variable"),
+        ('{"chat_template": "{{ 1 }}"}', "'chat_template' is not a variable"),
+        ('{"continue_final_message": true}', "'continue_final_message' is not a variable"),
+        ('{"tokenize": true}', "'tokenize' is not a variable"),
+        ('{"add_generation_prompt": 1}', "'add_generation_prompt' is not a variable"),
         ('{"moood": 1}', "does not read 'moood', but mood; did you mean mood"),
     ],
 )
@@ -96,7 +96,7 @@ def test_what_changes_nothing_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("", "is empty"), ("{% if %}", "is no Jinja template"), (b"\xff", "cannot be read")]
+    ("content", "said"), [("", "is empty"), ("{% if %}", "not a valid Jinja template"), (b"\xff", "cannot be read")]
 )
 def test_a_file_that_is_no_template_is_refused(tokenizer, tmp_path, content: str | bytes, said: str) -> None:
     file = tmp_path / "one.jinja"
@@ -110,7 +110,7 @@ def test_a_file_that_is_no_template_is_refused(tokenizer, tmp_path, content: str
 def test_an_error_of_the_template_names_the_settings_where_they_are_its_cause(tokenizer) -> None:
     tokenizer.chat_template = REFUSES_MOODS
     for made, given in ((tokenizer, {"mood": "bad"}), (with_template(tokenizer, settings={"mood": "bad"}), {})):
-        with pytest.raises(InputError, match=r"^chat_template_kwargs: without .*'bad'.*no such mood"):
+        with pytest.raises(InputError, match=r"^chat_template_kwargs: .*'bad'.*no such mood"):
             read(made, [USER, USER], **given)
     tokenizer.chat_template = "{{ raise_exception('nothing will do') }}{{ mood }}"
     with pytest.raises(InputError, match=r"^messages: .*nothing will do"):
@@ -209,7 +209,7 @@ def test_every_command_that_renders_chats_has_the_two_options(command: list[str]
 )
 def test_where_nothing_is_a_chat_they_are_refused(command: list[str], option: list[str], capsys) -> None:
     assert main([*command, *option]) == 2
-    assert f"{option[0][2:].replace('-', '_')}='{option[1]}': is read for chats alone" in capsys.readouterr().err
+    assert f"{option[0][2:].replace('-', '_')}='{option[1]}': it applies to chats only" in capsys.readouterr().err
 
 
 def see_whether_it_is_a_chat(*_: object, is_chat: object = None, **__: object) -> None:

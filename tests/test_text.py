@@ -401,7 +401,7 @@ def test_a_chat_is_rendered_whole(chat_text, template: str, messages: Any, expec
 )
 def test_a_message_that_the_template_leaves_out_is_an_error(chat_text, template: str, messages: Any, number: int) -> None:
     role = messages[number]["role"]
-    with pytest.raises(InputError, match=rf"messages\[{number}\]: .* leaves out this message, of the role '{role}'"):
+    with pytest.raises(InputError, match=rf"messages\[{number}\]: .* leaves out this message, with role '{role}'"):
         chat_text(template, messages)
 
 
@@ -460,7 +460,7 @@ def test_a_checkpoint_cannot_offer_to_run_its_code(tmp_path, monkeypatch, capfd,
         assert text.load_tokenizer(directory).decode(text.encode(text.load_tokenizer(directory), "x = 1")).endswith("x = 1")
     except InputError as error:
         assert not known
-        assert "its own code, which is never run: give" in str(error)
+        assert "its tokenizer is code, which is never run: give" in str(error)
         assert "\n" not in str(error)
     assert not ran.exists()
     assert "[y/N]" not in capfd.readouterr().out

@@ -1,7 +1,8 @@
-"""The checkpoints that come with specjax: a small target, and for it a draft model, an EAGLE-3 drafter and an MTP module.
+"""The embedded checkpoints: a small target, its draft model, EAGLE-3 drafter and MTP module.
 
-Trained by ``configs/demo_target.yaml``, ``configs/demo_draft.yaml``, ``configs/eagle3_embedded.yaml`` and
-``configs/mtp_embedded.yaml`` on the Python standard library's own source.
+They were trained by ``configs/demo_target.yaml``, ``configs/demo_draft.yaml``,
+``configs/eagle3_embedded.yaml`` and ``configs/mtp_embedded.yaml`` on the source of Python's
+standard library.
 """
 
 from pathlib import Path
@@ -10,9 +11,13 @@ from specjax.errors import InputError
 
 
 def embedded(name: str) -> Path:
-    """The directory of the embedded checkpoint ``name``. Raises `InputError` when there is no such one."""
+    """Return the directory of an embedded checkpoint.
+
+    Raises:
+        InputError: there is no such checkpoint.
+    """
     root = Path(__file__).parent
     if not (root / name / "config.json").is_file():
-        known = ", ".join(sorted(file.parent.name for file in root.glob("*/config.json")))
-        raise InputError(f"embedded checkpoint {name!r}: there is none; there are {known}")
+        names = ", ".join(sorted(file.parent.name for file in root.glob("*/config.json")))
+        raise InputError(f"embedded checkpoint {name!r}: it does not exist; give one of {names}")
     return root / name

@@ -1,1 +1,1 @@
-"""The command line, one file a command; ``plan`` is a folder of commands."""
+"""The command line: one module per command, and the package ``plan`` for its subcommands."""

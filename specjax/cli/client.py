@@ -1,4 +1,4 @@
-"""``specjax client``: draft on this machine, and have a server verify it."""
+"""The command ``specjax client``: draft on this machine, and let a server verify."""
 
 import json
 import sys
@@ -23,37 +23,48 @@ from specjax.wire import FrameError
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """Write a text with a drafter that runs here and a target that runs on a server (specjax serve --drafts).
+    """Generate text with a drafter on this machine and a target on a server.
+
+    Start the server with specjax serve --drafts.
 
     Attributes:
-        server: ws://HOST:PORT, or wss://HOST:PORT where the server has a certificate.
-        drafter: METHOD:WHERE, such as moa:DIRECTORY or eagle3:DIRECTORY; the server has the same.
-        target_parts: directory that "specjax convert --client-parts" has written: what the drafter needs of the target.
-        prompt: the text to continue.
-        chat: put the prompt into the model's chat template.
-        chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
-        chat_template_kwargs: what the template is given beside the messages, as JSON: '{"enable_thinking": false}'.
-        private: file with strings of the prompt that the server must not see, one a line. All of the text is then provisional.
-        max_new_tokens: most tokens to generate.
-        temperature: 0 is greedy.
-        top_k: 0 is no limit.
-        top_p: in (0, 1].
-        min_p: in [0, 1].
-        seed: of the random draws.
-        ignore_eos: generate on after an end-of-sequence token.
-        stop: strings before the first of which the text ends.
-        draft: shape of a draft, as for generate; its depth follows the network. By default the drafter's own.
-        told: of Mixture of Attentions, what comes down, as the server was started: summaries or entries.
-        sent_as: how the numbers are written that come down: float32, float16 or int8.
-        offline: do not ask the server: the drafter writes all of the text, provisionally.
-        journal: file that keeps the text as far as it is committed; the same command goes on from it.
-        json: print one JSON object with the text and what it took.
-        api_key_file: file with the server's key.
-        certificate: file with the certificates to trust, in place of the system's.
-        provisional_after: seconds without an answer after which the drafter goes on alone, provisionally.
-        wait_seconds: without an answer, after which the text ends as it is.
-        dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
-        capacity: most tokens of a text; 0: what the models have positions for, at most 4096.
+        server: address of the server, ws://HOST:PORT, or wss://HOST:PORT if it has a certificate.
+        drafter: the drafter as METHOD:WHERE, such as moa:DIRECTORY or eagle3:DIRECTORY; the server
+            must have the same one.
+        target_parts: directory that "specjax convert --client-parts" has written, with the parts of
+            the target that the drafter needs.
+        prompt: text to continue.
+        chat: apply the model's chat template to the prompt.
+        chat_template: file with a Jinja chat template that replaces the tokenizer's own.
+        chat_template_kwargs: variables for the chat template, as JSON: '{"enable_thinking":
+            false}'.
+        private: file with strings of the prompt that the server must not see, one per line. The
+            whole text is then provisional.
+        max_new_tokens: maximum number of tokens to generate.
+        temperature: sampling temperature; 0 is greedy.
+        top_k: sample from this many most likely tokens; 0 is no limit.
+        top_p: sample from the most likely tokens with this total probability, in (0, 1].
+        min_p: minimum probability of a token relative to the most likely one, in [0, 1].
+        seed: random seed.
+        ignore_eos: continue after an end-of-sequence token.
+        stop: stop strings; the text ends before the first of them.
+        draft: shape of the drafts, as for generate; their depth adapts to the network. The default
+            is the drafter's own shape.
+        told: what the server sends for each token with Mixture of Attentions, summaries or entries;
+            must match the server.
+        sent_as: number format of the hidden states that the server sends, float32, float16 or int8.
+        offline: do not contact the server; the drafter writes the whole text, provisionally.
+        journal: file that stores the committed text; the same command continues from it.
+        json: print one JSON object with the text and statistics.
+        api_key_file: file with the server's API key.
+        certificate: file with the certificates to trust, instead of the system's.
+        provisional_after: seconds without an answer after which the drafter continues alone,
+            provisionally.
+        wait_seconds: seconds without an answer after which the text ends as it is.
+        dtype: data type of the params, float32, bfloat16 or float16; the default is float32 on CPUs
+            and bfloat16 elsewhere.
+        capacity: maximum number of tokens of a text, prompt and output; 0 is what the models
+            support, at most 4096.
     """
 
     server: str = "ws://127.0.0.1:8000"
@@ -87,7 +98,7 @@ class ClientConfig:
 
 
 def run_client(config: ClientConfig) -> int:
-    """``specjax client``. 0: the text is whole; 3: the server stayed away, and it is not."""
+    """Run ``specjax client`` and return 0 if the text is complete, 3 if the server was away."""
     from specjax import client
 
     for name, what in (("drafter", "METHOD:DIRECTORY"), ("target_parts", "a directory"), ("prompt", "a text")):
@@ -99,7 +110,7 @@ def run_client(config: ClientConfig) -> int:
     check_is_chat(config.chat, config.chat_template, config.chat_template_kwargs)
     private = read_lines("private", config.private)
     key = read_lines("api_key_file", config.api_key_file)
-    connected = client.connect(
+    connection = client.connect(
         config.server,
         config.drafter,
         config.target_parts,
@@ -114,9 +125,9 @@ def run_client(config: ClientConfig) -> int:
         chat_template_kwargs=config.chat_template_kwargs,
         patience=Patience(provisional=config.provisional_after, server=config.wait_seconds),
     )
-    connected.device.warm_up()
+    connection.device.warm_up()
     prompt: Any = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
-    writer = connected.stream(
+    writer = connection.stream(
         prompt,
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
@@ -132,16 +143,16 @@ def run_client(config: ClientConfig) -> int:
     )
     try:
         tell(writer, as_object=config.json, is_all_provisional=config.offline or bool(private))
-    except (LinkRefusedError, ServerRefusedError, FrameError) as error:  # it would be no other the next time
+    except (LinkRefusedError, ServerRefusedError, FrameError) as error:  # a retry would give the same error
         raise InputError(str(error)) from None
     is_whole = writer.report.finish_reason != "offline" or config.offline or bool(private)
     return 0 if is_whole else 3
 
 
 def tell(writer: Writer | PrivateWriter, *, as_object: bool, is_all_provisional: bool) -> None:
-    """Print a text while it is written, and what it took; or all of it at the end, as one JSON object.
+    """Print a text while it is generated, then a summary; or print one JSON object at the end.
 
-    Provisional text goes to a terminal alone, unless there is to be no other.
+    Provisional text is printed only to a terminal, unless the whole text is provisional.
     """
     if as_object:
         for _ in writer:
@@ -159,20 +170,20 @@ def tell(writer: Writer | PrivateWriter, *, as_object: bool, is_all_provisional:
 
 
 def read_lines(name: str, path: str) -> tuple[str, ...]:
-    """The lines of a file that are not empty; none where no file is named."""
+    """Return the lines of a file that are not blank; no lines if no file is named."""
     if not path:
         return ()
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{name}={path!r}: cannot be read ({error})") from None
-    if not (found := tuple(line for line in lines if line.strip())):
-        raise InputError(f"{name}={path!r}: is empty; write a line, or leave the option out")
-    return found
+    if not (texts := tuple(line for line in lines if line.strip())):
+        raise InputError(f"{name}={path!r}: the file is empty; write a line, or leave the option out")
+    return texts
 
 
 def as_json(report: TextReport) -> dict[str, Any]:
-    """What ``--json`` prints: the committed text first."""
+    """Return what ``--json`` prints, the committed text first."""
     fields = asdict(report)
     fields["tokens_a_round"] = round(report.tokens_a_round, 3)
     fields["round_trips"] = [round(seconds, 4) for seconds in report.round_trips]
@@ -181,32 +192,32 @@ def as_json(report: TextReport) -> dict[str, Any]:
 
 
 def summary(report: TextReport) -> str:
-    """What it took, in a line."""
+    """Return the statistics of a text in one line."""
     if not report.rounds:
-        said = f"nothing was verified; {len(report.provisional_tokens)} provisional tokens in {report.seconds:.1f} s"
-        return f"{len(report.tokens)} tokens were in the journal; {said}" if report.tokens else said
+        line = f"no token was verified; {len(report.provisional_tokens)} provisional tokens in {report.seconds:.1f} s"
+        return f"{len(report.tokens)} tokens were in the journal; {line}" if report.tokens else line
     trips = sorted(report.round_trips) or [0.0]
-    said = [
+    parts = [
         f"{len(report.tokens)} tokens in {report.seconds:.1f} s",
         f"{report.rounds} rounds of {report.tokens_a_round:.1f} tokens, {1000 * trips[len(trips) // 2]:.0f} ms each",
         f"{report.bytes_up / 1000:.1f} kB up, {report.bytes_down / 1000:.1f} kB down",
         f"resumed {report.resumes} times, {report.retracted} provisional tokens retracted",
     ]
     if report.provisional_tokens:
-        said.append(f"{len(report.provisional_tokens)} tokens are not verified")
-    return "; ".join(said)
+        parts.append(f"{len(report.provisional_tokens)} tokens are not verified")
+    return "; ".join(parts)
 
 
 def show(events: Iterable[TextEvent], console: Console) -> None:
-    """The text while it grows: what is committed plainly, and what is provisional in grey italics behind it."""
-    committed, provisional = "", []
+    """Show a text while it grows: committed text, then provisional text in grey italics."""
+    committed_text, provisional = "", []
     with Live(console=console, refresh_per_second=20, vertical_overflow="visible") as live:
         for event in events:
             if isinstance(event, ProvisionalEvent):
                 provisional.append(event.text)
             elif isinstance(event, CommittedEvent):
                 del provisional[: event.confirmed]
-                committed += event.text
+                committed_text += event.text
             else:
                 del provisional[len(provisional) - len(event.tokens) :]
-            live.update(Text.assemble(committed, ("".join(provisional), "italic bright_black")))
+            live.update(Text.assemble(committed_text, ("".join(provisional), "italic bright_black")))

@@ -1,5 +1,4 @@
-"""``specjax convert``: a trained drafter in the layout that another engine loads, a model with quantized weights, or what a
-client needs of a target."""
+"""The command ``specjax convert``: convert drafters, quantize models, and extract client parts."""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -25,27 +24,33 @@ from specjax.training.documents import read_documents
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """Write a drafter in another layout, a model with quantized weights, or the part of a target with which a client drafts.
-    Weights keep their data type, but for those that are quantized.
+    """Convert a drafter to another layout, quantize a model, or extract what a client needs of it.
+
+    Weights keep their data type, except those that are quantized.
 
     Attributes:
-        drafter: directory or hub id of the drafter, in any layout that ``generate`` reads; or METHOD:DIRECTORY, such as
-            moa,tli=1:DIRECTORY.
-        to: of EAGLE-3 "eagle3" for SGLang, SpecForge and SafeAILab's code, "speculators" for vLLM and the speculators package;
-            of Mixture of Attentions "authors" for the authors' training code, "vllm" for their fork of vLLM, and "specjax".
+        drafter: the drafter, a directory or hub id in any layout that ``generate`` reads; or
+            METHOD:DIRECTORY, such as moa,tli=1:DIRECTORY.
+        to: layout to write. For EAGLE-3: "eagle3" for SGLang, SpecForge and SafeAILab's
+            code, "speculators" for vLLM and the speculators package. For Mixture of
+            Attentions: "authors" for the authors' training code, "vllm" for their fork of
+            vLLM, "specjax".
         output: directory to write.
-        target: directory or hub id of the target, for layouts whose config.json says what the drafter is for: "speculators"
-            names it, and vLLM reads it there; "authors" repeats its configuration. With client_parts, the model to cut. With
-            quantize and without a drafter, the model whose weights are quantized; a draft model is such a one too.
-        client_parts: write no drafter, but what this one needs of the target at a client: embedding, final norm, head, the
-            last layers where it runs them, and the tokenizer.
-        quantize: "int8", "w8a8", "int4" or "fp8": quantized weights, as compressed-tensors has them, which vLLM reads. See
-            `specjax.models.quantization.schemes`.
-        calibrate: with quantize and without a drafter, text like that which the model will read, by which the quantized weights
-            are chosen (GPTQ). Without it each becomes the nearest number. As ``data.source`` of a training: JSON lines with
-            "text" or "messages", a text file, a directory, ``hf:OWNER/NAME``.
-        vocabulary: with quantize, the embedding and the head become 8-bit numbers too. This library reads such a checkpoint;
-            others may not.
+        target: the target, a directory or hub id. Layouts whose config.json refers to it need
+            it: "speculators" has its name, from which vLLM loads it; "authors" has a copy of its
+            configuration. With client_parts, the model to extract from. With quantize and no
+            drafter, the model to quantize, which may be a draft model.
+        client_parts: write, instead of a drafter, the parts of the target that this drafter needs
+            on a client: the embedding, the final norm, the head, the last layers if it runs them,
+            and the tokenizer.
+        quantize: "int8", "w8a8", "int4" or "fp8" quantizes the weights, in the format of
+            compressed-tensors, which vLLM reads. See `specjax.models.quantization.schemes`.
+        calibrate: with quantize and no drafter, text similar to what the model will read, to choose
+            the quantized weights by (GPTQ). Without it, each weight is rounded to the nearest
+            value. As ``data.source`` of a training: JSON lines with "text" or "messages", a text
+            file, a directory, ``hf:OWNER/NAME``.
+        vocabulary: with quantize, also quantize the embedding and the head, to 8 bits. specjax
+            reads such a checkpoint; other libraries may not.
     """
 
     drafter: str = ""
@@ -59,22 +64,22 @@ class ConvertConfig:
 
 
 def run_convert(config: ConvertConfig) -> None:
-    """``specjax convert``."""
+    """Run ``specjax convert``."""
     quantizes_target = bool(config.quantize) and not config.drafter
     if config.calibrate and not quantizes_target:
-        mend = "needs quantize, such as --quantize int4" if not config.quantize else "is of targets: leave it out for a drafter"
+        mend = "needs quantize, such as --quantize int4" if not config.quantize else "it is for targets: leave it out"
         raise InputError(f"calibrate={config.calibrate!r}: {mend}")
     needed = ("target",) if quantizes_target else ("drafter", *("target",) * config.client_parts)
     for name in (*needed, "output"):
         if not getattr(config, name):
             raise InputError(f"{name}='': give a directory")
     if config.vocabulary and not config.quantize:
-        raise InputError("vocabulary: needs quantize, such as --quantize int8")
+        raise InputError("vocabulary: it needs quantize, such as --quantize int8")
     if config.quantize and config.client_parts:
-        raise InputError("quantize: cut the client's parts of a target first, and give the directory of these as --target")
+        raise InputError("quantize: extract the client's parts of a target first, and give their directory as --target")
     if quantizes_target:
         if config.to != ConvertConfig.to:
-            raise InputError(f"to={config.to!r}: is of drafters; a target is written as transformers has it: leave it out")
+            raise InputError(f"to={config.to!r}: it is for drafters, and targets have the layout of transformers: leave it out")
         write_quantized(config)
         return
     if config.client_parts:
@@ -83,40 +88,44 @@ def run_convert(config: ConvertConfig) -> None:
     method, where, files = registry.find(config.drafter)
     kind = method.trained
     if config.quantize and kind is None and method.recognises is not None:
-        raise InputError(f"drafter={config.drafter!r}: is a draft model, a whole one: give it as --target, and no --drafter")
+        raise InputError(f"drafter={config.drafter!r}: a draft model is a whole model: give it as --target, without --drafter")
     if kind is None or (len(kind.layouts) < 2 and not config.quantize):
-        kinds = {one.trained for one in registry.METHODS.values() if one.trained is not None and len(one.trained.layouts) > 1}
-        known = "; ".join(sorted(f"{one.title} ({', '.join(one.layouts)})" for one in kinds))
-        what = "no drafter that is trained for its target" if kind is None else f"{kind.title}, which is written in one layout"
-        raise InputError(f"drafter={config.drafter!r}: is {what}: there is nothing to convert; several have {known}")
+        kinds = {method.trained for method in registry.METHODS.values() if method.trained and len(method.trained.layouts) > 1}
+        listed = "; ".join(sorted(f"{kind.title} ({', '.join(kind.layouts)})" for kind in kinds))
+        what = "not a drafter trained for its target" if kind is None else f"{kind.title}, which has a single layout"
+        raise InputError(f"drafter={config.drafter!r}: it is {what}, so there is nothing to convert; give one of {listed}")
     layout = next(iter(kind.layouts)) if len(kind.layouts) < 2 and config.to == ConvertConfig.to else config.to
     if layout not in kind.layouts:
         raise InputError(f"to={config.to!r}: {kind.title} is written as {', '.join(kind.layouts)}: give one of these")
     files = hub.open_checkpoint(files or where)
     if files.directory.resolve() == Path(config.output).resolve():
-        raise InputError(f"output={config.output!r}: is the drafter itself; give another directory")
+        raise InputError(f"output={config.output!r}: it is the drafter's directory; give another one")
     dtype = checkpoint.stored_type(files)
     weights = scheme_of(config) if config.quantize else schemes.AS_STORED
     settings: dict[str, Any] = dict(method.settings)
     drafter = kind.from_pretrained(files, dtype=dtype, weights=weights, **settings)
     with waiting(f"writing {config.output}"):
         drafter.save_pretrained(config.output, layout=layout, target=config.target)
-    said = [f"{config.output}: layout {layout}, {dtype}", config.quantize, kind.checkpoint_format.describe(drafter, layout)]
-    print("; ".join(filter(None, said)))
+    parts_of_line = [f"{config.output}: layout {layout}, {dtype}", config.quantize]
+    print("; ".join(filter(None, [*parts_of_line, kind.checkpoint_format.describe(drafter, layout)])))
 
 
 # --- quantized weights --------------------------------------------------------------------------------------------------
 
 
 def scheme_of(config: ConvertConfig) -> schemes.Scheme:
-    """How weights are quantized. Raises `InputError`."""
+    """Return the quantization scheme of the options.
+
+    Raises:
+        InputError: there is no such scheme.
+    """
     schemes.check_weights(config.quantize, (), "quantize")
     scheme = schemes.SCHEMES[config.quantize]
     return replace(scheme, vocabulary=Form("int8") if config.vocabulary else None)
 
 
 def write_quantized(config: ConvertConfig) -> None:
-    """Write the target with quantized weights, and its tokenizer. All of it or nothing."""
+    """Write the quantized target and its tokenizer, completely or not at all."""
     scheme, output = scheme_of(config), Path(config.output)
     source = hub.open_checkpoint(config.target)
     checkpoint.check_writable(output)
@@ -138,7 +147,7 @@ def write_quantized(config: ConvertConfig) -> None:
 
 
 def calibration_tokens(config: ConvertConfig, source: CheckpointFiles) -> np.ndarray:
-    """``[W, T]`` windows of the text by which weights are quantized, in the tokens of the target ``source``.
+    """Return ``[W, T]`` windows of the calibration text, in the target's tokens.
 
     Raises:
         InputError: there is no such text, or too little of it.
@@ -157,7 +166,7 @@ def calibration_tokens(config: ConvertConfig, source: CheckpointFiles) -> np.nda
 
 
 def copy_beside(source: Path, output: Path) -> None:
-    """Copy what lies beside a target's weights: its tokenizer, and how it is to generate."""
+    """Copy the files beside a target's weights: its tokenizer and its generation_config.json."""
     if text.has_tokenizer(source):
         text.copy_tokenizer(source, output)
     if (source / "generation_config.json").is_file():
@@ -168,7 +177,7 @@ def copy_beside(source: Path, output: Path) -> None:
 
 
 def write_client_parts(config: ConvertConfig) -> None:
-    """Write the part of the target that the drafter needs, and its tokenizer. All of it or nothing."""
+    """Write the parts of the target that the drafter needs, and the tokenizer, or nothing."""
     output = Path(config.output)
     source = hub.open_checkpoint(config.target, weights=False)
     config_json.check_whole(source)
@@ -193,10 +202,10 @@ def write_client_parts(config: ConvertConfig) -> None:
 
 
 def layers_for(name: str, drafter: Drafter, target: ModelConfig) -> parts.Layers:
-    """The layers of the target that the ``drafter`` of that ``name`` runs.
+    """Return the range of the target's layers that the drafter runs.
 
     Raises:
-        InputError: it cannot draft without the target itself.
+        InputError: the drafter needs the whole target to draft.
     """
     reads, count = drafter.reads(target), target.num_layers
     first = reads[0] if reads else count

@@ -1,4 +1,4 @@
-"""The sampling parameters of a checkpoint's generation_config.json, as commands speak of them."""
+"""The sampling parameters of a checkpoint's generation_config.json, in commands."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -8,21 +8,22 @@ from specjax.progress import say
 from specjax.sampling import Sampling
 
 GenerationConfig = Literal["auto", "none"]
-"""Whether a checkpoint's own sampling parameters stand where an option, or a request, states none."""
+"""Whether a checkpoint's sampling parameters apply where an option or a request gives none."""
 
 
 def read_choice(choice: GenerationConfig) -> Literal["auto"] | None:
-    """Return what `specjax.load` is given for an option ``--generation-config``."""
+    """Convert an option ``--generation-config`` to the argument of `specjax.load`."""
     return None if choice == "none" else choice
 
 
 def say_defaults(default_sampling: Sampling | None, otherwise: str, stated: Mapping[str, Any] | None = None) -> None:
-    """Say in a line which of a checkpoint's sampling parameters are in force; nothing where none is.
+    """Print which of a checkpoint's sampling parameters apply; print nothing if there are none.
 
     Args:
-        default_sampling: those of the checkpoint; None: it has none.
-        otherwise: what is in force with ``--generation-config none``, in words.
-        stated: the command's own, by name, which go over them; None is one that is left out.
+        default_sampling: the checkpoint's sampling parameters; None if it has none.
+        otherwise: what applies with ``--generation-config none``, in words.
+        stated: the parameters of the command, by name, which override the others; None is a
+            parameter that was not given.
     """
     if default_sampling is None:
         return

@@ -1,4 +1,4 @@
-"""The demo: real text from the embedded pair, with every accepted draft token in colour, and how fast each method is."""
+"""The demo: text from the embedded models with accepted tokens in colour, and a table of speeds."""
 
 import os
 import sys
@@ -26,22 +26,24 @@ PROMPTS = (
     'def send(self, data):\n    """Send data to the server."""\n    if self.sock is',
     'def get(self, key, default=None):\n    """Return the value for key, or default."""\n    try',
 )
-"""Pieces of Python files. They end inside a line, where the tokenizer would not have joined what follows."""
+"""Parts of Python files, cut inside a line, where the tokenizer separates tokens in any case."""
 
 INFLATED = {"hidden_size": 640, "intermediate_size": 1920, "num_layers": 12}
-"""The target's size in the demo: at its own size a step would be mostly overhead."""
+"""The target's size in the demo. At its own size, a step would be mostly overhead."""
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Show the embedded pair at work, the target inflated to a realistic cost: in about a minute.
+    """Show the embedded models at work, the target inflated to a realistic cost; takes a minute.
 
     Attributes:
-        all: measure more methods, each with tokens drawn and greedily, which takes several minutes.
-        max_new_tokens: for each prompt; by default 40, or with all 96.
-        temperature: of the text that is shown and of the table; 0 is greedy. By default 0, or with all 0.7.
-        seed: of the random draws.
-        repeats: timed runs of each method, of which the median is shown; by default 2, or with all 3.
+        all: measure more methods, each with sampling and greedily; takes several minutes.
+        max_new_tokens: maximum number of tokens per prompt; the default is 40, or 96 with all.
+        temperature: sampling temperature of the text and the table; 0 is greedy. The default is 0,
+            or 0.7 with all.
+        seed: random seed.
+        repeats: number of timed runs of each method, of which the median is shown; the default is
+            2, or 3 with all.
     """
 
     all: bool = False
@@ -58,14 +60,14 @@ PLAIN, SHOWN = "plain", "EAGLE-3"
 """The baseline, and the method whose text is shown in colour."""
 
 GREEDY = "greedy"
-"""What stands above the figures of greedy decoding."""
+"""The name of greedy decoding in the table."""
 
 FEW = (SHOWN, PLAIN, "draft model", "MTP", "prompt lookup")
 """The methods that are measured without ``all``."""
 
 
 def methods(target: Target, small: Target) -> dict[str, Drafter | None]:
-    """The methods of the table, by name, for ``target``, which was inflated from ``small``."""
+    """Return the methods of the table, by name, for a target that was inflated from ``small``."""
     draft = Target.from_pretrained(embedded("draft"))
     eagle3 = Eagle3.from_pretrained(embedded("eagle3"))
     return {
@@ -82,22 +84,22 @@ def methods(target: Target, small: Target) -> dict[str, Drafter | None]:
 
 
 def run_demo(config: DemoConfig) -> None:
-    """``specjax demo``."""
+    """Run ``specjax demo``."""
     usual = _USUAL_OF_ALL if config.all else _USUAL
     config = replace(config, **{name: value for name, value in usual.items() if getattr(config, name) is None})
     repeats = config.repeats or 0
     if not 1 <= repeats <= 1000:
         raise InputError(f"repeats={repeats}: must be at least 1 and at most 1000")
-    ways = _ways(config)  # refuses what is out of range before any weights are read
+    ways = _ways(config)  # refuse invalid options before any weights are read
     console = Console(highlight=False)
     with waiting("loading the models"):
         stage = _Stage.load(console)
-    chosen = {name: each for name, each in stage.drafters.items() if config.all or name in FEW}
+    chosen = {name: drafter for name, drafter in stage.drafters.items() if config.all or name in FEW}
     comparisons = [MethodComparison(way, stage.target, *text.pad(stage.prompts), options) for way, options in ways.items()]
-    with waiting(f"compiling {SHOWN}"):  # alone: it is wanted first
+    with waiting(f"compiling {SHOWN}"):  # compiled alone, because its text is shown first
         comparisons[0].compile(chosen[SHOWN])
     with compiling(comparisons, chosen) as wait_for_all:
-        console.rule(f"{SHOWN}: [bold green]accepted draft tokens[/], and the target's own")
+        console.rule(f"{SHOWN}: [bold green]accepted draft tokens[/], and the target's tokens")
         for row in range(2):
             stage.show(comparisons[0], chosen[SHOWN], row)
         wait_for_all()
@@ -109,26 +111,26 @@ def run_demo(config: DemoConfig) -> None:
 
 
 def _ways(config: DemoConfig) -> dict[str, GenerationOptions]:
-    """The options of every way to draw tokens that is shown, by its name; the first one is that of the coloured text."""
+    """Return the options of each way to sample, by name; the first is that of the coloured text."""
     ways = {}
-    for each in dict.fromkeys([config.temperature, 0.0] if config.all else [config.temperature]):
-        options = pipeline.settings(max_new_tokens=config.max_new_tokens, temperature=each, seed=config.seed)
+    for temperature in dict.fromkeys([config.temperature, 0.0] if config.all else [config.temperature]):
+        options = pipeline.settings(max_new_tokens=config.max_new_tokens, temperature=temperature, seed=config.seed)
         options.sampling.rows(1)
-        ways[f"T={each:g}" if each else GREEDY] = options
+        ways[f"T={temperature:g}" if temperature else GREEDY] = options
     return ways
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """What is shown, and where.
+    """The models, methods and prompts that are shown, and the console.
 
     Attributes:
-        console: it is printed to.
+        console: the console.
         small: the target as it was trained.
-        target: the target, inflated.
-        drafters: of all methods, by their names.
-        tokenizer: of all of them.
-        prompts: the token ids of each.
+        target: the inflated target.
+        drafters: the drafters of all methods, by name.
+        tokenizer: the tokenizer of all models.
+        prompts: the token ids of each prompt.
     """
 
     console: Console
@@ -148,7 +150,7 @@ class _Stage:
         return cls(console, small, target, methods(target, small), tokenizer, prompts)
 
     def show(self, comparison: MethodComparison, drafter: Drafter | None, row: int) -> None:
-        """One of the prompts dim, then its output as it comes, the accepted draft tokens in green."""
+        """Print a prompt dimmed, then its output as it comes, with accepted tokens in green."""
         prompt = self.prompts[row]
         shown, accepted, stream = len(prompt), 0, text.TextStream(self.tokenizer, prompt)
         self._write(self.tokenizer.decode(prompt, skip_special_tokens=True), "dim")
@@ -167,7 +169,7 @@ class _Stage:
 
 
 def _table(measured: dict[str, dict[str, Measured]]) -> Table:
-    """A row a method, and for each way to draw tokens its speed, its speed-up over plain decoding and its acceptance length."""
+    """Return a table with a row per method: speed, speed-up and acceptance length for each way."""
     table = Table("\nmethod", *(f"{way}\n{what}" for way in measured for what in ("tok/s", "gain", "length")))
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
@@ -183,28 +185,28 @@ def _table(measured: dict[str, dict[str, Measured]]) -> Table:
 
 
 def _explanation(config: DemoConfig, stage: _Stage, measured: dict[str, dict[str, Measured]]) -> str:
-    """What the columns mean, and what was measured."""
+    """Return what the columns mean, and what was measured."""
     small, large = (count(model.params) / 1e6 for model in (stage.small, stage.target))
     return (
         f"{len(stage.prompts)} prompts one after another, {config.max_new_tokens} tokens each at most; median of "
-        f"{config.repeats} interleaved runs on {jax.devices()[0].device_kind}. Tok/s is tokens a second, gain is over plain "
-        "decoding, and length is acceptance length: tokens emitted a target forward. The target of "
-        f"{small:.1f}M parameters is padded with zeros to {large:.0f}M, the cost of a real one: the text and every acceptance "
-        f"length stay the same.{_sameness(measured.get(GREEDY, {}))}"
+        f"{config.repeats} interleaved runs on {jax.devices()[0].device_kind}. Tok/s is tokens per second, gain is over plain "
+        "decoding, and length is acceptance length: tokens per forward pass of the target. The target of "
+        f"{small:.1f}M parameters is padded with zeros to {large:.0f}M for a realistic cost: the text and the acceptance "
+        f"lengths stay the same.{_sameness(measured.get(GREEDY, {}))}"
     )
 
 
 def _sameness(measured: Mapping[str, Measured]) -> str:
-    """How many of the greedy texts are plain decoding's."""
+    """Return how many greedy texts are equal to those of plain decoding."""
     if not measured:
         return ""
-    drafted = [each for name, of_method in measured.items() if name != PLAIN for each in enumerate(of_method.texts)]
-    same = [words == measured[PLAIN].texts[row] for row, words in drafted]
-    return f" Of the {len(same)} texts that were drafted greedily, {sum(same)} are plain decoding's own, token for token."
+    drafted = [row for name, of_method in measured.items() if name != PLAIN for row in enumerate(of_method.texts)]
+    same = [tokens == measured[PLAIN].texts[row] for row, tokens in drafted]
+    return f" Of the {len(same)} greedy texts with drafters, {sum(same)} are equal to plain decoding's, token for token."
 
 
 def _what_next() -> str:
-    """What to type next: as it must be typed here, where the environment may not be active."""
+    """Return commands to try next, as they must be typed here if no environment is active."""
     command = f"{min(os.path.relpath(sys.executable), sys.executable, key=len)} -m specjax"
     generate = f"{command} generate --target Qwen/Qwen3-1.7B --drafter Qwen/Qwen3-0.6B --chat --prompt 'Hello'"
     train = f"{command} train --config configs/eagle3_qwen3_8b.yaml --dry-run    # docs/guides/train-eagle3.md"

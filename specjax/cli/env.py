@@ -1,7 +1,8 @@
-"""``python -m specjax env``: what is installed, which devices JAX finds, and what does not fit.
+"""The command ``python -m specjax env``: installed packages, JAX's devices, and what does not fit.
 
-It must work where nothing else does. So this file needs Python alone, and JAX is asked in a process of its own: a libtpu that
-does not fit can end the process that loads it, or keep it waiting for ever.
+It must work on a broken installation. So this module imports only the standard library, and JAX
+runs in a separate process: a libtpu that does not fit may end the process that loads it, or make it
+hang.
 """
 
 import json
@@ -19,16 +20,16 @@ from specjax.cli.interrupts import ending_with
 from specjax.installation import PLUGINS, Mismatch, find_mismatches, find_package
 
 SHOWN = ("specjax", "jax", "jaxlib", *PLUGINS, "flax", "numpy", "transformers")
-"""The packages whose versions are printed, where they are installed."""
+"""The packages whose versions are printed, if they are installed."""
 
 LONGEST_WAIT = 120.0
-"""Seconds until JAX's devices are given up. A TPU takes up to a minute."""
+"""Seconds after which JAX is given up. A TPU takes up to a minute to start."""
 
 _WARNING = re.compile(r"\w(?:Warning|Error): |jax\._src\.")
-"""A line of a warning or an exception of Python's, or of JAX's log. Plugins print much more."""
+"""The lines of warnings and exceptions of Python, and of JAX's log. Plugins print much more."""
 
 _ANSWER = "specjax-env:"
-# Devices are printed before specjax is imported: that may fail in its own way.
+# Devices are printed before specjax is imported, because that import may fail.
 _ASK_JAX = f"""
 import json
 import warnings
@@ -39,7 +40,7 @@ def answer(**values):
 
 devices = jax.devices()
 answer(devices=[{{"platform": device.platform, "kind": device.device_kind}} for device in devices])
-warnings.simplefilter("ignore")  # of mismatches, which the report names
+warnings.simplefilter("ignore")  # the report has the mismatches
 from specjax.cli.env import describe_kernels
 answer(kernels=describe_kernels())
 """
@@ -47,11 +48,11 @@ answer(kernels=describe_kernels())
 
 @dataclass(frozen=True)
 class EnvConfig:
-    """Options of ``python -m specjax env``.
+    """Print installed versions, the devices that JAX finds, and whether everything fits together.
 
-    It prints the versions of what is installed, the devices that JAX finds, whether attention is a Pallas kernel on them, the
-    folders of caches, and everything that does not fit, with the command that puts it right. The exit status is 1 where
-    something does not fit or JAX does not start.
+    The report also has the cache folders, whether attention runs as a Pallas kernel, and for each
+    mismatch the command that corrects it. The exit status is 1 if something does not fit or JAX
+    does not start.
 
     Attributes:
         json: print one JSON object instead of text.
@@ -62,13 +63,14 @@ class EnvConfig:
 
 @dataclass(frozen=True)
 class Devices:
-    """What JAX says in a process of its own.
+    """The result of running JAX in a separate process.
 
     Attributes:
-        devices: the platform and kind of each; empty where JAX did not get so far.
-        kernels: whether attention is a Pallas kernel on the first of them, and why; empty where that is not known.
-        error: why an answer is missing; empty where none is.
-        said: the first warnings and errors that JAX printed and went on after, without the rest of its log.
+        devices: platform and kind of each device; empty if JAX did not start.
+        kernels: whether attention is a Pallas kernel on the first device, and why; empty if
+            unknown.
+        error: why a result is missing; empty if all are there.
+        said: the first warnings and errors of JAX that were not fatal, without the rest of its log.
     """
 
     devices: tuple[dict[str, str], ...] = ()
@@ -79,15 +81,15 @@ class Devices:
 
 @dataclass(frozen=True)
 class EnvironmentReport:
-    """What the command prints.
+    """The report that the command prints.
 
     Attributes:
-        python: its version.
+        python: the version of Python.
         executable: the path of Python.
-        packages: the versions of those of `SHOWN` that are installed, by name.
-        jax: what JAX says.
-        caches: folders, by what is kept in them.
-        mismatches: what does not fit, each with its command.
+        packages: the versions of the installed packages of `SHOWN`, by name.
+        jax: JAX's devices.
+        caches: the cache folders, by content.
+        mismatches: the packages that do not fit, with the commands that correct it.
     """
 
     python: str
@@ -99,28 +101,28 @@ class EnvironmentReport:
 
     @property
     def is_sound(self) -> bool:
-        """Whether everything fits, and JAX and specjax start."""
+        """True if everything fits, and JAX and specjax start."""
         return not self.mismatches and not self.jax.error
 
 
 def run_env(config: EnvConfig) -> int:
-    """Print the report; returns 1 where something does not fit or does not start, otherwise 0."""
+    """Print the report; return 1 if something does not fit or does not start, otherwise 0."""
     report = make_report()
     print(to_json(report) if config.json else to_text(report))
     return 0 if report.is_sound else 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command without anything that might be missing: ``specjax`` calls this before it imports the others."""
+    """Run the command with the standard library alone, before ``specjax`` imports anything else."""
     import argparse
 
-    parser = argparse.ArgumentParser(prog="specjax env", description="print what is installed, and what does not fit")
+    parser = argparse.ArgumentParser(prog="specjax env", description="print installed versions and devices, and check them")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return run_env(EnvConfig(json=parser.parse_args(arguments).json))
 
 
 def make_report() -> EnvironmentReport:
-    """Look at the packages, ask JAX, and compare."""
+    """Collect the packages, the devices and the mismatches."""
     packages = {name: package.version for name in SHOWN if (package := find_package(name))}
     return EnvironmentReport(
         python=sys.version.partition(" ")[0],
@@ -133,8 +135,8 @@ def make_report() -> EnvironmentReport:
 
 
 def ask_jax(timeout: float = LONGEST_WAIT) -> Devices:
-    """Return what JAX finds, asked in a process of its own that is ended after ``timeout`` seconds."""
-    # In a session of its own, so that what it has started ends with it.
+    """Return the devices that JAX finds in a separate process, which has ``timeout`` seconds."""
+    # The process gets a session of its own, so that its children can be ended with it.
     process = subprocess.Popen(
         [sys.executable, "-c", _ASK_JAX],
         stdout=subprocess.PIPE,
@@ -154,20 +156,20 @@ def ask_jax(timeout: float = LONGEST_WAIT) -> Devices:
     except subprocess.TimeoutExpired:
         end()
         out, err = process.communicate()
-        error = f"JAX did not start within {timeout:g} s; does another process hold the TPU, or is a host of several missing?"
-    except BaseException:  # Ctrl-C, for example: what hangs would go on holding a TPU
+        error = f"JAX did not start within {timeout:g} s; is another process using the TPU, or is a host missing?"
+    except BaseException:  # Ctrl-C, for example: a process that hangs would keep the TPU
         end()
         raise
     answers: dict[str, Any] = {}
     for line in out.splitlines():
         if line.startswith(_ANSWER):
             answers |= json.loads(line.removeprefix(_ANSWER))
-    said = dict.fromkeys(line.strip() for line in err.splitlines() if _WARNING.search(line) and not error)
-    return Devices(tuple(answers.get("devices", ())), answers.get("kernels", ""), error, tuple(said)[:4])
+    lines = dict.fromkeys(line.strip() for line in err.splitlines() if _WARNING.search(line) and not error)
+    return Devices(tuple(answers.get("devices", ())), answers.get("kernels", ""), error, tuple(lines)[:4])
 
 
 def _why_it_ended(status: int, err: str) -> str:
-    """Return the last line of what failed, and the signal where one ended it; nothing where all went well."""
+    """Return the signal that ended the process, or its last line of errors; "" after success."""
     last = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), "")
     if status < 0:
         return f"JAX was ended by {signal.Signals(-status).name}" + (f": {last}" if last else "")
@@ -175,7 +177,7 @@ def _why_it_ended(status: int, err: str) -> str:
 
 
 def describe_kernels() -> str:
-    """Return whether attention to a cache is a Pallas kernel on the devices that JAX finds, and why."""
+    """Return whether attention to a cache is a Pallas kernel on JAX's devices, and why."""
     from specjax.models.attention import kernels_status
 
     status = kernels_status()
@@ -183,23 +185,23 @@ def describe_kernels() -> str:
 
 
 def compiled_programs() -> str:
-    """Return the folder in which commands keep compiled programs; empty where they keep none."""
+    """Return the folder where commands keep compiled programs; empty if they keep none."""
     if os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "").lower() in ("0", "false", "no", "off", "n", "f"):
         return ""
     return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(Path.home() / ".cache" / "specjax" / "compiled")
 
 
 def hugging_face_cache() -> str:
-    """Return the folder in which models from the hub are kept; empty where huggingface_hub cannot say."""
+    """Return the folder with models from the hub; empty if huggingface_hub cannot be imported."""
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
-    except Exception:  # a broken installation fails in any way, and everything else is still to be printed
+    except Exception:  # a broken installation may raise any error, and the report must still be printed
         return ""
     return str(HF_HUB_CACHE)
 
 
 def to_text(report: EnvironmentReport) -> str:
-    """Return the report as lines of two columns, and the mismatches below them."""
+    """Return the report as lines of two columns, with the mismatches at the end."""
     rows = [("Python", f"{report.python} ({report.executable})"), *report.packages.items()]
     rows.append(("devices", _name_devices(report.jax.devices) or "none"))
     rows += [("Pallas kernels", report.jax.kernels or "not known")]
@@ -210,7 +212,7 @@ def to_text(report: EnvironmentReport) -> str:
     if report.jax.error:
         lines += ["", f"JAX or specjax does not start: {report.jax.error}"]
     if report.mismatches:
-        lines += ["", "What does not fit, and the command that puts it right:"]
+        lines += ["", "These packages do not fit. The command below each corrects it:"]
         for mismatch in report.mismatches:
             lines += [f"- {mismatch.problem}", f"  {mismatch.command}"]
     elif not report.jax.error:
@@ -219,7 +221,7 @@ def to_text(report: EnvironmentReport) -> str:
 
 
 def to_json(report: EnvironmentReport) -> str:
-    """Return the report as one JSON object."""
+    """Return the report as a JSON object."""
     mismatches = [{"problem": mismatch.problem, "command": mismatch.command} for mismatch in report.mismatches]
     return json.dumps({**asdict(report), "mismatches": mismatches}, indent=2)
 

@@ -1,4 +1,4 @@
-"""``specjax evaluate``: what drafters bring on questions of several kinds, plain decoding beside them."""
+"""The command ``specjax evaluate``: measure drafters on questions, or test them."""
 
 import json
 import time
@@ -32,42 +32,49 @@ from specjax.templates import check_is_chat
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Measure speed and acceptance of drafters on questions; plain decoding runs between them, on the same prompts.
+    """Measure the speed and acceptance of drafters on questions, compared with plain decoding.
 
-    A drafter is named as for ``generate``, and may be followed by the shape of its drafts: "runs/eagle3/best@dynamic",
-    "prompt-lookup@chain:6". Every turn of a question is asked after plain decoding's answer to the one before, so that all
-    methods read the same prompts.
+    A drafter is named as for ``generate``. The shape of its drafts may follow:
+    "runs/eagle3/best@dynamic", "prompt-lookup@chain:6". Each turn of a question follows plain
+    decoding's answers to the turns before, so that all methods read the same prompts.
 
-    With ``lossless`` nothing is timed. Instead each drafter is tested for whether its text is the target's own: greedy and
-    coupled text must be the same with the drafter as without, and drawn text must have the target's distribution. The exit
-    status is 0 where all drafters pass and 1 where one does not.
+    With ``lossless`` nothing is timed. Instead each drafter is tested: greedy and coupled text must
+    be the same with the drafter as without, and sampled text must have the target's distribution.
+    The exit status is 0 if all drafters pass, and 1 otherwise.
 
     Attributes:
-        target: directory or hub id of the target.
-        drafter: one or several.
-        questions: a .jsonl file in Spec-Bench's form, or prompts: one a line, or JSON lines with "prompt" or "text".
-        per_category: the first so many questions of each category; 0 is all.
-        chat: put questions into the model's chat template; by default where it has one.
-        chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
-        chat_template_kwargs: what the template is given beside the messages, as JSON: '{"enable_thinking": false}'.
-        max_new_tokens: of an answer.
-        temperature: 0 is greedy.
-        top_k: 0 is no limit.
-        top_p: in (0, 1].
-        min_p: in [0, 1].
-        rule: how tokens are drawn and drafts verified, as in generate; by default the one that suits each shape.
-        repeats: timed runs of every answer; the spread is over them.
-        seed: of the random draws.
-        dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
-        weights: "int8", "w8a8", "int4" or "fp8" quantizes the weights, which are read in less time; "float" widens those of a
-            checkpoint that has quantized ones; "stored" keeps what it has.
-        output: a directory for results.json, results.md and results.png (with lossless: lossless.json and lossless.md); empty
-            prints only.
-        lossless: test whether text with each drafter is the target's own. Questions may be left out; of each the first turn
-            counts. Temperature 0 stands for 1, and for 1.4 with top_p 0.9 beside it.
-        draws: with lossless, how many tokens are drawn for the distribution; the more, the smaller a fault is found.
+        target: the target, a directory or hub id.
+        drafter: one or more drafters.
+        questions: .jsonl file in the format of Spec-Bench, or prompts: one per line, or JSON lines
+            with "prompt" or "text".
+        per_category: number of questions of each category to use, from the first; 0 is all.
+        chat: apply the model's chat template to the questions; by default if it has one.
+        chat_template: file with a Jinja chat template that replaces the tokenizer's own.
+        chat_template_kwargs: variables for the chat template, as JSON: '{"enable_thinking":
+            false}'.
+        max_new_tokens: maximum number of tokens of an answer.
+        temperature: sampling temperature; 0 is greedy.
+        top_k: sample from this many most likely tokens; 0 is no limit.
+        top_p: sample from the most likely tokens with this total probability, in (0, 1].
+        min_p: minimum probability of a token relative to the most likely one, in [0, 1].
+        rule: how tokens are sampled and drafts verified, as in generate; the default is the best
+            rule for each shape.
+        repeats: number of timed runs of every answer. The results show their spread.
+        seed: random seed.
+        dtype: data type of the params, float32, bfloat16 or float16; the default is float32 on CPUs
+            and bfloat16 elsewhere.
+        weights: "int8", "w8a8", "int4" or "fp8" quantizes the weights, so that they are read
+            faster; "float" dequantizes a quantized checkpoint; "stored" keeps the weights as they
+            are.
+        output: directory for results.json, results.md and results.png (with lossless: lossless.json
+            and lossless.md); if empty, results are only printed.
+        lossless: test whether the text with each drafter is the target's own. Questions are
+            optional, and only their first turns are used. With temperature 0, sampled text is
+            tested at temperature 1, and at 1.4 with top_p 0.9.
+        draws: with lossless, number of tokens that are sampled to test the distribution; more
+            tokens detect smaller errors.
         json: with lossless, print one JSON object.
-        mesh: devices by axis, data and model.
+        mesh: number of devices of each mesh axis, data and model.
     """
 
     target: str = "embedded"
@@ -95,15 +102,15 @@ class EvaluateConfig:
 
 
 def run_evaluate(config: EvaluateConfig) -> int:
-    """``specjax evaluate``. Returns the exit status: 1 where a drafter is not lossless."""
+    """Run ``specjax evaluate``; return the exit status, which is 1 if a drafter is not lossless."""
     if config.repeats < 1 or config.per_category < 0:
-        raise InputError(f"repeats={config.repeats}, per_category={config.per_category}: at least 1, and at least 0")
+        raise InputError(f"repeats={config.repeats}, per_category={config.per_category}: must be at least 1 and at least 0")
     if not config.questions and not config.lossless:
         raise InputError("questions='': give a file")
     if config.json and not config.lossless:
-        raise InputError("json=True: goes with --lossless; a measurement writes results.json into --output")
+        raise InputError("json=True: it requires --lossless; a measurement writes results.json to --output")
     if len(set(config.drafter)) < len(config.drafter) or not config.drafter:
-        raise InputError(f"drafter={config.drafter}: name at least one, and none twice")
+        raise InputError(f"drafter={config.drafter}: give at least one drafter, and none twice")
     output = Path(config.output) if config.output and speaks() else None
     if output is not None and output.is_file():
         raise InputError(f"output={config.output!r} is a file: give a directory")
@@ -117,7 +124,7 @@ def run_evaluate(config: EvaluateConfig) -> int:
         seed=config.seed,
         rule=config.rule,
     )
-    options.sampling.rows(1)  # refused before any weights are read
+    options.sampling.rows(1)  # refuse invalid options before any weights are read
     check_is_chat(config.chat is not False, config.chat_template, config.chat_template_kwargs)
     generator = pipeline.load(
         config.target,
@@ -144,7 +151,7 @@ def run_evaluate(config: EvaluateConfig) -> int:
     console.print(report.table(results))
     console.print(report.explanation(config.repeats, len(questions), machine["device"]))
     if asking.cut:
-        console.print(f"{asking.cut} prompts were too long for the models' positions, and lost their beginning")
+        console.print(f"{asking.cut} prompts were too long for the models; their beginning was cut off")
     if output is not None:
         content = {**about, "prompts_cut": asking.cut, "results": results}
         with replacing(output) as scratch:
@@ -156,7 +163,7 @@ def run_evaluate(config: EvaluateConfig) -> int:
 
 
 def split_shape(name: str) -> tuple[str, str]:
-    """A drafter's name and the shape that may follow it, empty where none does.
+    """Split a drafter's name from the shape that may follow it, empty if there is none.
 
     Examples:
         >>> from specjax.cli.evaluate import split_shape
@@ -165,25 +172,25 @@ def split_shape(name: str) -> tuple[str, str]:
         >>> split_shape("pack.age:Class@runs/best"), split_shape("pack.age:Class@runs/best@eagle")
         (('pack.age:Class@runs/best', ''), ('pack.age:Class@runs/best', 'eagle'))
     """
-    own = OWN_CLASS.fullmatch(name)
-    place = own[3] if own else name
-    if "@" not in place or Path(place).expanduser().is_dir():
+    own_class = OWN_CLASS.fullmatch(name)
+    location = own_class[3] if own_class else name
+    if "@" not in location or Path(location).expanduser().is_dir():
         return name, ""
     where, _, shape = name.rpartition("@")
     return where, shape
 
 
 def _load(name: str, generator: pipeline.TextGenerator, options: GenerationOptions, weights: str) -> Drafter:
-    """The drafter called ``name``, which may end with a shape: ``WHERE@chain:4``."""
+    """Load a drafter, whose name may end with a shape: ``WHERE@chain:4``."""
     where, shape = split_shape(name)
-    target, made = generator.target, parse_shape(shape) if where != name else None
-    drafter = load_drafter(where, made, target.config, target.dtype, target.mesh, generator.tokenizer, weights)
-    options.rule_for(drafter.draft_shape)  # refused before anything is timed
+    target, draft_shape = generator.target, parse_shape(shape) if where != name else None
+    drafter = load_drafter(where, draft_shape, target.config, target.dtype, target.mesh, generator.tokenizer, weights)
+    options.rule_for(drafter.draft_shape)  # refuse an unsuitable rule before anything is timed
     return drafter
 
 
 class _Asking:
-    """Every method answers every turn, ``repeats`` times, one method after the other."""
+    """A run in which every method answers every turn several times, in alternation."""
 
     def __init__(
         self,
@@ -195,22 +202,22 @@ class _Asking:
     ) -> None:
         self._generator, self._methods, self._options = generator, methods, options
         self._chat, self._repeats = chat, repeats
-        self.cut = 0  # prompts of which the beginning did not fit
+        self.cut = 0  # prompts whose beginning was cut off
         self._compiled: set[tuple[int, int]] = set()
 
     def all_of(self, questions: list[Question]) -> list[MethodAnswer]:
-        """The answers of every method to every turn."""
+        """Return the answers of every method to every turn."""
         answers = []
         assert self._options.key is not None
-        for number, question in enumerate(track(questions, "answering questions")):
+        for index, question in enumerate(track(questions, "answering questions")):
             history: list[dict[str, str]] = []
-            for turn, words in enumerate(question.turns):
-                history.append({"role": "user", "content": words})
+            for turn, question_text in enumerate(question.turns):
+                history.append({"role": "user", "content": question_text})
                 prompt = self._encode(history)
-                key = jax.random.fold_in(jax.random.fold_in(self._options.key, number), turn)
-                found, said = self._turn(question.category, prompt, key)
-                answers += found
-                history.append({"role": "assistant", "content": said})
+                key = jax.random.fold_in(jax.random.fold_in(self._options.key, index), turn)
+                turn_answers, answer = self._turn(question.category, prompt, key)
+                answers += turn_answers
+                history.append({"role": "assistant", "content": answer})
         return answers
 
     def _encode(self, history: list[dict[str, str]]) -> list[int]:
@@ -222,7 +229,7 @@ class _Asking:
         positions = min(decoding.most_positions(target, drafter or NoDraft()) for drafter in self._methods.values())
         room = positions - int(self._options.max_new_tokens)
         if room < 1:
-            raise InputError(f"max_new_tokens={self._options.max_new_tokens}: of {positions} positions nothing is left")
+            raise InputError(f"max_new_tokens={self._options.max_new_tokens}: the models have only {positions} positions")
         self.cut += len(ids) > room
         return ids[-room:]
 
@@ -233,28 +240,28 @@ class _Asking:
         def run(drafter: Drafter | None) -> decoding.Result:
             return decoding.generate(self._generator.target, drafter, tokens, lengths, **options)
 
-        found: dict[str, list[tuple[float, Stats]]] = {name: [] for name in self._methods}
+        timed: dict[str, list[tuple[float, Stats]]] = {name: [] for name in self._methods}
         shape = bucket(len(prompt)), bucket(len(prompt) + int(self._options.max_new_tokens))
         if shape not in self._compiled:
             for drafter in self._methods.values():
                 run(drafter)
             self._compiled.add(shape)
-        said: list[int] = []
+        answer: list[int] = []
         for _ in range(self._repeats):
             for name, drafter in self._methods.items():
                 started = time.perf_counter()
                 result = run(drafter)
-                found[name].append((time.perf_counter() - started, result.stats))
+                timed[name].append((time.perf_counter() - started, result.stats))
                 if name == PLAIN:
-                    said = result.tokens[0, len(prompt) : int(result.lengths[0])].tolist()
+                    answer = result.tokens[0, len(prompt) : int(result.lengths[0])].tolist()
         answers = [
-            MethodAnswer(category, name, tuple(seconds for seconds, _ in runs), runs[-1][1]) for name, runs in found.items()
+            MethodAnswer(category, name, tuple(seconds for seconds, _ in runs), runs[-1][1]) for name, runs in timed.items()
         ]
-        return answers, _text_of(self._generator.tokenizer, prompt, said, self._chat)
+        return answers, _text_of(self._generator.tokenizer, prompt, answer, self._chat)
 
 
-def _text_of(tokenizer: Any, prompt: list[int], said: list[int], is_chat: bool) -> str:
-    """What the prompt of the next turn has of an answer: no thoughts, where these stand in a channel of their own."""
+def _text_of(tokenizer: Any, prompt: list[int], tokens: list[int], is_chat: bool) -> str:
+    """Return an answer's text for the prompt of the next turn, without reasoning channels."""
     if is_chat and text.FinalChannel.reads(tokenizer, prompt):
-        return text.FinalChannel(tokenizer, prompt).push(said, last=True)
-    return tokenizer.decode(said, skip_special_tokens=True)
+        return text.FinalChannel(tokenizer, prompt).push(tokens, last=True)
+    return tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""``specjax generate``: text from a target, drafted by what the command line names."""
+"""The command ``specjax generate``: generate text from a target, with or without a drafter."""
 
 import itertools
 import json
@@ -31,48 +31,65 @@ from specjax.templates import check_is_chat
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """Generate text; it is printed as it is accepted.
+    """Generate text. It is printed while it is generated.
 
     Attributes:
-        target: directory or hub id of the model to generate from; "embedded" is the small one that comes with specjax.
-        drafter: METHOD:WHERE, such as draft-model:Qwen/Qwen3-0.6B, early-exit:4 (layers), streaming:256 or snapkv:256
-            (the target with a cache of so many tokens) or prompt-lookup; or the bare directory or hub id of a checkpoint, whose
-            config.json says what it is; or "none" for plain decoding. A draft model with another tokenizer drafts the tokens
-            that both have, where these are half of the smaller vocabulary; draft-model-intersect:WHERE takes any.
-            moa,tli=LAYERS:WHERE is a published Mixture of Attentions with target layer inference.
-        prompt: the text to continue.
-        prompts_file: instead of prompt, a file with one prompt a line (plain, or JSON with "prompt" or "text"); one batch.
-        chat: put the prompt into the model's chat template.
-        chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
-        chat_template_kwargs: what the template is given beside the messages, as JSON: '{"enable_thinking": false}'.
-        draft: shape of a draft, by default the drafter's own: chain:LENGTH (chain:LENGTH,P ends it after its first token of a
-            probability below P), complete:4,2,1, sampled:4,2,1, eagle, medusa, dynamic or dynamic:TOP_K,DEPTH,NODES; or auto,
-            which measures and takes the fastest, of a compressed cache with the fastest of a few budgets.
-        show_tree: draw the draft of which most was accepted in the first steps (of the first prompt), into this .png, .pdf or
-            .svg.
-        only_if_faster: measure first, and decode plainly where the drafter would not make these prompts faster.
-        max_new_tokens: most tokens to emit for a prompt.
-        temperature: 0 is greedy. By default this and the next three are the target's own, see generation_config; without any,
-            the text is greedy.
-        top_k: 0 is no limit.
-        top_p: in (0, 1]; 1 is no limit.
-        min_p: in [0, 1]; 0 is no limit.
-        generation_config: "auto": the temperature, top_k, top_p and min_p of the target's generation_config.json stand for
-            those that are not given, where it has do_sample true; "none": they are not read.
-        seed: of the random draws.
-        rule: how tokens are drawn and drafts verified; every one is exact. By default the one that suits the shape of
-            the drafts. With "coupled" no drafter changes the text; "independent" draws each token with random numbers of its
-            own, and verifies by the rule that fits the draft; "block" and "rejection" are two such rules for chains alone.
-        ignore_eos: generate on after an end-of-sequence token.
-        stop: strings before the first of which the text ends, such as the end of a turn where the model has no token for it.
-        json: print one JSON object with token ids, text and statistics instead of a stream.
-        dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
-        weights: "int8", "w8a8", "int4" or "fp8" quantizes the weights, which are read in less time; "float" widens those of a
-            checkpoint that has quantized ones; "stored" keeps what it has.
-        cache_dtype: how the target remembers tokens: "float", in that type, or "int8", in 8 bits, which take about half of
-            bfloat16's memory, and a quarter of float32's. The text is then that of plain decoding with such a cache.
-        precision: "highest" keeps float32 products exact on TPU and GPU, whose default is faster and coarser.
-        mesh: devices by axis, data and model.
+        target: the model to generate from, a directory or hub id; "embedded" is the small model
+            that comes with specjax.
+        drafter: the drafter as METHOD:WHERE, such as draft-model:Qwen/Qwen3-0.6B, early-exit:4
+            (layers), prompt-lookup, or streaming:256 or snapkv:256 (the target with a KV cache of
+            that many tokens). Also the directory or hub id of a checkpoint, whose config.json gives
+            the method; or "none" for plain decoding. A draft model with a different tokenizer
+            drafts only the tokens that both vocabularies share. These must be at least half of the
+            smaller vocabulary, except with draft-model-intersect:WHERE. moa,tli=LAYERS:WHERE is a
+            published Mixture of Attentions with target layer inference.
+        prompt: text to continue.
+        prompts_file: file with one prompt per line (plain text, or JSON with "prompt" or "text"),
+            instead of prompt; they are decoded as one batch.
+        chat: apply the model's chat template to the prompt.
+        chat_template: file with a Jinja chat template that replaces the tokenizer's own.
+        chat_template_kwargs: variables for the chat template, as JSON: '{"enable_thinking":
+            false}'.
+        draft: shape of the drafts; the default is the drafter's own. One of chain:LENGTH,
+            chain:LENGTH,P (ends after the first token with a probability below P), complete:4,2,1,
+            sampled:4,2,1, eagle, medusa, dynamic, dynamic:TOP_K,DEPTH,NODES. "auto" measures and
+            uses the fastest; for a compressed cache it also measures a few budgets.
+        show_tree: draw the draft with the most accepted tokens in the first steps (of the first
+            prompt) to this .png, .pdf or .svg file.
+        only_if_faster: measure first, and decode plainly if the drafter would not be faster on
+            these prompts.
+        max_new_tokens: maximum number of tokens to generate per prompt.
+        temperature: sampling temperature; 0 is greedy. This option and the next three default to
+            the target's own values, see generation_config; otherwise to greedy decoding.
+        top_k: sample from this many most likely tokens; 0 is no limit.
+        top_p: sample from the most likely tokens with this total probability, in (0, 1]; 1 is no
+            limit.
+        min_p: minimum probability of a token relative to the most likely one, in [0, 1]; 0 is no
+            limit.
+        generation_config: "auto" uses temperature, top_k, top_p and min_p of the target's
+            generation_config.json for options that are not given, if the file has do_sample
+            true; "none" ignores the file.
+        seed: random seed.
+        rule: how tokens are sampled and drafts verified; every rule is exact. The default is the
+            best rule for the draft shape. With "coupled", the text is the same with every
+            drafter. "independent" samples each token with new random numbers and verifies with
+            the rule for the draft shape. "block" and "rejection" are two such rules, for chains
+            only.
+        ignore_eos: continue after an end-of-sequence token.
+        stop: stop strings; the text ends before the first of them. Use one for the end of a turn if
+            the model has no token for it.
+        json: print one JSON object with token ids, text and statistics at the end.
+        dtype: data type of the params, float32, bfloat16 or float16; the default is float32 on CPUs
+            and bfloat16 elsewhere.
+        weights: "int8", "w8a8", "int4" or "fp8" quantizes the weights, so that they are read
+            faster; "float" dequantizes a quantized checkpoint; "stored" keeps the weights as they
+            are.
+        cache_dtype: data type of the target's KV cache: "float" is that of the params; "int8" needs
+            about half of the memory of bfloat16, or a quarter of float32's. The text is then that
+            of plain decoding with such a cache.
+        precision: "highest" makes float32 products exact on TPUs and GPUs; the default is faster
+            and less precise.
+        mesh: number of devices of each mesh axis, data and model.
     """
 
     target: str = "embedded"
@@ -104,30 +121,37 @@ class GenerateConfig:
 
 
 def load_generator(config: GenerateConfig) -> pipeline.TextGenerator:
-    """The target with its tokenizer, and the drafter. Reads every config.json before any weight."""
+    """Load the target with its tokenizer, and the drafter.
+
+    Every config.json is read before any weights.
+    """
     mesh = mesh_for(config.mesh)
     if config.drafter == "none":
         for name in ("draft", "only_if_faster", "show_tree"):
             if getattr(config, name) != getattr(GenerateConfig, name):
-                raise InputError(f"drafter='none': {name}={getattr(config, name)} needs a drafter; name one or leave it out")
+                raise InputError(f"drafter='none': {name}={getattr(config, name)} needs a drafter; name one, or leave it out")
     shape = parse_shape(config.draft) if config.draft not in ("", "auto") else None
-    kept = {"dtype": config.dtype or None, "weights": config.weights, "cache_dtype": config.cache_dtype}
-    kept |= {"chat_template": config.chat_template, "chat_template_kwargs": config.chat_template_kwargs}
-    kept |= {"generation_config": read_choice(config.generation_config)}
-    return pipeline.load(config.target, config.drafter, draft=shape, mesh=mesh, **kept)
+    settings = {"dtype": config.dtype or None, "weights": config.weights, "cache_dtype": config.cache_dtype}
+    settings |= {"chat_template": config.chat_template, "chat_template_kwargs": config.chat_template_kwargs}
+    settings |= {"generation_config": read_choice(config.generation_config)}
+    return pipeline.load(config.target, config.drafter, draft=shape, mesh=mesh, **settings)
 
 
 def read_prompts(config: GenerateConfig) -> list[str]:
-    """The prompts asked for. Raises `InputError` when there are none, or one is given in two ways."""
+    """Return the prompts of the command line.
+
+    Raises:
+        InputError: there are no prompts, or they are given in two ways.
+    """
     if bool(config.prompt) == bool(config.prompts_file):
         raise InputError("prompt: give either --prompt TEXT (not empty) or --prompts-file FILE")
     return [config.prompt] if config.prompt else text.read_prompts("prompts_file", config.prompts_file)
 
 
 def run_generate(config: GenerateConfig) -> None:
-    """``specjax generate``."""
+    """Run ``specjax generate``."""
     prompts = read_prompts(config)
-    read_options(config)  # what is out of range is refused before anything is loaded
+    read_options(config)  # refuse invalid options before anything is loaded
     text.check_stop(config.stop)
     check_is_chat(config.chat, config.chat_template, config.chat_template_kwargs)
     if config.show_tree:
@@ -145,9 +169,9 @@ def run_generate(config: GenerateConfig) -> None:
     with waiting("compiling" if streams else "compiling and generating"):
         steps = pipeline.LOOK_EVERY if streams or config.stop else None
         run = generator.start(ids, options, stop=config.stop, steps=steps, is_chat=config.chat)
-        waited_for = iter(run)
-        first = next(waited_for)
-    for pieces in itertools.chain([first], waited_for):
+        pieces_by_step = iter(run)
+        first = next(pieces_by_step)
+    for pieces in itertools.chain([first], pieces_by_step):
         if streams:
             print(pieces[0], end="", flush=True)
     seconds = time.perf_counter() - started
@@ -159,20 +183,20 @@ def run_generate(config: GenerateConfig) -> None:
             {
                 "prompt": prompt,
                 "prompt_token_ids": prompt_ids,
-                "token_ids": list(made.tokens),
-                "text": made.text,
-                "statistics": asdict(made.statistics),
+                "token_ids": list(generation.tokens),
+                "text": generation.text,
+                "statistics": asdict(generation.statistics),
             }
-            for prompt, prompt_ids, made in zip(prompts, ids, run.generations, strict=True)
+            for prompt, prompt_ids, generation in zip(prompts, ids, run.generations, strict=True)
         ]
-        whole = outputs[0] if len(outputs) == 1 else {"outputs": outputs, "statistics": asdict(total)}
-        print(json.dumps(whole | {"seconds": round(seconds, 4)}))
+        content = outputs[0] if len(outputs) == 1 else {"outputs": outputs, "statistics": asdict(total)}
+        print(json.dumps(content | {"seconds": round(seconds, 4)}))
         return
     if streams:
         print()
     else:
-        for prompt, made in zip(prompts, run.generations, strict=True):
-            print(f"--- {prompt}\n{made.text}")
+        for prompt, generation in zip(prompts, run.generations, strict=True):
+            print(f"--- {prompt}\n{generation.text}")
     print(
         f"{total.emitted} tokens in {seconds:.1f} s (compilation included); acceptance length "
         f"{total.acceptance_length:.2f}" + (f", acceptance rate {total.acceptance_rate:.2f}" if total.drafted else ""),
@@ -181,7 +205,7 @@ def run_generate(config: GenerateConfig) -> None:
 
 
 def read_options(config: GenerateConfig, default_sampling: Sampling | None = None) -> GenerationOptions:
-    """The options of the generation, with the target's defaults. Refuses what is out of range."""
+    """Return the options of the generation, with the target's defaults; refuse invalid ones."""
     options = pipeline.settings(
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,
@@ -194,22 +218,25 @@ def read_options(config: GenerateConfig, default_sampling: Sampling | None = Non
 
 
 def _stated(config: GenerateConfig) -> dict[str, Any]:
-    """Return how tokens are to be drawn, as far as the command says; None is what it leaves out."""
+    """Return the sampling parameters of the command line; None for options that were not given."""
     return {name: getattr(config, name) for name in vars(GREEDY)}
 
 
 def say_sampling(config: GenerateConfig, default_sampling: Sampling | None, options: GenerationOptions) -> None:
-    """Say which of the target's defaults are in force, and which settings of the command are not read."""
+    """Print which of the target's defaults apply, and which options have no effect."""
     say_defaults(default_sampling, "greedy", _stated(config))
     if unread := pipeline.unread_settings(options.sampling):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in unread)
-        print(f"specjax: {names}: not read at --temperature 0, which is greedy", file=sys.stderr)
+        print(f"specjax: {names}: ignored at --temperature 0, which is greedy", file=sys.stderr)
 
 
 def _settle_drafter(
     config: GenerateConfig, generator: pipeline.TextGenerator, ids: list[list[int]], options: GenerationOptions
 ) -> Drafter | None:
-    """The drafter to generate with, after what was asked to be measured and drawn first; None is plain decoding."""
+    """Return the drafter to use, after measuring it and drawing a draft if the options ask for it.
+
+    None is plain decoding.
+    """
     target, drafter = generator.target, generator.drafter
     if drafter is None:
         return None

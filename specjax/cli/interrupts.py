@@ -1,9 +1,10 @@
-"""What Ctrl-C and SIGTERM do to a command: it ends at once, wherever it is, with one line.
+"""Handling of Ctrl-C and SIGTERM in commands: the command ends at once and prints one line.
 
-A handler in Python runs in the main thread between two of its instructions, and while XLA compiles there is none for many
-seconds. So a thread of its own waits for signals, at a pipe to which the interpreter's C code writes their numbers. The thread
-removes what is half written, prints the line, and ends the process without unwinding it: an interpreter that is taken down
-beside the threads of XLA may crash. This file needs Python alone.
+Python runs signal handlers in the main thread, between two of its instructions. While XLA compiles,
+that may take many seconds. So a thread waits for signals at a pipe to which the interpreter's C
+code writes their numbers. The thread removes half-written files, prints the line, and ends the
+process without unwinding: an interpreter that shuts down while threads of XLA are running may
+crash. This module imports only the standard library.
 """
 
 import os
@@ -16,7 +17,7 @@ from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LONGEST = 1.0
-"""Seconds that are left for cleaning up, should the command hold a lock that it takes."""
+"""The maximum time for the clean-up in seconds: the main thread may hold a lock that it needs."""
 
 _also: list[Callable[[], None]] = []
 _hint = ""
@@ -25,31 +26,35 @@ _is_ending = threading.Event()
 
 
 def end_at_signals() -> None:
-    """From now on end this process at SIGINT with 130, and at SIGTERM with 143. For commands: call it in the main thread.
+    """End this process at SIGINT with status 130 and at SIGTERM with 143, from now on.
 
-    A signal is left alone that the process was started to ignore, and one for which somebody sets another handler later: a
-    server that drains, or a training that is saved.
+    Commands call this in the main thread. Signals that the process was started to ignore stay
+    ignored, and handlers that are set later take precedence: those of a server that drains, or of a
+    training that saves its state.
     """
     global _owner  # noqa: PLW0603 - a process has one set of handlers
     _owner = os.getpid()
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _handle)
-    threading.Thread(target=_watch, args=(read,), name="specjax-interrupts", daemon=True).start()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    for signal_number in SIGNALS:
+        if signal.getsignal(signal_number) != signal.SIG_IGN:
+            signal.signal(signal_number, _handle)
+    threading.Thread(target=_watch, args=(read_end,), name="specjax-interrupts", daemon=True).start()
 
 
 def say_also(hint: str) -> None:
-    """Add to the line that is printed, such as "the same command continues the run"."""
+    """Add a hint to the printed line, such as "the same command continues the run"."""
     global _hint  # noqa: PLW0603 - as above
     _hint = hint
 
 
 @contextmanager
 def ending_with(clean_up: Callable[[], None]) -> Iterator[None]:
-    """While the block runs, call ``clean_up`` too before a signal ends the process: such as to end what it has started."""
+    """Call ``clean_up`` if a signal ends the process while the block runs.
+
+    For example, it may end child processes.
+    """
     _also.append(clean_up)
     try:
         yield
@@ -58,13 +63,16 @@ def ending_with(clean_up: Callable[[], None]) -> Iterator[None]:
 
 
 def hold_if_ending() -> None:
-    """Wait for the end, if a signal is ending the process: an error that it has caused is not to be told."""
+    """Block if a signal is ending the process, so that errors that this causes are not printed."""
     if _is_ending.is_set():
         threading.Event().wait()
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the thread ends the process. One that was forked has no such thread, and ends as if there were no handler."""
+    """Do nothing, because the thread ends the process.
+
+    A forked process has no such thread, and ends as if there were no handler.
+    """
     if os.getpid() != _owner:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -79,7 +87,7 @@ def _watch(read: int) -> None:
 
 def _end(number: int) -> None:
     _is_ending.set()
-    # The main thread may hold any lock, and does not go on: whoever waits for one is left behind.
+    # The main thread may hold any lock and does not continue, so each step below has a time limit.
     cleaning = threading.Thread(target=_clean_up, daemon=True)
     cleaning.start()
     cleaning.join(LONGEST)
@@ -92,10 +100,10 @@ def _end(number: int) -> None:
 def _clean_up() -> None:
     calls = [*_also]
     for module, name in (("specjax.files", "discard_unfinished"), ("specjax.progress", "clear")):
-        if call := getattr(sys.modules.get(module), name, None):  # of a module that is only half imported there is none yet
+        if call := getattr(sys.modules.get(module), name, None):  # a module that is still being imported has no such function
             calls.append(call)
     for call in calls:
-        with suppress(Exception):  # the process ends, whatever happens
+        with suppress(Exception):  # the process ends in any case
             call()
 
 

@@ -1,4 +1,4 @@
-"""``specjax evaluate --lossless``: a pair of the user's own, put to the test of whether its text is the target's."""
+"""The test of ``specjax evaluate --lossless``: whether text with a drafter is the target's own."""
 
 import json
 import sys
@@ -27,10 +27,10 @@ class LosslessTest:
 
     Attributes:
         generator: the target and its tokenizer.
-        prompts: what is continued; None: `losslessness.PROMPTS`.
-        chat: put them into the model's chat template.
-        options: of the texts.
-        draws: tokens that are drawn for the distribution.
+        prompts: the prompts to continue; None: `losslessness.PROMPTS`.
+        chat: whether the prompts are put into the model's chat template.
+        options: the options of the generation.
+        draws: the number of tokens that are sampled to test the distribution.
     """
 
     generator: pipeline.TextGenerator
@@ -40,9 +40,10 @@ class LosslessTest:
     draws: int
 
     def run(self, drafters: dict[str, Drafter], about: dict[str, Any], output: Path | None, as_json: bool) -> int:
-        """Test all ``drafters``, print and write what came of it; the exit status: 1 where one is not lossless.
+        """Test all drafters, print and write the results, and return the exit status.
 
-        ``about`` is written with it: the settings and the machine.
+        The status is 1 if a drafter is not lossless. ``about`` has the settings and the machine,
+        which are written with the results.
         """
         console, verdicts = Console(width=160, highlight=False), {}
         for name, drafter in drafters.items():
@@ -50,8 +51,8 @@ class LosslessTest:
                 verdicts[name] = self._verdict(drafter)
             if not as_json:
                 console.print(name, style="bold", markup=False, soft_wrap=True)
-                for each in (report.line(verdicts[name]), *(f"  {each}" for each in report.details(verdicts[name]))):
-                    console.print(each, markup=False, soft_wrap=True)
+                for line in (report.line(verdicts[name]), *(f"  {detail}" for detail in report.details(verdicts[name]))):
+                    console.print(line, markup=False, soft_wrap=True)
         content = {**about, "results": report.as_json(verdicts)}
         if as_json:
             print(json.dumps(content))
@@ -65,12 +66,12 @@ class LosslessTest:
     def _verdict(self, drafter: Drafter) -> losslessness.LosslessnessVerdict:
         sampling = self.options.sampling
         unset = sampling == Sampling(temperature=0.0)
-        drawn = sampling if sampling.temperature else replace(sampling, temperature=1.0)
+        sampled = sampling if sampling.temperature else replace(sampling, temperature=1.0)
         return losslessness.check(
             self.generator.target,
             drafter,
             *self._tokens(drafter),
-            settings=SETTINGS if unset else (drawn,),
+            settings=SETTINGS if unset else (sampled,),
             rule=self.options.rule,
             max_new_tokens=int(self.options.max_new_tokens),
             draws=self.draws,
@@ -78,10 +79,10 @@ class LosslessTest:
         )
 
     def _tokens(self, drafter: Drafter) -> tuple[np.ndarray, np.ndarray]:
-        """The prompts' ids; of one that is too long for the models' positions, the end."""
+        """Return the prompts' token ids, cut at the front to fit the models' positions."""
         positions = decoding.most_positions(self.generator.target, drafter)
         new = max(int(self.options.max_new_tokens), drawn_texts.NEW_TOKENS)
         if positions <= new:
-            raise InputError(f"max_new_tokens={self.options.max_new_tokens}: of {positions} positions nothing is left")
+            raise InputError(f"max_new_tokens={self.options.max_new_tokens}: the models have only {positions} positions")
         prompts = losslessness.PROMPTS if self.prompts is None else self.prompts
         return text.pad([self.generator.encode(prompt, self.chat)[-(positions - new) :] for prompt in prompts])

@@ -1,6 +1,7 @@
-"""The command line: ``python -m specjax {demo,generate,serve,train,regenerate,env,…}``, and what each command does.
+"""The command line, ``python -m specjax {demo,generate,serve,…}``, and the table of its commands.
 
-A command's module is imported when it is asked for: ``--help`` and ``--version`` import neither JAX nor any command.
+A command's module is imported only when the command runs. So ``--help`` and ``--version`` import
+neither JAX nor any command.
 """
 
 import importlib
@@ -24,15 +25,15 @@ _Config = TypeVar("_Config")
 
 @dataclass(frozen=True)
 class Command:
-    """What a command line may ask for.
+    """A command of the command line.
 
     Attributes:
-        about: what it does, in one line.
-        module: where it is, in `specjax.cli`.
-        config_name: of its options, a dataclass in the module.
-        run_name: of the function in the module that does it.
-        continues: whether the same command goes on where it was interrupted.
-        over_hosts: whether several processes may run it together (`specjax.processes`).
+        about: a description of one line.
+        module: the module with the command, in `specjax.cli`.
+        config_name: the name of the dataclass of options in that module.
+        run_name: the name of the function in that module that runs the command.
+        continues: whether the same command continues a run that was interrupted.
+        over_hosts: whether several processes may run the command together (`specjax.processes`).
     """
 
     about: str
@@ -44,12 +45,15 @@ class Command:
 
     @property
     def config(self) -> type:
-        """The dataclass of its options. Imports the module."""
+        """The dataclass of options. Imports the module."""
         return getattr(self._import(), self.config_name)
 
     @property
     def run(self) -> Callable[[Any], int | None]:
-        """The function that does it. Imports the module. The status may be other than 0, where the answer is no."""
+        """The function that runs the command. Imports the module.
+
+        It returns an exit status or None; a status other than 0 may mean a negative result.
+        """
         return getattr(self._import(), self.run_name)
 
     def _import(self) -> Any:
@@ -58,11 +62,11 @@ class Command:
 
 @dataclass(frozen=True)
 class Group:
-    """Commands of which the next word of the command line names one.
+    """A group of commands. The next word of the command line names one of them.
 
     Attributes:
-        about: what they do, in one line.
-        commands: by their names.
+        about: a description of one line.
+        commands: the commands by name.
     """
 
     about: str
@@ -71,7 +75,7 @@ class Group:
 
 COMMANDS: dict[str, Command | Group] = {
     "demo": Command(
-        "show the embedded pair at work: text with accepted tokens in colour, and a table", "demo", "DemoConfig", "run_demo"
+        "show the embedded models: text with accepted tokens in colour, and a table of speeds", "demo", "DemoConfig", "run_demo"
     ),
     "generate": Command(
         "generate text from a model, with a drafter or without", "generate", "GenerateConfig", "run_generate", over_hosts=True
@@ -81,7 +85,7 @@ COMMANDS: dict[str, Command | Group] = {
         "serve a model under OpenAI's interface, with a page to try it", "serve", "ServeConfig", "run_serve", over_hosts=True
     ),
     "train": Command(
-        "train a model or a drafter, as a configuration file says",
+        "train a model or a drafter from a configuration file",
         "train",
         "TrainConfig",
         "run_train",
@@ -89,46 +93,46 @@ COMMANDS: dict[str, Command | Group] = {
         over_hosts=True,
     ),
     "regenerate": Command(
-        "rewrite a data set in the target's own words, to train a drafter on",
+        "rewrite a data set with the target's answers, as training data for a drafter",
         "regenerate",
         "RegenerateConfig",
         "run_regenerate",
         continues=True,
     ),
     "env": Command(
-        "print what is installed, and what does not fit with the command that puts it right", "env", "EnvConfig", "run_env"
+        "print installed versions and devices, and check that the packages fit together", "env", "EnvConfig", "run_env"
     ),
     "convert": Command(
-        "write a drafter in the layout of another engine: SGLang, vLLM", "convert", "ConvertConfig", "run_convert"
+        "convert a drafter to the layout of SGLang or vLLM, or quantize a model", "convert", "ConvertConfig", "run_convert"
     ),
     "evaluate": Command(
-        "measure drafters on questions, plain decoding beside them",
+        "measure the speed and acceptance of drafters on questions, or test that they are lossless",
         "evaluate",
         "EvaluateConfig",
         "run_evaluate",
         over_hosts=True,
     ),
     "plan": Group(
-        "say what speculation should gain, before anything is generated",
+        "estimate what speculative decoding gains, before you deploy it",
         {
             "theory": Command(
-                "from a cost and an acceptance rate, by closed forms", "plan.theory", "TheoryConfig", "run_theory"
+                "from a cost and an acceptance rate, by closed formulas", "plan.theory", "TheoryConfig", "run_theory"
             ),
             "roofline": Command("from the shapes of two models, on a chip", "plan.roofline", "RooflineConfig", "run_roofline"),
             "measure": Command(
-                "which chain or tree is fastest on this machine and your prompts",
+                "measure which chain or tree is fastest on this machine and your prompts",
                 "plan.measure",
                 "MeasureConfig",
                 "run_measure",
             ),
             "contexts": Command(
-                "what a compressed cache gains on this machine, by context", "plan.contexts", "ContextsConfig", "run_contexts"
+                "measure what a compressed cache gains, by context length", "plan.contexts", "ContextsConfig", "run_contexts"
             ),
             "compile": Command(
-                "compile decoding for chips that need not be here", "plan.compile", "CompileConfig", "run_compile"
+                "compile decoding for chips that this machine need not have", "plan.compile", "CompileConfig", "run_compile"
             ),
             "compile-training": Command(
-                "compile a step of a training for chips that need not be here",
+                "compile a training step for chips that this machine need not have",
                 "plan.compile_training",
                 "CompileTrainingConfig",
                 "run_compile_training",
@@ -136,23 +140,24 @@ COMMANDS: dict[str, Command | Group] = {
         },
     ),
 }
-"""Every command by the word that names it."""
+"""All commands and groups, by name."""
 
 
 def find_command(words: Sequence[str]) -> tuple[str, Command | Group, Sequence[str]]:
-    """The command that the first of ``words`` name, or the group of which the next names none.
+    """Find the command or group that the first words name.
 
     Returns:
-        Its name, such as ``specjax plan theory``; the command or group; and the words after those.
+        Its full name, such as ``specjax plan theory``; the command or group; and the remaining
+        words.
     """
-    name, found = "specjax", Group("lossless speculative decoding", COMMANDS)
-    while isinstance(found, Group) and words and words[0] in found.commands:
-        name, found, words = f"{name} {words[0]}", found.commands[words[0]], words[1:]
-    return name, found, words
+    name, command = "specjax", Group("lossless speculative decoding", COMMANDS)
+    while isinstance(command, Group) and words and words[0] in command.commands:
+        name, command, words = f"{name} {words[0]}", command.commands[words[0]], words[1:]
+    return name, command, words
 
 
 def usage(name: str, group: Group) -> str:
-    """What is printed where the name of a command is missing."""
+    """Return the text that is printed if the name of a command is missing."""
     width = max(map(len, group.commands))
     lines = [
         f"usage: {name} COMMAND [--config FILE.yaml] [--option VALUE …]",
@@ -160,13 +165,13 @@ def usage(name: str, group: Group) -> str:
         *([f"       {name} --version"] if group.commands is COMMANDS else []),
         "",
         f"{group.about[0].upper()}{group.about[1:]}. The commands:",
-        *(f"  {command:<{width}} {found.about}" for command, found in group.commands.items()),
+        *(f"  {command:<{width}} {entry.about}" for command, entry in group.commands.items()),
     ]
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 2 for input that cannot be used, otherwise the command's own."""
+    """Run one command and return its exit status; 2 means that an input cannot be used."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] in (["--version"], ["-V"]):
         from specjax import __version__
@@ -180,8 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options or options[0] in ("-h", "--help", "help"):
             print(usage(name, command))
             return 0 if options else 2
-        known = f"the commands of {name} are {', '.join(command.commands)}{did_you_mean(options[0], command.commands)}"
-        print(f"specjax: error: {options[0]!r} is not a command; {known}", file=sys.stderr)
+        hint = f"the commands of {name} are {', '.join(command.commands)}{did_you_mean(options[0], command.commands)}"
+        print(f"specjax: error: {options[0]!r} is not a command; {hint}", file=sys.stderr)
         return 2
     if command.continues:
         interrupts.say_also(_CONTINUES)
@@ -189,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _run(name, command, options)
         interrupts.hold_if_ending()
         return status
-    # OSError: a path that was named is too long, or may not be read; a full disk.
+    # OSError: a path is too long or unreadable, or a disk is full.
     except (InputError, LogitsError, OSError) as error:
         interrupts.hold_if_ending()
         print(f"specjax: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -209,7 +214,7 @@ def _run(name: str, command: Command, options: Sequence[str]) -> int:
     silence()
     _keep_compilations()
     place = _find_place(name, command)
-    if place is None or place.number == 0:  # of several processes one speaks
+    if place is None or place.number == 0:  # of several processes only the first prints
         show_waits()
     config = parse_options(command.config, options, prog=name)
     if place is None:
@@ -218,18 +223,19 @@ def _run(name: str, command: Command, options: Sequence[str]) -> int:
         together = processes.join(place, task=f"{name} {config}", say=say)
         status = command.run(config) or 0
     if together is not None:
-        together.leave()  # one that does not come here is lost to the others, and they end too
+        together.leave()  # without this call the other processes would treat this one as lost, and end
     return status
 
 
 @contextmanager
 def _one_speaks(is_first: bool) -> Iterator[None]:
-    """What the first of several processes prints is all that is printed. Errors are printed, for they leave the body."""
-    # Libraries of JAX's print who is connected, past Python. It goes to the standard error: the output may be JSON.
-    own = os.dup(1)
+    """Let only the first of several processes print. Errors leave the block, so all are printed."""
+    # C++ libraries of JAX print connections to file descriptor 1. Redirect that to the standard
+    # error, because the output of the command may be JSON.
+    stdout = os.dup(1)
     os.dup2(2, 1)
     with (
-        open(own, "w", encoding="utf-8") as output,
+        open(stdout, "w", encoding="utf-8") as output,
         open(os.devnull, "w", encoding="utf-8") as nowhere,
         redirect_stdout(output if is_first else nowhere),
         redirect_stderr(sys.stderr if is_first else nowhere),
@@ -238,7 +244,7 @@ def _one_speaks(is_first: bool) -> Iterator[None]:
 
 
 def _find_place(name: str, command: Command) -> "ProcessPlace | None":
-    """This process's place among several that run the ``command`` together."""
+    """Return this process's place among the processes that run the command together."""
     from specjax import processes
 
     if command.over_hosts:
@@ -249,10 +255,12 @@ def _find_place(name: str, command: Command) -> "ProcessPlace | None":
 
 
 def _keep_compilations() -> None:
-    """Compiled programs outlive the process, so that the same command starts faster the next time.
+    """Keep compiled programs on disk, so that the next start of the same command is faster.
 
-    All of them: JAX by itself would leave out those that compile in less than a second, of which a command has dozens. JAX's
-    own variables win: ``JAX_COMPILATION_CACHE_DIR`` names another directory, ``JAX_ENABLE_COMPILATION_CACHE=0`` keeps none.
+    By default JAX keeps only programs that take at least a second to compile. A command has dozens
+    of smaller ones, so all are kept. JAX's environment variables take precedence:
+    ``JAX_COMPILATION_CACHE_DIR`` sets another directory, and ``JAX_ENABLE_COMPILATION_CACHE=0``
+    turns this off.
     """
     import jax
 
@@ -265,7 +273,10 @@ def _keep_compilations() -> None:
 
 
 def parse_options(kind: type[_Config], options: Sequence[str], prog: str) -> _Config:
-    """A config from ``--config FILE.yaml`` (optional) and the options that override it."""
+    """Return a config from ``--config FILE.yaml``, which is optional, and from options.
+
+    The options override the file.
+    """
     import tyro
 
     from specjax.config import load_yaml

@@ -1,6 +1,7 @@
-"""``specjax regenerate``: the answers of a data set, or the rest of its texts, rewritten by the target itself.
+"""The command ``specjax regenerate``: rewrite a data set with the target's own answers.
 
-A drafter has to guess what the target says, not what somebody else said. So it learns more from the target's own words.
+A drafter has to predict the target's text, so it learns more from the target's own answers than
+from those of other authors.
 """
 
 import json
@@ -29,41 +30,50 @@ from specjax.training.written import NOTE
 
 @dataclass(frozen=True)
 class RegenerateConfig:
-    """Rewrite a data set with the target: every answer of conversations, turn by turn, or what follows the beginnings of texts.
+    """Rewrite a data set with the target: all answers of conversations, or continuations of texts.
 
-    The same command continues a run that was interrupted, and adds what has come to the source: documents are recognised by
-    their content. Its options and fingerprints of the target, its tokenizer and the chat template are kept beside the output.
-    The batch size changes what is written no more than rounding does. What leaves no room for an answer is left out (of
-    conversations, the turns from there on), and the command says how many.
+    The same command continues a run that was interrupted, and adds documents that are new in the
+    source: documents are recognized by their content. The options and the fingerprints of the
+    target, its tokenizer and the chat template are stored beside the output. The batch size changes
+    answers at most by rounding. Prompts that leave no room for an answer are left out (in
+    conversations, all turns from there on), and the command prints how many.
 
-    A large data set is divided over machines: each process writes the documents of one shard, and needs to know of no other.
-    Which documents those are follows from their content, and what is written of a document is the same in shards of any number.
+    A large data set can be divided into shards: each process writes one shard, without
+    communication. The shard of a document depends on its content, and its answers do not depend on
+    the number of shards.
 
     Attributes:
-        target: directory or hub id of the model that writes.
-        source: what to rewrite, as ``data.source`` of a training: JSONL, Parquet, a directory, ``hf:OWNER/NAME``.
-        output: a .jsonl file; a line a document and copy, with the document's identity (``document``), the number of the copy
-            (``copy``), and what both go back to (``regenerated_from``): a training holds out all copies of a document, and all
-            that is written after those, or none. So also documents that are equal. With shard a folder, with a file for each.
-            A line also has the tokens that the target was given and wrote (``tokens``), and which of them it wrote
-            (``loss_spans``): a training with the same tokenizer and chat template takes these, and tokenises nothing again.
-        shard: "I/N": write the documents of shard I, from 0, of N. Under a scheduler "auto" or "auto/N": its array of tasks
-            (Slurm, Kubernetes) says which one. The file is renamed when it is whole; a whole one is not written again.
-        missing: print which of so many shards are not in the folder output, and end with status 1 if any is not.
-        drafter: makes it faster, and changes nothing in its distribution; "none" is plain decoding.
-        draft: shape of its drafts.
-        prompt_tokens: of a text, how many tokens are kept as its beginning.
-        copies: how often each document is written, with other random numbers.
-        limit: most documents to read; 0 is all.
-        batch: texts at a time. When one ends another begins.
-        max_new_tokens: of an answer, or of a text.
-        temperature: 0 is greedy.
-        top_p: in (0, 1].
-        seed: of the random draws.
-        chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
-        chat_template_kwargs: what the template is given beside the messages, as JSON: '{"enable_thinking": false}'.
-        stop: strings before the first of which an answer of a conversation ends, where the model has no token for it.
-        mesh: devices by axis, data and model.
+        target: the model that writes the answers, a directory or hub id.
+        source: data set to rewrite, as ``data.source`` of a training: JSONL, Parquet, a
+            directory, ``hf:OWNER/NAME``.
+        output: a .jsonl file, or with shard a folder with one such file per shard. Each line is one
+            copy of a document, with the document's identity (``document``), the index of the copy
+            (``copy``), and the original document (``regenerated_from``), so that training holds out
+            all versions of a document or none. Each line also has all token ids (``tokens``) and
+            which of them the target generated (``loss_spans``). A training with the same tokenizer
+            and chat template uses these ids and does not tokenize the text again.
+        shard: "I/N" writes shard I of N, from 0. Under a scheduler, "auto" or "auto/N" uses the
+            task index of an array job (Slurm, Kubernetes). The file is renamed when it is complete,
+            and a complete file is not written again.
+        missing: print which of this many shards are missing in the folder output, and exit with
+            status 1 if any is.
+        drafter: the drafter, as for generate. It makes generation faster and does not change the
+            distribution; "none" is plain decoding.
+        draft: shape of the drafts, as for generate.
+        prompt_tokens: number of tokens that are kept as the beginning of a text.
+        copies: number of times that each document is written, with different random numbers.
+        limit: maximum number of documents to read; 0 is all.
+        batch: number of sequences that are decoded together.
+        max_new_tokens: maximum number of tokens of an answer or continuation.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: sample from the most likely tokens with this total probability, in (0, 1].
+        seed: random seed.
+        chat_template: file with a Jinja chat template that replaces the tokenizer's own.
+        chat_template_kwargs: variables for the chat template, as JSON: '{"enable_thinking":
+            false}'.
+        stop: stop strings of answers in conversations. Use one for the end of a turn if the model
+            has no token for it.
+        mesh: number of devices of each mesh axis, data and model.
     """
 
     target: str = "embedded"
@@ -88,7 +98,7 @@ class RegenerateConfig:
 
 
 def run_regenerate(config: RegenerateConfig) -> int:
-    """``specjax regenerate``."""
+    """Run ``specjax regenerate``."""
     if config.missing:
         return _say_missing(config)
     _check(config)
@@ -99,10 +109,10 @@ def run_regenerate(config: RegenerateConfig) -> int:
     _refuse_foreign(output, config)
     done = _written(output)
     if shard is not None and not shards.is_begun(output):
-        print(f"{len(done)} documents in {output}, which is whole")
+        print(f"{len(done)} documents in {output}, which is complete")
         return 0
-    wanted = _wanted(config, shard)
-    missing = [each for each in wanted if each.label not in done]
+    copies = _copies(config, shard)
+    missing = [copy for copy in copies if copy.label not in done]
     mesh = mesh_for(config.mesh)
     drafter = None if config.drafter == "none" else config.drafter
     generator = pipeline.load(
@@ -116,32 +126,32 @@ def run_regenerate(config: RegenerateConfig) -> int:
     )
     claim = _claim(config, generator)
     _refuse_other_model(output, config, claim)
-    written = 0
+    num_written = 0
     left_out: Counter[str] = Counter()
     cut: Counter[str] = Counter()
     with (
-        _answer_writer(generator, config, any(copy.document.messages is not None for copy in wanted)) as writer,
-        waiting(f"writing {output.name}", len(wanted), len(done)) as wait,
+        _answer_writer(generator, config, any(copy.document.messages is not None for copy in copies)) as writer,
+        waiting(f"writing {output.name}", len(copies), len(done)) as wait,
     ):
-        for part in _write(writer, missing, config):
-            written += _append(output, claim, [each.record for each in part if each.record])
-            left_out.update(each.left_out for each in part if each.left_out)
-            cut.update(each.cut for each in part if each.cut)
-            wait.update(done=wait.done + len(part))
-    if not written and not done and shard is None:
-        reasons = "; ".join(f"{why}: {count} of {len(wanted)}" for why, count in left_out.items())
+        for results in _write(writer, missing, config):
+            num_written += _append(output, claim, [result.record for result in results if result.record])
+            left_out.update(result.left_out for result in results if result.left_out)
+            cut.update(result.cut for result in results if result.cut)
+            wait.update(done=wait.done + len(results))
+    if not num_written and not done and shard is None:
+        reasons = "; ".join(f"{why}: {count} of {len(copies)}" for why, count in left_out.items())
         raise InputError(f"source={config.source!r}: nothing could be written ({reasons})")
     for what, counts in (("left out", left_out), ("cut before a turn", cut)):
         for why, count in counts.items():
-            print(f"{what}, as {why}: {count} of {len(wanted)}")
-    if gone := len(done - {each.label for each in wanted}):
-        print(f"kept, though no longer in the source: {gone}")
-    print(f"{len(done) + written} documents in {output if shard is None else shards.finish(output, claim)}")
+            print(f"{what}, as {why}: {count} of {len(copies)}")
+    if number_gone := len(done - {copy.label for copy in copies}):
+        print(f"kept, although no longer in the source: {number_gone}")
+    print(f"{len(done) + num_written} documents in {output if shard is None else shards.finish(output, claim)}")
     return 0
 
 
 def _check(config: RegenerateConfig) -> None:
-    """Refuse what is wrong before anything is read."""
+    """Refuse invalid options before anything is read."""
     for name in ("batch", "copies", "prompt_tokens", "max_new_tokens"):
         if getattr(config, name) < 1:
             raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
@@ -149,30 +159,30 @@ def _check(config: RegenerateConfig) -> None:
         kind = "a folder for the shards" if config.shard else "a file that ends in .jsonl"
         raise InputError(f"source={config.source!r}, output={config.output!r}: give a data set, and {kind}")
     if config.limit < 0:
-        raise InputError(f"limit={config.limit}: must be at least 0, which is all")
+        raise InputError(f"limit={config.limit}: must be at least 0; 0 is all")
     check_stop(config.stop)
 
 
 def _say_missing(config: RegenerateConfig) -> int:
-    """Print the shards that are missing; the command's exit status."""
+    """Print the missing shards, and return the exit status."""
     if config.missing < 0 or config.shard or not config.output or config.output.endswith(".jsonl"):
-        raise InputError(f"missing={config.missing}: takes the number of all shards and their folder, --output, and no --shard")
-    left = shards.missing(Path(config.output), config.missing)
-    for shard in left:
+        raise InputError(f"missing={config.missing}: give the number of all shards, their folder as --output, and no --shard")
+    missing = shards.missing(Path(config.output), config.missing)
+    for shard in missing:
         print(shard)
-    if not left:
+    if not missing:
         print(f"all {config.missing} shards are in {config.output}")
-    return 1 if left else 0
+    return 1 if missing else 0
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """One writing of a document.
+    """A copy of a document that is to be rewritten.
 
     Attributes:
-        document: what is rewritten.
-        identity: which it is, wherever in the source it lies (`identities`).
-        number: of the copy, from 0.
+        document: the document.
+        identity: the hash of its content (`identities`).
+        number: the index of the copy, from 0.
     """
 
     document: Document
@@ -181,65 +191,66 @@ class _Copy:
 
     @property
     def label(self) -> tuple[str, int]:
-        """What its record is known by."""
+        """The identity and the index, which identify the record of the copy."""
         return self.identity, self.number
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """What its record says beside its content: its label, and where it belongs when documents are held out."""
+        """The fields of the record besides its content: its label, and its original document."""
         return {REGENERATED_FROM: find_origin(self.document), "document": self.identity, "copy": self.number}
 
 
-def _wanted(config: RegenerateConfig, shard: shards.Shard | None) -> list[_Copy]:
-    """What is to be written: all copies of the documents of the source, or of those of a ``shard``."""
+def _copies(config: RegenerateConfig, shard: shards.Shard | None) -> list[_Copy]:
+    """Return the copies to write: those of all documents of the source, or of one shard."""
     documents = _usable(read_documents(config.source, "source")[: config.limit or None])
     return [
-        _Copy(document, identity, copy)
+        _Copy(document, identity, number)
         for document, identity in zip(documents, identities(documents), strict=True)
         if shard is None or shard.holds(identity)
-        for copy in range(config.copies)
+        for number in range(config.copies)
     ]
 
 
 def _usable(documents: list[Document]) -> list[Document]:
-    """The documents that can be rewritten; says how many cannot."""
+    """Return the documents that can be rewritten, and print how many cannot."""
     chats = [document.messages is not None for document in documents]
     if any(chats) and not all(chats):
-        raise InputError("source: holds texts and conversations; give one kind")
+        raise InputError("source: it has both texts and conversations; give only one kind")
     usable = [document for document in documents if document.messages is None or _turns(document)]
     if len(usable) < len(documents):
-        print(f"left out, as nothing was asked before an answer: {len(documents) - len(usable)} of {len(documents)}")
+        print(f"left out, as an answer has no question: {len(documents) - len(usable)} of {len(documents)}")
     if not usable:
-        raise InputError("source: holds no document that can be rewritten")
+        raise InputError("source: it has no document that can be rewritten")
     return usable
 
 
 def _is_begun(output: Path) -> bool:
-    """Whether something has been written to ``output``. Until then what is noted beside it binds nobody."""
+    """Return True if the output has content. Before that, the note beside it has no effect."""
     return output.exists() and output.stat().st_size > 0
 
 
 def _refuse_foreign(output: Path, config: RegenerateConfig) -> None:
-    """See that ``output`` is new, or was begun with the same options, which are noted beside it in place of no other file."""
+    """Check that the output is new, or was started with the same options.
+
+    The options are stored in a file beside it, which must not replace another file.
+    """
     beside = shards.beside(output)
     if not _is_begun(output):
-        # A claim that nothing came after, be it cut short, is written again. Any other file is somebody's own.
+        # A note without output, even an incomplete one, may be overwritten. Other files may not.
         if beside.exists() and not NOTE.startswith(beside.read_text(errors="replace")[: len(NOTE)]):
             raise InputError(
-                f"output={config.output!r}: {beside.name}, where its options would be kept, is another file: choose another one"
+                f"output={config.output!r}: {beside.name}, the file for its options, has other content: choose another output"
             )
         return
     if not beside.exists():
-        raise InputError(
-            f"output={config.output!r} is there, and {beside.name}, which would say what it is, is not: choose another file"
-        )
+        raise InputError(f"output={config.output!r} exists, but {beside.name} with its options does not: choose another file")
     earlier = replace(load_yaml(RegenerateConfig, beside), output=config.output, batch=config.batch)
-    if changed := differences(earlier, config):
-        raise InputError(f"output={config.output!r} was begun with other options ({'; '.join(changed)}): choose another file")
+    if changes := differences(earlier, config):
+        raise InputError(f"output={config.output!r} was started with other options ({'; '.join(changes)}): choose another file")
 
 
 def _claim(config: RegenerateConfig, generator: pipeline.TextGenerator) -> str:
-    """What is noted beside the output: what the target and its tokenizer are, a line of comment each, and the options."""
+    """Return the note beside the output: the fingerprints of the models, and the options."""
     return (
         f"{NOTE}{fingerprint.of_target(generator.target)}\n"
         f"# with the tokenizer and the chat template of the fingerprint {fingerprint.of_tokenizer(generator.tokenizer)}\n"
@@ -248,22 +259,25 @@ def _claim(config: RegenerateConfig, generator: pipeline.TextGenerator) -> str:
 
 
 def _refuse_other_model(output: Path, config: RegenerateConfig, claim: str) -> None:
-    """See that what is in ``output`` was written by this very target with this very tokenizer, wherever they lie."""
+    """Check that the output was written by the same target with the same tokenizer.
+
+    Their fingerprints are compared, not their paths.
+    """
     if not _is_begun(output):
         return
-    noted, found = shards.beside(output).read_text().splitlines(), claim.splitlines()
-    what = "the model there, or the data type it is read in,"
-    if noted[:1] == found[:1]:
+    noted, expected = shards.beside(output).read_text().splitlines(), claim.splitlines()
+    what = "the model or its data type"
+    if noted[:1] == expected[:1]:
         what = f"its tokenizer, its chat template or the content of chat_template={config.chat_template!r}"
-    if noted[:2] != found[:2]:
+    if noted[:2] != expected[:2]:
         raise InputError(
-            f"target={config.target!r}: {what} is another than what wrote the beginning of output={config.output!r}: "
+            f"target={config.target!r}: {what} differs from what wrote the beginning of output={config.output!r}: "
             "choose another file, or restore it"
         )
 
 
 def _written(output: Path) -> set[tuple[str, int]]:
-    """The label of each record in ``output``. What an interrupted run left of a line is cut off."""
+    """Return the labels of the records in the output. An incomplete last line is removed."""
     if not output.exists():
         return set()
     content = output.read_bytes()
@@ -276,17 +290,20 @@ def _written(output: Path) -> set[tuple[str, int]]:
             labels.add((str(record["document"]), int(record["copy"])))
         except (KeyError, TypeError, ValueError):
             raise InputError(
-                f"{output}:{number}: says not which document it is of, as in older versions of specjax: choose another file"
+                f"{output}:{number}: the line does not name its document (an older specjax wrote it): choose another file"
             ) from None
     return labels
 
 
 def _append(output: Path, claim: str, records: Sequence[dict[str, Any]]) -> int:
-    """Add ``records``, and say how many they are. The first ones make ``output`` this command's: ``claim`` goes beside it."""
+    """Append records to the output, and return their number.
+
+    Before the first record, ``claim`` is written beside the output.
+    """
     if not records:
         return 0
     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    again = "make room, and give the same command again"
+    again = "make room, and run the same command again"
     try:
         if not _is_begun(output):
             write_text(shards.beside(output), claim)
@@ -294,7 +311,7 @@ def _append(output: Path, claim: str, records: Sequence[dict[str, Any]]) -> int:
             file.write(lines)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:  # what was written of a line is cut off when the run goes on
+    except OSError as error:  # an incomplete line is removed when the run continues
         if is_full_disk(error):
             raise FullDiskError(output, len(lines.encode()), again) from None
         raise InputError(f"output={str(output)!r}: cannot be written ({error.strerror}): {again}") from None
@@ -302,27 +319,30 @@ def _append(output: Path, claim: str, records: Sequence[dict[str, Any]]) -> int:
 
 
 LONGEST = 8192
-"""Tokens of the longest conversation that is answered, where the models have positions for more: there is a page for each."""
+"""The maximum number of tokens of a conversation, even if the models support more.
+
+The engine reserves pages for it.
+"""
 
 
 def _answer_writer(generator: pipeline.TextGenerator, config: RegenerateConfig, has_chats: bool) -> AnswerWriter:
-    """Return the writer, with room for the longest prompt that is answered."""
-    wanted = config.max_new_tokens + (LONGEST if has_chats else config.prompt_tokens)
+    """Return the writer, with room for the longest prompt and its answer."""
+    max_length = config.max_new_tokens + (LONGEST if has_chats else config.prompt_tokens)
     params = SamplingParams(
         temperature=config.temperature, top_p=config.top_p, seed=config.seed, max_new_tokens=config.max_new_tokens
     )
-    capacity = min(positions_of(generator), max(wanted, 2))
+    capacity = min(positions_of(generator), max(max_length, 2))
     return AnswerWriter(generator, params, rows=config.batch, capacity=capacity)
 
 
 @dataclass(frozen=True)
 class _Written:
-    """What became of a copy.
+    """The result of rewriting a copy.
 
     Attributes:
-        record: to be written; empty where there is none.
-        left_out: why there is none.
-        cut: why a conversation ended before a turn of its own.
+        record: the record to write; empty if there is none.
+        left_out: why there is no record.
+        cut: why a conversation ended before one of its turns.
     """
 
     record: dict[str, Any]
@@ -331,34 +351,35 @@ class _Written:
 
 
 def _write(writer: AnswerWriter, copies: Sequence[_Copy], config: RegenerateConfig) -> Iterator[list[_Written]]:
-    """Yield what became of ``copies``, in their order, ``config.batch`` at a time.
+    """Yield the results of the copies in their order, ``config.batch`` at a time.
 
-    As many are written at once as the engine has rows, each of which begins when another one ends.
+    The engine decodes that many sequences together; when one finishes, the next begins.
     """
     rows = config.batch
     pool = ThreadPoolExecutor(2 * rows)  # a thread waits for each answer
     ahead: deque[Future[_Written]] = deque()
-    part: list[_Written] = []
+    results: list[_Written] = []
     try:
         for copy in copies:
             ahead.append(pool.submit(_write_one, writer, copy, config))
-            # Texts end in any order and are written in theirs: some more are under way than there are rows.
+            # Answers finish in any order but are yielded in that of the copies. More requests than
+            # rows are submitted, so that no row is idle while the oldest request is running.
             if len(ahead) == 4 * rows:
-                part.append(ahead.popleft().result())
-            if len(part) == rows:
-                yield part
-                part = []
-        part += [future.result() for future in ahead]
-        if part:
-            yield part
-    finally:  # interrupted: the engine cancels what is under way when it is closed
+                results.append(ahead.popleft().result())
+            if len(results) == rows:
+                yield results
+                results = []
+        results += [future.result() for future in ahead]
+        if results:
+            yield results
+    finally:  # after an interrupt, the engine cancels the running requests when it is closed
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _write_one(writer: AnswerWriter, copy: _Copy, config: RegenerateConfig) -> _Written:
-    """Write one copy of a document."""
-    written = _write_text(writer, copy, config) if copy.document.messages is None else _write_chat(writer, copy, config)
-    return replace(written, record={**written.record, **copy.provenance}) if written.record else written
+    """Rewrite one copy of a document."""
+    result = _write_text(writer, copy, config) if copy.document.messages is None else _write_chat(writer, copy, config)
+    return replace(result, record={**result.record, **copy.provenance}) if result.record else result
 
 
 def _write_text(writer: AnswerWriter, copy: _Copy, config: RegenerateConfig) -> _Written:
@@ -371,25 +392,28 @@ def _write_text(writer: AnswerWriter, copy: _Copy, config: RegenerateConfig) -> 
 
 
 def _write_chat(writer: AnswerWriter, copy: _Copy, config: RegenerateConfig) -> _Written:
-    """Answer a conversation turn by turn, as far as there is room."""
+    """Answer a conversation turn by turn, as long as there is room."""
     chat: list[Message] = []
-    written: list[tuple[list[int], tuple[int, ...]]] = []
+    answered: list[tuple[list[int], tuple[int, ...]]] = []
     why_not = ""
-    for number, turn in enumerate(_turns(copy.document)):
+    for index, turn in enumerate(_turns(copy.document)):
         prompt, why_not = writer.encode([*chat, *turn])
         if why_not:
             break
-        key = writer.key(copy.identity, copy.number, number)
+        key = writer.key(copy.identity, copy.number, index)
         answer = writer.submit(prompt, key, config.stop, is_chat=True).result()
         chat += [*turn, {"role": "assistant", "content": answer.text}]
-        written.append((prompt, answer.tokens))
+        answered.append((prompt, answer.tokens))
     if not chat:
         return _Written({}, left_out=why_not)
-    return _Written({"messages": chat, **writer.tokens_record(written, is_chat=True)}, cut=why_not)
+    return _Written({"messages": chat, **writer.tokens_record(answered, is_chat=True)}, cut=why_not)
 
 
 def _turns(document: Document) -> list[list[Message]]:
-    """What is said before each of the assistant's answers, since the answer before. Empty where an answer has no question."""
+    """Return the messages before each answer, since the previous answer.
+
+    The list is empty if an answer has no question.
+    """
     turns: list[list[Message]] = []
     current: list[Message] = []
     for message in document.messages or ():
@@ -397,6 +421,6 @@ def _turns(document: Document) -> list[list[Message]]:
             turns, current = [*turns, current], []
         else:
             current = [*current, message]
-    if current:  # a question that nobody has answered yet
+    if current:  # the last question has no answer yet
         turns.append(current)
     return turns if all(turns) else []

@@ -1,4 +1,4 @@
-"""``specjax serve``: an OpenAI-compatible server."""
+"""The command ``specjax serve``: an OpenAI-compatible server."""
 
 import math
 import os
@@ -25,59 +25,79 @@ from specjax.sharding import mesh_for, spans_processes
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Serve a model under OpenAI's interface: /v1/completions, /v1/chat/completions; a page at /, metrics at /metrics.
+    """Serve a model with an OpenAI-compatible API: /v1/completions and /v1/chat/completions.
+
+    There is also a page to try the model at /, and metrics for Prometheus at /metrics.
 
     Attributes:
-        target: directory or hub id of the model to generate from; "embedded" is the small one that comes with specjax.
-        drafter: as for generate: METHOD:WHERE, or the directory or hub id of a checkpoint; "none" for plain decoding.
-        drafts: shapes of drafts to choose from by load, such as none chain:3 chain:6; "auto": the engine's choice. With
-            "clients" among them, clients may draft for themselves (/v1/drafts), with the drafter that is named; with that word
-            alone, or none at all, nobody else's texts are drafted.
-        told: what clients with Mixture of Attentions are told of each token: summaries, which are made here (the default), or
-            entries, all that the target's layers remember, which take many more bytes.
-        rows: most texts that are generated at a time.
-        capacity: most tokens of a text, prompt and output; 0: what the models have positions for, as far as cache_gb holds it.
-            Without cache_gb, as far as a quarter of the memory does that is free when the models are loaded, but at least 4096.
-        max_queue: most requests that wait for a row; more are answered with 429.
-        client_rows: most rows that clients of one API key, or of one address where there are no keys, have at a time, their
-            drafts being verified; further ones wait. 0: half of ``rows``, at least 1.
-        client_sessions: most texts that such clients have open at a time. A further one takes the place of one that has
-            ended, or whose client is away; else it is refused, and the client tries again. 0: half of all that are taken.
-        cache_gb: memory of the caches, states of rows and of shared prefixes among them, in GB of 10**9 bytes; 0: enough for
-            1024 tokens in every row.
-        page: tokens of a page of the caches; 0: 64, on a TPU 256.
-        chunk: tokens of a prompt that are read at a time; 0: 64 on a CPU, else 512.
-        host: to listen at; one that other machines reach needs a key, or no_api_key.
-        port: to listen at; 0: any that is free.
-        api_key_file: file with the key that clients have to send, or with several, one a line.
-        no_api_key: let everybody in who reaches it.
-        tls_cert: file with the server's certificate (PEM): https in place of http; with tls_key.
-        tls_key: file with its private key, without a password.
-        chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
-        chat_template_kwargs: what the template is given beside the messages, as JSON: '{"enable_thinking": false}'. Those of a
-            request go over these.
-        generation_config: "auto": the temperature, top_k, top_p and min_p of the target's generation_config.json stand for
-            those that a request does not give, where it has do_sample true; "none": they are not read, and the temperature is
-            then 1, as everywhere with this interface.
-        served_model_name: names that clients call the model by; by default the target's.
-        dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
-        weights: "int8", "w8a8", "int4" or "fp8" quantizes the weights, which are read in less time; "float" widens those of a
-            checkpoint that has quantized ones; "stored" keeps what it has.
-        cache_dtype: how the target remembers tokens: "float", in that type, or "int8", in 8 bits, which take about half of
-            bfloat16's memory, and a quarter of float32's. The text is then that of plain decoding with such a cache.
-        precision: "highest" keeps float32 products exact on TPU and GPU, whose default is faster and coarser.
-        mesh: devices by axis, data and model.
-        max_logprobs: most likeliest tokens that a request may ask for; 0: no logprobs.
-        max_prediction: longest draft that is copied from a predicted output; 0: no predictions.
-        per_request_spec_decode_metrics: tell in each answer how its drafts fared.
-        drain_seconds: that requests have to end after SIGTERM.
-        reader_seconds: after which a client is dropped that takes nothing of what is sent to it.
-        max_connections: at a time; a quarter of them from one address. Four more may ask for /health and /metrics.
-        cors_origin: origin of web pages, such as https://chat.example, whose scripts may use the server from a browser; "*":
-            of all pages. May be given several times.
-        trusted_proxy: address of a proxy, or network of several, from which all connections may come.
-        warm: compile every program before the first request is answered. Otherwise plain requests are answered as soon as
-            their programs are compiled, and the others follow meanwhile; texts are the same.
+        target: the model to serve, a directory or hub id; "embedded" is the small model that comes
+            with specjax.
+        drafter: the drafter, as for generate: METHOD:WHERE, or the directory or hub id of a
+            checkpoint; "none" for plain decoding.
+        drafts: draft shapes among which the engine chooses by load, such as none chain:3
+            chain:6; "auto" lets the engine choose the shapes. With "clients" among them, clients
+            may draft themselves (/v1/drafts), with the same drafter. With only "clients", or no
+            value, all other requests are decoded plainly.
+        told: what the server sends to clients with Mixture of Attentions for each token: summaries,
+            which the server computes (the default), or entries, the KV entries of the target's
+            layers, which need many more bytes.
+        rows: maximum number of sequences that are decoded together (vLLM: max_num_seqs).
+        capacity: maximum number of tokens of a sequence, prompt and output (vLLM: max_model_len); 0
+            is what the models support, limited by cache_gb. Without cache_gb the limit is a quarter
+            of the memory that is free after loading, but at least 4096 tokens.
+        max_queue: maximum number of waiting requests; further requests are answered with status
+            429.
+        client_rows: maximum number of rows for the drafting clients of one API key, or of one
+            address if there are no keys; further clients wait. 0 is half of ``rows``, at least 1.
+        client_sessions: maximum number of open sessions of such clients. A further session replaces
+            one that has ended or whose client is disconnected; otherwise it is refused, and the
+            client tries again. 0 is half of all sessions.
+        cache_gb: memory for the KV caches, including the states of rows and of shared prefixes, in
+            GB of 10**9 bytes; 0 is enough for 1024 tokens in every row.
+        page: tokens per page of the KV cache (vLLM: block_size); 0 is 64, or 256 on TPUs.
+        chunk: tokens of a prompt that are prefilled at a time; 0 is 64 on CPUs and 512 elsewhere.
+        host: address to listen at; an address that other machines can reach requires api_key_file
+            or no_api_key.
+        port: port to listen at; 0 is any free port.
+        api_key_file: file with the API keys that clients must send, one per line.
+        no_api_key: allow everybody who can reach the server.
+        tls_cert: file with the server's certificate (PEM), to serve https; requires tls_key.
+        tls_key: file with the certificate's private key, without a password.
+        chat_template: file with a Jinja chat template that replaces the tokenizer's own.
+        chat_template_kwargs: variables for the chat template, as JSON: '{"enable_thinking":
+            false}'. Those of a request override them.
+        generation_config: "auto" uses temperature, top_k, top_p and min_p of the target's
+            generation_config.json for requests that do not give them, if the file has do_sample
+            true; "none" ignores the file, and the default temperature is 1, as usual in this API.
+        served_model_name: model names in the API; the default is the target's.
+        dtype: data type of the params, float32, bfloat16 or float16; the default is float32 on CPUs
+            and bfloat16 elsewhere.
+        weights: "int8", "w8a8", "int4" or "fp8" quantizes the weights, so that they are read
+            faster; "float" dequantizes a quantized checkpoint; "stored" keeps the weights as they
+            are.
+        cache_dtype: data type of the target's KV cache: "float" is that of the params; "int8" needs
+            about half of the memory of bfloat16, or a quarter of float32's. The text is then that
+            of plain decoding with such a cache.
+        precision: "highest" makes float32 products exact on TPUs and GPUs; the default is faster
+            and less precise.
+        mesh: number of devices of each mesh axis, data and model.
+        max_logprobs: maximum number of top log-probabilities that a request may ask for; 0 disables
+            logprobs.
+        max_prediction: maximum length of a draft that is copied from a predicted output; 0 disables
+            predictions.
+        per_request_spec_decode_metrics: report in each answer how many drafted tokens were
+            accepted.
+        drain_seconds: seconds that running requests have to finish after SIGTERM.
+        reader_seconds: seconds after which a client is disconnected that does not read its answer.
+        max_connections: maximum number of connections, of which one address may have a quarter.
+            Four more are reserved for /health and /metrics.
+        cors_origin: origin of web pages, such as https://chat.example, whose scripts may use the
+            server from a browser; "*" allows all. May be given several times.
+        trusted_proxy: address or network of a proxy from which all connections may come. May be
+            given several times.
+        warm: compile all programs before the first request is answered. Otherwise the server is
+            ready when the programs for plain requests are compiled, and the others follow; texts
+            are the same.
     """
 
     target: str = "embedded"
@@ -119,8 +139,8 @@ class ServeConfig:
 
 
 def run_serve(config: ServeConfig) -> int:
-    """``specjax serve``."""
-    from specjax.serving.http import run  # what no other command needs
+    """Run ``specjax serve``."""
+    from specjax.serving.http import run  # an import that no other command needs
     from specjax.serving.http.access import check_origins
     from specjax.serving.http.places import networks
     from specjax.serving.http.protocol import ConnectionLimits
@@ -128,22 +148,22 @@ def run_serve(config: ServeConfig) -> int:
 
     check_numbers(config)
     read_drafts(config)
-    networks(config.trusted_proxy)  # refuses what is none
+    networks(config.trusted_proxy)  # refuse invalid addresses
     check_origins(config.cors_origin)
     keys = read_keys(config)
     run.check_tls(config.tls_cert, config.tls_key)
     tls = (config.tls_cert, config.tls_key) if config.tls_cert else None
     names = config.served_model_name or (config.target,)
-    if not speaks():  # of several processes the first listens, and decides when to end
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_IGN)
+    if not speaks():  # of several processes, the first listens for requests and decides when to end
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
         follow(**engine_options(config)[0])
         return 0
     with run.bind(config.host, config.port) as bound:
         local = run.is_loopback(bound)
         if not local and not keys and not config.no_api_key:
             raise InputError(
-                f"host={config.host!r}: other machines reach it; give --api-key-file FILE, or --no-api-key to let everybody in"
+                f"host={config.host!r}: other machines can reach it; give --api-key-file FILE, or --no-api-key to allow all"
             )
         bounds = ConnectionLimits(
             reader_seconds=config.reader_seconds, connections=config.max_connections, trusted=config.trusted_proxy
@@ -166,7 +186,7 @@ def run_serve(config: ServeConfig) -> int:
             message = f"{where} is ready: {names[0]}, {config.rows} rows, texts of up to {engine.capacity} tokens ({reason})"
             service = Service(engine, options)
             status = run.serve(service, bound, bounds=bounds, drain_seconds=config.drain_seconds, message=message, tls=tls)
-    if engine.is_compiling:  # which takes minutes for a large model; nothing else is left to do
+    if engine.is_compiling:  # do not wait for the compiler, which takes minutes for a large model
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -174,7 +194,7 @@ def run_serve(config: ServeConfig) -> int:
 
 
 def read_drafts(config: ServeConfig) -> tuple[tuple[str | None, ...] | None, bool]:
-    """The shapes to choose from, None for the engine's choice; and whether drafts of clients are taken.
+    """Return the draft shapes, None for the engine's choice; and whether clients may draft.
 
     Examples:
         >>> from specjax.cli.serve import ServeConfig, read_drafts
@@ -190,31 +210,34 @@ def read_drafts(config: ServeConfig) -> tuple[tuple[str | None, ...] | None, boo
     if words == ("auto",):
         return None, takes_drafts
     if "auto" in words:
-        raise InputError(f"drafts={' '.join(config.drafts)}: auto is the engine's choice of shapes; give it, or give shapes")
+        raise InputError(f"drafts={' '.join(config.drafts)}: auto lets the engine choose shapes; give either auto or shapes")
     return tuple(None if word == "none" else word for word in words) or (None,), takes_drafts
 
 
 def make_engine(config: ServeConfig) -> Engine:
-    """The models, loaded, and the engine, compiled."""
+    """Load the models and compile the engine."""
     return Engine(**engine_options(config)[0])
 
 
 def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
-    """What `Engine` is given, in every process: the models, loaded, and the sizes; and why texts may be as long as they may."""
+    """Load the models, and return the arguments of `Engine` for every process.
+
+    Also returns the reason for the capacity, in words.
+    """
     shapes, takes_drafts = read_drafts(config)
     if config.precision != "default":
         jax.config.update("jax_default_matmul_precision", config.precision)
     mesh = mesh_for(config.mesh)
-    kept = {"dtype": config.dtype or None, "weights": config.weights, "cache_dtype": config.cache_dtype}
-    kept |= {"chat_template": config.chat_template, "chat_template_kwargs": config.chat_template_kwargs}
-    kept |= {"generation_config": read_choice(config.generation_config)}
-    generator = pipeline.load(config.target, config.drafter, mesh=mesh, **kept)
+    settings = {"dtype": config.dtype or None, "weights": config.weights, "cache_dtype": config.cache_dtype}
+    settings |= {"chat_template": config.chat_template, "chat_template_kwargs": config.chat_template_kwargs}
+    settings |= {"generation_config": read_choice(config.generation_config)}
+    generator = pipeline.load(config.target, config.drafter, mesh=mesh, **settings)
     say_defaults(generator.default_sampling, "temperature 1")
     drafter = generator.drafter
     if config.told:
         if drafter is None or not takes_drafts:
             raise InputError(
-                f"told={config.told!r}: is for clients and their drafter; give --drafts and --drafter, or leave it out"
+                f"told={config.told!r}: it applies to clients and their drafter; give --drafts and --drafter, or leave it out"
             )
         drafter = with_told(drafter, config.told)
     page, pages = config.page or memory.usual_page(), None
@@ -241,10 +264,13 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
 
 
 def choose_capacity(config: ServeConfig, generator: pipeline.TextGenerator, sizes: dict[str, Any]) -> tuple[int, str]:
-    """Return how many tokens a text may have, and why not more; with ``sizes`` as for `specjax.serving.memory.capacity_in`."""
+    """Return the maximum number of tokens of a text, and the reason for it in words.
+
+    ``sizes`` are arguments of `specjax.serving.memory.capacity_in`.
+    """
     target, drafter = generator.target, generator.drafter
     if config.capacity:
-        return config.capacity, "as --capacity says"
+        return config.capacity, "set by --capacity"
     positions = decoding.most_positions(target, drafter or NoDraft())
     usual = min(positions, memory.USUAL_CAPACITY)
     if config.cache_gb:
@@ -252,39 +278,42 @@ def choose_capacity(config: ServeConfig, generator: pipeline.TextGenerator, size
             memory.capacity_in(config.cache_gb * 1e9, target, drafter, **sizes),
             f"in {config.cache_gb:g} GB of caches",
         )
-    elif spans_processes(target.mesh):  # all processes must come to the same
-        capacity, why = usual, "as long as neither --capacity nor --cache-gb is given"
+    elif spans_processes(target.mesh):  # all processes must choose the same capacity
+        capacity, why = usual, "the default; see --capacity and --cache-gb"
     elif (free := memory.free_bytes(target.mesh)) is None:
-        capacity, why = usual, "as nobody says how much memory is free"
+        capacity, why = usual, "the default, as the free memory is unknown"
     else:
         capacity = memory.capacity_in(free / 4, target, drafter, **sizes)
-        if capacity < positions:  # a power of two, so that the programs of one start are found at the next, too
+        if capacity < positions:  # a power of two, so that the next start finds its compiled programs
             capacity = max(usual, 1 << (capacity.bit_length() - 1))
         why = f"in a quarter of {free / 1e9:.3g} GB of free memory, or at least {usual}"
     if capacity == positions:
-        return capacity, "all positions of the models"
-    return capacity, f"{why}; the models have {positions} positions: see --capacity"
+        return capacity, "all that the models support"
+    return capacity, f"{why}; the models support {positions}: see --capacity"
 
 
 def check_numbers(config: ServeConfig) -> None:
-    """Refuse what is out of range before anything is loaded. What the models have to do with is checked by `Engine`."""
-    least = {"rows": 1, "max_connections": 1, "reader_seconds": 1}
+    """Refuse numbers that are out of range before anything is loaded.
+
+    `Engine` checks the numbers whose range depends on the models.
+    """
+    minimums = {"rows": 1, "max_connections": 1, "reader_seconds": 1}
     for option in fields(config):
         value = getattr(config, option.name)
-        if isinstance(value, int | float) and not least.get(option.name, 0) <= value < math.inf:
-            raise InputError(f"{option.name}={value}: must be at least {least.get(option.name, 0)}")
+        if isinstance(value, int | float) and not minimums.get(option.name, 0) <= value < math.inf:
+            raise InputError(f"{option.name}={value}: must be at least {minimums.get(option.name, 0)}")
     if config.client_rows > config.rows:
         raise InputError(f"client_rows={config.client_rows}: must be at most rows={config.rows}")
     if not all(config.served_model_name or config.target):
-        raise InputError("served_model_name: has an empty name; leave it out")
+        raise InputError("served_model_name: a name is empty; leave it out")
 
 
 def read_keys(config: ServeConfig) -> tuple[str, ...]:
-    """The keys of the file that is named; none: no file is."""
+    """Return the API keys of the key file; none if there is no file."""
     if not config.api_key_file:
         return ()
     if config.no_api_key:
-        raise InputError("no_api_key: there is an api_key_file too; give one of the two")
+        raise InputError("no_api_key: api_key_file is given too; give only one of them")
     try:
         lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -292,7 +321,7 @@ def read_keys(config: ServeConfig) -> tuple[str, ...]:
     keys = tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
     if not keys or not all(len(key) >= 8 and key.isascii() and key.isprintable() and " " not in key for key in keys):
         raise InputError(
-            f"api_key_file={config.api_key_file!r}: must hold a key of at least 8 visible ASCII characters, or several, one a "
-            "line"
+            f"api_key_file={config.api_key_file!r}: must have one key per line, each of at least 8 visible ASCII characters "
+            "without spaces"
         )
     return keys

@@ -1,4 +1,4 @@
-"""Parts of a data set, each written by a process of its own, on whatever machine a scheduler gives it."""
+"""Shards of a data set, each written by its own process on any machine that a scheduler assigns."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ _WHOLE = "# whole: "
 
 @dataclass(frozen=True)
 class Shard:
-    """One of ``count`` parts of a data set. A document belongs to the one that the hash of its content says.
+    """One of ``count`` shards of a data set. The hash of a document's content decides its shard.
 
     Examples:
         >>> from specjax.cli.shards import Shard
@@ -32,22 +32,22 @@ class Shard:
         return f"{self.number}/{self.count}"
 
     def holds(self, identity: str) -> bool:
-        """Whether a document of this ``identity``, a hexadecimal number, belongs to it."""
+        """Return True if a document belongs to the shard. Its identity is a hexadecimal number."""
         return int(identity, 16) % self.count == self.number
 
     def file(self, folder: Path) -> Path:
-        """Where it lies in a ``folder`` when it is whole."""
+        """Return the path of the complete shard in a folder."""
         return folder / f"{self.number:05d}-of-{self.count:05d}.jsonl"
 
 
 def find_shard(text: str, environment: Mapping[str, str] = os.environ) -> Shard:
-    """The shard that ``text`` names: "I/N"; or "auto/N", or "auto" alone, where a scheduler says which one this process is.
+    """Parse a shard: "I/N", or "auto/N" or "auto", where a scheduler gives the index.
 
-    Slurm's arrays say both numbers (SLURM_ARRAY_TASK_ID, from SLURM_ARRAY_TASK_MIN on, and SLURM_ARRAY_TASK_COUNT). Indexed
-    jobs of Kubernetes say the first (JOB_COMPLETION_INDEX).
+    Slurm arrays give both numbers (SLURM_ARRAY_TASK_ID, which starts at SLURM_ARRAY_TASK_MIN, and
+    SLURM_ARRAY_TASK_COUNT). Indexed jobs of Kubernetes give the index (JOB_COMPLETION_INDEX).
 
     Raises:
-        InputError: it is no such text, or the scheduler says nothing.
+        InputError: the text is not a shard, or the scheduler gives no index.
 
     Examples:
         >>> from specjax.cli.shards import find_shard
@@ -59,52 +59,54 @@ def find_shard(text: str, environment: Mapping[str, str] = os.environ) -> Shard:
         >>> find_shard("auto", slurm)
         Shard(number=0, count=8)
     """
-    found = re.fullmatch(r"(\d+|auto)(?:/(\d+))?", text)
-    if found is None or (found[1] != "auto" and found[2] is None):
+    match = re.fullmatch(r"(\d+|auto)(?:/(\d+))?", text)
+    if match is None or (match[1] != "auto" and match[2] is None):
         raise InputError(f"shard={text!r}: give I/N, such as 0/16, the first of 16; or auto, or auto/16, under a scheduler")
-    number, count = found[1], found[2]
+    number, count = match[1], match[2]
     if number == "auto":
-        number, said = _of_scheduler(text, environment)
-        count = count or said
+        number, scheduler_count = _of_scheduler(text, environment)
+        count = count or scheduler_count
     if count is None:
-        raise InputError(f"shard={text!r}: the scheduler says which shard this is, and not of how many: give auto/N")
+        raise InputError(f"shard={text!r}: the scheduler gives the shard's index, but not the number of shards: give auto/N")
     shard = Shard(int(number), int(count))
     if not shard.number < shard.count < 100_000:
-        raise InputError(f"shard={text!r}: is shard {shard}, and of N shards, at most 99999, the last is N-1")
+        raise InputError(f"shard={text!r}: shard {shard} does not exist; the last of N shards, at most 99999, is N-1/N")
     return shard
 
 
 def _of_scheduler(text: str, environment: Mapping[str, str]) -> tuple[str, str | None]:
-    """The number of this process's shard, and of how many, if it is said."""
+    """Return the index of this process's shard, and the number of shards if it is known."""
     names = ("SLURM_ARRAY_TASK_ID", "JOB_COMPLETION_INDEX")
     name = next((name for name in names if environment.get(name)), None)
     if name is None:
         raise InputError(f"shard={text!r}: neither {' nor '.join(names)} is set: run it as a task of an array, or give I/N")
-    number, first = environment[name], environment.get("SLURM_ARRAY_TASK_MIN", "0") if name == names[0] else "0"
-    if not (number.isdecimal() and first.isdecimal()) or int(number) < int(first):
-        raise InputError(f"shard={text!r}: {name}={number!r} is no number from {first} on: give I/N")
+    index, first_index = environment[name], environment.get("SLURM_ARRAY_TASK_MIN", "0") if name == names[0] else "0"
+    if not (index.isdecimal() and first_index.isdecimal()) or int(index) < int(first_index):
+        raise InputError(f"shard={text!r}: {name}={index!r} must be a number, at least {first_index}: give I/N")
     count = environment.get("SLURM_ARRAY_TASK_COUNT") if name == names[0] else None
-    return str(int(number) - int(first)), count if count and count.isdecimal() else None
+    return str(int(index) - int(first_index)), count if count and count.isdecimal() else None
 
 
 def beside(file: Path) -> Path:
-    """Where is noted how a ``file`` was written; of a shard the same whether it is whole or only begun."""
+    """Return the path of the file with the options of a file or shard, complete or not."""
     return file.with_name(file.name.removesuffix(BEGUN)).with_suffix(".yaml")
 
 
 def open_shard(folder: Path, shard: Shard) -> Path:
-    """The file of a ``shard``, if it is whole; or where it is written, `is_begun`. One that is not as `finish` left it is
-    written on.
+    """Return the file of a shard if it is complete, else the partial file to continue (`is_begun`).
+
+    A file that is not as `finish` left it counts as partial.
 
     Raises:
-        InputError: the ``folder`` is none, or has shards of another number: in those the same documents would be once more.
+        InputError: the folder is a file, or it has shards of another number. The same documents
+            would then be in both.
     """
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"output={str(folder)!r}: is a file: with shard={shard} give a folder")
-    counts = {int(found[2]) for path in folder.glob("*") if (found := _NAME.fullmatch(path.name))}
-    if other := sorted(counts - {shard.count}):
+        raise InputError(f"output={str(folder)!r}: it is a file: with shard={shard} give a folder")
+    counts = {int(match[2]) for path in folder.glob("*") if (match := _NAME.fullmatch(path.name))}
+    if other_counts := sorted(counts - {shard.count}):
         raise InputError(
-            f"output={str(folder)!r}: has shards of {other[0]}, and shard={shard} is of {shard.count}: give another"
+            f"output={str(folder)!r}: it has 1 of {other_counts[0]} shards, but shard={shard}: give another folder"
         )
     file = shard.file(folder)
     part = file.with_name(f"{file.name}{BEGUN}")
@@ -114,13 +116,16 @@ def open_shard(folder: Path, shard: Shard) -> Path:
 
 
 def is_begun(file: Path) -> bool:
-    """Whether a shard's ``file`` is not whole yet."""
+    """Return True if a shard's file is partial."""
     return file.name.endswith(BEGUN)
 
 
 def finish(part: Path, claim: str) -> Path:
-    """The file of a shard that was begun in ``part`` and is whole: that is noted beside it, and then it is renamed. ``claim``
-    is what is noted beside one of no documents."""
+    """Mark a partial shard as complete, rename its file, and return the new path.
+
+    The mark is the file's hash, beside the file. ``claim`` is written there if the shard has no
+    documents.
+    """
     file, noted = part.with_name(part.name.removesuffix(BEGUN)), beside(part)
     part.parent.mkdir(parents=True, exist_ok=True)
     part.touch()
@@ -131,7 +136,7 @@ def finish(part: Path, claim: str) -> Path:
 
 
 def is_whole(file: Path) -> bool:
-    """Whether ``file`` is there, and as `finish` left it."""
+    """Return True if a shard's file exists and is as `finish` left it."""
     claim = beside(file)
     if not file.is_file() or not claim.is_file():
         return False
@@ -139,7 +144,7 @@ def is_whole(file: Path) -> bool:
 
 
 def missing(folder: Path, count: int) -> list[Shard]:
-    """Those of ``count`` shards that are not there whole."""
+    """Return the shards that are not complete."""
     return [shard for number in range(count) if not is_whole((shard := Shard(number, count)).file(folder))]
 
 

@@ -1,8 +1,9 @@
-"""What other libraries say on the way, and no command passes on to its user.
+"""Messages of other libraries that commands do not show to their users.
 
-transformers reads a checkpoint's tokenizer, and remarks on the configuration beside it as if it were to run the model. specjax
-reads that configuration itself, and refuses by name what it cannot follow. All else is let through: for instance, that a
-tokenizer splits text in a wrong way. A program that uses the library hears all but that there is no PyTorch (specjax/text.py).
+While transformers reads a checkpoint's tokenizer, it warns about the model's configuration as if it
+were to run the model. specjax reads that configuration itself, and refuses fields that it does not
+support. All other messages pass, such as a warning that a tokenizer splits text incorrectly.
+Programs that use the library see all messages except that PyTorch is missing (specjax/text.py).
 """
 
 import logging
@@ -10,17 +11,17 @@ import warnings
 from dataclasses import dataclass
 
 REMARKS = {
-    # A configuration is read as that of another class, or has its rotary embedding written in the older way.
+    # The configuration is read as another class, or has its rotary embedding in the older format.
     "transformers.configuration_utils": ("You are using a model of type", "got `key=rope_scaling` in kwargs"),
     "transformers.modeling_rope_utils": ("Unrecognized keys in `rope_parameters`",),
-    # specjax says itself when a prompt is too long for the model.
+    # specjax itself reports prompts that are too long for the model.
     "transformers.tokenization_utils_base": ("Token indices sequence length is longer than",),
 }
-"""By logger, what the remarks hold that are left out."""
+"""The messages to suppress: parts of their text, by logger."""
 
 
 def silence() -> None:
-    """Leave out, in this process and from now on, the `REMARKS` and a warning about ``rope_scaling`` in a configuration."""
+    """Suppress the `REMARKS` and a warning about ``rope_scaling``, in this process from now on."""
     for name, remarks in REMARKS.items():
         logging.getLogger(name).addFilter(_Filter(remarks))
     warnings.filterwarnings("ignore", message="`rope_scaling` is deprecated", category=FutureWarning)
@@ -28,7 +29,10 @@ def silence() -> None:
 
 @dataclass(frozen=True)
 class _Filter:
-    """Drop the records that hold one of the remarks. A logger takes an equal filter once."""
+    """A filter for log records that contain one of the remarks.
+
+    A logger adds equal filters only once.
+    """
 
     remarks: tuple[str, ...]
 

@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 
 from specjax.client.trees import Tree
-from specjax.drafters.base import Drafter, RemoteFeatures, shapes_told
+from specjax.drafters.base import Drafter, RemoteFeatures, remote_input_shapes
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import KVCache
@@ -101,7 +101,7 @@ class ClientDevice:
         self.shapes = {shape.depth: shape for shape in sorted(shapes, key=lambda shape: shape.depth)}
         self._drafters = {depth: _with_draft(drafter, shape) for depth, shape in self.shapes.items()}
         self._drafters[self.alone] = _with_draft(drafter, Chain(ALONE))
-        self.hears = shapes_told(drafter, target)
+        self.hears = remote_input_shapes(drafter, target)
 
     def start(self) -> Known:
         """Return the state of an empty text."""

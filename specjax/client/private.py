@@ -217,7 +217,7 @@ def moved(target: Target, arrays: dict[str, np.ndarray], shift: np.ndarray) -> d
 def _layer_of_keys(name: str) -> int | None:
     """Return N for an array named ``layerN.0``, which has the keys of layer N; else None.
 
-    `specjax.drafters.base.told_entries` gives these names.
+    `specjax.drafters.base.remote_entry_arrays` gives these names.
     """
     layer, _, part = name.partition(".")
     return int(layer.removeprefix("layer")) if layer.startswith("layer") and part == "0" else None

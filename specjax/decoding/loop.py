@@ -327,8 +327,8 @@ def run_steps(
         steps, before, kept = carry
         state, info = step(target, drafter, before, top)
         if kept is not None:
-            places = before.lengths - lengths_before
-            kept = jax.tree.map(lambda room, new: append_tokens(room, places, new, info.emitted), kept, info.logprobs)
+            positions = before.lengths - lengths_before
+            kept = jax.tree.map(lambda room, new: append_tokens(room, positions, new, info.emitted), kept, info.logprobs)
         return steps + 1, state, kept
 
     _, state, logprobs = jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state, logprobs))

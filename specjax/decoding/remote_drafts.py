@@ -142,10 +142,10 @@ def verify_rows(
         jnp.asarray(tokens).at[:, 0].set(part.roots), jnp.asarray(parents), valid=jnp.asarray(valid), levels=depth
     )
     after, info = advance(target, _Elsewhere(remote_drafter), part, draft)
-    places = jnp.minimum(part.lengths[:, None] + jnp.arange(depth + 1)[None], part.tokens.shape[1] - 1)
+    positions = jnp.minimum(part.lengths[:, None] + jnp.arange(depth + 1)[None], part.tokens.shape[1] - 1)
     checked = VerifiedRows(
         path=info.path[:, : depth + 1],
-        tokens=jnp.take_along_axis(after.tokens, places, axis=1),
+        tokens=jnp.take_along_axis(after.tokens, positions, axis=1),
         count=info.emitted,
         accepted=info.accepted,
         done=after.done,

@@ -332,12 +332,12 @@ def read_chunk(
         return by_group(lambda leaf, new, row: leaf.at[row].set(new), groups, leaf, new, own_rows)
 
     part = map_rows(take, state)
-    places = part.cache.length[:, None] + jnp.arange(width)[None]
+    positions = part.cache.length[:, None] + jnp.arange(width)[None]
 
-    def at(places: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(part.tokens, jnp.minimum(places, part.tokens.shape[1] - 1), axis=1)
+    def at(positions: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(part.tokens, jnp.minimum(positions, part.tokens.shape[1] - 1), axis=1)
 
-    tokens, following = at(places), at(places + 1)
+    tokens, following = at(positions), at(positions + 1)
     asked = drafter.taps(target.config), () if remote_drafter is None else remote_drafter.taps(target.config)
     taps = tuple(sorted({*asked[0], *asked[1]}))
     output, new = target.read(tokens, part.cache, taps=taps, commit=counts)

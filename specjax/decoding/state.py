@@ -159,8 +159,8 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
 
     def read(carry: tuple[KVCache, Any], part: tuple[jax.Array, ...]) -> tuple[tuple[KVCache, Any], None]:
         cache, state = carry
-        tokens, following, number = part
-        count = jnp.clip(committed - number * PREFILL_CHUNK, 0, PREFILL_CHUNK)
+        tokens, following, index = part
+        count = jnp.clip(committed - index * PREFILL_CHUNK, 0, PREFILL_CHUNK)
         output, new = target.read(tokens, cache, taps=taps, commit=count)
         written = cache.append(new, count, after=output.hidden)
         return (

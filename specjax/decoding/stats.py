@@ -122,10 +122,10 @@ class Logprobs:
     values: jax.Array
 
     @classmethod
-    def zeros(cls, batch: int, places: int, top: int) -> "Logprobs":
+    def zeros(cls, batch: int, width: int, top: int) -> "Logprobs":
         """Room for so many places."""
-        room = jnp.zeros((batch, places, top))
-        return cls(chosen=jnp.zeros((batch, places)), ids=room.astype(jnp.int32), values=room)
+        room = jnp.zeros((batch, width, top))
+        return cls(chosen=jnp.zeros((batch, width)), ids=room.astype(jnp.int32), values=room)
 
     @classmethod
     def of(cls, logits: jax.Array, tokens: jax.Array, top: int) -> "Logprobs":

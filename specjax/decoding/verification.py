@@ -97,8 +97,8 @@ def follow_argmax(draft: Draft, best: jax.Array, good: jax.Array) -> Verdict:
     """
     batch, nodes = draft.tokens.shape
     parents = jnp.broadcast_to(jnp.asarray(draft.parents), (batch, nodes))
-    wanted, is_wanted = (jnp.take_along_axis(each, parents[:, 1:], axis=1) for each in (best, good))
-    matches = (draft.tokens[:, 1:] == wanted) & is_wanted & draft.drafted
+    choices, is_choice = (jnp.take_along_axis(each, parents[:, 1:], axis=1) for each in (best, good))
+    matches = (draft.tokens[:, 1:] == choices) & is_choice & draft.drafted
     matches = jnp.pad(matches, ((0, 0), (1, 0)), constant_values=True)
     reached = jnp.all(matches[:, None] | ~draft.mask, axis=-1)
     last = argmax(jnp.where(reached, draft.depths, -1))

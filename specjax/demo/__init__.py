@@ -1,5 +1,4 @@
-"""What the demonstration and the measurements need beside the library: a small model at the cost of a large one, and methods
-side by side."""
+"""Tools for demonstrations and measurements: inflated models, and comparisons of methods."""
 
 from specjax.demo.comparison import Measured, MethodComparison, compiling
 from specjax.demo.inflation import inflate

@@ -1,4 +1,4 @@
-"""Methods side by side on the same prompts: compiled together, then timed one after another."""
+"""Comparison of methods on the same prompts: compiled together, then timed one after another."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,17 +16,17 @@ from specjax.evaluation import metrics
 from specjax.models.transformer import Target
 from specjax.progress import track, waiting
 
-_COMPILERS = 2  # programs at a time: XLA by itself keeps one core busy, and a second one for half of the time
+_COMPILERS = 2  # programs at a time: XLA alone keeps one core busy, and a second core for half of the time
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one method did.
+    """The measurements of one method.
 
     Attributes:
-        speed: tokens a second, the median of its runs.
-        length: acceptance length: tokens emitted a target forward.
-        texts: the tokens of each prompt and what came after it.
+        speed: tokens per second, the median over the runs.
+        length: acceptance length, the tokens emitted per forward pass of the target.
+        texts: the tokens of each prompt and its output.
     """
 
     speed: float
@@ -36,17 +36,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class MethodComparison:
-    """One target on a few prompts, one prompt after another, with one way to draw tokens.
+    """A comparison of methods on a few prompts, one prompt after another, with one way to sample.
 
-    The prompts are padded to one width and have one limit, so a method is two programs, whatever the prompt and whoever looks
-    on: one reads the prompt, one is the whole generation.
+    The prompts are padded to the same width and have the same limit. So each method needs only two
+    programs for all prompts: one for the prefill and one for the generation.
 
     Attributes:
-        way: how tokens are drawn, in a word.
-        target: the model that all methods generate from.
+        way: the way to sample, in a word.
+        target: the target of all methods.
         tokens: ``[R, P]`` the prompts, right-padded.
-        lengths: ``[R]`` of each prompt.
-        options: of every generation.
+        lengths: ``[R]`` the length of each prompt.
+        options: the options of every generation.
     """
 
     way: str
@@ -56,33 +56,33 @@ class MethodComparison:
     options: GenerationOptions
 
     def compile(self, drafter: Drafter | None) -> None:
-        """Compile all that a generation with ``drafter`` takes, and take no step."""
+        """Compile everything for a generation with a drafter, without taking a step."""
         started = decoding.start(self.target, drafter, self.tokens[:1], self.lengths[:1], self.options)
         jax.block_until_ready(decoding.decode(self.target, *started, 0))
 
     def run(self, drafter: Drafter | None, row: int) -> decoding.Result:
-        """What comes after one of the prompts."""
+        """Return the result of one prompt."""
         part = slice(row, row + 1)
         return decoding.generate(self.target, drafter, self.tokens[part], self.lengths[part], **vars(self.options))
 
     def stream(self, drafter: Drafter | None, row: int) -> Iterator[decoding.Result]:
-        """The same, with a look at it after every step."""
+        """Yield the result of one prompt so far, after every step."""
         part = slice(row, row + 1)
         return decoding.stream(self.target, drafter, self.tokens[part], self.lengths[part], **vars(self.options), steps=1)
 
     def measure(self, drafters: Mapping[str, Drafter | None], repeats: int) -> dict[str, Measured]:
-        """Time every method on all prompts, ``repeats`` times, their runs interleaved."""
+        """Time every method on all prompts ``repeats`` times, in alternation."""
         speeds: dict[str, list[float]] = {name: [] for name in drafters}
-        found = {}
+        results_by_method = {}
         with waiting("measuring", repeats * len(drafters)) as wait:
             for repeat in range(repeats):
-                for number, (name, drafter) in enumerate(drafters.items()):
-                    wait.update(what=f"measuring {name}, {self.way}", done=repeat * len(drafters) + number)
-                    began = time.perf_counter()
-                    found[name] = [self.run(drafter, row) for row in range(len(self.tokens))]
-                    emitted = sum(int(result.lengths[0]) for result in found[name]) - int(self.lengths.sum())
-                    speeds[name].append(emitted / (time.perf_counter() - began))
-        return {name: _summarise(speeds[name], results) for name, results in found.items()}
+                for index, (name, drafter) in enumerate(drafters.items()):
+                    wait.update(what=f"measuring {name}, {self.way}", done=repeat * len(drafters) + index)
+                    started = time.perf_counter()
+                    results_by_method[name] = [self.run(drafter, row) for row in range(len(self.tokens))]
+                    emitted = sum(int(result.lengths[0]) for result in results_by_method[name]) - int(self.lengths.sum())
+                    speeds[name].append(emitted / (time.perf_counter() - started))
+        return {name: _summarise(speeds[name], results) for name, results in results_by_method.items()}
 
 
 def _summarise(speeds: list[float], results: list[decoding.Result]) -> Measured:
@@ -93,9 +93,10 @@ def _summarise(speeds: list[float], results: list[decoding.Result]) -> Measured:
 
 @contextmanager
 def compiling(comparisons: Sequence[MethodComparison], drafters: Mapping[str, Drafter | None]) -> Iterator[Callable[[], None]]:
-    """Compile the programs of all ``drafters`` for each comparison, in their order, while the body runs.
+    """Compile the programs of all drafters for each comparison, in order, while the block runs.
 
-    XLA leaves Python to others while it compiles. The body is given a function that waits until everything is there.
+    XLA releases Python's lock while it compiles. The block receives a function that waits until all
+    programs are compiled.
     """
     pool = ThreadPoolExecutor(_COMPILERS)
     try:

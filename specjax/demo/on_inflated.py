@@ -1,4 +1,4 @@
-"""A drafter that was trained for a small target, at work on an inflated copy of it."""
+"""A drafter that was trained for a small target, used with an inflated copy of the target."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from specjax.sampling import RowSampling
 
 @struct.dataclass
 class _Narrow(Target):
-    """The small target, its layers run by the ``inflated`` one: they cost what a real target's do.
+    """The small target, whose layers are run by the inflated one at the cost of a real target.
 
     Attributes:
         params: the small target's embedding, final norm and head.
@@ -46,12 +46,13 @@ class _Narrow(Target):
 
 @struct.dataclass
 class OnInflated(Wrapper[Any]):
-    """``inner``, whose target has been inflated by `demo.inflation.inflate`.
+    """A drafter of a small target, for the target's copy from `demo.inflation.inflate`.
 
-    An inflated model computes what the small one does, in the first units of its hidden states and the first heads of its keys
-    and values; all others are 0. So the drafter is shown those alone, and stays as small as it was trained. Layers of the
-    target that it runs itself are the inflated one's. It is for demonstrations and measurements: real targets come in the size
-    that their drafters were made for.
+    The inflated model computes what the small one does, in the first units of its hidden states and
+    the first heads of its keys and values; all others are 0. So the drafter receives only these,
+    and keeps the size for which it was trained. Layers of the target that the drafter runs itself
+    are the inflated ones. This class is for demonstrations and measurements: real targets have the
+    size that their drafters are made for.
 
     Attributes:
         inner: the drafter of the small target.
@@ -66,9 +67,9 @@ class OnInflated(Wrapper[Any]):
 
     @classmethod
     def of(cls, inner: Drafter, small: Target) -> "OnInflated":
-        """The drafter of ``small``, for an inflated copy of it."""
-        kept = {name: values for name, values in small.params.items() if name != "layers"}
-        return cls(inner=inner, original=replace(small, params=kept), draft=inner.draft)
+        """Return a drafter of ``small`` for its inflated copy."""
+        params = {name: values for name, values in small.params.items() if name != "layers"}
+        return cls(inner=inner, original=replace(small, params=params), draft=inner.draft)
 
     @property
     def wrapped(self) -> Any:
@@ -77,11 +78,11 @@ class OnInflated(Wrapper[Any]):
     def own_state(self, state: Any) -> Any:
         return state
 
-    def with_own(self, state: Any, own: Any) -> Any:
-        return own
+    def with_own(self, state: Any, new_state: Any) -> Any:
+        return new_state
 
     def taps(self, config: ModelConfig) -> tuple[int, ...]:
-        return self.inner.taps(self.original.config)  # inflation adds layers behind the others
+        return self.inner.taps(self.original.config)  # inflation adds layers after the others
 
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
         return self.inner.reads(self.original.config)
@@ -96,7 +97,7 @@ class OnInflated(Wrapper[Any]):
                 raise InputError(f"target: {name}={getattr(large, name)} cannot have been inflated from {getattr(small, name)}")
         for name in ("vocab_size", "head_dim"):
             if getattr(large, name) != getattr(small, name):
-                raise InputError(f"target: {name}={getattr(large, name)}, and the small target's is {getattr(small, name)}")
+                raise InputError(f"target: {name}={getattr(large, name)}, but the small target's is {getattr(small, name)}")
 
     def start(self, target: Target, batch: int, capacity: int) -> Any:
         return self.wrapped.start(self._narrow(target), batch, capacity)
@@ -120,7 +121,7 @@ class OnInflated(Wrapper[Any]):
         return super().update(self._narrow(target), state, draft, verdict, self._narrowed(committed))
 
     def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
-        return DraftingReads()  # not known: it runs layers of the inflated target
+        return DraftingReads()  # unknown: it runs layers of the inflated target
 
     def _narrow(self, target: Target) -> Target:
         return _Narrow(self.original.params, self.original.config, self.original.mesh, inflated=target)

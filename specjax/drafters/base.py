@@ -314,7 +314,7 @@ class Drafter(OneLine, Generic[State]):
         return {}
 
     def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
-        """Of each of the target's layers that it `reads`, the entries that are among what it was told; see `told_entries`."""
+        """Return the entries of the target's layers that it `reads`, out of what it was sent; see `remote_entry_arrays`."""
         reads = self.reads(target.config)
         names = [[f"layer{layer}.{part}" for part in range(len(target.config.entry_parts(layer)))] for layer in reads]
         return tuple(tuple(jnp.swapaxes(arrays[name], 1, 2) for name in each) for each in names)
@@ -419,16 +419,16 @@ for _old, _new in _OLD_METHODS.items():
     setattr(Drafter, _old, vars(Drafter)[_new])
 
 
-def shapes_told(drafter: "Drafter[Any]", target: Target) -> dict[str, tuple[int, ...]]:
-    """The shapes of what a drafter on another machine is told of one token, by name; see `Drafter.remote_inputs`.
+def remote_input_shapes(drafter: "Drafter[Any]", target: Target) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what a drafter on another machine is sent of one token, by name; see `Drafter.remote_inputs`.
 
     Args:
         drafter: any.
         target: all of it, or the parts that a client has.
 
     Examples:
-        >>> from specjax.drafters.base import shapes_told
-        >>> shapes_told(specjax.Eagle3.init(target, jax.random.key(1)), target)
+        >>> from specjax.drafters.base import remote_input_shapes
+        >>> remote_input_shapes(specjax.Eagle3.init(target, jax.random.key(1)), target)
         {'features': (16,)}
     """
     config = target.config
@@ -442,10 +442,20 @@ def shapes_told(drafter: "Drafter[Any]", target: Target) -> dict[str, tuple[int,
     return {name: array.shape[2:] for name, array in jax.eval_shape(tell).items()}
 
 
-def told_entries(entries: Sequence[Entry], layers: Sequence[int]) -> dict[str, jax.Array]:
+def remote_entry_arrays(entries: Sequence[Entry], layers: Sequence[int]) -> dict[str, jax.Array]:
     """``[B, T, heads, dim]`` of each part of the entries of ``layers``, by name, for `Drafter.remote_inputs`."""
-    parts = [(layer, number, part) for layer in layers for number, part in enumerate(entries[layer])]
-    return {f"layer{layer}.{number}": jnp.swapaxes(dequantize(part), 1, 2) for layer, number, part in parts}
+    parts = [(layer, index, part) for layer in layers for index, part in enumerate(entries[layer])]
+    return {f"layer{layer}.{index}": jnp.swapaxes(dequantize(part), 1, 2) for layer, index, part in parts}
+
+
+_OLD_FUNCTIONS = {"shapes_told": remote_input_shapes, "told_entries": remote_entry_arrays}
+
+
+def __getattr__(name: str) -> Any:
+    if (renamed := _OLD_FUNCTIONS.get(name)) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{__name__}.{name} has a new name: {renamed.__name__}", DeprecationWarning, stacklevel=2)
+    return renamed
 
 
 def check_mesh(mesh: Mesh | None, target: Target) -> None:

@@ -275,7 +275,7 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         return sharding.constrain(x, ("batch", *(None,) * (x.ndim - 1)), {}, self.mesh)
 
 
-def visible_in(module: int, places: jax.Array, causal: jax.Array) -> jax.Array:
+def visible_in(module: int, positions: jax.Array, causal: jax.Array) -> jax.Array:
     """``[B|1, T, T]`` bool, which pairs see each other in ``module``.
 
     The first pairs of a text have no state of the module before that could be read in place of a feature: they are visible to
@@ -283,10 +283,10 @@ def visible_in(module: int, places: jax.Array, causal: jax.Array) -> jax.Array:
 
     Args:
         module: its number.
-        places: ``[B, T]`` how far each pair is from the beginning of its text.
+        positions: ``[B, T]`` how far each pair is from the beginning of its text.
         causal: ``[B|1, T, T]`` bool, which pairs a model would see.
     """
-    return causal if module == 0 else causal & ((places >= module)[:, None] | jnp.eye(places.shape[1], dtype=bool))
+    return causal if module == 0 else causal & ((positions >= module)[:, None] | jnp.eye(positions.shape[1], dtype=bool))
 
 
 def _zeros_of(run: Callable[..., Any], *arguments: jax.Array) -> Any:

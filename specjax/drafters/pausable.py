@@ -132,22 +132,22 @@ class Pausable(Wrapper[PausableState]):
             cache: the target's, of which the newest tokens are those that are pending.
         """
         count = state.pending.count
-        places = (cache.length - count)[:, None] + jnp.arange(ROOM)[None]
+        positions = (cache.length - count)[:, None] + jnp.arange(ROOM)[None]
 
-        def at(places: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(tokens, jnp.clip(places, 0, tokens.shape[1] - 1), axis=1)
+        def at(positions: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(tokens, jnp.clip(positions, 0, tokens.shape[1] - 1), axis=1)
 
         committed = Committed(
-            tokens=at(places),
-            following=at(places + 1),
+            tokens=at(positions),
+            following=at(positions + 1),
             output=state.pending.output,
-            entries=cache.gather(jnp.clip(places, 0, cache.capacity - 1)),
+            entries=cache.gather(jnp.clip(positions, 0, cache.capacity - 1)),
             count=count,
             cache=cache,
         )
         # To the drafter it is a draft from elsewhere, of which everything was accepted.
         draft = Draft.chain(committed.tokens[:, 0], committed.tokens[:, 1:])
-        path = jnp.broadcast_to(jnp.arange(ROOM, dtype=jnp.int32)[None], places.shape)
+        path = jnp.broadcast_to(jnp.arange(ROOM, dtype=jnp.int32)[None], positions.shape)
         newest = jnp.take_along_axis(committed.following, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         verdict = Verdict(path=path, count=count, token=newest)
         own = self.drafter.update(target, state.own, draft, verdict, committed)

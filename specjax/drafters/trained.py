@@ -72,6 +72,12 @@ class CheckpointFormat:
         reduced_vocabulary: takes a shape, and returns the drafter's own vocabulary, whose table ``d2t`` is one of the
             parameters; None if the drafter has the target's.
         describe: takes a drafter and a layout, and says in a line what that layout states differently; may be empty.
+
+    Examples:
+        >>> specjax.Medusa.checkpoint_format.recognises({"medusa_num_heads": 2}, ())
+        True
+        >>> specjax.PEagle.checkpoint_format.layouts
+        ('speculators', 'specforge')
     """
 
     title: str
@@ -277,6 +283,8 @@ class TrainedDrafter(Drafter[State]):
         form_of = schemes.scheme_of(weights).form_of
         params = schemes.quantize_params(self.declared, self.params, form_of, self.mesh, self.units)
         return replace(self, params=params)  # pyright: ignore[reportArgumentType]
+
+    narrow = schemes.narrow  # the old name
 
     @property
     def declared(self) -> Params:

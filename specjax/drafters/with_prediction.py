@@ -36,9 +36,9 @@ class WithPredictionState:
     own: the other drafter's state.
     tokens: ``[B, P]`` the predictions.
     lengths: ``[B]`` of the predictions; 0: the row has none.
-    place: ``[B]`` of the token that is to be copied next.
+    position: ``[B]`` of the token that is to be copied next.
     certain: ``[B]`` how far the text certainly went along with the prediction: where the search begins.
-    fits: ``[B]`` bool, the text is at ``place``.
+    fits: ``[B]`` bool, the text is at ``position``.
     newest: ``[B, len(WEIGHTS)]`` the newest tokens of the output, the root last; -1 before its beginning.
     matched: ``[B]`` tokens of the output that came where the prediction had them.
     """
@@ -46,7 +46,7 @@ class WithPredictionState:
     own: Any
     tokens: jax.Array
     lengths: jax.Array
-    place: jax.Array
+    position: jax.Array
     certain: jax.Array
     fits: jax.Array
     newest: jax.Array
@@ -111,7 +111,7 @@ class WithPrediction(Wrapper[WithPredictionState]):
             own=self.drafter.start(target, batch, capacity),
             tokens=tokens.astype(jnp.int32),
             lengths=jnp.full(batch, tokens.shape[1], jnp.int32) if lengths is None else lengths,
-            place=jnp.zeros(batch, jnp.int32),
+            position=jnp.zeros(batch, jnp.int32),
             certain=jnp.zeros(batch, jnp.int32),
             fits=jnp.ones(batch, bool),
             newest=jnp.full((batch, len(WEIGHTS)), -1, jnp.int32),
@@ -138,9 +138,9 @@ class WithPrediction(Wrapper[WithPredictionState]):
             draft, own = propose()
             return draft, replace(state, own=own)
         steps = jnp.arange(self.draft_shape.depth)[None]
-        places = state.place[:, None] + steps
-        copied = _at(state.tokens, places)
-        is_there = (places < state.lengths[:, None]) & (steps < self.longest)
+        positions = state.position[:, None] + steps
+        copied = _at(state.tokens, positions)
+        is_there = (positions < state.lengths[:, None]) & (steps < self.longest)
         copies = (active & state.fits)[:, None] & is_there[:, :1]
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(lambda: propose()[0]))
         draft = jax.lax.cond(jnp.all(copies[:, 0] | ~active), lambda: nothing, lambda: propose()[0])
@@ -161,23 +161,23 @@ class WithPrediction(Wrapper[WithPredictionState]):
         own = self.drafter.update(target, state.own, draft, verdict, committed)
         new, count = committed.following, committed.count
         steps = jnp.arange(new.shape[1])[None]
-        places = state.place[:, None] + steps
-        agrees = (_at(state.tokens, places) == new) & (places < state.lengths[:, None]) & (steps < count[:, None])
+        positions = state.position[:, None] + steps
+        agrees = (_at(state.tokens, positions) == new) & (positions < state.lengths[:, None]) & (steps < count[:, None])
         agrees = jnp.cumprod(agrees & state.fits[:, None], axis=1, dtype=jnp.int32)
         run = jnp.sum(agrees, axis=1)
-        place = state.place + run
+        position = state.position + run
         both = jnp.concatenate([state.newest, new], axis=1)
         newest = jnp.take_along_axis(both, count[:, None] + jnp.arange(len(WEIGHTS))[None], axis=1)
-        certain = jnp.where(run > 0, place, state.certain)
+        certain = jnp.where(run > 0, position, state.certain)
         is_lost = (state.lengths > 0) & (count > 0) & ~(state.fits & (run == count))
 
         def search() -> tuple[jax.Array, jax.Array]:
             found, points = _search(state.tokens, state.lengths, newest, certain)
-            return jnp.where(is_lost, found, place), jnp.where(is_lost, points >= FEWEST_POINTS, state.fits)
+            return jnp.where(is_lost, found, position), jnp.where(is_lost, points >= FEWEST_POINTS, state.fits)
 
-        place, fits = jax.lax.cond(jnp.any(is_lost), search, lambda: (place, state.fits))
+        position, fits = jax.lax.cond(jnp.any(is_lost), search, lambda: (position, state.fits))
         matched = state.matched + run
-        return replace(state, own=own, place=place, certain=certain, fits=fits, newest=newest, matched=matched)
+        return replace(state, own=own, position=position, certain=certain, fits=fits, newest=newest, matched=matched)
 
     def catch_up(
         self, target: Target, state: WithPredictionState, tokens: jax.Array, cache: KVCache | PagedCache
@@ -189,9 +189,9 @@ class WithPrediction(Wrapper[WithPredictionState]):
         return self.drafter.drafting_reads(target, state.own if state else (), cache)
 
 
-def _at(tokens: jax.Array, places: jax.Array) -> jax.Array:
-    """``[B, n]`` of ``tokens [B, P]`` those at ``places [B, n]``; anything where there is none."""
-    return jnp.take_along_axis(tokens, jnp.clip(places, 0, tokens.shape[1] - 1), axis=1)
+def _at(tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """``[B, n]`` of ``tokens [B, P]`` those at ``positions [B, n]``; anything where there is none."""
+    return jnp.take_along_axis(tokens, jnp.clip(positions, 0, tokens.shape[1] - 1), axis=1)
 
 
 def _search(tokens: jax.Array, lengths: jax.Array, newest: jax.Array, certain: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -200,13 +200,13 @@ def _search(tokens: jax.Array, lengths: jax.Array, newest: jax.Array, certain: j
     Among equals the first one from ``certain`` on: what was changed or put in lies there, and what was left out.
     """
     count = tokens.shape[1]
-    places = jnp.arange(count + 1)[None]
+    positions = jnp.arange(count + 1)[None]
     points = jnp.zeros((tokens.shape[0], count + 1), jnp.int32)
     for back, weight in enumerate(WEIGHTS, 1):
         before = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-2)[:, : count + 1]
         points = points + weight * (before == newest[:, -back, None])
-    ahead = places - certain[:, None]
+    ahead = positions - certain[:, None]
     order = jnp.where(ahead >= 0, ahead, count - ahead)  # what was gone through comes last, the nearest first
-    points = jnp.where(places < lengths[:, None], points, 0)
+    points = jnp.where(positions < lengths[:, None], points, 0)
     best = jnp.argmax(points * (2 * count + 2) - order, axis=1).astype(jnp.int32)
     return best, jnp.take_along_axis(points, best[:, None], axis=1)[:, 0]

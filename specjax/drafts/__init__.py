@@ -1,1 +1,1 @@
-"""Drafts: the shapes they can have, a draft that fills one, and what verification says of it."""
+"""Drafts: their shapes, a draft of one batch, and the verdict of its verification."""

@@ -1,4 +1,4 @@
-"""The two messages between drafting and verification: what was proposed, and what is accepted of it."""
+"""The data between drafting and verification: the draft, and the verdict on it."""
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +10,25 @@ from specjax.drafts import tree
 
 @struct.dataclass
 class Draft:
-    """A proposed tree of tokens. Node 0 is the root: the newest committed token.
+    """A drafted tree of tokens. Node 0 is the root, the newest committed token.
 
-    Which node hangs below which is said by ``parents``: of each node the number of its parent, parents before children, -1 for
-    the root. `Draft.of_tree` and `Draft.chain` make one.
+    `Draft.of_tree` and `Draft.chain` make a draft. The tree is given by ``parents``, the index of
+    each node's parent. Parents come before children, and the root has -1.
 
     Attributes:
-        tokens: ``[B, N]`` token ids, the root's first.
-        topology: static, the ``[N]`` parents as a tuple, where the shape of the tree is known before tracing: masks then fold
-            into constants.
-        grown: ``[B, N]`` the parents, where each row finds its own while drafting. One of the two is None.
-        q: ``[B, N, V]`` float32, for each node the distribution that its children were drawn from: exactly that one, in the
-            same dtype and with the same warping; siblings without replacement, in the order of their numbers. Ignored at nodes
-            without a child. None where tokens were chosen, not drawn.
-        valid: ``[B, N]`` bool, the nodes that this row really drafted; a row may draft fewer than the shape has room for.
-            None is all. A node that is not valid is never accepted, nor is anything below it, nor, where tokens were drawn,
-            a later sibling.
-        levels: static, the depth of the deepest node of a ``grown`` tree.
+        tokens: ``[B, N]`` token ids; the first is the root's.
+        topology: the ``[N]`` parents as a tuple, if they are known before tracing. It is static, so
+            that masks become constants.
+        grown: ``[B, N]`` the parents, if each row grows its own tree while drafting. Either this
+            field or ``topology`` is None.
+        q: ``[B, N, V]`` float32 the distribution from which each node's children were sampled. It
+            must be exactly that distribution, in the same dtype and after temperature and
+            truncation. Siblings are sampled without replacement, in the order of their indices. It
+            is ignored at nodes without a child. None if the tokens were chosen and not sampled.
+        valid: ``[B, N]`` bool the nodes that the row has drafted, if it may draft fewer than the
+            shape has; None if all are valid. A node that is not valid is never accepted. Nor are
+            the nodes below it, nor, if tokens were sampled, its later siblings.
+        levels: the depth of the deepest node of a ``grown`` tree. It is static.
 
     Examples:
         >>> from specjax.drafters import Draft
@@ -57,14 +59,21 @@ class Draft:
         valid: jax.Array | None = None,
         levels: int | None = None,
     ) -> "Draft":
-        """A tree of ``tokens [B, N]``; ``parents`` are numpy ``[N]``, known before tracing, or a JAX array ``[B, N]``."""
+        """Make a draft with ``tokens [B, N]``.
+
+        ``parents`` is a numpy array ``[N]``, known before tracing, or a JAX array ``[B, N]``. For
+        the other arguments see `Draft`.
+        """
         if isinstance(parents, np.ndarray):
             return cls(tokens=tokens, topology=tuple(parents.tolist()), q=q, valid=valid)
         return cls(tokens=tokens, grown=parents, q=q, valid=valid, levels=levels)
 
     @classmethod
     def chain(cls, root: jax.Array, drafted: jax.Array, q: jax.Array | None = None, valid: jax.Array | None = None) -> "Draft":
-        """A chain below ``root [B]``: ``drafted [B, D]``, with ``q [B, D, V]`` and ``valid [B, D]`` of the drafted tokens."""
+        """Make a chain of tokens ``drafted [B, D]`` below ``root [B]``.
+
+        ``q [B, D, V]`` and ``valid [B, D]`` are those of the drafted tokens.
+        """
         tokens = jnp.concatenate([root[:, None], drafted], axis=1)
         if q is not None:
             q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))  # the last node has no child
@@ -74,7 +83,7 @@ class Draft:
 
     @property
     def parents(self) -> np.ndarray | jax.Array:
-        """``[N]``, a numpy array known before tracing, or ``[B, N]``: see `topology` and `grown`."""
+        """The parents: a numpy array ``[N]`` known before tracing, or a JAX array ``[B, N]``."""
         if self.topology is not None:
             return np.array(self.topology)
         assert self.grown is not None
@@ -82,29 +91,29 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        """Whether it is known before tracing that the tree has one branch."""
+        """True if it is known before tracing that the tree is a chain."""
         return self.topology == tuple(range(-1, self.tokens.shape[1] - 1))
 
     @property
     def depth(self) -> int:
-        """Most drafted tokens on one path, D. Static."""
+        """The maximum number of drafted tokens on a path, D. It is static."""
         if self.topology is not None:
             return int(tree.depths(np.array(self.topology)).max())
         return self.tokens.shape[1] - 1 if self.levels is None else self.levels
 
     @property
     def depths(self) -> np.ndarray | jax.Array:
-        """``[N]`` or ``[B, N]`` steps from the root to each node."""
+        """The depth of each node, ``[N]`` or ``[B, N]``."""
         return tree.depths(self.parents, self.depth)
 
     @property
     def mask(self) -> np.ndarray | jax.Array:
-        """``[1|B, N, N]`` bool, which nodes each node sees: those on its path from the root."""
+        """The attention mask ``[1|B, N, N]``: each node attends to its path from the root."""
         visible = tree.ancestors(self.parents, self.depth)
         return visible if visible.ndim == 3 else visible[None]
 
     def first(self, nodes: int) -> "Draft":
-        """The first ``nodes`` nodes of a chain."""
+        """Return the first ``nodes`` nodes of a chain as a draft."""
         return Draft.of_tree(
             self.tokens[:, :nodes],
             tree.chain_parents(nodes),
@@ -114,39 +123,42 @@ class Draft:
 
     @property
     def drafted(self) -> jax.Array:
-        """``[B, N-1]`` bool, the nodes below the root that this row drafted."""
+        """The nodes below the root that each row has drafted, ``[B, N-1]`` bool."""
         if self.valid is None:
             return jnp.ones((self.tokens.shape[0], self.tokens.shape[1] - 1), bool)
         return self.valid[:, 1:]
 
     @property
     def drafted_at(self) -> jax.Array:
-        """``[B, D]`` bool, the depths below the root at which this row drafted a node."""
+        """The depths below the root at which each row has drafted a node, ``[B, D]`` bool."""
         at_depth = self.depths[..., 1:, None] == np.arange(1, self.depth + 1)
         return jnp.any(self.drafted[..., None] & at_depth, axis=1)
 
     @property
     def length(self) -> jax.Array:
-        """``[B]`` number of tokens that the row drafted."""
+        """The number of tokens that each row has drafted, ``[B]``."""
         return jnp.sum(self.drafted, axis=1, dtype=jnp.int32)
 
 
 @struct.dataclass
 class Verdict:
-    """What verification decided.
+    """The verdict of a verification.
 
     Attributes:
-        path: ``[B, D+1]`` int32 nodes of the accepted path, the root first; meaningful below ``count``.
-        count: ``[B]`` int32 nodes on that path, the root included. One node, one emitted token: the accepted drafts and then
-            ``token``, so this is also the number of tokens emitted. 0 where the row has finished and emits nothing.
-        token: ``[B]`` int32, the last emitted token: the bonus that the target adds after the accepted path.
-        bad: ``[B]`` bool, no token can be drawn from the target's logits at the end of the path
-            (`specjax.sampling.can_be_drawn`), and ``token`` means nothing. None: none are.
+        path: ``[B, D+1]`` int32 the nodes of the accepted path, beginning with the root. Only the
+            first ``count`` are meaningful.
+        count: ``[B]`` int32 the number of nodes of that path, with the root. It is also the number
+            of emitted tokens, which are the accepted drafted tokens and ``token``. 0 if the row has
+            finished and emits nothing.
+        token: ``[B]`` int32 the last emitted token: the bonus token.
+        bad: ``[B]`` bool whether no token can be sampled from the target's logits at the end of the
+            path (`specjax.sampling.can_be_drawn`), so that ``token`` is meaningless. None if no row
+            is bad.
 
     Examples:
         >>> from specjax.drafters import Draft, Verdict
         >>> draft = Draft.of_tree(jnp.array([[7, 2, 5, 3]]), np.array([-1, 0, 0, 1]))
-        >>> verdict = Verdict(  # 5, which is node 2, is accepted; the target adds 9
+        >>> verdict = Verdict(  # the target accepts node 2, token 5, and adds 9
         ...     path=jnp.array([[0, 2, 0]]), count=jnp.array([2]), token=jnp.array([9])
         ... )
         >>> verdict.emitted(draft)[0, :2].tolist()
@@ -159,7 +171,7 @@ class Verdict:
     bad: jax.Array | None = None
 
     def emitted(self, draft: Draft) -> jax.Array:
-        """``[B, D+1]`` the emitted tokens in order; meaningful below ``count``."""
+        """Return the emitted tokens ``[B, D+1]``, of which the first ``count`` are meaningful."""
         following = jnp.roll(self.path, -1, axis=1)
         drafted = jnp.take_along_axis(draft.tokens, following, axis=1)
         last = jnp.arange(self.path.shape[1])[None] == self.count[:, None] - 1

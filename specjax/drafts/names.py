@@ -1,4 +1,4 @@
-"""The shapes of drafts by name, as command lines and configuration files give them."""
+"""The names of draft shapes, as in command lines and configuration files."""
 
 from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, StaticTree, complete_tree
@@ -11,10 +11,10 @@ _KINDS = ("chain", "eagle", "medusa", "complete", "sampled", "dynamic")
 
 
 def parse_shape(name: str) -> DraftShape:
-    """The shape called ``name``, such as ``chain:4`` or ``dynamic:10,7,60``.
+    """Return the shape with this name, such as ``chain:4`` or ``dynamic:10,7,60``.
 
     Raises:
-        InputError: there is none of that name, or its numbers do not make one.
+        InputError: No shape has this name, or its numbers are invalid.
 
     Examples:
         >>> from specjax.drafts.names import parse_shape
@@ -44,17 +44,19 @@ def parse_shape(name: str) -> DraftShape:
                 return StaticTree(MEDUSA_TREE)
     except InputError:
         raise
-    except ValueError:  # a word is no number: as wrong as another name
+    except ValueError:  # a word is not a number, so the name is wrong
         pass
     hint = "" if kind in _KINDS else did_you_mean(kind, _KINDS)
     raise InputError(f"draft={name!r}: must be {SHAPE_NAMES}{hint}")
 
 
 def as_shape(draft: DraftShape | int | str) -> DraftShape:
-    """The shape that an argument ``draft`` means: a shape itself, the length of a chain, or a name as for `parse_shape`.
+    """Return the shape that an argument ``draft`` stands for.
+
+    It is a shape, the length of a chain, or a name as for `parse_shape`.
 
     Raises:
-        InputError: it is none of these.
+        InputError: The argument is none of these.
 
     Examples:
         >>> from specjax.drafts.names import as_shape

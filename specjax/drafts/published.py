@@ -1,4 +1,4 @@
-"""Trees of drafts that were published with their methods, as data."""
+"""Static trees that were published with their methods."""
 
 from specjax.drafts.shapes import Choices
 
@@ -9,7 +9,7 @@ EAGLE_TREE: Choices = (
     *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2)),
     *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
 )
-"""EAGLE-1's tree of 25 nodes besides the root (SafeAILab/EAGLE, ``mc_sim_7b_63``).
+"""EAGLE-1's tree of 25 nodes and the root (SafeAILab/EAGLE, ``mc_sim_7b_63``).
 
 Examples:
     >>> print(specjax.StaticTree(specjax.EAGLE_TREE))
@@ -21,7 +21,7 @@ _MEDUSA = """
 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90 060 0001 16 070
 """
 MEDUSA_TREE: Choices = tuple(tuple(map(int, path)) for path in _MEDUSA.split())
-"""Medusa's tree of 63 nodes besides the root (FasterDecoding/Medusa, ``mc_sim_7b_63``), in its own order.
+"""Medusa's tree of 63 nodes and the root (FasterDecoding/Medusa, ``mc_sim_7b_63``), in its order.
 
 Examples:
     >>> print(specjax.StaticTree(specjax.MEDUSA_TREE))

@@ -1,8 +1,9 @@
-"""Which node of a draft hangs below which, and what follows from it.
+"""Properties of a tree that follow from its parents: ancestors, depths, paths, children.
 
-A tree is its ``parents``: of each node the number of its parent, parents before children, -1 for the root. The functions take
-numpy arrays ``[N]``, known before tracing, and give numpy constants that fold into the compiled program; or JAX arrays
-``[B, N]``, and compute on the device.
+A tree is given by ``parents``, the index of each node's parent. Parents come before children, and
+the root has -1. If ``parents`` is a numpy array ``[N]``, known before tracing, the functions return
+numpy arrays, which become constants of the compiled program. If it is a JAX array ``[B, N]``, they
+compute on the device.
 """
 
 from typing import Any
@@ -13,15 +14,17 @@ import numpy as np
 
 
 def ancestors(parents: np.ndarray | jax.Array, depth: int | None = None) -> Any:
-    """``[…, N, N]`` bool, whether node i's path from the root holds node j: what a node may see. Its own is among them.
+    """Return ``[…, N, N]`` bool whether node j is on the path from the root to node i.
+
+    A node is on its own path. These are the nodes that node i may attend to.
 
     Args:
         parents: ``[N]`` or ``[B, N]``, parents before children, ``parents[0] = -1``.
-        depth: of the deepest node, where it is known.
+        depth: the depth of the deepest node, if it is known.
     """
     xp = _arrays(parents)
     nodes = xp.arange(parents.shape[-1])
-    node = xp.broadcast_to(nodes, parents.shape)  # of each node, the ancestor that is so many steps up
+    node = xp.broadcast_to(nodes, parents.shape)  # the ancestor of each node, one step further up in each pass
     visible = node[..., None] == nodes
     for _ in range(parents.shape[-1] - 1 if depth is None else depth):
         node = xp.where(node >= 0, xp.take_along_axis(parents, xp.maximum(node, 0), axis=-1), -1)
@@ -30,8 +33,8 @@ def ancestors(parents: np.ndarray | jax.Array, depth: int | None = None) -> Any:
 
 
 def depths(parents: np.ndarray | jax.Array, depth: int | None = None) -> Any:
-    """``[…, N]`` steps from the root to each node. Arguments as of `ancestors`."""
-    if isinstance(parents, np.ndarray) and parents.ndim == 1:  # on the host one walk will do
+    """Return the depth ``[…, N]`` of each node. The arguments are those of `ancestors`."""
+    if isinstance(parents, np.ndarray) and parents.ndim == 1:  # on the host, one loop is faster
         steps = np.zeros(len(parents), int)
         for node in range(1, len(parents)):
             steps[node] = steps[parents[node]] + 1
@@ -40,7 +43,10 @@ def depths(parents: np.ndarray | jax.Array, depth: int | None = None) -> Any:
 
 
 def paths(parents: np.ndarray | jax.Array, depth: int) -> Any:
-    """``[…, N, depth+1]`` the nodes from the root to each node; beyond the node itself, 0. Arguments as of `ancestors`."""
+    """Return the path ``[…, N, depth+1]`` from the root to each node, padded with 0.
+
+    The arguments are those of `ancestors`.
+    """
     xp = _arrays(parents)
     visible, nodes = ancestors(parents, depth), xp.arange(parents.shape[-1])
     at_depth = depths(parents, depth)[..., None] == xp.arange(depth + 1)  # […, N, depth+1]
@@ -48,19 +54,19 @@ def paths(parents: np.ndarray | jax.Array, depth: int) -> Any:
 
 
 def first_children(parents: np.ndarray | jax.Array) -> Any:
-    """``[…, N]`` each node's child of the lowest number, -1 without one."""
+    """Return the first child ``[…, N]`` of each node; -1 if it has none."""
     nodes = _arrays(parents).arange(parents.shape[-1])
     return _lowest(parents[..., None, :] == nodes[:, None])
 
 
 def next_siblings(parents: np.ndarray | jax.Array) -> Any:
-    """``[…, N]`` for each node the next one below the same parent, -1 without one."""
+    """Return the next sibling ``[…, N]`` of each node; -1 if it has none."""
     nodes = _arrays(parents).arange(parents.shape[-1])
     return _lowest((parents[..., None, :] == parents[..., :, None]) & (nodes > nodes[:, None]))
 
 
 def _lowest(holds: Any) -> Any:
-    """``[…, N]`` the lowest j at which ``holds [..., N, N]``, -1 where there is none."""
+    """Return the lowest j ``[…, N]`` for which ``holds [..., N, N]`` is true; -1 without one."""
     xp = _arrays(holds)
     count = holds.shape[-1]
     lowest = xp.where(holds, xp.arange(count), count).min(axis=-1)
@@ -72,5 +78,5 @@ def _arrays(like: Any) -> Any:
 
 
 def chain_parents(nodes: int) -> np.ndarray:
-    """``[N]`` parents of a chain: -1, 0, 1, …"""
+    """Return the parents ``[N]`` of a chain: -1, 0, 1, and so on."""
     return np.arange(-1, nodes - 1)

@@ -1,1 +1,1 @@
-"""How good a drafter is, and whether it keeps its contract."""
+"""Measures of a drafter's quality, and tests that it is correct."""

@@ -1,11 +1,13 @@
-"""What every drafter must keep, as checks that run on any: yours, before you trust it.
+"""Checks of the contract that every drafter must keep, also your own.
 
     from specjax.evaluation import conformance
     conformance.check(target, MyDrafter())
 
-Each check raises an AssertionError that says what is wrong. All but `check_distribution` take any target, in float32 (in lower
-precision near-ties may fall either way); that one enumerates the target's exact distribution and needs a tiny vocabulary.
-`tests/evaluation/test_conformance.py` runs them over every drafter of the library with every shape of draft.
+A check that fails raises an AssertionError with the reason. All but `check_distribution` take any
+target. It should be in float32, because in lower precision near-ties may go either way.
+`check_distribution` enumerates the target's exact distribution, and needs a tiny vocabulary.
+`tests/evaluation/test_conformance.py` runs the checks for every drafter of the library with every
+shape of draft.
 """
 
 from collections.abc import Sequence
@@ -55,16 +57,16 @@ _AMONG_OTHERS = Sampling(temperature=np.array([1.0, 0.7, 0.0]), top_p=np.array([
 
 
 def check(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS, come_and_go: bool = True) -> None:
-    """All checks that any target allows.
+    """Run all checks that do not depend on the target.
 
-    They are `check_contract`, `check_one_trace`, `check_greedy`, `check_rows`, `check_coupled`, `check_insert` and
-    `check_rows_that_come_and_go`.
+    They are `check_contract`, `check_one_trace`, `check_greedy`, `check_rows`, `check_coupled`,
+    `check_insert` and `check_rows_that_come_and_go`.
 
     Args:
         target: the target.
         drafter: the drafter.
-        new_tokens: most tokens of each text.
-        come_and_go: False leaves out the last, which compiles as much as several of the others.
+        new_tokens: the maximum number of tokens of each text.
+        come_and_go: whether to run the last check, which compiles as much as several of the others.
 
     Examples:
         >>> from specjax import conformance
@@ -82,7 +84,7 @@ def check(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS, co
 
 
 def check_contract(target: Target, drafter: Drafter) -> None:
-    """Drafts are what `Draft` says, of the drafter's shape, and a step leaves the shapes of the state as they were.
+    """Check that drafts are valid `Draft` objects, and that a step keeps the shapes of the state.
 
     Examples:
         >>> from specjax import conformance
@@ -92,7 +94,7 @@ def check_contract(target: Target, drafter: Drafter) -> None:
 
 
 class _CountedStep:
-    """A step of decoding that is traced and never compiled.
+    """A step of decoding that is traced but never compiled.
 
     Attributes:
         target: the target.
@@ -109,7 +111,7 @@ class _CountedStep:
         return decoding.step(self.target, self.drafter, state)[0]
 
     def after(self, state: decoding.DecodeState) -> decoding.DecodeState:
-        """The shapes of the state after a step from ``state``."""
+        """Return the state after a step, as shapes."""
         return self._step.eval_shape(state)
 
 
@@ -148,23 +150,28 @@ def _check_draft(draft: Draft, drafter: Drafter, vocab: int, root: np.ndarray) -
     below = parents[..., 1:]
     assert np.all((below >= 0) & (below < np.arange(1, shape.nodes))), "parents must come before their children"
     assert draft.depth == shape.depth, f"the draft says depth {draft.depth}, its shape {shape.depth}"
-    for row, of_row in enumerate(np.broadcast_to(parents, tokens.shape)):
-        assert tree.depths(np.array(of_row))[valid[row]].max() <= shape.depth, f"row {row}: a node deeper than {shape.depth}"
-        assert valid[row, of_row[1:][valid[row, 1:]]].all(), f"row {row}: a valid node below one that is not"
+    parents_by_row = np.broadcast_to(parents, tokens.shape)
+    for row, row_parents in enumerate(parents_by_row):
+        assert tree.depths(np.array(row_parents))[valid[row]].max() <= shape.depth, (
+            f"row {row}: a node deeper than {shape.depth}"
+        )
+        assert valid[row, row_parents[1:][valid[row, 1:]]].all(), f"row {row}: a valid node below one that is not"
     assert shape.nodes in drafter.node_counts, "no compiled number of nodes holds a full draft"
-    for row, of_row in enumerate(np.broadcast_to(parents, tokens.shape)):
-        siblings = list(zip(of_row[valid[row]].tolist(), tokens[row, valid[row]].tolist(), strict=True))
+    for row, row_parents in enumerate(parents_by_row):
+        siblings = list(zip(row_parents[valid[row]].tolist(), tokens[row, valid[row]].tolist(), strict=True))
         assert len(set(siblings)) == len(siblings), f"row {row}: two siblings have the same token"
     if draft.q is not None:
         chex.assert_shape(draft.q, (batch, shape.nodes, vocab), custom_message="q [B, N, V]")
         chex.assert_type(draft.q, jnp.float32)
-        for row, of_row in enumerate(np.broadcast_to(parents, tokens.shape)):
-            inner = np.unique(of_row[1:][valid[row, 1:]])
+        for row, row_parents in enumerate(parents_by_row):
+            inner = np.unique(row_parents[1:][valid[row, 1:]])
             np.testing.assert_allclose(np.asarray(draft.q)[row, inner].sum(-1), 1, atol=1e-5, err_msg="q must sum to 1")
 
 
 def check_one_trace(target: Target, drafter: Drafter) -> None:
-    """A step is traced once: neither another prompt nor what a step makes of its state causes a second compilation.
+    """Check that a step is traced once.
+
+    Neither another prompt nor the state after a step may cause a second compilation.
 
     Examples:
         >>> from specjax import conformance
@@ -180,12 +187,12 @@ def _check_one_trace(step: _CountedStep) -> None:
         for _ in range(2):
             state = step.after(state)
             traces.append(step.traces)
-    again = traces[-1] - traces[0]  # the first was traced here, or by `check_contract`
-    assert not again, f"a step was traced {1 + again} times: its state changes shape or type"
+    retraces = traces[-1] - traces[0]  # `check_contract` may have traced the step before
+    assert not retraces, f"a step was traced {1 + retraces} times: its state changes shape or type"
 
 
 def check_greedy(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
-    """At temperature 0 the tokens are those of plain decoding.
+    """Check that greedy text equals that of plain decoding.
 
     Examples:
         >>> from specjax import conformance
@@ -201,9 +208,10 @@ def check_greedy(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOK
 
 
 def check_rows(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
-    """A row's tokens and statistics are the same at another place of a batch, among rows of other prompts and settings.
+    """Check that a row's tokens and statistics do not depend on the other rows or on its index.
 
-    A greedy row is compared with itself among other greedy rows.
+    The other rows have other prompts and sampling parameters. A greedy row is compared with itself
+    among other greedy rows.
 
     Examples:
         >>> from specjax import conformance
@@ -213,14 +221,14 @@ def check_rows(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKEN
     run = partial(decoding.generate, target, drafter, max_new_tokens=new_tokens, rule="independent")
     together = run(prompts, _LENGTHS, sampling=_MIXED, key=keys[:3])
     _check_same(together, 0, run(prompts, _LENGTHS), 0)
-    moved = np.array([1, 2, 0])
-    others = run(prompts[moved], np.append(_LENGTHS[[1, 2]], 2), sampling=_AMONG_OTHERS, key=keys[np.array([1, 2, 3])])
-    _check_same(together, 1, others, 0)
-    _check_same(together, 2, others, 1)
+    order = np.array([1, 2, 0])
+    reordered = run(prompts[order], np.append(_LENGTHS[[1, 2]], 2), sampling=_AMONG_OTHERS, key=keys[np.array([1, 2, 3])])
+    _check_same(together, 1, reordered, 0)
+    _check_same(together, 2, reordered, 1)
 
 
 def check_coupled(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
-    """With coupled sampling the text is plain decoding's: see `specjax.sampling.Rule`.
+    """Check that text with coupled sampling equals plain decoding's; see `specjax.sampling.Rule`.
 
     Examples:
         >>> from specjax import conformance
@@ -228,46 +236,50 @@ def check_coupled(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TO
     """
     run = partial(decoding.generate, target, max_new_tokens=new_tokens, sampling=_MIXED, rule="coupled")
     prompts, keys = _prompts(target), jax.random.split(jax.random.key(3), len(_LENGTHS))
-    plain, drafted = (_outputs(run(each, prompts, _LENGTHS, key=keys)) for each in (None, drafter))
+    plain, drafted = (_outputs(run(with_drafter, prompts, _LENGTHS, key=keys)) for with_drafter in (None, drafter))
     for row, (expected, got) in enumerate(zip(plain, drafted, strict=True)):
         assert got == expected, f"row {row}: coupled tokens {got} are not plain decoding's {expected}"
 
 
 def check_insert(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
-    """A request that `decoding.insert` puts into the middle of a batch has the text of plain decoding, as its neighbours have.
+    """Check that a request inserted into a running batch has the text of plain decoding.
+
+    `decoding.insert` inserts it. The other rows must have the text of plain decoding as well.
 
     Examples:
         >>> from specjax import conformance
         >>> conformance.check_insert(target, specjax.PromptLookup(draft=2), new_tokens=8)
     """
-    prompts, others = _prompts(target), _prompts(target, seed=1)
-    keys, of_others = (jax.random.split(jax.random.key(seed), len(_LENGTHS)) for seed in (3, 4))
+    prompts, new_prompts = _prompts(target), _prompts(target, seed=1)
+    keys, new_keys = (jax.random.split(jax.random.key(seed), len(_LENGTHS)) for seed in (3, 4))
     options = GenerationOptions(max_new_tokens=new_tokens, sampling=_MIXED, key=keys, rule="coupled")
     drafter, state = decoding.start(target, drafter, prompts, _LENGTHS, options)
-    # The last of the others takes the place of the second row, which has not ended.
-    of_last = Sampling(**{name: getattr(_MIXED.rows(len(_LENGTHS)), name)[-1] for name in Sampling.__dataclass_fields__})
-    alone = replace(options, sampling=of_last, key=of_others[-1:])
+    # The last of the new prompts replaces the second row, which has not ended.
+    last_sampling = Sampling(**{name: getattr(_MIXED.rows(len(_LENGTHS)), name)[-1] for name in Sampling.__dataclass_fields__})
+    alone = replace(options, sampling=last_sampling, key=new_keys[-1:])
     capacity = state.tokens.shape[1]
-    _, request = decoding.start(target, drafter, others[-1:], _LENGTHS[-1:], alone, capacity=capacity, mixed=True)
+    _, request = decoding.start(target, drafter, new_prompts[-1:], _LENGTHS[-1:], alone, capacity=capacity, mixed=True)
     state = decoding.decode(target, drafter, state, 2)
     state = decoding.decode(target, drafter, decoding.insert(state, request, 1), jnp.iinfo(jnp.int32).max)
     plain = partial(decoding.generate, target, None, max_new_tokens=new_tokens, sampling=_MIXED, rule="coupled")
     expected = _outputs(plain(prompts, _LENGTHS, key=keys))
-    expected[1] = _outputs(plain(others, _LENGTHS, key=of_others))[-1]
+    expected[1] = _outputs(plain(new_prompts, _LENGTHS, key=new_keys))[-1]
     for row, (text, got) in enumerate(zip(expected, _outputs(sharding.to_host(state, target.mesh)), strict=True)):
-        whose = "of the request that was inserted" if row == 1 else "beside a request that was inserted"
+        whose = "the request that was inserted" if row == 1 else "beside a request that was inserted"
         assert got == text, f"row {row}, {whose}: coupled tokens {got} are not plain decoding's {text}"
 
 
 def check_rows_that_come_and_go(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
-    """Texts that come and go (`specjax.decoding.rows`) are those of plain decoding, and no drafter forgets a part of them.
+    """Check continuous batching (`specjax.decoding.rows`): the texts and the drafter's state.
 
-    There are more texts than rows, their caches lie in pages, and NaN in every page that no text has. One text goes on from
-    what was read for another. Drafted and paused steps take turns (`specjax.drafters.pausable`).
+    There are more texts than rows. Their caches are paged, and every free page is filled with NaN.
+    One text continues from the prefix of another. Steps with drafts and paused steps alternate
+    (`specjax.drafters.pausable`).
 
-    Coupled text never depends on what the drafter remembers: a state that lost something shows in the statistics alone. So
-    there are twins. One text is read whole in one row, and from another's pages and prefix state in the next. And all is done
-    twice: the drafter catches up after several paused steps, and after each of them.
+    All texts must equal those of plain decoding. But coupled text never depends on the drafter's
+    state, so an error in that state shows in the statistics alone. So one text is read twice: as a
+    whole, and from another's pages and prefix state. And the whole check runs twice: the drafter
+    catches up after several paused steps, or after each of them. The statistics must be equal.
 
     Examples:
         >>> from specjax import conformance
@@ -288,135 +300,148 @@ def check_rows_that_come_and_go(target: Target, drafter: Drafter, *, new_tokens:
         rule="coupled",
     )
     at_once, one_by_one = (_PagedRows(target, drafter, texts).run(paused) for paused in ([3], [1, 1, 1]))
-    for number, expected in enumerate(_outputs(plain)):
-        for got, _ in (at_once[number], one_by_one[number]):
-            assert got == expected, f"text {number} among texts that come and go: {got} is not plain decoding's {expected}"
-        assert at_once[number][1] == one_by_one[number][1], (
-            f"text {number}: other drafts where the drafter catches up after several paused steps than after each of them: "
-            f"{at_once[number][1]} and {one_by_one[number][1]}"
+    for index, expected in enumerate(_outputs(plain)):
+        for got, _ in (at_once[index], one_by_one[index]):
+            assert got == expected, f"text {index} among texts that come and go: {got} is not plain decoding's {expected}"
+        assert at_once[index][1] == one_by_one[index][1], (
+            f"text {index}: the drafts differ if the drafter catches up after several paused steps, or after each of them: "
+            f"{at_once[index][1]} and {one_by_one[index][1]}"
         )
     whole, shared = at_once[1][1], at_once[2][1]
     assert whole == shared, (
-        f"other drafts for a text that goes on from another's prefix state than for one read whole: {shared}, {whole}"
+        f"the drafts of a text that continues from a prefix state differ from those of one read whole: {shared}, {whole}"
     )
 
 
 _PAGE = 16
-"""Tokens of a page, and of a chunk: the smallest page that attention takes on every device."""
+"""The number of tokens of a page and of a chunk: the smallest page that all devices support."""
 
 _PAGED_ROWS = 3
 
 
 def _texts(target: Target, new_tokens: int) -> list[rows.Text]:
-    """The first begins as the next two do, which are the same text; the others come when a row is free."""
+    """Return the texts. The first three have a common prefix, and the second and third are equal.
+
+    The last two wait for a free row.
+    """
     prompts = np.tile(_prompts(target), 4)[[0, 0, 0, 1, 2], : _PAGE + 4]
-    # A drafter pairs a token with the one after it: what is shared goes one token beyond the page.
+    # A drafter pairs a token with the next one: the common prefix is one token longer than a page.
     prompts[1:3, _PAGE + 1 :] = _prompts(target, seed=1)[0, :3]
     full, keys = _PAGE + 4, jax.random.split(jax.random.key(5), 4)
     stop_token_ids = GenerationOptions().check(target.config, 1).stop_token_ids[0]
 
-    def text(number: int, key: jax.Array, length: int, limit: int, sampling: Sampling) -> rows.Text:
+    def text(index: int, key: jax.Array, length: int, max_new_tokens: int, sampling: Sampling) -> rows.Text:
         tokens = np.zeros(full + new_tokens, np.int32)
-        tokens[:length] = prompts[number, :length]
-        end = length + min(limit, new_tokens)
+        tokens[:length] = prompts[index, :length]
+        max_length = length + min(max_new_tokens, new_tokens)
         return rows.Text(
             tokens=tokens,
             length=np.int32(length),
-            max_length=np.int32(end),
+            max_length=np.int32(max_length),
             key=key,
             stop_token_ids=stop_token_ids,
             sampling=sampling.of_row(),
         )
 
-    greedy, drawn = Sampling(temperature=0.0), Sampling(top_p=0.9)
+    greedy, sampled = Sampling(temperature=0.0), Sampling(top_p=0.9)
     return [
         text(0, keys[0], full, 4, greedy),
-        text(1, keys[1], full, new_tokens, drawn),
-        text(2, keys[1], full, new_tokens, drawn),
+        text(1, keys[1], full, new_tokens, sampled),
+        text(2, keys[1], full, new_tokens, sampled),
         text(3, keys[2], 1, 9, Sampling(temperature=0.7, top_k=5)),
         text(4, keys[3], 7, new_tokens, greedy),
     ]
 
 
 class _PagedRows:
-    """Rows that come and go, and the host that gives them pages. On a mesh each group of rows has the same texts.
+    """Rows with paged caches, and the page allocator on the host.
+
+    On a mesh, each group of rows has the same texts.
 
     Args:
         target: the target.
         drafter: the drafter.
-        texts: of which the second and third are to begin as the first, a page long.
+        texts: the texts. The second and the third begin with the first page of the first.
     """
 
     def __init__(self, target: Target, drafter: Drafter, texts: Sequence[rows.Text]) -> None:
         self.target, self.drafter, self.texts = target, Pausable(drafter), texts
         self.groups, capacity = groups_of(target.mesh), len(texts[0].tokens)
-        each = -(-capacity // _PAGE)
-        self.pages = _PAGED_ROWS * each
+        pages_per_row = -(-capacity // _PAGE)
+        self.pages = _PAGED_ROWS * pages_per_row
         sizes = {"capacity": capacity, "pages": self.pages, "page": _PAGE}
         self.state = rows.empty(
             target, self.drafter, rows=self.groups * _PAGED_ROWS, max_stop_tokens=len(texts[0].stop_token_ids), **sizes
         )
         self.fresh = rows.empty_prefix_state(target, self.drafter, **sizes)
-        self.free = list(range(self.pages))  # the last first: a cache that takes -1 for no page hits the one that is shared
-        self.table = np.full((_PAGED_ROWS, each), self.pages, np.int32)
-        self.whose: dict[int, int] = {}
-        self.found: dict[int, tuple[list[int], metrics.Acceptance]] = {}
+        # The last page is used first, and becomes the shared one. So a cache that takes -1 as the
+        # last page, and not as none, damages it.
+        self.free = list(range(self.pages))
+        self.table = np.full((_PAGED_ROWS, pages_per_row), self.pages, np.int32)
+        self.text_of_row: dict[int, int] = {}
+        self.results: dict[int, tuple[list[int], metrics.Acceptance]] = {}
         self._spoil()
 
     def run(self, paused: Sequence[int]) -> dict[int, tuple[list[int], metrics.Acceptance]]:
-        """Each text's tokens and statistics. Between drafted steps are paused ones; the drafter catches up after so many."""
+        """Decode all texts, and return the tokens and the statistics of each.
+
+        Steps with drafts and paused steps alternate. ``paused`` has the numbers of paused steps
+        after each of which the drafter catches up.
+        """
         prefix_state = self._begin(0, 0)
         self._begin(1, 1)
         self._begin(2, 2, cached=_PAGE, prefix_state=prefix_state, pages=self.table[0, :1].tolist())
         waiting = list(range(_PAGED_ROWS, len(self.texts)))
-        while self.whose:
+        while self.text_of_row:
             self._decode(self.drafter, 2)
             for steps in paused:
                 self._decode(replace(self.drafter, paused=True), steps)
                 width = self.groups * _PAGED_ROWS
                 self.state = rows.catch_up(self.target, self.drafter, self.state, self._full_table(), width=width)
             for row in range(_PAGED_ROWS):
-                if waiting and row not in self.whose:
+                if waiting and row not in self.text_of_row:
                     self._begin(row, waiting.pop(0))
-        return self.found
+        return self.results
 
-    def _begin(self, row: int, number: int, cached: int = 0, prefix_state: Any = None, pages: Sequence[int] = ()) -> Any:
-        """Admit a text and read its prompt. Returns what the drafter knew after the first chunk."""
-        text, self.whose[row] = self.texts[number], number
-        own = [self.free.pop() for _ in range(-(-int(text.max_length) // _PAGE) - len(pages))]
-        self.table[row, : len(pages) + len(own)] = [*pages, *own]
+    def _begin(self, row: int, index: int, cached: int = 0, prefix_state: Any = None, pages: Sequence[int] = ()) -> Any:
+        """Admit a text and prefill its prompt. Return the prefix state after the first chunk."""
+        text, self.text_of_row[row] = self.texts[index], index
+        new_pages = [self.free.pop() for _ in range(-(-int(text.max_length) // _PAGE) - len(pages))]
+        self.table[row, : len(pages) + len(new_pages)] = [*pages, *new_pages]
         prefix_state = self.fresh if prefix_state is None else prefix_state
-        of_groups = np.arange(self.groups, dtype=np.int32) * _PAGED_ROWS + row
-        for group, place in enumerate(of_groups):
-            given = np.int32(cached), prefix_state, np.int32(group)
-            self.state = rows.admit(self.target, self.drafter, self.state, place, text, *given)
+        row_of_group = np.arange(self.groups, dtype=np.int32) * _PAGED_ROWS + row
+        for group, group_row in enumerate(row_of_group):
+            arguments = np.int32(cached), prefix_state, np.int32(group)
+            self.state = rows.admit(self.target, self.drafter, self.state, group_row, text, *arguments)
         prefix_states, end = [], int(text.length) - 1
         while not prefix_states or cached < end:
             count = min(_PAGE, end - cached)
             cached += count
-            given = of_groups, np.full_like(of_groups, count), np.full(self.groups, cached == end)
+            arguments = row_of_group, np.full_like(row_of_group, count), np.full(self.groups, cached == end)
             self.state, prefix_state, _, _ = rows.read_chunk(
-                self.target, self.drafter, self.state, self._full_table(), *given, width=_PAGE
+                self.target, self.drafter, self.state, self._full_table(), *arguments, width=_PAGE
             )
             prefix_states.append(prefix_state)
         return prefix_states[0]
 
     def _decode(self, drafter: Pausable, steps: int) -> None:
-        """Decode, and let the texts go that are done: NaN takes the place of what they alone remembered."""
-        free = np.tile([row not in self.whose for row in range(_PAGED_ROWS)], self.groups)
-        given = free, np.int32(steps), np.bool_(False)
+        """Decode some steps, remove the texts that are done, and fill their pages with NaN."""
+        free = np.tile([row not in self.text_of_row for row in range(_PAGED_ROWS)], self.groups)
+        arguments = free, np.int32(steps), np.bool_(False)
         table = self._full_table()
-        self.state, progress = rows.decode_rows(self.target, drafter, self.state, table, *given, width=len(free), call_steps=1)
+        self.state, progress = rows.decode_rows(
+            self.target, drafter, self.state, table, *arguments, width=len(free), call_steps=1
+        )
         progress, tokens = sharding.to_host((progress, self.state.tokens), self.target.mesh)
-        for row in [row for row in self.whose if progress.done[row]]:
+        for row in [row for row in self.text_of_row if progress.done[row]]:
             text = tokens[row, : progress.lengths[row]].tolist()
-            self.found[self.whose.pop(row)] = text, metrics.summarise(progress.stats, row)
-            left, self.table[row] = self.table[row].tolist(), self.pages
-            self.free += sorted({page for page in left if page not in self.table})
+            self.results[self.text_of_row.pop(row)] = text, metrics.summarise(progress.stats, row)
+            row_pages, self.table[row] = self.table[row].tolist(), self.pages
+            self.free += sorted({page for page in row_pages if page not in self.table})
             self._spoil()
 
     def _spoil(self) -> None:
-        """NaN in every free page of every pool of floats: of entries in 8 bits those of scales."""
+        """Fill all free pages with NaN; in a quantized cache, the scales of these pages."""
         is_free = np.tile(np.isin(np.arange(self.pages), self.free), self.groups)
 
         def spoiled(pool: jax.Array) -> jax.Array:
@@ -424,12 +449,12 @@ class _PagedRows:
                 return pool
             return jnp.where(is_free.reshape(-1, *(1,) * (pool.ndim - 1)), jnp.nan, pool)
 
-        def one(node: Any) -> Any:
+        def with_spoiled_pages(node: Any) -> Any:
             if not isinstance(node, PagedCache):
                 return node
             return replace(node, layers=jax.tree.map(spoiled, node.layers))
 
-        self.state = jax.tree.map(one, self.state, is_leaf=lambda node: isinstance(node, PagedCache))
+        self.state = jax.tree.map(with_spoiled_pages, self.state, is_leaf=lambda node: isinstance(node, PagedCache))
 
     def _full_table(self) -> np.ndarray:
         return np.tile(self.table, (self.groups, 1))
@@ -437,13 +462,13 @@ class _PagedRows:
 
 def _check_same(result: decoding.Result, row: int, elsewhere: decoding.Result, there: int) -> None:
     assert _outputs(result)[row] == _outputs(elsewhere)[there], f"row {row}: other tokens among other rows"
-    # How wide a pass was is the batch's affair.
-    here, moved = metrics.summarise(result.stats, row), metrics.summarise(elsewhere.stats, there)
-    assert replace(here, scored=0) == replace(moved, scored=0), f"row {row}: other statistics among other rows"
+    # The width of a pass depends on all rows of the batch.
+    here, reordered = metrics.summarise(result.stats, row), metrics.summarise(elsewhere.stats, there)
+    assert replace(here, scored=0) == replace(reordered, scored=0), f"row {row}: other statistics among other rows"
 
 
 def _prompts(target: Target, seed: int = 0) -> np.ndarray:
-    """``[3, 6]`` prompts, of which `_LENGTHS` count, with the repetitions that a drafter may look for."""
+    """Return prompts ``[3, 6]`` with lengths `_LENGTHS`, and repetitions for prompt lookup."""
     prompts = np.random.default_rng(seed).integers(0, target.config.vocab_size, (len(_LENGTHS), _LENGTHS.max()))
     prompts[:, 3:] = prompts[:, :3]
     return prompts

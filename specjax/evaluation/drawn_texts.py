@@ -1,25 +1,28 @@
-"""Whether texts drawn with a drafter have the target's own distribution: tests for a vocabulary of any size.
+"""Tests whether texts sampled with a drafter have the target's distribution, for any vocabulary.
 
-Where a vocabulary is tiny, all continuations can be enumerated and counted (`specjax.evaluation.conformance`). With 150,000
-tokens they cannot. So each drawn token is compared with p, the target's distribution at its own place given the text before it.
+With a tiny vocabulary, all continuations can be enumerated and counted
+(`specjax.evaluation.conformance`). With 150,000 tokens they cannot. So each sampled token is
+compared with p, the target's distribution at its position given the text before it.
 
-Put all tokens in some order. A drawn token x covers an interval: it begins at the mass of the tokens before x and is p(x) long.
-Draw a number u evenly from it. If x was drawn from p, then u is evenly distributed over [0, 1], whatever p is, and the numbers
-of successive tokens are independent (Rosenblatt 1952; Brockwell 2007 for discrete distributions). So the numbers of all places
-and all prompts can be counted together. The order may depend on the text before the token; it decides which deviations the test
-sees best. Three questions are asked of the same texts, and one of the drafts:
+Sort all tokens in some order. A sampled token x has an interval of length p(x), which begins at the
+total probability of the tokens before x. Draw a uniform number u from it. If x was sampled from p,
+then u is uniform over [0, 1], whatever p is, and the numbers of successive tokens are independent
+(Rosenblatt 1952; Brockwell 2007 for discrete distributions). So the numbers of all positions and
+prompts can be counted together. The order may depend on the text before the token. It decides which
+deviations the test detects best. There are three tests of the texts and one of the drafts:
 
-- ``joint``: likelier tokens first, and three successive numbers together. They must fill a cube evenly.
-- ``by preference``: tokens with the largest q/p first, where q is the drafter's distribution at that place. A rule that accepts
-  too much favours what q favours, at every place.
-- ``towards the drafter``: one direction alone, that of a rule which accepts drafted tokens too often or too rarely. This is a
-  score test, which is the most powerful one for small faults of that kind.
-- ``drafts against q``: whether the drafter draws from the q that it hands over. After each prompt many first tokens are drafted
-  and counted. Not asked where nobody reads q.
+- ``joint``: the order is by descending p. Triples of successive numbers must be uniform in a cube.
+- ``by preference``: the order is by descending q/p, where q is the drafter's distribution at that
+  position. A rule that accepts too much prefers what q prefers, at every position.
+- ``towards the drafter``: a score test for a rule that accepts drafted tokens too often or too
+  rarely. It is the most powerful test for small errors of that kind.
+- ``drafts against q``: whether the drafter samples from the q that it returns. After each prompt,
+  many first tokens are drafted and counted. It is left out if no rule reads q.
 
-To know p and q, the finished texts are read again token by token, by plain decoding's own passes, and the drafter is asked at
-every place for a draft that nobody verifies. The drafts that the text was made with will not do: under block verification it
-depends on a token whether it still belongs to the step that drafted it.
+To get p and q, the finished texts are read again token by token, with plain decoding's own passes,
+and the drafter drafts at every position without verification. The drafts from which the text was
+generated are of no use: under block verification, the token itself decides whether it still belongs
+to the step that drafted it.
 """
 
 from collections.abc import Sequence
@@ -45,36 +48,41 @@ from specjax.progress import track
 from specjax.sampling import RowSampling, Rule, Sampling, probabilities
 
 FALSE_ALARM = 1e-5
-"""The chance that a right pair fails, over all random keys."""
+"""The probability over all random keys that a correct target and drafter fail."""
 
 NEW_TOKENS = 32
-"""Drawn in each text."""
+"""The number of sampled tokens of each text."""
 
 _SHARE = 0.05
-"""The score test is the most powerful one for a rule that accepts this share too much, and nearly so for others."""
+"""The score test is the most powerful one for a rule that accepts this share too much.
+
+It is nearly the most powerful one for other shares.
+"""
 
 _BINS = 20
-_DRAFTS = 16  # of each text, for their q
-_MIXED_EVERY = 4  # truncation takes a CPU as long as all the rest
-_ROWS = 256  # of a batch at most; more do not make it faster on a CPU
-_NUMBERS = 2**27  # of one array on the device at most: what bounds the rows of a batch for large vocabularies
-_LEAST_VARIANCE = 100.0  # of the score: below it, less than a doubling would show, and no approximation holds
+_DRAFTS = 16  # drafts per text for the test against q
+_MIXED_EVERY = 4  # use all settings in every fourth batch: truncation takes a CPU as long as all the rest
+_ROWS = 256  # the maximum number of rows of a batch; more are not faster on a CPU
+_NUMBERS = 2**27  # the maximum size of an array; it limits the rows of a batch for large vocabularies
+_LEAST_VARIANCE = 100.0  # of the score; below it, only a doubling would be detected, and the approximations are invalid
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """What came of the drawn texts.
+    """The results of the tests of sampled texts.
 
     Attributes:
-        p_value: how likely a right pair is to look as bad or worse: the smallest of the ``p_values`` times their number, at
-            most 1. 0 where a token was drawn that truncation rules out.
-        p_values: of each question, see `specjax.evaluation.drawn_texts`.
-        draws: drawn tokens.
-        texts: that they are in.
-        outside: drawn tokens that the settings' truncation rules out, by more than rounding explains.
-        detectable: a rule that favours drafted tokens by this share fails 95 times of 100. None where the drafter proposed too
-            little to tell.
-        rule: which verified the drafts.
+        p_value: the probability that a correct target and drafter look as bad or worse: the
+            smallest of the ``p_values`` times their number, at most 1. It is 0 if a token was
+            sampled that truncation excludes.
+        p_values: the p-value of each test, see `specjax.evaluation.drawn_texts`.
+        draws: the number of sampled tokens.
+        texts: the number of texts.
+        outside: the number of sampled tokens that top-k, top-p or min-p exclude, by more than
+            rounding explains.
+        detectable: a rule that prefers drafted tokens by this share fails 95 times of 100. None if
+            the drafter drafted too little for the test.
+        rule: the verification rule.
     """
 
     p_value: float
@@ -87,7 +95,10 @@ class Distribution:
 
     @property
     def passes(self) -> bool:
-        """Whether the target can have drawn the texts. A right pair is refused with probability `FALSE_ALARM`."""
+        """True if the texts fit the target's distribution.
+
+        It is False with probability `FALSE_ALARM` for a correct target and drafter.
+        """
         return self.p_value >= FALSE_ALARM
 
 
@@ -103,51 +114,52 @@ def draw_and_test(
     key: jax.Array,
     rounding: float = 0.0,
 ) -> Distribution:
-    """Draw texts with the drafter, ``draws`` tokens or a few more, and ask whether they are the target's.
+    """Sample texts with the drafter, and test whether they have the target's distribution.
 
     Args:
-        target: the target model.
-        drafter: what is put to the test.
-        tokens: ``[P, W]`` prompts, right-padded; each is continued many times, with a key for every text.
-        lengths: ``[P]``.
-        settings: to draw with; each of its numbers is one for all prompts. Most batches are drawn with the first, and every
-            fourth with all of them side by side.
-        rule: None is the one that suits the drafter's shape.
-        draws: of tokens.
-        key: consumed.
-        rounding: how far two passes of the target may differ in the difference of two logits.
+        target: the target.
+        drafter: the drafter to test.
+        tokens: ``[P, W]`` right-padded prompts. Each is continued many times, with a key per text.
+        lengths: ``[P]`` the length of each prompt.
+        settings: the sampling parameters, each for all prompts. Most batches use the first; every
+            fourth batch uses all of them, in different rows.
+        rule: the verification rule; None for the default of the drafter's shape.
+        draws: the number of tokens to sample; some more may be sampled.
+        key: the random key, which is consumed.
+        rounding: the bound on the change of the difference between two logits by rounding.
     """
     rule = GenerationOptions(rule=rule).rule_for(drafter.draft_shape)
-    mixed, first = (_rows_of(target, drafter, tokens, lengths, some, rule) for some in (settings, settings[:1]))
+    mixed = _rows_of(target, drafter, tokens, lengths, settings, rule)
+    first = _rows_of(target, drafter, tokens, lengths, settings[:1], rule)
     repeats, batches = _plan(target, drafter, len(mixed.lengths), draws)
-    found: list[_Read] = []
+    readings: list[_Read] = []
     drafts = _Drafts()
     keys = list(jax.random.split(key, batches))
-    for number, of_batch in enumerate(track(keys, "drawing texts and reading them again")):
-        if number % _MIXED_EVERY == 0:
-            found.append(_batch(target, drafter, mixed, repeats, rule, of_batch, rounding, drafts))
+    for batch, batch_key in enumerate(track(keys, "drawing texts and reading them again")):
+        if batch % _MIXED_EVERY == 0:
+            readings.append(_batch(target, drafter, mixed, repeats, rule, batch_key, rounding, drafts))
         else:
-            found.append(_batch(target, drafter, first, repeats * len(settings), rule, of_batch, rounding, drafts))
-    return _judge(found, drafts, rule, np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist()))
+            readings.append(_batch(target, drafter, first, repeats * len(settings), rule, batch_key, rounding, drafts))
+    return _judge(readings, drafts, rule, np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist()))
 
 
 def _plan(target: Target, drafter: Drafter, rows: int, draws: int) -> tuple[int, int]:
-    """How often each of ``rows`` is repeated in a batch, and how many batches there are."""
-    wanted = -(-draws // (rows * NEW_TOKENS))
-    fit = max(1, min(_NUMBERS // (drafter.draft_shape.nodes * target.config.vocab_size), _ROWS) // rows)
-    batches = -(-wanted // fit)
-    return -(-wanted // batches), batches
+    """Return how often each row is repeated in a batch, and the number of batches."""
+    repeats = -(-draws // (rows * NEW_TOKENS))
+    max_repeats = max(1, min(_NUMBERS // (drafter.draft_shape.nodes * target.config.vocab_size), _ROWS) // rows)
+    batches = -(-repeats // max_repeats)
+    return -(-repeats // batches), batches
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Prompts and settings, each pair of them one row. The prompts are read once however often they are continued.
+    """One row for each pair of a prompt and a setting. The prompts are prefilled once.
 
     Attributes:
-        lengths: of the prompts.
+        lengths: the lengths of the prompts.
         coolest: the lowest temperature.
-        drawing: the state after the prompts, to draw texts from.
-        reading: the same, to read them again from, with `_reader`'s drafter.
+        drawing: the state after the prompts, for sampling texts.
+        reading: the state after the prompts, for reading the texts again with `_reader`'s drafter.
     """
 
     lengths: np.ndarray
@@ -160,38 +172,42 @@ def _rows_of(
     target: Target, drafter: Drafter, tokens: np.ndarray, lengths: np.ndarray, settings: Sequence[Sampling], rule: Rule
 ) -> _Rows:
     names = Sampling.__dataclass_fields__
-    each = {name: np.repeat([getattr(setting, name) for setting in settings], len(tokens)) for name in names}
+    fields = {name: np.repeat([getattr(setting, name) for setting in settings], len(tokens)) for name in names}
     tokens, lengths = np.tile(tokens, (len(settings), 1)), np.tile(lengths, len(settings))
 
     def start(drafter: Drafter, rule: Rule) -> decoding.DecodeState:
-        # No token ends a text: which of its tokens are counted must not depend on what they are.
-        options = GenerationOptions(NEW_TOKENS, Sampling(**each), eos_token_ids=(), rule=rule)
+        # No token ends a text: the number of tokens that count must not depend on their values.
+        options = GenerationOptions(NEW_TOKENS, Sampling(**fields), eos_token_ids=(), rule=rule)
         return decoding.start(target, drafter, tokens, lengths, options)[1]
 
-    coolest = float(np.min(each["temperature"]))
+    coolest = float(np.min(fields["temperature"]))
     return _Rows(lengths, coolest, drawing=start(drafter, rule), reading=start(_reader(drafter), "independent"))
 
 
 class _Drafts:
-    """First tokens of drafts after the prompts, and the q that was handed over with them, by row."""
+    """The counts of first drafted tokens after the prompts, and the q of the drafter, by row."""
 
     def __init__(self) -> None:
         self._counts: dict[int, np.ndarray] = {}
         self._q: dict[int, np.ndarray] = {}
 
     def add(self, tokens: np.ndarray, q: np.ndarray) -> None:
-        """``tokens [rows, n]`` drawn with ``q [rows, V]``."""
-        for row, (drawn, own) in enumerate(zip(tokens, q, strict=True)):
-            self._q.setdefault(row, own.astype(np.float64))
-            self._counts[row] = self._counts.get(row, np.zeros(len(own))) + np.bincount(drawn, minlength=len(own))
+        """Add drafted tokens ``[rows, n]`` with the drafter's ``q [rows, V]``."""
+        for row, (row_tokens, row_q) in enumerate(zip(tokens, q, strict=True)):
+            self._q.setdefault(row, row_q.astype(np.float64))
+            counts = self._counts.get(row, np.zeros(len(row_q)))
+            self._counts[row] = counts + np.bincount(row_tokens, minlength=len(row_q))
 
     def p_value(self) -> float | None:
-        """Of all rows together, by Fisher's method; None where no draft had a q, or no row has two tokens that come often."""
-        each = [g_test(self._counts[row], own) for row, own in self._q.items()]
-        each = [value for value in each if value < 1]  # 1 is the value of a single cell
-        if not each:
+        """Return the p-value of all rows together, by Fisher's method.
+
+        It is None if no draft had a q, or if no row has two tokens that are drafted often.
+        """
+        values = [g_test(self._counts[row], row_q) for row, row_q in self._q.items()]
+        values = [value for value in values if value < 1]  # a test with a single cell gives 1
+        if not values:
             return None
-        return float(special.chdtrc(2 * len(each), -2 * np.sum(np.log(each)))) if min(each) > 0 else 0.0
+        return float(special.chdtrc(2 * len(values), -2 * np.sum(np.log(values)))) if min(values) > 0 else 0.0
 
 
 def _batch(
@@ -204,28 +220,31 @@ def _batch(
     rounding: float,
     drafts: _Drafts,
 ) -> "_Read":
-    """Draw each row's text ``repeats`` times, and read the texts again; adds to ``drafts``."""
+    """Sample the text of each row several times, read the texts again, and add to ``drafts``."""
     count = len(rows.lengths) * repeats
     draw_key, read_key, draft_key = jax.random.split(key, 3)
     state = _repeat(rows.drawing, jax.random.split(draw_key, count), repeats)
-    drawn = decoding.decode(target, drafter, state, NEW_TOKENS)
-    raise_if_failed(target, drawn)
-    places = np.repeat(rows.lengths, repeats)[:, None] + np.arange(NEW_TOKENS)
-    texts = np.take_along_axis(sharding.to_host(drawn.tokens, target.mesh), places, axis=1)
+    result = decoding.decode(target, drafter, state, NEW_TOKENS)
+    raise_if_failed(target, result)
+    positions = np.repeat(rows.lengths, repeats)[:, None] + np.arange(NEW_TOKENS)
+    texts = np.take_along_axis(sharding.to_host(result.tokens, target.mesh), positions, axis=1)
     reader = _reader(drafter)
     state = _repeat(rows.reading, jax.random.split(read_key, count), repeats)
     if rule != "coupled":
-        keys = (jax.random.split(of_drafts, count) for of_drafts in jax.random.split(draft_key, _DRAFTS))
-        tokens, qs = zip(*(_first_drafts(target, reader, state, each, repeats) for each in keys), strict=True)
-        if qs[0] is not None:  # the same every time
+        keys = (jax.random.split(one_key, count) for one_key in jax.random.split(draft_key, _DRAFTS))
+        tokens, qs = zip(*(_first_drafts(target, reader, state, row_keys, repeats) for row_keys in keys), strict=True)
+        if qs[0] is not None:  # all of them are equal: q does not depend on the key
             drafts.add(*sharding.to_host((jnp.concatenate(tokens, axis=1), qs[0]), target.mesh))
     looser = np.exp(rounding / rows.coolest)
-    read = sharding.to_host(_read(target, reader, state, jnp.asarray(texts.T), rounding, looser), target.mesh)
-    return jax.tree.map(np.transpose, read)
+    reading = sharding.to_host(_read(target, reader, state, jnp.asarray(texts.T), rounding, looser), target.mesh)
+    return jax.tree.map(np.transpose, reading)
 
 
 def _reader(drafter: Drafter) -> Drafter:
-    """The drafter as it is asked for its preferences: where it draws, its distribution after the newest token is enough."""
+    """Return the drafter for reading texts again.
+
+    A drafter that samples gets a chain of 1, because only its q after the root is used.
+    """
     draws = isinstance(drafter.draft_shape, Chain | SampledTree)
     return replace(drafter, draft=Chain(1)) if draws else drafter  # pyright: ignore[reportArgumentType]
 
@@ -239,29 +258,30 @@ def _repeat(state: decoding.DecodeState, keys: jax.Array, repeats: int) -> decod
 def _first_drafts(
     target: Target, drafter: Drafter, state: decoding.DecodeState, keys: jax.Array, repeats: int
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The first token that is drafted below each root ``[rows, repeats]``, and each row's q ``[rows, V]``."""
+    """Return the first drafted token of each root ``[rows, repeats]``, and q ``[rows, V]``."""
     draft, _ = decoding.propose_step(target, drafter, replace(state, keys=keys))
     first = jnp.asarray(tree.first_children(draft.parents))[..., 0]
     tokens = jnp.take_along_axis(draft.tokens, jnp.broadcast_to(first, keys.shape)[:, None], axis=1)[:, 0]
     return tokens.reshape(-1, repeats), None if draft.q is None else draft.q[::repeats, 0]
 
 
-# --- reading the texts again, on the device --------------------------------------------------------------------------
+# --- reading the texts again, on the device -------------------------------------------------------
 
 
 @struct.dataclass
 class _Read:
-    """Of R texts of T tokens each, where they lie in the target's distribution.
+    """The intervals of R texts of T tokens in the target's distribution, and their scores.
 
     Attributes:
-        below: ``[R, T]`` the target's mass of the tokens that it finds likelier.
-        own: ``[R, T]`` that of the token itself, and of those that are as likely.
-        preferred: ``[R, T]`` as ``below``, of the tokens that the drafter prefers.
-        alike: ``[R, T]`` as ``own``, of those that it prefers as much.
-        score: ``[R, T]`` the derivative of the log-probability by the share in which drafted tokens are favoured.
-        variance: ``[R, T]`` that of the score, under the target; its mean is 0.
-        third: ``[R, T]`` the mean of the score's cube, under the target.
-        outside: ``[R, T]`` bool, whether truncation rules the token out.
+        below: ``[R, T]`` the target's probability of all tokens that are likelier.
+        own: ``[R, T]`` the target's probability of the token itself and of equally likely ones.
+        preferred: ``[R, T]`` the target's probability of all tokens that the drafter prefers.
+        alike: ``[R, T]`` the target's probability of the token and of equally preferred ones.
+        score: ``[R, T]`` the derivative of the token's log-probability with respect to the share by
+            which drafted tokens are preferred.
+        variance: ``[R, T]`` the variance of the score under the target; its mean is 0.
+        third: ``[R, T]`` the mean of the cube of the score under the target.
+        outside: ``[R, T]`` bool whether truncation excludes the token.
     """
 
     below: jax.Array
@@ -283,9 +303,18 @@ def _read(
     rounding: jax.Array | float,
     looser: jax.Array | float,
 ) -> _Read:
-    """`_Read` of ``texts [T, R]``, all of its arrays ``[T, R]``; ``state`` is that after the prompts.
+    """Read texts again with the target and the drafter.
 
-    ``looser`` is how much more top-p may leave than it says, for all that rounding knows.
+    Args:
+        target: the target.
+        drafter: the drafter from `_reader`.
+        state: the state after the prompts.
+        texts: ``[T, R]`` the sampled tokens.
+        rounding: see `draw_and_test`.
+        looser: the factor by which rounding may enlarge the probability that top-p keeps.
+
+    Returns:
+        The `_Read`, all of its arrays ``[T, R]``.
     """
 
     def read_token(state: decoding.DecodeState, token: jax.Array) -> tuple[decoding.DecodeState, _Read]:
@@ -302,43 +331,47 @@ def _read(
 def _forced_step(
     target: Target, drafter: Drafter, state: decoding.DecodeState, token: jax.Array
 ) -> tuple[Draft, decoding.DecodeState, jax.Array]:
-    """One step as `specjax.decoding.step` makes it, but nothing of the draft is accepted and ``token [R]`` is what comes.
+    """Do a step like `specjax.decoding.step` that accepts no drafted token and emits ``token [R]``.
 
     Returns:
-        The draft, the next state, and the target's logits ``[R, V]`` after the root: plain decoding's own.
+        The draft, the next state, and the target's logits ``[R, V]`` after the root, which are
+        those of plain decoding.
     """
     draft, state = decoding.propose_step(target, drafter, state)
     root, room = state.roots[:, None], draft.depth + 1
     output, entries = target.score(root, state.cache, taps=drafter.taps(target.config))
-    one = jnp.ones_like(state.lengths)
-    cache = state.cache.append(entries, one, after=output.hidden)
+    count = jnp.ones_like(state.lengths)
+    cache = state.cache.append(entries, count, after=output.hidden)
 
-    def wide(leaf: jax.Array, axis: int = 1) -> jax.Array:
+    def padded(leaf: jax.Array, axis: int = 1) -> jax.Array:
         return jnp.pad(leaf, [(0, room - 1 if i == axis else 0) for i in range(leaf.ndim)])
 
     committed = Committed(
-        tokens=wide(root),
-        following=wide(token[:, None]),
-        output=jax.tree.map(wide, output.states),
-        entries=jax.tree.map(partial(wide, axis=2), entries),
-        count=one,
+        tokens=padded(root),
+        following=padded(token[:, None]),
+        output=jax.tree.map(padded, output.states),
+        entries=jax.tree.map(partial(padded, axis=2), entries),
+        count=count,
         cache=cache,
     )
-    verdict = Verdict(path=jnp.zeros((len(one), room), jnp.int32), count=one, token=token)
-    places = jnp.minimum(state.lengths, state.tokens.shape[1] - 1)
-    after = replace(
+    verdict = Verdict(path=jnp.zeros((len(count), room), jnp.int32), count=count, token=token)
+    positions = jnp.minimum(state.lengths, state.tokens.shape[1] - 1)
+    next_state = replace(
         state,
-        tokens=state.tokens.at[jnp.arange(len(one)), places].set(token),
+        tokens=state.tokens.at[jnp.arange(len(count)), positions].set(token),
         lengths=state.lengths + 1,
         keys=jax.vmap(partial(jax.random.fold_in, data=0))(state.keys),
         cache=cache,
         drafter=drafter.update(target, state.drafter, draft, verdict, committed),
     )
-    return draft, after, output.logits[:, 0]
+    return draft, next_state, output.logits[:, 0]
 
 
 def _place(draft: Draft, p: jax.Array, logits: jax.Array, sampling: RowSampling, token: jax.Array, outside: jax.Array) -> _Read:
-    """What `_Read` says of one place, ``[R]`` each; ``p`` and ``logits [R, V]`` are the target's."""
+    """Return the `_Read` of one position, ``[R]`` each.
+
+    ``p`` and ``logits [R, V]`` are the target's.
+    """
     if draft.q is not None:
         preference = _log(draft.q[:, 0]) - _log(_untruncated(p, logits, sampling))
         change = _change_if_accepted_too_much(p, draft.q[:, 0])
@@ -357,15 +390,16 @@ def _place(draft: Draft, p: jax.Array, logits: jax.Array, sampling: RowSampling,
 
 
 def _masses(p: jax.Array, order: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The mass under p of what has a larger number in ``order [R, V]`` than ``token [R]``, and of what has the same."""
-    own = _at(order, token)[:, None]
-    return jnp.sum(jnp.where(order > own, p, 0.0), axis=-1), jnp.sum(jnp.where(order == own, p, 0.0), axis=-1)
+    """Return the total p of all tokens with a greater ``order [R, V]``, and with the same."""
+    rank = _at(order, token)[:, None]
+    return jnp.sum(jnp.where(order > rank, p, 0.0), axis=-1), jnp.sum(jnp.where(order == rank, p, 0.0), axis=-1)
 
 
 def _change_if_accepted_too_much(p: jax.Array, q: jax.Array) -> jax.Array:
-    """``[R, V]`` how p changes, for a share of 1, where tokens drawn from q are accepted by `_SHARE` too often.
+    """Return the change ``[R, V]`` of p if sampled tokens are accepted too often by `_SHARE`.
 
-    A token that q likes more gains its share, as far as q has it; the others lose what rejection gives them.
+    It is divided by `_SHARE`. A token gains that share of its p, at most q - p. All other tokens
+    lose a part of the probability that they get after a rejection.
     """
     gain = jnp.minimum(jnp.maximum(q - p, 0.0), _SHARE * p)
     missing = jnp.maximum(p - q, 0.0)
@@ -374,25 +408,26 @@ def _change_if_accepted_too_much(p: jax.Array, q: jax.Array) -> jax.Array:
 
 
 def _change_if_chosen_too_much(p: jax.Array, drafted: jax.Array) -> jax.Array:
-    """``[R, V]`` the same where drafted tokens were chosen: they gain, the others lose in proportion.
+    """Return the change ``[R, V]`` of p if drafted tokens, which were not sampled, are preferred.
 
-    Places where the others are all but impossible are left out: a single token would decide the score.
+    Drafted tokens gain in proportion to p, all others lose in proportion to p. Positions where the
+    others are nearly impossible are left out, because a single token would decide the score.
     """
     mass = jnp.sum(jnp.where(drafted, p, 0.0), axis=-1, keepdims=True)
-    tells = (mass > 0.01) & (mass < 1 - _SHARE)
-    return jnp.where(tells, p * jnp.where(drafted, 1.0, -mass / jnp.where(tells, 1 - mass, 1.0)), 0.0)
+    is_used = (mass > 0.01) & (mass < 1 - _SHARE)
+    return jnp.where(is_used, p * jnp.where(drafted, 1.0, -mass / jnp.where(is_used, 1 - mass, 1.0)), 0.0)
 
 
 def _order_of_children(draft: Draft, vocab: int) -> jax.Array:
-    """``[R, V]`` which child of the root holds each token, infinity where none does."""
+    """Return for each token ``[R, V]`` the root's child that has it; infinity if there is none."""
     rows, nodes = draft.tokens.shape
     is_child = jnp.broadcast_to(jnp.asarray(draft.parents), (rows, nodes))[:, 1:] == 0
-    number = jnp.where(is_child & draft.drafted, jnp.arange(1.0, nodes), jnp.inf)
-    return jnp.full((rows, vocab), jnp.inf).at[jnp.arange(rows)[:, None], draft.tokens[:, 1:]].min(number)
+    index = jnp.where(is_child & draft.drafted, jnp.arange(1.0, nodes), jnp.inf)
+    return jnp.full((rows, vocab), jnp.inf).at[jnp.arange(rows)[:, None], draft.tokens[:, 1:]].min(index)
 
 
 def _untruncated(p: jax.Array, logits: jax.Array, sampling: RowSampling) -> jax.Array:
-    """p, and for tokens that truncation takes away what they would have, were each of them kept."""
+    """Return p, and for each token that truncation excludes, the p that it would have otherwise."""
     if not sampling.truncated:
         return p
     whole = jax.nn.softmax(logits / sampling.temperature[:, None], axis=-1)
@@ -405,17 +440,17 @@ def _log(values: jax.Array) -> jax.Array:
 
 
 def _at(values: jax.Array, token: jax.Array) -> jax.Array:
-    """``[R]`` of ``values [R, V]`` that of each ``token [R]``."""
+    """Take the value of each ``token [R]`` from ``values [R, V]``."""
     return jnp.take_along_axis(values, token[:, None], axis=-1)[:, 0]
 
 
-# --- the tests, on the host ------------------------------------------------------------------------------------------
+# --- the tests, on the host -----------------------------------------------------------------------
 
 
-def _judge(found: Sequence[_Read], drafts: _Drafts, rule: Rule, rng: np.random.Generator) -> Distribution:
-    read = jax.tree.map(lambda *batches: np.concatenate(batches), *found)
+def _judge(readings: Sequence[_Read], drafts: _Drafts, rule: Rule, rng: np.random.Generator) -> Distribution:
+    read = jax.tree.map(lambda *batches: np.concatenate(batches), *readings)
     p_values = {"joint": _joint(_spread(read.below, read.own, rng))}
-    score, variance, third = (float(each.sum(dtype=np.float64)) for each in (read.score, read.variance, read.third))
+    score, variance, third = (float(moment.sum(dtype=np.float64)) for moment in (read.score, read.variance, read.third))
     against_q = drafts.p_value()
     if against_q is not None:
         p_values["drafts against q"] = against_q
@@ -439,10 +474,12 @@ def _judge(found: Sequence[_Read], drafts: _Drafts, rule: Rule, rng: np.random.G
 
 
 def _tails(z: float, skewness: float) -> float:
-    """The p-value of ``z``, a sum of mean 0, variance 1 and this ``skewness``: twice its tail under Pearson's type III.
+    """Return the p-value of ``z``, a sum with mean 0, variance 1 and this skewness.
 
-    That is a gamma distribution moved to mean 0, and the normal one where the skewness is 0. Where the target is sure of most
-    tokens, few places make up the score, and large scores are far likelier than a normal distribution says.
+    It is twice the tail of Pearson's type III distribution, a gamma distribution that is shifted to
+    mean 0; without skewness it is the normal distribution. If the target is sure of most tokens,
+    the score is a sum of few terms, and large scores are much likelier than in a normal
+    distribution.
     """
     if abs(skewness) < 1e-6:
         return float(special.erfc(abs(z) / np.sqrt(2)))
@@ -451,18 +488,18 @@ def _tails(z: float, skewness: float) -> float:
     return min(1.0, 2 * float(min(special.gammainc(shape, at), special.gammaincc(shape, at))))
 
 
-def _spread(below: np.ndarray, own: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A number drawn evenly from each interval, in [0, 1)."""
-    return np.clip(below + rng.random(own.shape) * own, 0.0, 1 - 1e-9)
+def _spread(below: np.ndarray, width: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Draw a uniform number from each interval, within [0, 1)."""
+    return np.clip(below + rng.random(width.shape) * width, 0.0, 1 - 1e-9)
 
 
 def _even(cells: np.ndarray, count: int) -> float:
-    """The p-value of numbers of cells, of which there are ``count``, all as likely."""
+    """Return the p-value of cell indices that should be uniform over ``count`` cells."""
     return g_test(np.bincount(cells, minlength=count).astype(float), np.full(count, 1 / count))
 
 
 def _joint(u: np.ndarray) -> float:
-    """The p-value of three successive numbers of ``u [R, T]`` in the cells of a cube; each number is in one triple at most."""
+    """Return the p-value of disjoint triples of successive ``u [R, T]`` in the cells of a cube."""
     triples = u[:, : u.shape[1] // 3 * 3].reshape(-1, 3)
     side = int(np.clip((len(triples) / 60) ** (1 / 3), 2, 6))
     return _even((triples * side).astype(int) @ side ** np.arange(3), side**3)

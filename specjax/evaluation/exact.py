@@ -1,7 +1,7 @@
-"""Compare generated tokens with the exact distribution of a tiny target, by G-tests.
+"""G-tests of generated tokens against the exact distribution of a tiny target.
 
-The target's vocabulary is so small that every continuation can be enumerated. Users reach these functions as
-`specjax.conformance.check_distribution` and so on.
+The target's vocabulary is so small that every continuation can be enumerated. Users call these
+functions as ``specjax.conformance.check_distribution`` and so on.
 """
 
 import itertools
@@ -18,17 +18,23 @@ from specjax.models.transformer import Target
 from specjax.sampling import Rule, Sampling, probabilities
 
 SETTINGS = (Sampling(), Sampling(temperature=1.4, top_p=0.9))
-"""What `check_distribution` samples with unless told otherwise."""
+"""The default sampling parameters of `check_distribution`."""
 
 
 FALSE_ALARM = 1e-9
-"""The chance that a right drafter or rule fails one G-test. The library's whole suite asks for less than a thousand p-values,
-the thorough tests among them: a right library fails it with probability 1e-6."""
+"""The probability that a correct drafter or rule fails one G-test.
+
+The whole test suite, with the thorough tests, computes less than a thousand p-values. So a correct
+library fails it with probability 1e-6.
+"""
 
 
 _LEAST_EXPECTED = 40
-"""Draws of a cell. Of 2 to 60 cells with this many, exact draws fell below p = 1e-3, 1e-4 and 1e-5 as often as p says, within a
-third; with 10 of them up to three times as often."""
+"""The minimum expected number of draws of a cell.
+
+With this many, for 2 to 60 cells, exact draws fell below p = 1e-3, 1e-4 and 1e-5 as often as they
+should, within a third; with 10, up to three times as often.
+"""
 
 
 def check_distribution(
@@ -40,11 +46,19 @@ def check_distribution(
     draws: int = 200_000,
     false_alarm: float = FALSE_ALARM,
 ) -> None:
-    """Generated tokens have the target's own joint distribution, as far as ``draws`` of each setting can tell.
+    """Check that generated tokens have the target's joint distribution.
 
-    A right drafter fails with probability ``false_alarm`` for each setting, over all random keys. The default rule judges drawn
-    tokens by the drafter's own q, so that a wrong q shows. Coupled sampling never reads q: it would say nothing about the
-    drafter.
+    Over all random keys, a correct drafter fails with probability ``false_alarm`` for each setting.
+    The default rule verifies sampled tokens by the drafter's q, so a wrong q makes the check fail.
+    Coupled sampling never reads q, so it cannot test the drafter.
+
+    Args:
+        target: a target with a tiny vocabulary.
+        drafter: the drafter.
+        settings: the sampling parameters to test.
+        rule: the verification rule.
+        draws: the number of texts for each setting.
+        false_alarm: the probability with which a correct drafter fails.
 
     Examples:
         >>> from dataclasses import replace
@@ -55,8 +69,8 @@ def check_distribution(
     """
     for sampling, p_value in zip(settings, p_values(target, drafter, settings, rule=rule, draws=draws), strict=True):
         assert p_value >= false_alarm, (
-            f"{sampling}: not the target's distribution: a G-test of {draws} draws gives p = {p_value:.1e}, and draws from the "
-            f"target fall below {false_alarm:g} with that probability"
+            f"{sampling}: this is not the target's distribution: a G-test of {draws} draws gives p = {p_value:.1e}; draws from "
+            f"the target fall below {false_alarm:g} with that probability"
         )
 
 
@@ -69,12 +83,20 @@ def p_values(
     draws: int = 200_000,
     horizon: int = 3,
 ) -> list[float]:
-    """For each setting, `g_test` of the next tokens, ``horizon`` of them, against the target's exact distribution.
+    """Return for each setting the p-value of a `g_test` against the target's exact distribution.
 
-    The settings are drawn with side by side, in the rows of the same batches.
+    All settings are sampled in the same batches, in different rows.
+
+    Args:
+        target: a target with a tiny vocabulary.
+        drafter: the drafter; None for plain decoding.
+        settings: the sampling parameters to test.
+        rule: the verification rule.
+        draws: the number of texts for each setting.
+        horizon: the number of tokens of each text.
 
     Raises:
-        InputError: the target's vocabulary is too large to enumerate.
+        InputError: The target's vocabulary is too large to enumerate all texts.
 
     Examples:
         >>> from dataclasses import replace
@@ -88,7 +110,7 @@ def p_values(
     vocab, rows = target.config.vocab_size, min(50_000 // len(settings), draws) * len(settings)
     if vocab**horizon > 10_000:
         raise InputError(
-            f"target has {vocab} tokens: {vocab}^{horizon} continuations are too many to enumerate; take a tiny one"
+            f"target has {vocab} tokens: {vocab}^{horizon} continuations are too many to enumerate; give a tiny target"
         )
     prompt = np.array([1, 3, 0, 1]) % vocab
     names = Sampling.__dataclass_fields__
@@ -105,14 +127,14 @@ def p_values(
             rule=rule,
         )
         joint = np.asarray(result.tokens)[:, len(prompt) :] @ (vocab ** np.arange(horizon)[::-1])
-        for number in range(len(settings)):
-            counts[number] += np.bincount(joint[number :: len(settings)], minlength=vocab**horizon)
+        for index in range(len(settings)):
+            counts[index] += np.bincount(joint[index :: len(settings)], minlength=vocab**horizon)
     exact = [exact_joint(target, prompt, horizon, setting) for setting in settings]
     return [g_test(*pair) for pair in zip(counts, exact, strict=True)]
 
 
 def exact_joint(target: Target, prompt: np.ndarray, horizon: int, sampling: Sampling) -> np.ndarray:
-    """``[V ** horizon]`` the target's distribution of the tokens after ``prompt``, by running it on every continuation.
+    """Return the target's distribution ``[V ** horizon]`` of all continuations of a prompt.
 
     Examples:
         >>> from dataclasses import replace
@@ -125,26 +147,29 @@ def exact_joint(target: Target, prompt: np.ndarray, horizon: int, sampling: Samp
         ((27,), np.float64(1.0))
     """
     vocab = target.config.vocab_size
-    tails = np.array(list(itertools.product(range(vocab), repeat=horizon)))
-    tokens = np.concatenate([np.tile(prompt, (len(tails), 1)), tails], axis=1)
+    continuations = np.array(list(itertools.product(range(vocab), repeat=horizon)))
+    count = len(continuations)
+    tokens = np.concatenate([np.tile(prompt, (count, 1)), continuations], axis=1)
     output, _ = jax.jit(Target.forward)(target, tokens)
-    p = sharding.to_host(probabilities(output.logits, sampling.rows(len(tails))), target.mesh).astype(np.float64)
-    joint = np.ones(len(tails))
+    p = sharding.to_host(probabilities(output.logits, sampling.rows(count)), target.mesh).astype(np.float64)
+    joint = np.ones(count)
     for i in range(horizon):
-        joint *= p[np.arange(len(tails)), len(prompt) - 1 + i, tails[:, i]]
+        joint *= p[np.arange(count), len(prompt) - 1 + i, continuations[:, i]]
     return joint / joint.sum()
 
 
 def g_test(counts: np.ndarray, exact: np.ndarray) -> float:
-    """The p-value of ``counts`` of independent draws: how likely draws from ``exact`` are to be as far from it, or farther.
+    """Return the p-value of a G-test of independent draws.
 
-    The G-test: ``2 sum_i n_i log(n_i / (n p_i))`` is distributed as chi-square, with one degree of freedom less than there are
-    cells (Wilks 1938). That takes cells that are hit often: those expected less than `_LEAST_EXPECTED` times count as one. A
-    draw of probability 0 is no chance; it gives 0.
+    It is the probability that draws from the distribution ``exact`` deviate from it as much as
+    ``counts``, or more. ``2 sum_i n_i log(n_i / (n p_i))`` has a chi-square distribution, with one
+    degree of freedom less than there are cells (Wilks 1938). This requires cells that are hit
+    often, so all cells that are expected less than `_LEAST_EXPECTED` times are pooled. If an
+    outcome of probability 0 was drawn, the p-value is 0.
 
     Args:
-        counts: ``[n]`` how often each outcome came.
-        exact: ``[n]`` their probabilities.
+        counts: ``[n]`` how often each outcome was drawn.
+        exact: ``[n]`` the probability of each outcome.
 
     Examples:
         >>> from specjax import conformance
@@ -159,13 +184,13 @@ def g_test(counts: np.ndarray, exact: np.ndarray) -> float:
         return 0.0
     expected = counts.sum() * exact / exact.sum()
     order = np.argsort(expected)
-    # The first cells, as many as are expected too rarely, or more of them where that is too little still.
+    # Pool all cells that are expected too rarely, and more of them until the pool is large enough.
     enough = 1 + int(np.searchsorted(np.cumsum(expected[order]), _LEAST_EXPECTED))
     pool = min(max(enough, int(np.sum(expected < _LEAST_EXPECTED))), len(order))
 
     def pooled(values: np.ndarray) -> np.ndarray:
         return np.append(values[order[pool:]], values[order[:pool]].sum())
 
-    found, hoped = pooled(counts), pooled(expected)
-    g = max(0.0, 2 * special.xlogy(found, found / hoped).sum())  # rounding may leave it below 0
-    return float(special.chdtrc(len(found) - 1, g)) if len(found) > 1 else 1.0
+    observed, expected = pooled(counts), pooled(expected)
+    g = max(0.0, 2 * special.xlogy(observed, observed / expected).sum())  # rounding may make it negative
+    return float(special.chdtrc(len(observed) - 1, g)) if len(observed) > 1 else 1.0

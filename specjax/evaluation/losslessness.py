@@ -1,10 +1,10 @@
-"""A target and a drafter of one's own, put to the test: is what comes out the target's, and nothing but the target's?
+"""A test whether any target and drafter together generate text with the target's distribution.
 
     verdict = losslessness.check(target, drafter, tokens, lengths)
     verdict.lossless
 
-`specjax.evaluation.conformance` asks the same of tiny models, exactly, and of what a drafter owes the engine. This takes any
-models, of any vocabulary, on any device and in any dtype, and asks by what is generated.
+It tests generated text, for models with any vocabulary, on any device and with any dtype.
+`specjax.evaluation.conformance` tests tiny models exactly, and also the drafter's contract.
 """
 
 from collections.abc import Sequence
@@ -35,20 +35,20 @@ PROMPTS = (
     "Question: A train leaves at nine and arrives at noon. How long does it take?\nAnswer:",
     "1, 1, 2, 3, 5, 8, 13,",
 )
-"""What is continued where nobody names prompts: code and prose, as any language model has read."""
+"""The default prompts: code and prose that any language model can continue."""
 
 DRAWS = 50_000
-"""Tokens that are drawn unless told otherwise."""
+"""The default number of sampled tokens."""
 
 
 @dataclass(frozen=True)
 class LosslessnessVerdict:
-    """What came of the three checks.
+    """The results of the three tests.
 
     Attributes:
-        greedy: texts at temperature 0, with the drafter and without.
-        distribution: of drawn texts.
-        coupled: texts drawn with coupled sampling, with the drafter and without.
+        greedy: the comparison of greedy texts with the drafter and without.
+        distribution: the test of the distribution of sampled texts.
+        coupled: the comparison of texts by coupled sampling with the drafter and without.
     """
 
     greedy: SameTexts
@@ -57,7 +57,7 @@ class LosslessnessVerdict:
 
     @property
     def lossless(self) -> bool:
-        """Whether all three pass."""
+        """True if all three tests pass."""
         return self.greedy.passes and self.distribution.passes and self.coupled.passes
 
 
@@ -73,21 +73,23 @@ def check(
     draws: int = DRAWS,
     key: jax.Array | None = None,
 ) -> LosslessnessVerdict:
-    """Generate with the drafter and without, and compare.
+    """Generate texts with the drafter and without, and compare them.
 
     Args:
-        target: the target model.
-        drafter: what is put to the test, with its shape of drafts.
-        tokens: ``[P, W]`` prompts, right-padded. Texts are compared for all, and the first few are drawn from.
-        lengths: ``[P]``; None: all are W.
-        settings: to draw texts with: mostly with the first, and in every fourth batch with all of them side by side.
-        rule: of the drawn texts; None is the one that suits the shape.
-        max_new_tokens: of the texts that are compared.
-        draws: of tokens; the more, the smaller a fault is found.
-        key: of all that is drawn; None is ``jax.random.key(0)``.
+        target: the target.
+        drafter: the drafter to test, with its draft shape.
+        tokens: ``[P, W]`` right-padded prompts. All are used for comparisons, and the first few for
+            sampling.
+        lengths: ``[P]`` the length of each prompt; None if all have length W.
+        settings: the sampling parameters. Most batches use the first; every fourth batch uses all
+            of them, in different rows.
+        rule: the verification rule of sampled texts; None for the default of the draft shape.
+        max_new_tokens: the maximum number of new tokens of the texts that are compared.
+        draws: the number of sampled tokens. More of them reveal smaller errors.
+        key: the random key; None for ``jax.random.key(0)``.
 
     Raises:
-        InputError: an argument cannot be used, as in `specjax.generate`; or ``draws`` are too few for a test.
+        InputError: An argument is invalid, as in `specjax.generate`, or ``draws`` is too small.
 
     Examples:
         >>> from specjax.evaluation import losslessness
@@ -96,9 +98,9 @@ def check(
         (True, True, True)
     """
     if draws < LEAST_DRAWS:
-        raise InputError(f"draws={draws}: too few to tell anything; give at least {LEAST_DRAWS}")
+        raise InputError(f"draws={draws}: this is too few for a test; give at least {LEAST_DRAWS}")
     if any(setting.temperature == 0 for setting in settings):
-        raise InputError("settings: temperature 0 draws nothing; greedy text is compared anyway")
+        raise InputError("settings: give temperatures above 0; greedy text is compared in any case")
     tokens = np.asarray(tokens)
     lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
     prompts = [(tokens[i : i + ROWS], lengths[i : i + ROWS]) for i in range(0, len(tokens), ROWS)]
@@ -122,4 +124,4 @@ def check(
 
 
 LEAST_DRAWS = 2_000
-"""Fewer could not show an error of a quarter."""
+"""The minimum number of sampled tokens. Fewer would not reveal an error of a quarter."""

@@ -1,4 +1,4 @@
-"""How good a draft is: the chance that its tokens are accepted, and statistics of those that were."""
+"""Measures of drafts: the acceptance probability, and statistics of accepted tokens."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,10 @@ from specjax.shape_checks import shape_checked
 
 @shape_checked
 def overlap(p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
-    """beta = sum_x min(p(x), q(x)): the chance that rejection sampling accepts a token drawn from q; 1 - their total variation.
+    """Return beta = sum_x min(p(x), q(x)), which is 1 minus the total variation.
 
-    Leviathan et al. 2023, arXiv 2211.17192, Theorem 3.5 and Lemma 3.3.
+    It is the probability that rejection sampling accepts a token sampled from q (Leviathan et al.
+    2023, arXiv 2211.17192, Theorem 3.5 and Lemma 3.3).
 
     Examples:
         >>> from specjax.evaluation.metrics import overlap
@@ -27,25 +28,28 @@ def overlap(p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]) -> Float[A
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What `Stats` says, as numbers for people. Only emitted tokens count.
+    """The statistics of `Stats` as readable numbers. Only emitted tokens count.
 
     Attributes:
-        steps: target forwards after the prompt.
-        emitted: tokens.
-        drafted: tokens.
-        accepted: drafted tokens that were emitted.
-        scored: nodes that the target's passes were wide.
-        acceptance_length: emitted tokens a target forward, the bonus included (tau in the papers).
-        acceptance_rate: accepted share of the drafted tokens; None where nothing was drafted.
-        by_position: for each depth, the share of the steps that drafted there in which a token of it was emitted.
-        histogram: number of steps by emitted tokens, from 0 to D + 1.
-        drafted_at: for each depth, the steps that drafted there.
-        accepted_at: for each depth, those of them in which a token of it was emitted.
+        steps: the number of target passes after the prompt.
+        emitted: the number of emitted tokens.
+        drafted: the number of drafted tokens.
+        accepted: the number of drafted tokens that were emitted.
+        scored: the total width of the target's passes, in nodes.
+        acceptance_length: the mean number of emitted tokens per target pass, with the bonus token
+            (tau in the papers).
+        acceptance_rate: the accepted share of the drafted tokens; None if nothing was drafted.
+        by_position: for each depth, the share of the steps with a draft of that depth in which a
+            token of that depth was emitted.
+        histogram: the number of steps by emitted tokens, from 0 to D + 1.
+        drafted_at: for each depth, the number of steps with a draft of that depth.
+        accepted_at: for each depth, the number of these steps in which a token of that depth was
+            emitted.
 
     Examples:
         >>> from specjax.evaluation.metrics import summarise
-        >>> of_plain = summarise(plain.stats)
-        >>> of_plain.acceptance_length, of_plain.acceptance_rate  # nothing was drafted
+        >>> acceptance = summarise(plain.stats)
+        >>> acceptance.acceptance_length, acceptance.acceptance_rate  # nothing was drafted
         (1.0, None)
     """
 
@@ -63,7 +67,9 @@ class Acceptance:
 
 
 def summarise(stats: Stats, row: int | None = None) -> Acceptance:
-    """The statistics of one row, or of all rows together: totals first, then ratios of totals.
+    """Return the statistics of one row, or of all rows together.
+
+    Ratios are ratios of totals, not means of the rows' ratios.
 
     Examples:
         >>> from specjax.evaluation.metrics import summarise
@@ -74,8 +80,8 @@ def summarise(stats: Stats, row: int | None = None) -> Acceptance:
         >>> all_rows.emitted, first.emitted
         (16, 8)
     """
-    chosen = slice(None) if row is None else slice(row, row + 1)
-    total = {field: np.asarray(getattr(stats, field))[chosen].sum(axis=0) for field in stats.__dataclass_fields__}
+    selected = slice(None) if row is None else slice(row, row + 1)
+    total = {field: np.asarray(getattr(stats, field))[selected].sum(axis=0) for field in stats.__dataclass_fields__}
     emitted = int(total["histogram"] @ np.arange(len(total["histogram"])))
 
     def ratio(part: int, whole: int) -> float | None:

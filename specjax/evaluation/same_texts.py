@@ -1,10 +1,11 @@
-"""Whether a text is the same with a drafter as without: greedy, and with coupled sampling. And how far rounding reaches.
+"""The comparison of texts with and without a drafter, greedy and with coupled sampling.
 
-A pass over several tokens rounds differently from a pass over one. Two logits that nearly tie may change places, and from there
-on two texts of one prompt differ although nothing is wrong. How near is near enough is measured: the same model reads the same
-text in passes of one token, of as many as a draft has nodes, and of all tokens at once, and the largest change of any logit is
-taken. The difference of two logits changes by at most twice as much. That bound is called ``rounding`` here. It belongs to one
-machine, one model and its dtype.
+A pass over several tokens rounds differently from a pass over one token. So the order of two nearly
+equal logits may change, and from there on the two texts of a prompt differ although nothing is
+wrong. The size of this effect is measured: the same model reads the same text in passes of one
+token, of as many tokens as a draft has nodes, and of all tokens at once. The difference of two
+logits changes by at most twice the largest change of any logit. This bound is called ``rounding``.
+It is valid for one machine, one model and one dtype.
 """
 
 from collections.abc import Sequence
@@ -23,20 +24,20 @@ from specjax.progress import track
 from specjax.sampling import Sampling, perturbed, position_keys, position_noise
 
 ROWS = 8
-"""Prompts of one batch."""
+"""The number of prompts of a batch."""
 
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two texts of one prompt begin to differ.
+    """The first difference between the two texts of a prompt.
 
     Attributes:
-        prompt: its number, from 0.
-        position: how many tokens after the prompt.
-        plain: the token without the drafter there; -1 where the text has ended.
-        drafted: the one with it.
-        margin: the difference of their logits in a pass over the whole text; for coupled sampling with the position's random
-            numbers, in units of logits too. Infinite where one has ended.
+        prompt: the index of the prompt.
+        position: the number of tokens after the prompt.
+        plain: the token there without the drafter; -1 if that text has ended.
+        drafted: the token there with the drafter; -1 if that text has ended.
+        margin: the difference between their logits in a pass over the whole text; with coupled
+            sampling, after adding the random numbers of the position. Infinite if a text has ended.
     """
 
     prompt: int
@@ -48,14 +49,15 @@ class Parting:
 
 @dataclass(frozen=True)
 class SameTexts:
-    """How texts with a drafter compare with those without.
+    """The comparison of texts with a drafter and without.
 
     Attributes:
-        texts: how many of either.
-        tokens: of those with the drafter.
-        partings: of the texts that differ.
-        lag: how far any token of the texts with the drafter is behind the target's own choice there, at most; in logits.
-        rounding: how far rounding may carry two logits apart.
+        texts: the number of texts of each kind.
+        tokens: the number of tokens of the texts with the drafter.
+        partings: the first difference of each pair of texts that differ.
+        lag: the largest distance in logits between a token of the texts with the drafter and the
+            target's own choice at its position.
+        rounding: the bound on the change of the difference between two logits by rounding.
     """
 
     texts: int
@@ -66,7 +68,7 @@ class SameTexts:
 
     @property
     def passes(self) -> bool:
-        """Whether rounding explains what differs, also after the place where two texts part."""
+        """True if rounding explains all differences, also those after the first one of a text."""
         return max((self.lag, *(parting.margin for parting in self.partings))) <= self.rounding
 
 
@@ -75,13 +77,14 @@ Prompts = Sequence[tuple[np.ndarray, np.ndarray]]
 
 
 def measure_rounding(target: Target, prompts: Prompts, widths: Sequence[int], max_new_tokens: int) -> float:
-    """How far two passes may differ in the difference of two logits: twice the largest difference of one.
+    """Measure the effect of rounding: twice the largest change of a logit between two passes.
 
     Args:
-        target: the target model.
-        prompts: the first batch is continued greedily, without a drafter, and the text is read anew.
-        widths: tokens of a pass, beside 1 and all.
-        max_new_tokens: most tokens that are read.
+        target: the target.
+        prompts: batches of prompts. The first batch is continued greedily, without a drafter, and
+            the text is read in several ways.
+        widths: the number of tokens of a pass, beside 1 and all.
+        max_new_tokens: the maximum number of tokens to read.
     """
     tokens, lengths = prompts[0]
     options = GenerationOptions(max_new_tokens=max_new_tokens, eos_token_ids=())
@@ -93,28 +96,28 @@ def measure_rounding(target: Target, prompts: Prompts, widths: Sequence[int], ma
 
 
 def _read_at_once(target: Target, state: decoding.DecodeState, text: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The tokens ``[B, T]`` that are read to judge each of ``text [B, T]``, and the target's logits after them, of one pass."""
-    read = jnp.concatenate([state.roots[:, None], text[:, :-1]], axis=1)
-    return read, target.score(read, state.cache)[0].logits
+    """Return the tokens ``[B, T]`` before those of ``text [B, T]``, and the logits of one pass."""
+    tokens = jnp.concatenate([state.roots[:, None], text[:, :-1]], axis=1)
+    return tokens, target.score(tokens, state.cache)[0].logits
 
 
 @partial(jax.jit, static_argnames="widths")
 def _largest_difference(target: Target, state: decoding.DecodeState, text: jax.Array, widths: tuple[int, ...]) -> jax.Array:
-    """Between a pass over all of ``text [B, T]`` and passes over so many tokens each: of any logit, at any place."""
-    read, whole = _read_at_once(target, state, text)
+    """Return the largest difference of a logit between one pass and passes of the given widths."""
+    tokens, whole = _read_at_once(target, state, text)
 
     def by_parts(width: int) -> jax.Array:
-        count = read.shape[1] // width * width
-        parts = jnp.moveaxis(read[:, :count].reshape(len(read), -1, width), 1, 0)
+        count = tokens.shape[1] // width * width
+        parts = jnp.moveaxis(tokens[:, :count].reshape(len(tokens), -1, width), 1, 0)
 
-        def go(cache, part):
+        def read_part(cache, part):
             output, cache = target.forward(part, cache)
             return cache, output.logits
 
-        logits = jax.lax.scan(go, state.cache, parts)[1]
-        return jnp.moveaxis(logits, 0, 1).reshape(len(read), count, -1)
+        logits = jax.lax.scan(read_part, state.cache, parts)[1]
+        return jnp.moveaxis(logits, 0, 1).reshape(len(tokens), count, -1)
 
-    return jnp.stack([jnp.max(jnp.abs(each - whole[:, : each.shape[1]])) for each in map(by_parts, widths)]).max()
+    return jnp.stack([jnp.max(jnp.abs(logits - whole[:, : logits.shape[1]])) for logits in map(by_parts, widths)]).max()
 
 
 def compare(
@@ -127,29 +130,31 @@ def compare(
     rounding: float,
     key: jax.Array,
 ) -> SameTexts:
-    """The texts of ``prompts`` with the drafter and without.
+    """Generate texts with the drafter and without, and compare them.
 
     Args:
-        target: the target model.
-        drafter: what is put to the test.
-        prompts: batches of them.
-        temperature: 0 is greedy; otherwise sampling is coupled, so that the text must be the same, too.
-        max_new_tokens: of each text.
-        rounding: as `measure_rounding` found it.
-        key: consumed.
+        target: the target.
+        drafter: the drafter to test.
+        prompts: batches of prompts.
+        temperature: the temperature; 0 is greedy. Otherwise sampling is coupled, so that the texts
+            must be equal as well.
+        max_new_tokens: the maximum number of new tokens of each text.
+        rounding: the result of `measure_rounding`.
+        key: the random key, which is consumed.
     """
     partings: list[Parting] = []
     lag, texts, count = 0.0, 0, 0
     what = "comparing greedy texts" if temperature == 0 else "comparing coupled texts"
-    for number, (tokens, lengths) in enumerate(track(prompts, what)):
-        keys = jax.random.split(jax.random.fold_in(key, number), len(tokens))
+    for batch, (tokens, lengths) in enumerate(track(prompts, what)):
+        keys = jax.random.split(jax.random.fold_in(key, batch), len(tokens))
         options = GenerationOptions(max_new_tokens, Sampling(temperature=temperature), keys, rule="coupled")
-        plain, drafted = (decoding.generate(target, each, tokens, lengths, **vars(options)) for each in (None, drafter))
+        plain = decoding.generate(target, None, tokens, lengths, **vars(options))
+        drafted = decoding.generate(target, drafter, tokens, lengths, **vars(options))
         _, state = decoding.start(target, None, tokens, lengths, options)
-        said = [_continuations(result, lengths, max_new_tokens) for result in (plain, drafted)]
-        lags = [sharding.to_host(_lags(target, state, jnp.asarray(each)), target.mesh) for each in said]
+        outputs = [_continuations(result, lengths, max_new_tokens) for result in (plain, drafted)]
+        lags = [sharding.to_host(_lags(target, state, jnp.asarray(output)), target.mesh) for output in outputs]
         sizes = [np.asarray(result.lengths) - lengths for result in (plain, drafted)]
-        partings += _partings(texts, said, sizes, lags)
+        partings += _partings(texts, outputs, sizes, lags)
         inside = np.arange(max_new_tokens) < sizes[1][:, None]
         lag = max(lag, float(lags[1][inside].max()))
         texts, count = texts + len(tokens), count + int(sizes[1].sum())
@@ -157,13 +162,13 @@ def compare(
 
 
 def _continuations(result: decoding.Result, lengths: np.ndarray, count: int) -> np.ndarray:
-    """``[B, count]`` what came after the prompts; filler after the end of a text."""
+    """Return the output tokens ``[B, count]``, with padding after the end of a text."""
     return np.take_along_axis(np.asarray(result.tokens), np.asarray(lengths)[:, None] + np.arange(count), axis=1)
 
 
 @jax.jit
 def _lags(target: Target, state: decoding.DecodeState, text: jax.Array) -> jax.Array:
-    """``[B, T]`` how far each token of ``text`` is behind the one that the target chooses there, in logits."""
+    """Return the distance ``[B, T]`` in logits of each token to the target's choice there."""
     _, values = _read_at_once(target, state, text)
     if state.sampling.coupled:
         positions = state.lengths + jnp.arange(text.shape[1])[:, None]
@@ -173,18 +178,25 @@ def _lags(target: Target, state: decoding.DecodeState, text: jax.Array) -> jax.A
 
 
 def _partings(
-    before: int, said: Sequence[np.ndarray], sizes: Sequence[np.ndarray], lags: Sequence[np.ndarray]
+    first_prompt: int, outputs: Sequence[np.ndarray], sizes: Sequence[np.ndarray], lags: Sequence[np.ndarray]
 ) -> list[Parting]:
-    """Of one batch, each of the arguments without the drafter and with it; ``before`` prompts came before it."""
-    found = []
-    for row, (plain, drafted) in enumerate(zip(*said, strict=True)):
-        one, other = plain[: sizes[0][row]].tolist(), drafted[: sizes[1][row]].tolist()
-        if one == other:
+    """Return the partings of one batch.
+
+    Args:
+        first_prompt: the index of the first prompt of the batch.
+        outputs: ``[B, T]`` the output tokens without the drafter, and with it.
+        sizes: ``[B]`` the number of output tokens of each.
+        lags: ``[B, T]`` the `_lags` of each.
+    """
+    partings = []
+    for row, (plain_tokens, drafted_tokens) in enumerate(zip(*outputs, strict=True)):
+        plain, drafted = plain_tokens[: sizes[0][row]].tolist(), drafted_tokens[: sizes[1][row]].tolist()
+        if plain == drafted:
             continue
-        pairs = enumerate(zip(one, other, strict=False))
-        place = next((i for i, (left, right) in pairs if left != right), min(len(one), len(other)))
-        ended = place >= min(len(one), len(other))
-        margin = float("inf") if ended else abs(float(lags[0][row, place] - lags[1][row, place]))
-        left, right = (each[place] if place < len(each) else -1 for each in (one, other))
-        found.append(Parting(before + row, place, left, right, margin))
-    return found
+        shorter = min(len(plain), len(drafted))
+        pairs = enumerate(zip(plain, drafted, strict=False))
+        position = next((i for i, (token, drafted_token) in pairs if token != drafted_token), shorter)
+        margin = float("inf") if position >= shorter else abs(float(lags[0][row, position] - lags[1][row, position]))
+        plain_token, drafted_token = (text[position] if position < len(text) else -1 for text in (plain, drafted))
+        partings.append(Parting(first_prompt + row, position, plain_token, drafted_token, margin))
+    return partings

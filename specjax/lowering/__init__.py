@@ -1,1 +1,4 @@
-"""What compilers make of programs for accelerators that need not be here: their memory, traffic, exchange and cycles."""
+"""Compilation for accelerators that this machine does not have, and the costs of the programs.
+
+The costs are memory, memory traffic, communication and cycles.
+"""

@@ -1,4 +1,4 @@
-"""Models and drafters without weights: shapes that say where on a mesh they lie, to compile with."""
+"""Models and drafters whose params are shapes with shardings, for compilation without weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -28,7 +28,10 @@ from specjax.models.transformer import Target
 
 
 def abstract_model(config: ModelConfig, mesh: Mesh, dtype: DTypeLike = jnp.bfloat16, weights: str = schemes.FLOATS) -> Target:
-    """A model so configured on ``mesh``, whose params are shapes; ``weights`` as in `Target.from_pretrained`."""
+    """Return a model on a mesh whose params are shapes.
+
+    ``weights`` is the quantization, as in `Target.from_pretrained`.
+    """
     declared = params.declare(config)
     if weights != schemes.FLOATS:
         declared = schemes.declare(declared, schemes.of_model(schemes.scheme_of(weights).form_of, config.tie_embeddings), mesh)
@@ -43,17 +46,19 @@ def _placed(declared: Any, mesh: Mesh, units: Mapping[str, int], dtype: DTypeLik
 
 
 def abstract_drafter(name: str, draft: DraftShape | int | None, target: Target, weights: str = schemes.FLOATS) -> Drafter:
-    """The drafter called ``name``, whose params are shapes, for an abstract ``target``.
+    """Return a drafter for an abstract target whose params are shapes.
 
     Args:
-        name: ``none``; the name of a method that is trained for its target, such as ``eagle3``, for one of the usual size; a
-            published model, for a draft model; or as on every other command line, for that checkpoint.
-        draft: the shape of its drafts; None is the drafter's own.
-        target: what it drafts for.
-        weights: of a published draft model, as in `abstract_model`; other drafters' are floats.
+        name: ``none``; the name of a method such as ``eagle3``, for a trained drafter with default
+            sizes; the name of a published model, for a draft model; or the name of a checkpoint, as
+            in `specjax.load`.
+        draft: the shape of the drafts; None for the drafter's own.
+        target: the target.
+        weights: the quantization of a published draft model, as in `abstract_model`. All other
+            drafters have floats.
 
     Raises:
-        InputError: there is no such drafter, or it does not fit the target.
+        InputError: There is no such drafter, or it does not fit the target.
     """
     mesh = target.mesh
     assert mesh is not None
@@ -75,35 +80,38 @@ def abstract_drafter(name: str, draft: DraftShape | int | None, target: Target, 
 
 
 def stored_drafter(name: str, target: Target) -> TrainedDrafter:
-    """The drafter called ``name``, one that was trained for its target, as `place_model` has it. Of its checkpoint no more is
-    read than `TrainedDrafter.abstract_from` reads.
+    """Return a trained drafter of a checkpoint, whose params are shapes.
+
+    Only that part of the checkpoint is read which `TrainedDrafter.abstract_from` reads.
 
     Raises:
-        InputError: there is no such drafter, it is of another kind, or it does not fit the target.
+        InputError: There is no such drafter, it is not trained for a target, or it does not fit
+            this target.
     """
     method, where, files = registry.find(name)
     if method.trained is None:
-        raise InputError(f"drafter={name!r}: is no drafter that is trained for its target")
+        raise InputError(f"drafter={name!r}: it is not a drafter that is trained for its target; give such a one")
     drafter = method.trained.abstract_from(files or where, dtype=jnp.bfloat16, **dict(method.settings))
-    alone = replace(target, mesh=None)
-    jax.eval_shape(lambda drafter, target: drafter.check(target), drafter, alone)  # it may compute with its params
+    unsharded = replace(target, mesh=None)
+    # eval_shape, because `check` may compute with the params, which are shapes here.
+    jax.eval_shape(lambda drafter, target: drafter.check(target), drafter, unsharded)
     return place_model(drafter, target.mesh)
 
 
 def _usual(kind: type[TrainedDrafter], shape: Mapping[str, Any], target: Target) -> Drafter:
-    """One as its method trains it: with what its ``init`` takes for granted."""
-    alone, sizes = replace(target, mesh=None), kind.usual_sizes(target)
+    """Return a drafter with the default sizes of its method."""
+    unsharded, sizes = replace(target, mesh=None), kind.usual_sizes(target)
 
     def make(target: Target) -> Any:
         drafter = kind.init(target, jax.random.key(0), **shape, **sizes)
         drafter.check(target)
         return drafter
 
-    return place_model(jax.eval_shape(make, alone), target.mesh)
+    return place_model(jax.eval_shape(make, unsharded), target.mesh)
 
 
 def place_model(model: Any, mesh: Mesh | None, dtype: DTypeLike = jnp.bfloat16) -> Any:
-    """A model or a drafter, or what holds some of them, with shapes on ``mesh`` in place of its params."""
+    """Replace the params of a model, a drafter, or an object that has some, by shapes on a mesh."""
     assert mesh is not None
     if isinstance(model, Target):
         return abstract_model(model.config, mesh, dtype)
@@ -111,36 +119,36 @@ def place_model(model: Any, mesh: Mesh | None, dtype: DTypeLike = jnp.bfloat16) 
         placed: Any = model  # a dataclass
         return replace(placed, params=_placed(model.declared, mesh, model.units, dtype), mesh=mesh)
     parts = {field.name: getattr(model, field.name) for field in fields(model)}
-    held = {name: part for name, part in parts.items() if isinstance(part, Target | TrainedDrafter)}
-    return replace(model, **{name: place_model(part, mesh, dtype) for name, part in held.items()})
+    models = {name: part for name, part in parts.items() if isinstance(part, Target | TrainedDrafter)}
+    return replace(model, **{name: place_model(part, mesh, dtype) for name, part in models.items()})
 
 
 def rows(mesh: Mesh, batch: int, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-    """An array of a batch on ``mesh``: its rows are split over ``data`` where it has rows and they can be."""
+    """Return the shape of an array of a batch. Rows, if it has any, are sharded over ``data``."""
     axes = ("batch", *(None,) * (len(shape) - 1)) if shape[:1] == (batch,) else (None,) * len(shape)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.named(mesh, axes, {"batch": batch}))
 
 
 def everywhere(mesh: Mesh, leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape of ``leaf``, which every device of ``mesh`` has."""
+    """Return the shape of a leaf that is replicated over a mesh."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 def with_shardings(tree: Any, shardings: Any) -> Any:
-    """The shapes of ``tree``, each with that of ``shardings`` in its place."""
+    """Return the shapes of a tree with these shardings."""
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, shardings)
 
 
 def states_in(tree: Any) -> list[State]:
-    """The states of layers with linear attention that ``tree`` holds."""
+    """Return the linear-attention states of a tree."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, State))
     return [leaf for leaf in leaves if isinstance(leaf, State)]
 
 
 def in_pages(state: Any, page: int, mesh: Mesh) -> Any:
-    """``state``, of shapes on ``mesh``, with a `PagedCache` in place of every `KVCache`.
+    """Replace every `KVCache` of a state of shapes by a `PagedCache` of the same size.
 
-    Each has as many pages of ``page`` tokens as its rows together can fill: as large a pool as what it takes the place of.
+    It has as many pages of ``page`` tokens as all rows together can fill.
     """
 
     def paged(node: Any) -> Any:
@@ -148,39 +156,44 @@ def in_pages(state: Any, page: int, mesh: Mesh) -> Any:
             return node
         pages = node.length.shape[0] // groups_of(mesh) * -(-node.capacity // page)
         cache = jax.eval_shape(lambda: PagedCache.like(node, pages=pages, page=page, mesh=mesh))
-        places = replace(cache, layers=node.layers, table=node.length, length=node.length)  # whose first axes lie alike
+        # The first axes of these arrays are sharded like those of the paged cache.
+        places = replace(cache, layers=node.layers, table=node.length, length=node.length)
         return with_shardings(cache, jax.tree.map(lambda place: place.sharding, places))
 
     return jax.tree.map(paged, state, is_leaf=lambda node: isinstance(node, KVCache))
 
 
 def bytes_of_one(tree: Any) -> int:
-    """Bytes that one device holds of the arrays of ``tree``."""
+    """Return the bytes of a tree's arrays on one device."""
 
-    def held(leaf: Any) -> int:
+    def shard_bytes(leaf: Any) -> int:
         numbers = int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64))
         return numbers // 2 if leaf.dtype == jnp.int4 else numbers * leaf.dtype.itemsize
 
-    return sum(held(leaf) for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    return sum(shard_bytes(leaf) for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def numbers_of_one(tree: Any) -> int:
-    """Numbers that one device holds of the arrays of ``tree``."""
+    """Return how many numbers a tree's arrays have on one device."""
     return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) for leaf in jax.tree.leaves(tree))
 
 
-# --- the least that a step must read ---------------------------------------------------------------------------------
+# --- the least that a step must read --------------------------------------------------------------
 
 
 def bytes_of_pass(target: Target, cache: Any) -> int:
-    """Bytes that one device must read for a pass: its part of all matrices, all experts among them, and of the whole ``cache``,
-    its states among it."""
+    """Return the bytes that one device must read for a pass.
+
+    They are its shards of all matrices, with all experts, and of the whole cache with its states.
+    """
     return bytes_of_one(target.weights_of_pass) + bytes_of_one(cache)
 
 
 def bytes_of_draft(drafter: Drafter, target: Target, state: Any = (), cache: Sequence[Any] = ()) -> int:
-    """Bytes that one device must read to draft once: for every level the weights that it is worked out with, and what the
-    drafter remembers. Arguments as in `Drafter.drafting_reads`.
+    """Return the bytes that one device must read to draft once.
+
+    They are the weights and the caches that each level reads. The arguments are those of
+    `Drafter.drafting_reads`.
     """
     reads = drafter.drafting_reads(target, state, cache)
     return drafter.draft_shape.depth * bytes_of_one(reads.level) + bytes_of_one(reads.step)

@@ -1,4 +1,7 @@
-"""Programs compiled for accelerators that need not be there, and what each costs: memory, traffic, exchange, time at best."""
+"""Programs compiled for accelerators that need not exist, and their costs.
+
+The costs are memory, memory traffic, communication, and a lower bound of the time.
+"""
 
 import time
 import warnings
@@ -28,12 +31,12 @@ from specjax.sampling import Sampling
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one chip.
+    """The memory of a program on one chip, in bytes.
 
     Attributes:
-        arguments: weights, caches and whatever else the program is given.
-        temporaries: what it needs beside them.
-        results: what it returns and was not given.
+        arguments: the arguments, such as weights and caches.
+        temporaries: the temporary memory.
+        results: the results that do not reuse the memory of arguments.
     """
 
     arguments: int
@@ -42,25 +45,26 @@ class Memory:
 
     @property
     def together(self) -> int:
-        """All of it."""
+        """The sum of all."""
         return self.arguments + self.temporaries + self.results
 
 
 @dataclass(frozen=True)
 class TurnCosts:
-    """What one turn of a loop costs on one chip: the program's step itself, or a loop inside it.
+    """The costs on one chip of one iteration of a loop: the step itself, or a loop inside it.
 
     Attributes:
-        turns: how often it runs in a step.
-        bytes: read from and written to main memory.
-        collectives: exchanges between chips, by kind.
-        collective_bytes: of their results.
-        sent: bytes of which each of many chips sends as many: a sum over chips goes round twice.
-        slice_bytes: that a chip sends to other slices of TPUs, over the network of the data centre (DCN). What is exchanged
-            above goes over the links between chips (ICI).
-        kernels: operations that are launched on their own.
-        cycles: the compiler's estimate; 0 where it makes none. Custom kernels are not in it.
-        cycles_by_kind: likewise, of the operations that take most, by kind and shape.
+        turns: the number of iterations in a step.
+        bytes: the bytes read from and written to main memory.
+        collectives: the number of collective operations, by kind.
+        collective_bytes: the bytes of their results.
+        sent: the bytes that each chip sends, in the limit of many chips. A sum over chips is sent
+            twice.
+        slice_bytes: the bytes that a chip sends to other slices of TPUs over the data center
+            network (DCN). The fields above are about the links between chips (ICI).
+        kernels: the number of operations that are launched as kernels.
+        cycles: the compiler's estimate without custom kernels; 0 if it makes none.
+        cycles_by_kind: the estimated cycles of the most expensive operations, by kind and shape.
     """
 
     turns: int
@@ -79,14 +83,14 @@ class Compiled:
     """A compiled program.
 
     Attributes:
-        name: what it does.
-        seconds: of compilation, on this machine.
-        memory: on one chip.
-        turns: the step's, and its inner loops'.
-        cache_copies: copies, in a step, of arrays as large as the smallest part of a layer's cache, with as many slots or pages
-            or a few more; and of a layer's state.
-        largest: bytes of the largest array that an operation of a step writes to main memory.
-        text: as the compiler prints it.
+        name: the name of the program.
+        seconds: the seconds of compilation on this machine.
+        memory: the memory on one chip.
+        turns: the costs of the step and of its inner loops.
+        cache_copies: the copies in a step of arrays that are at least as large as the smallest part
+            of a layer's cache and have about as many slots or pages, and of a layer's state.
+        largest: the bytes of the largest array that an operation of a step writes to main memory.
+        text: the compiled program as text.
     """
 
     name: str
@@ -99,12 +103,12 @@ class Compiled:
 
     @property
     def bytes(self) -> int:
-        """Of a step, with all turns of its loops."""
+        """The bytes moved in a step, with all iterations of its loops."""
         return sum(turn.turns * turn.bytes for turn in self.turns)
 
     @property
     def collectives(self) -> Mapping[str, int]:
-        """Of a step, likewise."""
+        """The number of collective operations in a step, by kind."""
         total: Counter[str] = Counter()
         for turn in self.turns:
             total.update({kind: turn.turns * count for kind, count in turn.collectives.items()})
@@ -112,39 +116,40 @@ class Compiled:
 
     @property
     def collective_bytes(self) -> int:
-        """Of a step, likewise."""
+        """The bytes of the results of all collective operations in a step."""
         return sum(turn.turns * turn.collective_bytes for turn in self.turns)
 
     @property
     def slice_bytes(self) -> int:
-        """Of a step, likewise."""
+        """The bytes that a chip sends to other slices in a step."""
         return sum(turn.turns * turn.slice_bytes for turn in self.turns)
 
     @property
     def kernels(self) -> int:
-        """Of a step, likewise."""
+        """The number of kernels launched in a step."""
         return sum(turn.turns * turn.kernels for turn in self.turns)
 
     @property
     def cycles(self) -> int:
-        """Of a step, likewise."""
+        """The compiler's estimate of the cycles of a step."""
         return sum(turn.turns * turn.cycles for turn in self.turns)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is generated where.
+    """The configuration of a generation to compile.
 
     Attributes:
-        target: abstract.
-        mesh: its mesh.
-        chip: what each device is.
-        batch: rows.
-        context: tokens of the prompts.
-        new_tokens: most that are generated after them.
-        sampling: of all rows; drafts are verified by the rule that `specjax.generate` takes where none is asked for.
-        page: tokens of a page, of caches in pages while decoding; None: a row's tokens lie side by side. There are as many
-            pages as all rows together can fill.
+        target: the target, whose params are shapes.
+        mesh: the mesh of the target.
+        chip: the chip of each device.
+        batch: the number of rows.
+        context: the number of tokens of the prompts.
+        new_tokens: the maximum number of new tokens.
+        sampling: the sampling parameters of all rows. The verification rule is the default of
+            `specjax.generate`.
+        page: the number of tokens of a page, for paged caches; None for contiguous caches. There
+            are as many pages as all rows together can fill.
     """
 
     target: Target
@@ -161,7 +166,7 @@ class Setup:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InputError(f"{name}={value}: must be at least 1")
         if self.batch % self.mesh.shape["data"]:
-            raise InputError(f"batch={self.batch}: the mesh splits it in {self.mesh.shape['data']}; give a multiple")
+            raise InputError(f"batch={self.batch}: the mesh splits it in {self.mesh.shape['data']}; give a multiple of that")
         config, model = self.target.config, self.mesh.shape["model"]
         if whole := [axis for axis in ("mlp", "vocab", "heads") if config.axis_units[axis] % model]:
             axis = whole[0]
@@ -175,19 +180,20 @@ class Setup:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of decoding with one drafter, and the least that it can take.
+    """A step of decoding with a drafter, and its lower bounds.
 
     Attributes:
-        drafter: its name.
-        prefill: reads the prompts.
+        drafter: the name of the drafter.
+        prefill: the prefill of the prompts.
         decode: the step.
-        floor: bytes that one chip must read in a step: weights, caches and states, once for each pass over them.
-        cache: bytes that one chip holds of the target's cache, without states.
-        states: bytes that one chip holds of the target's states.
-        drafted: bytes of the drafted tokens' entries on one chip, until they are accepted or not; of a target with states,
-            what takes the place of a copy of them for each token.
-        flops: operations of one chip in a step.
-        depth: tokens that a draft is deep.
+        floor: the bytes that one chip must read in a step: weights, caches and states, once per
+            pass over them.
+        cache: the bytes of the target's cache on one chip, without states.
+        states: the bytes of the target's states on one chip.
+        drafted: the bytes of the drafted tokens' entries on one chip, until they are verified. For
+            layers with states, these entries replace a copy of the state for each token.
+        flops: the operations of one chip in a step.
+        depth: the depth of a draft.
     """
 
     drafter: str
@@ -201,59 +207,61 @@ class Step:
     depth: int
 
     def seconds(self, chip: Chip, chips: int) -> float:
-        """The longest of what memory, arithmetic and links allow."""
+        """Return the seconds of a step by its tightest limit: memory, arithmetic or links."""
         return max(self.limits(chip, chips).values())
 
     def limits(self, chip: Chip, chips: int) -> dict[str, float]:
-        """Seconds of a step by what holds it up."""
-        exchanged = (chips - 1) / chips * sum(turn.turns * turn.sent for turn in self.decode.turns)
+        """Return the seconds of a step by each limit."""
+        bytes_sent = (chips - 1) / chips * sum(turn.turns * turn.sent for turn in self.decode.turns)
         return {
             "memory": self.decode.bytes / chip.bandwidth,
             "arithmetic": self.flops / chip.flops,
-            "links": exchanged / (chip.links / 2),
+            "links": bytes_sent / (chip.links / 2),
         }
 
 
 def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
-    """Compile prefill and the decoding loop with ``drafter``, whose params are shapes."""
-    given = _arguments(setup, drafter)
+    """Compile prefill and the decoding loop with a drafter whose params are shapes."""
+    arguments = _arguments(setup, drafter)
     capacity, depth = setup.context + setup.new_tokens, drafter.draft_shape.depth
-    lowered = decoding.prefill.lower(*given, capacity=capacity)
+    lowered = decoding.prefill.lower(*arguments, capacity=capacity)
     prefill, executable = compile_program(f"prefill, {name}", lowered, setup.mesh)
-    state = jax.eval_shape(partial(decoding.prefill, capacity=capacity), *given)
+    state = jax.eval_shape(partial(decoding.prefill, capacity=capacity), *arguments)
     state = abstract.with_shardings(state, executable.output_shardings)
     steps = abstract.everywhere(setup.mesh, jax.ShapeDtypeStruct((), jnp.int32))
     cache, states = state.cache.layers, state.cache.states
     floor = abstract.bytes_of_pass(setup.target, (cache, states))
-    by_layer = [entry if held is None else held for entry, held in zip(cache, states or (None,) * len(cache), strict=True)]
+    by_layer = [
+        entry if linear is None else linear for entry, linear in zip(cache, states or (None,) * len(cache), strict=True)
+    ]
     floor += abstract.bytes_of_draft(drafter, setup.target, state.drafter, by_layer)
-    # Scales of entries in 8 bits have three axes, and are small: a copy of them is none of a cache.
+    # The scales of a quantized cache have three axes. They are small: copies of them do not count.
     parts = [part for part in jax.tree.leaves((cache, state.drafter)) if capacity in part.shape[2:] and part.ndim > 3]
-    tables = [held.table for held in abstract.states_in((states, state.drafter))]
+    tables = [layer_state.table for layer_state in abstract.states_in((states, state.drafter))]
     axis_length = capacity
     if setup.page is not None:
         state = abstract.in_pages(state, setup.page, setup.mesh)
         axis_length = state.cache.pages
-    kept = [(min(map(abstract.bytes_of_one, parts)), (axis_length,))] if parts else []
-    kept += [(abstract.bytes_of_one(table), table.shape[2:]) for table in tables]
+    uncopied = [(min(map(abstract.bytes_of_one, parts)), (axis_length,))] if parts else []
+    uncopied += [(abstract.bytes_of_one(table), table.shape[2:]) for table in tables]
     blocks = -(-capacity // block_width(capacity, BLOCK))
     lowered = decoding.decode.lower(setup.target, drafter, state, steps)
     decode, _ = compile_program(
         f"decode, {name}",
         lowered,
         setup.mesh,
-        kept=kept,
+        uncopied=uncopied,
         turns=lambda origin: blocks if LOOP in origin else max(1, depth - 1),
         is_loop=True,
     )
-    held = abstract.bytes_of_one
+    size = abstract.bytes_of_one
     return Step(
-        name, prefill, decode, floor, held(cache), held(states), _drafted_bytes(setup, drafter), _flops(setup, drafter), depth
+        name, prefill, decode, floor, size(cache), size(states), _drafted_bytes(setup, drafter), _flops(setup, drafter), depth
     )
 
 
 def _arguments(setup: Setup, drafter: Drafter) -> tuple[Any, ...]:
-    """What `decoding.prefill` is given, as shapes."""
+    """Return the arguments of `decoding.prefill` as shapes."""
     batch, mesh = setup.batch, setup.mesh
     row = partial(abstract.rows, mesh, batch)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
@@ -265,7 +273,7 @@ def _arguments(setup: Setup, drafter: Drafter) -> tuple[Any, ...]:
 
 
 def _drafted_bytes(setup: Setup, drafter: Drafter) -> int:
-    """Of the entries of a draft's tokens in the target, on one chip."""
+    """Return the bytes of the entries of a draft's tokens in the target, on one chip."""
     make = jax.jit(lambda target: target.new_scratch(setup.batch, drafter.draft_shape.nodes))
     entries = jax.eval_shape(make, setup.target)
     places = make.lower(setup.target).compile(compiler_options=dict(compiler_options(setup.mesh))).output_shardings
@@ -273,44 +281,51 @@ def _drafted_bytes(setup: Setup, drafter: Drafter) -> int:
 
 
 def _flops(setup: Setup, drafter: Drafter) -> float:
-    """Of one chip in a step: the target's pass over the draft, and two for each weight that a node of a level is made by."""
+    """Return the operations of one chip in a step.
+
+    They are the target's pass over the draft, and two for each weight and node of a level.
+    """
     config, batch, draft = setup.target.config, setup.batch, drafter.draft_shape
     attention = attention_work(config, batch, draft.nodes, setup.context + setup.new_tokens).flops
-    of_target = (product_work(config, batch * draft.nodes).flops + attention) / setup.mesh.size
+    target_flops = (product_work(config, batch * draft.nodes).flops + attention) / setup.mesh.size
     reads = drafter.drafting_reads(setup.target)
     weights = draft.depth * abstract.numbers_of_one(reads.level) + abstract.numbers_of_one(reads.step)
-    return of_target + 2.0 * weights * batch * draft.width
+    return target_flops + 2.0 * weights * batch * draft.width
 
 
 def compile_program(
     name: str,
     lowered: jax.stages.Lowered,
     mesh: Mesh,
-    kept: Sequence[tuple[int, Sequence[int]]] = (),
+    uncopied: Sequence[tuple[int, Sequence[int]]] = (),
     turns: Callable[[str], int] = lambda origin: 1,
     is_loop: bool = False,
 ) -> tuple[Compiled, jax.stages.Compiled]:
-    """Compile a program for the devices of ``mesh``.
+    """Compile a program for the devices of a mesh.
 
     Args:
-        name: what it does.
+        name: the name of the program.
         lowered: the program.
-        mesh: of its arguments.
-        kept: what no step should copy: the bytes of each on one device, and the lengths of some of its axes. A copy that is as
-            large, and has axes as long or a little longer, is named.
-        turns: how often an inner loop is taken to turn whose end depends on data, by its origin.
-        is_loop: whether a step is a turn of the program's largest loop, and not the program itself.
+        mesh: the mesh of its arguments.
+        uncopied: the arrays that no step should copy: the bytes of each on one device, and the
+            lengths of some of its axes. Copies of arrays that are at least as large, and have axes
+            that are at least as long and at most a little longer, are reported.
+        turns: the assumed number of iterations of an inner loop whose end depends on data, by its
+            origin.
+        is_loop: whether a step is an iteration of the program's largest loop. Otherwise it is the
+            whole program.
 
     Returns:
-        What it costs, and the executable.
+        The costs, and the executable.
 
     Raises:
-        InputError: it does not compile, for lack of memory perhaps, or the compiler does not go with this version of JAX.
+        InputError: The program cannot be compiled, for instance for lack of memory, or because the
+            compiler does not support this version of JAX.
     """
     started = time.perf_counter()
     try:
         with warnings.catch_warnings(), waiting(f"compiling {name}"):
-            # What was compiled for a device that is not there cannot be read back from JAX's cache on disk: it says so.
+            # JAX warns that programs for missing devices cannot be read from its cache on disk.
             warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
             executable = lowered.compile(compiler_options=dict(compiler_options(mesh)))
         seconds = time.perf_counter() - started
@@ -321,19 +336,19 @@ def compile_program(
             f"{name}: cannot be compiled for these chips by the compiler that is installed ({reason[:300]})"
         ) from error
     analysis = executable.memory_analysis()
-    assert text is not None and analysis is not None  # all of XLA's compilers give both
+    assert text is not None and analysis is not None  # all of XLA's compilers return both
     program = hlo.HloProgram(text)
-    of_step = program.turns(program.main_loop if is_loop else program.entry, turns)
-    operations = [operation for turn in of_step for operation in turn.operations]
-    copies = program.copies(operations, kept)
+    step_turns = program.turns(program.main_loop if is_loop else program.entry, turns)
+    operations = [operation for turn in step_turns for operation in turn.operations]
+    copies = program.copies(operations, uncopied)
     memory = Memory(
         arguments=analysis.argument_size_in_bytes,
         temporaries=analysis.temp_size_in_bytes,
         results=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
     )
-    made = (found for turn in of_step for found in program.moved(turn.operations) if not found[0].kind.startswith("copy"))
-    largest = max((written for _, _, written in made), default=0)
-    costs = tuple(_costs(program, turn) for turn in of_step)
+    moves = (move for turn in step_turns for move in program.moved(turn.operations) if not move[0].kind.startswith("copy"))
+    largest = max((bytes_written for _, _, bytes_written in moves), default=0)
+    costs = tuple(_costs(program, turn) for turn in step_turns)
     return Compiled(name, seconds, memory, costs, tuple(copies), largest, text), executable
 
 

@@ -1,7 +1,7 @@
-"""Accelerators that are not there: devices to compile for, on a machine that has none.
+"""Devices to compile for on a machine without accelerators.
 
-XLA's compilers need no device. That for TPUs comes with the wheel ``libtpu``; that for NVIDIA's GPUs with JAX's CUDA plugin,
-which is told what an H100 is like.
+XLA's compilers need no device. The compiler for TPUs comes with the wheel ``libtpu``. The compiler
+for NVIDIA's GPUs comes with JAX's CUDA plugin, which gets a description of an H100.
 """
 
 import importlib
@@ -21,10 +21,10 @@ from specjax.errors import InputError
 from specjax.sharding import make_mesh
 
 _TPUS = {"v4": ("tpu-v4", 3), "v5e": ("tpu-v5e", 2), "v5p": ("tpu-v5p", 3), "v6e": ("tpu-v6e", 2)}
-"""Kinds by the name in a topology: the chip, and in how many directions its links go."""
+"""The kinds of TPUs by their names in topologies: the chip, and its number of link dimensions."""
 
 _CUDA = {"jax_cuda13_plugin": "nvidia.cu13", "jax_cuda12_plugin": "nvidia.cuda_nvcc"}
-"""JAX's plugins for NVIDIA's GPUs, and where the assembler of each comes with its wheels."""
+"""JAX's plugins for NVIDIA's GPUs, and the package that has the assembler of each."""
 
 _H100 = """
 gpu_device_info {
@@ -39,26 +39,29 @@ dnn_version_info { major: 9 minor: 10 }
 runtime_version { major: 12 minor: 9 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-"""What XLA's compiler asks of a device, for an H100 SXM5 at NVIDIA's own figures."""
+"""XLA's description of an H100 SXM5, with NVIDIA's published figures."""
 
 
 def find_mesh(topology: str, data: int, model: int, slices: int = 1) -> tuple[Mesh, Chip]:
-    """A ``data x model`` mesh of devices that need not be there, and what each of them is.
+    """Return a ``data x model`` mesh of devices that need not exist, and their chip.
 
     Args:
-        topology: ``h100``, or of TPUs the kind and how the chips lie, such as ``v5e:2x4`` or ``v5p:2x2x2``.
-        data: devices that split the batch.
-        model: devices that split the weights.
-        slices: how many such topologies of TPUs, between which data goes over the network of the data centre. The first devices
-            of the mesh are those of the first one: with a ``data`` axis of as many, each splits the weights by itself.
+        topology: ``h100``, or the kind and the arrangement of TPUs, such as ``v5e:2x4`` or
+            ``v5p:2x2x2``.
+        data: the number of devices that split the batch.
+        model: the number of devices that split the weights.
+        slices: the number of such topologies of TPUs, which are connected by the data center
+            network. The first devices of the mesh are those of the first slice. If the ``data``
+            axis has as many devices as there are slices, each slice has all weights.
 
     Raises:
-        InputError: there is no such topology, it has fewer chips than the mesh, or what compiles for it is not installed.
+        InputError: There is no such topology, it has fewer chips than the mesh, or its compiler is
+            not installed.
     """
     if data < 1 or model < 1:
-        raise InputError(f"mesh={data} {model}: each axis is at least 1")
+        raise InputError(f"mesh={data} {model}: each axis must be at least 1")
     if slices < 1 or (slices > 1 and topology == "h100"):
-        raise InputError(f"slices={slices}: must be at least 1, and 1 for h100: of GPUs no network is compiled for")
+        raise InputError(f"slices={slices}: must be at least 1, and 1 for h100: networks of GPUs are not supported")
     if topology == "h100":
         return make_mesh(data, model, _gpus(data * model)), CHIPS["h100"]
     kind, _, sides = topology.partition(":")
@@ -76,18 +79,19 @@ def find_mesh(topology: str, data: int, model: int, slices: int = 1) -> tuple[Me
 
 
 def compiler_options(mesh: Mesh) -> Mapping[str, Any]:
-    """What to tell the compiler for the devices of ``mesh``."""
+    """Return the compiler options for the devices of a mesh."""
     if mesh.devices.flat[0].platform != "gpu":
         return {}
-    # Nothing can be timed on a device that is not there.
+    # Autotuning would time kernels, which is impossible without the device.
     return {"xla_gpu_autotune_level": 0, "xla_gpu_cuda_data_dir": cuda_directory()}
 
 
 def _tpus(topology: str, slices: int) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
-        raise InputError(f"chips={topology!r}: needs libtpu, which compiles for TPUs: pip install 'specjax[compile]'")
+        raise InputError(f"chips={topology!r}: it needs libtpu, which compiles for TPUs: pip install 'specjax[compile]'")
     libtpu = importlib.import_module("libtpu")
-    # It would look for a TPU here, ask a metadata server about it, and refuse to be loaded by two processes at once.
+    # Without these variables, libtpu would search for a TPU on this machine, query a metadata
+    # server, and refuse to be loaded by two processes at once.
     for name, value in {
         "TPU_LIBRARY_PATH": libtpu.get_library_path(),
         "TPU_SKIP_MDS_QUERY": "1",
@@ -102,27 +106,27 @@ def _tpus(topology: str, slices: int) -> list[jax.Device]:
 
 def _gpus(count: int) -> list[jax.Device]:
     if not cuda_directory():
-        raise InputError("chips='h100': needs the compilers for NVIDIA's GPUs: pip install 'specjax[compile-cuda]'")
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # libraries that only a program which runs needs
+        raise InputError("chips='h100': it needs the compilers for NVIDIA's GPUs: pip install 'specjax[compile-cuda]'")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # it checks libraries that are needed only to run programs
     return _devices("h100", platform="cuda", topology=f"1x1x{count}", target_config=_H100)
 
 
 def cuda_directory() -> str:
-    """Where NVIDIA's assembler lies that JAX's plugin compiles with; empty where either is not installed."""
+    """Return the directory of NVIDIA's assembler for JAX's plugin; empty without one of them."""
     for plugin, assembler in _CUDA.items():
         try:
-            found = importlib.util.find_spec(plugin) and importlib.util.find_spec(assembler)
+            spec = importlib.util.find_spec(plugin) and importlib.util.find_spec(assembler)
         except ModuleNotFoundError:
             continue
-        if found:
-            return next(iter(found.submodule_search_locations or ()), "")
+        if spec:
+            return next(iter(spec.submodule_search_locations or ()), "")
     return ""
 
 
-def _devices(asked: str, **description: Any) -> list[jax.Device]:
+def _devices(chips: str, **description: Any) -> list[jax.Device]:
     try:
         return list(topologies.get_topology_desc(**description).devices)
-    except Exception as error:  # JAX raises one kind or another
+    except Exception as error:  # the type depends on the version of JAX
         reason = next(iter(str(error).splitlines()), "")
-        mostly = "" if asked == "h100" else "; the smallest that it knows are v5e:2x2 and v5p:2x2x1"
-        raise InputError(f"chips={asked!r}: the compiler does not take it: {reason}{mostly}") from error
+        hint = "" if chips == "h100" else "; the smallest that it knows are v5e:2x2 and v5p:2x2x1"
+        raise InputError(f"chips={chips!r}: the compiler does not support it: {reason}{hint}") from error

@@ -373,7 +373,7 @@ class PagedCache:
         number = jax.tree.leaves(self.layers)[0].shape[0]
         pages = jnp.where((step < count[:, None]) & (positions < self.capacity), pages, number)
         layers = jax.tree.map(
-            lambda pool, values: by_group(_set_paged, self.groups, pool, pages, places, values), self.layers, entries
+            lambda pool, values: by_group(_set_paged, self.groups, pool, pages, slots, values), self.layers, entries
         )
         return replace(self, layers=layers, length=self.length + count, states=states)
 
@@ -430,7 +430,7 @@ def _set_paged(pool: jax.Array, pages: jax.Array, places: jax.Array, values: jax
     # slot contiguous, and copies the whole pool into that layout. It still sees that each head
     # stays on its device of a mesh.
     heads = jnp.arange(pool.shape[1])[:, None]
-    return pool.at[pages[:, None], heads, places[:, None]].set(values.astype(pool.dtype), mode="drop")
+    return pool.at[pages[:, None], heads, slots[:, None]].set(values.astype(pool.dtype), mode="drop")
 
 
 @struct.dataclass

@@ -68,7 +68,7 @@ def calibrate(target: Target, weights: schemes.Weights, tokens: Int[np.ndarray, 
         unread += _check_seen(watched, layer)
         target = _with_layer(target, layer, quantize(declarations_here, watched))
         after = [_run(target, x, batch, (firsts[layer], layer + 1)) for x, batch in streams]
-        entering = {number: entering[number] for number in entering if number in firsts[layer + 1 :]} | {layer + 1: after}
+        entering = {index: entering[index] for index in entering if index in firsts[layer + 1 :]} | {layer + 1: after}
     if unread:
         say(f"{unread} matrices of experts without a token of the text are rounded to the nearest numbers", unasked=True)
     rest = {name: value for name, value in target.params.items() if name != "layers"}

@@ -48,8 +48,8 @@ class CheckpointFiles:
     Examples:
         >>> from specjax.models import hub
         >>> files = hub.open_checkpoint("embedded:eagle3")
-        >>> files.raw["model_type"], files.shapes["midlayer.mlp.up_proj.weight"]
-        ('llama', (256, 96))
+        >>> files.raw["model_type"], len(files.shapes["midlayer.mlp.up_proj.weight"])
+        ('llama', 2)
     """
 
     directory: Path

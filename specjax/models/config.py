@@ -407,11 +407,11 @@ class ModelConfig:
             raise InputError("layers: all layers are alike with latent attention: leave layers out")
         if len(self.layers) != self.num_layers:
             raise InputError(f"layers: {len(self.layers)} of num_layers={self.num_layers} are described: describe all or none")
-        for number, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
             try:
                 config = self.of_layer(number)
             except InputError as error:
-                raise InputError(f"layers[{number}]: {error}") from None
+                raise InputError(f"layers[{index}]: {error}") from None
             if (source := layer.entries_of) is None:
                 continue
             if not 0 <= source < number or self.layers[source].entries_of is not None:

@@ -32,7 +32,7 @@ class Field:
         default: the value if the field is absent. A field with the default None may also be null.
     """
 
-    wanted: str
+    expected: str
     accepts: Callable[[Any], bool]
     default: Any = REQUIRED
 
@@ -98,9 +98,9 @@ def check_fields(raw: Mapping[str, Any], table: Mapping[str, Field], source: str
     for name, field in table.items():
         value = raw.get(name, field.default)
         if value is REQUIRED:
-            raise CheckpointError(f"{source}: {prefix}{name} is missing: it must be {field.wanted}")
+            raise CheckpointError(f"{source}: {prefix}{name} is missing: it must be {field.expected}")
         if value is not field.default and not field.accepts(value):
-            raise CheckpointError(f"{source}: {prefix}{name}={show(value)}: must be {field.wanted}")
+            raise CheckpointError(f"{source}: {prefix}{name}={show(value)}: must be {field.expected}")
         values[name] = value
     return values
 

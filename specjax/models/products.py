@@ -120,10 +120,8 @@ def quantized_product(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:
 
 
 @quantized_product.defjvp
-def _derivative(
-    values: tuple[jax.Array, QuantizedMatrix], tangents: tuple[jax.Array, QuantizedMatrix]
-) -> tuple[jax.Array, jax.Array]:
-    x, weight = values
+def _derivative(factors: tuple[jax.Array, QuantizedMatrix], tangents: tuple[jax.Array, object]) -> tuple[jax.Array, jax.Array]:
+    x, weight = factors
     return quantized_product(x, weight), jnp.matmul(tangents[0].astype(jnp.float32), dequantize_matrix(weight))
 
 

@@ -1,1 +1,1 @@
-"""What speculation should gain, computed or measured, and which draft to take."""
+"""Predictions and measurements of the speed-up by speculation, and the choice of a draft."""

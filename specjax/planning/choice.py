@@ -1,9 +1,9 @@
-"""Which draft is fastest here: a chain, a tree, or none at all.
+"""The choice of the fastest draft on this machine: a chain, a tree, or plain decoding.
 
-The speed of every candidate is computed from measured parts: T_D and T_V(n) on this machine, how far long chains survive, and
-how often the child of each rank is the target's own token, on given prompts. Static trees come from Sequoia's dynamic
-programming. What dynamic trees emit follows from no such chances, so two of them are tried, and where tokens are drawn, a few
-sampled trees as well.
+The speed of each candidate is computed from measured parts: T_D and T_V(n) on this machine, and on
+given prompts the acceptance of long chains by depth and of children by rank. Static trees come from
+Sequoia's dynamic programming. The tokens that dynamic trees emit do not follow from these
+probabilities, so two dynamic trees are tried out; with sampling, a few sampled trees as well.
 """
 
 from dataclasses import dataclass, field, replace
@@ -26,29 +26,38 @@ from specjax.planning.costs import Costs, measure_costs, tokens_needed, trial_ke
 from specjax.progress import waiting
 from specjax.sampling import Sampling
 
-_TRIAL_STEPS, _LEAST_STEPS = 256, 32  # of all rows together, and of a row
+_TRIAL_STEPS, _LEAST_STEPS = 256, 32  # steps of a trial, of all rows together and at least of each row
 _RANKS = 8
 _REPEATS = 3
 _COUNTS = (2, 3, 5, 9, 17, 33, 65)
 BUDGETS = (128, 256, 512)
-"""Slots of a compressed cache that `fastest_drafter` tries."""
+"""The sizes in slots of a compressed cache that `fastest_drafter` tries."""
 _SAMPLED = ((2, 1, 1), (2, 2, 1), (3, 2, 1, 1))
 _DYNAMIC = ((4, 13), (8, 33))
-"""Children of a node, and nodes, of the dynamic trees that are tried: no more of them, for each is compiled and run. T_D is
-measured at these widths for static trees anyway."""
+"""Children per node, and nodes, of the dynamic trees that are tried.
+
+There are only two, because each is compiled and run. T_D is measured at these widths in any case,
+for static trees.
+"""
 _DEEP = 0.2
-"""Dynamic trees are as deep as a chain's token is accepted in this share of the steps: every level is drafted in every step."""
+"""Dynamic trees end at the depth at which this share of the steps accepts a chain's token.
+
+Deeper levels would cost time in every step and gain little.
+"""
 
 
 @dataclass(frozen=True)
 class TrialAcceptance:
-    """What was accepted in short trials, each by the rule that was asked for or by the one that suits its shape.
+    """The acceptance in short trials, by the rule of the options or the default rule of the shape.
 
     Attributes:
-        survival: chance that a chain's token at each depth is accepted, those before it included.
-        by_rank: chance that the child of each rank is the target's token; empty for drafters and rules of chains alone.
-        sampled: tokens a target forward with each of a few sampled trees; empty when all rows are greedy.
-        dynamic: tokens a target forward with each of two dynamic trees; empty for drafters and rules of chains alone.
+        survival: for each depth, the probability that a chain's tokens up to it are accepted.
+        by_rank: the probability that the child of each rank is the target's token; empty if the
+            drafter or the rule supports only chains.
+        sampled: tokens per target pass with each of a few sampled trees; empty if all rows are
+            greedy.
+        dynamic: tokens per target pass with each of two dynamic trees; empty if the drafter or the
+            rule supports only chains.
 
     Examples:
         >>> from specjax.planning.choice import TrialAcceptance
@@ -65,13 +74,13 @@ class TrialAcceptance:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One answer.
+    """A draft shape and its predicted speed.
 
     Attributes:
-        draft: the shape; None is plain decoding.
-        tokens: expected a target forward.
-        seconds: of a step: drafting and verification.
-        speedup: over plain decoding.
+        draft: the shape; None for plain decoding.
+        tokens: the expected number of tokens per target pass.
+        seconds: the seconds of a step, drafting and verification.
+        speedup: the speed-up over plain decoding.
 
     Examples:
         >>> from specjax.planning.choice import Candidate
@@ -86,13 +95,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class DraftComparison:
-    """Every candidate, the fastest first, and what their speeds were computed from.
+    """The candidates, and the measurements from which their speeds were computed.
 
     Attributes:
-        acceptance: in trials.
-        verify: T_V(n) by n, seconds.
-        draft_times: T_D of a level by how many nodes are read together, seconds.
-        candidates: fastest first; plain decoding is among them.
+        acceptance: the acceptance in trials.
+        verify: T_V(n) in seconds by n.
+        draft_times: T_D of a level in seconds, by the number of nodes read together.
+        candidates: the candidates, the fastest first, with plain decoding.
 
     Examples:
         >>> from specjax.planning.choice import Candidate, DraftComparison, TrialAcceptance
@@ -112,12 +121,12 @@ class DraftComparison:
 
     @property
     def best(self) -> Candidate:
-        """The fastest."""
+        """The fastest candidate."""
         return self.candidates[0]
 
 
 def with_draft(drafter: Drafter, draft: DraftShape) -> Drafter:
-    """The same drafter with another shape of draft.
+    """Return a drafter with another draft shape.
 
     Examples:
         >>> from specjax.planning.choice import with_draft
@@ -139,31 +148,35 @@ def compare_drafts(
     nodes: int = 33,
     acceptance: TrialAcceptance | None = None,
 ) -> DraftComparison:
-    """Measure the parts, and compute the speed of every chain of up to ``longest`` tokens, of the best static trees of up to
-    ``nodes`` nodes, and of the other trees that were tried and are no larger.
+    """Measure times and acceptance, and compute the speed of many draft shapes.
 
-    Chains alone where the rule is for chains alone.
+    The candidates are all chains of up to ``longest`` tokens, the best static trees of up to
+    ``nodes`` nodes, and the trees that were tried out, if they are not larger. If the rule supports
+    only chains, there are no trees.
 
     Args:
-        target: the target model.
-        drafter: its ``draft`` does not matter.
-        tokens: ``[R, P]`` prompts, as for `decoding.generate`, on which acceptance is measured.
-        lengths: ``[R]``.
-        options: of the generation to come. Trials emit at most ``max_new_tokens`` a row, with a random key of their own.
-        batch: B, rows decoded together, for which times are measured; by default R.
-        longest: longest chain, and deepest tree.
-        nodes: most nodes of a tree, the root included.
-        acceptance: as `measure_acceptance` gave it, so that several ``batch`` sizes share it.
+        target: the target.
+        drafter: the drafter; its own draft shape does not matter.
+        tokens: ``[R, P]`` prompts as in `decoding.generate`, on which acceptance is measured.
+        lengths: ``[R]`` the length of each prompt.
+        options: the options of the later generation. Trials emit at most ``max_new_tokens`` per
+            row, and have their own random key.
+        batch: B, the batch size for which times are measured; by default R.
+        longest: the length of the longest chain, and the depth of the deepest tree.
+        nodes: the maximum number of nodes of a tree, with the root.
+        acceptance: the result of `measure_acceptance`, to share it among several batch sizes; None
+            to measure it here.
 
     Raises:
-        InputError: as `decoding.generate`.
+        InputError: An argument is invalid, as in `decoding.generate`.
 
     Examples:
         >>> from specjax.planning.choice import TrialAcceptance, compare_drafts
         >>> drafter = specjax.EarlyExit(layers=1)
         >>> measured = TrialAcceptance((0.7, 0.5), (), {})  # or None, to measure it here
-        >>> found = compare_drafts(target, drafter, prompts, acceptance=measured)
-        >>> [str(each.draft) for each in sorted(found.candidates, key=lambda each: each.tokens)]
+        >>> comparison = compare_drafts(target, drafter, prompts, acceptance=measured)
+        >>> candidates = sorted(comparison.candidates, key=lambda candidate: candidate.tokens)
+        >>> [str(candidate.draft) for candidate in candidates]
         ['None', 'chain of 1', 'chain of 2']
     """
     if acceptance is None:
@@ -171,7 +184,7 @@ def compare_drafts(
     rows, width = np.asarray(tokens).shape
     depth = len(acceptance.survival)
     plain = Candidate(None, 1.0, 0.0, 1.0)
-    if depth == 0:  # below these prompts the target has no position left for a draft
+    if depth == 0:  # the target has no position left for a draft after these prompts
         return DraftComparison(acceptance, {}, {}, (plain,))
     ranks = len(acceptance.by_rank)
     costs, draft_times = _times(target, drafter, depth, ranks, nodes, (batch or rows, width), options)
@@ -189,7 +202,7 @@ def compare_drafts(
         trees = theory.best_trees(acceptance.by_rank, nodes, depth)
         branching = [tree for tree in trees.values() if max(path[-1] for path in tree) > 0]
         candidates += [candidate(StaticTree(tree), theory.tree_tokens(acceptance.by_rank, tree)) for tree in branching]
-    ordered = sorted(candidates, key=lambda each: -each.speedup)
+    ordered = sorted(candidates, key=lambda candidate: -candidate.speedup)
     return DraftComparison(acceptance, costs.verify, draft_times, tuple(ordered))
 
 
@@ -201,10 +214,10 @@ def fastest_drafter(
     *,
     options: GenerationOptions = GenerationOptions(),
 ) -> tuple[Drafter | None, Candidate]:
-    """The drafter with its fastest draft here, None for plain decoding, and what it should gain.
+    """Return the drafter with its fastest draft, or None for plain decoding, and its prediction.
 
-    A compressed cache is tried with its own budget, and with each of `BUDGETS` that is smaller than the prompts. Arguments are
-    those of `compare_drafts`.
+    A compressed cache is tried with its own budget, and with all `BUDGETS` below the length of the
+    prompts. The arguments are those of `compare_drafts`.
 
     Examples:
         >>> from specjax.planning.choice import fastest_drafter
@@ -218,9 +231,9 @@ def fastest_drafter(
         budgets = [b for b in BUDGETS if 0 < drafter.scheme.kept(b) < b < width]
         budgets = sorted({*budgets, drafter.budget})
         sized = [replace(drafter, budget=budget) for budget in budgets]
-    found = [(each, compare_drafts(target, each, tokens, lengths, options=options).best) for each in sized]
-    chosen, best = max(found, key=lambda pair: pair[1].speedup)
-    return None if best.draft is None else with_draft(chosen, best.draft), best
+    results = [(variant, compare_drafts(target, variant, tokens, lengths, options=options).best) for variant in sized]
+    fastest, best = max(results, key=lambda pair: pair[1].speedup)
+    return None if best.draft is None else with_draft(fastest, best.draft), best
 
 
 def measure_acceptance(
@@ -232,19 +245,20 @@ def measure_acceptance(
     options: GenerationOptions = GenerationOptions(),
     longest: int = 8,
 ) -> TrialAcceptance:
-    """Short generations with a long chain, with one level of many children, with dynamic trees and with sampled ones. Arguments
-    as above.
+    """Measure the acceptance in short generations.
 
-    What a child of each rank is worth is taken to be the same at every depth (Sequoia's positional acceptance); what a
-    chain's tokens are worth is measured depth by depth.
+    They draft a long chain, one level of many children, dynamic trees and sampled trees. The
+    acceptance of a rank is assumed to be the same at every depth (Sequoia's positional acceptance);
+    the acceptance of chains is measured for each depth. The arguments are those of
+    `compare_drafts`.
 
     Examples:
         >>> from specjax.planning.choice import measure_acceptance
         >>> drafter = specjax.EarlyExit(layers=1)
-        >>> found = measure_acceptance(target, drafter, prompts, longest=2)
-        >>> len(found.survival), len(found.by_rank), found.sampled
+        >>> acceptance = measure_acceptance(target, drafter, prompts, longest=2)
+        >>> len(acceptance.survival), len(acceptance.by_rank), acceptance.sampled
         (2, 8, {})
-        >>> [str(tree) for tree in found.dynamic]
+        >>> [str(tree) for tree in acceptance.dynamic]
         ['dynamic tree, 13 nodes, 2 deep', 'dynamic tree, 33 nodes, 2 deep']
     """
     vocab = target.config.vocab_size
@@ -262,7 +276,7 @@ def measure_acceptance(
     if drafter.grows_trees and (options.rule is None or RULES[options.rule].takes_trees):
         by_rank = tuple(trial(StaticTree(complete_tree((min(_RANKS, vocab),))))[1].tolist())
         dynamic = {shape: trial(shape)[2] for shape in _dynamic_trees(survival, vocab)}
-        # With coupled sampling a sampled tree's children are a static tree's.
+        # With coupled sampling, a sampled tree has the same children as a static tree.
         if not np.all(np.asarray(options.sampling.temperature) == 0) and options.rule != "coupled":
             shapes = [SampledTree(widths) for widths in _SAMPLED if len(widths) <= depth and max(widths) <= vocab]
             sampled = {shape: trial(shape)[2] for shape in shapes}
@@ -270,7 +284,10 @@ def measure_acceptance(
 
 
 def _dynamic_trees(survival: tuple[float, ...], vocab: int) -> list[DynamicTree]:
-    """The dynamic trees to try, given how far chains survive. Trees of one level are left out: static trees cover them."""
+    """Return the dynamic trees to try, whose depth depends on the acceptance of chains.
+
+    Trees of one level are left out, because static trees cover them.
+    """
     depth = max(2, sum(chance >= _DEEP for chance in survival))
     if len(survival) < depth:
         return []
@@ -286,9 +303,10 @@ def chain_survival(
     options: GenerationOptions = GenerationOptions(),
     longest: int = 8,
 ) -> tuple[float, ...]:
-    """The chance that a chain's token at each depth is accepted, those before it included, in a short generation.
+    """Measure for each depth the probability that a chain's tokens up to it are accepted.
 
-    Arguments as of `measure_acceptance`. As deep as the target has positions left: perhaps empty.
+    The arguments are those of `measure_acceptance`. The depth is limited by the target's positions,
+    so the result may be empty.
 
     Examples:
         >>> from specjax.planning.choice import chain_survival
@@ -306,7 +324,7 @@ def chain_survival(
 
 
 def _positions_left(target: Target, drafter: Drafter, tokens: ArrayLike, lengths: ArrayLike | None) -> int:
-    """How many tokens the longest of the prompts can be continued by."""
+    """Return by how many tokens the longest prompt can be continued."""
     _, checked = check_prompts(tokens, lengths, target.config.vocab_size)
     return decoding.most_positions(target, drafter) - int(checked.max())
 
@@ -314,14 +332,18 @@ def _positions_left(target: Target, drafter: Drafter, tokens: ArrayLike, lengths
 def _try(
     target: Target, drafter: Drafter, tokens: ArrayLike, lengths: ArrayLike | None, options: GenerationOptions
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """A short generation: the share of its drafts that was accepted to each depth, and at each rank of the first level; and the
-    tokens a step."""
+    """Generate for a few steps.
+
+    Returns:
+        For each depth, the share of the steps that accepted tokens up to it; for each rank, the
+        share of the steps that accepted this child of the root; and the mean tokens per step.
+    """
     rows, shape = len(np.asarray(tokens)), drafter.draft_shape
     count = max(_LEAST_STEPS, _TRIAL_STEPS // rows)
-    left = _positions_left(target, drafter, tokens, lengths)
-    most = min(count * (1 + shape.depth), left, int(np.max(options.max_new_tokens)))
-    tried = replace(options, max_new_tokens=most, key=trial_key(options.key))
-    drafter, state = decoding.start(target, drafter, tokens, lengths, tried)
+    positions_left = _positions_left(target, drafter, tokens, lengths)
+    max_new_tokens = min(count * (1 + shape.depth), positions_left, int(np.max(options.max_new_tokens)))
+    trial_options = replace(options, max_new_tokens=max_new_tokens, key=trial_key(options.key))
+    drafter, state = decoding.start(target, drafter, tokens, lengths, trial_options)
     with waiting(f"trying a {shape}"):
         first, stats = sharding.to_host(_watch(target, drafter, state, count), target.mesh)
     steps = max(int(np.sum(stats.steps)), 1)
@@ -331,7 +353,7 @@ def _try(
 
 @partial(jax.jit, static_argnames="steps")
 def _watch(target: Target, drafter: Drafter, state: decoding.DecodeState, steps: int) -> tuple[jax.Array, Any]:
-    """``[steps, B]`` the first accepted node of each step, 0 where there was none; and the statistics."""
+    """Return the first accepted node of each step ``[steps, B]``, or 0, and the statistics."""
 
     def body(state: decoding.DecodeState, _: None) -> tuple[decoding.DecodeState, jax.Array]:
         state, info = decoding.step(target, drafter, state)
@@ -344,13 +366,16 @@ def _watch(target: Target, drafter: Drafter, state: decoding.DecodeState, steps:
 def _times(
     target: Target, drafter: Drafter, depth: int, ranks: int, nodes: int, size: tuple[int, int], options: GenerationOptions
 ) -> tuple[Costs, dict[int, float]]:
-    """T_V(n) up to the largest candidate, and T_D of a level by nodes read together, for prompts of ``size`` (B, P)."""
+    """Measure T_V(n) up to the largest candidate, and T_D of a level by the number of its nodes.
+
+    ``size`` is the batch size and the length of the prompts.
+    """
     batch, width = size
     spines = [(count, *(1,) * (min(depth, 4) - 1)) for count in (ranks // 2, ranks) if count]
     wide = [with_draft(drafter, StaticTree(complete_tree(spine))) for spine in spines]
     largest = max(depth + 1, nodes if ranks else 0)
     counts = [count for i, count in enumerate(_COUNTS) if i == 0 or _COUNTS[i - 1] < largest]
-    needed = tokens_needed(_REPEATS, max(*counts, *(each.draft_shape.nodes for each in wide), depth + 1))
+    needed = tokens_needed(_REPEATS, max(*counts, *(variant.draft_shape.nodes for variant in wide), depth + 1))
     settings: dict[str, Any] = {
         "batch": batch,
         "context": max(1, min(width, decoding.most_positions(target, drafter) - needed)),
@@ -361,12 +386,12 @@ def _times(
     }
     costs = measure_costs(target, with_draft(drafter, Chain(depth)), nodes=counts, **settings)
     draft_times = {1: costs.draft_time}
-    for each in wide:
-        draft_times[each.draft_shape.width] = measure_costs(target, each, verify=False, **settings).draft_time
+    for variant in wide:
+        draft_times[variant.draft_shape.width] = measure_costs(target, variant, verify=False, **settings).draft_time
     return costs, draft_times
 
 
 def _spread(sampling: Sampling, batch: int) -> Sampling:
-    """Settings for ``batch`` rows, repeated or cut where they are given row by row."""
+    """Return sampling parameters for ``batch`` rows; values by row are repeated or cut."""
     values = {name: getattr(sampling, name) for name in sampling.__dataclass_fields__}
     return Sampling(**{name: np.resize(value, batch) if np.ndim(value) else value for name, value in values.items()})

@@ -1,9 +1,10 @@
-"""How the gain of a compressed cache depends on context and batch (MagicDec, Sadhukhan et al. 2024, arXiv 2408.11049).
+"""The gain of a compressed cache by context and batch size.
 
-With short contexts a step's time goes into the weights, which all rows share: the more rows, the more of the time is
-verification's arithmetic, and speculation gains less. With long contexts it goes into keys and values, of which every row has
-its own: drafting over few of them stays cheap, and speculation gains more the more rows there are. The context at which the one
-turns into the other is the *critical* one.
+It follows MagicDec (Sadhukhan et al. 2024, arXiv 2408.11049). With short contexts, most of a step's
+time is spent on the weights, which all rows share. The more rows there are, the larger is the share
+of verification's arithmetic, and the smaller the gain. With long contexts, most time is spent on
+keys and values, of which every row has its own. Drafting over few of them stays cheap, so the gain
+grows with the number of rows. The context between the two cases is called *critical*.
 """
 
 from collections.abc import Sequence
@@ -24,20 +25,20 @@ from specjax.planning.costs import Costs, measure_costs
 
 _REPEATS = 3
 TRIAL_TOKENS = 192
-"""Tokens a row that are enough to measure acceptance, for the ``options`` of `measure_contexts`."""
+"""The number of tokens per row that suffices to measure acceptance, for `measure_contexts`."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What speculation gains at one context and batch with one budget and chain length.
+    """The gain of speculation at one context and batch size with one budget and chain length.
 
     Attributes:
-        context: tokens in each row's cache.
-        batch: rows.
-        budget: slots of a row in the drafter's cache.
-        gamma: tokens of a chain.
-        tokens: expected a target forward.
-        speedup: over plain decoding.
+        context: the number of tokens in each row's cache.
+        batch: the number of rows.
+        budget: the number of slots of a row in the drafter's cache.
+        gamma: the number of tokens of a chain.
+        tokens: the expected number of tokens per target pass.
+        speedup: the speed-up over plain decoding.
 
     Examples:
         >>> from specjax.planning.contexts import Gain
@@ -57,12 +58,13 @@ class Gain:
 
 @dataclass(frozen=True)
 class MeasuredContexts:
-    """The measured parts that gains are computed from.
+    """The measurements from which gains are computed.
 
     Attributes:
-        costs: by context and batch, T_V(n) of the target, T_T = T_V(1) among them; T_D is 0 here.
-        draft_times: T_D by budget and batch, seconds a drafted token.
-        survival: by context and budget, the chance that a chain's token at each depth is accepted, with those before it.
+        costs: by context and batch, T_V(n) of the target with T_T = T_V(1); T_D is 0 here.
+        draft_times: by budget and batch, T_D in seconds per drafted token.
+        survival: by context and budget, for each depth the probability that a chain's tokens up to
+            it are accepted.
 
     Examples:
         >>> from specjax.planning.contexts import MeasuredContexts
@@ -82,35 +84,36 @@ class MeasuredContexts:
     survival: dict[tuple[int, int], tuple[float, ...]]
 
     def gain(self, context: int, batch: int, budget: int, gamma: int) -> Gain:
-        """MagicDec's equation: expected tokens times T_T over (gamma T_D + T_V(gamma + 1))."""
+        """Return MagicDec's gain: expected tokens times T_T / (gamma T_D + T_V(gamma + 1))."""
         costs, tokens = self.costs[context, batch], 1 + sum(self.survival[context, budget][:gamma])
         times = (costs.target, self.draft_times[budget, batch], costs.verification(gamma + 1))
         return Gain(context, batch, budget, gamma, tokens, theory.speedup_from_times(*times, gamma, tokens))
 
     def gains(self, context: int, batch: int) -> list[Gain]:
-        """Those of every budget and length, the largest first."""
-        found = [
+        """Return the gains of all budgets and chain lengths, the largest first."""
+        gains = [
             self.gain(context, batch, budget, gamma)
-            for of_context, budget in self.survival
-            if of_context == context
+            for measured_context, budget in self.survival
+            if measured_context == context
             for gamma in range(1, 1 + len(self.survival[context, budget]))
         ]
-        return sorted(found, key=lambda gain: -gain.speedup)
+        return sorted(gains, key=lambda gain: -gain.speedup)
 
     @property
     def contexts(self) -> list[int]:
-        """Ascending."""
+        """The measured contexts, ascending."""
         return sorted({context for context, _ in self.costs})
 
     @property
     def batches(self) -> list[int]:
-        """Ascending."""
+        """The measured batch sizes, ascending."""
         return sorted({batch for _, batch in self.costs})
 
     def critical_context(self) -> float | None:
-        """The context from which on the most rows gain at least as much as the fewest, interpolated on a logarithmic scale.
+        """Return the context from which the largest batch gains at least as much as the smallest.
 
-        None where the contexts measured do not enclose it.
+        It is interpolated on a logarithmic scale. It is None if the measured contexts do not
+        enclose it.
         """
         fewest, most = self.batches[0], self.batches[-1]
         rises = [self.gains(c, most)[0].speedup - self.gains(c, fewest)[0].speedup for c in self.contexts]
@@ -133,20 +136,21 @@ def measure_contexts(
     longest: int = 6,
     options: GenerationOptions = GenerationOptions(),
 ) -> MeasuredContexts:
-    """Measure T_V, T_D and acceptance for every context, batch and budget.
+    """Measure T_V, T_D and acceptance for every context, batch size and budget.
 
     Args:
-        target: the target model.
-        drafter: its budget and the shape of its drafts do not matter.
-        texts: ``[R, P]`` tokens, P at least the longest context: acceptance is measured behind the first tokens of each.
-        contexts: tokens in each row's cache.
-        batches: rows.
-        budgets: slots of a row in the drafter's cache.
-        longest: longest chain.
-        options: of the generation to come.
+        target: the target.
+        drafter: the drafter; its own budget and draft shape do not matter.
+        texts: ``[R, P]`` tokens, with P at least the longest context. Acceptance is measured after
+            the first tokens of each text.
+        contexts: the numbers of tokens in each row's cache.
+        batches: the batch sizes.
+        budgets: the numbers of slots of a row in the drafter's cache.
+        longest: the length of the longest chain.
+        options: the options of the later generation.
 
     Raises:
-        InputError: a text is too short, or the target has too few positions.
+        InputError: A text is too short, or the target has too few positions.
 
     Examples:
         >>> from specjax.planning.contexts import measure_contexts
@@ -165,19 +169,19 @@ def measure_contexts(
     """
     texts = np.asarray(texts)
     if min(budgets) >= min(contexts):
-        raise InputError(f"budgets={tuple(budgets)}: one at least must be below the shortest context, {min(contexts)}")
+        raise InputError(f"budgets={tuple(budgets)}: at least one must be below the shortest context, {min(contexts)}")
     if max(contexts) >= target.config.max_positions:
-        raise InputError(f"contexts={tuple(contexts)}: the target has {target.config.max_positions} positions")
+        raise InputError(f"contexts={tuple(contexts)}: give less than the target's {target.config.max_positions} positions")
     for budget in budgets:
         drafter.scheme.check(budget)
     if texts.shape[1] < max(contexts):
-        raise InputError(f"texts: of {texts.shape[1]} tokens; the longest context needs {max(contexts)}")
+        raise InputError(f"texts: they have {texts.shape[1]} tokens; the longest context needs {max(contexts)}")
     chain = with_draft(drafter, Chain(longest))
     assert isinstance(chain, CompressedCache)
     survival = {}
     for context in contexts:
         for budget in budgets:
-            if budget >= context:  # nothing would be left out
+            if budget >= context:  # the cache would hold all tokens
                 continue
             sized = replace(chain, budget=budget)
             survival[context, budget] = chain_survival(
@@ -191,7 +195,7 @@ def measure_contexts(
         for batch in batches:
             costs[context, batch] = measure_costs(target, None, batch=batch, context=context, nodes=nodes, **measure)
             forget_programs()
-    # A full ring costs the same whatever the context is.
+    # Drafting over a full compressed cache costs the same at every context.
     draft = {}
     for budget in budgets:
         sized = replace(chain, budget=budget, draft=Chain(2))
@@ -202,7 +206,7 @@ def measure_contexts(
 
 
 def forget_programs() -> None:
-    """Free what was compiled for sizes that do not come again: on a CPU a process can hold only some hundreds of programs.
+    """Free all compiled programs. On a CPU, a process can hold only some hundreds of them.
 
     Examples:
         >>> from specjax.planning.contexts import forget_programs

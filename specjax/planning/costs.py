@@ -1,7 +1,7 @@
-"""What a step costs on this machine, what it should therefore gain, and whether to speculate at all.
+"""The measured cost of a step on this machine, and the speed-up that follows from it.
 
-The clock runs around compiled loops of many passes, so that the figures hold nothing but the passes themselves. What a step of
-the engine takes beyond them (verification, bookkeeping) is missing from a prediction.
+Compiled loops of many passes are timed, so that the times contain only the passes themselves. The
+rest of a step of the engine (verification, bookkeeping) is missing from a prediction.
 """
 
 import time
@@ -33,12 +33,13 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, for one batch size and context.
+    """The costs of a step in seconds, for one batch size and context.
 
     Attributes:
-        verify: T_V(n), a pass of the target over n nodes a row, by n. ``verify[1]`` is T_T, a step of plain decoding.
-        draft_time: T_D, drafting one level of a tree: of a chain, one token a row.
-        levels: levels that every draft takes; None where drafts may end early.
+        verify: T_V(n) by n, a target pass over n nodes per row. ``verify[1]`` is T_T, a step of
+            plain decoding.
+        draft_time: T_D, the drafting of one level of a tree; in a chain, of one token per row.
+        levels: the number of levels of every draft; None if drafts may end early.
 
     Examples:
         >>> from specjax.planning.costs import Costs
@@ -53,11 +54,11 @@ class Costs:
 
     @property
     def target(self) -> float:
-        """T_T, a pass of the target over one token a row."""
+        """T_T, the seconds of a target pass over one token per row."""
         return self.verify[1]
 
     def verification(self, nodes: float) -> float:
-        """T_V of a mean number of ``nodes``, on the line through the nearest measured ones."""
+        """Return T_V of a mean number of nodes, interpolated linearly between measured ones."""
         measured = sorted(self.verify)
         return float(np.interp(nodes, measured, [self.verify[n] for n in measured]))
 
@@ -75,22 +76,24 @@ def measure_costs(
     nodes: Sequence[int] = (),
     verify: bool = True,
 ) -> Costs:
-    """Time T_T, T_V(n) for every number of nodes that ``drafter`` is compiled for, and T_D.
+    """Measure T_T, T_V(n) for every number of nodes that the drafter is compiled for, and T_D.
 
     Args:
-        target: the target model.
-        drafter: None measures T_T alone. A chain that may stop early is drafted to its end.
-        batch: B, rows.
-        context: tokens in each row's cache.
-        new_tokens: room beyond them, which makes the capacity of the caches; measuring may take more.
-        sampling: the settings that the drafter draws with.
-        rule: the rule that it drafts for, as in `decoding.generate`.
-        repeats: of each compiled loop, interleaved; the median counts.
-        nodes: further numbers of nodes to time T_V at.
-        verify: False times T_D alone.
+        target: the target.
+        drafter: the drafter; None to measure T_T alone. A chain that may stop early is drafted to
+            its end.
+        batch: B, the number of rows.
+        context: the number of tokens in each row's cache.
+        new_tokens: the room for further tokens in the caches; measuring may require more.
+        sampling: the sampling parameters of the drafter.
+        rule: the verification rule, as in `decoding.generate`.
+        repeats: the number of repeats of each compiled loop. They are interleaved, and the median
+            is returned.
+        nodes: further numbers of nodes for which to measure T_V.
+        verify: whether to measure T_V. Otherwise only T_D is measured.
 
     Raises:
-        InputError: the target has too few positions for ``context``.
+        InputError: The target has too few positions for ``context``.
 
     Examples:
         >>> from specjax.planning.costs import measure_costs
@@ -108,37 +111,39 @@ def measure_costs(
         raise InputError(f"repeats={repeats}: must be at least 1")
     if context + needed > (positions := decoding.most_positions(target, drafter)):
         raise InputError(
-            f"context={context}: with the {needed} tokens to measure with, too long for the {positions} positions of target "
-            "and drafter"
+            f"context={context}: with the {needed} tokens for measuring, it exceeds the {positions} positions of target and "
+            "drafter; give a shorter context"
         )
-    # Any text serves: a pass takes as long whatever the tokens are.
+    # The tokens do not matter: the time of a pass does not depend on them.
     options = GenerationOptions(max_new_tokens=needed, sampling=sampling, eos_token_ids=(), rule=rule)
     drafter, state = decoding.start(target, drafter, np.ones((batch, context), np.int32), options=options)
     cache = jax.tree.map(jnp.copy, state.cache)
     seconds: dict[int | str, list[float]] = {name: [] for name in [*counts, "draft"]}
     for repeat in track(range(-1, repeats), f"compiling and timing passes, {batch} rows, {context} tokens"):
         for count in counts:
-            took, cache = _timed(_score, target, cache, count, _PASSES)
-            seconds[count].append(took)
-        took, state = _timed(_propose, target, drafter, state, _PASSES)
-        seconds["draft"].append(took)
-        if repeat < 0:  # that one compiled
+            elapsed, cache = _timed(_score, target, cache, count, _PASSES)
+            seconds[count].append(elapsed)
+        elapsed, state = _timed(_propose, target, drafter, state, _PASSES)
+        seconds["draft"].append(elapsed)
+        if repeat < 0:  # discard the first repeat, which includes compilation
             seconds = {name: [] for name in seconds}
     medians = agreed(np.array([median(values) / _PASSES for values in seconds.values()]), target.mesh)
-    each = dict(zip(seconds, medians.tolist(), strict=True))
+    per_pass = dict(zip(seconds, medians.tolist(), strict=True))
     return Costs(
-        verify={count: each[count] for count in counts},
-        draft_time=each["draft"] / drafter.draft_shape.depth if drafter.draft_shape.depth else 0.0,
+        verify={count: per_pass[count] for count in counts},
+        draft_time=per_pass["draft"] / drafter.draft_shape.depth if drafter.draft_shape.depth else 0.0,
         levels=None if ends_early else drafter.draft_shape.depth,
     )
 
 
-_PASSES = 8  # of one kind in a compiled loop
+_PASSES = 8  # passes per compiled loop
 _TRIAL_REPEATS = 3
 
 
 def tokens_needed(repeats: int, nodes: int = 1) -> int:
-    """Tokens that measuring takes: the drafting passes commit a root each, the widest scoring pass ``nodes``.
+    """Return the number of tokens that measuring requires in the caches.
+
+    Each drafting pass commits a root, and the widest scoring pass writes ``nodes`` tokens.
 
     Examples:
         >>> from specjax.planning.costs import tokens_needed
@@ -161,17 +166,18 @@ def _timed(run: Callable[..., _Result], *arguments: object) -> tuple[float, _Res
     donate_argnames="cache",
 )
 def _score(target: Target, cache: KVCache, nodes: int, passes: int) -> KVCache:
-    """Score ``nodes`` tokens ``passes`` times, each time those that the pass before made likeliest, and commit none.
+    """Score ``nodes`` tokens ``passes`` times, each time the likeliest ones of the pass before.
 
-    The entries of a pass are written above what is committed. States that layers keep do take all of them, which costs as much
-    as to take those that are accepted: their numbers are no text's any more, and nobody asks.
+    No token is committed: each pass overwrites the entries of the pass before. The states of linear
+    attention take in all tokens, which costs as much as taking in accepted ones. So their values
+    belong to no text any more, which does not matter here.
     """
 
     def body(_: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
         tokens, cache = carry
         output, new = target.score(tokens, cache)
-        written = cache.append(new, jnp.full_like(cache.length, nodes), after=output.hidden)
-        return argmax(output.logits), replace(written, length=cache.length)
+        appended = cache.append(new, jnp.full_like(cache.length, nodes), after=output.hidden)
+        return argmax(output.logits), replace(appended, length=cache.length)
 
     tokens = jnp.ones((cache.length.shape[0], nodes), jnp.int32)
     return jax.lax.fori_loop(0, passes, body, (tokens, cache))[1]
@@ -179,14 +185,17 @@ def _score(target: Target, cache: KVCache, nodes: int, passes: int) -> KVCache:
 
 @by_rows(decoding.rows_of_pass, models=("target", "drafter"), static_argnames="passes", donate_argnames="state")
 def _propose(target: Target, drafter: Drafter, state: decoding.DecodeState, passes: int) -> decoding.DecodeState:
-    """Draft ``passes`` times, each time below the last token of the draft before, of which nothing but the root is kept."""
+    """Draft ``passes`` times; the last token of a draft is the root of the next one.
+
+    Only the root of each draft is committed.
+    """
     batch = state.lengths.shape[0]
-    one = jnp.ones(batch, jnp.int32)
+    count = jnp.ones(batch, jnp.int32)
 
     def body(_: int, state: decoding.DecodeState) -> decoding.DecodeState:
         draft, proposed = decoding.propose_step(target, drafter, state)
         newest = draft.tokens[:, -1:]
-        verdict = Verdict(path=jnp.zeros((batch, draft.depth + 1), jnp.int32), count=one, token=newest[:, 0])
+        verdict = Verdict(path=jnp.zeros((batch, draft.depth + 1), jnp.int32), count=count, token=newest[:, 0])
 
         def along_path(*shape: int) -> jax.Array:
             return jnp.zeros((batch, draft.depth + 1, *shape), target.dtype)
@@ -199,14 +208,14 @@ def _propose(target: Target, drafter: Drafter, state: decoding.DecodeState, pass
             tokens=path,
             following=jnp.broadcast_to(newest, path.shape),
             output=output,
-            # Of tokens in the cache: zeros would let the compiler take what is made of them out of the loop.
+            # Use entries of the cache: with zeros, the compiler could move work out of the loop.
             entries=gather_entries(state.cache.layers, state.lengths[:, None] - 1 - verdict.path),
-            count=one,
+            count=count,
             cache=state.cache,
         )
         return replace(
             state,
-            tokens=append_tokens(state.tokens, state.lengths, newest, one),
+            tokens=append_tokens(state.tokens, state.lengths, newest, count),
             lengths=state.lengths + 1,
             drafter=drafter.update(target, proposed.drafter, draft, verdict, committed),
         )
@@ -215,20 +224,21 @@ def _propose(target: Target, drafter: Drafter, state: decoding.DecodeState, pass
 
 
 def _without_stop(drafter: Any) -> Drafter:
-    """The drafter with chains that never stop early."""
+    """Return a drafter whose chains never stop early."""
     if not getattr(drafter.draft_shape, "stop_below", 0.0):
         return drafter
     return replace(drafter, draft=replace(drafter.draft_shape, stop_below=0.0))
 
 
 def predicted_speedup(costs: Costs, *batches: Stats) -> float:
-    """Speed-up over plain decoding from measured costs and what was accepted: MagicDec's `theory.speedup_from_times`.
+    """Return the speed-up over plain decoding that follows from costs and acceptance.
 
-    A batch goes on until its last row is done, so the row with the most steps counts, and for plain decoding the longest row.
+    The formula is MagicDec's `theory.speedup_from_times`. A batch runs until its last row is done.
+    So the row with the most steps counts, and for plain decoding the longest row.
 
     Args:
-        costs: of one step of each kind.
-        batches: statistics of one or more batches decoded one after another.
+        costs: the costs of a step.
+        batches: the statistics of batches that are decoded one after the other.
 
     Examples:
         >>> from specjax.planning.costs import Costs, predicted_speedup
@@ -240,7 +250,7 @@ def predicted_speedup(costs: Costs, *batches: Stats) -> float:
     for stats in batches:
         steps, levels, scored = (np.asarray(field) for field in (stats.steps, stats.drafted_at.sum(axis=1), stats.scored))
         emitted = np.asarray(stats.histogram) @ np.arange(stats.histogram.shape[1])
-        if costs.levels is not None:  # drafted to the end, also where the best nodes of a dynamic tree lie higher up
+        if costs.levels is not None:  # all levels are drafted, even if the best nodes of a dynamic tree are not deep
             levels = steps * costs.levels
         last = int(np.argmax(steps))
         plain += emitted.max() * costs.target
@@ -257,20 +267,21 @@ def trial_speedup(
     options: GenerationOptions = GenerationOptions(),
     trial_tokens: int = 48,
 ) -> float:
-    """The speed-up to expect of ``drafter`` for these prompts, from its costs here and its acceptance in a short trial.
+    """Predict the speed-up of a drafter for these prompts, from its costs and a short trial.
 
-    At 1 or below, decode plainly.
+    If it is 1 or less, use plain decoding.
 
     Args:
-        target: the target model.
-        drafter: the one in question.
-        tokens: ``[B, P]`` prompts, as for `decoding.generate`.
-        lengths: ``[B]``.
-        options: of the generation to come. The trial has a random key of its own (`trial_key`).
-        trial_tokens: most tokens to generate for the acceptance.
+        target: the target.
+        drafter: the drafter.
+        tokens: ``[B, P]`` prompts as in `decoding.generate`.
+        lengths: ``[B]`` the length of each prompt.
+        options: the options of the later generation. The trial has its own random key
+            (`trial_key`).
+        trial_tokens: the maximum number of tokens to generate in the trial.
 
     Raises:
-        InputError: as `decoding.generate`.
+        InputError: An argument is invalid, as in `decoding.generate`.
 
     Examples:
         >>> from specjax.planning.costs import trial_speedup
@@ -282,10 +293,10 @@ def trial_speedup(
     tokens, lengths = check_prompts(tokens, lengths, target.config.vocab_size)
     batch, width = tokens.shape
     positions = decoding.most_positions(target, drafter)
-    most = min(trial_tokens, positions - int(lengths.max()), int(np.max(options.max_new_tokens)))
-    tried = replace(options, max_new_tokens=max(1, most), key=trial_key(options.key))
+    max_new_tokens = min(trial_tokens, positions - int(lengths.max()), int(np.max(options.max_new_tokens)))
+    trial_options = replace(options, max_new_tokens=max(1, max_new_tokens), key=trial_key(options.key))
     with waiting("generating on trial"):
-        trial = decoding.generate(target, drafter, tokens, lengths, **vars(tried))
+        trial = decoding.generate(target, drafter, tokens, lengths, **vars(trial_options))
     needed = tokens_needed(_TRIAL_REPEATS, drafter.draft_shape.nodes)
     context = max(1, min(width, positions - needed))
     costs = measure_costs(
@@ -302,10 +313,11 @@ def trial_speedup(
 
 
 def trial_key(key: jax.Array | None) -> jax.Array:
-    """A random key for trials before the generation with ``key``, with which it shares no random number.
+    """Return a random key for trials that is independent of the later generation's key.
 
-    A choice that has seen the generation's own random numbers has seen its text, and would bias it: with the likeliest
-    acceptance as the selector, by a total variation of 0.045 where chance allows 0.024.
+    If the trial used the generation's own random numbers, the choice of the draft would depend on
+    the text, and would bias it: selecting by acceptance gave a total variation of 0.045, where
+    chance explains 0.024.
 
     Examples:
         >>> from specjax.planning.costs import trial_key
@@ -315,14 +327,14 @@ def trial_key(key: jax.Array | None) -> jax.Array:
     return jax.random.fold_in(as_key(key).ravel()[0], _TRIAL)
 
 
-_TRIAL = 0x747269  # no row number: those are folded into the same key, and no batch has so many rows
+_TRIAL = 0x747269  # larger than any row index: row indices are folded into the same key
 
 
 def agreed(values: np.ndarray, mesh: Mesh | None) -> np.ndarray:
-    """``values``, which are floats, as the process of the mesh's first device has them (process 0), in every process.
+    """Return in every process the floats of the process with the mesh's first device (process 0).
 
-    Clocks differ between processes. Were each to choose by its own, one could wait for ever for what another never runs.
-    Only the processes that the mesh spans take part: those that decode each for itself need not agree.
+    Clocks differ between processes. If each chose a draft by its own measurements, they could run
+    different programs and wait for each other for ever. Only the processes of the mesh take part.
 
     Examples:
         >>> from specjax.planning.costs import agreed
@@ -332,6 +344,6 @@ def agreed(values: np.ndarray, mesh: Mesh | None) -> np.ndarray:
     if mesh is None or not sharding.spans_processes(mesh):
         return values
     by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    own = values.astype(np.float32)[None]
-    every = jax.make_array_from_callback((mesh.size, *values.shape), by_device, lambda _: own)
-    return sharding.to_host(every, mesh)[0]
+    local = values.astype(np.float32)[None]
+    all_values = jax.make_array_from_callback((mesh.size, *values.shape), by_device, lambda _: local)
+    return sharding.to_host(all_values, mesh)[0]

@@ -1,15 +1,18 @@
-"""What speculation should gain, in closed form.
+"""The expected gain of speculation in closed form.
 
-Symbols as in the papers: alpha the chance that a drafted token is accepted (taken as independent of the others), gamma the
-length of the drafted chain, c the time of one drafting step over the time of one target forward, c-hat the same ratio of
-arithmetic operations. Leviathan et al. 2023, arXiv 2211.17192, assume that a forward over gamma + 1 tokens takes as long as
-one over a single token; MagicDec, arXiv 2408.11049, asks for the three times instead, and so does `speedup_from_times`.
+The symbols are those of the papers: alpha is the probability that a drafted token is accepted
+(assumed independent of the others), gamma is the length of the drafted chain, c is the time of a
+drafting step divided by that of a target pass, and c-hat is the same ratio of arithmetic
+operations. Leviathan et al. 2023, arXiv 2211.17192, assume that a pass over gamma + 1 tokens takes
+as long as a pass over one token. MagicDec, arXiv 2408.11049, uses three times instead, as does
+`speedup_from_times`.
 
 Two formulas that circulate are wrong:
 
-- Speed-up = ``1 / (1/gamma + 1/alpha)``. That is below 1 for every alpha and gamma, so speculation would never pay.
-- "50% acceptance with 5 drafted tokens gives 3 tokens a step". It counts the tokens after a rejection, which are dropped;
-  with them gone it is ``(1 - 0.5**6) / (1 - 0.5) = 1.97``.
+- Speed-up = ``1 / (1/gamma + 1/alpha)``. That is below 1 for every alpha and gamma, so speculation
+  would never pay off.
+- "50% acceptance with 5 drafted tokens gives 3 tokens per step". It counts the tokens after a
+  rejection, which are discarded. Without them it is ``(1 - 0.5**6) / (1 - 0.5) = 1.97``.
 """
 
 import math
@@ -22,14 +25,15 @@ from specjax.drafts.shapes import Choices
 from specjax.errors import InputError
 
 LONGEST = 64
-"""The longest chain that `best_gamma` tries unless told otherwise, in tokens."""
+"""The default length in tokens of the longest chain that `best_gamma` tries."""
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens emitted a target forward, the bonus token included: (1 - alpha^(gamma+1)) / (1 - alpha).
+    """Return the tokens per target pass, with the bonus token: (1 - alpha^(gamma+1)) / (1 - alpha).
 
-    Leviathan et al. 2023, equation (1); MagicDec's Omega(gamma, alpha). Summed term by term, so that alpha = 1 is no special
-    case: the i-th drafted token is emitted when all i up to it were accepted.
+    This is equation (1) of Leviathan et al. 2023, and MagicDec's Omega(gamma, alpha). It is summed
+    term by term, so that alpha = 1 is not a special case: the i-th drafted token is emitted if all
+    i tokens up to it are accepted.
 
     Examples:
         >>> from specjax.planning import theory
@@ -42,9 +46,9 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 
 
 def walltime_factor(alpha: float, gamma: int, cost: float) -> float:
-    """Speed-up over plain decoding: expected tokens over (gamma c + 1), where ``cost`` is c.
+    """Return the speed-up over plain decoding, expected tokens / (gamma c + 1); ``cost`` is c.
 
-    Leviathan et al. 2023, Theorem 3.8.
+    This is Theorem 3.8 of Leviathan et al. 2023.
 
     Examples:
         >>> from specjax.planning import theory
@@ -56,9 +60,10 @@ def walltime_factor(alpha: float, gamma: int, cost: float) -> float:
 
 
 def operations_factor(alpha: float, gamma: int, operations: float) -> float:
-    """Arithmetic operations a token over those of plain decoding: (gamma c_hat + gamma + 1) over the expected tokens.
+    """Return the arithmetic operations per token, relative to plain decoding.
 
-    Leviathan et al. 2023, Theorem 3.11. ``operations`` is c_hat: the drafter's operations a token over the target's.
+    They are (gamma c_hat + gamma + 1) / expected tokens (Leviathan et al. 2023, Theorem 3.11).
+    ``operations`` is c_hat, the drafter's operations per token divided by the target's.
 
     Examples:
         >>> from specjax.planning import theory
@@ -70,9 +75,10 @@ def operations_factor(alpha: float, gamma: int, operations: float) -> float:
 
 
 def memory_factor(alpha: float, gamma: int) -> float:
-    """How many times fewer reads of the target's weights and cache a token takes: one read a forward, so the expected tokens.
+    """Return the factor by which reads of the target's weights and cache per token decrease.
 
-    Leviathan et al. 2023, section 3.4. The drafter's own reads are not counted.
+    A pass reads them once, so the factor is the number of expected tokens (Leviathan et al. 2023,
+    section 3.4). The drafter's own reads are not counted.
 
     Examples:
         >>> from specjax.planning import theory
@@ -84,7 +90,7 @@ def memory_factor(alpha: float, gamma: int) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """A chain length and its speed-up over plain decoding. ``gamma = 0`` is plain decoding.
+    """A chain length and its speed-up over plain decoding, which is ``gamma = 0``.
 
     Examples:
         >>> from specjax.planning import theory
@@ -97,11 +103,13 @@ class Choice:
 
 
 def best_gamma(alpha: float, cost: float, longest: int = LONGEST) -> Choice:
-    """The chain of at most ``longest`` tokens with the largest `walltime_factor`, the shortest among equals.
+    """Return the chain of at most ``longest`` tokens with the largest `walltime_factor`.
 
-    0 where speculation does not pay, which is where alpha <= c: the i-th drafted token adds alpha^i <= c expected tokens and c
-    to the time. Where alpha > c, a chain of 1 already gains (1 + alpha) / (1 + c). With alpha = 1 and c < 1 a longer chain is
-    always faster: the answer is ``longest``. Leviathan et al. 2023, section 3.5 and Corollary 3.9.
+    Among equals it is the shortest. It is 0 if speculation does not pay off, which is so for
+    alpha <= c: the i-th drafted token adds alpha^i <= c expected tokens and takes a time of c. For
+    alpha > c, a chain of 1 already gains (1 + alpha) / (1 + c). For alpha = 1 and c < 1, a longer
+    chain is always faster, so the result is ``longest``. See Leviathan et al. 2023, section 3.5 and
+    Corollary 3.9.
 
     Examples:
         >>> from specjax.planning import theory
@@ -112,19 +120,20 @@ def best_gamma(alpha: float, cost: float, longest: int = LONGEST) -> Choice:
     """
     _check_gamma(longest, "longest")
     choices = (Choice(gamma, walltime_factor(alpha, gamma, cost)) for gamma in range(longest + 1))
-    return max(choices, key=lambda choice: choice.factor)  # of equals, max returns the first
+    return max(choices, key=lambda choice: choice.factor)  # max returns the first of equals
 
 
 def time_per_token(draft_time: float, verify_time: float, gamma: int, tokens: float) -> float:
-    """Seconds an emitted token takes: (gamma T_D + T_V(gamma)) / Omega.
+    """Return the seconds per emitted token: (gamma T_D + T_V(gamma)) / Omega.
 
-    MagicDec, section 3.1.
+    See MagicDec, section 3.1.
 
     Args:
-        draft_time: T_D, seconds of one drafting step.
-        verify_time: T_V(gamma), seconds of one target forward over the chain and its root.
-        gamma: drafting steps before a verification.
-        tokens: Omega, the tokens emitted a verification: `expected_tokens`, or a measured acceptance length.
+        draft_time: T_D, the seconds of a drafting step.
+        verify_time: T_V(gamma), the seconds of a target pass over the chain and its root.
+        gamma: the number of drafting steps before a verification.
+        tokens: Omega, the tokens emitted per verification: `expected_tokens`, or a measured
+            acceptance length.
 
     Examples:
         >>> from specjax.planning import theory
@@ -141,10 +150,11 @@ def time_per_token(draft_time: float, verify_time: float, gamma: int, tokens: fl
 
 
 def speedup_from_times(target_time: float, draft_time: float, verify_time: float, gamma: int, tokens: float) -> float:
-    """Speed-up over plain decoding from times, measured or modelled: T_T over `time_per_token`.
+    """Return the speed-up over plain decoding from times, T_T / `time_per_token`.
 
-    MagicDec, the inverse of equation (2). ``target_time`` is T_T, the seconds of one target forward over one token; the other
-    arguments are those of `time_per_token`.
+    The times are measured or modeled. This is the inverse of equation (2) of MagicDec.
+    ``target_time`` is T_T, the seconds of a target pass over one token. The other arguments are
+    those of `time_per_token`.
 
     Examples:
         >>> from specjax.planning import theory
@@ -160,12 +170,12 @@ def speedup_from_times(target_time: float, draft_time: float, verify_time: float
 
 def _check_alpha(alpha: float) -> None:
     if not 0 <= alpha <= 1:  # NaN compares false
-        raise InputError(f"alpha={alpha:g}: an acceptance rate lies between 0 and 1")
+        raise InputError(f"alpha={alpha:g}: an acceptance rate must be between 0 and 1")
 
 
 def _check_gamma(gamma: int, name: str = "gamma") -> None:
     if gamma < 0:
-        raise InputError(f"{name}={gamma}: a number of drafted tokens is at least 0")
+        raise InputError(f"{name}={gamma}: a number of drafted tokens must be at least 0")
 
 
 _POSITIVE = {
@@ -183,14 +193,15 @@ def _check_positive(name: str, value: float) -> None:
         raise InputError(f"{name}={value:g}: must be above 0 and finite ({_POSITIVE[name]})")
 
 
-# --- trees -----------------------------------------------------------------------------------------------------------
+# --- trees ----------------------------------------------------------------------------------------
 
 
 def tree_tokens(acceptance: Sequence[float], choices: Choices) -> float:
-    """Tokens emitted a target forward with a tree, the bonus included: the root, and every node's chance of being reached.
+    """Return the tokens per target pass with a tree, with the bonus token.
 
-    Sequoia (Chen et al. 2024, arXiv 2402.12374), section 4.1: a child of rank r is accepted with probability
-    ``acceptance[r]``, whatever came before (positional acceptance).
+    They are the sum of the probabilities that each node is accepted, the root included. A child of
+    rank r is accepted with probability ``acceptance[r]``, whatever came before (the positional
+    acceptance of Sequoia, Chen et al. 2024, arXiv 2402.12374, section 4.1).
 
     Examples:
         >>> from specjax.planning import theory
@@ -202,19 +213,23 @@ def tree_tokens(acceptance: Sequence[float], choices: Choices) -> float:
 
 
 def best_trees(acceptance: Sequence[float], nodes: int, depth: int) -> dict[tuple[int, int], Choices]:
-    """For every number of nodes (root included) and depth the tree with the most `tree_tokens`: ``{(nodes, depth): choices}``.
+    """Return for each number of nodes and depth the tree with the most `tree_tokens`.
 
-    Sequoia's dynamic programming (Chen et al. 2024, arXiv 2402.12374, section 4.2): the best tree of n nodes gives its first
-    child the best subtree of some size, its second child another, and so on, so that
+    This is Sequoia's dynamic programming (Chen et al. 2024, arXiv 2402.12374, section 4.2). The
+    best tree of n nodes gives its first child the best subtree of some size, its second child
+    another one, and so on. So the value of a root with at most r children and d levels below it is
 
         c(n, d, r) = max over m of c(n - m, d, r - 1) + p_r * max over k of c(m, d - 1, k)
 
-    is what a root with at most r children and d levels below it is worth. O(nodes^2 * depth * ranks).
+    The complexity is O(nodes^2 * depth * ranks).
 
     Args:
-        acceptance: chance that the child of each rank is accepted, by rank.
-        nodes: the largest number to look at, 2 or more.
-        depth: the largest depth, 1 or more.
+        acceptance: the probability that the child of each rank is accepted, by rank.
+        nodes: the maximum number of nodes with the root, at least 2.
+        depth: the maximum depth, at least 1.
+
+    Returns:
+        The trees, ``{(nodes, depth): choices}``. The number of nodes includes the root.
 
     Examples:
         >>> from specjax.planning import theory
@@ -226,33 +241,33 @@ def best_trees(acceptance: Sequence[float], nodes: int, depth: int) -> dict[tupl
     if nodes < 2 or depth < 1:
         raise InputError(f"nodes={nodes}, depth={depth}: a tree has at least 2 nodes, the root included, and depth 1")
     ranks = len(acceptance)
-    # worth[d, r, n]: as above, 0 for n = 0; given[d, r, n]: the m that child number r gets in it.
+    # worth[d, r, n] is c(n, d, r), and 0 for n = 0; last_child_nodes[d, r, n] is its m.
     worth = np.zeros((depth + 1, ranks + 1, nodes + 1))
     worth[:, :, 1:] = 1.0
-    given = np.zeros((depth + 1, ranks + 1, nodes + 1), int)
+    last_child_nodes = np.zeros((depth + 1, ranks + 1, nodes + 1), int)
     for d in range(1, depth + 1):
         subtree = worth[d - 1].max(axis=0)
         for r in range(1, ranks + 1):
             for n in range(1, nodes + 1):
                 m = np.arange(n)  # the root itself keeps one node
                 value = worth[d, r - 1, n - m] + acceptance[r - 1] * subtree[m]
-                given[d, r, n] = int(np.argmax(value))
-                worth[d, r, n] = value[given[d, r, n]]
+                last_child_nodes[d, r, n] = int(np.argmax(value))
+                worth[d, r, n] = value.max()
 
     def children(n: int, d: int, r: int) -> list[tuple[int, ...]]:
         if n <= 1 or d == 0 or r == 0:
             return []
-        m = int(given[d, r, n])
-        below = [] if m == 0 else [(r - 1,)] + [(r - 1, *path) for path in grown(m, d - 1)]
+        m = int(last_child_nodes[d, r, n])
+        below = [] if m == 0 else [(r - 1,)] + [(r - 1, *path) for path in best_tree(m, d - 1)]
         return children(n - m, d, r - 1) + below
 
-    def grown(n: int, d: int) -> list[tuple[int, ...]]:
+    def best_tree(n: int, d: int) -> list[tuple[int, ...]]:
         return children(n, d, int(np.argmax(worth[d, :, n])))
 
     trees = {}
     for d in range(1, depth + 1):
         for n in range(2, nodes + 1):
-            choices = tuple(sorted(grown(n, d), key=lambda path: (len(path), path)))
+            choices = tuple(sorted(best_tree(n, d), key=lambda path: (len(path), path)))
             if len(choices) == n - 1 and max(map(len, choices)) == d:
                 trees[n, d] = choices
     return trees
@@ -260,4 +275,4 @@ def best_trees(acceptance: Sequence[float], nodes: int, depth: int) -> dict[tupl
 
 def _check_acceptance(acceptance: Sequence[float]) -> None:
     if not acceptance or min(acceptance) < 0 or not math.fsum(acceptance) <= 1 + 1e-6:
-        raise InputError(f"acceptance={tuple(acceptance)}: chances by rank, each at least 0, that add up to at most 1")
+        raise InputError(f"acceptance={tuple(acceptance)}: give probabilities by rank, at least 0, with a sum of at most 1")

@@ -1,7 +1,7 @@
-"""Count the arithmetic and the memory traffic of one forward pass, for `specjax.planning.roofline`.
+"""The arithmetic and the memory traffic of a forward pass, for `specjax.planning.roofline`.
 
-A pass has two kinds of work: products with the weights, and attention over the cache. Committing accepted tokens adds a third
-where layers keep a state.
+A pass has two kinds of work: products with the weights, and attention over the cache. Layers with
+linear attention add a third: writing accepted tokens into their states.
 """
 
 import math
@@ -18,12 +18,12 @@ from specjax.models.params import declare
 
 @dataclass(frozen=True)
 class Work:
-    """Arithmetic operations, and bytes read from the chip's memory.
+    """The arithmetic operations of some work, and the bytes it reads from the chip's memory.
 
     Examples:
         >>> from specjax.chips import find_chip
         >>> from specjax.planning.work import Work
-        >>> Work(flops=1e9, bytes=3.35e9).seconds(find_chip("h100"))  # held up by its bytes
+        >>> Work(flops=1e9, bytes=3.35e9).seconds(find_chip("h100"))  # limited by its bytes
         0.001
     """
 
@@ -31,15 +31,17 @@ class Work:
     bytes: float
 
     def seconds(self, chip: Chip) -> float:
-        """The slower of arithmetic and memory traffic."""
+        """Return the time of the arithmetic or of the memory traffic, whichever is longer."""
         return max(self.flops / chip.flops, self.bytes / chip.bandwidth)
 
 
 def product_work(config: ModelConfig, rows: int, weight_bytes: float = 2.0) -> Work:
-    """The layers' products and the head's for ``rows`` = B T tokens: 2 operations a weight and token, each weight read once.
+    """Return the work of the layers' and the head's matrix products for ``rows`` = B T tokens.
 
-    A token is multiplied with its own experts, and an expert is read if a token chooses it. They are taken to choose evenly and
-    independently, which is the most that can be read: tokens of one text choose alike.
+    There are 2 operations per weight and token, and each weight is read once. A token is multiplied
+    with its own experts, and an expert is read if any token selects it. Tokens are assumed to
+    select experts uniformly and independently. This is an upper bound of the reads, because tokens
+    of one text select similar experts.
 
     Examples:
         >>> from specjax.models.published import published
@@ -50,18 +52,20 @@ def product_work(config: ModelConfig, rows: int, weight_bytes: float = 2.0) -> W
     weights, experts = _product_weights(config), _expert_weights(config)
     if config.moe is None:
         return Work(2.0 * weights * rows, weights * weight_bytes)
-    chosen = config.moe.experts_per_token / config.moe.num_experts
-    read = weights + experts * (1 - (1 - chosen) ** rows)
-    return Work(2.0 * (weights + experts * chosen) * rows, read * weight_bytes)
+    share = config.moe.experts_per_token / config.moe.num_experts
+    weights_read = weights + experts * (1 - (1 - share) ** rows)
+    return Work(2.0 * (weights + experts * share) * rows, weights_read * weight_bytes)
 
 
 def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, kv_bytes: float = 2.0) -> Work:
-    """Attention of B rows of T tokens over S cached ones: 4 B T S heads head_dim L operations, each key and value read once.
+    """Return the work of attention of B rows of T tokens over S cached tokens.
 
-    Latent attention reads latents and rotated keys, and a head multiplies with all of those, with the latents twice. A layer
-    with a window reads no more of S than that. A layer that reads another one's entries reads them once more. The T tokens' own
-    keys and values are left out: they are few beside S. A layer with linear attention reads its state instead, whatever S is,
-    and multiplies each token's key and query with it; what committing takes is `commit_work`.
+    There are 4 B T S heads head_dim L operations, and each key and value is read once. Latent
+    attention reads latents and rotated keys; a head multiplies with all of these, and twice with
+    the latents. A layer with a sliding window reads at most the window. A layer that uses another
+    layer's entries reads them again. The keys and values of the T tokens themselves are left out,
+    because they are few compared to S. A layer with linear attention reads its state instead,
+    whatever S is, and multiplies each token's key and query with it; for commits see `commit_work`.
 
     Examples:
         >>> from specjax.models.published import published
@@ -70,7 +74,7 @@ def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, k
         >>> round(work.bytes / 1e9, 1)  # gigabytes
         4.3
         >>> work = attention_work(published("qwen3.5-9b"), batch=1, tokens=1, context=32_768)
-        >>> round(work.bytes / 1e9, 1)  # a layer of four looks back
+        >>> round(work.bytes / 1e9, 1)  # one layer of four has attention
         1.1
     """
     products, numbers = 0, 0
@@ -79,19 +83,19 @@ def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, k
             continue
         source = config.entries_of(layer)
         (_, keys), (_, last) = config.entry_parts(source)
-        seen = min(context, config.window_of(layer) or context)
-        products += seen * config.of_layer(layer).num_heads * (keys + last if config.mla is None else 2 * keys + last)
-        numbers += seen * config.entry_size(source)
+        visible = min(context, config.window_of(layer) or context)
+        products += visible * config.of_layer(layer).num_heads * (keys + last if config.mla is None else 2 * keys + last)
+        numbers += visible * config.entry_size(source)
     states = sum(sizes.state_size for sizes in _linear_layers(config))
     flops = 2.0 * batch * tokens * (products + 2 * states)
     return Work(flops, batch * (numbers * kv_bytes + state_bytes(config)))
 
 
 def commit_work(config: ModelConfig, batch: int, tokens: int) -> Work:
-    """Writing T tokens of each of B rows into the states of layers with linear attention, once it is known which are accepted.
+    """Return the work of writing T accepted tokens of B rows into the states of linear attention.
 
-    A state is read and written once more than a pass reads it, whatever the number of tokens. Keys and values are written too:
-    they are few, and left out.
+    Each state is read and written once, in addition to the pass, whatever the number of tokens.
+    Writes of keys and values are left out, because they are few.
 
     Examples:
         >>> from specjax.models.published import published
@@ -106,9 +110,10 @@ def commit_work(config: ModelConfig, batch: int, tokens: int) -> Work:
 
 
 def cache_bytes(config: ModelConfig, kv_bytes: float = 2.0) -> float:
-    """Bytes that one token takes in the cache: its entry in every layer that has its own.
+    """Return the bytes of one token in the KV cache, over all layers that have their own entries.
 
-    In 8 bits (``cache_dtype="int8"``) a number takes 1 byte, and its share of a scale of 4.
+    In an 8-bit cache (``cache_dtype="int8"``), a number takes 1 byte and its share of a scale of 4
+    bytes.
 
     Examples:
         >>> from specjax.models.published import published
@@ -121,9 +126,10 @@ def cache_bytes(config: ModelConfig, kv_bytes: float = 2.0) -> float:
 
 
 def state_bytes(config: ModelConfig, number_bytes: float = 2.0) -> float:
-    """Bytes of a row's states, in all layers with linear attention together: of a whole text, however long.
+    """Return the bytes of a row's states in all layers with linear attention.
 
-    They are float32, but for what the newest tokens gave to the convolutions, whose numbers take ``number_bytes``.
+    They do not depend on the length of the text. States are float32, except the inputs of the
+    convolutions, whose numbers take ``number_bytes``.
 
     Examples:
         >>> from specjax.models.published import published
@@ -135,10 +141,11 @@ def state_bytes(config: ModelConfig, number_bytes: float = 2.0) -> float:
 
 
 def node_bytes(config: ModelConfig, number_bytes: float = 2.0, kv_bytes: float = 2.0) -> float:
-    """Bytes that are remembered of one drafted token until it is accepted or not, in all layers: its entries.
+    """Return the bytes of one drafted token in the scratch of all layers, until it is verified.
 
     Examples:
-        What a copy of the states for each of 60 drafted tokens would take, and what their entries in those layers take of it:
+        Compare copies of the states for each of 60 drafted tokens with the tokens' entries in the
+        same layers:
 
         >>> from specjax.models.published import published
         >>> from specjax.planning.work import cache_bytes, node_bytes, state_bytes
@@ -151,7 +158,7 @@ def node_bytes(config: ModelConfig, number_bytes: float = 2.0, kv_bytes: float =
 
 
 def _linear_layers(config: ModelConfig) -> list[LinearAttention]:
-    """The sizes of each layer with linear attention."""
+    """Return the sizes of each layer with linear attention."""
     return [config.linear for layer in range(config.num_layers) if config.linear is not None and config.is_linear(layer)]
 
 
@@ -164,9 +171,19 @@ def forward_time(
     weight_bytes: float = 2.0,
     kv_bytes: float = 2.0,
 ) -> float:
-    """Seconds of one forward pass over T ``tokens`` in each of B rows (``batch``) with S cached tokens (``context``).
+    """Return the seconds of a forward pass over T tokens in each of B rows with S cached tokens.
 
-    ``weight_bytes`` and ``kv_bytes`` are the bytes of one weight and of one number in the cache.
+    Args:
+        config: the config of the model.
+        chip: the accelerator.
+        batch: B, the number of rows.
+        tokens: T, the number of tokens per row.
+        context: S, the number of cached tokens per row.
+        weight_bytes: the bytes of one weight.
+        kv_bytes: the bytes of one number in the cache.
+
+    Raises:
+        InputError: A number is below 1.
 
     Examples:
         >>> from specjax.chips import find_chip
@@ -174,7 +191,7 @@ def forward_time(
         >>> from specjax.planning.work import forward_time
         >>> model, chip = published("llama-3.1-8b"), find_chip("h100")
         >>> seconds = [forward_time(model, chip, 1, tokens, context=1024) for tokens in (1, 5)]
-        >>> [round(1e3 * each, 2) for each in seconds]  # milliseconds
+        >>> [round(1e3 * time, 2) for time in seconds]  # milliseconds
         [4.52, 4.52]
     """
     for name, value in (("batch", batch), ("tokens", tokens), ("context", context)):
@@ -187,14 +204,17 @@ def forward_time(
 
 @lru_cache
 def _expert_weights(config: ModelConfig) -> int:
-    """The weights of all experts of all layers, but for shared ones."""
+    """Count the weights of all experts of all layers, without shared experts."""
     return sum(math.prod(param.shape) for param in jax.tree.leaves(declare(config)) if param.stacked)
 
 
 @lru_cache
 def _product_weights(config: ModelConfig) -> int:
-    """Weights that every token is multiplied with: all matrices, but for experts and embeddings that are only looked up."""
+    """Count the weights that every token is multiplied with.
+
+    They are all matrices without experts and without embeddings, which are only looked up.
+    """
     params = jax.tree.leaves(declare(config))
     matrices = sum(math.prod(param.shape) for param in params if len(param.shape) == 2 and not param.stacked)
-    looked_up = config.per_layer_vocab_size * config.num_layers * config.per_layer_inputs
-    return matrices - looked_up - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
+    per_layer_embeddings = config.per_layer_vocab_size * config.num_layers * config.per_layer_inputs
+    return matrices - per_layer_embeddings - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)

@@ -1,11 +1,13 @@
-"""Several processes that work on one model: who is who, how they find each other, and what happens when one is lost.
+"""Processes that run one model together: their ranks, their connections, and the loss of one.
 
-A model may need the devices of several hosts. A process then runs on each host, all of them run the same command, and JAX joins
-their devices into one mesh (`specjax.sharding`). JAX requires that all of them make the same calls in the same order. So the
-*first* process, number 0, decides whatever only one process knows, such as a new request or the time, and tells the others.
+A model may need the devices of several hosts. Then a process runs on each host, all processes run
+the same command, and JAX joins their devices into one mesh (`specjax.sharding`). JAX requires that
+all processes make the same calls in the same order. So the *first* process, number 0, decides
+everything that only one process knows, such as new requests or the time, and sends its decisions to
+the others.
 
-`rank` finds this process's number in the environment, `rendezvous` connects the processes, and `group` has what they send
-each other from then on.
+`rank` finds this process's number in the environment, `rendezvous` connects the processes, and
+`group` has the messages that they exchange afterwards.
 """
 
 from specjax.processes.group import Processes, join, joined, meet, speaks

@@ -1,7 +1,8 @@
-"""The processes of one run, from the moment they are connected until they end.
+"""The processes of one run, from when they are connected until they end.
 
-Each process but the first keeps one connection to the first for as long as it runs. When a process ends, however it ends, its
-connection is closed. So the others learn of it at once, print which one it was, and end too: they would wait for it for ever.
+Every other process keeps one connection to the first process. When a process ends in any way, its
+connection closes. The others notice this at once, print which process is lost, and end too:
+otherwise they would wait for it for ever.
 """
 
 import atexit
@@ -19,18 +20,18 @@ import jax
 from jax.experimental import multihost_utils
 
 from specjax.processes.rank import ProcessPlace, find, join_seconds
-from specjax.processes.rendezvous import DECISION, LEAVES, LOST, NO_MORE, Link, Member, gather, report, versions
+from specjax.processes.rendezvous import DECISION, LEAVES, LOST, NO_MORE, Member, ProcessLink, gather, report, versions
 
 _HEARTBEAT_SECONDS = 20
-"""After which JAX gives up a process that still has its connection, but does nothing any more."""
+"""Seconds after which JAX gives up a process that is connected but no longer responds."""
 
 
 class Processes:
-    """Those that work together, as one of them sees them. `join` makes it.
+    """The processes that work together, as one of them sees them. `join` makes it.
 
     Attributes:
-        number: of this process; the first, 0, decides.
-        roster: all of them, by number.
+        number: the index of this process. The first process, 0, decides.
+        roster: all processes, by index.
 
     Examples:
         >>> from specjax import processes
@@ -43,67 +44,74 @@ class Processes:
         ...     together.leave()
     """
 
-    def __init__(self, number: int, roster: list[Member], links: dict[int, Link]) -> None:
+    def __init__(self, number: int, roster: list[Member], links: dict[int, ProcessLink]) -> None:
         self.number, self.roster, self._links, self._has_left = number, roster, links, False
         self._decisions: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        for other, link in links.items():
-            threading.Thread(target=self._listen, args=(other, link), name=f"process-{other}", daemon=True).start()
+        for peer, link in links.items():
+            threading.Thread(target=self._listen, args=(peer, link), name=f"process-{peer}", daemon=True).start()
 
     @property
     def is_first(self) -> bool:
-        """Whether this one decides, and speaks for all."""
+        """True for the process that decides and prints for all."""
         return self.number == 0
 
     def send(self, decision: bytes) -> None:
-        """Tell all others what the first has decided."""
+        """Send a decision of the first process to all others."""
         for link in self._links.values():
             link.send(DECISION, decision)
 
     def receive(self) -> bytes | None:
-        """The next of the first's decisions, in their order; waits for it. None: there are no more (`end`)."""
+        """Wait for the first process's next decision; None: there are no more (`end`)."""
         return self._decisions.get()
 
     def end(self) -> None:
-        """Tell all others that there are no more decisions, until the next one."""
+        """Tell all others that there are no more decisions for now."""
         for link in self._links.values():
             link.send(NO_MORE)
 
     def leave(self) -> None:
-        """This process ends, and nothing is wrong."""
+        """Tell all others that this process ends without an error."""
         self._has_left = True
         for link in self._links.values():
             link.send(LEAVES)
 
-    def _listen(self, other: int, link: Link) -> None:
-        """Hear from another until it ends."""
-        others_left = False
+    def _listen(self, number: int, link: ProcessLink) -> None:
+        """Receive the messages of another process until it ends."""
+        has_left = False
         while (message := link.receive()) is not None:
             kind, content = message
-            if kind == LOST:  # another one, which only the first hears of
+            if kind == LOST:  # another process, which is connected to the first process only
                 self._end_all(int(content))
             elif kind == DECISION:
                 self._decisions.put(content)
             elif kind == NO_MORE:
                 self._decisions.put(None)
-            others_left = others_left or kind == LEAVES
-        if not others_left:
-            self._end_all(other)
+            has_left = has_left or kind == LEAVES
+        if not has_left:
+            self._end_all(number)
 
-    def _end_all(self, lost: int) -> None:
-        """Say which one was lost, and end. No exception would reach a thread that waits for the device."""
-        limit = threading.Timer(5.0, os._exit, (1,))  # if somebody does not take what is sent or printed
-        limit.daemon = True
-        limit.start()
+    def _end_all(self, number: int) -> None:
+        """Report which process is lost, and exit.
+
+        An exception would not reach a thread that waits for the device.
+        """
+        exit_timer = threading.Timer(5.0, os._exit, (1,))  # the prints and sends below may block
+        exit_timer.daemon = True
+        exit_timer.start()
         try:
-            # Not `sys.stderr`, which may lead nowhere: of several processes the first speaks.
-            print(f"specjax: error: {self.roster[lost]} is lost, and all others end with it", file=sys.__stderr__, flush=True)
+            # `sys.stderr` may be redirected to nowhere, because only the first process prints.
+            print(f"specjax: error: {self.roster[number]} is lost; all other processes end", file=sys.__stderr__, flush=True)
             for link in self._links.values():
-                link.send(LOST, str(lost).encode())
+                link.send(LOST, str(number).encode())
         finally:
             os._exit(1)
 
     def _end_unless_left(self) -> None:
-        """At the end of Python. JAX would wait for the others, who wait for this one, before it lets go of the connections."""
+        """Exit at once at the end of Python, unless `leave` was called.
+
+        Otherwise JAX would wait for the other processes before it closes the connections, and they
+        would wait for this one.
+        """
         if not self._has_left:
             with suppress(Exception):
                 sys.stdout.flush()
@@ -115,7 +123,7 @@ _joined: Processes | None = None
 
 
 def joined() -> Processes | None:
-    """Those that this process works with; None: it works alone, or has not called `join`.
+    """Return the processes that this one works with; None if it works alone or before `join`.
 
     Examples:
         >>> from specjax import processes
@@ -126,7 +134,7 @@ def joined() -> Processes | None:
 
 
 def speaks() -> bool:
-    """Whether this process prints, and writes files, for all.
+    """Return True if this process prints and writes files for all.
 
     Examples:
         >>> from specjax import processes
@@ -137,19 +145,22 @@ def speaks() -> bool:
 
 
 def join(place: ProcessPlace | None = None, *, task: str = "", say: Callable[[str], None] | None = None) -> Processes | None:
-    """Meet the other processes, and give JAX the devices of all. To be called before the first array is made.
+    """Connect to the other processes, and give JAX the devices of all.
+
+    Call this before the first array is made.
 
     Args:
-        place: this process's; None: what `find` finds.
-        task: what this process is to do, in any words: all must say the same.
-        say: is told who is who, in the first process.
+        place: this process's place; None: the result of `find`.
+        task: a description of the task. It must be the same in all processes.
+        say: a function that the first process calls with a line about all processes.
 
     Returns:
-        The processes; None where this one works alone. Call `Processes.leave` when all is done: to the others a process that
-        ends without it is lost.
+        The processes; None if this one works alone. Call `Processes.leave` at the end: a process
+        that ends without it counts as lost.
 
     Raises:
-        InputError: not all have come in time; names those. Or they do not run the same versions, or not the same task.
+        InputError: some processes have not come in time, and the message names them; or their
+            versions or tasks differ.
 
     Examples:
         >>> from specjax import processes
@@ -163,12 +174,12 @@ def join(place: ProcessPlace | None = None, *, task: str = "", say: Callable[[st
         return _joined
     seconds = join_seconds()
     digest = hashlib.sha256(task.encode()).hexdigest()
-    own = Member(place.number, place.count, socket.gethostname(), os.getpid(), versions(), digest)
-    roster, links = gather(place, own, seconds) if place.number == 0 else report(place, own, seconds)
+    member = Member(place.number, place.count, socket.gethostname(), os.getpid(), versions(), digest)
+    roster, links = gather(place, member, seconds) if place.number == 0 else report(place, member, seconds)
     together = Processes(place.number, roster, links)
-    atexit.register(together._end_unless_left)  # before what JAX has registered
-    ends = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
-    # The port is JAX's now. Its processes meet once more, and nobody is late any more.
+    atexit.register(together._end_unless_left)  # runs before the handlers that JAX has registered
+    sigterm_handler = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
+    # From here on JAX uses the port. Its processes connect anew; all of them are running by now.
     jax.distributed.initialize(
         place.address,
         place.count,
@@ -178,23 +189,23 @@ def join(place: ProcessPlace | None = None, *, task: str = "", say: Callable[[st
         initialization_timeout=max(int(seconds), 30),
         heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
     )
-    if ends is not None:
-        signal.signal(signal.SIGTERM, ends)  # JAX would note the signal, and go on
+    if sigterm_handler is not None:
+        signal.signal(signal.SIGTERM, sigterm_handler)  # JAX's handler would only note the signal
     _joined = together
     meet("joined")
     if say is not None and _joined.is_first:
-        say(f"{len(roster)} processes: " + ", ".join(f"{each.number} is {each.host} (pid {each.pid})" for each in roster))
+        say(f"{len(roster)} processes: " + ", ".join(f"{peer.number} is {peer.host} (pid {peer.pid})" for peer in roster))
     return _joined
 
 
 def meet(what: str) -> None:
-    """Wait until all processes have come here; where this one works alone, do nothing.
+    """Wait until all processes have called this; do nothing if this process works alone.
 
-    After what takes one of them much longer than another, such as loading or compiling: the devices themselves wait for each
-    other only half a minute, the first time.
+    Call it after work that may take one process much longer than another, such as loading or
+    compiling: devices wait only half a minute for each other in their first common computation.
 
     Args:
-        what: a name, the same in all of them.
+        what: a name, the same in all processes.
 
     Examples:
         >>> from specjax import processes

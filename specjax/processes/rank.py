@@ -1,4 +1,4 @@
-"""Find the rank of this process, and how many processes work together."""
+"""The index of this process and the number of processes, read from the environment."""
 
 import os
 from collections.abc import Mapping
@@ -7,25 +7,28 @@ from dataclasses import dataclass
 from specjax.errors import InputError
 
 JOIN_SECONDS = 300.0
-"""How long processes wait for each other at the beginning, unless SPECJAX_JOIN_SECONDS says otherwise."""
+"""Seconds that processes wait for each other at the start; SPECJAX_JOIN_SECONDS overrides it."""
 
 PORT = 8476
-"""Where the first process listens, where nothing says another port."""
+"""The default port of the first process."""
 
 _SCHEDULERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES", "JOB_COMPLETION_INDEX")
-"""A variable that Slurm's steps, Open MPI, TPUs of GKE, and jobs of Kubernetes set. Without one of them, and off a Cloud TPU,
-JAX need not look: in a pod of Kubernetes it would complain that it cannot ask the cluster."""
+"""A variable each that is set by Slurm steps, Open MPI, TPUs on GKE, and Kubernetes jobs.
+
+JAX's detection runs only if one of them is set, or on a Cloud TPU. In any other Kubernetes pod it
+would complain that it cannot query the cluster.
+"""
 
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Where a process stands among those that it works with.
+    """The index of a process, and how it finds the others.
 
     Attributes:
-        address: host:port of the first.
-        count: how many there are.
-        number: which one this is, from 0.
-        devices: numbers of the devices of its host that are its own; None: all.
+        address: host:port of the first process.
+        count: the number of processes.
+        number: the index of this process, from 0.
+        devices: the indices of the host's devices that belong to this process; None: all.
 
     Examples:
         >>> from specjax.processes import ProcessPlace
@@ -40,15 +43,16 @@ class ProcessPlace:
 
 
 def find(environment: Mapping[str, str] = os.environ) -> ProcessPlace | None:
-    """What the environment says of this process's place; None: it works alone.
+    """Read this process's place from the environment; None: the process works alone.
 
-    Three variables say it on any machines: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. LeaderWorkerSets of
-    Kubernetes say it by LWS_LEADER_ADDRESS, LWS_GROUP_SIZE and LWS_WORKER_INDEX. Slurm, Open MPI, Cloud TPUs and jobs of
-    Kubernetes are asked as JAX asks them: by the process's own environment. JAX_COORDINATOR_PORT is the port of the first
-    process, where only its host is known. JAX_NUM_PROCESSES=1 says that this process works alone, whatever started it.
+    On any machines, three variables define it: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID. LeaderWorkerSets of Kubernetes set LWS_LEADER_ADDRESS, LWS_GROUP_SIZE and
+    LWS_WORKER_INDEX. For Slurm, Open MPI, Cloud TPUs and Kubernetes jobs, JAX's own detection is
+    used. JAX_COORDINATOR_PORT is the port of the first process if only its host is known. With
+    JAX_NUM_PROCESSES=1 the process works alone, whatever started it.
 
     Raises:
-        InputError: a variable is no number, or says something that cannot be.
+        InputError: a variable is not a number, or has an impossible value.
 
     Examples:
         >>> from specjax import processes
@@ -62,18 +66,18 @@ def find(environment: Mapping[str, str] = os.environ) -> ProcessPlace | None:
         count, number = (_number_in(environment, name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
         if count is not None and number is not None:
             return _checked(ProcessPlace(address, count, number))
-        found = _of_scheduler(environment)
-        if found is None:
+        scheduler_place = _of_scheduler(environment)
+        if scheduler_place is None:
             raise InputError(
-                f"JAX_COORDINATOR_ADDRESS={address!r}: no scheduler says how many processes there are, and which one this is: "
-                "set JAX_NUM_PROCESSES and JAX_PROCESS_ID too"
+                f"JAX_COORDINATOR_ADDRESS={address!r}: no scheduler gives the number of processes and the index of this one: "
+                "set JAX_NUM_PROCESSES and JAX_PROCESS_ID as well"
             )
-        count, number = found.count if count is None else count, found.number if number is None else number
-        return _checked(ProcessPlace(address, count, number, found.devices))
+        count, number = scheduler_place.count if count is None else count, scheduler_place.number if number is None else number
+        return _checked(ProcessPlace(address, count, number, scheduler_place.devices))
     if leader := environment.get("LWS_LEADER_ADDRESS"):
         count, number = (_number_in(environment, name) for name in ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX"))
         if count is None or number is None:
-            raise InputError(f"LWS_LEADER_ADDRESS={leader!r}: LWS_GROUP_SIZE and LWS_WORKER_INDEX are not both set: set them")
+            raise InputError(f"LWS_LEADER_ADDRESS={leader!r}: LWS_GROUP_SIZE or LWS_WORKER_INDEX is missing: set both")
         port = _number_in(environment, "JAX_COORDINATOR_PORT") or PORT
         return _checked(ProcessPlace(f"{leader}:{port}", count, number))
     return _of_scheduler(environment)
@@ -98,31 +102,36 @@ def _number_in(environment: Mapping[str, str], variable: str) -> int | None:
 
 
 def _of_scheduler(environment: Mapping[str, str]) -> ProcessPlace | None:
-    """What a scheduler that JAX knows says."""
-    # JAX has no public name for what `jax.distributed.initialize` finds, and that alone would not say who is who.
+    """Return the place that a scheduler supported by JAX reports; None if there is none."""
+    # JAX has no public function for this detection: `jax.distributed.initialize` also connects, and
+    # the index and count are needed before that.
     from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
     from jax._src.clusters import ClusterEnv
 
     if not running_in_cloud_tpu_vm and not any(name in environment for name in _SCHEDULERS):
         return None
     try:
-        found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(join_seconds()))
-    except Exception as error:  # what the clients of the schedulers raise has no common kind
+        detected = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(join_seconds()))
+    except Exception as error:  # clients of schedulers raise errors of many types
         raise InputError(
-            f"the scheduler does not say which processes work together ({' '.join(str(error).split())}): set "
+            f"the scheduler does not report the processes of this run ({' '.join(str(error).split())}): set "
             "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
         ) from None
-    address, count, number, devices = found
+    address, count, number, devices = detected
     if address is None or count is None or number is None or count < 2:
         return None
-    # JAX takes a task of Slurm's to be one device's. Where a node has one task alone, all of its devices are meant.
+    # JAX assumes one device per task of Slurm. A single task on a node has all devices of the node.
     if environment.get("SLURM_STEP_NUM_NODES") == str(count):
         devices = None
     return ProcessPlace(address, count, number, None if devices is None else tuple(devices))
 
 
 def join_seconds() -> float:
-    """Return how many seconds processes wait for each other at the beginning. Raises `InputError`."""
+    """Return how many seconds processes wait for each other at the start.
+
+    Raises:
+        InputError: SPECJAX_JOIN_SECONDS is not a positive number of seconds.
+    """
     text = os.environ.get("SPECJAX_JOIN_SECONDS", "")
     try:
         seconds = float(text or JOIN_SECONDS)

@@ -1,4 +1,4 @@
-"""Connect the processes of one run: each finds the first, which checks that all run the same."""
+"""Connections between the processes of one run. The first process checks that all run the same."""
 
 import json
 import queue
@@ -17,11 +17,14 @@ from specjax.processes.rank import ProcessPlace
 from specjax.progress import waiting
 
 _PATIENCE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
-"""A host that is gone without a word is noticed after 20 seconds: where nothing is sent, 5 + 3 * 5; else the last."""
+"""Socket options that detect a vanished host after 20 seconds.
 
-_HEADER = struct.Struct("!cI")  # what a message is, and how many bytes of it follow
-_HELLO, _ROSTER, _REFUSED = b"H", b"R", b"X"  # at the beginning
-DECISION, NO_MORE, LEAVES, LOST = b"D", b"N", b"E", b"L"  # from then on
+An idle connection needs 5 + 3 * 5 seconds. The last option applies while data is sent.
+"""
+
+_HEADER = struct.Struct("!cI")  # the kind of a message, and the length of its content in bytes
+_HELLO, _ROSTER, _REFUSED = b"H", b"R", b"X"  # while the processes connect
+DECISION, NO_MORE, LEAVES, LOST = b"D", b"N", b"E", b"L"  # afterwards
 _LONGEST_HELLO = 2**16
 
 
@@ -30,12 +33,13 @@ class Member:
     """A process, as the others know it.
 
     Attributes:
-        number: from 0.
-        count: how many it says there are.
+        number: its index, from 0.
+        count: the number of processes according to its environment.
         host: the name of its machine.
-        pid: its number there.
-        versions: of what must be the same everywhere.
-        task: what it is to do, such as a digest of a command and its options: the same everywhere.
+        pid: its process id there.
+        versions: the package versions that must be the same everywhere.
+        task: its task, such as a digest of a command and its options. It must be the same
+            everywhere.
 
     Examples:
         >>> from specjax.processes import Member
@@ -54,38 +58,46 @@ class Member:
         return f"process {self.number} ({self.host}, pid {self.pid})"
 
 
-class Link:
-    """One connection between the first process and another: messages, each with its length."""
+class ProcessLink:
+    """A connection between the first process and another, for messages with a length prefix."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._sending = connection, threading.Lock()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for name, value in _PATIENCE.items():
-            if hasattr(socket, name):  # not everywhere
+            if hasattr(socket, name):  # not every system has all of them
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, kind: bytes, content: bytes = b"") -> None:
-        """To one that has gone nothing is sent: `receive` says that it has."""
+        """Send a message. A closed connection is ignored here: `receive` reports it."""
         try:
             with self._sending:
                 self._socket.sendall(_HEADER.pack(kind, len(content)) + content)
         except OSError:
             return
 
-    def receive(self, most: int | None = None, seconds: float | None = None) -> tuple[bytes, bytes] | None:
-        """What a message is, and its content; None: the other side has closed, or is not there, or sends more than ``most``
-        bytes, or takes more than so many ``seconds``."""
+    def receive(self, max_bytes: int | None = None, seconds: float | None = None) -> tuple[bytes, bytes] | None:
+        """Wait for a message.
+
+        Args:
+            max_bytes: the maximum length of the content.
+            seconds: the maximum time for the whole message.
+
+        Returns:
+            The kind of the message and its content. None: the connection is closed or broken, or a
+            limit was exceeded.
+        """
         deadline = None if seconds is None else time.monotonic() + seconds
         header = self._exactly(_HEADER.size, deadline)
         if header is None:
             return None
         kind, length = _HEADER.unpack(header)
-        content = None if most is not None and length > most else self._exactly(length, deadline)
+        content = None if max_bytes is not None and length > max_bytes else self._exactly(length, deadline)
         return None if content is None else (kind, content)
 
     def is_closed(self) -> bool:
-        """Whether the other side has gone."""
+        """Return True if the other side has closed the connection."""
         try:
             self._socket.settimeout(None)
             return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
@@ -95,7 +107,7 @@ class Link:
             return True
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Close the connection."""
         self._socket.close()
 
     def _exactly(self, length: int, deadline: float | None) -> bytes | None:
@@ -114,98 +126,116 @@ class Link:
 
 def versions() -> str:
     """Return the versions of specjax and JAX, which must be the same in all processes."""
-    specjax = sys.modules["specjax"]  # it imports this module, and has been imported
+    specjax = sys.modules["specjax"]  # not an import statement, as specjax imports this module
     return f"specjax {specjax.__version__}, jax {version('jax')}, jaxlib {version('jaxlib')}"
 
 
-def gather(place: ProcessPlace, own: Member, seconds: float) -> tuple[list[Member], dict[int, Link]]:
-    """In the first process: wait until all others have said who they are, and tell each the roster."""
+def gather(place: ProcessPlace, first: Member, seconds: float) -> tuple[list[Member], dict[int, ProcessLink]]:
+    """Accept, in the first process, the connections of all others, and send each the roster.
+
+    Returns:
+        The roster, and the connections by index.
+
+    Raises:
+        InputError: the port is in use, a process is missing at the deadline, or processes do not
+            fit together.
+    """
     deadline = time.monotonic() + seconds
-    here: dict[int, tuple[Member, Link]] = {}
+    connected: dict[int, tuple[Member, ProcessLink]] = {}
     port = int(place.address.rpartition(":")[2])
     try:
         server = _listen_at(port)
     except OSError as error:
-        raise InputError(f"{place.address}: cannot listen at port {port} ({error.strerror}): choose another one") from None
+        raise InputError(f"{place.address}: cannot listen at port {port} ({error.strerror}): choose another port") from None
     why = ""
-    refused: list[Link] = []
-    came: queue.SimpleQueue[tuple[Member, Link]] = queue.SimpleQueue()
+    refused: list[ProcessLink] = []
+    arrivals: queue.SimpleQueue[tuple[Member, ProcessLink]] = queue.SimpleQueue()
     with server, waiting("waiting for other processes", place.count, 1) as wait:
         server.settimeout(0.1)
         while not why:
-            # Whoever comes is heard in a thread: it may be anybody, and say nothing.
+            # A thread per connection reads the hello, because a foreign program may never send one.
             with suppress(TimeoutError):
-                link = Link(server.accept()[0])
-                threading.Thread(target=_hear, args=(link, came), daemon=True).start()
-            for gone in [number for number, (_, link) in here.items() if link.is_closed()]:
-                here.pop(gone)[1].close()
-            while not came.empty() and not why:
-                member, link = came.get()
-                if why := _why_not(member, own, here):
+                link = ProcessLink(server.accept()[0])
+                threading.Thread(target=_hear, args=(link, arrivals), daemon=True).start()
+            for number in [number for number, (_, link) in connected.items() if link.is_closed()]:
+                connected.pop(number)[1].close()
+            while not arrivals.empty() and not why:
+                member, link = arrivals.get()
+                if why := _why_not(member, first, connected):
                     refused.append(link)
                 else:
-                    here[member.number] = member, link
-            wait.update(done=1 + len(here))
-            if len(here) == place.count - 1 or why:
+                    connected[member.number] = member, link
+            wait.update(done=1 + len(connected))
+            if len(connected) == place.count - 1 or why:
                 break
             if time.monotonic() > deadline:
-                late = [number for number in range(1, place.count) if number not in here]
-                known = ", ".join(map(str, [own, *(member for _, (member, _) in sorted(here.items()))]))
+                late = [number for number in range(1, place.count) if number not in connected]
+                present = ", ".join(map(str, [first, *(member for _, (member, _) in sorted(connected.items()))]))
                 why = (
                     f"after {seconds:g} s process{'es' if len(late) > 1 else ''} {', '.join(map(str, late))} of {place.count} "
-                    f"had not come to {place.address} ({known} had): see why not, or set SPECJAX_JOIN_SECONDS"
+                    f"had not connected to {place.address} ({present} had): check them, or set SPECJAX_JOIN_SECONDS"
                 )
-    roster = [own, *(here[number][0] for number in sorted(here))]
-    for link in [*refused, *(link for _, link in here.values())]:
-        link.send(_REFUSED if why else _ROSTER, json.dumps(why or [asdict(each) for each in roster]).encode())
+    roster = [first, *(connected[number][0] for number in sorted(connected))]
+    for link in [*refused, *(link for _, link in connected.values())]:
+        link.send(_REFUSED if why else _ROSTER, json.dumps(why or [asdict(process) for process in roster]).encode())
     if why:
         raise InputError(why)
-    return roster, {number: link for number, (_, link) in here.items()}
+    return roster, {number: link for number, (_, link) in connected.items()}
 
 
-def _hear(link: Link, came: "queue.SimpleQueue[tuple[Member, Link]]") -> None:
-    """Who has connected, if it says so soon and as one of these processes does."""
-    member = _read_member(link.receive(most=_LONGEST_HELLO, seconds=5.0))
+def _hear(link: ProcessLink, arrivals: "queue.SimpleQueue[tuple[Member, ProcessLink]]") -> None:
+    """Read the hello of a new connection. Close it if none comes soon, or if it is not valid."""
+    member = _read_member(link.receive(max_bytes=_LONGEST_HELLO, seconds=5.0))
     if member is None:
         link.close()
     else:
-        came.put((member, link))
+        arrivals.put((member, link))
 
 
-def _why_not(member: Member, own: Member, here: Mapping[int, tuple[Member, Link]]) -> str:
-    """Why one that has come cannot take part; empty: it can. A place is free again when who had it has gone."""
-    if member.count != own.count:
-        return f"{member} is one of {member.count}, and {own} one of {own.count}: give all the same JAX_NUM_PROCESSES"
-    other = own if member.number == 0 else here[member.number][0] if member.number in here else None
-    if other is not None:
-        return f"{member} and {other} have one number: give each JAX_PROCESS_ID to one process"
-    if member.versions != own.versions:
-        return f"{member} has {member.versions}, and {own} has {own.versions}: install the same on all machines"
-    if member.task != own.task:
-        return f"{member} was given another command, or other options, than {own}: give all the same"
+def _why_not(member: Member, first: Member, connected: Mapping[int, tuple[Member, ProcessLink]]) -> str:
+    """Return why a process cannot take part; empty if it can.
+
+    An index is free again after its process has disconnected.
+    """
+    if member.count != first.count:
+        return f"{member} is one of {member.count}, and {first} one of {first.count}: give all the same JAX_NUM_PROCESSES"
+    holder = first if member.number == 0 else connected[member.number][0] if member.number in connected else None
+    if holder is not None:
+        return f"{member} and {holder} have the same number: give each JAX_PROCESS_ID to one process"
+    if member.versions != first.versions:
+        return f"{member} has {member.versions}, and {first} has {first.versions}: install the same versions on all machines"
+    if member.task != first.task:
+        return f"{member} and {first} run different commands or options: give all processes the same"
     return ""
 
 
 def _listen_at(port: int) -> socket.socket:
-    """A socket at all addresses of this machine."""
+    """Return a socket that listens at all addresses of this machine."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", port), backlog=1024)
 
 
 def _read_member(message: tuple[bytes, bytes] | None) -> Member | None:
-    """Who a message is from; None: it is none of this program."""
+    """Return the process that sent a hello; None if the message is not a valid hello."""
     try:
         member = Member(**json.loads(message[1] if message and message[0] == _HELLO else b"{}"))
     except (TypeError, ValueError, RecursionError):
         return None
     numbers, texts = (member.number, member.count, member.pid), (member.host, member.versions, member.task)
-    is_one = all(isinstance(each, int) for each in numbers) and all(isinstance(x, str) and x.isprintable() for x in texts)
-    return member if is_one and 0 <= member.number < member.count else None
+    is_valid = all(isinstance(x, int) for x in numbers) and all(isinstance(x, str) and x.isprintable() for x in texts)
+    return member if is_valid and 0 <= member.number < member.count else None
 
 
-def report(place: ProcessPlace, own: Member, seconds: float) -> tuple[list[Member], dict[int, Link]]:
-    """In every other process: tell the first who this is, and wait for the roster."""
+def report(place: ProcessPlace, member: Member, seconds: float) -> tuple[list[Member], dict[int, ProcessLink]]:
+    """Connect, in every other process, to the first process, and wait for the roster.
+
+    Returns:
+        The roster, and the connection to process 0 by its index.
+
+    Raises:
+        InputError: process 0 cannot be reached or refuses this process.
+    """
     deadline = time.monotonic() + seconds
     host, _, port = place.address.rpartition(":")
     with waiting(f"waiting for process 0, at {place.address}"):
@@ -216,20 +246,20 @@ def report(place: ProcessPlace, own: Member, seconds: float) -> tuple[list[Membe
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise InputError(
-                        f"{place.address}: after {seconds:g} s nothing answers there ({error.strerror or error}): see whether "
-                        "process 0 runs, and whether this machine reaches it"
+                        f"{place.address}: no answer after {seconds:g} s ({error.strerror or error}): check whether "
+                        "process 0 runs and this machine can reach it"
                     ) from None
                 time.sleep(0.2)
-        link = Link(connection)
-        link.send(_HELLO, json.dumps(asdict(own)).encode())
-        message = link.receive()  # the first gives up at its own deadline, and says for whom it waited
+        link = ProcessLink(connection)
+        link.send(_HELLO, json.dumps(asdict(member)).encode())
+        message = link.receive()  # process 0 gives up at its own deadline, and names the missing processes
     if message is None:
-        raise InputError(f"{place.address}: process 0 ended before all processes had come, or another program listens there")
+        raise InputError(f"{place.address}: process 0 ended before all had connected, or another program listens there")
     kind, content = message
     try:
-        said = json.loads(content) if kind in (_ROSTER, _REFUSED) else None
+        reply = json.loads(content) if kind in (_ROSTER, _REFUSED) else None
         if kind == _ROSTER:
-            return [Member(**each) for each in said], {0: link}  # pyright: ignore[reportOptionalIterable]
+            return [Member(**fields) for fields in reply], {0: link}  # pyright: ignore[reportOptionalIterable]
     except (TypeError, ValueError):
-        said = None
-    raise InputError(said if isinstance(said, str) else f"{place.address}: what listens there is no process 0 that waits")
+        reply = None
+    raise InputError(reply if isinstance(reply, str) else f"{place.address}: another program listens there, not process 0")

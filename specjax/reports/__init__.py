@@ -1,1 +1,1 @@
-"""Pictures and tables of what was drafted and decoded."""
+"""Figures and tables of drafting and decoding."""

@@ -1,4 +1,4 @@
-"""The report of an evaluation: speed-up and acceptance by kind of question, as a table, Markdown and a picture."""
+"""The report of an evaluation: speed-up and acceptance, as a table, Markdown and a figure."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLAIN = "plain"
-"""Decoding without a drafter, which every speed-up is over."""
+"""The name of decoding without a drafter, the baseline of every speed-up."""
 
 OVERALL = "overall"
 
 Results = dict[str, dict[str, dict[str, Any]]]
-"""For each category, and `OVERALL`, for each method: what `summarise` counts."""
+"""The figures of `summarise` for each method, by category and for `OVERALL`."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class MethodAnswer:
     """One method's answer to one turn.
 
     Attributes:
-        category: of the question.
-        method: its name.
-        seconds: of each repeat.
-        stats: of one row; the same in every repeat.
+        category: the category of the question.
+        method: the name of the method.
+        seconds: the seconds of each repeat.
+        stats: the statistics of one row, which are the same in every repeat.
     """
 
     category: str
@@ -44,29 +44,34 @@ class MethodAnswer:
 
 
 def summarise(answers: Sequence[MethodAnswer], methods: Sequence[str]) -> Results:
-    """For each category, and for all questions together, of each method:
+    """Summarize answers by category, and all together.
 
-    - ``tokens_per_second``: emitted tokens over seconds, the median of the repeats; ``speedup`` over plain decoding, with
-      ``spread``, the smallest and the largest of the repeats;
-    - ``acceptance_length_pooled``: all emitted tokens over all passes of the target;
-    - ``acceptance_length_of_requests``: the mean of every answer's own, in which short answers weigh as much as long ones;
-    - ``acceptance_by_position``: of the steps that drafted so deep, the share that emitted a token of that depth;
-    - ``answers``.
+    The figures of each method are:
+
+    - ``tokens_per_second``: emitted tokens per second, the median of the repeats;
+    - ``speedup``: the speed-up over plain decoding, and ``spread``, the smallest and the largest
+      one of the repeats;
+    - ``acceptance_length_pooled``: all emitted tokens divided by all target passes;
+    - ``acceptance_length_of_requests``: the mean of the answers' acceptance lengths, in which short
+      and long answers have the same weight;
+    - ``acceptance_by_position``: for each depth, the share of the steps with a draft of that depth
+      that emitted a token of it;
+    - ``answers``: the number of answers.
     """
     categories = list(dict.fromkeys(answer.category for answer in answers))
-    chosen = {category: [answer for answer in answers if answer.category == category] for category in categories}
-    return {name: _summary(part, methods) for name, part in {**chosen, OVERALL: list(answers)}.items()}
+    by_category = {category: [answer for answer in answers if answer.category == category] for category in categories}
+    return {name: _summary(part, methods) for name, part in {**by_category, OVERALL: list(answers)}.items()}
 
 
 def _summary(answers: Sequence[MethodAnswer], methods: Sequence[str]) -> dict[str, dict[str, Any]]:
-    of_method = {method: [answer for answer in answers if answer.method == method] for method in methods}
-    speeds = {method: _speeds(part) for method, part in of_method.items()}
-    found = {}
-    for method, part in of_method.items():
+    by_method = {method: [answer for answer in answers if answer.method == method] for method in methods}
+    speeds = {method: _speeds(part) for method, part in by_method.items()}
+    summary = {}
+    for method, part in by_method.items():
         stats = jax.tree.map(lambda *rows: np.concatenate(rows), *(answer.stats for answer in part))
         total = metrics.summarise(stats)
         ratios = speeds[method] / speeds[PLAIN]
-        found[method] = {
+        summary[method] = {
             "tokens_per_second": float(np.median(speeds[method])),
             "speedup": float(np.median(speeds[method]) / np.median(speeds[PLAIN])),
             "spread": [float(ratios.min()), float(ratios.max())],
@@ -75,11 +80,11 @@ def _summary(answers: Sequence[MethodAnswer], methods: Sequence[str]) -> dict[st
             "acceptance_by_position": list(total.by_position),
             "answers": len(part),
         }
-    return found
+    return summary
 
 
 def _speeds(answers: Sequence[MethodAnswer]) -> np.ndarray:
-    """``[repeats]`` emitted tokens a second."""
+    """Return the emitted tokens per second of each repeat, ``[repeats]``."""
     emitted = sum(metrics.summarise(answer.stats).emitted for answer in answers)
     return emitted / np.sum([answer.seconds for answer in answers], axis=0)
 
@@ -98,7 +103,7 @@ _HEADINGS = (
 
 def _rows(results: Results) -> list[tuple[str, ...]]:
     rows = []
-    shown = results if len(results) > 2 else {OVERALL: results[OVERALL]}  # one category is all there is
+    shown = results if len(results) > 2 else {OVERALL: results[OVERALL]}  # a single category equals the total
     for category, methods in shown.items():
         for i, (method, values) in enumerate(methods.items()):
             by_position = " ".join("-" if share is None else f"{share:.2f}" for share in values["acceptance_by_position"])
@@ -119,26 +124,26 @@ def _rows(results: Results) -> list[tuple[str, ...]]:
 
 
 def table(results: Results) -> Table:
-    """For the terminal."""
-    made = Table(*_HEADINGS)
-    for column in made.columns[2:7]:
+    """Return the results as a table for the terminal."""
+    rich_table = Table(*_HEADINGS)
+    for column in rich_table.columns[2:7]:
         column.justify = "right"
     for row in _rows(results):
-        made.add_row(*row, end_section=False)
-    return made
+        rich_table.add_row(*row, end_section=False)
+    return rich_table
 
 
 def explanation(repeats: int, questions: int, device: str) -> str:
-    """What the figures are of."""
+    """Return a text that explains how the figures were measured."""
     return (
         f"{questions} questions, one row at a time; medians of {repeats} interleaved runs on {device}. "
-        "Speed-up is over plain decoding of the same engine. Length is the acceptance length, tokens emitted a pass of the "
-        "target: pooled, all tokens over all passes; and the mean of every answer's own."
+        "Speed-up is over plain decoding of the same engine. Length is the acceptance length, the tokens emitted per target "
+        "pass: pooled, all tokens divided by all passes; of requests, the mean over the answers."
     )
 
 
 def markdown(results: Results, repeats: int, questions: int, device: str) -> str:
-    """The table in Markdown."""
+    """Return the results as a Markdown table."""
     lines = ["| " + " | ".join(_HEADINGS) + " |", "|" + "---|" * len(_HEADINGS)]
     lines += ["| " + " | ".join(row) + " |" for row in _rows(results)]
     return "\n".join([*lines, "", explanation(repeats, questions, device), ""])
@@ -146,7 +151,7 @@ def markdown(results: Results, repeats: int, questions: int, device: str) -> str
 
 @style.styled
 def draw(results: Results, path: Path) -> None:
-    """Speed-up of every method by kind of question, and how acceptance falls with depth."""
+    """Draw the speed-up of each method by category, and the acceptance by depth."""
     methods = [method for method in results[OVERALL] if method != PLAIN]
     one_bar = max(0.24, 0.62 / max(len(methods), 1))  # inches
     bars_height = 0.7 + len(results) * (one_bar * len(methods) + 0.2)
@@ -159,21 +164,21 @@ def draw(results: Results, path: Path) -> None:
 
 
 def _draw_speedups(axes: "Axes", results: Results, methods: Sequence[str]) -> None:
-    """A bar for each method and kind of question, the smallest and the largest of its runs as a line."""
+    """Draw a bar for each method and category, with a line from the slowest to the fastest run."""
     width = 0.86 / max(len(methods), 1)
     for i, method in enumerate(methods):
         values = [results[category][method] for category in results]
         heights = np.array([value["speedup"] for value in values])
         low, high = np.array([value["spread"] for value in values]).T
-        places = np.arange(len(results)) - 0.43 + (i + 0.5) * width
+        ys = np.arange(len(results)) - 0.43 + (i + 0.5) * width
         ends = {
             "xerr": np.abs(np.stack([heights - low, high - heights])),
             "ecolor": style.theme().ink,
             "error_kw": {"elinewidth": 1.0},
         }
-        axes.barh(places, heights, width * 0.9, label=method, **ends)
-        for place, height, end in zip(places, heights, np.maximum(high, heights), strict=True):
-            axes.annotate(f"{height:.2f}x", (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9.5)
+        axes.barh(ys, heights, width * 0.9, label=method, **ends)
+        for y, height, end in zip(ys, heights, np.maximum(high, heights), strict=True):
+            axes.annotate(f"{height:.2f}x", (end, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9.5)
     axes.axvline(1, color=style.theme().muted, linestyle="--", linewidth=1.2)
     axes.set_yticks(range(len(results)), list(results))
     axes.invert_yaxis()
@@ -184,7 +189,7 @@ def _draw_speedups(axes: "Axes", results: Results, methods: Sequence[str]) -> No
 
 
 def _draw_acceptance(axes: "Axes", overall: dict[str, dict[str, Any]], methods: Sequence[str]) -> None:
-    """How often each drafted token was emitted, by its place in the draft."""
+    """Draw how often drafted tokens were emitted, by their depth in the draft."""
     deepest = max((len(overall[method]["acceptance_by_position"]) for method in methods), default=0)
     for method, marker in zip(methods, itertools.cycle(style.MARKERS), strict=False):
         shares = [np.nan if share is None else share for share in overall[method]["acceptance_by_position"]]

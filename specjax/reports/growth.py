@@ -1,4 +1,4 @@
-"""The picture of a text that a client drafts: what was committed when, and what was provisional in between."""
+"""The figure of a client's text: its committed and provisional tokens over time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Kind = Literal["committed", "provisional", "retracted"]
-"""What happened to tokens."""
+"""The kinds of events of a text."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """An event of a text, and when it came.
+    """An event of a text, and its time.
 
     Attributes:
-        seconds: since the beginning.
-        kind: of event.
-        tokens: how many.
-        confirmed: of committed ones, how many stood there as provisional already.
+        seconds: the time since the start.
+        kind: the kind of event.
+        tokens: the number of tokens.
+        confirmed: how many of the committed tokens were shown as provisional before.
 
     Examples:
         >>> from specjax.client import CommittedEvent
@@ -46,10 +46,10 @@ class Stand:
     """A token that was provisional.
 
     Attributes:
-        place: its number in the text, from 0.
-        start: seconds when it was shown.
-        end: seconds when that was decided.
-        outcome: "committed", "retracted", or "provisional" where it never was.
+        place: the index of the token in the output.
+        start: the time in seconds at which it was shown.
+        end: the time in seconds at which it was committed or retracted.
+        outcome: "committed", "retracted", or "provisional" if it was neither.
     """
 
     place: int
@@ -59,7 +59,7 @@ class Stand:
 
 
 def stands_of(moments: Sequence[Moment]) -> list[Stand]:
-    """The provisional tokens of a text, in the order in which they were decided.
+    """Return the provisional tokens of a text, in the order in which they were decided.
 
     Examples:
         >>> from specjax.reports.growth import Moment, stands_of
@@ -67,30 +67,32 @@ def stands_of(moments: Sequence[Moment]) -> list[Stand]:
         >>> [(stand.place, stand.outcome) for stand in stands_of(shown)]
         [(1, 'retracted'), (0, 'committed')]
     """
-    committed, shown, found = 0, list[float](), list[Stand]()
+    committed, shown, stands = 0, list[float](), list[Stand]()
     for moment in moments:
         if moment.kind == "provisional":
             shown += [moment.seconds] * moment.tokens
         elif moment.kind == "retracted":
             for _ in range(moment.tokens):
-                found.append(Stand(committed + len(shown) - 1, shown.pop(), moment.seconds, "retracted"))
+                stands.append(Stand(committed + len(shown) - 1, shown.pop(), moment.seconds, "retracted"))
         else:
-            gone = enumerate(shown[: moment.confirmed], committed)
-            found += [Stand(place, start, moment.seconds, "committed") for place, start in gone]
+            confirmed = enumerate(shown[: moment.confirmed], committed)
+            stands += [Stand(index, start, moment.seconds, "committed") for index, start in confirmed]
             del shown[: moment.confirmed]
             committed += moment.tokens
     last = moments[-1].seconds if moments else 0.0
-    return found + [Stand(place, start, last, "provisional") for place, start in enumerate(shown, committed)]
+    return stands + [Stand(index, start, last, "provisional") for index, start in enumerate(shown, committed)]
 
 
 @style.styled
 def draw_growth(title: str, moments: Sequence[Moment], away: Sequence[tuple[float, float]] = ()) -> "Figure":
-    """Tokens over time: a line for what is committed, and a bar for each provisional token, until it was decided.
+    """Draw tokens over time: a line of committed tokens, and a bar for each provisional token.
+
+    A bar ends when its token is committed or retracted.
 
     Args:
-        title: of the figure.
-        moments: in order.
-        away: from when to when there was no network, in seconds.
+        title: the title of the figure.
+        moments: the events in order.
+        away: begin and end in seconds of each time without a network.
     """
     theme = style.theme()
     figure, (axes,) = style.new_figure(3.4, title=title)
@@ -110,11 +112,11 @@ def draw_growth(title: str, moments: Sequence[Moment], away: Sequence[tuple[floa
         "provisional": ("provisional to the end", theme.passed_over.edge),
     }
     for outcome, (label, colour) in kinds.items():
-        chosen = [stand for stand in stands if stand.outcome == outcome]
-        if chosen:
-            places = [stand.place + 1 for stand in chosen]
-            starts, ends = [stand.start for stand in chosen], [stand.end for stand in chosen]
-            axes.hlines(places, starts, ends, color=colour, linewidth=1.2, label=label)
+        group = [stand for stand in stands if stand.outcome == outcome]
+        if group:
+            ys = [stand.place + 1 for stand in group]
+            starts, ends = [stand.start for stand in group], [stand.end for stand in group]
+            axes.hlines(ys, starts, ends, color=colour, linewidth=1.2, label=label)
     axes.set(xlabel="seconds", ylabel="tokens", xlim=(0, 1.02 * last))
     axes.set_ylim(bottom=0)
     handles, labels = axes.get_legend_handles_labels()

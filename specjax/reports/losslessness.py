@@ -1,4 +1,4 @@
-"""The verdict of a test of losslessness: in a line, in full, as JSON and as Markdown."""
+"""The report of a test of losslessness: as one line, in detail, as JSON and as Markdown."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -10,11 +10,11 @@ from specjax.evaluation.losslessness import LosslessnessVerdict
 from specjax.evaluation.same_texts import SameTexts
 
 Verdicts = Mapping[str, LosslessnessVerdict]
-"""By the drafters' names."""
+"""The verdicts by the names of the drafters."""
 
 
 def line(verdict: LosslessnessVerdict) -> str:
-    """The verdict, and what each check came to."""
+    """Return the verdict and the result of each test in one line."""
     parts = [
         f"greedy {_same(verdict.greedy)}",
         f"distribution {_distribution(verdict.distribution)}",
@@ -23,25 +23,25 @@ def line(verdict: LosslessnessVerdict) -> str:
     return f"{'lossless' if verdict.lossless else 'NOT LOSSLESS'}: {' · '.join(parts)}"
 
 
-def _same(found: SameTexts) -> str:
-    equal = found.texts - len(found.partings)
-    if not found.passes:
-        worst = max((found.lag, *(parting.margin for parting in found.partings)))
-        return f"FAILS: {equal} of {found.texts} texts equal, and a token is {worst:.3g} from the target's choice where " + (
-            f"rounding reaches {found.rounding:.2g}"
+def _same(result: SameTexts) -> str:
+    equal = result.texts - len(result.partings)
+    if not result.passes:
+        worst = max((result.lag, *(parting.margin for parting in result.partings)))
+        return f"FAILS: {equal} of {result.texts} texts equal, and a token is {worst:.3g} from the target's choice where " + (
+            f"rounding reaches {result.rounding:.2g}"
         )
-    if not found.partings:
-        return f"{equal} of {found.texts} texts equal"
-    margin = max(parting.margin for parting in found.partings)
+    if not result.partings:
+        return f"{equal} of {result.texts} texts equal"
+    margin = max(parting.margin for parting in result.partings)
     return (
-        f"{equal} of {found.texts} texts equal, {len(found.partings)} part at near-ties (margin {margin:.2g} where rounding "
-        f"reaches {found.rounding:.2g})"
+        f"{equal} of {result.texts} texts equal, {len(result.partings)} part at near-ties (margin {margin:.2g} where rounding "
+        f"reaches {result.rounding:.2g})"
     )
 
 
-def _distribution(found: Distribution) -> str:
-    said = f"p = {_p(found.p_value)} ({found.draws:,} draws, rule {found.rule})"
-    return said if found.passes else f"FAILS: {said}"
+def _distribution(result: Distribution) -> str:
+    summary = f"p = {_p(result.p_value)} ({result.draws:,} draws, rule {result.rule})"
+    return summary if result.passes else f"FAILS: {summary}"
 
 
 def _p(value: float) -> str:
@@ -49,37 +49,37 @@ def _p(value: float) -> str:
 
 
 def details(verdict: LosslessnessVerdict) -> list[str]:
-    """What a reader asks next: how often a right pair fails, what would have been found, and where texts part."""
-    drawn, rounding = verdict.distribution, verdict.greedy.rounding
-    each = ", ".join(f"{name} {_p(value)}" for name, value in drawn.p_values.items())
+    """Return details: the rate of false alarms, the power of the test, and where texts differ."""
+    distribution, rounding = verdict.distribution, verdict.greedy.rounding
+    p_values = ", ".join(f"{name} {_p(value)}" for name, value in distribution.p_values.items())
     lines = [
         f"A right pair fails the distribution once in {1 / FALSE_ALARM:,.0f} tests. "
-        f"p is {len(drawn.p_values)} times the smallest of: {each}."
+        f"p is {len(distribution.p_values)} times the smallest of: {p_values}."
     ]
-    if drawn.detectable is None:
-        lines.append("The drafter proposed too little for a fault in how it is verified to show in the distribution.")
+    if distribution.detectable is None:
+        lines.append("The drafter proposed too few tokens for the distribution to show an error of its verification.")
     else:
         lines.append(
-            f"{drawn.draws:,} tokens were drawn in {drawn.texts:,} texts. They show a rule that favours drafted tokens by "
-            f"{drawn.detectable:.1%}, 95 times of 100. Smaller faults need more --draws."
+            f"{distribution.draws:,} tokens were drawn in {distribution.texts:,} texts. They show a rule that favours drafted "
+            f"tokens by {distribution.detectable:.1%}, 95 times of 100. Smaller faults need more --draws."
         )
-    if drawn.outside:
-        lines.append(f"{drawn.outside} drawn tokens lie outside what top-k, top-p or min-p leave.")
+    if distribution.outside:
+        lines.append(f"{distribution.outside} drawn tokens are ones that top-k, top-p or min-p exclude.")
     lines.append(
         f"Rounding, as measured here: two logits move by up to {rounding:.2g} against each other between passes of one and of "
         "several tokens."
     )
-    for name, found in (("greedy", verdict.greedy), ("coupled", verdict.coupled)):
+    for name, result in (("greedy", verdict.greedy), ("coupled", verdict.coupled)):
         lines += [
             f"{name} text {parting.prompt} parts at token {parting.position}: {parting.plain} without the drafter, "
             f"{parting.drafted} with it, margin {parting.margin:.3g}"
-            for parting in found.partings
+            for parting in result.partings
         ]
     return lines
 
 
 def as_json(verdicts: Verdicts) -> dict[str, Any]:
-    """All that was found, by drafter."""
+    """Return all results by drafter, for JSON."""
     return {
         name: {
             "lossless": verdict.lossless,
@@ -93,15 +93,15 @@ def as_json(verdicts: Verdicts) -> dict[str, Any]:
     }
 
 
-def _texts_as_json(found: SameTexts) -> dict[str, Any]:
-    """JSON has no infinity: null is the margin where one text has ended."""
-    partings = [asdict(parting) | ({} if isfinite(parting.margin) else {"margin": None}) for parting in found.partings]
-    return {"passes": found.passes, **asdict(found), "partings": partings}
+def _texts_as_json(result: SameTexts) -> dict[str, Any]:
+    """Return a comparison for JSON, which has no infinity: an infinite margin becomes null."""
+    partings = [asdict(parting) | ({} if isfinite(parting.margin) else {"margin": None}) for parting in result.partings]
+    return {"passes": result.passes, **asdict(result), "partings": partings}
 
 
 def markdown(verdicts: Verdicts, device: str) -> str:
-    """For a file."""
+    """Return the report as Markdown."""
     parts = [f"# Is it lossless?\n\nMeasured on {device}.\n"]
     for name, verdict in verdicts.items():
-        parts.append(f"## {name}\n\n{line(verdict)}\n\n" + "\n".join(f"- {each}" for each in details(verdict)) + "\n")
+        parts.append(f"## {name}\n\n{line(verdict)}\n\n" + "\n".join(f"- {detail}" for detail in details(verdict)) + "\n")
     return "\n".join(parts)

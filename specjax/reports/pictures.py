@@ -1,4 +1,4 @@
-"""Pictures: where they are written, and the one of a draft tree."""
+"""The files of figures, and the figure of a draft tree."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,63 +19,63 @@ IMAGES = (".png", ".pdf", ".svg")
 
 
 def check_path(argument: str, name: str) -> Path:
-    """The path of a picture to write. Raises `InputError`, naming the ``argument``, where it cannot be one."""
+    """Return the path of a figure to write, or raise `InputError` if it cannot be written.
+
+    ``argument`` is the name of the argument, for messages.
+    """
     path = Path(name)
     if path.suffix.lower() not in IMAGES:
         raise InputError(f"{argument}={name!r}: the name must end in {', '.join(IMAGES)}")
     if not path.parent.is_dir():
         raise InputError(f"{argument}={name!r}: there is no directory {str(path.parent)!r}")
     if path.is_dir():
-        raise InputError(f"{argument}={name!r}: is a directory")
+        raise InputError(f"{argument}={name!r}: it is a directory; give the name of a file")
     return path
 
 
 def save(figure: "Figure", argument: str, path: Path) -> None:
-    """Write the picture whole or not at all."""
+    """Write a figure to a file, completely or not at all."""
     try:
         with files.writing(path) as scratch:
             figure.savefig(scratch, dpi=style.DPI)
     except OSError as error:
-        raise InputError(f"{argument}={str(path)!r}: cannot be written ({error})") from None
+        raise InputError(f"{argument}={str(path)!r}: the file cannot be written ({error})") from None
 
 
 _ROW, _GAP, _SIZE = 0.36, 0.42, 11
-"""Of a draft tree: inches between two rows, inches between two columns, and points of its text."""
+"""Sizes of a draft tree: inches between rows, inches between columns, and font size in points."""
 
 
 @style.styled
 def draw_draft(parents: np.ndarray, path: Sequence[int], labels: Sequence[str], bonus: str, valid: np.ndarray) -> "Figure":
-    """A draft tree from left to right, its accepted path in green, and the bonus token after it.
+    """Draw a draft tree from left to right, its accepted path in green, and the bonus token.
 
     Args:
-        parents: ``[N]``.
-        path: accepted nodes, the root first.
-        labels: what each node says.
-        bonus: what the target adds after the path.
-        valid: ``[N]`` bool, the nodes that were drafted; others are left out.
+        parents: ``[N]`` the parent of each node.
+        path: the accepted nodes, beginning with the root.
+        labels: the text of each node.
+        bonus: the text of the bonus token.
+        valid: ``[N]`` bool which nodes were drafted; all others are left out.
     """
     drafted, end = int(valid.sum()) - 1, len(parents)
-    parents, labels, valid = (
-        np.append(parents, path[-1]),
-        [*labels, bonus],
-        np.append(valid, True),
-    )  # the bonus as one node more
+    # The bonus token becomes one more node, below the end of the path.
+    parents, labels, valid = np.append(parents, path[-1]), [*labels, bonus], np.append(valid, True)
     depths, rows = tree.depths(parents).tolist(), _rows(parents, valid)
     columns: list[list[str]] = [[] for _ in range(max(depths[node] for node in rows) + 1)]
     for node in rows:
         columns[depths[node]].append(labels[node])
     inches = np.array([letters_width(max(map(len, column)), _SIZE) + 0.2 for column in columns])
-    left = np.cumsum([0.15, *inches[:-1] + _GAP])
-    centre, width, lowest = (left + inches / 2).tolist(), left[-1] + inches[-1] + 0.15, max(rows.values())
+    lefts = np.cumsum([0.15, *inches[:-1] + _GAP])
+    centre, width, lowest = (lefts + inches / 2).tolist(), lefts[-1] + inches[-1] + 0.15, max(rows.values())
     title = f"{drafted} tokens drafted, {len(path) - 1} accepted (green); dashed: the bonus token"
     figure, (axes,) = style.new_figure(min(_ROW * (lowest + 2.2), 100), width=max(width, 3.0), title=title)
     green, grey = {*path, end}, style.theme().passed_over
-    places = {node: (centre[depths[node]], row) for node, row in rows.items()}
-    for node in sorted(places, key=green.__contains__):
+    points = {node: (centre[depths[node]], row) for node, row in rows.items()}
+    for node in sorted(points, key=green.__contains__):  # green nodes last, on top of the others
         look = {"paint": style.theme().accepted if node in green else grey, "strong": node in green, "dashed": node == end}
         if node:
-            _join(axes, places[int(parents[node])], places[node], **look)
-        write_token(axes, *places[node], labels[node], **look)
+            _join(axes, points[int(parents[node])], points[node], **look)
+        write_token(axes, *points[node], labels[node], **look)
     axes.set_xlim(0, width)
     axes.set_ylim(lowest + 0.7, -0.9)
     axes.set_xticks(centre, ["root", *(f"depth {depth}" for depth in range(1, len(columns)))], color=style.theme().muted)
@@ -87,8 +87,8 @@ def draw_draft(parents: np.ndarray, path: Sequence[int], labels: Sequence[str], 
 
 
 def _rows(parents: np.ndarray, valid: np.ndarray) -> dict[int, float]:
-    """The row of every node that was drafted: leaves one below the other, a parent amid its children."""
-    found: dict[int, float] = {}
+    """Return the row of each drafted node: leaves in order, parents amid their children."""
+    rows: dict[int, float] = {}
     leaves = 0
 
     def place(node: int) -> float:
@@ -97,17 +97,17 @@ def _rows(parents: np.ndarray, valid: np.ndarray) -> dict[int, float]:
         if not below:
             below = [float(leaves)]
             leaves += 1
-        found[node] = float(np.mean(below))
-        return found[node]
+        rows[node] = float(np.mean(below))
+        return rows[node]
 
     place(0)
-    return found
+    return rows
 
 
 def _join(
     axes: "Axes", start: tuple[float, float], end: tuple[float, float], paint: style.Paint, strong: bool, dashed: bool
 ) -> None:
-    """A curve that leaves a node and reaches the next one level."""
+    """Draw a curve between two nodes that is horizontal at both ends."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Curve
 
@@ -118,7 +118,7 @@ def _join(
 
 
 def letters_width(count: int, size: float) -> float:
-    """Inches of so many letters of the fixed-width font, of ``size`` points."""
+    """Return the width in inches of some letters of the monospace font of a size in points."""
     return count * size * 0.602 / 72
 
 
@@ -133,7 +133,7 @@ def write_token(
     dashed: bool = False,
     size: float = _SIZE,
 ) -> None:
-    """A token in a box, centred."""
+    """Draw a token in a box, centered at a point."""
     box = {"boxstyle": "round,pad=0.3", "facecolor": paint.face, "edgecolor": paint.edge, "linewidth": 1.4 if strong else 1.0}
     axes.text(
         x, y, label, ha="center", va="center", family="monospace", fontsize=size, zorder=2,

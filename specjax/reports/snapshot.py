@@ -1,4 +1,4 @@
-"""One step of decoding to look at: what was drafted, and what the target accepted of it."""
+"""The draft and the verdict of one step of decoding, for figures."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,11 +24,11 @@ class Snapshot:
     """One step of one row.
 
     Attributes:
-        tokens: ``[N]`` the draft, its root first.
-        parents: ``[N]``.
-        valid: ``[N]`` bool, the nodes that were drafted.
-        path: accepted nodes, the root first.
-        bonus: the token that the target added after them.
+        tokens: ``[N]`` the token ids of the draft, beginning with the root.
+        parents: ``[N]`` the parent of each node.
+        valid: ``[N]`` bool which nodes were drafted.
+        path: the accepted nodes, beginning with the root.
+        bonus: the bonus token.
     """
 
     tokens: np.ndarray
@@ -38,7 +38,7 @@ class Snapshot:
     bonus: int
 
     def draw(self, tokenizer: Any) -> "Figure":
-        """The tree with its tokens as text, the accepted path in green."""
+        """Draw the tree with its tokens as text, and the accepted path in green."""
         labels = [_label(tokenizer, int(token)) for token in self.tokens]
         return pictures.draw_draft(self.parents, self.path, labels, _label(tokenizer, self.bonus), self.valid)
 
@@ -51,17 +51,22 @@ def take_snapshot(
     options: GenerationOptions | None = None,
     steps: int = 16,
 ) -> Snapshot:
-    """Of the first ``steps`` steps after ``prompt`` the one that accepted most, the earliest among equals.
+    """Return the step that accepts the most tokens, the first one among equals.
 
-    With the same ``options`` as `decoding.generate` it makes these steps too. None: greedy, and as many tokens as ``steps``
-    may take.
+    Args:
+        target: the target.
+        drafter: the drafter.
+        prompt: the token ids of the prompt.
+        options: the options of generation. With the same options, `decoding.generate` does the same
+            steps. None for greedy decoding with enough tokens for all steps.
+        steps: the maximum number of steps after the prompt.
 
     Raises:
-        InputError: as `decoding.generate`.
+        InputError: An argument is invalid, as in `decoding.generate`.
     """
     if options is None:
-        most = max(1, min(steps * (drafter.draft_shape.depth + 1), target.config.max_positions - len(prompt)))
-        options = GenerationOptions(max_new_tokens=most)
+        max_new_tokens = max(1, min(steps * (drafter.draft_shape.depth + 1), target.config.max_positions - len(prompt)))
+        options = GenerationOptions(max_new_tokens=max_new_tokens)
     drafter, state = decoding.start(target, drafter, [prompt], options=options)
     best: Snapshot | None = None
     for _ in track(range(steps), "making the steps to draw"):
@@ -77,13 +82,18 @@ def take_snapshot(
 
 @partial(jax.jit, donate_argnames="state")
 def _step(target: Target, drafter: Drafter, state: decoding.DecodeState) -> tuple[decoding.DecodeState, tuple[Any, ...]]:
-    """One step, and what the host reads of it: the draft, the accepted path, tokens emitted, the last of them, done."""
+    """Do one step.
+
+    Returns:
+        The state, and for the host: the draft, the accepted path, the number of emitted tokens, the
+        last one of them, and whether the row is done.
+    """
     state, info = decoding.step(target, drafter, state)
     return state, (replace(info.draft, q=None), info.path, info.emitted, state.roots, state.done)
 
 
 def _of_row(draft: Draft, path: np.ndarray, bonus: np.integer) -> Snapshot:
-    """Row 0; ``path`` is its accepted nodes."""
+    """Return the snapshot of row 0, whose accepted nodes are ``path``."""
     valid = np.ones(draft.tokens.shape, bool) if draft.valid is None else np.asarray(draft.valid)
     return Snapshot(
         tokens=np.asarray(draft.tokens)[0],
@@ -95,5 +105,5 @@ def _of_row(draft: Draft, path: np.ndarray, bonus: np.integer) -> Snapshot:
 
 
 def _label(tokenizer: Any, token: int) -> str:
-    """A token as text that shows its spaces and line ends."""
+    """Return a token as text in which spaces and line ends are visible."""
     return tokenizer.decode([token]).replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥") or f"<{token}>"

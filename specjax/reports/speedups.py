@@ -1,4 +1,4 @@
-"""Pictures of speed-up: against the size of the drafts, the context, and the rows decoded together."""
+"""Figures of the speed-up: against draft size, context length, and batch size."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -19,13 +19,13 @@ def draw_by_batch(
     realised: Mapping[int, Mapping[int, float]] | None = None,
     critical: float | None = None,
 ) -> "Figure":
-    """Speed-up against rows, a line for each context: MagicDec's figure.
+    """Draw the speed-up against the number of rows, with a line for each context, as in MagicDec.
 
     Args:
-        title: of the figure.
-        predicted: speed-up by context, then by rows.
-        realised: likewise, as measured; drawn as points.
-        critical: the context from which on more rows gain more.
+        title: the title of the figure.
+        predicted: the predicted speed-up by context, then by rows.
+        realised: the measured speed-up by context, then by rows; drawn as points.
+        critical: the context from which the speed-up grows with the number of rows.
     """
     figure, (axes,) = style.new_figure(4.2, title=title)
     contexts, ends = sorted(predicted), {}
@@ -52,12 +52,12 @@ def draw_by_batch(
 
 @style.styled
 def draw_by_length(title: str, lines: Mapping[str, Sequence[float]], strong: str) -> "Figure":
-    """Speed-up against the length of the chain.
+    """Draw the speed-up against the length of the chain.
 
     Args:
-        title: of the figure.
+        title: the title of the figure.
         lines: by name, the speed-up with chains of 0, 1, 2, … tokens.
-        strong: the name of the line that stands out.
+        strong: the name of the line that is highlighted.
     """
     figure, (axes,) = style.new_figure(4.2, title=title)
     ends = {}
@@ -76,23 +76,25 @@ def draw_by_length_and_context(
     by_length: Mapping[int, Sequence[float]],
     contexts: Sequence[int],
     by_context: Mapping[int, Sequence[float]],
-    held: Mapping[int, int],
+    fitting: Mapping[int, int],
     context: int,
 ) -> "Figure":
-    """Speed-up against chain length, and that of the best chain against context; a line for each number of rows.
+    """Draw the speed-up against chain length and, with the best chain, against context length.
+
+    There is a line for each number of rows.
 
     Args:
-        title: of the figure.
+        title: the title of the figure.
         by_length: by rows, the speed-up with chains of 0, 1, 2, … tokens.
-        contexts: in tokens, ascending.
-        by_context: by rows, the best chain's speed-up at each of them.
-        held: by rows, for how many of them there is memory.
-        context: the one that ``by_length`` is of.
+        contexts: the contexts in tokens, ascending.
+        by_context: by rows, the speed-up with the best chain at each context.
+        fitting: by rows, how many of the contexts, counted from the first, fit into memory.
+        context: the context of ``by_length``.
     """
     figure, (above, below) = style.new_figure(3.4, 3.4, title=title)
     ends_above, ends_below = {}, {}
     for rows, colour in zip(by_length, style.ramp(len(by_length)), strict=True):
-        factors, best, last = by_length[rows], by_context[rows], held[rows]
+        factors, best, last = by_length[rows], by_context[rows], fitting[rows]
         above.plot(range(len(factors)), factors, "o-", color=colour)
         below.plot(contexts[:last], best[:last], color=colour)
         below.plot(contexts[max(last - 1, 0) :], best[max(last - 1, 0) :], ":", color=colour)
@@ -103,7 +105,7 @@ def draw_by_length_and_context(
     below.axvline(context, color=style.theme().muted, linewidth=1)
     _label(above, "chain length gamma (tokens)")
     above.set_title(f"at a context of {context:,} tokens")
-    beyond = "; dotted: more than the memory holds" if min(held.values()) < len(contexts) else ""
+    beyond = "; dotted: more than the memory holds" if min(fitting.values()) < len(contexts) else ""
     _label(below, f"context (tokens; 1k = 1024{beyond})", whole=False)
     below.set_title("with the best chain for each context")
     style.label_ends(above, ends_above | _plain(above))
@@ -113,7 +115,10 @@ def draw_by_length_and_context(
 
 @style.styled
 def draw_by_nodes(title: str, panels: Mapping[int, Mapping[str, Mapping[int, float]]]) -> "Figure":
-    """Speed-up against the nodes of a draft, a panel for each number of rows: by name, the speed-up of so many nodes."""
+    """Draw the speed-up against the number of nodes, with a panel for each number of rows.
+
+    ``panels`` has, by rows and by the name of a line, the speed-up by number of nodes.
+    """
     figure, all_axes = style.new_figure(*[2.9] * len(panels), title=title)
     for axes, (rows, lines) in zip(all_axes, panels.items(), strict=True):
         for (name, by_nodes), marker in zip(lines.items(), style.MARKERS, strict=False):
@@ -126,12 +131,12 @@ def draw_by_nodes(title: str, panels: Mapping[int, Mapping[str, Mapping[int, flo
 
 
 def count_rows(count: int) -> str:
-    """Such as "1 row" or "4 rows"."""
+    """Return a text such as "1 row" or "4 rows"."""
     return f"{count} row{'s' * (count > 1)}"
 
 
 def _label(axes: "Axes", label: str, whole: bool = True) -> None:
-    """Name both axes; ``whole`` numbers below."""
+    """Label both axes. ``whole`` gives the x axis integers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel(label)
@@ -143,7 +148,7 @@ def _label(axes: "Axes", label: str, whole: bool = True) -> None:
 
 
 def _plain(axes: "Axes") -> dict[str, tuple[float, str]]:
-    """Draws the line at 1, above which speculation pays, and gives its end for `style.label_ends`."""
+    """Draw the line of plain decoding at 1, and return its end for `style.label_ends`."""
     muted = style.theme().muted
     axes.axhline(1, color=muted, linestyle="--", linewidth=1.2, label=_PLAIN)
     return {_PLAIN: (1.0, muted)}

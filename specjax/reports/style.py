@@ -1,6 +1,7 @@
-"""The one look of all pictures: sizes, lines, and colours that the colour-blind can tell apart, on light and on dark paper.
+"""The style of all figures: sizes, lines, and colors that color-blind readers can distinguish.
 
-A function that draws is `styled`; what it draws is light, unless its caller asks for another theme:
+There is a light and a dark theme. All functions that draw are `styled`. They draw in the light
+theme, unless the caller selects another one:
 
     with style.use(style.DARK):
         figure = draw_by_length(...)
@@ -26,16 +27,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 WIDTH = 6.4
-"""Inches of a picture whose width is free. At this width text of 11 points has 9 pixels on a telephone of 390."""
+"""The default width of a figure in inches.
+
+At this width, text of 11 points has a height of 9 pixels on a phone with a width of 390.
+"""
 
 DPI = 200
 MARKERS = "os^Dv"
-"""One for each colour of a theme's series, for those who see no difference between two colours."""
+"""The markers, one for each color of a theme's series, for readers who cannot tell colors apart."""
 
 
 @dataclass(frozen=True)
 class Paint:
-    """The colours of a box: of its edge and its text, and inside."""
+    """The colors of a box: ``edge`` for its edge and text, ``face`` for its inside."""
 
     edge: str
     face: str
@@ -43,19 +47,20 @@ class Paint:
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours, as ``#rrggbb``, of all pictures on one kind of paper.
+    """The colors of a theme, as ``#rrggbb``.
 
     Attributes:
-        paper: what is drawn on.
-        ink: text, and lines that stand out.
-        muted: text and lines of less weight.
-        grid: the lines behind the data.
-        series: of things that have no order, such as methods. Any two differ for protanopes, deuteranopes and tritanopes.
-        ramp: of things in order, such as context lengths: from where to where in matplotlib's viridis.
-        drafted: tokens that a drafter proposed.
-        accepted: those that verification accepted, and what the target added.
-        rejected: the token at which a draft was left.
-        passed_over: tokens of no consequence.
+        paper: the background.
+        ink: text and highlighted lines.
+        muted: secondary text and lines.
+        grid: grid lines.
+        series: the colors of things without an order, such as methods. Protanopes, deuteranopes and
+            tritanopes can distinguish any two of them.
+        ramp: the range of matplotlib's viridis for things with an order, such as context lengths.
+        drafted: drafted tokens.
+        accepted: accepted tokens and the bonus token.
+        rejected: the rejected token.
+        passed_over: tokens that were not considered.
     """
 
     paper: str
@@ -70,7 +75,7 @@ class Theme:
     passed_over: Paint
 
     def settings(self) -> dict[Any, Any]:
-        """As matplotlib's rcParams."""
+        """Return the theme as matplotlib's rcParams."""
         from cycler import cycler
 
         return {
@@ -80,11 +85,11 @@ class Theme:
             "figure.titlesize": 12,
             "savefig.facecolor": "auto",
             "savefig.dpi": DPI,
-            "font.family": "DejaVu Sans",  # comes with matplotlib: the same on every machine
+            "font.family": "DejaVu Sans",  # comes with matplotlib, so it is the same on every machine
             "font.monospace": ["DejaVu Sans Mono"],
             "font.size": 11,
             "text.color": self.ink,
-            "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+            "text.parse_math": False,  # names may contain dollar signs
             "axes.facecolor": self.paper,
             "axes.edgecolor": self.muted,
             "axes.labelcolor": self.ink,
@@ -140,13 +145,13 @@ _in_use: ContextVar[Theme] = ContextVar("theme", default=LIGHT)
 
 
 def theme() -> Theme:
-    """The one in use: `LIGHT`, unless `use` says otherwise."""
+    """Return the current theme, which is `LIGHT` outside of `use`."""
     return _in_use.get()
 
 
 @contextmanager
 def use(theme: Theme) -> Iterator[None]:
-    """Whatever is drawn within has this theme."""
+    """Draw with this theme inside a ``with`` block."""
     from matplotlib import rc_context
 
     before = _in_use.set(theme)
@@ -158,7 +163,7 @@ def use(theme: Theme) -> Iterator[None]:
 
 
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
-    """Draws in the theme in use, whatever settings of matplotlib's are in force."""
+    """Decorate a function to draw in the current theme, whatever matplotlib's own settings are."""
 
     @wraps(draw)
     def in_theme(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -169,12 +174,14 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
 
 
 def new_figure(*heights: float, width: float = WIDTH, title: str = "") -> "tuple[Figure, list[Axes]]":
-    """A figure of panels one below the other: side by side they are too small on a narrow screen.
+    """Make a figure with panels one below the other.
+
+    Side by side they would be too small on a narrow screen.
 
     Args:
-        heights: inches of each panel.
-        width: inches of all.
-        title: of the figure, broken into lines where it is long.
+        heights: the height of each panel in inches.
+        width: the width of the figure in inches.
+        title: the title of the figure; long titles are wrapped.
     """
     from matplotlib.figure import Figure  # without pyplot: no window and no global state
 
@@ -187,43 +194,43 @@ def new_figure(*heights: float, width: float = WIDTH, title: str = "") -> "tuple
 
 
 def ramp(count: int) -> list[tuple[float, ...]]:
-    """So many colours for things in order."""
+    """Return ``count`` colors for things with an order."""
     from matplotlib import colormaps
 
     return [colormaps["viridis"](x) for x in np.linspace(*theme().ramp, count)]
 
 
 def label_ends(axes: "Axes", ends: Mapping[str, tuple[float, Any]]) -> None:
-    """Write to the right of the axes what each line is; labels that would overlap are moved apart.
+    """Write the label of each line to the right of the axes, and move labels that would overlap.
 
-    Call it last: it needs the limits of the axes and the layout of the figure as they will be.
+    Call it last: it needs the final limits of the axes and the final layout of the figure.
 
     Args:
-        axes: with the lines.
-        ends: by label, y of the line's last point, and its colour.
+        axes: the axes with the lines.
+        ends: by label, the y of the line's last point, and its color.
     """
     figure = axes.get_figure(root=True)
     assert figure is not None
     figure.draw_without_rendering()  # lays out
     points = 72 / figure.dpi
     heights = [points * float(axes.transData.transform((axes.get_xlim()[1], y))[1]) for y, _ in ends.values()]
-    for (label, (y, colour)), at, place in zip(ends.items(), heights, spread(heights, 13), strict=True):
+    for (label, (y, colour)), height, free_height in zip(ends.items(), heights, spread(heights, 13), strict=True):
         axes.annotate(
-            label, (1, y), xycoords=("axes fraction", "data"), xytext=(6, place - at), textcoords="offset points",
+            label, (1, y), xycoords=("axes fraction", "data"), xytext=(6, free_height - height), textcoords="offset points",
             va="center", fontsize=10.5, color=colour, annotation_clip=False,
         )  # fmt: skip
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """The nearest places, by least squares, that are in the same order and ``gap`` apart at least."""
+    """Return the nearest places, by least squares, in the same order and at least ``gap`` apart."""
     order = sorted(range(len(places)), key=lambda i: places[i])
-    blocks: list[list[float]] = []  # isotonic regression of what is left when the gaps are taken away
+    blocks: list[list[float]] = []  # isotonic regression of the places minus the gaps
     for rank, i in enumerate(order):
         blocks.append([places[i] - rank * gap])
         while len(blocks) > 1 and np.mean(blocks[-2]) > np.mean(blocks[-1]):
             blocks[-2:] = [blocks[-2] + blocks[-1]]
     fitted = [float(np.mean(block)) for block in blocks for _ in block]
-    found = [0.0] * len(places)
+    result = [0.0] * len(places)
     for rank, i in enumerate(order):
-        found[i] = fitted[rank] + rank * gap
-    return found
+        result[i] = fitted[rank] + rank * gap
+    return result

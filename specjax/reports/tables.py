@@ -4,7 +4,10 @@ from rich.table import Table
 
 
 def table_of_numbers(title: str, *headers: str, named: bool = False) -> Table:
-    """An empty table whose columns are flush right; ``named``: but for the first, which holds names."""
+    """Return an empty table with right-aligned columns.
+
+    ``named`` aligns the first column, which holds names, to the left.
+    """
     table = Table(*headers, title=title, title_justify="left", caption_justify="left")
     for column in table.columns:
         column.justify = "right"

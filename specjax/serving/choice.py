@@ -118,26 +118,26 @@ class DraftChoice:
         self._begun: set[tuple[int, int]] = set()  # whose first call was measured
         self._last_taken = [0.0] * len(self.drafts)
 
-    def tokens_a_step(self, number: int, predicted: float = 1.0) -> float:
+    def tokens_a_step(self, index: int, predicted: float = 1.0) -> float:
         """E, the tokens that a step of a row is expected to emit with a draft, by its number.
 
         ``predicted`` is the share of the rows that have a prediction. Of other drafts than `Copies` it changes nothing.
         """
-        draft = self.drafts[number]
+        draft = self.drafts[index]
         if draft is None:
             return 1.0
         if isinstance(draft, Copies):
-            copied = float(self._measured[number].emitted[0] / self._measured[number].steps[0])
+            copied = float(self._measured[index].emitted[0] / self._measured[index].steps[0])
             others = 1.0 if draft.beside is None else self.tokens_a_step(draft.beside)
             return predicted * copied + (1 - predicted) * others
         if _is_plain_chain(draft):  # of one chain every other one's beginning is known
             return 1.0 + float((self._chains.emitted / self._chains.steps)[: draft.depth].sum())
-        measured = self._measured[number]
+        measured = self._measured[index]
         return float(measured.emitted[0] / measured.steps[0])
 
-    def rate(self, width: int, number: int, predicted: float = 1.0) -> float:
+    def rate(self, width: int, index: int, predicted: float = 1.0) -> float:
         """E / S: tokens a second of each of the running rows."""
-        return self.tokens_a_step(number, predicted) / self.seconds[width, number]
+        return self.tokens_a_step(index, predicted) / self.seconds[width, index]
 
     def choose(
         self,
@@ -158,23 +158,23 @@ class DraftChoice:
             is_measuring: whether seconds are being measured. They are not while something compiles. Then the first draft
                 that is ready is used, for few rows gain from any draft; otherwise seconds are learnt, plain decoding's first.
         """
-        numbers = [number for number, draft in enumerate(self.drafts) if predicted or not isinstance(draft, Copies)]
-        numbers = [number for number in numbers if ready is None or number in ready]
-        unknown = [number for number in numbers if (width, number) not in self.seconds]
+        indices = [index for index, draft in enumerate(self.drafts) if predicted or not isinstance(draft, Copies)]
+        indices = [index for index in indices if ready is None or index in ready]
+        unknown = [index for index in indices if (width, index) not in self.seconds]
         if unknown:
-            numbers = [number for number in numbers if number not in unknown]
+            indices = [index for index in indices if index not in unknown]
             taken = self._to_learn(width, unknown, plain) if is_measuring else None
-            if taken is None and not numbers:
-                taken = next((number for number in unknown if self.drafts[number] is not None), plain)
+            if taken is None and not indices:
+                taken = next((index for index in unknown if self.drafts[index] is not None), plain)
             if taken is not None:
                 return self._count(width, taken)
-        rates = {number: self.rate(width, number, predicted) for number in numbers}
-        best = max(numbers, key=lambda number: rates[number])
+        rates = {index: self.rate(width, index, predicted) for index in indices}
+        best = max(indices, key=lambda index: rates[index])
         current = self._current.get((width, predicted > 0), best)
         if rates[best] > BETTER * rates[current]:
             current = best
         self._current[width, predicted > 0] = current
-        taken = self._trial(width, current, numbers)
+        taken = self._trial(width, current, indices)
         self._clock += self.seconds[width, taken]
         self._last_taken[taken] = self._clock
         return self._count(width, taken)
@@ -191,22 +191,22 @@ class DraftChoice:
         if self._since_tried < TRY_UNKNOWN:
             return None
         self._since_tried = 0
-        return min(unknown, key=lambda number: self.decisions.get((width, number), 0))
+        return min(unknown, key=lambda index: self.decisions.get((width, index), 0))
 
-    def _trial(self, width: int, current: int, numbers: Sequence[int]) -> int:
-        """The one of ``numbers`` that it is time to try, or else the ``current`` one."""
-        others = [number for number in numbers if number != current]
+    def _trial(self, width: int, current: int, indices: Sequence[int]) -> int:
+        """The one of ``indices`` that it is time to try, or else the ``current`` one."""
+        others = [index for index in indices if index != current]
         due = [
-            number
-            for number in others
-            if (self._clock - self._last_taken[number]) * TRIALS > len(others) * self.seconds[width, number]
+            index
+            for index in others
+            if (self._clock - self._last_taken[index]) * TRIALS > len(others) * self.seconds[width, index]
         ]
-        return min(due, key=lambda number: self._last_taken[number], default=current)
+        return min(due, key=lambda index: self._last_taken[index], default=current)
 
     def record(
         self,
         width: int,
-        number: int,
+        index: int,
         *,
         seconds: float | None,
         is_upper_bound: bool = False,
@@ -219,7 +219,7 @@ class DraftChoice:
 
         Args:
             width: rows that were computed.
-            number: of the draft.
+            index: of the draft.
             seconds: of the call; None: not known.
             is_upper_bound: whether the call may have been over before. Such seconds only count as long as there are no others.
             steps: of the loop.
@@ -227,34 +227,34 @@ class DraftChoice:
             emitted: their tokens.
             accepted_at: ``[D]`` steps of rows in which a token of that depth was emitted; what goes beyond the draft is 0.
         """
-        if steps and seconds is not None and (width, number) not in self.seconds:
-            if (width, number) in self._begun:  # a program's first call takes longer
-                self.seconds[width, number] = seconds / steps
-            self._begun.add((width, number))
+        if steps and seconds is not None and (width, index) not in self.seconds:
+            if (width, index) in self._begun:  # a program's first call takes longer
+                self.seconds[width, index] = seconds / steps
+            self._begun.add((width, index))
         elif steps and seconds is not None and not is_upper_bound:
-            before, share = self.seconds[width, number], min(1.0, steps / LATENCY)
+            before, share = self.seconds[width, index], min(1.0, steps / LATENCY)
             # A machine that stood still for a moment says nothing about the draft.
-            self.seconds[width, number] = before + share * (min(seconds / steps, 4 * before) - before)
-        draft = self.drafts[number]
+            self.seconds[width, index] = before + share * (min(seconds / steps, 4 * before) - before)
+        draft = self.drafts[index]
         if draft is None or not row_steps:
             return
         if _is_plain_chain(draft):
             self._chains.add(row_steps, np.asarray(accepted_at, float)[: draft.depth])
         else:
-            self._measured[number].add(row_steps, np.array([emitted], float))
+            self._measured[index].add(row_steps, np.array([emitted], float))
 
     def table(self) -> list[dict[str, object]]:
         """What it goes by, a line a number of rows and draft: seconds and tokens a step, tokens a second, times taken."""
         return [
             {
                 "rows": width,
-                "draft": "none" if self.drafts[number] is None else str(self.drafts[number]),
+                "draft": "none" if self.drafts[index] is None else str(self.drafts[index]),
                 "seconds_a_step": seconds,
-                "tokens_a_step": self.tokens_a_step(number),
-                "tokens_a_second": self.rate(width, number),
-                "taken": self.decisions.get((width, number), 0),
+                "tokens_a_step": self.tokens_a_step(index),
+                "tokens_a_second": self.rate(width, index),
+                "taken": self.decisions.get((width, index), 0),
             }
-            for (width, number), seconds in sorted(self.seconds.items())
+            for (width, index), seconds in sorted(self.seconds.items())
         ]
 
 

@@ -381,9 +381,9 @@ class Clients:
         seconds = time.perf_counter() - started
         with self.wake:
             self._counts["calls"] += 1
-            for place, (row, draft) in enumerate(asked):
+            for index, (row, draft) in enumerate(asked):
                 try:
-                    self._take(row, draft, checked, place, seconds)
+                    self._take(row, draft, checked, index, seconds)
                 except Exception as error:  # this row's: the others have their verdicts
                     self.give_up(row, error)
         self.deliver()
@@ -392,7 +392,7 @@ class Clients:
         """The drafts that wait, of rows that have pages for what may be accepted, the oldest row's first."""
         if self.drafts is None:
             return []
-        for request, row in sorted(self.rows.items(), key=lambda each: each[0].number):
+        for request, row in sorted(self.rows.items(), key=lambda each: each[0].order):
             # One that gives way to an older one is not there any more.
             if row.draft is not None and request.state == "held":
                 self._scheduler.make_room(request, self.drafts.depth + 1)
@@ -407,17 +407,17 @@ class Clients:
         row: ClientRow,
         draft: tuple[np.ndarray, np.ndarray],
         checked: remote_drafts.VerifiedRows,
-        place: int,
+        index: int,
         seconds: float,
     ) -> None:
         """Note what became of a draft."""
-        count, done, request = int(checked.count[place]), bool(checked.done[place]), row.request
+        count, done, request = int(checked.count[index]), bool(checked.done[index]), row.request
         if request.state != "held" or request.row is None:  # closed meanwhile
             return
-        if checked.failed[place]:
+        if checked.failed[index]:
             raise LogitsError([request.row], [len(request.tokens) + count])
         row.draft = None
-        tokens = checked.tokens[place, :count].tolist()
+        tokens = checked.tokens[index, :count].tolist()
         self._scheduler.decoded(request.row, tokens, done)
         row.known = len(request.tokens) - 1
         if request.shares is not None:
@@ -426,11 +426,11 @@ class Clients:
             del self.rows[request]
         self._counts["drafts"] += 1
         self._counts["drafted"] += len(draft[0]) - 1
-        self._counts["accepted"] += int(checked.accepted[place])
+        self._counts["accepted"] += int(checked.accepted[index])
         self._counts["generated"] += count
-        arrays = {name: np.array(array[place, :count]) for name, array in checked.told.items()}
+        arrays = {name: np.array(array[index, :count]) for name, array in checked.told.items()}
         over = ("stop" if tokens[-1] in row.settings["stop_token_ids"] else "length") if done else ""
-        accepted = tuple(checked.path[place, 1:count].tolist())
+        accepted = tuple(checked.path[index, 1:count].tolist())
         self._events.append((row, DraftVerified(accepted, tokens[-1], arrays, over, seconds)))
 
     def deliver(self, wait: bool = True) -> None:

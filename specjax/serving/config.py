@@ -225,7 +225,7 @@ def _drafters(
     made = [_with_draft(target, drafter, shape, may_pause=None in shapes) for shape in shapes]
     if not longest:
         return tuple(shapes), made
-    beside = next((number for number, shape in enumerate(shapes) if isinstance(shape, Chain)), None)
+    beside = next((index for index, shape in enumerate(shapes) if isinstance(shape, Chain)), None)
     if isinstance(drafter, NoDraft):
         other = drafter
     elif beside is not None:

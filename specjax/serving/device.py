@@ -15,7 +15,7 @@ from specjax import sharding, wire
 from specjax.decoding import remote_drafts
 from specjax.decoding import rows as device_rows
 from specjax.drafters import Drafter, NoDraft, WithPrediction
-from specjax.drafters.base import shapes_told
+from specjax.drafters.base import remote_input_shapes
 from specjax.drafters.pausable import Pausable
 from specjax.errors import InputError
 from specjax.models.cache import groups_of
@@ -108,7 +108,7 @@ class ClientDrafts:
 
     def tells(self, target: Target) -> dict[str, tuple[int, ...]]:
         """The shapes of what clients are told of one token, by name."""
-        return {} if self.drafter is None else shapes_told(self.drafter, target)
+        return {} if self.drafter is None else remote_input_shapes(self.drafter, target)
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,9 @@ class EngineDevice:
         self.target, self.drafters, self.sizes = target, drafters, sizes
         self.groups = groups_of(target.mesh)
         # The shortest chain, for each node is scored; what copies predictions is for those alone.
-        chains = [number for number, drafter in enumerate(drafters) if _is_chain(drafter) and not copies(drafter)]
-        self.reporting = min(chains, key=lambda number: drafters[number].draft_shape.depth, default=0)
-        self.plain = next((number for number, drafter in enumerate(drafters) if drafter.draft_shape.depth == 0), 0)
+        chains = [index for index, drafter in enumerate(drafters) if _is_chain(drafter) and not copies(drafter)]
+        self.reporting = min(chains, key=lambda index: drafters[index].draft_shape.depth, default=0)
+        self.plain = next((index for index, drafter in enumerate(drafters) if drafter.draft_shape.depth == 0), 0)
         self.paused = next((drafter for drafter in drafters if is_paused(drafter)), None)
         if clients is not None:
             clients.check(target)
@@ -187,10 +187,10 @@ class EngineDevice:
         self.state = self._fresh = None
         self._marks.clear()
 
-    def widths_of(self, number: int) -> tuple[int, ...]:
+    def widths_of(self, index: int) -> tuple[int, ...]:
         """The numbers of rows for which a drafter was compiled: of one that copies predictions, the fewest and the most."""
         widths = self.sizes.widths
-        return tuple(dict.fromkeys((widths[0], widths[-1]))) if copies(self.drafters[number]) else widths
+        return tuple(dict.fromkeys((widths[0], widths[-1]))) if copies(self.drafters[index]) else widths
 
     def most_prefix_states(self) -> int | None:
         """`specjax.serving.memory.prefix_states_kept`, of each group of rows."""
@@ -250,12 +250,12 @@ class EngineDevice:
         return sharding.everywhere(checked, self.target.mesh)
 
     def decode(
-        self, number: int, table: np.ndarray, free: np.ndarray, steps: int, until_any_done: bool, width: int, logprobs: bool
+        self, index: int, table: np.ndarray, free: np.ndarray, steps: int, until_any_done: bool, width: int, logprobs: bool
     ) -> device_rows.Progress:
         """`specjax.decoding.rows.decode_rows` with a drafter, by its number."""
         given = table, free, np.int32(steps), np.bool_(until_any_done)
         self.state, progress = device_rows.decode_rows(
-            *self._with(number), *given, width=width, call_steps=self.sizes.steps, logprobs=self._top(logprobs)
+            *self._with(index), *given, width=width, call_steps=self.sizes.steps, logprobs=self._top(logprobs)
         )
         return sharding.everywhere(progress, self.target.mesh)
 
@@ -286,11 +286,11 @@ class EngineDevice:
         )
         if sharding.spans_processes(self.target.mesh):
             meet("compiled")  # one may have found its programs compiled
-        wanted = [(width, number) for number in range(len(self.drafters)) for width in self.widths_of(number)]
+        calls = [(width, index) for index in range(len(self.drafters)) for width in self.widths_of(index)]
         seconds = {}
-        for width, number in track(wanted, f"timing decoding, {self.sizes.rows} rows"):
+        for width, index in track(calls, f"timing decoding, {self.sizes.rows} rows"):
             prefix_state = self._begin_in_all_rows(words, table)
-            seconds[width, number] = min([self._time_call(width, number, words, table) for _ in range(3)][1:])
+            seconds[width, index] = min([self._time_call(width, index, words, table) for _ in range(3)][1:])
             if self.paused is not None:
                 self.catch_up(table)
             if len(self.sizes.widths) > 1:
@@ -327,9 +327,9 @@ class EngineDevice:
 
             return EngineProgram("read", (width, logprobs, for_client), stage, lower)
 
-        def decode(stage: int, width: int, number: int, logprobs: bool = False) -> EngineProgram:
+        def decode(stage: int, width: int, index: int, logprobs: bool = False) -> EngineProgram:
             return EngineProgram(
-                "decode", (width, number, logprobs), stage, lambda: self._lower_decode(table, number, width, logprobs)
+                "decode", (width, index, logprobs), stage, lambda: self._lower_decode(table, index, width, logprobs)
             )
 
         def verify(stage: int, width: int) -> EngineProgram:
@@ -349,25 +349,25 @@ class EngineDevice:
         if len(widths) > 1:
             order = np.arange(rows, dtype=np.int32)
             listed.append(EngineProgram("rearrange", (), 1, lambda: device_rows.rearrange.lower(self.state, order)))
-        others = [number for number in range(len(self.drafters)) if number != self.plain]
+        others = [index for index in range(len(self.drafters)) if index != self.plain]
         for width in widths:
-            listed += [decode(3, width, number) for number in others if not copies(self.drafters[number])]
+            listed += [decode(3, width, index) for index in others if not copies(self.drafters[index])]
         if self.sizes.max_logprobs:
             listed += [read(4, self.sizes.chunk, logprobs=True), decode(4, rows, self.reporting, logprobs=True)]
         if self.remote_drafter is not None:
             listed += [read(5, width, for_client=True) for width in self.sizes.read_widths]
         if self.clients is not None:
             listed += [verify(5, width) for width in widths]
-        for number in others:
-            listed += [decode(6, width, number) for width in self.widths_of(number) if copies(self.drafters[number])]
+        for index in others:
+            listed += [decode(6, width, index) for width in self.widths_of(index) if copies(self.drafters[index])]
         return listed
 
-    def time_decoding(self, settings: dict[str, Any], width: int, number: int) -> float:
+    def time_decoding(self, settings: dict[str, Any], width: int, index: int) -> float:
         """Measure the seconds of a step, as `warm_up` does, and wait for it. Nobody may have a row; pages stay as they are."""
         table, words = self._placeholders(settings)
         table = np.full_like(table, self.sizes.pages)  # no page: what is written goes nowhere
         self._begin_in_all_rows(words, table)
-        seconds = min([self._time_call(width, number, words, table) for _ in range(3)][1:])
+        seconds = min([self._time_call(width, index, words, table) for _ in range(3)][1:])
         if self.paused is not None:
             self.catch_up(table)
         self.wait()
@@ -376,10 +376,10 @@ class EngineDevice:
     def _lower_catch_up(self, table: np.ndarray) -> Callable[[], Any]:
         return lambda: device_rows.catch_up.lower(self.target, self.paused, self.state, table, width=self.sizes.rows)
 
-    def _lower_decode(self, table: np.ndarray, number: int, width: int, logprobs: bool) -> Any:
+    def _lower_decode(self, table: np.ndarray, index: int, width: int, logprobs: bool) -> Any:
         given = table, self._none(), np.int32(1), np.bool_(False)
         return device_rows.decode_rows.lower(
-            *self._with(number), *given, width=width, call_steps=self.sizes.steps, logprobs=self._top(logprobs)
+            *self._with(index), *given, width=width, call_steps=self.sizes.steps, logprobs=self._top(logprobs)
         )
 
     @property
@@ -387,8 +387,8 @@ class EngineDevice:
         """What prompts are read with: the first drafter, for all have one state."""
         return self._with(0)
 
-    def _with(self, number: int) -> tuple[Target, Drafter, Any]:
-        return self.target, self.drafters[number], self.state
+    def _with(self, index: int) -> tuple[Target, Drafter, Any]:
+        return self.target, self.drafters[index], self.state
 
     def _top(self, logprobs: bool) -> int | None:
         return self.sizes.max_logprobs if logprobs else None
@@ -410,8 +410,8 @@ class EngineDevice:
         tokens = np.zeros((width, self._clients.nodes), np.int32)
         parents, valid = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
         parents[:, 0], valid[:, 0] = -1, True
-        for place, (own, above) in enumerate(drafts):
-            tokens[place, : len(own)], parents[place, : len(own)], valid[place, : len(own)] = own, above, True
+        for index, (own, above) in enumerate(drafts):
+            tokens[index, : len(own)], parents[index, : len(own)], valid[index, : len(own)] = own, above, True
         remote_drafter = NoDraft() if self.remote_drafter is None else self.remote_drafter
         return self.target, remote_drafter, self.state, table, numbers, tokens, parents, valid
 
@@ -456,14 +456,14 @@ class EngineDevice:
                 prefix_state, _, _ = self.read(table, rows, counts, [True] * self.groups, width, logprobs=False)
         return prefix_state
 
-    def _time_call(self, width: int, number: int, words: device_rows.Text, table: np.ndarray) -> float:
+    def _time_call(self, width: int, index: int, words: device_rows.Text, table: np.ndarray) -> float:
         """Seconds of a step of a decode call that goes on with all rows."""
         done, before = sharding.to_host((self.state.done, self.state.stats.steps), self.target.mesh)
         if done[:width].all():  # there is little room
             self._begin_in_all_rows(words, table)
             before = sharding.to_host(self.state.stats.steps, self.target.mesh)
         started = time.perf_counter()
-        progress = self.decode(number, table, self._none(), _TIMED_STEPS, False, width, logprobs=False)
+        progress = self.decode(index, table, self._none(), _TIMED_STEPS, False, width, logprobs=False)
         steps = jax.device_get(progress).stats.steps - before
         return (time.perf_counter() - started) / int(steps.max())
 

@@ -162,7 +162,7 @@ class Engine:
             page=self.page,
             chunk=self.chunk,
             capacity=self.capacity,
-            tails=sizes.read_widths[:1],
+            last_widths=sizes.read_widths[:1],
             shards=groups_of(config.target.mesh),
             max_waiting=max_waiting,
             prefix_states=device.most_prefix_states(),
@@ -207,7 +207,7 @@ class Engine:
             logprobs: the number of top log-probabilities to report with each token's own, in
                 `Piece.logprobs`; None: no log-probabilities.
             echo: whether to report the log-probabilities of the prompt, too, in
-                `Handle.prompt_logprobs`. The whole prompt is then computed, without prefix caching.
+                the handle's ``prompt_logprobs``. The whole prompt is then computed, without prefix caching.
             spans: whether to report `Piece.spans`.
             cache_salt: the scope of prefix caching. Only requests with the same salt share prefixes,
                 so that others cannot detect the prompt by time or by `Handle.cached_tokens`.

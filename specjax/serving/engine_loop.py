@@ -3,7 +3,7 @@
 A turn reads at most a chunk of the waiting prompts, verifies the drafts of clients, and lets the running rows go on in one
 decode call. While the device works on that call, the texts of the call before are delivered.
 
-`EngineLoop.wake` is the lock: other threads submit and cancel requests at any time. The device's state belongs to this thread
+``EngineLoop.wake`` is the lock: other threads submit and cancel requests at any time. The device's state belongs to this thread
 alone, and is used without the lock.
 """
 
@@ -291,7 +291,7 @@ class EngineLoop:
                     for counts in vars(self._counted).values():
                         counts[read.row] = 0
                     self.device.admit(read.row, words, read.start, read.prefix_state)
-            echoed = [(owner, read) for read, owner, _ in chosen if isinstance(owner, Handle) and owner.wanted.echo]
+            echoed = [(owner, read) for read, owner, _ in chosen if isinstance(owner, Handle) and owner.output_options.echo]
             prefix_state, logprobs, features = self._read(reads, table, logprobs=bool(echoed))
             self._unread += [(handle, read, self._group(read), logprobs) for handle, read in echoed]
             with self.wake:
@@ -312,7 +312,7 @@ class EngineLoop:
             owner = self.handles.get(read.request) or self.clients.rows.get(read.request)
             try:
                 if owner is None:
-                    raise RuntimeError(f"request {read.request.number}: its prompt is to be read, but it has no owner")
+                    raise RuntimeError(f"request {read.request.order}: its prompt is to be read, but it has no owner")
                 chosen.append((read, owner, self._words(read.request, owner) if read.is_first else None))
             except Exception as error:  # only this text ends
                 self._give_up(read.request, owner, error)
@@ -437,15 +437,15 @@ class EngineLoop:
         for row in self.scheduler.running:
             request = self.scheduler.request_of(row)
             if request is not None and request not in self.handles:
-                self._give_up(request, None, RuntimeError(f"request {request.number}: it runs, but it has no owner"))
+                self._give_up(request, None, RuntimeError(f"request {request.order}: it runs, but it has no owner"))
 
     def _choose(self) -> tuple[int, int, bool]:
         """Return how many rows to compute, the drafter's index, and whether log-probabilities are reported."""
         scheduler = self.scheduler
         running = [self.handles[request] for row in scheduler.running if (request := scheduler.request_of(row))]
-        if any(handle.wanted.logprobs is not None for handle in running):
+        if any(handle.output_options.logprobs is not None for handle in running):
             return self.sizes.rows, self.device.reporting, True
-        predicted = sum(handle.wanted.prediction > 0 for handle in running) / len(running)
+        predicted = sum(handle.output_options.prediction > 0 for handle in running) / len(running)
         copying, ready = len(self.device.drafters) - 1, self.programs.is_ready
         if predicted:
             width = next(width for width in self.device.widths_of(copying) if width >= len(running))
@@ -504,7 +504,7 @@ class EngineLoop:
                     self._give_up(request, handle, error)
                     continue
                 rows.append(row)
-                if handle.wanted.prediction:
+                if handle.output_options.prediction:
                     copying_rows.append(row)
             # Count all rows at once: a few numpy operations per row would keep the device waiting.
             new = difference(progress.stats, self._counted, rows)
@@ -544,12 +544,12 @@ class EngineLoop:
             raise RuntimeError(f"row {row}: the device began with {progress.starts[row]} tokens of a text that has {start}")
         count = length - start
         tokens, logprobs = progress.tokens[row, :count].tolist(), ()
-        if handle.wanted.logprobs is not None and progress.logprobs is not None:
+        if handle.output_options.logprobs is not None and progress.logprobs is not None:
             of_row = [np.asarray(values)[row] for values in vars(progress.logprobs).values()]
-            logprobs = token_logprobs(handle.wanted.logprobs, tokens, *of_row)
+            logprobs = token_logprobs(handle.output_options.logprobs, tokens, *of_row)
         error = LogitsError([row], [length]) if progress.failed[row] else None
         if error is not None:
-            _LOGGER.error("request %d: %s; the others go on", request.number, error)
+            _LOGGER.error("request %d: %s; the others go on", request.order, error)
         return RowProgress(tokens, progress.accepted[row, :count].tolist(), logprobs, bool(progress.done[row]), error)
 
     def _deliver(self, wait: bool = True) -> None:
@@ -565,7 +565,7 @@ class EngineLoop:
                 of_group = [np.asarray(values)[group] for values in vars(logprobs).values()]
                 _check_finite(read, of_group[0][: read.count])
                 tokens = read.request.tokens[read.start + 1 : read.start + 1 + read.count]
-                handle.prompt_read(read.start, token_logprobs(handle.wanted.logprobs or 0, tokens, *of_group))
+                handle.prompt_read(read.start, token_logprobs(handle.output_options.logprobs or 0, tokens, *of_group))
             except Exception as error:  # only this text ends
                 with self.wake:
                     self._give_up(read.request, handle, error)

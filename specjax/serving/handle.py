@@ -115,12 +115,12 @@ class RowProgress:
 
 
 def token_logprobs(
-    wanted: int, tokens: Sequence[int], chosen: np.ndarray, ids: np.ndarray, values: np.ndarray
+    top_count: int, tokens: Sequence[int], chosen: np.ndarray, ids: np.ndarray, values: np.ndarray
 ) -> list[TokenLogprobs]:
     """Of each of the n ``tokens``, from the first n of ``chosen [T]``, ``ids [T, K]`` and ``values [T, K]``, and of these the
-    first ``wanted``."""
+    first ``top_count``."""
     count = len(tokens)
-    tops = zip(ids[:count, :wanted].tolist(), values[:count, :wanted].tolist(), strict=True)
+    tops = zip(ids[:count, :top_count].tolist(), values[:count, :top_count].tolist(), strict=True)
     return [
         TokenLogprobs(token, logprob, tuple(zip(*top, strict=True)))
         for token, logprob, top in zip(tokens, chosen[:count].tolist(), tops, strict=True)
@@ -144,7 +144,7 @@ class Handle:
     Attributes:
         request: what the scheduler knows it by.
         settings: how it is drawn.
-        wanted: what its owner wants to know.
+        output_options: what its owner wants to know.
         prompt_tokens: tokens of the prompt.
         finish_reason: None while it goes on.
         times: when it was submitted, began and ended.
@@ -166,10 +166,10 @@ class Handle:
         request: Request,
         settings: dict[str, Any],
         growing: GrowingText | None,
-        wanted: OutputOptions = OutputOptions(),
+        output_options: OutputOptions = OutputOptions(),
     ) -> None:
         """Made by `Engine.submit`; ``growing`` is None where there is no tokenizer."""
-        self.request, self.settings, self.wanted = request, settings, wanted
+        self.request, self.settings, self.output_options = request, settings, output_options
         self.prompt_tokens, self.predicted_tokens = request.prompt_length, 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
@@ -208,7 +208,7 @@ class Handle:
     @property
     def prediction_length(self) -> int:
         """Tokens of the prediction that came with the request."""
-        return self.wanted.prediction
+        return self.output_options.prediction
 
     @property
     def acceptance(self) -> metrics.Acceptance | None:
@@ -239,20 +239,20 @@ class Handle:
 
     def __iter__(self) -> Iterator[Piece]:
         """The pieces as they come. Raises as `result`."""
-        number = 0
+        delivered = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: len(self._pieces) > number or self.finish_reason is not None)  # noqa: B023
-                pieces = self._pieces[number:]
+                self._changed.wait_for(lambda: len(self._pieces) > delivered or self.finish_reason is not None)  # noqa: B023
+                pieces = self._pieces[delivered:]
             if not pieces:
                 self._raise_if_broken()
                 return
-            number += len(pieces)
+            delivered += len(pieces)
             yield from pieces
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """As `__iter__`, without blocking the event loop."""
-        number, changed = 0, asyncio.Event()
+        delivered, changed = 0, asyncio.Event()
         listener = (asyncio.get_running_loop(), changed)
         with self._changed:
             self._listeners.append(listener)
@@ -260,10 +260,10 @@ class Handle:
             while True:
                 changed.clear()
                 with self._changed:
-                    pieces, over = self._pieces[number:], self.finish_reason is not None
+                    pieces, over = self._pieces[delivered:], self.finish_reason is not None
                 for piece in pieces:
                     yield piece
-                number += len(pieces)
+                delivered += len(pieces)
                 if over and not pieces:
                     self._raise_if_broken()
                     return
@@ -307,7 +307,7 @@ class Handle:
         new, piece, spans = tuple(news.tokens), "", ()
         if self._growing is not None:
             known = len(self._growing.tokens)
-            parts = _runs(news) if self.wanted.spans else [(news.tokens, False)]
+            parts = _runs(news) if self.output_options.spans else [(news.tokens, False)]
             spans = tuple((self._growing.push(tokens), accepted) for tokens, accepted in parts)
             if news.done:
                 spans = (*spans, (self._growing.finish(), spans[-1][1] if spans else False))
@@ -328,7 +328,7 @@ class Handle:
                 tokens=new,
                 accepted=tuple(news.accepted[:count]),
                 logprobs=tuple(news.logprobs[:count]),
-                spans=tuple(span for span in spans if span[0]) if self.wanted.spans else (),
+                spans=tuple(span for span in spans if span[0]) if self.output_options.spans else (),
             ),
             reason,
             news.error,

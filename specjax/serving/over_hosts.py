@@ -178,11 +178,11 @@ class LeadingDevice(EngineDevice):
         return super().verify(table, rows, drafts)
 
     def decode(
-        self, number: int, table: np.ndarray, free: np.ndarray, steps: int, until_any_done: bool, width: int, logprobs: bool
+        self, index: int, table: np.ndarray, free: np.ndarray, steps: int, until_any_done: bool, width: int, logprobs: bool
     ) -> device_rows.Progress:
         """As `EngineDevice.decode`."""
-        self._tell(Decode(number, HostArray.of(table), HostArray.of(free), steps, until_any_done, width, logprobs))
-        return super().decode(number, table, free, steps, until_any_done, width, logprobs)
+        self._tell(Decode(index, HostArray.of(table), HostArray.of(free), steps, until_any_done, width, logprobs))
+        return super().decode(index, table, free, steps, until_any_done, width, logprobs)
 
     def catch_up(self, table: np.ndarray) -> None:
         """As `EngineDevice.catch_up`."""

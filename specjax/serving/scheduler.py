@@ -50,7 +50,7 @@ class Request:
     """A request, from its submission to its end.
 
     Attributes:
-        number: its place in the order of submissions; of a client that comes back after it was suspended, that of its return.
+        order: its place in the order of submissions; of a client that comes back after it was suspended, that of its return.
         tokens: prompt and what was generated so far.
         prompt_length: tokens of the prompt.
         max_new_tokens: new tokens.
@@ -68,7 +68,7 @@ class Request:
         salt: only prompts with the same one share what was read of them.
     """
 
-    number: int
+    order: int
     tokens: list[int]
     prompt_length: int
     max_new_tokens: int
@@ -166,7 +166,7 @@ class Scheduler:
         page: int,
         chunk: int,
         capacity: int,
-        tails: Sequence[int] = (),
+        last_widths: Sequence[int] = (),
         shards: int = 1,
         max_waiting: int | None = None,
         prefix_states: int | None = None,
@@ -182,7 +182,7 @@ class Scheduler:
             page: tokens of a page.
             chunk: tokens of a prompt that are read at a time, a multiple of ``page``.
             capacity: most tokens of a text, prompt and output.
-            tails: smaller numbers of tokens that the last piece of a prompt may be computed as.
+            last_widths: numbers of tokens, below ``chunk``, that the last piece of a prompt may be computed as.
             shards: equal groups of rows, with a pool of pages each.
             max_waiting: most requests that wait, beside as many as rows are free; None: any number.
             prefix_states: from the ends of how many chunks of prompts, in each shard, other texts may go on; None: all.
@@ -191,7 +191,7 @@ class Scheduler:
             clock: seconds.
         """
         self._page, self._chunk, self._capacity = page, chunk, capacity
-        self._widths = (*sorted(tails), chunk)
+        self._widths = (*sorted(last_widths), chunk)
         self._max_waiting = max_waiting
         self._prefix_states = prefix_states
         self._pools = [PagePool(pages, prefix_states) for _ in range(shards)]
@@ -259,7 +259,7 @@ class Scheduler:
         free = max(0, self._max_rows - taken)
         if self._max_waiting is not None and (length_of_line := self._length_of_line()) >= self._max_waiting + free:
             raise QueueFullError(f"{length_of_line} requests wait, and no more may (max_waiting): try again later")
-        request = Request(self._next_number(), list(tokens), length, max_new_tokens, shares=shares, needs=needs, salt=salt)
+        request = Request(self._next_order(), list(tokens), length, max_new_tokens, shares=shares, needs=needs, salt=salt)
         request.is_client, request.owner = is_client, owner
         self._waiting.append(request)
         return request
@@ -300,7 +300,7 @@ class Scheduler:
         request.idle_since = None
         if request.state == "suspended":
             self._suspended.remove(request)
-            request.state, request.number = "waiting", self._next_number()
+            request.state, request.order = "waiting", self._next_order()
             self._waiting.append(request)
 
     def is_idle(self, request: Request) -> bool:
@@ -319,7 +319,7 @@ class Scheduler:
         not_seen_idle = [start for start in starts if self._looked_at - start < self._idle_seconds]
         return max(0.0, min(not_seen_idle) + self._idle_seconds - self._clock()) if not_seen_idle else None
 
-    def _next_number(self) -> int:
+    def _next_order(self) -> int:
         self._submitted += 1
         return self._submitted - 1
 
@@ -449,12 +449,12 @@ class Scheduler:
         reading = [row for row in self._of_shard(shard) if self._holder(row).request.state == "reading"]
         if not reading:
             return None
-        reading.sort(key=lambda row: self._holder(row).request.number)
-        oldest = number = reading[0]  # and the first of several with as few pieces left
+        reading.sort(key=lambda row: self._holder(row).request.order)
+        oldest = index = reading[0]  # and the first of several with as few pieces left
         if self._passed[shard] < MAX_PASSED:
-            number = min(reading, key=self._pieces_left)
-        row = self._holder(number)
-        request, wanted = row.request, len(row.request.tokens) - 1
+            index = min(reading, key=self._pieces_left)
+        row = self._holder(index)
+        request, to_read = row.request, len(row.request.tokens) - 1
         if is_first := row.read is None:
             chain = self._prefixes_of(request, shard)
             start = len(chain) * self._chunk
@@ -462,26 +462,26 @@ class Scheduler:
                 request.cached = start
         else:
             chain, start = row.prefixes, row.read or 0
-        count = min(wanted - start, self._chunk)
+        count = min(to_read - start, self._chunk)
         width = next(width for width in self._widths if width >= count)
         if budget is not None and width > budget:
             return None
         if is_first:
             self._pools[shard].go_on_from(chain)
             row.prefixes, row.read = chain, start
-            self._fill(number)
-        if not self._grow(number, start + count):
+            self._fill(index)
+        if not self._grow(index, start + count):
             return None
         prefix_state = chain[-1].prefix_state if is_first and chain else None
-        self._passed[shard] = 0 if number == oldest else self._passed[shard] + 1
-        return PrefillChunk(request, number, start, width, count, is_first, start + count == wanted, prefix_state)
+        self._passed[shard] = 0 if index == oldest else self._passed[shard] + 1
+        return PrefillChunk(request, index, start, width, count, is_first, start + count == to_read, prefix_state)
 
-    def _pieces_left(self, number: int) -> int:
+    def _pieces_left(self, index: int) -> int:
         """How many pieces of a row's prompt are to be read; at least 1, for the last may be empty."""
-        row = self._holder(number)
+        row = self._holder(index)
         start = row.read
         if start is None:
-            start = len(self._prefixes_of(row.request, self._shard(number))) * self._chunk
+            start = len(self._prefixes_of(row.request, self._shard(index))) * self._chunk
         return max(1, -(-(len(row.request.tokens) - 1 - start) // self._chunk))
 
     # --- decoding ------------------------------------------------------------------------------------------------------
@@ -494,12 +494,12 @@ class Scheduler:
         """
         self._ahead = ahead
         before = {self._holder(row).request for row in self._occupied}
-        for number in sorted(self.running, key=lambda row: self._holder(row).request.number):
-            row = self._rows[number]
+        for index in sorted(self.running, key=lambda row: self._holder(row).request.order):
+            row = self._rows[index]
             if row is None:  # it has given way
                 continue
-            self._grow(number, self._goal(row.request))
-        return sorted((request for request in before if request.state == "waiting"), key=lambda request: request.number)
+            self._grow(index, self._goal(row.request))
+        return sorted((request for request in before if request.state == "waiting"), key=lambda request: request.order)
 
     def make_room(self, request: Request, ahead: int) -> bool:
         """See to it that a row that is held has pages for ``ahead`` tokens more, or for all that it may still become. False:
@@ -519,8 +519,8 @@ class Scheduler:
         """Rows were rearranged on the device: row i holds now what row ``order[i]`` held, of the same shard."""
         self._rows = [self._rows[row] for row in order]
         self.table = self.table[list(order)]
-        for number in self._occupied:
-            self._holder(number).request.row = number
+        for index in self._occupied:
+            self._holder(index).request.row = index
 
     def clear(self) -> None:
         """Cancel every request, and make all rows and pages free. It relies on nothing, and so it helps after any failure."""
@@ -538,7 +538,7 @@ class Scheduler:
         Raises:
             RuntimeError: two of them contradict each other; the message says which.
         """
-        numbers = [request.number for request in self._waiting]
+        numbers = [request.order for request in self._waiting]
         if numbers != sorted(set(numbers)) or any(each.state != "waiting" or each.row is not None for each in self._waiting):
             raise RuntimeError(f"waiting: requests {numbers} must wait, without a row, in the order of their submission")
         if any(request.state != "suspended" or request.row is not None for request in self._suspended):
@@ -547,25 +547,25 @@ class Scheduler:
             holders = [self._holder(row) for row in self._of_shard(shard)]
             prefixes = [prefix for holder in holders for prefix in holder.prefixes]
             pool.check([page for holder in holders for page in holder.pages], prefixes)
-        for number, row in enumerate(self._rows):
-            self._check_row(number, row)
+        for index, row in enumerate(self._rows):
+            self._check_row(index, row)
 
-    def _check_row(self, number: int, row: _RowHolder | None) -> None:
+    def _check_row(self, index: int, row: _RowHolder | None) -> None:
         """Refuse a row whose request or whose line of the table says something else."""
         pages = [] if row is None else [*(page for prefix in row.prefixes for page in prefix.pages), *row.pages]
         unused = self.table.shape[1] - len(pages)
-        if self.table[number].tolist() != pages + [self._pool(number).total] * unused:
-            raise RuntimeError(f"row {number}: the table does not have the pages {pages}")
+        if self.table[index].tolist() != pages + [self._pool(index).total] * unused:
+            raise RuntimeError(f"row {index}: the table does not have the pages {pages}")
         if row is None:
             return
         request = row.request
-        if request.row != number or request.state not in ("reading", "running", "held"):
-            raise RuntimeError(f"row {number}: its request is {request.state}, in row {request.row}")
+        if request.row != index or request.state not in ("reading", "running", "held"):
+            raise RuntimeError(f"row {index}: its request is {request.state}, in row {request.row}")
         if request.idle_since is not None and request.state != "held":
-            raise RuntimeError(f"row {number}: its request is {request.state}, and its client is said to be able to draft")
+            raise RuntimeError(f"row {index}: its request is {request.state}, and its client is said to be able to draft")
         if len(request.tokens) > request.max_length or not 0 <= (row.read or 0) < max(len(request.tokens), 1):
             raise RuntimeError(
-                f"row {number}: {row.read or 0} of {len(request.tokens)} tokens are read, and there may be {request.max_length}"
+                f"row {index}: {row.read or 0} of {len(request.tokens)} tokens are read, and there may be {request.max_length}"
             )
 
     # --- what there is -------------------------------------------------------------------------------------------------
@@ -615,24 +615,24 @@ class Scheduler:
 
     # --- pages ---------------------------------------------------------------------------------------------------------
 
-    def _grow(self, number: int, tokens: int) -> bool:
+    def _grow(self, index: int, tokens: int) -> bool:
         """See to it that a row has pages for ``tokens``. Others give way first, and at last it does itself: False."""
-        row, pool = self._holder(number), self._pool(number)
+        row, pool = self._holder(index), self._pool(index)
         missing = self._missing(row, tokens)
         if missing <= 0:
             return True
         while (taken := pool.take(missing)) is None:
-            rows = self._of_shard(self._shard(number))
+            rows = self._of_shard(self._shard(index))
             if self._make_way(rows):
-                if self._rows[number] is not row:
+                if self._rows[index] is not row:
                     return False
                 continue
-            giving = self._next_to_give_way(number, rows)
+            giving = self._next_to_give_way(index, rows)
             self._give_way(self._holder(giving).request)
-            if giving == number:
+            if giving == index:
                 return False
         row.pages += taken
-        self._fill(number)
+        self._fill(index)
         return True
 
     def _missing(self, row: _RowHolder, tokens: int) -> int:
@@ -640,12 +640,12 @@ class Scheduler:
         held = len(row.prefixes) * (self._chunk // self._page) + len(row.pages)
         return -(-tokens // self._page) - held
 
-    def _next_to_give_way(self, number: int, rows: Sequence[int]) -> int:
-        """Which of ``rows`` is to give way to row ``number``, one of them: the newest."""
+    def _next_to_give_way(self, index: int, rows: Sequence[int]) -> int:
+        """Which of ``rows`` is to give way to row ``index``, one of them: the newest."""
         held = set(rows) & set(self.held)
-        if number not in held and len(held) == len(rows) - 1 and held:
+        if index not in held and len(held) == len(rows) - 1 and held:
             rows = list(held)  # without it nobody would go on: clients may do nothing for long
-        return max(rows, key=lambda row: self._holder(row).request.number)
+        return max(rows, key=lambda row: self._holder(row).request.order)
 
     def _make_way(self, rows: Sequence[int], is_idle_first: bool = False) -> bool:
         """Take the row of a client that does nothing: of those in ``rows`` the one that has been away for the longest, or else
@@ -686,32 +686,32 @@ class Scheduler:
             self.preemptions += 1
         self._leave(request)
         request.state = "waiting"
-        insort(self._waiting, request, key=lambda each: each.number)
+        insort(self._waiting, request, key=lambda each: each.order)
 
     def _leave(self, request: Request) -> None:
         """Its row and pages are free."""
-        number = request.row
-        assert number is not None
-        row, pool = self._holder(number), self._pool(number)
+        index = request.row
+        assert index is not None
+        row, pool = self._holder(index), self._pool(index)
         for prefix in row.prefixes[::-1]:
             pool.let_go(prefix)
         pool.give_back(row.pages)
-        self.table[number] = pool.total
-        self._rows[number] = None
+        self.table[index] = pool.total
+        self._rows[index] = None
         request.row = request.idle_since = None
 
-    def _fill(self, number: int) -> None:
+    def _fill(self, index: int) -> None:
         """Write the row's line of the table."""
-        row = self._holder(number)
+        row = self._holder(index)
         pages = [page for prefix in row.prefixes for page in prefix.pages] + row.pages
-        self.table[number, : len(pages)] = pages
+        self.table[index, : len(pages)] = pages
 
     @property
     def _occupied(self) -> list[int]:
-        return [number for number, row in enumerate(self._rows) if row is not None]
+        return [index for index, row in enumerate(self._rows) if row is not None]
 
-    def _holder(self, number: int) -> _RowHolder:
-        row = self._rows[number]
+    def _holder(self, index: int) -> _RowHolder:
+        row = self._rows[index]
         assert row is not None
         return row
 

@@ -1,2 +1,5 @@
-"""Training of targets and drafters. What differs between methods is one file each in `specjax.training.methods`, and what those
-share lies in `specjax.training.objectives`."""
+"""Training of targets and drafters.
+
+Each training method is one file in `specjax.training.methods`. Code that methods share is in
+`specjax.training.objectives`.
+"""

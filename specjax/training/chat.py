@@ -1,7 +1,8 @@
-"""Conversations to tokens, and which of them the assistant wrote.
+"""The encoding of conversations: their tokens, and a mask of the assistant's tokens.
 
-The model's own chat template says both. A template marks what the assistant writes with ``{% generation %}``; one that does not
-gives a mask without a single token, and a run that trained on it would learn nothing: it is refused.
+The chat template of the model gives both. It must mark the assistant's part with
+``{% generation %}``. Without that mark no token would be a label and a run would learn nothing, so
+this raises an error.
 """
 
 from collections.abc import Sequence
@@ -14,34 +15,36 @@ from specjax.templates import settings_of
 from specjax.training.documents import Message
 
 Encoded = tuple[Sequence[int] | np.ndarray, np.ndarray]
-"""Token ids, and ``[tokens]`` bool, which of them are to be learnt."""
+"""Token ids, and ``[tokens]`` bool which of them count as labels."""
 
 
 def encode(tokenizer: Any, conversations: Sequence[Sequence[Message]], responses_only: bool) -> list[Encoded]:
-    """The tokens of each conversation, in the tokenizer's chat template, and which of them count.
+    """Encode conversations with the tokenizer's chat template.
 
     Args:
-        tokenizer: transformers' own.
+        tokenizer: a tokenizer of transformers.
         conversations: lists of messages.
-        responses_only: only what the assistant wrote counts, not the whole conversation.
+        responses_only: whether only the assistant's tokens count as labels. Otherwise all tokens
+            count.
 
     Raises:
-        ConfigError: there is no template, it refuses a conversation, or it marks nothing as the assistant's.
+        ConfigError: The tokenizer has no chat template, the template refuses a conversation, or it
+            marks no token as the assistant's.
     """
     if not tokenizer.chat_template:
-        raise ConfigError("data.tokenizer: has no chat template; name a file with one as data.chat_template")
+        raise ConfigError("data.tokenizer: it has no chat template; give a file with one as data.chat_template")
     encoded: list[Encoded] = []
-    given = settings_of(tokenizer)
+    settings = settings_of(tokenizer)
     for number, messages in enumerate(conversations, 1):
         try:
-            found = tokenizer.apply_chat_template(
-                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=responses_only, **given
+            encoding = tokenizer.apply_chat_template(
+                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=responses_only, **settings
             )
-        except Exception as error:  # a template is code of the checkpoint, and raises whatever it stumbles over
-            beside = f", given data.chat_template_kwargs={given}," if given else ""
-            raise ConfigError(f"data.source: the chat template{beside} refuses conversation {number} ({error})") from None
-        ids = list(found["input_ids"])
-        mask = np.array(found["assistant_masks"], bool) if responses_only else np.ones(len(ids), bool)
+        except Exception as error:  # a template is code of the checkpoint, which may raise any error
+            arguments = f", given data.chat_template_kwargs={settings}," if settings else ""
+            raise ConfigError(f"data.source: the chat template{arguments} refuses conversation {number} ({error})") from None
+        ids = list(encoding["input_ids"])
+        mask = np.array(encoding["assistant_masks"], bool) if responses_only else np.ones(len(ids), bool)
         encoded.append((ids, mask))
     if encoded and not any(mask.any() for _, mask in encoded):
         first_line = tokenizer.chat_template.strip().splitlines()[0][:80]

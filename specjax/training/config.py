@@ -11,23 +11,26 @@ from specjax.training.methods import AnyMethod, Lm
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to train on.
+    """The data to train on.
 
     Attributes:
-        source: ``stdlib`` (the running Python's own source); a file, a directory or a glob; or ``hf:OWNER/NAME``, with
-            ``:SPLIT`` or without, of the Hugging Face hub. Records of JSONL and Parquet files hold ``text``, or a conversation
-            as ``messages`` or ``conversations``, in OpenAI's form or ShareGPT's. Every other file is a text. Records that
-            ``specjax regenerate`` wrote are read in the tokens that they have beside, where those are this tokenizer's.
-        tokenizer: a directory with tokenizer.json; empty: the target's, or where there is none a byte-level BPE
-            tokenizer trained on the source.
-        vocab_size: of a tokenizer trained here.
-        chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
-        chat_template_kwargs: what the template is given beside the messages, as JSON: '{"enable_thinking": false}'.
-        responses_only: of conversations, learn from what the assistant wrote alone; of records with the tokens that they were
-            written in, from what the target wrote.
-        window: tokens a training window.
-        batch: windows a step.
-        holdout: share of the documents kept for evaluation.
+        source: ``stdlib`` (the source code of the running Python's standard library); a file, a
+            directory or a glob; or a data set of the Hugging Face hub, ``hf:OWNER/NAME`` or
+            ``hf:OWNER/NAME:SPLIT``. A record of a JSONL or Parquet file has ``text``, or a
+            conversation as ``messages`` or ``conversations``, in the form of OpenAI or ShareGPT.
+            Every other file is a text. If a record of ``specjax regenerate`` has tokens of this
+            tokenizer, they are used instead of its text.
+        tokenizer: a directory with tokenizer.json. Empty: the target's tokenizer, or without a
+            target a byte-level BPE tokenizer trained on the source.
+        vocab_size: the vocabulary size of a tokenizer trained here.
+        chat_template: a file with a Jinja chat template, instead of the tokenizer's own.
+        chat_template_kwargs: arguments of the chat template beside the messages, as JSON:
+            '{"enable_thinking": false}'.
+        responses_only: whether only the assistant's messages of a conversation are labels. In
+            records with generated tokens, only the tokens that the target generated are labels.
+        window: the number of tokens of a training window.
+        batch: the number of windows of a step.
+        holdout: the share of the documents that is held out for evaluation.
 
     Examples:
         >>> from specjax.training.config import DataConfig
@@ -48,10 +51,12 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Linear warmup, cosine decay to ``final_share`` of the peak; ``clip`` bounds the global gradient norm.
+    """The optimizer: linear warmup, then cosine decay to ``final_share`` of the peak learning rate.
 
-    ``method`` is ``adamw``, or ``muon``: orthogonalised updates for the layers' matrices (scaled to AdamW's size, so that
-    one learning rate serves both) and AdamW for the rest. Muon is for short trainings from random weights.
+    ``clip`` bounds the global norm of the gradient. ``method`` is ``adamw`` or ``muon``. Muon
+    orthogonalizes the updates of the layers' matrices, scaled to the size of AdamW's, so that one
+    learning rate serves both; AdamW updates all other parameters. Muon is for short trainings from
+    random weights.
 
     Examples:
         >>> from specjax.training.config import OptimizerConfig
@@ -70,7 +75,10 @@ class OptimizerConfig:
 
 
 _ChosenMethod = Annotated[AnyMethod, tyro.conf.AvoidSubcommands]
-"""The file's choice stands on the command line too: options are those of the one method, without a subcommand."""
+"""The method of a configuration file.
+
+The command line has the options of this method alone, without a subcommand.
+"""
 
 
 @dataclass(frozen=True)
@@ -78,19 +86,24 @@ class TrainConfig:
     """One training run: ``python -m specjax train --config configs/demo_target.yaml``.
 
     Attributes:
-        output: directory of the run, see `specjax.training.run_directory`: the student lies under ``best/`` and ``latest/``.
-        method: what is trained and how; its ``name`` is chosen in the file, and says which other options it has.
-        seed: of the random weights, the order of the data and the steps' noise.
-        steps: optimiser steps.
-        evaluate_every: steps between two evaluations on held-out windows.
-        checkpoint_every: steps between two checkpoints; a killed run continues from the newest.
-        init_from: directory or hub id of a student to begin with, instead of random weights. The run is a new one all the same:
-            to continue one, give its ``output``.
-        accumulate: parts in which the rows of a batch are worked out one after another, to save memory.
-        compute_dtype: data type of the target and of the student's products; its weights are kept and trained in float32.
-        export_dtype: data type of the exported student.
-        dry_run: say what the run would take, and train nothing.
-        mesh: devices by axis, data (splits the batch) and model (splits heads, MLP units and the vocabulary).
+        output: the directory of the run, see `specjax.training.run_directory`. The student is saved
+            in its folders ``best`` and ``latest``.
+        method: the training method. Its ``name`` is set in the file and decides its other options.
+        seed: the random seed of the initial weights, the order of the data and the noise of steps.
+        steps: the number of optimizer steps.
+        evaluate_every: the number of steps between two evaluations on held-out windows.
+        checkpoint_every: the number of steps between two checkpoints. A run that was killed
+            continues from the newest.
+        init_from: the directory or hub id of a student to start from, instead of random weights.
+            This starts a new run. To continue a run, give its ``output``.
+        accumulate: the number of parts of a batch that are computed one after the other, to save
+            memory.
+        compute_dtype: the data type of the target and of the student's matrix products. The
+            student's weights are stored and trained in float32.
+        export_dtype: the data type of the saved student.
+        dry_run: whether to print the requirements of the run, and train nothing.
+        mesh: the number of devices by axis: data (splits the batch) and model (splits heads, MLP
+            units and the vocabulary).
 
     Examples:
         >>> from specjax.training.config import TrainConfig
@@ -118,19 +131,19 @@ class TrainConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def check(self) -> None:
-        """Refuse, with a ConfigError, values that cannot be used together or lie out of range."""
+        """Raise ConfigError for values that are out of range or contradict each other."""
         for name in ("steps", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
-        if not 0 <= self.seed < 2**63:  # as `specjax.sampling.make_key` has it
+        if not 0 <= self.seed < 2**63:  # the range of `specjax.sampling.make_key`
             raise ConfigError(f"seed={self.seed}: must be a whole number, at least 0 and below 2**63")
         if self.accumulate < 1 or self.data.batch % self.accumulate:
             raise ConfigError(f"accumulate={self.accumulate}: must divide data.batch={self.data.batch}")
         if self.data.window < 2 or self.data.batch < 1:
-            raise ConfigError(f"data.window={self.data.window}, data.batch={self.data.batch}: at least 2 and 1")
+            raise ConfigError(f"data.window={self.data.window}, data.batch={self.data.batch}: must be at least 2 and 1")
         if not 0 < self.data.holdout < 1:
-            raise ConfigError(f"data.holdout={self.data.holdout}: a share between 0 and 1")
-        if min(self.mesh) >= 1 and self.data.batch % self.mesh[0]:  # `make_mesh` refuses sizes below 1
+            raise ConfigError(f"data.holdout={self.data.holdout}: must be between 0 and 1")
+        if min(self.mesh) >= 1 and self.data.batch % self.mesh[0]:  # `make_mesh` raises for sizes below 1
             raise ConfigError(
                 f"data.batch={self.data.batch}: must be a multiple of the {self.mesh[0]} devices of mesh's data axis"
             )

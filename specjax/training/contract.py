@@ -1,4 +1,4 @@
-"""What a training method is: the contract between the loop and what it trains."""
+"""The contract between the training loop and a training method."""
 
 import warnings
 from dataclasses import dataclass
@@ -15,13 +15,14 @@ from specjax.config import ConfigError
 from specjax.models.transformer import Target
 
 Batch = dict[str, jax.Array]
-"""What one step learns from:
+"""The data of one training step:
 
-- ``tokens [B, T+1]``: inputs are the first T, labels the last T;
-- ``segments [B, T+1]``: the number of the document that each token belongs to;
-- ``loss_mask [B, T]`` bool: which labels count;
-- ``key``: a random key of this step's own, for methods that add noise; the same one in every evaluation;
-- ``progress``: share of the training that is done, for methods whose loss changes on the way; 1 in an evaluation.
+- ``tokens [B, T+1]``: token ids; the first T are the inputs, the last T are the labels;
+- ``segments [B, T+1]``: the index of the document that each token belongs to;
+- ``loss_mask [B, T]`` bool: the labels that count in the loss;
+- ``key``: the random key of this step, for methods that add noise; evaluations all use the same;
+- ``progress``: the share of the training that is done, for methods whose loss changes over the
+  training; 1 in an evaluation.
 
 Examples:
     >>> batch = {
@@ -38,22 +39,23 @@ Metrics = dict[str, jax.Array]
 
 @dataclass(frozen=True)
 class StudentInputs:
-    """What a student is made for.
+    """The inputs from which a method makes a student.
 
     Attributes:
-        tokenizer: of the text.
-        counts: ``[V]`` how often each token is a label that counts, in the windows to train on.
-        target: the frozen one, or None.
-        mesh: where the student is to lie; None is the default device.
-        init_from: directory or hub id of an earlier student, whose weights will take the place of the random ones; "" if there
-            is none. Students that come in more shapes than their method has options for read their shape there.
+        tokenizer: the tokenizer of the text.
+        counts: ``[V]`` how often each token is a label that counts, in the training windows.
+        target: the frozen target, or None.
+        mesh: the mesh for the student; None for the default device.
+        init_from: the directory or hub id of an earlier student; "" for none. Its weights will
+            replace the random ones. If the options of a method do not fix the shape of its student,
+            the shape is read from there.
 
     Examples:
         >>> from specjax.training.contract import StudentInputs
         >>> from specjax.training.tokenizer import train_tokenizer
         >>> tokenizer = train_tokenizer(["import os"], vocab_size=264)
-        >>> given = StudentInputs(tokenizer, counts=np.ones(16), target=target)
-        >>> given.frozen_target is target
+        >>> inputs = StudentInputs(tokenizer, counts=np.ones(16), target=target)
+        >>> inputs.frozen_target is target
         True
     """
 
@@ -65,14 +67,16 @@ class StudentInputs:
 
     @property
     def frozen_target(self) -> Target:
-        """The target, for methods that need one."""
+        """The target, for methods that require one."""
         assert self.target is not None
         return self.target
 
 
 class Student(Protocol):
-    """What is trained: any pytree (a ``flax.struct.dataclass`` with its params as leaves and its config static) that can
-    write itself. A `Target` is one, and so is a drafter with weights.
+    """The model or drafter that is trained: a pytree that can save itself.
+
+    Usually it is a ``flax.struct.dataclass`` whose params are leaves and whose config is static. A
+    `Target` is a student, and so is a drafter with weights.
 
     Examples:
         >>> from specjax.training.contract import Student
@@ -81,21 +85,24 @@ class Student(Protocol):
     """
 
     def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
-        """Write a directory that ``from_pretrained`` reads, in ``dtype`` (by default the params' own)."""
+        """Save to a directory that ``from_pretrained`` reads; ``dtype`` None keeps all types."""
 
 
 class TrainingMethod:
-    """How one kind of student is trained. Subclass it as a frozen dataclass.
+    """The training of one kind of student. Subclass it as a frozen dataclass.
 
-    Its fields are the method's section of a configuration file. One of them is the tag that chooses it there:
-    ``name: Literal["lm"] = "lm"``. Whatever it computes follows from its fields and arguments alone: two equal methods share
-    one compiled step.
+    The fields are the section ``method`` of a configuration file. The field ``name``, such as
+    ``name: Literal["lm"] = "lm"``, selects the method there. All results must depend on the fields
+    and arguments alone, because two equal methods share one compiled step.
 
     Attributes:
-        target: directory or hub id of the frozen target; a field of every method that learns from one.
-        needs_target: whether it learns from one.
-        whole_model: whether the student is a `Target`, or has one, so that a tokenizer is written beside it.
-        best_by: the held-out metric by which the best of several checkpoints is told; of a loss the smallest is best.
+        target: the directory or hub id of the frozen target. Every method that learns from a target
+            has this field.
+        needs_target: whether the method learns from a target.
+        whole_model: whether the student is or contains a `Target`, so that a tokenizer is saved
+            beside it.
+        best_by: the held-out metric that selects the best checkpoint. For "loss" the smallest value
+            is best, otherwise the largest.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -107,8 +114,8 @@ class TrainingMethod:
         ...     name: Literal["first-head"] = "first-head"
         ...     target: str = ""
         ...
-        ...     def init(self, key, given):
-        ...         return specjax.Medusa.init(given.frozen_target, key, heads=1)
+        ...     def init(self, key, inputs):
+        ...         return specjax.Medusa.init(inputs.frozen_target, key, heads=1)
         ...
         ...     def objective(self, student, batch, target):
         ...         states, _ = target.read(batch["tokens"][:, :-2])
@@ -129,36 +136,43 @@ class TrainingMethod:
     best_by: ClassVar[str] = "loss"
 
     def check(self, window: int) -> None:
-        """Refuse, with a ConfigError, fields out of range, before anything is read; ``window`` is the length T."""
+        """Raise ConfigError for fields out of range, before any data is read.
+
+        ``window`` is the number of inputs T of a window.
+        """
         if self.needs_target and not self.target:
             raise ConfigError("method.target='': this method learns from a target; give its directory or hub id")
 
-    def init(self, key: jax.Array, given: StudentInputs) -> Student:
-        """A student with random weights; consumes ``key``.
+    def init(self, key: jax.Array, inputs: StudentInputs) -> Student:
+        """Return a student with random weights. ``key`` is consumed.
 
-        On a mesh its params lie as they are declared; arrays that lie elsewhere are copied to every device afterwards. It may
-        hold arrays of the target.
+        On a mesh, its params are sharded as they are declared. Arrays that are not on the mesh are
+        replicated afterwards. The student may share arrays with the target.
         """
         raise NotImplementedError
 
     def objective(self, student: Any, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
-        """What a step minimises, and what it reports. Pure; ``target`` gets no gradient.
+        """Return the loss of a step, and its metrics.
 
-        The loss divides by all B*T positions (`losses.mean_over_positions`), the other metrics by the labels that count
-        (`losses.mean_over_labels`). The metrics hold the loss itself as ``loss``.
+        It must be a pure function. The target gets no gradient. The loss divides by all B*T
+        positions (`losses.mean_over_positions`), the other metrics divide by the number of labels
+        that count (`losses.mean_over_labels`). The metric ``loss`` is the loss itself.
         """
         raise NotImplementedError
 
     def evaluation(self, student: Any, batch: Batch, target: Target | None) -> Metrics:
-        """What is reported of held-out windows: by default the metrics of the objective."""
+        """Return the metrics of held-out windows, by default those of the objective."""
         return self.objective(student, batch, target)[1]
 
     def goodness(self, value: float) -> float:
-        """``value`` of the metric ``best_by``, turned so that larger is better."""
+        """Return the metric `best_by`, negated if it is a loss, so that larger is better."""
         return -value if self.best_by == "loss" else value
 
     def frozen(self, path: str) -> bool:
-        """Whether the student's parameter at ``path`` ("params.layers.0.q") stays as it is. Whole numbers always do."""
+        """Return whether the parameter at ``path`` ("params.layers.0.q") is not trained.
+
+        Parameters that are integers are never trained.
+        """
         return False
 
 

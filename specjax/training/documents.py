@@ -1,7 +1,7 @@
-"""What is trained on: documents, which are texts or conversations, from files or the hub.
+"""Training documents, which are texts or conversations, from files or the hub.
 
-A conversation is a list of messages, ``{"role": …, "content": …}``, whatever form it was stored in. What was thought before an
-answer may stand beside it as ``thinking``, for templates that write it.
+A conversation is a list of messages, ``{"role": …, "content": …}``, whatever its stored form. A
+message may also have ``thinking``, the reasoning before the answer, for templates that use it.
 """
 
 import glob
@@ -23,7 +23,10 @@ from specjax.training.written import WrittenTokens
 Message = dict[str, str]
 
 _STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}
-"""Not prose in code form: tests (absent from some distributions' Python), installed packages, and generated tables."""
+"""Folders of the standard library that are left out.
+
+They are tests, which some distributions of Python lack, installed packages, and generated tables.
+"""
 
 _RECORD_FILES = {".jsonl", ".parquet"}
 _NO_TEXT = {".json", ".gz", ".zst", ".zip", ".bz2", ".xz", ".safetensors", ".bin", ".arrow"}
@@ -38,24 +41,24 @@ _ROLES = {
     "function": "tool",
     "observation": "tool",
 }
-"""The roles that ShareGPT, OpenAI and others write, and the role that is meant."""
+"""The role names of ShareGPT, OpenAI and others, and the role that each stands for."""
 
 
 REGENERATED_FROM = "regenerated_from"
-"""The field in which ``specjax regenerate`` keeps the origin of a record: `find_origin` of the document that it was written
-after."""
+"""The field in which ``specjax regenerate`` stores the `find_origin` of a record's source."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text or a conversation; one of the two.
+    """A text or a conversation.
 
     Attributes:
-        name: decides whether it is held out; the same wherever the others lie. Records of one origin have one name.
-        text: the text.
-        messages: the conversation.
-        origin: of a record that ``specjax regenerate`` wrote, what `REGENERATED_FROM` says.
-        written: the tokens that it was written in, where its record has them.
+        name: the name, which alone decides whether the document is held out. Records with the same
+            origin have the same name.
+        text: the text; None for a conversation.
+        messages: the conversation; None for a text.
+        origin: the value of the field `REGENERATED_FROM`; None if the record lacks it.
+        written: the tokens that a target generated, if the record has them.
     """
 
     name: str
@@ -66,12 +69,16 @@ class Document:
 
 
 def find_files(source: str, argument: str = "data.source") -> list[Path]:
-    """The files of a ``source`` that is no hub id: "stdlib", a file, a directory or a glob; sorted by name.
+    """Return the files of a source that is not a hub id, sorted by name.
 
-    What ``specjax regenerate`` has not finished is left out, and so are the notes that it keeps beside its outputs.
+    Unfinished outputs of ``specjax regenerate`` and the notes beside its outputs are left out.
+
+    Args:
+        source: "stdlib", a file, a directory or a glob.
+        argument: the name of the argument, for messages.
 
     Raises:
-        ConfigError: there are none; names the ``argument`` that gave it.
+        ConfigError: The source has no files.
     """
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
@@ -83,30 +90,32 @@ def find_files(source: str, argument: str = "data.source") -> list[Path]:
     if source != "stdlib":
         unfinished = [file.name for file in files if file.name.endswith(f".jsonl{written.BEGUN}")]
         if unfinished:
-            say(f"{argument}={source!r}: not read, as they are still being written: {', '.join(sorted(unfinished))}")
+            say(f"{argument}={source!r}: these files are skipped, as they are unfinished: {', '.join(sorted(unfinished))}")
         files = [file for file in files if not written.is_beside(file)]
     if not files:
-        raise ConfigError(f"{argument}={source!r}: no files there; give 'stdlib', a file, a directory, a glob, hf:OWNER/NAME")
+        raise ConfigError(f"{argument}={source!r}: it has no files; give 'stdlib', a file, a directory, a glob, hf:OWNER/NAME")
     return sorted(files)
 
 
 def read_documents(source: str, argument: str = "data.source") -> list[Document]:
-    """The documents of ``source``, in an order that is the same each time.
+    """Read the documents of a source, in a fixed order.
 
     Args:
-        source: files as for `find_files`: of ``.jsonl`` and ``.parquet`` files every record is a document, of others every file
-            is a text. Or ``hf:OWNER/NAME`` or ``hf:OWNER/NAME:SPLIT``, a data set of the hub; the split is "train" by default.
-        argument: gave it.
+        source: files as for `find_files`, or a data set of the hub: ``hf:OWNER/NAME`` or
+            ``hf:OWNER/NAME:SPLIT``, with the split "train" by default. Each record of a ``.jsonl``
+            or ``.parquet`` file is a document; any other file is a text.
+        argument: the name of the argument, for messages.
 
     Raises:
-        InputError: there are none, a line is no JSON, or a record is neither a text nor a conversation.
+        InputError: The source has no documents, a line is not JSON, or a record is neither a text
+            nor a conversation.
     """
     if source.startswith("hf:"):
         return list(_of_hub(source, argument))
     documents: list[Document] = []
     for file in find_files(source, argument):
         if file.suffix in _NO_TEXT:
-            raise ConfigError(f"{argument}={source!r}: {file.name} is no text, JSONL or Parquet: write JSON lines")
+            raise ConfigError(f"{argument}={source!r}: {file.name} is not text, JSONL or Parquet; convert it to JSON lines")
         if file.suffix in _RECORD_FILES:
             documents += _of_records(file)
         else:  # bytes that are not UTF-8 become the replacement character
@@ -115,12 +124,17 @@ def read_documents(source: str, argument: str = "data.source") -> list[Document]
 
 
 def parse_record(record: Any, where: str) -> Document:
-    """The document in a record: ``text``; or ``messages`` or ``conversations``, as OpenAI (role, content) or ShareGPT (from,
-    value) write them. Its name is ``where``, or what `REGENERATED_FROM` says. Beside it may be the tokens that it was written
-    in, `specjax.training.written`.
+    """Parse a record as a document.
+
+    Args:
+        record: a mapping with ``text``, or with ``messages`` or ``conversations`` in the form of
+            OpenAI (role, content) or ShareGPT (from, value). It may also have the tokens that a
+            target generated (`specjax.training.written`).
+        where: the place of the record, for messages. It is the name of the document unless the
+            record has `REGENERATED_FROM`.
 
     Raises:
-        ConfigError: it is none of these, or its tokens are damaged; ``where`` says which record it is.
+        ConfigError: The record is not a document, or its tokens are damaged.
     """
     if isinstance(record, Mapping):
         origin = record[REGENERATED_FROM] if isinstance(record.get(REGENERATED_FROM), str) else None
@@ -132,30 +146,31 @@ def parse_record(record: Any, where: str) -> Document:
         if isinstance(record.get("text"), str):
             return Document(name, text=record["text"], origin=origin, written=written.parse(record, where))
     fields = ", ".join(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
-    raise ConfigError(f"{where}: has {fields}; a record needs text, or messages or conversations, a list of messages")
+    raise ConfigError(f"{where}: it has {fields}; a record needs text, or messages or conversations, a list of messages")
 
 
 def find_origin(document: Document) -> str:
-    """The same for all that is written after ``document``, rewritten any number of times, and for documents equal to it.
+    """Return a name for a document that all documents regenerated from it inherit.
 
-    A hash of its content; where it was itself written after another, the origin of that one.
+    It is a hash of the content, or the origin that the document itself has inherited. Equal
+    documents have the same origin.
     """
     return document.origin or hash_of(_content(document))
 
 
 def identities(documents: Sequence[Document]) -> list[str]:
-    """What tells each document from the others wherever it lies: a hash of its content.
+    """Return a unique id for each document, a hash of its content.
 
-    Into that of the k-th of equal documents its number is folded, so that each has its own, and all of them together the same
-    in any order.
+    The hash of the k-th of several equal documents includes k. So the ids are unique, and the set
+    of ids does not depend on the order of the documents.
     """
-    before: Counter[str] = Counter()
-    found = []
+    counts: Counter[str] = Counter()
+    ids = []
     for document in documents:
         content = _content(document)
-        found.append(hash_of(f"{before[content]} {content}"))
-        before[content] += 1
-    return found
+        ids.append(hash_of(f"{counts[content]} {content}"))
+        counts[content] += 1
+    return ids
 
 
 def _content(document: Document) -> str:
@@ -164,7 +179,7 @@ def _content(document: Document) -> str:
 
 
 def hash_of(content: str) -> str:
-    """128 bits of it, in hexadecimal digits."""
+    """Return 128 bits of the SHA-256 hash of a text, as hexadecimal digits."""
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
@@ -173,7 +188,7 @@ def _message(entry: Any, where: str) -> Message:
         role, content = entry.get("role", entry.get("from")), entry.get("content", entry.get("value"))
         if isinstance(content, str) and isinstance(role, str):
             if role.lower() not in _ROLES:
-                raise ConfigError(f"{where}: role {role!r}: must be one of {', '.join(_ROLES)}")
+                raise ConfigError(f"{where}: role {role!r}: it must be one of {', '.join(_ROLES)}")
             message = {"role": _ROLES[role.lower()], "content": content}
             thinking = entry.get("thinking")
             return message | {"thinking": thinking} if isinstance(thinking, str) and thinking else message
@@ -187,12 +202,12 @@ def _of_records(file: Path) -> Iterator[Document]:
 
         try:
             records = Dataset.from_parquet(str(file))
-        except Exception as error:  # pyarrow and datasets raise whatever a damaged file makes them stumble over
-            raise ConfigError(f"{file}: cannot be read as Parquet ({type(error).__name__}): make it again") from None
-        yield from (parse_record(record, f"{name}:{number}") for number, record in enumerate(records, 1))
+        except Exception as error:  # pyarrow and datasets raise unrelated types for damaged files
+            raise ConfigError(f"{file}: it cannot be read as Parquet ({type(error).__name__}); create it again") from None
+        yield from (parse_record(record, f"{name}:{index}") for index, record in enumerate(records, 1))
         return
-    for number, record in read_json_lines(file):
-        yield parse_record(record, f"{name}:{number}")
+    for line, record in read_json_lines(file):
+        yield parse_record(record, f"{name}:{line}")
 
 
 def _of_hub(source: str, argument: str) -> Iterator[Document]:
@@ -203,8 +218,8 @@ def _of_hub(source: str, argument: str) -> Iterator[Document]:
         records = load_dataset(name, split=":".join(split) or "train")
     except Exception as error:  # the hub's client raises a dozen unrelated types
         raise ConfigError(
-            f"{argument}={source!r}: the hub did not give it ({type(error).__name__}): check the spelling, the split, the "
-            "network, and for gated data the login"
+            f"{argument}={source!r}: it cannot be loaded from the hub ({type(error).__name__}); check the spelling, the split, "
+            "the network, and for gated data the login"
         ) from None
-    for number, record in enumerate(records):
-        yield parse_record(record, f"{name}:{number}")
+    for index, record in enumerate(records):
+        yield parse_record(record, f"{name}:{index}")

@@ -1,4 +1,7 @@
-"""What a training run would take, without taking it: shapes, parameters, memory and disk. No weight is read or made."""
+"""The requirements of a training run without running it: shapes, parameters, memory and disk.
+
+No weights are loaded or allocated.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,16 +28,16 @@ Shapes = Any
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run takes on one device that does all of it; a mesh divides most of it by its devices.
+    """The requirements of a run on a single device. A mesh divides most of them by its devices.
 
     Attributes:
-        student: shape of every parameter, by path.
-        frozen: the paths of those that are not trained.
-        batch: shape of every array of a batch.
-        parameters: scalars of the student.
-        target_parameters: scalars of the target.
-        memory: bytes, by what they hold.
-        disk: bytes, by what is written.
+        student: the shape of every parameter, by path.
+        frozen: the paths of the parameters that are not trained.
+        batch: the shape of every array of a batch.
+        parameters: the number of scalars of the student.
+        target_parameters: the number of scalars of the target.
+        memory: the bytes of device memory, by purpose.
+        disk: the bytes on disk, by purpose.
     """
 
     student: Mapping[str, tuple[int, ...]]
@@ -48,13 +51,13 @@ class Needs:
 
 @dataclass(frozen=True)
 class AbstractRun:
-    """What a step of training is given, as shapes.
+    """The arguments of a training step, as shapes.
 
     Attributes:
-        state: before the first step.
-        batch: of the configuration's size.
-        target: the frozen one, or None.
-        fixed: the step's static arguments.
+        state: the state before the first step.
+        batch: a batch of the configured size.
+        target: the frozen target, or None.
+        fixed: the static arguments of the step.
     """
 
     state: TrainState
@@ -63,7 +66,7 @@ class AbstractRun:
     fixed: dict[str, Any]
 
     def lower(self) -> jax.stages.Lowered:
-        """The step, ready to be compiled."""
+        """Lower the step, so that it can be compiled."""
         return train_step.lower(self.state, self.batch, self.target, **self.fixed)
 
 
@@ -73,16 +76,17 @@ def abstract_run(
     target: Target | None = None,
     place: Callable[[Any], Any] = lambda student: student,
 ) -> AbstractRun:
-    """The run of ``config`` without a weight.
+    """Return a run whose arrays are shapes without data.
 
     Args:
-        config: its configuration.
-        mesh: where it is to run.
-        target: the frozen model, of shapes on ``mesh``; None: as its config.json says, on one device.
-        place: gives the student's shapes their places on the ``mesh``.
+        config: the configuration of the run.
+        mesh: the mesh of the run; None for one device.
+        target: the frozen target as shapes on the mesh. None: its config.json is read, for one
+            device.
+        place: adds shardings on the mesh to the shapes of a student.
 
     Raises:
-        InputError: the configuration cannot be used, or there is no such target.
+        InputError: The configuration is invalid, or the target does not exist.
     """
     config.check()
     method, compute = config.method, jnp.dtype(config.compute_dtype)
@@ -92,8 +96,8 @@ def abstract_run(
         shape = config_json.read_config(files)
         target = jax.eval_shape(lambda: Target.init(shape, jax.random.key(0), compute))
     vocab = config.data.vocab_size if target is None else target.config.vocab_size
-    alone = None if target is None else replace(target, mesh=None)
-    student = cast(place(jax.eval_shape(lambda target: _student(config, target, vocab), alone)), jnp.float32)
+    unsharded = None if target is None else replace(target, mesh=None)
+    student = cast(place(jax.eval_shape(lambda target: _student(config, target, vocab), unsharded)), jnp.float32)
     optimizer = make_optimizer(config.optimizer, config.steps)
     state = abstract_state(method, student, optimizer, mesh)
     rows, width = config.data.batch, config.data.window
@@ -111,21 +115,21 @@ def abstract_run(
 
 
 def needs(config: TrainConfig) -> Needs:
-    """What the run of ``config`` takes. The target's config.json is read, and nothing else of it.
+    """Return the requirements of a run. Only the config.json of its target is read.
 
     Raises:
-        InputError: the configuration cannot be used, or there is no such target.
+        InputError: The configuration is invalid, or the target does not exist.
     """
     run = abstract_run(config)
     method, state, target, batch, student = config.method, run.state, run.target, run.batch, run.state.student
     analysis = run.lower().compile().memory_analysis()
-    inner = int(analysis.temp_size_in_bytes) if analysis is not None else 0
+    temporary = int(analysis.temp_size_in_bytes) if analysis is not None else 0
     paths = {name_of(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(student)}
-    kept = {name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(trainable(student, method))}
+    trained = {name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(trainable(student, method))}
     exported = sum(leaf.size for leaf in jax.tree.leaves(student)) * jnp.dtype(config.export_dtype).itemsize
     return Needs(
         student=paths,
-        frozen=frozenset(paths) - kept,
+        frozen=frozenset(paths) - trained,
         batch={name: tuple(leaf.shape) for name, leaf in batch.items()},
         parameters=_count(student),
         target_parameters=_count(target),
@@ -133,18 +137,18 @@ def needs(config: TrainConfig) -> Needs:
             "target": _bytes(target),
             "student": _bytes(state.student),
             "optimiser": _bytes(state.optimizer),
-            f"inner values of a step, gradients among them, as compiled for {jax.default_backend()}": inner,
+            f"inner values of a step, gradients among them, as compiled for {jax.default_backend()}": temporary,
         },
         disk={"two checkpoints": 2 * _bytes(state), "best and latest student": 2 * exported},
     )
 
 
 def _student(config: TrainConfig, target: Shapes, vocab: int) -> Any:
-    # Not by add_tokens, which before tokenizers 0.23 takes minutes for 262,144.
+    # Do not use add_tokens: before tokenizers 0.23 it takes minutes for 262,144 tokens.
     stand_in = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(vocab)}, unk_token="0"))
-    given = StudentInputs(stand_in, np.zeros(vocab, int), target, init_from=config.init_from)
-    student = config.method.init(jax.random.key(0), given)
-    if isinstance(student, Drafter):  # as the run itself: what could not serve the target is not trained
+    inputs = StudentInputs(stand_in, np.zeros(vocab, int), target, init_from=config.init_from)
+    student = config.method.init(jax.random.key(0), inputs)
+    if isinstance(student, Drafter):  # fail as the run would, if the drafter does not fit the target
         student.check(target)
     return cast(student, jnp.float32)
 

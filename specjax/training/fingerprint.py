@@ -1,6 +1,6 @@
-"""Short hashes of what a run's result depends on, so that a run which is continued can tell whether it is still the same.
+"""Hashes of the inputs of a run, so that a run that is continued can check that they are the same.
 
-Where `specjax.models.fingerprint` looks at some rows of a target, rounded, every bit counts here.
+Every bit counts here, whereas `specjax.models.fingerprint` rounds some rows of a target.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from specjax.templates import settings_of
 
 
 def of_windows(*packed: dict[str, np.ndarray]) -> str:
-    """Two runs of which these `pack`ed windows are the same train on the same tokens in the same order."""
+    """Return a hash of packed windows. Equal hashes mean the same tokens in the same order."""
     digest = hashlib.sha256()
     for windows in packed:
         for name in sorted(windows):
@@ -29,10 +29,10 @@ def of_windows(*packed: dict[str, np.ndarray]) -> str:
 
 
 def of_target(target: Target | None) -> str | None:
-    """What its configuration states, and the names, shapes, types and every bit of its params; where they lie does not matter.
+    """Return a hash of a target's config and of the names, shapes, types and bits of its params.
 
-    The bits are summed up where they lie, so that nothing of the size of a weight comes to the host. On a mesh over several
-    processes every one of them must call this.
+    The sharding does not matter. The bits are summed on the devices, so that no weight is copied to
+    the host. On a mesh over several processes, every process must call this function.
     """
     if target is None:
         return None
@@ -45,10 +45,14 @@ def of_target(target: Target | None) -> str | None:
 
 
 def of_tokenizer(tokenizer: Any, chats: bool = True) -> str:
-    """What decides the tokens of a prompt and the text of an answer: a tokenizer of transformers, for chats with its template
-    and what that is given beside the messages.
+    """Return a hash of all that decides the tokens of a prompt and the text of an answer.
 
-    How texts are padded and cut is no part of it: here they are neither.
+    For chats it includes the chat template and its arguments. Padding and truncation do not count,
+    because they are never used.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        chats: whether it encodes conversations.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and (backend.padding or backend.truncation):
@@ -57,8 +61,8 @@ def of_tokenizer(tokenizer: Any, chats: bool = True) -> str:
         backend.no_truncation()
     rules = tokenizer.get_vocab() if backend is None else backend.to_str()
     template = tokenizer.chat_template if chats else None
-    given = settings_of(tokenizer) if chats else {}
-    parts = [rules, tokenizer.special_tokens_map, template, *([given] if given else [])]
+    settings = settings_of(tokenizer) if chats else {}
+    parts = [rules, tokenizer.special_tokens_map, template, *([settings] if settings else [])]
     content = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
@@ -69,18 +73,22 @@ def _checksums(params: Any) -> Any:
 
 
 def _checksum(leaf: jax.Array) -> jax.Array:
-    """uint32, the sum modulo 2**32 of each element's bits mixed with its place: exact, and so the same in any order."""
-    if jnp.issubdtype(leaf.dtype, jnp.floating):
-        leaf = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * min(leaf.dtype.itemsize, 4)}"))  # of 8 bytes, 2 words
-    place = jnp.zeros(leaf.shape, jnp.uint32)
+    """Return a uint32 checksum of a leaf.
+
+    It is the sum modulo 2**32 of each element's bits, mixed with the element's index. Integer sums
+    are exact, so the order of summation, and with it the sharding, does not matter.
+    """
+    if jnp.issubdtype(leaf.dtype, jnp.floating):  # a number of 8 bytes becomes 2 words
+        leaf = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * min(leaf.dtype.itemsize, 4)}"))
+    index = jnp.zeros(leaf.shape, jnp.uint32)
     for axis in range(leaf.ndim):
         stride = jnp.uint32(math.prod(leaf.shape[axis + 1 :]) % 2**32)
-        place += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * stride
-    return jnp.sum(_mixed(leaf.astype(jnp.uint32) + _mixed(place)), dtype=jnp.uint32)
+        index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * stride
+    return jnp.sum(_mixed(leaf.astype(jnp.uint32) + _mixed(index)), dtype=jnp.uint32)
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """``x`` uint32 with each bit depending on many (MurmurHash3's finaliser, a bijection)."""
+    """Mix the bits of uint32 numbers with the finalizer of MurmurHash3, a bijection."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -1,6 +1,6 @@
-"""The training loop: batches to steps, evaluation, checkpoints and what else a run leaves behind.
+"""The training loop: steps, evaluations, checkpoints and exports.
 
-What is trained, on what loss, is a `TrainingMethod`'s business; how one step goes is `specjax.training.step`'s.
+A `TrainingMethod` defines the student and the loss. `specjax.training.step` defines one step.
 """
 
 import itertools
@@ -39,13 +39,17 @@ from specjax.training.tokenizer import save_tokenizer
 
 
 def train(config: TrainConfig) -> Path:
-    """Run, or continue, the training that ``config`` describes.
+    """Start or continue a training run.
+
+    Args:
+        config: the configuration of the run.
 
     Returns:
         The directory of the best student, which its ``from_pretrained`` reads.
 
     Raises:
-        InputError: ``config.output`` holds a run of another configuration, or a part of ``config`` cannot be used.
+        InputError: ``config.output`` has a run with another configuration, or the configuration is
+            invalid.
 
     Examples:
         >>> from pathlib import Path
@@ -75,9 +79,9 @@ def train(config: TrainConfig) -> Path:
     output, method = Path(config.output), config.method
     run = _prepare(config)
     state, target, iterator = run.state, run.target, run.iterator
-    noise = jax.random.fold_in(make_key(config.seed), 2**31)  # apart from what the student was drawn from
-    tokens_a_step = config.data.batch * config.data.window
-    judged = f"held_out_{method.best_by}"
+    noise = jax.random.fold_in(make_key(config.seed), 2**31)  # independent of the key of the initial weights
+    tokens_per_step = config.data.batch * config.data.window
+    best_metric = f"held_out_{method.best_by}"
 
     def export(name: str, state: TrainState) -> None:
         state.student.save_pretrained(output / name, dtype=jnp.dtype(config.export_dtype))
@@ -92,52 +96,54 @@ def train(config: TrainConfig) -> Path:
             waiting("training, compiling the first step", config.steps, first) as wait,
         ):
             report = _Report(wait, config.mesh[0] * config.mesh[1])
-            best = max(map(method.goodness, log.values(judged)), default=-np.inf)
-            figures = _Figures(log, report, tokens_a_step)
+            best = max(map(method.goodness, log.values(best_metric)), default=-np.inf)
+            figures = _Figures(log, report, tokens_per_step)
             try:
                 for step in range(first + 1, config.steps + 1):
                     batch = make_batch(next(iterator), jax.random.fold_in(noise, step), step / config.steps, run.mesh)
                     if step == first + 1:
                         report.flops = flops_of_step(state, batch, target, **run.fixed)
-                    state, metrics = train_step(state, batch, target, **run.fixed)  # is begun, and not waited for
+                    state, metrics = train_step(state, batch, target, **run.fixed)  # dispatched, not awaited
                     figures.add(step, metrics)
                     last = step == config.steps
-                    evaluates, saves = (last or step % each == 0 for each in (config.evaluate_every, config.checkpoint_every))
+                    evaluates, saves = (last or step % every == 0 for every in (config.evaluate_every, config.checkpoint_every))
                     if not evaluates and not saves:
                         continue
                     figures.flush()
                     if evaluates:
                         wait.update(what="training, evaluating after step")
-                        held = evaluate(state.student, run.held_out, config.data.batch, target, method, run.mesh)
-                        if method.goodness(held[method.best_by]) > best:
-                            best = method.goodness(held[method.best_by])
+                        evaluation = evaluate(state.student, run.held_out, config.data.batch, target, method, run.mesh)
+                        if method.goodness(evaluation[method.best_by]) > best:
+                            best = method.goodness(evaluation[method.best_by])
                             export("best", state)
-                        log.write({"step": step, **{f"held_out_{name}": value for name, value in held.items()}})
+                        log.write({"step": step, **{f"held_out_{name}": value for name, value in evaluation.items()}})
                     if saves:
                         wait.update(what="training, saving after step")
-                        export("latest", state)  # before the checkpoint: a run continued there does not come here again
+                        # Export before the checkpoint: a run that is killed here and continues from
+                        # this checkpoint would not repeat the export.
+                        export("latest", state)
                         run_directory.save(checkpoints, state, iterator)
-                    figures.restart()  # what was done between the steps is not theirs
-            finally:  # whatever ended it, also what the last steps reported is kept
+                    figures.restart()  # evaluation and saving must not count as time of the next step
+            finally:  # write the metrics of the last steps even if an error ends the run
                 figures.flush()
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("specjax: trained")  # the first process may still be writing
+        multihost_utils.sync_global_devices("specjax: trained")  # wait until the first process has written all files
     return output / "best"
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run is made of.
+    """The parts of a run before its first step.
 
     Attributes:
-        state: before the first step.
-        target: the frozen one, or None.
-        mesh: None is one device.
-        tokenizer: of the windows.
-        tokenizer_directory: where it was read from; empty where it was trained here.
-        iterator: over the batches to train on, before the first.
-        held_out: windows to evaluate on.
-        fixed: what `train_step` is given besides, the same in every step.
+        state: the state before the first step.
+        target: the frozen target, or None.
+        mesh: the mesh; None for one device.
+        tokenizer: the tokenizer of the windows.
+        tokenizer_directory: the directory of the tokenizer; empty if it was trained here.
+        iterator: the iterator over the training batches.
+        held_out: the windows to evaluate on.
+        fixed: the other arguments of `train_step`, which are the same in every step.
     """
 
     state: TrainState
@@ -151,7 +157,7 @@ class _Run:
 
 
 def _prepare(config: TrainConfig) -> _Run:
-    """Everything that comes before the first step. When all of it is known to be usable, the output directory is claimed."""
+    """Prepare a run, and claim its output directory at the end, when all inputs are valid."""
     config.check()
     output, method = Path(config.output), config.method
     run_directory.refuse_foreign(output, config)
@@ -169,8 +175,8 @@ def _prepare(config: TrainConfig) -> _Run:
     if target is not None:
         _check_target(config, target, tokenizer)
     vocab = tokenizer.get_vocab_size() if target is None else target.config.vocab_size
-    given = StudentInputs(tokenizer, data.count_labels(packed, vocab), target, mesh, config.init_from)
-    student = cast(method.init(make_key(config.seed), given), jnp.float32)  # whatever the target is held in
+    inputs = StudentInputs(tokenizer, data.count_labels(packed, vocab), target, mesh, config.init_from)
+    student = cast(method.init(make_key(config.seed), inputs), jnp.float32)  # also if the target is in bfloat16
     if config.init_from:
         student = _warm_start(student, config.init_from)
     if isinstance(student, Drafter):
@@ -188,33 +194,38 @@ def _prepare(config: TrainConfig) -> _Run:
 
 
 def _warm_start(student: Any, path: str) -> Any:
-    """``student`` with the weights of an earlier one, read from ``path``. A whole model may be for longer texts now, its RoPE
-    stretched."""
+    """Replace the weights of a student by those of an earlier student.
+
+    A whole model may have more positions than the earlier one, with scaled RoPE.
+    """
     earlier = type(student).from_pretrained(path, dtype=jnp.float32, mesh=student.mesh, weights=schemes.FLOATS)
     if isinstance(earlier, Target):
         earlier.check_whole()
     if isinstance(student, Target) and _is_stretched(earlier.config, student.config):
-        of_positions = {"rope": student.config.rope, "max_positions": student.config.max_positions}
-        earlier = replace(earlier, config=replace(earlier.config, **of_positions))
+        positions = {"rope": student.config.rope, "max_positions": student.config.max_positions}
+        earlier = replace(earlier, config=replace(earlier.config, **positions))
     if changed := differences(earlier.config, student.config):
         raise ConfigError(
-            f"init_from={path!r}: is of another shape than this run's student ({'; '.join(changed)}): set the options under "
-            "method to what it has"
+            f"init_from={path!r}: its shape differs from this run's student ({'; '.join(changed)}); set the options under "
+            "method to its values"
         )
-    if jax.tree.structure(earlier) != jax.tree.structure(student):  # a part of it is of another shape
+    if jax.tree.structure(earlier) != jax.tree.structure(student):  # equal configs, but other parameters
         raise ConfigError(
-            f"init_from={path!r}: is of another shape than this run's student: set the options under method alike"
+            f"init_from={path!r}: its parameters differ from this run's student; set the options under method to its values"
         )
     return jax.tree.map(lambda _, leaf: leaf, student, earlier)
 
 
 def _is_stretched(earlier: ModelConfig, later: ModelConfig) -> bool:
-    """Whether ``later`` is for at least as long texts, by the same frequencies before they are stretched."""
+    """Return whether ``later`` has at least as many positions, and the same RoPE before scaling."""
     return earlier.rope.theta == later.rope.theta and earlier.max_positions <= later.max_positions
 
 
 def show_batch(tokenizer: tokenizers.Tokenizer, packed: dict[str, np.ndarray]) -> None:
-    """Print a window as text, what counts in colour: whoever sees the wrong words in colour can stop the run here."""
+    """Print the first window as text, with the labels that count in green.
+
+    So the user can stop the run if the wrong words are green.
+    """
     tokens, counts = packed["tokens"][0, 1:].tolist(), packed["loss_mask"][0]
     edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(tokens)]
     shown = Text()
@@ -222,12 +233,12 @@ def show_batch(tokenizer: tokenizers.Tokenizer, packed: dict[str, np.ndarray]) -
         shown.append(tokenizer.decode(tokens[begin:end], skip_special_tokens=False), style="green" if counts[begin] else "dim")
     console = Console()
     share = packed["loss_mask"].mean()
-    console.print(f"the first window; what counts is green, {share:.0%} of all {packed['loss_mask'].size:,} labels:")
+    console.print(f"the first window; labels that count are green, {share:.0%} of all {packed['loss_mask'].size:,}:")
     console.print(shown)
 
 
 def _check_target(config: TrainConfig, target: Target, tokenizer: tokenizers.Tokenizer) -> None:
-    """See that the frozen target can read the windows."""
+    """Raise ConfigError if the frozen target cannot read the windows."""
     if tokenizer.get_vocab_size() > target.config.vocab_size:
         raise ConfigError(
             f"data.tokenizer={config.data.tokenizer!r} has {tokenizer.get_vocab_size()} tokens and "
@@ -236,41 +247,41 @@ def _check_target(config: TrainConfig, target: Target, tokenizer: tokenizers.Tok
     if config.data.window > target.config.max_positions:
         raise ConfigError(
             f"data.window={config.data.window} is longer than the {target.config.max_positions} positions of "
-            f"method.target={config.method.target!r}"
+            f"method.target={config.method.target!r}; give a shorter window"
         )
 
 
 class _Figures:
-    """What the steps report, fetched one step behind: a step's figures are waited for when the next one has been begun.
+    """The metrics of the steps, fetched one step late: after the next step has been dispatched.
 
-    So the device has work while the host waits, writes, and makes the next batch. A step's time is that from one fetch to the
-    next: the times add up to all that has passed.
+    So the device has work while the host waits, writes metrics, and makes the next batch. The time
+    of a step is the time between two fetches. So the times add up to the time that has passed.
     """
 
     def __init__(self, log: run_directory.MetricsLog, report: "_Report", tokens: int) -> None:
         self._log, self._report, self._tokens = log, report, tokens
-        self._waiting: deque[tuple[int, Metrics]] = deque()
+        self._pending: deque[tuple[int, Metrics]] = deque()
         self.restart()
 
     def restart(self) -> None:
-        """Let the time of the next step begin now."""
+        """Start the time of the next step now."""
         self._clock = time.perf_counter()
 
     def add(self, step: int, metrics: Metrics) -> None:
-        """Take the metrics of a step that has been begun, and report the one before it."""
-        self._waiting.append((step, metrics))
-        while len(self._waiting) > 1:
+        """Add the metrics of a step that has been dispatched, and report the step before it."""
+        self._pending.append((step, metrics))
+        while len(self._pending) > 1:
             self._fetch()
 
     def flush(self) -> None:
-        """Wait for every step that has been begun, and report it."""
-        while self._waiting:
+        """Wait for all dispatched steps, and report them."""
+        while self._pending:
             self._fetch()
 
     def _fetch(self) -> None:
-        step, metrics = self._waiting[0]
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}  # waits for the step
-        self._waiting.popleft()
+        step, metrics = self._pending[0]
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}  # this waits for the step
+        self._pending.popleft()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self._report(step, values["loss"], self._tokens, seconds)
@@ -278,10 +289,10 @@ class _Figures:
 
 
 class _Report:
-    """What is shown of the steps: loss, tokens a second, and the share of the devices' peak that the steps' products make.
+    """The progress line: the loss, tokens per second, and the share of the devices' peak FLOPS.
 
     Attributes:
-        flops: operations of a step.
+        flops: the floating-point operations of a step.
     """
 
     def __init__(self, wait: Wait, devices: int) -> None:

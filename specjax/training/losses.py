@@ -1,4 +1,4 @@
-"""Loss atoms, a value for each position, and the two ways to average them."""
+"""Elementary losses with one value per position, and the two ways to average them."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from specjax.shape_checks import shape_checked
 
 @shape_checked
 def cross_entropy(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """``-log softmax(logits)[token]`` in nats.
+    """Return ``-log softmax(logits)[token]`` in nats.
 
     Examples:
         >>> from specjax.training import losses
@@ -17,13 +17,13 @@ def cross_entropy(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> F
         >>> losses.cross_entropy(logits, jnp.array([[0]])).shape
         (1, 1)
     """
-    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
+    token_logits = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - token_logits
 
 
 @shape_checked
 def next_token(logits: Float[Array, "B T V"], labels: Int[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """The loss of plain language modelling, in nats.
+    """Return the loss of plain language modeling in nats.
 
     Examples:
         >>> from specjax.training import losses
@@ -38,7 +38,7 @@ def next_token(logits: Float[Array, "B T V"], labels: Int[Array, "B T"], mask: B
 
 @shape_checked
 def soft_cross_entropy(target_logits: Float[Array, "B T V"], logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
-    """``-sum p log q`` in nats, of the target's distribution p and the student's q.
+    """Return ``-sum p log q`` in nats, for the target's distribution p and the student's q.
 
     Examples:
         >>> from specjax.training import losses
@@ -51,7 +51,7 @@ def soft_cross_entropy(target_logits: Float[Array, "B T V"], logits: Float[Array
 
 @shape_checked
 def forward_kl(target_logits: Float[Array, "*N V"], logits: Float[Array, "*N V"]) -> Float[Array, "*N"]:
-    """``KL(target || student)`` in nats.
+    """Return ``KL(target || student)`` in nats.
 
     Examples:
         >>> from specjax.training import losses
@@ -65,18 +65,22 @@ def forward_kl(target_logits: Float[Array, "*N V"], logits: Float[Array, "*N V"]
 
 @shape_checked
 def log_acceptance(log_p: Float[Array, "*N V"], logits: Float[Array, "*N V"]) -> Float[Array, "*N"]:
-    """``log a``, of the chance a = ``sum min(p, q)`` that a token drawn from the student's q is accepted by the target's p.
+    """Return ``log a``, with the acceptance probability a = ``sum min(p, q)``.
 
-    The chance is 1 less the total variation (`specjax.evaluation.metrics.overlap`). ``-log a`` is the loss L_alpha of Samarin
-    et al. 2026, arXiv 2602.23881; where p is one token it is the cross entropy. It is formed from logarithms and never comes to
-    ``log 0``, so it has a gradient however small the chance is. Where p(x) = q(x) the gradient of the smaller of the two is the
-    mean of both sides', so it is 0 where p and q are equal throughout.
+    It is the probability that the target with distribution p accepts a token that is sampled from
+    the student's distribution q, which is 1 minus the total variation
+    (`specjax.evaluation.metrics.overlap`). ``-log a`` is the loss L_alpha of Samarin et al. 2026,
+    arXiv 2602.23881. If p is a single token, it is the cross entropy. It is computed from
+    logarithms and never takes ``log 0``, so it has a gradient however small a is. Where p(x) =
+    q(x), the gradient of the minimum is the mean of both sides, so it is 0 if p and q are equal
+    everywhere.
 
     Args:
-        log_p: ``[*N, V]`` the logarithm of the target's probability of each token that the student can draft. Of a student with
-            a smaller vocabulary these are as they are, not scaled to a sum of 1: the rest is never accepted. SpecForge does so
-            too (``core/lk_loss.py``, ``core/eagle3.py``); speculators scales them.
-        logits: ``[*N, V]`` the student's.
+        log_p: ``[*N, V]`` the target's log-probability of each token that the student can draft.
+            For a student with a smaller vocabulary, they are not scaled to a sum of 1, because all
+            other tokens are never accepted. SpecForge does the same (``core/lk_loss.py``,
+            ``core/eagle3.py``); speculators scales them.
+        logits: ``[*N, V]`` the student's logits.
 
     Examples:
         >>> from specjax.training import losses
@@ -90,17 +94,21 @@ def log_acceptance(log_p: Float[Array, "*N V"], logits: Float[Array, "*N V"]) ->
 
 @shape_checked
 def hybrid(kl: Float[Array, "*N"], log_a: Float[Array, "*N"], mask: Bool[Array, "*N"], eta: float) -> Float[Array, "*N"]:
-    """``share KL(p || q) + (1 - share) (1 - a)``, the hybrid loss of Samarin et al. 2026, arXiv 2602.23881.
+    """Return ``share KL(p || q) + (1 - share) (1 - a)``, a loss of Samarin et al. 2026.
 
-    The divergence has a strong gradient where q is far from p; the chance of acceptance a is what counts in the end. The share
-    is ``exp(-eta mean(a))`` with no gradient of its own: one for all predictions of a depth, so call this once for each. So do
-    the paper (section 4.4) and SpecForge; speculators gives each position its own share.
+    See arXiv 2602.23881. The divergence has a strong gradient if q is far from p; the acceptance
+    probability a is the quantity that matters in the end. The share is ``exp(-eta mean(a))``,
+    without a gradient. It is the same for all predictions of one depth, so call this function once
+    for each depth. The paper (section 4.4) and SpecForge do the same; speculators has a share for
+    each position.
 
     Args:
-        kl: ``[*N]``, see `forward_kl`. Of a student with a smaller vocabulary it is that to p scaled to a sum of 1 there.
-        log_a: ``[*N]``, see `log_acceptance`.
-        mask: which predictions the mean is taken of.
-        eta: how soon the divergence makes room. The paper's is 3; SpecForge's ``kl_decay`` is 1.
+        kl: ``[*N]`` see `forward_kl`. For a student with a smaller vocabulary, p is scaled to a sum
+            of 1 over that vocabulary.
+        log_a: ``[*N]`` see `log_acceptance`.
+        mask: ``[*N]`` the predictions that count in the mean.
+        eta: how fast the weight moves from the divergence to the acceptance. It is 3 in the paper;
+            SpecForge's ``kl_decay`` is 1.
 
     Examples:
         >>> from specjax.training import losses
@@ -115,8 +123,10 @@ def hybrid(kl: Float[Array, "*N"], log_a: Float[Array, "*N"], mask: Bool[Array, 
 
 
 @shape_checked
-def smooth_l1(predicted: Float[Array, "B T H"], wanted: Float[Array, "B T H"]) -> Float[Array, "B T"]:
-    """SmoothL1 with beta 1, its mean over H: half the square of a difference below 1, and beyond it the difference less 1/2.
+def smooth_l1(predicted: Float[Array, "B T H"], expected: Float[Array, "B T H"]) -> Float[Array, "B T"]:
+    """Return the mean over H of SmoothL1 with beta 1.
+
+    SmoothL1 is half the square of a difference below 1, and otherwise the difference minus 1/2.
 
     Examples:
         >>> from specjax.training import losses
@@ -124,16 +134,17 @@ def smooth_l1(predicted: Float[Array, "B T H"], wanted: Float[Array, "B T H"]) -
         >>> values.tolist()
         [[0.125, 2.5]]
     """
-    size = jnp.abs(predicted.astype(jnp.float32) - wanted.astype(jnp.float32))
-    return jnp.mean(jnp.where(size < 1, 0.5 * size * size, size - 0.5), axis=-1)
+    difference = jnp.abs(predicted.astype(jnp.float32) - expected.astype(jnp.float32))
+    return jnp.mean(jnp.where(difference < 1, 0.5 * difference * difference, difference - 0.5), axis=-1)
 
 
 @shape_checked
 def mean_over_positions(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """The values where ``mask`` counts them, summed and divided by all B*T positions. For losses.
+    """Return the sum of the values under the mask, divided by all B*T positions. Use it for losses.
 
-    The divisor is the same in every batch, and so is the weight of a label. Divided by the labels that count, a label would
-    weigh the more, the fewer others its batch happens to hold. EAGLE-3's published code divides by B*T too.
+    The divisor is the same in every batch, so a label always has the same weight. With the number
+    of labels that count as divisor, a label would weigh more in a batch with fewer of them.
+    EAGLE-3's published code divides by B*T as well.
 
     Examples:
         >>> from specjax.training import losses
@@ -146,7 +157,7 @@ def mean_over_positions(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -
 
 @shape_checked
 def mean_over_labels(values: Shaped[Array, "*N"], mask: Bool[Array, "*N"]) -> Float[Array, ""]:
-    """The mean of the values that ``mask`` counts, 0 where it counts none. For what is reported: accuracies, acceptance.
+    """Return the mean of the values under the mask, or 0 if it is empty. Use it for metrics.
 
     Examples:
         >>> from specjax.training import losses

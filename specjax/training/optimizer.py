@@ -1,4 +1,4 @@
-"""The optimiser that an `OptimizerConfig` describes."""
+"""The optimizer that an `OptimizerConfig` describes."""
 
 import functools
 from typing import Any
@@ -12,9 +12,9 @@ from specjax.training.config import OptimizerConfig
 
 @functools.cache
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The optimiser of ``config``; matrices decay, norms and biases do not.
+    """Make the optimizer of a configuration. Weight decay applies to matrices, not norms or biases.
 
-    Equal arguments give the same object, which is what lets JAX reuse a step that is compiled already.
+    Equal arguments give the same object, so that JAX reuses a compiled step.
     """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -29,22 +29,27 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
     descent = optax.adamw(schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrices)
     if config.method == "muon":
-        # consistent_rms gives orthogonalised updates the size of AdamW's.
+        # consistent_rms scales orthogonalized updates to the size of AdamW's.
         muon = optax.contrib.muon(schedule, consistent_rms=0.2, weight_decay=config.weight_decay)
         descent = optax.multi_transform({"adamw": descent, "muon": muon}, _label_parameters)
     return optax.chain(optax.clip_by_global_norm(config.clip), descent)
 
 
 def _decays(path: Any, leaf: jax.Array) -> bool:
-    """Norms and biases do not; nor do DFlash2's kernels, which scale each channel by 1 where a convolution does nothing."""
+    """Return whether weight decay applies to a parameter.
+
+    It does not apply to norms and biases, nor to DFlash2's convolution kernels, whose neutral value
+    is 1.
+    """
     is_kernel = jax.tree_util.keystr(path, simple=True, separator=".").endswith("_conv_base")
     return leaf.ndim > 1 and not is_kernel
 
 
 def _label_parameters(params: Any) -> Any:
-    """Muon for the matrices under ``layers``, and ``fc``, which joins a drafter's inputs.
+    """Label parameters "muon" or "adamw".
 
-    An embedding is a table of vectors, not a map between them, and a head is one turned round: AdamW keeps them.
+    Muon gets the matrices under ``layers`` and ``fc``, which joins a drafter's inputs. AdamW gets
+    embeddings, which are tables of vectors and not linear maps, and heads, their transposes.
     """
 
     def label(path: Any, leaf: jax.Array) -> str:

@@ -1,11 +1,11 @@
-"""What a run leaves in its directory: whose it is, checkpoints to continue from, metrics, and students to use.
+"""The directory of a run: its configuration, checkpoints, metrics and students.
 
 ::
 
-    config.yaml, claim.json    which run this is; another one is refused the directory
-    checkpoints/               all that a killed run needs to continue bit for bit, the newest two
-    metrics.jsonl, tensorboard/  every step's figures; TensorBoard's are written with some delay
-    best/, latest/             the student, as its ``from_pretrained`` reads it
+    config.yaml, claim.json      the identity of the run; a different run cannot use the directory
+    checkpoints/                 the newest two checkpoints, to continue a killed run bit for bit
+    metrics.jsonl, tensorboard/  the metrics of every step; those of TensorBoard appear with a delay
+    best/, latest/               the student, as its ``from_pretrained`` reads it
 """
 
 import json
@@ -27,82 +27,93 @@ from specjax.training.step import TrainState
 
 STUDENTS = ("best", "latest")
 
-# --- whose directory it is -------------------------------------------------------------------------------------------
+# --- identity of the run --------------------------------------------------------------------------
 
 
 def refuse_foreign(output: Path, config: TrainConfig) -> None:
-    """See that ``output`` is free, or holds a run of this configuration; where the run lies may differ."""
+    """Raise ConfigError unless ``output`` is free or has a run with this configuration.
+
+    The run may have been moved.
+    """
     if output.exists() and not output.is_dir():
-        raise ConfigError(f"output={config.output!r} is a file: choose a directory")
+        raise ConfigError(f"output={config.output!r} is a file; give a directory")
     stored = output / "config.yaml"
     if stored.exists():
         earlier = replace(load_yaml(TrainConfig, stored), output=config.output)
         if changed := differences(earlier, config):
             raise ConfigError(
-                f"output={config.output!r} holds a run of another configuration ({'; '.join(changed)}): "
+                f"output={config.output!r} has a run with another configuration ({'; '.join(changed)}); "
                 "choose another output, or restore these values to continue that run"
             )
     elif output.exists() and any(output.iterdir()):
-        raise ConfigError(f"output={config.output!r} is not empty and holds no run: choose another directory")
+        raise ConfigError(f"output={config.output!r} is not empty and has no run; choose another directory")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a run's result depends on beside its configuration.
+    """The hashes of a run's inputs other than its configuration.
 
     Attributes:
-        data: `fingerprint.of_windows` to train and to evaluate on.
-        target: `fingerprint.of_target`; None where there is no target.
+        data: the `fingerprint.of_windows` of the training and the held-out windows.
+        target: the `fingerprint.of_target`; None without a target.
     """
 
     data: str
     target: str | None
 
 
-def claim(output: Path, config: TrainConfig, found: Claim) -> None:
-    """Make ``output`` this run's, once everything is known to be usable; refuse other tokens or another target than it had.
+def claim(output: Path, config: TrainConfig, inputs: Claim) -> None:
+    """Claim the directory for a new run, or check that a run which continues has the same inputs.
 
-    Of several processes the first one does. A run that was begun before claims noted the target (it has data.sha256 and no
-    claim.json) is refused, for nobody knows what its first half learnt from.
+    Call it when everything else is valid. Only the first of several processes acts.
+
+    Args:
+        output: the directory of the run.
+        config: the configuration of the run.
+        inputs: the hashes of the run's inputs.
+
+    Raises:
+        ConfigError: The tokens or the target have changed since the run began. Or the run is of an
+            older version that did not store the hash of the target, so they may have changed.
     """
     stored = output / "claim.json"
     if jax.process_index() != 0:
         return
-    for name in STUDENTS:  # what a killed run left of a student that it was writing
+    for name in STUDENTS:  # remove incomplete students of a run that was killed while it saved
         for scratch in output.glob(f".{name}-*"):
             shutil.rmtree(scratch, ignore_errors=True)
     if not (output / "config.yaml").exists():
         with replacing(output) as scratch:
-            (scratch / "claim.json").write_text(json.dumps(asdict(found), indent=2) + "\n")
+            (scratch / "claim.json").write_text(json.dumps(asdict(inputs), indent=2) + "\n")
             (scratch / "config.yaml").write_text(dump_yaml(config))
         return
     try:
         earlier = Claim(**json.loads(stored.read_text()))
     except FileNotFoundError:
         raise ConfigError(
-            f"output={config.output!r}: was begun by an older version of specjax, which did not note what its target was: "
+            f"output={config.output!r}: an older version of specjax began this run, and did not store the hash of its target; "
             "choose another output"
         ) from None
     except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(f"output={config.output!r}: {stored} cannot be read ({error}): choose another output") from None
-    if earlier.data != found.data:
+        raise ConfigError(f"output={config.output!r}: {stored} cannot be read ({error}); choose another output") from None
+    if earlier.data != inputs.data:
         raise ConfigError(
             f"data.source={config.data.source!r}: the text has changed since the run in output={config.output!r} "
-            "began, and so have its tokens: choose another output, or restore the text"
+            "began, and so have its tokens; choose another output, or restore the text"
         )
-    if earlier.target != found.target:
+    if earlier.target != inputs.target:
         raise ConfigError(
             f"method.target={config.method.target!r}: the model there has changed since the run in output={config.output!r} "
-            "began, its weights or its config.json: choose another output, or restore the model"
+            "began, in its weights or its config.json; choose another output, or restore the model"
         )
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 @contextmanager
 def open_checkpoints(output: Path) -> Iterator[ocp.CheckpointManager]:
-    """The run's checkpoints; they are written in the background, and all of them are there when the block ends."""
+    """Open the checkpoints of a run. They are saved in the background, and complete at the end."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
     folder = (output / "checkpoints").absolute()
     with naming_full_disk(output), ocp.CheckpointManager(folder, options=options) as manager:
@@ -111,7 +122,7 @@ def open_checkpoints(output: Path) -> Iterator[ocp.CheckpointManager]:
 
 
 def save(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any) -> None:
-    """Write what `restore` needs, in the background."""
+    """Save a checkpoint for `restore` in the background."""
     checkpoints.save(
         int(state.step),
         args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(iterator.get_state())),
@@ -119,14 +130,14 @@ def save(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any) -
 
 
 def restore(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any) -> TrainState:
-    """The newest checkpoint that can be read, with ``iterator`` set to its place; ``state`` itself when there is none.
+    """Restore the newest checkpoint that can be read, and set the iterator to its batch.
 
-    Where the newest cannot be read and one before it can, that is reported, the one before is taken, and the damaged one is
-    deleted.
+    Without checkpoints, return ``state`` itself. If a checkpoint cannot be read but an older one
+    can, report that, use the older one, and delete the damaged one.
 
     Raises:
-        ConfigError: there are checkpoints, and none can be read; or one cannot, and there are several processes, which must all
-            take the same.
+        ConfigError: No checkpoint can be read. Or one cannot be read and there are several
+            processes: each might restore a different one.
     """
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
     damaged = []
@@ -136,31 +147,32 @@ def restore(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore())
             )
             iterator.set_state(restored["data"])
-        except Exception as error:  # whatever a damaged file makes orbax, tensorstore or JSON stumble over
+        except Exception as error:  # orbax, tensorstore and JSON raise unrelated types for damaged files
             damaged.append(step)
             reason = f"the checkpoint of step {step} cannot be read ({type(error).__name__})"
             if jax.process_count() > 1:
-                raise ConfigError(f"output: {reason}: delete it, to continue from the one before") from error
-            print(f"specjax: {reason}: taking the one before", file=sys.stderr)
+                raise ConfigError(f"output: {reason}; delete it to continue from the one before") from error
+            print(f"specjax: {reason}; the one before is used", file=sys.stderr)
             continue
         for unread in damaged:
             checkpoints.delete(unread)
         return restored["state"]
     if damaged:
         raise ConfigError(
-            f"output: none of the checkpoints can be read ({', '.join(map(str, damaged))}): see that there is memory, and that "
-            "the files may be read; to begin again, choose another output"
+            f"output: none of the checkpoints can be read ({', '.join(map(str, damaged))}); check that there is enough memory, "
+            "and that the files are readable; to start again, choose another output"
         )
     return state
 
 
-# --- metrics ---------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 class MetricsLog:
-    """A line of JSON a step, and the same for TensorBoard. Of several processes the first one writes.
+    """The metrics files: one line of JSON per step, and the same for TensorBoard.
 
-    Continuing at ``start`` drops what an interrupted run wrote after its last checkpoint.
+    Only the first of several processes writes. A run that continues from step ``start`` removes the
+    metrics after that step, which an interrupted run wrote after its last checkpoint.
     """
 
     def __init__(self, output: Path, start: int) -> None:
@@ -169,20 +181,20 @@ class MetricsLog:
         self._writes = jax.process_index() == 0
         path = output / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        self._kept: list[dict[str, Any]] = []
+        self._records: list[dict[str, Any]] = []
         texts = []
         for line in lines:
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:  # the line that a kill cut short
+            except json.JSONDecodeError:  # a line that is incomplete because the run was killed
                 break
             if record["step"] <= start:
-                self._kept.append(record)
+                self._records.append(record)
                 texts.append(line)
         if not self._writes:
             return
         write_text(path, "".join(f"{line}\n" for line in texts))
-        self._file = path.open("a", buffering=1)  # a line at a time
+        self._file = path.open("a", buffering=1)  # flush each line
         self._board = SummaryWriter(str(output / "tensorboard"), purge_step=start + 1 if start else None)
 
     def __enter__(self) -> "MetricsLog":
@@ -194,7 +206,7 @@ class MetricsLog:
             self._board.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add the figures of ``record["step"]``."""
+        """Write the metrics of ``record["step"]``."""
         if not self._writes:
             return
         self._file.write(json.dumps(record) + "\n")
@@ -203,5 +215,5 @@ class MetricsLog:
                 self._board.add_scalar(name, value, record["step"])
 
     def values(self, name: str) -> list[float]:
-        """What was written of ``name`` before this run continued."""
-        return [record[name] for record in self._kept if name in record]
+        """Return the values of a metric from before this run continued."""
+        return [record[name] for record in self._records if name in record]

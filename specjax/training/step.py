@@ -1,4 +1,4 @@
-"""One step of training, for whatever pytree a `TrainingMethod` trains, and where its arrays lie on a mesh."""
+"""One training step for any `TrainingMethod`, and the sharding of its arrays on a mesh."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,13 +20,14 @@ _EVALUATION_WINDOWS = 64
 
 @struct.dataclass
 class TrainState:
-    """What the next step needs.
+    """The state of a training.
 
     Attributes:
-        student: the pytree that is trained, frozen parameters included.
-        optimizer: the optimiser's state; it holds nothing for frozen parameters.
-        step: number of steps taken.
-        places: static, where each leaf lies on the mesh, so that a step leaves it there; None without a mesh.
+        student: the pytree that is trained, with its frozen parameters.
+        optimizer: the state of the optimizer; it holds nothing for frozen parameters.
+        step: the number of steps done.
+        places: the sharding of each leaf on the mesh, which a step keeps; None without a mesh. It
+            is static.
     """
 
     student: Any
@@ -38,8 +39,9 @@ class TrainState:
 def initial_state(
     method: TrainingMethod, student: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> TrainState:
-    """The state before the first step."""
-    # Steps donate the state's arrays, and a student may share some with the frozen target: it gets its own.
+    """Return the state before the first step."""
+    # Copy all arrays: a step donates those of the state, and the student may share some with the
+    # frozen target, which must stay valid.
     student = jax.tree.map(jnp.copy, student)
     state = _first_state(method, student, optimizer)
     if mesh is None:
@@ -55,16 +57,19 @@ def _first_state(method: TrainingMethod, student: Any, optimizer: optax.Gradient
 def abstract_state(
     method: TrainingMethod, student: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> TrainState:
-    """`initial_state` of a ``student`` of shapes: shapes, which say where they lie where the student's do."""
+    """Return the `initial_state` as shapes, for a student of shapes.
 
+    The shapes have shardings if those of the student have.
+    """
     state = jax.eval_shape(lambda student: _first_state(method, student, optimizer), student)
     if mesh is None:
         return state
     places = {name_of(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(student)}
 
-    def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:  # the optimiser's lie as their parameters do
-        own = next((place for name, place in places.items() if f".{name_of(path)}".endswith(f".{name}")), None)
-        shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
+    def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        # A leaf of the optimizer's state ends with the path of its parameter, and is sharded alike.
+        parameter_place = next((place for name, place in places.items() if f".{name_of(path)}".endswith(f".{name}")), None)
+        shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parameter_place)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_place_of(mesh, shape))
 
     state = jax.tree_util.tree_map_with_path(place, state)
@@ -72,14 +77,16 @@ def abstract_state(
 
 
 def _onto(mesh: Mesh, leaf: jax.Array) -> jax.Array:
-    """``leaf`` spread over ``mesh``."""
+    """Shard a leaf over the mesh."""
     return sharding.put(leaf, _place_of(mesh, leaf))
 
 
 def _place_of(mesh: Mesh, leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
-    """As ``leaf`` lies over ``model`` already, and of matrices the longest other axis over ``data``.
+    """Return the FSDP sharding of a leaf.
 
-    Every device keeps a part of the weights and of the optimiser's state, and is lent the rest for a step (FSDP).
+    It keeps the leaf's sharding over ``model``, and shards the longest other axis of a matrix over
+    ``data``. So each device stores a part of the weights and of the optimizer's state, and gathers
+    the rest during a step.
     """
     place = leaf.sharding
     spec = place.spec if isinstance(place, NamedSharding) and place.mesh == mesh else ()
@@ -92,7 +99,7 @@ def _place_of(mesh: Mesh, leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedShardi
 
 
 def make_batch(windows: dict[str, np.ndarray], key: jax.Array, progress: float, mesh: Mesh | None = None) -> Batch:
-    """The `Batch` of packed ``windows``; on a ``mesh`` its rows are split over ``data``."""
+    """Return the `Batch` of packed windows. On a mesh its rows are sharded over ``data``."""
     batch: Batch = {**windows, "key": key, "progress": np.float32(progress)}  # pyright: ignore[reportAssignmentType]
     if mesh is None:
         return batch
@@ -115,16 +122,17 @@ def train_step(
     accumulate: int = 1,
     compute_dtype: Any = jnp.float32,
 ) -> tuple[TrainState, Metrics]:
-    """One optimiser step.
+    """Do one optimizer step, and return the new state and the metrics.
 
     Args:
-        state: is donated.
-        batch: of B rows.
-        target: the frozen one, or None.
-        method: what is minimised.
-        optimizer: as the state was made with.
-        accumulate: parts of the batch, which are worked out one after another; their gradients are averaged. Divides B.
-        compute_dtype: what the student's weights are turned into for the products.
+        state: the state. Its arrays are donated.
+        batch: a batch of B rows.
+        target: the frozen target, or None.
+        method: the training method.
+        optimizer: the optimizer that the state was made with.
+        accumulate: the number of parts of the batch that are computed one after the other. Their
+            gradients are averaged. It must divide B.
+        compute_dtype: the type to which the student's weights are cast for matrix products.
     """
     trained = trainable(state.student, method)
 
@@ -144,17 +152,20 @@ def train_step(
     metrics = {**metrics, "gradient_norm": optax.tree.norm(gradients)}
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, trained)
     student = _with(optax.apply_updates(trained, updates), state.student)
-    following = replace(state, student=student, optimizer=optimizer_state, step=state.step + 1)
+    next_state = replace(state, student=student, optimizer=optimizer_state, step=state.step + 1)
     if state.places is not None:
         places = jax.tree.unflatten(jax.tree.structure(state), state.places)
-        following = jax.lax.with_sharding_constraint(following, places)
-        # Whole on every device, so that each process can fetch them without the others.
+        next_state = jax.lax.with_sharding_constraint(next_state, places)
+        # Replicate the metrics, so that each process can fetch them without the others.
         metrics = jax.lax.with_sharding_constraint(metrics, NamedSharding(state.places[0].mesh, PartitionSpec()))
-    return following, metrics
+    return next_state, metrics
 
 
 def _parts(batch: Batch, count: int) -> Batch:
-    """``batch`` as ``count`` batches, on a new first axis: each has every ``count``-th row, and so rows of every device."""
+    """Split a batch into ``count`` batches on a new first axis.
+
+    Each has every ``count``-th row, so that it has rows of every device.
+    """
 
     def split(name: str, value: jax.Array) -> jax.Array:
         if name == "key":
@@ -167,28 +178,29 @@ def _parts(batch: Batch, count: int) -> Batch:
 
 
 def cast(student: Any, dtype: Any) -> Any:
-    """``student``, of arrays or of shapes, with its floating-point leaves in ``dtype``."""
+    """Cast the floating-point leaves of a student, which may be arrays or shapes."""
 
-    def change(leaf: Any) -> Any:
+    def cast_leaf(leaf: Any) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding) if is_shape else leaf.astype(dtype)
 
-    return jax.tree.map(change, student)
+    return jax.tree.map(cast_leaf, student)
 
 
 def flops_of_step(state: TrainState, batch: Batch, target: Target | None, **fixed: Any) -> float:
-    """Operations of a `train_step`, on all devices together, as XLA counts them; loops count once."""
+    """Return the floating-point operations of a `train_step` on all devices, as XLA counts them."""
+    # XLA counts the body of a loop once.
     analysis = train_step.lower(state, batch, target, **fixed).cost_analysis()
     return float(analysis.get("flops", 0.0)) * fixed.get("accumulate", 1) if isinstance(analysis, dict) else 0.0
 
 
 def trainable(student: Any, method: TrainingMethod) -> Any:
-    """``student`` without what is frozen: `optax.MaskedNode` stands there, as under optax's own masks.
+    """Replace the frozen leaves of a student by `optax.MaskedNode`, as optax's own masks do.
 
-    Neither gradients nor the optimiser see those leaves, so that they cost no memory and stay the same bits (an update of
-    0 would turn -0.0 into 0.0), and may be whole numbers.
+    Neither gradients nor the optimizer see these leaves. So they cost no memory there, may be
+    integers, and keep their exact bits. (An update of 0 would turn -0.0 into 0.0.)
     """
 
     def keep(path: Any, leaf: jax.Array) -> Any:
@@ -200,12 +212,12 @@ def trainable(student: Any, method: TrainingMethod) -> Any:
 
 
 def name_of(path: Any) -> str:
-    """A leaf's path in a pytree, such as ``params.layers.0.q``."""
+    """Return the name of a path in a pytree, such as ``params.layers.0.q``."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _with(trained: Any, student: Any) -> Any:
-    """``student`` with the leaves of ``trained`` in place of its own."""
+    """Return the student with its trained leaves replaced by those of ``trained``."""
 
     def is_hole(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
@@ -226,7 +238,7 @@ def evaluate(
     method: TrainingMethod,
     mesh: Mesh | None = None,
 ) -> dict[str, float]:
-    """Mean metrics over the first held-out windows (at most 64, a whole number of batches)."""
+    """Return the mean metrics of the first held-out windows (whole batches, at most 64 windows)."""
     windows = min(_EVALUATION_WINDOWS, len(packed["tokens"]))
     starts = range(0, windows - batch + 1, batch) or range(1)
     parts = [{name: array[i : i + batch] for name, array in packed.items()} for i in starts]

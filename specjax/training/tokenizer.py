@@ -1,4 +1,4 @@
-"""Tokenizers: trained on the text, or read from a checkpoint, and written beside the models that use them."""
+"""Tokenizers: trained on text or read from a checkpoint, and saved beside their models."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +12,11 @@ from specjax.config import ConfigError
 from specjax.files import replacing
 
 END_OF_TEXT = "<|endoftext|>"
-"""Begins every document of a tokenizer trained here, and so also ends the one before it."""
+"""The token that begins every document of a tokenizer trained here, and so ends the one before."""
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """A byte-level BPE tokenizer: any text can be encoded, and decoding gives it back exactly."""
+    """Train a byte-level BPE tokenizer. It encodes any text, and decoding restores it exactly."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,41 +35,52 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> tokenizers.Tokeniz
 
 
 def read_tokenizer(directory: str | Path) -> Any:
-    """The tokenizer of a checkpoint directory as transformers loads it, and so as generation reads it.
+    """Load the tokenizer of a checkpoint directory with transformers, as generation does.
 
-    Its ``backend_tokenizer`` gives a text its tokens and no more: the ``padding`` and ``truncation`` that tokenizer.json may
-    have are off, as they are in generation.
+    The ``padding`` and ``truncation`` that tokenizer.json may have are turned off in its
+    ``backend_tokenizer``, as in generation.
 
     Raises:
-        InputError: there is no tokenizer, or one that is damaged.
+        InputError: The directory has no tokenizer, or a damaged one.
     """
     if not text.has_tokenizer(Path(directory)):
         raise ConfigError(f"data.tokenizer={str(directory)!r}: {Path(directory) / 'tokenizer.json'} is missing")
     tokenizer = text.load_tokenizer(Path(directory))
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ConfigError(f"data.tokenizer={str(directory)!r}: cannot be read by tokenizers: convert it to a tokenizer.json")
+        raise ConfigError(f"data.tokenizer={str(directory)!r}: tokenizers cannot read it; convert it to a tokenizer.json")
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.backend_tokenizer.no_truncation()
     return tokenizer
 
 
 def encode_texts(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], end: int | None = None) -> list[list[int]]:
-    """Token ids of each text. Where the tokenizer marks neither its beginning nor its end, ``end`` follows, if there is one."""
+    """Return the token ids of each text.
 
-    def ended(encoding: tokenizers.Encoding) -> list[int]:
+    If the tokenizer adds no special token at the beginning or the end, ``end`` is appended, unless
+    it is None.
+    """
+
+    def with_end(encoding: tokenizers.Encoding) -> list[int]:
         return encoding.ids if end is None or any(encoding.special_tokens_mask) else [*encoding.ids, end]
 
-    return [ended(encoding) for encoding in tokenizer.encode_batch(texts)]
+    return [with_end(encoding) for encoding in tokenizer.encode_batch(texts)]
 
 
 def begin_token(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """The token that the tokenizer itself puts before every text; None where it puts none."""
+    """Return the token that the tokenizer puts before every text; None if it puts none."""
     encoding = tokenizer.encode("a")
     return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
 
 
 def save_tokenizer(directory: Path, tokenizer: tokenizers.Tokenizer, source: str, max_positions: int) -> None:
-    """Write into a checkpoint ``directory`` the tokenizer of ``source``, a directory; if that is empty, ``tokenizer``."""
+    """Save a tokenizer into a checkpoint directory.
+
+    Args:
+        directory: the directory to write to.
+        tokenizer: the tokenizer to save if ``source`` is empty.
+        source: the directory of the tokenizer to copy; may be empty.
+        max_positions: the maximum length of the model.
+    """
     from transformers import PreTrainedTokenizerFast
 
     if source:  # with its chat template and special tokens

@@ -1,7 +1,7 @@
-"""What a target wrote, in its own tokens: the fields of a record beside its text, as ``specjax regenerate`` writes them.
+"""The tokens that a target read and generated, as ``specjax regenerate`` stores them in a record.
 
-A text that is tokenised again may have other tokens than it was written in. So training takes those that the target was given
-and wrote, where they are there and are of its own tokenizer.
+A text that is tokenized again may get other tokens than those that the target generated. So
+training uses the stored tokens of a record if they are of its own tokenizer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,33 +14,37 @@ import numpy as np
 from specjax.config import ConfigError
 
 TOKENIZER = "tokenizer_fingerprint"
-"""The field that makes the others what they are here: other data sets have fields called ``tokens``, too."""
+"""The field that marks the other fields as those of this module.
+
+Other data sets may have a field ``tokens`` as well.
+"""
 
 _TOKENS, _SPANS, _STARTS = "tokens", "loss_spans", "starts"
 
 BEGUN = ".part"
-"""What the name of a file ends with that is being written."""
+"""The end of the name of an unfinished file."""
 
 NOTE = "# written by the target of the fingerprint "
-"""How the file beside an output begins, in which the options are noted that it was written with."""
+"""The beginning of the note beside an output, a file with the options that it was made with."""
 
 
 @dataclass(frozen=True)
 class WrittenTokens:
-    """The tokens that a target was given and wrote, of one document.
+    """The tokens of one document that a target has read and generated.
 
-    Every answer follows the very tokens that it was written after. Those of a conversation mostly stand in one sequence: each
-    prompt goes on from the answer before. It does not where the chat template leaves something of earlier answers out, such as
-    what was thought, or where an answer's text, tokenised for the next prompt, has other tokens than the target wrote. There
-    another sequence begins, with the prompt from its first token on, and of it only the answers after that prompt count.
+    Every answer follows the exact tokens that it was generated from. A conversation usually is one
+    sequence, in which each prompt continues the answer before it. A prompt does not continue it if
+    the chat template leaves parts of earlier answers out, such as reasoning, or if the text of an
+    answer is tokenized differently for the next prompt. Then another sequence begins, with the
+    whole prompt, in which only the answers after that prompt count as labels.
 
     Attributes:
-        tokens: ``[T]`` int32, all sequences one after another.
-        loss_spans: ``[n, 2]`` begin and end in ``tokens`` of what the target wrote. An end token that it wrote is in it; where
-            an answer was cut there is none.
-        starts: where in ``tokens`` each sequence begins.
-        tokenizer: its fingerprint, `specjax.training.fingerprint.of_tokenizer`.
-        where: it was read from, for messages.
+        tokens: ``[T]`` int32 token ids of all sequences, one after the other.
+        loss_spans: ``[n, 2]`` begin and end of each generated answer in ``tokens``. The end token
+            belongs to the answer. An answer that was cut has none.
+        starts: the index in ``tokens`` at which each sequence begins.
+        tokenizer: the hash of the tokenizer, `specjax.training.fingerprint.of_tokenizer`.
+        where: the place of the record, for messages.
     """
 
     tokens: np.ndarray
@@ -51,22 +55,22 @@ class WrittenTokens:
 
     @classmethod
     def of_turns(cls, turns: Sequence[tuple[Sequence[int], Sequence[int]]], tokenizer: str) -> "WrittenTokens":
-        """From each prompt and its answer, the earliest first."""
+        """Build the sequences from the prompt and the answer of each turn, in order."""
         tokens: list[int] = []
         spans: list[tuple[int, int]] = []
         starts = [0]
         for prompt, answer in turns:
-            known = tokens[starts[-1] :]
-            if list(prompt[: len(known)]) != known:
+            sequence = tokens[starts[-1] :]
+            if list(prompt[: len(sequence)]) != sequence:
                 starts.append(len(tokens))
-                known = []
-            tokens += prompt[len(known) :]
+                sequence = []
+            tokens += prompt[len(sequence) :]
             spans.append((len(tokens), len(tokens) + len(answer)))
             tokens += answer
         return cls(np.array(tokens, np.int32), np.array(spans, np.int32), tuple(starts), tokenizer)
 
     def record(self) -> dict[str, Any]:
-        """The fields. That there is but one sequence is not written."""
+        """Return the fields for a record, without ``starts`` if there is a single sequence."""
         starts = {_STARTS: list(self.starts)} if len(self.starts) > 1 else {}
         return {
             TOKENIZER: self.tokenizer,
@@ -76,52 +80,59 @@ class WrittenTokens:
         }
 
     def sequences(self, responses_only: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """``[t]`` tokens of each sequence, and ``[t]`` bool which of them count as labels: what the target wrote; without
-        ``responses_only`` all of the first sequence. Those after it repeat what stands there."""
+        """Yield the tokens ``[t]`` of each sequence, and ``[t]`` bool which of them are labels.
+
+        The answers count. Without ``responses_only``, all tokens of the first sequence count as
+        well. Later sequences repeat tokens of the first, so their prompts never count.
+        """
         ends = (*self.starts[1:], len(self.tokens))
         counts = np.zeros(len(self.tokens), bool)
         counts[: 0 if responses_only else ends[0]] = True
         for begin, end in self.loss_spans:
             counts[begin:end] = True
-        counts[list(self.starts)] = False  # they follow nothing
+        counts[list(self.starts)] = False  # nothing precedes the first token of a sequence
         for begin, end in zip(self.starts, ends, strict=True):
             yield self.tokens[begin:end], counts[begin:end]
 
     def check_vocabulary(self, vocab: int) -> None:
-        """Raise a `ConfigError` where a token is none of ``vocab``."""
-        if (most := int(self.tokens.max())) >= vocab:
-            raise ConfigError(f"{self.where}: {_TOKENS}: holds the id {most}, and the vocabulary has {vocab} tokens")
+        """Raise ConfigError if a token id is not below ``vocab``."""
+        if (largest := int(self.tokens.max())) >= vocab:
+            raise ConfigError(f"{self.where}: {_TOKENS}: it has the id {largest}, but the vocabulary has only {vocab} tokens")
 
 
 def parse(record: Mapping[str, Any], where: str) -> WrittenTokens | None:
-    """The tokens in a ``record``; None: it has none.
+    """Parse the tokens of a record; return None if it has none.
+
+    Args:
+        record: the record.
+        where: the place of the record, for messages.
 
     Raises:
-        ConfigError: they are damaged; ``where`` says which record it is.
+        ConfigError: The tokens are damaged.
     """
     tokenizer = record.get(TOKENIZER)
     if not isinstance(tokenizer, str) or record.get(_TOKENS) is None:
         return None
 
     def refuse(field: str, what: str) -> ConfigError:
-        return ConfigError(f"{where}: {field}: {what}: take the field {TOKENIZER} out of the record, or write it again")
+        return ConfigError(f"{where}: {field}: {what}; remove the field {TOKENIZER} from the record, or generate it again")
 
     tokens, spans = _whole_numbers(record[_TOKENS]), _whole_numbers(record.get(_SPANS))
     starts = _whole_numbers(record.get(_STARTS) or [0])
     if tokens is None or tokens.ndim != 1:
         raise refuse(_TOKENS, "must be a list of token ids")
     if spans is None or spans.ndim != 2 or spans.shape[1] != 2:
-        raise refuse(_SPANS, "must be a list of pairs, begin and end")
+        raise refuse(_SPANS, "must be a list of pairs of begin and end")
     edges = spans.ravel()
     if (np.diff(edges) < 0).any() or edges[-1] > len(tokens):
-        raise refuse(_SPANS, f"must be in order, and in the {len(tokens)} tokens")
+        raise refuse(_SPANS, f"must be in order, and within the {len(tokens)} tokens")
     if starts is None or starts.ndim != 1 or starts[0] or (np.diff(starts) < 1).any() or starts[-1] >= len(tokens):
-        raise refuse(_STARTS, f"must begin with 0, rise, and be in the {len(tokens)} tokens")
+        raise refuse(_STARTS, f"must begin with 0, increase, and be within the {len(tokens)} tokens")
     return WrittenTokens(tokens, spans, tuple(starts.tolist()), tokenizer, where)
 
 
 def is_beside(file: Path) -> bool:
-    """Whether ``file`` is no data but stands beside some that is written: what is not whole yet, or the note of its options."""
+    """Return whether a file is not data, but an unfinished output or a note with its options."""
     if file.name.endswith((f".jsonl{BEGUN}", ".yaml.tmp")):
         return True
     if file.suffix != ".yaml":
@@ -131,7 +142,7 @@ def is_beside(file: Path) -> bool:
 
 
 def _whole_numbers(value: Any) -> np.ndarray | None:
-    """int32; None where ``value`` is not made of whole numbers from 0 on, or is empty."""
+    """Return a value as an int32 array; None if it is empty, or not made of integers from 0 on."""
     try:
         array = np.asarray(value)
     except ValueError:  # lists of unequal lengths

@@ -83,7 +83,7 @@ def test_what_json_has() -> None:
 
 
 def test_the_summary() -> None:
-    assert "nothing was verified; 2 provisional tokens" in summary(TextReport(provisional_tokens=(1, 2)))
+    assert "no token was verified; 2 provisional tokens" in summary(TextReport(provisional_tokens=(1, 2)))
     said = summary(TextReport(tokens=(1, 2, 3), rounds=2, accepted=1, round_trips=[0.01, 0.03], provisional_tokens=(4,)))
     assert "3 tokens" in said and "2 rounds of 1.5 tokens, 30 ms" in said and "1 tokens are not verified" in said
 

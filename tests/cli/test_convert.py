@@ -44,12 +44,12 @@ def test_there_and_back_again_is_the_same_to_the_bit(drafter, tmp_path, capsys) 
 
 def test_what_cannot_be_converted_is_refused(drafter, tmp_path, capsys) -> None:
     assert main(["convert", "--drafter", str(drafter), "--output", str(drafter)]) == 2
-    assert "is the drafter itself" in capsys.readouterr().err
+    assert "is the drafter's directory" in capsys.readouterr().err
     assert main(["convert", "--output", "x"]) == 2
     assert "drafter=''" in capsys.readouterr().err
     save_tiny(tmp_path / "model")
     assert main(["convert", "--drafter", str(tmp_path / "model"), "--output", str(tmp_path / "x")]) == 2
-    assert "is no drafter that is trained for its target: there is nothing to convert; several have" in capsys.readouterr().err
+    assert "it is not a drafter trained for its target, so there is nothing to convert; give one of" in capsys.readouterr().err
 
 
 def test_mixture_of_attentions_goes_to_the_authors_layouts_and_back(tmp_path, capsys) -> None:
@@ -91,7 +91,7 @@ def test_a_published_mixture_of_attentions_keeps_the_layers_that_its_name_says(t
 def test_a_layout_that_a_drafter_lacks_is_refused(drafter, tmp_path, capsys) -> None:
     Eagle.init(tiny_target(), jax.random.key(0)).save_pretrained(tmp_path / "eagle")
     for place, words in (
-        ("eagle", "is an EAGLE drafter, which is written in one layout: there is nothing to convert; several have"),
+        ("eagle", "it is an EAGLE drafter, which has a single layout, so there is nothing to convert; give one of"),
         ("ours", "to='vllm': an EAGLE-3 drafter is written as eagle3, speculators: give one of these"),
     ):
         assert main(["convert", "--drafter", str(tmp_path / place), "--to", "vllm", "--output", str(tmp_path / "x")]) == 2
@@ -111,7 +111,7 @@ def test_a_dry_run_says_what_a_run_takes_and_takes_nothing(tmp_path, capsys) -> 
     assert "d2t │ 100 │ frozen" in out
     assert "fc │ 16 x 16 │" in out.replace("params.fc", "fc")
     assert "tokens [2, 17]" in out
-    assert "10 steps of 2 x 16 tokens, 320 in all. Nothing was trained." in out
+    assert "10 steps of 2 x 16 tokens, 320 in total. Nothing was trained." in out
     assert not (tmp_path / "run").exists()
 
 
@@ -271,19 +271,19 @@ def test_a_drafter_is_written_with_quantized_weights(drafter, tmp_path) -> None:
         (("--calibrate", "x.jsonl", "--target", "a", "--output", "x"), "calibrate='x.jsonl': needs quantize"),
         (
             ("--calibrate", "x", "--quantize", "int8", "--drafter", "embedded:eagle3", "--output", "x"),
-            "calibrate='x': is of targets: leave it out for a drafter",
+            "calibrate='x': it is for targets: leave it out",
         ),
         (
             ("--calibrate", "no/where", "--quantize", "int8", "--target", "embedded", "--output", "x"),
-            "calibrate='no/where': no files there",
+            "calibrate='no/where': it has no files",
         ),
         (
             ("--vocabulary", "--target", "embedded", "--drafter", "embedded:eagle3", "--output", "x"),
-            "vocabulary: needs quantize",
+            "vocabulary: it needs quantize",
         ),
         (
             ("--quantize", "int8", "--client-parts", "--target", "a", "--drafter", "b", "--output", "x"),
-            "cut the client's parts",
+            "extract the client's parts",
         ),
     ],
 )

@@ -39,7 +39,7 @@ def test_the_demo_shows_its_methods(capsys, monkeypatch, tmp_path) -> None:
     assert main(["demo", "--max-new-tokens", "16", "--repeats", "1"]) == 0
     out = capsys.readouterr().out
     check_shown(out, 1, few)
-    assert "9 texts that were drafted greedily, 9 are plain decoding's own" in " ".join(out.split())
+    assert "9 greedy texts with drafters, 9 are equal to plain decoding's" in " ".join(out.split())
     following = [line for line in out.splitlines() if " -m specjax " in line]
     for line in following:  # what it says to type next can be typed
         words = shlex.split(line, comments=True)

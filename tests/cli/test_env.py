@@ -48,7 +48,7 @@ def test_where_nothing_can_be_imported_it_says_so_and_how_to_mend_it(environment
     assert done.stderr == ""
     assert re.search(r"^devices +none$", done.stdout, re.MULTILINE)
     assert "JAX or specjax does not start: ImportError: jax is broken\n" in done.stdout
-    assert "- flax 0.11.2 is installed, and specjax needs flax<0.13,>=0.12.4\n" in done.stdout
+    assert "- flax 0.11.2 is installed, but specjax needs flax<0.13,>=0.12.4\n" in done.stdout
     assert f"  {PIP} install -U 'flax<0.13,>=0.12.4'\n" in done.stdout
 
 

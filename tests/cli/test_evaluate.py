@@ -311,10 +311,10 @@ def test_a_command_that_cannot_be_run_claims_nothing(tiny_pair, tmp_path, capsys
     assert main(of_texts(tmp_path / "moving", source, "--output", str(tmp_path / "moved.jsonl"))) == 0
     save_tiny(tmp_path / "moving", seed=1)
     assert main(of_texts(tmp_path / "moving", source, "--output", str(tmp_path / "moved.jsonl"))) == 2
-    assert "moving': the model there, or the data type it is read in, is another" in capsys.readouterr().err
+    assert "moving': the model or its data type differs" in capsys.readouterr().err
     output.write_text('{"text": "of an earlier version"}\n')
     assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 2
-    assert "out.jsonl:1: says not which document it is of" in capsys.readouterr().err
+    assert "out.jsonl:1: the line does not name its document" in capsys.readouterr().err
 
 
 @pytest.mark.full
@@ -408,6 +408,6 @@ def test_what_a_kill_leaves_before_the_first_record_claims_nothing(tiny_pair, tm
     (tmp_path / "out.yaml").write_text("seed: 3  # mine\n")
     capsys.readouterr()
     assert main(command) == 2
-    assert "out.yaml, where its options would be kept, is another file" in capsys.readouterr().err
+    assert "out.yaml, the file for its options, has other content" in capsys.readouterr().err
     assert (tmp_path / "out.yaml").read_text() == "seed: 3  # mine\n"
     assert not output.exists()

@@ -160,9 +160,9 @@ def test_generation_ends_before_a_stop_string(capsys, tiny_pair) -> None:
 def test_settings_that_greedy_decoding_does_not_read_are_named(capsys, tiny_pair) -> None:
     command = ("generate", "--prompt", "x", "--target", tiny_pair[0], "--max-new-tokens", "8")
     _, _, err = run(capsys, *command, "--top-p", "0.9", "--min-p", "0.1")
-    assert "specjax: --top-p, --min-p: not read at --temperature 0, which is greedy" in err.splitlines()
+    assert "specjax: --top-p, --min-p: ignored at --temperature 0, which is greedy" in err.splitlines()
     _, _, err = run(capsys, *command, "--top-p", "0.9", "--temperature", "0.1")
-    assert "not read" not in err
+    assert "ignored" not in err
 
 
 def test_trained_drafters_of_different_tokenizers_are_refused_before_their_weights(capsys, tmp_path, tiny_pair) -> None:
@@ -217,7 +217,7 @@ FAULTS = [
     ([*PAIR, "--draft", "bush"], "draft='bush': must be chain:LENGTH"),
     ([*PAIR, "--draft", "sampled:2,x"], "draft='sampled:2,x': must be"),
     ([*PAIR, "--draft", "complete:2,0"], "widths=(2, 0)"),
-    ([*PAIR, "--draft", "complete:4000"], "4000 children of a node, but the vocabulary has 3072"),
+    ([*PAIR, "--draft", "complete:4000"], "a node has 4000 children, but the vocabulary has 3072"),
     ([*PAIR, "--draft", "dynamic:2,3,99"], "nodes must be at least depth + 1 = 4"),
     ([*PAIR, "--show-tree", "tree.gif"], "show_tree='tree.gif': the name must end in .png"),
     (["generate", "--prompt", "x", "--drafter", "prompt-lookup", "--draft", "eagle"], "prompt lookup copies one continuation"),
@@ -225,7 +225,7 @@ FAULTS = [
     (["plan", "measure", "--target", "embedded"], "measure: give --target, --drafter and --prompts"),
     (["plan", "contexts", "--prompts", "x"], "contexts=(), budgets=(128, 256, 512): give numbers of tokens"),
     (["plan", "contexts", "--contexts", "64", "--prompts", "x"], "contexts: give --target, --drafter and --prompts"),
-    (["plan", "measure", "--longest", "0"], "longest=0: the longest chain"),
+    (["plan", "measure", "--longest", "0"], "longest=0: must be at least 1 and at most 256"),
     (["plan", "dance"], "'dance' is not a command; the commands of specjax plan are theory, roofline,"),
     (["generate", "--prompt", "x", "--temperature", "-1"], "temperature=-1"),
     (["generate", "--prompt", "x", "--top-p", "0"], "top_p=0"),
@@ -236,7 +236,7 @@ FAULTS = [
     (["generate", "--config"], "--config: give the path"),
     (["generate", "--config", str(ASSETS)], "cannot be read as a text file"),
     (["generate", "--prompts-file", str(ASSETS / "target" / "model.safetensors")], "not UTF-8 text"),
-    (["generate", "--prompt", "x", "--mesh", "0", "1"], "each axis is at least 1"),
+    (["generate", "--prompt", "x", "--mesh", "0", "1"], "each axis must be at least 1"),
     (["train", "--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
     (["dance"], "'dance' is not a command"),
     (["genrate", "--prompt", "x"], "; did you mean generate?"),
@@ -249,7 +249,7 @@ FAULTS = [
     (["generate", "--prompt", "x", "--temperature", "1e300"], "temperature=1e+300: must be at most"),
     (["generate", "--prompt", "x", "--top-k", str(2**200)], "top_k="),
     (["generate", "--prompt", "x", "--max-new-tokens", str(2**63)], "max_new_tokens=9223372036854775808: must be at most"),
-    (["generate", "--prompt", "\udc80"], "prompt: character 0 is no Unicode text"),
+    (["generate", "--prompt", "\udc80"], "prompt: character 0 is not valid Unicode"),
     (["generate", "--prompt", "x", "--target", "~nobody-of-that-name/x/y"], "is not a directory"),
     (["generate", "--prompt", "x", "--target", "x" * 5000], "is not a directory"),
     (["generate", "--prompts-file", "x" * 5000], "cannot be read"),
@@ -430,4 +430,4 @@ def test_plan_measures_contexts(tmp_path, capsys, monkeypatch, tiny_pair, clock)
     assert main([*given, "--drafter", "prompt-lookup"]) == 2
     assert "give streaming or snapkv" in capsys.readouterr().err
     assert main([*given, "--drafter", "streaming", "--contexts", "4000"]) == 2
-    assert "none has 4000 tokens" in capsys.readouterr().err
+    assert "no prompt has 4000 tokens" in capsys.readouterr().err

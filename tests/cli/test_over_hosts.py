@@ -96,7 +96,7 @@ def test_other_options_in_one_process_are_refused_by_all(tmp_path) -> None:
     ):
         assert [process.wait(120) for process in (*first, *second)] == [2, 2]
     for number in range(2):
-        assert "was given another command, or other options" in (tmp_path / f"{number}.err").read_text()
+        assert "run different commands or options" in (tmp_path / f"{number}.err").read_text()
 
 
 @pytest.mark.full

@@ -93,13 +93,13 @@ def test_the_type_of_the_cache_is_handed_on(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("options", "free", "capacity", "words"),
     [
-        ({}, 10**15, 40_960, "all positions of the models"),
-        ({}, 2_000_000_000, 16_384, "free memory, or at least 4096; the models have 40960 positions"),
-        ({}, 1, 4096, "at least 4096; the models have 40960 positions"),
-        ({}, None, 4096, "nobody says how much memory is free"),
-        ({"capacity": 5000}, 1, 5000, "as --capacity says"),
-        ({"cache_gb": 0.5}, 1, 30_464, "in 0.5 GB of caches; the models have 40960 positions: see --capacity"),
-        ({"cache_gb": 1000.0}, 1, 40_960, "all positions of the models"),
+        ({}, 10**15, 40_960, "all that the models support"),
+        ({}, 2_000_000_000, 16_384, "free memory, or at least 4096; the models support 40960"),
+        ({}, 1, 4096, "at least 4096; the models support 40960"),
+        ({}, None, 4096, "the default, as the free memory is unknown"),
+        ({"capacity": 5000}, 1, 5000, "set by --capacity"),
+        ({"cache_gb": 0.5}, 1, 30_464, "in 0.5 GB of caches; the models support 40960: see --capacity"),
+        ({"cache_gb": 1000.0}, 1, 40_960, "all that the models support"),
     ],
 )
 def test_texts_may_be_as_long_as_models_and_memory_allow(
@@ -116,7 +116,7 @@ def test_texts_may_be_as_long_as_models_and_memory_allow(
 
 def test_one_key_of_several_is_none(tmp_path, capsys) -> None:
     (tmp_path / "keys").write_text("a-first-key\nshort\n")
-    assert "one a line" in refusal(capsys, "--api-key-file", str(tmp_path / "keys"))
+    assert "one key per line" in refusal(capsys, "--api-key-file", str(tmp_path / "keys"))
 
 
 @pytest.mark.parametrize(

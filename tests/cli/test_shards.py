@@ -59,9 +59,9 @@ def test_a_whole_shard_is_not_written_again(tiny_pair, source, tmp_path, monkeyp
     monkeypatch.setattr(pipeline, "load", lambda *_, **__: pytest.fail("the model was loaded"))
     capsys.readouterr()
     assert main(command) == 0
-    assert "00000-of-00002.jsonl, which is whole" in capsys.readouterr().out
+    assert "00000-of-00002.jsonl, which is complete" in capsys.readouterr().out
     assert main([*command, "--seed", "3"]) == 2
-    assert "was begun with other options (seed" in capsys.readouterr().err
+    assert "was started with other options (seed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("left", ["begun", "cut"])
@@ -105,7 +105,7 @@ def test_a_disk_that_is_full_is_one_line_and_the_rerun_writes_the_same_bytes(
     assert main([*command, "--output", str(full)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"specjax: error: {part}: no space left on {mount_point(tmp_path)}, needs about 1 MB, has ")
-    assert line.endswith(" MB: make room, and give the same command again")
+    assert line.endswith(" MB: make room, and run the same command again")
     assert part.read_bytes() == expected[: written[0] - 7]
     assert main(["regenerate", "--output", str(full), "--missing", "1"]) == 1
     assert main([*command, "--output", str(full)]) == 0
@@ -129,10 +129,10 @@ def test_what_cannot_be_is_refused(tiny_pair, source, tmp_path, capsys) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "00002-of-00004.jsonl.part").touch()
-    assert "has shards of 4, and shard=0/2 is of 2" in refused("--output", str(folder), "--shard", "0/2")
+    assert "it has 1 of 4 shards, but shard=0/2" in refused("--output", str(folder), "--shard", "0/2")
     assert "give a data set, and a folder for the shards" in refused("--output", "out.jsonl", "--shard", "0/2")
     assert "give a data set, and a file that ends in .jsonl" in refused("--output", str(folder))
-    assert "missing=2: takes the number of all shards and their folder" in refused("--missing", "2", "--shard", "0/2")
+    assert "missing=2: give the number of all shards, their folder" in refused("--missing", "2", "--shard", "0/2")
     assert "is a file: with shard=0/2 give a folder" in refused(
         "--output", str(source.rename(tmp_path / "file")), "--shard", "0/2"
     )
@@ -149,14 +149,14 @@ SLURM = {"SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_T
         ("auto", SLURM, Shard(3, 8)),
         ("auto/16", SLURM, Shard(3, 16)),
         ("auto/16", {"JOB_COMPLETION_INDEX": "0"}, Shard(0, 16)),
-        ("auto", {"JOB_COMPLETION_INDEX": "0"}, "of how many: give auto/N"),
+        ("auto", {"JOB_COMPLETION_INDEX": "0"}, "not the number of shards: give auto/N"),
         ("auto/4", {}, "neither SLURM_ARRAY_TASK_ID nor JOB_COMPLETION_INDEX is set"),
-        ("auto/2", SLURM, "is shard 3/2, and of N shards"),
-        ("8/8", {}, "is shard 8/8"),
-        ("0/0", {}, "is shard 0/0"),
+        ("auto/2", SLURM, "shard 3/2 does not exist; the last of N shards"),
+        ("8/8", {}, "shard 8/8 does not exist"),
+        ("0/0", {}, "shard 0/0 does not exist"),
         ("3", {}, "give I/N"),
         ("-1/3", {}, "give I/N"),
-        ("auto", SLURM | {"SLURM_ARRAY_TASK_ID": "0"}, "SLURM_ARRAY_TASK_ID='0' is no number from 1 on"),
+        ("auto", SLURM | {"SLURM_ARRAY_TASK_ID": "0"}, "SLURM_ARRAY_TASK_ID='0' must be a number, at least 1"),
     ],
 )
 def test_which_shard_a_process_writes(text, environment, found) -> None:

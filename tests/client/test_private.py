@@ -13,7 +13,7 @@ from specjax.client import Client, Patience, ProvisionalEvent
 from specjax.client.device import ClientDevice
 from specjax.client.exchange import FeaturesReceived
 from specjax.client.private import _touched, moved, split
-from specjax.drafters.base import told_entries
+from specjax.drafters.base import remote_entry_arrays
 from specjax.errors import InputError
 from specjax.models.config import Rope
 from tests.conftest import tiny_target
@@ -90,7 +90,7 @@ def test_keys_are_turned_to_where_they_would_be(rope: Rope) -> None:
 
     def told(read) -> dict[str, np.ndarray]:
         output, entries = target.read(np.asarray(read)[None])
-        arrays = drafter.remote_inputs(target, output, entries) | told_entries(entries, [0])
+        arrays = drafter.remote_inputs(target, output, entries) | remote_entry_arrays(entries, [0])
         return {name: np.asarray(array)[0] for name, array in arrays.items()}
 
     before, expected = told(tokens), told(later)

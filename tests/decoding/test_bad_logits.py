@@ -314,7 +314,7 @@ def test_an_engine_ends_the_bad_texts_alone_and_serves_on(breaks, drafter) -> No
                 handles.append(engine.submit(prompt.tolist(), max_new_tokens=NEW, key=keys[row], eos_token_ids=(), **sampling))
             for row, handle in enumerate(handles):
                 if row in broken:
-                    with pytest.raises(EngineError, match=f"position {broken[row]} are no numbers to draw from"):
+                    with pytest.raises(EngineError, match=f"position {broken[row]} are invalid"):
                         handle.result(60.0)
                     assert handle.finish_reason == "error"
                 else:

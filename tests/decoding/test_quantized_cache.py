@@ -16,7 +16,7 @@ from specjax.serving import Engine
 from tests.conftest import SHAPES, own_programs
 from tests.decoding.test_loop import PROMPTS
 from tests.evaluation.test_conformance import SMALL, distribution_target, small_drafter
-from tests.models.test_quantized import KINDS, in_8_bits, sees_its_own_tokens_unrounded
+from tests.models.test_quantized_cache import KINDS, in_8_bits, sees_its_own_tokens_unrounded
 
 MORE = ("windows", "caps", "latents", "sharing")
 DRAFTERS = {

@@ -56,5 +56,5 @@ def test_text_and_acceptance_of_the_embedded_pair_stay_the_same() -> None:
 def test_shrinking_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="num_layers=1: a model can only be inflated, and the target has 2"):
         inflate(tiny_target(), **LARGER | {"num_layers": 1})
-    with pytest.raises(InputError, match=r"cannot be inflated: give one with .* layers that are alike"):
+    with pytest.raises(InputError, match=r"cannot be inflated: give one with .* equal layers"):
         inflate(tiny_target(**LAYERED["differing"]), **LARGER)

@@ -43,8 +43,8 @@ def test_what_cannot_have_been_inflated_is_refused() -> None:
         ({"hidden_size": 8}, "hidden_size=8 cannot have been inflated from 16"),
         ({"num_layers": 1}, "num_layers=1 cannot have been inflated from 2"),
         ({"num_kv_heads": 1}, "num_kv_heads=1 cannot have been inflated from 2"),
-        ({"head_dim": 8}, "head_dim=8, and the small target's is 4"),
-        ({"vocab_size": 12}, "vocab_size=12, and the small target's is 11"),
+        ({"head_dim": 8}, "head_dim=8, but the small target's is 4"),
+        ({"vocab_size": 12}, "vocab_size=12, but the small target's is 11"),
     ]:
         with pytest.raises(InputError, match=message):
             OnInflated.of(inner, small).check(tiny_target(**change))

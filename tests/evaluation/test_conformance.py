@@ -409,7 +409,7 @@ def test_the_wrong_pairing_fails_the_distribution() -> None:
 
 def test_one_wrong_setting_fails_and_is_named(monkeypatch) -> None:
     monkeypatch.setattr("specjax.evaluation.exact.p_values", lambda *_, **__: [1e-8, 2e-10])
-    with pytest.raises(AssertionError, match=r"top_p=0.9.*: not the target's distribution: a G-test .* p = 2.0e-10"):
+    with pytest.raises(AssertionError, match=r"top_p=0.9.*: this is not the target's distribution: a G-test .* p = 2.0e-10"):
         conformance.check_distribution(distribution_target(), NoDraft(), draws=7)
     conformance.check_distribution(distribution_target(), NoDraft(), false_alarm=1e-10)
 

@@ -41,5 +41,5 @@ def test_prompts_are_questions_of_one_turn(tmp_path) -> None:
 @pytest.mark.parametrize("line", ['{"turns": []}', '{"turns": "a"}', '{"turns": [1]}', "{", '{"category": "a"}'])
 def test_a_line_that_is_no_question_is_named(line, tmp_path) -> None:
     (tmp_path / "question.jsonl").write_text('{"turns": ["fine"]}\n' + line + "\n")
-    with pytest.raises(InputError, match=r"question\.jsonl:2: not (a )?JSON"):
+    with pytest.raises(InputError, match=r"question\.jsonl:2: (it is )?not (a )?JSON"):
         read_questions("questions", str(tmp_path / "question.jsonl"))

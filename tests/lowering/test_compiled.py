@@ -249,7 +249,7 @@ def test_the_tables_of_a_step(capsys, monkeypatch, directory) -> None:
     for program in ("prefill, plain", "decode, plain", "prefill, eagle3", "decode, eagle3"):
         assert program in out
     assert "fits" in out and "moved / must be read" in out and "loops of a step, decode, eagle3" in out
-    assert "At alpha = 0.8 it makes 2.44 tokens" in out  # (1 - 0.8^3) / 0.2
+    assert "At alpha = 0.8 it emits 2.44 tokens" in out  # (1 - 0.8^3) / 0.2
 
 
 @pytest.mark.full
@@ -301,9 +301,9 @@ TREE = ("--drafter", "llama-3.2-1b", "--draft", "complete:2")
         (("--chips", "v5e"), "v5e:2x4"),
         (("--chips", "v5e:2x4", "--mesh", "2", "8"), "needs 16 chips, and v5e:2x4 has 8"),
         (("--chips", "v5e:2x4", "--mesh", "0", "8"), "each axis is at least 1"),
-        (("--chips", "v5e:2x4", "--draft", "chain:4"), "draft=chain:4: is not read without --drafter"),
-        (("--chips", "v5e:2x4", "--alpha", "0.8"), "alpha=0.8: is not read without --drafter"),
-        (("--chips", "v5e:2x4", *TREE, "--alpha", "0.8"), "alpha=0.8: says what a chain gains, and the draft is a static tree"),
+        (("--chips", "v5e:2x4", "--draft", "chain:4"), "draft=chain:4: it needs --drafter"),
+        (("--chips", "v5e:2x4", "--alpha", "0.8"), "alpha=0.8: it needs --drafter"),
+        (("--chips", "v5e:2x4", *TREE, "--alpha", "0.8"), "alpha=0.8: it applies to chains, but the draft is a static tree"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(capsys, monkeypatch, arguments, reason) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from specjax.drafters import Eagle
 from specjax.models import config_json
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
 from tests.conftest import tiny_target
@@ -25,7 +26,11 @@ OTHERS = [  # files that are there, and what is said
 ]
 
 
-@pytest.mark.parametrize("read", [config_json.read_config, Target.from_pretrained, Eagle.from_pretrained])
+def read_config(path):
+    return config_json.read_config(CheckpointFiles(path))
+
+
+@pytest.mark.parametrize("read", [read_config, Target.from_pretrained, Eagle.from_pretrained])
 @pytest.mark.parametrize(("files", "message"), OTHERS)
 def test_what_is_no_checkpoint_is_named(tmp_path, files, message, read) -> None:
     for name, content in files.items():

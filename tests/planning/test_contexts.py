@@ -74,7 +74,7 @@ def test_a_tiny_model_is_measured() -> None:
     assert [gain.speedup for gain in measured.gains(48, 2)] == sorted(
         (gain.speedup for gain in measured.gains(48, 2)), reverse=True
     )
-    with pytest.raises(InputError, match="texts: of 48 tokens; the longest context needs 49"):
+    with pytest.raises(InputError, match="texts: they have 48 tokens; the longest context needs 49"):
         measure_contexts(target, CompressedCache(), texts, contexts=(49,), batches=(1,), budgets=(8,))
 
 

@@ -78,7 +78,7 @@ def test_numbers_out_of_range_are_refused(reader, options, message) -> None:
 
 def test_latents_cannot_be_sent() -> None:
     latent = tiny_config(mla=MLA(8, 4, 4, 4), num_kv_heads=4)
-    with pytest.raises(InputError, match="remembers latents"):
+    with pytest.raises(InputError, match="caches latents"):
         message_sizes("moa", latent, nodes=1, accepted=1)
 
 
@@ -94,5 +94,5 @@ def test_layers_that_differ_are_counted_one_by_one_and_cannot_be_summarised() ->
     differing = tiny_config(**LAYERED["differing"])
     a_token = message_sizes("moa, no layers", differing, nodes=1, accepted=1, tli=2).down - 4
     assert a_token == 2 * (differing.hidden_size + 2 * 8 + 2 * 2 * 6)
-    with pytest.raises(InputError, match=r"its layers remember \[16, 24\] numbers of a token"):
+    with pytest.raises(InputError, match=r"its layers cache \[16, 24\] numbers of a token"):
         message_sizes("moa", differing, nodes=1, accepted=1)

@@ -257,7 +257,7 @@ def test_best_cache_is_the_best_of_all() -> None:
 
 
 FAULTS = [
-    (lambda: find_chip("h900"), "chip='h900': not a chip known here; known are h100, a100, tpu-v4"),
+    (lambda: find_chip("h900"), "chip='h900': this chip is unknown; give one of h100, a100, tpu-v4"),
     (lambda: work.forward_time(LLAMA, TOY, 0, 1, 1), "batch=0"),
     (lambda: work.forward_time(LLAMA, TOY, 1, 0, 1), "tokens=0"),
     (lambda: SELF.target_time(1, 0), "context=0"),
@@ -394,5 +394,5 @@ def test_a_trained_drafter_is_cheaper_than_its_target_and_its_step_counts(target
 
 
 def test_a_trained_drafter_has_no_cache_to_cut() -> None:
-    with pytest.raises(InputError, match="draft_cache=64: a drafter that was trained"):
+    with pytest.raises(InputError, match="draft_cache=64: a drafter trained"):
         Pair(LLAMA, TOY, trained("eagle3", "llama-3.1-8b"), draft_cache=64)

@@ -682,7 +682,7 @@ def test_what_cannot_be_asked_for_is_named(drafting, message) -> None:
 def test_stop_strings_are_strings_and_not_empty(of_words) -> None:
     _, engine = of_words
     for stop in ("", [""], [3]):
-        with pytest.raises(InputError, match="give a sequence of strings that are not empty"):
+        with pytest.raises(InputError, match="give a string or a sequence of strings, none of them empty"):
             engine.submit("the", stop=stop)
 
 

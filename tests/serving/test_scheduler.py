@@ -127,7 +127,7 @@ def test_a_prompt_that_waits_for_its_turn_moves_with_its_row() -> None:
 
 
 def test_a_prompt_is_read_but_for_its_last_token() -> None:
-    made = scheduler(tails=(1, 2))
+    made = scheduler(last_widths=(1, 2))
     spans = {}
     for length in (1, 2, 3, 4, 5, 6, 9, 12):
         request = made.submit([length] * length, max_new_tokens=1)
@@ -147,7 +147,7 @@ def test_a_prompt_is_read_but_for_its_last_token() -> None:
 
 
 def test_the_budget_is_kept_and_the_oldest_prompt_is_not_passed() -> None:
-    made = scheduler(tails=(1,))
+    made = scheduler(last_widths=(1,))
     wide, narrow = made.submit([1] * 5, max_new_tokens=1), made.submit([2] * 2, max_new_tokens=1)
     assert made.next_reads(budget=3) == []
     (read,) = made.next_reads(budget=4)
@@ -347,7 +347,7 @@ def test_a_text_goes_on_from_a_prefix_and_extends_it() -> None:
 
 
 def test_a_prompt_that_is_known_is_not_read_at_all() -> None:
-    made = scheduler(tails=(1,))
+    made = scheduler(last_widths=(1,))
     for _ in range(2):
         made.submit([1, 2, 3, 4, 5], max_new_tokens=2)
     first, second = read_all(made)
@@ -938,9 +938,9 @@ class Device:
         self.page = draw.choice([1, 2, 4])
         self.chunk = self.page * draw.randint(1, 2)
         self.pages = draw.randint(4, 14)
-        self.tails = draw.choice([(), (1,)])
+        self.last_widths = draw.choice([(), (1,)])
         sizes = {"rows": self.rows, "pages": self.pages, "page": self.page, "chunk": self.chunk, "shards": self.shards}
-        self.scheduler = Scheduler(**sizes, tails=self.tails, capacity=28, **self.options())
+        self.scheduler = Scheduler(**sizes, last_widths=self.last_widths, capacity=28, **self.options())
         self.memory: dict[tuple[int, int, int], int] = {}
         self.begun: dict[Request, int] = {}  # how much of its prompt has been read, since it has its row
         self.expectations: dict[Request, Expectation] = {}
@@ -977,7 +977,7 @@ class Device:
         tokens, end = read.request.tokens, read.start + read.count
         assert tokens == self.expectations[read.request].text, "tokens are lost"
         assert read.start % self.chunk == 0, "off the grid"
-        assert read.width == min(width for width in (*self.tails, self.chunk) if width >= read.count)
+        assert read.width == min(width for width in (*self.last_widths, self.chunk) if width >= read.count)
         assert budget is None or read.width <= budget
         assert read.is_last == (end == len(tokens) - 1)
         assert read.is_last or read.count == self.chunk, "off the grid"
@@ -1038,7 +1038,7 @@ class Device:
                 self.read(read, budget)
         before, ahead = self.holders(), draw.randint(1, 6)
         given_up = scheduler.reserve(ahead)
-        assert given_up == sorted((each for each in before if each.state == "waiting"), key=lambda request: request.number)
+        assert given_up == sorted((each for each in before if each.state == "waiting"), key=lambda request: request.order)
         self.check_order(before)
         if draw.random() < 0.2:
             self.swap()
@@ -1072,13 +1072,13 @@ class Device:
     def check_order(self, before: dict[Request, int]) -> None:
         """Rows are given to the oldest, and given up by the newest."""
         after = self.holders()
-        new = sorted(request.number for request in after if request.number not in self.started)
+        new = sorted(request.order for request in after if request.order not in self.started)
         self.started += new
-        passed = [each for each in self.expectations if each.number < max(self.started, default=0) and each.state == "waiting"]
-        assert all(request.number in self.started for request in passed), "the head is passed"
+        passed = [each for each in self.expectations if each.order < max(self.started, default=0) and each.state == "waiting"]
+        assert all(request.order in self.started for request in passed), "the head is passed"
         assert self.started == sorted(self.started), "the head is passed"
-        in_line = [each.number for each in self.expectations if each.state == "waiting" and each not in before]
-        assert all(request.number < min(in_line, default=9**9) for request in after if request not in before), (
+        in_line = [each.order for each in self.expectations if each.state == "waiting" and each not in before]
+        assert all(request.order < min(in_line, default=9**9) for request in after if request not in before), (
             "the head is passed"
         )
         for request, shard in before.items():
@@ -1086,7 +1086,7 @@ class Device:
                 self.seen["for pages"] += 1
                 kept = [other for other in after if after[other] == shard]
                 assert kept, "the oldest gave way"
-                assert all(other.number < request.number for other in kept), "an older one gave way"
+                assert all(other.order < request.order for other in kept), "an older one gave way"
 
     def check_pages(self) -> None:
         """Each page is free, or a row's own, or a prefix's, and held by as many as show it."""
@@ -1213,7 +1213,7 @@ class WithIdleClients(WithClients):
         assert max(owners.values(), default=0) <= self.client_rows, "an owner has too many rows"
         in_line = [request for request in self.expectations if request.state == "waiting" and request not in before]
         for request in self.holders():
-            passed = [other for other in in_line if other.number < request.number and request not in before]
+            passed = [other for other in in_line if other.order < request.order and request not in before]
             assert all(owners[other.owner] == self.client_rows for other in passed if other.owner), "the head is passed"
             assert all(other.owner for other in passed), "the head is passed"
 

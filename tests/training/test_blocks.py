@@ -417,7 +417,7 @@ def test_what_a_draft_would_be_worth_is_simulated_with_the_text_s_tokens_before_
         (DFlashTraining(target="here", block_size=1), r"method\.block_size=1: must be at least 2"),
         (DFlashTraining(target="here", gamma=-1.0), r"method\.gamma=-1\.0"),
         (DFlashTraining(target="here", dpace=2.0), r"method\.dpace=2\.0"),
-        (DFlashTraining(target="here", loss="acceptance"), r"method\.labels='text': of one token that is the cross entropy"),
+        (DFlashTraining(target="here", loss="acceptance"), r"method\.labels='text': this is the cross entropy"),
         (DFlashTraining(target="here", loss="kl"), r"method\.loss='kl': must be one of cross_entropy, acceptance, hybrid"),  # type: ignore[arg-type]
         (JetSpecTraining(target="here", loss="tv"), r"method\.loss='tv': must be one of kl, acceptance, hybrid"),  # type: ignore[arg-type]
         (DSparkTraining(target="here", loss="kl"), r"method\.loss='kl': must be one of distance, acceptance, hybrid"),  # type: ignore[arg-type]

@@ -77,10 +77,10 @@ def test_parquet_and_jsonl_hold_the_same(tmp_path) -> None:
     ("line", "words"),
     [
         ("{", "data.jsonl:2: not JSON"),
-        ('{"prompt": "a"}', "data.jsonl:2: has prompt; a record needs text, or messages"),
+        ('{"prompt": "a"}', "data.jsonl:2: it has prompt; a record needs text, or messages"),
         ('{"messages": [{"role": "user"}]}', "data.jsonl:2: messages: a message needs role and content"),
-        ('{"messages": [{"role": "judge", "content": "a"}]}', "role 'judge': must be one of human, user, gpt"),
-        ("[1]", "data.jsonl:2: has list"),
+        ('{"messages": [{"role": "judge", "content": "a"}]}', "role 'judge': it must be one of human, user, gpt"),
+        ("[1]", "data.jsonl:2: it has list"),
     ],
 )
 def test_a_record_that_is_neither_is_refused_by_its_line(line, words, tmp_path) -> None:
@@ -102,7 +102,7 @@ def test_the_hub_is_named_where_it_fails(monkeypatch) -> None:
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert list(documents.read_documents("hf:some/chats:test")[0].messages) == MESSAGES
-    with pytest.raises(ConfigError, match=r"data\.source='hf:no/chats': the hub did not give it"):
+    with pytest.raises(ConfigError, match=r"data\.source='hf:no/chats': it cannot be loaded from the hub"):
         documents.read_documents("hf:no/chats")
     assert asked == [("some/chats", "test"), ("no/chats", "train")]
 
@@ -163,5 +163,5 @@ def test_conversations_are_packed_with_their_mask(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"data\.tokenizer='': conversations need a tokenizer"):
         data.prepare(DataConfig(source=settings["source"], holdout=0.2))
     write_jsonl(tmp_path / "mixed.jsonl", [{"text": "a"}, {"messages": MESSAGES}] * 40)
-    with pytest.raises(ConfigError, match="holds texts and conversations; give one kind"):
+    with pytest.raises(ConfigError, match="it has both texts and conversations; give one kind"):
         data.prepare(DataConfig(source=str(tmp_path / "mixed.jsonl"), holdout=0.2))

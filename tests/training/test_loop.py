@@ -144,7 +144,7 @@ def test_a_directory_of_another_run_is_refused(source, finished, tmp_path) -> No
     with pytest.raises(ConfigError, match=r"another configuration \(method\.name: 'lm' -> 'distill'\)"):
         loop.train(config(source, finished, method=Distill(target="here", model=SIZES)))
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty and holds no run"):
+    with pytest.raises(ConfigError, match="is not empty and has no run"):
         loop.train(config(source, tmp_path))
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -194,7 +194,7 @@ def test_a_run_that_did_not_note_its_target_is_refused(source, finished, tmp_pat
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run" / "claim.json").unlink()
     (tmp_path / "run" / "data.sha256").write_text("0" * 32)
-    with pytest.raises(ConfigError, match=r"output=.*: was begun by an older version .*choose another output"):
+    with pytest.raises(ConfigError, match=r"output=.*: an older version .* began this run.*choose another output"):
         loop.train(config(source, tmp_path / "run"))
 
 
@@ -262,7 +262,7 @@ def test_windows_that_the_target_cannot_read_are_refused(source, finished, tmp_p
 
 def test_a_batch_larger_than_the_text_claims_nothing(source, tmp_path) -> None:
     run = config(source, tmp_path / "run", steps=1)
-    with pytest.raises(ConfigError, match=r"data\.batch=4096: the text makes only \d+ windows"):
+    with pytest.raises(ConfigError, match=r"data\.batch=4096: the text has only \d+ windows"):
         loop.train(replace(run, data=replace(run.data, batch=4096)))
     assert not (tmp_path / "run").exists()
     loop.train(run)  # the corrected command
@@ -509,7 +509,7 @@ def test_a_warm_start_begins_with_the_weights_and_nothing_else(source, finished,
     assert first["step"] == 1
     assert first["loss"] < metrics_of(finished)[0]["loss"] - 0.5
     other = replace(run, output=str(tmp_path / "other"), method=Lm(model=replace(SIZES, intermediate_size=16)))
-    with pytest.raises(ConfigError, match=r"of another shape than this run's student \(intermediate_size: 32 -> 16\)"):
+    with pytest.raises(ConfigError, match=r"its shape differs from this run's student \(intermediate_size: 32 -> 16\)"):
         loop.train(other)
 
 

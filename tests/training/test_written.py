@@ -205,13 +205,13 @@ def test_what_other_data_sets_call_tokens_is_not_looked_at(tmp_path) -> None:
         ({"tokens": [0, -1, 6]}, "tokens: must be a list of token ids"),
         ({"tokens": [0, [1], 6]}, "tokens: must be a list of token ids"),
         ({"tokens": []}, "tokens: must be a list of token ids"),
-        ({"tokens": [0, 3072] * 8}, r"tokens: holds the id 3072, and the vocabulary has 3072 tokens"),
-        ({"loss_spans": None}, "loss_spans: must be a list of pairs, begin and end"),
-        ({"loss_spans": [1, 1, 0]}, "loss_spans: must be a list of pairs, begin and end"),
-        ({"loss_spans": [[0, 9999]]}, "loss_spans: must be in order, and in the 7 tokens"),
-        ({"loss_spans": [[3, 5], [4, 6]]}, "loss_spans: must be in order, and in the 7 tokens"),
-        ({"starts": [1]}, "starts: must begin with 0, rise, and be in the 7 tokens"),
-        ({"starts": [0, 7]}, "starts: must begin with 0, rise, and be in the 7 tokens"),
+        ({"tokens": [0, 3072] * 8}, r"tokens: it has the id 3072, but the vocabulary has only 3072 tokens"),
+        ({"loss_spans": None}, "loss_spans: must be a list of pairs of begin and end"),
+        ({"loss_spans": [1, 1, 0]}, "loss_spans: must be a list of pairs of begin and end"),
+        ({"loss_spans": [[0, 9999]]}, "loss_spans: must be in order, and within the 7 tokens"),
+        ({"loss_spans": [[3, 5], [4, 6]]}, "loss_spans: must be in order, and within the 7 tokens"),
+        ({"starts": [1]}, "starts: must begin with 0, increase, and be within the 7 tokens"),
+        ({"starts": [0, 7]}, "starts: must begin with 0, increase, and be within the 7 tokens"),
     ],
 )
 def test_damaged_tokens_are_refused_by_their_line(tokenizer, tmp_path, changed, words) -> None:
@@ -230,7 +230,7 @@ def test_ids_that_the_target_has_and_the_tokenizer_has_not_are_the_targets(token
     source = write(tmp_path / "texts.jsonl", records)
     _, packed, _ = data.prepare(config(source), vocab=3076)
     assert (packed["tokens"] == 3075).sum() > 20
-    with pytest.raises(ConfigError, match="holds the id 3075, and the vocabulary has 3075 tokens"):
+    with pytest.raises(ConfigError, match="it has the id 3075, but the vocabulary has only 3075 tokens"):
         data.prepare(config(source), vocab=3075)
 
 
@@ -247,7 +247,7 @@ def test_a_folder_is_read_without_what_is_not_whole_and_without_notes(tokenizer,
     for source in (str(folder), f"{folder}/*", f"{folder}/*.jsonl"):
         read = [document.text for document in documents.read_documents(source)]
         assert read == ["first", "second", *(["a: text of one's own"] if "jsonl" not in source else [])]
-    assert len(said) == 2 and all("still being written: 00002-of-00003.jsonl.part" in line for line in said)
+    assert len(said) == 2 and all("as they are unfinished: 00002-of-00003.jsonl.part" in line for line in said)
 
 
 def test_a_fingerprint_is_of_what_decides_the_tokens(tokenizer, tmp_path) -> None:

@@ -1,1 +1,1 @@
-"""``specjax plan``: what speculation should gain, before anything is generated. A file a command."""
+"""The commands ``specjax plan``, one module each: what speculative decoding should gain."""

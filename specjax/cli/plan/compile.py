@@ -1,4 +1,4 @@
-"""``specjax plan compile``: decoding compiled for chips that need not be there, and what it would take."""
+"""The command ``specjax plan compile``: compile decoding for chips that are not here."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -24,23 +24,31 @@ from specjax.sampling import Sampling
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """Compile prefill and a step of decoding for chips that need not be here, plain and with a drafter: their memory, the bytes
-    that they move and exchange, and what the drafter should gain. Needs specjax[compile], and for h100 specjax[compile-cuda].
+    """Compile prefill and a decoding step, with and without a drafter, for chips that are not here.
+
+    The command prints the memory of the programs, the bytes that they move and exchange, and what
+    the drafter should gain. It needs specjax[compile], and for h100 specjax[compile-cuda].
 
     Attributes:
-        chips: to compile for: h100, or TPUs such as v5e:2x4, v5p:2x2x2, v6e:2x4.
-        slices: how many such slices of TPUs, joined by the network of the data centre.
-        mesh: devices by axis: data (splits the rows) and model (splits the weights).
-        target: the model to generate from: a published model such as llama-3.1-8b, a directory or a hub id.
-        drafter: its draft model, named likewise, or a method such as eagle3 or prompt-lookup; by default none.
-        draft: shape of the drafts, as in generate; by default the drafter's own.
-        batch: rows decoded together.
-        context: tokens in each row's cache.
-        page: tokens of a page, for caches in pages as a server has them; by default a row's tokens lie side by side.
-        temperature: of the generation; 0 is greedy.
-        weights: of the target, and of a published draft model: "float", or quantized ones as in generate, such as "int8".
-        alpha: acceptance rate, the chance that a token of a chain is accepted, for what it gains; by default 0.8.
-        json: print JSON and no tables.
+        chips: chips to compile for: h100, or TPUs such as v5e:2x4, v5p:2x2x2, v6e:2x4.
+        slices: number of such TPU slices, connected by the network of the data center.
+        mesh: number of devices of each mesh axis: data (splits the rows) and model (splits the
+            weights).
+        target: the model to generate from: a published model such as llama-3.1-8b, a directory or a
+            hub id.
+        drafter: its draft model, in the same forms, or a method such as eagle3 or prompt-lookup;
+            the default is none.
+        draft: shape of the drafts, as in generate; the default is the drafter's own.
+        batch: number of rows that are decoded together.
+        context: number of tokens in each row's KV cache.
+        page: tokens per page, for a paged KV cache as in a server; by default a row's tokens are
+            contiguous.
+        temperature: sampling temperature; 0 is greedy.
+        weights: weights of the target, and of a published draft model: "float", or quantized as in
+            generate, such as "int8".
+        alpha: acceptance rate, the probability that a token of a chain is accepted, to estimate the
+            gain; the default is 0.8.
+        json: print JSON instead of tables.
     """
 
     chips: str = ""
@@ -62,15 +70,15 @@ _ALPHA = 0.8
 
 
 def run_compile(config: CompileConfig) -> None:
-    """``specjax plan compile``."""
-    # What is refused is refused before any compiler is asked for.
+    """Run ``specjax plan compile``."""
+    # Invalid options are refused before any compiler is loaded.
     if not config.target:
         raise InputError("target='': name the model to compile, such as llama-3.1-8b")
     schemes.check_weights(config.weights, (schemes.FLOATS,))
     names = ["none"] if config.drafter in ("", "none") else ["none", config.drafter]
     for name, value in {"draft": config.draft or None, "alpha": config.alpha}.items():
         if len(names) == 1 and value is not None:
-            raise InputError(f"{name}={value}: is not read without --drafter; leave it out")
+            raise InputError(f"{name}={value}: it needs --drafter; leave it out")
     alpha = _ALPHA if config.alpha is None else config.alpha
     theory.expected_tokens(alpha, 1)
     sampling = Sampling(temperature=config.temperature)
@@ -84,7 +92,7 @@ def run_compile(config: CompileConfig) -> None:
     drafters = [abstract.abstract_drafter(name, None if name == "none" else draft, target, config.weights) for name in names]
     is_chain = isinstance(drafters[-1].draft, Chain)
     if config.alpha is not None and not is_chain:
-        raise InputError(f"alpha={alpha:g}: says what a chain gains, and the draft is a {drafters[-1].draft}; leave it out")
+        raise InputError(f"alpha={alpha:g}: it applies to chains, but the draft is a {drafters[-1].draft}; leave it out")
     console, steps = new_console(), []
     for name, drafter in zip(names, drafters, strict=True):
         title = "plain" if name == "none" else name
@@ -127,7 +135,11 @@ def _step_table(steps: list[Step], chip: Chip, chips: int, slices: int) -> Table
 
 
 def _lines_of_states(steps: list[Step]) -> dict[str, list[str]]:
-    """What a target keeps whose layers have states, and what it keeps of a draft in place of a copy of them for each token."""
+    """Return the lines of a target with linear attention.
+
+    They have the size of its states, and of the entries that it stores of a draft instead of a
+    state per token.
+    """
     return {
         "its states, MB": [f"{step.states / 1e6:.1f}" for step in steps],
         "entries of a draft, MB": [f"{step.drafted / 1e6:.2f}" for step in steps],
@@ -137,30 +149,32 @@ def _lines_of_states(steps: list[Step]) -> dict[str, list[str]]:
 def _loop_table(program: Compiled) -> Table:
     headers = ("turns", "MB a turn", "exchanges", "kernels", "cycles", "most cycles")
     table = table_of_numbers(f"loops of a step, {program.name}", *headers)
-    alike: dict[str, TurnCosts] = {}  # a loop in each layer, say: added up
+    alike: dict[str, TurnCosts] = {}  # equal loops, such as one per layer, are added up
     for turn in program.turns:
         key = repr(replace(turn, turns=0))
         alike[key] = replace(turn, turns=turn.turns + (alike[key].turns if key in alike else 0))
     for turn in alike.values():
         if turn.bytes > 1e5 or turn.kernels > 20:
-            most = "; ".join(f"{cycles:,} {kind}" for kind, cycles in list(turn.cycles_by_kind.items())[:3])
+            top = "; ".join(f"{cycles:,} {kind}" for kind, cycles in list(turn.cycles_by_kind.items())[:3])
             exchanges = str(sum(turn.collectives.values()))
-            table.add_row(str(turn.turns), f"{turn.bytes / 1e6:,.1f}", exchanges, f"{turn.kernels:,}", f"{turn.cycles:,}", most)
+            table.add_row(str(turn.turns), f"{turn.bytes / 1e6:,.1f}", exchanges, f"{turn.kernels:,}", f"{turn.cycles:,}", top)
     table.columns[-1].justify = "left"
     return table
 
 
 def _say_gain(console: Console, plain: Step, step: Step, chip: Chip, chips: int, alpha: float | None) -> None:
-    """How many plain steps a step with the drafter takes, and what chains of that acceptance rate gain."""
+    """Print how many plain steps a step with the drafter takes, and what chains gain."""
     ratios = {"memory, arithmetic and links": step.seconds(chip, chips) / plain.seconds(chip, chips)}
     if plain.decode.cycles:
         ratios["the compiler's cycles"] = step.decode.cycles / plain.decode.cycles
     for by, ratio in ratios.items():
-        console.out(f"By {by} a step with {step.drafter} takes {ratio:.2f} plain ones: it gains if it emits more tokens.")
+        console.out(
+            f"By {by}, a step with {step.drafter} takes {ratio:.2f} plain steps: it gains if it emits more tokens than that."
+        )
         if alpha is not None:
             tokens = theory.expected_tokens(alpha, step.depth)
             console.out(
-                f"  At alpha = {alpha:g} it makes {tokens:.2f} tokens: {tokens / ratio:.2f} times as fast as plain decoding."
+                f"  At alpha = {alpha:g} it emits {tokens:.2f} tokens: {tokens / ratio:.2f} times as fast as plain decoding."
             )
 
 

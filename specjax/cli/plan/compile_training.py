@@ -1,4 +1,4 @@
-"""``specjax plan compile-training``: a step of training compiled for chips that need not be there, and what it would take."""
+"""The command ``specjax plan compile-training``: compile a training step for other chips."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -18,16 +18,19 @@ from specjax.training.dry_run import abstract_run
 
 @dataclass(frozen=True)
 class CompileTrainingConfig:
-    """Compile a step of a training for chips that need not be here: its memory, and the bytes that it moves and exchanges.
-    Needs specjax[compile], and for h100 specjax[compile-cuda].
+    """Compile a training step for chips that are not here: its memory, and the bytes that it moves.
+
+    It needs specjax[compile], and for h100 specjax[compile-cuda].
 
     Attributes:
-        chips: to compile for: h100, or TPUs such as v5e:2x4, v5p:2x2x2, v6e:2x4.
-        slices: how many such slices of TPUs, joined by the network of the data centre.
-        mesh: devices by axis: data (splits the rows) and model (splits the weights).
-        train: a configuration of the training, as for train.
-        target: the target in place of the configuration's: a published model such as llama-3.1-8b, a directory or a hub id.
-        json: print JSON and no table.
+        chips: chips to compile for: h100, or TPUs such as v5e:2x4, v5p:2x2x2, v6e:2x4.
+        slices: number of such TPU slices, connected by the network of the data center.
+        mesh: number of devices of each mesh axis: data (splits the rows) and model (splits the
+            weights).
+        train: configuration file of the training, as for train.
+        target: the target, instead of that in the configuration: a published model such as
+            llama-3.1-8b, a directory or a hub id.
+        json: print JSON instead of a table.
     """
 
     chips: str = ""
@@ -39,14 +42,14 @@ class CompileTrainingConfig:
 
 
 def run_compile_training(config: CompileTrainingConfig) -> None:
-    """``specjax plan compile-training``."""
+    """Run ``specjax plan compile-training``."""
     if not Path(config.train).is_file():
         raise InputError(f"train={config.train!r}: no such file; give the configuration file of a training")
     training = replace(load_yaml(TrainConfig, config.train), mesh=config.mesh)
     data, model = config.mesh
     if data < 1 or training.data.batch % data:
         raise InputError(
-            f"mesh={data} {model}: does not divide the {training.data.batch} rows of data.batch in {config.train!r}"
+            f"mesh={data} {model}: data must divide the {training.data.batch} rows of data.batch in {config.train!r}"
         )
     target = find_model("target", config.target) if config.target else None
     if target is None and training.method.target:

@@ -1,4 +1,4 @@
-"""``specjax plan contexts``: what a compressed cache gains on this machine, by context and rows."""
+"""The command ``specjax plan contexts``: what a compressed cache gains, by context and rows."""
 
 from dataclasses import dataclass, replace
 
@@ -18,8 +18,10 @@ _PROMPTS = 4
 
 @dataclass(frozen=True)
 class ContextsConfig(OnPrompts):
-    """What a compressed cache (--drafter streaming or snapkv) gains here, for each context and number of rows: from times, and
-    acceptance measured on up to 4 prompts, those that are as long as the longest context.
+    """Measure what a compressed cache (--drafter streaming or snapkv) gains on this machine.
+
+    The result depends on the context and the number of rows. Times are measured for each, and
+    acceptance on up to 4 prompts that are at least as long as the longest context.
 
     Attributes:
         contexts: numbers of tokens in each row's cache.
@@ -32,17 +34,17 @@ class ContextsConfig(OnPrompts):
 
 
 def run_contexts(config: ContextsConfig) -> None:
-    """``specjax plan contexts``."""
+    """Run ``specjax plan contexts``."""
     if min(config.contexts, default=0) < 2 or min(config.budgets, default=0) < 1:
         raise InputError(
             f"contexts={config.contexts}, budgets={config.budgets}: give numbers of tokens, and at least one budget"
         )
     pair, prompts, options = config.load("contexts")
     if not isinstance(pair.drafter, CompressedCache):
-        raise InputError(f"drafter={config.drafter!r}: contexts are for a compressed cache: give streaming or snapkv")
+        raise InputError(f"drafter={config.drafter!r}: contexts needs a compressed cache: give streaming or snapkv")
     texts = [ids for prompt in prompts if len(ids := pair.encode(prompt)) >= max(config.contexts)][:_PROMPTS]
     if not texts:
-        raise InputError(f"prompts={config.prompts!r}: none has {max(config.contexts)} tokens, the longest of --contexts")
+        raise InputError(f"prompts={config.prompts!r}: no prompt has {max(config.contexts)} tokens, the longest of --contexts")
     measured = measure_contexts(
         pair.target,
         pair.drafter,
@@ -57,7 +59,7 @@ def run_contexts(config: ContextsConfig) -> None:
     console.print(contexts_table(config.title, measured))
     critical = measured.critical_context()
     if critical is not None:
-        console.out(f"Critical context: about {critical:,.0f} tokens; beyond it more rows gain more.")
+        console.out(f"Critical context: about {critical:,.0f} tokens; beyond it, more rows gain more.")
     if config.plot:
         best = {c: {b: measured.gains(c, b)[0].speedup for b in measured.batches} for c in measured.contexts}
         figure = draw_by_batch(f"{config.target}, drafter {config.drafter}", best, critical=critical)
@@ -65,7 +67,7 @@ def run_contexts(config: ContextsConfig) -> None:
 
 
 def contexts_table(title: str, measured: MeasuredContexts) -> Table:
-    """The best gain of each context and number of rows, with the times that it comes from."""
+    """Return a table of the best gain for each context and number of rows, with its times."""
     table = table_of_numbers(
         title, "context", "rows", "T_T ms", "budget", "gamma", "T_D ms", "T_V ms", "tokens a step", "speed-up"
     )
@@ -84,6 +86,6 @@ def contexts_table(title: str, measured: MeasuredContexts) -> Table:
                 f"{best.speedup:.2f}x",
             )
     table.caption = (
-        "T_T: a step of plain decoding. T_D: a drafted token. T_V: a verification. Each with its best budget and chain."
+        "T_T: a step of plain decoding. T_D: a drafted token. T_V: a verification. Each line has its best budget and chain."
     )
     return table

@@ -1,4 +1,4 @@
-"""What the commands have in common that measure a pair on prompts."""
+"""The options that the commands which measure a pair on prompts have in common."""
 
 from dataclasses import dataclass
 
@@ -12,17 +12,19 @@ from specjax.sampling import Rule
 
 @dataclass(frozen=True)
 class OnPrompts:
-    """A pair, prompts, and the settings of a generation.
+    """Options: a target with a drafter, prompts, and how tokens are sampled.
 
     Attributes:
-        target: directory or hub id of the model to generate from; "embedded" is the small one that comes with specjax.
-        drafter: as in generate.
-        prompts: a file with one prompt a line (plain, or JSON with "prompt" or "text").
-        batch: rows decoded together; the table has a line for each number given, or there is a table for each.
-        longest: longest chain to look at, in tokens.
-        temperature: of the generation; 0 is greedy.
-        rule: as in generate; "block" and "rejection" compare chains alone.
-        plot: a picture to write: .png, .pdf or .svg.
+        target: the model to generate from, a directory or hub id; "embedded" is the small model
+            that comes with specjax.
+        drafter: the drafter, as in generate.
+        prompts: file with one prompt per line (plain text, or JSON with "prompt" or "text").
+        batch: numbers of rows that are decoded together; the output has a line or a table for each.
+        longest: maximum chain length to consider, in tokens.
+        temperature: sampling temperature; 0 is greedy.
+        rule: how tokens are sampled and drafts verified, as in generate; "block" and "rejection"
+            compare only chains.
+        plot: picture to write: .png, .pdf or .svg.
     """
 
     target: str = ""
@@ -36,11 +38,14 @@ class OnPrompts:
 
     @property
     def title(self) -> str:
-        """What is measured."""
+        """The title of tables and pictures."""
         return f"{self.target}, drafter {self.drafter}; temperature {self.temperature:g}"
 
     def load(self, command: str) -> tuple[pipeline.TextGenerator, list[str], GenerationOptions]:
-        """The pair, the prompts, and the settings of the generation; what cannot be used is refused before weights are read."""
+        """Return the pair, the prompts and the options, after checking them.
+
+        Invalid options are refused before any weights are read.
+        """
         check_batch(self.batch)
         check_longest(self.longest)
         check_plot(self.plot)

@@ -1,4 +1,4 @@
-"""What several commands of ``specjax plan`` ask of their options, and the model that a name stands for."""
+"""Checks of options that several ``specjax plan`` commands share, and the model of a name."""
 
 import os
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _MAX_ROWS, _LONGEST_CHAIN = 2**20, 256
 
 
 def check_batch(batch: Sequence[int]) -> None:
-    """Refuse numbers of rows that cannot be used."""
+    """Refuse invalid numbers of rows."""
     if min(batch, default=0) < 1:
         raise InputError(f"batch={min(batch, default=())}: give at least one number of rows, each at least 1")
     if max(batch) > _MAX_ROWS:
@@ -28,36 +28,36 @@ def check_batch(batch: Sequence[int]) -> None:
 
 
 def check_longest(longest: int) -> None:
-    """Refuse a longest chain that cannot be used."""
+    """Refuse an invalid maximum chain length."""
     if not 1 <= longest <= _LONGEST_CHAIN:
-        raise InputError(f"longest={longest}: the longest chain to look at has at least 1 token and at most {_LONGEST_CHAIN}")
+        raise InputError(f"longest={longest}: must be at least 1 and at most {_LONGEST_CHAIN}")
 
 
 def check_plot(plot: str) -> None:
-    """Refuse a picture that could not be written, where there is to be one, before anything else is done."""
+    """Refuse a picture that could not be written, before anything is computed."""
     if plot:
         pictures.check_path("plot", plot)
 
 
 def new_console() -> Console:
-    """Where tables are printed. Names and numbers are no markup."""
+    """Return the console for tables, which prints names and numbers without markup."""
     return Console(highlight=False, markup=False, emoji=False)
 
 
 def save_plot(console: Console, figure: "Figure", plot: str) -> None:
-    """Write the picture that was asked for, and say where it is."""
+    """Write the picture to the path of the option, and print the path."""
     pictures.save(figure, "plot", Path(plot))
     console.out(f"picture: {plot}")
 
 
 def is_checkpoint(name: str) -> bool:
-    """Whether ``name`` is that of a checkpoint, or of a method and one, rather than a published model's."""
+    """Return True if a name is a checkpoint, alone or after a method, and not a published model."""
     is_place = name == "embedded" or ":" in name or "/" in name or os.path.isdir(os.path.expanduser(name))
     return is_place and name.lower() not in PUBLISHED
 
 
 def find_model(argument: str, name: str) -> ModelConfig:
-    """The published configuration of that name, or else what the config.json of the directory or hub id says."""
+    """Return the configuration of a published model, or of a directory or hub id."""
     if is_checkpoint(name):
         return config_json.read_config(hub.open_checkpoint(name, weights=False))
     try:

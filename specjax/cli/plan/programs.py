@@ -1,4 +1,4 @@
-"""What is printed of every program that was compiled for chips that need not be there."""
+"""Tables and JSON of programs that were compiled for chips that this machine need not have."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from specjax.reports.tables import table_of_numbers
 
 
 def memory_table(title: str, programs: Sequence[Compiled], chip: Chip) -> Table:
-    """What each program needs on one chip."""
+    """Return a table of the memory of each program on one chip."""
     headers = ("program", "compiled s", "given GB", "inner GB", "all GB", f"of {chip.memory / 1e9:.0f} GB")
     table = table_of_numbers(title, *headers, named=True)
     for program in programs:
@@ -29,12 +29,12 @@ def memory_table(title: str, programs: Sequence[Compiled], chip: Chip) -> Table:
 
 
 def exchanges_of(program: Compiled) -> str:
-    """How many of each kind, such as "64 all-reduce"."""
+    """Return the number of collectives of each kind, such as "64 all-reduce"."""
     return ", ".join(f"{count} {kind}" for kind, count in sorted(program.collectives.items())) or "none"
 
 
 def program_as_json(program: Compiled) -> dict[str, Any]:
-    """Its fields, but for the text, and what all of its turns cost together."""
+    """Return the fields of a program without its text, and the costs of a whole step."""
     totals = {
         name: getattr(program, name)
         for name in ("bytes", "collectives", "collective_bytes", "slice_bytes", "kernels", "cycles")

@@ -1,4 +1,4 @@
-"""``specjax plan roofline``: what speculation should gain on a chip, from the shapes of two models."""
+"""The command ``specjax plan roofline``: what speculation should gain on a chip."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,21 +25,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RooflineConfig:
-    """What speculation should gain on a chip, for each number of rows, and from which context on it pays.
+    """Estimate the gain of speculation on a chip, and the context length from which it pays.
 
     Attributes:
-        target: the model to generate from: a published model such as llama-3.1-8b, a directory or a hub id.
-        drafter: its draft model, named likewise; a drafter that was trained for the target, by its directory or hub id or as
-            METHOD:WHERE, whose costs are those of its own shape; a method with such drafters, such as eagle3 or
-            gemma4-assistant, for one of the usual size; "self" is the target itself with a draft cache.
-        draft_cache: entries that the drafter keeps of a row's cache; by default all. Of several the best is chosen for each
-            number of rows.
-        alpha: acceptance rate, the chance that a drafted token is accepted; with several sizes of draft_cache one for each.
+        target: the model to generate from: a published model such as llama-3.1-8b, a directory or a
+            hub id.
+        drafter: its draft model, in the same forms. Or a drafter that was trained for the target,
+            by its directory or hub id or as METHOD:WHERE, whose costs follow from its own shapes.
+            Or a method with such drafters, such as eagle3 or gemma4-assistant, for one of the usual
+            size. "self" is the target itself with a draft cache.
+        draft_cache: number of entries of a row's cache that the drafter keeps; the default is all.
+            Of several numbers the best is chosen for each number of rows.
+        alpha: acceptance rate, the probability that a drafted token is accepted; with several sizes
+            of draft_cache, one for each.
         chip: the accelerator that target and drafter share.
-        batch: rows decoded together; the table has a line for each number given.
-        context: tokens in each row's cache.
-        longest: longest chain to look at, in tokens.
-        plot: a picture to write: .png, .pdf or .svg.
+        batch: numbers of rows that are decoded together; the table has a line for each.
+        context: number of tokens in each row's KV cache.
+        longest: maximum chain length to consider, in tokens.
+        plot: picture to write: .png, .pdf or .svg.
     """
 
     target: str = ""
@@ -54,13 +57,13 @@ class RooflineConfig:
 
 
 def run_roofline(config: RooflineConfig) -> None:
-    """``specjax plan roofline``."""
+    """Run ``specjax plan roofline``."""
     check_batch(config.batch)
     check_longest(config.longest)
     check_plot(config.plot)
-    pair, alphas, asked = _load_pair(config), _alphas(config), config.longest
+    pair, alphas, longest = _load_pair(config), _alphas(config), config.longest
     if isinstance(pair.drafter, roofline.Trained):
-        config = replace(config, longest=pair.drafter.longest_chain(asked))
+        config = replace(config, longest=pair.drafter.longest_chain(longest))
     best = {rows: roofline.best_cache(pair, rows, config.context, alphas, config.longest) for rows in config.batch}
     console = new_console()
     console.print(_table(config, pair, alphas, best))
@@ -69,30 +72,31 @@ def run_roofline(config: RooflineConfig) -> None:
             console.out(_memory_line(name, model))
     if plain := [f"{rows}" for rows, choice in best.items() if choice.gamma == 0]:
         console.out(f"Speculation does not pay at {', '.join(plain)} rows: plain decoding is best there.")
-    if config.longest < asked:
-        console.out(f"A draft of this drafter has at most {config.longest} tokens: no chain is longer.")
+    if config.longest < longest:
+        console.out(f"Drafts of this drafter have at most {config.longest} tokens.")
     elif config.longest == max(choice.gamma for choice in best.values()):
         console.out(f"A chain of more than {config.longest} may be better still: raise --longest.")
-    console.out("The peaks of arithmetic and bandwidth are never reached: speed-ups are upper bounds.")
+    console.out("Real programs do not reach the peak FLOPs and bandwidth, so the speed-ups are upper bounds.")
     if config.plot:
         save_plot(console, _draw(config, pair, alphas), config.plot)
 
 
 def _alphas(config: RooflineConfig) -> dict[int | None, float]:
-    """The acceptance rate by entries of the draft cache; None is all of them."""
+    """Return the acceptance rate for each size of the draft cache; None is the whole cache."""
     sizes: tuple[int | None, ...] = config.draft_cache or (None,)
     if len(config.alpha) != len(sizes):
-        raise InputError(
-            f"alpha={config.alpha}: give one acceptance rate, or with several sizes of --draft-cache one for each, in order"
-        )
+        raise InputError(f"alpha={config.alpha}: give one acceptance rate, or one for each size of --draft-cache, in order")
     if len(set(sizes)) < len(sizes):
         raise InputError(f"draft_cache={config.draft_cache}: give each size once")
     return dict(zip(sizes, config.alpha, strict=True))
 
 
 def _load_pair(config: RooflineConfig) -> roofline.Pair:
-    """The target and the drafter as shapes, on the chip. Reads at most their config.json, and of a drafter that was trained for
-    the target the names and shapes of its tensors. Its draft cache is not set."""
+    """Return the target and the drafter on the chip, as shapes without weights.
+
+    At most config.json is read, and the names and shapes of the tensors of a drafter that was
+    trained for the target. The draft cache is not set.
+    """
     chip = find_chip(config.chip)
     if not config.target:
         raise InputError("target='': name the model to generate from, such as llama-3.1-8b")
@@ -104,17 +108,17 @@ def _load_pair(config: RooflineConfig) -> roofline.Pair:
     drafter = _find_drafter(config, target)
     if config.draft_cache and isinstance(cut := drafter or target, ModelConfig) and cut.linear_layers:
         raise InputError(
-            f"draft_cache={config.draft_cache}: layers of such a drafter ({cut.model_type}) keep a state, of which no part "
-            "can be left out: leave it out, or give a drafter with ordinary attention"
+            f"draft_cache={config.draft_cache}: layers of this drafter ({cut.model_type}) have a state, and no part of it "
+            "can be dropped: leave the option out, or give a drafter with ordinary attention"
         )
     pair = roofline.Pair(target, chip, drafter)
     if config.context > pair.longest_context:
-        raise InputError(f"context={config.context}: the models have positions for {pair.longest_context} tokens")
+        raise InputError(f"context={config.context}: the models support {pair.longest_context} tokens")
     return pair
 
 
 def _find_drafter(config: RooflineConfig, target: ModelConfig) -> ModelConfig | roofline.Trained | None:
-    """What drafts: None for the target itself."""
+    """Return the shapes of the drafter; None for the target itself."""
     if config.drafter == "self":
         return None
     name, on_one = config.drafter, abstract.abstract_model(target, make_mesh(1, 1))
@@ -123,16 +127,16 @@ def _find_drafter(config: RooflineConfig, target: ModelConfig) -> ModelConfig | 
         method, where = resolve(name)
     if method is None or method.translates:
         model = find_model("drafter", where)
-        if not name.startswith("draft-model-intersect:"):  # with that any vocabulary will do
+        if not name.startswith("draft-model-intersect:"):  # intersect accepts any vocabulary
             check_vocabulary(model, target)
         return model
     if method.trained is None:
         raise InputError(
-            f"drafter={name!r}: is neither a draft model nor trained for its target, and these tables are of such drafters; "
-            'give one, or "self" with --draft-cache ENTRIES for the target with a small cache'
+            f"drafter={name!r}: must be a draft model, or a drafter that is trained for its target; "
+            'or give "self" with --draft-cache ENTRIES for the target with a small cache'
         )
     if config.draft_cache:
-        raise InputError(f"draft_cache={config.draft_cache}: {name} has no cache to cut; leave it out")
+        raise InputError(f"draft_cache={config.draft_cache}: {name} has no draft cache; leave it out")
     drafter = abstract.stored_drafter(name, on_one) if is_checkpoint(name) else abstract.abstract_drafter(name, None, on_one)
     assert isinstance(drafter, TrainedDrafter)
     return roofline.Trained(drafter, on_one)
@@ -141,12 +145,12 @@ def _find_drafter(config: RooflineConfig, target: ModelConfig) -> ModelConfig | 
 def _table(
     config: RooflineConfig, pair: roofline.Pair, alphas: Mapping[int | None, float], best: Mapping[int, roofline.CacheChoice]
 ) -> Table:
-    """For each number of rows: the three times, the best chain, its speed-up, where speculation starts to pay, and memory."""
+    """Return the table: for each number of rows the times, the best chain, its gain, and memory."""
     room, several = f"{pair.chip.memory / 1e9:.0f}", len(alphas) > 1
     is_at_once = isinstance(pair.drafter, roofline.Trained) and not pair.drafter.has_levels
     headers = ["rows", "T_T ms", "T_D ms", "T_V ms", "gamma", "gain", "pays from", "memory GB"]
     table = table_of_numbers(_title(config, pair), *headers, *["K"] * several)
-    what = "all of the best chain at once" if is_at_once else "a drafting step"
+    what = "drafting the best chain at once" if is_at_once else "a drafting step"
     table.caption = (
         f"T_T: a decoding step. T_D: {what}. T_V: a verification of the best chain. gain: over plain decoding. "
         f"pays from: the smallest context, in tokens, at which speculation pays. The chip has {room} GB."
@@ -175,21 +179,21 @@ def _table(
 
 
 def _memory_line(name: str, model: ModelConfig) -> str:
-    """What a row of a model with states takes."""
+    """Return a line with the memory of a row of a model with states."""
     return (
         f"A row of the {name} takes {work.cache_bytes(model) / 1e3:.1f} KB for each token in its cache, "
-        f"{work.state_bytes(model) / 1e6:.1f} MB for its states however long the text is, and "
+        f"{work.state_bytes(model) / 1e6:.1f} MB for its states at any length, and "
         f"{work.node_bytes(model) / 1e6:.2f} MB for each drafted token until it is verified."
     )
 
 
 def _break_even(config: RooflineConfig, pair: roofline.Pair, rows: int, alphas: Mapping[int | None, float]) -> int | None:
-    """The smallest context at which speculation pays with any of the draft caches."""
-    found = [
+    """Return the smallest context at which speculation pays with any of the draft caches."""
+    break_evens = [
         roofline.break_even_context(replace(pair, draft_cache=entries), rows, alpha, config.longest)
         for entries, alpha in alphas.items()
     ]
-    return min((context for context in found if context is not None), default=None)
+    return min((context for context in break_evens if context is not None), default=None)
 
 
 def _title(config: RooflineConfig, pair: roofline.Pair) -> str:
@@ -200,24 +204,24 @@ def _title(config: RooflineConfig, pair: roofline.Pair) -> str:
 
 
 def _draw(config: RooflineConfig, pair: roofline.Pair, alphas: Mapping[int | None, float]) -> "Figure":
-    """Speed-up against chain length, and that of the best chain against context; a line for each number of rows.
+    """Draw speed-up over chain length, and the best speed-up over context, for each number of rows.
 
-    Of several draft caches every point is the best one's.
+    With several draft caches, each point is that of the best cache.
     """
     last, longest = pair.longest_context, config.longest
     contexts = np.unique(np.geomspace(max(1, last // 1024), last, 60).round().astype(int)).tolist()
     sized = [(replace(pair, draft_cache=entries), alpha) for entries, alpha in alphas.items()]
-    by_length, by_context, held = {}, {}, {}
+    by_length, by_context, fits_until = {}, {}, {}
     for rows in config.batch:
         by_length[rows] = [
-            max(roofline.chain_speedup(each, rows, config.context, gamma, alpha) for each, alpha in sized)
+            max(roofline.chain_speedup(variant, rows, config.context, gamma, alpha) for variant, alpha in sized)
             for gamma in range(longest + 1)
         ]
         by_context[rows] = [
-            max(roofline.best_gamma(each, rows, context, alpha, longest, shortest=1).factor for each, alpha in sized)
+            max(roofline.best_gamma(variant, rows, context, alpha, longest, shortest=1).factor for variant, alpha in sized)
             for context in contexts
         ]
-        held[rows] = sum(
-            any(each.fits(rows, context) for each, _ in sized) for context in contexts
+        fits_until[rows] = sum(
+            any(variant.fits(rows, context) for variant, _ in sized) for context in contexts
         )  # memory grows with context
-    return draw_by_length_and_context(_title(config, pair), by_length, contexts, by_context, held, config.context)
+    return draw_by_length_and_context(_title(config, pair), by_length, contexts, by_context, fits_until, config.context)

@@ -1,4 +1,4 @@
-"""``specjax plan theory``: closed forms of what a drafter of some cost gains."""
+"""The command ``specjax plan theory``: closed formulas for the gain of a drafter."""
 
 from dataclasses import dataclass
 
@@ -10,19 +10,20 @@ from specjax.planning import roofline, theory
 from specjax.reports.speedups import draw_by_length
 from specjax.reports.tables import table_of_numbers
 
-_NEARBY = (0.1, 0.0, -0.1, -0.2)  # acceptance rates that a picture shows beside the given one, as differences from it
+_NEARBY = (0.1, 0.0, -0.1, -0.2)  # offsets from the acceptance rate, of the lines in the picture
 
 
 @dataclass(frozen=True)
 class TheoryConfig:
-    """What a drafter of some cost gains, for each chain length, by Leviathan's closed forms.
+    """Compute the gain of a drafter for each chain length, by Leviathan's closed formulas.
 
     Attributes:
-        cost: time of a drafting step over the time of a target forward (c).
-        alpha: acceptance rate, the chance that a drafted token is accepted.
-        operations: arithmetic operations of the drafter a token over the target's (c-hat); by default the cost.
-        longest: longest chain to look at, in tokens.
-        plot: a picture to write: .png, .pdf or .svg.
+        cost: time of a drafting step divided by the time of a target forward pass (c).
+        alpha: acceptance rate, the probability that a drafted token is accepted.
+        operations: arithmetic operations per token of the drafter divided by those of the target
+            (c-hat); the default is the cost.
+        longest: maximum chain length to consider, in tokens.
+        plot: picture to write: .png, .pdf or .svg.
     """
 
     cost: float | None = None
@@ -33,7 +34,7 @@ class TheoryConfig:
 
 
 def run_theory(config: TheoryConfig) -> None:
-    """``specjax plan theory``."""
+    """Run ``specjax plan theory``."""
     if config.cost is None:
         raise InputError("cost: give --cost C, or compute it from two models with specjax plan roofline")
     check_longest(config.longest)
@@ -44,7 +45,7 @@ def run_theory(config: TheoryConfig) -> None:
     if best.gamma:
         console.out(f"Best: chains of {best.gamma}, {best.factor:.2f} times as fast as plain decoding.")
     else:
-        console.out(f"Speculation does not pay, plain decoding is best: alpha = {config.alpha:g} is not above c = {cost:g}.")
+        console.out(f"Speculation does not pay: plain decoding is best, as alpha = {config.alpha:g} is not above c = {cost:g}.")
     if best.gamma == config.longest:
         console.out(f"A chain of more than {best.gamma} may be better still: raise --longest.")
     if config.plot:
@@ -59,11 +60,11 @@ def run_theory(config: TheoryConfig) -> None:
 
 
 def _table(config: TheoryConfig, cost: float, best: theory.Choice) -> Table:
-    """For each chain length: expected tokens, speed-up, operations and reads of the target; the best is marked."""
+    """Return a table of tokens, speed-up, operations and target reads. It marks the best length."""
     alpha, operations = config.alpha, cost if config.operations is None else config.operations
     title = f"alpha = {alpha:g}, c = {cost:g}, c-hat = {operations:g}"
     table = table_of_numbers(title, "gamma", "tokens a step", "speed-up", "operations", "target reads", "")
-    table.caption = "operations, target reads: a token, over plain decoding's"
+    table.caption = "operations, target reads: per token, relative to plain decoding"
     for gamma in range(1, config.longest + 1):
         table.add_row(
             str(gamma),

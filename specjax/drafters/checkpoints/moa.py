@@ -279,12 +279,12 @@ def _format_authors(config: MoAConfig, dtype: str, name: str) -> dict[str, Any]:
         )
     lsa, layers = config.lsa, target.num_layers if config.target_layers is None else config.target_layers
     kv_heads = target.num_kv_heads if lsa is None else lsa.target_kv_heads
-    wanted = (own.vocab_size, own.hidden_size, layers, own.num_heads, kv_heads, own.head_dim, own.rope)
+    expected = (own.vocab_size, own.hidden_size, layers, own.num_heads, kv_heads, own.head_dim, own.rope)
     found = (target.vocab_size, target.hidden_size, target.num_layers, target.num_heads, target.num_kv_heads, target.head_dim)
-    if (*found, layer_like(target).rope) != wanted:
+    if (*found, layer_like(target).rope) != expected:
         raise InputError(
             f"target={name!r}: has (vocabulary, hidden size, layers, heads, key/value heads, head size) {found}, and layout "
-            f"'authors' needs {wanted[:-1]}, and RoPE alike: give the target that the drafter was trained with, or write it "
+            f"'authors' needs {expected[:-1]}, and RoPE alike: give the target that the drafter was trained with, or write it "
             "as 'specjax'"
         )
     return config_json.format_config(target, dtype) | {"architectures": ["MOASpec"]}

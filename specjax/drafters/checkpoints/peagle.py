@@ -104,7 +104,7 @@ def read_config(stored: CheckpointFiles, mask_token_id: int | None = None) -> PE
         return config
     if len(kinds) != config.layer.num_layers:
         raise CheckpointError(f"{stored.file}: layer_types names {len(kinds)} layers of {config.layer.num_layers}: name each")
-    windowed = tuple(number for number, kind in enumerate(kinds) if kind == _WINDOWED)
+    windowed = tuple(index for index, kind in enumerate(kinds) if kind == _WINDOWED)
     return replace(config, layer=replace(config.layer, sliding_window=window, windowed_layers=windowed))
 
 
@@ -163,7 +163,7 @@ def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str)
         return eagle3_checkpoint.format_eagle3(plain, dtype) | own | {"architectures": ["PEagleDraftModel"]}
     raw = eagle3_checkpoint.format_speculators(plain, dtype, target) | own
     if windowed:
-        kinds = [_WINDOWED if number in windowed else _FULL for number in range(config.layer.num_layers)]
+        kinds = [_WINDOWED if index in windowed else _FULL for index in range(config.layer.num_layers)]
         raw["transformer_layer_config"] |= {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}
     raw["speculators_config"] |= {
         "algorithm": "peagle",

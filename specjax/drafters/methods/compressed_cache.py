@@ -77,9 +77,9 @@ class CompressedCache(Drafter[RingCache]):
         length = cache.length
         if isinstance(self.scheme, SnapKV):
             state = replace(state, base=jnp.where(length > self.budget, length - self.scheme.window, state.kept))
-        places = jnp.clip(state.newest_at(length), 0, cache.capacity - 1)
+        positions = jnp.clip(state.newest_at(length), 0, cache.capacity - 1)
         if isinstance(self.scheme, Streaming) or self.budget >= tokens.shape[1]:
-            return replace(state, layers=cache.gather(places), length=length)
+            return replace(state, layers=cache.gather(positions), length=length)
         paid = _paid_by_last(target, tokens, cache, self.scheme.window)
         layers = []
         for layer, entry in enumerate(cache.layers):
@@ -87,7 +87,7 @@ class CompressedCache(Drafter[RingCache]):
                 layers.append(entry)
                 continue
             chosen = choose(paid[layer], length - self.scheme.window, state.kept, self.scheme.pool)
-            newest = jnp.broadcast_to(places[:, None], (*chosen.shape[:2], self.budget))
+            newest = jnp.broadcast_to(positions[:, None], (*chosen.shape[:2], self.budget))
             of_long = jnp.concatenate([chosen, newest[..., state.kept :]], axis=-1)
             by_head = jnp.where((length > self.budget)[:, None, None], of_long, newest)
             layers += cache.of_layers((layer,)).gather(by_head)

@@ -167,7 +167,7 @@ class DFlash(TrainedDrafter[Cache]):
 
     def start(self, target: Target, batch: int, capacity: int) -> Cache:
         layer = self.config.layer
-        parts = [layer.entry_parts(number) for number in range(layer.num_layers)]
+        parts = [layer.entry_parts(index) for index in range(layer.num_layers)]
         if self.cache is not None:
             capacity = self.budget
         cache = KVCache.create(parts, batch=batch, capacity=capacity, dtype=self._dtype, mesh=self.mesh)
@@ -181,8 +181,8 @@ class DFlash(TrainedDrafter[Cache]):
     def context(self, features: jax.Array, positions: jax.Array) -> tuple[Entry, ...]:
         """Each layer's keys and values of tokens with ``features [B, T, H]`` at ``positions [B, T]``."""
         entries = []
-        for number, params in enumerate(self.params["layers"]):
-            layer = self.config.layer.of_layer(number)
+        for index, params in enumerate(self.params["layers"]):
+            layer = self.config.layer.of_layer(index)
             entries.append(keys_values(params, layer, features, rotations(layer.rope, layer.head_dim, positions)))
         return tuple(entries)
 
@@ -194,20 +194,20 @@ class DFlash(TrainedDrafter[Cache]):
         positions = state.length[:, None] + jnp.arange(features.shape[1])[None]
         return state.append(self.context(features, positions), told.count, after=features)
 
-    def run(self, target: Target, tokens: jax.Array, positions: jax.Array, place: jax.Array, seen: Seen) -> jax.Array:
+    def run(self, target: Target, tokens: jax.Array, positions: jax.Array, offset: jax.Array, seen: Seen) -> jax.Array:
         """``[B, T, H]`` what its head reads at each of the ``tokens [B, T]`` of blocks, at ``positions [B, T]``.
 
-        The blocks lie one behind the other; ``place [T]`` is each token's in its own, 0 that of an anchor.
+        The blocks lie one behind the other; ``offset [T]`` is each token's in its own, 0 that of an anchor.
         """
         x = self.params["embed"][tokens] if "embed" in self.params else target.embed(tokens)
         if self.config.input_embedding_scale != 1.0:  # one rounding, of the product
             x = x.astype(jnp.float32) * self.config.input_embedding_scale
         x = x.astype(self._dtype)
-        for number, params in enumerate(self.params["layers"]):
-            layer = self.config.layer.of_layer(number)
-            mask, before = seen(number, self.config.layer.window_of(number))
+        for index, params in enumerate(self.params["layers"]):
+            layer = self.config.layer.of_layer(index)
+            mask, before = seen(index, self.config.layer.window_of(index))
             turn = rotations(layer.rope, layer.head_dim, positions)
-            x = self.layer(params, layer, x, turn, place, mask, before)
+            x = self.layer(params, layer, x, turn, offset, mask, before)
         return normed(self.params, "norm", self.config.layer, x)
 
     def layer(
@@ -216,11 +216,11 @@ class DFlash(TrainedDrafter[Cache]):
         config: ModelConfig,
         x: jax.Array,
         turn: Rotations,
-        place: jax.Array,
+        offset: jax.Array,
         mask: jax.Array,
         before: Sequence[Piece],
     ) -> jax.Array:
-        """``[B, T, H]`` the residual stream ``x`` after one layer; ``place`` as in `run`, the rest as in `decoder_layer`."""
+        """``[B, T, H]`` the residual stream ``x`` after one layer; ``offset`` as in `run`, the rest as in `decoder_layer`."""
         return decoder_layer(params, config, x, turn, mask, before, self.mesh)[0]
 
     def is_causal(self, window: int | None) -> bool:
@@ -247,18 +247,18 @@ class DFlash(TrainedDrafter[Cache]):
         size = self.tokens_at_once(depth)
         masks = jnp.full((root.shape[0], size - 1), self.config.mask_token_id, root.dtype)
         tokens = jnp.concatenate([root[:, None], masks], axis=1)
-        anchors, place = state.length[:, None], jnp.arange(size)
-        positions = anchors + place
+        anchors, offset = state.length[:, None], jnp.arange(size)
+        positions = anchors + offset
 
-        def seen(number: int, window: int | None) -> tuple[jax.Array, Sequence[Piece]]:
-            mask = self.sees(window, place[:, None] - place)
-            return mask[None], [_before(state, number, self.reach(window, positions, anchors), self.mesh)]
+        def seen(index: int, window: int | None) -> tuple[jax.Array, Sequence[Piece]]:
+            mask = self.sees(window, offset[:, None] - offset)
+            return mask[None], [_before(state, index, self.reach(window, positions, anchors), self.mesh)]
 
-        return self.run(target, tokens, positions, place, seen)[:, : first + depth]
+        return self.run(target, tokens, positions, offset, seen)[:, : first + depth]
 
     def tokens_at_once(self, length: int) -> int:
         """Those of a block, or of a causal one no more than the draft is long: what comes later is not seen."""
-        windows = [self.config.layer.window_of(number) for number in range(self.config.layer.num_layers)]
+        windows = [self.config.layer.window_of(index) for index in range(self.config.layer.num_layers)]
         is_causal = all(self.is_causal(window) for window in windows)
         return length + (not self.config.from_anchor) if is_causal else self.config.block_size
 

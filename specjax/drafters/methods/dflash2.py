@@ -126,11 +126,11 @@ class DFlash2(DFlash):
         config: ModelConfig,
         x: jax.Array,
         turn: Rotations,
-        place: jax.Array,
+        offset: jax.Array,
         mask: jax.Array,
         before: Sequence[Piece],
     ) -> jax.Array:
-        return _convolved_layer(params, config, x, turn, place, mask, before)
+        return _convolved_layer(params, config, x, turn, offset, mask, before)
 
     # --- the selector ---
 
@@ -200,28 +200,28 @@ def _convolved_layer(
     config: ModelConfig,
     x: jax.Array,
     rotations: Rotations,
-    place: jax.Array,
+    offset: jax.Array,
     mask: jax.Array,
     before: Sequence[Piece],
 ) -> jax.Array:
     """A Qwen3's decoder layer with convolutions around attention and MLP."""
-    own, finish = _around(params, "attention_conv", normed(params, "input_norm", config, x), place)
+    own, finish = _around(params, "attention_conv", normed(params, "input_norm", config, x), offset)
     x = x + finish(attention(params, config, own, rotations, mask, before)[0])
-    own, finish = _around(params, "mlp_conv", normed(params, "post_norm", config, x), place)
+    own, finish = _around(params, "mlp_conv", normed(params, "post_norm", config, x), offset)
     return x + finish(mlp(params, own, activation=config.activation))
 
 
-def _around(params: Params, name: str, x: jax.Array, place: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+def _around(params: Params, name: str, x: jax.Array, offset: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """The input ``x [B, T, H]`` of a part of a layer after the convolution before it, and the convolution for its output. The
     kernels of both follow from ``x``."""
     base = params[f"{name}_base"]  # [2, kernel_size, H]
     changes = linear(params, name, x).reshape(*x.shape[:2], *base.shape[:2], -1)
-    return convolve(x, base[0], changes[:, :, 0], place), lambda y: convolve(y, base[1], changes[:, :, 1], place)
+    return convolve(x, base[0], changes[:, :, 0], offset), lambda y: convolve(y, base[1], changes[:, :, 1], offset)
 
 
 @shape_checked
 def convolve(
-    x: Float[Array, "B T H"], base: Float[Array, "K H"], changes: Float[Array, "B T K G"], place: Int[Array, " T"]
+    x: Float[Array, "B T H"], base: Float[Array, "K H"], changes: Float[Array, "B T K G"], offset: Int[Array, " T"]
 ) -> Float[Array, "B T H"]:
     """Return at each token the sum over j of the kernel's j-th number times ``x`` j tokens before, none from another block.
 
@@ -229,7 +229,7 @@ def convolve(
         x: tokens of blocks that lie one behind the other.
         base: of the kernel, of each channel.
         changes: what each token adds to its kernel, of each of G groups of channels.
-        place: of the tokens in their blocks, from 0.
+        offset: of the tokens in their blocks, from 0.
 
     Examples:
         Two blocks of two tokens, and a kernel that adds the token before:
@@ -244,6 +244,6 @@ def convolve(
     total = jnp.zeros_like(by_group)
     for lag in range(kernel_size):
         earlier = jnp.pad(by_group, ((0, 0), (lag, 0), (0, 0), (0, 0)))[:, :count]
-        earlier = jnp.where((place >= lag)[:, None, None], earlier, 0)
+        earlier = jnp.where((offset >= lag)[:, None, None], earlier, 0)
         total += (base[lag].reshape(groups, -1) + changes[:, :, lag, :, None]) * earlier
     return total.reshape(x.shape)

@@ -223,9 +223,9 @@ class DraftModel(Drafter[DraftModelState]):
         # A token that the newest draft left unread comes first. Where there is then one too many, the last is left unread.
         before = jnp.concatenate([state.last[:, None], told.tokens[:, :-1]], axis=1)
         tokens = jnp.where(state.behind[:, None], before, told.tokens)
-        wanted, room = told.count + state.behind, tokens.shape[1]
-        _, cache = self.model.commit(self._known(tokens), state.cache, jnp.minimum(wanted, room))
-        return DraftModelState(cache=cache, last=told.tokens[:, -1], behind=wanted > room)
+        unread, room = told.count + state.behind, tokens.shape[1]
+        _, cache = self.model.commit(self._known(tokens), state.cache, jnp.minimum(unread, room))
+        return DraftModelState(cache=cache, last=told.tokens[:, -1], behind=unread > room)
 
     def propose(
         self,

@@ -169,8 +169,8 @@ class Eagle3(FeatureDrafter):
         x = (normed if self.config.norm_before_residual else states) + attended
         x = x + mlp(first, rms_norm(x, first["post_norm"], eps), activation=config.activation)
         new = [own]
-        for number, (layer, before) in enumerate(zip(rest, past[1:], strict=True), 1):
-            x, own = decoder_layer(layer, config, x, turn, *self.seen(number, positions, mask, before))
+        for index, (layer, before) in enumerate(zip(rest, past[1:], strict=True), 1):
+            x, own = decoder_layer(layer, config, x, turn, *self.seen(index, positions, mask, before))
             new.append(own)
         return (rms_norm(x, self.params["norm"], eps) if self.config.norm_output else x), tuple(new)
 

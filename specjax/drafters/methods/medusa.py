@@ -155,9 +155,9 @@ class Medusa(NewestStateDrafter):
         self.draft_shape.check(own.vocab_size)
         check_mesh(self.mesh, target)
 
-    def head(self, number: int, states: jax.Array) -> jax.Array:
-        """``[..., V]`` float32, what head ``number`` expects after tokens with ``states [..., H]``."""
-        head, x = self.params["heads"][number], states
+    def head(self, index: int, states: jax.Array) -> jax.Array:
+        """``[..., V]`` float32, what head ``index`` expects after tokens with ``states [..., H]``."""
+        head, x = self.params["heads"][index], states
         for block in head["blocks"]:
             x = x + jax.nn.silu(linear(block, "linear", x))
         logits = vocabulary_logits(x, head["output"])

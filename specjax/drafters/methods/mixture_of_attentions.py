@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax.drafters import layer_attention
-from specjax.drafters.base import Drafter, DraftingReads, RemoteFeatures, check_mesh, told_entries
+from specjax.drafters.base import Drafter, DraftingReads, RemoteFeatures, check_mesh, remote_entry_arrays
 from specjax.drafters.checkpoints import moa as moa_checkpoint
 from specjax.drafters.checkpoints.moa import MoAConfig
 from specjax.drafters.expansion import Frontier, expand
@@ -291,7 +291,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
 
     def remote_inputs(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
         """A `layer_attention.mean_over_layers`, which is smaller than a summary, or all that it is made of."""
-        of_layers = told_entries(entries, self.reads(target.config))
+        of_layers = remote_entry_arrays(entries, self.reads(target.config))
         if self.config.lsa is None:
             return {"hidden": output.hidden, **of_layers}
         remembered = layer_attention.by_token(entries)

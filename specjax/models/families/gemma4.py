@@ -80,7 +80,7 @@ def _parse_layers(fields: Mapping[str, Any], rope: Rope) -> tuple[Layer, ...]:
     # Layer 5 is "5", or "05" where there are more than ten.
     overrides = {name.lstrip("0") or "0": override for name, override in (fields["per_layer_config"] or {}).items()}
     layers = []
-    for number, kind in enumerate(kinds):
+    for index, kind in enumerate(kinds):
         layer = dict(full) if kind == FULL else {}
         layer |= _override(overrides.get(str(number)), number)
         if number >= num_own:

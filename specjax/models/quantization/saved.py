@@ -99,10 +99,10 @@ def format_config(declared: Any) -> dict[str, Any] | None:
         floats.append("lm_head")
     usual = max(modules, key=lambda form: len(modules[form]))
     groups = {}
-    for number, (form, names) in enumerate(sorted(modules.items(), key=lambda item: item[0] != usual)):
+    for index, (form, names) in enumerate(sorted(modules.items(), key=lambda item: item[0] != usual)):
         embeddings = [name for name in names if name.endswith("embed_tokens")]
         inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-        groups[f"group_{number}"] = {
+        groups[f"group_{index}"] = {
             "targets": ["Linear", *embeddings] if form == usual else list(dict.fromkeys(names)),
             "weights": _weights(form),
             "input_activations": inputs if form.activations == 8 else None,

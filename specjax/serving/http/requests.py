@@ -787,7 +787,7 @@ def _messages(messages: list[_ChatMessage] | UnsetType, limits: Limits) -> Messa
         raise RequestError(400, "messages: missing or empty; give at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
         raise RequestError(400, f"messages: {len(messages)}; give at most {MAX_MESSAGES}", param="messages")
-    return [_message(number, each) for number, each in enumerate(messages)]
+    return [_message(index, each) for index, each in enumerate(messages)]
 
 
 def _template_settings(given: dict[str, Any] | None, limits: Limits) -> tuple[dict[str, Any], list[str]]:
@@ -804,10 +804,10 @@ def _template_settings(given: dict[str, Any] | None, limits: Limits) -> tuple[di
 _MAY_BE_SILENT = ("assistant", "tool", "function")
 
 
-def _message(number: int, given: _ChatMessage) -> dict[str, Any]:
+def _message(index: int, given: _ChatMessage) -> dict[str, Any]:
     """Return a message as `specjax.text.encode_chat` takes it, without what is null."""
     if given.content is None and given.role not in _MAY_BE_SILENT:
-        message = f"messages[{number}].content: missing or null; give text, or parts of type 'text'"
+        message = f"messages[{index}].content: missing or null; give text, or parts of type 'text'"
         raise RequestError(400, message, param="messages")
     made: dict[str, Any] = {"role": given.role}
     made["content"] = None if given.content is None else _joined("messages", given.content)

@@ -199,9 +199,9 @@ class Answer:
 
     def prompt_text(self, index: int) -> str:
         """The prompt of a choice, as text."""
-        number = index // self.asked.n
-        given = self.asked.prompts[number]
-        return given if isinstance(given, str) else self._texts.decode(self.prompts[number])
+        prompt_index = index // self.asked.n
+        given = self.asked.prompts[prompt_index]
+        return given if isinstance(given, str) else self._texts.decode(self.prompts[prompt_index])
 
     def _echoed(self, index: int) -> Iterable[tuple[int, float | None, Any]]:
         """The prompt's tokens, the first of which nothing comes before."""

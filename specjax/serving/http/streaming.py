@@ -32,8 +32,8 @@ class GenerationResponse:
             prompts = await service.in_thread(service.submit, asked, submission)
             handles = submission.handles
             for index, handle in enumerate(handles):
-                number, choice = divmod(index, asked.n)
-                service.metrics.watch(handle, 0 if choice else len(prompts[number]))  # a prompt counts once
+                prompt_index, choice = divmod(index, asked.n)
+                service.metrics.watch(handle, 0 if choice else len(prompts[prompt_index]))  # a prompt counts once
             headers = service.ignored_header(asked.ignored)
             answer = responses.Answer(asked, handles, prompts, service.texts, with_acceptance=service.options.with_acceptance)
             if asked.stream:

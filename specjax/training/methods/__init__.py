@@ -1,8 +1,8 @@
-"""What can be trained, and how: one file a method, named as its paper names it.
+"""The training methods, one file each, with the names of their papers.
 
-A new method is one file here with a `TrainingMethod` (`specjax.training.contract` says what that is), and one more name in
-`AnyMethod`: the loop, the configuration files and the command line know it from there. What several methods are made of lies in
-`specjax.training.objectives`.
+To add a method, add a file with a `TrainingMethod` (see `specjax.training.contract`), and its name
+to `AnyMethod`. The loop, configuration files and the command line use that list. Parts that several
+methods share are in `specjax.training.objectives`.
 """
 
 from specjax.training.methods.dflash import DFlashTraining
@@ -38,7 +38,7 @@ AnyMethod = (
     | DSparkTraining
     | PEagleTraining
 )
-"""The table of methods: what the section ``method`` of a configuration can be, told apart by its ``name``."""
+"""All methods. The ``name`` in the section ``method`` of a configuration selects one."""
 
 __all__ = [
     "AnyMethod",

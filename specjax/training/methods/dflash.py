@@ -1,4 +1,4 @@
-"""DFlash (z-lab 2025): the tokens of a block from one pass, the nearer ones before the further ones."""
+"""DFlash (z-lab 2025): all tokens of a block from one pass; near tokens have more weight."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,10 +12,10 @@ from specjax.training.objectives.blocks import DraftedBlocks, TokenMethod
 
 @dataclass(frozen=True)
 class DFlashTraining(TokenMethod):
-    """What it learns at every depth of every block, and with what weight, are fields of `TokenMethod`.
+    """The loss of `TokenMethod` at every depth of every block.
 
     Attributes:
-        name: the method.
+        name: the name of the method.
 
     Examples:
         >>> from specjax.training.methods import DFlashTraining

@@ -1,4 +1,4 @@
-"""DFlash2 (z-lab 2026, github.com/z-lab/dflash): a DFlash with convolutions, and a selector of candidates."""
+"""DFlash2 (z-lab 2026, github.com/z-lab/dflash): a DFlash with convolutions and a selector."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,21 +15,24 @@ from specjax.training.objectives.blocks import DraftedBlocks, TokenMethod
 
 @dataclass(frozen=True)
 class DFlash2Training(TokenMethod):
-    """DFlash's cross entropy, and the selector's among its candidates, with the text's token before each.
+    """DFlash's cross entropy, and the selector's cross entropy among its candidates.
 
-    Where the right token is no candidate it takes the place of the last one, as speculators has it. With ``labels: target`` it
-    is the target's likeliest. Both are weighed by depth, and D-PACE weighs each by its own chances. Another ``loss`` takes the
-    place of the first alone. Further fields: `TokenMethod`.
+    The selector reads the text's token before each candidate. If the right token is not a
+    candidate, it replaces the last one, as in speculators. With ``labels: target``, the right token
+    is the target's likeliest. Both terms are weighted by depth; D-PACE weights each by its own
+    probabilities. The option ``loss`` replaces the first term alone. For further fields see
+    `TokenMethod`.
 
     Attributes:
-        name: the method.
-        block_size: tokens of a block, the anchor included.
-        gamma: depth d weighs ``exp(-(d - 1) / gamma)``; 0: all alike.
-        conv_kernel_size: tokens that a convolution reads, a position's own included.
-        conv_group_size: channels that share what a place adds to its kernel; must divide the target's hidden size.
-        selector_rank: of the selector's codebooks.
-        selector_top_k: candidates at each place.
-        selector_weight: of the selector's cross entropy.
+        name: the name of the method.
+        block_size: the number of tokens of a block, with the anchor.
+        gamma: depth d has the weight ``exp(-(d - 1) / gamma)``; 0 gives all depths the same weight.
+        conv_kernel_size: the width of the convolution kernels in tokens.
+        conv_group_size: the number of channels that share the dynamic part of a kernel; it must
+            divide the target's hidden size.
+        selector_rank: the rank of the selector's codebooks.
+        selector_top_k: the number of candidates at each depth.
+        selector_weight: the weight of the selector's cross entropy.
 
     Examples:
         >>> from specjax.training.methods import DFlash2Training
@@ -78,7 +81,10 @@ class DFlash2Training(TokenMethod):
 
 
 def _selector_loss(student: DFlash2, logits: jax.Array, drafted: DraftedBlocks, right: jax.Array) -> jax.Array:
-    """``[B, A, D]`` the cross entropy among candidates to the tokens ``right``, of the block's ``logits [B, A, D, V]``."""
+    """Return the selector's cross entropy ``[B, A, D]`` to the tokens ``right [B, A, D]``.
+
+    ``logits [B, A, D, V]`` are those of the block.
+    """
     _, ids = student.candidates(logits)
     is_there = jnp.any(ids == right[..., None], axis=-1)
     ids = ids.at[..., -1].set(jnp.where(is_there, ids[..., -1], right))

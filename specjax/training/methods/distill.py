@@ -1,4 +1,4 @@
-"""Distillation: a small whole model, a draft model, learns the target's distribution."""
+"""Distillation: a draft model, which is a small whole model, learns the target's distribution."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -16,10 +16,10 @@ from specjax.training.objectives.windows import forward
 
 @dataclass(frozen=True)
 class Distill(TrainingMethod):
-    """A draft model from random weights: forward KL to the target's distribution.
+    """A draft model from random weights: the forward KL divergence to the target's distribution.
 
     Attributes:
-        name: the method.
+        name: the name of the method.
         target: directory or hub id of the target to learn from.
 
     Examples:
@@ -40,21 +40,22 @@ class Distill(TrainingMethod):
         super().check(window)
         self.model.check(window)
 
-    def init(self, key: jax.Array, given: StudentInputs) -> Target:
-        return self.model.init(key, given)
+    def init(self, key: jax.Array, inputs: StudentInputs) -> Target:
+        return self.model.init(key, inputs)
 
     def objective(self, student: Target, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
-        """In nats.
+        """Return the loss in nats, and the metrics.
 
-        ``acceptance`` is beta = sum min(p, q), the chance that rejection sampling keeps a token drawn from the student
-        (Leviathan et al. 2023, Definition 3.1 and Theorem 3.5); ``agreement`` is its greedy counterpart.
+        The metric ``acceptance`` is beta = sum min(p, q), the probability that rejection sampling
+        accepts a token sampled from the student (Leviathan et al. 2023, Definition 3.1 and Theorem
+        3.5). The metric ``agreement`` is its greedy counterpart.
         """
         assert target is not None
         mask = batch["loss_mask"]
-        theirs, ours = forward(target, batch).logits, forward(student, batch).logits
-        loss = losses.mean_over_positions(losses.forward_kl(theirs, ours), mask)
-        accepted = overlap(jax.nn.softmax(theirs), jax.nn.softmax(ours))
-        agreed = jnp.argmax(ours, -1) == jnp.argmax(theirs, -1)
+        target_logits, logits = forward(target, batch).logits, forward(student, batch).logits
+        loss = losses.mean_over_positions(losses.forward_kl(target_logits, logits), mask)
+        accepted = overlap(jax.nn.softmax(target_logits), jax.nn.softmax(logits))
+        agreed = jnp.argmax(logits, -1) == jnp.argmax(target_logits, -1)
         return loss, {
             "loss": loss,
             "acceptance": losses.mean_over_labels(accepted, mask),

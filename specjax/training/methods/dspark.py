@@ -1,4 +1,7 @@
-"""DSpark (DeepSeek-AI 2026, github.com/deepseek-ai/DeepSpec): a DFlash with a Markov head and a confidence head."""
+"""DSpark (DeepSeek-AI 2026, github.com/deepseek-ai/DeepSpec): a DFlash with two more heads.
+
+One is a Markov head, the other a confidence head.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,24 +20,26 @@ from specjax.training.objectives.blocks import BlockMethod, DraftedBlocks, falli
 
 @dataclass(frozen=True)
 class DSparkTraining(BlockMethod):
-    """Cross entropy to the text, the distance to the target's distribution, and what the confidence head should have said.
+    """The cross entropy to the text, the distance to the target, and the confidence head's loss.
 
-    The distance is ``sum |p - q|``, twice the total variation, as in the paper's equation 10. The confidence head learns the
-    chance that a drawn token is accepted, ``sum min(p, q)``. All are weighed by depth. Further fields: `BlockMethod`.
+    The distance to the target's distribution is ``sum |p - q|``, twice the total variation, as in
+    equation 10 of the paper. The confidence head learns the acceptance probability of a sampled
+    token, ``sum min(p, q)``. All terms are weighted by depth. For further fields see `BlockMethod`.
 
     Attributes:
-        name: the method.
-        block_size: tokens of a block, of which the anchor predicts the first.
-        markov_rank: of the Markov head; 0: none.
-        markov: its kind.
+        name: the name of the method.
+        block_size: the number of tokens of a block. The anchor predicts the first one.
+        markov_rank: the rank of the Markov head; 0 for none.
+        markov: the kind of the Markov head.
         confidence: whether there is a confidence head.
-        token_weight: of the cross entropy.
-        distance_weight: of the distance, or of what is in its place.
-        loss: the distance, as published, or in its place one of the losses of acceptance (arXiv 2602.23881).
-        eta: of the hybrid one, see `losses.hybrid`.
-        confidence_weight: of the confidence head's cross entropy.
-        gamma: depth d weighs ``exp(-(d - 1) / gamma)``; 0: all alike.
-        freeze_head: leave embedding and head as they begin, the target's own, as published.
+        token_weight: the weight of the cross entropy.
+        distance_weight: the weight of the distance, or of the loss that replaces it.
+        loss: the distance, as published, or a loss of acceptance (arXiv 2602.23881) instead.
+        eta: the parameter of the hybrid loss, see `losses.hybrid`.
+        confidence_weight: the weight of the confidence head's cross entropy.
+        gamma: depth d has the weight ``exp(-(d - 1) / gamma)``; 0 gives all depths the same weight.
+        freeze_head: whether to freeze embedding and head, which start as the target's. Published
+            drafters are trained so.
 
     Examples:
         >>> from specjax.training.methods import DSparkTraining
@@ -76,19 +81,23 @@ class DSparkTraining(BlockMethod):
     def each(self, student: DSpark, target: Target, drafted: DraftedBlocks) -> dict[str, jax.Array]:
         by_depth = list(_along(student, target, drafted.states, drafted.before))
         logits = jnp.stack([logits for logits, _ in by_depth], axis=-2)
-        theirs = target.head(drafted.hidden)
-        log_q, p = jax.nn.log_softmax(logits), jax.nn.softmax(theirs)
+        target_logits = target.head(drafted.hidden)
+        log_q, p = jax.nn.log_softmax(logits), jax.nn.softmax(target_logits)
         token = -jnp.take_along_axis(log_q, drafted.tokens[..., None], axis=-1)[..., 0]
         distance = jnp.sum(jnp.abs(p - jnp.exp(log_q)), axis=-1)
-        weight, apart = falling(token.shape, self.gamma), distance
+        weight, target_term = falling(token.shape, self.gamma), distance
         if self.loss != "distance":
-            apart = acceptance_loss_by_depth(self.loss, jax.nn.log_softmax(theirs), log_q, drafted.valid, self.eta)
-        terms = {"token_loss": self.token_weight * weight * token, f"{self.loss}_loss": self.distance_weight * weight * apart}
+            log_p = jax.nn.log_softmax(target_logits)
+            target_term = acceptance_loss_by_depth(self.loss, log_p, log_q, drafted.valid, self.eta)
+        terms = {
+            "token_loss": self.token_weight * weight * token,
+            f"{self.loss}_loss": self.distance_weight * weight * target_term,
+        }
         if student.config.confidence:
-            confidence = jnp.stack([said for _, said in by_depth if said is not None], axis=-1)
-            kept = jax.lax.stop_gradient(1 - distance / 2)
-            missed = jnp.logaddexp(0.0, confidence) - kept * confidence
-            terms["confidence_loss"] = self.confidence_weight * weight * missed
+            confidence = jnp.stack([logit for _, logit in by_depth if logit is not None], axis=-1)
+            acceptance = jax.lax.stop_gradient(1 - distance / 2)
+            entropy = jnp.logaddexp(0.0, confidence) - acceptance * confidence
+            terms["confidence_loss"] = self.confidence_weight * weight * entropy
         return terms
 
     def expected(self, student: DSpark, target: Target, states: jax.Array, before: jax.Array) -> Iterator[jax.Array]:
@@ -101,10 +110,16 @@ class DSparkTraining(BlockMethod):
 def _along(
     student: DSpark, target: Target, states: jax.Array, before: jax.Array
 ) -> Iterator[tuple[jax.Array, jax.Array | None]]:
-    """At each depth of blocks that came to ``states [..., D, H]``, given the text's tokens ``before [..., D]``: the logits
-    ``[..., V]``, and those of the confidence head ``[...]``, where there is one."""
+    """Yield the logits ``[..., V]`` of each depth, and the confidence logits ``[...]`` or None.
+
+    Args:
+        student: the drafter.
+        target: the target.
+        states: ``[..., D, H]`` the states of the blocks.
+        before: ``[..., D]`` the text's token before each prediction.
+    """
     memory = student.markov_memory(before.shape[:-1])
     for depth in range(before.shape[-1]):
-        here = states[..., depth, :]
-        logits, memory, confidence = student.after(student.logits(target, here), here, before[..., depth], memory)
+        state = states[..., depth, :]
+        logits, memory, confidence = student.after(student.logits(target, state), state, before[..., depth], memory)
         yield logits, confidence

@@ -1,4 +1,4 @@
-"""EAGLE-1 (Li et al. 2024, arXiv 2401.15077): the drafter learns to predict the target's next feature, and its tokens."""
+"""EAGLE-1 (Li et al. 2024, arXiv 2401.15077): a loss of the target's next feature and its token."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,16 +13,18 @@ from specjax.training.objectives.feature_loss import EagleMethod, feature_loss
 
 @dataclass(frozen=True)
 class Eagle1Training(EagleMethod):
-    """Section 4.1 of the paper: SmoothL1 of the feature plus ``token_weight`` times the cross entropy of its tokens.
+    """SmoothL1 of the feature plus ``token_weight`` times the cross entropy (section 4.1).
 
     Attributes:
-        name: the method.
+        name: the name of the method.
         target: directory or hub id of the target.
-        lsa: whether it reads the layers' keys and values through layer self-attention (see `EagleWithLayerAttention`).
-        intermediate_size: of the drafter's MLP; 0 is the target's.
-        token_weight: of the cross entropy.
-        noise: width of the uniform noise on the features that the drafter reads, in a window of 512 tokens.
-        remat: work inner values out again for the gradient, and keep fewer.
+        lsa: whether the drafter reads the target's keys and values through layer self-attention
+            (`EagleWithLayerAttention`).
+        intermediate_size: the size of the drafter's MLP; 0 for the target's.
+        token_weight: the weight of the cross entropy.
+        noise: the width of the uniform noise on the features that the drafter reads, in a window of
+            512 tokens.
+        remat: whether to recompute activations for the gradient, to save memory.
 
     Examples:
         >>> from specjax.training.methods import Eagle1Training

@@ -1,4 +1,4 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): tokens alone, over all the steps that the drafter will take."""
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a loss of tokens alone, over several draft steps."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,32 +12,36 @@ from specjax.training import losses
 from specjax.training.contract import Batch, Metrics, StudentInputs
 from specjax.training.objectives.acceptance import AcceptanceLoss, check_loss
 from specjax.training.objectives.ahead import decayed
-from specjax.training.objectives.draft_vocabulary import most_frequent, token_loss, wanted
+from specjax.training.objectives.draft_vocabulary import draft_labels, most_frequent, token_loss
 from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes, unroll
 from specjax.training.objectives.windows import forward
 
 
 @dataclass(frozen=True)
 class Eagle3Training(FeatureMethod):
-    """Training-time test: the sum over steps k of ``decay ** k`` times the cross entropy to the target's distribution.
+    """Training-time test: the sum over steps k of ``decay ** k`` times the loss of step k.
 
     Attributes:
-        name: the method.
+        name: the name of the method.
         target: directory or hub id of the target.
-        draft_vocab_size: tokens that the drafter can draft, the most frequent of those it is trained on; 0 is all.
-        intermediate_size: of the drafter's MLP; 0 is the target's.
-        layers: of the drafter.
-        taps: layers of the target whose input it reads; empty: low, middle and high.
-        norm_before_residual: see `Eagle3Config`, as the next three.
-        norm_before_fc: one norm over all taps.
-        fc_norm: a norm for each tap (EAGLE-3.1).
-        norm_output: feed the normed state back (EAGLE-3.1).
-        freeze_head: leave the head as it begins, the target's own of the tokens that can be drafted.
-        steps: of the training-time test.
-        decay: of the later steps' weight.
-        loss: of a token: the cross entropy, as published, or one of the losses of acceptance (arXiv 2602.23881).
-        eta: of the hybrid one, see `losses.hybrid`.
-        remat: work inner values out again for the gradient, and keep fewer.
+        draft_vocab_size: the number of tokens that the drafter can draft, the most frequent ones of
+            the training data; 0 for all.
+        intermediate_size: the size of the drafter's MLP; 0 for the target's.
+        layers: the number of layers of the drafter.
+        taps: the target layers whose input the drafter reads; empty for a low, a middle and a high
+            one.
+        norm_before_residual: see `Eagle3Config`, also for the next three fields.
+        norm_before_fc: whether to use one norm over all taps.
+        fc_norm: whether to use a norm for each tap (EAGLE-3.1).
+        norm_output: whether to feed back the normed state (EAGLE-3.1).
+        freeze_head: whether to freeze the head, which starts as the target's rows of tokens that
+            can be drafted.
+        steps: the number of steps of the training-time test.
+        decay: the factor of the weight from one step to the next.
+        loss: the loss of a token: the cross entropy, as published, or a loss of acceptance (arXiv
+            2602.23881).
+        eta: the parameter of the hybrid loss, see `losses.hybrid`.
+        remat: whether to recompute activations for the gradient, to save memory.
 
     Examples:
         >>> from specjax.training.methods import Eagle3Training
@@ -77,13 +81,13 @@ class Eagle3Training(FeatureMethod):
             raise ConfigError(f"method.steps={self.steps}: data.window={window} is too short; give at least steps + 2")
         check_loss(self.loss, "cross_entropy", self.eta)
 
-    def init(self, key: jax.Array, given: StudentInputs) -> Eagle3:
-        target = given.frozen_target
+    def init(self, key: jax.Array, inputs: StudentInputs) -> Eagle3:
+        target = inputs.frozen_target
         names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         return Eagle3.init(
             target,
             key,
-            ids=most_frequent(given.counts, self.draft_vocab_size) if self.draft_vocab_size else None,
+            ids=most_frequent(inputs.counts, self.draft_vocab_size) if self.draft_vocab_size else None,
             taps=self.taps or None,
             variant={name: getattr(self, name) for name in names},
             **layer_sizes(self.intermediate_size),
@@ -91,15 +95,19 @@ class Eagle3Training(FeatureMethod):
         )
 
     def objective(self, student: Eagle3, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
-        """In nats, or as the loss comes. Positions at which the target's likeliest token cannot be drafted do not count."""
+        """Return the loss, and the metrics.
+
+        Positions at which the target's likeliest token cannot be drafted do not count.
+        """
         assert target is not None
         output = forward(target, batch, student.taps(target.config))
-        theirs, can_be_drafted = wanted(student, target, output)
+        target_logits, can_be_drafted = draft_labels(student, target, output)
         log_total = jax.nn.logsumexp(output.logits, axis=-1)
 
         def loss_of(states: jax.Array, mask: jax.Array) -> jax.Array:
-            each = token_loss(self.loss, theirs, log_total, student.logits(target, states), mask, self.eta)
-            return losses.mean_over_positions(each, mask)
+            logits = student.logits(target, states)
+            loss_of_token = token_loss(self.loss, target_logits, log_total, logits, mask, self.eta)
+            return losses.mean_over_positions(loss_of_token, mask)
 
         loss_of = jax.checkpoint(loss_of) if self.remat else loss_of
         features = student.features(output)

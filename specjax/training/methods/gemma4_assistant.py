@@ -1,9 +1,10 @@
-"""Gemma 4's assistants, for any target: tokens alone, over the steps that the assistant will take.
+"""Gemma 4's assistants, for any target: a loss of tokens alone, over several draft steps.
 
-Google publishes assistants and not how they were trained. Here they learn as EAGLE-3's drafter does (arXiv 2503.01840, its
-training-time test): a chain is drafted from every position of a window at once, along the text, and each step goes on with the
-assistant's own states. No token of a draft sees another, so a step is one pass over the window, and the keys and values that it
-reads come from the same pass of the target that gives the distributions to learn.
+Google publishes assistants but not their training. Here they are trained like EAGLE-3's drafter
+(arXiv 2503.01840, training-time test): a chain is drafted from every position of a window at once,
+along the text, and each step continues with the assistant's own states. Tokens of a draft do not
+attend to each other, so a step is one pass over the window. One pass of the target gives both the
+keys and values that the assistant reads and the distributions to learn.
 """
 
 from collections.abc import Iterator
@@ -30,23 +31,25 @@ from specjax.training.objectives.windows import document_mask, score
 class Gemma4AssistantTraining(TrainingMethod):
     """The sum over steps k of ``decay ** k`` times the cross entropy to the target's distribution.
 
-    A head with centroids learns two things: the logits of all tokens, and, by their cross entropy to the target's distribution
-    over the clusters, which clusters to look at.
+    A head with centroids has a second term: the cross entropy to the target's distribution over the
+    clusters. With it, the head learns which clusters to select.
 
     Attributes:
-        name: the method.
+        name: the name of the method.
         target: directory or hub id of the target.
-        hidden_size: of the assistant; 0 is a quarter of the target's. With ``init_from`` this and the next four stay as they
-            are: its shape is the earlier one's.
-        intermediate_size: of its MLPs; 0 is four times its hidden size.
-        layers: how many; 0 is four. The last one reads the target's last full layer, the others its last one with a window.
-        centroids: clusters of its head, which must divide the target's vocabulary; 0: none.
-        centroids_kept: of these, those whose tokens have logits.
-        centroid_weight: of the clusters' cross entropy.
-        freeze_head: leave the head, its own embedding, as it begins.
-        steps: of drafting.
-        decay: of the later steps' weight.
-        remat: work inner values out again for the gradient, and keep fewer.
+        hidden_size: the hidden size of the assistant; 0 for a quarter of the target's. With
+            ``init_from``, leave out this field and the next four: the earlier assistant has them.
+        intermediate_size: the size of the MLPs; 0 for four times the hidden size.
+        layers: the number of layers; 0 for four. The last one reads the target's last layer with
+            full attention, the others read its last layer with a sliding window.
+        centroids: the number of clusters of the head, which must divide the target's vocabulary
+            size; 0 for none.
+        centroids_kept: the number of clusters whose tokens get logits.
+        centroid_weight: the weight of the clusters' cross entropy.
+        freeze_head: whether to freeze the head, which is the assistant's own embedding.
+        steps: the number of draft steps.
+        decay: the factor of the weight from one step to the next.
+        remat: whether to recompute activations for the gradient, to save memory.
 
     Examples:
         >>> from specjax.training.methods import Gemma4AssistantTraining
@@ -86,35 +89,35 @@ class Gemma4AssistantTraining(TrainingMethod):
                 f"method.decay={self.decay}, method.centroid_weight={self.centroid_weight}: must be above 0, and at least 0"
             )
 
-    def init(self, key: jax.Array, given: StudentInputs) -> Gemma4Assistant:
-        target = given.frozen_target
-        return Gemma4Assistant.init(target, key, config=self._shape(given, target))
+    def init(self, key: jax.Array, inputs: StudentInputs) -> Gemma4Assistant:
+        target = inputs.frozen_target
+        return Gemma4Assistant.init(target, key, config=self._shape(inputs, target))
 
-    def _shape(self, given: StudentInputs, target: Target) -> AssistantConfig:
+    def _shape(self, inputs: StudentInputs, target: Target) -> AssistantConfig:
         names = {"hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "layers": "num_layers"}
         sizes = {field: value for name, field in names.items() if (value := getattr(self, name))}
-        if not given.init_from:
-            kept = {"centroids": self.centroids, "centroids_kept": self.centroids_kept}
-            return Gemma4Assistant.config_for(target.config, **kept, **sizes)
+        if not inputs.init_from:
+            clusters = {"centroids": self.centroids, "centroids_kept": self.centroids_kept}
+            return Gemma4Assistant.config_for(target.config, **clusters, **sizes)
         if sizes or self.centroids:
             raise ConfigError(
-                f"init_from={given.init_from!r}: its shape is kept; leave out method.hidden_size, method.intermediate_size, "
+                f"init_from={inputs.init_from!r}: its shape is kept; leave out method.hidden_size, method.intermediate_size, "
                 "method.layers and method.centroids"
             )
-        return Gemma4Assistant.checkpoint_format.read_config(open_drafter(given.init_from))
+        return Gemma4Assistant.checkpoint_format.read_config(open_drafter(inputs.init_from))
 
     def objective(self, student: Gemma4Assistant, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
-        """In nats."""
+        """Return the loss in nats, and the metrics."""
         assert target is not None
         output, entries = score(target, batch)
-        of_clusters = cluster_logits(student, output.logits) if student.config.centroids else None
+        target_clusters = cluster_logits(student, output.logits) if student.config.centroids else None
 
         def loss_of(x: jax.Array, mask: jax.Array) -> jax.Array:
-            each = losses.soft_cross_entropy(output.logits, student.all_logits(x))
-            if of_clusters is not None:
-                ours = linear(student.params, "centroids", x).astype(jnp.float32)
-                each += self.centroid_weight * losses.soft_cross_entropy(of_clusters, ours)
-            return losses.mean_over_positions(each, mask)
+            entropies = losses.soft_cross_entropy(output.logits, student.all_logits(x))
+            if target_clusters is not None:
+                clusters = linear(student.params, "centroids", x).astype(jnp.float32)
+                entropies += self.centroid_weight * losses.soft_cross_entropy(target_clusters, clusters)
+            return losses.mean_over_positions(entropies, mask)
 
         steps = draft_along(student, batch, target, output, entries, self.steps, remat=self.remat)
         return decayed(batch, steps, jax.checkpoint(loss_of) if self.remat else loss_of, self.decay)
@@ -130,8 +133,10 @@ class Gemma4AssistantTraining(TrainingMethod):
 
 
 def cluster_logits(student: Gemma4Assistant, logits: jax.Array) -> jax.Array:
-    """``[B, T, C]`` logarithms of the clusters' shares of the distribution that ``logits [B, T, V]`` stand for, but for a
-    constant."""
+    """Return the logits ``[B, T, C]`` of the target's distribution over the clusters.
+
+    The probability of a cluster is the sum of those of its tokens, by ``logits [B, T, V]``.
+    """
     by_cluster = logits[..., student.params["order"]].reshape(*logits.shape[:-1], student.config.centroids, -1)
     return jax.nn.logsumexp(by_cluster, axis=-1)
 
@@ -146,33 +151,35 @@ def draft_along(
     *,
     remat: bool = False,
 ) -> Iterator[jax.Array]:
-    """Chains from every token of the windows at once, along the text: ``[B, T, h]`` of each step, what the assistant's head
-    reads.
+    """Yield the assistant's states ``[B, T, h]`` of each step, which its head reads.
 
-    At place t the target has read the tokens up to t. Step k reads token t + 1 + k and the state of the step before it, at
-    first the target's own at t, and predicts token t + 2 + k; its position is t + 1, whatever the step.
+    Chains are drafted from every position of the windows at once, along the text. At position t,
+    the target has read the tokens up to t. Step k reads token t + 1 + k and the state of the step
+    before, at first the target's state at t, and predicts token t + 2 + k. Its RoPE position is
+    t + 1 in every step.
 
     Args:
         student: the assistant.
         batch: the windows.
         target: the target.
-        output: its output at the windows.
-        entries: what its layers keep of them.
-        steps: how many.
-        remat: whether a step's inner values are worked out again for the gradient, and not kept.
+        output: the target's output at the windows.
+        entries: the KV of the target's layers.
+        steps: the number of steps.
+        remat: whether to recompute a step's activations for the gradient, to save memory.
     """
     index = jnp.broadcast_to(jnp.arange(output.hidden.shape[1]), output.hidden.shape[:2])
-    positions, read = index + 1, document_mask(batch["segments"][:, :-1])
+    positions, mask = index + 1, document_mask(batch["segments"][:, :-1])
 
     def step(student: Gemma4Assistant, embedded: jax.Array, states: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def seen(layer: int, back: int | None) -> Piece:
-            near = read if back is None else read & (positions[:, :, None] - index[:, None] < back)
+        def visible_piece(layer: int, window: int | None) -> Piece:
+            near = mask if window is None else mask & (positions[:, :, None] - index[:, None] < window)
             return entries[layer], near
 
-        return student.run(target, embedded, states, positions, seen)
+        return student.run(target, embedded, states, positions, visible_piece)
 
     step = jax.checkpoint(step) if remat else step
     states = output.hidden
-    for number in range(steps):
-        x, states = step(student, target.embed(ahead(batch["tokens"], 1 + number)[:, : index.shape[1]]), states)
+    for depth in range(steps):
+        embedded = target.embed(ahead(batch["tokens"], 1 + depth)[:, : index.shape[1]])
+        x, states = step(student, embedded, states)
         yield x

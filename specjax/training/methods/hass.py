@@ -1,4 +1,4 @@
-"""HASS (Zhang et al. 2024, arXiv 2408.15766): EAGLE-1's drafter, trained on its own states too."""
+"""HASS (Zhang et al. 2024, arXiv 2408.15766): EAGLE-1's drafter, also trained on its own states."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,16 +17,17 @@ class HassTraining(EagleMethod):
     """EAGLE-1's loss over several aligned steps, and the top-k distillation loss.
 
     Attributes:
-        name: the method.
+        name: the name of the method.
         target: directory or hub id of the target.
-        lsa: whether it reads the layers' keys and values through layer self-attention (see `EagleWithLayerAttention`).
-        intermediate_size: of the drafter's MLP; 0 is the target's.
-        steps: of alignment (section 3.2 of the paper).
-        token_weight: of the cross entropy.
-        top_k: tokens of the top-k loss (section 3.1).
-        top_k_weight: of that loss.
-        noise: as EAGLE-1's.
-        remat: work inner values out again for the gradient, and keep fewer.
+        lsa: whether the drafter reads the target's keys and values through layer self-attention
+            (`EagleWithLayerAttention`).
+        intermediate_size: the size of the drafter's MLP; 0 for the target's.
+        steps: the number of alignment steps (section 3.2 of the paper).
+        token_weight: the weight of the cross entropy.
+        top_k: the number of tokens of the top-k loss (section 3.1).
+        top_k_weight: the weight of the top-k loss.
+        noise: see `specjax.training.methods.Eagle1Training`.
+        remat: whether to recompute activations for the gradient, to save memory.
 
     Examples:
         >>> from specjax.training.methods import HassTraining

@@ -1,4 +1,4 @@
-"""JetSpec (arXiv 2606.18394): a DFlash whose blocks are causal, and which learns the target's distribution."""
+"""JetSpec (arXiv 2606.18394): a DFlash with causal blocks that learns the target's distribution."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,14 +16,16 @@ from specjax.training.objectives.blocks import BlockMethod, DraftedBlocks
 
 @dataclass(frozen=True)
 class JetSpecTraining(BlockMethod):
-    """The forward KL to the target's distribution, both at a temperature, times its square. Further fields: `BlockMethod`.
+    """The forward KL divergence to the target's distribution, times the square of the temperature.
+
+    For further fields see `BlockMethod`.
 
     Attributes:
-        name: the method.
-        temperature: of both distributions.
-        loss: the divergence, as published, or one of the losses of acceptance (arXiv 2602.23881) at that temperature. The
-            square belongs to the first alone.
-        eta: of the hybrid one, see `losses.hybrid`.
+        name: the name of the method.
+        temperature: the temperature of both distributions.
+        loss: the divergence, as published, or a loss of acceptance (arXiv 2602.23881) at that
+            temperature, which is not multiplied by its square.
+        eta: the parameter of the hybrid loss, see `losses.hybrid`.
 
     Examples:
         >>> from specjax.training.methods import JetSpecTraining

@@ -1,4 +1,4 @@
-"""Plain language modelling: a whole model that predicts the next token of the text."""
+"""Plain language modeling: a whole model that predicts the next token of the text."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -15,10 +15,10 @@ from specjax.training.objectives.windows import forward
 
 @dataclass(frozen=True)
 class Lm(TrainingMethod):
-    """A whole model from random weights: cross entropy of the text's next token.
+    """A whole model from random weights: the cross entropy of the text's next token.
 
     Attributes:
-        name: the method.
+        name: the name of the method.
 
     Examples:
         >>> from specjax.training.methods import Lm
@@ -36,11 +36,14 @@ class Lm(TrainingMethod):
         super().check(window)
         self.model.check(window)
 
-    def init(self, key: jax.Array, given: StudentInputs) -> Target:
-        return self.model.init(key, given)
+    def init(self, key: jax.Array, inputs: StudentInputs) -> Target:
+        return self.model.init(key, inputs)
 
     def objective(self, student: Target, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
-        """In nats. The end of a document is predicted like any other token."""
+        """Return the loss in nats, and the metrics.
+
+        The end of a document is predicted like any other token.
+        """
         labels, mask = batch["tokens"][:, 1:], batch["loss_mask"]
         logits = forward(student, batch).logits
         loss = losses.next_token(logits, labels, mask)

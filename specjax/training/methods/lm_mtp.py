@@ -1,4 +1,4 @@
-"""A whole model that learns the next token and those after it: multi-token prediction beside plain language modelling."""
+"""Language modeling with multi-token prediction: a whole model, with modules for further tokens."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,19 +25,19 @@ from specjax.training.objectives.windows import forward
 
 @struct.dataclass
 class ModelWithMTP:
-    """A model and its MTP modules, which use its embedding and its head."""
+    """A model and its MTP modules, which use the model's embedding and head."""
 
     model: Target
     mtp: MTP
 
     @property
     def config(self) -> ModelConfig:
-        """The model's."""
+        """The config of the model."""
         return self.model.config
 
     @property
     def mesh(self) -> Mesh | None:
-        """Where both lie."""
+        """The mesh of the model and the modules."""
         return self.model.mesh
 
     @classmethod
@@ -49,27 +49,30 @@ class ModelWithMTP:
         mesh: Mesh | None = None,
         weights: schemes.Weights = schemes.FLOATS,
     ) -> "ModelWithMTP":
-        """Read what ``save_pretrained`` wrote."""
+        """Load a model and its modules that ``save_pretrained`` wrote."""
         mtp = MTP.from_pretrained(Path(path) / "mtp", dtype=dtype, mesh=mesh, weights=weights)
         return cls(Target.from_pretrained(path, dtype=dtype, mesh=mesh, weights=weights), mtp)
 
     def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
-        """Write the model, and its modules into the folder ``mtp`` in it."""
+        """Save the model, and its modules in the folder ``mtp`` of its directory."""
         self.model.save_pretrained(path, dtype=dtype)
         self.mtp.save_pretrained(Path(path) / "mtp", dtype=dtype)
 
 
 @dataclass(frozen=True)
 class LmMTP(TrainingMethod):
-    """A model and its modules from random weights: the next token's cross entropy, and ``weight`` times the modules' mean.
+    """The next token's cross entropy plus ``weight`` times the modules' mean cross entropy.
+
+    Both the model and its modules start from random weights.
 
     Attributes:
-        name: the method.
-        model: sizes of the model.
-        modules: how many, D.
-        weight: lambda of equation 25, at the beginning.
-        final_weight: lambda from ``falls_at`` on.
-        falls_at: share of the training after which it falls. DeepSeek-V3: 0.3, and 0.1 for the last third.
+        name: the name of the method.
+        model: the sizes of the model.
+        modules: the number of modules, D.
+        weight: lambda of equation 25 at the start.
+        final_weight: lambda after ``falls_at``.
+        falls_at: the share of the training after which lambda falls. DeepSeek-V3 uses 0.3, then 0.1
+            in the last third.
 
     Examples:
         >>> from specjax.training.methods import LmMTP
@@ -96,27 +99,32 @@ class LmMTP(TrainingMethod):
         if not 0 <= self.falls_at <= 1:
             raise ConfigError(f"method.falls_at={self.falls_at}: must be a share of the training, from 0 to 1")
 
-    def init(self, key: jax.Array, given: StudentInputs) -> ModelWithMTP:
-        """The model is drawn from the same numbers as without modules, so that the two can be compared."""
-        model = self.model.init(key, given)
+    def init(self, key: jax.Array, inputs: StudentInputs) -> ModelWithMTP:
+        """Return a model with the same random weights as without modules, and its modules.
+
+        So a training with modules can be compared with one without.
+        """
+        model = self.model.init(key, inputs)
         return ModelWithMTP(model, MTP.init(model, jax.random.fold_in(key, 1), modules=self.modules))
 
     def objective(self, student: ModelWithMTP, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
-        """In nats."""
+        """Return the loss in nats, and the metrics."""
         output = forward(student.model, batch)
-        own = _own_loss(output, batch)
-        ahead, metrics = module_loss(student.mtp, batch, student.model, output, "text")
+        lm_loss = _lm_loss(output, batch)
+        mtp_loss, metrics = module_loss(student.mtp, batch, student.model, output, "text")
         weight = jnp.where(batch["progress"] < self.falls_at, self.weight, self.final_weight)
-        loss = own + weight * ahead
-        return loss, {"loss": loss, "lm_loss": own, **metrics}
+        loss = lm_loss + weight * mtp_loss
+        return loss, {"loss": loss, "lm_loss": lm_loss, **metrics}
 
     def evaluation(self, student: ModelWithMTP, batch: Batch, target: Target | None) -> Metrics:
-        """``loss`` is the model's own: what the modules do for it is the question."""
+        """Return the metrics of held-out windows.
+
+        ``loss`` is that of the next token alone, to show whether the modules improve the model.
+        """
         output = forward(student.model, batch)
         simulated = simulate_unrolled(student.mtp, batch, student.model, output, output.hidden)
-        return {"loss": _own_loss(output, batch), **simulated}
+        return {"loss": _lm_loss(output, batch), **simulated}
 
 
-def _own_loss(output: Output, batch: Batch) -> jax.Array:
-    """The model's, of the next token."""
+def _lm_loss(output: Output, batch: Batch) -> jax.Array:
     return losses.next_token(output.logits, batch["tokens"][:, 1:], batch["loss_mask"])

@@ -16,15 +16,15 @@ from specjax.training.objectives.windows import forward
 
 @dataclass(frozen=True)
 class MedusaTraining(TrainingMethod):
-    """The sum over the heads i of ``decay ** (i + 1)`` times the cross entropy of the token i + 2 ahead.
+    """The sum over the heads i of ``decay ** (i + 1)`` times the cross entropy i + 2 tokens ahead.
 
     Attributes:
-        name: the method.
+        name: the name of the method.
         target: directory or hub id of the target.
-        heads: how many.
-        blocks: residual blocks in each.
-        decay: of the later heads' weight.
-        labels: the text's own tokens, as in the paper, or the target's distribution.
+        heads: the number of heads.
+        blocks: the number of residual blocks in each head.
+        decay: the factor of the weight from one head to the next.
+        labels: the tokens of the text, as in the paper, or the target's distribution.
 
     Examples:
         >>> from specjax.training.methods import MedusaTraining
@@ -51,11 +51,11 @@ class MedusaTraining(TrainingMethod):
         if self.heads + 1 >= window:
             raise ConfigError(f"method.heads={self.heads}: data.window={window} is too short; give at least heads + 2")
 
-    def init(self, key: jax.Array, given: StudentInputs) -> Medusa:
-        return Medusa.init(given.frozen_target, key, heads=self.heads, blocks=self.blocks)
+    def init(self, key: jax.Array, inputs: StudentInputs) -> Medusa:
+        return Medusa.init(inputs.frozen_target, key, heads=self.heads, blocks=self.blocks)
 
     def objective(self, student: Medusa, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
-        """In nats."""
+        """Return the loss in nats, and the metrics."""
         assert target is not None
         output = forward(target, batch)
         total, metrics = jnp.zeros(()), {}

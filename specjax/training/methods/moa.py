@@ -1,9 +1,10 @@
-"""Mixture of Attentions (Zimmer et al. 2024, arXiv 2410.03804): trained on what it will see, in one pass.
+"""Mixture of Attentions (Zimmer et al. 2024, arXiv 2410.03804): drafts of all lengths in one pass.
 
-While it drafts, the drafter sees summaries of the tokens before the root, and none of the root and of what it has drafted. So a
-window is cut into blocks, as if each were a draft: the first token of a block is its root. A token sees the summaries of the
-tokens before its block, and with self-attention all tokens before it. One pass over the window trains drafts of all lengths up
-to a block's, where EAGLE-3 and HASS read the window again for every drafted token.
+While it drafts, the drafter has summaries of the tokens before the root, but none of the root and
+of the drafted tokens. So the training cuts a window into blocks, and treats each as a draft whose
+root is its first token. A token attends to the summaries of the tokens before its block, and by
+self-attention to all tokens before it. One pass over the window trains drafts of all lengths up to
+that of a block, whereas EAGLE-3 and HASS read the window again for every drafted token.
 """
 
 from collections.abc import Iterator
@@ -28,21 +29,24 @@ from specjax.training.objectives.windows import document_mask, first_tokens, sco
 
 @dataclass(frozen=True)
 class MoATraining(TrainingMethod):
-    """Cross entropy to the target's distribution, and SmoothL1 to the states that the target comes to itself.
+    """The cross entropy to the target's distribution, and SmoothL1 to the target's hidden states.
 
     Attributes:
-        name: the method.
+        name: the name of the method.
         target: directory or hub id of the target.
-        tli: how many of the target's last layers finish a prediction (target layer inference).
-        lsa: whether it has layer self-attention; without it the target's last hidden state is a token's summary.
-        intermediate_size: of its MLPs; 0 is 3/7 of the target's.
-        shortest_block: tokens of a block, at least; the length is drawn for each window.
-        longest_block: at most.
-        staircase_until: share of the training in which some windows hide the tokens before the block from self-attention, too:
-            all of them at the beginning, and ever fewer. So the summaries are learnt to be used.
-        token_weight: of the cross entropy.
-        feature_weight: of SmoothL1.
-        remat: work inner values out again for the gradient, and keep fewer.
+        tli: the number of the target's last layers that complete a prediction (target layer
+            inference).
+        lsa: whether the drafter has layer self-attention. Without it, the summary of a token is the
+            target's last hidden state.
+        intermediate_size: the size of the drafter's MLPs; 0 for 3/7 of the target's.
+        shortest_block: the minimum number of tokens of a block; the length is random per window.
+        longest_block: the maximum number of tokens of a block.
+        staircase_until: the share of the training in which some windows hide the tokens before a
+            block from self-attention: all windows at the start, then fewer and fewer. So the
+            drafter learns to use the summaries.
+        token_weight: the weight of the cross entropy.
+        feature_weight: the weight of SmoothL1.
+        remat: whether to recompute activations for the gradient, to save memory.
 
     Examples:
         >>> from specjax.training.methods import MoATraining
@@ -77,28 +81,37 @@ class MoATraining(TrainingMethod):
         if self.tli < 0 or self.intermediate_size < 0:
             raise ConfigError(f"method.tli={self.tli}, method.intermediate_size={self.intermediate_size}: must be at least 0")
 
-    def init(self, key: jax.Array, given: StudentInputs) -> MixtureOfAttentions:
+    def init(self, key: jax.Array, inputs: StudentInputs) -> MixtureOfAttentions:
         sizes = layer_sizes(self.intermediate_size)
-        return MixtureOfAttentions.init(given.frozen_target, key, tli=self.tli, lsa=self.lsa, **sizes)
+        return MixtureOfAttentions.init(inputs.frozen_target, key, tli=self.tli, lsa=self.lsa, **sizes)
 
     def objective(self, student: MixtureOfAttentions, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
-        """In nats. With target layer inference the states that enter the target's last layers are compared, too."""
+        """Return the loss in nats, and the metrics.
+
+        With target layer inference, the states that enter the target's last layers are compared as
+        well.
+        """
         assert target is not None
         first = student.tli_layers(target)[0]
         output, entries = score(target, batch, taps=(first,) if self.tli else ())
         length, staircase = self.draw(batch["key"], batch["tokens"].shape[0], batch["progress"])
         draft = jax.checkpoint(draft_blocks) if self.remat else draft_blocks
-        hidden, begun = draft(student, batch, target, output, entries, block_starts(batch, length), staircase)
+        hidden, attended = draft(student, batch, target, output, entries, block_starts(batch, length), staircase)
         mask = batch["loss_mask"]
         token = losses.mean_over_positions(losses.soft_cross_entropy(output.logits, target.head(hidden)), mask)
         feature = losses.mean_over_positions(losses.smooth_l1(hidden, output.hidden), mask)
         if self.tli:
-            feature += losses.mean_over_positions(losses.smooth_l1(begun, output.taps[:, :, 0]), mask)
+            feature += losses.mean_over_positions(losses.smooth_l1(attended, output.taps[:, :, 0]), mask)
         loss = self.token_weight * token + self.feature_weight * feature
         return loss, {"loss": loss, "token_loss": token, "feature_loss": feature}
 
     def draw(self, key: jax.Array, rows: int, progress: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``[rows]`` the length of each window's blocks, and ``[rows]`` bool, whether it is a staircase; consumes ``key``."""
+        """Draw the block length of each window, and whether it is a staircase. ``key`` is consumed.
+
+        Returns:
+            ``[rows]`` the length of the blocks, and ``[rows]`` bool whether self-attention sees the
+            block alone.
+        """
         length_key, staircase_key = jax.random.split(key)
         length = jax.random.randint(length_key, (rows,), self.shortest_block, self.longest_block + 1)
         share = jnp.maximum(1 - progress / max(self.staircase_until, 1e-6), 0)
@@ -108,16 +121,17 @@ class MoATraining(TrainingMethod):
         assert target is not None
         output, entries = score(target, batch)
         states = draft_everywhere(student, batch, target, output, entries, SIMULATED_STEPS)
-        # Of the draft whose root is at t + 1, `simulate` has the predictions at t.
+        # `simulate` expects the predictions of the draft with root t + 1 at position t.
         return simulate(output, batch, (ahead(target.head(hidden), 1) for hidden in states))
 
 
 @shape_checked
 def block_starts(batch: Batch, length: Int[Array, " B"]) -> Int[Array, "B T"]:
-    """Where the block of each token begins.
+    """Return for each token the position at which its block begins.
 
-    Blocks have ``length`` tokens, and end with their document. Every token of a prompt, which is read and not drafted, is a
-    block of its own: where a label is under the mask, its token is one that was answered.
+    Blocks have ``length`` tokens, or fewer at the end of a document. Every token of a prompt is a
+    block of its own, because prompts are not drafted. A token belongs to an answer if it is a label
+    under the loss mask.
     """
     segments, mask = batch["segments"][:, :-1], batch["loss_mask"]
     index = jnp.arange(segments.shape[1])[None]
@@ -128,7 +142,10 @@ def block_starts(batch: Batch, length: Int[Array, " B"]) -> Int[Array, "B T"]:
 
 @shape_checked
 def block_masks(segments: Int[Array, "B T"], starts: Int[Array, "B T"]) -> tuple[Bool[Array, "B T T"], Bool[Array, "B T T"]]:
-    """Which tokens of its document lie before each token's block, and which in its block up to itself."""
+    """Return two masks over the tokens of the same document.
+
+    The first selects the tokens before a token's block, the second those of its block up to itself.
+    """
     visible = document_mask(segments)
     before = jnp.arange(segments.shape[1])[None, None] < starts[:, :, None]
     return visible & before, visible & ~before
@@ -143,19 +160,20 @@ def draft_blocks(
     starts: jax.Array,
     staircase: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Predictions at every token of the windows, each as in a draft whose root is the first token of its block.
+    """Draft at every token of the windows, as if the first token of its block were the root.
 
     Args:
         student: the drafter.
         batch: the windows.
         target: the target.
-        output: its output at the windows.
-        entries: what its layers remember of them.
+        output: the target's output at the windows.
+        entries: the KV of the target's layers.
         starts: see `block_starts`.
-        staircase: ``[B]`` bool, windows in which self-attention sees the block alone.
+        staircase: ``[B]`` bool windows in which self-attention sees the block alone.
 
     Returns:
-        ``[B, T, H]`` what the target's head reads, and the states after cross-attention.
+        ``[B, T, H]`` the states that the target's head reads, and ``[B, T, H]`` the states after
+        cross-attention.
     """
     segments = batch["segments"][:, :-1]
     verified, drafted = block_masks(segments, starts)
@@ -163,18 +181,19 @@ def draft_blocks(
     summaries = student.remember_summaries(student.summarise(output, entries), positions)
     visible = drafted | (verified & ~staircase[:, None, None])
     x, _ = student.self_attend(target.embed(batch["tokens"][:, :-1]), positions, visible)
-    begun = student.cross_attend(x, positions, (summaries, verified))
+    attended = student.cross_attend(x, positions, (summaries, verified))
     first, last = student.tli_layers(target)
-    hidden, _ = student.finish(target, begun, positions, drafted, scratch=[(entries[first:last], verified)])
-    return hidden, begun
+    hidden, _ = student.finish(target, attended, positions, drafted, scratch=[(entries[first:last], verified)])
+    return hidden, attended
 
 
 def draft_everywhere(
     student: MixtureOfAttentions, batch: Batch, target: Target, output: Output, entries: tuple[Entry, ...], steps: int
 ) -> Iterator[jax.Array]:
-    """Chains from every token of the windows at once, along the text: ``[B, T, H]`` of each step, what the target's head reads.
+    """Yield the states ``[B, T, H]`` of each step, which the target's head reads.
 
-    At step k the draft whose root is at t predicts the token at t + k + 1.
+    Chains are drafted from every position of the windows at once, along the text. At step k, the
+    draft with root t predicts token t + k + 1.
     """
     segments = batch["segments"][:, :-1]
     count = segments.shape[1]
@@ -183,11 +202,11 @@ def draft_everywhere(
     summaries = student.remember_summaries(student.summarise(output, entries), index)
     states, _ = student.self_attend(target.embed(batch["tokens"][:, :-1]), index, document_mask(segments))
     first, last = student.tli_layers(target)
-    beside: list[tuple[tuple[Entry, ...], jax.Array | None]] = [(entries[first:last], verified)]
+    scratch: list[tuple[tuple[Entry, ...], jax.Array | None]] = [(entries[first:last], verified)]
     alone = jnp.eye(count, dtype=bool)[None]
     for step in range(steps):
         positions = index + step
-        begun = student.cross_attend(ahead(states, step), positions, (summaries, verified))
-        hidden, new = student.finish(target, begun, positions, alone, scratch=beside)
+        attended = student.cross_attend(ahead(states, step), positions, (summaries, verified))
+        hidden, new = student.finish(target, attended, positions, alone, scratch=scratch)
         yield hidden
-        beside.append((new, None))  # of the steps before, each draft sees its own tokens
+        scratch.append((new, None))  # no mask: each draft attends to its own tokens of earlier steps

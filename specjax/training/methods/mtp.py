@@ -1,4 +1,4 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules for a frozen target."""
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) for a frozen target."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,20 +19,21 @@ from specjax.training.objectives.windows import forward
 
 @dataclass(frozen=True)
 class MTPTraining(FeatureMethod):
-    """The mean of the modules' cross entropies (equation 25 without its weight, which a frozen target has no use for).
+    """The mean of the modules' cross entropies: equation 25 without its weight.
 
-    With more ``steps`` than modules the last module also learns to go on with its own states, as it does in drafts that are
-    deeper than there are modules. For a single module that is close to FastMTP (Cai et al. 2025, arXiv 2509.18362), which gives
-    later steps less weight.
+    A frozen target has no loss of its own to weigh them against. With more ``steps`` than modules,
+    the last module also learns to continue from its own states, as in drafts that are deeper than
+    the number of modules. For a single module, this is close to FastMTP (Cai et al. 2025, arXiv
+    2509.18362), which gives later steps less weight.
 
     Attributes:
-        name: the method.
+        name: the name of the method.
         target: directory or hub id of the target.
-        modules: how many, D.
-        steps: tokens ahead to learn; 0 is as many as there are modules.
-        intermediate_size: of their MLPs; 0 is the target's.
-        labels: the text's own tokens, as in the paper, or the target's distribution.
-        remat: work inner values out again for the gradient, and keep fewer.
+        modules: the number of modules, D.
+        steps: the number of tokens ahead to learn; 0 for the number of modules.
+        intermediate_size: the size of the modules' MLPs; 0 for the target's.
+        labels: the tokens of the text, as in the paper, or the target's distribution.
+        remat: whether to recompute activations for the gradient, to save memory.
 
     Examples:
         >>> from specjax.training.methods import MTPTraining
@@ -59,19 +60,22 @@ class MTPTraining(FeatureMethod):
                 "data.window less 2"
             )
 
-    def init(self, key: jax.Array, given: StudentInputs) -> MTP:
-        """Modules that are written with the tensors of those to begin with, if any."""
-        student = MTP.init(given.frozen_target, key, modules=self.modules, **layer_sizes(self.intermediate_size))
-        if not given.init_from:
+    def init(self, key: jax.Array, inputs: StudentInputs) -> MTP:
+        """Return modules with random weights.
+
+        With ``init_from``, their checkpoint will have the same form as the earlier one's.
+        """
+        student = MTP.init(inputs.frozen_target, key, modules=self.modules, **layer_sizes(self.intermediate_size))
+        if not inputs.init_from:
             return student
         try:
-            earlier = MTP.checkpoint_format.read_config(open_drafter(given.init_from))
+            earlier = MTP.checkpoint_format.read_config(open_drafter(inputs.init_from))
         except InputError as error:
-            raise ConfigError(f"init_from={given.init_from!r}: {error}") from None
+            raise ConfigError(f"init_from={inputs.init_from!r}: {error}") from None
         return replace(student, config=replace(student.config, experts_joined=earlier.experts_joined))
 
     def objective(self, student: MTP, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
-        """In nats."""
+        """Return the loss in nats, and the metrics."""
         assert target is not None
         output = forward(target, batch)
         loss, metrics = module_loss(student, batch, target, output, self.labels, steps=self.steps, remat=self.remat)

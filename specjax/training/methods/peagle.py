@@ -1,9 +1,10 @@
-"""P-EAGLE (Hui et al. 2026, arXiv 2602.01469): all depths of a draft at once, the deeper ones at fewer places.
+"""P-EAGLE (Hui et al. 2026, arXiv 2602.01469): all depths of a draft from one pass.
 
-At place t of a window the target has read the tokens up to t. The pair of t, its feature and the token t + 1, predicts the
-token t + 2; the placeholder d places further on predicts the token t + 2 + d, from what is seen at t and the placeholders
-between. Drafts of K tokens from every place would be K times the work of one layer over the window. So places are drawn
-(conditional drop-token sampling): all have depth 0, and of those that have depth d a share goes on to depth d + 1.
+At place t of a window, the target has read the tokens up to t. The pair of the feature of t and
+token t + 1 predicts token t + 2. The placeholder at depth d predicts token t + 2 + d; it attends to
+the same tokens as place t, and to the placeholders before it. Drafts of K tokens from every place
+would cost K times as much as one. So places are drawn at random (conditional drop-token sampling):
+all have depth 0, and a share of those that have depth d also has depth d + 1.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,33 +23,38 @@ from specjax.training import losses
 from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.acceptance import AcceptanceLoss, check_loss
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, counted, simulate
-from specjax.training.objectives.draft_vocabulary import most_frequent, token_loss, wanted
+from specjax.training.objectives.draft_vocabulary import draft_labels, most_frequent, token_loss
 from specjax.training.objectives.unrolling import layer_sizes
 from specjax.training.objectives.windows import document_mask, forward
 
 
 @dataclass(frozen=True)
 class PEagleTraining(TrainingMethod):
-    """The cross entropy to the target's distribution at every depth of every place that was drawn, all of equal weight.
+    """The loss at every depth of every place that was drawn, all with equal weight.
 
     Attributes:
-        name: the method.
+        name: the name of the method.
         target: directory or hub id of the target.
-        draft_vocab_size: tokens that the drafter can draft, the most frequent of those it is trained on; 0 is all.
-        intermediate_size: of the drafter's MLPs; 0 is the target's.
-        layers: of the drafter.
-        mask_token_id: the token that stands where nothing has been drafted yet; -1: the target's last.
-        taps: layers of the target whose input it reads; empty: low, middle and high.
-        norm_before_residual: see `Eagle3Config`, as the next two.
-        norm_before_fc: one norm over all taps.
-        fc_norm: a norm for each tap.
-        freeze_head: leave the head as it begins, the target's own of the tokens that can be drafted. Published ones are.
-        depths: tokens of a draft that are learnt.
-        kept: depth d is learnt at a share ``kept ** d`` of the places ...
-        kept_at_least: ... or at this one, where that is more.
-        loss: of a token: the cross entropy, as published, or one of the losses of acceptance (arXiv 2602.23881).
-        eta: of the hybrid one, see `losses.hybrid`.
-        remat: work inner values out again for the gradient, and keep fewer.
+        draft_vocab_size: the number of tokens that the drafter can draft, the most frequent ones of
+            the training data; 0 for all.
+        intermediate_size: the size of the drafter's MLPs; 0 for the target's.
+        layers: the number of layers of the drafter.
+        mask_token_id: the token that stands where nothing is drafted yet; -1 for the target's last
+            token.
+        taps: the target layers whose input the drafter reads; empty for a low, a middle and a high
+            one.
+        norm_before_residual: see `Eagle3Config`, also for the next two fields.
+        norm_before_fc: whether to use one norm over all taps.
+        fc_norm: whether to use a norm for each tap.
+        freeze_head: whether to freeze the head, which starts as the target's rows of tokens that
+            can be drafted. Published drafters are trained so.
+        depths: the number of depths that are trained.
+        kept: depth d is trained at the share ``kept ** d`` of the places ...
+        kept_at_least: ... or at this share, if it is larger.
+        loss: the loss of a token: the cross entropy, as published, or a loss of acceptance (arXiv
+            2602.23881).
+        eta: the parameter of the hybrid loss, see `losses.hybrid`.
+        remat: whether to recompute activations for the gradient, to save memory.
 
     Examples:
         >>> from specjax.training.methods import PEagleTraining
@@ -97,8 +103,8 @@ class PEagleTraining(TrainingMethod):
             raise ConfigError(f"method.depths={self.depths}: data.window={window} is too short; give at least depths + 1")
         check_loss(self.loss, "cross_entropy", self.eta)
 
-    def init(self, key: jax.Array, given: StudentInputs) -> PEagle:
-        target = given.frozen_target
+    def init(self, key: jax.Array, inputs: StudentInputs) -> PEagle:
+        target = inputs.frozen_target
         if self.mask_token_id >= target.config.vocab_size:
             raise ConfigError(f"method.mask_token_id={self.mask_token_id}: the target has {target.config.vocab_size} tokens")
         return PEagle.init(
@@ -106,7 +112,7 @@ class PEagleTraining(TrainingMethod):
             key,
             self.depths,
             mask_token_id=None if self.mask_token_id < 0 else self.mask_token_id,
-            ids=most_frequent(given.counts, self.draft_vocab_size) if self.draft_vocab_size else None,
+            ids=most_frequent(inputs.counts, self.draft_vocab_size) if self.draft_vocab_size else None,
             taps=self.taps or None,
             variant={name: getattr(self, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm")},
             **layer_sizes(self.intermediate_size),
@@ -114,47 +120,54 @@ class PEagleTraining(TrainingMethod):
         )
 
     def places(self, window: int) -> tuple[int, ...]:
-        """At how many places of a window each depth is learnt: numbers known beforehand, for arrays are made of them. Where
-        fewer places count, the rest is filled with others, which are not."""
+        """Return the number of places of a window at which each depth is trained.
+
+        These numbers are static, because they are shapes of arrays. If fewer places count, the rest
+        is filled with places that do not count.
+        """
         shares = [max(self.kept**depth, self.kept_at_least) for depth in range(self.depths)]
         return tuple(max(int(window * share), 1) for share in shares)
 
     def objective(self, student: PEagle, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
-        """In nats, or as the loss comes, divided by all places of all depths, as many in every batch, counted or not.
+        """Return the loss, and the metrics.
 
-        Places at which the target's likeliest token cannot be drafted do not count. ``loss_d`` is that of depth d alone, by the
-        places that count.
+        The divisor is the number of all places of all depths, counted or not, which is the same in
+        every batch. Places at which the target's likeliest token cannot be drafted do not count.
+        The metric ``loss_d`` is the mean loss of depth d over the places that count.
         """
         assert target is not None
         output = forward(target, batch, student.taps(target.config))
-        theirs, can_be_drafted = wanted(student, target, output)
+        target_logits, can_be_drafted = draft_labels(student, target, output)
         log_total = jax.nn.logsumexp(output.logits, axis=-1)
         rows, window = output.hidden.shape[:2]
         sizes = self.places(window)
         can_be_drafted = jnp.broadcast_to(can_be_drafted, (rows, window))
 
         def loss_of(states: jax.Array, at: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Of states that predict what the target expects ``at [B, m]``."""
+            """Return the loss of one depth, divided by all places and by those that count.
+
+            The states predict the target's distributions ``at [B, m]``.
+            """
             mask = counts & _take(can_be_drafted, at)
             logits = student.logits(target, states)
-            each = token_loss(self.loss, _take(theirs, at), _take(log_total, at), logits, mask, self.eta)
-            return losses.mean_over_positions(each, mask), losses.mean_over_labels(each, mask)
+            loss_of_token = token_loss(self.loss, _take(target_logits, at), _take(log_total, at), logits, mask, self.eta)
+            return losses.mean_over_positions(loss_of_token, mask), losses.mean_over_labels(loss_of_token, mask)
 
         loss_of = jax.checkpoint(loss_of) if self.remat else loss_of
         every = jnp.broadcast_to(jnp.arange(window), (rows, window))
-        drawn, reach = draw(batch, sizes[1:])
-        depths = read_depths(student, target, batch, student.features(output), drawn, sizes[1:], remat=self.remat)
+        drawn_places, reach = draw(batch, sizes[1:])
+        depths = read_depths(student, target, batch, student.features(output), drawn_places, sizes[1:], remat=self.remat)
         total, metrics = jnp.zeros(()), {}
         for depth, (size, states) in enumerate(zip(sizes, depths, strict=True)):
-            places, counts = (drawn[:, :size], reach[:, :size] >= depth) if depth else (every, counted(batch, 0))
-            at = jnp.minimum(places + 1 + depth, window - 1)  # what lies beyond the window does not count
-            mean, alone = loss_of(states, at, counts)
+            places, counts = (drawn_places[:, :size], reach[:, :size] >= depth) if depth else (every, counted(batch, 0))
+            at = jnp.minimum(places + 1 + depth, window - 1)  # places beyond the window do not count
+            mean, loss_of_depth = loss_of(states, at, counts)
             total += mean * (size / sum(sizes))
-            metrics[f"loss_{depth}"] = alone
+            metrics[f"loss_{depth}"] = loss_of_depth
         return total, {"loss": total, **metrics}
 
     def evaluation(self, student: PEagle, batch: Batch, target: Target | None) -> Metrics:
-        """From every place, to every depth."""
+        """Return the metrics of `simulate`, from every place to every depth."""
         assert target is not None
         output = forward(target, batch, student.taps(target.config))
         window = output.hidden.shape[1]
@@ -168,20 +181,21 @@ class PEagleTraining(TrainingMethod):
 
 
 def draw(batch: Batch, sizes: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-    """The places that have depths beyond 0, ``sizes`` of them at depths 1, 2 and so on; consumes the batch's key.
+    """Draw the places that have depths beyond 0. The batch's key is consumed.
 
-    A place that has a depth has all those before it, for its placeholders see each other. One random order serves all depths:
-    the first of those that count are a fair sample of them, and the first of these that count deeper are one again. No place
-    counts whose prediction is of another document than the place, or beyond the window.
+    A place with depth d has all depths below d as well, because its placeholders attend to each
+    other. One random order of the places serves all depths: the first places that count at a depth
+    are a uniform sample of those that count. A place does not count if its prediction belongs to
+    another document or lies beyond the window.
 
     Args:
         batch: the windows.
-        sizes: none larger than the one before.
+        sizes: the number of places of depths 1, 2 and so on, in descending order.
 
     Returns:
-        ``[B, m]`` as many places of each window as the first of ``sizes``, those that reach deepest first; and ``[B, m]`` how
-        deep each reaches. So the places of every depth stand at the beginning; where they are fewer than its size, others
-        follow.
+        ``[B, m]`` the places of each window, with m the first of ``sizes``, and ``[B, m]`` the
+        deepest depth of each. The deepest places come first, so the places of every depth stand at
+        the beginning, followed by others if they are fewer than its size.
     """
     order = jnp.argsort(jax.random.uniform(batch["key"], batch["loss_mask"].shape), axis=1)
     alive, reach = jnp.ones(order.shape, bool), jnp.zeros(order.shape, jnp.int32)
@@ -203,33 +217,36 @@ def read_depths(
     *,
     remat: bool = False,
 ) -> Iterator[jax.Array]:
-    """The drafter's states at each depth: ``[B, T, H]`` of all places of the windows, then of some ``[B, m, H]``.
+    """Yield the drafter's states of each depth: ``[B, T, H]`` of all places, then ``[B, m, H]``.
 
-    Written as one pass over all places of all depths, (t, d) would see (t', d') of its document where d' = 0 and t' <= t, or
-    t' = t and d' <= d: a mask of several windows' length each way, of which nearly all is empty. Here a depth is run after the
-    one before it. It sees the text through a mask as wide as the window, and of each depth between the one entry of its place.
+    In one pass over all places of all depths, (t, d) would attend to (t', d') of its document if
+    d' = 0 and t' <= t, or if t' = t and d' <= d. That mask would be several windows long and wide,
+    and nearly empty. So the depths are run one after the other. Each attends to the text through a
+    mask as wide as the window, and to the single entry of its place at each depth in between.
 
     Args:
         student: the drafter.
-        target: whose embedding is used, where the drafter has none.
+        target: the target, whose embedding is used if the drafter has none.
         batch: the windows.
-        features: ``[B, T, H]`` at each token.
-        places: ``[B, m]`` that have depths beyond 0.
-        sizes: how many of these, the first ones, have depth 1, depth 2 and so on; none more than the one before.
-        remat: whether a depth's inner values are worked out again for the gradient, and not kept.
+        features: ``[B, T, H]`` the feature of each token.
+        places: ``[B, m]`` the places that have depths beyond 0.
+        sizes: how many of the places, counted from the first, have depths 1, 2 and so on, in
+            descending order.
+        remat: whether to recompute a depth's activations for the gradient, to save memory.
     """
     rows, window = features.shape[:2]
     run = jax.checkpoint(type(student).run) if remat else type(student).run
-    every, read = jnp.broadcast_to(jnp.arange(window), (rows, window)), document_mask(batch["segments"][:, :-1])
+    every, mask = jnp.broadcast_to(jnp.arange(window), (rows, window)), document_mask(batch["segments"][:, :-1])
     embedded = student.embed(target, ahead(batch["tokens"], 1)[:, :window])
-    states, text = run(student, features, embedded, every, read, ((),) * student.sizes.num_layers)
+    states, text = run(student, features, embedded, every, mask, ((),) * student.sizes.num_layers)
     yield states
-    read = _take(read, places)
-    between: list[tuple[Entry, ...]] = [() for _ in text]  # by layer, the entries of the depths from 1 on
+    mask = _take(mask, places)
+    between: list[tuple[Entry, ...]] = [() for _ in text]  # by layer, the entries of depths 1 and beyond
     for depth, size in enumerate(sizes, 1):
         between = jax.tree.map(lambda part, size=size: part[:, :, :size], between)
         past: tuple[tuple[Piece, ...], ...] = tuple(
-            ((entry, read[:, :size]), *((one, None) for one in entries)) for entry, entries in zip(text, between, strict=True)
+            ((entry, mask[:, :size]), *((placeholder, None) for placeholder in placeholders))
+            for entry, placeholders in zip(text, between, strict=True)
         )
         states, new = run(student, *student.placeholders(target, rows, size), places[:, :size] + depth, None, past)
         yield states
@@ -237,5 +254,5 @@ def read_depths(
 
 
 def _take(values: jax.Array, at: jax.Array) -> jax.Array:
-    """``[B, m, ...]`` of ``values [B, T, ...]`` those ``at [B, m]``."""
+    """Take from ``values [B, T, ...]`` those at the positions ``at [B, m]``: ``[B, m, ...]``."""
     return jnp.take_along_axis(values, at.reshape(*at.shape, *(1,) * (values.ndim - 2)), axis=1)

@@ -1,4 +1,4 @@
-"""What the objectives of several methods are made of: how windows are read, what lies further ahead, and losses of a family.
+"""Parts of objectives that several methods share: reading windows, labels further ahead, losses.
 
-A method is one file of `specjax.training.methods`, and says which of these it puts together and with what weights.
+Each method, a file of `specjax.training.methods`, combines these parts and sets their weights.
 """

@@ -1,4 +1,7 @@
-"""The chance of acceptance itself as the loss (Samarin et al. 2026, arXiv 2602.23881), in place of a method's published one."""
+"""Losses from the acceptance probability itself, instead of a method's published loss.
+
+They are from Samarin et al. 2026, arXiv 2602.23881.
+"""
 
 from functools import partial
 from typing import Literal, get_args
@@ -11,14 +14,15 @@ from specjax.shape_checks import shape_checked
 from specjax.training import losses
 
 AcceptanceLoss = Literal["acceptance", "hybrid"]
-"""``-log a``, or a blend of the KL divergence and ``1 - a``; a is the chance that a drawn token is accepted."""
+"""``-log a``, or a mix of the KL divergence and ``1 - a``, with the acceptance probability a."""
 
 
 def check_loss(loss: str, published: str, eta: float) -> None:
-    """Refuse a ``loss`` that is neither ``published`` nor an `AcceptanceLoss`, and an ``eta`` below 0.
+    """Check the options ``loss`` and ``eta`` of a method.
 
     Raises:
-        ConfigError: one of the two.
+        ConfigError: ``loss`` is neither ``published`` nor an `AcceptanceLoss`, or ``eta`` is below
+            0.
     """
     names = (published, *get_args(AcceptanceLoss))
     if loss not in names:
@@ -31,14 +35,15 @@ def check_loss(loss: str, published: str, eta: float) -> None:
 def acceptance_loss(
     loss: AcceptanceLoss, log_p: Float[Array, "*N V"], logits: Float[Array, "*N V"], mask: Bool[Array, "*N"], eta: float
 ) -> Float[Array, "*N"]:
-    """The loss of predictions of one depth.
+    """Return the loss of each prediction of one depth.
 
     Args:
-        loss: which.
-        log_p: the target's log-probabilities of the tokens that can be drafted, see `losses.log_acceptance`. The divergence is
-            that to their distribution scaled to a sum of 1, as in SpecForge.
-        logits: the drafter's.
-        mask: which predictions count.
+        loss: the name of the loss.
+        log_p: the target's log-probabilities of the tokens that can be drafted, see
+            `losses.log_acceptance`. For the divergence, they are scaled to a sum of 1, as in
+            SpecForge.
+        logits: the drafter's logits.
+        mask: the predictions that count.
         eta: see `losses.hybrid`.
     """
     log_a = losses.log_acceptance(log_p, logits)
@@ -49,6 +54,6 @@ def acceptance_loss(
 def acceptance_loss_by_depth(
     loss: AcceptanceLoss, log_p: Float[Array, "*N D V"], logits: Float[Array, "*N D V"], mask: Bool[Array, "*N D"], eta: float
 ) -> Float[Array, "*N D"]:
-    """The same of predictions of D depths."""
-    one = partial(acceptance_loss, loss, eta=eta)
-    return jax.vmap(one, in_axes=(-2, -2, -1), out_axes=-1)(log_p, logits, mask)
+    """Return the `acceptance_loss` of each prediction of D depths."""
+    loss_of_depth = partial(acceptance_loss, loss, eta=eta)
+    return jax.vmap(loss_of_depth, in_axes=(-2, -2, -1), out_axes=-1)(log_p, logits, mask)

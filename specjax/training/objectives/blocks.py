@@ -1,8 +1,9 @@
-"""Training drafters that write a block in one pass: many blocks hang from places of one window, and are read at once.
+"""Training of drafters that draft a block in one pass. Many blocks of a window are read at once.
 
-A block belongs to a *place* t of a window, the newest token that the target has read there. Its anchor is the token t + 1, and
-at depth d, from 1, it predicts the token t + 1 + d; in the words of `ahead`, that is the prediction of step d - 1 at t. It sees
-the context up to t, of its own document, and itself; no other block.
+A block belongs to a *place* t of a window, the position of the last token that the target has read.
+Its anchor is token t + 1. At depth d, counted from 1, it predicts token t + 1 + d; this is the
+prediction of step d - 1 at t in `specjax.training.objectives.ahead`. A block attends to the context
+up to t in its own document, and to itself, but to no other block.
 """
 
 import math
@@ -30,25 +31,28 @@ from specjax.training.objectives.unrolling import layer_sizes
 from specjax.training.objectives.windows import document_mask, score
 
 _NEVER = -1e9
-"""The log-probability of what never happens: finite, so that 0 times it is 0."""
+"""The log-probability of an impossible token. It is finite, so that 0 times it is 0."""
 
 _CHUNK = 32
-"""Blocks of a window that an evaluation reads at a time: it has one for every place, and they take much memory together."""
+"""The number of blocks that an evaluation, which has one for every place, reads at a time."""
 
 
 @dataclass(frozen=True)
 class BlockMethod(TrainingMethod):
-    """A method that trains a `DFlash`, or one with heads. What it minimises is `each`.
+    """A method that trains a `DFlash` or a drafter derived from it by the loss terms of `each`.
 
     Attributes:
         target: directory or hub id of the target.
-        layers: of the drafter.
-        block_size: tokens of a block, the anchor included.
-        mask_token_id: the token that stands where nothing is drafted yet; -1: the target's last.
-        taps: layers of the target whose input it reads; empty: one for each of its layers, spread over the target.
-        intermediate_size: of its MLPs; 0 is the target's.
-        anchors: blocks of a window, at places that are drawn for each step; at most as many as the window has tokens.
-        remat: work inner values out again for the gradient, and keep fewer.
+        layers: the number of layers of the drafter.
+        block_size: the number of tokens of a block, with the anchor.
+        mask_token_id: the token that stands where nothing is drafted yet; -1 for the target's last
+            token.
+        taps: the target layers whose input the drafter reads; empty for one per layer of the
+            drafter, spread over the target.
+        intermediate_size: the size of the drafter's MLPs; 0 for the target's.
+        anchors: the number of blocks per window, at places that are drawn at random in each step.
+            A window has at most as many as it has tokens.
+        remat: whether to recompute activations for the gradient, to save memory.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -88,9 +92,9 @@ class BlockMethod(TrainingMethod):
                 "least 0, which is the target's, and at least -1, which is the target's last token"
             )
 
-    def init(self, key: jax.Array, given: StudentInputs) -> DFlash:
+    def init(self, key: jax.Array, inputs: StudentInputs) -> DFlash:
         return self.kind.init(
-            given.frozen_target,
+            inputs.frozen_target,
             key,
             block_size=self.block_size,
             mask_token_id=None if self.mask_token_id < 0 else self.mask_token_id,
@@ -101,20 +105,21 @@ class BlockMethod(TrainingMethod):
         )
 
     def options(self) -> Mapping[str, Any]:
-        """Further options of the drafter's ``init``."""
+        """Return further options of the drafter's ``init``."""
         return {}
 
     def each(self, student: Any, target: Target, drafted: "DraftedBlocks") -> dict[str, jax.Array]:
-        """The terms of the loss, ``[B, A, D]`` each in nats or as they come, by name. Their sum is minimised."""
+        """Return the terms of the loss by name, ``[B, A, D]`` each. Their sum is minimized."""
         raise NotImplementedError
 
     def objective(self, student: Any, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
-        """The sum of the terms. It is divided by all places of all blocks, counted or not."""
+        """Return the sum of the terms, divided by the number of all predictions, counted or not."""
         assert target is not None
         output, _ = score(target, batch, student.taps(target.config))
         depth = student.config.depth
         valid = jnp.stack([counted(batch, step) for step in range(depth)], axis=-1)
-        valid = jnp.cumprod(valid, axis=-1).astype(bool)  # what follows a hole is not drafted from here
+        # A prediction counts only if all shallower ones of its block do.
+        valid = jnp.cumprod(valid, axis=-1).astype(bool)
         places = draw_places(batch["key"], valid[..., 0], min(self.anchors, valid.shape[1]))
         read = partial(read_blocks, student, target, batch, output)
         states = (jax.checkpoint(read) if self.remat else read)(places)
@@ -135,25 +140,39 @@ class BlockMethod(TrainingMethod):
         return simulate(output, batch, self.expected(student, target, states[:, :, :steps], before))
 
     def expected(self, student: Any, target: Target, states: jax.Array, before: jax.Array) -> Iterator[jax.Array]:
-        """``[..., V]`` at each depth, of ``states [..., D, H]``, where the tokens ``before [..., D]`` each are known."""
+        """Yield the logits ``[..., V]`` of each depth, for an evaluation.
+
+        Args:
+            student: the drafter.
+            target: the target.
+            states: ``[..., D, H]`` the states of the block.
+            before: ``[..., D]`` the token before each prediction.
+        """
         return (student.logits(target, states[..., depth, :]) for depth in range(states.shape[-2]))
 
 
 @dataclass(frozen=True)
 class TokenMethod(BlockMethod):
-    """One that learns the tokens of a block, weighed by depth. Further fields: `BlockMethod`.
+    """A block method with a loss of tokens, weighted by depth.
+
+    For further fields see `BlockMethod`.
 
     Attributes:
-        labels: the text's own tokens, as published, or the target's distribution.
-        loss: of a token: the cross entropy, as published, or one of the losses of acceptance (arXiv 2602.23881).
-        eta: of the hybrid one, see `losses.hybrid`.
-        gamma: depth d weighs ``exp(-(d - 1) / gamma)``; published are 7 for blocks of 16 and 4 for blocks of 8. 0: all alike.
-        input_embedding_scale: factor of the embeddings of a block's tokens. This and the next two are the drafter's; a run that
-            begins with a published one must name what it has.
-        output_multiplier: factor of the drafter's logits; with the next field it takes the place of the target's own.
-        final_logit_softcapping: bound of the drafter's logits after that factor; 0: none.
-        dpace: weigh the depths by D-PACE with this number in place of ``gamma``; published is 0.5. -1: do not. What it goes by
-            is the label's probability, or the chance of acceptance where that is the loss.
+        labels: the tokens of the text, as published, or the target's distribution.
+        loss: the loss of a token: the cross entropy, as published, or a loss of acceptance (arXiv
+            2602.23881).
+        eta: the parameter of the hybrid loss, see `losses.hybrid`.
+        gamma: depth d has the weight ``exp(-(d - 1) / gamma)``. The published values are 7 for
+            blocks of 16 and 4 for blocks of 8. 0 gives all depths the same weight.
+        input_embedding_scale: the factor of the embeddings of a block's tokens. This field and the
+            next two belong to the drafter's config; a run that starts from a published drafter must
+            repeat its values.
+        output_multiplier: the factor of the drafter's logits. This field and the next one replace
+            those of the target.
+        final_logit_softcapping: the bound of the drafter's logits after that factor; 0 for none.
+        dpace: the parameter alpha of D-PACE, which weights the depths instead of ``gamma``; the
+            published value is 0.5, and -1 turns it off. D-PACE uses the label's probability, or the
+            acceptance probability if the loss is one of acceptance.
 
     Examples:
         >>> from specjax.training.objectives.blocks import TokenMethod
@@ -187,16 +206,14 @@ class TokenMethod(BlockMethod):
             )
         check_loss(self.loss, "cross_entropy", self.eta)
         if self.loss == "acceptance" and self.labels == "text":
-            raise ConfigError(
-                "method.loss='acceptance', method.labels='text': of one token that is the cross entropy; give labels='target'"
-            )
+            raise ConfigError("method.loss='acceptance', method.labels='text': this is the cross entropy; give labels='target'")
 
     def options(self) -> Mapping[str, Any]:
         factors = {name: getattr(self, name) for name in ("input_embedding_scale", "output_multiplier")}
         return {"variant": factors | {"final_logit_softcapping": self.final_logit_softcapping or None}}
 
     def token_loss(self, logits: jax.Array, target: Target, drafted: "DraftedBlocks") -> jax.Array:
-        """``[B, A, D]`` the weighed loss of ``logits [B, A, D, V]``."""
+        """Return the weighted loss ``[B, A, D]`` of ``logits [B, A, D, V]``."""
         log_q = jax.nn.log_softmax(logits)
         if self.loss == "cross_entropy":
             if self.labels == "target":
@@ -206,27 +223,31 @@ class TokenMethod(BlockMethod):
             return self.weighed(entropy, jnp.exp(-entropy), drafted.valid)
         if self.labels == "target":
             log_p = jax.nn.log_softmax(target.head(drafted.hidden))
-        else:  # the distribution that has nothing but the text's token
+        else:  # the distribution in which only the token of the text is possible
             log_p = jnp.where(jnp.arange(log_q.shape[-1]) == drafted.tokens[..., None], 0.0, _NEVER)
         loss = acceptance_loss_by_depth(self.loss, log_p, log_q, drafted.valid, self.eta)
         return self.weighed(loss, jnp.exp(losses.log_acceptance(log_p, log_q)), drafted.valid)
 
     def weighed(self, loss: jax.Array, right: jax.Array, valid: jax.Array) -> jax.Array:
-        """Losses ``[B, A, D]`` times the weights of their depths; D-PACE's go by the chances ``right [B, A, D]``."""
+        """Multiply losses ``[B, A, D]`` by the weights of their depths.
+
+        D-PACE computes the weights from the probabilities ``right [B, A, D]`` of the labels.
+        """
         weight = dpace(right, valid, self.dpace) if self.dpace >= 0 else falling(loss.shape, self.gamma)
         return weight * loss
 
 
 @dataclass(frozen=True)
 class DraftedBlocks:
-    """What is drafted in A blocks a window at D depths, and what it should be.
+    """The drafts of A blocks per window at D depths, and their labels.
 
     Attributes:
-        states: ``[B, A, D, H]`` what the drafter's head reads.
-        hidden: ``[B, A, D, H]`` the target's states there, of which its head makes the distributions to learn.
-        tokens: ``[B, A, D]`` the text's.
-        before: ``[B, A, D]`` the text's token before each.
-        valid: ``[B, A, D]`` bool, what counts.
+        states: ``[B, A, D, H]`` the drafter's states, which its head reads.
+        hidden: ``[B, A, D, H]`` the target's hidden states, from which its head computes the
+            distributions to learn.
+        tokens: ``[B, A, D]`` the tokens of the text.
+        before: ``[B, A, D]`` the token of the text before each.
+        valid: ``[B, A, D]`` bool which predictions count.
     """
 
     states: jax.Array
@@ -237,14 +258,22 @@ class DraftedBlocks:
 
     @classmethod
     def at(cls, places: jax.Array, batch: Batch, output: Output, states: jax.Array, valid: jax.Array) -> "DraftedBlocks":
-        """Of blocks at ``places [B, A]`` that came to ``states``; ``valid [B, T, D]`` says where predictions count."""
-        depth = states.shape[2]
-        after = places[..., None] + 1 + jnp.arange(depth)  # the target reads these, and expects what stands one further on
+        """Collect the labels of blocks.
 
-        def take(values: jax.Array, where: jax.Array) -> jax.Array:
-            where = jnp.minimum(where, values.shape[1] - 1).reshape(where.shape[0], -1)
-            found = jax.vmap(lambda row, places: row[places])(values, where)
-            return found.reshape(*after.shape, *values.shape[2:])
+        Args:
+            places: ``[B, A]`` the places of the blocks.
+            batch: the windows.
+            output: the target's output at the windows.
+            states: ``[B, A, D, H]`` the drafter's states.
+            valid: ``[B, T, D]`` bool which predictions count, for every place of the window.
+        """
+        depth = states.shape[2]
+        after = places[..., None] + 1 + jnp.arange(depth)  # where the target predicts the token of each depth
+
+        def take(values: jax.Array, indices: jax.Array) -> jax.Array:
+            indices = jnp.minimum(indices, values.shape[1] - 1).reshape(indices.shape[0], -1)
+            values_there = jax.vmap(lambda row, places: row[places])(values, indices)
+            return values_there.reshape(*after.shape, *values.shape[2:])
 
         tokens = batch["tokens"]
         counts = jax.vmap(lambda row, places: row[places])(valid, places)
@@ -253,13 +282,13 @@ class DraftedBlocks:
 
 @shape_checked
 def draw_places(key: Any, valid: Bool[Array, "B T"], count: int) -> Int[Array, "B A"]:
-    """``count`` different places of each window, those that are ``valid`` before all others; consumes ``key``."""
+    """Draw ``count`` distinct places of each window, valid ones first. ``key`` is consumed."""
     order = jax.random.uniform(key, valid.shape) + jnp.where(valid, 0.0, 1.0)
     return jax.lax.top_k(-order, count)[1]
 
 
 def read_blocks(student: DFlash, target: Target, batch: Batch, output: Output, places: jax.Array) -> jax.Array:
-    """``[B, A, D, H]`` what the drafter's head reads at each depth of the blocks at ``places [B, A]``."""
+    """Return the drafter's states ``[B, A, D, H]`` of the blocks at ``places [B, A]``."""
     segments = batch["segments"][:, :-1]
     index = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     context = student.context(student.features(output), index)
@@ -270,33 +299,35 @@ def _read(student: DFlash, target: Target, batch: Batch, context: tuple[Entry, .
     config = student.config
     size, (rows, blocks) = config.block_size, places.shape
     anchors = jnp.repeat(places + 1, size, axis=1)  # [B, N], of each of the N = A * size tokens of blocks
-    place = np.tile(np.arange(size), blocks)
-    is_anchor, own_block = jnp.asarray(place == 0), np.arange(blocks * size) // size
+    offset = np.tile(np.arange(size), blocks)  # [N] of each token from the anchor of its block
+    is_anchor, block = jnp.asarray(offset == 0), np.arange(blocks * size) // size
     roots = jnp.take_along_axis(batch["tokens"], anchors, axis=1)
     tokens = jnp.where(is_anchor, roots, config.mask_token_id)
-    positions = anchors + place
-    read = jnp.take_along_axis(document_mask(batch["segments"][:, :-1]), jnp.repeat(places, size, axis=1)[..., None], axis=1)
-    alike, back = own_block[:, None] == own_block, place[:, None] - place
+    positions = anchors + offset
+    context_mask = jnp.take_along_axis(
+        document_mask(batch["segments"][:, :-1]), jnp.repeat(places, size, axis=1)[..., None], axis=1
+    )
+    alike, back = block[:, None] == block, offset[:, None] - offset
 
-    def seen(number: int, window: int | None) -> tuple[jax.Array, Sequence[Piece]]:
+    def visible_pieces(layer: int, window: int | None) -> tuple[jax.Array, Sequence[Piece]]:
         mask = alike & student.sees(window, back)
-        since, visible = student.reach(window, positions, anchors), read
+        since, visible = student.reach(window, positions, anchors), context_mask
         if since is not None:
-            visible = visible & (jnp.arange(read.shape[2]) >= since[..., None])
-        return jnp.asarray(mask)[None], [(context[number], visible)]
+            visible = visible & (jnp.arange(context_mask.shape[2]) >= since[..., None])
+        return jnp.asarray(mask)[None], [(context[layer], visible)]
 
-    states = student.run(target, tokens, positions, jnp.asarray(place), seen).reshape(rows, blocks, size, -1)
+    states = student.run(target, tokens, positions, jnp.asarray(offset), visible_pieces).reshape(rows, blocks, size, -1)
     return states[:, :, size - config.depth :]
 
 
 def read_everywhere(student: DFlash, target: Target, batch: Batch, output: Output) -> jax.Array:
-    """``[B, T, D, H]`` as `read_blocks`, of a block at every place; some at a time."""
+    """Return the drafter's states ``[B, T, D, H]`` of a block at every place, chunk by chunk."""
     rows, count = output.hidden.shape[:2]
     index = jnp.broadcast_to(jnp.arange(count), (rows, count))
     context = student.context(student.features(output), index)
     width = min(_CHUNK, count)
     starts = jnp.arange(0, count, width)
-    # The last places are read twice where the chunks do not fit.
+    # If the width does not divide the window, the last place is read several times.
     places = jnp.minimum(starts[:, None] + jnp.arange(width), count - 1)
     chunks = jax.lax.map(
         lambda chunk: _read(student, target, batch, context, jnp.broadcast_to(chunk, (rows, width))), places
@@ -306,22 +337,25 @@ def read_everywhere(student: DFlash, target: Target, batch: Batch, output: Outpu
 
 @shape_checked
 def falling(shape: tuple[int, ...], gamma: float) -> Float[Array, "..."]:
-    """Weights ``exp(-(d - 1) / gamma)`` of the depths d, the last of the axes; all 1 where ``gamma`` is 0."""
+    """Return the weights ``exp(-(d - 1) / gamma)`` of depths d, or 1 if ``gamma`` is 0.
+
+    The last axis of ``shape`` is the depth.
+    """
     depths = jnp.arange(shape[-1])
     return jnp.broadcast_to(jnp.exp(-depths / gamma) if gamma else jnp.ones(shape[-1]), shape)
 
 
 @shape_checked
 def dpace(right: Float[Array, "B A D"], valid: Bool[Array, "B A D"], alpha: float) -> Float[Array, "B A D"]:
-    """D-PACE's weights: how much of the expected length of a draft hangs on each of its tokens.
+    """Return the weights of D-PACE: how much the expected accepted length depends on each token.
 
-    With q the chance of the ``right`` token, moved towards 1 by ``alpha``, a depth weighs the sum of the products of all q up
-    to it and beyond: w_j = sum over m >= j of the product over i <= m of q_i. No gradient flows through it.
+    The weight of depth j is w_j = sum over m >= j of the product over i <= m of q_i, where q is the
+    probability of the label, smoothed towards 1 by alpha. The weights have no gradient.
 
     Args:
-        right: the probability that the drafter gives the label.
-        valid: what counts; the rest has no part in it.
-        alpha: 0 takes the chances as they are, 1 makes all 1.
+        right: the probability that the drafter gives to the label.
+        valid: the predictions that count; all others are left out.
+        alpha: 0 leaves the probabilities as they are, 1 makes them all 1.
     """
     smooth = jnp.where(valid, (1 - alpha) * right + alpha, 1.0)
     upto = jnp.where(valid, jnp.cumprod(smooth, axis=-1), 0.0)

@@ -1,4 +1,4 @@
-"""Drafters with a vocabulary of their own: which tokens are in it, and what they learn of a target that has more."""
+"""Drafters with a smaller vocabulary than the target: its tokens, and the labels and loss."""
 
 from typing import Literal
 
@@ -16,9 +16,13 @@ from specjax.training import losses
 from specjax.training.objectives.acceptance import AcceptanceLoss, acceptance_loss
 
 
-def wanted(student: Eagle3, target: Target, output: Output) -> tuple[jax.Array, jax.Array]:
-    """The target's logits ``[B, T, Vd]`` of the tokens that ``student`` can draft, and ``[B|1, T|1]`` bool, where its likeliest
-    token is one of them."""
+def draft_labels(student: Eagle3, target: Target, output: Output) -> tuple[jax.Array, jax.Array]:
+    """Return the target's logits over the draft vocabulary, and where they are of use.
+
+    Returns:
+        The target's logits ``[B, T, Vd]`` of the tokens that the student can draft, and ``[B|1,
+        T|1]`` bool whether the target's likeliest token is one of them.
+    """
     vocabulary = student.vocabulary(target)
     if vocabulary is None:
         return output.logits, jnp.ones((1, 1), bool)
@@ -35,17 +39,18 @@ def token_loss(
     mask: Bool[Array, "B T"],
     eta: float,
 ) -> Float[Array, "B T"]:
-    """The loss of predictions of one depth.
+    """Return the loss of each prediction of one depth.
 
-    The cross entropy is that to the target's distribution over the tokens that can be drafted, scaled to a sum of 1. A token is
-    accepted with its probability among all tokens: no drafter is accepted more often than the target says what can be drafted.
+    For the cross entropy, the target's distribution is restricted to the draft vocabulary and
+    scaled to a sum of 1. For the losses of acceptance it is not scaled, because a token is accepted
+    with its probability among all tokens.
 
     Args:
-        loss: which.
-        theirs: the target's logits of the tokens that can be drafted, see `wanted`.
-        log_total: the logarithm of the sum of the exponentials of all its logits.
-        logits: the drafter's.
-        mask: which predictions count.
+        loss: the name of the loss.
+        theirs: the target's logits over the draft vocabulary, see `draft_labels`.
+        log_total: the log-sum-exp of all of the target's logits.
+        logits: the drafter's logits.
+        mask: the predictions that count.
         eta: see `losses.hybrid`.
     """
     if loss == "cross_entropy":
@@ -54,10 +59,14 @@ def token_loss(
 
 
 def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:
-    """``[size]`` the most frequent tokens by ``counts [V]``, ascending; of equally frequent ones the lower ids.
+    """Return the ids of the most frequent tokens, ascending; the lower ids among equal counts.
+
+    Args:
+        counts: ``[V]`` the count of each token.
+        size: the number of ids to return.
 
     Raises:
-        ConfigError: the vocabulary is smaller than that.
+        ConfigError: The vocabulary has fewer tokens.
     """
     if size > len(counts):
         raise ConfigError(f"method.draft_vocab_size={size}: the target has {len(counts)} tokens; give 0 for all of them")

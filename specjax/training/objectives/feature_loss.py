@@ -1,4 +1,4 @@
-"""What EAGLE-1 and HASS share: a drafter that predicts features, and its loss, to which HASS adds steps and a term."""
+"""The loss of EAGLE-1 and HASS, whose drafter predicts features. HASS adds steps and a term."""
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,18 @@ class EagleMethod(FeatureMethod):
     """A method that trains EAGLE-1's drafter.
 
     Attributes:
-        lsa: whether the drafter reads the layers' keys and values through layer self-attention; a field of every such method.
-        intermediate_size: of its MLP, 0 is the target's; likewise.
+        lsa: whether the drafter reads the target's keys and values through layer self-attention.
+            Every such method has this field and the next one.
+        intermediate_size: the size of the drafter's MLP; 0 for the target's.
     """
 
     lsa: bool = False
     intermediate_size: int = 0
 
-    def init(self, key: jax.Array, given: StudentInputs) -> Eagle:
-        """A drafter with random weights."""
+    def init(self, key: jax.Array, inputs: StudentInputs) -> Eagle:
+        """Return a drafter with random weights."""
         kind = EagleWithLayerAttention if self.lsa else Eagle
-        return kind.init(given.frozen_target, key, **layer_sizes(self.intermediate_size))
+        return kind.init(inputs.frozen_target, key, **layer_sizes(self.intermediate_size))
 
 
 def feature_loss(
@@ -43,19 +44,24 @@ def feature_loss(
     noise: float = 0.0,
     remat: bool = False,
 ) -> tuple[jax.Array, Metrics]:
-    """SmoothL1 of the feature, and cross entropies of the tokens that the target expects there; the mean over the steps.
+    """Return the mean over the steps of SmoothL1 of the feature plus cross entropies of the token.
 
     Args:
         student: the drafter.
         batch: the windows.
-        target: whose features are predicted.
-        steps: see `unroll`; states are detached between them.
-        token_weight: of the cross entropy to the target's distribution.
-        top_k: how many of the target's likeliest tokens the last term is over.
-        top_k_weight: of the same cross entropy over those tokens alone, their probabilities as they are (HASS, equation 3).
-        noise: width of the uniform noise on the features that are read, in a window of 512 tokens; it shrinks as 1 / T.
-            Summaries of layers, which are learnt, are left as they are.
-        remat: as in `unroll`.
+        target: the target, whose features are predicted.
+        steps: the number of steps, see `unroll`. States are detached between steps.
+        token_weight: the weight of the cross entropy to the target's distribution.
+        top_k: the number of the target's likeliest tokens in the last term.
+        top_k_weight: the weight of the last term, the cross entropy over these tokens alone, whose
+            probabilities are not scaled to a sum of 1 (HASS, equation 3).
+        noise: the width of the uniform noise on the features that the drafter reads, in a window of
+            512 tokens; in one of T tokens it is multiplied by 512 / T. Features of layer
+            self-attention are learnt, and get no noise.
+        remat: see `unroll`.
+
+    Returns:
+        The loss in nats, and the metrics.
     """
     output, entries = score(target, batch)
     summarise = jax.checkpoint(type(student).features) if remat else type(student).features
@@ -67,15 +73,15 @@ def feature_loss(
     total, metrics = jnp.zeros(()), {}
     for step, states in enumerate(unroll(student, batch, target, features, steps, detach=True, remat=remat)):
         mask = counted(batch, step)
-        wanted, theirs = expected(output, step)
-        ours = student.logits(target, states)
-        of_feature = losses.mean_over_positions(losses.smooth_l1(states, wanted), mask)
-        of_token = losses.mean_over_positions(losses.soft_cross_entropy(theirs, ours), mask)
-        loss = of_feature + token_weight * of_token
+        target_states, target_logits = expected(output, step)
+        logits = student.logits(target, states)
+        feature_term = losses.mean_over_positions(losses.smooth_l1(states, target_states), mask)
+        token_term = losses.mean_over_positions(losses.soft_cross_entropy(target_logits, logits), mask)
+        loss = feature_term + token_weight * token_term
         if top_k_weight:
-            best, tokens = likeliest(jax.nn.softmax(theirs), top_k)
-            over_best = -jnp.sum(best * jnp.take_along_axis(jax.nn.log_softmax(ours), tokens, axis=-1), axis=-1)
-            loss += top_k_weight * losses.mean_over_positions(over_best, mask)
+            best, tokens = likeliest(jax.nn.softmax(target_logits), top_k)
+            top_k_term = -jnp.sum(best * jnp.take_along_axis(jax.nn.log_softmax(logits), tokens, axis=-1), axis=-1)
+            loss += top_k_weight * losses.mean_over_positions(top_k_term, mask)
         total += loss / steps
-        metrics |= {f"feature_loss_{step}": of_feature, f"token_loss_{step}": of_token}
+        metrics |= {f"feature_loss_{step}": feature_term, f"token_loss_{step}": token_term}
     return total, {"loss": total, **metrics}

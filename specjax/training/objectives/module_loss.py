@@ -1,4 +1,7 @@
-"""The loss of multi-token prediction modules (DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 24 and 25)."""
+"""The loss of multi-token prediction modules.
+
+It is from DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 24 and 25.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ from specjax.training.objectives.unrolling import unroll
 
 
 def check_modules(modules: int, window: int) -> None:
-    """Refuse numbers of modules that a window of so many tokens has no labels for."""
+    """Raise ConfigError if a window is too short for the labels of this number of modules."""
     if modules < 1:
         raise ConfigError(f"method.modules={modules}: must be at least 1")
     if modules + 1 >= window:
@@ -22,22 +25,23 @@ def check_modules(modules: int, window: int) -> None:
 def module_loss(
     student: MTP, batch: Batch, target: Target, output: Output, labels: Labels, *, steps: int = 0, remat: bool = False
 ) -> tuple[jax.Array, Metrics]:
-    """The mean of the steps' cross entropies, and each of them.
+    """Return the mean of the cross entropies of all steps, and each of them.
 
     Args:
         student: the modules.
         batch: the windows.
-        target: whose embedding and head they use.
-        output: the target's at the windows.
-        labels: what is predicted.
-        steps: how many tokens ahead; those beyond the modules are the last one's, which goes on with its own states. 0: as many
-            as there are modules.
-        remat: as in `unroll`.
+        target: the target, whose embedding and head the modules use.
+        output: the target's output at the windows.
+        labels: the kind of labels.
+        steps: the number of tokens ahead; 0 for the number of modules. In steps beyond the modules,
+            the last module continues from its own states.
+        remat: see `unroll`.
     """
     last = student.modules - 1
     states_by_step = unroll(student, batch, target, output.hidden, steps or student.modules, detach=False, remat=remat)
-    each = [
+    loss_by_step = [
         prediction_loss(labels, output, batch, step, student.logits(target, states, min(step, last)))
         for step, states in enumerate(states_by_step)
     ]
-    return sum(each, jnp.zeros(())) / len(each), {f"loss_{step}": loss for step, loss in enumerate(each)}
+    mean = sum(loss_by_step, jnp.zeros(())) / len(loss_by_step)
+    return mean, {f"loss_{step}": loss for step, loss in enumerate(loss_by_step)}

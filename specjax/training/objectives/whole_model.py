@@ -1,4 +1,4 @@
-"""What the methods share whose student is a whole model: its sizes, and its random weights."""
+"""The sizes and the random weights of a student that is a whole model."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,10 +17,11 @@ from specjax.training.tokenizer import END_OF_TEXT
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model to train from random weights; the vocabulary is the tokenizer's.
+    """The sizes of a model to train from random weights. The vocabulary is the tokenizer's.
 
-    A ``qwen3_5_text`` is a hybrid: its ``linear_layers`` keep a state, of the sizes that ``linear`` says, and its others have
-    attention with gates. A ``llama`` has neither, and does not read ``linear``.
+    A ``qwen3_5_text`` is a hybrid model: its ``linear_layers`` have linear attention with the sizes
+    of ``linear``, and its other layers have gated attention. A ``llama`` has no linear attention,
+    and ignores ``linear``.
     """
 
     hidden_size: int = 192
@@ -36,21 +37,21 @@ class ModelSizes:
     model_type: Literal["llama", "qwen3_5_text"] = "llama"
 
     def check(self, window: int) -> None:
-        """Refuse sizes that cannot read ``window`` tokens."""
+        """Raise ConfigError for invalid sizes, or a window that exceeds the positions."""
         if window > self.max_positions:
             raise ConfigError(f"data.window={window} is longer than method.model.max_positions={self.max_positions}")
         if self.rope.kind in ("yarn", "llama3") and self.rope.original_max_positions is None:
             raise ConfigError(
-                f"method.model.rope.kind={self.rope.kind}: needs method.model.rope.original_max_positions, the number "
-                "of positions that are stretched"
+                f"method.model.rope.kind={self.rope.kind}: it needs method.model.rope.original_max_positions, the number "
+                "of positions before scaling"
             )
         if (self.model_type == "llama") != (not self.linear_layers):
             raise ConfigError(
                 f"method.model.model_type={self.model_type!r} with method.model.linear_layers={list(self.linear_layers)}: a "
-                "qwen3_5_text has some layers that keep a state, and a llama has none"
+                "qwen3_5_text has some layers with linear attention, and a llama has none"
             )
         try:
-            config_json.format_config(self._config(vocab_size=1), "float32")  # or it could not be written
+            config_json.format_config(self._config(vocab_size=1), "float32")  # fail now if the model could not be saved
         except InputError as error:
             raise ConfigError(f"method.model: {error}") from None
 
@@ -58,15 +59,18 @@ class ModelSizes:
         sizes = {**vars(self), "linear": self.linear if self.linear_layers else None}
         return ModelConfig(**sizes, **FAMILIES[self.model_type].switches, **vocabulary, tie_embeddings=True)
 
-    def init(self, key: jax.Array, given: StudentInputs) -> Target:
-        """A model with random weights; consumes ``key``. Beside a target it has that one's vocabulary and end tokens."""
-        end, target = given.tokenizer.token_to_id(END_OF_TEXT), given.target
+    def init(self, key: jax.Array, inputs: StudentInputs) -> Target:
+        """Return a model with random weights. ``key`` is consumed.
+
+        If there is a target, the model has its vocabulary and its end tokens.
+        """
+        end, target = inputs.tokenizer.token_to_id(END_OF_TEXT), inputs.target
         if target is None:
             vocabulary = {
-                "vocab_size": given.tokenizer.get_vocab_size(),
+                "vocab_size": inputs.tokenizer.get_vocab_size(),
                 "bos_token_id": end,
                 "eos_token_ids": () if end is None else (end,),
             }
-        else:  # whose vocabulary may be padded beyond its tokenizer's
+        else:  # the target's vocabulary may be padded to more tokens than its tokenizer has
             vocabulary = {name: getattr(target.config, name) for name in ("vocab_size", "bos_token_id", "eos_token_ids")}
-        return Target.init(self._config(**vocabulary), key, mesh=given.mesh)
+        return Target.init(self._config(**vocabulary), key, mesh=inputs.mesh)

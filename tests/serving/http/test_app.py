@@ -697,7 +697,7 @@ def test_an_error_about_settings_of_the_template_names_them() -> None:
     engine = MadeUpEngine()
 
     def encode(prompt: Any, settings: Any) -> list[int]:
-        raise InputError("chat_template_kwargs: without {'mood': 1} it would do, but: messages: no such mood")
+        raise InputError("chat_template_kwargs: {'mood': 1} cause an error: messages: no such mood")
 
     engine.encode = encode  # pyright: ignore[reportAttributeAccessIssue]
     assert refused(chat(engine, chat_template_kwargs={"mood": 1}), 400)["param"] == "chat_template_kwargs"

@@ -6,8 +6,8 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
+from benchmarks.arrivals_pictures import Spread, Stay, draw_by_clients, draw_by_rate, draw_rows, share_in_use, stays_of
 from specjax.reports import style
-from specjax.reports.arrivals import Spread, Stay, draw_by_clients, draw_by_rate, draw_rows, share_in_use, stays_of
 
 PANELS = {
     "static batches": [Stay(0, 0, 0.0, 8.0), Stay(1, 1, 0.0, 2.0), Stay(2, 0, 8.0, 10.0)],

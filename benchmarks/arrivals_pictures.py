@@ -1,4 +1,4 @@
-"""Pictures of serving: who had which row when, and what each engine or server made of requests, by how many there are."""
+"""Figures of serving: the rows of requests over time, and throughput and latency by load."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_SIZE = 8  # points of the numbers in bars
+_SIZE = 8  # font size in points of the numbers in bars
 
 
 @dataclass(frozen=True)
 class Stay:
-    """A request in a row.
+    """The time of a request in a row.
 
     Attributes:
-        request: its number, by arrival, from 0.
-        row: from 0.
-        start: when it was given the row, in seconds.
-        end: when its text was complete, in seconds.
+        request: the index of the request, by arrival.
+        row: the index of the row.
+        start: the time in seconds at which it got the row.
+        end: the time in seconds at which its text was complete.
 
     Examples:
-        >>> from specjax.reports.arrivals import Stay
+        >>> from benchmarks.arrivals_pictures import Stay
         >>> Stay(request=0, row=3, start=0.0, end=1.5).seconds
         1.5
     """
@@ -40,43 +40,47 @@ class Stay:
 
     @property
     def seconds(self) -> float:
-        """How long it had the row."""
+        """The seconds for which the request had the row."""
         return self.end - self.start
 
 
 def stays_of(submitted: Sequence[float], finished: Sequence[float], rows: int) -> list[Stay]:
-    """Who had which row when, where requests were served in the order of their arrival.
+    """Derive the rows of requests over time from their arrivals and ends.
 
-    The first in line is given a row as soon as one is free, and of several free rows the one with the lowest number. So the
-    times at which requests came and ended say who had which row, as long as no request is preempted and no row is rearranged.
+    Requests are served in the order of arrival. The first one that waits gets a row as soon as one
+    is free, and the row with the lowest index if several are free. The result is right if no
+    request was preempted and no row was moved.
 
     Args:
-        submitted: when each request came, in seconds, ascending.
-        finished: when its text was complete.
-        rows: how many there are.
+        submitted: the arrival time of each request in seconds, ascending.
+        finished: the time at which the text of each request was complete.
+        rows: the number of rows.
+
+    Raises:
+        ValueError: The requests are not in the order of arrival.
 
     Examples:
-        >>> from specjax.reports.arrivals import stays_of
+        >>> from benchmarks.arrivals_pictures import stays_of
         >>> [(stay.row, stay.start) for stay in stays_of([0, 0, 0], [4.0, 1.0, 2.5], rows=2)]
         [(0, 0), (1, 0), (1, 1.0)]
     """
     if any(later < earlier for earlier, later in pairwise(submitted)):
         raise ValueError("submitted: requests are not in the order of their arrival")
-    free = [submitted[0] if submitted else 0.0] * rows  # since when
-    found = []
-    for request, (came, ended) in enumerate(zip(submitted, finished, strict=True)):
-        start = max(came, min(free))
-        row = next(i for i, since in enumerate(free) if since <= start)
-        found.append(Stay(request, row, start, ended))
-        free[row] = ended
-    return found
+    free_since = [submitted[0] if submitted else 0.0] * rows
+    stays = []
+    for request, (arrival, end) in enumerate(zip(submitted, finished, strict=True)):
+        start = max(arrival, min(free_since))
+        row = next(i for i, since in enumerate(free_since) if since <= start)
+        stays.append(Stay(request, row, start, end))
+        free_since[row] = end
+    return stays
 
 
 def share_in_use(stays: Sequence[Stay], rows: int) -> float:
-    """Which share of the rows was working on a text, on average from the first start to the last end.
+    """Return the mean share of rows in use from the first start to the last end.
 
     Examples:
-        >>> from specjax.reports.arrivals import Stay, share_in_use
+        >>> from benchmarks.arrivals_pictures import Stay, share_in_use
         >>> share_in_use([Stay(0, 0, 0.0, 4.0), Stay(1, 1, 0.0, 2.0)], rows=2)
         0.75
     """
@@ -86,12 +90,13 @@ def share_in_use(stays: Sequence[Stay], rows: int) -> float:
 
 @style.styled
 def draw_rows(title: str, panels: Mapping[str, Sequence[Stay]], rows: int) -> "Figure":
-    """Rows over time, a bar for each request, a panel for each way of serving the same requests.
+    """Draw rows over time: a bar for each request, and a panel for each engine.
 
     Args:
-        title: of the figure.
-        panels: by name, who had which row when. A request has the same number and colour in all of them.
-        rows: how many there are.
+        title: the title of the figure.
+        panels: by name, the stays of the same requests. A request has the same number and color in
+            all panels.
+        rows: the number of rows.
     """
     figure, all_axes = style.new_figure(*[0.62 + 0.24 * rows] * len(panels), title=title)
     count = 1 + max(stay.request for stays in panels.values() for stay in stays)
@@ -113,7 +118,7 @@ def draw_rows(title: str, panels: Mapping[str, Sequence[Stay]], rows: int) -> "F
 
 
 def _bar(axes: "Axes", stay: Stay, colour: tuple[float, ...], last: float) -> None:
-    """One request in its row; its number where there is room for it."""
+    """Draw one request in its row, and its number if the bar is wide enough."""
     paper = style.theme().paper
     axes.barh(stay.row, stay.seconds, left=stay.start, height=0.8, color=colour, edgecolor=paper, linewidth=0.8)
     label = str(stay.request + 1)
@@ -124,10 +129,10 @@ def _bar(axes: "Axes", stay: Stay, colour: tuple[float, ...], last: float) -> No
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure that was measured several times: the smallest, the median and the largest.
+    """The smallest, the median and the largest value of several measurements.
 
     Examples:
-        >>> from specjax.reports.arrivals import Spread
+        >>> from benchmarks.arrivals_pictures import Spread
         >>> Spread.of([3.0, 1.0, 2.5])
         Spread(low=1.0, middle=2.5, high=3.0)
     """
@@ -138,7 +143,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """That of ``values``, of which there is at least one."""
+        """Return the spread of one or several values."""
         return cls(float(min(values)), float(np.median(values)), float(max(values)))
 
 
@@ -149,13 +154,14 @@ def draw_by_rate(
     seconds: Mapping[str, Mapping[float, Spread]],
     saturated: float,
 ) -> "Figure":
-    """Tokens a second, and below the time that a request takes, against the rate of arrivals; a line for each engine.
+    """Draw throughput and latency against the rate of arrivals, with a line for each engine.
 
     Args:
-        title: of the figure.
-        tokens: by engine, then by requests a minute that arrive: tokens a second of all requests together.
-        seconds: likewise: from arrival to end of a request, on average.
-        saturated: requests a minute that the first engine finishes at most; a line is drawn there.
+        title: the title of the figure.
+        tokens: by engine, then by requests per minute: tokens per second of all requests together.
+        seconds: by engine, then by requests per minute: mean seconds from arrival to end of a
+            request.
+        saturated: the maximum requests per minute that the first engine finishes, drawn as a line.
     """
     figure, (above, below) = style.new_figure(3.2, 3.2, title=title)
     for axes, lines in ((above, tokens), (below, seconds)):
@@ -175,12 +181,13 @@ def draw_by_rate(
 def draw_by_clients(
     title: str, tokens: Mapping[str, Mapping[int, Spread]], seconds: Mapping[str, Mapping[int, Spread]]
 ) -> "Figure":
-    """Tokens a second, and below the time that a request takes, against the number of clients; a line for each server.
+    """Draw throughput and latency against the number of clients, with a line for each server.
 
     Args:
-        title: of the figure.
-        tokens: by server, then by clients: tokens a second of all of them together.
-        seconds: likewise: from sending to the end of an answer.
+        title: the title of the figure.
+        tokens: by server, then by clients: tokens per second of all clients together.
+        seconds: by server, then by clients: seconds from sending a request to the end of its
+            answer.
     """
     figure, (above, below) = style.new_figure(3.2, 3.2, title=title)
     numbers = sorted({count for by_clients in tokens.values() for count in by_clients})
@@ -197,16 +204,16 @@ def draw_by_clients(
 
 
 def _draw_lines(axes: "Axes", lines: Mapping[str, Mapping[Any, Spread]]) -> None:
-    """A line for each name, through the medians, with bars from the smallest to the largest."""
+    """Draw a line for each name through the medians, with bars from smallest to largest value."""
     for (name, by_x), marker in zip(lines.items(), style.MARKERS, strict=False):
-        places = sorted(by_x)
-        found = [by_x[place] for place in places]
-        bars = [[each.middle - each.low for each in found], [each.high - each.middle for each in found]]
-        axes.errorbar(places, [each.middle for each in found], yerr=bars, fmt=f"{marker}-", label=name)
+        xs = sorted(by_x)
+        spreads = [by_x[x] for x in xs]
+        bars = [[spread.middle - spread.low for spread in spreads], [spread.high - spread.middle for spread in spreads]]
+        axes.errorbar(xs, [spread.middle for spread in spreads], yerr=bars, fmt=f"{marker}-", label=name)
 
 
 def _scale_seconds(axes: "Axes") -> None:
-    """Seconds a request, on a logarithmic scale with ordinary numbers."""
+    """Label the y axis as seconds per request, with a logarithmic scale and plain numbers."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_ylabel("seconds a request")
