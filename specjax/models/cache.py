@@ -359,8 +359,8 @@ class PagedCache:
 
     def gather(self, positions: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
         """Return the entries at some positions; see `KVCache.gather`."""
-        pages, places = self._places(_by_head(positions))
-        return jax.tree.map(lambda pool: by_group(_gather_paged, self.groups, pool, pages, places), self.layers)
+        pages, slots = self._slots(_by_head(positions))
+        return jax.tree.map(lambda pool: by_group(_gather_paged, self.groups, pool, pages, slots), self.layers)
 
     def append(self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array) -> "PagedCache":
         """Commit new entries, as `KVCache.append`. Tokens without a page are dropped."""
@@ -368,7 +368,7 @@ class PagedCache:
         entries, states = committed(self.states, new, count)
         step = jnp.arange(slots_of(entries))[None]
         positions = self.length[:, None] + step
-        pages, places = self._places(positions)
+        pages, slots = self._slots(positions)
         # This index is out of range, and a scatter in drop mode does not write there.
         number = jax.tree.leaves(self.layers)[0].shape[0]
         pages = jnp.where((step < count[:, None]) & (positions < self.capacity), pages, number)
@@ -377,7 +377,7 @@ class PagedCache:
         )
         return replace(self, layers=layers, length=self.length + count, states=states)
 
-    def _places(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _slots(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the page of each of the ``positions [B, …]``, and the offset in that page."""
         column = jnp.minimum(positions // self.page, self.table.shape[1] - 1).reshape(positions.shape[0], -1)
         return jnp.take_along_axis(self.table, column, axis=1).reshape(positions.shape), positions % self.page
@@ -417,15 +417,15 @@ def read_pages(pool: jax.Array, pages: Int[Array, "B n"]) -> jax.Array:
     return jnp.moveaxis(paged, 2, 1).reshape(paged.shape[0], paged.shape[2], -1, *paged.shape[4:])
 
 
-def _gather_paged(pool: jax.Array, pages: jax.Array, places: jax.Array) -> jax.Array:
-    """Return the tokens ``[B, heads, n, …]`` at ``places`` of ``pages``, ``[B, heads|1, n]``."""
-    pages, places = (jnp.broadcast_to(x, (x.shape[0], pool.shape[1], x.shape[2])) for x in (pages, places))
-    gather = jax.vmap(lambda head_pool, page, place: head_pool.at[page, place].get(mode="clip"), in_axes=1, out_axes=1)
-    return gather(pool, pages, places)
+def _gather_paged(pool: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
+    """Return the tokens ``[B, heads, n, …]`` at ``slots`` of ``pages``, ``[B, heads|1, n]``."""
+    pages, slots = (jnp.broadcast_to(x, (x.shape[0], pool.shape[1], x.shape[2])) for x in (pages, slots))
+    gather = jax.vmap(lambda head_pool, page, slot: head_pool.at[page, slot].get(mode="clip"), in_axes=1, out_axes=1)
+    return gather(pool, pages, slots)
 
 
-def _set_paged(pool: jax.Array, pages: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
-    """Return ``pool`` with ``values [B, heads, n, …]`` at ``places [B, n]`` of ``pages [B, n]``."""
+def _set_paged(pool: jax.Array, pages: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
+    """Return ``pool`` with ``values [B, heads, n, …]`` at ``slots [B, n]`` of ``pages [B, n]``."""
     # Heads are explicit indices, not a slice: for a slice the TPU compiler wants all heads of a
     # slot contiguous, and copies the whole pool into that layout. It still sees that each head
     # stays on its device of a mesh.

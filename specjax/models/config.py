@@ -409,17 +409,17 @@ class ModelConfig:
             raise InputError(f"layers: {len(self.layers)} of num_layers={self.num_layers} are described: describe all or none")
         for index, layer in enumerate(self.layers):
             try:
-                config = self.of_layer(number)
+                config = self.of_layer(index)
             except InputError as error:
                 raise InputError(f"layers[{index}]: {error}") from None
             if (source := layer.entries_of) is None:
                 continue
-            if not 0 <= source < number or self.layers[source].entries_of is not None:
-                raise InputError(f"layers[{number}]: entries_of={source}: must be an earlier layer that has entries of its own")
+            if not 0 <= source < index or self.layers[source].entries_of is not None:
+                raise InputError(f"layers[{index}]: entries_of={source}: must be an earlier layer that has entries of its own")
             source_config = self.of_layer(source)
             if (config.num_kv_heads, config.head_dim) != (source_config.num_kv_heads, source_config.head_dim):
                 raise InputError(
-                    f"layers[{number}]: entries_of={source}, which has {source_config.num_kv_heads} key/value heads of "
+                    f"layers[{index}]: entries_of={source}, which has {source_config.num_kv_heads} key/value heads of "
                     f"{source_config.head_dim}, but this layer needs {config.num_kv_heads} of {config.head_dim}"
                 )
 

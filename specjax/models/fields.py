@@ -27,7 +27,7 @@ class Field:
     """The allowed values of one field.
 
     Attributes:
-        wanted: the description of the allowed values, which ends the error message.
+        expected: the description of the allowed values, which ends the error message.
         accepts: returns True for an allowed value.
         default: the value if the field is absent. A field with the default None may also be null.
     """

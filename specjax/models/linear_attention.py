@@ -67,8 +67,8 @@ class Ancestry:
         past = jnp.ones((rows, count, kernel_size - 1), bool)
         before = jnp.concatenate([past, *above, own_mask & ~alone], axis=2)
         # The largest visible indices are the newest tokens, since ancestors come first.
-        places = jnp.where(before, jnp.arange(before.shape[2]), -1)
-        newest = jax.lax.top_k(places, kernel_size - 1)[0][..., ::-1]
+        indices = jnp.where(before, jnp.arange(before.shape[2]), -1)
+        newest = jax.lax.top_k(indices, kernel_size - 1)[0][..., ::-1]
         return cls(None if is_mask(alone) else own_mask, joined, newest)
 
 

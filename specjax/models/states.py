@@ -64,8 +64,8 @@ def _after(tokens: jax.Array, count: jax.Array, num_kept: int) -> jax.Array:
 
     ``tokens`` is ``[B, heads, num_kept + n, dim]``.
     """
-    places = count[:, None] + jnp.arange(num_kept)[None]
-    return jnp.take_along_axis(tokens, places[:, None, :, None], axis=2)
+    indices = count[:, None] + jnp.arange(num_kept)[None]
+    return jnp.take_along_axis(tokens, indices[:, None, :, None], axis=2)
 
 
 def empty_nodes(

@@ -1015,8 +1015,8 @@ CATALOGUE = (
     Mutant(
         name="convolution-state-off-by-one",
         file="specjax/models/states.py",
-        old="places = count[:, None] + jnp.arange(num_kept)[None]",
-        new="places = jnp.maximum(count[:, None] - 1, 0) + jnp.arange(num_kept)[None]",
+        old="indices = count[:, None] + jnp.arange(num_kept)[None]",
+        new="indices = jnp.maximum(count[:, None] - 1, 0) + jnp.arange(num_kept)[None]",
         tests=("tests/models/test_states.py::test_appending_moves_the_newest_tokens_along",),
         breaks="The convolution goes on from one token too early.",
     ),

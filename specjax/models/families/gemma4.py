@@ -82,8 +82,8 @@ def _parse_layers(fields: Mapping[str, Any], rope: Rope) -> tuple[Layer, ...]:
     layers = []
     for index, kind in enumerate(kinds):
         layer = dict(full) if kind == FULL else {}
-        layer |= _override(overrides.get(str(number)), number)
-        if number >= num_own:
+        layer |= _override(overrides.get(str(index)), index)
+        if index >= num_own:
             layer |= {"entries_of": num_own - 1 - kinds[:num_own][::-1].index(kind), "intermediate_size": wide}
         layers.append(Layer(**layer))
     return tuple(layers)
