@@ -195,6 +195,7 @@ def read_documents(tokens: DeltaRuleInputs, documents: Int[Array, "B T"]) -> jax
     ``documents`` has the index of each token's document. Documents are contiguous: the first token
     of a document forgets everything before it.
     """
+    # A document's first token has a share of nothing, which separates it from the state before.
     begins = jnp.pad(documents[:, 1:] != documents[:, :-1], ((0, 0), (1, 0)))[:, None]
     tokens = tokens._replace(log_alpha=jnp.where(begins, _FORGOTTEN, tokens.log_alpha))
     empty = jnp.zeros((*tokens.v.shape[:2], tokens.k.shape[3], tokens.v.shape[3]), jnp.float32)
@@ -266,6 +267,7 @@ def _solve(matrix: Float[Array, "B heads r T T"], right: Float[Array, "B heads r
     count = right.shape[-2]
     row = np.arange(count)
     distance = np.where(row[:, None] > row[None], row[:, None] ^ row[None], 0)
+    # `distance` has the highest differing bit of row and column: it says in which block C both are.
     inverse, size = jnp.broadcast_to(jnp.eye(count, dtype=jnp.float32), matrix.shape), 1
     while size < count:
         # C is in the same block of 2 * size, but not in the same block of size.

@@ -64,6 +64,7 @@ def attend_in_kernel(
     if table is not None:
         block = math.gcd(block, page)  # so that a block lies within one page
     tiles, blocks = -(-rows // tile), -(-slots // block)
+    # Split the cache until about PROGRAMS programs run, but leave each a block or more.
     splits = _power_of_two(-(-PROGRAMS // (batch * kv_heads * tiles)), least=1)
     splits = min(splits, MAX_SPLITS, _power_of_two(blocks, least=1))
 
