@@ -420,7 +420,7 @@ def read_pages(pool: jax.Array, pages: Int[Array, "B n"]) -> jax.Array:
 def _gather_paged(pool: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
     """Return the tokens ``[B, heads, n, …]`` at ``slots`` of ``pages``, ``[B, heads|1, n]``."""
     pages, slots = (jnp.broadcast_to(x, (x.shape[0], pool.shape[1], x.shape[2])) for x in (pages, slots))
-    gather = jax.vmap(lambda head_pool, page, place: head_pool.at[page, place].get(mode="clip"), in_axes=1, out_axes=1)
+    gather = jax.vmap(lambda head_pool, page, slot: head_pool.at[page, slot].get(mode="clip"), in_axes=1, out_axes=1)
     return gather(pool, pages, slots)
 
 

@@ -57,8 +57,7 @@ def calibrate(target: Target, weights: schemes.Weights, tokens: Int[np.ndarray, 
         return schemes.quantize_params(declared, params, form_of, None, config.axis_units)
 
     batches = np.array_split(tokens, min(len(tokens), -(-tokens.size // _AT_ONCE)))
-    # The residual stream that enters a layer, by layer. Only the layers that are still needed are
-    # kept.
+    # The residual stream that enters a layer, by layer, for the layers that are still needed.
     entering = {0: [target.embed(jnp.asarray(batch)) for batch in batches]}
     firsts, unread = [_first(target, layer) for layer in range(config.num_layers)], 0
     for layer in track(range(config.num_layers), "calibrating layer {}"):

@@ -191,7 +191,7 @@ def save(directory: Path, declared: Any, params: Any, files: Mapping[str, Any], 
             hide the new weights.
         FullDiskError: There is not enough disk space.
     """
-    check_writable(directory)
+    check_writable(directory)  # before the params are gathered, which may take long
     dtype = None if dtype is None else float_type(dtype)
     params = sharding.to_host(params, sharding.mesh_of(params))
     if jax.process_index() != 0:

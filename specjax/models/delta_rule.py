@@ -12,8 +12,8 @@ Token by token this is a loop. Several tokens are computed at once as follows, w
 before all of them. They may be a chain or a tree; ``anc(n)`` are the ancestors of n, and g_n is the
 product of the alphas from S0 to n along its path::
 
-    u_n + beta_n sum_a (g_n / g_a) (k_a . k_n) u_a  =  beta_n (v_n - g_n S0^T k_n)   a in anc(n)
-    y_n  =  g_n S0^T q_n + sum_a (g_n / g_a) (k_a . q_n) u_a                         a in anc(n) or n
+    u_n + beta_n sum_a (g_n / g_a) (k_a . k_n) u_a  =  beta_n (v_n - g_n S0^T k_n)  a in anc(n)
+    y_n  =  g_n S0^T q_n + sum_a (g_n / g_a) (k_a . q_n) u_a                        a in anc(n) or n
 
 Ancestors come before their descendants, so the first line is a triangular system of equations. The
 state is read once for any number of tokens, and never written. The entry of a token is k, u and
@@ -195,6 +195,7 @@ def read_documents(tokens: DeltaRuleInputs, documents: Int[Array, "B T"]) -> jax
     ``documents`` has the index of each token's document. Documents are contiguous: the first token
     of a document forgets everything before it.
     """
+    # A document's first token has a share of nothing, which separates it from the state before.
     begins = jnp.pad(documents[:, 1:] != documents[:, :-1], ((0, 0), (1, 0)))[:, None]
     tokens = tokens._replace(log_alpha=jnp.where(begins, _FORGOTTEN, tokens.log_alpha))
     empty = jnp.zeros((*tokens.v.shape[:2], tokens.k.shape[3], tokens.v.shape[3]), jnp.float32)
@@ -266,6 +267,7 @@ def _solve(matrix: Float[Array, "B heads r T T"], right: Float[Array, "B heads r
     count = right.shape[-2]
     row = np.arange(count)
     distance = np.where(row[:, None] > row[None], row[:, None] ^ row[None], 0)
+    # `distance` has the highest differing bit of row and column: it says in which block C both are.
     inverse, size = jnp.broadcast_to(jnp.eye(count, dtype=jnp.float32), matrix.shape), 1
     while size < count:
         # C is in the same block of 2 * size, but not in the same block of size.

@@ -178,7 +178,7 @@ def _convolved(weight: jax.Array, past: jax.Array, new: jax.Array, ancestry: Anc
     """
     (batch, heads, count, dim), earlier = new.shape, weight.shape[-1] - 1
     slots = jnp.concatenate([past.astype(new.dtype), new], axis=2)
-    if ancestry.newest is None:
+    if ancestry.newest is None:  # a chain: shifted copies are cheaper than a gather
         before = [slots[:, :, start : start + count] for start in range(earlier)]
         if (documents := ancestry.documents) is not None:
             shifted = [jnp.pad(documents, ((0, 0), (earlier - start, 0)))[:, :count] for start in range(earlier)]

@@ -41,5 +41,5 @@ def describe(available: Layers, num_layers: int) -> str:
 def refusal(what: str, available: Layers, num_layers: int) -> InputError:
     """Return the error for ``what``, which is a part where a whole target is required."""
     return InputError(
-        f"{what}: is {describe(available, num_layers)}, with which a client drafts: give the whole target that it was cut from"
+        f"{what}: this is {describe(available, num_layers)}, for a drafting client: give the whole target that it was cut from"
     )

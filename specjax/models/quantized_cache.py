@@ -61,6 +61,7 @@ def quantize(x: Float[Array, "B heads S dim"]) -> QuantizedPart:
         >>> np.asarray(dequantize(part), float).round(3).tolist()
         [[[[1.0, -0.504, 0.252, 0.102]]]]
     """
+    # The scale is computed in float32, since bfloat16 would round it before the numbers are.
     wide = x.astype(jnp.float32)
     scales = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1), _LEAST) / _MOST
     return QuantizedPart(jnp.round(wide / scales[..., None]).astype(jnp.int8), scales)

@@ -223,7 +223,7 @@ class Target(OneLine):
             ((1, 2), True)
             >>> specjax.generate(part, None, prompts)
             Traceback (most recent call last):
-            specjax.errors.InputError: target: is a part of a target (embedding, final norm, ...
+            specjax.errors.InputError: target: this is a part of a target (embedding, ...
         """
         first, last = parts.check_layers(layers, self.held, self.config.num_layers)
         layers_of_part = [layer if first <= i < last else {} for i, layer in enumerate(self.params["layers"])]

@@ -85,7 +85,7 @@ def test_models_of_every_kind_come_closer_to_what_they_were_in_floats(name) -> N
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", zoo.MODELS)
-@pytest.mark.filterwarnings("ignore:.* matrices of experts that no token")
+@pytest.mark.filterwarnings("ignore:.* matrices of experts without a token")
 def test_every_family_comes_closer_to_what_it_was_in_floats(name, tmp_path) -> None:
     """As above, one model of each, such as transformers makes it."""
     zoo.save(name, tmp_path)

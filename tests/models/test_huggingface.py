@@ -195,7 +195,7 @@ CONFIG_FAULTS = [
     ({"model_type": "remove"}, "model_type is missing"),
     (
         {"model_type": "granitemoehybrid"},
-        "'granitemoehybrid' is not supported: it has layers that keep a state .* of the types llama",
+        "'granitemoehybrid' is not supported: its layers keep a state .* of the types llama",
     ),
     ({"model_type": ["llama"]}, r"model_type=\['llama'\]"),
     ({"hidden_size": "remove"}, "hidden_size is missing: it must be a whole number from 1 to 1,000,000"),

@@ -150,13 +150,15 @@ def test_a_part_is_refused_where_the_whole_is_needed(tmp_path, target) -> None:
         lambda: specjax.generate(target, DraftModel(part), [[1, 2]]),
     )
     for use in refusals:
-        with pytest.raises(InputError, match=r"target: is a part of a target .*: give the whole target that it was cut from"):
+        with pytest.raises(
+            InputError, match=r"target: this is a part of a target .*: give the whole target that it was cut from"
+        ):
             use()
     with pytest.raises(InputError, match=r"layers=\(0, \d\): this is a part of a target .*: give the whole target"):
         jax.eval_shape(lambda part: part.read(jnp.zeros((1, 2), jnp.int32)), part)
     part.save_pretrained(tmp_path)
     for load in (lambda: specjax.load(tmp_path), lambda: specjax.load(tmp_path, "none", tokenizer="embedded")):
-        with pytest.raises(InputError, match=f"{tmp_path}: is a part of a target"):
+        with pytest.raises(InputError, match=f"{tmp_path}: this is a part of a target"):
             load()
 
 

@@ -251,7 +251,7 @@ LAYER_FAULTS = [
         {"layers": (Layer(head_dim=8), Layer(entries_of=0))},
         r"layers\[1\]: entries_of=0, which has 2 key/value heads of 8, but this layer needs 2 of 4",
     ),
-    ({"mla": MLA(8, 4, 4, 4), "num_kv_heads": 4, "layers": (Layer(), Layer())}, "with latent attention all layers are alike"),
+    ({"mla": MLA(8, 4, 4, 4), "num_kv_heads": 4, "layers": (Layer(), Layer())}, "all layers are alike with latent attention"),
 ]
 
 

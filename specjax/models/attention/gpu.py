@@ -64,6 +64,7 @@ def attend_in_kernel(
     if table is not None:
         block = math.gcd(block, page)  # so that a block lies within one page
     tiles, blocks = -(-rows // tile), -(-slots // block)
+    # Split the cache until about PROGRAMS programs run, but leave each a block or more.
     splits = _power_of_two(-(-PROGRAMS // (batch * kv_heads * tiles)), least=1)
     splits = min(splits, MAX_SPLITS, _power_of_two(blocks, least=1))
 
@@ -162,7 +163,7 @@ def _kernel(
         return add(sums, entry_refs, start, is_filled, is_filled[None] & (slot[None] >= since[:, None]), at)
 
     def attend_extra(sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        # The loop variables are bound as defaults: the body is traced after the loop has moved on.
+        # The defaults bind this iteration's values, as a closure over loop variables would not.
         for i in range(num_extra):
             visible_ref, *entry_refs = extra_refs[i * (1 + arrays) : (i + 1) * (1 + arrays)]
             num_tokens = entry_refs[0].shape[2]

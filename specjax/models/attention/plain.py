@@ -154,6 +154,7 @@ def _attend_piece(
         total_of_one = jnp.broadcast_to(values[:, :, :, None], (*score.shape, values.shape[-1]))
         return Attended(top=score, mass=jnp.ones_like(score), total=total_of_one)
     scores = _scores(q, entry, visible, cap)
+    # The result does not depend on the shift by `top`, so no gradient flows through it.
     top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1), LEAST))
     weights = jnp.exp(scores - top[..., None])
     values = operand(entry[values_part], q[0].dtype)

@@ -78,6 +78,7 @@ def attend_in_kernel(
     slot_bytes = sum(part.shape[3] * part.dtype.itemsize for part in stored) + sum(
         part.dtype.itemsize * kv_heads for part in scales
     )
+    # Few queries leave VMEM for wider blocks, and so need fewer steps of the grid.
     width = min(BLOCK * max(1, min(4, ROWS // tile, BYTES // (slot_bytes * BLOCK))), slots)
     pages = 1
     if table is not None:
@@ -88,6 +89,7 @@ def attend_in_kernel(
         width = pages * page
     blocks = -(-slots // width)
 
+    # The range of blocks that a row needs; the index maps and the kernel skip all others.
     first = jnp.maximum(jnp.min(since, axis=1), 0) // width
     last = jnp.maximum(-(-count // width) - 1, 0)
     scalars = [count, first, last]
@@ -131,7 +133,7 @@ def attend_in_kernel(
         inputs.append(jnp.tile(sinks, (1, (tile if is_aligned else rows) // sinks.shape[1]))[..., None])
         in_specs.append(pl.BlockSpec((1, tile, 1), lambda b, h, r, i, *_: (h, 0 if is_aligned else r, 0)))
     pairs = batch * kv_heads * rows * slots
-    # A paged cache counts with the pages of its rows, not with the pool as often as it is passed.
+    # A paged cache counts as its rows' pages, not as the whole pool each time that it is passed.
     cache_bytes = batch * kv_heads * slots * slot_bytes
     other_bytes = sum(part.size * part.dtype.itemsize for part in inputs if not any(part is x for x in (*stored, *scales)))
     return pl.pallas_call(
@@ -147,6 +149,7 @@ def attend_in_kernel(
             scratch_shapes=[pltpu.VMEM((tile, size), jnp.float32) for size in (1, 1, dim)],
         ),
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, rows, dim), q[0].dtype),
+        # The axis of blocks is sequential, since the sums in VMEM carry over from block to block.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * (dim + sum(part.shape[3] for part in q)),
@@ -242,6 +245,7 @@ def _kernel(
         values = operand(part, q_refs[0].dtype)
         scores = jnp.where(visible, scores, 2 * LEAST)
         before = top_ref[...]
+        # Online softmax: earlier sums are rescaled to the new largest score.
         top = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
         weights, decay = jnp.exp(scores - top), jnp.exp(before - top)
         weighted = weights * part.scales if isinstance(part, QuantizedPart) else weights

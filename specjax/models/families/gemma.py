@@ -61,7 +61,7 @@ def format_fields(config: ModelConfig) -> dict[str, Any]:
     if config.attention_scale is None:
         raise CheckpointError(f"attention_scale=None: a {config.model_type} checkpoint needs it: give head_dim ** -0.5")
     scalar = config.attention_scale**-2
-    # A whole number if it gives the same scale: rounding in ** must not change what is read again.
+    # Write a whole number if it gives the same scale: rounding in ** must not change the scale.
     return format_common(config) | {
         "query_pre_attn_scalar": round(scalar) if round(scalar) ** -0.5 == config.attention_scale else scalar,
         "attn_logit_softcapping": config.score_cap,

@@ -349,7 +349,7 @@ def _order(parts: _Parts, name: str, whole: str, inputs: int, groups: int) -> An
     """Return the tensor with the group of each input; None if groups are of contiguous inputs."""
     tensor = parts.get(name, whole, (inputs,), kinds=("I32", "I64"))
     of_input = parts.whole(name)
-    if (of_input == -1).all():  # written by tools that do not reorder
+    if (of_input == -1).all():  # not set: inputs were not reordered
         return None
     in_range = of_input.min() >= 0 and of_input.max() < groups
     if not in_range or (np.bincount(of_input, minlength=groups) != inputs // groups).any():

@@ -245,8 +245,8 @@ REFUSALS = [
     ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": "x"}}, "llama_4_scaling_beta='x': must be a number"),
     ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "it needs original_max_position"),
     ("seed_oss", {"attention_out_bias": 1}, "attention_out_bias=1: must be true or false"),
-    ("gpt_oss", {"model_type": "gemma3n"}, "model_type='gemma3n' is not supported: it has several residual streams"),
-    ("gpt_oss", {"model_type": "granitemoehybrid"}, "it has layers that keep a state of another kind"),
+    ("gpt_oss", {"model_type": "gemma3n"}, "model_type='gemma3n' is not supported: its residual streams"),
+    ("gpt_oss", {"model_type": "granitemoehybrid"}, "its layers keep a state of another kind"),
 ]
 
 
