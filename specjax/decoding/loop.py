@@ -360,7 +360,7 @@ def run_steps(
         state, info = step(target, drafter, before, top)
         if logprobs is not None:
             starts = before.lengths - lengths_before
-            logprobs = jax.tree.map(lambda all_, new: append_tokens(all_, starts, new, info.emitted), logprobs, info.logprobs)
+            logprobs = jax.tree.map(lambda old, new: append_tokens(old, starts, new, info.emitted), logprobs, info.logprobs)
         return steps + 1, state, logprobs
 
     _, state, logprobs = jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state, logprobs))

@@ -199,8 +199,8 @@ def place_rows(state: DecodeState, target: Target) -> DecodeState:
 def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:
     """Return ``state`` with row ``row`` replaced by the one row of ``request``.
 
-    This is for states of `start`, whose prompt is prefilled elsewhere, in one call. If the caches
-    are paged, `specjax.decoding.rows.admit` prefills a prompt in its own row.
+    This is for states of `start`, which prefills a prompt in a state of its own. For paged caches
+    see `specjax.decoding.rows.admit`: there a prompt is prefilled in its row.
 
     Args:
         state: a state of B rows that `start` or `decode` returned. It is donated.
