@@ -160,7 +160,7 @@ def test_speculators_reads_what_is_written(tmp_path) -> None:
         (lambda tensors: tensors.pop("t2d"), "'t2d' is missing"),
         (lambda tensors: tensors.pop("norm.weight"), "'norm.weight' of an EAGLE-3 drafter .* is missing"),
         (lambda tensors: tensors.update(extra=np.zeros(3, np.float32)), "'extra' is no part of an EAGLE-3 drafter"),
-        (lambda tensors: tensors.update(d2t=tensors["d2t"] + 9), "'d2t' must give each of the drafter's tokens one of the"),
+        (lambda tensors: tensors.update(d2t=tensors["d2t"] + 9), "'d2t' must map the drafter's tokens to different tokens"),
         (lambda tensors: tensors.update(t2d=np.roll(tensors["t2d"], 1)), "'t2d' and 'd2t' name different tokens"),
         (lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, :5]}), "reads 5 numbers, which is no multiple"),
     ],
@@ -188,7 +188,7 @@ def test_modelopt_leaves_out_what_follows_from_d2t(tmp_path) -> None:
 
 
 def test_a_target_that_it_was_not_made_for_is_refused() -> None:
-    with pytest.raises(InputError, match="reads a target of hidden size 16, and target has 32"):
+    with pytest.raises(InputError, match="reads a target of hidden size 16, but target has 32"):
         drafter().check(tiny_target(hidden_size=32))
     with pytest.raises(InputError, match="with a vocabulary of 11 tokens, and target has 12"):
         drafter().check(tiny_target(vocab_size=12))

@@ -500,7 +500,7 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
     with pytest.raises(InputError, match=r"made for a target with .* \(11, 16, 3\), and target has \(11, 16, 2\)"):
         drafter.check(tiny_target())
     latent = tiny_config(mla=MLA(8, 4, 4, 4), num_kv_heads=4)
-    with pytest.raises(InputError, match="this target remembers latents"):
+    with pytest.raises(InputError, match="this target stores latents"):
         MixtureOfAttentions.init(specjax.Target.init(latent, jax.random.key(0)), jax.random.key(0))
     layered = tiny_target(**LAYERED["differing"])
     with pytest.raises(InputError, match=r"layer 1 remembers \(heads, size\) \(\(1, 8\), .*, layer 0 \(\(2, 4\), \(2, 4\)\)"):
