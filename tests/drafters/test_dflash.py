@@ -288,8 +288,8 @@ def test_tables_of_tokens_that_contradict_each_other_are_refused(tmp_path) -> No
     ("changes", "message"),
     [
         ({"target": {"hidden_size": 8}}, "was made for a target of hidden size 16 with 11 tokens"),
-        ({"taps": (5,)}, r"reads the target's layers \(5,\), and target has 2"),
-        ({"draft": 4}, "4 deep, and a block of this drafter has room for 3"),
+        ({"taps": (5,)}, r"reads the target's layers \(5,\), but target has 2"),
+        ({"draft": 4}, "4 deep, but a block of this drafter has room for 3"),
     ],
 )
 def test_what_cannot_serve_the_target_is_refused(changes, message) -> None:

@@ -399,7 +399,7 @@ def test_an_end_that_must_not_come_yet_is_no_candidate(candidates) -> None:
 
 def test_more_children_than_candidates_are_refused() -> None:
     drafter = of_tiny(draft=specjax.StaticTree(tuple((i,) for i in range(5))))
-    with pytest.raises(InputError, match=r"asks for 5 children of a node, and this drafter has 4 candidates at each place"):
+    with pytest.raises(InputError, match=r"needs 5 children of a node, but this drafter has 4 candidates at each position"):
         drafter.check(tiny_target())
     replace(drafter, draft=specjax.StaticTree(tuple((i,) for i in range(4)))).check(tiny_target())
 

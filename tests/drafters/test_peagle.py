@@ -137,7 +137,7 @@ def test_windows_are_no_ornament(text, target, tmp_path) -> None:
     near = one.replace(config=_windowed(one.config))
     states = [np.asarray(which.block(target, heard(which, target, text.tokens, 16))) for which in (one, near)]
     assert np.abs(states[0] - states[1]).max() > 1e-2
-    with pytest.raises(InputError, match=r"6 deep, and layers of this drafter see the newest 5 pairs alone"):
+    with pytest.raises(InputError, match=r"6 deep, but layers of this drafter see only the newest 5 pairs"):
         near.replace(draft=Chain(6)).check(target)
 
 
