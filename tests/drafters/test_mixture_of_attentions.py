@@ -453,7 +453,7 @@ def test_eagle_learns_to_summarise(kind, tmp_path) -> None:
     assert isinstance(again, EagleWithLayerAttention)
     assert again.config == student.config
     jax.tree.map(np.testing.assert_array_equal, again.params, student.params)
-    with pytest.raises(InputError, match=r"made for a target with .* \(3, 2, 4\), and target has \(3, 4, 4\)"):
+    with pytest.raises(InputError, match=r"made for a target with .* \(3, 2, 4\), but target has \(3, 4, 4\)"):
         again.check(target_of(num_kv_heads=4))
 
 
@@ -478,7 +478,7 @@ def test_heads_that_all_layers_have_in_place_of_the_model_s_are_what_is_saved(ki
     again = kind.from_pretrained(tmp_path, draft=Chain(2))
     assert again.config == drafter.config
     again.check(layered)
-    with pytest.raises(InputError, match=r"made for a target with .* \(3, 1, 4\), and target has \(3, 1, 6\)"):
+    with pytest.raises(InputError, match=r"made for a target with .* \(3, 1, 4\), but target has \(3, 1, 6\)"):
         again.check(other)
 
 
@@ -497,7 +497,7 @@ def test_the_sizes_of_llama_3_8b_are_the_papers() -> None:
 def test_what_does_not_fit_is_refused(tmp_path) -> None:
     target = target_of()
     drafter = strong(target)
-    with pytest.raises(InputError, match=r"made for a target with .* \(11, 16, 3\), and target has \(11, 16, 2\)"):
+    with pytest.raises(InputError, match=r"made for a target with .* \(11, 16, 3\), but target has \(11, 16, 2\)"):
         drafter.check(tiny_target())
     latent = tiny_config(mla=MLA(8, 4, 4, 4), num_kv_heads=4)
     with pytest.raises(InputError, match="this target stores latents"):
