@@ -647,7 +647,7 @@ def test_by_name_a_published_checkpoint_has_the_target_layer_inference_that_the_
     plain = load_drafter(f"moa:{tmp_path / 'published'}", Chain(4), target.config, dtype=jnp.float32)
     assert plain.fingerprint() != made.fingerprint()  # a client and a server of which one says no tli do not fit
     made.save_pretrained(tmp_path / "ours")
-    with pytest.raises(InputError, match=r"tli=2: its own configuration says that it was trained with tli=1; leave tli out"):
+    with pytest.raises(InputError, match=r"tli=2: the checkpoint says that it was trained with tli=1; leave tli out"):
         load_drafter(f"moa,tli=2:{tmp_path / 'ours'}", None, target.config, dtype=jnp.float32)
     assert load_drafter(f"moa,tli=1:{tmp_path / 'ours'}", None, target.config, dtype=jnp.float32).config == made.config
 
@@ -738,7 +738,7 @@ def test_what_a_published_layout_cannot_say_is_refused(tmp_path) -> None:
     for changes, message in [
         ({"self_attention_num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({"cross_attention_intermediate_size": 57}, "'cross_attention.mlp.down_proj.weight' has shape"),
-        ({"kv_hidden_size": 36}, "reads 36 numbers, which are no keys and values of 4 each"),
+        ({"kv_hidden_size": 36}, "reads 36 numbers, which are no keys and values of size 4"),
         ({"disable_LSA": True}, "is no part of a Mixture of Attentions drafter"),
         ({"layer_self_attention_intermediate_size": "72"}, "layer_self_attention_intermediate_size='72'"),
     ]:

@@ -425,7 +425,7 @@ def test_a_drafter_without_head_and_fc_is_read_back(tmp_path) -> None:
     again = Eagle3.from_pretrained(tmp_path / "twice")
     assert again.config == drafter.config
     jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
-    with pytest.raises(InputError, match="layout='speculators': has an fc and an lm_head, and this drafter lacks one"):
+    with pytest.raises(InputError, match="layout='speculators': it needs fc and lm_head, but this drafter lacks one"):
         drafter.save_pretrained(tmp_path / "thrice", layout="speculators")
 
 

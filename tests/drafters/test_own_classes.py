@@ -75,7 +75,7 @@ def test_code_beside_a_checkpoint_is_not_run(checkpoint, monkeypatch) -> None:
         (checkpoint / name).write_text("raise SystemExit('it was run')")
     file = checkpoint / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": {"AutoModel": "modeling.Wizard"}}))
-    with pytest.raises(InputError, match="is of no method known here"):
+    with pytest.raises(InputError, match="belongs to no known method"):
         load_drafter(str(checkpoint), None, tiny_config())
     assert isinstance(load_drafter(f"{CLASS}@{checkpoint}", None, tiny_config(), jnp.float32), Wizard)
 
