@@ -7,7 +7,7 @@ from flax import struct
 from specjax.drafts.shapes import Chain, DraftShape, SampledTree
 from specjax.sampling import RowSampling, argmax, draw, likeliest, noise_of_rows, perturbed, probabilities, without_stop_tokens
 
-_BEHIND_ALL = -1e4  # larger than logits and noise together; a probability of 0
+_BEHIND_ALL = -1e4  # far below every logit plus noise: a probability of 0
 
 
 @struct.dataclass

@@ -163,6 +163,7 @@ def expand(
             values = jnp.pad(values, ((0, 0), (0, width - count), (0, 0)), constant_values=filler)
             return values.reshape(batch, candidates)
 
+        # A row whose chain has stopped gets no further nodes: the score of -inf marks them as filler.
         scores = jnp.where(growth.going[:, None, None], parent_scores[..., None] + children.scores, -jnp.inf)
         tokens, scores = level(children.tokens, 0), level(scores, -jnp.inf)
         picked = _pick(shape, scores, growth.depth)

@@ -171,6 +171,8 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         causal = jnp.tril(jnp.ones((1, count, count), bool))
         newest_states, new_entries, first_pair_states = [], [], []
         for module in range(self.modules):
+            # Module m pairs the token with the state of module m - 1 at the position before. At the first
+            # position of this call that state comes from the call before.
             if module:
                 states = jnp.concatenate([state.newest[:, module - 1, None].astype(states.dtype), states[:, :-1]], axis=1)
             past = self._past(state.cache, module)

@@ -183,6 +183,7 @@ def mean_over_layers(params: Params, lsa: LayerAttention, remembered: jax.Array,
     """
     batch, count, layers, _ = remembered.shape
     layer = params["layer_self_attention"]
+    # The tokens become the batch axis and the layers the sequence axis.
     x = remembered.reshape(batch * count, layers, -1).astype(layer["q"].dtype)
     turn = rotations(lsa.block.rope, lsa.block.head_dim, jnp.arange(layers)[None])
     x, _ = decoder_layer(layer, lsa.block, x, turn, jnp.ones((1, layers, layers), bool), mesh=mesh)

@@ -162,6 +162,7 @@ class WithPrediction(Wrapper[WithPredictionState]):
         is_predicted = (places < state.lengths[:, None]) & (steps < self.longest)
         copies = (active & state.fits)[:, None] & is_predicted[:, :1]
         no_draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(lambda: propose()[0]))
+        # If every active row copies, the wrapped drafter need not run at all.
         draft = jax.lax.cond(jnp.all(copies[:, 0] | ~active), lambda: no_draft, lambda: propose()[0])
         missing = self.draft_shape.depth - drafter_depth
         drafted = jnp.pad(draft.tokens[:, 1:], ((0, 0), (0, missing)))
@@ -169,6 +170,7 @@ class WithPrediction(Wrapper[WithPredictionState]):
         q = None
         if draft.q is not None:
             q = jnp.pad(draft.q[:, :-1], ((0, 0), (0, missing), (0, 0)))
+            # A copied token has probability 1, which keeps verification exact.
             q = jnp.where(copies[..., None], jax.nn.one_hot(copied, q.shape[-1], dtype=q.dtype), q)
         tokens, valid = jnp.where(copies, copied, drafted), jnp.where(copies, is_predicted, valid)
         # The state of the wrapped drafter stays the one before its `propose`. It must treat the
@@ -189,6 +191,7 @@ class WithPrediction(Wrapper[WithPredictionState]):
         recent = jnp.concatenate([state.newest, new], axis=1)
         newest = jnp.take_along_axis(recent, count[:, None] + jnp.arange(len(WEIGHTS))[None], axis=1)
         certain = jnp.where(run > 0, place, state.certain)
+        # The text has left the prediction in this step, or has not found it again yet.
         is_lost = (state.lengths > 0) & (count > 0) & ~(state.fits & (run == count))
 
         def search() -> tuple[jax.Array, jax.Array]:

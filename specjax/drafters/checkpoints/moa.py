@@ -133,7 +133,7 @@ def read_config(stored: CheckpointFiles, tli: int | None = None) -> MoAConfig:
             f"{stored.file}: it has no moa_config, no model_type 'moa_spec' and no architecture 'MOASpec': give the checkpoint "
             "of a Mixture of Attentions"
         )
-    names = stored.shapes  # the names show biases of q, k and v, as for Qwen2
+    names = stored.shapes  # q, k and v have biases in drafters for Qwen2
     lsa = config.lsa
     if lsa is not None:
         lsa = replace(lsa, block=config_json.with_switches(lsa.block, names, _LAYERS))

@@ -287,11 +287,13 @@ class DraftModel(Drafter[DraftModelState]):
         accepted = jnp.maximum(verdict.count - 1, 0)
         end = jnp.take_along_axis(verdict.path, accepted[:, None], axis=1)
         places = jnp.take_along_axis(drafted.places, verdict.path[:, 1:], axis=1)
+        # The last accepted node was never read if it is a leaf.
         behind = (accepted > 0) & (jnp.take_along_axis(drafted.places, end, axis=1)[:, 0] < 0)
         cache = state.cache
         if self.draft_shape.read_slots:
             # The nodes of a chain were read in the order of its path: nothing has to be gathered.
             path = drafted.entries if draft.is_chain else gather_entries(drafted.entries, places)
+            # The pass of `propose` has stored the root already, so only accepted nodes are appended.
             cache = cache.append(path, accepted - behind, after=draft.tokens[:, -1:])
         return DraftModelState(
             cache=cache,

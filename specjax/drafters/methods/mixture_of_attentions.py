@@ -405,6 +405,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             past = [tokens_read, (scratch[0], visible)]
             x, token_entry = self.self_attend(target.embed(tokens), positions, None, past)
             x = self.cross_attend(x, positions, summaries)
+            # The nodes of one level are siblings or cousins: none is an ancestor of another.
             self_only = np.eye(tokens.shape[1], dtype=bool)[None]
             hidden, new = self.finish(target, x, positions, self_only, cache=cache, scratch=[(scratch[1:], visible)])
             return hidden, (token_entry, *new)
