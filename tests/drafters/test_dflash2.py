@@ -488,11 +488,11 @@ FAULTS = {  # a change of config.json, tensors to leave out, and the error
     "none around the MLPs": (None, ("layers.0.mlp_conv", "layers.1.mlp_conv"), r"no tensors mlp_conv\.\*, convolutions that"),
     "those of one layer": (None, ("layers.1.mlp_conv",), r"'layers\.1\.mlp_conv\.base_kernel' .* missing"),
     "half a convolution": (None, ("layers.1.mlp_conv.base",), r"'layers\.1\.mlp_conv\.base_kernel' .* is missing"),
-    "a DFlash by its name": (as_dflash, (), r"declares no selector \(selector_rank\), but there are its tensors"),
+    "a DFlash by its name": (as_dflash, (), r"declares no selector \(selector_rank\), but there are tensors"),
     "a DFlash by its name, with convolutions": (
         as_dflash,
         ("candidate_selector",),
-        r"declares no convolution \(conv_kernel_size\), but there are its tensors layers\.0\.attention_conv",
+        r"declares no convolution \(conv_kernel_size\), but there are tensors layers\.0\.attention_conv",
     ),
     "no rank": (of_field("selector_rank", None), (), "dflash_config.selector_rank is missing"),
     "no kernel": (of_field("conv_kernel_size", 0), (), "dflash_config.conv_kernel_size=0: must be a whole number from 1"),

@@ -279,7 +279,7 @@ def _as_eagle3(name: str) -> str:
     [
         (lambda tensors: tensors.pop("mask_hidden"), "'mask_hidden' is missing, which a P-EAGLE drafter reads in place of"),
         (lambda tensors: tensors.pop("lm_head.weight"), "'lm_head.weight' of a P-EAGLE drafter .* is missing"),
-        (lambda tensors: tensors.pop("d2t"), "'d2t' is missing: it says which of the target's 48 tokens the 16"),
+        (lambda tensors: tensors.pop("d2t"), "'d2t' is missing: it says which of the target's 48 tokens the drafter's 16"),
         (lambda tensors: tensors.pop("fc.weight"), "fc.weight reads 0 numbers"),
         (lambda tensors: tensors.update(mask_hidden=tensors["mask_hidden"][..., 1:]), r"'mask_hidden' has shape \(1, 1, 95\)"),
         (lambda tensors: tensors.update(d2t=tensors["d2t"] + 40), "'d2t' must map the drafter's tokens to different tokens"),
