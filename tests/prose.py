@@ -74,6 +74,12 @@ BANNED = _words(
 FORMATS = {("specjax/client/client.py", "told")}
 """Banned names that users write, as an option or a key, and that therefore stay: file and name."""
 
+KEYWORDS = {
+    *(("append_remote", "told"), ("from_prefix_state", "kept"), ("with_own", "own")),
+    *(("with_told", "told"), ("check_vocabulary", "own")),
+}
+"""Banned names of parameters that users pass or define by keyword, and that therefore stay: function and name."""
+
 _PRAGMA = re.compile(r"#\s*(noqa|pyright:|type:|fmt:)")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -1,4 +1,4 @@
-"""What a drafter is, and what it is told of."""
+"""The contract of a drafter, `Drafter`, and the data that its hooks receive."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -25,16 +25,22 @@ from specjax.sampling import RowSampling
 
 @struct.dataclass
 class Committed:
-    """Tokens that have just been committed, T a row, as a drafter is told of them. What lies beyond ``count`` is filler.
+    """Newly committed tokens, T per row, as a drafter receives them.
+
+    Slots from ``count`` on are filler.
 
     Attributes:
-        tokens: ``[B, T]``.
-        following: ``[B, T]`` the token after each: the next of ``tokens``, and after the last the row's new root.
-        output: the target's at each token: ``hidden [B, T, H]`` and the asked ``taps [B, T, n, H]``.
-        entries: what each of the target's layers remembers of the tokens, ``[B, heads, T, dim]`` each part. Of a prompt a layer
-            with a state gives the state after the tokens instead (see `specjax.models.states.State`).
-        count: ``[B]`` how many of them count.
-        cache: the target's, in pages or not, in which they are the newest ``count`` entries. To be read, not kept.
+        tokens: ``[B, T]``, the token ids.
+        following: ``[B, T]``, the token after each of ``tokens``. After the last one that is the
+            row's new root.
+        output: the target's states at each token: ``hidden [B, T, H]``, and ``taps [B, T, n, H]``
+            for the layers that `Drafter.taps` requests.
+        entries: the KV entries of the tokens in each target layer, each part
+            ``[B, heads, T, dim]``. In a prompt, a layer with a recurrent state has the state after
+            the tokens instead (see `specjax.models.states.State`).
+        count: ``[B]``, the number of valid tokens of each row.
+        cache: the target's cache, paged or not. The tokens are its newest ``count`` entries. A
+            drafter may read it, but must not keep a reference to it.
 
     Examples:
         >>> from specjax.drafters.base import Committed
@@ -64,12 +70,23 @@ class Committed:
     cache: KVCache | PagedCache
 
     def newest(self, states: jax.Array, before: jax.Array) -> jax.Array:
-        """``[B, H]`` of ``states [B, T, H]`` those of each row's newest token; ``before [B, H]`` where none counts."""
+        """Return the states ``[B, H]`` at each row's newest valid token.
+
+        Args:
+            states: ``[B, T, H]``, the states at all tokens.
+            before: ``[B, H]``, the result for rows without a valid token.
+        """
         return newest_of(states, self.count, before)
 
 
 def newest_of(states: jax.Array, count: jax.Array, before: jax.Array) -> jax.Array:
-    """``[B, H]`` of ``states [B, T, H]`` the last of the first ``count [B]``; ``before [B, H]`` where none counts."""
+    """Return the states ``[B, H]`` at the last of each row's first ``count [B]`` tokens.
+
+    Args:
+        states: ``[B, T, H]``, the states at all tokens.
+        count: ``[B]``, the number of valid tokens.
+        before: ``[B, H]``, the result for rows whose count is 0.
+    """
     last = jnp.maximum(count - 1, 0)[:, None, None]
     newest = jnp.take_along_axis(states, last, axis=1)[:, 0]
     return jnp.where(count[:, None] > 0, newest.astype(before.dtype), before)
@@ -77,13 +94,16 @@ def newest_of(states: jax.Array, count: jax.Array, before: jax.Array) -> jax.Arr
 
 @struct.dataclass
 class RemoteFeatures:
-    """What a drafter hears of committed tokens, T a row: also one that runs on another machine than the target.
+    """Committed tokens, T per row, and what `Drafter.remote_inputs` selects of the target's output.
+
+    A drafter on another machine than the target receives nothing else.
 
     Attributes:
-        tokens: ``[B, T]``.
-        following: ``[B, T]`` the token after each, as in `Committed`.
-        arrays: what `Drafter.remote_inputs` made of the target's pass over them, each ``[B, T, …]``.
-        count: ``[B]`` how many of them count.
+        tokens: ``[B, T]``, the token ids.
+        following: ``[B, T]``, the token after each, as in `Committed`.
+        arrays: the arrays that `Drafter.remote_inputs` has made of the target's pass, each
+            ``[B, T, …]``.
+        count: ``[B]``, the number of valid tokens of each row.
 
     Examples:
         >>> from specjax.drafters.base import RemoteFeatures
@@ -109,11 +129,13 @@ class RemoteFeatures:
 
 @dataclass(frozen=True)
 class DraftingReads:
-    """Arrays that drafting must read, in any pytrees: what a step of decoding costs at least is computed from them.
+    """The arrays that drafting must read, as pytrees.
+
+    They give a lower bound on the time of a step.
 
     Attributes:
-        level: in every level of a draft.
-        step: once for all of its levels together.
+        level: the arrays that every level of a draft reads.
+        step: the arrays that are read once for all levels together.
     """
 
     level: Any = ()
@@ -121,7 +143,7 @@ class DraftingReads:
 
 
 RULES_PAGE = "docs/extend/drafter.md"
-"""The page of the documentation with the rules for drafters, which errors name."""
+"""The page of the documentation with the rules for drafters. Error messages name it."""
 
 _OLD_METHODS = {
     "absorb": "append_committed",
@@ -132,53 +154,59 @@ _OLD_METHODS = {
     "at_border": "to_prefix_state",
     "from_border": "from_prefix_state",
 }
-"""Methods of drafters by their old names."""
+"""The old names of methods of drafters, with the new name of each."""
 
 State = TypeVar("State")
-"""What a drafter remembers of a batch: any pytree. Its leaves all have the row axis first, ``[B, …]``, so that a row can be
-replaced by another request at any time."""
+"""The memory of a drafter for a batch: any pytree.
+
+All leaves have the row axis first, ``[B, …]``, so that another request can take over a row at any
+time.
+"""
 
 
 def check_is_pytree(drafter: "Drafter") -> None:
-    """Refuse, with an InputError, a drafter whose class was not decorated, so that JAX does not know its fields."""
+    """Raise an InputError if the class of a drafter is not decorated.
+
+    JAX would not know its fields.
+    """
     if jax.tree_util.all_leaves([drafter]):
-        raise _broken(drafter, "is no pytree: decorate its class with flax.struct.dataclass")
+        raise _broken(drafter, "the drafter is no pytree: decorate its class with flax.struct.dataclass")
 
 
 def start_drafter(drafter: "Drafter", target: Target, batch: int, capacity: int) -> Any:
-    """What `Drafter.start` returns, once it is seen to have the row axis first.
+    """Return the result of `Drafter.start`, after a check that all arrays have the row axis first.
 
     Raises:
-        InputError: it breaks that rule; says where.
+        InputError: An array of the state has another first axis. The message says which array.
     """
     state = drafter.start(target, batch, capacity)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if jnp.shape(leaf)[:1] != (batch,):
-            place = f"start(){jax.tree_util.keystr(path)}"
-            raise _broken(drafter, f"{place} has shape {list(jnp.shape(leaf))}: every array of its state has the rows first")
+            name = f"start(){jax.tree_util.keystr(path)}"
+            raise _broken(drafter, f"{name} has shape {list(jnp.shape(leaf))}: each array of the state must have rows first")
     return state
 
 
 def check_proposal(drafter: "Drafter", proposal: Any, batch: int) -> tuple[Draft, Any]:
-    """The draft and the state that `Drafter.propose` returned, once they are seen to have the right form. Looks at no values.
+    """Return the draft and the state of `Drafter.propose`, after a check of their form.
+
+    Values are not checked, so the function can run while JAX traces.
 
     Raises:
-        InputError: they break a rule; says which.
+        InputError: The draft or the state breaks a rule. The message says which one.
     """
     if not (isinstance(proposal, tuple) and len(proposal) == 2 and isinstance(proposal[0], Draft)):
         raise _broken(drafter, f"propose() returns {type(proposal).__name__}: return a Draft and the state")
     draft, shape = proposal[0], drafter.draft_shape
     if not jnp.issubdtype(draft.tokens.dtype, jnp.integer):
         raise _broken(
-            drafter, f"propose() drafts tokens of type {draft.tokens.dtype}: token ids are whole numbers, such as int32"
+            drafter, f"propose() drafts tokens of type {draft.tokens.dtype}: token ids must be integers, such as int32"
         )
     if draft.tokens.ndim != 2 or draft.tokens.shape[0] != batch:
-        raise _broken(drafter, f"propose() drafts tokens {list(draft.tokens.shape)}: they are [B, N], and B is {batch} here")
+        raise _broken(drafter, f"propose() drafts tokens {list(draft.tokens.shape)}: they must be [B, N], with B={batch}")
     if draft.depth > shape.depth:
-        advice = "" if draft.grown is None or draft.levels is not None else ", and a tree that grows names its levels"
-        raise _broken(
-            drafter, f"propose() drafts {draft.depth} deep, but draft={shape!r}: drafts have the depth of that shape{advice}"
-        )
+        advice = "" if draft.grown is None or draft.levels is not None else ", and a dynamic tree must state its levels"
+        raise _broken(drafter, f"propose() drafts {draft.depth} deep, but draft={shape!r}: drafts must have that depth{advice}")
     return proposal
 
 
@@ -187,11 +215,14 @@ def _broken(drafter: "Drafter", rule: str) -> InputError:
 
 
 class Drafter(OneLine, Generic[State]):
-    """Proposes tokens for the target to check. Subclass it as a ``flax.struct.dataclass``; every method is pure.
+    """The base of all drafters, which propose tokens for the target to check.
+
+    Decorate a subclass with ``flax.struct.dataclass``. Every method is a pure function.
 
     Attributes:
-        draft: the shape of its drafts; ``draft=4`` is a chain of 4. Read it as `draft_shape`.
-        grows_trees: whether it drafts any shape of `specjax.drafts.shapes`, and not chains alone.
+        draft: the shape of the drafts; ``draft=4`` is a chain of 4. Use `draft_shape` to read it.
+        grows_trees: whether the drafter supports every shape of `specjax.drafts.shapes`, and not
+            chains alone.
 
     Examples:
         >>> from flax import struct
@@ -215,145 +246,174 @@ class Drafter(OneLine, Generic[State]):
     grows_trees: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let a method that is defined under its old name serve under the new one, with a warning; and the other way round."""
+        """Register a subclass: make each renamed method available under its old and its new name.
+
+        A method that is defined under its old name causes a DeprecationWarning.
+        """
         super().__init_subclass__(**options)
-        own: dict[str, Any] = {}
-        for base in reversed(cls.__mro__):  # those that are drafters have been looked at
+        defined: dict[str, Any] = {}
+        for base in reversed(cls.__mro__):  # base classes that are drafters have passed here themselves
             if base is cls or not issubclass(base, Drafter):
-                own |= vars(base)
+                defined |= vars(base)
         for old, new in _OLD_METHODS.items():
-            if old in own and new not in own:
+            if old in defined and new not in defined:
                 warnings.warn(f"{cls.__name__}.{old} has a new name: call it {new}", DeprecationWarning, stacklevel=2)
-                setattr(cls, new, own[old])
-            elif new in own and old not in own:
-                setattr(cls, old, own[new])  # for a subclass that asks for `super()` by the old name
-        cls._complete_class(own)
+                setattr(cls, new, defined[old])
+            elif new in defined and old not in defined:
+                setattr(cls, old, defined[new])  # a subclass may call super() under the old name
+        cls._complete_class(defined)
 
     @classmethod
-    def _complete_class(cls, own: Mapping[str, Any]) -> None:
-        """Finish a new subclass, of which ``own`` holds what the class itself and its mixins define."""
+    def _complete_class(cls, defined: Mapping[str, Any]) -> None:
+        """Finish a new subclass.
+
+        ``defined`` maps names to the members of the class itself and of its mixins.
+        """
 
     def __post_init__(self) -> None:
-        """What was given as ``draft`` becomes a shape: equal drafters are equal, however their shape was said."""
+        """Convert ``draft`` to a shape.
+
+        So ``draft=4`` and ``draft=Chain(4)`` make equal drafters.
+        """
         if not hasattr(self, "draft"):
-            raise _broken(self, "has no field draft, the shape of its drafts: declare one with a default, such as Chain(4)")
+            raise _broken(self, "the class has no field draft, a shape of drafts: declare one with a default, such as Chain(4)")
         if not isinstance(self.draft, DraftShape):
             object.__setattr__(self, "draft", as_shape(self.draft))
 
     @property
     def draft_shape(self) -> DraftShape:
-        """``draft``, once the drafter is made: a shape, also where a number was given."""
+        """The shape of the drafts: ``draft``, as a shape even if the user has given a number."""
         assert isinstance(self.draft, DraftShape)
         return self.draft
 
     def check(self, target: Target) -> None:
-        """Refuse, with an InputError that names what is wrong, a target that this drafter cannot serve. Runs on the host."""
+        """Raise an InputError if this drafter cannot serve ``target``. It runs on the host."""
 
     def taps(self, config: ModelConfig) -> tuple[int, ...]:
-        """The layers of a target so configured whose input `States.taps` is to hold, ascending."""
+        """Return the target layers whose input `States.taps` must hold, ascending."""
         return ()
 
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
-        """The layers of a target so configured whose committed entries `propose` reads, ascending.
+        """Return the target layers whose committed KV entries `propose` reads, ascending.
 
-        Where there are any, it is given the target's cache of exactly these, as the keyword ``cache``. To be read, not kept.
+        If there are any, `propose` receives the target's cache of exactly these layers as the
+        keyword ``cache``. It may read the cache, but must not keep a reference to it.
         """
         return ()
 
     @property
     def max_positions(self) -> int | None:
-        """The longest text, in tokens, that it can draft for; None where there is no limit beyond the target's."""
+        """The longest text in tokens that the drafter supports; None if there is no limit."""
         return None
 
     @property
     def node_counts(self) -> tuple[int, ...]:
-        """Numbers of nodes, ascending, that a step on a CPU is compiled for; it takes the smallest that holds every row's
-        draft. Elsewhere a step has room for the largest."""
+        """The numbers of nodes, ascending, for which a step is compiled on a CPU.
+
+        A step runs with the smallest that holds the draft of every row. On accelerators every step
+        has room for the largest.
+        """
         return self.draft_shape.node_counts
 
     def start(self, target: Target, batch: int, capacity: int) -> State:
-        """The state of ``batch`` rows of which nothing has been committed yet.
+        """Return the state of ``batch`` rows without committed tokens.
 
         Args:
             target: the target model.
-            batch: B.
-            capacity: most tokens that a row may come to hold, its root included.
+            batch: the number of rows, B.
+            capacity: the maximum number of tokens of a row, its root included.
         """
         return ()  # pyright: ignore[reportReturnType]
 
     def append_committed(self, target: Target, state: State, committed: Committed) -> State:
-        """The state after ``committed``: called for every chunk of the prompts, and from `update` after every verdict.
+        """Return the state after ``committed``.
 
-        A prompt's last token is its first root, so of a prompt of n tokens n - 1 are appended. By default this is
-        `append_remote` of its own `remote_inputs`; override it in a drafter that needs what lies in the target's memory.
+        It is called for every chunk of the prompts, and by `update` after every verdict. The last
+        token of a prompt is its first root, so n - 1 tokens of a prompt of n tokens are appended.
+
+        The default passes the drafter's own `remote_inputs` to `append_remote`. Override it in a
+        drafter that needs the target's cache.
         """
         arrays = self.remote_inputs(target, committed.output, committed.entries)
         return self.append_remote(target, state, RemoteFeatures(committed.tokens, committed.following, arrays, committed.count))
 
-    # --- drafting on another machine than the target's: `append_committed` in two halves ---
+    # --- drafting on another machine than the target: the two halves of `append_committed` ---
 
     @property
     def drafts_elsewhere(self) -> bool:
-        """Whether it can draft on another machine than the target's, from `remote_inputs` alone."""
+        """True if the drafter can run on another machine, from `remote_inputs` alone."""
         return False
 
     def fingerprint(self) -> str:
-        """By which the two machines can tell whether they have the same drafter; empty where tokens are all that it is told."""
+        """Return a hash of the weights, which client and server compare.
+
+        It is empty for a drafter that needs tokens alone.
+        """
         return ""
 
     def remote_inputs(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
-        """Return what `append_remote` needs of the target's pass over T tokens, by name, each ``[B, T, …]``.
+        """Return the part of the target's pass over T tokens that `append_remote` needs.
 
-        It is the half of `append_committed` that is done where the target is. Nothing, where the tokens say it all.
+        It is the half of `append_committed` that runs on the target's machine.
 
         Args:
             target: the target model.
-            output: the target's at each token.
-            entries: what each of its layers remembers of the tokens.
+            output: the target's states at each token.
+            entries: the KV entries of the tokens in each target layer.
+
+        Returns:
+            The arrays by name, each ``[B, T, …]``. It is empty for a drafter that needs tokens
+            alone.
         """
         return {}
 
     def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
-        """Return the entries of the target's layers that it `reads`, out of what it was sent; see `remote_entry_arrays`."""
+        """Return the KV entries of the target layers that the drafter `reads`, one for each layer.
+
+        ``arrays`` are those of `remote_inputs`, in which `remote_entry_arrays` has packed them.
+        """
         reads = self.reads(target.config)
         names = [[f"layer{layer}.{part}" for part in range(len(target.config.entry_parts(layer)))] for layer in reads]
-        return tuple(tuple(jnp.swapaxes(arrays[name], 1, 2) for name in each) for each in names)
+        return tuple(tuple(jnp.swapaxes(arrays[name], 1, 2) for name in parts) for parts in names)
 
     def append_remote(self, target: Target, state: State, told: RemoteFeatures) -> State:
-        """Return the state after committed tokens with their `remote_inputs`: the half that is done where the drafter is.
+        """Return the state after committed tokens, which come with their `remote_inputs`.
 
-        Of the target it may use the embedding, the final norm, the head, and the layers that it `reads`.
+        It is the half of `append_committed` that runs on the drafter's machine. Of the target it
+        may use the embedding, the final norm, the head and the layers that the drafter `reads`.
         """
         return state
 
     def append_unverified(
         self, target: Target, state: State, tokens: jax.Array, following: jax.Array, count: jax.Array, cache: Any = None
     ) -> tuple[State, tuple[Entry, ...]]:
-        """The state as if the first ``count [B]`` of ``tokens [B, T]`` were committed, and the target had said nothing of them.
+        """Return the state as if the first ``count [B]`` of ``tokens [B, T]`` were committed.
 
-        So a drafter goes on while it waits for a verdict, or without the target. It is never called where the target is.
+        With it a client drafts on while it waits for a verdict, or without the target. The target's
+        output at these tokens is not available. On the target's machine it is never called.
 
         Args:
-            target: as in `append_remote`.
-            state: to go on from. It stays as it is, to come back to.
-            tokens: the first is the root that `propose` would be given.
-            following: ``[B, T]`` the token after each.
-            count: how many count.
-            cache: of the target's layers that it `reads`, as in `propose`.
+            target: the target model, as in `append_remote`.
+            state: the state to start from. It must stay valid, because the client may return to it.
+            tokens: ``[B, T]``; the first is the root that `propose` would receive.
+            following: ``[B, T]``, the token after each.
+            count: ``[B]``, the number of valid tokens.
+            cache: the cache of the target layers that the drafter `reads`, as in `propose`.
 
         Returns:
-            The state; and for each of these layers the entries of the tokens, which the drafter has worked out itself.
+            The state, and for each of these layers the KV entries of the tokens as the drafter
+            itself has computed them.
         """
         return self.append_remote(target, state, RemoteFeatures(tokens, following, {}, count)), ()
 
     def prompts_read(self, target: Target, state: State, tokens: jax.Array, cache: KVCache | PagedCache) -> State:
-        """The state once the prompts have been read to their ends.
+        """Return the state at the end of prefill, when the prompts have been read to their ends.
 
         Args:
             target: the target model.
-            state: as the last `append_committed` returned it.
-            tokens: ``[B, P]`` the prompts, of which the first ``cache.length`` tokens have been read.
-            cache: the target's. To be read, not kept.
+            state: the state from the last `append_committed`.
+            tokens: ``[B, P]``, the prompts; their first ``cache.length`` tokens have been read.
+            cache: the target's cache. The drafter may read it, but must not keep a reference to it.
         """
         return state
 
@@ -366,51 +426,64 @@ class Drafter(OneLine, Generic[State]):
         keys: jax.Array,
         active: jax.Array,
     ) -> tuple[Draft, State]:
-        """Draft below ``root [B]``; consumes ``keys [D, B]``, one for each level and row.
+        """Draft below ``root [B]``.
 
-        Rows that are not ``active [B]`` have finished: what they draft does not matter, and nothing may wait for them.
-        Tokens that are drawn are drawn from exactly the ``q`` handed over. Where ``sampling.coupled``, nothing is drawn: add
-        `position_noise` of the level's keys, the target's own, to log q, and offer the largest. An autoregressive drafter
-        leaves all that, and the shape of the tree, to `specjax.drafters.expansion.expand`.
+        Consumes ``keys [D, B]``, one for each level and row. Rows that are not ``active [B]`` have
+        finished: their drafts are ignored, and no loop may run on for their sake.
+
+        Drawn tokens must come from exactly the ``q`` in the draft. With ``sampling.coupled``
+        nothing is drawn: add `position_noise` of the level's keys, which the target uses too, to
+        log q, and offer the tokens with the largest sums. An autoregressive drafter leaves all of
+        this, and the shape of the tree, to `specjax.drafters.expansion.expand`.
 
         Returns:
-            The draft, and the state for `update`, which may hold what drafting has worked out.
+            The draft, and the state for `update`. The state may hold results of drafting.
         """
         raise NotImplementedError
 
     def update(self, target: Target, state: State, draft: Draft, verdict: Verdict, committed: Committed) -> State:
-        """The state after ``verdict``, of the same structure as `start` made.
+        """Return the state after ``verdict``, with the structure of `start`.
 
-        Override it in a drafter that knows more than ``committed`` says: of the accepted path it has entries of its own, say.
+        Override it in a drafter that knows more than ``committed``, for instance one that has
+        computed KV entries of the accepted path while drafting.
 
         Args:
             target: the target model.
-            state: as `propose` returned it.
-            draft: what was proposed.
-            verdict: what was accepted of it; ``count`` is 0 in rows that have finished.
-            committed: the accepted path, the root first: D + 1 tokens of which ``verdict.count`` count.
+            state: the state from `propose`.
+            draft: the draft from `propose`.
+            verdict: the accepted path; ``count`` is 0 in rows that have finished.
+            committed: the accepted path with the root first: D + 1 tokens, ``verdict.count`` of
+                them valid.
         """
         return self.append_committed(target, state, committed)
 
     def to_prefix_state(self, state: State) -> Any:
-        """What another text that begins alike must be given of a state, at the end of a whole chunk of a prompt.
+        """Return the part of a state that another request with the same prefix needs.
 
-        Caches in pages come without their pages. Override it, and `from_prefix_state`, where a state holds more than such a
-        text needs.
+        It is called at the end of a full chunk of a prompt. Paged caches come without their pages.
+        Override it, together with `from_prefix_state`, if the state holds more than such a request
+        needs.
         """
         return state
 
     def from_prefix_state(self, fresh: State, kept: Any) -> State:
-        """The state of a text that goes on from what `to_prefix_state` kept of another one; ``fresh`` is as `start` made it."""
+        """Return the state of a request that continues from a shared prefix.
+
+        Args:
+            fresh: an empty state, from `start`.
+            kept: the prefix state, which `to_prefix_state` has made for another request.
+        """
         return kept
 
     def drafting_reads(self, target: Target, state: State = (), cache: Any = ()) -> DraftingReads:
-        """What must be read to draft once: weights, and what is remembered. A drafter without either reads nothing.
+        """Return the arrays that one draft must read: weights, caches and states.
 
         Args:
-            target: the target model; its arrays, and all others, may be shapes.
-            state: as `start` makes it; without it the weights alone count.
-            cache: by layer the target's entries, or the state of a layer that keeps one; likewise.
+            target: the target model. Its arrays, like all others, may be shapes
+                (`jax.ShapeDtypeStruct`).
+            state: a state from `start`; without it the weights alone count.
+            cache: for each layer the target's KV entries, or its recurrent state. Without it the
+                weights alone count.
         """
         return DraftingReads()
 
@@ -420,11 +493,13 @@ for _old, _new in _OLD_METHODS.items():
 
 
 def remote_input_shapes(drafter: "Drafter[Any]", target: Target) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what a drafter on another machine is sent of one token, by name; see `Drafter.remote_inputs`.
+    """Return the shapes of what a drafter on another machine receives for one token, by name.
+
+    See `Drafter.remote_inputs`.
 
     Args:
-        drafter: any.
-        target: all of it, or the parts that a client has.
+        drafter: any drafter.
+        target: the whole target, or the parts that a client has.
 
     Examples:
         >>> from specjax.drafters.base import remote_input_shapes
@@ -443,7 +518,10 @@ def remote_input_shapes(drafter: "Drafter[Any]", target: Target) -> dict[str, tu
 
 
 def remote_entry_arrays(entries: Sequence[Entry], layers: Sequence[int]) -> dict[str, jax.Array]:
-    """``[B, T, heads, dim]`` of each part of the entries of ``layers``, by name, for `Drafter.remote_inputs`."""
+    """Pack the KV entries of ``layers`` by name, for `Drafter.remote_inputs`.
+
+    Each array is ``[B, T, heads, dim]``, in full precision. `Drafter.remote_entries` unpacks them.
+    """
     parts = [(layer, index, part) for layer in layers for index, part in enumerate(entries[layer])]
     return {f"layer{layer}.{index}": jnp.swapaxes(dequantize(part), 1, 2) for layer, index, part in parts}
 
@@ -459,22 +537,29 @@ def __getattr__(name: str) -> Any:
 
 
 def check_mesh(mesh: Mesh | None, target: Target) -> None:
-    """Refuse, with an InputError, a drafter on another ``mesh`` than its target."""
+    """Raise an InputError if a drafter is on another ``mesh`` than its target."""
     if mesh != target.mesh:
         raise InputError(f"drafter is on mesh={mesh} and target on {target.mesh}: load both with the same mesh")
 
 
 def append_tokens(tokens: jax.Array, lengths: jax.Array, new: jax.Array, count: jax.Array) -> jax.Array:
-    """``tokens [B, S]``, or ``[B, S, …]`` of what belongs to them, with the first ``count [B]`` of ``new [B, n, …]`` written at
-    ``lengths [B]``; the rest is dropped."""
+    """Write the first ``count [B]`` of ``new`` into the rows of ``tokens``, from ``lengths`` on.
+
+    Args:
+        tokens: ``[B, S]``, or ``[B, S, …]`` for data that belongs to tokens.
+        lengths: ``[B]``, the index of the first slot to write.
+        new: ``[B, n, …]``.
+        count: ``[B]``, the number of valid tokens of ``new``; the rest is dropped.
+    """
     step = jnp.arange(new.shape[1])[None]
+    # Filler is sent to a slot behind the last one, where mode="drop" discards it.
     slots = jnp.where(step < count[:, None], lengths[:, None] + step, tokens.shape[1])
     return tokens.at[jnp.arange(tokens.shape[0])[:, None], slots].set(new, mode="drop")
 
 
 @struct.dataclass
 class NoDraft(Drafter[tuple[()]]):
-    """Plain autoregressive decoding: a tree that is a root and nothing else.
+    """Plain autoregressive decoding: every draft is a root and nothing else.
 
     Examples:
         >>> from specjax.drafters import NoDraft

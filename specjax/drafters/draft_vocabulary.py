@@ -1,8 +1,9 @@
 """Map a drafter's reduced vocabulary to the target's.
 
-A drafter with a vocabulary of its own numbers the tokens in it from 0. Its checkpoint has two tables. ``d2t`` has, for each of
-the drafter's tokens, what is added to its number to get the target's id. ``t2d`` has, for each of the target's tokens, whether
-the drafter can draft it. It follows from ``d2t``: it is checked when a checkpoint is read and computed when one is written.
+A drafter with a vocabulary of its own numbers its tokens from 0. Its checkpoint has two tables.
+``d2t`` has an offset for each of the drafter's tokens: the target's id is the drafter's id plus the
+offset. ``t2d`` has a flag for each of the target's tokens: whether the drafter can draft it. It
+follows from ``d2t``, so it is checked when a checkpoint is loaded, and computed when one is saved.
 """
 
 from collections.abc import Collection
@@ -21,7 +22,7 @@ from specjax.models.params import Param, Params
 from specjax.models.transformer import Target
 
 TokenIds = np.ndarray | jax.Array
-"""``[Vd]`` the target's ids of the tokens that a drafter can draft, ascending."""
+"""``[Vd]``, the target's ids of the tokens that a drafter can draft, ascending."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class DraftVocabulary:
     """The sizes of a reduced vocabulary and of the target's.
 
     Attributes:
-        size: tokens of the drafter, Vd.
-        target_size: tokens of the target, V.
+        size: the number of the drafter's tokens, Vd.
+        target_size: the number of the target's tokens, V.
     """
 
     size: int
@@ -38,36 +39,39 @@ class DraftVocabulary:
 
     @classmethod
     def of(cls, config: Any) -> "DraftVocabulary | None":
-        """Return the one of an `Eagle3Config` or a `DFlashConfig`; None if the drafter has the target's vocabulary."""
+        """Return the reduced vocabulary of an `Eagle3Config` or a `DFlashConfig`.
+
+        It is None if the drafter has the target's vocabulary.
+        """
         return cls(config.draft_vocab_size, config.layer.vocab_size) if config.own_ids else None
 
     def declare_t2d(self) -> Params:
-        """Declare ``t2d``, which is no parameter."""
+        """Declare the tensor ``t2d``, which a checkpoint has but which is no parameter."""
         return {"t2d": Param((self.target_size,), (None,), "t2d", "zeros", dtype="bool")}
 
     def compute_t2d(self, params: Params) -> Params:
-        """Return the values of `declare_t2d` that follow from ``params``."""
+        """Return the tensor ``t2d`` for ``params``."""
         return {"t2d": jnp.zeros(self.target_size, bool).at[ids_of(params)].set(True)}
 
     def check_stored(self, names: Collection[str], directory: Path, needed: tuple[str, ...] = ("d2t",)) -> None:
-        """Refuse a checkpoint in ``directory`` whose tensors' ``names`` lack one of the ``needed`` tables."""
+        """Raise a CheckpointError if the tensors' ``names`` lack one of the ``needed`` tables."""
         for name in needed:
             if name not in names:
                 raise CheckpointError(
                     f"{directory}: {name!r} is missing: it says which of the target's {self.target_size} tokens the "
-                    f"{self.size} of the drafter are. Take a checkpoint that has it"
+                    f"drafter's {self.size} tokens are; give a checkpoint that has it"
                 )
 
     def check_values(self, params: Params, t2d: jax.Array | None, directory: Path) -> None:
-        """Refuse a ``d2t`` that does not give different tokens of the target, and a ``t2d`` that contradicts it."""
+        """Raise a CheckpointError if ``d2t`` has duplicates or if ``t2d`` contradicts it."""
         ids = np.asarray(ids_of(params))
         if not _are_different_tokens(ids, self.target_size):
             raise CheckpointError(
-                f"{directory}: 'd2t' must give each of the drafter's tokens one of the target's {self.target_size}, "
-                "to each another"
+                f"{directory}: 'd2t' must map the drafter's tokens to different tokens of the target's "
+                f"{self.target_size}; give an undamaged checkpoint"
             )
         if t2d is not None and not np.array_equal(np.flatnonzero(np.asarray(t2d)), np.sort(ids)):
-            raise CheckpointError(f"{directory}: 't2d' and 'd2t' name different tokens: the checkpoint is damaged")
+            raise CheckpointError(f"{directory}: 't2d' and 'd2t' name different tokens; give an undamaged checkpoint")
 
 
 def declare_d2t(size: int) -> Param:
@@ -76,23 +80,30 @@ def declare_d2t(size: int) -> Param:
 
 
 def ids_of(params: Params) -> jax.Array:
-    """Return ``[Vd]`` int32, the target's ids of the drafter's tokens."""
+    """Return the target's ids ``[Vd]`` of the drafter's tokens, int32."""
     return jnp.arange(params["d2t"].shape[0], dtype=jnp.int32) + params["d2t"]
 
 
 def vocabulary_of(params: Params, target: Target) -> Vocabulary | None:
-    """Return the tokens that a drafter with these ``params`` can draft; None if it can draft all of the target's."""
+    """Return the tokens that a drafter with ``params`` can draft; None if it can draft all."""
     return Vocabulary(ids=ids_of(params), size=target.config.vocab_size) if "d2t" in params else None
 
 
 def check_ids(ids: TokenIds | None, target_size: int) -> None:
-    """Refuse ``ids`` that are not different tokens of a target with ``target_size`` tokens; None stands for all of them."""
+    """Raise an InputError unless ``ids`` are different token ids of the target.
+
+    The target has ``target_size`` tokens; None stands for all of them.
+    """
     if ids is not None and not _are_different_tokens(np.asarray(ids), target_size):
-        raise InputError(f"ids: must name different tokens of the target's {target_size}, from 0 upwards")
+        raise InputError(f"ids: they must be different token ids of the target, from 0 to {target_size - 1}")
 
 
 def initial_params(target: Target, ids: TokenIds | None, own_head: bool) -> Params:
-    """Return what a new drafter has of ``ids`` and, if it has a head of its own, of the target's head."""
+    """Return the parameters of a new drafter that depend on its vocabulary.
+
+    They are ``d2t`` for the ``ids``, and a copy of the target's head if the drafter has a head of
+    its own.
+    """
     params = {} if ids is None else {"d2t": jnp.asarray(ids, jnp.int32) - jnp.arange(len(ids), dtype=jnp.int32)}
     if own_head:
         params["lm_head"] = target.head_weights if ids is None else target.head_weights[:, jnp.asarray(ids)]
@@ -100,5 +111,5 @@ def initial_params(target: Target, ids: TokenIds | None, own_head: bool) -> Para
 
 
 def _are_different_tokens(ids: np.ndarray, target_size: int) -> bool:
-    # If two were alike, the drafter's probabilities would not be those that tokens are drawn with.
+    # With a duplicate id, q at that token would not be the probability that it is drawn with.
     return bool(ids.min() >= 0 and ids.max() < target_size and len(np.unique(ids)) == len(ids))

@@ -1,8 +1,9 @@
-"""Growing a draft, level by level, with any autoregressive drafter: chains, static, sampled and dynamic trees.
+"""Grow a draft level by level: chains, static trees, sampled trees and dynamic trees.
 
-A drafter brings one function, ``read(frontier, state)``, which reads the nodes of one level together and gives the logits
-after each of them. All the rest is here: which nodes to read next, where their children's tokens come from, and the draft that
-comes out of it.
+The module works with any autoregressive drafter. The drafter provides one function,
+``read(frontier, state)``, which reads the nodes of one level together and returns the logits after
+each. The module decides which nodes to read next, takes their children from the logits, and
+assembles the draft.
 """
 
 from collections.abc import Callable
@@ -25,14 +26,18 @@ from specjax.sampling import RowSampling
 
 @struct.dataclass
 class Frontier:
-    """Nodes of one depth, to be read together. Where a level has fewer than F of them the rest repeat one.
+    """The nodes of one depth, which are read together.
+
+    There are F nodes. A level with fewer nodes repeats one of them as filler.
 
     Attributes:
-        tokens: ``[B, F]``.
-        depth: scalar, steps below the root, from 1.
-        parents: ``[B, F]`` which node of the frontier before each hangs below; 0 where that is the root.
-        visible: ``[B, F, R]`` bool, which of the nodes read before each hangs below. The f-th node of depth d is number
-            ``(d - 1) * F + f``; R is `DraftShape.read_slots`.
+        tokens: ``[B, F]``, the token ids.
+        depth: a scalar, the number of steps below the root, from 1.
+        parents: ``[B, F]``, the index of each node's parent in the frontier before; 0 if that is
+            the root.
+        visible: ``[B, F, R]`` bool, which of the nodes that were read before are ancestors of each
+            node. The f-th node of depth d has index ``(d - 1) * F + f``. R is
+            `DraftShape.read_slots`.
     """
 
     tokens: jax.Array
@@ -42,29 +47,36 @@ class Frontier:
 
     @property
     def offset(self) -> jax.Array:
-        """Scalar, nodes read before this frontier."""
+        """The number of nodes read before this frontier, a scalar."""
         return (self.depth - 1) * self.tokens.shape[1]
 
 
 ReadFrontier = Callable[[Frontier, Any], tuple[jax.Array | CandidateTokens, Any]]
-"""``(frontier, state) -> (logits [B, F, V], state)``; the state's shapes must not change. In place of logits it may give what
-the nodes offer."""
+"""The type of a function that reads a frontier.
+
+It is ``(frontier, state) -> (logits [B, F, V], state)``. The shapes of the state must not change.
+It may return the children as `CandidateTokens` in place of logits.
+"""
 
 
 @struct.dataclass
 class _Growth:
-    """A draft while it grows. C = F * k candidates a level; see `specjax.drafts.shapes.Template` for their numbers.
+    """A draft while it grows.
+
+    A level has C = F * k candidates for k children per node. `specjax.drafts.shapes.Template`
+    explains how they are numbered.
 
     Attributes:
-        depth: scalar, levels of candidates so far.
-        tokens: ``[D, B, C]`` candidates.
-        scores: ``[D, B, C]`` sums of the candidates' own scores from the root (see `CandidateTokens`); -inf: there is none.
-        q: ``[D, B, F, V]`` in the drafter's vocabulary, what the candidates below each read node were drawn from; None where
-            they were chosen.
-        picked: ``[D, B, F]`` candidates of each level that were read.
-        going: ``[B]`` bool, rows that draft on.
-        frontier: the newest level's.
-        state: the drafter's.
+        depth: a scalar, the number of levels that have candidates.
+        tokens: ``[D, B, C]``, the tokens of the candidates.
+        scores: ``[D, B, C]``, for each candidate the sum of scores on the path from the root (see
+            `CandidateTokens`); -inf for filler.
+        q: ``[D, B, F, V]`` in the drafter's vocabulary, the distribution that the children of each
+            node were drawn from; None if they were chosen.
+        picked: ``[D, B, F]``, the indices of the candidates of each level that are read.
+        going: ``[B]`` bool, the rows whose drafts still grow.
+        frontier: the frontier of the newest level.
+        state: the state of the drafter.
     """
 
     depth: jax.Array
@@ -89,39 +101,45 @@ def expand(
     vocabulary: Vocabulary | None = None,
     in_loop: bool = True,
 ) -> tuple[Draft, jax.Array | np.ndarray, Any]:
-    """Draft a tree, one call of ``read`` for every level but the last.
+    """Draft a tree, with one call of ``read`` for every level but the last.
 
-    Rows that have finished or whose chain has ended (see `Chain`) wait for the others; the loop ends with the last of them.
+    Rows that have finished, or whose chain has stopped early (see `Chain`), wait for the other
+    rows. The loop ends as soon as no row is left.
 
     Args:
-        shape: of the draft.
+        shape: the shape of the draft.
         read: reads the nodes of a level.
-        logits: ``[B, V]`` the drafter's at the root, or what the root offers.
-        state: the drafter's, for ``read``.
-        root: ``[B]``.
-        sampling: the rows' settings.
-        keys: ``[D, B]``, one for each level, as `Drafter.propose` is given them; consumed.
+        logits: ``[B, V]``, the drafter's logits at the root, or the children of the root.
+        state: the state of the drafter, for ``read``.
+        root: ``[B]``, the token at the root of each row.
+        sampling: the sampling parameters of the rows.
+        keys: ``[D, B]``, one random key for each level and row, from `Drafter.propose`. They are
+            consumed.
         active: ``[B]`` bool, the rows that have not finished.
-        vocabulary: of the logits, where it is not the target's.
-        in_loop: whether the levels are turns of a loop. Where ``read`` is little work they are better written out.
+        vocabulary: the vocabulary of the logits, if it is not the target's.
+        in_loop: whether the levels run as a loop on the device. If ``read`` does little work,
+            unrolled levels are faster.
 
     Returns:
-        The draft; ``[N]`` or ``[B, N]`` each node's place among the nodes read, from 0, and -1 for those never read and
-        the root; and the state.
+        The draft; for each node its index among the nodes that were read, ``[N]`` or ``[B, N]``, or
+        -1 for the root and for nodes that were never read; and the state.
     """
     batch, width, branching = root.shape[0], shape.width, shape.branching
     candidates = width * branching
 
-    def offered(logits: jax.Array | CandidateTokens, depth: jax.Array) -> CandidateTokens:
+    def children_of(logits: jax.Array | CandidateTokens, depth: jax.Array) -> CandidateTokens:
         if isinstance(logits, CandidateTokens):
             return logits
         return offered_by(shape, logits, depth, sampling, keys[depth], vocabulary)
 
-    def offer(growth: _Growth, children: CandidateTokens, above: jax.Array) -> _Growth:
-        """What nodes with scores ``above [B, n]`` offer as ``children``, and which of them to read.
+    def add_level(growth: _Growth, children: CandidateTokens, parent_scores: jax.Array) -> _Growth:
+        """Add the ``children`` of nodes with scores ``parent_scores [B, n]`` as a level.
 
-        For example, one row of the tree that `specjax.drafts.shapes.Template` numbers, with a drafter whose likeliest token
-        after t is t + 1, of probability 1/2, and then t + 2, of 1/4. The root is token 0. Scores are shown as probabilities::
+        Pick the nodes to read next.
+
+        For example, take one row of the tree that `specjax.drafts.shapes.Template` shows. The root
+        is token 0. After token t the drafter gives t + 1 the probability 1/2 and t + 2 the
+        probability 1/4. Scores are shown as probabilities::
 
             after level         0             1                     2
             tokens              1 2 0 0       2 3 3 4               4 5 3 4
@@ -131,9 +149,10 @@ def expand(
             frontier.parents    0 0           1 0
             frontier.visible       0000 0000     0100 1000
 
-        Level 0 has the root's children, and fillers without a score. Both are read: their parent is the root, and they have
-        visible nothing else that was read. Of level 1 candidate 2 is read, node 4 with token 3: its parent is at place 1 of the
-        frontier before, which is also the only place that it has visible. Beside it candidate 0 is read as a filler.
+        Level 0 has the two children of the root, and filler without a score. Both children are
+        read. Their parent is the root, and no other node that was read is visible to them. In level
+        1 candidate 2 is read: node 4, with token 3. Its parent has index 1 in the frontier before,
+        and is the only node that it sees. Candidate 0 is read too, as filler.
         """
         count, going = children.tokens.shape[1], growth.going
         if children.confidence is not None:
@@ -144,7 +163,8 @@ def expand(
             values = jnp.pad(values, ((0, 0), (0, width - count), (0, 0)), constant_values=filler)
             return values.reshape(batch, candidates)
 
-        scores = jnp.where(growth.going[:, None, None], above[..., None] + children.scores, -jnp.inf)
+        # A row whose chain has stopped gets no further nodes: the score of -inf marks them as filler.
+        scores = jnp.where(growth.going[:, None, None], parent_scores[..., None] + children.scores, -jnp.inf)
         tokens, scores = level(children.tokens, 0), level(scores, -jnp.inf)
         picked = _pick(shape, scores, growth.depth)
         frontier = _next_frontier(growth, tokens, picked, branching)
@@ -164,12 +184,12 @@ def expand(
 
     def deepen(growth: _Growth) -> _Growth:
         logits, state = read(growth.frontier, growth.state)
-        above = jnp.take_along_axis(growth.scores[growth.depth - 1], growth.picked[growth.depth - 1], axis=1)
-        return offer(replace(growth, state=state), offered(logits, growth.depth), above)
+        parent_scores = jnp.take_along_axis(growth.scores[growth.depth - 1], growth.picked[growth.depth - 1], axis=1)
+        return add_level(replace(growth, state=state), children_of(logits, growth.depth), parent_scores)
 
-    first = offered(logits if isinstance(logits, CandidateTokens) else logits[:, None], jnp.zeros((), jnp.int32))
+    first = children_of(logits if isinstance(logits, CandidateTokens) else logits[:, None], jnp.zeros((), jnp.int32))
     seed = _seed(shape, None if first.q is None else first.q.shape[-1], state, active)
-    growth = offer(seed, first, jnp.zeros((batch, 1), jnp.float32))
+    growth = add_level(seed, first, jnp.zeros((batch, 1), jnp.float32))
     if shape.depth > 1 and in_loop:
         growth = _repeat(deepen, shape, growth)
     for _ in range(0 if in_loop else shape.depth - 1):
@@ -190,44 +210,46 @@ def expand_by_depth(
     active: jax.Array,
     vocabulary: Vocabulary | None = None,
 ) -> Draft:
-    """Draft a tree all of whose nodes of one depth expect the same: the drafter knows no token that it has drafted.
+    """Draft a tree whose nodes of one depth all have the same prediction.
 
-    So they offer the same children, which are taken from the vocabulary once for each depth. Drawn ones are drawn once for all
-    nodes of a depth: a step of decoding follows one path, and meets each draw once. Nothing is read, so a dynamic tree holds
-    the best of all paths that could be offered.
+    So draft Medusa and the block drafters, whose logits at one depth do not depend on the tokens
+    drafted above. All nodes of a depth have the same children, which are taken from the vocabulary
+    once. Drawn children are drawn once for all nodes of a depth: decoding follows one path, and so
+    uses each draw at most once. No node is read, so a dynamic tree selects the best nodes among all
+    possible paths.
 
     Args:
-        shape: of the draft.
-        logits: ``[B, D, V]`` the drafter's at the root, and below it at each depth.
-        root: ``[B]``.
-        sampling: the rows' settings.
-        keys: ``[D, B]``, as in `expand`; consumed.
+        shape: the shape of the draft.
+        logits: ``[B, D, V]``, the drafter's logits at the root and at each depth below it.
+        root: ``[B]``, the token at the root of each row.
+        sampling: the sampling parameters of the rows.
+        keys: ``[D, B]``, as in `expand`. They are consumed.
         active: ``[B]`` bool, the rows that have not finished.
-        vocabulary: of the logits, where it is not the target's.
+        vocabulary: the vocabulary of the logits, if it is not the target's.
     """
     batch, depth = logits.shape[:2]
-    # The depths of a row are worked out as if they were rows.
-    each = jax.tree.map(lambda values: jnp.repeat(values, depth, axis=0), sampling)
+    # One call for all depths: each depth of a row is passed as a row of its own.
+    repeated = jax.tree.map(lambda values: jnp.repeat(values, depth, axis=0), sampling)
     depths = jnp.tile(jnp.arange(depth), batch)[:, None]
-    flat = offered_by(shape, logits.reshape(batch * depth, 1, -1), depths, each, keys.T.reshape(-1), vocabulary)
+    flat = offered_by(shape, logits.reshape(batch * depth, 1, -1), depths, repeated, keys.T.reshape(-1), vocabulary)
     by_depth: CandidateTokens = jax.tree.map(lambda values: values.reshape(batch, depth, *values.shape[1:]), flat)
 
-    def at(depth: jax.Array | int, nodes: int) -> CandidateTokens:
-        def of_nodes(values: jax.Array) -> jax.Array:
+    def children_at(depth: jax.Array | int, nodes: int) -> CandidateTokens:
+        def for_nodes(values: jax.Array) -> jax.Array:
             level = jnp.take(values, depth, axis=1)
             return jnp.broadcast_to(level, (batch, nodes, *level.shape[2:]))
 
-        return jax.tree.map(of_nodes, by_depth)
+        return jax.tree.map(for_nodes, by_depth)
 
     def read(frontier: Frontier, state: tuple[()]) -> tuple[CandidateTokens, tuple[()]]:
-        return at(frontier.depth, frontier.tokens.shape[1]), state
+        return children_at(frontier.depth, frontier.tokens.shape[1]), state
 
     shape = shape.read_whole() if isinstance(shape, DynamicTree) else shape
-    return expand(shape, read, at(0, 1), (), root, sampling, keys, active, vocabulary, in_loop=False)[0]
+    return expand(shape, read, children_at(0, 1), (), root, sampling, keys, active, vocabulary, in_loop=False)[0]
 
 
 def _seed(shape: DraftShape, vocab: int | None, state: Any, active: jax.Array) -> _Growth:
-    """Before anything is offered; ``vocab`` is None where tokens are chosen, not drawn."""
+    """Return a draft without candidates. ``vocab`` is None if tokens are chosen and not drawn."""
     batch = active.shape[0]
     width, candidates = shape.width, shape.width * shape.branching
     nothing = jnp.zeros((batch, width), jnp.int32)
@@ -244,10 +266,11 @@ def _seed(shape: DraftShape, vocab: int | None, state: Any, active: jax.Array) -
 
 
 def _repeat(deepen: Callable[[_Growth], _Growth], shape: DraftShape, growth: _Growth) -> _Growth:
-    """``deepen`` until the draft is as deep as its shape, or, of a chain that may stop early, until the last row has stopped.
+    """Call ``deepen`` until the draft has the depth of its shape.
 
-    Where the number of turns is known a GPU takes them without asking its host after each: so they are counted here, from 0,
-    which compilers recognise.
+    A chain that may stop early ends with the last row that has not stopped. In all other cases the
+    number of turns is fixed, and the loop counts them from 0: compilers recognise this form, and a
+    GPU then runs the loop without a round trip to the host after each turn.
     """
     may_stop = isinstance(shape, Chain) and shape.stop_below > 0
 
@@ -264,21 +287,25 @@ def _repeat(deepen: Callable[[_Growth], _Growth], shape: DraftShape, growth: _Gr
 
 
 def _next_frontier(growth: _Growth, tokens: jax.Array, picked: jax.Array, branching: int) -> Frontier:
-    """The nodes to read next: those ``picked [B, F]`` of the newest level's candidates ``tokens [B, C]``."""
+    """Return the frontier of the nodes to read next.
+
+    ``picked [B, F]`` are their indices among the newest level's candidates, ``tokens [B, C]`` the
+    tokens of these.
+    """
     newest = growth.frontier
     parents = picked // branching
-    number = newest.offset + parents  # of the parents among the nodes read, if they are not the root
-    own = (number[..., None] == jnp.arange(newest.visible.shape[-1])) & (growth.depth > 0)
+    read_index = newest.offset + parents  # of the parents, among all nodes read; meaningless for the root
+    is_parent = (read_index[..., None] == jnp.arange(newest.visible.shape[-1])) & (growth.depth > 0)
     return Frontier(
         tokens=jnp.take_along_axis(tokens, picked, axis=1),
         depth=growth.depth + 1,
         parents=parents,
-        visible=jnp.take_along_axis(newest.visible, parents[..., None], axis=1) | own,
+        visible=jnp.take_along_axis(newest.visible, parents[..., None], axis=1) | is_parent,
     )
 
 
 def _pick(shape: DraftShape, scores: jax.Array, level: jax.Array) -> jax.Array:
-    """``[B, F]`` the candidates to read next, of a level with ``scores [B, C]``."""
+    """Return the indices ``[B, F]`` of the candidates to read in a level with ``scores [B, C]``."""
     if isinstance(shape, DynamicTree):
         return jax.lax.top_k(scores, shape.width)[1]
     assert isinstance(shape, FixedShape)
@@ -288,7 +315,7 @@ def _pick(shape: DraftShape, scores: jax.Array, level: jax.Array) -> jax.Array:
 
 
 def _fixed(shape: FixedShape, growth: _Growth, root: jax.Array) -> tuple[Draft, jax.Array | np.ndarray]:
-    """The draft of a template."""
+    """Return the draft of a fixed tree, and the nodes' indices as in `expand`."""
     template = shape.template
 
     def gather(values: jax.Array) -> jax.Array:  # [D, B, C] -> [B, N-1]
@@ -296,9 +323,9 @@ def _fixed(shape: FixedShape, growth: _Growth, root: jax.Array) -> tuple[Draft, 
 
     q = None
     if growth.q is not None:
-        # Node by node the q of its children; a leaf has none, and is given zeros.
+        # For each node, the q of its children. A leaf has none: it gets zeros.
         row = template.places + shape.width
-        row[0] = 0  # the root's is the first row of the first level
+        row[0] = 0  # the root's q is the first row of the first level
         rows = jnp.moveaxis(growth.q, 0, 1).reshape(root.shape[0], shape.depth * shape.width, -1)
         has_child = np.isin(np.arange(shape.nodes), template.parents)
         q = jnp.where(has_child[None, :, None], rows[:, np.where(has_child, row, 0)], 0.0)
@@ -311,39 +338,42 @@ def _fixed(shape: FixedShape, growth: _Growth, root: jax.Array) -> tuple[Draft, 
         q=q,
         valid=offered if stops_early or may_lack_tokens else None,
     )
-    # Where the loop ended early the newest level was never read.
+    # If the loop ended early, the newest level was never read.
     return draft, jnp.where(draft.depths < growth.depth, template.places, -1) if stops_early else template.places
 
 
 def _dynamic(shape: DynamicTree, growth: _Growth, root: jax.Array) -> tuple[Draft, jax.Array]:
-    """The best of all candidates, in the order in which they were offered: parents come before children.
+    """Return the draft of the best candidates of all levels, and the nodes' indices as in `expand`.
 
-    A child scores at most what its parent does and is offered later, so that of two equals the parent is kept.
+    The nodes keep the order of the candidates, so parents come before children. A child never
+    scores higher than its parent and comes later. So top-k, which prefers the earlier of two equal
+    scores, never selects a child without its parent.
     """
     batch, per_level = root.shape[0], shape.width * shape.branching
     scores, tokens = (jnp.moveaxis(values, 0, 1).reshape(batch, -1) for values in (growth.scores, growth.tokens))
-    kept = jnp.sort(jax.lax.top_k(scores, shape.nodes - 1)[1], axis=1)  # [B, N-1]
-    level, place = kept // per_level, kept % per_level
+    best = jnp.sort(jax.lax.top_k(scores, shape.nodes - 1)[1], axis=1)  # [B, N-1]
+    level, slot = best // per_level, best % per_level
     picked = jnp.moveaxis(growth.picked, 0, 1)  # [B, D, F]
 
-    # The candidate that each kept one hangs below, over all levels, and from it the number of the node.
-    above = jnp.take_along_axis(picked.reshape(batch, -1), (level - 1) * shape.width + place // shape.branching, axis=1)
-    above = above + (level - 1) * per_level
-    is_parent = (kept[:, None, :] == above[:, :, None]) & (level > 0)[:, :, None]
-    number = jnp.arange(1, shape.nodes)
-    parents = jnp.sum(is_parent * number, axis=-1)
+    # For each selected candidate: the index of its parent among the candidates of all levels, and
+    # then the parent's index among the nodes.
+    parent = jnp.take_along_axis(picked.reshape(batch, -1), (level - 1) * shape.width + slot // shape.branching, axis=1)
+    parent = parent + (level - 1) * per_level
+    is_parent = (best[:, None, :] == parent[:, :, None]) & (level > 0)[:, :, None]
+    node = jnp.arange(1, shape.nodes)
+    parents = jnp.sum(is_parent * node, axis=-1)
 
-    own_level = jnp.take_along_axis(picked, level[:, :, None], axis=1)  # [B, N-1, F]
-    was_read = (own_level == place[:, :, None]) & (level < shape.depth - 1)[:, :, None]
+    picked_in_level = jnp.take_along_axis(picked, level[:, :, None], axis=1)  # [B, N-1, F]
+    was_read = (picked_in_level == slot[:, :, None]) & (level < shape.depth - 1)[:, :, None]
     places = jnp.max(jnp.where(was_read, level[:, :, None] * shape.width + jnp.arange(shape.width), -1), axis=-1)
 
     def with_root(values: jax.Array, at_root: Any) -> jax.Array:
         return jnp.concatenate([jnp.broadcast_to(at_root, (batch, 1)).astype(values.dtype), values], axis=1)
 
     return Draft.of_tree(
-        tokens=with_root(jnp.take_along_axis(tokens, kept, axis=1), root[:, None]),
+        tokens=with_root(jnp.take_along_axis(tokens, best, axis=1), root[:, None]),
         parents=with_root(parents, -1),
-        valid=with_root(jnp.take_along_axis(scores, kept, axis=1) > -jnp.inf, True),
+        valid=with_root(jnp.take_along_axis(scores, best, axis=1) > -jnp.inf, True),
         levels=shape.depth,
     ), with_root(places, -1)
 
@@ -358,20 +388,20 @@ def draft_with(
     active: jax.Array,
     layers: tuple[int, int] | None = None,
 ) -> Draft:
-    """A draft by a model that remembers the tokens before the root, and not the root yet.
+    """Draft with a model whose cache has the tokens before the root, but not the root.
 
     Args:
         model: the drafting model.
-        cache: its cache, of the layers that run. It is only read.
-        shape: of the draft.
-        root: ``[B]``.
-        sampling: the rows' settings.
-        keys: ``[D, B]``, as in `expand`; consumed.
+        cache: the cache of the layers that run. It is only read.
+        shape: the shape of the draft.
+        root: ``[B]``, the token at the root of each row.
+        sampling: the sampling parameters of the rows.
+        keys: ``[D, B]``, as in `expand`. They are consumed.
         active: ``[B]`` bool, the rows that have not finished.
-        layers: as in `Target.run`.
+        layers: the range of layers that run, as in `Target.run`.
     """
     at_root, new = model.score(root[:, None], cache, layers=layers)
-    # The root has the first slot of the scratch, of which nothing was read yet.
+    # The root takes the first slot of the scratch; the nodes follow it.
     scratch = place_entries(model.new_scratch(root.shape[0], 1 + shape.read_slots, layers), new, 0, after=at_root.hidden)
     read = partial(read_nodes, model, cache, layers=layers)
     return expand(shape, read, at_root.logits[:, 0], scratch, root, sampling, keys, active)[0]
@@ -380,17 +410,19 @@ def draft_with(
 def read_nodes(
     model: Target, cache: Cache, frontier: Frontier, scratch: tuple[Entry, ...], layers: tuple[int, int] | None = None
 ) -> tuple[jax.Array, tuple[Entry, ...]]:
-    """A `ReadFrontier` for a transformer: drafted nodes are remembered in scratch, and the cache is only read.
+    """Read the nodes of a frontier with a transformer: a `ReadFrontier`.
 
-    The first slots of ``scratch`` may hold tokens that every node hangs below and that are not in the cache yet (the root):
-    as many as it has more than the nodes to be read, `DraftShape.read_slots`. Node number i lies in the i-th slot after those.
+    The KV entries of drafted nodes go to the scratch, and the cache is only read. The first slots
+    of ``scratch`` may hold ancestors of all nodes that are not in the cache yet (the root). Their
+    number is the number of slots less `DraftShape.read_slots`. The node with index i has the i-th
+    slot after them.
 
     Args:
         model: the drafting model.
-        cache: its cache, of the layers that run.
+        cache: the cache of the layers that run.
         frontier: the nodes.
-        scratch: entries of what was read since, of the layers that run.
-        layers: as in `Target.run`.
+        scratch: the KV entries of the root and of the nodes read so far, in the layers that run.
+        layers: the range of layers that run, as in `Target.run`.
     """
     count, read_slots = frontier.tokens.shape[1], frontier.visible.shape[-1]
     above = slots_of(scratch) - read_slots

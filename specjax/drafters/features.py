@@ -1,13 +1,16 @@
-"""Drafting from the target's hidden states: what EAGLE-1, EAGLE-2, HASS, EAGLE-3 and multi-token prediction have in common.
+"""The base of drafters that read the target's hidden states: EAGLE-1, EAGLE-2, HASS, EAGLE-3, MTP.
 
-Such a drafter reads *pairs*. The pair of position t is a *feature*, made from the target's hidden states at t, and the token
-after it, t + 1. From the pairs up to t it predicts token t + 2. While it drafts, the target has not read the newest tokens, and
-there are no features of them: the state that the drafter itself came to at t then takes the place of the next one. After the
-verdict the pairs of the accepted tokens are read again with the target's features, and those alone are kept.
+Such a drafter reads *pairs*. The pair of position t consists of a *feature*, which is made from the
+target's hidden states at t, and of the next token, at t + 1. From the pairs up to t the drafter
+predicts token t + 2. While it drafts, the target has not read the newest tokens, so they have no
+features. The drafter's own state at position t then takes the place of the feature of t + 1. After
+the verdict the pairs of the accepted tokens are read again with the target's features, and only
+these stay in the cache.
 
-EAGLE has one *module* that does this. Multi-token prediction has several, in a row: in place of the feature of t, module m
-(from 0) reads the state of module m - 1 at t - 1. So it needs no feature that is younger than t - m: the first m tokens of a
-draft have none, and module m reads them as it reads the text. Beyond, the last module goes on with its own states.
+EAGLE has one *module* of this kind. Multi-token prediction (MTP) has several in a row. Module m
+(from 0) reads the state of module m - 1 at t - 1 in place of the feature of t. So it needs no
+feature after t - m, and it can read the first m drafted tokens of a draft in the same way as the
+text. Beyond them the last module continues with its own states.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,9 +40,12 @@ from specjax.sampling import RowSampling
 
 @struct.dataclass
 class FeatureState:
-    """Attributes:
-    cache: of the pairs that were read with the target's features, module by module; slot t holds the pair of position t.
-    newest: ``[B, M, H]`` each module's state at each row's newest pair.
+    """The memory of a drafter that reads features.
+
+    Attributes:
+        cache: the cache of the pairs that were read with the target's features, module by module.
+            Slot t has the pair of position t.
+        newest: ``[B, M, H]``, the state of each module at the newest pair of each row.
     """
 
     cache: KVCache
@@ -47,12 +53,14 @@ class FeatureState:
 
 
 class FeatureDrafter(TrainedDrafter[FeatureState]):
-    """A drafter that is fed by the target's features. Subclasses say what a feature is, and how pairs are read.
+    """A drafter that reads the target's features.
+
+    A subclass defines the feature and the network that reads pairs.
 
     Attributes:
-        params: its own parameters; ``embed``, if it is among them, takes the place of the target's embedding.
-        draft: the shape of its drafts, any of `specjax.drafts.shapes`.
-        mesh: where the params live; None is the default device.
+        params: the parameters. If they have an ``embed``, it replaces the target's embedding.
+        draft: the shape of the drafts, any of `specjax.drafts.shapes`.
+        mesh: the mesh of the parameters; None is the default device.
     """
 
     params: Params
@@ -60,25 +68,30 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
     mesh: Mesh | None
     grows_trees: ClassVar[bool] = True
 
-    # --- what a subclass says ---
+    # --- methods that a subclass must or may override ---
 
     @property
     def sizes(self) -> ModelConfig:
-        """The shape of its own layers, those of one module. ``vocab_size`` is the target's."""
+        """The configuration of the layers of one module. Its ``vocab_size`` is the target's."""
         raise NotImplementedError
 
     @property
     def modules(self) -> int:
-        """How many modules it has, M."""
+        """The number of modules, M."""
         return 1
 
     @property
     def target_hidden_size(self) -> int:
-        """Of the target's states that it reads."""
+        """The size of the target's hidden states."""
         return self.sizes.hidden_size
 
     def features(self, output: States, entries: Sequence[Entry] = ()) -> jax.Array:
-        """``[B, T, H]`` the features in the target's ``output`` at T tokens, and in what its layers remember of them."""
+        """Return the features ``[B, T, H]`` of T tokens.
+
+        Args:
+            output: the target's states at the tokens.
+            entries: the KV entries of the tokens in each target layer.
+        """
         raise NotImplementedError
 
     def run(
@@ -93,46 +106,50 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         """Read T pairs with one module.
 
         Args:
-            states: ``[B, T, H]`` of each pair the feature, or the state of the drafter that takes its place.
-            embedded: ``[B, T, H]`` the embeddings of the pairs' tokens.
-            positions: ``[B, T]``.
-            mask: ``[B|1, T, T]`` bool, which pairs of the call see each other; None: each sees itself alone.
-            past: for each of its layers, the pieces that the pairs see beside each other (see `attention.attend`).
-            module: its number.
+            states: ``[B, T, H]``, for each pair the feature, or the drafter's own state in its
+                place.
+            embedded: ``[B, T, H]``, the embeddings of the pairs' tokens.
+            positions: ``[B, T]``, the RoPE positions.
+            mask: ``[B|1, T, T]`` bool, which pairs of this call see each other; None: each sees
+                itself alone.
+            past: for each layer, the pieces of the past that the pairs attend to as well (see
+                `attention.attend`).
+            module: the index of the module.
 
         Returns:
-            The module's state ``[B, T, H]`` at each pair, and each layer's entries of the call.
+            The module's state ``[B, T, H]`` at each pair, and the KV entries of the pairs in each
+            layer.
         """
         raise NotImplementedError
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
-        """``[..., Vd]`` float32, what is expected after pairs at which ``module`` came to ``states [..., H]``."""
+        """Return the float32 logits ``[..., Vd]`` for the ``states [..., H]`` of ``module``."""
         raise NotImplementedError
 
     def vocabulary(self, target: Target) -> Vocabulary | None:
-        """The tokens that it can draft; None is the target's vocabulary."""
+        """Return the tokens that the drafter can draft; None is the target's vocabulary."""
         return None
 
-    # --- what follows ---
+    # --- the drafter that follows from them ---
 
     def embed(self, target: Target, tokens: jax.Array) -> jax.Array:
-        """``[B, T, H]`` the embeddings of ``tokens``."""
+        """Return the embeddings ``[B, T, H]`` of ``tokens``."""
         return self.params["embed"][tokens] if "embed" in self.params else target.embed(tokens)
 
     def check(self, target: Target) -> None:
-        name, own = type(self).__name__, self.sizes
-        if own.vocab_size != target.config.vocab_size:
+        name, sizes = type(self).__name__, self.sizes
+        if sizes.vocab_size != target.config.vocab_size:
             raise InputError(
-                f"drafter: this {name} was made for a target with a vocabulary of {own.vocab_size} tokens, and target has "
+                f"drafter: this {name} was made for a target with a vocabulary of {sizes.vocab_size} tokens, but target has "
                 f"{target.config.vocab_size}: give the target that it was trained with"
             )
         if self.target_hidden_size != target.config.hidden_size:
             raise InputError(
-                f"drafter: this {name} reads a target of hidden size {self.target_hidden_size}, and target has "
+                f"drafter: this {name} reads a target of hidden size {self.target_hidden_size}, but target has "
                 f"{target.config.hidden_size}: give the target that it was trained with"
             )
         vocabulary = self.vocabulary(target)
-        self.draft_shape.check(own.vocab_size if vocabulary is None else vocabulary.ids.shape[0])
+        self.draft_shape.check(sizes.vocab_size if vocabulary is None else vocabulary.ids.shape[0])
         check_mesh(self.mesh, target)
 
     def start(self, target: Target, batch: int, capacity: int) -> FeatureState:
@@ -152,17 +169,19 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         positions = state.cache.length[:, None] + jnp.arange(count)[None]
         embedded, states = self.embed(target, told.following), told.arrays["features"].astype(self._dtype)
         causal = jnp.tril(jnp.ones((1, count, count), bool))
-        newest, new, first_states = [], [], []
+        newest_states, new_entries, first_pair_states = [], [], []
         for module in range(self.modules):
+            # Module m pairs the token with the state of module m - 1 at the position before. At the first
+            # position of this call that state comes from the call before.
             if module:
                 states = jnp.concatenate([state.newest[:, module - 1, None].astype(states.dtype), states[:, :-1]], axis=1)
             past = self._past(state.cache, module)
             states, entries = self.run(states, embedded, positions, visible_in(module, positions, causal), past, module)
-            newest.append(newest_of(states, told.count, state.newest[:, module]))
-            new += entries
-            first_states.append(states[:, 0])
-        cache = state.cache.append(new, told.count, after=sum(first_states[1:], first_states[0]))
-        return FeatureState(cache=cache, newest=self._by_row(jnp.stack(newest, axis=1)))
+            newest_states.append(newest_of(states, told.count, state.newest[:, module]))
+            new_entries += entries
+            first_pair_states.append(states[:, 0])
+        cache = state.cache.append(new_entries, told.count, after=sum(first_pair_states[1:], first_pair_states[0]))
+        return FeatureState(cache=cache, newest=self._by_row(jnp.stack(newest_states, axis=1)))
 
     def append_unverified(
         self,
@@ -173,7 +192,10 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         count: jax.Array,
         cache: KVCache | None = None,
     ) -> tuple[FeatureState, tuple[Entry, ...]]:
-        """As while drafting, its own state takes the place of the feature: so the pairs are read one after another."""
+        """Append tokens with the drafter's own state in place of the feature, as while drafting.
+
+        Each pair needs the state at the pair before, so the pairs are read one after another.
+        """
         assert self.modules == 1
 
         def read(state: FeatureState, pair: tuple[jax.Array, jax.Array]) -> tuple[FeatureState, None]:
@@ -184,8 +206,8 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             newest = jnp.where(counts[:, None, None] > 0, states.astype(state.newest.dtype), state.newest)
             return FeatureState(cache=state.cache.append(entries, counts, after=states), newest=newest), None
 
-        is_assumed = (jnp.arange(tokens.shape[1])[:, None] < count).astype(jnp.int32)
-        state, _ = jax.lax.scan(read, state, (following.T, is_assumed))
+        is_valid = (jnp.arange(tokens.shape[1])[:, None] < count).astype(jnp.int32)
+        state, _ = jax.lax.scan(read, state, (following.T, is_valid))
         return state, ()
 
     def propose(
@@ -197,11 +219,13 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         keys: jax.Array,
         active: jax.Array,
     ) -> tuple[Draft, FeatureState]:
-        """See `Drafter.propose`. Which state each module reads, in place of a feature, and at which position.
+        """Draft a tree; see `Drafter.propose`.
 
-        An example with M = 3 modules. The target has read n tokens, those at positions 0 to n - 1; the root is the token at n,
-        and a node of depth d the token at n + d. Its pair is that of position n + d - 1, and the root's is that of n - 1, which
-        was read by all modules when the root was committed: ``newest`` holds their states there. Then, level by level:
+        The table shows which state each module reads in place of a feature, and at which position,
+        for M = 3 modules. The target has read n tokens, at positions 0 to n - 1. The root is the
+        token at n, and a node of depth d is the token at n + d. The pair of such a node has
+        position n + d - 1. The pair of the root has position n - 1; all modules have read it when
+        the root was committed, and ``newest`` has their states there. Then, level by level::
 
             node, its pair     module 0   module 1 reads        module 2 reads        its children come from
             root,    n - 1     newest     newest                newest                module 0, at n - 1
@@ -210,15 +234,17 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             depth 3, n + 2     -          -                     module 2's at n + 1   module 2, at n + 2
             depth d, n + d - 1 -          -                     module 2's at n + d - 2, and so on
 
-        A module reads what the one before it came to at the position before. Module 0 has nothing to read below the root, for
-        there the target's features end; and so module 1 has nothing from depth 2 on, and every module but the last ends one
-        level after the one before it. Module 2, the last, would end after depth 2: from there it reads its own state at the
-        position before. With one module, which is the last, that begins at depth 1: so EAGLE drafts.
+        A module reads the state of the module before it at the position before. Below the root
+        there are no features of the target, so module 0 has nothing to read. So module 1 has
+        nothing to read from depth 2 on, and each module but the last ends one level after the
+        module before it. The last module, here module 2, would end after depth 2. From there on it
+        reads its own state at the position before. A drafter with one module does so from depth 1
+        on: that is how EAGLE drafts.
         """
-        # Module 0 reads features alone: a draft needs it no more, unless it is the last one.
+        # Module 0 reads nothing but features, so drafting does not run it, unless it is the last.
         layers, last, batch = self.sizes.num_layers, self.modules - 1, root.shape[0]
         modules = range(min(1, last), self.modules)
-        depths = jnp.arange(self.draft_shape.read_slots) // self.draft_shape.width + 1  # of the nodes in scratch
+        depths = jnp.arange(self.draft_shape.read_slots) // self.draft_shape.width + 1  # of the nodes in the scratch
 
         def read(
             frontier: Frontier, carried: tuple[tuple[Entry, ...], jax.Array]
@@ -229,15 +255,16 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             positions = jnp.broadcast_to(state.cache.length[:, None] + frontier.depth - 1, frontier.tokens.shape)
 
             def read_with(module: int, states: jax.Array) -> tuple[jax.Array, tuple[Entry, ...]]:
-                kept, at = self._past(state.cache, module), (module - modules.start) * layers
-                # As in the cache: the first pairs of a text are nothing to look at.
+                cached, first_layer = self._past(state.cache, module), (module - modules.start) * layers
+                # As in the cache, the first pairs of a text are hidden (see `visible_in`).
                 visible = frontier.visible & (state.cache.length[:, None] + depths - 1 >= module)[:, None]
-                drafted = scratch[at : at + layers]
-                past = tuple((*pieces, (entry, visible)) for pieces, entry in zip(kept, drafted, strict=True))
+                drafted = scratch[first_layer : first_layer + layers]
+                past = tuple((*pieces, (entry, visible)) for pieces, entry in zip(cached, drafted, strict=True))
                 return self.run(states, embedded, positions, None, past, module)
 
-            # Below a node of depth d the draft goes on with module d, or the last one. Only it and those after it are run.
-            reached, new = [above[:, :, module] for module in range(modules.start)], []
+            # The children of a node of depth d come from module d, or from the last module. The
+            # modules before it have nothing to read here, and do not run.
+            module_states, new = [above[:, :, module] for module in range(modules.start)], []
             for module in modules:
                 if module == last:
                     before = jnp.where(frontier.depth > last, above[:, :, last], above[:, :, last - 1])
@@ -246,10 +273,10 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
                     run = partial(read_with, module)
                     needed, before = frontier.depth <= module, above[:, :, module - 1]
                     at_module, entries = jax.lax.cond(needed, run, partial(_zeros_of, run), before)
-                reached.append(at_module.astype(states.dtype))
+                module_states.append(at_module.astype(states.dtype))
                 new += entries
             current = jnp.minimum(frontier.depth, last)
-            of_modules = jnp.stack(reached, axis=2)
+            of_modules = jnp.stack(module_states, axis=2)
             logits = self.logits(target, jnp.take(of_modules, current, axis=2), current)
             return logits, (place_entries(scratch, new, frontier.offset, after=of_modules), of_modules)
 
@@ -260,11 +287,11 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         return draft, state
 
     def _past(self, cache: KVCache, module: int) -> tuple[tuple[Piece, ...], ...]:
-        """What ``module`` sees of the cache, by layer."""
+        """Return the part of the cache that ``module`` attends to, layer by layer."""
         layers = self.sizes.num_layers
         since = jnp.full((1, 1), module)
-        of_module = range(module * layers, (module + 1) * layers)
-        return tuple((Filled.of(cache, layer, since, self.mesh),) for layer in of_module)
+        module_layers = range(module * layers, (module + 1) * layers)
+        return tuple((Filled.of(cache, layer, since, self.mesh),) for layer in module_layers)
 
     def _empty(self, batch: int, slots: int, modules: int) -> tuple[Entry, ...]:
         sizes = self.sizes
@@ -276,19 +303,19 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
 
 
 def visible_in(module: int, positions: jax.Array, causal: jax.Array) -> jax.Array:
-    """``[B|1, T, T]`` bool, which pairs see each other in ``module``.
+    """Return which pairs see each other in ``module``, as ``[B|1, T, T]`` bool.
 
-    The first pairs of a text have no state of the module before that could be read in place of a feature: they are visible to
-    nobody but themselves.
+    The first ``module`` pairs of a text have no state of the module before that could replace a
+    feature. So no other pair may see them.
 
     Args:
-        module: its number.
-        positions: ``[B, T]`` how far each pair is from the beginning of its text.
-        causal: ``[B|1, T, T]`` bool, which pairs a model would see.
+        module: the index of the module.
+        positions: ``[B, T]``, the position of each pair in its text.
+        causal: ``[B|1, T, T]`` bool, the mask of the first module.
     """
     return causal if module == 0 else causal & ((positions >= module)[:, None] | jnp.eye(positions.shape[1], dtype=bool))
 
 
 def _zeros_of(run: Callable[..., Any], *arguments: jax.Array) -> Any:
-    """Zeros in the shape of what ``run`` would give."""
+    """Return zeros in the shape of the result of ``run``."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run, *arguments))

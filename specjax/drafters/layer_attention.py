@@ -1,8 +1,9 @@
-"""Layer self-attention (Zimmer et al. 2024, arXiv 2410.03804, section 3.1): a summary of what a target remembers of a token.
+"""Layer self-attention: summarise the KV entries of a token in all layers of the target.
 
-The layers of the target remember keys and values of a token. One block of attention reads these layer by layer, as if they were
-the tokens of a short text that all see each other, for each token alone; its mean over the layers is projected to the target's
-hidden size.
+It is one part of Mixture of Attentions (Zimmer et al. 2024, arXiv 2410.03804, section 3.1). Each
+layer of the target stores keys and values of a token. A block of attention reads them as a sequence
+with one element per layer, separately for each token and without a causal mask. The mean over the
+layers is projected to the target's hidden size.
 """
 
 from collections.abc import Sequence
@@ -27,13 +28,15 @@ from specjax.models.rope import rotations
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """The shape of the block, and of what it reads.
+    """The sizes of the block, and of the target's KV entries that it reads.
 
     Attributes:
-        block: of the block; its ``hidden_size``, E, is the numbers that a layer of the target remembers of a token.
-        target_layers: layers of the target; None: a checkpoint did not say, and it does not matter to the weights.
-        target_kv_heads: heads of their keys, and of their values.
-        target_head_dim: numbers in each.
+        block: the configuration of the block. Its ``hidden_size``, E, is the size of a KV entry of
+            one target layer.
+        target_layers: the number of target layers; None if the checkpoint does not state it. The
+            weights do not depend on it.
+        target_kv_heads: the number of key/value heads of the target.
+        target_head_dim: the size of the target's heads.
     """
 
     block: ModelConfig
@@ -43,10 +46,11 @@ class LayerAttention:
 
     @classmethod
     def for_target(cls, target: ModelConfig) -> "LayerAttention":
-        """A block for ``target``.
+        """Return a block for ``target``.
 
-        It has the target's numbers of heads, or as many as divide E into heads of an even size, and an MLP of 1.5 times E. For
-        Llama-3-8B that is the authors': 2048 wide, 32 heads, 8 of keys and values, and an MLP of 3072.
+        It has the target's numbers of heads, or the largest smaller ones that split E into heads of
+        an even size, and an MLP of 1.5 times E. For Llama-3-8B these are the authors' sizes: E is
+        2048, with 32 heads, 8 key/value heads and an MLP of 3072.
         """
         reads, size = _sizes_read(target), target.entry_size(0)
         heads = max(count for count in range(1, target.num_heads + 1) if size % (2 * count) == 0)
@@ -54,47 +58,50 @@ class LayerAttention:
         return cls(block_like(target, size, heads, kv_heads, size * 3 // 2), *reads)
 
     def check(self, target: ModelConfig) -> None:
-        """Refuse, with an InputError, a target that it was not made for."""
-        theirs = _sizes_read(target)
+        """Raise an InputError for a target that the block was not made for."""
+        target_sizes = _sizes_read(target)
         layers = target.num_layers if self.target_layers is None else self.target_layers
-        own = (layers, self.target_kv_heads, self.target_head_dim)
-        if own != theirs:
+        sizes = (layers, self.target_kv_heads, self.target_head_dim)
+        if sizes != target_sizes:
             raise InputError(
-                f"drafter: its layer self-attention was made for a target with (layers, key/value heads, head size) {own}, and "
-                f"target has {theirs}: give the target that it was trained with"
+                f"drafter: its layer self-attention was made for a target with (layers, key/value heads, head size) {sizes}, "
+                f"but target has {target_sizes}: give the target that it was trained with"
             )
 
 
 def _sizes_read(target: ModelConfig) -> tuple[int, int, int]:
-    """Layers of ``target``, heads of the keys that each of them remembers, and numbers in a head; of the values likewise.
+    """Return the numbers of layers and key/value heads of ``target``, and the size of a head.
 
     Raises:
-        InputError: its layers do not all remember keys and values of one size.
+        InputError: Some layers store no keys and values, or ones of another size.
     """
     if target.mla is not None:
         raise InputError(
-            "target: layer self-attention reads keys and values, and this target remembers latents (MLA): give one with "
+            "target: layer self-attention reads keys and values, but this target stores latents (MLA): give a target with "
             "ordinary attention"
         )
     if target.linear_layers:
         raise InputError(
-            "target: layer self-attention reads the keys and values of all layers, and some of this target keep a state in "
-            "their place: give a target with ordinary attention, or a drafter without layer self-attention"
+            "target: layer self-attention reads keys and values of all layers, but some layers of this target have a recurrent "
+            "state: give a target with ordinary attention, or a drafter without layer self-attention"
         )
     parts = [target.entry_parts(layer) for layer in range(target.num_layers)]
-    if other := [layer for layer, own in enumerate(parts) if own != parts[0]]:
+    if different := [layer for layer, layer_parts in enumerate(parts) if layer_parts != parts[0]]:
         raise InputError(
-            f"target: layer self-attention reads keys and values of one size, and layer {other[0]} remembers (heads, size) "
-            f"{parts[other[0]]}, layer 0 {parts[0]}: give a target whose layers are alike"
+            f"target: layer self-attention reads keys and values of one size, but layer {different[0]} has (heads, size) "
+            f"{parts[different[0]]} and layer 0 has {parts[0]}: give a target whose layers are alike"
         )
     (heads, head_dim), _ = parts[0]
     return target.num_layers, heads, head_dim
 
 
 def block_like(like: ModelConfig, size: int, heads: int, kv_heads: int, intermediate_size: int) -> ModelConfig:
-    """The shape of a block that reads ``size`` numbers of each layer; the rest is as in ``like``. Raises `InputError`."""
+    """Return the configuration of a block that reads KV entries of ``size`` numbers.
+
+    All else is as in ``like``. Raises `InputError` if ``heads`` does not divide ``size``.
+    """
     if size % heads:
-        raise InputError(f"num_attention_heads={heads} does not divide {size}, what a layer of the target remembers of a token")
+        raise InputError(f"num_attention_heads={heads}: it must divide {size}, the size of a KV entry of the target")
     block = layer_like(
         like,
         hidden_size=size,
@@ -103,7 +110,7 @@ def block_like(like: ModelConfig, size: int, heads: int, kv_heads: int, intermed
         num_kv_heads=kv_heads,
         intermediate_size=intermediate_size,
     )
-    return replace(block, rope=Rope(theta=block.rope.theta))  # positions are layers: never stretched
+    return replace(block, rope=Rope(theta=block.rope.theta))  # positions are layer indices, so no RoPE scaling
 
 
 _FIELDS = {
@@ -117,10 +124,12 @@ _FIELDS = {
 
 
 def parse(raw: dict[str, Any], like: ModelConfig, source: str) -> LayerAttention:
-    """The shape from the fields of a config.json, which ``source`` names; the rest is as in ``like``.
+    """Return the sizes from the fields of a config.json; all else is as in ``like``.
+
+    Errors name the file as ``source``.
 
     Raises:
-        CheckpointError: a field is missing, or not as it must be.
+        CheckpointError: A field is missing or invalid.
     """
     layers, kv_heads, head_dim, *block = (check_fields(raw, _FIELDS, source)[name] for name in _FIELDS)
     try:
@@ -130,13 +139,16 @@ def parse(raw: dict[str, Any], like: ModelConfig, source: str) -> LayerAttention
 
 
 def format_fields(lsa: LayerAttention) -> dict[str, int | None]:
-    """The fields that `parse` reads."""
+    """Return the fields that `parse` reads."""
     reads, block = (lsa.target_layers, lsa.target_kv_heads, lsa.target_head_dim), lsa.block
     return dict(zip(_FIELDS, (*reads, block.num_heads, block.num_kv_heads, block.intermediate_size), strict=True))
 
 
 def declare(lsa: LayerAttention, hidden_size: int) -> Params:
-    """The `Param` declarations, named as the authors name them; ``hidden_size`` is the target's."""
+    """Return the `Param` declarations, under the authors' names.
+
+    ``hidden_size`` is the target's.
+    """
     return {
         "layer_self_attention": declarations.declare_layer(lsa.block, "layer_self_attention."),
         "ekv2e": matrix("Ekv2E", (lsa.block.hidden_size, None), (hidden_size, None)),
@@ -145,14 +157,15 @@ def declare(lsa: LayerAttention, hidden_size: int) -> Params:
 
 
 def weights_of(params: Params) -> Params:
-    """Those of a drafter's ``params`` that make summaries."""
+    """Select the weights of layer self-attention from a drafter's ``params``."""
     return {name: params[name] for name in ("layer_self_attention", "ekv2e", "ekv2e_bias") if name in params}
 
 
 def by_token(entries: Sequence[Entry]) -> jax.Array:
-    """``[B, T, L, E]`` what each of the L layers of the target remembers of T tokens: by head the key, then the value.
+    """Arrange the KV entries of T tokens in L target layers token by token, as ``[B, T, L, E]``.
 
-    ``entries`` are keys and values ``[B, kv_heads, T, d]`` of each layer.
+    The E numbers are, head by head, the key and then the value. ``entries`` has the keys and values
+    ``[B, kv_heads, T, d]`` of each layer.
     """
     joined = jnp.stack([jnp.concatenate(list(map(dequantize, entry)), axis=-1) for entry in entries], axis=2)
     batch, _, layers, count, _ = joined.shape
@@ -160,27 +173,28 @@ def by_token(entries: Sequence[Entry]) -> jax.Array:
 
 
 def mean_over_layers(params: Params, lsa: LayerAttention, remembered: jax.Array, mesh: Mesh | None = None) -> jax.Array:
-    """``[B, T, E]`` the mean over the layers of what the block makes of each token's keys and values.
+    """Return the mean over the layers of the block's output, ``[B, T, E]``.
 
     Args:
-        params: as declared.
-        lsa: the shape.
+        params: the parameters, from `declare`.
+        lsa: the sizes.
         remembered: ``[B, T, L, E]``, from `by_token`.
-        mesh: where the params live.
+        mesh: the mesh of the parameters.
     """
     batch, count, layers, _ = remembered.shape
-    own = params["layer_self_attention"]
-    x = remembered.reshape(batch * count, layers, -1).astype(own["q"].dtype)
+    layer = params["layer_self_attention"]
+    # The tokens become the batch axis and the layers the sequence axis.
+    x = remembered.reshape(batch * count, layers, -1).astype(layer["q"].dtype)
     turn = rotations(lsa.block.rope, lsa.block.head_dim, jnp.arange(layers)[None])
-    x, _ = decoder_layer(own, lsa.block, x, turn, jnp.ones((1, layers, layers), bool), mesh=mesh)
+    x, _ = decoder_layer(layer, lsa.block, x, turn, jnp.ones((1, layers, layers), bool), mesh=mesh)
     return jnp.mean(x, axis=1).reshape(batch, count, -1)
 
 
 def summarise(params: Params, lsa: LayerAttention, entries: Sequence[Entry], mesh: Mesh | None = None) -> jax.Array:
-    """``[B, T, H]`` the summary of each token: `mean_over_layers`, projected."""
+    """Return the summary ``[B, T, H]`` of each token: `mean_over_layers`, projected."""
     return project(params, mean_over_layers(params, lsa, by_token(entries), mesh))
 
 
 def project(params: Params, mean: jax.Array) -> jax.Array:
-    """``[B, T, H]`` the summary of each token, of which ``mean [B, T, E]`` is the `mean_over_layers`."""
+    """Project the `mean_over_layers`, ``mean [B, T, E]``, to the summary ``[B, T, H]``."""
     return linear(params, "ekv2e", mean)

@@ -1,7 +1,9 @@
-"""Drafting that may be left out for a while, at no cost, and taken up again.
+"""Drafters that can be paused: while paused they cost nothing, and later they draft again.
 
-Under load plain decoding is often faster than any draft. A drafter that only proposed nothing would still read every committed
-token, as each needs the one before. Here it is not run at all: what is pending is kept, and it catches up in one call.
+Under load plain decoding is often faster than any draft. A drafter that merely proposed nothing
+would still have to read every committed token, because each token needs the one before. A paused
+drafter does not run at all. Its unread tokens are stored as *pending*, and it reads all of them in
+one call before it drafts again.
 """
 
 from dataclasses import replace
@@ -22,16 +24,19 @@ from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
 
 ROOM = 64
-"""Committed tokens of a row that may be pending for a paused drafter."""
+"""The maximum number of committed tokens of a row that may be pending for a paused drafter."""
 
 
 @struct.dataclass
 class PendingTokens:
-    """What a drafter has not been told yet of each row's newest committed tokens. Their ids and entries are known elsewhere.
+    """The target's states at the committed tokens that the drafter has not read yet.
+
+    These are the newest tokens of each row. Their ids and KV entries are stored elsewhere.
 
     Attributes:
-        output: the target's at each token: ``hidden [B, ROOM, H]`` and the asked ``taps [B, ROOM, n, H]``.
-        count: ``[B]`` how many tokens.
+        output: the target's states at each token: ``hidden [B, ROOM, H]`` and
+            ``taps [B, ROOM, n, H]`` for the layers that `Drafter.taps` requests.
+        count: ``[B]``, the number of pending tokens.
     """
 
     output: States
@@ -40,9 +45,11 @@ class PendingTokens:
 
 @struct.dataclass
 class PausableState:
-    """Attributes:
-    own: the drafter's state.
-    pending: empty while it drafts.
+    """The state of a drafter that can be paused.
+
+    Attributes:
+        own: the state of the wrapped drafter.
+        pending: the pending tokens; none while the drafter is in use.
     """
 
     own: Any
@@ -51,14 +58,15 @@ class PausableState:
 
 @struct.dataclass
 class Pausable(Wrapper[PausableState]):
-    """Another drafter, which drafts, or is paused. Both have one state, so that a text may be begun with one of them and go on
-    with the other.
+    """A wrapped drafter that is in use or paused.
 
-    Before a paused drafter drafts again, and before more than `ROOM` tokens are pending, call `catch_up`.
+    Both variants have the same state, so a text may begin with one and continue with the other.
+    Call `catch_up` before a paused drafter drafts again, and before more than `ROOM` tokens are
+    pending.
 
     Attributes:
-        drafter: the other.
-        paused: static.
+        drafter: the wrapped drafter.
+        paused: whether it is paused; static.
 
     Examples:
         >>> from specjax.drafters.pausable import Pausable
@@ -123,35 +131,35 @@ class Pausable(Wrapper[PausableState]):
         return replace(state, pending=PendingTokens(output=output, count=pending.count + committed.count))
 
     def catch_up(self, target: Target, state: PausableState, tokens: jax.Array, cache: KVCache | PagedCache) -> PausableState:
-        """The state once the drafter has been told all that was pending.
+        """Return the state after the drafter has read all pending tokens.
 
         Args:
             target: the target model.
-            state: as a paused step left it.
-            tokens: ``[B, S]`` prompt and output of each row, the root included.
-            cache: the target's, of which the newest tokens are those that are pending.
+            state: the state after paused steps.
+            tokens: ``[B, S]``, prompt and output of each row, the root included.
+            cache: the target's cache. The pending tokens are its newest entries.
         """
         count = state.pending.count
         positions = (cache.length - count)[:, None] + jnp.arange(ROOM)[None]
 
-        def at(positions: jax.Array) -> jax.Array:
+        def tokens_at(positions: jax.Array) -> jax.Array:
             return jnp.take_along_axis(tokens, jnp.clip(positions, 0, tokens.shape[1] - 1), axis=1)
 
         committed = Committed(
-            tokens=at(positions),
-            following=at(positions + 1),
+            tokens=tokens_at(positions),
+            following=tokens_at(positions + 1),
             output=state.pending.output,
             entries=cache.gather(jnp.clip(positions, 0, cache.capacity - 1)),
             count=count,
             cache=cache,
         )
-        # To the drafter it is a draft from elsewhere, of which everything was accepted.
+        # The drafter sees a chain that it has not drafted itself, and that was accepted in full.
         draft = Draft.chain(committed.tokens[:, 0], committed.tokens[:, 1:])
         path = jnp.broadcast_to(jnp.arange(ROOM, dtype=jnp.int32)[None], positions.shape)
         newest = jnp.take_along_axis(committed.following, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         verdict = Verdict(path=path, count=count, token=newest)
-        own = self.drafter.update(target, state.own, draft, verdict, committed)
-        return PausableState(own=own, pending=replace(state.pending, count=jnp.zeros_like(count)))
+        drafter_state = self.drafter.update(target, state.own, draft, verdict, committed)
+        return PausableState(own=drafter_state, pending=replace(state.pending, count=jnp.zeros_like(count)))
 
     def drafting_reads(self, target: Target, state: PausableState | tuple[()] = (), cache: Any = ()) -> DraftingReads:
         if self.paused:

@@ -1,8 +1,10 @@
-"""Drafters by name: ``METHOD:WHERE``, ``METHOD,SETTING=NUMBER:WHERE``, or the bare directory or hub id of a checkpoint.
+"""Find drafters by name.
 
-`METHODS` is the one table of them. A line in it makes a method known to the command line and to `specjax.load`. Packages that
-are installed beside specjax add methods of their own as entry points of the group ``specjax.drafters``, and any class that can
-be imported is named ``package.module:Class@DIRECTORY``. No code is ever taken from a checkpoint.
+A name is ``METHOD:WHERE``, ``METHOD,SETTING=NUMBER:WHERE``, or the bare directory or hub id of a
+checkpoint. `METHODS` is the one table of the methods: an entry makes a method known to the command
+line and to `specjax.load`. Other installed packages add methods as entry points of the group
+``specjax.drafters``. Any class that can be imported has the name
+``package.module:Class@DIRECTORY``. No code is ever loaded from a checkpoint.
 """
 
 import importlib
@@ -47,29 +49,36 @@ from specjax.models.quantization import schemes
 from specjax.progress import say
 
 GROUP = "specjax.drafters"
-"""The entry points that name methods of other packages: each a `TrainedDrafter` class, or a `DraftingMethod`."""
+"""The group of entry points for methods of other packages.
+
+Each entry point is a `TrainedDrafter` class, or a `DraftingMethod`.
+"""
 
 OWN_CLASS = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+):([A-Za-z_]\w*)@(.+)", re.DOTALL)
-"""``package.module:Class@DIRECTORY``: the dot before the colon and the @ tell it from ``METHOD:WHERE``."""
+"""The pattern of ``package.module:Class@DIRECTORY``.
+
+It differs from ``METHOD:WHERE`` by the dot before the colon and by the @.
+"""
 
 _OWN_USAGE = "package.module:Class@DIRECTORY for a class of your own"
 
 
 @dataclass(frozen=True)
 class DrafterRequest:
-    """What a drafter is made from.
+    """The arguments that a drafter is made from.
 
     Attributes:
         name: the whole name, for messages.
-        where: what follows the method in it: for some a directory or hub id, for others a number; may be empty.
-        target: the shape of the model that it is to draft for.
-        draft: the shape of its drafts; None is the method's own default.
-        dtype: of its params; None is the default of `Target.from_pretrained`.
-        mesh: the target's.
-        tokenizer: the target's; None where nobody knows it.
-        weights: as for `Target.from_pretrained`.
-        settings: numbers that the name sets, see `DraftingMethod`.
-        files: of its checkpoint, where they have been opened already.
+        where: the part after the method: a directory, a hub id or a number, depending on the
+            method. It may be empty.
+        target: the configuration of the target.
+        draft: the shape of the drafts; None is the default of the method.
+        dtype: the data type of the parameters; None is the default of `Target.from_pretrained`.
+        mesh: the mesh of the target.
+        tokenizer: the target's tokenizer; None if it is not known.
+        weights: the quantization of the weights, as for `Target.from_pretrained`.
+        settings: the numbers that the name sets, see `DraftingMethod`.
+        files: the files of the checkpoint, if they are open already.
     """
 
     name: str
@@ -85,29 +94,33 @@ class DrafterRequest:
 
     @property
     def draft_given(self) -> dict[str, Any]:
-        """``draft`` as a keyword argument, where there is one."""
+        """The keyword argument ``draft``, if there is one."""
         return {} if self.draft is None else {"draft": self.draft}
 
     @property
     def options(self) -> dict[str, Any]:
-        """What ``from_pretrained`` is given beside the place."""
+        """The keyword arguments of ``from_pretrained``."""
         return {**self.draft_given, "dtype": self.dtype, "mesh": self.mesh, "weights": self.weights, **self.settings}
 
 
 @dataclass(frozen=True)
 class DraftingMethod:
-    """A way to draft.
+    """A method of drafting.
 
     Attributes:
-        usage: how to write its name.
-        make: the drafter of a request. It refuses what cannot be, with an `InputError`, before it reads any weights.
-        recognises: whether a checkpoint is one of its own, by the fields of its config.json, and by the names of its tensors
-            where they are at hand (of the hub's the weights have not been fetched by then). None: it has none, and WHERE is no
-            place.
-        trained: the class of its drafters, where these are trained for their target.
-        translates: whether a checkpoint's tokenizer may be another one than the target's. ``make`` then compares them.
-        takes: the settings that a name may have: keyword arguments of ``trained.from_pretrained`` that are whole numbers.
-        settings: those that a name has; of the methods in `METHODS` none.
+        usage: the forms of its names.
+        make: makes the drafter of a request. It must raise an `InputError` for an invalid request
+            before it reads any weights.
+        recognises: takes the fields of a config.json and the names of the tensors, and returns
+            whether the checkpoint belongs to this method. There are no names if the checkpoint is
+            on the hub, because its weights have not been downloaded yet. None: the method has no
+            checkpoints, and WHERE is not a path.
+        trained: the class of its drafters, if they are trained for a target.
+        translates: whether the tokenizer of a checkpoint may differ from the target's. ``make``
+            must compare them then.
+        takes: the settings that a name may have: keyword arguments of ``trained.from_pretrained``
+            that are integers.
+        settings: the settings that a name has; none for the methods in `METHODS`.
     """
 
     usage: str
@@ -120,7 +133,13 @@ class DraftingMethod:
 
     @classmethod
     def of(cls, name: str, kind: type[TrainedDrafter], takes: tuple[str, ...] = ()) -> "DraftingMethod":
-        """The method called ``name`` whose drafters are checkpoints of ``kind``, with the settings that it ``takes``."""
+        """Return a method whose drafters are checkpoints of a class.
+
+        Args:
+            name: the name of the method.
+            kind: the class of the drafters.
+            takes: the settings that a name may have.
+        """
 
         def make(request: DrafterRequest) -> Drafter:
             return kind.from_pretrained(request.files or request.where, **request.options)
@@ -151,15 +170,15 @@ def _make_compressed_cache(scheme: Scheme, request: DrafterRequest) -> Drafter:
     return CompressedCache(scheme=scheme, **budget, **request.draft_given)
 
 
-def _make_draft_model(asked: Asked | None, request: DrafterRequest) -> Drafter:
+def _make_draft_model(allowed: Asked | None, request: DrafterRequest) -> Drafter:
     if request.draft is not None:
         request.draft.check(request.target.vocab_size)
     files = hub.open_checkpoint(request.files or request.where, weights=False)
     config_json.check_whole(files)
     config, shared = config_json.read_config(files), None
     if request.tokenizer is not None and text.has_tokenizer(files.directory):
-        own = text.load_tokenizer(files.directory)
-        shared = share(request.tokenizer, own, asked, sizes=(request.target.vocab_size, config.vocab_size))
+        tokenizer = text.load_tokenizer(files.directory)
+        shared = share(request.tokenizer, tokenizer, allowed, sizes=(request.target.vocab_size, config.vocab_size))
     if shared is None:
         check_vocabulary(config, request.target)
     drafter = DraftModel.from_pretrained(files, **request.options)
@@ -167,7 +186,7 @@ def _make_draft_model(asked: Asked | None, request: DrafterRequest) -> Drafter:
 
 
 def _whole(request: DrafterRequest, usage: str) -> int:
-    """WHERE as a whole number of at least 1."""
+    """Return WHERE as an integer of at least 1."""
     if not (_is_whole(request.where) and int(request.where) > 0):
         raise InputError(f"drafter={request.name!r}: write {usage}")
     return int(request.where)
@@ -206,8 +225,12 @@ METHODS: dict[str, DraftingMethod] = {
         translates=True,
     ),
 }
-"""Every method by its name. Checkpoints are recognised in this order: a method that looks for fields of its own stands before
-``draft-model``, which takes any model. ``draft-model-intersect`` has to be named."""
+"""All methods by name.
+
+Checkpoints are recognised in this order. A method that looks for its own fields stands before
+``draft-model``, which accepts any model. ``draft-model-intersect`` is never recognised, so users
+must name it.
+"""
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -222,22 +245,24 @@ def load_drafter(
     tokenizer: Any = None,
     weights: schemes.Weights = schemes.AS_STORED,
 ) -> Drafter:
-    """The drafter called ``name``.
+    """Load the drafter with a name.
 
     Args:
-        name: ``METHOD:WHERE``, or the directory or hub id of a checkpoint, whose config.json says which method it is for.
-            ``moa,tli=1:WHERE`` says what a published Mixture of Attentions does not. A class that the library does not know is
-            named ``package.module:Class@DIRECTORY``.
-        draft: shape of its drafts; None is the method's own default.
-        target: the shape of the target.
-        dtype: of its params, where it has any.
-        mesh: the target's.
-        tokenizer: the target's. Where the drafter's checkpoint has one too, they must agree; a draft model's may be another
-            one, and then share half of the smaller vocabulary, or any of it with ``draft-model-intersect:WHERE``.
-        weights: as for `Target.from_pretrained`.
+        name: ``METHOD:WHERE``, or the directory or hub id of a checkpoint, whose config.json shows
+            its method. ``moa,tli=1:WHERE`` states what a published Mixture of Attentions does not.
+            A class outside the library is ``package.module:Class@DIRECTORY``.
+        draft: the shape of the drafts; None is the default of the method.
+        target: the configuration of the target.
+        dtype: the data type of the parameters, if there are any.
+        mesh: the mesh of the target.
+        tokenizer: the target's tokenizer. If the drafter's checkpoint has a tokenizer too, they
+            must agree. A draft model's tokenizer may differ if it shares half of the smaller
+            vocabulary; with ``draft-model-intersect:WHERE`` any overlap is enough.
+        weights: the quantization of the weights, as for `Target.from_pretrained`.
 
     Raises:
-        InputError: there is no such method or checkpoint, or it does not fit the target; says so before weights are read.
+        InputError: There is no such method or checkpoint, or it does not fit the target. The error
+            comes before weights are read.
 
     Examples:
         >>> from specjax.drafters.registry import load_drafter
@@ -257,10 +282,10 @@ def load_drafter(
 
 
 def resolve(name: str) -> tuple[DraftingMethod, str]:
-    """The method that ``name`` means, with its settings, and its WHERE.
+    """Return the method of a name, with its settings, and the WHERE of the name.
 
     Raises:
-        InputError: it means none, or has a setting that the method does not take.
+        InputError: There is no such method, or the method has no such setting.
 
     Examples:
         >>> from specjax.drafters.registry import resolve
@@ -275,41 +300,44 @@ def resolve(name: str) -> tuple[DraftingMethod, str]:
 
 
 def find(name: str) -> tuple[DraftingMethod, str, CheckpointFiles | None]:
-    """Return what `resolve` does, and the files of the checkpoint where they told the method; None where they are not open."""
-    if own := OWN_CLASS.fullmatch(name):
-        return _method_of_class(name, own[1], own[2]), own[3], None
+    """Return the result of `resolve`, and the checkpoint's files.
+
+    The files are None if they were not needed to recognise the method.
+    """
+    if own_class := OWN_CLASS.fullmatch(name):
+        return _method_of_class(name, own_class[1], own_class[2]), own_class[3], None
     before, colon, where = name.partition(":")
-    kind, *written = before.split(",") if colon else [before]  # a directory may have commas in its name
-    others = {} if kind in METHODS else _entry_points()
-    if kind in METHODS or kind in others:
-        method = METHODS[kind] if kind in METHODS else _method_of_entry_point(others[kind])
+    kind, *settings = before.split(",") if colon else [before]  # without a colon a comma belongs to the directory's name
+    points = {} if kind in METHODS else _entry_points()
+    if kind in METHODS or kind in points:
+        method = METHODS[kind] if kind in METHODS else _method_of_entry_point(points[kind])
         if method.recognises is not None and not where:
             raise InputError(f"drafter={name!r}: write {method.usage}")
-        return replace(method, settings=_settings(name, kind, method, written)), where, None
-    usages = [*(method.usage for method in METHODS.values()), *(f"{other}:DIRECTORY" for other in others), _OWN_USAGE]
-    known = "; ".join(usages)
-    is_place = before == "embedded" or (not colon and ("/" in name or os.path.isdir(os.path.expanduser(name))))
-    if not is_place:
-        hint = did_you_mean(kind, (*METHODS, *others, "embedded", "none"))
+        return replace(method, settings=_settings(name, kind, method, settings)), where, None
+    forms = [*(method.usage for method in METHODS.values()), *(f"{point}:DIRECTORY" for point in points), _OWN_USAGE]
+    usages = "; ".join(forms)
+    is_checkpoint = before == "embedded" or (not colon and ("/" in name or os.path.isdir(os.path.expanduser(name))))
+    if not is_checkpoint:
+        hint = did_you_mean(kind, (*METHODS, *points, "embedded", "none"))
         raise InputError(
-            f"drafter={name!r}: no method of that name, no directory and no hub id owner/name{hint}; methods: {known}"
+            f"drafter={name!r}: no method of that name, no directory and no hub id owner/name{hint}; methods: {usages}"
         )
     files = hub.open_checkpoint(name, weights=False)
     config, tensors = files.raw, files.tensor_names
-    for method in _methods_by_content(others):
+    for method in _methods_by_content(points):
         if method.recognises is not None and method.recognises(config, tensors):
             return method, name, files
     raise InputError(
-        f"drafter={name!r}: {files.file} is of no method known here (model_type={config.get('model_type')!r}; as draft models "
-        f"serve {', '.join(config_json.SUPPORTED)}); if a package has its class, write package.module:Class@{name}; methods: "
-        f"{known}"
+        f"drafter={name!r}: {files.file} belongs to no known method (model_type={config.get('model_type')!r}; draft models "
+        f"may be {', '.join(config_json.SUPPORTED)}); if a package has its class, write package.module:Class@{name}; methods: "
+        f"{usages}"
     )
 
 
-def _settings(name: str, kind: str, method: DraftingMethod, written: list[str]) -> dict[str, int]:
-    """The numbers of ``SETTING=NUMBER``, as they are ``written`` in the ``name`` of a drafter, by setting."""
+def _settings(name: str, kind: str, method: DraftingMethod, words: list[str]) -> dict[str, int]:
+    """Parse the ``SETTING=NUMBER`` parts of the ``name`` of a drafter."""
     settings: dict[str, int] = {}
-    for word in written:
+    for word in words:
         setting, _, number = word.partition("=")
         if setting not in method.takes or setting in settings:
             what = "is given twice" if setting in settings else f"is no setting of {kind}"
@@ -324,18 +352,21 @@ def _settings(name: str, kind: str, method: DraftingMethod, written: list[str]) 
 
 
 def _entry_points() -> dict[str, metadata.EntryPoint]:
-    """The entry points of other packages by name. Those of `METHODS` cannot be replaced."""
+    """Return the entry points of other packages by name. They cannot replace those of `METHODS`."""
     return {point.name: point for point in metadata.entry_points(group=GROUP) if point.name not in METHODS}
 
 
-def _methods_by_content(others: Mapping[str, metadata.EntryPoint]) -> Iterator[DraftingMethod]:
-    """All methods in the order in which checkpoints are recognised: draft models, which take any model, come last."""
+def _methods_by_content(points: Mapping[str, metadata.EntryPoint]) -> Iterator[DraftingMethod]:
+    """Yield all methods in the order in which checkpoints are recognised.
+
+    Draft models, which accept any model, come last.
+    """
     yield from (method for method in METHODS.values() if not method.translates)
-    for point in others.values():
+    for point in points.values():
         try:
             yield _method_of_entry_point(point)
-        except InputError as error:  # one broken package does not keep the others from working
-            say(f"{error}; left out")
+        except InputError as error:  # a broken package must not disable the others
+            say(f"{error}; it is ignored")
     yield from (method for method in METHODS.values() if method.translates)
 
 
@@ -343,9 +374,9 @@ def _method_of_entry_point(point: metadata.EntryPoint) -> DraftingMethod:
     where = f"drafter={point.name!r}: {point.value}, of the entry points {GROUP},"
     try:
         value = point.load()
-    except Exception as error:  # importing somebody's package may fail in any way
+    except Exception as error:  # importing a foreign package may fail in any way
         raise InputError(
-            f"{where} cannot be imported ({type(error).__name__}: {error}); mend or remove that package"
+            f"{where} cannot be imported ({type(error).__name__}: {error}); repair or remove that package"
         ) from error
     if isinstance(value, DraftingMethod):
         return value
@@ -356,7 +387,7 @@ def _method_of_class(name: str, module: str, class_name: str) -> DraftingMethod:
     where = f"drafter={name!r}: {module}"
     try:
         loaded = importlib.import_module(module)
-    except Exception as error:  # importing somebody's module may fail in any way
+    except Exception as error:  # importing a foreign module may fail in any way
         remedy = "install the package that has it, or name its folder in PYTHONPATH"
         raise InputError(f"{where} cannot be imported ({type(error).__name__}: {error}); {remedy}") from error
     if not hasattr(loaded, class_name):

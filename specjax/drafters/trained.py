@@ -1,7 +1,8 @@
-"""Drafters with weights of their own, which are trained for a target: what they all do alike, written once.
+"""The base of drafters with weights of their own, which are trained for a target.
 
-A subclass says what its parameters are and what config.json says of them. Reading, writing, the layouts in which a checkpoint
-is published, laying the parameters out on a mesh and counting what drafting reads of them follow from that.
+A subclass declares its parameters and describes its config.json. The base reads and writes its
+checkpoints in all published layouts, places the parameters on a mesh, and counts the bytes that
+drafting reads.
 """
 
 import inspect
@@ -35,49 +36,55 @@ from specjax.progress import waiting
 
 
 def open_drafter(path: str | Path | CheckpointFiles) -> CheckpointFiles:
-    """Return the files of a drafter's checkpoint; its weights are fetched, and config.json and all headers are read.
+    """Open the files of a drafter's checkpoint.
+
+    The weights are downloaded, and config.json and the headers of all tensor files are read.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or a file is missing or damaged.
+        CheckpointError: There is no such checkpoint, or a file is missing or damaged.
     """
     files = hub.open_checkpoint(path)
     directories.check(files)
-    assert files.raw is not None and files.shapes is not None  # read here: damaged files are refused before any field is
+    assert files.raw is not None and files.shapes is not None  # reading them here reports a damaged file before a wrong field
     return files
 
 
 LEFT_OVER = ("*rotary_emb.inv_freq",)
-"""Patterns of tensors that every checkpoint may hold, and that are not read."""
+"""Patterns of the tensors that any checkpoint may have and that are ignored."""
 
 
 @dataclass(frozen=True)
 class CheckpointFormat:
-    """How the checkpoints of one kind of drafter are recognised, read and written.
+    """The format of the checkpoints of one kind of drafter: how to recognise, read and write them.
 
     Attributes:
-        title: what a checkpoint is called in errors: "an EAGLE drafter".
-        layouts: the names of the ways in which checkpoints are written. All of them are read. `TrainedDrafter.save_pretrained`
-            writes the first, unless another one is requested.
-        recognises: takes the fields of config.json and the names of the tensors, and says whether a checkpoint is of this kind.
-            The names are missing if the checkpoint is on the hub, because its weights have not been fetched by then.
-        read_config: takes what is stored and the options of `TrainedDrafter.from_pretrained` beyond the usual, and returns the
-            shape. It compares counts with the tensors before anything is declared after them (`CheckpointFiles.check_count`).
-            An `InputError` becomes a `CheckpointError` that names the file.
-        declare: takes a shape and a layout, and returns the `Param` declarations with the names of that layout.
-        axis_units: takes a shape, and returns what `ModelConfig.axis_units` says of a model's.
-        format_config: takes a drafter and the layout, dtype and target of `TrainedDrafter.save_pretrained`, and returns the
-            fields of config.json, from which ``read_config`` reads an equal shape.
-        layout_of: takes what is stored, and returns its layout; None if the tensors have the same names in all layouts.
-        left_over: takes a shape and what is stored, and returns patterns of the tensors that are not read.
-        reduced_vocabulary: takes a shape, and returns the drafter's own vocabulary, whose table ``d2t`` is one of the
-            parameters; None if the drafter has the target's.
-        describe: takes a drafter and a layout, and says in a line what that layout states differently; may be empty.
-
-    Examples:
-        >>> specjax.Medusa.checkpoint_format.recognises({"medusa_num_heads": 2}, ())
-        True
-        >>> specjax.PEagle.checkpoint_format.layouts
-        ('speculators', 'specforge')
+        title: the name of such a checkpoint in error messages, such as "an EAGLE drafter".
+        layouts: the names of the layouts, that is, the published variants of the format. All are
+            read. `TrainedDrafter.save_pretrained` writes the first, unless another one is
+            requested.
+        recognises: takes the fields of config.json and the names of the tensors, and returns
+            whether a checkpoint is of this kind. There are no names if the checkpoint is on the
+            hub, because its weights have not been downloaded yet.
+        read_config: takes the checkpoint's files and the options that a class adds to
+            `TrainedDrafter.from_pretrained`, and returns the drafter's configuration. It must
+            compare counts with the tensors before anything is declared from them
+            (`CheckpointFiles.check_count`). An `InputError` becomes a `CheckpointError` that names
+            the file.
+        declare: takes a configuration and a layout, and returns the `Param` declarations with the
+            tensor names of that layout.
+        axis_units: takes a configuration, and returns what `ModelConfig.axis_units` returns for a
+            model.
+        format_config: takes a drafter and the layout, dtype and target of
+            `TrainedDrafter.save_pretrained`, and returns the fields of config.json. ``read_config``
+            must return an equal configuration for them.
+        layout_of: takes the checkpoint's files, and returns the layout; None if the tensors have
+            the same names in all layouts.
+        left_over: takes a configuration and the checkpoint's files, and returns patterns of the
+            tensors that are ignored.
+        reduced_vocabulary: takes a configuration, and returns the drafter's own vocabulary, whose
+            table ``d2t`` is one of the parameters; None if the drafter has the target's vocabulary.
+        describe: takes a drafter and a layout, and returns a line about the particulars of the
+            layout, or an empty string.
     """
 
     title: str
@@ -93,24 +100,27 @@ class CheckpointFormat:
     describe: Callable[[Any, str], str] = lambda drafter, layout: ""
 
     def check_layout(self, layout: str) -> str:
-        """Return ``layout`` if it is one of `layouts`. Raises `InputError` otherwise."""
+        """Return ``layout`` if it is one of `layouts`, or raise `InputError`."""
         if layout not in self.layouts:
-            known = ", ".join(map(repr, self.layouts))
-            raise InputError(f"layout={layout!r}: {self.title} is written in the layout{'s' * (len(self.layouts) > 1)} {known}")
+            names = ", ".join(map(repr, self.layouts))
+            raise InputError(f"layout={layout!r}: {self.title} is written in the layout{'s' * (len(self.layouts) > 1)} {names}")
         return layout
 
 
 class TrainedDrafter(Drafter[State]):
-    """A drafter with weights of its own. Subclass it as a ``flax.struct.dataclass`` with the fields below.
+    """The base of drafters with weights of their own.
+
+    Decorate a subclass with ``flax.struct.dataclass``, and give it the fields below.
 
     Attributes:
-        params: its own parameters, in the structure that its format declares.
-        config: its shape: a frozen dataclass, static.
-        draft: the shape of its drafts. The field's default is what checkpoints are loaded with (see `default_draft`).
-        mesh: where the params live; None is the default device.
-        checkpoint_format: how its checkpoints are read and written. Every subclass names one.
-        title: that of its format.
-        layouts: those of its format.
+        params: the parameters, in the structure that the checkpoint format declares.
+        config: the configuration of the network: a frozen dataclass, static.
+        draft: the shape of the drafts. Loaded checkpoints get the default of this field (see
+            `default_draft`).
+        mesh: the mesh of the parameters; None is the default device.
+        checkpoint_format: the format of its checkpoints. Every subclass sets one.
+        title: the title of the checkpoint format.
+        layouts: the layouts of the checkpoint format.
 
     Examples:
         >>> drafter = specjax.Medusa.init(target, jax.random.key(1), heads=2, draft=2)
@@ -129,10 +139,14 @@ class TrainedDrafter(Drafter[State]):
     layouts: ClassVar[tuple[str, ...]]
 
     @classmethod
-    def _complete_class(cls, own: Mapping[str, Any]) -> None:
-        """Set `title` and `layouts`, and make a format of methods on the class, which drafters had in place of a format."""
-        old = ", ".join(field.name for field in fields(CheckpointFormat) if field.name in own)
-        if old and "checkpoint_format" not in own:
+    def _complete_class(cls, defined: Mapping[str, Any]) -> None:
+        """Set `title` and `layouts`.
+
+        A class that defines the parts of a `CheckpointFormat` as methods, as drafters did before
+        there were formats, gets a format made of them, with a DeprecationWarning.
+        """
+        old = ", ".join(field.name for field in fields(CheckpointFormat) if field.name in defined)
+        if old and "checkpoint_format" not in defined:
             message = f"{cls.__name__}: give {old} to a CheckpointFormat, and name that as checkpoint_format"
             warnings.warn(message, DeprecationWarning, stacklevel=3)
             base = getattr(cls, "checkpoint_format", None)
@@ -141,35 +155,38 @@ class TrainedDrafter(Drafter[State]):
         if hasattr(cls, "checkpoint_format"):
             cls.title, cls.layouts = cls.checkpoint_format.title, cls.checkpoint_format.layouts
 
-    # --- what a subclass says ---
+    # --- methods that a subclass may override ---
 
     def fingerprint(self) -> str:
         return fingerprint.of_params(self.params, self.config, self.mesh)
 
     @classmethod
     def default_draft(cls, config: Any) -> DraftShape:
-        """The shape of its drafts where none is asked for."""
+        """Return the shape of the drafts for users who give none."""
         (default,) = (field.default for field in fields(cls) if field.name == "draft")  # pyright: ignore[reportArgumentType]
         assert isinstance(default, DraftShape)
         return default
 
     @classmethod
     def init(cls, target: Target, key: jax.Array, **options: Any) -> Self:
-        """A drafter for ``target`` with random weights; consumes ``key``.
+        """Return a drafter for ``target`` with random weights.
 
         Args:
             target: the target model.
-            key: of the random weights.
-            options: ``draft``, the shape of its drafts, and those of the class.
+            key: the random key for the weights. It is consumed.
+            options: ``draft``, the shape of the drafts, and the options of the class.
         """
         raise NotImplementedError
 
     @classmethod
     def usual_sizes(cls, target: Target) -> dict[str, Any]:
-        """What ``init`` is given for a drafter as it is usually published for ``target``, whose params may be shapes."""
+        """Return the arguments of ``init`` for a drafter of the usual published size.
+
+        The parameters of ``target`` may be shapes.
+        """
         return {}
 
-    # --- what follows ---
+    # --- methods that every trained drafter has ---
 
     @classmethod
     def from_pretrained(
@@ -182,21 +199,23 @@ class TrainedDrafter(Drafter[State]):
         weights: schemes.Weights = schemes.AS_STORED,
         **options: Any,
     ) -> Self:
-        """Load a checkpoint, in any of its layouts, recognised by what is in it.
+        """Load a checkpoint. The layout is recognised by the content.
 
         Args:
-            path: directory, or hub id, with config.json and safetensors or a ``pytorch_model.bin``; or its opened files.
-            draft: the shape of its drafts; None: `default_draft`.
-            dtype: of the params; the default is that of `Target.from_pretrained`. It should be the target's.
-            mesh: the target's.
-            weights: as for `Target.from_pretrained`.
-            options: those of the class, if it has any.
+            path: a directory or a hub id, with config.json and safetensors or a
+                ``pytorch_model.bin``; or its opened files.
+            draft: the shape of the drafts; None is `default_draft`.
+            dtype: the data type of the parameters, which should be the target's. The default is
+                that of `Target.from_pretrained`.
+            mesh: the mesh of the target.
+            weights: the quantization of the weights, as for `Target.from_pretrained`.
+            options: the options of the class, if it has any.
 
         Raises:
-            CheckpointError: a file, a field or a tensor is not as it must be.
-            TypeError: the class has no such option.
+            CheckpointError: A file, a field or a tensor is missing or invalid.
+            TypeError: The class has no such option.
         """
-        try:  # before anything is read, or fetched
+        try:  # wrong options fail before anything is read or downloaded
             inspect.signature(cls.checkpoint_format.read_config).bind(None, **options)
         except TypeError as error:
             raise TypeError(f"{cls.__name__}.from_pretrained() {error}") from None
@@ -224,17 +243,18 @@ class TrainedDrafter(Drafter[State]):
 
     @classmethod
     def abstract_from(cls, path: str | Path | CheckpointFiles, *, dtype: DTypeLike, **options: Any) -> Self:
-        """The drafter that `from_pretrained` makes of a checkpoint, with shapes in place of its params.
+        """Return the drafter that `from_pretrained` loads, with shapes in place of its parameters.
 
-        Reads config.json, and of the tensors their names and shapes; no values, so that damaged ones are not found.
+        It reads config.json, and the names and shapes of the tensors. It reads no values, so it
+        finds no damaged ones.
 
         Args:
-            path: directory, or hub id, as for `from_pretrained`.
-            dtype: of the shapes.
-            options: those of the class, if it has any.
+            path: a directory or a hub id, as for `from_pretrained`.
+            dtype: the data type of the shapes.
+            options: the options of the class, if it has any.
 
         Raises:
-            CheckpointError: a file or a field is not as it must be.
+            CheckpointError: A file or a field is missing or invalid.
         """
         config = cls._config_of(open_drafter(path), **options)
         declared = cls.checkpoint_format.declare(config, cls.layouts[0])
@@ -243,7 +263,7 @@ class TrainedDrafter(Drafter[State]):
 
     @classmethod
     def _config_of(cls, stored: CheckpointFiles, **options: Any) -> Any:
-        """Return what the format's ``read_config`` returns. All errors name the file."""
+        """Return the result of the format's ``read_config``. All errors name the file."""
         try:
             return cls.checkpoint_format.read_config(stored, **options)
         except CheckpointError:
@@ -254,13 +274,16 @@ class TrainedDrafter(Drafter[State]):
     def save_pretrained(
         self, path: str | Path, *, dtype: DTypeLike | None = None, layout: str | None = None, target: str = ""
     ) -> None:
-        """Write a checkpoint, which ``from_pretrained`` reads back bit for bit. All of it or nothing.
+        """Write a checkpoint that `from_pretrained` reads back bit for bit.
+
+        It is written completely or not at all.
 
         Args:
-            path: directory; is made where there is none.
-            dtype: of the file; by default the params' own.
-            layout: one of `layouts`; by default the first.
-            target: directory or hub id of the target, for layouts whose config.json says what it is for.
+            path: the directory. It is created if it does not exist.
+            dtype: the data type in the file; the default is that of the parameters.
+            layout: one of `layouts`; the default is the first.
+            target: the target's directory or hub id, for layouts whose config.json names the
+                target.
         """
         form = self.checkpoint_format
         layout = form.check_layout(form.layouts[0] if layout is None else layout)
@@ -275,10 +298,12 @@ class TrainedDrafter(Drafter[State]):
         checkpoint.save(Path(path), declared, params, {"config.json": content}, dtype)
 
     def quantize(self, weights: schemes.Weights) -> Self:
-        """The same drafter with quantized weights; ``weights`` is the name of a scheme, as in `Target.from_pretrained`.
+        """Return the same drafter with quantized weights.
+
+        ``weights`` is the name of a scheme, as in `Target.from_pretrained`.
 
         Raises:
-            InputError: there is no scheme of that name, or the weights are quantized already.
+            InputError: There is no scheme of that name, or the weights are quantized already.
         """
         form_of = schemes.scheme_of(weights).form_of
         params = schemes.quantize_params(self.declared, self.params, form_of, self.mesh, self.units)
@@ -288,30 +313,36 @@ class TrainedDrafter(Drafter[State]):
 
     @property
     def declared(self) -> Params:
-        """The declarations of its params."""
+        """The declarations of the parameters."""
         return self.checkpoint_format.declare(self.config, self.layouts[0])
 
     @property
     def units(self) -> Mapping[str, int]:
-        """The units of its params' axes (see `sharding.partition`)."""
+        """The units of the parameters' axes (see `sharding.partition`)."""
         return self.checkpoint_format.axis_units(self.config)
 
     @property
     def own_weights(self) -> Params:
-        """Its params but for an embedding, of which a few rows are looked up."""
+        """The parameters without an embedding, of which drafting reads only a few rows."""
         return {name: value for name, value in self.params.items() if name != "embed"}
 
     def drafting_reads(self, target: Target, state: State | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
-        """All of its weights in every level, and the target's head."""
+        """Return all of its weights and the target's head, read in every level."""
         return DraftingReads(level=(self.own_weights, state, target.head_as_stored))
 
     def tokens_at_once(self, length: int) -> int:
-        """How many tokens of a row go through what is done once a draft (`DraftingReads.step`), for ``length`` tokens."""
+        """Return the number of tokens that one read of `DraftingReads.step` serves, per row.
+
+        ``length`` is the number of drafted tokens.
+        """
         return 1
 
     @classmethod
     def _initialise(cls, config: Any, key: jax.Array, target: Target) -> Params:
-        """Random parameters for ``target``, in its data type and on its mesh; consumes ``key``."""
+        """Return random parameters, in the data type and on the mesh of ``target``.
+
+        Consumes ``key``.
+        """
         form = cls.checkpoint_format
         declared, units = form.declare(config, form.layouts[0]), form.axis_units(config)
         return declarations.initialise(declared, key, target.dtype, target.mesh, units)
@@ -324,15 +355,15 @@ class TrainedDrafter(Drafter[State]):
 
 
 class NewestStateDrafter(TrainedDrafter[jax.Array]):
-    """A drafter that remembers no more of a text than the target's hidden state at the newest token that it has read."""
+    """A drafter whose only memory is the target's hidden state at the newest token."""
 
     @property
     def target_hidden_size(self) -> int:
-        """Of the target's states."""
+        """The hidden size of the target."""
         raise NotImplementedError
 
     def start(self, target: Target, batch: int, capacity: int) -> jax.Array:
-        """``[B, H]`` the target's state at each row's newest token that it has read."""
+        """Return zeros ``[B, H]``, the place of the target's state at each row's newest token."""
         newest = jnp.zeros((batch, self.target_hidden_size), target.dtype)
         return sharding.constrain(newest, ("batch", None), {}, self.mesh)
 
@@ -344,20 +375,24 @@ class NewestStateDrafter(TrainedDrafter[jax.Array]):
 
 
 def layer_like(config: ModelConfig, **sizes: Any) -> ModelConfig:
-    """The shape of a drafter's one layer for a target of ``config``: a plain Llama layer of its sizes, but for ``sizes``.
+    """Return the configuration of a drafter's one layer for a target of ``config``.
 
-    Nothing else of the target's is in it: the config.json of a drafter could not say it.
+    It is a plain Llama layer with the target's sizes. ``sizes`` replace some of them. Nothing else
+    is taken from the target, because a drafter's config.json could not express it.
     """
-    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-    kept += ("max_positions", "norm_eps", "bos_token_id", "eos_token_ids")
-    plain: dict[str, Any] = {name: getattr(config, name) for name in kept}
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+    names += ("max_positions", "norm_eps", "bos_token_id", "eos_token_ids")
+    plain: dict[str, Any] = {name: getattr(config, name) for name in names}
     plain |= {"num_layers": 1, "rope": _plain_rope(config)}
     return ModelConfig(**(plain | _plain_heads(config) | sizes))
 
 
 def _plain_rope(config: ModelConfig) -> Rope:
-    """That of the target's first layer which knows positions, if any of those that read the whole text does. What a Llama layer
-    has no like of is left out of it: heads that are turned in part, and slower pairs that stand still."""
+    """Return the RoPE of a Llama layer that is closest to the target's.
+
+    It is that of the target's first layer with RoPE; layers without a window come first. Partial
+    and proportional RoPE are dropped, because a Llama layer has neither.
+    """
     layers = sorted(range(config.num_layers), key=lambda layer: layer in config.windowed_layers)
     ropes = [rope for layer in layers if (rope := config.of_layer(layer).rope).kind != "none"]
     rope = ropes[0] if ropes else Rope()
@@ -365,8 +400,12 @@ def _plain_rope(config: ModelConfig) -> Rope:
 
 
 def _plain_heads(config: ModelConfig) -> dict[str, Any]:
-    """Heads of ordinary attention where the target's are latent, and too many for one layer: of the size of its values, as many
-    as fit the hidden size, in up to 8 groups. For DeepSeek-V3 that is 56 heads of 128 and 8 key/value heads."""
+    """Return the sizes of ordinary attention heads for a target with latent attention (MLA).
+
+    Such a target has too many heads for one ordinary layer. The head size is that of its values,
+    and there are as many heads as fit the hidden size, in up to 8 groups. For DeepSeek-V3 that is
+    56 heads of size 128, and 8 key/value heads.
+    """
     if config.mla is None:
         return {}
     head_dim = config.mla.v_head_dim + config.mla.v_head_dim % 2

@@ -1,4 +1,4 @@
-"""The base of drafters that wrap another one: it passes every hook on."""
+"""The base of drafters that wrap another drafter. It passes every hook on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,10 +15,13 @@ from specjax.sampling import RowSampling
 
 
 class Wrapper(Drafter[State]):
-    """A drafter that wraps another one. Override the hooks that differ; the others are the wrapped drafter's.
+    """A drafter that wraps another drafter.
 
-    A subclass names the other drafter, by a field ``drafter`` or by overriding `wrapped`. The wrapped drafter's state is the
-    field ``own`` of the wrapper's; where it is something else, override `own_state` and `with_own`.
+    Override the hooks that differ. All other hooks call the wrapped drafter.
+
+    A subclass names the wrapped drafter by a field ``drafter``, or overrides `wrapped`. The state
+    of the wrapped drafter is the field ``own`` of the wrapper's state. If it is stored elsewhere,
+    override `own_state` and `with_own`.
 
     Examples:
         >>> from flax import struct
@@ -47,19 +50,19 @@ class Wrapper(Drafter[State]):
         True
     """
 
-    # --- what a subclass may say of the wrapped drafter ---
+    # --- hooks that find the wrapped drafter and its state ---
 
     @property
     def wrapped(self) -> Drafter[Any]:
-        """The other drafter, as the hooks call it."""
+        """The wrapped drafter, as the hooks call it."""
         return self.drafter  # pyright: ignore[reportAttributeAccessIssue]
 
     def own_state(self, state: State) -> Any:
-        """Return the wrapped drafter's state."""
+        """Return the state of the wrapped drafter."""
         return state.own  # pyright: ignore[reportAttributeAccessIssue]
 
     def with_own(self, state: State, own: Any) -> State:
-        """Return the wrapper's ``state`` with another state of the wrapped drafter."""
+        """Return the wrapper's ``state`` with ``own`` as the state of the wrapped drafter."""
         return replace(state, own=own)  # pyright: ignore[reportArgumentType]
 
     # --- hooks ---
@@ -78,7 +81,7 @@ class Wrapper(Drafter[State]):
 
     @property
     def drafts_elsewhere(self) -> bool:
-        """Whether it can draft on another machine: no, unless a subclass says that its own part can."""
+        """False: a subclass must override it if the wrapper itself can run on another machine."""
         return False
 
     def fingerprint(self) -> str:
@@ -94,7 +97,10 @@ class Wrapper(Drafter[State]):
         return self.wrapped.reads(config)
 
     def start(self, target: Target, batch: int, capacity: int) -> State:
-        """Return the wrapper's own state. There is no default: it holds the wrapped drafter's `start`."""
+        """Return the state of the wrapper.
+
+        There is no default: it must include the state that the wrapped drafter's `start` returns.
+        """
         raise NotImplementedError
 
     def append_committed(self, target: Target, state: State, committed: Committed) -> State:
@@ -112,8 +118,8 @@ class Wrapper(Drafter[State]):
     def append_unverified(
         self, target: Target, state: State, tokens: jax.Array, following: jax.Array, count: jax.Array, cache: Any = None
     ) -> tuple[State, tuple[Entry, ...]]:
-        own, entries = self.wrapped.append_unverified(target, self.own_state(state), tokens, following, count, cache)
-        return self.with_own(state, own), entries
+        wrapped_state, entries = self.wrapped.append_unverified(target, self.own_state(state), tokens, following, count, cache)
+        return self.with_own(state, wrapped_state), entries
 
     def prompts_read(self, target: Target, state: State, tokens: jax.Array, cache: KVCache | PagedCache) -> State:
         return self.with_own(state, self.wrapped.prompts_read(target, self.own_state(state), tokens, cache))
@@ -128,8 +134,8 @@ class Wrapper(Drafter[State]):
         active: jax.Array,
         **cache: Any,
     ) -> tuple[Draft, State]:
-        draft, own = self.wrapped.propose(target, self.own_state(state), root, sampling, keys, active, **cache)
-        return draft, self.with_own(state, own)
+        draft, wrapped_state = self.wrapped.propose(target, self.own_state(state), root, sampling, keys, active, **cache)
+        return draft, self.with_own(state, wrapped_state)
 
     def update(self, target: Target, state: State, draft: Draft, verdict: Verdict, committed: Committed) -> State:
         return self.with_own(state, self.wrapped.update(target, self.own_state(state), draft, verdict, committed))
@@ -141,5 +147,5 @@ class Wrapper(Drafter[State]):
         return self.with_own(fresh, self.wrapped.from_prefix_state(self.own_state(fresh), kept))
 
     def drafting_reads(self, target: Target, state: State = (), cache: Any = ()) -> DraftingReads:  # pyright: ignore[reportArgumentType]
-        own = () if isinstance(state, tuple) and not state else self.own_state(state)
-        return self.wrapped.drafting_reads(target, own, cache)
+        wrapped_state = () if isinstance(state, tuple) and not state else self.own_state(state)
+        return self.wrapped.drafting_reads(target, wrapped_state, cache)

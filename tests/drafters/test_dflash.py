@@ -200,11 +200,11 @@ def test_what_specforge_asks_for_is_written_and_kept(which, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("which", "layout", "message"),
     [
-        ("from the anchor", "dflash", "layout='dflash': cannot say predictions from the anchor"),
-        ("own vocabulary", "dflash", "cannot say a vocabulary of its own"),
-        ("jetspec", "speculators", "layout='speculators': cannot say a block that is causal in every layer"),
-        ("windows of tokens", "speculators", "cannot say windows that are counted from each token"),
-        ("dflash", "deepspec", "layout='deepspec': cannot say anchors that predict nothing"),
+        ("from the anchor", "dflash", "layout='dflash': it cannot express predictions from the anchor"),
+        ("own vocabulary", "dflash", "cannot express a vocabulary of its own"),
+        ("jetspec", "speculators", "layout='speculators': it cannot express a block that is causal in every layer"),
+        ("windows of tokens", "speculators", "cannot express windows that are counted from each token"),
+        ("dflash", "deepspec", "layout='deepspec': it cannot express anchors that predict nothing"),
         ("dspark", "dflash", "a DSpark drafter is written in the layouts 'deepspec', 'speculators'"),
     ],
 )
@@ -231,11 +231,11 @@ FAULTS = {
         "dspark",
         {"markov_rank": 0, "confidence_head_with_markov": False},
         (),
-        "says nothing of a head",
+        "declares no head",
     ),
-    "a Markov head without tensors": ("dspark", {}, ("markov_head",), "has no tensors markov_head"),
+    "a Markov head without tensors": ("dspark", {}, ("markov_head",), "there are no tensors markov_head"),
     "half a Markov head": ("dspark", {}, ("markov_head.markov_w2",), "'markov_head.markov_w2.weight' .* is missing"),
-    "a confidence head without tensors": ("dspark", {}, ("confidence_head",), "has no tensors confidence_head"),
+    "a confidence head without tensors": ("dspark", {}, ("confidence_head",), "there are no tensors confidence_head"),
     "half a confidence head": ("dspark", {}, ("confidence_head.proj.bias",), "'confidence_head.proj.bias' .* is missing"),
     "fewer layers than said": (
         "dflash",
@@ -265,7 +265,7 @@ FAULTS = {
     "another hidden size": ("from the anchor", {"target_hidden_size": 8}, (), "target_hidden_size=8"),
     "no table of tokens": ("own vocabulary", {}, ("d2t",), "'d2t' is missing"),
     "no head for its own tokens": ("own vocabulary", {}, ("lm_head",), "lm_head is missing"),
-    "no room for a token": ("dflash", {"block_size": 1}, (), "block_size=1: leaves no token to draft"),
+    "no room for a token": ("dflash", {"block_size": 1}, (), "block_size=1: it leaves no token to draft"),
 }
 
 
@@ -288,8 +288,8 @@ def test_tables_of_tokens_that_contradict_each_other_are_refused(tmp_path) -> No
     ("changes", "message"),
     [
         ({"target": {"hidden_size": 8}}, "was made for a target of hidden size 16 with 11 tokens"),
-        ({"taps": (5,)}, r"reads the target's layers \(5,\), and target has 2"),
-        ({"draft": 4}, "4 deep, and a block of this drafter has room for 3"),
+        ({"taps": (5,)}, r"reads the target's layers \(5,\), but target has 2"),
+        ({"draft": 4}, "4 deep, but a block of this drafter has room for 3"),
     ],
 )
 def test_what_cannot_serve_the_target_is_refused(changes, message) -> None:

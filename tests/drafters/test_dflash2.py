@@ -399,7 +399,7 @@ def test_an_end_that_must_not_come_yet_is_no_candidate(candidates) -> None:
 
 def test_more_children_than_candidates_are_refused() -> None:
     drafter = of_tiny(draft=specjax.StaticTree(tuple((i,) for i in range(5))))
-    with pytest.raises(InputError, match=r"asks for 5 children of a node, and this drafter has 4 candidates at each place"):
+    with pytest.raises(InputError, match=r"needs 5 children of a node, but this drafter has 4 candidates at each position"):
         drafter.check(tiny_target())
     replace(drafter, draft=specjax.StaticTree(tuple((i,) for i in range(4)))).check(tiny_target())
 
@@ -453,10 +453,10 @@ def test_what_is_saved_is_read_bit_for_bit(which, tmp_path) -> None:
 
 def test_a_layout_that_cannot_say_it_is_refused(tmp_path) -> None:
     with pytest.raises(
-        InputError, match="layout='speculators': cannot say factors of embeddings or logits: write it as 'dflash'"
+        InputError, match="layout='speculators': it cannot express factors of embeddings or logits: write it as 'dflash'"
     ):
         of_tiny(variant={"output_multiplier": 0.5}).save_pretrained(tmp_path, layout="speculators")
-    with pytest.raises(InputError, match="layout='dflash': cannot say predictions from the anchor"):
+    with pytest.raises(InputError, match="layout='dflash': it cannot express predictions from the anchor"):
         of_tiny(variant={"from_anchor": True}).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="a DFlash2 drafter is written in the layouts 'dflash', 'speculators'"):
         of_tiny().save_pretrained(tmp_path, layout="deepspec")
@@ -488,11 +488,11 @@ FAULTS = {  # a change of config.json, tensors to leave out, and the error
     "none around the MLPs": (None, ("layers.0.mlp_conv", "layers.1.mlp_conv"), r"no tensors mlp_conv\.\*, convolutions that"),
     "those of one layer": (None, ("layers.1.mlp_conv",), r"'layers\.1\.mlp_conv\.base_kernel' .* missing"),
     "half a convolution": (None, ("layers.1.mlp_conv.base",), r"'layers\.1\.mlp_conv\.base_kernel' .* is missing"),
-    "a DFlash by its name": (as_dflash, (), r"says nothing of a selector \(selector_rank\), but there are its tensors"),
+    "a DFlash by its name": (as_dflash, (), r"declares no selector \(selector_rank\), but there are tensors"),
     "a DFlash by its name, with convolutions": (
         as_dflash,
         ("candidate_selector",),
-        r"says nothing of convolutions \(conv_kernel_size\), but there are its tensors layers\.0\.attention_conv",
+        r"declares no convolution \(conv_kernel_size\), but there are tensors layers\.0\.attention_conv",
     ),
     "no rank": (of_field("selector_rank", None), (), "dflash_config.selector_rank is missing"),
     "no kernel": (of_field("conv_kernel_size", 0), (), "dflash_config.conv_kernel_size=0: must be a whole number from 1"),
@@ -567,7 +567,7 @@ def test_layouts_without_factors_refuse_them(name, harmless, impossible, layout,
 
 def test_a_checkpoint_of_the_other_kind_is_named(tmp_path) -> None:
     of_tiny().save_pretrained(tmp_path / "new")
-    with pytest.raises(CheckpointError, match=r"is of a DFlash2, .* load it as a DFlash2"):
+    with pytest.raises(CheckpointError, match=r"it describes a DFlash2, .* load it as a DFlash2"):
         DFlash.from_pretrained(tmp_path / "new")
     DFlash.init(tiny_target(), jax.random.key(0), block_size=4).save_pretrained(tmp_path / "old")
     with pytest.raises(CheckpointError, match="has neither convolutions nor a selector: load it as a DFlash"):
@@ -584,7 +584,7 @@ def test_a_checkpoint_of_the_other_kind_is_named(tmp_path) -> None:
         ({"variant": {"final_logit_softcapping": math.nan}}, "final_logit_softcapping=nan: must be a finite number above 0"),
         (
             {"variant": {"input_embedding_scale": 2.0, "own_embedding": True}},
-            r"input_embedding_scale=2\.0: is for a drafter that uses its target's embedding and head",
+            r"input_embedding_scale=2\.0: it is for a drafter that uses its target's embedding and head",
         ),
     ],
 )

@@ -265,7 +265,7 @@ def test_a_draft_model_made_of_a_targets_first_layers_can_be_saved(tmp_path) -> 
 
 def test_a_hybrid_of_too_few_layers_is_refused_and_what_is_said_then_helps() -> None:
     target = tiny_target(**(HYBRID | {"num_layers": 4, "linear_layers": (0, 1, 2)}))
-    with pytest.raises(InputError, match=r"num_layers=2: all of them would keep a state.*: give 4 or more, or other"):
+    with pytest.raises(InputError, match=r"num_layers=2: all of them would be linear.*: give 4 or more, or other"):
         DraftModel.init(target, jax.random.key(0), num_layers=2)
     assert DraftModel.init(target, jax.random.key(0), num_layers=4).model.config.linear_layers == (0, 1, 2)
     assert DraftModel.init(target, jax.random.key(0), num_layers=2, linear_layers=(0,)).model.config.linear_layers == (0,)

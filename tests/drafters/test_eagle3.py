@@ -156,11 +156,11 @@ def test_speculators_reads_what_is_written(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda tensors: tensors.pop("d2t"), "'d2t' is missing: it says which of the target's 11 tokens the 7"),
+        (lambda tensors: tensors.pop("d2t"), "'d2t' is missing: it says which of the target's 11 tokens the drafter's 7"),
         (lambda tensors: tensors.pop("t2d"), "'t2d' is missing"),
         (lambda tensors: tensors.pop("norm.weight"), "'norm.weight' of an EAGLE-3 drafter .* is missing"),
         (lambda tensors: tensors.update(extra=np.zeros(3, np.float32)), "'extra' is no part of an EAGLE-3 drafter"),
-        (lambda tensors: tensors.update(d2t=tensors["d2t"] + 9), "'d2t' must give each of the drafter's tokens one of the"),
+        (lambda tensors: tensors.update(d2t=tensors["d2t"] + 9), "'d2t' must map the drafter's tokens to different tokens"),
         (lambda tensors: tensors.update(t2d=np.roll(tensors["t2d"], 1)), "'t2d' and 'd2t' name different tokens"),
         (lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, :5]}), "reads 5 numbers, which is no multiple"),
     ],
@@ -188,11 +188,11 @@ def test_modelopt_leaves_out_what_follows_from_d2t(tmp_path) -> None:
 
 
 def test_a_target_that_it_was_not_made_for_is_refused() -> None:
-    with pytest.raises(InputError, match="reads a target of hidden size 16, and target has 32"):
+    with pytest.raises(InputError, match="reads a target of hidden size 16, but target has 32"):
         drafter().check(tiny_target(hidden_size=32))
-    with pytest.raises(InputError, match="with a vocabulary of 11 tokens, and target has 12"):
+    with pytest.raises(InputError, match="with a vocabulary of 11 tokens, but target has 12"):
         drafter().check(tiny_target(vocab_size=12))
-    with pytest.raises(InputError, match=r"of 2 layers those would be \(0, 1, 5\)"):
+    with pytest.raises(InputError, match=r"of 2 layers they would be \(0, 1, 5\)"):
         drafter(taps=(0, 1, 5)).check(tiny_target())
     with pytest.raises(InputError, match="asks for 8 children of a node, but the vocabulary has 7"):
         drafter().replace(draft=DynamicTree(top_k=8, depth=3, nodes=20)).check(tiny_target())

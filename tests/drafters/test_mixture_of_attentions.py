@@ -453,7 +453,7 @@ def test_eagle_learns_to_summarise(kind, tmp_path) -> None:
     assert isinstance(again, EagleWithLayerAttention)
     assert again.config == student.config
     jax.tree.map(np.testing.assert_array_equal, again.params, student.params)
-    with pytest.raises(InputError, match=r"made for a target with .* \(3, 2, 4\), and target has \(3, 4, 4\)"):
+    with pytest.raises(InputError, match=r"made for a target with .* \(3, 2, 4\), but target has \(3, 4, 4\)"):
         again.check(target_of(num_kv_heads=4))
 
 
@@ -478,7 +478,7 @@ def test_heads_that_all_layers_have_in_place_of_the_model_s_are_what_is_saved(ki
     again = kind.from_pretrained(tmp_path, draft=Chain(2))
     assert again.config == drafter.config
     again.check(layered)
-    with pytest.raises(InputError, match=r"made for a target with .* \(3, 1, 4\), and target has \(3, 1, 6\)"):
+    with pytest.raises(InputError, match=r"made for a target with .* \(3, 1, 4\), but target has \(3, 1, 6\)"):
         again.check(other)
 
 
@@ -497,10 +497,10 @@ def test_the_sizes_of_llama_3_8b_are_the_papers() -> None:
 def test_what_does_not_fit_is_refused(tmp_path) -> None:
     target = target_of()
     drafter = strong(target)
-    with pytest.raises(InputError, match=r"made for a target with .* \(11, 16, 3\), and target has \(11, 16, 2\)"):
+    with pytest.raises(InputError, match=r"made for a target with .* \(11, 16, 3\), but target has \(11, 16, 2\)"):
         drafter.check(tiny_target())
     latent = tiny_config(mla=MLA(8, 4, 4, 4), num_kv_heads=4)
-    with pytest.raises(InputError, match="this target remembers latents"):
+    with pytest.raises(InputError, match="this target stores latents"):
         MixtureOfAttentions.init(specjax.Target.init(latent, jax.random.key(0)), jax.random.key(0))
     layered = tiny_target(**LAYERED["differing"])
     with pytest.raises(InputError, match=r"layer 1 remembers \(heads, size\) \(\(1, 8\), .*, layer 0 \(\(2, 4\), \(2, 4\)\)"):
@@ -647,7 +647,7 @@ def test_by_name_a_published_checkpoint_has_the_target_layer_inference_that_the_
     plain = load_drafter(f"moa:{tmp_path / 'published'}", Chain(4), target.config, dtype=jnp.float32)
     assert plain.fingerprint() != made.fingerprint()  # a client and a server of which one says no tli do not fit
     made.save_pretrained(tmp_path / "ours")
-    with pytest.raises(InputError, match=r"tli=2: its own configuration says that it was trained with tli=1; leave tli out"):
+    with pytest.raises(InputError, match=r"tli=2: the checkpoint says that it was trained with tli=1; leave tli out"):
         load_drafter(f"moa,tli=2:{tmp_path / 'ours'}", None, target.config, dtype=jnp.float32)
     assert load_drafter(f"moa,tli=1:{tmp_path / 'ours'}", None, target.config, dtype=jnp.float32).config == made.config
 
@@ -738,7 +738,7 @@ def test_what_a_published_layout_cannot_say_is_refused(tmp_path) -> None:
     for changes, message in [
         ({"self_attention_num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({"cross_attention_intermediate_size": 57}, "'cross_attention.mlp.down_proj.weight' has shape"),
-        ({"kv_hidden_size": 36}, "reads 36 numbers, which are no keys and values of 4 each"),
+        ({"kv_hidden_size": 36}, "reads 36 numbers, which are no keys and values of size 4"),
         ({"disable_LSA": True}, "is no part of a Mixture of Attentions drafter"),
         ({"layer_self_attention_intermediate_size": "72"}, "layer_self_attention_intermediate_size='72'"),
     ]:

@@ -170,7 +170,7 @@ def test_what_a_drafter_cannot_read_is_refused_in_a_line(of, method, name) -> No
 def test_no_drafted_state_is_finished_by_layers_that_are_given_inputs() -> None:
     target = tiny_target(per_layer_inputs=6, per_layer_vocab_size=11)
     drafter = MixtureOfAttentions.init(target, jax.random.key(3), Chain(2), tli=1)
-    with pytest.raises(InputError, match=r"tli=1\) gives the target's last layers states that are of no token.*tli=0$"):
+    with pytest.raises(InputError, match=r"tli=1\) runs the target's last layers on states that belong to no token.*tli=0$"):
         drafter.check(target)
     MixtureOfAttentions.init(target, jax.random.key(3), Chain(2)).check(target)
 
@@ -425,7 +425,7 @@ def test_a_drafter_without_head_and_fc_is_read_back(tmp_path) -> None:
     again = Eagle3.from_pretrained(tmp_path / "twice")
     assert again.config == drafter.config
     jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
-    with pytest.raises(InputError, match="layout='speculators': has an fc and an lm_head, and this drafter lacks one"):
+    with pytest.raises(InputError, match="layout='speculators': it needs fc and lm_head, but this drafter lacks one"):
         drafter.save_pretrained(tmp_path / "thrice", layout="speculators")
 
 

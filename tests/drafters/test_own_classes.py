@@ -75,7 +75,7 @@ def test_code_beside_a_checkpoint_is_not_run(checkpoint, monkeypatch) -> None:
         (checkpoint / name).write_text("raise SystemExit('it was run')")
     file = checkpoint / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": {"AutoModel": "modeling.Wizard"}}))
-    with pytest.raises(InputError, match="is of no method known here"):
+    with pytest.raises(InputError, match="belongs to no known method"):
         load_drafter(str(checkpoint), None, tiny_config())
     assert isinstance(load_drafter(f"{CLASS}@{checkpoint}", None, tiny_config(), jnp.float32), Wizard)
 
@@ -185,11 +185,11 @@ class Undecorated(Right):
 
 BROKEN = {
     Undecorated: r"is no pytree: decorate its class with flax.struct.dataclass",
-    WithoutRows: r"start\(\)\['number'\] has shape \[\]: every array of its state has the rows first",
-    RowsLast: r"start\(\) has shape \[5, 2\]: every array of its state has the rows first",
-    Floats: r"drafts tokens of type float32: token ids are whole numbers",
-    Deep: r"drafts 3 deep, but draft=Chain.*: drafts have the depth of that shape",
-    OneRow: r"drafts tokens \[1, 2\]: they are \[B, N\], and B is 2 here",
+    WithoutRows: r"start\(\)\['number'\] has shape \[\]: each array of the state must have rows first",
+    RowsLast: r"start\(\) has shape \[5, 2\]: each array of the state must have rows first",
+    Floats: r"drafts tokens of type float32: token ids must be integers",
+    Deep: r"drafts 3 deep, but draft=Chain.*: drafts must have that depth",
+    OneRow: r"drafts tokens \[1, 2\]: they must be \[B, N\], with B=2",
     Alone: r"propose\(\) returns Draft: return a Draft and the state",
 }
 
@@ -201,7 +201,7 @@ def test_a_drafter_that_breaks_a_rule_is_told_the_rule_and_the_page(kind) -> Non
 
 
 def test_an_engine_tells_the_same_of_a_state() -> None:
-    with pytest.raises(InputError, match="every array of its state has the rows first"):
+    with pytest.raises(InputError, match="each array of the state must have rows first"):
         rows.empty(tiny_target(), RowsLast(), rows=2, capacity=32, pages=16, page=8)
 
 
@@ -210,7 +210,7 @@ def test_a_drafter_without_the_field_draft_is_refused_when_it_is_made() -> None:
     class Shapeless(Drafter):
         size: int = 3
 
-    with pytest.raises(InputError, match=r"^Shapeless: has no field draft, .* \(see docs/extend/drafter.md\)"):
+    with pytest.raises(InputError, match=r"^Shapeless: the class has no field draft, .* \(see docs/extend/drafter.md\)"):
         Shapeless()
 
 

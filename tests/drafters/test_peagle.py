@@ -137,7 +137,7 @@ def test_windows_are_no_ornament(text, target, tmp_path) -> None:
     near = one.replace(config=_windowed(one.config))
     states = [np.asarray(which.block(target, heard(which, target, text.tokens, 16))) for which in (one, near)]
     assert np.abs(states[0] - states[1]).max() > 1e-2
-    with pytest.raises(InputError, match=r"6 deep, and layers of this drafter see the newest 5 pairs alone"):
+    with pytest.raises(InputError, match=r"6 deep, but layers of this drafter see only the newest 5 pairs"):
         near.replace(draft=Chain(6)).check(target)
 
 
@@ -208,7 +208,7 @@ def test_all_nodes_of_a_depth_offer_the_same(shape, text, target) -> None:
 def test_a_checkpoint_is_read_back_bit_for_bit(layout, options, target, tmp_path) -> None:
     written = drafter(target, **options)
     if layout == "specforge" and "qk_norm" in options:
-        with pytest.raises(InputError, match=r"layout='specforge': has Llama's layers"):
+        with pytest.raises(InputError, match=r"layout='specforge': it has Llama's layers"):
             written.save_pretrained(tmp_path / "once", layout=layout)
         return
     written.save_pretrained(tmp_path / "once", layout=layout)
@@ -225,7 +225,7 @@ def test_windows_are_written_and_read(target, tmp_path) -> None:
     written = written.replace(config=_windowed(written.config))
     written.save_pretrained(tmp_path)
     assert PEagle.from_pretrained(tmp_path).config == written.config
-    with pytest.raises(InputError, match=r"layout='specforge': has Llama's layers without windows"):
+    with pytest.raises(InputError, match=r"layout='specforge': it has Llama's layers without windows"):
         written.save_pretrained(tmp_path / "other", layout="specforge")
 
 
@@ -277,12 +277,12 @@ def _as_eagle3(name: str) -> str:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda tensors: tensors.pop("mask_hidden"), "'mask_hidden' is missing, what a P-EAGLE drafter reads where"),
+        (lambda tensors: tensors.pop("mask_hidden"), "'mask_hidden' is missing, which a P-EAGLE drafter reads in place of"),
         (lambda tensors: tensors.pop("lm_head.weight"), "'lm_head.weight' of a P-EAGLE drafter .* is missing"),
-        (lambda tensors: tensors.pop("d2t"), "'d2t' is missing: it says which of the target's 48 tokens the 16"),
+        (lambda tensors: tensors.pop("d2t"), "'d2t' is missing: it says which of the target's 48 tokens the drafter's 16"),
         (lambda tensors: tensors.pop("fc.weight"), "fc.weight reads 0 numbers"),
         (lambda tensors: tensors.update(mask_hidden=tensors["mask_hidden"][..., 1:]), r"'mask_hidden' has shape \(1, 1, 95\)"),
-        (lambda tensors: tensors.update(d2t=tensors["d2t"] + 40), "'d2t' must give each of the drafter's tokens one of the"),
+        (lambda tensors: tensors.update(d2t=tensors["d2t"] + 40), "'d2t' must map the drafter's tokens to different tokens"),
         (lambda tensors: tensors.update(extra=np.zeros(3, np.float32)), "'extra' is no part of a P-EAGLE drafter"),
         (
             lambda tensors: [tensors.update({_as_eagle3(name): tensors.pop(name)}) for name in list(tensors)],
@@ -302,7 +302,7 @@ def test_a_table_without_a_head_is_refused(target, tmp_path) -> None:
         tensors.pop("lm_head.weight")
 
     spoilt = change(tmp_path / "whole", tmp_path / "spoilt", spoil, drop=["draft_vocab_size"])
-    with pytest.raises(CheckpointError, match="lm_head is missing, and the target's can only be used"):
+    with pytest.raises(CheckpointError, match="lm_head is missing: the target's serves only"):
         PEagle.from_pretrained(spoilt)
 
 
@@ -315,7 +315,7 @@ def test_the_mask_token_must_be_known(made, tmp_path) -> None:
         PEagle.from_pretrained(without, mask_token_id=48)
     vllm = change(made, tmp_path / "vllm", drop=["mask_token_id"], pard_token=9)
     assert PEagle.from_pretrained(vllm).config.mask_token_id == 9
-    with pytest.raises(CheckpointError, match=r"mask_token_id: said to be 7 and 47: only one can be"):
+    with pytest.raises(CheckpointError, match=r"mask_token_id is stated as 7 and 47: give only"):
         PEagle.from_pretrained(made, mask_token_id=7)
 
 
@@ -335,7 +335,7 @@ def test_windows_that_make_no_sense_are_refused(layer, words, made, tmp_path) ->
 
 def test_a_target_that_it_was_not_made_for_is_refused(target) -> None:
     one = drafter(target)
-    with pytest.raises(InputError, match="this PEagle was made for a target with a vocabulary of 48 tokens, and target has 11"):
+    with pytest.raises(InputError, match="this PEagle was made for a target with a vocabulary of 48 tokens, but target has 11"):
         one.check(tiny_target())
     with pytest.raises(InputError, match="asks for 17 children of a node, but the vocabulary has 16"):
         one.replace(draft=DynamicTree(top_k=17, depth=3, nodes=20)).check(target)

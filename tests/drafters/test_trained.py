@@ -190,7 +190,7 @@ def test_a_target_of_any_size_declares_nothing(tmp_path) -> None:
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 1_000_000 and len(jax.tree.leaves(read.params)) == len(jax.tree.leaves(drafter.params))
-    with pytest.raises(InputError, match=r"\(11, 16, 10000\), and target has \(11, 16, 2\)"):
+    with pytest.raises(InputError, match=r"\(11, 16, 10000\), but target has \(11, 16, 2\)"):
         read.check(tiny_target())
 
 

@@ -293,7 +293,7 @@ def test_bad_arguments_are_refused_by_name(pair, foreign) -> None:
         DraftModel.from_pretrained(pair[1], vocabulary="intersect")
     drafter = DraftModel.from_pretrained(pair[1], dtype=np.float32, tokenizer=pair[0], vocabulary="intersect")
     with pytest.raises(
-        InputError, match=r"tokenizer: target has a vocabulary of 11 tokens, and its tokenizer was said to have an id \d+: give"
+        InputError, match=r"tokenizer: target has a vocabulary of 11 tokens, but its tokenizer has an id \d+: give"
     ):
         specjax.generate(tiny_target(), drafter, [[1]])
     few = DraftModel.from_pretrained(

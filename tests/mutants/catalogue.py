@@ -657,7 +657,7 @@ CATALOGUE = (
     Mutant(
         name="dynamic-tree-scores-without-parents",
         file="specjax/drafters/expansion.py",
-        old="scores = jnp.where(growth.going[:, None, None], above[..., None] + children.scores, -jnp.inf)",
+        old="scores = jnp.where(growth.going[:, None, None], parent_scores[..., None] + children.scores, -jnp.inf)",
         new="scores = jnp.where(growth.going[:, None, None], children.scores, -jnp.inf)",
         tests=(
             "tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",
@@ -667,8 +667,8 @@ CATALOGUE = (
     Mutant(
         name="dynamic-tree-parents-of-the-wrong-level",
         file="specjax/drafters/expansion.py",
-        old="above = above + (level - 1) * per_level",
-        new="above = above + level * per_level",
+        old="parent = parent + (level - 1) * per_level",
+        new="parent = parent + level * per_level",
         tests=(
             "tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",
         ),

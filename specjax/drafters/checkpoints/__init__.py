@@ -1,1 +1,1 @@
-"""How the checkpoints of drafters are read and written, where that takes a file of its own."""
+"""The checkpoint formats of drafters whose reading and writing takes a file of its own."""

@@ -1,12 +1,14 @@
-"""The layouts in which the checkpoints of a DFlash drafter and its kin are published: read and written.
+"""Read and write the published checkpoint layouts of DFlash, DFlash2, DSpark and JetSpec.
 
-``dflash`` is z-lab's: config.json is a Qwen3 model's, with ``block_size`` and ``dflash_config``; JetSpec's drafters are in it,
-too, and DFlash2's, which have all fields of their own in ``dflash_config``. ``speculators`` is that of the speculators package
-and vLLM: the layers' sizes stand in ``transformer_layer_config``. ``deepspec`` is DeepSeek's: a Qwen3 model's config.json with
-the fields beside the others, and embedding and head in the file.
+``dflash`` is z-lab's layout. Its config.json is that of a Qwen3 model, with ``block_size`` and
+``dflash_config``. JetSpec's drafters have this layout too, and DFlash2's, whose additional fields
+are all in ``dflash_config``. ``speculators`` is the layout of the speculators package and vLLM; the
+sizes of the layers are in ``transformer_layer_config``. ``deepspec`` is DeepSeek's layout: a Qwen3
+model's config.json with additional fields at the top, and with embedding and head in the tensor
+file.
 
-The layouts number the target's layers in two ways. Here a tap is the number of a layer whose *input* is read, as speculators
-counts; the others name the layer before, whose output that is.
+The layouts number the target's layers in two ways. Here a tap is the index of a layer whose *input*
+is read, as in speculators. The other layouts name the layer before it, whose *output* that is.
 """
 
 from collections.abc import Mapping
@@ -23,26 +25,28 @@ from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, number, text, whole
 
 Kind = Literal["dflash", "dspark", "dflash2"]
-"""Which of the drafters a checkpoint is of."""
+"""The kind of drafter of a checkpoint."""
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def layout_of(raw: Mapping[str, Any]) -> str | None:
-    """Which layout a config.json is in; None: it is of no such drafter."""
+    """Return the layout of a config.json; None if it belongs to no such drafter."""
     if raw.get("speculators_model_type") in get_args(Kind):
         return "speculators"
-    named = raw.get("architectures")
-    named = named if isinstance(named, list) else []
-    if "DFlashDraftModel" in named or "DFlash2DraftModel" in named:
+    architectures = raw.get("architectures")
+    architectures = architectures if isinstance(architectures, list) else []
+    if "DFlashDraftModel" in architectures or "DFlash2DraftModel" in architectures:
         return "dflash"
-    return "deepspec" if "Qwen3DSparkModel" in named else None
+    return "deepspec" if "Qwen3DSparkModel" in architectures else None
 
 
 def kind_of(raw: Mapping[str, Any]) -> Kind | None:
-    """Which drafter a config.json is of; None: of none of these. DeepSpec writes its DFlash drafters as DSpark ones without
-    heads."""
+    """Return the kind of drafter that a config.json describes; None if it is none of these.
+
+    DeepSpec writes its DFlash drafters as DSpark drafters without heads.
+    """
     layout = layout_of(raw)
     if layout == "speculators":
         return raw["speculators_model_type"]
@@ -96,10 +100,10 @@ _FIELDS: dict[str, dict[str, Field]] = {
         **_HEADS,
     },
 }
-_NESTED: dict[str, Field] = {  # in dflash_config
+_NESTED: dict[str, Field] = {  # the fields in dflash_config
     "mask_token_id": whole(0, 10_000_000),
     "target_layer_ids": _layer_numbers(-1),
-    "block_size": whole(1, 4096, default=None),  # in newer files
+    "block_size": whole(1, 4096, default=None),  # newer files have it here
     "causal_head": flag(default=None),
     "causal": flag(default=None),
     "target_hidden_size": whole(1, 1_000_000, default=None),
@@ -111,7 +115,7 @@ _FACTORS: dict[str, Field] = {  # z-lab's code looks for them in dflash_config f
         "null, 0 or a number from 1e-06 to 1e+06", lambda value: type(value) in (int, float) and _is_cap(value), None
     ),
 }
-_NO_FACTORS: dict[str, Field] = {  # of layouts whose authors' code reads no such fields
+_NO_FACTORS: dict[str, Field] = {  # for layouts whose own code does not read these fields
     "input_embedding_scale": Field("1 in this layout", lambda value: value == 1, None),
     "output_multiplier": Field("1 in this layout", lambda value: value == 1, None),
     "final_logit_softcapping": Field("null or 0 in this layout", lambda value: value == 0, None),
@@ -119,10 +123,10 @@ _NO_FACTORS: dict[str, Field] = {  # of layouts whose authors' code reads no suc
 
 
 def _is_cap(value: float) -> bool:
-    return value == 0 or 1e-6 <= value <= 1e6  # z-lab's code takes 0 for no bound
+    return value == 0 or 1e-6 <= value <= 1e6  # in z-lab's code 0 means no bound
 
 
-_QWEN3 = {  # speculators leaves out what equals transformers' defaults
+_QWEN3 = {  # speculators omits values that equal transformers' defaults
     "vocab_size": 151936,
     "hidden_size": 4096,
     "intermediate_size": 22016,
@@ -133,35 +137,36 @@ _QWEN3 = {  # speculators leaves out what equals transformers' defaults
 
 
 def read_config(stored: CheckpointFiles) -> DFlashConfig:
-    """The shape of a checkpoint, in any layout.
+    """Return the configuration of a checkpoint in any layout.
 
     Raises:
-        CheckpointError: a field is not as it must be, or counts what there are no tensors of; half of a head is there.
+        CheckpointError: A field is invalid, a count does not match the tensors, or a part is
+            incomplete.
     """
     layout = layout_of(stored.raw)
     if layout is None:
-        raise CheckpointError(f"{stored.file}: names no architecture of a DFlash drafter: give the checkpoint of one")
+        raise CheckpointError(f"{stored.file}: it names no architecture of a DFlash drafter: give the checkpoint of one")
     fields = check_fields(stored.raw, _FIELDS[layout], stored.file)
-    own = _read_speculators(fields, stored) if layout == "speculators" else _read_qwen3(fields, stored, layout)
+    config_fields = _read_speculators(fields, stored) if layout == "speculators" else _read_qwen3(fields, stored, layout)
     if layout == "dflash":
-        own |= _read_factors(stored)
+        config_fields |= _read_factors(stored)
     else:
         check_fields(stored.raw, _NO_FACTORS, stored.file)
-    layer: ModelConfig = own["layer"]
+    layer: ModelConfig = config_fields["layer"]
     stored.check_count("num_hidden_layers", layer.num_layers, stored.numbered("layers."), "layers")
     windows = {"sliding_window": layer.sliding_window, "windowed_layers": layer.windowed_layers}
-    own["layer"] = replace(config_json.with_switches(layer, stored.shapes, "layers.0."), **windows)
-    _check_parts(own, stored)
+    config_fields["layer"] = replace(config_json.with_switches(layer, stored.shapes, "layers.0."), **windows)
+    _check_parts(config_fields, stored)
     config = DFlashConfig(
-        **own,
+        **config_fields,
         own_ids="d2t" in stored.shapes,
         own_embedding="embed_tokens.weight" in stored.shapes,
         own_head="lm_head.weight" in stored.shapes,
     )
-    read, hidden = stored.shapes.get("fc.weight", (0, 0))[-1], config.layer.hidden_size
-    if read != len(config.taps) * hidden:
+    width, hidden = stored.shapes.get("fc.weight", (0, 0))[-1], config.layer.hidden_size
+    if width != len(config.taps) * hidden:
         raise CheckpointError(
-            f"{stored.file}: fc.weight reads {read} numbers, and {len(config.taps)} layers of the target with {hidden} each "
+            f"{stored.file}: fc.weight reads {width} numbers, but {len(config.taps)} layers of the target with {hidden} each "
             f"are {len(config.taps) * hidden}: give the configuration and the weights of one model, of the target's hidden size"
         )
     if config.draft_vocab_size != config.layer.vocab_size:
@@ -170,40 +175,43 @@ def read_config(stored: CheckpointFiles) -> DFlashConfig:
 
 
 def _read_qwen3(fields: dict[str, Any], stored: CheckpointFiles, layout: str) -> dict[str, Any]:
-    """The fields of z-lab's and DeepSpec's config.json."""
+    """Return the configuration's fields for the layouts of z-lab and DeepSpec."""
     layer = config_json.parse_drafter_config(dict(stored.raw), stored.file)
-    own = _read_zlab(fields, layer, stored) if layout == "dflash" else _read_deepspec(fields, stored)
-    return {"layer": layer, "draft_vocab_size": layer.vocab_size, "target_layers": fields["num_target_layers"], **own}
+    layout_fields = _read_zlab(fields, layer, stored) if layout == "dflash" else _read_deepspec(fields, stored)
+    return {"layer": layer, "draft_vocab_size": layer.vocab_size, "target_layers": fields["num_target_layers"], **layout_fields}
 
 
 def _read_zlab(fields: dict[str, Any], layer: ModelConfig, stored: CheckpointFiles) -> dict[str, Any]:
     is_dflash2 = kind_of(stored.raw) == "dflash2"
     nested = check_fields(fields["dflash_config"], _NESTED | (_OF_DFLASH2 if is_dflash2 else {}), stored.file, "dflash_config.")
     _check_hidden(nested["target_hidden_size"], layer, stored)
-    size, named = fields["block_size"] or nested["block_size"], nested["target_layer_ids"]
+    size, layer_ids = fields["block_size"] or nested["block_size"], nested["target_layer_ids"]
     if size is None:
-        raise CheckpointError(f"{stored.file}: block_size is missing: how many tokens the drafter writes at once")
-    if named is None and fields["num_target_layers"] is None:
+        raise CheckpointError(f"{stored.file}: block_size is missing: give the number of tokens in a block")
+    if layer_ids is None and fields["num_target_layers"] is None:
         raise CheckpointError(
-            f"{stored.file}: dflash_config.target_layer_ids is missing, and num_target_layers, from which it would follow"
+            f"{stored.file}: dflash_config.target_layer_ids is missing, and so is num_target_layers: give one of the two"
         )
-    said = [value for value in (fields["is_causal"], nested["causal"], nested["causal_head"]) if value is not None]
+    causal_flags = [value for value in (fields["is_causal"], nested["causal"], nested["causal_head"]) if value is not None]
     return {
         "block_size": size,
         "mask_token_id": nested["mask_token_id"],
-        "taps": default_taps(fields["num_target_layers"], layer.num_layers) if named is None else _taps(named),
-        "causal": any(said),
-        "causal_in_window": not said and bool(layer.windowed_layers),  # what z-lab's code does where nothing is said
+        "taps": default_taps(fields["num_target_layers"], layer.num_layers) if layer_ids is None else _taps(layer_ids),
+        "causal": any(causal_flags),
+        "causal_in_window": not causal_flags and bool(layer.windowed_layers),  # the default of z-lab's code
         **{name: nested[name] for name in _OF_DFLASH2 if is_dflash2},
     }
 
 
 def _read_factors(stored: CheckpointFiles) -> dict[str, float | None]:
-    """The factors of embeddings and logits: of each the field in dflash_config, where there is one, else that beside it."""
+    """Return the factors of embeddings and logits.
+
+    A field in dflash_config has priority over the field of the same name at the top.
+    """
     nested = stored.raw["dflash_config"]
-    within = {name: field for name, field in _FACTORS.items() if name in nested}
-    beside = {name: field for name, field in _FACTORS.items() if name not in nested}
-    values = check_fields(nested, within, stored.file, "dflash_config.") | check_fields(stored.raw, beside, stored.file)
+    inner = {name: field for name, field in _FACTORS.items() if name in nested}
+    outer = {name: field for name, field in _FACTORS.items() if name not in nested}
+    values = check_fields(nested, inner, stored.file, "dflash_config.") | check_fields(stored.raw, outer, stored.file)
     return {
         "input_embedding_scale": float(values["input_embedding_scale"] or 1.0),
         "output_multiplier": float(values["output_multiplier"] or 1.0),
@@ -213,24 +221,24 @@ def _read_factors(stored: CheckpointFiles) -> dict[str, float | None]:
 
 def _read_deepspec(fields: dict[str, Any], stored: CheckpointFiles) -> dict[str, Any]:
     if fields["target_layer_ids"] is None:
-        raise CheckpointError(f"{stored.file}: target_layer_ids is missing: the target's layers that are read")
-    own = {"block_size": fields["block_size"], "mask_token_id": fields["mask_token_id"], "from_anchor": True}
-    return own | {"taps": _taps(fields["target_layer_ids"])} | _read_heads(fields)
+        raise CheckpointError(f"{stored.file}: target_layer_ids is missing: give the target's layers that are read")
+    config_fields = {"block_size": fields["block_size"], "mask_token_id": fields["mask_token_id"], "from_anchor": True}
+    return config_fields | {"taps": _taps(fields["target_layer_ids"])} | _read_heads(fields)
 
 
 def _taps(outputs: list[int]) -> tuple[int, ...]:
-    """The layers whose input is the output of those named."""
+    """Return the layers whose input is the output of the layers ``outputs``."""
     return tuple(number + 1 for number in outputs)
 
 
 def _read_speculators(fields: dict[str, Any], stored: CheckpointFiles) -> dict[str, Any]:
-    described = fields["transformer_layer_config"]
-    raw = _with_windows({**_QWEN3, "model_type": "qwen3", **described})
+    layer_fields = fields["transformer_layer_config"]
+    raw = _with_windows({**_QWEN3, "model_type": "qwen3", **layer_fields})
     layer = config_json.parse_drafter_config(raw, f"{stored.file}: transformer_layer_config")
     kind = kind_of(stored.raw)
     _check_hidden(fields["target_hidden_size"], layer, stored)
     if fields["aux_hidden_state_layer_ids"] is None:
-        raise CheckpointError(f"{stored.file}: aux_hidden_state_layer_ids is missing: the target's layers that are read")
+        raise CheckpointError(f"{stored.file}: aux_hidden_state_layer_ids is missing: give the target's layers that are read")
     by_kind = check_fields(stored.raw, _speculators_fields(kind), stored.file)
     return {
         "layer": layer,
@@ -247,7 +255,7 @@ def _read_speculators(fields: dict[str, Any], stored: CheckpointFiles) -> dict[s
 
 
 def _speculators_fields(kind: Kind | None) -> dict[str, Field]:
-    """Those whose defaults are another drafter's own."""
+    """Return the fields whose defaults depend on the kind of drafter."""
     fields = {"sample_from_anchor": flag(kind == "dspark"), "sliding_window_non_causal": flag(kind == "dflash2")}
     if kind == "dspark":
         ranks = {"markov_rank": whole(0, 1_000_000, default=256)}
@@ -258,13 +266,16 @@ def _speculators_fields(kind: Kind | None) -> dict[str, Field]:
 
 
 def _with_windows(raw: dict[str, Any]) -> dict[str, Any]:
-    """``raw``, whose windows are those of ``layer_types``, whatever else it says: so speculators reads it. One that is longer
-    than any text still makes blocks causal: it is kept, as long as a text can be."""
+    """Return ``raw`` with the windows that ``layer_types`` names, as speculators reads it.
+
+    All other fields about windows are ignored. A window that is longer than any text still makes
+    blocks causal, so it stays, cut to the length of the longest text.
+    """
     kinds, window, longest = raw.get("layer_types"), raw.get("sliding_window"), raw.get("max_position_embeddings", 32_768)
     if not isinstance(kinds, list) or "sliding_attention" not in kinds:
         return raw
     if type(window) is int and type(longest) is int:
-        window = min(window, longest - 1)  # from the anchor, which may stand behind so many
+        window = min(window, longest - 1)  # counted from an anchor behind at most this many tokens
     return raw | {"use_sliding_window": True, "sliding_window": window}
 
 
@@ -277,32 +288,35 @@ def _read_heads(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_hidden(said: int | None, layer: ModelConfig, stored: CheckpointFiles) -> None:
-    if said not in (None, layer.hidden_size):
+def _check_hidden(size: int | None, layer: ModelConfig, stored: CheckpointFiles) -> None:
+    if size not in (None, layer.hidden_size):
         raise CheckpointError(
-            f"{stored.file}: target_hidden_size={said}, and the drafter's hidden_size is {layer.hidden_size}: give a drafter "
+            f"{stored.file}: target_hidden_size={size}, but the drafter's hidden_size is {layer.hidden_size}: give a drafter "
             "of its target's hidden size, whose embedding and head it can use"
         )
 
 
-def _check_parts(own: Mapping[str, Any], stored: CheckpointFiles) -> None:
-    """Refuse parts of which config.json says one thing and the tensors another: they would be left out without a word."""
-    for field, what, part, said in (
-        ("markov_rank", "a head", "markov_head.", own.get("markov_rank", 0) > 0),
-        ("enable_confidence_head", "a head", "confidence_head.", own.get("confidence", False)),
-        ("selector_rank", "a selector", "candidate_selector.", "selector_rank" in own),
-        ("conv_kernel_size", "convolutions", "attention_conv.", "conv_kernel_size" in own),
-        ("conv_kernel_size", "convolutions", "mlp_conv.", "conv_kernel_size" in own),
+def _check_parts(config_fields: Mapping[str, Any], stored: CheckpointFiles) -> None:
+    """Raise a CheckpointError if config.json and the tensors disagree about a part of the drafter.
+
+    Without this check the part would be ignored silently.
+    """
+    for field, what, part, is_declared in (
+        ("markov_rank", "head", "markov_head.", config_fields.get("markov_rank", 0) > 0),
+        ("enable_confidence_head", "head", "confidence_head.", config_fields.get("confidence", False)),
+        ("selector_rank", "selector", "candidate_selector.", "selector_rank" in config_fields),
+        ("conv_kernel_size", "convolution", "attention_conv.", "conv_kernel_size" in config_fields),
+        ("conv_kernel_size", "convolution", "mlp_conv.", "conv_kernel_size" in config_fields),
     ):
-        found = sorted(name for name in stored.shapes if name.startswith(part) or f".{part}" in name)
-        if found and not said:
+        tensors = sorted(name for name in stored.shapes if name.startswith(part) or f".{part}" in name)
+        if tensors and not is_declared:
             raise CheckpointError(
-                f"{stored.file}: says nothing of {what} ({field}), but there are its tensors {', '.join(found)}: give the "
+                f"{stored.file}: it declares no {what} ({field}), but there are tensors {', '.join(tensors)}: give the "
                 "configuration and the weights of one model"
             )
-        if said and not found:
+        if is_declared and not tensors:
             raise CheckpointError(
-                f"{stored.directory}: has no tensors {part}*, {what} that {field} in config.json says there is: give the "
+                f"{stored.directory}: there are no tensors {part}*, but {field} in config.json declares a {what}: give the "
                 "configuration and the weights of one model"
             )
 
@@ -310,21 +324,21 @@ def _check_parts(own: Mapping[str, Any], stored: CheckpointFiles) -> None:
 def _read_dflash(stored: CheckpointFiles) -> DFlashConfig:
     config = read_config(stored)
     if config.has_selector:
-        raise CheckpointError(f"{stored.file}: is of a DFlash2, whose convolutions a DFlash lacks: load it as a DFlash2")
+        raise CheckpointError(f"{stored.file}: it describes a DFlash2, and a DFlash has no convolutions: load it as a DFlash2")
     return config
 
 
 def _read_dflash2(stored: CheckpointFiles) -> DFlashConfig:
     config = read_config(stored)
     if not config.has_selector:
-        raise CheckpointError(f"{stored.file}: has neither convolutions nor a selector: load it as a DFlash")
+        raise CheckpointError(f"{stored.file}: it has neither convolutions nor a selector: load it as a DFlash")
     return config
 
 
 def _read_dspark(stored: CheckpointFiles) -> DFlashConfig:
     config = read_config(stored)
     if not config.has_heads:
-        raise CheckpointError(f"{stored.file}: has neither a Markov head nor a confidence head: load it as a DFlash")
+        raise CheckpointError(f"{stored.file}: it has neither a Markov head nor a confidence head: load it as a DFlash")
     return config
 
 
@@ -332,46 +346,48 @@ def _read_dspark(stored: CheckpointFiles) -> DFlashConfig:
 
 
 def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
-    """Return the fields of config.json in ``layout``; arguments as in `TrainedDrafter.save_pretrained`.
+    """Return the fields of config.json in ``layout``.
+
+    The arguments are those of `TrainedDrafter.save_pretrained`.
 
     Raises:
-        InputError: the layout cannot say what the drafter is.
+        InputError: The layout has no field for a property of the drafter.
     """
     config: DFlashConfig = drafter.config
     if layout == "speculators":
         return _speculators_config(config, dtype, target)
-    wrong = [name for name, is_so in _unsaid(config, layout).items() if is_so]
-    if wrong:
-        raise InputError(f"layout={layout!r}: cannot say {', '.join(wrong)}: write it as 'speculators'")
-    own: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": [tap - 1 for tap in config.taps]}
+    unsupported = [name for name, applies in _unsaid(config, layout).items() if applies]
+    if unsupported:
+        raise InputError(f"layout={layout!r}: it cannot express {', '.join(unsupported)}: write it as 'speculators'")
+    nested: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": [tap - 1 for tap in config.taps]}
     raw, size = config_json.format_config(config.layer, dtype), {"block_size": config.block_size}
-    if config.target_layers is not None:  # SpecForge reads it where the layers are named, too
+    if config.target_layers is not None:  # SpecForge needs it even if the layers are named
         raw |= {"num_target_layers": config.target_layers}
     if layout == "deepspec":
-        return raw | size | own | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512} | _heads_of(config)
-    own |= {"causal_head": True} if config.causal else {}  # JetSpec's name of it
-    own |= config.changed_factors
+        return raw | size | nested | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512} | _heads_of(config)
+    nested |= {"causal_head": True} if config.causal else {}  # JetSpec's name for it
+    nested |= config.changed_factors
     raw |= {"is_causal": config.causal} if config.causal or not config.causal_in_window else {}
     if config.has_selector:
-        # The size of a block stands twice: SpecForge reads the one, and z-lab's own files have the other.
-        return raw | size | {"architectures": ["DFlash2DraftModel"], "dflash_config": size | own | _dflash2_of(config)}
-    return raw | size | {"architectures": ["DFlashDraftModel"], "dflash_config": own}
+        # Both places need the block size: SpecForge reads one, z-lab's own files have the other.
+        return raw | size | {"architectures": ["DFlash2DraftModel"], "dflash_config": size | nested | _dflash2_of(config)}
+    return raw | size | {"architectures": ["DFlashDraftModel"], "dflash_config": nested}
 
 
 def _unsaid(config: DFlashConfig, layout: str) -> dict[str, bool]:
-    """What a layout has no field for, and whether a drafter is so."""
-    unsaid = {
+    """Return the properties that a layout cannot express, and whether a drafter has each."""
+    properties = {
         "a vocabulary of its own": config.own_ids,
         "windows that are counted from the anchor": config.window_of_block,
     }
     if layout == "dflash":
-        brings = config.own_embedding or config.own_head
-        return unsaid | {"predictions from the anchor": config.from_anchor, "an embedding or a head of its own": brings}
-    lacks = not (config.own_embedding and config.own_head)
-    return unsaid | {
+        has_own = config.own_embedding or config.own_head
+        return properties | {"predictions from the anchor": config.from_anchor, "an embedding or a head of its own": has_own}
+    uses_targets = not (config.own_embedding and config.own_head)
+    return properties | {
         "blocks that are causal": config.causal or config.causal_in_window,
         "anchors that predict nothing": not config.from_anchor,
-        "that embedding and head are the target's": lacks,
+        "that embedding and head are the target's": uses_targets,
     }
 
 
@@ -391,9 +407,9 @@ def _dflash2_of(config: DFlashConfig) -> dict[str, int]:
 def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> dict[str, Any]:
     if config.causal or (config.layer.windowed_layers and not config.window_of_block):
         what = "a block that is causal in every layer" if config.causal else "windows that are counted from each token"
-        raise InputError(f"layout='speculators': cannot say {what}: write it as 'dflash'")
+        raise InputError(f"layout='speculators': it cannot express {what}: write it as 'dflash'")
     if config.changed_factors:
-        raise InputError("layout='speculators': cannot say factors of embeddings or logits: write it as 'dflash'")
+        raise InputError("layout='speculators': it cannot express factors of embeddings or logits: write it as 'dflash'")
     kind, architecture = "dflash", "DFlashSpeculator"
     if config.has_selector:
         kind, architecture = "dflash2", "DFlash2DraftModel"

@@ -1,4 +1,4 @@
-"""The shape of a DFlash drafter and its kin, DSpark and DFlash2, and their parameters."""
+"""The configuration and the parameters of DFlash drafters, which include DSpark and DFlash2."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -11,41 +11,55 @@ from specjax.models.config import ModelConfig
 from specjax.models.params import Param, Params, matrix, norm
 
 Markov = Literal["vanilla", "gated", "rnn"]
-"""What the head makes of the token before: one vector of it; the same, weighed by a gate that reads the state; or the state of
-a recurrent cell that has read all tokens of the block."""
+"""The kind of a Markov head.
+
+It computes from the token before: "vanilla", a vector; "gated", a vector that is weighted by a gate
+that reads the state; "rnn", the output of a recurrent cell that has read all tokens of the block.
+"""
 
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """The shape of a `DFlash`; with heads, of a `DSpark`; with convolutions and a selector, of a `DFlash2`.
+    """The configuration of a `DFlash`; with heads, of a `DSpark`; with a selector, of a `DFlash2`.
 
     Attributes:
-        layer: of its layers, those of a Qwen3; ``vocab_size`` is the target's.
-        block_size: tokens of a block, the anchor included.
-        mask_token_id: the token that stands where nothing is drafted yet.
-        taps: the target's layers whose *input* it reads, ascending; the number after the last is that one's output.
-        draft_vocab_size: tokens that it can draft, Vd.
-        causal: tokens of a block see those before them, and not all of the block (JetSpec).
-        from_anchor: the anchor predicts the first drafted token; otherwise the token after it does, and the anchor nothing.
-        window_of_block: a window is counted from the anchor, for all tokens of a block alike, and has so many tokens before it;
-            otherwise from each token, and has that one among them.
-        causal_in_window: as ``causal``, in layers with a window.
-        own_ids: whether a table says which of the target's tokens each of its own is; otherwise they are the same.
-        own_embedding: whether it brings an embedding, and does not use the target's.
-        own_head: whether it brings a head, and does not use the target's.
-        markov_rank: of the matrix by which the token before changes the logits of the next; 0: nothing does.
-        markov: see `Markov`.
-        confidence: whether a head says how likely each token of a draft is to be accepted.
-        confidence_of_token: whether that head reads the token before, too.
-        conv_kernel_size: tokens that a convolution around attention or MLP reads: one of a block and those before it; 0: none.
-        conv_group_size: channels that share what a place adds to the kernel of its convolution.
-        selector_rank: of the codebooks by which the selector scores candidates; 0: there is no selector.
-        selector_top_k: candidates at each place, K: the likeliest tokens by the block's logits.
-        input_embedding_scale: factor of the embeddings of a block's tokens, on top of the target's own where it has one.
-        output_multiplier: factor of the products with the head's columns, see `scales_logits`.
-        final_logit_softcapping: bound of the logits after that factor, ``cap * tanh(logits / cap)``; None: there is none.
-        target_layers: layers of the target, where that is known: SpecForge asks for their number. Nothing is computed from it,
-            and shapes that differ in it alone are equal.
+        layer: the configuration of its layers, which are a Qwen3's; ``vocab_size`` is the target's.
+        block_size: the number of tokens of a block, the anchor included.
+        mask_token_id: the token that marks positions without a drafted token.
+        taps: the target layers whose *input* the drafter reads, ascending. The index after the last
+            layer stands for the output of the last layer.
+        draft_vocab_size: the number of tokens that the drafter can draft, Vd.
+        causal: whether tokens of a block see only the tokens before them (JetSpec).
+        from_anchor: whether the anchor predicts the first drafted token. Otherwise the token after
+            the anchor does, and the anchor predicts nothing.
+        window_of_block: whether a window is counted from the anchor: all tokens of a block see the
+            same ``window`` tokens before the anchor. Otherwise it is counted from each token, that
+            token included.
+        causal_in_window: the same as ``causal``, for layers with a window.
+        own_ids: whether a table maps the drafter's tokens to the target's. Otherwise the ids are
+            the same.
+        own_embedding: whether the drafter has an embedding of its own and does not use the
+            target's.
+        own_head: whether the drafter has a head of its own and does not use the target's.
+        markov_rank: the rank of the Markov head's matrix; 0 if there is no such head.
+        markov: the kind of the Markov head, see `Markov`.
+        confidence: whether a head predicts how likely each drafted token is to be accepted.
+        confidence_of_token: whether that head also reads the token before.
+        conv_kernel_size: the number of tokens that a convolution around attention or MLP reads, the
+            token itself included; 0 if there are no convolutions.
+        conv_group_size: the number of channels that share what a position adds to the kernel of its
+            convolution.
+        selector_rank: the rank of the codebooks with which the selector scores candidates; 0 if
+            there is no selector.
+        selector_top_k: the number of candidates at each position, K: the likeliest tokens by the
+            logits of the block.
+        input_embedding_scale: the factor of the embeddings of a block's tokens, in addition to the
+            target's own factor, if any.
+        output_multiplier: the factor of the products with the head, see `scales_logits`.
+        final_logit_softcapping: the bound of the logits after that factor,
+            ``cap * tanh(logits / cap)``; None for no bound.
+        target_layers: the number of the target's layers, if known, because SpecForge needs it. It
+            changes no computation. Configurations that differ only in it are equal.
     """
 
     layer: ModelConfig
@@ -75,20 +89,20 @@ class DFlashConfig:
 
     def __post_init__(self) -> None:
         if self.block_size < 1 + (not self.from_anchor):
-            raise InputError(f"block_size={self.block_size}: leaves no token to draft")
+            raise InputError(f"block_size={self.block_size}: it leaves no token to draft; give more")
         if not 0 <= self.mask_token_id < self.layer.vocab_size:
             raise InputError(f"mask_token_id={self.mask_token_id}: must be one of the target's {self.layer.vocab_size} tokens")
         if not self.taps or list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0:
-            raise InputError(f"taps={self.taps}: must name layers of the target, ascending, and each once")
+            raise InputError(f"taps={self.taps}: they must be different layers of the target, ascending")
         if self.own_ids and not self.own_head:
             raise InputError("lm_head is missing: a drafter with a vocabulary of its own needs a head of its own")
         if self.confidence_of_token and not (self.confidence and self.markov_rank):
-            raise InputError("confidence_head_with_markov: needs a confidence head, and a Markov head of a rank above 0")
+            raise InputError("confidence_head_with_markov: it needs a confidence head, and a Markov head of a rank above 0")
         for name, value in self.changed_factors.items():
             if value is None or not 0 < value < math.inf:
                 raise InputError(f"{name}={value}: must be a finite number above 0")
             if self.own_embedding or self.own_head:
-                raise InputError(f"{name}={value}: is for a drafter that uses its target's embedding and head; leave it out")
+                raise InputError(f"{name}={value}: it is for a drafter that uses its target's embedding and head; leave it out")
         if any(self._of_dflash2.values()):
             self._check_dflash2()
 
@@ -100,8 +114,8 @@ class DFlashConfig:
     def _check_dflash2(self) -> None:
         size, group, _, top_k = self._of_dflash2.values()
         if min(self._of_dflash2.values()) < 1:
-            said = ", ".join(f"{name}={value}" for name, value in self._of_dflash2.items())
-            raise InputError(f"{said}: a DFlash2 has convolutions and a selector; each must be at least 1")
+            stated = ", ".join(f"{name}={value}" for name, value in self._of_dflash2.items())
+            raise InputError(f"{stated}: a DFlash2 has convolutions and a selector; each must be at least 1")
         if size > self.block_size:
             raise InputError(f"conv_kernel_size={size}: must be at most block_size={self.block_size}")
         if self.layer.hidden_size % group:
@@ -117,35 +131,41 @@ class DFlashConfig:
 
     @property
     def depth(self) -> int:
-        """Most tokens of a draft."""
+        """The maximum number of tokens of a draft."""
         return self.block_size - (not self.from_anchor)
 
     @property
     def changed_factors(self) -> dict[str, float]:
-        """Those factors and bounds of embeddings and logits that change something, by name."""
+        """The factors and bounds of embeddings and logits that have an effect, by name."""
         unchanged = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
         return {name: getattr(self, name) for name, value in unchanged.items() if getattr(self, name) != value}
 
     @property
     def scales_logits(self) -> bool:
-        """Whether its logits have a factor or a bound of its own. These take the place of the target's: a drafter without them
-        has logits as the target's head makes them."""
+        """True if the logits have a factor or a bound of the drafter's own.
+
+        Then these replace the target's. Without them the logits are those of the target's head.
+        """
         return self.output_multiplier != 1.0 or self.final_logit_softcapping is not None
 
     @property
     def has_heads(self) -> bool:
-        """Whether it is a DSpark's."""
+        """True for a DSpark."""
         return self.markov_rank > 0 or self.confidence
 
     @property
     def has_selector(self) -> bool:
-        """Whether it is a DFlash2's."""
+        """True for a DFlash2."""
         return self.selector_rank > 0
 
 
 def default_taps(layers: int, count: int) -> tuple[int, ...]:
-    """``count`` taps of a target with so many layers, as z-lab spreads them: from the output of its second layer to that of its
-    last but two. A target of fewer than 7 layers has them spread over all of it, fewer where there are not so many."""
+    """Return ``count`` taps of a target with ``layers`` layers, spread as z-lab does.
+
+    They go from the output of the second layer to that of the third layer from the end. For a
+    target of fewer than 7 layers they are spread over all layers; there may be fewer than
+    ``count``.
+    """
     if count == 1:
         return (layers // 2 + 1,)
     first, last = (1, layers - 3) if layers >= 7 else (0, layers - 1)
@@ -155,17 +175,17 @@ def default_taps(layers: int, count: int) -> tuple[int, ...]:
 def declare(config: DFlashConfig, layout: str) -> Params:
     """Return the `Param` declarations; the names are the same in all layouts."""
     layer, hidden, rank = config.layer, config.layer.hidden_size, config.markov_rank
-    own = (hidden, None)
+    inputs_hidden = (hidden, None)
     tree: Params = {
         "layers": [_declare_layer(config, i) for i in range(layer.num_layers)],
-        "fc": matrix("fc", (len(config.taps) * hidden, None), own),
+        "fc": matrix("fc", (len(config.taps) * hidden, None), inputs_hidden),
         "hidden_norm": norm("hidden_norm", hidden),
         "norm": norm("norm", hidden),
     }
     if config.own_embedding:
         tree["embed"] = Param((layer.vocab_size, hidden), ("vocab", None), "embed_tokens.weight")
     if config.own_head:
-        tree["lm_head"] = matrix("lm_head", own, (config.draft_vocab_size, "draft_vocab"))
+        tree["lm_head"] = matrix("lm_head", inputs_hidden, (config.draft_vocab_size, "draft_vocab"))
     if config.own_ids:
         tree["d2t"] = declare_d2t(config.draft_vocab_size)
     if rank:
@@ -183,7 +203,7 @@ def declare(config: DFlashConfig, layout: str) -> Params:
         name, codebook = "candidate_selector", (layer.vocab_size, config.selector_rank)
         tree["predecessors"] = Param(codebook, ("vocab", None), f"{name}.predecessor_codebook")
         tree["successors"] = Param(codebook, ("vocab", None), f"{name}.successor_codebook")
-        tree["selector"] = matrix(f"{name}.hidden_projection", own, (config.selector_rank, None))
+        tree["selector"] = matrix(f"{name}.hidden_projection", inputs_hidden, (config.selector_rank, None))
     return tree
 
 
@@ -192,7 +212,7 @@ def _declare_layer(config: DFlashConfig, index: int) -> Params:
     declared: Params = declarations.declare_layer(config.layer, prefix, index)
     if not kernel_size:
         return declared
-    kernels = 2 * kernel_size * (hidden // config.conv_group_size)  # of the convolution before the part and of that after it
+    kernels = 2 * kernel_size * (hidden // config.conv_group_size)  # for the convolutions before and after the part
     for part in ("attention", "mlp"):
         name = f"{prefix}{part}_conv"
         declared[f"{part}_conv"] = replace(matrix(f"{name}.kernel_projection", (hidden, None), (kernels, None)), init="zeros")

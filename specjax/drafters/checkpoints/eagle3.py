@@ -1,10 +1,12 @@
-"""EAGLE-3's parameters, and the two layouts in which its checkpoints are published.
+"""The parameters of EAGLE-3, and the two layouts of its published checkpoints.
 
-``eagle3`` is the layout of SafeAILab, SpecForge and SGLang: the first layer's tensors begin with ``midlayer.``, config.json is
-a Llama model's with a few fields more, and ``eagle_config`` names the layers whose *output* is read. ``speculators`` is that
-of the speculators package and vLLM: ``layers.0.``, the layer's sizes in ``transformer_layer_config``, and the layers whose
-*input* is read. ModelOpt writes the first kind of config.json and the second kind of names, and NVIDIA's drafters for gpt-oss
-may have no ``lm_head``, or no ``fc``: these read the target's last hidden state.
+``eagle3`` is the layout of SafeAILab, SpecForge and SGLang. The names of the first layer's tensors
+begin with ``midlayer.``, config.json is a Llama model's with a few additional fields, and
+``eagle_config`` names the layers whose *output* is read. ``speculators`` is the layout of the
+speculators package and vLLM. The names begin with ``layers.0.``, the sizes of the layer are in
+``transformer_layer_config``, and config.json names the layers whose *input* is read. ModelOpt
+writes config.json in the first layout and names in the second. NVIDIA's drafters for gpt-oss may
+have no ``lm_head``, or no ``fc``: the latter read the target's last hidden state.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,27 +26,32 @@ from specjax.models.fields import CheckpointError, Field, check_fields, flag, ma
 from specjax.models.params import Param, Params, matrix, norm
 
 _FIRST_LAYER: dict[str, str] = {"eagle3": "midlayer.", "speculators": "layers.0."}
-"""How the names of the first layer's tensors begin."""
+"""The prefixes of the tensor names of the first layer."""
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """The shape of an `Eagle3`.
+    """The configuration of an `Eagle3` drafter.
 
     Attributes:
-        layer: of its decoder layers; ``vocab_size`` is the target's.
-        draft_vocab_size: tokens that it can draft, Vd.
-        target_hidden_size: of the target's layers.
-        tap_count: how many of the target's layers it reads; 0: none, and its feature is the target's last hidden state, after
-            the final norm.
-        taps: those whose *input* it reads, in the order in which they are joined; None: `default_taps` of the target.
-        norm_before_residual: the first layer adds to the state that it has normed, not to the state as it came.
-        norm_before_fc: one norm over all taps together.
-        fc_norm: a norm of its own for each tap (EAGLE-3.1).
-        norm_output: the state is fed back after the final norm (EAGLE-3.1), not before.
-        own_embedding: whether it brings an embedding, and does not use the target's.
-        own_ids: whether a table says which of the target's tokens each of its own is; otherwise they are the same.
-        own_head: whether it brings a head, and does not use the target's.
+        layer: the configuration of its decoder layers; ``vocab_size`` is the target's.
+        draft_vocab_size: the number of tokens that the drafter can draft, Vd.
+        target_hidden_size: the hidden size of the target.
+        tap_count: the number of target layers that the drafter reads. With 0 its feature is the
+            target's last hidden state, after the final norm.
+        taps: the target layers whose *input* the drafter reads, in the order in which they are
+            joined; None is `default_taps` of the target.
+        norm_before_residual: whether the residual of the first layer is the normed state, and not
+            the state before the norm.
+        norm_before_fc: whether there is one norm over all taps together.
+        fc_norm: whether each tap has a norm of its own (EAGLE-3.1).
+        norm_output: whether the state is fed back after the final norm (EAGLE-3.1), and not before
+            it.
+        own_embedding: whether the drafter has an embedding of its own and does not use the
+            target's.
+        own_ids: whether a table maps the drafter's tokens to the target's. Otherwise the ids are
+            the same.
+        own_head: whether the drafter has a head of its own and does not use the target's.
     """
 
     layer: ModelConfig
@@ -62,25 +69,26 @@ class Eagle3Config:
 
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.fc_norm:
-            raise InputError("norm_before_fc and fc_norm exclude each other: one norm over all taps, or one for each")
+            raise InputError("norm_before_fc and fc_norm exclude each other: give one norm over all taps, or one for each")
         if self.taps is not None and len(self.taps) != self.tap_count:
             raise InputError(f"taps={self.taps}: the weights are made for {self.tap_count} layers of the target")
         if self.layer.hidden_size != self.target_hidden_size and not self.own_embedding:
             raise InputError(
-                f"hidden_size={self.layer.hidden_size} and the target's is {self.target_hidden_size}: such a drafter needs an "
-                "embedding of its own, and has none"
+                f"hidden_size={self.layer.hidden_size}, but the target's is {self.target_hidden_size}: such a drafter needs an "
+                "embedding of its own"
             )
-        own = (self.layer.hidden_size, self.draft_vocab_size, self.own_ids)
-        if not self.own_head and own != (self.target_hidden_size, self.layer.vocab_size, False):
-            raise InputError("lm_head is missing, and the target's can only be used for states and tokens as the target's")
+        sizes = (self.layer.hidden_size, self.draft_vocab_size, self.own_ids)
+        if not self.own_head and sizes != (self.target_hidden_size, self.layer.vocab_size, False):
+            raise InputError("lm_head is missing: the target's serves only the target's hidden size and vocabulary")
         if not self.tap_count and (self.layer.hidden_size != self.target_hidden_size or self.norm_before_fc or self.fc_norm):
-            raise InputError("fc is missing: without it only states of the drafter's own size can be read, and no norm of them")
+            raise InputError("fc is missing: without it the hidden size must be the target's, and no norm may come before it")
 
     def taps_of(self, layers: int) -> tuple[int, ...]:
-        """The taps of a target with ``layers`` layers, in the order in which they are joined.
+        """Return the taps of a target with ``layers`` layers, in the order of joining.
 
-        Ids in ``eagle_config`` are of layers whose output is read. Some drafters for gpt-oss count as `taps` does there, which
-        shows only where their last id would be that of the output of a layer behind the target's last.
+        The ids in ``eagle_config`` name layers whose output is read. Some drafters for gpt-oss name
+        layers whose input is read there. This is recognised if the last id would otherwise be the
+        output of a layer that does not exist.
         """
         if self.taps is None:
             return default_taps(layers) if self.tap_count else ()
@@ -89,10 +97,10 @@ class Eagle3Config:
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """The taps of a target with so many layers: low, middle and high, as in the published code: 2, L // 2 and L - 3.
+    """Return the taps of a target with L layers: 2, L // 2 and L - 3, as in the published code.
 
-    A target of fewer than 7 layers has no three such layers. Then they are spread evenly, from the output of its first layer to
-    that of its last: three of them, or as many as there are.
+    A target of fewer than 7 layers does not have three such layers. Its taps are spread evenly from
+    the output of the first layer to the output of the last: three taps, or as many as there are.
     """
     if layers >= 7:
         return (2, layers // 2, layers - 3)
@@ -100,13 +108,13 @@ def default_taps(layers: int) -> tuple[int, ...]:
 
 
 def declare(config: Eagle3Config, layout: str) -> Params:
-    """The `Param` declarations, with the names of ``layout``."""
+    """Return the `Param` declarations, with the tensor names of ``layout``."""
     layer, hidden = config.layer, config.layer.hidden_size
     first, fused = _FIRST_LAYER[layout], config.tap_count * config.target_hidden_size
 
     layers = [declarations.declare_layer(layer, f"layers.{i}." if i else first) for i in range(layer.num_layers)]
     layers[0]["hidden_norm"] = norm(f"{first}hidden_norm", hidden)
-    for name in ("q", "k", "v"):  # which read an embedding beside the state
+    for name in ("q", "k", "v"):  # they read the embedding and the state
         inputs, outputs = layers[0][name].shape
         layers[0][name] = replace(layers[0][name], shape=(2 * inputs, outputs))
     tree: Params = {
@@ -133,13 +141,13 @@ def declare(config: Eagle3Config, layout: str) -> Params:
 
 def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
     """Return whether a checkpoint is an EAGLE-3 drafter's; see `CheckpointFormat`."""
-    named = raw.get("architectures")
-    by_name = isinstance(named, list) and any("eagle3" in str(name).lower() for name in named)
+    architectures = raw.get("architectures")
+    by_name = isinstance(architectures, list) and any("eagle3" in str(name).lower() for name in architectures)
     return by_name or raw.get("speculators_model_type") == "eagle3" or "draft_vocab_size" in raw
 
 
 def layout_of(stored: CheckpointFiles) -> str:
-    """By how the first layer's tensors are called."""
+    """Return the layout that the names of the first layer's tensors show."""
     return "eagle3" if "midlayer.self_attn.q_proj.weight" in stored.shapes else "speculators"
 
 
@@ -164,12 +172,12 @@ _FIELDS: dict[str, Field] = {
     "eagle_config": mapping(default=None),
     "transformer_layer_config": mapping(default=None),
 }
-_NESTED: dict[str, Field] = {  # in eagle_config
+_NESTED: dict[str, Field] = {  # the fields in eagle_config
     "use_aux_hidden_state": flag(default=True),
     "return_hidden_post_norm": flag(default=False),
     "eh_proj_before_attn": Field("left out, or false: one projection of state and embedding is another drafter", _is_no, False),
 }
-_LAYER_DEFAULTS: dict[str, dict[str, Any]] = {  # speculators leaves out what equals transformers' defaults
+_LAYER_DEFAULTS: dict[str, dict[str, Any]] = {  # speculators omits values that equal transformers' defaults
     "llama": {
         "vocab_size": 32000,
         "hidden_size": 4096,
@@ -189,41 +197,42 @@ _LAYER_DEFAULTS: dict[str, dict[str, Any]] = {  # speculators leaves out what eq
 
 
 def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> Eagle3Config:
-    """The shape of a checkpoint in either layout.
+    """Return the configuration of a checkpoint in either layout.
 
     Args:
-        stored: the checkpoint.
-        raw: is read in place of what config.json holds; None: config.json is read.
+        stored: the files of the checkpoint.
+        raw: fields that replace those of config.json; None reads config.json.
 
     Raises:
-        CheckpointError: a field is not as it must be, or counts what there are no tensors of; ``d2t`` or ``t2d`` is missing.
+        CheckpointError: A field is invalid, a count does not match the tensors, or ``d2t`` or
+            ``t2d`` is missing.
     """
     raw, source, shapes, layout = stored.raw if raw is None else raw, stored.file, stored.shapes, layout_of(stored)
     fields = check_fields(raw, _FIELDS, source)
-    nested, described = fields["eagle_config"] or {}, fields["transformer_layer_config"]
+    nested, layer_fields = fields["eagle_config"] or {}, fields["transformer_layer_config"]
     flags = check_fields({**nested, **raw}, _FLAGS, source)
-    how = check_fields(nested, _NESTED, source, "eagle_config.")
-    flags["norm_output"] |= how["return_hidden_post_norm"]
-    if described is None:
+    options = check_fields(nested, _NESTED, source, "eagle_config.")
+    flags["norm_output"] |= options["return_hidden_post_norm"]
+    if layer_fields is None:
         layer = config_json.parse_drafter_config(raw, source)
     else:
-        kind = described.get("model_type", "qwen3")  # as speculators reads it
+        kind = layer_fields.get("model_type", "qwen3")  # as speculators reads it
         layer = config_json.parse_drafter_config(
-            {**_LAYER_DEFAULTS.get(kind, {}), "model_type": kind, **described}, f"{source}: transformer_layer_config"
+            {**_LAYER_DEFAULTS.get(kind, {}), "model_type": kind, **layer_fields}, f"{source}: transformer_layer_config"
         )
     first = _FIRST_LAYER[layout]
     if f"{first}self_attn.q_proj.weight" not in shapes:
         raise CheckpointError(
             f"{source}: there is no 'midlayer.self_attn.q_proj.weight' and no 'layers.0.self_attn.q_proj.weight': "
-            "these are not the weights of an EAGLE-3 drafter"
+            "give the weights of an EAGLE-3 drafter"
         )
-    # In the layout `eagle3` the first layer has a name in place of its number.
-    found = stored.numbered("layers.") + (layout == "eagle3")
-    stored.check_count("num_hidden_layers", layer.num_layers, found, "layers")
+    # In the layout `eagle3` the first layer has a name instead of an index.
+    count = stored.numbered("layers.") + (layout == "eagle3")
+    stored.check_count("num_hidden_layers", layer.num_layers, count, "layers")
     layer = config_json.with_switches(layer, shapes, first)
     target_hidden = fields["target_hidden_size"] or layer.hidden_size
-    fused = shapes.get("fc.weight", (0, 0))[-1] if how["use_aux_hidden_state"] else 0
-    if how["use_aux_hidden_state"] and (fused == 0 or fused % target_hidden):
+    fused = shapes.get("fc.weight", (0, 0))[-1] if options["use_aux_hidden_state"] else 0
+    if options["use_aux_hidden_state"] and (fused == 0 or fused % target_hidden):
         raise CheckpointError(
             f"{source}: fc.weight reads {fused} numbers, which is no multiple of the target's hidden size {target_hidden}: "
             "set target_hidden_size"
@@ -245,7 +254,7 @@ def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> E
             "fc_norm.*, one for each: give the configuration and the weights of one model"
         )
     if config.draft_vocab_size != layer.vocab_size or {"d2t", "t2d"} & shapes.keys():
-        # ModelOpt leaves out t2d, which follows from d2t; the eagle3 layout always has both.
+        # ModelOpt omits t2d, because it follows from d2t; the eagle3 layout always has both.
         needed = ("d2t", "t2d") if layout == "eagle3" else ("d2t",)
         DraftVocabulary(config.draft_vocab_size, layer.vocab_size).check_stored(shapes, stored.directory, needed)
     return config
@@ -255,16 +264,19 @@ _NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.we
 
 
 def _read_taps(fields: Mapping[str, Any], nested: Mapping[str, Any], source: str) -> tuple[int, ...] | None:
-    """The layers whose input is read. Inside ``eagle_config`` stand the layers whose output is."""
-    if (entering := fields["eagle_aux_hidden_state_layer_ids"]) is not None:
-        return tuple(entering)
+    """Return the layers whose input is read.
+
+    ``eagle_config`` names the layers whose output is read.
+    """
+    if (inputs := fields["eagle_aux_hidden_state_layer_ids"]) is not None:
+        return tuple(inputs)
     table = {"eagle_aux_hidden_state_layer_ids": _ids()}
-    left = check_fields(nested, table, source, "eagle_config.")["eagle_aux_hidden_state_layer_ids"]
-    return None if left is None else tuple(layer + 1 for layer in left)
+    outputs = check_fields(nested, table, source, "eagle_config.")["eagle_aux_hidden_state_layer_ids"]
+    return None if outputs is None else tuple(layer + 1 for layer in outputs)
 
 
 def left_over(config: Eagle3Config, stored: CheckpointFiles) -> Collection[str]:
-    """Return patterns of the tensors that are not read."""
+    """Return patterns of the tensors that are ignored."""
     unread = () if config.tap_count else ("fc.weight",)
     return (*LEFT_OVER, "verifier_norm.weight", "verifier_lm_head.weight", *unread)
 
@@ -275,7 +287,7 @@ def left_over(config: Eagle3Config, stored: CheckpointFiles) -> Collection[str]:
 def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
     """Return the fields of config.json in ``layout``.
 
-    ``target`` names the target, a directory or hub id: speculators and vLLM read there what to draft for.
+    ``target`` is the target's directory or hub id. speculators and vLLM read it to find the target.
     """
     if layout == "speculators":
         return format_speculators(drafter.config, dtype, target)
@@ -304,7 +316,7 @@ def format_eagle3(config: Eagle3Config, dtype: str) -> dict[str, Any]:
 def format_speculators(config: Eagle3Config, dtype: str, target: str) -> dict[str, Any]:
     """Return the fields of config.json in the layout ``speculators``."""
     if not (config.own_head and config.tap_count):
-        raise InputError("layout='speculators': has an fc and an lm_head, and this drafter lacks one: write it as 'eagle3'")
+        raise InputError("layout='speculators': it needs fc and lm_head, but this drafter lacks one: write it as 'eagle3'")
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -326,7 +338,7 @@ def format_speculators(config: Eagle3Config, dtype: str, target: str) -> dict[st
 
 
 def describe(drafter: TrainedDrafter, layout: str) -> str:
-    """Return a line on what `format_config` writes: which layers' ids, and what they mean."""
+    """Return a line about the layer ids that `format_config` writes, and what they mean."""
     config: Eagle3Config = drafter.config
     if layout == "speculators":
         return f"eagle_aux_hidden_state_layer_ids={_entered(config)}: the layers that are entered"
@@ -334,12 +346,12 @@ def describe(drafter: TrainedDrafter, layout: str) -> str:
 
 
 def _entered(config: Eagle3Config) -> list[int] | None:
-    """The layers whose input is read, as speculators counts them."""
+    """Return the layers whose input is read, as speculators numbers them."""
     return None if config.taps is None else list(config.taps)
 
 
 def _left(config: Eagle3Config) -> list[int] | None:
-    """The same, as the layers whose output is read."""
+    """Return the layers whose output is read, for ``eagle_config``."""
     return None if config.taps is None else [tap - 1 for tap in config.taps]
 
 

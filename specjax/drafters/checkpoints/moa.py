@@ -1,9 +1,11 @@
-"""Mixture of Attentions' shape, and the three layouts in which its checkpoints are written.
+"""The configuration of Mixture of Attentions, and the three layouts of its checkpoints.
 
-The tensors have the authors' names in all of them. ``specjax`` is our own: config.json says everything, target layer inference
-too. ``authors`` is what the authors' training code saves: config.json is the *target's*, and nothing in it is the drafter's,
-whose sizes follow from the tensors' shapes. ``vllm`` is what their converter makes of that for their fork of vLLM:
-``model_type: moa_spec`` and the drafter's sizes, and no more of the target than its hidden size, heads and vocabulary.
+The tensors have the authors' names in all layouts. ``specjax`` is our own: config.json states
+everything, including target layer inference. ``authors`` is the layout of the authors' training
+code: config.json is the *target's* and states nothing about the drafter, whose sizes follow from
+the tensors' shapes. ``vllm`` is the layout of their converter for their fork of vLLM:
+``model_type: moa_spec`` with the drafter's sizes, and only the target's hidden size, heads and
+vocabulary.
 """
 
 import math
@@ -23,21 +25,24 @@ from specjax.models.fields import CheckpointError, Field, check_fields, flag, ma
 from specjax.models.params import Params
 
 _SELF, _CROSS, _LAYERS = "self_attention.", "cross_attention.", "layer_self_attention."
-"""How the names of the tensors of the three blocks begin."""
+"""The prefixes of the tensor names of the three blocks."""
 
 
 @dataclass(frozen=True)
 class MoAConfig:
-    """The shape of a `MixtureOfAttentions`.
+    """The configuration of a `MixtureOfAttentions`.
 
     Attributes:
-        self_layer: of the block of self-attention; ``vocab_size`` and ``hidden_size`` are the target's.
-        cross_layer: of the block of cross-attention, which may remember more or less of a token and have another MLP.
-        target_layers: layers of the target; None: the checkpoint does not say.
-        lsa: layer self-attention. None: there is none, and the summary of a token is the target's last hidden state.
-        tli: how many of the target's last layers finish a prediction.
-        target: the target's own configuration, where it is known. Nothing is worked out from it: the layout ``authors`` repeats
-            it.
+        self_layer: the configuration of the self-attention block; ``vocab_size`` and
+            ``hidden_size`` are the target's.
+        cross_layer: the configuration of the cross-attention block, whose key/value heads and MLP
+            may differ in size.
+        target_layers: the number of the target's layers; None if the checkpoint does not state it.
+        lsa: the configuration of layer self-attention. With None the summary of a token is the
+            target's last hidden state.
+        tli: the number of the target's last layers that complete a prediction.
+        target: the target's configuration, if known. Nothing is computed from it, but the layout
+            ``authors`` repeats it.
     """
 
     self_layer: ModelConfig
@@ -54,25 +59,30 @@ class MoAConfig:
             self.tli_layers_of(self.target_layers)
         names = ("vocab_size", "hidden_size")
         if any(getattr(self.self_layer, name) != getattr(self.cross_layer, name) for name in names):
-            raise InputError("self_layer and cross_layer are of different hidden sizes or vocabularies: both are the target's")
+            raise InputError(
+                "self_layer and cross_layer have different hidden sizes or vocabularies: both must be the target's"
+            )
 
     def tli_layers_of(self, layers: int) -> tuple[int, int]:
-        """The layers that finish a prediction, of a target that has so many, as `Target.run` takes them."""
+        """Return the range of layers that complete a prediction, of ``layers`` layers."""
         if not 0 <= self.tli < layers:
-            raise InputError(f"tli={self.tli}: the target has {layers} layers; give 0 to one less")
+            raise InputError(f"tli={self.tli}: the target has {layers} layers; give from 0 to {layers - 1}")
         return layers - self.tli, layers
 
     @property
     def axis_units(self) -> dict[str, int]:
-        """As `ModelConfig.axis_units`: units that no block's are cut by."""
+        """The units by which a mesh may split all blocks, as in `ModelConfig.axis_units`."""
         blocks = [self.self_layer, self.cross_layer, *([] if self.lsa is None else [self.lsa.block])]
         units = [block.axis_units for block in blocks]
-        shared = {axis: math.gcd(*(each[axis] for each in units)) for axis in units[0]}
+        shared = {axis: math.gcd(*(block_units[axis] for block_units in units)) for axis in units[0]}
         return shared | {"vocab": self.self_layer.vocab_size}
 
 
 def cross_like(layer: ModelConfig, **sizes: Any) -> ModelConfig:
-    """The shape of cross-attention beside self-attention of the shape ``layer``: its positions are never stretched."""
+    """Return the configuration of cross-attention for self-attention like ``layer``.
+
+    It has no RoPE scaling.
+    """
     return replace(layer, rope=Rope(theta=layer.rope.theta), **sizes)
 
 
@@ -91,37 +101,37 @@ def declare(config: MoAConfig, layout: str) -> Params:
 
 
 def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-    """Return whether a checkpoint is one, in any layout; see `CheckpointFormat`."""
-    named = raw.get("architectures")
-    by_name = isinstance(named, list) and any(str(name).startswith("MOASpec") for name in named)
+    """Return whether a checkpoint is a Mixture of Attentions; see `CheckpointFormat`."""
+    architectures = raw.get("architectures")
+    by_name = isinstance(architectures, list) and any(str(name).startswith("MOASpec") for name in architectures)
     return "moa_config" in raw or raw.get("model_type") == "moa_spec" or by_name
 
 
 def read_config(stored: CheckpointFiles, tli: int | None = None) -> MoAConfig:
-    """The shape of a checkpoint, in any layout.
+    """Return the configuration of a checkpoint in any layout.
 
     Args:
-        stored: the checkpoint.
-        tli: how many of the target's last layers finish a prediction. Published checkpoints do not say: None is 0. Ours do, and
-            what is asked for must agree.
+        stored: the files of the checkpoint.
+        tli: the number of the target's last layers that complete a prediction. Published
+            checkpoints do not state it, and None is 0. Our own do, and ``tli`` must agree.
 
     Raises:
-        InputError: a field or a tensor is not as it must be, or ``tli`` is not the number that it was trained with.
+        InputError: A field or a tensor is invalid, or ``tli`` is not the number of training.
     """
     if tli is not None and type(tli) is not int:
         raise InputError(f"tli={tli!r}: must be a whole number")
     if "moa_config" in stored.raw:
         config = _read_own(stored)
         if tli not in (None, config.tli):
-            raise InputError(f"tli={tli}: its own configuration says that it was trained with tli={config.tli}; leave tli out")
+            raise InputError(f"tli={tli}: the checkpoint says that it was trained with tli={config.tli}; leave tli out")
     elif stored.raw.get("model_type") == "moa_spec":
         config = _read_vllm(stored, tli or 0)
     elif recognises(stored.raw, ()):
         config = _read_authors(stored, tli or 0)
     else:
         raise CheckpointError(
-            f"{stored.file}: no Mixture of Attentions: it has no moa_config, no model_type 'moa_spec' and no architecture "
-            "'MOASpec'"
+            f"{stored.file}: it has no moa_config, no model_type 'moa_spec' and no architecture 'MOASpec': give the checkpoint "
+            "of a Mixture of Attentions"
         )
     names = stored.shapes  # q, k and v have biases in drafters for Qwen2
     lsa = config.lsa
@@ -152,12 +162,12 @@ def _read_own(stored: CheckpointFiles) -> MoAConfig:
     if (sizes := fields["cross_attention"]) is not None:
         kv_heads, intermediate = check_fields(sizes, _SIZES, f"{stored.file}: moa_config", "cross_attention.").values()
         cross = {"num_kv_heads": kv_heads, "intermediate_size": intermediate}
-    own = fields["layer_self_attention"]
+    lsa_fields = fields["layer_self_attention"]
     return MoAConfig(
         self_layer=layer,
         cross_layer=cross_like(layer, **cross),
         target_layers=fields["target_num_hidden_layers"],
-        lsa=None if own is None else layer_attention.parse(own, layer, f"{stored.file}: layer_self_attention"),
+        lsa=None if lsa_fields is None else layer_attention.parse(lsa_fields, layer, f"{stored.file}: layer_self_attention"),
         tli=fields["target_layer_inference"],
     )
 
@@ -174,17 +184,16 @@ def _read_authors(stored: CheckpointFiles, tli: int) -> MoAConfig:
 
 
 def _shape(stored: CheckpointFiles, name: str) -> tuple[int, ...]:
-    """Of a matrix that must be there."""
+    """Return the shape of a matrix, or raise CheckpointError if there is no such matrix."""
     if len(shape := stored.shapes.get(name, ())) != 2:
         raise CheckpointError(
-            f"{stored.directory}: {name!r} is missing, or is no matrix: these are not the weights of a Mixture of Attentions "
-            "drafter"
+            f"{stored.directory}: {name!r} is missing, or is no matrix: give the weights of a Mixture of Attentions drafter"
         )
     return shape
 
 
 def _stored_sizes(stored: CheckpointFiles, prefix: str, head_dim: int) -> dict[str, int]:
-    """The sizes of a block that its tensors' shapes tell."""
+    """Return the sizes of a block that follow from the shapes of its tensors."""
     keys, intermediate = (_shape(stored, f"{prefix}{name}.weight")[0] for name in ("self_attn.k_proj", "mlp.up_proj"))
     if head_dim < 1 or keys % head_dim:
         raise CheckpointError(
@@ -197,10 +206,13 @@ def _stored_sizes(stored: CheckpointFiles, prefix: str, head_dim: int) -> dict[s
 def _layer_attention(
     target: ModelConfig, layers: int | None, size: int, num_kv_heads: int, intermediate_size: int
 ) -> LayerAttention:
-    """As published: with as many query heads as the target, which remembers ``size`` numbers of a token in a layer."""
+    """Return layer self-attention in its published form, with the target's number of query heads.
+
+    ``size`` is the size of a KV entry of one target layer.
+    """
     heads, rest = divmod(size, 2 * target.head_dim)
     if rest or not heads:
-        raise InputError(f"layer self-attention reads {size} numbers, which are no keys and values of {target.head_dim} each")
+        raise InputError(f"layer self-attention reads {size} numbers, which are no keys and values of size {target.head_dim}")
     return LayerAttention(
         block_like(target, size, target.num_heads, num_kv_heads, intermediate_size), layers, heads, target.head_dim
     )
@@ -232,60 +244,60 @@ def _read_vllm(stored: CheckpointFiles, tli: int) -> MoAConfig:
 def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
     """Return the fields of config.json in ``layout``.
 
-    ``target`` is the target's directory or hub id, whose configuration the layout ``authors`` repeats where it is not known.
+    ``target`` is the target's directory or hub id. The layout ``authors`` needs it if the target's
+    configuration is not known.
 
     Raises:
-        InputError: the layout cannot say what the drafter is.
+        InputError: The layout has no field for a property of the drafter.
     """
     config: MoAConfig = drafter.config
     if layout == "specjax":
         return _format_own(config, dtype)
     first, cross = config.self_layer, config.cross_layer
-    others = [cross, *([] if config.lsa is None else [config.lsa.block])]
-    if any(block.num_heads != first.num_heads for block in others) or cross.head_dim != first.head_dim:
+    further = [cross, *([] if config.lsa is None else [config.lsa.block])]
+    if any(block.num_heads != first.num_heads for block in further) or cross.head_dim != first.head_dim:
         raise InputError(
-            f"layout={layout!r}: all blocks have the target's number of query heads there, and this drafter's have "
-            f"{[block.num_heads for block in (first, *others)]}, of {[block.head_dim for block in (first, *others)]} numbers: "
+            f"layout={layout!r}: all blocks need the target's number of query heads, but this drafter's have "
+            f"{[block.num_heads for block in (first, *further)]}, of sizes {[block.head_dim for block in (first, *further)]}: "
             "write it as 'specjax'"
         )
     return _format_vllm(config, dtype) if layout == "vllm" else _format_authors(config, dtype, target)
 
 
 def _format_own(config: MoAConfig, dtype: str) -> dict[str, Any]:
-    own: dict[str, Any] = {
+    content: dict[str, Any] = {
         "target_layer_inference": config.tli,
         "target_num_hidden_layers": config.target_layers,
         "cross_attention": dict(zip(_SIZES, _sizes(config.cross_layer), strict=True)),
     }
     if config.lsa is not None:
-        own["layer_self_attention"] = layer_attention.format_fields(config.lsa)
-    content = config_json.format_config(config.self_layer, dtype)
-    return content | {"architectures": ["MixtureOfAttentionsDrafter"], "moa_config": own}
+        content["layer_self_attention"] = layer_attention.format_fields(config.lsa)
+    layer_fields = config_json.format_config(config.self_layer, dtype)
+    return layer_fields | {"architectures": ["MixtureOfAttentionsDrafter"], "moa_config": content}
 
 
 def _sizes(block: ModelConfig) -> tuple[int, int]:
-    """In the order of `_SIZES`."""
+    """Return the sizes of a block in the order of `_SIZES`."""
     return block.num_kv_heads, block.intermediate_size
 
 
 def _format_authors(config: MoAConfig, dtype: str, name: str) -> dict[str, Any]:
-    target, own = config.target, config.self_layer
+    target, layer = config.target, config.self_layer
     if name:
         target = config_json.read_config(hub.open_checkpoint(name, weights=False))
     if target is None:
         raise InputError(
-            "layout='authors': its config.json is the target's, which this checkpoint does not say: give target=DIRECTORY or "
-            "OWNER/NAME"
+            "layout='authors': its config.json is the target's, which is not known here: give target=DIRECTORY or OWNER/NAME"
         )
     lsa, layers = config.lsa, target.num_layers if config.target_layers is None else config.target_layers
     kv_heads = target.num_kv_heads if lsa is None else lsa.target_kv_heads
-    expected = (own.vocab_size, own.hidden_size, layers, own.num_heads, kv_heads, own.head_dim, own.rope)
-    found = (target.vocab_size, target.hidden_size, target.num_layers, target.num_heads, target.num_kv_heads, target.head_dim)
-    if (*found, layer_like(target).rope) != expected:
+    expected = (layer.vocab_size, layer.hidden_size, layers, layer.num_heads, kv_heads, layer.head_dim, layer.rope)
+    sizes = (target.vocab_size, target.hidden_size, target.num_layers, target.num_heads, target.num_kv_heads, target.head_dim)
+    if (*sizes, layer_like(target).rope) != expected:
         raise InputError(
-            f"target={name!r}: has (vocabulary, hidden size, layers, heads, key/value heads, head size) {found}, and layout "
-            f"'authors' needs {expected[:-1]}, and RoPE alike: give the target that the drafter was trained with, or write it "
-            "as 'specjax'"
+            f"target={name!r}: it has (vocabulary, hidden size, layers, heads, key/value heads, head size) {sizes}, but layout "
+            f"'authors' needs {expected[:-1]} and the same RoPE: give the target that the drafter was trained with, or write "
+            "the drafter as 'specjax'"
         )
     return config_json.format_config(target, dtype) | {"architectures": ["MOASpec"]}
 
@@ -312,7 +324,7 @@ def _format_vllm(config: MoAConfig, dtype: str) -> dict[str, Any]:
 
 
 def describe(drafter: TrainedDrafter, layout: str) -> str:
-    """Return a line on what `format_config` says of target layer inference."""
+    """Return a line about target layer inference in what `format_config` writes."""
     if layout == "specjax":
         return f"target_layer_inference={drafter.config.tli}"
     return f"target layer inference is not in it: load it with tli={drafter.config.tli}"

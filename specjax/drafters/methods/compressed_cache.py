@@ -1,8 +1,9 @@
 """Self-speculation with a compressed cache (MagicDec, Sadhukhan et al. 2024, arXiv 2408.11049).
 
-The target drafts for itself, over a small part of what it remembers: so a drafted token costs the target's weights, and hardly
-any keys and values. Where reading these takes most of the time, with long contexts and many rows, that is far less than a step
-of the target, and the more so the more rows there are.
+The target drafts for itself, with a small part of its cache. So a drafted token costs a read of the
+target's weights, but hardly any keys and values. With long contexts and many rows most of the time
+goes to reading keys and values. There a drafted token costs far less than a step of the target, and
+the advantage grows with the number of rows.
 """
 
 from collections.abc import Sequence
@@ -29,20 +30,21 @@ from specjax.sampling import RowSampling
 
 @struct.dataclass
 class CompressedCache(Drafter[RingCache]):
-    """Drafts with the target itself over a cache of few slots. Needs no weights of its own.
+    """A drafter that is the target itself with a small cache.
 
-    Rows shorter than the budget keep everything, and their drafts are the target's own tokens. After every verdict the accepted
-    tokens' keys and values are copied from the target's pass. Layers with a sliding window see all that is kept: of such a
-    target the drafts are a little further off.
+    It has no weights of its own. Rows that are shorter than the budget keep all tokens, and their
+    drafts are exactly the target's tokens. After every verdict the keys and values of the accepted
+    tokens are copied from the target's pass. Layers with a sliding window see the whole small
+    cache, so for a target with such layers the drafts are slightly worse.
 
     Attributes:
-        budget: slots of a row in each layer.
-        scheme: which tokens have them: `Streaming` or `SnapKV`.
-        draft: the shape of its drafts, any of `specjax.drafts.shapes`.
+        budget: the number of slots of a row in each layer.
+        scheme: the scheme that selects the tokens, `Streaming` or `SnapKV`.
+        draft: the shape of the drafts, any of `specjax.drafts.shapes`.
 
     Examples:
         >>> drafter = specjax.CompressedCache(budget=8, scheme=specjax.SnapKV(window=3))
-        >>> drafter.check(target)  # `generate` does so, too
+        >>> drafter.check(target)  # `generate` does this too
         >>> print(drafter.draft_shape)
         chain of 4
         >>> specjax.CompressedCache(budget=4).check(target)
@@ -61,13 +63,13 @@ class CompressedCache(Drafter[RingCache]):
         self.scheme.check(self.budget)
         if target.config.mla is not None:
             raise InputError(
-                f"CompressedCache(scheme={self.scheme}): the target ({target.config.model_type}) remembers latents, which are "
+                f"CompressedCache(scheme={self.scheme}): the target ({target.config.model_type}) stores latents, which are "
                 "small already, and not keys and values: give a target with ordinary attention, or another drafter"
             )
         if target.config.linear_layers:
             raise InputError(
-                f"CompressedCache(scheme={self.scheme}): layers of the target ({target.config.model_type}) keep a state, of "
-                "which no part can be left out: give a target with ordinary attention, or another drafter"
+                f"CompressedCache(scheme={self.scheme}): layers of the target ({target.config.model_type}) have a recurrent "
+                "state, which cannot be compressed: give a target with ordinary attention, or another drafter"
             )
 
     def start(self, target: Target, batch: int, capacity: int) -> RingCache:
@@ -77,20 +79,20 @@ class CompressedCache(Drafter[RingCache]):
         length = cache.length
         if isinstance(self.scheme, SnapKV):
             state = replace(state, base=jnp.where(length > self.budget, length - self.scheme.window, state.kept))
-        positions = jnp.clip(state.newest_at(length), 0, cache.capacity - 1)
+        slots = jnp.clip(state.newest_at(length), 0, cache.capacity - 1)
         if isinstance(self.scheme, Streaming) or self.budget >= tokens.shape[1]:
-            return replace(state, layers=cache.gather(positions), length=length)
-        paid = _paid_by_last(target, tokens, cache, self.scheme.window)
+            return replace(state, layers=cache.gather(slots), length=length)
+        attention = _paid_by_last(target, tokens, cache, self.scheme.window)
         layers = []
         for layer, entry in enumerate(cache.layers):
-            if not entry:  # it reads another layer's
+            if not entry:  # this layer reads the entries of another one
                 layers.append(entry)
                 continue
-            chosen = choose(paid[layer], length - self.scheme.window, state.kept, self.scheme.pool)
-            newest = jnp.broadcast_to(positions[:, None], (*chosen.shape[:2], self.budget))
-            of_long = jnp.concatenate([chosen, newest[..., state.kept :]], axis=-1)
-            by_head = jnp.where((length > self.budget)[:, None, None], of_long, newest)
-            layers += cache.of_layers((layer,)).gather(by_head)
+            chosen = choose(attention[layer], length - self.scheme.window, state.kept, self.scheme.pool)
+            newest = jnp.broadcast_to(slots[:, None], (*chosen.shape[:2], self.budget))
+            compressed = jnp.concatenate([chosen, newest[..., state.kept :]], axis=-1)
+            positions = jnp.where((length > self.budget)[:, None, None], compressed, newest)
+            layers += cache.of_layers((layer,)).gather(positions)
         return replace(state, layers=tuple(layers), length=length)
 
     def propose(
@@ -102,28 +104,31 @@ class CompressedCache(Drafter[RingCache]):
         return state.append(committed.entries, committed.count, after=committed.output.hidden)
 
     def to_prefix_state(self, state: RingCache) -> tuple[()]:
-        return ()  # nothing: it is made from the target's cache when the prompt has been read
+        return ()  # `prompts_read` computes the state from the target's cache
 
     def from_prefix_state(self, fresh: RingCache, kept: Any) -> RingCache:
         return fresh
 
     def drafting_reads(self, target: Target, state: RingCache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
-        """A level is a pass of the target over the small cache."""
+        """Return the arrays of a level: the target's weights and the small cache."""
         return DraftingReads(level=(target.weights_of_pass, state))
 
 
 def _paid_by_last(target: Target, tokens: jax.Array, cache: KVCache | PagedCache, count: int) -> dict[int, jax.Array]:
-    """``[B, kv_heads, S]`` of each layer that has entries: the attention that the last ``count`` tokens read pay to the slots
-    before them, in all layers that read the entries."""
+    """Return the attention that the last ``count`` tokens pay to the slots before them.
+
+    It is ``[B, kv_heads, S]`` for each layer that has entries, summed over all layers that read the
+    entries.
+    """
     config = target.config
-    # They are read once more, behind a cache that ends before them.
+    # Read these tokens again, with a cache that ends before them.
     before = replace(cache, length=jnp.maximum(cache.length - count, 0))
     positions = before.length[:, None] + jnp.arange(count)[None]
     last = jnp.take_along_axis(tokens, jnp.minimum(positions, tokens.shape[1] - 1), axis=1)
-    _, entering, own = target.run(target.embed(last), before, tokens=last, taps=range(config.num_layers))
+    _, entering, new_entries = target.run(target.embed(last), before, tokens=last, taps=range(config.num_layers))
     causal = jnp.tril(jnp.ones((1, count, count), bool))
 
-    paid: dict[int, jax.Array] = {}
+    attention: dict[int, jax.Array] = {}
     for i, params in enumerate(target.params["layers"]):
         sizes, source = config.of_layer(i), config.entries_of(i)
         turn = rotations(sizes.rope, sizes.head_dim, positions)
@@ -131,20 +136,21 @@ def _paid_by_last(target: Target, tokens: jax.Array, cache: KVCache | PagedCache
         window = config.window_of(i)
         filled = target.cache_piece(before, source, positions, window)
         visible = causal if window is None else causal & (positions[:, :, None] - positions[:, None] < window)
-        how = {"scale": sizes.attention_scale, "sinks": params.get("sinks"), "cap": sizes.score_cap}
-        share = attention_paid(q, filled, [(own[source], visible)], **how)
-        paid[source] = paid[source] + share if source in paid else share
-    return paid
+        options = {"scale": sizes.attention_scale, "sinks": params.get("sinks"), "cap": sizes.score_cap}
+        share = attention_paid(q, filled, [(new_entries[source], visible)], **options)
+        attention[source] = attention[source] + share if source in attention else share
+    return attention
 
 
 def choose(share: jax.Array, before: jax.Array, count: int, pool: int) -> jax.Array:
-    """The positions to which most attention goes: ``[B, kv_heads, count]``, ascending.
+    """Return the positions that get the most attention, ``[B, kv_heads, count]``, ascending.
 
     Args:
-        share: ``[B, kv_heads, S]`` the attention paid to each position.
-        before: ``[B]`` only positions below are chosen from, and count at all.
-        count: how many.
-        pool: neighbours over which ``share`` is averaged first, zeros beyond the ends.
+        share: ``[B, kv_heads, S]``, the attention paid to each position.
+        before: ``[B]``, the end of the positions to choose from. Positions from it on are ignored.
+        count: the number of positions to choose.
+        pool: the number of neighbours over which ``share`` is averaged first, with zeros beyond the
+            ends.
     """
     is_choice = jnp.arange(share.shape[-1]) < before[:, None, None]
     share = jnp.where(is_choice, share, 0.0)

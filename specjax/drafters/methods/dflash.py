@@ -1,8 +1,10 @@
-"""DFlash (z-lab 2025, github.com/z-lab/dflash) and JetSpec (arXiv 2606.18394): drafters that write a whole block in one pass.
+"""DFlash and JetSpec: drafters that draft a whole block in one pass.
 
-A block is the root, which is called its anchor, and mask tokens behind it. A few layers read it once, and at each place come to
-what is expected there. They see the text before the anchor by keys and values that every layer makes of the target's hidden
-states. So a draft of 15 tokens costs what one of 1 does. No token of it knows which ones were drafted before it.
+DFlash is by z-lab (2025, github.com/z-lab/dflash), JetSpec is arXiv 2606.18394. A block consists of
+the root, which is called its anchor, and of mask tokens behind it. A few layers read the block
+once, and predict a token at each position. They see the text before the anchor through keys and
+values, which every layer computes from the target's hidden states. So a draft of 15 tokens costs as
+much as a draft of one. No drafted token depends on the tokens drafted before it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,28 +39,36 @@ from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
 
 Seen = Callable[[int, int | None], tuple[jax.Array, Sequence[Piece]]]
-"""What the tokens of blocks see: by the number of a layer, and its window or None. ``[B|1, T, T]`` bool, which of each other;
-and the text before."""
+"""The type of a function that returns what the tokens of blocks attend to in a layer.
+
+It takes the index of the layer, and its window or None. It returns which tokens of the blocks see
+each other, ``[B|1, T, T]`` bool, and the pieces of the text before them.
+"""
 
 
 @struct.dataclass
 class DFlash(TrainedDrafter[Cache]):
-    """Drafts a block in one pass; what it remembers of the text are keys and values for each of its layers.
+    """A drafter that drafts a block in one pass.
 
-    With ``causal`` in its configuration a token sees the block up to itself alone: that is JetSpec. Such a block is read as far
-    as the draft is deep. Others are always read as long as they were in training.
+    Its memory of the text is a cache with keys and values for each of its layers.
 
-    All nodes of one depth offer the same children, so trees grow from one pass, too. Checkpoints are in z-lab's layout, or in
-    that of speculators (see `specjax.drafters.checkpoints.dflash`).
+    With ``causal`` in the configuration a token attends only to the tokens of the block up to
+    itself: that is JetSpec. Such a block is only as long as the draft is deep. Blocks of other
+    drafters always have the length that they had in training.
+
+    All nodes of one depth have the same children, so one pass is enough for a tree as well.
+    Checkpoints are in z-lab's layout or in that of speculators (see
+    `specjax.drafters.checkpoints.dflash`).
 
     Attributes:
-        params: see `dflash_config.declare`.
-        config: its configuration.
-        draft: the shape of its drafts, at most as deep as a block has room for.
-        mesh: where the params live.
-        cache: what it remembers of a text: the first tokens and the newest, ``budget`` in all, so that its memory and its pass
-            do not grow with the text. By default all of it. Of layers with a window it is what both leave.
-        budget: with ``cache``, slots of a row in each layer.
+        params: the parameters, see `dflash_config.declare`.
+        config: the configuration.
+        draft: the shape of the drafts, at most as deep as a block allows.
+        mesh: the mesh of the parameters.
+        cache: the scheme of the cache. By default it has the whole text. `Streaming` keeps the
+            first tokens and the newest, ``budget`` in all, so that neither memory nor time grows
+            with the text. Layers with a window see the part of these that is inside the window.
+        budget: with ``cache``, the number of slots of a row in each layer.
 
     Examples:
         >>> drafter = specjax.DFlash.init(target, jax.random.key(1), draft=3, block_size=4)
@@ -83,12 +93,12 @@ class DFlash(TrainedDrafter[Cache]):
 
     @classmethod
     def default_draft(cls, config: DFlashConfig) -> Chain:
-        """A chain of all tokens that a block has room for."""
+        """Return a chain of all tokens that a block has room for."""
         return Chain(config.depth)
 
     @classmethod
     def usual_sizes(cls, target: Target) -> dict[str, Any]:
-        """Those of z-lab's drafters."""
+        """Return the sizes of z-lab's drafters."""
         return {"num_layers": 5, "block_size": 16}
 
     @classmethod
@@ -105,32 +115,34 @@ class DFlash(TrainedDrafter[Cache]):
         variant: Mapping[str, Any] | None = None,
         **sizes: Any,
     ) -> Self:
-        """A drafter for ``target`` with random weights; consumes ``key``.
+        """Return a drafter for ``target`` with random weights.
 
         Args:
-            target: what it will draft for.
-            key: random.
-            draft: the shape of its drafts; None: a chain of all tokens that a block has room for.
-            block_size: tokens of a block, the anchor included.
-            mask_token_id: the token that stands where nothing is drafted yet; None: the target's last, which large vocabularies
-                do not use.
-            taps: layers of the target whose input it reads; None: `dflash_config.default_taps`, one for each of its layers.
-            ids: ``[Vd]`` the target's tokens that it can draft, ascending; None is all of them.
+            target: the target model.
+            key: the random key for the weights. It is consumed.
+            draft: the shape of the drafts; None is a chain of all tokens that a block has room for.
+            block_size: the number of tokens of a block, the anchor included.
+            mask_token_id: the token that marks positions without a drafted token; None is the last
+                token of the target, which large vocabularies do not use.
+            taps: the target layers whose input the drafter reads; None is
+                `dflash_config.default_taps`, one for each layer of the drafter.
+            ids: ``[Vd]``, the target's tokens that the drafter can draft, ascending; None is all.
             variant: fields of `DFlashConfig` such as ``causal``.
-            sizes: fields of its layers' `ModelConfig`; by default one layer of the target's sizes.
+            sizes: fields of the layers' `ModelConfig`; the default is one layer of the target's
+                sizes.
         """
-        of_target = target.config
-        layer = layer_like(of_target, **({"model_type": "qwen3", "qk_norm": True} | sizes))
+        target_config = target.config
+        layer = layer_like(target_config, **({"model_type": "qwen3", "qk_norm": True} | sizes))
         draft_vocabulary.check_ids(ids, layer.vocab_size)
-        given: dict[str, Any] = {} if ids is None else {"own_ids": True, "own_head": True}
+        vocabulary: dict[str, Any] = {} if ids is None else {"own_ids": True, "own_head": True}
         config = DFlashConfig(
             layer=layer,
             block_size=block_size,
             mask_token_id=layer.vocab_size - 1 if mask_token_id is None else mask_token_id,
-            taps=default_taps(of_target.num_layers, layer.num_layers) if taps is None else taps,
+            taps=default_taps(target_config.num_layers, layer.num_layers) if taps is None else taps,
             draft_vocab_size=layer.vocab_size if ids is None else len(ids),
-            target_layers=of_target.num_layers,
-            **given | dict(variant or {}),
+            target_layers=target_config.num_layers,
+            **vocabulary | dict(variant or {}),
         )
         params = cls._initialise(config, key, target)
         params |= draft_vocabulary.initial_params(target, ids, config.own_head)
@@ -141,24 +153,24 @@ class DFlash(TrainedDrafter[Cache]):
     # --- drafting ---
 
     def check(self, target: Target) -> None:
-        own, theirs = self.config, target.config
-        if (own.layer.hidden_size, own.layer.vocab_size) != (theirs.hidden_size, theirs.vocab_size):
+        config, target_config = self.config, target.config
+        if (config.layer.hidden_size, config.layer.vocab_size) != (target_config.hidden_size, target_config.vocab_size):
             raise InputError(
-                f"drafter: {self.title} was made for a target of hidden size {own.layer.hidden_size} with "
-                f"{own.layer.vocab_size} tokens, and target has {theirs.hidden_size} and {theirs.vocab_size}: give the target "
+                f"drafter: {self.title} was made for a target of hidden size {config.layer.hidden_size} with "
+                f"{config.layer.vocab_size} tokens, but target has {target_config.hidden_size} and {target_config.vocab_size}: "
                 "that it was made for"
             )
-        if own.taps[-1] > theirs.num_layers:
+        if config.taps[-1] > target_config.num_layers:
             raise InputError(
-                f"drafter: reads the target's layers {own.taps}, and target has {theirs.num_layers}: give the target that it "
-                "was made for"
+                f"drafter: it reads the target's layers {config.taps}, but target has {target_config.num_layers}: give the "
+                "target that it was made for"
             )
-        if self.draft_shape.depth > own.depth:
+        if self.draft_shape.depth > config.depth:
             raise InputError(
-                f"draft={self.draft}: {self.draft_shape.depth} deep, and a block of this drafter has room for {own.depth}; "
-                "give at most as many"
+                f"draft={self.draft}: it is {self.draft_shape.depth} deep, but a block of this drafter has room for "
+                f"{config.depth}; give at most as many"
             )
-        self.draft_shape.check(own.draft_vocab_size)
+        self.draft_shape.check(config.draft_vocab_size)
         check_own_cache(type(self).__name__, self.cache, self.budget)
         check_mesh(self.mesh, target)
 
@@ -174,12 +186,18 @@ class DFlash(TrainedDrafter[Cache]):
         return cache if self.cache is None else RingCache.around(cache, self.cache.kept(self.budget))
 
     def features(self, output: States) -> jax.Array:
-        """``[B, T, H]`` what the layers make keys and values of, of the target's ``output``."""
+        """Return the features ``[B, T, H]``, from which the layers compute keys and values.
+
+        ``output`` has the target's states at T tokens.
+        """
         taps = output.taps.reshape(*output.taps.shape[:2], -1).astype(self._dtype)
         return normed(self.params, "hidden_norm", self.config.layer, linear(self.params, "fc", taps))
 
     def context(self, features: jax.Array, positions: jax.Array) -> tuple[Entry, ...]:
-        """Each layer's keys and values of tokens with ``features [B, T, H]`` at ``positions [B, T]``."""
+        """Return each layer's keys and values at tokens with ``features [B, T, H]``.
+
+        ``positions`` are ``[B, T]``.
+        """
         entries = []
         for index, params in enumerate(self.params["layers"]):
             layer = self.config.layer.of_layer(index)
@@ -194,18 +212,25 @@ class DFlash(TrainedDrafter[Cache]):
         positions = state.length[:, None] + jnp.arange(features.shape[1])[None]
         return state.append(self.context(features, positions), told.count, after=features)
 
-    def run(self, target: Target, tokens: jax.Array, positions: jax.Array, offset: jax.Array, seen: Seen) -> jax.Array:
-        """``[B, T, H]`` what its head reads at each of the ``tokens [B, T]`` of blocks, at ``positions [B, T]``.
+    def run(self, target: Target, tokens: jax.Array, positions: jax.Array, offset: jax.Array, attends_to: Seen) -> jax.Array:
+        """Return the final states ``[B, T, H]`` at the tokens of blocks.
 
-        The blocks lie one behind the other; ``offset [T]`` is each token's in its own, 0 that of an anchor.
+        The blocks of a row lie one behind the other.
+
+        Args:
+            target: the target model.
+            tokens: ``[B, T]``, the token ids.
+            positions: ``[B, T]``, the RoPE positions.
+            offset: ``[T]``, the index of each token in its block; 0 for anchors.
+            attends_to: what the tokens attend to in each layer.
         """
         x = self.params["embed"][tokens] if "embed" in self.params else target.embed(tokens)
-        if self.config.input_embedding_scale != 1.0:  # one rounding, of the product
+        if self.config.input_embedding_scale != 1.0:  # in float32, so that only the product is rounded
             x = x.astype(jnp.float32) * self.config.input_embedding_scale
         x = x.astype(self._dtype)
         for index, params in enumerate(self.params["layers"]):
             layer = self.config.layer.of_layer(index)
-            mask, before = seen(index, self.config.layer.window_of(index))
+            mask, before = attends_to(index, self.config.layer.window_of(index))
             turn = rotations(layer.rope, layer.head_dim, positions)
             x = self.layer(params, layer, x, turn, offset, mask, before)
         return normed(self.params, "norm", self.config.layer, x)
@@ -220,29 +245,52 @@ class DFlash(TrainedDrafter[Cache]):
         mask: jax.Array,
         before: Sequence[Piece],
     ) -> jax.Array:
-        """``[B, T, H]`` the residual stream ``x`` after one layer; ``offset`` as in `run`, the rest as in `decoder_layer`."""
+        """Return the residual stream ``[B, T, H]`` after one layer.
+
+        ``offset`` is as in `run`, the other arguments are as in `decoder_layer`.
+        """
         return decoder_layer(params, config, x, turn, mask, before, self.mesh)[0]
 
     def is_causal(self, window: int | None) -> bool:
-        """Whether tokens of a block see those before them alone, in layers with a ``window`` or without."""
+        """Return whether tokens of a block see only the tokens before them.
+
+        ``window`` is that of the layer.
+        """
         return self.config.causal or (window is not None and self.config.causal_in_window)
 
     def sees(self, window: int | None, back: Any) -> Any:
-        """Of each number of the array ``back``: whether a place of a block sees the one so many places before it, or after it
-        where that is negative, in a layer with a ``window`` or without."""
-        seen = back >= (0 if self.is_causal(window) else -self.config.block_size)
-        return seen if window is None or self.config.window_of_block else seen & (back < window)
+        """Return whether a token of a block sees the tokens at the distances ``back`` in its block.
+
+        Args:
+            window: the window of the layer, or None.
+            back: an array of distances, positive for tokens before it and negative for tokens after
+                it.
+        """
+        is_visible = back >= (0 if self.is_causal(window) else -self.config.block_size)
+        return is_visible if window is None or self.config.window_of_block else is_visible & (back < window)
 
     def reach(self, window: int | None, positions: jax.Array, anchors: jax.Array) -> jax.Array | None:
-        """``[B, T|1]`` the first position that tokens at ``positions [B, T]`` of blocks with ``anchors [B, T|1]`` see in a
-        layer with a ``window``; None: they see all."""
+        """Return the first visible position for each token of blocks, in a layer with a ``window``.
+
+        Args:
+            window: the window of the layer. Without one all positions are visible, and the result
+                is None.
+            positions: ``[B, T]``, the positions of the tokens.
+            anchors: ``[B, T|1]``, the positions of their anchors.
+
+        Returns:
+            The positions, ``[B, T|1]``.
+        """
         if window is None:
             return None
         return anchors - window if self.config.window_of_block else positions - window + 1
 
     def block(self, target: Target, state: Cache, root: jax.Array) -> jax.Array:
-        """``[B, D, H]`` what its head reads at each depth of a draft below ``root [B]``; before them stands the anchor, where
-        that predicts nothing."""
+        """Run the block below ``root [B]``, and return the states that the head reads.
+
+        They are ``[B, D, H]``, one for each depth. If the anchor predicts nothing, its state comes
+        before them.
+        """
         first, depth = int(not self.config.from_anchor), self.draft_shape.depth
         size = self.tokens_at_once(depth)
         masks = jnp.full((root.shape[0], size - 1), self.config.mask_token_id, root.dtype)
@@ -250,24 +298,27 @@ class DFlash(TrainedDrafter[Cache]):
         anchors, offset = state.length[:, None], jnp.arange(size)
         positions = anchors + offset
 
-        def seen(index: int, window: int | None) -> tuple[jax.Array, Sequence[Piece]]:
+        def attends_to(index: int, window: int | None) -> tuple[jax.Array, Sequence[Piece]]:
             mask = self.sees(window, offset[:, None] - offset)
             return mask[None], [_before(state, index, self.reach(window, positions, anchors), self.mesh)]
 
-        return self.run(target, tokens, positions, offset, seen)[:, : first + depth]
+        return self.run(target, tokens, positions, offset, attends_to)[:, : first + depth]
 
     def tokens_at_once(self, length: int) -> int:
-        """Those of a block, or of a causal one no more than the draft is long: what comes later is not seen."""
+        """Return the length of the block that a draft of ``length`` tokens needs.
+
+        A causal block ends with the draft, because no token sees the tokens behind it.
+        """
         windows = [self.config.layer.window_of(index) for index in range(self.config.layer.num_layers)]
         is_causal = all(self.is_causal(window) for window in windows)
         return length + (not self.config.from_anchor) if is_causal else self.config.block_size
 
     def vocabulary(self, target: Target) -> Vocabulary | None:
-        """The tokens that it can draft; None is the target's vocabulary."""
+        """Return the tokens that the drafter can draft; None is the target's vocabulary."""
         return draft_vocabulary.vocabulary_of(self.params, target)
 
     def logits(self, target: Target, states: jax.Array) -> jax.Array:
-        """``[..., Vd]`` float32 of what its head reads, ``states [..., H]``."""
+        """Return the float32 logits ``[..., Vd]`` for ``states [..., H]`` of the block."""
         config = self.config
         if config.own_head:
             axes = ("batch", *(None,) * (states.ndim - 2), "draft_vocab")
@@ -284,15 +335,19 @@ class DFlash(TrainedDrafter[Cache]):
         return expand_by_depth(self.draft_shape, logits, root, sampling, keys, active, self.vocabulary(target)), state
 
     def drafting_reads(self, target: Target, state: Cache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
-        """All of it once, whatever the depth, and the target's head where it has none."""
+        """Return the arrays of one pass: all weights, and the target's head if it is used."""
         head = () if self.config.own_head else target.head_as_stored
         return DraftingReads(step=(self.own_weights, state, head))
 
 
 def _before(cache: Cache, layer: int, since: jax.Array | None, mesh: Mesh | None) -> Piece:
-    """What a ``cache`` holds of a layer, of which queries see the positions from ``since [B, T|1]`` on; None: all of them."""
+    """Return the part of a layer's ``cache`` that queries see.
+
+    ``since [B, T|1]`` are the first visible positions; None makes all visible.
+    """
     if since is None or not isinstance(cache, RingCache):
         return Filled.of(cache, layer, since, mesh)
-    # The slots of a ring are in no order that a window could begin in: which of them are seen is said one by one.
+    # The slots of a ring are not in the order of positions, so a window is no range of slots: each
+    # slot needs a flag of its own.
     positions, slots = cache.newest_at(cache.length)[:, None], jnp.arange(cache.slots)
     return cache.layers[layer], (slots < cache.filled[:, None, None]) & (positions >= since[..., None])

@@ -1,10 +1,11 @@
-"""DFlash2 (z-lab 2026, github.com/z-lab/dflash): a DFlash with convolutions in its blocks, and a selector of candidates.
+"""DFlash2 (z-lab 2026, github.com/z-lab/dflash): a DFlash with convolutions and a selector.
 
-*Convolutions* stand before and after attention and MLP: what a place of the block has is mixed with what those right before it
-have, so that it knows what they are about to say. The *selector* takes the likeliest tokens of each place, by the block's
-logits, and scores them anew by the token that was drafted before. So a chain goes on from what it has drafted, and the children
-of a tree's nodes differ. The vocabulary is looked through once, for all places together; while a draft grows only the
-candidates are scored.
+*Convolutions* stand before and after attention and MLP. They mix each position of the block with
+the positions right before it, so that it knows what these are about to predict. The *selector*
+takes the likeliest tokens of each position by the block's logits, and scores them again by the
+token drafted before. So the tokens of a chain depend on the drafted tokens before them, and
+different nodes of a tree have different children. The head is applied to the whole vocabulary once,
+for all positions together. While a draft grows, only the candidates are scored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,16 +44,16 @@ from specjax.shape_checks import shape_checked
 class DFlash2(DFlash):
     """A `DFlash` with convolutions and a selector.
 
-    It drafts the likeliest tokens of each place, `DFlashConfig.selector_top_k` of them, and no others: a tree has at most so
-    many children below a node.
+    It drafts only the `DFlashConfig.selector_top_k` likeliest tokens of each position, so that is
+    the maximum number of children of a node.
 
     Attributes:
-        params: see `dflash_config.declare`.
-        config: its configuration.
-        draft: the shape of its drafts, at most as deep as a block has room for.
-        mesh: where the params live.
-        cache: what it remembers of a text, see `DFlash`.
-        budget: with ``cache``, slots of a row in each layer.
+        params: the parameters, see `dflash_config.declare`.
+        config: the configuration.
+        draft: the shape of the drafts, at most as deep as a block allows.
+        mesh: the mesh of the parameters.
+        cache: the scheme of the cache, see `DFlash`.
+        budget: with ``cache``, the number of slots of a row in each layer.
 
     Examples:
         >>> drafter = specjax.DFlash2.init(target, jax.random.key(1), draft=3, block_size=4)
@@ -65,7 +66,7 @@ class DFlash2(DFlash):
 
     @classmethod
     def usual_sizes(cls, target: Target) -> dict[str, Any]:
-        """Those of z-lab's drafters."""
+        """Return the sizes of z-lab's drafters."""
         return {"num_layers": 5, "block_size": 8}
 
     @classmethod
@@ -83,27 +84,29 @@ class DFlash2(DFlash):
         variant: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Self:
-        """A drafter for ``target`` with random weights; consumes ``key``. Its convolutions begin as doing nothing.
+        """Return a drafter for ``target`` with random weights, and convolutions that do nothing.
 
         Args:
-            target: what it will draft for.
-            key: random.
-            draft: the shape of its drafts; None: a chain of all tokens that a block has room for.
-            block_size: tokens of a block, the anchor included.
-            conv_kernel_size: tokens that a convolution reads, a position's own included.
-            conv_group_size: channels that share what a place adds to its kernel; must divide the target's hidden size.
-            selector_rank: of the selector's codebooks.
-            selector_top_k: candidates at each place; of a smaller vocabulary, all its tokens.
+            target: the target model.
+            key: the random key for the weights. It is consumed.
+            draft: the shape of the drafts; None is a chain of all tokens that a block has room for.
+            block_size: the number of tokens of a block, the anchor included.
+            conv_kernel_size: the number of tokens that a convolution reads, the position's own
+                included.
+            conv_group_size: the number of channels that share what a position adds to its kernel.
+                It must divide the target's hidden size.
+            selector_rank: the rank of the selector's codebooks.
+            selector_top_k: the number of candidates at each position, at most the vocabulary size.
             variant: further fields of `DFlashConfig`.
             options: as in `DFlash.init`.
         """
-        given = {
+        fields = {
             "conv_kernel_size": conv_kernel_size,
             "conv_group_size": conv_group_size,
             "selector_rank": selector_rank,
             "selector_top_k": min(selector_top_k, target.config.vocab_size),
         }
-        variant = given | dict(variant or {})
+        variant = fields | dict(variant or {})
         drafter = super().init(target, key, draft, block_size=block_size, variant=variant, **options)
         for layer in drafter.params["layers"]:
             layer |= {name: layer[name].at[:, 0].set(1.0) for name in ("attention_conv_base", "mlp_conv_base")}
@@ -111,11 +114,11 @@ class DFlash2(DFlash):
 
     def check(self, target: Target) -> None:
         super().check(target)
-        asked, candidates = self.draft_shape.branching, self.config.selector_top_k
-        if asked > candidates:
+        children, candidates = self.draft_shape.branching, self.config.selector_top_k
+        if children > candidates:
             raise InputError(
-                f"draft={self.draft}: asks for {asked} children of a node, and this drafter has {candidates} candidates at "
-                "each place (selector_top_k); give at most as many"
+                f"draft={self.draft}: it needs {children} children of a node, but this drafter has {candidates} candidates "
+                "at each position (selector_top_k); give at most as many"
             )
 
     # --- the block ---
@@ -135,28 +138,34 @@ class DFlash2(DFlash):
     # --- the selector ---
 
     def candidates(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``[..., K]`` the largest of the block's ``logits [..., V]``, and whose they are, the likeliest first."""
+        """Return the largest K of ``logits [..., V]``, and their token ids, the likeliest first.
+
+        Both are ``[..., K]``.
+        """
         return likeliest(logits, self.config.selector_top_k)
 
     def selector_context(self, states: jax.Array) -> jax.Array:
-        """``[..., r]`` what the selector reads of the block's ``states [..., H]``."""
+        """Return the selector's input ``[..., r]`` for the block's ``states [..., H]``."""
         return linear(self.params, "selector", states)
 
     def selected(self, scores: jax.Array, ids: jax.Array, context: jax.Array, before: jax.Array) -> jax.Array:
-        """``[..., K]`` float32 logits of candidates after a token, in the places of the block's.
+        """Return the selector's float32 logits ``[..., K]`` of the candidates after a token.
 
         Args:
-            scores: ``[..., K]`` the block's own logits of them.
-            ids: ``[..., K]``.
-            context: ``[..., r]`` see `selector_context`.
-            before: ``[...]`` the token before.
+            scores: ``[..., K]``, the block's logits of the candidates.
+            ids: ``[..., K]``, their token ids.
+            context: ``[..., r]``, from `selector_context`.
+            before: ``[...]``, the token before.
         """
-        known = self.params["predecessors"][before] * context
-        follow = jnp.sum(known[..., None, :] * self.params["successors"][ids], axis=-1, dtype=jnp.float32)
-        return scores + follow
+        query = self.params["predecessors"][before] * context
+        bonus = jnp.sum(query[..., None, :] * self.params["successors"][ids], axis=-1, dtype=jnp.float32)
+        return scores + bonus
 
     def expected(self, target: Target, states: jax.Array, before: jax.Array) -> jax.Array:
-        """``[..., V]`` logits after tokens ``before [...]``, of the block's ``states [..., H]``: -inf but for candidates."""
+        """Return the logits ``[..., V]`` after the tokens ``before``; -inf except for candidates.
+
+        ``states`` are the block's, ``[..., H]``, and ``before`` is ``[...]``.
+        """
         logits = self.logits(target, states)
         scores, ids = self.candidates(logits)
         scores = self.selected(scores, ids, self.selector_context(states), before)
@@ -167,34 +176,34 @@ class DFlash2(DFlash):
     ) -> tuple[Draft, Cache]:
         shape, vocab = self.draft_shape, target.config.vocab_size
         states = self.block(target, state, root)[:, -shape.depth :]
-        # Tokens that must not come yet are no candidates.
+        # A stop token that is not allowed yet must not take a candidate's place.
         scores, ids = self.candidates(without_stop_tokens(self.logits(target, states), sampling, jnp.arange(shape.depth)))
         context = self.selector_context(states)
 
-        def offer(depth: jax.Array, before: jax.Array) -> CandidateTokens:
-            here, named, known = (jnp.take(values, depth, axis=1) for values in (scores, ids, context))
-            logits = self.selected(here[:, None], named[:, None], known[:, None], before)
-            return offered_by(shape, logits, depth, sampling, keys[depth], Candidates(named, vocab))
+        def children_after(depth: jax.Array, before: jax.Array) -> CandidateTokens:
+            scores_here, ids_here, context_here = (jnp.take(values, depth, axis=1) for values in (scores, ids, context))
+            logits = self.selected(scores_here[:, None], ids_here[:, None], context_here[:, None], before)
+            return offered_by(shape, logits, depth, sampling, keys[depth], Candidates(ids_here, vocab))
 
-        def read(frontier: Frontier, nothing: tuple[()]) -> tuple[CandidateTokens, tuple[()]]:
-            return offer(frontier.depth, frontier.tokens), nothing
+        def read(frontier: Frontier, state: tuple[()]) -> tuple[CandidateTokens, tuple[()]]:
+            return children_after(frontier.depth, frontier.tokens), state
 
-        first = offer(jnp.zeros((), jnp.int32), root[:, None])
+        first = children_after(jnp.zeros((), jnp.int32), root[:, None])
         draft, _, _ = expand(shape, read, first, (), root, sampling, keys, active)
-        if draft.q is not None:  # over the candidates of each node's depth; the deepest nodes have none, and zeros
-            of_nodes = ids[:, np.minimum(draft.depths, shape.depth - 1)]
-            everywhere = jnp.zeros((*draft.q.shape[:2], vocab), draft.q.dtype)
-            draft = replace(draft, q=jnp.put_along_axis(everywhere, of_nodes, draft.q, axis=-1, inplace=False))
+        if draft.q is not None:  # over the candidates of each node's depth; leaves have no children and a q of zeros
+            node_ids = ids[:, np.minimum(draft.depths, shape.depth - 1)]
+            zeros = jnp.zeros((*draft.q.shape[:2], vocab), draft.q.dtype)
+            draft = replace(draft, q=jnp.put_along_axis(zeros, node_ids, draft.q, axis=-1, inplace=False))
         return draft, state
 
     def drafting_reads(self, target: Target, state: Cache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
-        """All but the codebooks once; of these the rows of a few tokens."""
-        own = {name: value for name, value in self.own_weights.items() if name not in ("predecessors", "successors")}
+        """Return all weights but the codebooks, of which a pass reads only a few rows."""
+        weights = {name: value for name, value in self.own_weights.items() if name not in ("predecessors", "successors")}
         head = () if self.config.own_head else target.head_as_stored
-        return DraftingReads(step=(own, state, head))
+        return DraftingReads(step=(weights, state, head))
 
 
-@partial(jax.jit, static_argnames=("config",))  # traced and lowered once for all layers alike
+@partial(jax.jit, static_argnames=("config",))  # jit, so that it is traced once for all layers
 def _convolved_layer(
     params: Params,
     config: ModelConfig,
@@ -204,16 +213,18 @@ def _convolved_layer(
     mask: jax.Array,
     before: Sequence[Piece],
 ) -> jax.Array:
-    """A Qwen3's decoder layer with convolutions around attention and MLP."""
-    own, finish = _around(params, "attention_conv", normed(params, "input_norm", config, x), offset)
-    x = x + finish(attention(params, config, own, rotations, mask, before)[0])
-    own, finish = _around(params, "mlp_conv", normed(params, "post_norm", config, x), offset)
-    return x + finish(mlp(params, own, activation=config.activation))
+    """Run a Qwen3 decoder layer with convolutions around attention and MLP."""
+    branch, finish = _around(params, "attention_conv", normed(params, "input_norm", config, x), offset)
+    x = x + finish(attention(params, config, branch, rotations, mask, before)[0])
+    branch, finish = _around(params, "mlp_conv", normed(params, "post_norm", config, x), offset)
+    return x + finish(mlp(params, branch, activation=config.activation))
 
 
 def _around(params: Params, name: str, x: jax.Array, offset: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """The input ``x [B, T, H]`` of a part of a layer after the convolution before it, and the convolution for its output. The
-    kernels of both follow from ``x``."""
+    """Apply the convolution before attention or MLP, and return the one after it as a function.
+
+    The kernels of both depend on the input ``x [B, T, H]``.
+    """
     base = params[f"{name}_base"]  # [2, kernel_size, H]
     changes = linear(params, name, x).reshape(*x.shape[:2], *base.shape[:2], -1)
     return convolve(x, base[0], changes[:, :, 0], offset), lambda y: convolve(y, base[1], changes[:, :, 1], offset)
@@ -223,13 +234,16 @@ def _around(params: Params, name: str, x: jax.Array, offset: jax.Array) -> tuple
 def convolve(
     x: Float[Array, "B T H"], base: Float[Array, "K H"], changes: Float[Array, "B T K G"], offset: Int[Array, " T"]
 ) -> Float[Array, "B T H"]:
-    """Return at each token the sum over j of the kernel's j-th number times ``x`` j tokens before, none from another block.
+    """Convolve the tokens of blocks, each with a kernel of its own and within its block.
+
+    The result at a token is the sum over j of the j-th number of its kernel times ``x`` at j tokens
+    before.
 
     Args:
-        x: tokens of blocks that lie one behind the other.
-        base: of the kernel, of each channel.
-        changes: what each token adds to its kernel, of each of G groups of channels.
-        offset: of the tokens in their blocks, from 0.
+        x: the tokens of blocks that lie one behind the other.
+        base: the part of the kernel that all tokens share, for each channel.
+        changes: what each token adds to the kernel, for each of G groups of channels.
+        offset: the index of each token in its block, from 0.
 
     Examples:
         Two blocks of two tokens, and a kernel that adds the token before:

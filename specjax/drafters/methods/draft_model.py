@@ -1,5 +1,8 @@
-"""A smaller model as the drafter (Leviathan et al. 2023, arXiv 2211.17192); where its tokenizer is another one than the
-target's, with the tokens that both have (Timor et al. 2025, arXiv 2502.05202)."""
+"""A smaller model as the drafter (Leviathan et al. 2023, arXiv 2211.17192).
+
+If its tokenizer differs from the target's, it drafts the tokens that both have (Timor et al. 2025,
+arXiv 2502.05202).
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,11 +33,13 @@ from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
 MAX_PADDING = 1024
-"""Vocabularies whose sizes differ by fewer ids than this are taken to be one, padded to different widths."""
+"""The difference in vocabulary size up to which two vocabularies count as equal, with padding."""
 
 
 def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
-    """Refuse, with an InputError, a draft model that cannot share the target's tokenizer, where nothing translates.
+    """Raise an InputError if a draft model cannot use the target's tokenizer.
+
+    A draft model with a `SharedVocabulary` needs no such check.
 
     Examples:
         >>> from dataclasses import replace
@@ -54,11 +59,12 @@ def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
 
 @struct.dataclass
 class DraftedEntries:
-    """What a draft model worked out while drafting, from `DraftModel.propose` to `DraftModel.update`.
+    """The results of drafting, which `DraftModel.propose` passes to `DraftModel.update`.
 
     Attributes:
-        entries: of the nodes that it read, in its own layers.
-        places: ``[B, N]`` each node's place among them, from 0; -1 for nodes that were never read, and the root.
+        entries: the KV entries of the nodes that were read, in the draft model's layers.
+        places: ``[B, N]``, the index of each node among the nodes that were read, or -1 for the
+            root and for nodes that were never read.
     """
 
     entries: tuple[Entry, ...]
@@ -67,12 +73,17 @@ class DraftedEntries:
 
 @struct.dataclass
 class DraftModelState:
-    """Attributes:
-    cache: the draft model's own.
-    last: ``[B]`` the row's newest token but its root, where ``behind``.
-    behind: ``[B]`` bool, ``last`` has never been read: the cache lacks one token more than the root. So it is after full
-        acceptance, and wherever the path ends at a leaf.
-    drafted: None but between `DraftModel.propose` and `DraftModel.update`.
+    """The memory of a draft model.
+
+    Attributes:
+        cache: the cache of the draft model.
+        last: ``[B]``, the newest token of each row before its root; it matters in rows that are
+            ``behind``.
+        behind: ``[B]`` bool, whether the draft model has not read ``last``. The cache then lacks
+            one token more than the root. That is so after full acceptance, and whenever the
+            accepted path ends at a leaf.
+        drafted: the results of drafting, between `DraftModel.propose` and `DraftModel.update`;
+            otherwise None.
     """
 
     cache: Cache
@@ -83,20 +94,21 @@ class DraftModelState:
 
 @struct.dataclass
 class DraftModel(Drafter[DraftModelState]):
-    """Drafts with a second, cheaper model.
+    """A drafter that is a second, cheaper model.
 
-    Its vocabulary may be padded to another width than the target's: it drafts no id that the target lacks. Its tokenizer may be
-    another one: see ``shared``.
+    Its vocabulary may be padded to another width than the target's; it drafts no id that the target
+    lacks. Its tokenizer may differ from the target's, see ``shared``.
 
     Attributes:
         model: the draft model.
-        draft: the shape of its drafts, any of `specjax.drafts.shapes`.
-        cache: what it remembers of a text: the first tokens and the newest, ``budget`` in all (MagicDec's second setting). By
-            default all of it.
-        budget: with ``cache``, slots of a row in each layer.
-        shared: None where the draft model has the target's tokenizer. Else it drafts the tokens that both have, and reads the
-            nearest of its own for each of the target's. The text stays the target's, greedy or sampled; a token that it lacks
-            is never drafted, and one that it could not read makes the drafts after it worse.
+        draft: the shape of the drafts, any of `specjax.drafts.shapes`.
+        cache: the scheme of the cache. By default it has the whole text. `Streaming` keeps the
+            first tokens and the newest, ``budget`` in all (the second setting of MagicDec).
+        budget: with ``cache``, the number of slots of a row in each layer.
+        shared: None if the draft model has the target's tokenizer. Otherwise it drafts the tokens
+            that both have, and reads for each of the target's tokens the nearest of its own. The
+            output is still the target's, greedy or sampled. A token that the draft model lacks is
+            never drafted, and one that it cannot read makes the drafts after it worse.
 
     Examples:
         >>> drafter = specjax.DraftModel.init(
@@ -132,21 +144,23 @@ class DraftModel(Drafter[DraftModelState]):
         """Load the draft model as `Target.from_pretrained` loads a target.
 
         Args:
-            path: a directory or hub id; or the opened files of the checkpoint.
-            draft: the shape of its drafts.
-            dtype: of its params.
-            mesh: the target's.
-            weights: as for `Target.from_pretrained`.
-            tokenizer: the target's: of transformers, or the directory or hub id of one. Where the draft model has another, it
-                drafts the tokens that both have. None takes them to be the same.
-            vocabulary: None refuses a pair that shares less than half of the smaller vocabulary; "intersect" does not.
+            path: a directory or a hub id; or the opened files of the checkpoint.
+            draft: the shape of the drafts.
+            dtype: the data type of the parameters.
+            mesh: the mesh of the target.
+            weights: the quantization of the weights, as for `Target.from_pretrained`.
+            tokenizer: the target's tokenizer: of transformers, or its directory or hub id. If the
+                draft model has another one, it drafts the tokens that both have. None assumes that
+                they are the same.
+            vocabulary: None requires that they share half of the smaller vocabulary; "intersect"
+                allows any overlap.
 
         Raises:
-            InputError: something cannot be used; names it, its value and what to give instead.
+            InputError: An argument is invalid. The message names it, its value and the remedy.
 
         Examples:
             >>> drafter = specjax.DraftModel.from_pretrained("embedded:draft", tokenizer="embedded")
-            >>> drafter.shared is None  # one tokenizer
+            >>> drafter.shared is None  # equal tokenizers
             True
         """
         shared = None
@@ -167,30 +181,38 @@ class DraftModel(Drafter[DraftModelState]):
 
     @classmethod
     def init(cls, target: Target, key: jax.Array, draft: DraftShape | int = Chain(4), **sizes: Any) -> "DraftModel":
-        """A random draft model that fits ``target``; consumes ``key``.
+        """Return a draft model with random weights that fits ``target``.
 
-        ``sizes`` override the fields of its `ModelConfig`; by default it is the target's with a quarter of the layers, and as
-        many more as it takes for the last to read the whole text, where any layer does. Of a hybrid that is one with attention.
+        Args:
+            target: the target model.
+            key: the random key for the weights. It is consumed.
+            draft: the shape of the drafts.
+            sizes: fields of the `ModelConfig`. By default it is the target's with a quarter of the
+                layers, or with more if that is needed for the last one to be a full-attention
+                layer.
         """
         count = sizes.get("num_layers", _quarter(target.config))
         linear = sizes.get("linear_layers", target.config.linear_layers)
         if count > 0 and set(range(count)) <= set(linear):
             least = next(layer for layer in range(len(linear) + 1) if layer not in linear) + 1
             raise InputError(
-                f"num_layers={count}: all of them would keep a state, as the target's do, and a layer with ordinary attention "
-                f"is needed: give {least} or more, or other linear_layers"
+                f"num_layers={count}: all of them would be linear-attention layers, but one with ordinary attention is needed: "
+                f"give {least} or more, or other linear_layers"
             )
         config = target.config.first(count, **sizes)
         return cls(model=Target.init(config, key, target.dtype, target.mesh), draft=draft)
 
     def quantize(self, weights: schemes.Weights) -> "DraftModel":
-        """The same with quantized weights, as `Target.quantize`."""
+        """Return the same drafter with quantized weights, as `Target.quantize`."""
         return replace(self, model=self.model.quantize(weights))
 
     narrow = schemes.narrow  # the old name
 
     def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
-        """Write the draft model as a Hugging Face checkpoint. What it shares with a target comes from the two tokenizers."""
+        """Write the draft model as a Hugging Face checkpoint.
+
+        The shared vocabulary is not stored, because it follows from the two tokenizers.
+        """
         self.model.save_pretrained(path, dtype=dtype)
 
     def check(self, target: Target) -> None:
@@ -220,7 +242,8 @@ class DraftModel(Drafter[DraftModelState]):
         return True
 
     def append_remote(self, target: Target, state: DraftModelState, told: RemoteFeatures) -> DraftModelState:
-        # A token that the newest draft left unread comes first. Where there is then one too many, the last is left unread.
+        # The token that a row has not read yet comes first. If there is no room for all tokens
+        # then, the last one stays unread.
         before = jnp.concatenate([state.last[:, None], told.tokens[:, :-1]], axis=1)
         tokens = jnp.where(state.behind[:, None], before, told.tokens)
         unread, room = told.count + state.behind, tokens.shape[1]
@@ -236,21 +259,22 @@ class DraftModel(Drafter[DraftModelState]):
         keys: jax.Array,
         active: jax.Array,
     ) -> tuple[Draft, DraftModelState]:
-        # The first forward reads two tokens: the one that the newest path ended with, where it is unread, and the root.
+        # The first forward reads up to two tokens: the end of the newest path, if it is unread, and
+        # the root.
         unread = jnp.stack([jnp.where(state.behind, state.last, root), root], axis=1)
         count = jnp.where(active, 1 + state.behind, 0)
         output, cache = self.model.forward(self._known(unread), state.cache, count)
-        at_root = state.behind.astype(jnp.int32)[:, None, None]
-        logits = jnp.take_along_axis(output.logits, at_root, axis=1)[:, 0]  # by row: a mesh exchanges nothing
+        root_index = state.behind.astype(jnp.int32)[:, None, None]
+        logits = jnp.take_along_axis(output.logits, root_index, axis=1)[:, 0]  # within each row: no exchange on a mesh
 
         def read(frontier: Frontier, scratch: tuple[Entry, ...]) -> tuple[jax.Array, tuple[Entry, ...]]:
-            known = replace(frontier, tokens=self._known(frontier.tokens))
-            logits, scratch = read_nodes(self.model, cache, known, scratch)
+            translated = replace(frontier, tokens=self._known(frontier.tokens))
+            logits, scratch = read_nodes(self.model, cache, translated, scratch)
             return self._offered(logits, target), scratch
 
         scratch = self.model.new_scratch(root.shape[0], self.draft_shape.read_slots)
-        offered, vocabulary = self._offered(logits, target), self._vocabulary(target)
-        draft, places, entries = expand(self.draft_shape, read, offered, scratch, root, sampling, keys, active, vocabulary)
+        root_logits, vocabulary = self._offered(logits, target), self._vocabulary(target)
+        draft, places, entries = expand(self.draft_shape, read, root_logits, scratch, root, sampling, keys, active, vocabulary)
         drafted = DraftedEntries(entries, jnp.broadcast_to(places, draft.tokens.shape))
         return draft, replace(state, cache=cache, drafted=drafted)
 
@@ -258,16 +282,18 @@ class DraftModel(Drafter[DraftModelState]):
         self, target: Target, state: DraftModelState, draft: Draft, verdict: Verdict, committed: Committed
     ) -> DraftModelState:
         drafted = state.drafted
-        if drafted is None:  # the draft is not this model's: of what was accepted it has read nothing
+        if drafted is None:  # another drafter's draft, of which this model has read nothing
             return self.append_committed(target, state, committed)
         accepted = jnp.maximum(verdict.count - 1, 0)
         end = jnp.take_along_axis(verdict.path, accepted[:, None], axis=1)
         places = jnp.take_along_axis(drafted.places, verdict.path[:, 1:], axis=1)
+        # The last accepted node was never read if it is a leaf.
         behind = (accepted > 0) & (jnp.take_along_axis(drafted.places, end, axis=1)[:, 0] < 0)
         cache = state.cache
         if self.draft_shape.read_slots:
-            # A chain's nodes were read in the order of its path.
+            # The nodes of a chain were read in the order of its path: nothing has to be gathered.
             path = drafted.entries if draft.is_chain else gather_entries(drafted.entries, places)
+            # The pass of `propose` has stored the root already, so only accepted nodes are appended.
             cache = cache.append(path, accepted - behind, after=draft.tokens[:, -1:])
         return DraftModelState(
             cache=cache,
@@ -278,17 +304,20 @@ class DraftModel(Drafter[DraftModelState]):
     def drafting_reads(
         self, target: Target, state: DraftModelState | tuple[()] = (), cache: Sequence[Entry] = ()
     ) -> DraftingReads:
-        """A level is a pass of the draft model."""
+        """Return the arrays of a level: the draft model's weights and its cache."""
         return DraftingReads(level=(self.model.weights_of_pass, state))
 
     def _known(self, tokens: jax.Array) -> jax.Array:
-        """``tokens`` as the draft model knows them. Of ids that it lacks it reads another token, and drafts on."""
+        """Return ``tokens`` as ids of the draft model.
+
+        Another token replaces an id that it lacks.
+        """
         if self.shared is not None:
             return self.shared.read(tokens)
         return jnp.where(tokens < self.model.config.vocab_size, tokens, 0)
 
     def _offered(self, logits: jax.Array, target: Target) -> jax.Array:
-        """Of the draft model's ``logits [..., own V]`` those that it may draft by, in `_vocabulary`."""
+        """Return the logits of the draft model over `_vocabulary`."""
         return _fit(logits, target.config.vocab_size) if self.shared is None else self.shared.narrow(logits)
 
     def _vocabulary(self, target: Target) -> Vocabulary | None:
@@ -296,7 +325,7 @@ class DraftModel(Drafter[DraftModelState]):
 
 
 def _quarter(config: ModelConfig) -> int:
-    """How many of the first layers a draft model has, unless it is told."""
+    """Return the default number of layers of a draft model."""
     least = max(1, config.num_layers // 4)
     not_whole = {*config.windowed_layers, *config.linear_layers}
     whole = [layer + 1 for layer in range(least - 1, config.num_layers) if layer not in not_whole]
@@ -304,7 +333,7 @@ def _quarter(config: ModelConfig) -> int:
 
 
 def _fit(logits: jax.Array, vocab: int) -> jax.Array:
-    """``logits [..., own]`` cut, or padded with -inf, to the target's vocabulary."""
+    """Cut ``logits [..., own V]`` to the target's vocabulary, or pad them with -inf."""
     missing = vocab - logits.shape[-1]
     if missing <= 0:
         return logits[..., :vocab]

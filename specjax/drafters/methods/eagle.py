@@ -1,7 +1,8 @@
 """EAGLE-1 (Li et al. 2024, arXiv 2401.15077): one layer that predicts the target's next feature.
 
-EAGLE-2 (arXiv 2406.16858) is the same drafter with a dynamic tree, HASS (Zhang et al. 2024, arXiv 2408.15766) the same trained
-otherwise: both are checkpoints of this class.
+EAGLE-2 (arXiv 2406.16858) is the same drafter with a dynamic tree. HASS (Zhang et al. 2024, arXiv
+2408.15766) is the same drafter with another training. Checkpoints of both are checkpoints of this
+class.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -31,12 +32,14 @@ from specjax.models.transformer import States, Target
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """The shape of an `Eagle`.
+    """The configuration of an `Eagle` drafter.
 
     Attributes:
-        layer: of its one decoder layer; ``vocab_size`` and ``hidden_size`` are the target's.
+        layer: the configuration of its one decoder layer; ``vocab_size`` and ``hidden_size`` are
+            the target's.
         fc_bias: whether the layer that joins embedding and feature has a bias.
-        own_embedding: whether it brings an embedding, and does not use the target's.
+        own_embedding: whether the drafter has an embedding of its own and does not use the
+            target's.
     """
 
     layer: ModelConfig
@@ -45,13 +48,16 @@ class EagleConfig:
 
 
 def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-    """Return whether config.json is a Llama model's of one layer that says whether ``fc`` has a bias, or whose tensors have an
-    ``fc``; see `CheckpointFormat`."""
+    """Return whether a checkpoint is an EAGLE drafter; see `CheckpointFormat`.
+
+    Its config.json describes a Llama model of one layer. It has the field ``bias``, or its tensors
+    have an ``fc``.
+    """
     return raw.get("num_hidden_layers") == 1 and ("bias" in raw or "fc.weight" in tensors)
 
 
 def read_layer(stored: CheckpointFiles) -> EagleConfig:
-    """The shape of a checkpoint's layer, and of what joins its inputs."""
+    """Return the configuration of a checkpoint's layer and of its ``fc``."""
     layer = config_json.parse_drafter_config(stored.raw, stored.file)
     if layer.num_layers != 1:
         raise CheckpointError(f"{stored.file}: num_hidden_layers={layer.num_layers}: an EAGLE drafter has one layer")
@@ -63,10 +69,10 @@ def read_layer(stored: CheckpointFiles) -> EagleConfig:
 
 
 def read_config(stored: CheckpointFiles) -> EagleConfig:
-    """Return the shape of a checkpoint. Raises `CheckpointError`."""
+    """Return the configuration of a checkpoint. Raises `CheckpointError`."""
     if stored.raw.get("layer_self_attention") is not None:
         raise CheckpointError(
-            f"{stored.file}: layer_self_attention: this drafter reads summaries of the target's layers: load it with "
+            f"{stored.file}: layer_self_attention: this drafter reads summaries of the target's layers; load it with "
             "EagleWithLayerAttention, or as eagle-lsa:DIRECTORY"
         )
     return read_layer(stored)
@@ -76,7 +82,7 @@ def declare(config: EagleConfig, layout: str) -> Params:
     """Return the `Param` declarations."""
     layer, hidden = config.layer, config.layer.hidden_size
     first = declarations.declare_layer(layer, "layers.0.")
-    del first["input_norm"]  # the layer reads what `fc` gives as it is
+    del first["input_norm"]  # the layer reads the output of `fc` without a norm
     tree: Params = {"fc": matrix("fc", (2 * hidden, None), (hidden, None)), "layers": [first]}
     if config.fc_bias:
         tree["fc_bias"] = Param((hidden,), (None,), "fc.bias", "zeros")
@@ -104,16 +110,17 @@ FORMAT = CheckpointFormat(
 
 @struct.dataclass
 class Eagle(FeatureDrafter):
-    """Predicts the target's next feature, its last hidden state after the final norm; the target's own head reads it.
+    """A drafter that predicts the target's next feature, which the target's own head reads.
 
-    ``x = layer(fc([embedding, feature]))``, where the layer has no norm before its attention, and x is fed back as it is.
-    Checkpoints are in SafeAILab's format: EAGLE-1, EAGLE-2 or HASS.
+    The feature is the target's last hidden state, after the final norm. The network is
+    ``x = layer(fc([embedding, feature]))``. The layer has no norm before its attention, and x is
+    fed back unchanged. Checkpoints are in SafeAILab's format: EAGLE-1, EAGLE-2 or HASS.
 
     Attributes:
-        params: ``fc`` and the layer's (see `declare`).
-        config: its configuration.
-        draft: the shape of its drafts; a `DynamicTree` makes it EAGLE-2.
-        mesh: where the params live.
+        params: the parameters of ``fc`` and of the layer (see `declare`).
+        config: the configuration.
+        draft: the shape of the drafts; with a `DynamicTree` the drafter is EAGLE-2.
+        mesh: the mesh of the parameters.
 
     Examples:
         >>> drafter = specjax.Eagle.init(target, jax.random.key(1))
@@ -131,7 +138,14 @@ class Eagle(FeatureDrafter):
 
     @classmethod
     def init(cls, target: Target, key: jax.Array, draft: DraftShape | int = DynamicTree(), **sizes: Any) -> Self:
-        """A drafter for ``target`` with random weights; consumes ``key``. ``sizes`` override fields of its layer's config."""
+        """Return a drafter for ``target`` with random weights.
+
+        Args:
+            target: the target model.
+            key: the random key for the weights. It is consumed.
+            draft: the shape of the drafts.
+            sizes: fields of the layer's `ModelConfig`; the default is the target's sizes.
+        """
         config = EagleConfig(layer_like(target.config, **sizes))
         return cls(params=cls._initialise(config, key, target), config=config, draft=draft, mesh=target.mesh)
 
@@ -154,9 +168,9 @@ class Eagle(FeatureDrafter):
         config, (layer,) = self.config.layer, self.params["layers"]
         turn = rotations(config.rope, config.head_dim, positions)
         x = linear(self.params, "fc", jnp.concatenate([embedded, states], axis=-1))
-        attended, own = attention(layer, config, x, turn, mask, past[0])
+        attended, entry = attention(layer, config, x, turn, mask, past[0])
         x = x + attended
-        return x + mlp(layer, rms_norm(x, layer["post_norm"], config.norm_eps), activation=config.activation), (own,)
+        return x + mlp(layer, rms_norm(x, layer["post_norm"], config.norm_eps), activation=config.activation), (entry,)
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
         return target.head(states)

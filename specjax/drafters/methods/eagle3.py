@@ -1,7 +1,8 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840), and its variants by their published names.
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840), and its variants under their published names.
 
-Against EAGLE-1 it reads several of the target's layers and not the last alone; it predicts tokens and no features, so that its
-own state is free; and it may draft from a small vocabulary of its own.
+It differs from EAGLE-1 in three ways. It reads several layers of the target and not just the last.
+It is trained to predict tokens and not features, so its own state is free. And it may draft from a
+small vocabulary of its own.
 """
 
 from collections.abc import Sequence
@@ -34,22 +35,25 @@ from specjax.models.rope import rotations
 from specjax.models.transformer import States, Target
 
 USUAL_VOCABULARY = 32_000
-"""Tokens that published drafters for targets of large vocabularies can draft."""
+"""The number of draft tokens of published drafters for targets with a large vocabulary."""
 
 
 @struct.dataclass
 class Eagle3(FeatureDrafter):
-    """Reads several of the target's layers, joined by ``fc``; predicts tokens with a head of its own.
+    """A drafter that reads several layers of the target and has a head of its own.
 
-    With g the feature, or the drafter's own state in its place, and e the embedding of the next token, the first layer is
-    ``x = g + attention([norm(e), norm(g)])`` and then an ordinary MLP. The head reads ``norm(x)``; x itself is fed back.
-    Checkpoints are as SafeAILab, SpecForge, SGLang, speculators, vLLM or ModelOpt write them (see `eagle3_checkpoint`).
+    ``fc`` joins the states of the target's layers to a feature. With g the feature, or the
+    drafter's own state in its place, and e the embedding of the next token, the first layer is
+    ``x = g + attention([norm(e), norm(g)])``, followed by an ordinary MLP. The head reads
+    ``norm(x)``; x itself is fed back. Checkpoints of SafeAILab, SpecForge, SGLang, speculators,
+    vLLM and ModelOpt are supported (see `eagle3_checkpoint`).
 
     Attributes:
-        params: see `eagle3_checkpoint.declare`. ``d2t [Vd]``: its own token i is the target's ``i + d2t[i]``.
-        config: its configuration.
-        draft: the shape of its drafts.
-        mesh: where the params live.
+        params: the parameters, see `eagle3_checkpoint.declare`. With ``d2t [Vd]`` the drafter's
+            token i is the target's token ``i + d2t[i]``.
+        config: the configuration.
+        draft: the shape of the drafts.
+        mesh: the mesh of the parameters.
 
     Examples:
         >>> drafter = specjax.Eagle3.init(target, jax.random.key(1), draft=2)
@@ -83,23 +87,26 @@ class Eagle3(FeatureDrafter):
         variant: dict[str, bool] | None = None,
         **sizes: Any,
     ) -> Self:
-        """A drafter for ``target`` with random weights; consumes ``key``. Its head begins as the target's.
+        """Return a drafter for ``target`` with random weights.
+
+        Its head starts as a copy of the target's.
 
         Args:
-            target: what it will draft for.
-            key: random.
-            draft: the shape of its drafts.
-            ids: ``[Vd]`` the target's tokens that it can draft, ascending; None is all of them.
-            taps: layers of the target whose input it reads; None: `default_taps`.
-            variant: flags of `Eagle3Config` such as ``norm_before_residual``, or ``own_head``.
-            sizes: fields of its layers' `ModelConfig`; by default one layer as the target's.
+            target: the target model.
+            key: the random key for the weights. It is consumed.
+            draft: the shape of the drafts.
+            ids: ``[Vd]``, the target's tokens that the drafter can draft, ascending; None is all.
+            taps: the target layers whose input the drafter reads; None is `default_taps`.
+            variant: flags of `Eagle3Config` such as ``norm_before_residual`` or ``own_head``.
+            sizes: fields of the layers' `ModelConfig`; the default is one layer of the target's
+                sizes.
         """
-        own = layer_like(target.config, **sizes)
-        draft_vocabulary.check_ids(ids, own.vocab_size)
+        layer = layer_like(target.config, **sizes)
+        draft_vocabulary.check_ids(ids, layer.vocab_size)
         taps = eagle3_checkpoint.default_taps(target.config.num_layers) if taps is None else taps
         config = Eagle3Config(
-            layer=own,
-            draft_vocab_size=own.vocab_size if ids is None else len(ids),
+            layer=layer,
+            draft_vocab_size=layer.vocab_size if ids is None else len(ids),
             target_hidden_size=target.config.hidden_size,
             tap_count=len(taps),
             taps=taps,
@@ -123,8 +130,8 @@ class Eagle3(FeatureDrafter):
         layers, taps = target.config.num_layers, self.config.taps_of(target.config.num_layers)
         if len(taps) != self.config.tap_count or not all(0 <= tap <= layers for tap in taps):
             raise InputError(
-                f"drafter: this Eagle3 reads {self.config.tap_count} layers of the target, and of {layers} layers those would "
-                f"be {taps}: give the target that it was trained with"
+                f"drafter: this Eagle3 reads {self.config.tap_count} layers of the target, but for a target of {layers} layers "
+                f"they would be {taps}: give the target that it was trained with"
             )
 
     def taps(self, config: ModelConfig) -> tuple[int, ...]:
@@ -143,7 +150,7 @@ class Eagle3(FeatureDrafter):
         return self.joined(taps)
 
     def joined(self, taps: Sequence[jax.Array]) -> jax.Array:
-        """``[B, T, H]`` the features that ``taps``, each ``[B, T, Ht]``, are joined to, in this order."""
+        """Return the features ``[B, T, H]`` that ``fc`` makes of ``taps``, each ``[B, T, Ht]``."""
         if self.config.fc_norm:
             taps = [rms_norm(x, weight, self.sizes.norm_eps) for x, weight in zip(taps, self.params["fc_norm"], strict=True)]
         joined = jnp.concatenate(taps, axis=-1)
@@ -164,20 +171,23 @@ class Eagle3(FeatureDrafter):
         turn = rotations(config.rope, config.head_dim, positions)
         first, *rest = self.params["layers"]
         normed = rms_norm(states, first["hidden_norm"], eps)
-        both = jnp.concatenate([rms_norm(embedded, first["input_norm"], eps), normed], axis=-1)
-        attended, own = attention(first, config, both, turn, *self.seen(0, positions, mask, past[0]))
+        joined = jnp.concatenate([rms_norm(embedded, first["input_norm"], eps), normed], axis=-1)
+        attended, entry = attention(first, config, joined, turn, *self.seen(0, positions, mask, past[0]))
         x = (normed if self.config.norm_before_residual else states) + attended
         x = x + mlp(first, rms_norm(x, first["post_norm"], eps), activation=config.activation)
-        new = [own]
+        entries = [entry]
         for index, (layer, before) in enumerate(zip(rest, past[1:], strict=True), 1):
-            x, own = decoder_layer(layer, config, x, turn, *self.seen(index, positions, mask, before))
-            new.append(own)
-        return (rms_norm(x, self.params["norm"], eps) if self.config.norm_output else x), tuple(new)
+            x, entry = decoder_layer(layer, config, x, turn, *self.seen(index, positions, mask, before))
+            entries.append(entry)
+        return (rms_norm(x, self.params["norm"], eps) if self.config.norm_output else x), tuple(entries)
 
     def seen(
         self, layer: int, positions: jax.Array, mask: jax.Array | None, past: tuple[Piece, ...]
     ) -> tuple[jax.Array | None, tuple[Piece, ...]]:
-        """What a layer sees of ``mask`` and ``past``, those of `run`: here all of it."""
+        """Return the part of ``mask`` and ``past`` (see `run`) that a layer sees.
+
+        Here it is all.
+        """
         return mask, past
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
@@ -185,23 +195,27 @@ class Eagle3(FeatureDrafter):
         return self._split(vocabulary_logits(x, self.params["lm_head"])) if self.config.own_head else target.head(x)
 
     def drafted_logits(self, target: Target, hidden: jax.Array) -> jax.Array:
-        """``[..., Vd]`` the target's own logits of the tokens that can be drafted, where these are not all: of its states
-        ``hidden [..., H]``."""
+        """Return the target's logits ``[..., Vd]`` of the tokens that the drafter can draft.
+
+        ``hidden [..., H]`` are the target's hidden states. It needs a drafter with its own
+        vocabulary.
+        """
         vocabulary = self.vocabulary(target)
         assert vocabulary is not None
-        # Columns of the head, and not of the logits: these are many more, and would have to be exchanged on a mesh.
+        # Select columns of the head and not of the logits: there are far more logits, and on a mesh
+        # the devices would have to exchange them.
         return self._split(target.finish_logits(vocabulary_logits(hidden, target.head_weights[:, vocabulary.ids])))
 
     def _split(self, logits: jax.Array) -> jax.Array:
-        """``logits [..., Vd]`` as the devices of the mesh share them."""
+        """Return ``logits [..., Vd]``, split over the devices of the mesh."""
         units = {"vocab": logits.shape[-1]}
         return sharding.constrain(logits, ("batch", *(None,) * (logits.ndim - 2), "vocab"), units, self.mesh)
 
     def drafting_reads(
         self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
     ) -> DraftingReads:
-        """``fc`` and what stands before it read the target's layers once a step."""
-        own = self.own_weights
-        level = {name: own.pop(name) for name in ("layers", "norm", "lm_head") if name in own}
+        """Return what a level reads, and ``fc`` with its norms, which is read once per step."""
+        step = self.own_weights
+        level = {name: step.pop(name) for name in ("layers", "norm", "lm_head") if name in step}
         head = () if self.config.own_head else target.head_as_stored
-        return DraftingReads(level=(level, state, head), step=own)
+        return DraftingReads(level=(level, state, head), step=step)

@@ -1,4 +1,7 @@
-"""EAGLE's layer fed by layer self-attention: an ablation, Mixture of Attentions (arXiv 2410.03804) without cross-attention."""
+"""EAGLE with layer self-attention: an ablation, Mixture of Attentions without cross-attention.
+
+See arXiv 2410.03804.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,10 +27,10 @@ from specjax.models.transformer import States, Target
 
 @dataclass(frozen=True)
 class EagleLayerAttentionConfig(EagleConfig):
-    """The shape of an `EagleWithLayerAttention`.
+    """The configuration of an `EagleWithLayerAttention` drafter.
 
     Attributes:
-        lsa: layer self-attention, whose summary is the feature.
+        lsa: the configuration of layer self-attention, whose summary is the feature.
     """
 
     lsa: LayerAttention = field(kw_only=True)
@@ -38,10 +41,10 @@ def _recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
 
 
 def _read_config(stored: CheckpointFiles) -> EagleLayerAttentionConfig:
-    of_eagle, source = eagle.read_layer(stored), f"{stored.file}: layer_self_attention"
+    config, source = eagle.read_layer(stored), f"{stored.file}: layer_self_attention"
     fields = check_fields(stored.raw, {"layer_self_attention": mapping()}, stored.file)
-    lsa = layer_attention.parse(fields["layer_self_attention"], of_eagle.layer, source)
-    return EagleLayerAttentionConfig(**vars(of_eagle), lsa=lsa)
+    lsa = layer_attention.parse(fields["layer_self_attention"], config.layer, source)
+    return EagleLayerAttentionConfig(**vars(config), lsa=lsa)
 
 
 def _declare(config: EagleLayerAttentionConfig, layout: str) -> Params:
@@ -55,9 +58,10 @@ def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str
 
 @struct.dataclass
 class EagleWithLayerAttention(Eagle):
-    """`Eagle` whose feature is a summary of what all of the target's layers remember of a token, and not the last hidden state.
+    """An `Eagle` whose feature is a summary of the KV entries of all target layers.
 
-    Checkpoints are as EAGLE's, with the field ``layer_self_attention`` in config.json.
+    The plain `Eagle` reads the last hidden state instead. Checkpoints are EAGLE's, with the field
+    ``layer_self_attention`` in config.json.
 
     Examples:
         >>> drafter = specjax.EagleWithLayerAttention.init(target, jax.random.key(1))
@@ -85,13 +89,13 @@ class EagleWithLayerAttention(Eagle):
         self.config.lsa.check(target.config)
 
     def features(self, output: States, entries: Sequence[Entry] = ()) -> jax.Array:
-        assert entries, "layer self-attention needs what the layers remember"
+        assert entries, "layer self-attention needs KV entries"
         return layer_attention.summarise(self.params, self.config.lsa, entries, self.mesh)
 
     def drafting_reads(
         self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
     ) -> DraftingReads:
-        """Summaries are made once a step; a level is EAGLE's."""
-        of_summaries = layer_attention.weights_of(self.params)
-        of_levels = {name: value for name, value in self.own_weights.items() if name not in of_summaries}
-        return DraftingReads(level=(of_levels, state, target.head_as_stored), step=of_summaries)
+        """Return EAGLE's weights for each level, and the summary's weights once per step."""
+        step = layer_attention.weights_of(self.params)
+        level = {name: value for name, value in self.own_weights.items() if name not in step}
+        return DraftingReads(level=(level, state, target.head_as_stored), step=step)

@@ -1,6 +1,7 @@
-"""Self-speculation: the target's own first layers draft, all of its layers verify.
+"""Self-speculation: the target's own first layers draft, and all of its layers verify.
 
-As in Draft & Verify (Zhang et al. 2023, arXiv 2309.08168) and LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710).
+It is as in Draft & Verify (Zhang et al. 2023, arXiv 2309.08168) and LayerSkip (Elhoushi et al.
+2024, arXiv 2404.16710).
 """
 
 from collections.abc import Sequence
@@ -22,13 +23,14 @@ from specjax.sampling import RowSampling
 
 @struct.dataclass
 class EarlyExit(Drafter[tuple[()]]):
-    """Drafts with the target's first ``layers`` layers, then its own final norm and head. Needs no weights of its own.
+    """A drafter that consists of the target's first ``layers`` layers, its final norm and its head.
 
-    It reads the target's cache: what those layers remember of the committed tokens is the target's own.
+    It has no weights of its own. It reads the target's cache, because its layers compute the same
+    KV entries for committed tokens as the target.
 
     Attributes:
-        layers: at least 1 and fewer than the target has.
-        draft: the shape of its drafts, any of `specjax.drafts.shapes`.
+        layers: the number of layers, at least 1 and fewer than the target has.
+        draft: the shape of the drafts, any of `specjax.drafts.shapes`.
 
     Examples:
         >>> drafter = specjax.EarlyExit(layers=1, draft=2)
@@ -42,8 +44,9 @@ class EarlyExit(Drafter[tuple[()]]):
     grows_trees: ClassVar[bool] = True
 
     def check(self, target: Target) -> None:
-        if not 1 <= self.layers < target.config.num_layers:
-            raise InputError(f"EarlyExit(layers={self.layers}): the target has {target.config.num_layers}; give 1 to one less")
+        layers = target.config.num_layers
+        if not 1 <= self.layers < layers:
+            raise InputError(f"EarlyExit(layers={self.layers}): the target has {layers} layers; give from 1 to {layers - 1}")
 
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
         return tuple(range(self.layers))
@@ -62,5 +65,5 @@ class EarlyExit(Drafter[tuple[()]]):
         return draft_with(target, cache, self.draft_shape, root, sampling, keys, active, layers=(0, self.layers)), state
 
     def drafting_reads(self, target: Target, state: tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
-        """A level is a pass of the first layers, over the target's own cache."""
+        """Return the arrays of a level: the first layers, their part of the cache, and the head."""
         return DraftingReads(level=(target.params["layers"][: self.layers], cache[: self.layers], target.head_as_stored))

@@ -1,4 +1,7 @@
-"""Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the target's last hidden state, each for a token further ahead."""
+"""Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the target's last hidden state.
+
+Each head predicts a token one position further ahead than the head before.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,13 +31,13 @@ from specjax.sampling import RowSampling
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """The shape of a `Medusa`.
+    """The sizes of a `Medusa` drafter.
 
     Attributes:
-        hidden_size: the target's.
-        vocab_size: the target's.
-        heads: how many.
-        blocks: residual blocks in each.
+        hidden_size: the hidden size of the target.
+        vocab_size: the vocabulary size of the target.
+        heads: the number of heads.
+        blocks: the number of residual blocks of a head.
     """
 
     hidden_size: int
@@ -48,18 +51,18 @@ class MedusaConfig:
 
 
 def read_config(stored: CheckpointFiles) -> MedusaConfig:
-    """Return the shape of a checkpoint. Raises `CheckpointError`."""
-    known = {"medusa_num_heads": whole(1, 100), "medusa_num_layers": whole(0, 100, default=1)}
-    fields = check_fields(stored.raw, known, stored.file)
+    """Return the configuration of a checkpoint. Raises `CheckpointError`."""
+    rules = {"medusa_num_heads": whole(1, 100), "medusa_num_layers": whole(0, 100, default=1)}
+    fields = check_fields(stored.raw, rules, stored.file)
     blocks, output = fields["medusa_num_layers"], f"0.{fields['medusa_num_layers']}.weight"
     if len(stored.shapes.get(output, ())) != 2:
         raise CheckpointError(
-            f"{stored.directory}: has no {output!r}, the output of the first head after medusa_num_layers={blocks} blocks: "
-            "these are not the weights of Medusa heads of this config.json"
+            f"{stored.directory}: the weights lack {output!r}, the output of the first head after medusa_num_layers={blocks} "
+            "blocks: give the weights of Medusa heads that this config.json describes"
         )
     vocab, hidden = stored.shapes[output]
     heads = stored.numbered("")
-    if heads < fields["medusa_num_heads"]:  # published files may hold more heads than their config.json says
+    if heads < fields["medusa_num_heads"]:  # published files may have more heads than their config.json states
         stored.check_count("medusa_num_heads", fields["medusa_num_heads"], heads, "heads")
     for head in range(heads):
         stored.check_count("medusa_num_layers", blocks, stored.numbered(f"{head}.") - 1, f"blocks in head {head}")
@@ -67,7 +70,10 @@ def read_config(stored: CheckpointFiles) -> MedusaConfig:
 
 
 def declare(config: MedusaConfig, layout: str) -> Params:
-    """Return the `Param` declarations, named as the authors name them: a head's blocks by number, and after them its output."""
+    """Return the `Param` declarations, under the authors' names.
+
+    The blocks of a head are numbered, and its output layer has the number after them.
+    """
     hidden = (config.hidden_size, None)
 
     def declare_block(name: str) -> Params:  # begins as the identity
@@ -89,22 +95,23 @@ def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str
 
 @struct.dataclass
 class Medusa(NewestStateDrafter):
-    """Head i predicts the token i + 2 places after the one whose hidden state it reads: i + 1 below the root.
+    """Heads that draft several tokens at once: head i predicts the token at depth i + 1.
 
-    A head does not know what the heads before it have drafted. So its best tokens are the same below every node of a level, and
-    a wide tree pays more than a deep one. Checkpoints are the authors': config.json, and ``medusa_lm_head`` as safetensors or
-    ``.pt``.
+    That is the token i + 2 positions after the one whose hidden state it reads. A head does not
+    know what the heads before it have drafted, so its likeliest tokens are the same below every
+    node of a level. Therefore a wide tree helps more than a deep one. Checkpoints are the authors':
+    config.json, and ``medusa_lm_head`` as safetensors or ``.pt``.
 
     Attributes:
-        params: of the heads (see `declare`).
-        config: its configuration.
-        draft: the shape of its drafts, at most as deep as there are heads.
-        mesh: where the params live.
+        params: the parameters of the heads (see `declare`).
+        config: the configuration.
+        draft: the shape of the drafts, at most as deep as the number of heads.
+        mesh: the mesh of the parameters.
 
     Examples:
         >>> drafter = specjax.Medusa.init(target, jax.random.key(1), heads=2, draft=2)
         >>> states, _ = target.read(prompts)
-        >>> drafter.head(0, states.hidden).shape  # logits of the token two places further on
+        >>> drafter.head(0, states.hidden).shape  # logits of the token after the next one
         (2, 6, 16)
     """
 
@@ -126,14 +133,22 @@ class Medusa(NewestStateDrafter):
 
     @classmethod
     def default_draft(cls, config: MedusaConfig) -> StaticTree:
-        """The authors' tree, as deep as there are heads."""
+        """Return the authors' tree, cut to the number of heads."""
         return StaticTree(tuple(path for path in MEDUSA_TREE if len(path) <= config.heads))
 
     @classmethod
     def init(
         cls, target: Target, key: jax.Array, draft: DraftShape | int | None = None, *, heads: int = 5, blocks: int = 1
     ) -> Self:
-        """Heads for ``target``; consumes ``key``. Each begins as a copy of the target's own head, as the authors' do."""
+        """Return heads for ``target``, which start as copies of its own head, as the authors' do.
+
+        Args:
+            target: the target model.
+            key: the random key for the weights. It is consumed.
+            draft: the shape of the drafts; None is `default_draft`.
+            heads: the number of heads.
+            blocks: the number of residual blocks of a head.
+        """
         config = MedusaConfig(target.config.hidden_size, target.config.vocab_size, heads, blocks)
         params = cls._initialise(config, key, target)
         for head in params["heads"]:
@@ -142,21 +157,21 @@ class Medusa(NewestStateDrafter):
         return cls(params=params, config=config, draft=draft, mesh=target.mesh)
 
     def check(self, target: Target) -> None:
-        own, theirs = self.config, target.config
-        if (own.hidden_size, own.vocab_size) != (theirs.hidden_size, theirs.vocab_size):
+        config, sizes = self.config, (target.config.hidden_size, target.config.vocab_size)
+        if (config.hidden_size, config.vocab_size) != sizes:
             raise InputError(
-                f"drafter: these Medusa heads were made for a target of hidden size {own.hidden_size} with {own.vocab_size} "
-                f"tokens, and target has {theirs.hidden_size} and {theirs.vocab_size}: give the target that they were made for"
+                f"drafter: these Medusa heads were made for a target of hidden size {config.hidden_size} with "
+                f"{config.vocab_size} tokens, but target has {sizes[0]} and {sizes[1]}: give the target that they were made for"
             )
-        if self.draft_shape.depth > own.heads:
+        if self.draft_shape.depth > config.heads:
             raise InputError(
-                f"draft={self.draft}: {self.draft_shape.depth} deep, but there are {own.heads} heads; give at most as many"
+                f"draft={self.draft}: {self.draft_shape.depth} deep, but there are {config.heads} heads; give at most as many"
             )
-        self.draft_shape.check(own.vocab_size)
+        self.draft_shape.check(config.vocab_size)
         check_mesh(self.mesh, target)
 
     def head(self, index: int, states: jax.Array) -> jax.Array:
-        """``[..., V]`` float32, what head ``index`` expects after tokens with ``states [..., H]``."""
+        """Return a head's float32 logits ``[..., V]`` after tokens with ``states [..., H]``."""
         head, x = self.params["heads"][index], states
         for block in head["blocks"]:
             x = x + jax.nn.silu(linear(block, "linear", x))
@@ -171,9 +186,9 @@ class Medusa(NewestStateDrafter):
     def propose(
         self, target: Target, state: jax.Array, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
     ) -> tuple[Draft, jax.Array]:
-        every = jnp.stack([self.head(i, state) for i in range(self.draft_shape.depth)], axis=1)  # [B, D, V]
-        return expand_by_depth(self.draft_shape, every, root, sampling, keys, active), state
+        logits = jnp.stack([self.head(i, state) for i in range(self.draft_shape.depth)], axis=1)  # [B, D, V]
+        return expand_by_depth(self.draft_shape, logits, root, sampling, keys, active), state
 
     def drafting_reads(self, target: Target, state: jax.Array | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
-        """All levels are drafted at once."""
+        """Return all weights, read once: all levels are drafted in one pass."""
         return DraftingReads(step=self.own_weights)

@@ -1,9 +1,11 @@
-"""Mixture of Attentions (Zimmer et al. 2024, arXiv 2410.03804): drafts from all that the target remembers of a text.
+"""Mixture of Attentions (Zimmer et al. 2024, arXiv 2410.03804): draft from the whole KV cache.
 
-Of each token that the target has read, its layers remember keys and values. *Layer self-attention* (LSA) makes one summary of
-them, once for each token. While it drafts, the drafter reads its own tokens with *self-attention* (SA), and looks at the
-summaries with *cross-attention* (CA). So it needs nothing new from the target, however long it drafts, and it is trained on
-just what it will see. With *target layer inference* (TLI) the target's own last layers finish what it has begun.
+The layers of the target store keys and values of each token that it has read. *Layer
+self-attention* (LSA) makes one summary of them, once for each token. While drafting, the drafter
+reads its own tokens with *self-attention* (SA), and attends to the summaries with *cross-attention*
+(CA). So it needs nothing new from the target, however many tokens it drafts, and it is trained on
+exactly what it sees while drafting. With *target layer inference* (TLI) the last layers of the
+target itself complete the prediction.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,23 +42,30 @@ from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
 
 DEFAULT_DRAFT = DynamicTree(top_k=8, depth=6, nodes=63)
-"""The authors' tree: 62 drafted nodes, and the root."""
+"""The authors' tree: 62 drafted nodes and the root."""
 
 
 def _default_sizes(target: ModelConfig) -> dict[str, int]:
-    """Of self-attention and cross-attention: half of the target's key and value heads, and 3/7 of its MLP, in whole eights. For
-    Llama-3-8B that is the authors': 4 and 6144."""
+    """Return the sizes of self-attention and cross-attention for a target.
+
+    They have half of the target's key/value heads, and 3/7 of its MLP, rounded down to a multiple
+    of 8. For Llama-3-8B these are the authors' sizes, 4 and 6144.
+    """
     kv_heads = max(count for count in range(1, max(target.num_kv_heads // 2, 1) + 1) if target.num_heads % count == 0)
     return {"num_kv_heads": kv_heads, "intermediate_size": max(target.intermediate_size * 3 // 7 // 8, 1) * 8}
 
 
 @struct.dataclass
 class MixtureState:
-    """What the two blocks remember. Their caches differ in length where tokens are assumed, of which there are no summaries.
+    """The caches of the two attention blocks.
+
+    Their lengths differ after `MixtureOfAttentions.append_unverified`, because unverified tokens
+    have no summaries.
 
     Attributes:
-        tokens: what self-attention remembers of all tokens.
-        summaries: what cross-attention remembers of the summaries of tokens that the target has read.
+        tokens: the cache of self-attention, over all tokens.
+        summaries: the cache of cross-attention, over the summaries of the tokens that the target
+            has read.
     """
 
     tokens: KVCache
@@ -65,24 +74,27 @@ class MixtureState:
 
 @struct.dataclass
 class MixtureOfAttentions(TrainedDrafter[MixtureState]):
-    """Self-attention to all tokens, and cross-attention to summaries of the verified ones, which layer self-attention makes.
+    """A drafter with self-attention to all tokens and cross-attention to summaries.
 
-    The token at position i is predicted from the one at i - 1; EAGLE reads pairs of two positions, and this does not. The
-    newest token, a draft's root, has not been read by the target yet: every prediction sees the summaries of the tokens before
-    the root, and of the root and what is drafted below it the embeddings alone. Checkpoints are our own, or as the authors
-    publish them (see `moa_checkpoint`).
+    Layer self-attention makes the summaries, of verified tokens. The token at position i is
+    predicted from the token at i - 1. (EAGLE reads pairs of two positions instead.) The target has
+    not read the newest token, the root of the draft. So every prediction sees the summaries of the
+    tokens before the root, but only the embeddings of the root and of the drafted tokens.
+    Checkpoints are our own, or in the form that the authors publish (see `moa_checkpoint`).
 
     Attributes:
-        params: its own parameters (see `moa_checkpoint.declare`). Embedding, final norm and head are the target's.
-        config: its configuration.
-        draft: the shape of its drafts.
-        mesh: where the params live.
-        told: what it is told of each token where it drafts on another machine than the target's: "summaries", which are made
-            where the target is, or "entries", what all of the target's layers remember, of which it makes them itself.
+        params: the parameters (see `moa_checkpoint.declare`). Embedding, final norm and head are
+            the target's.
+        config: the configuration.
+        draft: the shape of the drafts.
+        mesh: the mesh of the parameters.
+        told: what a drafter on another machine than the target receives for each token. With
+            "summaries" the target's machine makes the summaries; with "entries" it sends the KV
+            entries of all layers, and the drafter makes them.
 
     Examples:
         >>> drafter = specjax.MixtureOfAttentions.init(target, jax.random.key(1), tli=1)
-        >>> drafter.tli_layers(target)  # the target's last layer finishes a prediction
+        >>> drafter.tli_layers(target)  # the target's last layer completes a prediction
         (1, 2)
     """
 
@@ -108,19 +120,21 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         weights: schemes.Weights = schemes.AS_STORED,
         tli: int | None = None,
     ) -> Self:
-        """Load a checkpoint of our own or of the authors, recognised by its config.json.
+        """Load a checkpoint, our own or the authors'; its config.json says which.
 
         Args:
-            path: directory, or hub id, with config.json and safetensors.
-            draft: the shape of its drafts; None: `DEFAULT_DRAFT`.
-            dtype: of the params; the default is that of `Target.from_pretrained`. It should be the target's.
-            mesh: the target's.
-            weights: as for `Target.from_pretrained`.
-            tli: how many of the target's last layers finish a prediction. A published checkpoint does not say: None is 0. Our
-                own does, and ``tli`` must agree with it. By name it is ``moa,tli=1:WHERE``.
+            path: a directory or a hub id, with config.json and safetensors.
+            draft: the shape of the drafts; None is `DEFAULT_DRAFT`.
+            dtype: the data type of the parameters, which should be the target's. The default is
+                that of `Target.from_pretrained`.
+            mesh: the mesh of the target.
+            weights: the quantization of the weights, as for `Target.from_pretrained`.
+            tli: the number of the target's last layers that complete a prediction. A published
+                checkpoint does not state it, and None is 0. Our own checkpoints do, and ``tli``
+                must agree. In a drafter's name it is ``moa,tli=1:WHERE``.
 
         Raises:
-            CheckpointError: a file, a field or a tensor is not as it must be, or ``tli`` is not.
+            CheckpointError: A file, a field, a tensor or ``tli`` is invalid.
         """
         return super().from_pretrained(path, draft=draft, dtype=dtype, mesh=mesh, weights=weights, tli=tli)
 
@@ -135,37 +149,38 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         lsa: bool = True,
         **sizes: Any,
     ) -> Self:
-        """A drafter for ``target`` with random weights; consumes ``key``.
+        """Return a drafter for ``target`` with random weights.
 
         Args:
-            target: with ordinary attention, unless ``lsa`` is False.
-            key: of the random weights.
-            draft: the shape of its drafts.
-            tli: how many of the target's last layers finish a prediction.
-            lsa: whether it has layer self-attention; without it the target's last hidden state is the summary.
-            sizes: fields of the `ModelConfig` of its two blocks.
+            target: the target model, with ordinary attention unless ``lsa`` is False.
+            key: the random key for the weights. It is consumed.
+            draft: the shape of the drafts.
+            tli: the number of the target's last layers that complete a prediction.
+            lsa: whether to use layer self-attention. Without it the target's last hidden state is
+                the summary.
+            sizes: fields of the `ModelConfig` of the two blocks.
         """
-        of_target = target.config
-        layer = layer_like(of_target, **(_default_sizes(of_target) | sizes))
+        target_config = target.config
+        layer = layer_like(target_config, **(_default_sizes(target_config) | sizes))
         config = MoAConfig(
             self_layer=layer,
             cross_layer=moa_checkpoint.cross_like(layer),
-            target_layers=of_target.num_layers,
-            lsa=LayerAttention.for_target(of_target) if lsa else None,
+            target_layers=target_config.num_layers,
+            lsa=LayerAttention.for_target(target_config) if lsa else None,
             tli=tli,
-            target=of_target,
+            target=target_config,
         )
         return cls(params=cls._initialise(config, key, target), config=config, draft=draft, mesh=target.mesh)
 
     def check(self, target: Target) -> None:
         config, layers = self.config, target.config.num_layers
         made_for = layers if config.target_layers is None else config.target_layers
-        own = (config.self_layer.vocab_size, config.self_layer.hidden_size, made_for)
-        theirs = (target.config.vocab_size, target.config.hidden_size, layers)
-        if own != theirs:
+        sizes = (config.self_layer.vocab_size, config.self_layer.hidden_size, made_for)
+        target_sizes = (target.config.vocab_size, target.config.hidden_size, layers)
+        if sizes != target_sizes:
             raise InputError(
-                f"drafter: this Mixture of Attentions was made for a target with (vocabulary, hidden size, layers) {own}, and "
-                f"target has {theirs}: give the target that it was trained with"
+                f"drafter: this Mixture of Attentions was made for a target with (vocabulary, hidden size, layers) {sizes}, "
+                f"but target has {target_sizes}: give the target that it was trained with"
             )
         if config.lsa is not None:
             config.lsa.check(target.config)
@@ -173,22 +188,22 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         if windowed := set(range(first, last)) & set(target.config.windowed_layers):
             raise InputError(
                 f"drafter: target layer inference (tli={config.tli}) runs layers {sorted(windowed)}, which have a sliding "
-                "window, and it was not made for those: give one with tli=0"
+                "window, but it supports full layers only: give a drafter with tli=0"
             )
-        if states := set(range(first, last)) & set(target.config.linear_layers):
+        if linear := set(range(first, last)) & set(target.config.linear_layers):
             raise InputError(
-                f"drafter: target layer inference (tli={config.tli}) runs layers {sorted(states)}, which keep a state of what "
-                "the target made of the text, and it has states of its own: give one with tli=0"
+                f"drafter: target layer inference (tli={config.tli}) runs layers {sorted(linear)}, which have a recurrent "
+                "state instead of KV entries: give a drafter with tli=0"
             )
         if outside := [layer for layer in range(first, last) if target.config.entries_of(layer) < first]:
             raise InputError(
                 f"drafter: target layer inference (tli={config.tli}) runs layers {outside}, which read the entries "
-                f"of layers before layer {first}: give one with tli=0"
+                f"of layers before layer {first}: give a drafter with tli=0"
             )
         if config.tli and target.config.per_layer_inputs:
             raise InputError(
-                f"drafter: target layer inference (tli={config.tli}) gives the target's last layers states that are of no "
-                "token, and this target's layers are given inputs of each token: give one with tli=0"
+                f"drafter: target layer inference (tli={config.tli}) runs the target's last layers on states that belong to no "
+                "token, but the layers of this target need an input for each token: give a drafter with tli=0"
             )
         self.draft_shape.check(config.self_layer.vocab_size)
         check_mesh(self.mesh, target)
@@ -196,51 +211,62 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
     # --- its parts ---
 
     def summarise(self, output: States, entries: Sequence[Entry]) -> jax.Array:
-        """``[B, T, H]`` a summary of each token that the target has read.
+        """Return a summary ``[B, T, H]`` of each token that the target has read.
 
         Args:
-            output: the target's at the T tokens.
-            entries: what each of its layers remembers of them, ``[B, kv_heads, T, d]`` each part.
+            output: the target's states at the T tokens.
+            entries: the KV entries of the tokens in each target layer, each part
+                ``[B, kv_heads, T, d]``.
         """
         if self.config.lsa is None:
             return output.hidden
         return layer_attention.summarise(self.params, self.config.lsa, entries, self.mesh)
 
     def remember_tokens(self, embedded: jax.Array, positions: jax.Array) -> Entry:
-        """What self-attention remembers of tokens with embeddings ``[B, T, H]`` at ``positions [B, T]``."""
+        """Return self-attention's KV entries of tokens with embeddings ``[B, T, H]``.
+
+        ``positions`` are ``[B, T]``.
+        """
         return self._remember(self.config.self_layer, "self_attention", embedded, positions)
 
     def remember_summaries(self, summaries: jax.Array, positions: jax.Array) -> Entry:
-        """What cross-attention remembers of summaries ``[B, T, H]`` at ``positions [B, T]``."""
+        """Return cross-attention's KV entries of summaries ``[B, T, H]``.
+
+        ``positions`` are ``[B, T]``.
+        """
         return self._remember(self.config.cross_layer, "cross_attention", summaries, positions)
 
     def _remember(self, config: ModelConfig, name: str, x: jax.Array, positions: jax.Array) -> Entry:
-        own, turn = self.params[name], rotations(config.rope, config.head_dim, positions)
-        return keys_values(own, config, rms_norm(x, own["input_norm"], config.norm_eps), turn)
+        params, turn = self.params[name], rotations(config.rope, config.head_dim, positions)
+        return keys_values(params, config, rms_norm(x, params["input_norm"], config.norm_eps), turn)
 
     def self_attend(
         self, embedded: jax.Array, positions: jax.Array, mask: jax.Array | None, past: Sequence[Piece] = ()
     ) -> tuple[jax.Array, Entry]:
-        """Self-attention over embedded tokens: the states ``[B, T, H]``, and what is to be remembered; see `decoder_layer`."""
+        """Run self-attention on embedded tokens.
+
+        Return the states ``[B, T, H]`` and the KV entries; see `decoder_layer`.
+        """
         layer = self.config.self_layer
         turn = rotations(layer.rope, layer.head_dim, positions)
         return decoder_layer(self.params["self_attention"], layer, embedded, turn, mask, past, self.mesh)
 
     def cross_attend(self, x: jax.Array, positions: jax.Array, summaries: Piece) -> jax.Array:
-        """``[B, T, H]`` the states ``x`` after cross-attention.
+        """Return the states ``[B, T, H]`` after cross-attention.
 
         Args:
-            x: ``[B, T, H]``.
+            x: ``[B, T, H]``, the states after self-attention.
             positions: ``[B, T]``.
-            summaries: what `remember_summaries` gave, and which of it each state sees: none, at the beginning of a text.
+            summaries: the entries of `remember_summaries`, and which of them each state sees. At
+                the beginning of a text that is none.
         """
-        config, own, eps = self.config.cross_layer, self.params["cross_attention"], self.config.cross_layer.norm_eps
+        config, params, eps = self.config.cross_layer, self.params["cross_attention"], self.config.cross_layer.norm_eps
         turn = rotations(config.rope, config.head_dim, positions)
-        x = x + linear(own, "o", attend(queries(own, config, rms_norm(x, own["input_norm"], eps), turn), [summaries]))
-        return x + mlp(own, rms_norm(x, own["post_norm"], eps), activation=config.activation)
+        x = x + linear(params, "o", attend(queries(params, config, rms_norm(x, params["input_norm"], eps), turn), [summaries]))
+        return x + mlp(params, rms_norm(x, params["post_norm"], eps), activation=config.activation)
 
     def tli_layers(self, target: Target) -> tuple[int, int]:
-        """The target's layers that finish a prediction, as `Target.run` takes them."""
+        """Return the target's layers that complete a prediction, as a range for `Target.run`."""
         return self.config.tli_layers_of(target.config.num_layers)
 
     def finish(
@@ -253,18 +279,22 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         cache: KVCache | None = None,
         scratch: Sequence[tuple[Sequence[Entry], jax.Array | None]] = (),
     ) -> tuple[jax.Array, tuple[Entry, ...]]:
-        """The target's last layers on the states ``x [B, T, H]`` that cross-attention gave; without TLI the states themselves.
+        """Run the target's last layers on the states that cross-attention returns.
+
+        Without TLI the states are returned as they are.
 
         Args:
-            target: the target.
-            x: the states.
+            target: the target model.
+            x: ``[B, T, H]``, the states.
             positions: ``[B, T]``.
             mask: which of the T tokens see each other, as in `Target.run`.
-            cache: of the target's last layers: what they remember of the verified tokens. Or these stand in ``scratch``.
-            scratch: what was read beside, and which of it each token sees, as in `Target.run`.
+            cache: the target's cache of these layers, with the verified tokens. They may be in
+                ``scratch`` instead.
+            scratch: further entries, and which of them each token sees, as in `Target.run`.
 
         Returns:
-            ``[B, T, H]`` what the target's head reads, and the layers' entries of the T tokens.
+            The states ``[B, T, H]`` that the target's head reads, and the KV entries of the T
+            tokens in these layers.
         """
         if not self.config.tli:
             return x, ()
@@ -275,10 +305,10 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
     # --- the contract ---
 
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
-        return tuple(range(*self.config.tli_layers_of(config.num_layers)))  # these go on behind what they remember
+        return tuple(range(*self.config.tli_layers_of(config.num_layers)))  # these run with their cache
 
     def start(self, target: Target, batch: int, capacity: int) -> MixtureState:
-        """What self-attention and cross-attention remember of the tokens that the target has read."""
+        """Return empty caches of self-attention and cross-attention."""
 
         def empty(block: ModelConfig) -> KVCache:
             return KVCache.create([block.entry_parts(0)], batch=batch, capacity=capacity, dtype=self._dtype, mesh=self.mesh)
@@ -290,15 +320,19 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         return True
 
     def remote_inputs(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
-        """A `layer_attention.mean_over_layers`, which is smaller than a summary, or all that it is made of."""
-        of_layers = remote_entry_arrays(entries, self.reads(target.config))
+        """Return the means over the layers, which are smaller than summaries, or all KV entries.
+
+        See `layer_attention.mean_over_layers`. The entries of the target layers that run in TLI
+        come with the means.
+        """
+        layer_entries = remote_entry_arrays(entries, self.reads(target.config))
         if self.config.lsa is None:
-            return {"hidden": output.hidden, **of_layers}
+            return {"hidden": output.hidden, **layer_entries}
         remembered = layer_attention.by_token(entries)
         if self.told == "entries":
-            return {"entries": remembered}  # those of the layers that it reads among them
+            return {"entries": remembered}  # they include the layers that it reads
         means = layer_attention.mean_over_layers(self.params, self.config.lsa, remembered, self.mesh)
-        return {"means": means, **of_layers}
+        return {"means": means, **layer_entries}
 
     def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
         if self.config.lsa is None or self.told == "summaries":
@@ -306,26 +340,26 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         (heads, dim), _ = target.config.entry_parts(0)
         by_head = arrays["entries"].reshape(*arrays["entries"].shape[:3], heads, 2 * dim)
         layers = [jnp.swapaxes(by_head[:, :, layer], 1, 2) for layer in self.reads(target.config)]
-        return tuple((both[..., :dim], both[..., dim:]) for both in layers)
+        return tuple((entry[..., :dim], entry[..., dim:]) for entry in layers)
 
     def append_remote(self, target: Target, state: MixtureState, told: RemoteFeatures) -> MixtureState:
         positions = state.tokens.length[:, None] + jnp.arange(told.tokens.shape[1])[None]
         summaries = self._summaries(told.arrays)
-        of_tokens = self.remember_tokens(target.embed(told.tokens), positions)
-        of_summaries = self.remember_summaries(summaries, positions)
+        token_entry = self.remember_tokens(target.embed(told.tokens), positions)
+        summary_entry = self.remember_summaries(summaries, positions)
         return MixtureState(
-            tokens=state.tokens.append((of_tokens,), told.count, after=summaries),
-            summaries=state.summaries.append((of_summaries,), told.count, after=summaries),
+            tokens=state.tokens.append((token_entry,), told.count, after=summaries),
+            summaries=state.summaries.append((summary_entry,), told.count, after=summaries),
         )
 
-    def _summaries(self, told: Mapping[str, jax.Array]) -> jax.Array:
-        """``[B, T, H]`` of what `remote_inputs` gave."""
+    def _summaries(self, arrays: Mapping[str, jax.Array]) -> jax.Array:
+        """Return the summaries ``[B, T, H]`` from the arrays of `remote_inputs`."""
         if self.config.lsa is None:
-            return told["hidden"].astype(self._dtype)
+            return arrays["hidden"].astype(self._dtype)
         if self.told == "entries":
-            means = layer_attention.mean_over_layers(self.params, self.config.lsa, told["entries"], self.mesh)
+            means = layer_attention.mean_over_layers(self.params, self.config.lsa, arrays["entries"], self.mesh)
         else:
-            means = told["means"].astype(self._dtype)
+            means = arrays["means"].astype(self._dtype)
         return layer_attention.project(self.params, means)
 
     def append_unverified(
@@ -337,16 +371,16 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         count: jax.Array,
         cache: KVCache | None = None,
     ) -> tuple[MixtureState, tuple[Entry, ...]]:
-        """As while drafting, it sees the tokens and no summaries of them."""
+        """Append tokens without summaries, as while drafting."""
         positions = state.tokens.length[:, None] + jnp.arange(tokens.shape[1])[None]
         causal = np.tril(np.ones((1, tokens.shape[1], tokens.shape[1]), bool))
         past = [Filled.of(state.tokens, 0, mesh=self.mesh)]
-        x, of_tokens = self.self_attend(target.embed(tokens), positions, jnp.asarray(causal), past)
+        x, token_entry = self.self_attend(target.embed(tokens), positions, jnp.asarray(causal), past)
         entries: tuple[Entry, ...] = ()
         if self.config.tli:
             x = self.cross_attend(x, positions, Filled.of(state.summaries, 0, mesh=self.mesh))
             _, entries = self.finish(target, x, positions, causal, cache=cache)
-        return replace(state, tokens=state.tokens.append((of_tokens,), count, after=x)), entries
+        return replace(state, tokens=state.tokens.append((token_entry,), count, after=x)), entries
 
     def propose(
         self,
@@ -358,31 +392,35 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         active: jax.Array,
         cache: KVCache | None = None,
     ) -> tuple[Draft, MixtureState]:
-        tokens_read, summaries = (Filled.of(each, 0, mesh=self.mesh) for each in (state.tokens, state.summaries))
+        tokens_read, summaries = (Filled.of(store, 0, mesh=self.mesh) for store in (state.tokens, state.summaries))
 
         def read(
             tokens: jax.Array, depth: Any, visible: jax.Array, scratch: tuple[Entry, ...]
         ) -> tuple[jax.Array, tuple[Entry, ...]]:
-            """Tokens ``[B, F]`` of one depth: the target's last states of each, and the new entries."""
+            """Read tokens ``[B, F]`` of one depth.
+
+            Return the states that the target's head reads, and the new KV entries.
+            """
             positions = jnp.broadcast_to(state.tokens.length[:, None] + depth, tokens.shape)
             past = [tokens_read, (scratch[0], visible)]
-            x, own = self.self_attend(target.embed(tokens), positions, None, past)
+            x, token_entry = self.self_attend(target.embed(tokens), positions, None, past)
             x = self.cross_attend(x, positions, summaries)
-            alone = np.eye(tokens.shape[1], dtype=bool)[None]
-            hidden, new = self.finish(target, x, positions, alone, cache=cache, scratch=[(scratch[1:], visible)])
-            return hidden, (own, *new)
+            # The nodes of one level are siblings or cousins: none is an ancestor of another.
+            self_only = np.eye(tokens.shape[1], dtype=bool)[None]
+            hidden, new = self.finish(target, x, positions, self_only, cache=cache, scratch=[(scratch[1:], visible)])
+            return hidden, (token_entry, *new)
 
         def read_frontier(frontier: Frontier, scratch: tuple[Entry, ...]) -> tuple[jax.Array, tuple[Entry, ...]]:
             below_root = jnp.pad(frontier.visible, ((0, 0), (0, 0), (1, 0)), constant_values=True)
             hidden, new = read(frontier.tokens, frontier.depth, below_root, scratch)
             return target.head(hidden), place_entries(scratch, new, 1 + frontier.offset, after=hidden)
 
-        # The root has the first slot of the scratch.
+        # The root takes the first slot of the scratch; the nodes follow it.
         batch, slots = root.shape[0], 1 + self.draft_shape.read_slots
-        own = empty_entries(
+        token_scratch = empty_entries(
             [self.config.self_layer.entry_parts(0)], batch=batch, slots=slots, dtype=self._dtype, mesh=self.mesh
         )
-        scratch = own + target.new_scratch(batch, slots, self.tli_layers(target))
+        scratch = token_scratch + target.new_scratch(batch, slots, self.tli_layers(target))
         hidden, new = read(root[:, None], 0, jnp.zeros((batch, 1, slots), bool), scratch)
         scratch = place_entries(scratch, new, 0, after=hidden)
         draft, _, _ = expand(self.draft_shape, read_frontier, target.head(hidden)[:, 0], scratch, root, sampling, keys, active)
@@ -391,21 +429,24 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
     def drafting_reads(
         self, target: Target, state: MixtureState | tuple[()] = (), cache: Sequence[Entry] = ()
     ) -> DraftingReads:
-        """Summaries are made once a step. A level is self-attention, cross-attention, the target's last layers over what they
-        remember where these finish a prediction, and its head."""
-        of_summaries = layer_attention.weights_of(self.params)
-        blocks = {name: value for name, value in self.params.items() if name not in of_summaries}
+        """Return the arrays of a level, and the weights of summaries, which are read once per step.
+
+        A level runs self-attention, cross-attention, with TLI the target's last layers with their
+        cache, and the target's head.
+        """
+        summary_weights = layer_attention.weights_of(self.params)
+        blocks = {name: value for name, value in self.params.items() if name not in summary_weights}
         first, _ = self.tli_layers(target)
-        of_target = (target.params["layers"][first:], cache[first:], target.head_as_stored)
-        return DraftingReads(level=(blocks, state, of_target), step=of_summaries)
+        target_reads = (target.params["layers"][first:], cache[first:], target.head_as_stored)
+        return DraftingReads(level=(blocks, state, target_reads), step=summary_weights)
 
 
 def with_told(drafter: Drafter, told: Literal["summaries", "entries"]) -> Drafter:
-    """``drafter`` as one that is ``told`` so; see `MixtureOfAttentions`.
+    """Return ``drafter`` with another value of ``told``; see `MixtureOfAttentions`.
 
     Raises:
-        InputError: it is no Mixture of Attentions.
+        InputError: The drafter is no Mixture of Attentions.
     """
     if not isinstance(drafter, MixtureOfAttentions):
-        raise InputError(f"told={told!r}: is of Mixture of Attentions, and drafter is {type(drafter).__name__}; leave it out")
+        raise InputError(f"told={told!r}: needs Mixture of Attentions, and drafter is {type(drafter).__name__}; leave it out")
     return drafter.replace(told=told)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,7 +1,8 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules in a row, each looks a token further.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules in a row.
 
-Models that were trained with it bring the modules in their own checkpoints. `MTP` reads those of MiMo, of DeepSeek-V3 and of
-Qwen3.5 and Qwen3-Next, and what `specjax train` writes for targets that have none.
+Each module predicts one token further ahead than the module before. Models that were trained with
+it have the modules in their own checkpoints. `MTP` reads those of MiMo, of DeepSeek-V3, and of
+Qwen3.5 and Qwen3-Next, and what `specjax train` writes for targets without modules.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -45,24 +46,27 @@ _NAMES: dict[Layout, dict[str, str]] = {
     "deepseek": {"hidden_norm": "hnorm", "embed_norm": "enorm", "fc": "eh_proj", "norm": "shared_head.norm"},
     "qwen": {"hidden_norm": "pre_fc_norm_hidden", "embed_norm": "pre_fc_norm_embedding", "fc": "fc", "norm": "norm"},
 }
-"""How the tensors of a module are called, beside those of its decoder layer."""
+"""The names of the tensors of a module, except those of its decoder layer."""
 
 _QWEN_COUNT = "mtp_num_hidden_layers"
-"""The field of config.json that counts Qwen3.5's modules, among those of the text model."""
+"""The field of config.json with the number of Qwen3.5's modules, among the text model's fields."""
 
 
 @dataclass(frozen=True)
 class MTPConfig:
-    """The shape of an `MTP`.
+    """The configuration of an `MTP` drafter.
 
     Attributes:
-        layer: of each module's one decoder layer; ``vocab_size`` and ``hidden_size`` are the target's.
-        modules: how many.
-        layout: how its tensors are named, and two habits that go with the names. MiMo joins state and embedding in this order,
-            and hands on the state *after* the module's norm; DeepSeek joins embedding and state, and hands it on before; Qwen
-            joins as DeepSeek does, and hands on as MiMo.
-        first_layer: number of the first module in DeepSeek's names: the target's number of layers.
-        experts_joined: all experts are in two tensors, as in some files of Qwen's.
+        layer: the configuration of each module's one decoder layer; ``vocab_size`` and
+            ``hidden_size`` are the target's.
+        modules: the number of modules.
+        layout: the names of the tensors, and two conventions that come with them. MiMo concatenates
+            state and embedding in this order, and feeds back the state *after* the module's norm.
+            DeepSeek concatenates embedding and state, and feeds back the state before the norm.
+            Qwen concatenates as DeepSeek does, and feeds back as MiMo does.
+        first_layer: the index of the first module in DeepSeek's names, which is the target's number
+            of layers.
+        experts_joined: whether all experts are in two tensors, as in some of Qwen's files.
     """
 
     layer: ModelConfig
@@ -78,28 +82,32 @@ class MTPConfig:
             raise InputError(f"modules={self.modules}: Qwen's checkpoints have names for one: give 1")
 
     def prefix(self, module: int) -> str:
-        """How the names of the tensors of ``module`` begin."""
+        """Return the prefix of the tensor names of ``module``."""
         if self.layout == "qwen":
             return _PREFIX["qwen"]
         return f"{self.numbered}{self.first_layer + module if self.layout == 'deepseek' else module}."
 
     def layer_prefix(self, module: int) -> str:
-        """How the names of the tensors of its decoder layer begin."""
+        """Return the prefix of the tensor names of the decoder layer of ``module``."""
         return f"{self.numbered}{module}." if self.layout == "qwen" else self.prefix(module)
 
     @property
     def numbered(self) -> str:
-        """What stands before the number of a module in the names of tensors."""
+        """The part of the tensor names before the index of a module."""
         return _PREFIX[self.layout] + ("layers." if self.layout == "qwen" else "")
 
 
 def _read_qwen(stored: CheckpointFiles) -> MTPConfig:
-    """Of a module among the tensors of a Qwen3.5 or Qwen3-Next, or alone. Only the former's config.json counts the modules."""
+    """Read the configuration of a module of Qwen3.5 or Qwen3-Next.
+
+    The checkpoint has the module alone, or the whole model. Only the config.json of Qwen3.5 states
+    the number of modules.
+    """
     whole_model = config_json.parse_drafter_config(stored.raw, stored.file)
     if not whole_model.gated_attention:
         raise CheckpointError(
-            f"{stored.file}: model_type={whole_model.model_type!r}: modules whose tensors are called '{_PREFIX['qwen']}*' are "
-            "those of Qwen3.5 and Qwen3-Next: give a checkpoint of one of these"
+            f"{stored.file}: model_type={whole_model.model_type!r}: only Qwen3.5 and Qwen3-Next have modules with tensors "
+            f"'{_PREFIX['qwen']}*': give a checkpoint of one of these"
         )
     inner = _fields_of_text(stored.raw)
     count = check_fields(inner, {_QWEN_COUNT: whole(1, 100, default=1)}, stored.file)[_QWEN_COUNT]
@@ -111,7 +119,10 @@ def _read_qwen(stored: CheckpointFiles) -> MTPConfig:
 
 
 def _attention_layer(config: ModelConfig, is_sparse: bool, **sizes: Any) -> ModelConfig:
-    """A layer as those of a hybrid with full attention, with experts or without. The end of a text is the target's matter."""
+    """Return the configuration of a hybrid's layer with full attention, with experts or without.
+
+    It has no end-of-sequence ids, because the target's apply.
+    """
     moe = replace(config.moe, dense_layers=()) if config.moe is not None and is_sparse else None
     plain: dict[str, Any] = {"num_layers": 1, "linear": None, "linear_layers": (), "moe": moe, "tie_embeddings": False}
     plain |= {"bos_token_id": None, "eos_token_ids": ()}
@@ -119,19 +130,22 @@ def _attention_layer(config: ModelConfig, is_sparse: bool, **sizes: Any) -> Mode
 
 
 def _check_counts(stored: CheckpointFiles, config: MTPConfig) -> None:
-    """Compare the counts of config.json with the tensors' headers, before declarations are made after them."""
-    found = stored.numbered(config.numbered, config.first_layer)
+    """Compare the counts in config.json with the tensors' headers.
+
+    This must come before the declarations, whose size depends on the counts.
+    """
+    count = stored.numbered(config.numbered, config.first_layer)
     field = _QWEN_COUNT if config.layout == "qwen" else "num_nextn_predict_layers"
-    stored.check_count(field, config.modules, found, "modules")
+    stored.check_count(field, config.modules, count, "modules")
     if (moe := config.layer.moe) is None or not config.layer.is_sparse(config.first_layer) or config.experts_joined:
         return
     for module in range(config.modules):
-        found = stored.numbered(f"{config.layer_prefix(module)}mlp.experts.")
-        stored.check_count("the number of experts", moe.num_experts, found, f"experts in module {module}")
+        count = stored.numbered(f"{config.layer_prefix(module)}mlp.experts.")
+        stored.check_count("the number of experts", moe.num_experts, count, f"experts in module {module}")
 
 
 def _fields_of_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those of the text model in a config.json, also of models that see as well."""
+    """Return the fields of the text model in a config.json, which a multimodal model nests."""
     inner = raw.get("text_config")
     return inner if isinstance(inner, dict) else raw
 
@@ -141,14 +155,17 @@ def _has_qwens(tensors: Collection[str]) -> bool:
 
 
 def _left_over(config: MTPConfig, stored: CheckpointFiles) -> Collection[str]:
-    """Return the names of the target's own tensors, and of DeepSeek's copies of its embedding and head in a module."""
-    own = _PREFIX[config.layout]
+    """Return the names of the tensors that are ignored.
+
+    They are the target's own tensors, and DeepSeek's copies of embedding and head in a module.
+    """
+    prefix = _PREFIX[config.layout]
     copies = ("embed_tokens.weight", "embed_tokens.weight_scale_inv", "shared_head.head.weight")
 
     def is_foreign(name: str) -> bool:
-        if not name.startswith(own):
+        if not name.startswith(prefix):
             return name.startswith(("model.", "lm_head."))
-        number = number_after(own, name)
+        number = number_after(prefix, name)
         is_layer = config.layout == "deepseek" and number is not None and number < config.first_layer
         is_copy = config.layout != "qwen" and name.endswith(copies)
         return is_layer or is_copy or name.endswith("rotary_emb.inv_freq")
@@ -157,36 +174,37 @@ def _left_over(config: MTPConfig, stored: CheckpointFiles) -> Collection[str]:
 
 
 def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-    """Return whether config.json counts modules, and ``tensors``, unless it is empty, has theirs; see `CheckpointFormat`.
+    """Return whether a checkpoint has modules; see `CheckpointFormat`.
 
-    Qwen's modules are recognised by their tensors, if these are available.
+    Its config.json states their number, and ``tensors`` has theirs unless it is empty. Qwen's
+    modules are recognised by their tensors, if these are available.
     """
     if tensors and _has_qwens(tensors):
         return True
-    named = any(name.startswith(_PREFIX["mimo"]) or name.endswith(".eh_proj.weight") for name in tensors)
+    has_modules = any(name.startswith(_PREFIX["mimo"]) or name.endswith(".eh_proj.weight") for name in tensors)
     if not tensors and _fields_of_text(raw).get(_QWEN_COUNT):
         return True
-    return bool(raw.get("num_nextn_predict_layers")) and (named or not tensors)
+    return bool(raw.get("num_nextn_predict_layers")) and (has_modules or not tensors)
 
 
 def read_config(stored: CheckpointFiles) -> MTPConfig:
-    """Return the shape of a checkpoint. Raises `CheckpointError`."""
+    """Return the configuration of a checkpoint. Raises `CheckpointError`."""
     if _has_qwens(stored.shapes):
         return _read_qwen(stored)
-    names, known = stored.shapes, {"num_nextn_predict_layers": whole(1, 100)}
-    count = check_fields(stored.raw, known, stored.file)["num_nextn_predict_layers"]
+    names, rules = stored.shapes, {"num_nextn_predict_layers": whole(1, 100)}
+    count = check_fields(stored.raw, rules, stored.file)["num_nextn_predict_layers"]
     layer = config_json.parse_drafter_config(stored.raw, stored.file)
     layout: Layout = "mimo" if any(name.startswith(_PREFIX["mimo"]) for name in names) else "deepseek"
     config = MTPConfig(layer, count, layout, layer.num_layers if layout == "deepseek" else 0)
     if f"{config.prefix(0)}{_NAMES[layout]['fc']}.weight" not in names:
         raise CheckpointError(
-            f"{stored.directory}: has no 'model.mtp_layers.0.input_proj.weight' and no "
-            f"'model.layers.{layer.num_layers}.eh_proj.weight': its MTP modules were left out. Take a checkpoint with them"
+            f"{stored.directory}: it lacks 'model.mtp_layers.0.input_proj.weight' and "
+            f"'model.layers.{layer.num_layers}.eh_proj.weight': MTP modules were left out; give a checkpoint with them"
         )
     _check_counts(stored, config)
-    own = replace(layer, num_layers=1)
-    is_plain = own.mla is None and own.moe is None
-    return replace(config, layer=config_json.with_switches(own, names, config.prefix(0)) if is_plain else own)
+    one_layer = replace(layer, num_layers=1)
+    is_plain = one_layer.mla is None and one_layer.moe is None
+    return replace(config, layer=config_json.with_switches(one_layer, names, config.prefix(0)) if is_plain else one_layer)
 
 
 def declare(config: MTPConfig, layout: str) -> Params:
@@ -200,7 +218,7 @@ def declare(config: MTPConfig, layout: str) -> Params:
             "hidden_norm": norm(prefix + names["hidden_norm"], hidden, offset),
             "embed_norm": norm(prefix + names["embed_norm"], hidden, offset),
             "fc": matrix(prefix + names["fc"], (2 * hidden, None), (hidden, None)),
-            "layers": [layer],  # with experts, if any has
+            "layers": [layer],  # with experts, if the target's layers have them
             "norm": norm(prefix + names["norm"], hidden, offset),
         }
 
@@ -208,7 +226,7 @@ def declare(config: MTPConfig, layout: str) -> Params:
     if config.layout != "qwen":
         return declared
     family = FAMILIES[config.layer.model_type]
-    joined = [each.name for each in family.fused_where_stored if config.experts_joined]
+    joined = [group.name for group in family.fused_where_stored if config.experts_joined]
     return family.store(declared, names=joined)
 
 
@@ -222,22 +240,24 @@ def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str
 
 @struct.dataclass
 class MTP(FeatureDrafter):
-    """Modules in a row: module m drafts the token m + 1 places below the root, and the last one all that follow.
+    """A drafter of modules in a row: module m drafts the token at depth m + 1.
 
-    With h the target's last hidden state after the final norm, or the state of the module before at the token before, and e the
-    embedding of the next token, a module is ``layer(fc([norm(h), norm(e)]))``. The target's own head reads its normed state.
-    Checkpoints hold the target too, or the modules alone; these are what is written. A hybrid's module has the layer that its
-    family has, with full attention, and is written as Qwen's are.
+    The last module drafts all further tokens too. With h the target's last hidden state after the
+    final norm, or the state of the module before at the token before, and e the embedding of the
+    next token, a module is ``layer(fc([norm(h), norm(e)]))``. The target's own head reads its
+    normed state. Checkpoints have the modules alone, or the target as well; the modules alone are
+    written. The module for a hybrid target has the full-attention layer of its family, and is
+    written in Qwen's layout.
 
     Attributes:
-        params: of the modules (see `declare`).
-        config: its configuration.
-        draft: the shape of its drafts; they may be deeper than there are modules.
-        mesh: where the params live.
+        params: the parameters of the modules (see `declare`).
+        config: the configuration.
+        draft: the shape of the drafts, which may be deeper than the number of modules.
+        mesh: the mesh of the parameters.
 
     Examples:
         >>> drafter = specjax.MTP.init(target, jax.random.key(1), modules=2, draft=3)
-        >>> drafter.config.modules, drafter.draft_shape.depth  # the last module goes on
+        >>> drafter.config.modules, drafter.draft_shape.depth  # the last module drafts twice
         (2, 3)
         >>> specjax.MTP.from_pretrained("embedded:mtp").config.modules
         1
@@ -263,10 +283,17 @@ class MTP(FeatureDrafter):
     def init(
         cls, target: Target, key: jax.Array, draft: DraftShape | int = Chain(4), *, modules: int = 1, **sizes: Any
     ) -> Self:
-        """Modules for ``target`` with random weights; consumes ``key``.
+        """Return modules for ``target`` with random weights.
 
-        Their layers are plain Llama layers of the target's sizes; ``sizes`` override fields of their `ModelConfig`. That of one
-        module for a hybrid is as its own layers with attention, and with experts if it has any.
+        The layers are plain Llama layers of the target's sizes. A single module for a hybrid target
+        has the hybrid's layer with attention instead, and with experts if the hybrid has any.
+
+        Args:
+            target: the target model.
+            key: the random key for the weights. It is consumed.
+            draft: the shape of the drafts.
+            modules: the number of modules.
+            sizes: fields of the layers' `ModelConfig`.
         """
         if target.config.linear_layers and modules == 1:
             config = MTPConfig(_attention_layer(target.config, True, **sizes), modules, "qwen")
@@ -275,11 +302,14 @@ class MTP(FeatureDrafter):
         return cls(params=cls._initialise(config, key, target), config=config, draft=draft, mesh=target.mesh)
 
     def first(self, count: int) -> "MTP":
-        """The same with its first ``count`` modules alone; the last of them goes on with its own states."""
+        """Return the drafter with its first ``count`` modules alone.
+
+        The last of them continues with its own states.
+        """
         if not 1 <= count <= self.modules:
             raise InputError(f"count={count}: there are {self.modules} modules; give 1 to {self.modules}")
-        kept = {"modules": self.params["modules"][:count]}
-        return replace(self, params=kept, config=replace(self.config, modules=count))
+        params = {"modules": self.params["modules"][:count]}
+        return replace(self, params=params, config=replace(self.config, modules=count))
 
     @property
     def sizes(self) -> ModelConfig:
@@ -301,25 +331,25 @@ class MTP(FeatureDrafter):
         past: tuple[tuple[Piece, ...], ...],
         module: int = 0,
     ) -> tuple[jax.Array, tuple[Entry, ...]]:
-        config, own = self.sizes, self.params["modules"][module]
-        parts = [normed(own, "hidden_norm", config, states), normed(own, "embed_norm", config, embedded)]
+        config, params = self.sizes, self.params["modules"][module]
+        parts = [normed(params, "hidden_norm", config, states), normed(params, "embed_norm", config, embedded)]
         joined = jnp.concatenate(parts if self.config.layout == "mimo" else parts[::-1], axis=-1)
         turn = rotations(config.rope, config.head_dim, positions)
-        x, entry = decoder_layer(own["layers"][0], config, linear(own, "fc", joined), turn, mask, past[0], self.mesh)
-        return (normed(own, "norm", config, x) if self._hands_on_normed else x), (entry,)
+        x, entry = decoder_layer(params["layers"][0], config, linear(params, "fc", joined), turn, mask, past[0], self.mesh)
+        return (normed(params, "norm", config, x) if self._hands_on_normed else x), (entry,)
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
         if self._hands_on_normed:
             return target.head(states)
-        norms = jnp.stack([own["norm"] for own in self.params["modules"]])
+        norms = jnp.stack([params["norm"] for params in self.params["modules"]])
         return target.head(rms_norm(states, norms[module], self.sizes.norm_eps))
 
     def drafting_reads(
         self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
     ) -> DraftingReads:
-        """A level runs one of the modules, over what that one remembers."""
-        held = (state.cache.layers[: self.sizes.num_layers], state.cache.length, state.newest) if state else ()
-        return DraftingReads(level=(self.params["modules"][-1], held, target.head_as_stored))
+        """Return the arrays of a level: one of the modules with its part of the cache."""
+        module_state = (state.cache.layers[: self.sizes.num_layers], state.cache.length, state.newest) if state else ()
+        return DraftingReads(level=(self.params["modules"][-1], module_state, target.head_as_stored))
 
     @property
     def _hands_on_normed(self) -> bool:

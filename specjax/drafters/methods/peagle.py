@@ -1,7 +1,8 @@
-"""P-EAGLE (Hui et al. 2026, arXiv 2602.01469): EAGLE-3's drafter, which drafts all tokens in one pass.
+"""P-EAGLE (Hui et al. 2026, arXiv 2602.01469): an EAGLE-3 that drafts all tokens in one pass.
 
-EAGLE-3 reads its own state where the target has not read a token yet, and so drafts one token after another. P-EAGLE reads a
-learnt vector there, and the embedding of a mask token. Both are the same at every depth, so that all depths are run together.
+At positions that the target has not read yet, EAGLE-3 reads its own state, and so drafts one token
+after another. P-EAGLE reads a trained vector and the embedding of a mask token there. Both are the
+same at every depth, so all depths run together.
 """
 
 from collections.abc import Sequence
@@ -33,20 +34,24 @@ from specjax.sampling import RowSampling
 
 @struct.dataclass
 class PEagle(Eagle3):
-    """EAGLE-3's layers over placeholders: a draft costs one pass, however deep it is.
+    """EAGLE-3's layers over placeholders: a draft of any depth costs one pass.
 
-    The pair of the root was read when the root was committed, and says what the first tokens of the draft are. Below it stand
-    placeholders, one for each depth further, which see that pair, those before it and each other downwards. They know no token
-    that has been drafted. So all nodes of one depth expect the same, and trees grow from one pass, too.
+    The pair of the root was read when the root was committed. It predicts the first drafted token.
+    Below it there is one placeholder for each further depth. A placeholder sees that pair, all
+    pairs before it, and the placeholders above. No placeholder depends on drafted tokens, so all
+    nodes of one depth have the same children, and one pass is enough for a tree as well.
 
-    Checkpoints are as speculators, which vLLM reads, or SpecForge write them (see `peagle_checkpoint`). Of a file that does not
-    name the mask token, give it: ``PEagle.from_pretrained(path, mask_token_id=...)``.
+    Checkpoints are those of speculators, which vLLM reads, and of SpecForge (see
+    `peagle_checkpoint`). If a file does not name the mask token, give it:
+    ``PEagle.from_pretrained(path, mask_token_id=...)``.
 
     Attributes:
-        params: those of `Eagle3`, and ``mask_hidden [1, 1, taps * Ht]``, which stands in place of the target's layers.
-        config: its configuration.
-        draft: the shape of its drafts, of any depth; beyond what it was trained for little is accepted.
-        mesh: where the params live.
+        params: the parameters of `Eagle3`, and ``mask_hidden [1, 1, taps * Ht]``, which takes the
+            place of the target's layers.
+        config: the configuration.
+        draft: the shape of the drafts, of any depth. Beyond the depth of training few tokens are
+            accepted.
+        mesh: the mesh of the parameters.
 
     Examples:
         >>> drafter = specjax.PEagle.init(target, jax.random.key(1), draft=3)
@@ -77,28 +82,32 @@ class PEagle(Eagle3):
         variant: dict[str, bool] | None = None,
         **sizes: Any,
     ) -> Self:
-        """A drafter for ``target`` with random weights; consumes ``key``. Its head and its embedding begin as the target's.
+        """Return a drafter for ``target`` with random weights.
+
+        Its head and its embedding start as copies of the target's.
 
         Args:
-            target: what it will draft for.
-            key: random.
-            draft: the shape of its drafts.
-            mask_token_id: the token that stands where nothing has been drafted yet; None: the target's last, which large
-                vocabularies do not use.
-            ids: ``[Vd]`` the target's tokens that it can draft, ascending; None is all of them.
-            taps: layers of the target whose input it reads; None: as `Eagle3.init` chooses them.
+            target: the target model.
+            key: the random key for the weights. It is consumed.
+            draft: the shape of the drafts.
+            mask_token_id: the token that marks positions without a drafted token; None is the last
+                token of the target, which large vocabularies do not use.
+            ids: ``[Vd]``, the target's tokens that the drafter can draft, ascending; None is all.
+            taps: the target layers whose input the drafter reads; None is the default of
+                `Eagle3.init`.
             variant: flags of `Eagle3Config` such as ``norm_before_residual``.
-            sizes: fields of its layers' `ModelConfig`; by default one layer as the target's.
+            sizes: fields of the layers' `ModelConfig`; the default is one layer of the target's
+                sizes.
         """
         key, mask_key = jax.random.split(key)
-        brings = {"own_embedding": True, **(variant or {})}
-        eagle3 = Eagle3.init(target, key, ids=ids, taps=taps, variant=brings, **sizes)
-        own = eagle3.config
-        config = PEagleConfig.of(own, own.layer.vocab_size - 1 if mask_token_id is None else mask_token_id)
+        flags = {"own_embedding": True, **(variant or {})}
+        eagle3 = Eagle3.init(target, key, ids=ids, taps=taps, variant=flags, **sizes)
+        eagle3_config = eagle3.config
+        config = PEagleConfig.of(eagle3_config, eagle3_config.layer.vocab_size - 1 if mask_token_id is None else mask_token_id)
         declared = peagle_checkpoint.declare_mask_hidden(config)
         mask_hidden = declarations.initialise(declared, mask_key, target.dtype, target.mesh, {})
         params = eagle3.params | mask_hidden
-        if own.own_embedding and own.layer.hidden_size == target.config.hidden_size:
+        if eagle3_config.own_embedding and eagle3_config.layer.hidden_size == target.config.hidden_size:
             params["embed"] = target.embedding
         return cls(params=params, config=config, draft=draft, mesh=target.mesh)
 
@@ -109,12 +118,12 @@ class PEagle(Eagle3):
         window = self.sizes.sliding_window
         if self.sizes.windowed_layers and window is not None and self.draft_shape.depth > window:
             raise InputError(
-                f"draft={self.draft}: {self.draft_shape.depth} deep, and layers of this drafter see the newest {window} pairs "
-                "alone; give a draft at most as deep"
+                f"draft={self.draft}: it is {self.draft_shape.depth} deep, but layers of this drafter see only the newest "
+                f"{window} pairs; give a draft of at most that depth"
             )
 
-    # It could hear what the target tells, but has no state to go on from while it waits for a verdict: what it was trained to
-    # read after tokens without features are placeholders, and nothing else.
+    # A client could receive the features, but it could not draft while it waits for a verdict: at
+    # tokens without features the network was trained to read placeholders, and nothing else.
     @property
     def drafts_elsewhere(self) -> bool:
         return False
@@ -122,13 +131,16 @@ class PEagle(Eagle3):
     def seen(
         self, layer: int, positions: jax.Array, mask: jax.Array | None, past: tuple[Piece, ...]
     ) -> tuple[jax.Array | None, tuple[Piece, ...]]:
-        """A layer with a window sees the pairs so near. Of the pieces those with a mask hold the text, slot t the pair of t."""
+        """Return the part of ``mask`` and ``past`` (see `run`) inside the window of a layer.
+
+        A piece with a mask has the text, with the pair of position t in slot t.
+        """
         window = self.sizes.window_of(layer)
         if window is None:
             return mask, past
         first = positions - window + 1  # [B, T]
 
-        def near(piece: Piece) -> Piece:
+        def in_window(piece: Piece) -> Piece:
             if isinstance(piece, Filled):
                 return replace(piece, since=first if piece.since is None else jnp.maximum(piece.since, first))
             entry, visible = piece
@@ -136,11 +148,11 @@ class PEagle(Eagle3):
                 return piece
             return entry, visible & (jnp.arange(visible.shape[-1]) >= first[..., None])
 
-        own = None if mask is None else mask & (positions[:, None] >= first[..., None])
-        return own, tuple(near(piece) for piece in past)
+        window_mask = None if mask is None else mask & (positions[:, None] >= first[..., None])
+        return window_mask, tuple(in_window(piece) for piece in past)
 
     def placeholders(self, target: Target, batch: int, count: int) -> tuple[jax.Array, jax.Array]:
-        """``count`` pairs that stand where nothing has been drafted yet: states and embedded tokens, ``[B, T, H]`` each."""
+        """Return the states and embedded tokens of ``count`` placeholders, each ``[B, T, H]``."""
         taps = self.params["mask_hidden"].reshape(1, 1, self.config.tap_count, self.config.target_hidden_size)
         feature = self.joined([taps[:, :, tap] for tap in range(self.config.tap_count)])
         embedded = self.embed(target, jnp.full((1, 1), self.config.mask_token_id))
@@ -150,11 +162,11 @@ class PEagle(Eagle3):
         )
 
     def block(self, target: Target, state: FeatureState) -> jax.Array:
-        """``[B, D, H]`` its states at the pair of the root, and at the placeholders below it."""
+        """Return the states ``[B, D, H]`` at the root's pair and at the placeholders below it."""
         batch, below = state.newest.shape[0], self.draft_shape.depth - 1
         if not below:
             return state.newest
-        # The root's pair is the last one in the cache.
+        # The newest pair in the cache is the root's, so the placeholders come right after it.
         positions = state.cache.length[:, None] + jnp.arange(below)
         causal = jnp.tril(jnp.ones((1, below, below), bool))
         states, _ = self.run(*self.placeholders(target, batch, below), positions, causal, self._past(state.cache, 0))
@@ -167,11 +179,11 @@ class PEagle(Eagle3):
         return expand_by_depth(self.draft_shape, logits, root, sampling, keys, active, self.vocabulary(target)), state
 
     def tokens_at_once(self, length: int) -> int:
-        """One place for each token of the draft."""
+        """Return ``length``: each token of the draft has a position of its own."""
         return length
 
     def drafting_reads(
         self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
     ) -> DraftingReads:
-        """All of it once, whatever the depth, and the target's head where it has none."""
+        """Return the arrays of one pass: all weights, and the target's head if it is used."""
         return DraftingReads(step=(self.own_weights, state, () if self.config.own_head else target.head_as_stored))

@@ -1,6 +1,6 @@
-"""Prompt lookup: propose what followed the same words earlier in the text.
+"""Prompt lookup: propose the tokens that followed the same n-gram earlier in the text.
 
-After Saxena's prompt lookup decoding (2023); here the search runs on the device with static shapes.
+It is Saxena's prompt lookup decoding (2023). The search runs on the device, with static shapes.
 """
 
 import jax
@@ -15,14 +15,16 @@ from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
 LONGEST_NGRAM = 64
-"""Each token of the suffix that is looked for is a comparison of its own in the compiled program."""
+"""The maximum of ``max_ngram``: the program has one comparison for each token of an n-gram."""
 
 
 @struct.dataclass
 class PromptLookupState:
-    """Attributes:
-    tokens: ``[B, S]`` prompt and output so far, without the root.
-    lengths: ``[B]`` how many there are.
+    """The text of each row.
+
+    Attributes:
+        tokens: ``[B, S]``, prompt and output so far, without the root.
+        lengths: ``[B]``, the number of tokens.
     """
 
     tokens: jax.Array
@@ -31,12 +33,14 @@ class PromptLookupState:
 
 @struct.dataclass
 class PromptLookup(Drafter[PromptLookupState]):
-    """Drafts by copying. The longest suffix of at most ``max_ngram`` tokens that occurs earlier wins; of its occurrences
-    the latest. Without an occurrence nothing is drafted.
+    """A drafter that copies earlier tokens of the text.
+
+    It searches the longest suffix of the text, of at most ``max_ngram`` tokens, that occurs earlier
+    as well, and copies what followed its latest occurrence. If there is none, it drafts nothing.
 
     Attributes:
-        max_ngram: longest suffix to look for.
-        draft: a `Chain`; how many tokens to copy.
+        max_ngram: the maximum length of the suffix.
+        draft: a `Chain`, the number of tokens to copy.
 
     Examples:
         >>> drafter = specjax.PromptLookup(draft=2)
@@ -50,7 +54,7 @@ class PromptLookup(Drafter[PromptLookupState]):
 
     @property
     def node_counts(self) -> tuple[int, ...]:
-        return (1, *halvings(self.draft_shape.nodes))  # 1: nothing was found
+        return (1, *halvings(self.draft_shape.nodes))  # 1: the root alone, if no suffix occurs earlier
 
     def check(self, target: Target) -> None:
         if not 1 <= self.max_ngram <= LONGEST_NGRAM:
@@ -58,7 +62,7 @@ class PromptLookup(Drafter[PromptLookupState]):
         self.check_draft()
 
     def check_draft(self) -> None:
-        """Refuse, with an InputError, a draft that copying cannot make."""
+        """Raise an InputError unless the draft is a chain without ``stop_below``."""
         if not isinstance(self.draft_shape, Chain):
             raise InputError(f"PromptLookup(draft={self.draft_shape}): prompt lookup copies one continuation; give a Chain")
         if self.draft_shape.stop_below:
@@ -92,18 +96,20 @@ class PromptLookup(Drafter[PromptLookupState]):
         tokens, lengths = append_tokens(state.tokens, state.lengths, root[:, None], active), state.lengths + 1
         rows = jnp.arange(tokens.shape[0])[:, None]
         position = jnp.arange(tokens.shape[1])[None]
-        # overlap[b, i]: how many tokens before position i equal the text's last ones, up to max_ngram.
+        # overlap[b, i]: the number of tokens right before position i that equal the text's last
+        # tokens, up to max_ngram.
         overlap = jnp.zeros_like(tokens)
         equal = jnp.ones(tokens.shape, bool)
         for back in range(1, self.max_ngram + 1):
-            suffix = tokens[rows, lengths[:, None] - back]  # wraps below 0, where `position >= back` fails
+            suffix = tokens[rows, lengths[:, None] - back]  # a negative index wraps around; `position >= back` discards it
             equal = equal & (jnp.roll(tokens, back, axis=1) == suffix) & (position >= back)
             overlap = overlap + equal
         overlap = jnp.where(position < lengths[:, None], overlap, 0)
-        # The largest overlap, and among equals the latest position.
+        # Take the largest overlap, and among equals the latest position.
         best = jnp.argmax(overlap * tokens.shape[1] + position * (overlap > 0), axis=1)[:, None]
-        # What followed may end with the text itself: the copy then begins again, as a text that repeats itself does.
+        # The continuation may reach the end of the text. The copy then starts again from its
+        # beginning, because a text that repeats itself has this period.
         period = jnp.maximum(lengths[:, None] - best, 1)
         source = best + jnp.arange(self.draft_shape.depth)[None] % period
-        found = jnp.broadcast_to(overlap[rows, best] > 0, source.shape) & active[:, None]
-        return Draft.chain(root, tokens[rows, source], valid=found), state
+        is_copied = jnp.broadcast_to(overlap[rows, best] > 0, source.shape) & active[:, None]
+        return Draft.chain(root, tokens[rows, source], valid=is_copied), state
