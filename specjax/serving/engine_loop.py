@@ -129,7 +129,7 @@ class EngineLoop:
     def check_open(self) -> None:
         """Raise `EngineError` where the engine has failed, and `InputError` where it is closed."""
         if self.state == "failed":
-            raise EngineError("the engine could not go on") from self.error
+            raise EngineError("the engine failed") from self.error
         if self.closing:
             raise InputError("the engine is closed")
 
@@ -214,7 +214,7 @@ class EngineLoop:
                 self.scheduler.clear()
             for handle in handles:
                 handle.end("error" if self.error else "cancelled", self.error)
-            self.clients.end("the engine could not go on" if self.error else "the engine is closed")
+            self.clients.end("the engine failed" if self.error else "the engine is closed")
             if self._together is not None and self.error is None:
                 # After a failure the other processes wait until a supervisor ends this one.
                 self._together.end()
@@ -353,7 +353,7 @@ class EngineLoop:
         _LOGGER.error("a text ends with an error; the others go on", exc_info=error)
         self.handles.pop(request, None)
         if owner is not None:
-            owner.end("error", error, f"this text could not go on{f': {error}' if isinstance(error, LogitsError) else ''}")
+            owner.end("error", error, f"this text failed{f': {error}' if isinstance(error, LogitsError) else ''}")
         self.scheduler.cancel(request)
         self.scheduler.check()
 

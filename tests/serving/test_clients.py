@@ -634,7 +634,7 @@ def test_an_engine_that_fails_drops_its_clients(target) -> None:
 
         engine._loop.device.verify = fail
         client.send(client.root())
-        assert client.hear() == RowDropped("the engine could not go on")
+        assert client.hear() == RowDropped("the engine failed")
         with pytest.raises(EngineError):
             client.open()
 

@@ -623,7 +623,7 @@ BAD_ENGINES = {
     r"pages=0: must be at least 1": {"pages": 0},
     r"steps=0: must be from 1 to 64": {"steps": 0},
     r"steps=65: must be from 1 to 64": {"steps": 65},
-    r"widths=\(1,\): numbers of rows from 1 to rows=2, 2 among them": {"widths": (1,)},
+    r"widths=\(1,\): give numbers from 1 to rows=2, including 2": {"widths": (1,)},
     r"widths=\(0, 2\): numbers of rows": {"widths": (0, 2)},
     r"widths=\(\): numbers of rows": {"widths": ()},
     r"drafts=\(\): give a sequence of shapes": {"drafts": ()},
@@ -641,7 +641,7 @@ def test_what_no_engine_can_be_made_of_is_named(target, message) -> None:
 
 def test_a_generator_has_its_own_drafter_and_a_mesh_no_widths(target, of_words) -> None:
     generator, _ = of_words
-    with pytest.raises(InputError, match="drafter: the generator has its own"):
+    with pytest.raises(InputError, match="drafter: the generator brings its own drafter"):
         Engine(generator, specjax.PromptLookup())
     on_mesh = target.replace(mesh=sharding.make_mesh(2, 1))
     with pytest.raises(InputError, match=r"rows=3: must be at least 1, and a multiple of the mesh's data axis \(2\)"):
@@ -889,7 +889,7 @@ def test_the_error_of_one_text_is_everybodys_where_pages_are_in_disorder(target,
                 fail()
 
             monkeypatch.setattr(first, "take_stats", fail_and_break)
-        for handle, message in ((first, "this text could not go on"), (second, "the engine could not go on")):
+        for handle, message in ((first, "this text failed"), (second, "the engine failed")):
             with pytest.raises(EngineError, match=message):
                 handle.result(PATIENCE)
         engine._loop._thread.join(PATIENCE)
