@@ -29,7 +29,8 @@ USUAL_TEXT = 1024
 """The tokens per row that the KV cache has pages for, unless the number of pages is stated."""
 
 
-# Compiled, because every request folds its index into a key: one device call in place of many small ones.
+# Compiled, because every request folds its index into a key: one device call in place of many small
+# ones.
 _fold_in = jax.jit(jax.random.fold_in)
 
 
@@ -127,7 +128,7 @@ class EngineConfig:
         return together
 
     def device(self, together: processes.Processes | None) -> EngineDevice:
-        """Return a device whose rows are free. In the first of several processes, it leads the others."""
+        """Return a device whose rows are free. That of the first of several processes leads."""
         if together is not None and together.is_first:
             return over_hosts.LeadingDevice(self.target, self.drafters, self.sizes, self.clients, processes=together)
         return EngineDevice(self.target, self.drafters, self.sizes, self.clients)
@@ -161,7 +162,8 @@ class EngineConfig:
         """
         if not 0 <= (choice := operator.index(choice)) < 2**32:
             raise InputError(f"choice={choice}: must be a whole number, at least 0 and below 2**32")
-        # The host computes the key, so that a request never waits for the decode call that the device is at.
+        # The host computes the key, so that a request never waits for the decode call that the
+        # device is at.
         with sharding.on_host():
             row_key = _fold_in(params.make_key(), np.uint32(choice)) if key is None else as_key(key)
             if row_key.ndim:
@@ -221,7 +223,7 @@ def _widths(rows: int, widths: Sequence[int] | None, by_default: bool) -> tuple[
 
 
 def _with_draft(target: Target, drafter: Drafter, shape: DraftShape | None, may_pause: bool) -> Drafter:
-    """Return ``drafter`` with the draft ``shape``, or paused if it is None, checked against ``target``."""
+    """Return ``drafter`` with the draft ``shape``, or paused if it is None, after a check."""
     if isinstance(drafter, NoDraft):
         return drafter
     with_shape = drafter if shape is None else replace(drafter, draft=shape)  # pyright: ignore[reportArgumentType]

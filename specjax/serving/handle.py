@@ -20,7 +20,7 @@ from specjax.serving.scheduler import Request
 from specjax.text import GrowingText
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-"""Why a text ended: a stop token or stop string, its limit, a call of `Handle.cancel`, or an error."""
+"""Why a text ended: a stop token or stop string, its limit, `Handle.cancel`, or an error."""
 
 
 class EngineError(RuntimeError):
@@ -248,7 +248,7 @@ class Handle:
         """Wait for the end of the text, and return it.
 
         Raises:
-            TimeoutError: The text has not ended after ``timeout`` seconds. Its generation continues.
+            TimeoutError: The text has not ended after ``timeout`` seconds. It continues.
             TextCancelledError: The text was cancelled.
             EngineError: The engine failed, or this text did.
         """

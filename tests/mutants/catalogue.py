@@ -1149,8 +1149,8 @@ CATALOGUE = (
     Mutant(
         name="prefix-without-the-token-after-it",
         file="specjax/serving/pages.py",
-        old="prefix = known.get(chunk_key(tokens, end - chunk, end, salt))",
-        new="prefix = next((p for key, p in known.items() if key[:chunk] == chunk_key(tokens, end - chunk, end, salt)[:chunk]), None)",
+        old="prefix = candidates.get(chunk_key(tokens, end - chunk, end, salt))",
+        new="prefix = next((p for k, p in candidates.items() if k[:chunk] == chunk_key(tokens, end - chunk, end, salt)[:chunk]), None)",
         tests=("tests/serving/test_pages.py::test_a_chunk_is_known_by_its_tokens_and_the_one_after_it",),
         breaks="A chunk is shared though the token after it differs, which drafters have read with it.",
     ),
@@ -1303,8 +1303,8 @@ CATALOGUE = (
     Mutant(
         name="choice-forgets-nothing",
         file="specjax/serving/choice.py",
-        old="known, kept = len(emitted), np.exp(-steps / MEMORY)",
-        new="known, kept = len(emitted), 1.0",
+        old="count, decay = len(emitted), np.exp(-steps / MEMORY)",
+        new="count, decay = len(emitted), 1.0",
         tests=("tests/serving/test_choice.py::test_it_learns_that_acceptance_drops_and_rises",),
         breaks="What was accepted long ago counts as what is accepted now.",
     ),

@@ -762,7 +762,7 @@ def test_drafts_that_do_not_fit_a_frame_are_refused(target, remote_drafter, monk
         ClientDrafts(remote_drafter, depth=4).check(target)
     monkeypatch.setattr("specjax.wire.MOST_DOWN", 2**25)
     monkeypatch.setattr("specjax.wire.MOST_ARRAYS", 0)
-    with pytest.raises(InputError, match="arrays of each token"):
+    with pytest.raises(InputError, match="arrays per token"):
         ClientDrafts(remote_drafter, depth=1).check(target)
 
 

@@ -920,7 +920,7 @@ def test_an_ended_engine_holds_no_caches(target) -> None:
     with plain_engine(target) as engine:
         handle = GREEDY.submit(engine)
         handle.result(PATIENCE)
-    assert engine._loop.device.state is None and engine._loop.device._fresh is None
+    assert engine._loop.device.state is None and engine._loop.device._empty_prefix_state is None
     handle.cancel()
     assert engine.statistics.free_pages == engine.statistics.pages
 

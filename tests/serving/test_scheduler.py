@@ -1279,11 +1279,11 @@ CONTRADICTIONS: dict[str, tuple[Change, str]] = {
     "a page is lost": (lambda made, running, _: made._pools[0]._free.pop(), "pages: 15 are"),
     "a prefix that is dropped": (
         lambda made, running, _: made._pools[0]._drop(made._holder(running.row or 0).prefixes[0]),
-        "a row holds one that the pool has dropped|pages: ",
+        "a row uses a prefix that the pool has evicted|pages: ",
     ),
     "a holder too many": (
         lambda made, running, _: setattr(made._holder(running.row or 0).prefixes[0], "holders", 2),
-        "1 rows hold one that counts 2",
+        "1 rows use a prefix that counts 2",
     ),
     "another page in the table": (lambda made, running, _: made.table.__setitem__((running.row, 0), 9), "row 0: the table"),
     "a free row with pages": (lambda made, *_: made.table.__setitem__((1, 0), 3), "row 1: the table"),
