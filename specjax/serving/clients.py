@@ -466,7 +466,7 @@ class Clients:
         Raises:
             RuntimeError: rows or pages contradict each other: nobody can go on.
         """
-        _LOGGER.error("a client's row ends with an error; the others go on", exc_info=error)
+        _LOGGER.error("a client's row ended with an error; the others continue", exc_info=error)
         self.rows.pop(row.request, None)
         self._events = [(other, event) for other, event in self._events if other is not row]
         reason = str(error) if isinstance(error, LogitsError) else "an error of the server; its log says more"

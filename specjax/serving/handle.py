@@ -88,7 +88,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What a request reports beside its text.
+    """The outputs that a request has beside its text.
 
     Attributes:
         logprobs: the number of top log-probabilities per token, beside the token's own; None: no

@@ -88,7 +88,7 @@ class Programs:
 
     @property
     def are_all_ready(self) -> bool:
-        """Whether all programs are compiled."""
+        """True if all programs are compiled."""
         return len(self._ready) == self.total
 
     def is_ready(self, kind: str, *key: Any) -> bool:
@@ -133,7 +133,7 @@ class Programs:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether the thread is compiling a program. That cannot be interrupted."""
+        """True while the thread compiles a program. That cannot be interrupted."""
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self) -> None:

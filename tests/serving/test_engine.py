@@ -656,7 +656,7 @@ BAD_REQUESTS = {
     r"prompt: an engine without a tokenizer takes token ids": {"prompt": "words"},
     r"prompt=None: give text, a chat, or token ids": {"prompt": None},
     r"no stop strings; give tokenizer": {"stop": ["x"]},
-    r"prompt \(60 tokens\) plus max_new_tokens=8 make 68 tokens, and there is room for 64": {"prompt": [1] * 60},
+    r"prompt \(60 tokens\) plus max_new_tokens=8 make 68 tokens, but there is room for 64": {"prompt": [1] * 60},
     r"max_new_tokens=0: must be at least 1": {"max_new_tokens": 0},
     r"max_new_tokens=\[5\]: give one number": {"max_new_tokens": [5]},
     r"temperature=-1: must be at least 0": {"temperature": -1},
@@ -690,7 +690,7 @@ def test_stop_strings_are_strings_and_not_empty(of_words) -> None:
 def test_a_text_that_needs_more_pages_than_there_are_is_refused(target) -> None:
     with (
         plain_engine(target, pages=7) as engine,  # as another test has it
-        pytest.raises(InputError, match=r"need 8 pages of 8 tokens, and there are 7: shorten the prompt"),
+        pytest.raises(InputError, match=r"need 8 pages of 8 tokens, but there are 7; shorten the prompt"),
     ):
         engine.submit([1] * LONGEST_PROMPT, max_new_tokens=MOST)
 
@@ -700,7 +700,7 @@ def test_a_full_line_is_refused(target) -> None:
         handles = submit_together(engine, [GREEDY, GREEDY])
         gate.wait()
         handles.append(GREEDY.submit(engine))
-        with pytest.raises(QueueFullError, match="1 requests wait, and no more may"):
+        with pytest.raises(QueueFullError, match="1 requests wait, and the queue is full"):
             GREEDY.submit(engine)
         gate.open()
         for handle in handles:
@@ -851,7 +851,7 @@ def forget_who_asked_once_it_runs(engine: Engine, handle: Handle, patch: pytest.
 
 
 FAULTS_OF_ONE_TEXT = {
-    "before it has a row": make_a_method_fail("_words", 0),
+    "before it has a row": make_a_method_fail("_row_text", 0),
     "while it is read": make_a_method_fail("_was_read", 0),
     "nobody has asked for it": forget_who_asked,
     "nobody has asked for it, and it runs": forget_who_asked_once_it_runs,

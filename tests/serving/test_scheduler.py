@@ -1291,7 +1291,7 @@ CONTRADICTIONS: dict[str, tuple[Change, str]] = {
     "ended, with a row": (lambda made, running, _: setattr(running, "state", "done"), "row 0: its request is done"),
     "more tokens than it may have": (
         lambda made, running, _: running.tokens.extend([1] * 30),
-        "row 0: 5 of 36 tokens are read, and there may be 8",
+        "row 0: 5 of 36 tokens are read, and the limit is 8",
     ),
     "more is read than there is": (lambda made, running, _: running.tokens.clear(), "row 0: 5 of 0 tokens are read"),
     "waits with a row": (lambda made, _, waiting: setattr(waiting, "row", 1), "waiting: requests"),
