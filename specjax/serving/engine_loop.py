@@ -256,7 +256,7 @@ class EngineLoop:
             self.wake.notify_all()
 
     def _held_back(self) -> list[str]:
-        """Return the needs of requests whose programs are not compiled yet ("logprobs", "clients")."""
+        """Return the needs of requests ("logprobs", "clients") whose programs are not ready."""
         needs, is_ready, sizes = [], self.programs.is_ready, self.sizes
         if not (is_ready("read", sizes.chunk, True, False) and is_ready("decode", sizes.rows, self.device.reporting, True)):
             needs.append("logprobs")
@@ -382,7 +382,7 @@ class EngineLoop:
         self.scheduler.check()
 
     def _group(self, read: PrefillChunk) -> int:
-        """Return the index, on the mesh's data axis, of the group of rows that has a chunk's row."""
+        """Return the index of the group of rows that a chunk's row belongs to."""
         return read.row // (self.sizes.rows // self._groups)
 
     def _read(self, reads: Sequence[PrefillChunk], table: np.ndarray, logprobs: bool) -> tuple[Any, Any, dict[str, jax.Array]]:
@@ -466,7 +466,7 @@ class EngineLoop:
                 self._give_up(request, None, RuntimeError(f"request {request.order}: it runs, but it has no owner"))
 
     def _choose(self) -> tuple[int, int, bool]:
-        """Return the number of rows to compute, the drafter's index, and whether logprobs are due."""
+        """Return the number of rows to compute, the drafter's index, and whether logprobs are used."""
         scheduler = self.scheduler
         running = [self.handles[request] for row in scheduler.running if (request := scheduler.request_of(row))]
         if any(handle.output_options.logprobs is not None for handle in running):

@@ -166,7 +166,7 @@ def test_the_budget_is_kept_and_the_oldest_prompt_is_not_passed() -> None:
         (0, 3, "prompt of 0 tokens"),
         (3, -1, "max_new_tokens=-1"),
         (30, 3, r"prompt \(30 tokens\) plus max_new_tokens=3 make 33 tokens.*room for 32"),
-        (10, 8, "need 9 pages of 2 tokens, and there are 8"),
+        (10, 8, "need 9 pages of 2 tokens, but there are 8"),
     ],
 )
 def test_what_can_never_be_served_is_refused(length, max_new_tokens, message) -> None:

@@ -275,7 +275,7 @@ def acceptance_object(acceptance: Acceptance | None) -> dict[str, Any]:
 CLOSE = {"Connection": "close"}
 """The header after which a connection is closed."""
 
-UNEXPECTED = "an error of the server; its log says more"
+UNEXPECTED = "an error of the server; see its log"
 """The message of an error that is nobody's fault but ours."""
 
 
