@@ -624,11 +624,11 @@ BAD_ENGINES = {
     r"steps=0: must be from 1 to 64": {"steps": 0},
     r"steps=65: must be from 1 to 64": {"steps": 65},
     r"widths=\(1,\): give numbers from 1 to rows=2, including 2": {"widths": (1,)},
-    r"widths=\(0, 2\): numbers of rows": {"widths": (0, 2)},
-    r"widths=\(\): numbers of rows": {"widths": ()},
+    r"widths=\(0, 2\): give numbers": {"widths": (0, 2)},
+    r"widths=\(\): give numbers": {"widths": ()},
     r"drafts=\(\): give a sequence of shapes": {"drafts": ()},
     r"drafts='chain:3': give a sequence of shapes": {"drafts": "chain:3"},
-    r"drafts=\('chain:3',\): there is no drafter": {"drafts": ("chain:3",)},
+    r"drafts=\('chain:3',\): this engine has no drafter": {"drafts": ("chain:3",)},
     r"draft=5\.5: give a shape": {"drafts": (5.5,)},
 }
 
