@@ -449,11 +449,10 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
         RequestError: The body is invalid. The message names the parameter, its value and a remedy.
 
     Examples:
-        >>> from specjax.serving.http.requests import Limits, read_tokenize
-        >>> limits = Limits(names=("tiny",), vocab_size=3072, has_chat=False)
-        >>> read_tokenize(b'{"messages": []}', limits)
-        Traceback (most recent call last):
-        specjax.serving.http.errors.RequestError: messages: this model has no chat template; give text to /v1/completions
+        >>> from specjax.serving.http.requests import Limits, read_tokenize >>> limits =
+        Limits(names=("tiny",), vocab_size=3072, has_chat=False) >>> read_tokenize(b'{"messages":
+        []}', limits) Traceback (most recent call last): specjax.serving.http.errors.RequestError:
+        messages: this model has no chat template; give text to /v1/completions
     """
     fields, ignored = _read(body, _TokenizeFields, limits)
     template_kwargs = fields.chat_template_kwargs
@@ -513,7 +512,7 @@ def _check_model(model: Any, limits: Limits, *, may_be_left_out: bool) -> None:
     if model is UNSET:
         if may_be_left_out:
             return
-        raise RequestError(400, f"model: missing; give {limits.names[0]!r}", param="model")
+        raise RequestError(400, f"model: it is missing; give {limits.names[0]!r}", param="model")
     if model not in limits.names:
         message = f"model={_shown(model)}: the server does not have it; give {limits.names[0]!r}"
         raise RequestError(404, message, param="model", code="model_not_found")
@@ -589,8 +588,8 @@ def _check_neutral(name: str, raw: msgspec.Raw, neutral: Sequence[Any], reason: 
     raise RequestError(400, message, param=name, code="unsupported_parameter")
 
 
-# An escape in a JSON string. Two \u escapes, a high and a low surrogate, stand for a character beyond
-# the first 65,536.
+# An escape in a JSON string. Two \u escapes, a high and a low surrogate, stand for a character
+# beyond the first 65,536.
 _ESCAPES = re.compile(rb"\\(?:u(?P<code>[0-9a-fA-F]{4})|.)", re.DOTALL)
 _HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
 

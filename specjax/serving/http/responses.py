@@ -90,7 +90,8 @@ class Answer:
             handles: the handles of its texts.
             prompts: the token ids of each prompt.
             texts: the texts of single tokens.
-            with_acceptance: whether to report the acceptance of drafts, for a request with one text.
+            with_acceptance: whether to report the acceptance of drafts, for a request with one
+                text.
         """
         self.request, self.handles, self.prompts = request, handles, prompts
         self._texts = texts
@@ -187,7 +188,8 @@ class Answer:
         usage: dict[str, Any] = self._counts(sum(len(handle.tokens) for handle in self.handles))
         usage["prompt_tokens_details"] = {"cached_tokens": sum(handle.cached_tokens for handle in first)}
         if self.request.prediction is not None:
-            # A text may match the same part of its prediction twice, which must not exceed its length.
+            # A text may match the same part of its prediction twice, which must not exceed its
+            # length.
             accepted = sum(min(handle.predicted_tokens, handle.prediction_length) for handle in self.handles)
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
@@ -258,7 +260,9 @@ def _finite(logprob: float) -> float:
 
 
 def acceptance_object(acceptance: Acceptance | None) -> dict[str, Any]:
-    """Return the acceptance of a text's drafts, under vLLM's names. Steps without a draft are left out.
+    """Return the acceptance of a text's drafts, under vLLM's names.
+
+    Steps without a draft are left out.
 
     Examples:
         >>> from specjax.evaluation.metrics import summarise
