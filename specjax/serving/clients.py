@@ -418,11 +418,9 @@ class Clients:
         for request, row in sorted(self.rows.items(), key=lambda pair: pair[0].order):
             if row.draft is not None and request.state == "held":
                 self._scheduler.make_room(request, self.drafts.depth + 1)
-        drafts = []
-        for request, row in self.rows.items():
-            if row.draft is not None and request.state == "held":
-                drafts.append((row, row.draft))
-        return drafts
+        # Again, because rows may have been dropped.
+        in_rows = [row for request, row in self.rows.items() if request.state == "held"]
+        return [(row, row.draft) for row in in_rows if row.draft is not None]
 
     def _take(
         self,

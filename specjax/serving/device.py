@@ -357,7 +357,7 @@ class EngineDevice:
         """
         table, text = self._placeholders(settings)
         rows, widths = self.sizes.rows, self.sizes.widths
-        nothing, last = [0] * self.groups, [False] * self.groups
+        nothing, last, zero = [0] * self.groups, [False] * self.groups, np.int32(0)
 
         def read(stage: int, width: int, logprobs: bool = False, for_client: bool = False) -> EngineProgram:
             def lower() -> Any:
@@ -373,14 +373,12 @@ class EngineDevice:
 
         def verify(stage: int, width: int) -> EngineProgram:
             def lower() -> Any:
-                arguments = self._verify_arguments(table, width, [], [])
-                return remote_drafts.verify_rows.lower(*arguments, depth=self._clients.depth)
+                return remote_drafts.verify_rows.lower(*self._verify_arguments(table, width, [], []), depth=self._clients.depth)
 
             return EngineProgram("verify", (width,), stage, lower)
 
         def admit() -> Any:
-            start = group = np.int32(0)
-            return device_rows.admit.lower(*self._reading, np.int32(0), text, start, self._empty_prefix_state, group)
+            return device_rows.admit.lower(*self._reading, zero, text, zero, self._empty_prefix_state, zero)
 
         listed = [EngineProgram("admit", (), 0, admit)]
         listed += [read(0 if width == self.sizes.chunk else 1, width) for width in self.sizes.read_widths]

@@ -466,7 +466,7 @@ class EngineLoop:
                 self._give_up(request, None, RuntimeError(f"request {request.order}: it runs, but it has no owner"))
 
     def _choose(self) -> tuple[int, int, bool]:
-        """Return the number of rows to compute, the drafter's index, and whether logprobs are on."""
+        """Return the rows to compute, the drafter's index, and whether to report logprobs."""
         scheduler = self.scheduler
         running = [self.handles[request] for row in scheduler.running if (request := scheduler.request_of(row))]
         if any(handle.output_options.logprobs is not None for handle in running):

@@ -433,8 +433,7 @@ class Sessions:
 
     def _open(self, connection: Connection, message: wire.OpenMessage) -> None:
         """Open a session, and have its text prefilled."""
-        sessions = self._sessions.values()
-        before = next((session for session in sessions if session.is_of(connection.owner, message.nonce)), None)
+        before = next((old for old in self._sessions.values() if old.is_of(connection.owner, message.nonce)), None)
         if before is None and (refusal := self._refusal(message)) is not None:
             self._send(connection, wire.RefusedMessage(code=refusal[0], message=refusal[1][:1000]))
             return

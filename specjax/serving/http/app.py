@@ -86,8 +86,7 @@ def make_app(service: Service) -> ASGIApp:
     async def drafts(request: Request) -> Response:
         if service.drafts is None:
             raise RequestError(404, f"{PATH}: this server takes no drafts; start it with --drafts clients", code="no_drafts")
-        message = f"{PATH}: this path needs a WebSocket"
-        raise RequestError(426, message, code="no_websocket", headers={"Upgrade": "websocket"})
+        raise RequestError(426, f"{PATH}: it needs a WebSocket", code="no_websocket", headers={"Upgrade": "websocket"})
 
     async def socket(websocket: WebSocket) -> None:
         assert service.drafts is not None  # otherwise uvicorn accepts no WebSocket

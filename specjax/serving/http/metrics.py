@@ -112,10 +112,8 @@ class _EngineCollector:
         yield self._counter("vllm:num_preemptions", "Preemptions of texts.", statistics.preemptions)
         queries = statistics.prompt_tokens_read + statistics.prompt_tokens_shared
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
-        hits = statistics.prompt_tokens_shared
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
-        drafts = statistics.drafted_steps
-        yield self._counter("vllm:spec_decode_num_drafts", "Steps with a draft, counted per text.", drafts)
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in that cache.", statistics.prompt_tokens_shared)
+        yield self._counter("vllm:spec_decode_num_drafts", "Steps with a draft, counted per text.", statistics.drafted_steps)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", statistics.drafted)
         yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", statistics.accepted)
         by_position = CounterMetricFamily(
@@ -143,8 +141,7 @@ class _EngineCollector:
         yield self._gauge("specjax:client_sessions_away", "Sessions without a connection.", statistics.away)
         yield self._counter("specjax:client_sessions_opened", "Sessions that were opened.", statistics.opened)
         yield self._counter("specjax:client_sessions_resumed", "Sessions resumed on another connection.", statistics.resumes)
-        dropped = "Sessions that lost their row, or were away for too long."
-        yield self._counter("specjax:client_sessions_dropped", dropped, statistics.dropped)
+        yield self._counter("specjax:client_sessions_dropped", "Sessions that the server ended.", statistics.dropped)
         yield self._counter("specjax:client_drafts", "Drafts of clients that were verified.", statistics.rounds)
         yield self._counter("specjax:client_round_trips", "Drafts that followed a verdict.", statistics.round_trips)
         seconds = "Seconds from a verdict to the next draft: the network in both directions, and drafting."

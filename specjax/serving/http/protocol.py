@@ -102,7 +102,7 @@ class _Watched(asyncio.Protocol):
             self._drop()
 
     def _drop(self) -> None:
-        """Reset the connection at once. Unsent data is discarded, because the client does not read."""
+        """Reset the connection at once. Unsent data is discarded, as the client does not read."""
         connection = self.transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()

@@ -424,8 +424,7 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
     if fields.logprobs:
         logprobs = _top_count("top_logprobs", top_count, limits)
     elif top_count:
-        message = f"top_logprobs={_shown(top_count)}: it needs logprobs=true; give both, or none"
-        raise RequestError(400, message, param="top_logprobs")
+        raise RequestError(400, f"top_logprobs={_shown(top_count)}: it needs logprobs=true; give both", param="top_logprobs")
     if fields.add_special_tokens:
         message = "add_special_tokens=true: the chat template writes them; leave it out, or give false"
         raise RequestError(400, message, param="add_special_tokens", code="unsupported_parameter")
@@ -806,8 +805,7 @@ def _messages(messages: list[_ChatMessage] | UnsetType, limits: Limits) -> Messa
     if messages is UNSET or not messages:
         raise RequestError(400, "messages: it is missing or empty; give at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
-        message = f"messages: there are {len(messages)} messages; give at most {MAX_MESSAGES}"
-        raise RequestError(400, message, param="messages")
+        raise RequestError(400, f"messages: there are {len(messages)}; give at most {MAX_MESSAGES}", param="messages")
     return [_message(index, message) for index, message in enumerate(messages)]
 
 
@@ -852,8 +850,7 @@ def _joined(name: str, content: str | list[_Part]) -> str:
         return content
     for part in content:
         if part.type != "text":
-            message = f"{name}: a part has the type {_shown(part.type)}; give parts of type 'text'"
-            raise RequestError(400, message, param=name)
+            raise RequestError(400, f"{name}: a part has type {_shown(part.type)}; give parts of type 'text'", param=name)
         if part.text is None:
             raise RequestError(400, f"{name}: a part has no text; give its text", param=name)
     return "\n".join(part.text or "" for part in content)
