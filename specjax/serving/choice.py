@@ -125,7 +125,8 @@ class DraftChoice:
         survival = _EXPECTED ** np.arange(1 + max(_depth(draft) for draft in drafts))
         self._measured = [_Measured.expected(survival[: 1 + _depth(draft)].sum(keepdims=True)) for draft in drafts]
         self._chains = _Measured.expected(survival[1:])  # by depth
-        self._current: dict[tuple[int, bool], int] = {}  # by width, and whether some row has a prediction
+        # The draft in use, by number of rows and by whether some row has a prediction.
+        self._current: dict[tuple[int, bool], int] = {}
         # The clock advances by the time of one step per call, because the number of steps per call
         # does not depend on the draft.
         self._clock = 0.0

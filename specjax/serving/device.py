@@ -407,7 +407,8 @@ class EngineDevice:
         All rows must be free. The KV cache is not changed.
         """
         table, text = self._placeholders(settings)
-        table = np.full_like(table, self.sizes.pages)  # out of range, so that nothing is written to any page
+        # Out of range, so that nothing is written to any page.
+        table = np.full_like(table, self.sizes.pages)
         self._begin_in_all_rows(text, table)
         seconds = min([self._time_call(width, index, text, table) for _ in range(3)][1:])
         if self.paused is not None:
@@ -447,7 +448,8 @@ class EngineDevice:
         self, table: np.ndarray, width: int, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
     ) -> tuple[Any, ...]:
         """Return the arguments of `remote_drafts.verify_rows` for ``width`` rows."""
-        padded_rows = np.full(width, self.sizes.rows, np.int32)  # out of range where there is no draft
+        # Out of range where there is no draft.
+        padded_rows = np.full(width, self.sizes.rows, np.int32)
         padded_rows[: len(rows)] = rows
         tokens = np.zeros((width, self._clients.nodes), np.int32)
         parents, valid = np.zeros_like(tokens), np.zeros(tokens.shape, bool)

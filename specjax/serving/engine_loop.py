@@ -90,7 +90,8 @@ class EngineLoop:
         # text.
         self._counted = copies_of(Stats.zeros(self.sizes.rows, device.depth))
         self._total = Totals(drafted_at=[0] * device.depth, accepted_at=[0] * device.depth)
-        self._uncharged = 0.0  # seconds of catching up that no decode call has been charged with yet
+        # The seconds of catching up that no decode call has been charged with yet.
+        self._uncharged = 0.0
         self._pending = 0  # tokens that a paused drafter has yet to read, at most, in any row
         self._counts = {"read": 0, "shared": 0, "calls": 0}
         self.handles: dict[Request, Handle] = {}
@@ -194,7 +195,8 @@ class EngineLoop:
                         break
                     if self.programs.error is not None:
                         raise self.programs.error
-                if to_time is not None:  # one program per turn, so that a new request waits for one at most
+                # Time one program per turn, so that a new request waits for one at most.
+                if to_time is not None:
                     seconds = self.device.time_decoding(self._config.placeholder_settings(), *to_time)
                     with self.wake:
                         self.choice.seconds[to_time] = seconds
@@ -208,7 +210,8 @@ class EngineLoop:
             self._deliver()
         except _ClosedError:
             pass
-        except BaseException as error:  # the callers that wait get it as the cause of an EngineError
+        except BaseException as error:
+            # The callers that wait get it as the cause of an EngineError.
             with self.wake:
                 self.error = error
             raise

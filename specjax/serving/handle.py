@@ -209,7 +209,8 @@ class Handle:
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._error: BaseException | None = None
         self._message = ""
-        self._before: Stats | None = None  # the counters of the rows that the text had before it was preempted
+        # The counters of the rows that the text had before it was preempted.
+        self._before: Stats | None = None
         self._current: Stats | None = None
         self._matched_before = 0
 
@@ -285,7 +286,8 @@ class Handle:
             self._listeners.append(listener)
         try:
             while True:
-                changed.clear()  # before looking, so that a piece that comes in between is not missed
+                # Clear before looking, so that a piece that is delivered in between is not missed.
+                changed.clear()
                 with self._changed:
                     pieces, over = self._pieces[delivered:], self.finish_reason is not None
                 for piece in pieces:
@@ -394,7 +396,8 @@ class Handle:
                 self.times.first_token = time.perf_counter()
             self._pieces.append(piece)
             self._tokens += piece.tokens
-            if self._growing is not None and reason is not None:  # a stop string removes the tokens after it
+            # A stop string removes the tokens after it.
+            if self._growing is not None and reason is not None:
                 self._tokens = list(self._growing.tokens)
             if reason == "error":
                 self._error, self._message = error, f"this text failed: {error}"

@@ -187,7 +187,8 @@ def capacity_in(
     positions = decoding.most_positions(target, drafter or NoDraft())
     of_pages = _of_pages(target, drafter, page)
 
-    def holds(capacity: int) -> bool:  # the memory of the rows depends on the capacity, so it cannot be computed directly
+    # The memory of the rows depends on the capacity, so it cannot be computed directly.
+    def holds(capacity: int) -> bool:
         return _Sizes.of(target, drafter, rows, page, chunk, capacity, of_pages).pages_in(memory) * page >= capacity
 
     if holds(positions):

@@ -21,7 +21,8 @@ def chunk_key(tokens: Sequence[int], start: int, end: int, salt: str = "") -> Ch
         ((7, 8, 9), ('mine', 7, 8, 9))
     """
     key = tuple(tokens[start : end + 1])
-    return (salt, *key) if salt and start == 0 else key  # later chunks are looked up below the first one
+    # Later chunks are looked up below the first one.
+    return (salt, *key) if salt and start == 0 else key
 
 
 DROPPED = object()

@@ -128,7 +128,8 @@ class Programs:
             when_ready: a function that is called after each program, with the lock.
         """
         self._thread = threading.Thread(target=self._run, args=(when_ready,), name="specjax-compiler", daemon=True)
-        atexit.register(self._thread.join)  # the interpreter would crash if it exits while a compiler runs
+        # The interpreter would crash if it exited while a compiler runs.
+        atexit.register(self._thread.join)
         self._thread.start()
 
     @property

@@ -216,7 +216,8 @@ class Scheduler:
         self._max_rows, self._held_back = rows, frozenset[str]()
         self._waiting: list[Request] = []
         self._submitted = 0
-        self._passed = [0] * shards  # chunks of newer prompts since the last chunk of the oldest one
+        # Per shard, the chunks of newer prompts since the last chunk of the oldest one.
+        self._passed = [0] * shards
         self._ahead = page  # the argument of the newest call of `reserve`
         self._departures = 0
         self._client_rows, self._idle_seconds, self._clock = client_rows, idle_seconds, clock
@@ -395,7 +396,8 @@ class Scheduler:
             count = self._chunk // self._page
             row.prefixes.append(self._pool(read.row).register(above, key, tuple(row.pages[:count]), prefix_state))
             del row.pages[:count]
-            self._fill(read.row)  # the pages change if another row has cached the same chunk meanwhile
+            # The pages change if another row has cached the same chunk meanwhile.
+            self._fill(read.row)
         if read.is_last and read.request.is_client:
             read.request.state = "held"
         elif read.is_last and read.request.max_new_tokens:

@@ -442,9 +442,11 @@ class Sessions:
             if before.is_ready:
                 self._send(connection, wire.ReadyMessage(session=before.id, epoch=before.epoch, length=len(before.text)))
             return
-        if before is not None and before.epoch:  # a late copy: the client has resumed this session since
+        # This is a late copy of the message: the client has resumed the session since.
+        if before is not None and before.epoch:
             return
-        if before is not None:  # its Opened was lost with the connection, so the client cannot resume it
+        # The Opened was lost with its connection, so the client cannot resume the session.
+        if before is not None:
             self._end(before)
         try:
             to_end = self._session_to_end(connection.counted_as)
@@ -539,7 +541,8 @@ class Sessions:
         """Verify a draft, answer a repeated one, or refuse one that does not fit."""
         newest = session.sequence
         if newest is not None and draft.sequence < newest:
-            return  # a late copy: the client has its verdict, because it has sent a newer draft since
+            # A late copy: the client has its verdict, because it has sent a newer draft since.
+            return
         if newest is not None and draft.sequence == newest:
             self._repeat(connection, session, draft)
         elif session.draft is not None:
@@ -562,7 +565,8 @@ class Sessions:
             raise FrameError(4400, f"sequence={draft.sequence}: another draft had this number; repeat the same one")
         if session.draft is None and session.last_round is not None:
             self._send(connection, msgspec.structs.replace(session.last_round[1], epoch=session.epoch))
-        elif session.draft is not None:  # it may wait long for a row, and the client must know that it has arrived
+        elif session.draft is not None:
+            # It may wait long for a row, and the client must know that it has arrived.
             self._send(connection, self._opened(session))
 
     @staticmethod
@@ -602,8 +606,10 @@ class Sessions:
     def _resume(self, connection: Connection, session: _Session, message: wire.ResumeMessage) -> None:
         """Continue a session on this connection."""
         if message.epoch <= session.epoch:
-            if message.epoch == session.epoch and session.connection is connection:  # it was repeated
-                if not session.is_ready:  # nothing else may be sent for long, during the prefill or the wait for a row
+            # If the message was repeated, the client waits for a sign that it has arrived.
+            if message.epoch == session.epoch and session.connection is connection:
+                # Nothing else may be sent for long, during the prefill or the wait for a row.
+                if not session.is_ready:
                     self._send(connection, self._opened(session))
                 self._send_ready(session, message)
             else:
@@ -677,7 +683,8 @@ class Sessions:
         if row_index != session.row_index or session.id not in self._sessions:
             return
         if isinstance(event, clients.RowFeatures | clients.RowReady):
-            is_sending = bool(session.unsent_events)  # then a call of `_send_next` is posted already
+            # If there are unsent events, a call of `_send_next` is posted already.
+            is_sending = bool(session.unsent_events)
             session.unsent_events.extend(_pieces(event) if isinstance(event, clients.RowFeatures) else [event])
             if not is_sending:
                 self._send_next(session, row_index)

@@ -158,7 +158,8 @@ class Protocol(_Watched, H11Protocol):
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         """Hand the connection to a `SocketProtocol`."""
         self._request_timer = _cancelled(self._request_timer)
-        self._reader_timer = _cancelled(self._reader_timer)  # `resume_writing` will be called on the new protocol
+        # asyncio will call `resume_writing` of the new protocol.
+        self._reader_timer = _cancelled(self._reader_timer)
         super().handle_websocket_upgrade(event)
         protocol = self.transport.get_protocol()
         assert isinstance(protocol, SocketProtocol)
@@ -299,7 +300,7 @@ class Door(asyncio.Protocol):
                 ssl_handshake_timeout=self._bounds.handshake_seconds,
                 ssl_shutdown_timeout=self._bounds.handshake_seconds,
             )
-        except OSError:  # the client speaks no TLS, is too slow, or has disconnected: no answer is possible
+        except OSError:  # the client speaks no TLS, is too slow, or has disconnected
             pass
         finally:
             self._connections.discard(self)
@@ -314,7 +315,8 @@ class Door(asyncio.Protocol):
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
         for data in self._early:
-            reader: Any = transport.get_protocol()  # the first data may have made it a `SocketProtocol`
+            # The first data may have made it a `SocketProtocol`.
+            reader: Any = transport.get_protocol()
             if not transport.is_closing():
                 reader.data_received(data)
 
@@ -334,7 +336,8 @@ class SocketProtocol(_Watched, WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         """Process received bytes."""
         super().data_received(data)
-        if not self.handshake_initiated:  # the head is malformed, and uvicorn would wait for another one
+        # If the head is malformed, uvicorn would wait for another one.
+        if not self.handshake_initiated:
             body = encode(error_object(400, "the head of the request is malformed"))
             head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
@@ -344,7 +347,8 @@ class SocketProtocol(_Watched, WebSocketsSansIOProtocol):
         """Send a message of the application."""
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and self.close_sent:
-            self.handshake_complete = True  # it was refused properly; otherwise uvicorn logs an error
+            # The application has refused the WebSocket. Otherwise uvicorn would log an error.
+            self.handshake_complete = True
 
     def handle_cont(self, event: Frame) -> None:
         """Process a part of a message."""

@@ -241,7 +241,8 @@ class _TextFields(msgspec.Struct, kw_only=True):
     min_tokens: _Tokens | None = None
     temperature: Annotated[float, Meta(ge=0, le=LARGEST_FLOAT)] | None = None
     top_p: _Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=LARGEST, description=f"from 0 to {LARGEST}")] | None = None  # -1 means 0, as in vLLM
+    # -1 means 0, as in vLLM.
+    top_k: Annotated[int, Meta(ge=-1, le=LARGEST, description=f"from 0 to {LARGEST}")] | None = None
     min_p: _Share | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="from -2**63 to 2**63 - 1")] | None = None
     stop: str | list[str] | None = None
@@ -617,7 +618,8 @@ def _reason(error: BaseException, body: bytes) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 ({error.reason} at byte {error.start})"
     if not isinstance(error, msgspec.ValidationError) and (half := _lone_surrogate(body)) is not None:
-        return f"{half} is half of a character: its other half is missing"  # the decoder's own message is misleading
+        # The decoder's own message is misleading.
+        return f"{half} is half of a character: its other half is missing"
     return str(error)[:200].encode(errors="replace").decode()
 
 
@@ -653,7 +655,8 @@ def _request(
     if fields.stream_options is not None and not stream:
         raise RequestError(400, "stream_options: it needs stream=true; leave it out", param="stream_options")
     options = fields.stream_options or _StreamOptions()
-    seed = None if fields.seed is None else fields.seed & (2**63 - 1)  # -1 is 2**63 - 1, -2 is 2**63 - 2 and so on
+    # Negative seeds map to the largest ones: -1 to 2**63 - 1, -2 to 2**63 - 2, and so on.
+    seed = None if fields.seed is None else fields.seed & (2**63 - 1)
     stop, stop_token_ids = _stop(fields.stop), _stop_token_ids(fields, limits)
     try:
         params = SamplingParams(

@@ -163,7 +163,8 @@ class Answer:
     def last(self, index: int) -> dict[str, Any]:
         """Return the chunk with a choice's finish reason."""
         choice: dict[str, Any] = {"delta": {}} if self.request.is_chat else {"text": ""}
-        self._streamed[index] = len(self.handles[index].tokens)  # a stop string removes the tokens after it
+        # A stop string removes the tokens after it.
+        self._streamed[index] = len(self.handles[index].tokens)
         return self._chunk(index, choice | {"logprobs": None, "finish_reason": self.handles[index].finish_reason})
 
     def total(self) -> dict[str, Any]:
@@ -314,6 +315,7 @@ def draining_error() -> RequestError:
 
 def engine_message(error: EngineError) -> str:
     """Return the message for clients about an error of the engine."""
-    if error.__cause__ is None or isinstance(error.__cause__, LogitsError):  # the message has it already
+    # The message of a LogitsError is in the error's own message already.
+    if error.__cause__ is None or isinstance(error.__cause__, LogitsError):
         return str(error)
     return f"{error}: {type(error.__cause__).__name__}"

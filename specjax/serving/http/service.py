@@ -195,7 +195,8 @@ class Service:
         prediction = request.prediction and request.prediction[: self._max_characters]
         if prediction is not None:
             with _as_answers("prediction"):
-                prediction = self.engine.encode_prediction(prediction)  # here once, not in each submit
+                # Encode it here once, not for each text.
+                prediction = self.engine.encode_prediction(prediction)
         options = {
             "stop": request.stop,
             "logprobs": request.logprobs,

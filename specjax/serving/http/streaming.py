@@ -34,7 +34,8 @@ class GenerationResponse:
             handles = submission.handles
             for index, handle in enumerate(handles):
                 prompt_index, choice = divmod(index, request.n)
-                service.metrics.watch(handle, 0 if choice else len(prompts[prompt_index]))  # a prompt counts once
+                # A prompt counts once, with its first choice.
+                service.metrics.watch(handle, 0 if choice else len(prompts[prompt_index]))
             headers = service.ignored_header(request.ignored)
             answer = responses.Answer(request, handles, prompts, service.texts, with_acceptance=service.options.with_acceptance)
             if request.stream:
@@ -61,7 +62,8 @@ async def _stream(service: Service, answer: responses.Answer, send: Send, header
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def put_first(index: int) -> None:
-        if answer.request.echo:  # in a thread, because the log-probabilities of a long prompt take a second
+        # In a thread, because the log-probabilities of a long prompt take a second.
+        if answer.request.echo:
             chunk = await service.in_thread(lambda: _event_or_none(answer.first(index)))
         else:
             chunk = _event_or_none(answer.first(index))
