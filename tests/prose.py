@@ -71,7 +71,7 @@ BANNED = _words(
 )
 """Names of variables that do not say what they hold."""
 
-FORMATS = {("specjax/client/client.py", "told")}
+FORMATS = {("specjax/client/client.py", "told"), ("specjax/serving/engine.py", "known")}
 """Banned names that users write, as an option or a key, and that therefore stay: file and name."""
 
 KEYWORDS = {

@@ -1,12 +1,13 @@
-"""Which draft under which load: the one rule, in plain Python.
+"""The choice of the fastest draft under the current load, in plain Python.
 
-A step of n running rows emits E tokens a row and takes S seconds, with each draft its own E and S. The draft with the most
-tokens a second, E / S, is taken; plain decoding, whose E is 1, is one of them. S is measured when the engine starts, and on and
-on while it runs, by the number of rows that are computed. E is what the drafts that are running come to.
+With a given draft, a step emits E tokens per row and takes S seconds. The draft with the most
+tokens per second, E / S, is used; plain decoding, whose E is 1, is one of the candidates. S is
+measured for each number of computed rows, when the engine starts and while it runs. E is the mean
+over recent steps.
 
-With few rows a pass over a draft takes hardly longer than one over a single token, and a long draft pays. With many rows every
-further node costs its full time, and a short draft or none is faster. The text does not depend on any of this: with coupled
-sampling it is the same whatever is drafted.
+With few rows, a pass over a draft takes hardly longer than one over a single token, so a long
+draft pays. With many rows, each further node costs its full time, so a short draft or none is
+faster. The text does not depend on the choice: with coupled sampling it is the same for all drafts.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,34 +18,40 @@ import numpy as np
 from specjax.drafts.shapes import Chain, DraftShape
 
 MEMORY = 400
-"""Steps of a row after which what was accepted counts 1/e of what is accepted now."""
+"""The number of row steps after which the weight of a measured acceptance has fallen to 1/e."""
 
 LATENCY = 20
-"""Calls, likewise, for seconds."""
+"""The number of steps after which the weight of a measured time has fallen to about 1/e."""
 
 TRIALS = 1 / 50
-"""Share of the time in which drafts are tried that were not taken lately: acceptance changes with the texts. It is a share of
-the time and not of the calls, because under load a call with a long draft may take as long as twenty without."""
+"""The share of the time that is spent on drafts that were not used lately.
+
+Acceptance changes with the texts, so they are tried again. It is a share of the time, not of the
+calls, because under load a call with a long draft may take as long as twenty calls without one.
+"""
 
 BETTER = 1.03
-"""By so much another draft must be better to be taken: changing costs time, too."""
+"""The factor by which a draft must be faster to replace the current one: a change costs time."""
 
 TRY_UNKNOWN = 8
-"""One call in so many tries a draft whose seconds are not known yet."""
+"""The number of calls of which one tries a draft that was not timed yet."""
 
 _EXPECTED = 0.8
-"""The chance that a drafted token is accepted, as long as nothing is known: high, so that drafts are tried."""
+"""The assumed chance that a drafted token is accepted, before any is measured.
+
+It is high, so that all drafts are tried.
+"""
 _EXPECTED_STEPS = 4.0
-"""So many steps of a row that expectation counts."""
+"""The weight of that assumption, in row steps."""
 
 
 @dataclass
 class _Measured:
-    """Sums over steps of rows, the older the lighter.
+    """Exponentially decaying sums over row steps.
 
     Attributes:
-        steps: ``[K]`` of rows.
-        emitted: ``[K]`` what they emitted: of a draft its tokens (K is 1), of chains those of each depth.
+        steps: ``[K]`` the steps. K is 1 for a draft, and the largest depth for chains.
+        emitted: ``[K]`` the emitted tokens; for chains, those of each depth.
     """
 
     steps: np.ndarray
@@ -52,23 +59,23 @@ class _Measured:
 
     @classmethod
     def expected(cls, tokens: np.ndarray) -> "_Measured":
-        """As long as nothing is known: so many ``tokens`` [K] a step."""
+        """Return the initial sums, for an assumed number of ``tokens [K]`` per step."""
         return cls(np.full(len(tokens), _EXPECTED_STEPS), _EXPECTED_STEPS * tokens)
 
     def add(self, steps: int, emitted: np.ndarray) -> None:
-        """Take in ``steps`` more, for the first entries, as many as ``emitted`` has."""
-        known, kept = len(emitted), np.exp(-steps / MEMORY)
-        self.steps[:known] = self.steps[:known] * kept + steps
-        self.emitted[:known] = self.emitted[:known] * kept + emitted
+        """Add ``steps`` steps, which emitted ``emitted [k]`` tokens, to the first k entries."""
+        count, decay = len(emitted), np.exp(-steps / MEMORY)
+        self.steps[:count] = self.steps[:count] * decay + steps
+        self.emitted[:count] = self.emitted[:count] * decay + emitted
 
 
 @dataclass(frozen=True)
 class Copies:
-    """A draft of which some rows copy from a prediction, and the others draft as always.
+    """The draft of a call in which some rows copy from a prediction, and the others draft normally.
 
     Attributes:
-        longest: most tokens that are copied.
-        beside: the number of the draft of the other rows; None: they have none.
+        longest: the largest number of tokens that are copied per step.
+        beside: the index of the draft of the other rows; None: they draft nothing.
     """
 
     longest: int
@@ -76,21 +83,22 @@ class Copies:
 
     @property
     def depth(self) -> int:
-        """As of other drafts."""
+        """The depth of the draft."""
         return self.longest
 
     def __str__(self) -> str:
-        """In a few words."""
+        """Return a short description for logs and metrics."""
         return f"copies of {self.longest}"
 
 
 class DraftChoice:
-    """Chooses among a few drafts before every decode call, and is told what came of it.
+    """The rule that chooses a draft before each decode call, from measurements of earlier calls.
 
     Attributes:
-        drafts: to choose from; None is plain decoding. `Copies` are for calls in which some row has a prediction.
-        seconds: of a step, by number of rows and number of draft.
-        decisions: how often each draft was taken, likewise.
+        drafts: the drafts to choose from; None is plain decoding. `Copies` is for calls in which
+            some row has a prediction.
+        seconds: the seconds of a step, by number of rows and index of the draft.
+        decisions: how often each draft was chosen, by number of rows and index of the draft.
 
     Examples:
         >>> from specjax.serving.choice import DraftChoice
@@ -98,45 +106,55 @@ class DraftChoice:
         >>> choice = DraftChoice([None, specjax.Chain(3)], seconds)
         >>> choice.choose(width=1), choice.choose(width=8)  # a chain for one row, none for eight
         (1, 0)
-        >>> choice.record(1, 1, seconds=0.012, steps=1, row_steps=1, emitted=1, accepted_at=[0, 0, 0])
-        >>> round(choice.tokens_a_step(1), 2)  # it was rejected: less than was hoped
+        >>> counts = {"steps": 1, "row_steps": 1, "emitted": 1, "accepted_at": [0, 0, 0]}
+        >>> choice.record(1, 1, seconds=0.012, **counts)
+        >>> round(choice.tokens_a_step(1), 2)  # less than assumed, because the draft was rejected
         2.56
     """
 
     def __init__(self, drafts: Sequence[DraftShape | Copies | None], seconds: Mapping[tuple[int, int], float]) -> None:
-        """Of ``drafts``, None being plain decoding, and the ``seconds`` of a step by number of rows and number of draft."""
+        """Make a choice without measured acceptance.
+
+        Args:
+            drafts: the drafts to choose from; None is plain decoding.
+            seconds: the measured seconds of a step, by number of rows and index of the draft.
+        """
         self.drafts = tuple(drafts)
         self.seconds = dict(seconds)
         self.decisions: dict[tuple[int, int], int] = {}
         survival = _EXPECTED ** np.arange(1 + max(_depth(draft) for draft in drafts))
         self._measured = [_Measured.expected(survival[: 1 + _depth(draft)].sum(keepdims=True)) for draft in drafts]
         self._chains = _Measured.expected(survival[1:])  # by depth
-        self._current: dict[tuple[int, bool], int] = {}  # by width, and whether some row has a prediction
-        # Counted in seconds of one step a call: how many steps a call has does not depend on the draft.
+        # The draft in use, by number of rows and by whether some row has a prediction.
+        self._current: dict[tuple[int, bool], int] = {}
+        # The clock advances by the time of one step per call, because the number of steps per call
+        # does not depend on the draft.
         self._clock = 0.0
         self._since_tried = 0
-        self._begun: set[tuple[int, int]] = set()  # whose first call was measured
-        self._last_taken = [0.0] * len(self.drafts)
+        self._has_run: set[tuple[int, int]] = set()  # those whose first, slower call is over
+        self._last_used = [0.0] * len(self.drafts)
 
     def tokens_a_step(self, index: int, predicted: float = 1.0) -> float:
-        """E, the tokens that a step of a row is expected to emit with a draft, by its number.
+        """Return E, the expected number of emitted tokens per row and step.
 
-        ``predicted`` is the share of the rows that have a prediction. Of other drafts than `Copies` it changes nothing.
+        Args:
+            index: the index of the draft.
+            predicted: the share of the rows that have a prediction. It matters for `Copies` alone.
         """
         draft = self.drafts[index]
         if draft is None:
             return 1.0
         if isinstance(draft, Copies):
             copied = float(self._measured[index].emitted[0] / self._measured[index].steps[0])
-            others = 1.0 if draft.beside is None else self.tokens_a_step(draft.beside)
-            return predicted * copied + (1 - predicted) * others
-        if _is_plain_chain(draft):  # of one chain every other one's beginning is known
+            drafted = 1.0 if draft.beside is None else self.tokens_a_step(draft.beside)
+            return predicted * copied + (1 - predicted) * drafted
+        if _is_plain_chain(draft):  # chains share their measurements: each begins like the others
             return 1.0 + float((self._chains.emitted / self._chains.steps)[: draft.depth].sum())
         measured = self._measured[index]
         return float(measured.emitted[0] / measured.steps[0])
 
     def rate(self, width: int, index: int, predicted: float = 1.0) -> float:
-        """E / S: tokens a second of each of the running rows."""
+        """Return E / S, the expected tokens per second of a row."""
         return self.tokens_a_step(index, predicted) / self.seconds[width, index]
 
     def choose(
@@ -148,60 +166,59 @@ class DraftChoice:
         plain: int = 0,
         is_measuring: bool = True,
     ) -> int:
-        """The number of the draft to decode with.
+        """Return the index of the draft to decode with.
 
         Args:
-            width: rows that are computed.
-            predicted: the share of them that has a prediction.
-            ready: numbers of drafts that can be used; None: all.
-            plain: the number of plain decoding.
-            is_measuring: whether seconds are being measured. They are not while something compiles. Then the first draft
-                that is ready is used, for few rows gain from any draft; otherwise seconds are learnt, plain decoding's first.
+            width: the number of rows that are computed.
+            predicted: the share of the rows that have a prediction.
+            ready: the indices of the drafts whose programs are compiled; None: all.
+            plain: the index of plain decoding.
+            is_measuring: whether the call will be timed, which it is not while a program is being
+                compiled. If it is, drafts that were not timed yet are tried now and then, plain
+                decoding first. If not, the first compiled draft is used when none is timed.
         """
         indices = [index for index, draft in enumerate(self.drafts) if predicted or not isinstance(draft, Copies)]
         indices = [index for index in indices if ready is None or index in ready]
-        unknown = [index for index in indices if (width, index) not in self.seconds]
-        if unknown:
-            indices = [index for index in indices if index not in unknown]
-            taken = self._to_learn(width, unknown, plain) if is_measuring else None
-            if taken is None and not indices:
-                taken = next((index for index in unknown if self.drafts[index] is not None), plain)
-            if taken is not None:
-                return self._count(width, taken)
+        untimed = [index for index in indices if (width, index) not in self.seconds]
+        if untimed:
+            indices = [index for index in indices if index not in untimed]
+            choice = self._to_time(width, untimed, plain) if is_measuring else None
+            if choice is None and not indices:
+                choice = next((index for index in untimed if self.drafts[index] is not None), plain)
+            if choice is not None:
+                return self._count(width, choice)
         rates = {index: self.rate(width, index, predicted) for index in indices}
         best = max(indices, key=lambda index: rates[index])
         current = self._current.get((width, predicted > 0), best)
         if rates[best] > BETTER * rates[current]:
             current = best
         self._current[width, predicted > 0] = current
-        taken = self._trial(width, current, indices)
-        self._clock += self.seconds[width, taken]
-        self._last_taken[taken] = self._clock
-        return self._count(width, taken)
+        choice = self._trial(width, current, indices)
+        self._clock += self.seconds[width, choice]
+        self._last_used[choice] = self._clock
+        return self._count(width, choice)
 
-    def _count(self, width: int, taken: int) -> int:
-        self.decisions[width, taken] = self.decisions.get((width, taken), 0) + 1
-        return taken
+    def _count(self, width: int, index: int) -> int:
+        self.decisions[width, index] = self.decisions.get((width, index), 0) + 1
+        return index
 
-    def _to_learn(self, width: int, unknown: Sequence[int], plain: int) -> int | None:
-        """Return the draft of ``unknown`` seconds that it is time to try, plain decoding first. None: it is not time."""
-        if plain in unknown:
+    def _to_time(self, width: int, untimed: Sequence[int], plain: int) -> int | None:
+        """Return the ``untimed`` draft to try now, plain decoding first; None: not in this call."""
+        if plain in untimed:
             return plain
         self._since_tried += 1
         if self._since_tried < TRY_UNKNOWN:
             return None
         self._since_tried = 0
-        return min(unknown, key=lambda index: self.decisions.get((width, index), 0))
+        return min(untimed, key=lambda index: self.decisions.get((width, index), 0))
 
     def _trial(self, width: int, current: int, indices: Sequence[int]) -> int:
-        """The one of ``indices`` that it is time to try, or else the ``current`` one."""
-        others = [index for index in indices if index != current]
+        """Return the draft of ``indices`` that is due for a trial, or else the ``current`` one."""
+        idle = [index for index in indices if index != current]
         due = [
-            index
-            for index in others
-            if (self._clock - self._last_taken[index]) * TRIALS > len(others) * self.seconds[width, index]
+            index for index in idle if (self._clock - self._last_used[index]) * TRIALS > len(idle) * self.seconds[width, index]
         ]
-        return min(due, key=lambda index: self._last_taken[index], default=current)
+        return min(due, key=lambda index: self._last_used[index], default=current)
 
     def record(
         self,
@@ -215,25 +232,27 @@ class DraftChoice:
         emitted: int,
         accepted_at: Sequence[int] | np.ndarray,
     ) -> None:
-        """What came of a decode call.
+        """Record the result of a decode call.
 
         Args:
-            width: rows that were computed.
-            index: of the draft.
-            seconds: of the call; None: not known.
-            is_upper_bound: whether the call may have been over before. Such seconds only count as long as there are no others.
-            steps: of the loop.
-            row_steps: of all rows together; with `Copies`, of those that have a prediction.
-            emitted: their tokens.
-            accepted_at: ``[D]`` steps of rows in which a token of that depth was emitted; what goes beyond the draft is 0.
+            width: the number of rows that were computed.
+            index: the index of the draft.
+            seconds: the time of the call; None: it was not measured.
+            is_upper_bound: whether the call may have ended earlier than measured. Such a time
+                counts only if the draft was not timed before.
+            steps: the number of steps of the call.
+            row_steps: the steps of all rows together; with `Copies`, of the rows with a prediction.
+            emitted: the tokens that these row steps emitted.
+            accepted_at: ``[D]`` the row steps in which a drafted token of each depth was emitted,
+                0 beyond the draft's own depth.
         """
         if steps and seconds is not None and (width, index) not in self.seconds:
-            if (width, index) in self._begun:  # a program's first call takes longer
+            if (width, index) in self._has_run:  # the first call of a program takes longer
                 self.seconds[width, index] = seconds / steps
-            self._begun.add((width, index))
+            self._has_run.add((width, index))
         elif steps and seconds is not None and not is_upper_bound:
             before, share = self.seconds[width, index], min(1.0, steps / LATENCY)
-            # A machine that stood still for a moment says nothing about the draft.
+            # The limit keeps one pause of the machine from making the draft look slow for long.
             self.seconds[width, index] = before + share * (min(seconds / steps, 4 * before) - before)
         draft = self.drafts[index]
         if draft is None or not row_steps:
@@ -244,7 +263,7 @@ class DraftChoice:
             self._measured[index].add(row_steps, np.array([emitted], float))
 
     def table(self) -> list[dict[str, object]]:
-        """What it goes by, a line a number of rows and draft: seconds and tokens a step, tokens a second, times taken."""
+        """Return the measurements that `choose` compares, by number of rows and draft."""
         return [
             {
                 "rows": width,

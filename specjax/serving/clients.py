@@ -1,7 +1,8 @@
-"""Clients' rows in an engine: texts whose drafts come from elsewhere, and what became of each draft.
+"""The rows of clients in an engine: texts whose drafts come from other machines.
 
-A client opens a row; the engine reads the text, and tells the client what its drafter must know of it. From then on the client
-sends drafts, one at a time, and each comes back as a verdict. Between two drafts the row waits, and takes nothing but memory.
+A client opens a row. The engine prefills its text, and sends the client the hidden states that its
+drafter needs. Then the client sends drafts, one at a time, and gets a verdict for each. Between two
+drafts the row waits, and takes memory alone.
 """
 
 import logging
@@ -23,12 +24,13 @@ from specjax.serving.scheduler import PrefillChunk, Request, Scheduler
 
 @dataclass(frozen=True)
 class RowFeatures:
-    """What a client's drafter must know of tokens that the target has read.
+    """The hidden states of prefilled tokens that a client's drafter needs.
 
     Attributes:
-        start: the number of the first of them, counted from the beginning of the text.
-        count: of tokens.
-        arrays: by name, each ``[count, …]``: see `specjax.drafters.Drafter.remote_inputs`.
+        start: the position of the first token in the text.
+        count: the number of tokens.
+        arrays: the arrays by name, each ``[count, …]``, see
+            `specjax.drafters.Drafter.remote_inputs`.
 
     Examples:
         >>> from specjax.serving import RowFeatures
@@ -43,10 +45,12 @@ class RowFeatures:
 
 @dataclass(frozen=True)
 class RowReady:
-    """The text is read, all but its last token, which is the root of the first draft: drafts may come.
+    """The event that the text is prefilled, and the client may send drafts.
+
+    The root of the first draft is the last token of the text.
 
     Attributes:
-        length: tokens of the text.
+        length: the number of tokens of the text.
 
     Examples:
         >>> from specjax.serving import RowReady
@@ -59,20 +63,22 @@ class RowReady:
 
 @dataclass(frozen=True)
 class DraftVerified:
-    """What became of a draft.
+    """The verdict on a draft.
 
     Attributes:
-        accepted: the numbers of the accepted nodes, from the root's child downwards.
-        token: that comes after them, and is the next root. Where an accepted node ends the text, it is that node's.
-        arrays: what the client's drafter must know of the root and of the accepted tokens, by name, each
-            ``[1 + len(accepted), …]``.
-        over: whether the text is over: at an end-of-sequence token ("stop"), at its limit ("length"), or not ("").
-        seconds: that verification took.
+        accepted: the indices of the accepted nodes, from the root's child downwards.
+        token: the token after them, which is the next root. If an accepted node ends the text, it
+            is that node's token.
+        arrays: the hidden states of the root and the accepted tokens that the client's drafter
+            needs, by name, each ``[1 + len(accepted), …]``.
+        over: whether the text has ended: at a stop token ("stop"), at its limit ("length"), or not
+            ("").
+        seconds: the time of the verification.
 
     Examples:
         >>> from specjax.serving import DraftVerified
         >>> checked = DraftVerified(accepted=(2, 5), token=7, arrays={}, over="", seconds=0.01)
-        >>> len(checked.accepted) + 1  # tokens that were emitted
+        >>> len(checked.accepted) + 1  # emitted tokens
         3
     """
 
@@ -85,10 +91,12 @@ class DraftVerified:
 
 @dataclass(frozen=True)
 class RowDropped:
-    """The client has no row any more, and hears nothing more. It may open another one with the text as it is.
+    """The event that the client has lost its row. It is the last event of the row.
+
+    The client may open another row with the text so far.
 
     Attributes:
-        reason: for whoever reads it.
+        reason: the reason, for users.
 
     Examples:
         >>> from specjax.serving import RowDropped
@@ -100,30 +108,30 @@ class RowDropped:
 
 
 RowEvent = RowFeatures | RowReady | DraftVerified | RowDropped
-"""What the listener of a `ClientRow` is called with.
+"""The events that the listener of a `ClientRow` is called with.
 
 Examples:
     >>> from specjax.serving import RowDropped, RowEvent, RowReady
-    >>> heard: list[RowEvent] = [RowReady(length=6), RowDropped("the engine is closed")]
-    >>> [type(event).__name__ for event in heard]
+    >>> events: list[RowEvent] = [RowReady(length=6), RowDropped("the engine is closed")]
+    >>> [type(event).__name__ for event in events]
     ['RowReady', 'RowDropped']
 """
 
 
 @dataclass(frozen=True)
 class ClientStatistics:
-    """What clients have, and what became of their drafts.
+    """The counters of the rows of clients.
 
     Attributes:
-        rows: that clients have.
-        away: of those, rows of clients that are away.
-        dropped: rows that clients have lost to others for good.
-        preempted: rows of idle clients that were given to others, until the client's next draft.
-        calls: of the target, for drafts of clients.
-        drafts: that were verified.
-        drafted: tokens in them, roots not counted.
-        accepted: of those, emitted.
-        generated: tokens.
+        rows: rows that clients have now.
+        away: rows whose clients are disconnected now.
+        dropped: rows that were dropped for good.
+        preempted: rows of idle clients that were suspended, until the client's next draft.
+        calls: calls of the target that verified drafts of clients.
+        drafts: verified drafts.
+        drafted: drafted tokens, roots not counted.
+        accepted: drafted tokens that were accepted and emitted.
+        generated: generated tokens.
 
     Examples:
         >>> from specjax.serving import ClientDrafts, Engine
@@ -152,14 +160,14 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ClientRow:
-    """A client's place in an engine: its text, which goes on with each draft. Made by `specjax.serving.Engine.open_row`.
+    """The row of a client, whose text grows with each draft. `Engine.open_row` returns it.
 
-    Its listener is called from the engine's thread, with one `RowEvent` after another, and must be quick. Methods may be called
-    from any thread, and from the listener.
+    The engine's thread calls the listener with one `RowEvent` after another, and waits until it
+    returns. The methods may be called from any thread, and from the listener.
 
     Attributes:
-        prompt_length: tokens of the prompt.
-        max_length: most tokens of the text, prompt and output.
+        prompt_length: the number of tokens of the prompt.
+        max_length: the maximal length of the text, prompt and output.
 
     Examples:
         >>> import queue
@@ -182,28 +190,33 @@ class ClientRow:
         (RowReady(length=6), (1, 2), True)
     """
 
-    def __init__(self, clients: "Clients", request: Request, settings: dict[str, Any], listener: Listener, known: int) -> None:
-        """By `specjax.serving.Engine.open_row`."""
+    def __init__(
+        self, clients: "Clients", request: Request, settings: dict[str, Any], listener: Listener, sent_tokens: int
+    ) -> None:
+        """Make the row of a submitted request, for `specjax.serving.Engine.open_row`."""
         self._clients, self.request, self.settings, self.listener = clients, request, settings, listener
-        self.known = known
+        self.sent_tokens = sent_tokens
         self.draft: tuple[np.ndarray, np.ndarray] | None = None
         self.is_ready = False
         self.prompt_length, self.max_length = request.prompt_length, request.max_length
 
     @property
     def length(self) -> int:
-        """How many tokens the text has, the root included."""
+        """The number of tokens of the text, the root included."""
         return len(self.request.tokens)
 
     @property
     def tokens(self) -> list[int]:
-        """The text's token ids, the root's last."""
+        """The token ids of the text; the last one is the root's."""
         with self._clients.wake:
             return list(self.request.tokens)
 
     @property
     def is_away(self) -> bool:
-        """Whether the client is away: then its row is the first to be given to somebody else. To be set."""
+        """True while the client is disconnected. Its row is then the first that others may get.
+
+        The server sets it.
+        """
         return self.request.away is not None
 
     @is_away.setter
@@ -211,79 +224,82 @@ class ClientRow:
         self._clients.set_away(self, is_away)
 
     def verify(self, tokens: np.ndarray, parents: np.ndarray) -> None:
-        """Submit a draft for verification, one at a time. The result comes to the listener as `DraftVerified`.
+        """Submit a draft for verification. The listener gets the verdict as `DraftVerified`.
 
-        Nothing happens where the row has been dropped or closed: the listener is told of that.
+        The next draft may be submitted after that. If the row was dropped or closed, nothing
+        happens.
 
         Args:
-            tokens: ``[n]`` token ids, first the root's, which is the text's newest token.
-            parents: ``[n]`` of each node the number of its parent, which is smaller than its own; -1 for the root.
+            tokens: ``[n]`` token ids. The first one is the root's, the newest token of the text.
+            parents: ``[n]`` the index of each node's parent, which is smaller than its own; -1 for
+                the root.
 
         Raises:
-            InputError: there is no such draft for this row now; says why.
+            InputError: The draft is invalid, or the row cannot take one now. The message says why.
         """
-        self._clients.ask(self, np.asarray(tokens), np.asarray(parents))
+        self._clients.submit_draft(self, np.asarray(tokens), np.asarray(parents))
 
     def close(self) -> None:
-        """Give the row back. The listener hears nothing more, but for what it is being told just now."""
+        """Free the row. The listener gets no further events, except one that it is handling now."""
         self._clients.close(self)
 
 
 class Clients:
-    """The rows that an engine's clients have. It is the engine's: `verify`, `was_read`, `deliver` and `end` are called from the
-    engine's thread alone.
+    """The rows of an engine's clients.
+
+    The engine's thread alone calls `verify`, `was_read`, `deliver` and `end`.
 
     Attributes:
-        drafts: what programs are compiled for; None: there are no clients.
-        wake: the engine's lock; notified where there is something to do.
-        rows: of requests that wait, are read or are held.
+        drafts: the bounds of drafts that clients may send; None: there are no clients.
+        wake: the engine's lock, which is notified when the thread has something to do.
+        rows: the rows by request, while the request waits, is prefilled, is held or is suspended.
     """
 
     def __init__(self, device: EngineDevice, scheduler: Scheduler, wake: threading.Condition) -> None:
-        """No rows."""
+        """Start without rows."""
         self.drafts, self.wake = device.clients, wake
         self._device, self._scheduler = device, scheduler
         self._vocabulary = device.target.config.vocab_size
         self.rows: dict[Request, ClientRow] = {}
-        # What the listeners have yet to hear. What they are told of a prompt is still on the device.
+        # Events to deliver, in order. The hidden states of a prompt are still arrays on the device.
         self._events: list[tuple[ClientRow, RowEvent | tuple[PrefillChunk, dict[str, jax.Array]]]] = []
         self._counts = {"calls": 0, "drafts": 0, "drafted": 0, "accepted": 0, "generated": 0}
         self._dropped = 0
 
-    # --- what clients ask for ------------------------------------------------------------------------------------------
+    # --- for clients, in any thread ---------------------------------------------------------------
 
     def open(
         self,
         tokens: Sequence[int],
         prompt_length: int,
         max_new_tokens: int,
-        known: int,
+        sent_tokens: int,
         settings: dict[str, Any],
         listener: Listener,
         owner: str = "",
     ) -> ClientRow:
-        """As `specjax.serving.Engine.open_row`. To be called with the lock."""
+        """Open a row, as `specjax.serving.Engine.open_row` describes. It needs the lock."""
         if not 1 <= prompt_length <= len(tokens):
-            raise InputError(f"prompt_length={prompt_length}: must be from 1 to the {len(tokens)} tokens that are given")
+            raise InputError(f"prompt_length={prompt_length}: must be from 1 to the {len(tokens)} tokens of the text")
         if len(tokens) >= prompt_length + max_new_tokens:
             raise InputError(
                 f"max_new_tokens={max_new_tokens}: the text has {len(tokens) - prompt_length} tokens after its prompt already; "
                 "give more"
             )
-        if known < 0:
-            raise InputError(f"known={known}: must be at least 0")
-        # What need not be told need not be computed, where another text begins alike.
-        shares = None if self._device.remote_drafter is None else known
+        if sent_tokens < 0:
+            raise InputError(f"known={sent_tokens}: must be at least 0")
+        # Prefix caching may save those tokens alone whose hidden states the client does not need.
+        shares = None if self._device.remote_drafter is None else sent_tokens
         request = self._scheduler.submit(
             tokens, max_new_tokens, prompt_length=prompt_length, shares=shares, is_client=True, owner=owner, needs="clients"
         )
-        row = ClientRow(self, request, settings, listener, known)
+        row = ClientRow(self, request, settings, listener, sent_tokens)
         self.rows[request] = row
         self.wake.notify_all()
         return row
 
-    def ask(self, row: ClientRow, tokens: np.ndarray, parents: np.ndarray) -> None:
-        """`ClientRow.verify`."""
+    def submit_draft(self, row: ClientRow, tokens: np.ndarray, parents: np.ndarray) -> None:
+        """Submit a draft, as `ClientRow.verify` describes."""
         self._check(tokens, parents)
         with self.wake:
             if row.request.state in ("dropped", "cancelled"):
@@ -291,116 +307,120 @@ class Clients:
             if row.request.state == "done":
                 raise InputError("tokens: the text is over, and takes no more drafts")
             if not row.is_ready:
-                raise InputError("tokens: the text is not read yet: wait for RowReady before the first draft")
+                raise InputError("tokens: the text is not prefilled yet; wait for RowReady before the first draft")
             if row.draft is not None:
-                raise InputError("tokens: there is a draft already that has no verdict: one at a time")
+                raise InputError("tokens: the previous draft has no verdict yet; send drafts one at a time")
             newest = row.request.tokens[-1]
             if tokens[0] != newest:
-                raise InputError(f"tokens: the root is {tokens[0]}, and the text's newest token is {newest}: draft below that")
+                raise InputError(f"tokens: the root is {tokens[0]}, but the text's newest token is {newest}; draft below that")
             row.draft = tokens.astype(np.int32), parents.astype(np.int32)
             self._scheduler.has_drafted(row.request)
             self.wake.notify_all()
 
     def _check(self, tokens: np.ndarray, parents: np.ndarray) -> None:
-        """Refuse what is no draft, or too large."""
+        """Raise InputError if a draft is malformed or too large."""
         assert self.drafts is not None
         nodes, depth = self.drafts.nodes, self.drafts.depth
         if tokens.ndim != 1 or tokens.shape != parents.shape or not 1 <= len(tokens) <= nodes:
             raise InputError(f"tokens of shape {tokens.shape}, parents of {parents.shape}: give both for 1 to {nodes} nodes")
         if not (np.issubdtype(tokens.dtype, np.integer) and np.issubdtype(parents.dtype, np.integer)):
-            raise InputError(f"tokens are {tokens.dtype}, parents {parents.dtype}: give whole numbers")
+            raise InputError(f"tokens are {tokens.dtype}, and parents {parents.dtype}; give whole numbers")
         if tokens.min() < 0 or tokens.max() >= self._vocabulary:
             raise InputError(f"tokens: ids must be from 0 to {self._vocabulary - 1}")
         above = parents.astype(np.int64)
         if above[0] != -1 or np.any(above[1:] < 0) or np.any(above[1:] >= np.arange(1, len(above))):
-            raise InputError("parents: the root's must be -1, and each other node's the number of a node before it")
+            raise InputError("parents: the root's must be -1, and each other node's the index of a node before it")
         if (deepest := tree.depths(above).max()) > depth:
-            raise InputError(f"parents: the draft is {deepest} deep, and may be {depth} deep")
+            raise InputError(f"parents: the draft is {deepest} deep, but may be {depth} deep")
 
     def set_away(self, row: ClientRow, is_away: bool) -> None:
-        """`ClientRow.is_away`."""
+        """Set `ClientRow.is_away`."""
         with self.wake:
             self._scheduler.set_away(row.request, is_away)
             self.wake.notify_all()
 
     def close(self, row: ClientRow) -> None:
-        """`ClientRow.close`."""
+        """Close a row, as `ClientRow.close` describes."""
         with self.wake:
             if self.rows.pop(row.request, None) is not None:
                 self._scheduler.cancel(row.request)
-            self._events = [(other, event) for other, event in self._events if other is not row]
+            self._events = [(recipient, event) for recipient, event in self._events if recipient is not row]
             row.draft = None
             self.wake.notify_all()
 
-    # --- what the engine asks, with its lock ---------------------------------------------------------------------------
+    # --- for the engine, with its lock ------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """Whether a draft that has a row waits for its verdict, or somebody is to be told something."""
+        """True if a draft in a row waits for its verdict, or an event waits for delivery."""
         has_draft = any(row.draft is not None and request.state == "held" for request, row in self.rows.items())
         return has_draft or bool(self._events or self._scheduler.dropped)
 
     @property
     def are_drafting(self) -> bool:
-        """Whether a client has a row that is neither away nor idle. Then nothing else may take long."""
+        """True if an active client has a row. Then the engine keeps its decode calls short."""
         placed = [request for request in self.rows if request.row is not None]
         return any(request.away is None and not self._scheduler.is_idle(request) for request in placed)
 
     @property
     def statistics(self) -> ClientStatistics:
-        """What they have, and what became of their drafts."""
+        """The counters of the rows of clients."""
         placed = [request for request in self.rows if request.row is not None]
         away = sum(request.away is not None for request in placed)
         suspensions = self._scheduler.suspensions
         return ClientStatistics(rows=len(placed), away=away, dropped=self._dropped, preempted=suspensions, **self._counts)
 
-    def was_read(self, read: PrefillChunk, told: dict[str, jax.Array]) -> None:
-        """A piece of a client's text is being read by the device; what it is ``told`` comes from there."""
+    def was_read(self, read: PrefillChunk, features: dict[str, jax.Array]) -> None:
+        """Record that a chunk of a client's text was queued on the device.
+
+        Args:
+            read: the chunk.
+            features: the hidden states for the client, which the device may still be computing.
+        """
         row = self.rows.get(read.request)
         if row is None:
             return
-        if told and read.start + read.count > row.known:
-            self._events.append((row, (read, told)))
-        if read.request.state == "held" and not row.is_ready:  # it is not told again after it was suspended
+        if features and read.start + read.count > row.sent_tokens:
+            self._events.append((row, (read, features)))
+        # A client that was suspended has had the event before.
+        if read.request.state == "held" and not row.is_ready:
             row.is_ready = True
             self._events.append((row, RowReady(length=len(read.request.tokens))))
 
-    # --- what the engine asks, without it ------------------------------------------------------------------------------
+    # --- for the engine's thread, without the lock ------------------------------------------------
 
     def verify(self) -> None:
-        """Verify all drafts that wait, in one call, and tell their clients."""
+        """Verify all waiting drafts in one call, and deliver the verdicts."""
         with self.wake:
-            asked = self._take_drafts()
+            drafts = self._take_drafts()
             table = self._scheduler.table.copy()
-            numbers = [row.request.row for row, _ in asked]
-        if not asked:
+            rows = [row.request.row for row, _ in drafts]
+        if not drafts:
             return
-        self._device.wait()  # what is still being read is none of the verdicts' time
+        self._device.wait()  # so that the time of queued prefill chunks does not count
         started = time.perf_counter()
-        checked = jax.device_get(self._device.verify(table, numbers, [draft for _, draft in asked]))  # pyright: ignore[reportArgumentType]
+        checked = jax.device_get(self._device.verify(table, rows, [draft for _, draft in drafts]))  # pyright: ignore[reportArgumentType]
         seconds = time.perf_counter() - started
         with self.wake:
             self._counts["calls"] += 1
-            for index, (row, draft) in enumerate(asked):
+            for index, (row, draft) in enumerate(drafts):
                 try:
                     self._take(row, draft, checked, index, seconds)
-                except Exception as error:  # this row's: the others have their verdicts
+                except Exception as error:  # only this row ends
                     self.give_up(row, error)
         self.deliver()
 
     def _take_drafts(self) -> list[tuple[ClientRow, tuple[np.ndarray, np.ndarray]]]:
-        """The drafts that wait, of rows that have pages for what may be accepted, the oldest row's first."""
+        """Return the waiting drafts whose rows have pages for the longest verdict."""
         if self.drafts is None:
             return []
-        for request, row in sorted(self.rows.items(), key=lambda each: each[0].order):
-            # One that gives way to an older one is not there any more.
+        # The oldest first, so that a row that is dropped for another one's pages is the newer one.
+        for request, row in sorted(self.rows.items(), key=lambda pair: pair[0].order):
             if row.draft is not None and request.state == "held":
                 self._scheduler.make_room(request, self.drafts.depth + 1)
-        asked = []
-        for request, row in self.rows.items():
-            if row.draft is not None and request.state == "held":
-                asked.append((row, row.draft))
-        return asked
+        # Again, because rows may have been dropped.
+        in_rows = [row for request, row in self.rows.items() if request.state == "held"]
+        return [(row, row.draft) for row in in_rows if row.draft is not None]
 
     def _take(
         self,
@@ -410,18 +430,18 @@ class Clients:
         index: int,
         seconds: float,
     ) -> None:
-        """Note what became of a draft."""
+        """Record the verdict on a draft. It needs the lock."""
         count, done, request = int(checked.count[index]), bool(checked.done[index]), row.request
-        if request.state != "held" or request.row is None:  # closed meanwhile
+        if request.state != "held" or request.row is None:  # the row was closed meanwhile
             return
         if checked.failed[index]:
             raise LogitsError([request.row], [len(request.tokens) + count])
         row.draft = None
         tokens = checked.tokens[index, :count].tolist()
         self._scheduler.decoded(request.row, tokens, done)
-        row.known = len(request.tokens) - 1
+        row.sent_tokens = len(request.tokens) - 1
         if request.shares is not None:
-            request.shares = row.known  # if it must be read again
+            request.shares = row.sent_tokens  # for the case that it is prefilled again
         if done:
             del self.rows[request]
         self._counts["drafts"] += 1
@@ -434,7 +454,12 @@ class Clients:
         self._events.append((row, DraftVerified(accepted, tokens[-1], arrays, over, seconds)))
 
     def deliver(self, wait: bool = True) -> None:
-        """Call the listeners with what there is for them; without ``wait``, only until something is still on the device."""
+        """Deliver the events to the listeners.
+
+        Args:
+            wait: whether to wait for hidden states that are still being computed; otherwise the
+                delivery ends at the first such event, because the order must stay.
+        """
         while True:
             with self.wake:
                 self._note_dropped()
@@ -448,35 +473,38 @@ class Clients:
                     self._scheduler.may_draft(row.request)
             if isinstance(event, tuple):
                 try:
-                    told = _told_of(row.known, *event)
-                except Exception as error:  # this row's: the others hear what is theirs
+                    features = _unsent_features(row.sent_tokens, *event)
+                except Exception as error:  # only this row ends
                     with self.wake:
                         self.give_up(row, error)
                     continue
-                if not told.count:  # it has been read again, and was told before
+                if not features.count:  # the text was prefilled again, and the client has them
                     continue
-                row.known = told.start + told.count
-                row.request.shares = row.known  # if it must be read again
-                event = told
+                row.sent_tokens = features.start + features.count
+                row.request.shares = row.sent_tokens  # for the case that it is prefilled again
+                event = features
+            # Without the lock, because a listener may take long, or call the engine.
             self._call(row, event)
 
     def give_up(self, row: ClientRow, error: Exception) -> None:
-        """End a row with an ``error`` that is its own, and tell its client. To be called with the lock.
+        """End a row with an ``error`` that concerns it alone, and inform its client.
+
+        It needs the lock.
 
         Raises:
-            RuntimeError: rows or pages contradict each other: nobody can go on.
+            RuntimeError: Rows or pages are inconsistent, so that no text can continue.
         """
-        _LOGGER.error("a client's row ends with an error; the others go on", exc_info=error)
+        _LOGGER.error("a client's row ended with an error; the others continue", exc_info=error)
         self.rows.pop(row.request, None)
-        self._events = [(other, event) for other, event in self._events if other is not row]
-        reason = str(error) if isinstance(error, LogitsError) else "an error of the server; its log says more"
+        self._events = [(recipient, event) for recipient, event in self._events if recipient is not row]
+        reason = str(error) if isinstance(error, LogitsError) else "an error of the server; see its log"
         self._events.append((row, RowDropped(reason)))
         row.draft = None
         self._scheduler.cancel(row.request)
         self._scheduler.check()
 
     def end(self, reason: str) -> None:
-        """Tell every client that there will be no more verdicts. The engine clears the scheduler."""
+        """Inform all clients that the engine has ended. The engine clears the scheduler."""
         with self.wake:
             rows = list(self.rows.values())
             self.rows.clear()
@@ -485,7 +513,7 @@ class Clients:
             self._call(row, RowDropped(reason))
 
     def _note_dropped(self) -> None:
-        """Who has lost its row is to hear it."""
+        """Add an event for each row that the scheduler has dropped. It needs the lock."""
         for request in self._scheduler.dropped:
             row = self.rows.pop(request, None)
             if row is not None:
@@ -497,19 +525,19 @@ class Clients:
     def _call(self, row: ClientRow, event: RowEvent) -> None:
         try:
             row.listener(event)
-        except Exception:  # the client's: others have nothing to do with it
+        except Exception:  # a listener's error must not end the engine's thread
             self.close(row)
             _LOGGER.exception("a client's listener failed, and its row is closed")
 
 
 def _are_here(arrays: dict[str, jax.Array]) -> bool:
-    """Whether the device has made all of ``arrays``."""
+    """Return whether the device has computed all ``arrays``."""
     return all(array.is_ready() for array in arrays.values())  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _told_of(known: int, read: PrefillChunk, arrays: dict[str, jax.Array]) -> RowFeatures:
-    """Of a piece that was read, what goes beyond the tokens that are known."""
-    first = max(0, known - read.start)
+def _unsent_features(sent_tokens: int, read: PrefillChunk, arrays: dict[str, jax.Array]) -> RowFeatures:
+    """Return the hidden states of a chunk beyond the tokens whose states were sent already."""
+    first = max(0, sent_tokens - read.start)
     count = max(0, read.count - first)
     cut = {name: np.asarray(array)[0, first : first + count].copy() for name, array in arrays.items()}
     return RowFeatures(start=read.start + first, count=count, arrays=cut)

@@ -26,25 +26,27 @@ from specjax.serving.device import MAX_STOP_TOKENS, ClientDrafts, EngineDevice, 
 from specjax.serving.memory import USUAL_CAPACITY, usual_chunk, usual_page
 
 USUAL_TEXT = 1024
-"""Tokens a row that there are pages for, unless asked for otherwise."""
+"""The tokens per row that the KV cache has pages for, unless the number of pages is stated."""
 
 
-_fold_in = jax.jit(jax.random.fold_in)  # one call of the device in place of many small ones, for every request
+# Compiled, because every request folds its index into a key: one device call in place of many small
+# ones.
+_fold_in = jax.jit(jax.random.fold_in)
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The models, drafts and sizes of an engine, before anything is compiled: the same in all processes.
+    """The models, drafts and sizes of an engine. They are equal in all of its processes.
 
     Attributes:
         target: the target.
-        tokenizer: of its text; None: prompts are token ids.
+        tokenizer: the target's tokenizer; None: prompts are token ids.
         choices: the drafts to choose from.
-        drafters: one for each of them.
-        sizes: what programs are compiled for.
-        clients: drafts that come from clients.
-        max_prediction: longest draft that is copied from a prediction.
-        default_sampling: of requests that state no settings of their own; None: greedy.
+        drafters: one drafter for each of ``choices``.
+        sizes: the sizes that programs are compiled for.
+        clients: the shapes of drafts that clients may send; None: there are no clients.
+        max_prediction: the largest number of tokens that are copied from a prediction per step.
+        default_sampling: the sampling of requests that state none; None: greedy.
     """
 
     target: Target
@@ -75,11 +77,15 @@ class EngineConfig:
         max_prediction: int,
         clients: ClientDrafts | None,
     ) -> "EngineConfig":
-        """Return what the arguments of `Engine` make. Refuses, with an InputError, those that cannot be used."""
+        """Check the arguments of `Engine`, and build its configuration.
+
+        Raises:
+            InputError: An argument cannot be used. The message names it, its value and a remedy.
+        """
         default_sampling = None
         if isinstance(target, pipeline.TextGenerator):
             if drafter is not None:
-                raise InputError("drafter: the generator has its own; give it to specjax.load")
+                raise InputError("drafter: the generator brings its own drafter; give this one to specjax.load")
             default_sampling = target.default_sampling
             target, drafter, tokenizer = target.target, target.drafter, target.tokenizer
         target.check_whole()
@@ -110,21 +116,25 @@ class EngineConfig:
         return cls(target, tokenizer, choices, drafters, sizes, clients, max_prediction, default_sampling)
 
     def together(self) -> processes.Processes | None:
-        """The processes on whose devices the target lies; None: it is this one's alone."""
+        """Return the processes whose devices hold the target; None: only this process does.
+
+        Raises:
+            InputError: The mesh spans processes, and this process has not joined them.
+        """
         if not sharding.spans_processes(self.target.mesh):
             return None
-        if (found := processes.joined()) is None:
+        if (together := processes.joined()) is None:
             raise InputError("target: its mesh spans several processes: call specjax.processes.join() at the beginning of each")
-        return found
+        return together
 
     def device(self, together: processes.Processes | None) -> EngineDevice:
-        """Free rows. The first of those that work ``together`` tells the others what it does."""
+        """Return a device whose rows are free. That of the first of several processes leads."""
         if together is not None and together.is_first:
             return over_hosts.LeadingDevice(self.target, self.drafters, self.sizes, self.clients, processes=together)
         return EngineDevice(self.target, self.drafters, self.sizes, self.clients)
 
     def placeholder_settings(self) -> dict[str, Any]:
-        """The settings of a text without an end, to warm up with."""
+        """Return the settings of a text without stop tokens, for the warm-up."""
         return self.settings(SamplingParams(max_new_tokens=1, eos_token_ids=()), prompt=2)
 
     def settings(
@@ -136,27 +146,33 @@ class EngineConfig:
         key: jax.Array | None = None,
         expected: Sequence[int] = (),
     ) -> dict[str, Any]:
-        """How a text is drawn, as `device_rows.Text` has it: always of the same types, so that nothing is compiled again.
+        """Return the settings of a text as `device_rows.Text` stores them.
+
+        Their shapes and types are the same for all texts, so that nothing is compiled again.
 
         Args:
             params: the request's sampling parameters.
-            prompt: how many tokens it has.
+            prompt: the number of tokens of the prompt.
             choice: the index of the text among several of one request.
-            key: in place of that of the seed and ``choice``.
-            expected: the tokens of a prediction.
+            key: the random key, in place of the one made from the seed and ``choice``.
+            expected: the token ids of a prediction.
+
+        Raises:
+            InputError: An argument cannot be used. The message names it, its value and a remedy.
         """
         if not 0 <= (choice := operator.index(choice)) < 2**32:
             raise InputError(f"choice={choice}: must be a whole number, at least 0 and below 2**32")
-        # On the host, so that nothing waits for the device, and wherever a given key lies.
+        # The host computes the key, so that a request never waits for the decode call that the
+        # device is at.
         with sharding.on_host():
-            own = _fold_in(params.make_key(), np.uint32(choice)) if key is None else as_key(key)
-            if own.ndim:
-                raise InputError(f"key has shape {own.shape}: give one key")
+            row_key = _fold_in(params.make_key(), np.uint32(choice)) if key is None else as_key(key)
+            if row_key.ndim:
+                raise InputError(f"key has shape {row_key.shape}: give one key")
             checked = params.options().check(self.target.config, 1)
             ids = checked.stop_token_ids[0]
             if len(ids) > MAX_STOP_TOKENS:
                 raise InputError(f"eos_token_ids: {len(ids)} ids; give at most {MAX_STOP_TOKENS}")
-            settings: dict[str, Any] = {"sampling": params.of_row(), "key": np.asarray(jax.random.key_data(own))}
+            settings: dict[str, Any] = {"sampling": params.of_row(), "key": np.asarray(jax.random.key_data(row_key))}
         settings["stop_token_ids"] = np.pad(ids, (0, MAX_STOP_TOKENS - len(ids)), constant_values=-1)
         settings["min_length"] = np.int32(prompt + int(checked.min_new_tokens[0]))
         if self.max_prediction:
@@ -167,7 +183,7 @@ class EngineConfig:
 
 
 def _check_sizes(rows: int, groups: int, page: int, chunk: int, capacity: int, positions: int, steps: int) -> None:
-    """Refuse what is out of range."""
+    """Raise InputError if a size is out of range."""
     if rows < 1 or rows % groups:
         raise InputError(f"rows={rows}: must be at least 1, and a multiple of the mesh's data axis ({groups})")
     if page < 8 or page & (page - 1):
@@ -177,21 +193,21 @@ def _check_sizes(rows: int, groups: int, page: int, chunk: int, capacity: int, p
     if not 2 <= capacity <= positions:
         raise InputError(f"capacity={capacity}: must be from 2 to {positions}, the positions of target and drafter")
     if not 1 <= steps <= ROOM:
-        raise InputError(f"steps={steps}: must be from 1 to {ROOM}, which is what a drafter catches up with at once")
+        raise InputError(f"steps={steps}: must be from 1 to {ROOM}, the most steps that a paused drafter catches up with")
 
 
 def _shapes(drafter: Drafter | None, drafts: Sequence[DraftShape | int | str | None] | None) -> tuple[DraftShape | None, ...]:
-    """The drafts to choose from, each once."""
+    """Return the drafts to choose from, without duplicates."""
     if drafts is None:
         if drafter is None:
             return (None,)
-        own = drafter.draft_shape
-        drafts = (None, Chain(min(own.depth, 3)), own)
+        default = drafter.draft_shape
+        drafts = (None, Chain(min(default.depth, 3)), default)
     if isinstance(drafts, str) or not drafts:
         raise InputError(f"drafts={drafts!r}: give a sequence of shapes, such as (None, 'chain:3')")
     shapes = tuple(dict.fromkeys(None if draft is None else as_shape(draft) for draft in drafts))
     if drafter is None and shapes != (None,):
-        raise InputError(f"drafts={drafts!r}: there is no drafter; give one")
+        raise InputError(f"drafts={drafts!r}: this engine has no drafter; give drafter=...")
     return shapes
 
 
@@ -202,37 +218,40 @@ def _widths(rows: int, widths: Sequence[int] | None, by_default: bool) -> tuple[
     if not by_default and tuple(widths) != (rows,):
         raise InputError(f"widths={widths}: on a mesh that splits rows, give ({rows},)")
     if not widths or max(widths) != rows or min(widths) < 1:
-        raise InputError(f"widths={widths}: numbers of rows from 1 to rows={rows}, {rows} among them")
+        raise InputError(f"widths={widths}: give numbers from 1 to rows={rows}, including {rows}")
     return tuple(sorted(set(widths)))
 
 
 def _with_draft(target: Target, drafter: Drafter, shape: DraftShape | None, may_pause: bool) -> Drafter:
-    """``drafter`` with another draft, or paused, checked against ``target``."""
+    """Return ``drafter`` with the draft ``shape``, or paused if it is None, after a check."""
     if isinstance(drafter, NoDraft):
         return drafter
-    made = drafter if shape is None else replace(drafter, draft=shape)  # pyright: ignore[reportArgumentType]
+    with_shape = drafter if shape is None else replace(drafter, draft=shape)  # pyright: ignore[reportArgumentType]
     if shape is not None:
         shape.check(target.config.vocab_size)
-    made.check(target)
-    return Pausable(made, paused=shape is None) if may_pause else made
+    with_shape.check(target)
+    return Pausable(with_shape, paused=shape is None) if may_pause else with_shape
 
 
 def _drafters(
     target: Target, drafter: Drafter, shapes: Sequence[DraftShape | None], longest: int
 ) -> tuple[tuple[DraftShape | Copies | None, ...], list[Drafter]]:
-    """What there is to choose from, and a drafter for each; all of them have one state. With ``longest``, one that copies
-    from predictions is the last."""
-    made = [_with_draft(target, drafter, shape, may_pause=None in shapes) for shape in shapes]
+    """Return the drafts to choose from, and one drafter for each. All drafters share one state.
+
+    If ``longest`` is not 0, the last drafter is the one that copies from predictions.
+    """
+    drafters = [_with_draft(target, drafter, shape, may_pause=None in shapes) for shape in shapes]
     if not longest:
-        return tuple(shapes), made
+        return tuple(shapes), drafters
     beside = next((index for index, shape in enumerate(shapes) if isinstance(shape, Chain)), None)
     if isinstance(drafter, NoDraft):
-        other = drafter
+        fallback = drafter
     elif beside is not None:
-        other = made[beside]
-    else:  # trees alone: beside copies go chains
-        other = _with_draft(target, drafter, Chain(min(drafter.draft_shape.depth, 3)), may_pause=None in shapes)
-    copying = WithPrediction(other, longest=longest)
+        fallback = drafters[beside]
+    else:  # a copy is a chain, so the rows without a prediction draft a chain in the same call
+        fallback = _with_draft(target, drafter, Chain(min(drafter.draft_shape.depth, 3)), may_pause=None in shapes)
+    copying = WithPrediction(fallback, longest=longest)
     copying.draft_shape.check(target.config.vocab_size)
-    wrapped: list[Drafter] = [WithPrediction(each, longest=0) for each in made]
+    # All drafters are wrapped, because a row's state must fit each of them.
+    wrapped: list[Drafter] = [WithPrediction(original, longest=0) for original in drafters]
     return (*shapes, Copies(longest, beside)), [*wrapped, copying]

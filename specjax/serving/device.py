@@ -1,4 +1,4 @@
-"""The engine's rows on the device: their state, and every program that works on them, compiled before the first request."""
+"""The engine's rows on the device: their state, and the compiled programs that work on it."""
 
 import math
 import threading
@@ -26,28 +26,31 @@ from specjax.serving.memory import prefix_states_kept
 from specjax.serving.programs import EngineProgram, Programs
 
 MAX_STOP_TOKENS = 8
-"""End-of-sequence ids that a request may have."""
+"""The largest number of stop tokens of a request."""
 
 MAX_READS = 2
-"""Pieces of prompts that the device may be at: one that it computes, and one that waits, so that it never stands idle. A prompt
-that is cancelled keeps it for no longer."""
+"""The largest number of prefill chunks that are queued on the device.
+
+It computes one while the next one waits, so it is never idle. More would delay other requests after
+the prompt is cancelled.
+"""
 
 _TIMED_STEPS = 4
-# A read has no result of its own to wait for: the state is given away to the next call, and the rest may be empty. So this
-# follows each read, and nobody else takes its result.
+# The host waits for a prefill chunk by this small program, which follows it. The chunk has no
+# result to wait for: its state is donated to the next call, and its other results may be empty.
 _mark = jax.jit(lambda lengths: lengths + 1)
 _NO_DRAFT = np.zeros(1, np.int32), np.full(1, -1, np.int32)  # a root
 
 
 @dataclass(frozen=True)
 class ClientDrafts:
-    """Drafts that come from clients, for `specjax.serving.Engine`: what programs are compiled for.
+    """The bounds of drafts that clients may send to a `specjax.serving.Engine`.
 
     Attributes:
-        drafter: the clients' own, or one like it, whose `Drafter.remote_inputs` they are sent. None: the tokens are all that
-            they need.
-        nodes: most nodes of a draft, the root among them.
-        depth: of the deepest node that there may be.
+        drafter: a drafter of the clients' kind. Clients are sent its `Drafter.remote_inputs`. None:
+            they need the tokens alone.
+        nodes: the largest number of nodes of a draft, the root included.
+        depth: the largest depth of a node.
 
     Examples:
         >>> from specjax.serving import ClientDrafts
@@ -63,67 +66,67 @@ class ClientDrafts:
     depth: int = 16
 
     def check(self, target: Target) -> None:
-        """Refuse what cannot be served.
+        """Check that an engine with this target can serve such drafts.
 
         Raises:
-            InputError: says why.
+            InputError: It cannot. The message says why.
         """
         if not 0 < self.depth < self.nodes:
             raise InputError(
-                f"clients: nodes={self.nodes} and depth={self.depth}: a draft has a root, and at least a node at each depth; "
-                "give a depth of at least 1, and more nodes"
+                f"clients: nodes={self.nodes} and depth={self.depth}: a draft has a root, and at least one node per depth; "
+                "give a depth of at least 1, and more nodes than that"
             )
         if self.nodes > wire.MOST_NODES:
-            raise InputError(f"clients: nodes={self.nodes}: a draft that is sent has at most {wire.MOST_NODES}; give fewer")
+            raise InputError(f"clients: nodes={self.nodes}: a message holds at most {wire.MOST_NODES} nodes; give fewer")
         if groups_of(target.mesh) > 1:
             raise InputError(
-                f"clients: the mesh splits rows ({groups_of(target.mesh)} groups), and drafts of clients are verified for rows "
-                "of one group: give a mesh whose data axis is 1"
+                f"clients: the mesh splits the rows into {groups_of(target.mesh)} groups, but drafts of clients are verified "
+                "in one group only; give a mesh whose data axis is 1"
             )
         if isinstance(self.drafter, NoDraft) or self.drafter is None:
             return
         if not self.drafter.drafts_elsewhere:
             raise InputError(
-                f"clients: a {type(self.drafter).__name__} of this kind does not draft on another machine than its target's: "
+                f"clients: a {type(self.drafter).__name__} of this kind cannot draft on another machine than its target's; "
                 "give another drafter"
             )
         self.drafter.check(target)
-        self._check_told(self.tells(target))
+        self._check_frame(self.tells(target))
 
-    def _check_told(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse where what a verdict tells of does not fit a frame, however deep the draft was accepted."""
+    def _check_frame(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise InputError if the hidden states of the longest verdict do not fit one frame."""
         sizes = {name: 4 * (self.depth + 1) * math.prod(shape) for name, shape in shapes.items()}
         largest, total = max(sizes.values(), default=0), sum(sizes.values()) + 2**16
         if largest > wire.MOST_ARRAY or total > wire.MOST_DOWN:
             raise InputError(
-                f"clients: with depth={self.depth}, a client is told up to {total:,} bytes at a time, {largest:,} in an array, "
-                f"and a frame takes {wire.MOST_DOWN:,}, {wire.MOST_ARRAY:,} in an array: give a smaller depth, or a drafter "
-                "that is told less"
+                f"clients: with depth={self.depth}, a client is sent up to {total:,} bytes at a time, {largest:,} per array, "
+                f"but a frame holds {wire.MOST_DOWN:,}, {wire.MOST_ARRAY:,} per array; give a smaller depth, or a drafter "
+                "that needs less"
             )
         if len(shapes) > wire.MOST_ARRAYS or any(len(shape) > 3 for shape in shapes.values()):
             raise InputError(
-                f"clients: a {type(self.drafter).__name__} of this kind is told {len(shapes)} arrays of each token, and a "
-                f"frame takes {wire.MOST_ARRAYS}, of at most 3 axes: give a drafter that is told less"
+                f"clients: a {type(self.drafter).__name__} of this kind is sent {len(shapes)} arrays per token, but a "
+                f"frame holds {wire.MOST_ARRAYS}, of at most 3 axes; give a drafter that needs less"
             )
 
     def tells(self, target: Target) -> dict[str, tuple[int, ...]]:
-        """The shapes of what clients are told of one token, by name."""
+        """Return the shapes of the arrays that clients are sent for one token, by name."""
         return {} if self.drafter is None else remote_input_shapes(self.drafter, target)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What programs are compiled for.
+    """The sizes that programs are compiled for.
 
     Attributes:
-        rows: texts at a time.
-        widths: numbers of rows that may be computed, ascending; the last is ``rows``.
-        capacity: most tokens of a text.
-        pages: of each group of rows.
-        page: tokens of a page.
-        chunk: tokens of a prompt that are read at a time.
-        steps: most steps of a decode call.
-        max_logprobs: likeliest tokens that are reported in each place; 0: no log-probabilities are.
+        rows: the number of rows.
+        widths: the numbers of rows that a call may compute, ascending; the last is ``rows``.
+        capacity: the maximal length of a text in tokens, prompt and output.
+        pages: the number of pages of each group of rows.
+        page: tokens per page.
+        chunk: tokens per chunk of prefill.
+        steps: the largest number of steps of a decode call.
+        max_logprobs: the number of top log-probabilities per token; 0: none are reported.
     """
 
     rows: int
@@ -137,33 +140,40 @@ class Sizes:
 
     @property
     def read_widths(self) -> tuple[int, int]:
-        """Numbers of tokens that a piece of a prompt is computed as: the last piece may be a short one."""
+        """The widths that prefill is compiled for: that of a short last chunk, and a full one."""
         return max(self.chunk // 4, 1), self.chunk
 
 
 class EngineDevice:
-    """A state of `specjax.decoding.rows`, and the programs for it.
+    """A decode state of `specjax.decoding.rows`, and the programs for it.
 
-    Its methods start the device without waiting for it, unless they say so.
+    The methods enqueue work on the device and return without waiting for it, unless they say so.
 
     Attributes:
-        drafters: to decode with, by number. All have one state.
-        sizes: what programs are compiled for.
-        groups: of rows, on a mesh that splits them.
-        reporting: the number of the drafter with which log-probabilities are reported: for one alone that is compiled.
-        plain: the number of the drafter that drafts nothing, or of the first one where all draft.
-        paused: a drafter that is paused, where there is one.
-        clients: drafts that come from clients; None: there are none.
-        remote_drafter: by which they are told of the text; None: nothing is told.
-        depth: of the deepest drafts that there are.
-        state: None once `release` was called.
+        drafters: the drafters to decode with. They share one state.
+        sizes: the sizes that programs are compiled for.
+        groups: the number of groups that the mesh splits the rows into.
+        reporting: the index of the drafter that is compiled with log-probabilities. All rows decode
+            with it as long as one of them reports log-probabilities.
+        plain: the index of the drafter that drafts nothing; 0 if all of them draft.
+        paused: a drafter that is paused; None: there is none.
+        clients: the bounds of drafts that clients may send; None: there are no clients.
+        remote_drafter: the drafter that decides which hidden states clients are sent; None: they
+            are sent none.
+        depth: the depth of the deepest draft.
+        state: the decode state; None after `release`.
     """
 
     def __init__(self, target: Target, drafters: Sequence[Drafter], sizes: Sizes, clients: ClientDrafts | None = None) -> None:
-        """Free rows. Nothing is compiled yet but what makes them. Refuses ``clients`` that cannot be served."""
+        """Make the state, with free rows. Only the programs for that are compiled.
+
+        Raises:
+            InputError: The drafts of ``clients`` cannot be served. The message says why.
+        """
         self.target, self.drafters, self.sizes = target, drafters, sizes
         self.groups = groups_of(target.mesh)
-        # The shortest chain, for each node is scored; what copies predictions is for those alone.
+        # The shortest chain is best for log-probabilities, which are computed for every node of a
+        # draft.
         chains = [index for index, drafter in enumerate(drafters) if _is_chain(drafter) and not copies(drafter)]
         self.reporting = min(chains, key=lambda index: drafters[index].draft_shape.depth, default=0)
         self.plain = next((index for index, drafter in enumerate(drafters) if drafter.draft_shape.depth == 0), 0)
@@ -178,46 +188,60 @@ class EngineDevice:
         self.state: Any = device_rows.empty(
             target, drafters[0], rows=sizes.rows, max_stop_tokens=MAX_STOP_TOKENS, depth=self.depth, **pools
         )
-        self._fresh = device_rows.empty_prefix_state(target, drafters[0], **pools)
+        self._empty_prefix_state = device_rows.empty_prefix_state(target, drafters[0], **pools)
         self._mark = _mark
         self._marks: deque[jax.Array] = deque([self._mark(self.state.lengths)], maxlen=MAX_READS)
 
     def release(self) -> None:
-        """The caches are free, whoever still holds this."""
-        self.state = self._fresh = None
+        """Free the caches, even if something still refers to this object."""
+        self.state = self._empty_prefix_state = None
         self._marks.clear()
 
     def widths_of(self, index: int) -> tuple[int, ...]:
-        """The numbers of rows for which a drafter was compiled: of one that copies predictions, the fewest and the most."""
+        """Return the numbers of rows that a drafter is compiled for.
+
+        A drafter that copies predictions is rarely used, so it has the smallest and largest only.
+        """
         widths = self.sizes.widths
         return tuple(dict.fromkeys((widths[0], widths[-1]))) if copies(self.drafters[index]) else widths
 
     def most_prefix_states(self) -> int | None:
-        """`specjax.serving.memory.prefix_states_kept`, of each group of rows."""
-        prefix_state = sum(leaf.nbytes for leaf in jax.tree.leaves(self._fresh))
+        """Return the largest number of prefix states in each group of rows; None: no limit.
+
+        See `specjax.serving.memory.prefix_states_kept`.
+        """
+        prefix_state = sum(leaf.nbytes for leaf in jax.tree.leaves(self._empty_prefix_state))
         pool = sum(leaf.nbytes for leaf in jax.tree.leaves(self.state.cache.layers)) // self.groups
         chunk = pool // self.sizes.pages * (self.sizes.chunk // self.sizes.page)
         return prefix_states_kept(prefix_state, pool, chunk=chunk, rows=self.sizes.rows // self.groups)
 
-    # --- what the engine asks for ----------------------------------------------------------------------------------------
+    # --- the engine's calls ----------------------------------------------------------------------
 
     def is_busy(self) -> bool:
-        """Whether it is still at what was asked for last."""
+        """Return whether the device is still computing the newest call."""
         return not self.state.lengths.is_ready()
 
     def wait_for_reads(self) -> None:
-        """Wait until the device is at fewer than `MAX_READS` pieces of prompts."""
+        """Wait until fewer than `MAX_READS` chunks of prefill are queued on the device."""
         while len(self._marks) >= MAX_READS:
             self._marks.popleft().block_until_ready()
 
     def wait(self) -> None:
-        """Wait until it has done all that was asked for."""
+        """Wait until the device has finished all calls."""
         jax.block_until_ready(self.state.lengths)
 
-    def admit(self, row: int, words: device_rows.Text, start: int, prefix_state: tuple[Any, np.int32] | None) -> None:
-        """`specjax.decoding.rows.admit`; ``prefix_state`` is of a chunk and its group, None where nothing has been read."""
-        kept, group = prefix_state or (self._fresh, np.int32(0))
-        self.state = device_rows.admit(*self._own, np.int32(row), words, np.int32(start), kept, group)
+    def admit(self, row: int, text: device_rows.Text, start: int, prefix_state: tuple[Any, np.int32] | None) -> None:
+        """Put a text into a free row, by `specjax.decoding.rows.admit`.
+
+        Args:
+            row: the row.
+            text: the text and its settings.
+            start: the number of tokens whose pages the row shares.
+            prefix_state: the prefix state at ``start``, and the group of rows that it comes from;
+                None: the prompt is prefilled from its beginning.
+        """
+        initial_state, group = prefix_state or (self._empty_prefix_state, np.int32(0))
+        self.state = device_rows.admit(*self._reading, np.int32(row), text, np.int32(start), initial_state, group)
 
     def read(
         self,
@@ -229,68 +253,79 @@ class EngineDevice:
         logprobs: bool,
         for_client: bool = False,
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
-        """Call `specjax.decoding.rows.read_chunk`.
+        """Prefill one chunk per group of rows, by `specjax.decoding.rows.read_chunk`.
 
         Returns:
-            the prefix state; the log-probabilities, with ``logprobs``; and what is sent to a client, with ``for_client``.
+            The prefix state; with ``logprobs`` the log-probabilities; and with ``for_client`` the
+            hidden states for the client.
         """
-        given, named = self._of_read(table, rows, counts, is_last, width, logprobs, for_client)
-        self.state, *read = device_rows.read_chunk(*given, **named)
+        arguments, options = self._read_arguments(table, rows, counts, is_last, width, logprobs, for_client)
+        self.state, *results = device_rows.read_chunk(*arguments, **options)
         self._marks.append(self._mark(self.state.lengths))
-        prefix_state, said, told = read
-        return prefix_state, *sharding.everywhere((said, told), self.target.mesh)
+        prefix_state, token_logprobs, features = results
+        return prefix_state, *sharding.everywhere((token_logprobs, features), self.target.mesh)
 
     def verify(
         self, table: np.ndarray, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
     ) -> remote_drafts.VerifiedRows:
-        """`specjax.decoding.remote_drafts.verify_rows`; of each row's draft the ``tokens [n]`` and ``parents [n]``."""
+        """Verify the drafts of clients, by `specjax.decoding.remote_drafts.verify_rows`.
+
+        Args:
+            table: ``[rows, n]`` the pages of all rows.
+            rows: the rows of the drafts.
+            drafts: the ``tokens [n]`` and ``parents [n]`` of each row's draft.
+        """
         width = next(width for width in self.sizes.widths if width >= len(rows))
-        given = self._of_verify(table, width, rows, drafts)
-        self.state, checked = remote_drafts.verify_rows(*given, depth=self._clients.depth)
+        arguments = self._verify_arguments(table, width, rows, drafts)
+        self.state, checked = remote_drafts.verify_rows(*arguments, depth=self._clients.depth)
         return sharding.everywhere(checked, self.target.mesh)
 
     def decode(
         self, index: int, table: np.ndarray, free: np.ndarray, steps: int, until_any_done: bool, width: int, logprobs: bool
     ) -> device_rows.Progress:
-        """`specjax.decoding.rows.decode_rows` with a drafter, by its number."""
-        given = table, free, np.int32(steps), np.bool_(until_any_done)
+        """Decode with the drafter of an ``index``, by `specjax.decoding.rows.decode_rows`."""
+        limits = np.int32(steps), np.bool_(until_any_done)
         self.state, progress = device_rows.decode_rows(
-            *self._with(index), *given, width=width, call_steps=self.sizes.steps, logprobs=self._top(logprobs)
+            *self._with(index), table, free, *limits, width=width, call_steps=self.sizes.steps, logprobs=self._top(logprobs)
         )
         return sharding.everywhere(progress, self.target.mesh)
 
     def catch_up(self, table: np.ndarray) -> None:
-        """Tell the paused drafter of its pending tokens, in all rows."""
+        """Let the paused drafter read its pending tokens, in all rows."""
         assert self.paused is not None
         self.state = device_rows.catch_up(self.target, self.paused, self.state, table, width=self.sizes.rows)
 
     def rearrange(self, order: np.ndarray) -> None:
-        """`specjax.decoding.rows.rearrange`."""
+        """Reorder the rows, by `specjax.decoding.rows.rearrange`."""
         self.state = device_rows.rearrange(self.state, order)
 
-    # --- before the first request ----------------------------------------------------------------------------------------
+    # --- before the first request ----------------------------------------------------------------
 
     def warm_up(self, settings: dict[str, Any], programs: Programs | None = None) -> dict[tuple[int, int], float]:
         """Compile all programs, several at a time, and run each of them.
 
         Args:
-            settings: of a text, as `specjax.decoding.rows.Text` has them, without an end.
-            programs: to compile, and to be asked how many are; None: `programs`, whose count is not needed.
+            settings: the settings of a text without stop tokens, as `specjax.decoding.rows.Text`
+                stores them.
+            programs: the programs to compile; None: those that the method `programs` returns.
 
         Returns:
-            The seconds of a step, by number of rows and number of drafter.
+            The seconds of a step, by number of rows and index of the drafter.
         """
-        table, words = self._placeholders(settings)
+        table, text = self._placeholders(settings)
         (programs or Programs(self.programs(settings), threading.Condition())).compile_stage(
             None, f"compiling, {self.sizes.rows} rows"
         )
         if sharding.spans_processes(self.target.mesh):
-            meet("compiled")  # one may have found its programs compiled
+            # A collective fails if one process enters it long before another, and compiling takes
+            # one of them seconds that finds its programs in the persistent cache, and another
+            # minutes.
+            meet("compiled")
         calls = [(width, index) for index in range(len(self.drafters)) for width in self.widths_of(index)]
         seconds = {}
         for width, index in track(calls, f"timing decoding, {self.sizes.rows} rows"):
-            prefix_state = self._begin_in_all_rows(words, table)
-            seconds[width, index] = min([self._time_call(width, index, words, table) for _ in range(3)][1:])
+            prefix_state = self._begin_in_all_rows(text, table)
+            seconds[width, index] = min([self._time_call(width, index, text, table) for _ in range(3)][1:])
             if self.paused is not None:
                 self.catch_up(table)
             if len(self.sizes.widths) > 1:
@@ -305,25 +340,29 @@ class EngineDevice:
         if self.sizes.max_logprobs:
             self.read(table, nothing, nothing, [False] * self.groups, self.sizes.chunk, logprobs=True)
             self.decode(self.reporting, table, self._none(), 1, False, self.sizes.rows, logprobs=True)
-        # A prefix state that came out of a chunk, in place of the empty one, is the same program.
-        self.admit(0, words, 0, (prefix_state, np.int32(0)))
+        # `_begin_in_all_rows` admits with the empty prefix state. One that a chunk returned must
+        # not compile another program.
+        self.admit(0, text, 0, (prefix_state, np.int32(0)))
         self.wait()
         return seconds
 
     def programs(self, settings: dict[str, Any]) -> list[EngineProgram]:
-        """Every program, in stages: what a plain request in one row needs comes first, copies of predictions come last.
+        """Return all programs, in stages.
+
+        The first stage has the programs that a plain request in one row needs. The last stage has
+        those that copy predictions.
 
         Args:
-            settings: as for `warm_up`.
+            settings: the settings of a text without stop tokens, as for `warm_up`.
         """
-        table, words = self._placeholders(settings)
+        table, text = self._placeholders(settings)
         rows, widths = self.sizes.rows, self.sizes.widths
-        nothing, last = [0] * self.groups, [False] * self.groups
+        nothing, last, zero = [0] * self.groups, [False] * self.groups, np.int32(0)
 
         def read(stage: int, width: int, logprobs: bool = False, for_client: bool = False) -> EngineProgram:
             def lower() -> Any:
-                given, named = self._of_read(table, nothing, nothing, last, width, logprobs, for_client)
-                return device_rows.read_chunk.lower(*given, **named)
+                arguments, options = self._read_arguments(table, nothing, nothing, last, width, logprobs, for_client)
+                return device_rows.read_chunk.lower(*arguments, **options)
 
             return EngineProgram("read", (width, logprobs, for_client), stage, lower)
 
@@ -334,12 +373,12 @@ class EngineDevice:
 
         def verify(stage: int, width: int) -> EngineProgram:
             def lower() -> Any:
-                return remote_drafts.verify_rows.lower(*self._of_verify(table, width, [], []), depth=self._clients.depth)
+                return remote_drafts.verify_rows.lower(*self._verify_arguments(table, width, [], []), depth=self._clients.depth)
 
             return EngineProgram("verify", (width,), stage, lower)
 
         def admit() -> Any:
-            return device_rows.admit.lower(*self._own, np.int32(0), words, np.int32(0), self._fresh, np.int32(0))
+            return device_rows.admit.lower(*self._reading, zero, text, zero, self._empty_prefix_state, zero)
 
         listed = [EngineProgram("admit", (), 0, admit)]
         listed += [read(0 if width == self.sizes.chunk else 1, width) for width in self.sizes.read_widths]
@@ -349,25 +388,29 @@ class EngineDevice:
         if len(widths) > 1:
             order = np.arange(rows, dtype=np.int32)
             listed.append(EngineProgram("rearrange", (), 1, lambda: device_rows.rearrange.lower(self.state, order)))
-        others = [index for index in range(len(self.drafters)) if index != self.plain]
+        drafting = [index for index in range(len(self.drafters)) if index != self.plain]
         for width in widths:
-            listed += [decode(3, width, index) for index in others if not copies(self.drafters[index])]
+            listed += [decode(3, width, index) for index in drafting if not copies(self.drafters[index])]
         if self.sizes.max_logprobs:
             listed += [read(4, self.sizes.chunk, logprobs=True), decode(4, rows, self.reporting, logprobs=True)]
         if self.remote_drafter is not None:
             listed += [read(5, width, for_client=True) for width in self.sizes.read_widths]
         if self.clients is not None:
             listed += [verify(5, width) for width in widths]
-        for index in others:
+        for index in drafting:
             listed += [decode(6, width, index) for width in self.widths_of(index) if copies(self.drafters[index])]
         return listed
 
     def time_decoding(self, settings: dict[str, Any], width: int, index: int) -> float:
-        """Measure the seconds of a step, as `warm_up` does, and wait for it. Nobody may have a row; pages stay as they are."""
-        table, words = self._placeholders(settings)
-        table = np.full_like(table, self.sizes.pages)  # no page: what is written goes nowhere
-        self._begin_in_all_rows(words, table)
-        seconds = min([self._time_call(width, index, words, table) for _ in range(3)][1:])
+        """Measure the seconds of a step, as `warm_up` does, and wait for the result.
+
+        All rows must be free. The KV cache is not changed.
+        """
+        table, text = self._placeholders(settings)
+        # Out of range, so that nothing is written to any page.
+        table = np.full_like(table, self.sizes.pages)
+        self._begin_in_all_rows(text, table)
+        seconds = min([self._time_call(width, index, text, table) for _ in range(3)][1:])
         if self.paused is not None:
             self.catch_up(table)
         self.wait()
@@ -377,14 +420,14 @@ class EngineDevice:
         return lambda: device_rows.catch_up.lower(self.target, self.paused, self.state, table, width=self.sizes.rows)
 
     def _lower_decode(self, table: np.ndarray, index: int, width: int, logprobs: bool) -> Any:
-        given = table, self._none(), np.int32(1), np.bool_(False)
+        arguments = table, self._none(), np.int32(1), np.bool_(False)
         return device_rows.decode_rows.lower(
-            *self._with(index), *given, width=width, call_steps=self.sizes.steps, logprobs=self._top(logprobs)
+            *self._with(index), *arguments, width=width, call_steps=self.sizes.steps, logprobs=self._top(logprobs)
         )
 
     @property
-    def _own(self) -> tuple[Target, Drafter, Any]:
-        """What prompts are read with: the first drafter, for all have one state."""
+    def _reading(self) -> tuple[Target, Drafter, Any]:
+        """The target, the first drafter, whose state all drafters share, and the state."""
         return self._with(0)
 
     def _with(self, index: int) -> tuple[Target, Drafter, Any]:
@@ -401,21 +444,23 @@ class EngineDevice:
         assert self.clients is not None
         return self.clients
 
-    def _of_verify(
+    def _verify_arguments(
         self, table: np.ndarray, width: int, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
     ) -> tuple[Any, ...]:
-        """What `specjax.decoding.remote_drafts.verify_rows` is given, for ``width`` rows."""
-        numbers = np.full(width, self.sizes.rows, np.int32)
-        numbers[: len(rows)] = rows
+        """Return the arguments of `remote_drafts.verify_rows` for ``width`` rows."""
+        # Out of range where there is no draft.
+        padded_rows = np.full(width, self.sizes.rows, np.int32)
+        padded_rows[: len(rows)] = rows
         tokens = np.zeros((width, self._clients.nodes), np.int32)
         parents, valid = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
         parents[:, 0], valid[:, 0] = -1, True
-        for index, (own, above) in enumerate(drafts):
-            tokens[index, : len(own)], parents[index, : len(own)], valid[index, : len(own)] = own, above, True
+        for index, (draft_tokens, draft_parents) in enumerate(drafts):
+            count = len(draft_tokens)
+            tokens[index, :count], parents[index, :count], valid[index, :count] = draft_tokens, draft_parents, True
         remote_drafter = NoDraft() if self.remote_drafter is None else self.remote_drafter
-        return self.target, remote_drafter, self.state, table, numbers, tokens, parents, valid
+        return self.target, remote_drafter, self.state, table, padded_rows, tokens, parents, valid
 
-    def _of_read(
+    def _read_arguments(
         self,
         table: np.ndarray,
         rows: Sequence[int],
@@ -425,29 +470,33 @@ class EngineDevice:
         logprobs: bool,
         for_client: bool,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `specjax.decoding.rows.read_chunk` is given, by place and by name."""
-        given = np.array(rows, np.int32), np.array(counts, np.int32), np.array(is_last)
-        named = {"width": width, "logprobs": self.sizes.max_logprobs if logprobs else None}
+        """Return the positional and the keyword arguments of `specjax.decoding.rows.read_chunk`."""
+        arguments = np.array(rows, np.int32), np.array(counts, np.int32), np.array(is_last)
+        options = {"width": width, "logprobs": self._top(logprobs)}
         remote_drafter = {"remote_drafter": self.remote_drafter} if for_client and self.remote_drafter is not None else {}
-        return (*self._own, table, *given), named | remote_drafter
+        return (*self._reading, table, *arguments), options | remote_drafter
 
     def _placeholders(self, settings: dict[str, Any]) -> tuple[np.ndarray, device_rows.Text]:
-        """Pages for all rows, and a text that goes on as long as they last."""
+        """Return pages for all rows, and a text that is as long as these pages allow."""
         sizes, share = self.sizes, self.sizes.rows // self.groups
         columns = -(-sizes.capacity // sizes.page)
-        each = min(columns, sizes.pages // share)
+        pages_per_row = min(columns, sizes.pages // share)
         table = np.full((sizes.rows, columns), sizes.pages, np.int32)
         for row in range(sizes.rows):
-            table[row, :each] = np.arange(each) + row % share * each
-        max_length = max(min(sizes.capacity, each * sizes.page), 3)
+            table[row, :pages_per_row] = np.arange(pages_per_row) + row % share * pages_per_row
+        max_length = max(min(sizes.capacity, pages_per_row * sizes.page), 3)
         tokens = np.ones(sizes.capacity, np.int32)
         return table, device_rows.Text(tokens=tokens, length=np.int32(2), max_length=np.int32(max_length), **settings)
 
-    def _begin_in_all_rows(self, words: device_rows.Text, table: np.ndarray) -> Any:
-        """Admit a text in every row, and read it, with every program for that. The prefix state that came out of it."""
+    def _begin_in_all_rows(self, text: device_rows.Text, table: np.ndarray) -> Any:
+        """Admit a text to every row and prefill it, with all programs for that.
+
+        Returns:
+            The prefix state after the newest chunk.
+        """
         share, prefix_state = self.sizes.rows // self.groups, None
         for row in range(self.sizes.rows):
-            self.admit(row, words, 0, None)
+            self.admit(row, text, 0, None)
         for row in range(share):
             rows = [group * share + row for group in range(self.groups)]
             short, whole = self.sizes.read_widths
@@ -456,11 +505,11 @@ class EngineDevice:
                 prefix_state, _, _ = self.read(table, rows, counts, [True] * self.groups, width, logprobs=False)
         return prefix_state
 
-    def _time_call(self, width: int, index: int, words: device_rows.Text, table: np.ndarray) -> float:
-        """Seconds of a step of a decode call that goes on with all rows."""
+    def _time_call(self, width: int, index: int, text: device_rows.Text, table: np.ndarray) -> float:
+        """Make a decode call with ``width`` rows, and return the seconds of one of its steps."""
         done, before = sharding.to_host((self.state.done, self.state.stats.steps), self.target.mesh)
-        if done[:width].all():  # there is little room
-            self._begin_in_all_rows(words, table)
+        if done[:width].all():  # all texts have reached their pages' end, so that they begin anew
+            self._begin_in_all_rows(text, table)
             before = sharding.to_host(self.state.stats.steps, self.target.mesh)
         started = time.perf_counter()
         progress = self.decode(index, table, self._none(), _TIMED_STEPS, False, width, logprobs=False)
@@ -469,7 +518,7 @@ class EngineDevice:
 
 
 def copies(drafter: Drafter) -> bool:
-    """Whether a drafter copies predictions."""
+    """Return whether a drafter copies predictions."""
     return isinstance(drafter, WithPrediction) and drafter.longest > 0
 
 
@@ -479,6 +528,6 @@ def _is_chain(drafter: Drafter) -> bool:
 
 
 def is_paused(drafter: Drafter) -> bool:
-    """Whether a drafter is one of those that are paused."""
-    own = drafter.drafter if isinstance(drafter, WithPrediction) else drafter
-    return isinstance(own, Pausable) and own.paused
+    """Return whether a drafter is paused."""
+    wrapped = drafter.drafter if isinstance(drafter, WithPrediction) else drafter
+    return isinstance(wrapped, Pausable) and wrapped.paused

@@ -1,7 +1,8 @@
-"""The engine: what users call. Requests go in, texts come out.
+"""The engine's public class: it takes requests and returns handles of their texts.
 
-Its thread is `specjax.serving.engine_loop`. Between two decode calls the thread gives free rows to waiting requests and reads a
-chunk of a prompt. So a request begins as soon as a row is free, and a long prompt delays the others by no more than a chunk.
+The engine's thread is in `specjax.serving.engine_loop`. Between two decode calls the thread gives
+free rows to waiting requests and prefills a chunk of a prompt. So a request begins as soon as a row
+is free, and a long prompt delays the others by no more than a chunk.
 """
 
 import atexit
@@ -90,8 +91,8 @@ class Engine:
             drafts: shapes of drafts, as `specjax.load` takes them. The engine chooses among them by
                 load; None among them is plain decoding. The default is None, a short chain, and the
                 drafter's own shape.
-            capacity: the maximal length of a text in tokens, prompt and output together. The default
-                is the number of positions of the models, at most
+            capacity: the maximal length of a text in tokens, prompt and output together. The
+                default is the number of positions of the models, at most
                 `specjax.serving.memory.USUAL_CAPACITY`.
             pages: the number of pages in the KV cache; on a mesh, per group of rows. The default
                 holds texts of `USUAL_TEXT` tokens in all rows.
@@ -170,9 +171,10 @@ class Engine:
             idle_seconds=client_idle_seconds,
         )
         self._loop = EngineLoop(config, device, scheduler, together, warm=warm)
-        atexit.register(self.close)  # a thread that still uses the device would crash the interpreter at its exit
+        # A thread that still uses the device would crash the interpreter at its exit.
+        atexit.register(self.close)
 
-    # --- what users call -----------------------------------------------------------------------------------------------
+    # --- the public methods -----------------------------------------------------------------------
 
     def submit(
         self,
@@ -206,11 +208,12 @@ class Engine:
                 as they match. It changes the time of the request, not its text.
             logprobs: the number of top log-probabilities to report with each token's own, in
                 `Piece.logprobs`; None: no log-probabilities.
-            echo: whether to report the log-probabilities of the prompt, too, in
-                the handle's ``prompt_logprobs``. The whole prompt is then computed, without prefix caching.
+            echo: whether to report the log-probabilities of the prompt, too, in the handle's
+                ``prompt_logprobs``. The whole prompt is then computed, without prefix caching.
             spans: whether to report `Piece.spans`.
-            cache_salt: the scope of prefix caching. Only requests with the same salt share prefixes,
-                so that others cannot detect the prompt by time or by `Handle.cached_tokens`.
+            cache_salt: the scope of prefix caching. Only requests with the same salt share
+                prefixes, so that others cannot detect the prompt by time or by
+                `Handle.cached_tokens`.
             is_chat: whether the text answers a chat. Of a model that writes in channels, such as
                 gpt-oss, it is then the final channel alone. None: it does if the prompt is a chat.
             stated: fields of `SamplingParams` by name, such as ``temperature=0.7``, in place of
@@ -231,7 +234,8 @@ class Engine:
             raise InputError("prompt: an engine without a tokenizer takes token ids, and no stop strings; give tokenizer=...")
         self._check_output_options(params, logprobs, echo, spans)
         tokens, predicted_tokens = self.encode(prompt), self.encode_prediction(prediction)
-        # With max_new_tokens=0 the row is freed after its prefill, and the one token is never sampled.
+        # With max_new_tokens=0 the row is freed after its prefill, and the one token is never
+        # sampled.
         row_params = params if params.max_new_tokens else replace(params, max_new_tokens=1)
         settings = self._config.settings(row_params, len(tokens), choice=choice, key=key, expected=predicted_tokens)
         stop = text.check_stop(stop)
@@ -256,14 +260,15 @@ class Engine:
         """Request a row for a client that drafts elsewhere, and return its handle at once.
 
         The client's text equals the one of `submit` for the same prompt, parameters and seed,
-        whatever the client drafts. ``default_sampling`` is not used: a client states its parameters.
+        whatever the client drafts. ``default_sampling`` is not used: a client states its
+        parameters.
 
         The client keeps the row until its text ends, or the row is closed or dropped. Where other
         requests need rows or pages, rows are taken first from clients that are disconnected
         (`ClientRow.is_away`), then from clients that could draft and have not done so for
-        ``client_idle_seconds``. The client is not informed. When it drafts next, it waits for a row,
-        its text is prefilled again, and the verdict is the same. While clients that draft hold all
-        rows, other requests wait: close rows that are not used.
+        ``client_idle_seconds``. The client is not informed. When it drafts next, it waits for a
+        row, its text is prefilled again, and the verdict is the same. While clients that draft hold
+        all rows, other requests wait: close rows that are not used.
 
         Args:
             tokens: ``[n]`` token ids of the prompt, and of the output so far.
@@ -350,7 +355,7 @@ class Engine:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether a program is being compiled in the background. `close` does not wait for its end."""
+        """True while a program is compiled in the background. `close` does not wait for its end."""
         return self._loop.programs.is_compiling
 
     @property

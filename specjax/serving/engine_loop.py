@@ -1,10 +1,11 @@
-"""The loop of the engine: one thread that reads prompts, decodes, and delivers texts, turn by turn.
+"""The loop of the engine: one thread that prefills, decodes, and delivers texts, turn by turn.
 
-A turn reads at most a chunk of the waiting prompts, verifies the drafts of clients, and lets the running rows go on in one
-decode call. While the device works on that call, the texts of the call before are delivered.
+A turn prefills at most one chunk of the prompts, verifies the drafts of clients, and makes one
+decode call for the running rows. While the device works on that call, the texts of the previous
+call are delivered.
 
-``EngineLoop.wake`` is the lock: other threads submit and cancel requests at any time. The device's state belongs to this thread
-alone, and is used without the lock.
+``EngineLoop.wake`` is the lock: other threads submit and cancel requests at any time. The device's
+state belongs to this thread alone, and is used without the lock.
 """
 
 import logging
@@ -36,18 +37,18 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """The thread of an `Engine`, and what it shares with the threads that call the engine.
+    """The thread of an `Engine`, and the state that it shares with the threads of callers.
 
     Attributes:
-        device: free rows, and the programs for them.
-        scheduler: which request has which row and which pages.
-        programs: which of the device's programs are compiled.
-        choice: which drafts are fastest, by load.
+        device: the rows on the device, and the programs for them.
+        scheduler: the assignment of rows and pages to requests.
+        programs: the list of programs, compiled or not.
+        choice: the rule that chooses a draft by load.
         clients: the rows of clients that draft elsewhere.
-        handles: who waits for which request.
+        handles: the handles of unfinished requests.
         wake: the lock of all of these. The thread sleeps on it until there is something to do.
         closing: whether the thread is to end.
-        error: the error that the thread has ended with; None: it has not.
+        error: the error that ended the thread; None: there was none.
     """
 
     def __init__(
@@ -63,10 +64,10 @@ class EngineLoop:
 
         Args:
             config: the checked arguments of `Engine`.
-            device: free rows.
-            scheduler: an empty one, of as many rows.
-            together: the processes that share the device; None: this one has it alone.
-            warm: compile and time everything first, as in `Engine`.
+            device: a device whose rows are free.
+            scheduler: a scheduler of as many rows, without requests.
+            together: the processes that share the model; None: there is only this one.
+            warm: whether to compile and time everything first, as in `Engine`.
         """
         self.device, self.sizes, self.scheduler = device, device.sizes, scheduler
         self._config, self._together = config, together
@@ -80,14 +81,17 @@ class EngineLoop:
             self.programs.compile_stage(0, "compiling for the first request")
         self.choice = DraftChoice(config.choices, seconds)
         self._draft = str(config.choices[0] or "none")  # the draft of the newest call
-        self._admitted: list[Request | None] = [None] * self.sizes.rows  # whose text each row of the device has
+        # The request whose text each row of the device has. The scheduler may be ahead of it.
+        self._admitted: list[Request | None] = [None] * self.sizes.rows
         self._undelivered: list[tuple[Handle, RowProgress]] = []
         # Prompts whose log-probabilities are still on the device.
         self._unread: list[tuple[Handle, PrefillChunk, int, Any]] = []
-        # The device's counters of each row after the newest call: they begin at 0 with each new text.
+        # The device's counters of each row after the newest call: they begin at 0 with each new
+        # text.
         self._counted = copies_of(Stats.zeros(self.sizes.rows, device.depth))
         self._total = Totals(drafted_at=[0] * device.depth, accepted_at=[0] * device.depth)
-        self._uncharged = 0.0  # seconds of catching up that no decode call has been charged with yet
+        # The seconds of catching up that no decode call has been charged with yet.
+        self._uncharged = 0.0
         self._pending = 0  # tokens that a paused drafter has yet to read, at most, in any row
         self._counts = {"read": 0, "shared": 0, "calls": 0}
         self.handles: dict[Request, Handle] = {}
@@ -110,11 +114,14 @@ class EngineLoop:
         *,
         cache_salt: str,
     ) -> Handle:
-        """Let a request wait for a row. Arguments as `Engine.submit` has checked them.
+        """Add a request to the queue, and return its handle.
+
+        `Engine.submit` has checked the arguments.
 
         Raises:
-            QueueFullError: too many requests wait.
-            EngineError, InputError: as `check_open`.
+            QueueFullError: Too many requests wait.
+            EngineError: The engine has failed.
+            InputError: The engine is closed, or can never serve the request.
         """
         needs = None if options.logprobs is None else "logprobs"
         shares = 0 if options.echo else None
@@ -127,15 +134,15 @@ class EngineLoop:
         return handle
 
     def check_open(self) -> None:
-        """Raise `EngineError` where the engine has failed, and `InputError` where it is closed."""
+        """Raise `EngineError` if the engine has failed, and `InputError` if it is closed."""
         if self.state == "failed":
-            raise EngineError("the engine could not go on") from self.error
+            raise EngineError("the engine failed") from self.error
         if self.closing:
             raise InputError("the engine is closed")
 
     @property
     def state(self) -> Literal["running", "failed", "closed"]:
-        """As `Engine.state`."""
+        """The state of the engine, see `Engine.state`."""
         if self.error is not None or not (self.closing or self._thread.is_alive()):
             return "failed"
         return "closed" if self.closing else "running"
@@ -150,7 +157,7 @@ class EngineLoop:
             self._thread.join()
 
     def statistics(self) -> EngineStatistics:
-        """Return what the engine is doing, and what it has done."""
+        """Return the engine's counters at this moment."""
         with self.wake:
             scheduler = self.scheduler
             return EngineStatistics(
@@ -188,7 +195,8 @@ class EngineLoop:
                         break
                     if self.programs.error is not None:
                         raise self.programs.error
-                if to_time is not None:  # one program per turn, so that a new request waits for one at most
+                # Time one program per turn, so that a new request waits for one at most.
+                if to_time is not None:
                     seconds = self.device.time_decoding(self._config.placeholder_settings(), *to_time)
                     with self.wake:
                         self.choice.seconds[to_time] = seconds
@@ -197,11 +205,13 @@ class EngineLoop:
                 has_read = self._read_prompts()
                 self.clients.verify()
                 if not self._decode():
-                    self._deliver(wait=not has_read)  # the device may go on with prompts meanwhile
+                    # If a chunk was just queued, do not wait for it: queue the next one first.
+                    self._deliver(wait=not has_read)
             self._deliver()
         except _ClosedError:
             pass
-        except BaseException as error:  # the callers that wait must learn of it
+        except BaseException as error:
+            # The callers that wait get it as the cause of an EngineError.
             with self.wake:
                 self.error = error
             raise
@@ -210,27 +220,38 @@ class EngineLoop:
             with self.wake:
                 handles = [*self.handles.values(), *(handle for handle, _ in self._undelivered)]
                 self.handles.clear()
-                # The caches are freed here, because callers may keep the engine or a handle for long.
+                # The caches are freed here, because callers may keep the engine or a handle for
+                # long.
                 self.scheduler.clear()
             for handle in handles:
                 handle.end("error" if self.error else "cancelled", self.error)
-            self.clients.end("the engine could not go on" if self.error else "the engine is closed")
+            self.clients.end("the engine failed" if self.error else "the engine is closed")
             if self._together is not None and self.error is None:
-                # After a failure the other processes wait until a supervisor ends this one.
+                # Not after a failure: then the others wait until a supervisor ends this process.
                 self._together.end()
             self.device.release()
 
     def _has_work(self) -> bool:
-        """Return whether there is something to read, decode, verify or deliver. Needs the lock."""
+        """Return whether anything is to be prefilled, decoded, verified or delivered.
+
+        It needs the lock.
+        """
         return self.scheduler.can_go_on() or self.clients.has_work or bool(self._undelivered or self._unread)
 
     def _seconds_until_idle(self) -> float | None:
-        """Return how long the thread may sleep until a waiting request gets an idle client's row. Needs the lock."""
+        """Return the seconds until a waiting request may get an idle client's row; None: no limit.
+
+        It needs the lock.
+        """
         seconds = self.scheduler.seconds_until_idle()
         return None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
 
     def _programs_changed(self) -> None:
-        """Limit the rows in use to the widest compiled program, and release requests whose programs are ready."""
+        """Adjust the scheduler to the programs that are compiled now.
+
+        The rows in use are limited to the widest compiled program, and requests whose programs are
+        ready are not held back any more.
+        """
         ready = [width for width in self.sizes.widths if self.programs.is_ready("decode", width, self.device.plain, False)]
         with self.wake:
             self.scheduler.limit_rows(max(ready))
@@ -238,7 +259,7 @@ class EngineLoop:
             self.wake.notify_all()
 
     def _held_back(self) -> list[str]:
-        """Return the needs of requests ("logprobs", "clients") whose programs are not compiled yet."""
+        """Return the needs of requests ("logprobs", "clients") whose programs are not ready."""
         needs, is_ready, sizes = [], self.programs.is_ready, self.sizes
         if not (is_ready("read", sizes.chunk, True, False) and is_ready("decode", sizes.rows, self.device.reporting, True)):
             needs.append("logprobs")
@@ -250,7 +271,10 @@ class EngineLoop:
         return needs
 
     def _next_to_time(self) -> tuple[int, int] | None:
-        """Return a width and a drafter's index whose time is unknown, once all is compiled and no row is in use."""
+        """Return a width and a drafter's index that were not timed yet.
+
+        None: all are timed, a program is not compiled yet, or a row is in use.
+        """
         if not self.programs.are_all_ready or self.scheduler.occupied or self.scheduler.waiting:
             return None
         indices = range(len(self.device.drafters))
@@ -258,7 +282,7 @@ class EngineLoop:
         return next((call for call in calls if call not in self.choice.seconds), None)
 
     def _cancel(self, request: Request) -> None:
-        """Cancel a request. Handles call this from any thread."""
+        """Cancel a request. Handles call it from any thread."""
         with self.wake:
             self.scheduler.cancel(request)
             handle = self.handles.pop(request, None)
@@ -267,14 +291,14 @@ class EngineLoop:
             handle.end("cancelled")
 
     def _read_prompts(self) -> bool:
-        """Read up to a chunk of the prompts. Return whether there was anything to read.
+        """Prefill up to a chunk of the prompts, and return whether there was anything to prefill.
 
-        A turn reads no more than a chunk even where no text runs, so that requests for a prompt's log-probabilities alone are
-        answered in every turn.
+        A turn prefills no more than a chunk even if no row decodes. So requests that ask only for
+        the log-probabilities of a prompt are answered in every turn.
         """
         remaining, has_read = self.sizes.chunk, False
         while remaining >= self.sizes.read_widths[0]:
-            # Wait before anything is decided: a prompt may be cancelled meanwhile.
+            # Wait before the scheduler decides, because requests may be cancelled meanwhile.
             self.device.wait_for_reads()
             with self.wake:
                 if self.closing:
@@ -285,12 +309,12 @@ class EngineLoop:
                 break
             has_read = True
             reads = [read for read, _, _ in chosen]
-            for read, _, words in chosen:
-                if words is not None:
+            for read, _, row_text in chosen:
+                if row_text is not None:
                     self._admitted[read.row] = read.request
                     for counts in vars(self._counted).values():
                         counts[read.row] = 0
-                    self.device.admit(read.row, words, read.start, read.prefix_state)
+                    self.device.admit(read.row, row_text, read.start, read.prefix_state)
             echoed = [(owner, read) for read, owner, _ in chosen if isinstance(owner, Handle) and owner.output_options.echo]
             prefix_state, logprobs, features = self._read(reads, table, logprobs=bool(echoed))
             self._unread += [(handle, read, self._group(read), logprobs) for handle, read in echoed]
@@ -306,23 +330,26 @@ class EngineLoop:
     def _prepared(
         self, reads: Sequence[PrefillChunk]
     ) -> list[tuple[PrefillChunk, Handle | ClientRow, device_rows.Text | None]]:
-        """Return the reads with their owners, and with the texts that are new on the device. Needs the lock."""
+        """Return the chunks with the owners of their requests, and the texts of new rows.
+
+        It needs the lock.
+        """
         chosen = []
         for read in reads:
             owner = self.handles.get(read.request) or self.clients.rows.get(read.request)
             try:
                 if owner is None:
                     raise RuntimeError(f"request {read.request.order}: its prompt is to be read, but it has no owner")
-                chosen.append((read, owner, self._words(read.request, owner) if read.is_first else None))
+                chosen.append((read, owner, self._row_text(read.request, owner) if read.is_first else None))
             except Exception as error:  # only this text ends
                 self._give_up(read.request, owner, error)
         return chosen
 
-    def _words(self, request: Request, owner: Handle | ClientRow) -> device_rows.Text:
-        """Return the arrays of a text that gets a row, for the device."""
+    def _row_text(self, request: Request, owner: Handle | ClientRow) -> device_rows.Text:
+        """Return a request's text and settings as arrays, for its new row on the device."""
         tokens = np.zeros(self.sizes.capacity, np.int32)
         tokens[: len(request.tokens)] = request.tokens
-        words = device_rows.Text(
+        row_text = device_rows.Text(
             tokens=tokens,
             length=np.int32(len(request.tokens)),
             max_length=np.int32(request.max_length),
@@ -330,42 +357,43 @@ class EngineLoop:
         )
         if isinstance(owner, Handle):
             owner.admitted()
-        return words
+        return row_text
 
     def _was_read(self, read: PrefillChunk, prefix_state: Any, features: dict[str, jax.Array]) -> None:
-        """Record that the device has been asked to read a chunk of a prompt. Needs the lock."""
+        """Record that a chunk was queued on the device. Needs the lock."""
         self._counts["read"] += read.count
         self._counts["shared"] += read.start if read.is_first else 0
         self.scheduler.was_read(read, (prefix_state, np.int32(self._group(read))))
         self.clients.was_read(read, features)
-        if read.is_last and read.request.state == "done":  # its prompt alone was to be read
+        if read.is_last and read.request.state == "done":  # max_new_tokens is 0
             self._undelivered.append((self.handles.pop(read.request), RowProgress(done=True)))
 
     def _give_up(self, request: Request, owner: Handle | ClientRow | None, error: Exception) -> None:
-        """End one text with an ``error`` that concerns it alone. The others go on. Needs the lock.
+        """End one text with an ``error`` that concerns it alone; others continue. Needs the lock.
 
         Raises:
-            RuntimeError: rows or pages are inconsistent, so that no text can go on.
+            RuntimeError: Rows or pages are inconsistent, so that no text can continue.
         """
         if isinstance(owner, ClientRow):
             self.clients.give_up(owner, error)
             return
-        _LOGGER.error("a text ends with an error; the others go on", exc_info=error)
+        _LOGGER.error("a text ended with an error; the others continue", exc_info=error)
         self.handles.pop(request, None)
         if owner is not None:
-            owner.end("error", error, f"this text could not go on{f': {error}' if isinstance(error, LogitsError) else ''}")
+            owner.end("error", error, f"this text failed{f': {error}' if isinstance(error, LogitsError) else ''}")
         self.scheduler.cancel(request)
         self.scheduler.check()
 
     def _group(self, read: PrefillChunk) -> int:
-        """Return the index of the group of rows (of the mesh's data axis) that a read's row belongs to."""
+        """Return the index of the group of rows that a chunk's row belongs to."""
         return read.row // (self.sizes.rows // self._groups)
 
     def _read(self, reads: Sequence[PrefillChunk], table: np.ndarray, logprobs: bool) -> tuple[Any, Any, dict[str, jax.Array]]:
-        """Let the device read chunks, at most one per group of rows.
+        """Prefill chunks on the device, at most one per group of rows.
 
         Returns:
-            The prefix state after the chunks, the log-probabilities if asked for, and the features for a remote drafter.
+            The prefix state after the chunks, the log-probabilities if ``logprobs``, and the
+            features for a remote drafter.
         """
         read_of_group = {self._group(read): read for read in reads}
         rows_per_group = self.sizes.rows // self._groups
@@ -378,7 +406,7 @@ class EngineLoop:
             table,
             rows=[group * rows_per_group if read is None else read.row for group, read in enumerate(reads_by_group)],
             counts=[0 if read is None else read.count for read in reads_by_group],
-            # After its last chunk a row is decoded here, unless a client drafts for it.
+            # After its last chunk a row decodes in the next call, unless a client drafts for it.
             is_last=[read is not None and read.is_last and not read.request.is_client for read in reads_by_group],
             width=width,
             logprobs=logprobs,
@@ -386,8 +414,8 @@ class EngineLoop:
         )
 
     def _decode(self) -> bool:
-        """Let the running rows go on, in one decode call. Return False if no row runs any more."""
-        scheduler = self.scheduler  # used under the lock only: a text may be cancelled at any moment
+        """Make one decode call for the running rows, and return False if no row runs any more."""
+        scheduler = self.scheduler  # used with the lock only: requests are cancelled at any time
         with self.wake:
             self._give_up_orphans()
             if not scheduler.running:
@@ -395,8 +423,8 @@ class EngineLoop:
             width, index, logprobs = self._choose()
             self._draft = str(self.choice.drafts[index] or "none")
             drafter = self.device.drafters[index]
-            # Use short calls while a prompt is being prefilled or a client drafts: their owners wait for this thread.
-            # Otherwise the call ends by itself when a row is free.
+            # Use short calls while a prompt is being prefilled or a client drafts, because both
+            # wait for this thread. Otherwise the call ends by itself when a row is free.
             is_short = bool(scheduler.reading) or self.clients.are_drafting
             steps = max(1, self.sizes.steps // 4) if is_short else self.sizes.steps
             scheduler.reserve(steps * (drafter.draft_shape.depth + 1) + 1)
@@ -421,26 +449,27 @@ class EngineLoop:
         started = time.perf_counter()
         progress = self.device.decode(index, table, free, steps, until_any_done, width, logprobs)
         self._pending += steps if pauses else 0
-        self._deliver()  # the texts of the call before, while the device works on this one
-        # If the call has ended already, its true time is unknown: the measured seconds are an upper bound.
+        self._deliver()  # the texts of the previous call, while the device works on this one
+        # If the call has ended already, its true time is unknown: the measured seconds are an upper
+        # bound.
         is_upper_bound = progress.done.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
         progress = jax.device_get(progress)
         seconds = time.perf_counter() - started
         if pauses and nothing_compiles:  # catching up is part of the cost of plain decoding
             seconds, self._uncharged = seconds + self._uncharged, 0.0
-        # Calls with log-probabilities run another program, whose time says nothing of the draft's.
+        # Calls with log-probabilities run another program, whose time must not count for the draft.
         seconds = None if logprobs or not nothing_compiles else seconds
         return self._take(progress, snapshot, (width, index), seconds, is_upper_bound=is_upper_bound)
 
     def _give_up_orphans(self) -> None:
-        """End texts that run without an owner, which should not happen. Needs the lock."""
+        """End texts that run without an owner, which would be a bug. Needs the lock."""
         for row in self.scheduler.running:
             request = self.scheduler.request_of(row)
             if request is not None and request not in self.handles:
                 self._give_up(request, None, RuntimeError(f"request {request.order}: it runs, but it has no owner"))
 
     def _choose(self) -> tuple[int, int, bool]:
-        """Return how many rows to compute, the drafter's index, and whether log-probabilities are reported."""
+        """Return the rows to compute, the drafter's index, and whether to report logprobs."""
         scheduler = self.scheduler
         running = [self.handles[request] for row in scheduler.running if (request := scheduler.request_of(row))]
         if any(handle.output_options.logprobs is not None for handle in running):
@@ -461,7 +490,8 @@ class EngineLoop:
     def _catch_up(self, table: np.ndarray) -> None:
         """Give the paused drafter its pending tokens.
 
-        The next decode call of plain decoding, which made them pending, is charged with the seconds.
+        The next decode call of plain decoding, which made them pending, is charged with the
+        seconds.
         """
         if not self.programs.wait_for("catch_up"):
             raise self.programs.error or _ClosedError
@@ -474,7 +504,10 @@ class EngineLoop:
         self._pending = 0
 
     def _compact(self, width: int) -> np.ndarray | None:
-        """Return an order of rows in which the first ``width`` hold all running texts; None if they already do."""
+        """Return an order of rows that puts all running ones into the first ``width``.
+
+        None: they are there already.
+        """
         running = self.scheduler.running
         if max(running) < width:
             return None
@@ -506,7 +539,7 @@ class EngineLoop:
                 rows.append(row)
                 if handle.output_options.prediction:
                     copying_rows.append(row)
-            # Count all rows at once: a few numpy operations per row would keep the device waiting.
+            # Count all rows at once, because a few numpy operations per row would delay the device.
             new = difference(progress.stats, self._counted, rows)
             measured = difference(progress.stats, self._counted, copying_rows) if is_copying else new
             self._counted = copies_of(progress.stats)
@@ -549,14 +582,15 @@ class EngineLoop:
             logprobs = token_logprobs(handle.output_options.logprobs, tokens, *of_row)
         error = LogitsError([row], [length]) if progress.failed[row] else None
         if error is not None:
-            _LOGGER.error("request %d: %s; the others go on", request.order, error)
+            _LOGGER.error("request %d: %s; the others continue", request.order, error)
         return RowProgress(tokens, progress.accepted[row, :count].tolist(), logprobs, bool(progress.done[row]), error)
 
     def _deliver(self, wait: bool = True) -> None:
-        """Turn new tokens into text, and give them to the requests' owners.
+        """Detokenize the new tokens, and deliver them to the requests' owners.
 
         Args:
-            wait: for arrays that are still being computed; otherwise only what is on the host is delivered.
+            wait: whether to wait for arrays that are still being computed; otherwise only those
+                that are ready are delivered.
         """
         self.clients.deliver(wait)
         while self._unread and (wait or self._unread[0][3].chosen.is_ready()):
@@ -571,11 +605,11 @@ class EngineLoop:
                     self._give_up(read.request, handle, error)
         # A prompt's log-probabilities come before the tokens of its text.
         prompt_pending = {handle for handle, *_ in self._unread}
-        position = 0
-        while position < len(self._undelivered):
-            handle, row_progress = self._undelivered[position]
+        index = 0
+        while index < len(self._undelivered):
+            handle, row_progress = self._undelivered[index]
             if handle in prompt_pending:
-                position += 1
+                index += 1
                 continue
             try:
                 goes_on = handle.deliver(row_progress)
@@ -583,7 +617,7 @@ class EngineLoop:
                 goes_on = True  # nothing is left to cancel
                 with self.wake:
                     self._give_up(handle.request, handle, error)
-            del self._undelivered[position]
+            del self._undelivered[index]
             if not goes_on and not row_progress.done:
                 with self.wake:
                     self.scheduler.cancel(handle.request)
@@ -591,7 +625,7 @@ class EngineLoop:
 
 
 def _check_finite(read: PrefillChunk, chosen: np.ndarray) -> None:
-    """Raise `LogitsError` if a log-probability of a prompt's token is NaN: the target's logits were not finite."""
+    """Raise `LogitsError` if the target's logits, and so the log-probabilities, were not finite."""
     if np.isnan(chosen).any():
         raise LogitsError([read.row], [read.start + 1 + int(np.argmax(np.isnan(chosen)))])
 

@@ -1,4 +1,4 @@
-"""What a request's owner holds: the text while it grows, for threads and for asyncio."""
+"""The handle of a request: it delivers the text while it grows, to threads and to asyncio."""
 
 import asyncio
 import itertools
@@ -20,12 +20,14 @@ from specjax.serving.scheduler import Request
 from specjax.text import GrowingText
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-"""Why a text ended: at an end-of-sequence token or a stop string, at its limit, by its owner, or with an error, of the engine
-or of this text alone."""
+"""Why a text ended: a stop token or stop string, its limit, `Handle.cancel`, or an error."""
 
 
 class EngineError(RuntimeError):
-    """The engine could not go on, or this text alone could not: the message says which. The error is the cause."""
+    """The engine failed, or this text alone did; the message says which.
+
+    ``__cause__`` is the underlying error.
+    """
 
 
 class TextCancelledError(RuntimeError):
@@ -34,15 +36,18 @@ class TextCancelledError(RuntimeError):
 
 @dataclass(frozen=True)
 class Piece:
-    """What came in at once.
+    """A piece of a text, delivered at once.
 
     Attributes:
-        text: new text; may be empty where a token is only a part of a character, or may be the beginning of a stop string.
-        tokens: new token ids. When a stop string ends the text, `Handle.tokens` lacks those behind the token that completed
-            it.
-        accepted: for each of them, whether it was drafted and accepted. The others are the target's own.
-        logprobs: of each of them, where they were asked for.
-        spans: where they were asked for, ``text`` in parts, each with whether its tokens were drafted and accepted.
+        text: the new text. It is empty if the tokens end within a character, or may begin a stop
+            string.
+        tokens: the new token ids. If a stop string ends the text, `Handle.tokens` ends with the
+            token that completes the string.
+        accepted: for each token, whether it was drafted and accepted. The target sampled the
+            other tokens itself.
+        logprobs: the log-probabilities of each token, if the request has ``logprobs``.
+        spans: if the request has ``spans``, the parts of ``text``, each with whether its tokens
+            were drafted and accepted.
 
     Examples:
         >>> from specjax.serving import Piece
@@ -60,12 +65,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely a token was, by the target's own distribution: before temperature, truncation and ``min_new_tokens``.
+    """The log-probability of a token, and the top alternatives at its position.
+
+    The distribution is the target's, before temperature, top-k, top-p, min-p and
+    ``min_new_tokens``.
 
     Attributes:
-        token: its id.
+        token: the token's id.
         logprob: the natural logarithm of its probability.
-        top: the likeliest tokens in its place with theirs, descending; as many as were asked for.
+        top: the most likely tokens at this position with their log-probabilities, descending.
 
     Examples:
         >>> from specjax.serving import TokenLogprobs
@@ -80,13 +88,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What the owner of a text wants to know beside the text.
+    """The outputs that a request has beside its text.
 
     Attributes:
-        logprobs: of how many of the likeliest tokens in each place; None: of none, not even of the text's own.
-        echo: those of the prompt, too.
-        spans: `Piece.spans`.
-        prediction: tokens of the prediction that came with the request.
+        logprobs: the number of top log-probabilities per token, beside the token's own; None: no
+            log-probabilities.
+        echo: whether to report the log-probabilities of the prompt, too.
+        spans: whether to report `Piece.spans`.
+        prediction: the number of tokens of the request's prediction.
     """
 
     logprobs: int | None = None
@@ -97,14 +106,14 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class RowProgress:
-    """What a decode call has come to in one row.
+    """The result of a decode call in one row.
 
     Attributes:
-        tokens: new ones.
-        accepted: for each, whether it was drafted and accepted.
-        logprobs: of each, where they were asked for.
-        done: whether the text is over.
-        error: with which it is over, after these tokens; None: it is not, or as it should be.
+        tokens: the new tokens.
+        accepted: for each token, whether it was drafted and accepted.
+        logprobs: the log-probabilities of each token, if the request has ``logprobs``.
+        done: whether the text has ended.
+        error: the error that ended the text after these tokens; None: there was no error.
     """
 
     tokens: Sequence[int] = ()
@@ -117,8 +126,15 @@ class RowProgress:
 def token_logprobs(
     top_count: int, tokens: Sequence[int], chosen: np.ndarray, ids: np.ndarray, values: np.ndarray
 ) -> list[TokenLogprobs]:
-    """Of each of the n ``tokens``, from the first n of ``chosen [T]``, ``ids [T, K]`` and ``values [T, K]``, and of these the
-    first ``top_count``."""
+    """Pair each token with its log-probability and its top alternatives.
+
+    Args:
+        top_count: the number of alternatives to return for each token.
+        tokens: ``[n]`` token ids.
+        chosen: ``[T]`` the tokens' log-probabilities, of which the first n are used.
+        ids: ``[T, K]`` the most likely tokens, descending.
+        values: ``[T, K]`` their log-probabilities.
+    """
     count = len(tokens)
     tops = zip(ids[:count, :top_count].tolist(), values[:count, :top_count].tolist(), strict=True)
     return [
@@ -129,7 +145,7 @@ def token_logprobs(
 
 @dataclass
 class Times:
-    """When things happened, by `time.perf_counter`; None: not yet."""
+    """The times of a request, by `time.perf_counter`; None: not yet."""
 
     submitted: float
     first_token: float | None = None
@@ -137,19 +153,21 @@ class Times:
 
 
 class Handle:
-    """A text that is being generated. Made by `Engine.submit`.
+    """The handle of a text that is being generated. `Engine.submit` returns it.
 
-    Iterate over it for the pieces, with ``for`` in a thread or with ``async for``; every iteration begins at the beginning.
+    Iterate over it with ``for`` in a thread, or with ``async for``, to get its pieces. Each
+    iteration starts with the first piece.
 
     Attributes:
-        request: what the scheduler knows it by.
-        settings: how it is drawn.
-        output_options: what its owner wants to know.
-        prompt_tokens: tokens of the prompt.
-        finish_reason: None while it goes on.
-        times: when it was submitted, began and ended.
-        predicted_tokens: tokens that came where the prediction had them.
-        prompt_logprobs: where they were asked for, of the prompt's tokens but the first, as far as it has been read.
+        request: the scheduler's record of the request.
+        settings: the text's settings on the device.
+        output_options: what the request reports beside its text.
+        prompt_tokens: the number of tokens of the prompt.
+        finish_reason: why the text ended; None while it is generated.
+        times: when the request was submitted, had its first token, and ended.
+        predicted_tokens: the number of generated tokens that matched the prediction.
+        prompt_logprobs: with ``echo``, the log-probabilities of the prompt's tokens except the
+            first, as far as the prompt has been prefilled.
 
     Examples:
         >>> from specjax.serving import Engine
@@ -168,7 +186,15 @@ class Handle:
         growing: GrowingText | None,
         output_options: OutputOptions = OutputOptions(),
     ) -> None:
-        """Made by `Engine.submit`; ``growing`` is None where there is no tokenizer."""
+        """Make the handle of a submitted request.
+
+        Args:
+            cancel: the engine's function that cancels a request.
+            request: the scheduler's record of the request.
+            settings: the text's settings on the device.
+            growing: the detokenizer with the stop strings; None: the engine has no tokenizer.
+            output_options: what the request reports beside its text.
+        """
         self.request, self.settings, self.output_options = request, settings, output_options
         self.prompt_tokens, self.predicted_tokens = request.prompt_length, 0
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -178,11 +204,13 @@ class Handle:
         self._growing = growing
         self._pieces: list[Piece] = []
         self._tokens: list[int] = []
+        # The engine's thread delivers under this lock, and other threads read and wait under it.
         self._changed = threading.Condition()
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._error: BaseException | None = None
         self._message = ""
-        self._before: Stats | None = None  # of the rows that it had before it was preempted
+        # The counters of the rows that the text had before it was preempted.
+        self._before: Stats | None = None
         self._current: Stats | None = None
         self._matched_before = 0
 
@@ -190,55 +218,55 @@ class Handle:
 
     @property
     def text(self) -> str:
-        """What there is so far; without a tokenizer, nothing."""
+        """The text generated so far; empty if the engine has no tokenizer."""
         with self._changed:
             return "".join(piece.text for piece in self._pieces)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Generated so far."""
+        """The tokens generated so far."""
         with self._changed:
             return tuple(self._tokens)
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that another request's pages held already."""
+        """The number of prompt tokens that prefix caching saved."""
         return self.request.cached
 
     @property
     def prediction_length(self) -> int:
-        """Tokens of the prediction that came with the request."""
+        """The number of tokens of the request's prediction."""
         return self.output_options.prediction
 
     @property
     def acceptance(self) -> metrics.Acceptance | None:
-        """How the drafts fared so far; None before the first decode call."""
+        """The acceptance of the drafts so far; None before the first decode call."""
         with self._changed:
             stats = _added(self._before, self._current)
         return None if stats is None else metrics.summarise(stats)
 
     def result(self, timeout: float | None = None) -> Generation:
-        """Wait for the end.
+        """Wait for the end of the text, and return it.
 
         Raises:
-            TimeoutError: it took longer than ``timeout`` seconds. The text goes on.
-            TextCancelledError: it was cancelled.
-            EngineError: the engine ended with an error, or this text did.
+            TimeoutError: The text has not ended after ``timeout`` seconds. It continues.
+            TextCancelledError: The text was cancelled.
+            EngineError: The engine failed, or this text did.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.finish_reason is not None, timeout):
                 raise TimeoutError(f"not finished after {timeout:g} seconds")
         self._raise_if_broken()
-        # A prompt that was only read has no statistics.
+        # A request without new tokens (``echo``) has no decode call, and so no counters.
         acceptance = self.acceptance or metrics.summarise(Stats.zeros(1, 0))
         return Generation(self.text, self.tokens, acceptance)
 
     def cancel(self) -> None:
-        """End it. Its row is free for others within one decode call."""
+        """Cancel the request. Its row is free for another one after at most one decode call."""
         self._cancel(self.request)
 
     def __iter__(self) -> Iterator[Piece]:
-        """The pieces as they come. Raises as `result`."""
+        """Yield the pieces as they are delivered. It raises the errors of `result`."""
         delivered = 0
         while True:
             with self._changed:
@@ -251,13 +279,14 @@ class Handle:
             yield from pieces
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        """As `__iter__`, without blocking the event loop."""
+        """Yield the pieces as they are delivered, without blocking the event loop."""
         delivered, changed = 0, asyncio.Event()
         listener = (asyncio.get_running_loop(), changed)
         with self._changed:
             self._listeners.append(listener)
         try:
             while True:
+                # Clear before looking, so that a piece that is delivered in between is not missed.
                 changed.clear()
                 with self._changed:
                     pieces, over = self._pieces[delivered:], self.finish_reason is not None
@@ -282,37 +311,48 @@ class Handle:
     # --- for the engine ------------------------------------------------------------------------------------------------
 
     def take_stats(self, stats: Stats, matched: int = 0) -> None:
-        """Keep what a row counts since its text was admitted, ``[1]``, and how many of its tokens came as predicted."""
+        """Store the counters of the text's row.
+
+        Args:
+            stats: ``[1]`` the counters since the text was admitted to the row.
+            matched: the number of tokens since then that matched the prediction.
+        """
         with self._changed:
             self._current = stats
             self.predicted_tokens = self._matched_before + matched
 
     def admitted(self) -> None:
-        """It has a row, which counts from zero. It may have had another one before."""
+        """Note that the text has a row, whose counters start at zero.
+
+        A text that was preempted had other rows before, and their counters are added.
+        """
         with self._changed:
             self._before, self._current = _added(self._before, self._current), None
             self._matched_before = self.predicted_tokens
 
     def prompt_read(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """The prompt's tokens from ``start`` + 1 on have these ``logprobs``. Where a text was preempted they come once more."""
+        """Store the log-probabilities of the prompt's tokens from index ``start`` + 1 on.
+
+        After a preemption the prompt is prefilled again, and those that are stored are skipped.
+        """
         with self._changed:
-            known = len(self.prompt_logprobs)
-            room = self.prompt_tokens - 1 - known
-            self.prompt_logprobs += list(logprobs)[known - start :][:room]
+            stored = len(self.prompt_logprobs)
+            room = self.prompt_tokens - 1 - stored
+            self.prompt_logprobs += list(logprobs)[stored - start :][:room]
 
     def deliver(self, news: RowProgress) -> bool:
-        """There are new tokens, after which the text may be over. False where they completed a stop string."""
+        """Deliver the result of a decode call, and return False if it completes a stop string."""
         if not news.tokens and not news.done:
             return True
         new, piece, spans = tuple(news.tokens), "", ()
         if self._growing is not None:
-            known = len(self._growing.tokens)
+            start = len(self._growing.tokens)
             parts = _runs(news) if self.output_options.spans else [(news.tokens, False)]
             spans = tuple((self._growing.push(tokens), accepted) for tokens, accepted in parts)
             if news.done:
                 spans = (*spans, (self._growing.finish(), spans[-1][1] if spans else False))
             piece = "".join(text for text, _ in spans)
-            new = tuple(self._growing.tokens[known:])
+            new = tuple(self._growing.tokens[start:])
         stopped = self._growing is not None and self._growing.stopped
         reason: FinishReason | None = None
         if stopped:
@@ -335,10 +375,14 @@ class Handle:
         )
         return not stopped
 
-    def end(
-        self, reason: FinishReason, error: BaseException | None = None, message: str = "the engine could not go on"
-    ) -> None:
-        """End the text without finishing it. With an ``error``, its owner sees ``message`` and the error as its cause."""
+    def end(self, reason: FinishReason, error: BaseException | None = None, message: str = "the engine failed") -> None:
+        """End the text before its regular end.
+
+        Args:
+            reason: why it ended.
+            error: the error to report to callers as the cause of an EngineError.
+            message: the message of that EngineError.
+        """
         with self._changed:
             if self.finish_reason is None:
                 self._error, self._message = error, message
@@ -352,38 +396,39 @@ class Handle:
                 self.times.first_token = time.perf_counter()
             self._pieces.append(piece)
             self._tokens += piece.tokens
-            if self._growing is not None and reason is not None:  # a stop string may have taken tokens back
+            # A stop string removes the tokens after it.
+            if self._growing is not None and reason is not None:
                 self._tokens = list(self._growing.tokens)
             if reason == "error":
-                self._error, self._message = error, f"this text could not go on: {error}"
+                self._error, self._message = error, f"this text failed: {error}"
             if reason is not None:
                 self._finish(reason)
             else:
-                self._tell()
+                self._notify()
 
     def _finish(self, reason: FinishReason) -> None:
-        self._cancel = _nothing  # a handle that is kept does not keep the engine
+        self._cancel = _nothing  # a caller that stores handles does not keep the engine in memory
         self.finish_reason, self.times.finished = reason, time.perf_counter()
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.notify_all()
         for loop, changed in self._listeners:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            with suppress(RuntimeError):  # the event loop was closed during an iteration
                 loop.call_soon_threadsafe(changed.set)
 
 
 def _runs(news: RowProgress) -> list[tuple[list[int], bool]]:
-    """The new tokens in runs of those that were accepted and those that were not."""
+    """Split the new tokens into runs, each with whether its tokens were accepted."""
     pairs = zip(news.tokens, news.accepted, strict=True)
     return [([token for token, _ in run], accepted) for accepted, run in itertools.groupby(pairs, key=lambda pair: pair[1])]
 
 
-def _added(one: Stats | None, other: Stats | None) -> Stats | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return jax.tree.map(np.add, one, other)
+def _added(before: Stats | None, current: Stats | None) -> Stats | None:
+    if before is None or current is None:
+        return current if before is None else before
+    return jax.tree.map(np.add, before, current)
 
 
 def _nothing(request: Request) -> None:
-    """What cancelling a text does that has ended."""
+    """Do nothing: the text has ended, and there is nothing to cancel."""

@@ -1,4 +1,4 @@
-"""How much memory the pages and the rows of an engine's caches take, before there is an engine."""
+"""The memory that the pages and rows of an engine take, computed before the engine is made."""
 
 import math
 from dataclasses import dataclass
@@ -17,23 +17,25 @@ from specjax.models.transformer import Target
 from specjax.sharding import is_on_cpu
 
 USUAL_CAPACITY = 4096
-"""Tokens of the longest text, unless asked for otherwise, where the models have room for more. `specjax serve` goes by what
-memory holds: see `capacity_in`."""
+"""The default capacity of a text in tokens, for models with more positions.
+
+`specjax serve` computes its default from the free memory instead: see `capacity_in`.
+"""
 
 
 def usual_page() -> int:
-    """Tokens of a page, unless asked for otherwise.
+    """Return the default number of tokens per page.
 
     Examples:
         >>> from specjax.serving.memory import usual_page
-        >>> usual_page()  # on a TPU 256
+        >>> usual_page()  # 256 on a TPU
         64
     """
     return 256 if jax.default_backend() == "tpu" else 64
 
 
 def usual_chunk(page: int, *, on_cpu: bool) -> int:
-    """Tokens of a prompt that are read at a time, unless asked for otherwise.
+    """Return the default number of tokens per chunk of prefill.
 
     Examples:
         >>> from specjax.serving.memory import usual_chunk
@@ -44,9 +46,9 @@ def usual_chunk(page: int, *, on_cpu: bool) -> int:
 
 
 def page_bytes(target: Target, drafter: Drafter | None, page: int) -> int:
-    """Bytes of a page of ``page`` tokens, in the target's cache and the drafter's together; on a mesh, of a page of each group.
+    """Return the bytes of a page of ``page`` tokens, in the caches of target and drafter together.
 
-    Nothing is computed: it follows from the shapes.
+    On a mesh, it is a page of each group of rows. No array is allocated: the shapes are enough.
 
     Examples:
         >>> from specjax.serving.memory import page_bytes
@@ -56,47 +58,50 @@ def page_bytes(target: Target, drafter: Drafter | None, page: int) -> int:
         >>> page_bytes(target, specjax.PromptLookup(draft=2), page=16) == alone  # it has no cache
         True
     """
-    one, two = (_cache_bytes(target, drafter, page, 2 * page, pages=pages) for pages in (1, 2))
-    return two - one
+    of_one, of_two = (_cache_bytes(target, drafter, page, 2 * page, pages=pages) for pages in (1, 2))
+    return of_two - of_one
 
 
 def row_bytes(target: Target, drafter: Drafter | None, page: int, capacity: int) -> int:
-    """Bytes that a row takes beside its pages: its states (`specjax.models.states`), what the drafter keeps of it outside of
-    pages, and the numbers of its pages. Nothing is computed.
+    """Return the bytes of a row beside its pages.
+
+    They are its recurrent states (`specjax.models.states`), the drafter's state outside of pages,
+    and its block table. No array is allocated.
 
     Args:
         target: the target.
-        drafter: its drafter; None: there is none.
-        page: tokens of a page.
-        capacity: most tokens of a text.
+        drafter: the drafter; None: plain decoding.
+        page: tokens per page.
+        capacity: the maximal length of a text in tokens.
 
     Examples:
         >>> from specjax.serving.memory import row_bytes
-        >>> row_bytes(target, None, page=16, capacity=64)  # four numbers of pages, and one of tokens
+        >>> row_bytes(target, None, page=16, capacity=64)  # four page numbers, and the length
         20
     """
     groups = groups_of(target.mesh)
-    one, two = (_cache_bytes(target, drafter, page, capacity, rows=times * groups) for times in (1, 2))
-    return (two - one) // groups
+    of_one, of_two = (_cache_bytes(target, drafter, page, capacity, rows=times * groups) for times in (1, 2))
+    return (of_two - of_one) // groups
 
 
 def prefix_states_kept(prefix_state: int, pool: int, *, chunk: int, rows: int) -> int | None:
-    """From the ends of how many chunks of prompts other texts may go on, in each group of rows; None: of all.
+    """Return the largest number of prefix states in each group of rows; None: no limit.
 
-    The prefix state of such an end usually takes little memory beside the chunk before it. The
-    states of a target with linear attention take much, and so does a draft model's small cache (`specjax.drafters.Streaming`):
-    then as many are kept as fill a quarter of what the pages take, and at least one for each row.
+    A prefix state is usually small compared with its chunk. It is large for a target with linear
+    attention, and for a draft model with a small cache of its own (`specjax.drafters.Streaming`).
+    Then the limit is a quarter of the memory of the pages, or one per row if that is more.
 
     Args:
-        prefix_state: bytes of a prefix state. It has a row for each group, of which one is read.
-        pool: bytes of all pages of a group.
-        chunk: bytes of a chunk's pages.
-        rows: of a group.
+        prefix_state: the bytes of a prefix state, which has one row for each group.
+        pool: the bytes of all pages of a group.
+        chunk: the bytes of the pages of a chunk.
+        rows: the number of rows of a group.
 
     Examples:
         >>> from specjax.serving.memory import prefix_states_kept
-        >>> prefix_states_kept(10, pool=8000, chunk=200, rows=4), prefix_states_kept(500, pool=8000, chunk=200, rows=4)
-        (None, 4)
+        >>> prefix_states_kept(10, pool=8000, chunk=200, rows=4)  # small ones: no limit
+        >>> prefix_states_kept(500, pool=8000, chunk=200, rows=4)
+        4
         >>> prefix_states_kept(500, pool=80_000, chunk=200, rows=4)
         40
     """
@@ -113,20 +118,21 @@ def pages_in(
     chunk: int | None = None,
     capacity: int | None = None,
 ) -> int:
-    """How many pages there are in so much memory, beside what the rows take and what prefixes keep at their ends: for each
-    group of rows, as `Engine` takes them.
+    """Return the number of pages that fit into memory, beside the rows and the prefix states.
+
+    On a mesh, it is the number of pages per group of rows, as for `Engine`.
 
     Args:
-        gigabytes: of 10**9 bytes, on all devices together.
+        gigabytes: the memory in units of 10**9 bytes, on all devices together.
         target: the target.
-        drafter: its drafter; None: there is none.
-        rows: most texts that are generated at a time.
-        page: tokens of a page.
-        chunk: tokens of a prompt that are read at a time; None: as `Engine` has it.
-        capacity: most tokens of a text; None: as `Engine` has it.
+        drafter: the drafter; None: plain decoding.
+        rows: the number of rows.
+        page: tokens per page.
+        chunk: tokens per chunk of prefill; None: the default of `Engine`.
+        capacity: the maximal length of a text in tokens; None: the default of `Engine`.
 
     Raises:
-        InputError: one text would not fit.
+        InputError: A text of ``capacity`` tokens does not fit. The message names the memory needed.
 
     Examples:
         >>> from specjax.serving.memory import page_bytes, pages_in, row_bytes
@@ -140,10 +146,10 @@ def pages_in(
     pages = sizes.pages_in(gigabytes * 1e9)
     if pages < least:
         of_rows, needed = sizes.rows + sizes.prefix_states, sizes.bytes_of(least)
-        beside = f", {of_rows:,} bytes for {rows} rows beside their pages" if 20 * sizes.rows > needed else ""
+        beside = f" beside {of_rows:,} bytes for {rows} rows" if 20 * sizes.rows > needed else ""
         raise InputError(
-            f"cache_gb={gigabytes:g}: {max(pages, 0) * page} tokens{beside}, and a text may have {capacity}; give at least "
-            f"{_rounded_up(needed / 1e9):.3g}, or a smaller capacity{' or fewer rows' if beside else ''}"
+            f"cache_gb={gigabytes:g}: it holds {max(pages, 0) * page} tokens{beside}, but a text may have {capacity}; give at "
+            f"least {_rounded_up(needed / 1e9):.3g}, or a smaller capacity{' or fewer rows' if beside else ''}"
         )
     return pages
 
@@ -157,33 +163,37 @@ def capacity_in(
     page: int,
     chunk: int | None = None,
 ) -> int:
-    """Return how many tokens a text may have in so much memory: at most what the models have positions for, at least a page.
+    """Return the longest text in tokens that fits into memory.
+
+    It is at most the number of positions of the models, and at least a page.
 
     Args:
-        memory: bytes, on all devices together.
+        memory: the memory in bytes, on all devices together.
         target: the target.
-        drafter: its drafter; None: there is none.
-        rows: most texts that are generated at a time.
-        page: tokens of a page.
-        chunk: tokens of a prompt that are read at a time; None: as `Engine` has it.
+        drafter: the drafter; None: plain decoding.
+        rows: the number of rows.
+        page: tokens per page.
+        chunk: tokens per chunk of prefill; None: the default of `Engine`.
 
     Examples:
         >>> from specjax.serving.memory import capacity_in, page_bytes, row_bytes
         >>> capacity_in(1e12, target, None, rows=2, page=8)  # the target's positions
         2048
         >>> of_rows = 2 * row_bytes(target, None, page=8, capacity=2048)
-        >>> capacity_in(of_rows + 10 * page_bytes(target, None, page=8), target, None, rows=2, page=8) >= 80
+        >>> memory = of_rows + 10 * page_bytes(target, None, page=8)
+        >>> capacity_in(memory, target, None, rows=2, page=8) >= 80
         True
     """
     positions = decoding.most_positions(target, drafter or NoDraft())
     of_pages = _of_pages(target, drafter, page)
 
-    def holds(capacity: int) -> bool:  # what rows take depends on the capacity, too
+    # The memory of the rows depends on the capacity, so it cannot be computed directly.
+    def holds(capacity: int) -> bool:
         return _Sizes.of(target, drafter, rows, page, chunk, capacity, of_pages).pages_in(memory) * page >= capacity
 
     if holds(positions):
         return positions
-    least, beyond = 1, -(-positions // page)  # pages of a text: as many fit perhaps, and so many do not
+    least, beyond = 1, -(-positions // page)  # bisection, in pages of a text; `beyond` does not fit
     while beyond - least > 1:
         middle = (least + beyond) // 2
         least, beyond = (middle, beyond) if holds(middle * page) else (least, middle)
@@ -191,27 +201,27 @@ def capacity_in(
 
 
 def free_bytes(mesh: Mesh | None) -> int | None:
-    """Return how much memory is free now: of the devices of a mesh, on CPUs of this machine; None: nobody says.
+    """Return the free memory in bytes: of a mesh's devices, or of this machine if they are CPUs.
 
-    A device counts as the one that has the least.
+    All devices count as the one with the least free memory. None: the free memory is unknown.
 
     Examples:
         >>> from specjax.serving.memory import free_bytes
         >>> free = free_bytes(None)
-        >>> free is None or free > 0  # Linux says, and so do GPUs and TPUs
+        >>> free is None or free > 0  # known on Linux, GPUs and TPUs
         True
     """
     devices = jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
     if is_on_cpu(mesh):
         return _free_on_host()
-    known = [device.memory_stats() or {} for device in devices]
-    if not all("bytes_limit" in each and "bytes_in_use" in each for each in known):
+    memories = [device.memory_stats() or {} for device in devices]
+    if not all("bytes_limit" in memory and "bytes_in_use" in memory for memory in memories):
         return None
-    return len(devices) * max(0, min(each["bytes_limit"] - each["bytes_in_use"] for each in known))
+    return len(devices) * max(0, min(memory["bytes_limit"] - memory["bytes_in_use"] for memory in memories))
 
 
 def _free_on_host(root: Path = Path("/")) -> int | None:
-    """Return what Linux says is available, and no more than what a container's limit leaves."""
+    """Return the available memory that Linux reports, within the limit of the container."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -221,7 +231,8 @@ def _free_on_host(root: Path = Path("/")) -> int | None:
     try:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         lines = (group / "memory.stat").read_text().splitlines()
-        files = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))  # can be taken back
+        # The page cache counts as used, but the kernel frees it when memory is needed.
+        files = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
     except (OSError, ValueError, StopIteration):  # there is no limit
         return free
     return max(0, min(free, limit - used + files))
@@ -229,13 +240,13 @@ def _free_on_host(root: Path = Path("/")) -> int | None:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What the caches of an engine take, in bytes.
+    """The memory of the caches of an engine, in bytes.
 
     Attributes:
-        page: a page, of each group of rows.
+        page: a page of each group of rows.
         rows: all rows, beside their pages.
-        prefix_states: what is kept at the ends of prefixes at least.
-        share: with what is kept there a page takes so many times its own bytes.
+        prefix_states: the smallest memory that is reserved for prefix states.
+        share: the memory of a page with its share of the prefix states, divided by the page's.
     """
 
     page: int
@@ -254,34 +265,38 @@ class _Sizes:
         capacity: int,
         of_pages: tuple[int, int] | None = None,
     ) -> "_Sizes":
-        """Return them for texts of ``capacity`` tokens; with `_of_pages`, where that is known."""
+        """Return the sizes for texts of ``capacity`` tokens.
+
+        ``of_pages`` is the result of `_of_pages`, if the caller has it already.
+        """
         chunk = chunk or usual_chunk(page, on_cpu=is_on_cpu(target.mesh))
-        each, in_target = of_pages or _of_pages(target, drafter, page)
+        of_page, in_target = of_pages or _of_pages(target, drafter, page)
         of_rows = rows * row_bytes(target, drafter, page, capacity)
-        # Prefix states take so many bytes in all groups, or so much more than the pages: whichever is more.
+        # The limit of `prefix_states_kept` is a number per row or a share of the pages, whichever
+        # is more.
         groups = groups_of(target.mesh)
         prefix_state, of_chunk = _prefix_state_bytes(target, drafter, page, capacity), chunk // page
         if prefix_states_kept(prefix_state, 0, chunk=in_target // groups * of_chunk, rows=rows) is None:
-            return cls(each, of_rows, 0, 1 + groups * prefix_state / (of_chunk * each))
-        return cls(each, of_rows, rows * prefix_state, 1 + in_target / 4 / each)
+            return cls(of_page, of_rows, 0, 1 + groups * prefix_state / (of_chunk * of_page))
+        return cls(of_page, of_rows, rows * prefix_state, 1 + in_target / 4 / of_page)
 
     def pages_in(self, memory: float) -> int:
-        """Return how many pages fit."""
+        """Return the number of pages that fit into ``memory``."""
         room = memory - self.rows
         return int(min((room - self.prefix_states) / self.page, room / (self.share * self.page)) + 1e-6)
 
     def bytes_of(self, pages: int) -> float:
-        """Return what so many pages take, with all the rest."""
+        """Return the memory of ``pages`` pages, all rows, and the prefix states."""
         return self.rows + max(pages * self.page + self.prefix_states, self.share * pages * self.page)
 
 
 def _of_pages(target: Target, drafter: Drafter | None, page: int) -> tuple[int, int]:
-    """Return the bytes of a page with the drafter's cache, and those in the target's alone."""
+    """Return the bytes of a page in both caches together, and in the target's alone."""
     return page_bytes(target, drafter, page), page_bytes(target, None, page)
 
 
 def _rounded_up(value: float) -> float:
-    """To three digits."""
+    """Round up to three digits."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
     return math.ceil(value / unit) * unit
 
@@ -289,7 +304,7 @@ def _rounded_up(value: float) -> float:
 def _cache_bytes(
     target: Target, drafter: Drafter | None, page: int, capacity: int, *, pages: int = 1, rows: int | None = None
 ) -> int:
-    """Of the target's cache and of what the drafter keeps."""
+    """Return the bytes of the target's cache and the drafter's state."""
 
     def empty(target: Target, drafter: Drafter) -> Any:
         sizes = {"rows": rows or groups_of(target.mesh), "capacity": capacity, "pages": pages, "page": page}
@@ -300,7 +315,7 @@ def _cache_bytes(
 
 
 def _prefix_state_bytes(target: Target, drafter: Drafter | None, page: int, capacity: int) -> int:
-    """Of a prefix state of each group."""
+    """Return the bytes of a prefix state with a row for each group."""
 
     def fresh(target: Target, drafter: Drafter) -> Any:
         return device_rows.empty_prefix_state(target, drafter, capacity=capacity, pages=1, page=page)

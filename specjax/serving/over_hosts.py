@@ -1,8 +1,9 @@
 """An engine over several processes, whose devices hold one model together (`specjax.processes`).
 
-The first process has the engine: it takes requests and decides, by its own clock and queue, what the device does next. Every
-such call it tells the others, by name and with the numbers that the host gave it; they make the same calls in the same order.
-What a call brings comes from their devices and need not be sent.
+The first process has the engine: it takes the requests, and its clock and queue decide what the
+device does next. It sends each device call with its host arguments to the other processes, which
+make the same calls in the same order. The results need not be sent, because every device computes
+them.
 """
 
 import weakref
@@ -25,7 +26,7 @@ from specjax.serving.programs import Programs
 
 
 class HostArray(msgspec.Struct, frozen=True, array_like=True):
-    """An array of the host, in bytes."""
+    """A host array as it is sent."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -33,17 +34,21 @@ class HostArray(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of(array: Any) -> "HostArray":
-        """Of anything that numpy makes an array of."""
+        """Pack anything that numpy can convert to an array."""
         array = np.asarray(array)
         return HostArray(array.dtype.str, array.shape, array.tobytes())
 
     def array(self) -> np.ndarray:
-        """What it was made of."""
+        """Unpack the array. It is read-only."""
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
 class Admit(msgspec.Struct, frozen=True, tag="Admit"):
-    """`EngineDevice.admit`; ``prefix_state`` is the number of the read that it came out of, -1 where nothing has been read."""
+    """A call of `EngineDevice.admit`.
+
+    ``prefix_state`` is the index of the read call that returned the prefix state; -1 stands for the
+    empty one.
+    """
 
     row: int
     text: dict[str, HostArray]
@@ -53,7 +58,10 @@ class Admit(msgspec.Struct, frozen=True, tag="Admit"):
 
 
 class ReadCall(msgspec.Struct, frozen=True, tag="Read"):
-    """`EngineDevice.read`, and the numbers of earlier ones whose prefix states nobody will ask for any more."""
+    """A call of `EngineDevice.read`.
+
+    ``forget`` has the indices of earlier read calls whose prefix states are not needed any more.
+    """
 
     table: HostArray
     rows: list[int]
@@ -66,7 +74,7 @@ class ReadCall(msgspec.Struct, frozen=True, tag="Read"):
 
 
 class Verify(msgspec.Struct, frozen=True, tag="Verify"):
-    """`EngineDevice.verify`."""
+    """A call of `EngineDevice.verify`."""
 
     table: HostArray
     rows: list[int]
@@ -74,7 +82,7 @@ class Verify(msgspec.Struct, frozen=True, tag="Verify"):
 
 
 class Decode(msgspec.Struct, frozen=True, tag="Decode"):
-    """`EngineDevice.decode`."""
+    """A call of `EngineDevice.decode`."""
 
     number: int
     table: HostArray
@@ -86,34 +94,34 @@ class Decode(msgspec.Struct, frozen=True, tag="Decode"):
 
 
 class CatchUp(msgspec.Struct, frozen=True, tag="CatchUp"):
-    """`EngineDevice.catch_up`."""
+    """A call of `EngineDevice.catch_up`."""
 
     table: HostArray
 
 
 class Rearrange(msgspec.Struct, frozen=True, tag="Rearrange"):
-    """`EngineDevice.rearrange`."""
+    """A call of `EngineDevice.rearrange`."""
 
     order: HostArray
 
 
 Call = Admit | ReadCall | Verify | Decode | CatchUp | Rearrange
-"""What the others are told: a call of `specjax.serving.device.EngineDevice`."""
+"""A call of `specjax.serving.device.EngineDevice`, as it is sent to the other processes."""
 
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Call)
 
 
 class _NumberedState:
-    """What came out of a read, with the number by which the others know theirs."""
+    """A prefix state, with the index of the read call by which the other processes find theirs."""
 
-    def __init__(self, number: int, prefix_state: Any) -> None:
-        self.number, self.prefix_state = number, prefix_state
+    def __init__(self, index: int, prefix_state: Any) -> None:
+        self.index, self.prefix_state = index, prefix_state
 
 
 class LeadingDevice(EngineDevice):
-    """The first process's `EngineDevice`: it tells the others what it does.
+    """The `EngineDevice` of the first process, which sends each of its calls to the others.
 
-    All compile and warm up by themselves, alike. From then on each of its calls is one of theirs.
+    All processes compile and warm up by themselves, in the same way. Calls are sent from then on.
     """
 
     def __init__(
@@ -125,28 +133,30 @@ class LeadingDevice(EngineDevice):
         *,
         processes: Processes,
     ) -> None:
-        """As `EngineDevice`; the others have called `follow`."""
+        """Make the device, while the other processes run `specjax.serving.follow`."""
         super().__init__(target, drafters, sizes, clients)
         self._processes, self._is_warm = processes, False
         self._reads = 0
-        self._forgotten: deque[int] = deque()  # other threads add to it: a prefix state is forgotten where its last prefix is
+        # Indices of prefix states that were freed. Finalizers append to it in any thread, which a
+        # deque allows without a lock.
+        self._forgotten: deque[int] = deque()
 
     def warm_up(self, settings: dict[str, Any], programs: Programs | None = None) -> dict[tuple[int, int], float]:
-        """As `EngineDevice.warm_up`."""
+        """Warm up as `EngineDevice.warm_up` does, and send all later calls."""
         seconds = super().warm_up(settings, programs)
         self._is_warm = True
         return seconds
 
-    def admit(self, row: int, words: device_rows.Text, start: int, prefix_state: tuple[Any, np.int32] | None) -> None:
-        """As `EngineDevice.admit`."""
+    def admit(self, row: int, text: device_rows.Text, start: int, prefix_state: tuple[Any, np.int32] | None) -> None:
+        """Send the call, and make it as `EngineDevice.admit`."""
         if self._is_warm:
-            kept, group = prefix_state or (_NumberedState(-1, None), np.int32(0))
-            fields = dict(vars(words))
+            numbered, group = prefix_state or (_NumberedState(-1, None), np.int32(0))
+            fields = dict(vars(text))
             fields |= fields.pop("sampling")  # one level of names
-            text = {name: HostArray.of(value) for name, value in fields.items() if value is not None}
-            self._tell(Admit(row, text, start, kept.number, int(group)))
-            prefix_state = None if prefix_state is None else (kept.prefix_state, group)
-        super().admit(row, words, start, prefix_state)
+            packed = {name: HostArray.of(value) for name, value in fields.items() if value is not None}
+            self._send(Admit(row, packed, start, numbered.index, int(group)))
+            prefix_state = None if prefix_state is None else (numbered.prefix_state, group)
+        super().admit(row, text, start, prefix_state)
 
     def read(
         self,
@@ -158,67 +168,69 @@ class LeadingDevice(EngineDevice):
         logprobs: bool,
         for_client: bool = False,
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
-        """As `EngineDevice.read`."""
+        """Send the call, and make it as `EngineDevice.read`."""
         if not self._is_warm:
             return super().read(table, rows, counts, is_last, width, logprobs, for_client)
         forget = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-        self._tell(ReadCall(HostArray.of(table), list(rows), list(counts), list(is_last), width, logprobs, for_client, forget))
-        prefix_state, said, told = super().read(table, rows, counts, is_last, width, logprobs, for_client)
-        kept = _NumberedState(self._reads, prefix_state)
-        weakref.finalize(kept, self._forgotten.append, kept.number).atexit = False
+        self._send(ReadCall(HostArray.of(table), list(rows), list(counts), list(is_last), width, logprobs, for_client, forget))
+        prefix_state, token_logprobs, features = super().read(table, rows, counts, is_last, width, logprobs, for_client)
+        numbered = _NumberedState(self._reads, prefix_state)
+        # The other processes may free theirs as soon as no prefix and no waiting chunk refers to
+        # this one.
+        weakref.finalize(numbered, self._forgotten.append, numbered.index).atexit = False
         self._reads += 1
-        return kept, said, told
+        return numbered, token_logprobs, features
 
     def verify(
         self, table: np.ndarray, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
     ) -> remote_drafts.VerifiedRows:
-        """As `EngineDevice.verify`."""
+        """Send the call, and make it as `EngineDevice.verify`."""
         packed = [(HostArray.of(tokens), HostArray.of(parents)) for tokens, parents in drafts]
-        self._tell(Verify(HostArray.of(table), list(rows), packed))
+        self._send(Verify(HostArray.of(table), list(rows), packed))
         return super().verify(table, rows, drafts)
 
     def decode(
         self, index: int, table: np.ndarray, free: np.ndarray, steps: int, until_any_done: bool, width: int, logprobs: bool
     ) -> device_rows.Progress:
-        """As `EngineDevice.decode`."""
-        self._tell(Decode(index, HostArray.of(table), HostArray.of(free), steps, until_any_done, width, logprobs))
+        """Send the call, and make it as `EngineDevice.decode`."""
+        self._send(Decode(index, HostArray.of(table), HostArray.of(free), steps, until_any_done, width, logprobs))
         return super().decode(index, table, free, steps, until_any_done, width, logprobs)
 
     def catch_up(self, table: np.ndarray) -> None:
-        """As `EngineDevice.catch_up`."""
-        self._tell(CatchUp(HostArray.of(table)))
+        """Send the call, and make it as `EngineDevice.catch_up`."""
+        self._send(CatchUp(HostArray.of(table)))
         super().catch_up(table)
 
     def rearrange(self, order: np.ndarray) -> None:
-        """As `EngineDevice.rearrange`."""
-        self._tell(Rearrange(HostArray.of(order)))
+        """Send the call, and make it as `EngineDevice.rearrange`."""
+        self._send(Rearrange(HostArray.of(order)))
         super().rearrange(order)
 
-    def _tell(self, call: Call) -> None:
-        if self._is_warm:  # until then all do the same by themselves
+    def _send(self, call: Call) -> None:
+        if self._is_warm:  # until then all processes make the same calls by themselves
             self._processes.send(_ENCODER.encode(call))
 
 
 def repeat_calls(device: EngineDevice, processes: Processes) -> None:
-    """Make the calls of the first process on this one's ``device``, until there are no more."""
+    """Make the calls of the first process on the ``device`` of this one, until it sends no more."""
     prefix_states: dict[int, Any] = {}
     reads = 0
     while (message := processes.receive()) is not None:
         match _DECODER.decode(message):
-            case Admit(row, text, start, prefix_state, group):
-                fields: dict[str, Any] = {name: packed.array() for name, packed in text.items()}
-                words = device_rows.Text(sampling={name: fields.pop(name) for name in SAMPLING_NAMES}, **fields)
-                device.admit(row, words, start, None if prefix_state < 0 else (prefix_states[prefix_state], np.int32(group)))
+            case Admit(row, packed, start, prefix_state, group):
+                fields: dict[str, Any] = {name: value.array() for name, value in packed.items()}
+                text = device_rows.Text(sampling={name: fields.pop(name) for name in SAMPLING_NAMES}, **fields)
+                device.admit(row, text, start, None if prefix_state < 0 else (prefix_states[prefix_state], np.int32(group)))
             case ReadCall(table, rows, counts, is_last, width, logprobs, for_client, forget):
-                for number in forget:
-                    prefix_states.pop(number, None)
+                for index in forget:
+                    prefix_states.pop(index, None)
                 prefix_states[reads], _, _ = device.read(table.array(), rows, counts, is_last, width, logprobs, for_client)
                 reads += 1
             case Verify(table, rows, drafts):
                 device.verify(table.array(), rows, [(tokens.array(), parents.array()) for tokens, parents in drafts])
-            case Decode(number, table, free, steps, until_any_done, width, logprobs):
-                device.decode(number, table.array(), free.array(), steps, until_any_done, width, logprobs)
-                device.wait()  # what this one's device could not do is raised here
+            case Decode(index, table, free, steps, until_any_done, width, logprobs):
+                device.decode(index, table.array(), free.array(), steps, until_any_done, width, logprobs)
+                device.wait()  # an error of this device is raised here, and not in a later call
             case CatchUp(table):
                 device.catch_up(table.array())
             case Rearrange(order):

@@ -1,4 +1,4 @@
-"""Pages of one pool: who holds them, and which of them hold the beginning of a prompt that others share. Plain Python."""
+"""The pages of one pool: their allocation, and prefix caching. Plain Python, without JAX."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ChunkKey = tuple[int | str, ...]
-"""The tokens of a chunk, and the one after it; before those of a first chunk the salt, if it has one: see `chunk_key`."""
+"""The tokens of a chunk and the next token, which identify it; see `chunk_key`."""
 
 
 def chunk_key(tokens: Sequence[int], start: int, end: int, salt: str = "") -> ChunkKey:
-    """Return what a chunk of a prompt is known by. Only prompts of the same ``salt`` share chunks.
+    """Return the key that identifies a chunk of a prompt below the chunk before it.
+
+    The key of a first chunk begins with the ``salt``, if there is one. So only prompts with the
+    same salt share chunks.
 
     Examples:
         >>> from specjax.serving.pages import chunk_key
@@ -18,30 +21,31 @@ def chunk_key(tokens: Sequence[int], start: int, end: int, salt: str = "") -> Ch
         ((7, 8, 9), ('mine', 7, 8, 9))
     """
     key = tuple(tokens[start : end + 1])
-    return (salt, *key) if salt and start == 0 else key  # a later chunk is found below the first one
+    # Later chunks are looked up below the first one.
+    return (salt, *key) if salt and start == 0 else key
 
 
 DROPPED = object()
-"""Stands where a prefix state was."""
+"""The value of `Prefix.prefix_state` after the prefix state was dropped."""
 
 
 @dataclass(eq=False)
 class Prefix:
-    """A whole chunk of a prompt that has been read: its pages are never written again, and any number of rows may hold them.
+    """A full chunk of a prefilled prompt. Its pages are read-only, and rows share them.
 
-    A drafter pairs each token with the one after it. So what is remembered of a chunk depends on the token after it, too, and a
-    prompt shares the chunk only where that token is the same.
+    A drafter pairs each token with the next one. So the entries of a chunk depend on the token
+    after the chunk, too, and a prompt shares the chunk only if it has the same token there.
 
     Attributes:
-        above: the chunk before it; None for a first one.
-        key: what it is known by, below ``above``.
-        pages: its own, in order.
-        prefix_state: what was known at its end beside its pages; for whoever goes on from there. `DROPPED`: nobody can, for it
-            took too much memory.
-        holders: rows that hold it.
-        below: the chunks that extend it.
-        used: when it was last taken or given up, by the pool's own clock.
-        last_used: when its prefix state was made, or a text last went on from it, by that clock.
+        above: the chunk before it; None for the first chunk of a prompt.
+        key: its key below ``above``, see `chunk_key`.
+        pages: the pages of this chunk, in order.
+        prefix_state: the state at the end of the chunk, from which another text with the same
+            prefix continues. `DROPPED`: it was dropped to save memory; no text can continue here.
+        holders: the number of rows that use it.
+        below: the chunks that follow it, by key.
+        used: when a row last began or stopped using it, by the pool's clock.
+        last_used: when its prefix state was last created or reused, by the same clock.
     """
 
     above: "Prefix | None"
@@ -55,14 +59,14 @@ class Prefix:
 
 
 class PagePool:
-    """The pages of one pool, and its prefixes.
+    """A pool of pages, and the prefixes in it.
 
-    A page is free, or a row's own, or a prefix's. A prefix that no row holds stays as long as nobody needs its pages. Prefix
-    states are not in pages: where they are large, as the states of a target with linear attention are, only those are kept that
-    were made, or gone on from, last.
+    A page is free, or belongs to one row, or to a prefix. A prefix that no row uses stays until its
+    pages are needed. Prefix states are not in pages. If they are large, as those of a target with
+    linear attention, only the most recently used ones stay.
 
     Attributes:
-        total: pages.
+        total: the number of pages.
 
     Examples:
         >>> from specjax.serving.pages import PagePool
@@ -76,7 +80,12 @@ class PagePool:
     """
 
     def __init__(self, total: int, prefix_states: int | None = None) -> None:
-        """A pool of ``total`` free pages, whose prefixes keep so many ``prefix_states``; None: all."""
+        """Make a pool of ``total`` free pages.
+
+        Args:
+            total: the number of pages.
+            prefix_states: the largest number of prefix states; None: no limit.
+        """
         self.total = total
         self._prefix_states = prefix_states
         self._free = list(range(total))[::-1]
@@ -86,109 +95,121 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that can be taken: free ones, and those of prefixes that nobody holds."""
+        """The number of pages that are free, or belong to prefixes that no row uses."""
         return len(self._free) + sum(len(prefix.pages) for prefix in self._prefixes if not prefix.holders)
 
     def take(self, count: int) -> list[int] | None:
-        """``count`` pages, for which prefixes that nobody holds may have to go; None, and nothing happens, where there are too
-        few."""
+        """Allocate ``count`` pages, and return them.
+
+        If too few are free, prefixes that no row uses are evicted.
+
+        Returns:
+            The pages; None, and nothing changes, if too few are available.
+        """
         if count > len(self._free):
             if count > self.available:
                 return None
-            # Whoever holds a chunk holds those before it. So of one that nobody holds the last extension is held by nobody.
+            # A row that uses a chunk also uses the chunks before it. So below an unused chunk there
+            # is always an unused leaf.
             while count > len(self._free):
                 unheld = (prefix for prefix in self._prefixes if not prefix.holders and not prefix.below)
                 self._drop(min(unheld, key=lambda prefix: prefix.used))
-        taken = self._free[len(self._free) - count :][::-1]
+        pages = self._free[len(self._free) - count :][::-1]
         del self._free[len(self._free) - count :]
-        return taken
+        return pages
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """A row's own ``pages`` are free again."""
+        """Free the ``pages`` of a row. They must not belong to a prefix."""
         self._free.extend(pages)
 
     def find(self, tokens: Sequence[int], chunk: int, max_length: int, salt: str = "") -> list[Prefix]:
         """Return the longest chain of prefixes that ``tokens`` with this ``salt`` begin with.
 
-        It has at most ``max_length`` tokens in all, and its last prefix has its prefix state.
+        The chain has at most ``max_length`` tokens, and its last prefix has a prefix state.
         """
         chain: list[Prefix] = []
-        known = self._first
+        candidates = self._first
         for end in range(chunk, max_length + 1, chunk):
-            prefix = known.get(chunk_key(tokens, end - chunk, end, salt))
+            prefix = candidates.get(chunk_key(tokens, end - chunk, end, salt))
             if prefix is None:
                 break
             chain.append(prefix)
-            known = prefix.below
+            candidates = prefix.below
         while chain and chain[-1].prefix_state is DROPPED:
             chain.pop()
         return chain
 
     def go_on_from(self, chain: Sequence[Prefix]) -> None:
-        """A row holds a whole ``chain``, and its text goes on from the last one's prefix state."""
+        """Note that a row uses a ``chain``, and continues from its last prefix state."""
         for prefix in chain:
             self._hold(prefix)
         if chain:
             chain[-1].last_used = self._now()
 
     def let_go(self, prefix: Prefix) -> None:
-        """A row holds it no more."""
+        """Note that a row has stopped using ``prefix``."""
         prefix.holders -= 1
         prefix.used = self._now()
 
     def register(self, above: Prefix | None, key: ChunkKey, pages: tuple[int, ...], prefix_state: Any) -> Prefix:
-        """Make a row's own ``pages`` a prefix, which that row holds. Where there is one of this ``key`` already, the row holds
-        that one in their place, which has a prefix state again, and they are free."""
-        known = self._first if above is None else above.below
-        if key in known:
+        """Make ``pages`` of a row a prefix that the row uses, and return the prefix.
+
+        If a prefix of this ``key`` exists already, the row uses that one, with the new prefix
+        state, and its own ``pages`` are freed.
+        """
+        siblings = self._first if above is None else above.below
+        if key in siblings:
             self.give_back(pages)
         else:
-            known[key] = Prefix(above, key, pages, prefix_state)
-            self._prefixes.add(known[key])
-        prefix = known[key]
+            siblings[key] = Prefix(above, key, pages, prefix_state)
+            self._prefixes.add(siblings[key])
+        prefix = siblings[key]
         prefix.prefix_state, prefix.last_used = prefix_state, self._now()
         self._hold(prefix)
         self._drop_prefix_states()
         return prefix
 
     def forget_prefixes(self) -> None:
-        """Drop every prefix that nobody holds."""
+        """Evict all prefixes that no row uses."""
         while unheld := [prefix for prefix in self._prefixes if not prefix.holders and not prefix.below]:
             for prefix in unheld:
                 self._drop(prefix)
 
     def check(self, row_pages: Sequence[int], row_prefixes: Sequence[Prefix]) -> None:
-        """Compare the pool with what its rows have.
+        """Compare the pool with the pages and prefixes of its rows.
 
         Args:
-            row_pages: the pages that rows have for themselves.
-            row_prefixes: the prefixes that rows hold, each as often as it is held.
+            row_pages: the pages that belong to rows alone.
+            row_prefixes: the prefixes that rows use, each once per row.
 
         Raises:
-            RuntimeError: a page has no owner or two, or a prefix is held by more or fewer rows than it counts.
+            RuntimeError: A page has no owner or two, or a prefix counts another number of rows than
+                use it.
         """
         pages = sorted([*self._free, *row_pages, *(page for prefix in self._prefixes for page in prefix.pages)])
         if pages != list(range(self.total)):
-            raise RuntimeError(f"pages: {len(pages)} are free, a row's or a prefix's, and each of {self.total} must be so once")
+            raise RuntimeError(f"pages: {len(pages)} are free or in use, but each of the {self.total} must be exactly once")
         holders = Counter(map(id, row_prefixes))
         if not self._prefixes.issuperset(row_prefixes):
-            raise RuntimeError("prefixes: a row holds one that the pool has dropped")
+            raise RuntimeError("prefixes: a row uses a prefix that the pool has evicted")
         for prefix in self._prefixes:
             if prefix.holders != holders[id(prefix)]:
-                raise RuntimeError(f"prefixes: {holders[id(prefix)]} rows hold one that counts {prefix.holders} holders")
+                raise RuntimeError(f"prefixes: {holders[id(prefix)]} rows use a prefix that counts {prefix.holders}")
 
     def _drop_prefix_states(self) -> None:
-        """Those that were made or gone on from longest ago, as many as there are too many. Of a text's chunks the last one's
-        is the newest, and is what the text's next turn needs."""
+        """Drop the least recently used prefix states until the limit holds.
+
+        The newest one of a text, which the next turn of a chat needs, is that of its last chunk.
+        """
         if self._prefix_states is None:
             return
-        kept = [prefix for prefix in self._prefixes if prefix.prefix_state is not DROPPED]
-        too_many = max(0, len(kept) - self._prefix_states)
-        for prefix in sorted(kept, key=lambda prefix: prefix.last_used)[:too_many]:
+        with_state = [prefix for prefix in self._prefixes if prefix.prefix_state is not DROPPED]
+        too_many = max(0, len(with_state) - self._prefix_states)
+        for prefix in sorted(with_state, key=lambda prefix: prefix.last_used)[:too_many]:
             prefix.prefix_state = DROPPED
 
     def _hold(self, prefix: Prefix) -> None:
-        """A row holds ``prefix``, and holds those before it already."""
+        """Count a row that begins to use ``prefix``, and already uses the prefixes above it."""
         prefix.holders += 1
         prefix.used = self._now()
 

@@ -1,28 +1,35 @@
-"""Who has a row, and which pages: the decisions of continuous batching, in plain Python.
+"""The scheduler of continuous batching: which requests have rows and pages. Plain Python.
 
-The scheduler computes nothing. It says what is to be read and how far rows may go, the engine does it on the device, and tells
-what came of it. First come, first served: requests have rows in the order in which they came, but for those that wait for a
-program to be compiled, which others pass. Where pages run out the newest request gives way. It loses no text: it waits, and is
-read again, with what it has generated so far as a part of its prompt.
+The scheduler computes nothing. It decides which chunks to prefill and how far rows may grow; the
+engine does that on the device and reports the results.
 
-The prompts of those who have rows take turns, a piece at a time. The one with the fewest pieces left comes first, so that a
-short prompt does not wait for a long one. No prompt waits for ever: after `MAX_PASSED` pieces of others it is the oldest one's
-turn.
+**Rows.** Waiting requests get rows in the order of their submission. Only requests that wait for a
+program to be compiled are passed by later ones.
 
-The oldest request always comes to its end: it is the last to give way, and `Scheduler.submit` refuses what would need more
-pages than there are.
+**Preemption.** If the pages run out, the newest request is preempted. It loses its row and pages,
+but no text: it waits, and is prefilled again with its output so far as part of its prompt. The
+oldest request always finishes, because it is preempted last, and because `Scheduler.submit` refuses
+a request that needs more pages than there are.
 
-A client, whose drafts come from elsewhere, holds its row: once its prompt is read, the client says when the text goes on, and
-nothing is decoded. A row that is held may be dropped; then the client must ask anew. Rows of clients that are away go first,
-longest away first, also for whoever waits. Those of other clients go where a text that has a row needs pages: as any that is
-newer, and where all other texts are clients' (nobody knows when they go on).
+**Chunked prefill.** The prompts in rows take turns, one chunk at a time. The prompt with the fewest
+chunks left comes first, so a short prompt does not wait for a long one. After `MAX_PASSED` chunks
+of others it is the turn of the oldest prompt, so none waits for ever.
 
-A client that could draft and has not done so for `Scheduler`'s ``idle_seconds`` is idle. Where others need its row or its
-pages it is suspended: it loses both, and keeps its text. With its next draft it joins the end of the line. When it has a row
-again its text is read, and who only waits does not get that row before the draft has its verdict. So each turn brings a client
-on, and the line moves whenever a text ends or a client becomes idle.
+**Clients.** A client drafts on another machine and holds its row: after the prefill its text grows
+only when the client sends a draft. Such a row may be lost in two ways.
 
-Clients of one owner have at most ``client_rows`` rows at a time. Their other requests wait, and those of others pass them.
+- It is *dropped* for good if the client is disconnected ("away") and another request needs the row
+  or pages. The longest away goes first. The row of a connected client is dropped only if a request
+  with a row needs pages, and the client's request is newer or all other rows are held by clients,
+  who may stay inactive for long. The client has to open a row again.
+- It is *suspended* if the client is idle, that is, could draft but has not for ``idle_seconds``,
+  and another request needs the row or pages. The client's next draft puts its request at the end of
+  the queue. When the request has a row, its text is prefilled again, and no waiting request takes
+  the row before the draft is verified. So each turn advances a client, and the queue moves whenever
+  a text ends or a client becomes idle.
+
+The clients of one owner have at most ``client_rows`` rows at a time. Their further requests wait,
+and requests of others pass them.
 """
 
 import time
@@ -38,11 +45,11 @@ from specjax.errors import InputError
 from specjax.serving.pages import PagePool, Prefix, chunk_key
 
 MAX_PASSED = 3
-"""Pieces of newer prompts that may be read, one after another, before one of the oldest prompt is."""
+"""The number of chunks of newer prompts that may be prefilled before one of the oldest prompt."""
 
 
 class QueueFullError(InputError):
-    """As many requests wait as may."""
+    """The queue is full: the largest number of requests is waiting."""
 
 
 @dataclass(eq=False)
@@ -50,22 +57,25 @@ class Request:
     """A request, from its submission to its end.
 
     Attributes:
-        order: its place in the order of submissions; of a client that comes back after it was suspended, that of its return.
-        tokens: prompt and what was generated so far.
-        prompt_length: tokens of the prompt.
-        max_new_tokens: new tokens.
-        state: where it is. A client's is held once its prompt is read. Then it may be suspended, and comes back with the
-            client's next draft; or dropped, and does not come back.
-        row: its row, while it has one.
-        preemptions: how often it had to give way after its prompt was begun.
-        shares: most tokens that need not be computed, where another prompt that begins alike was read; None: any number.
-        cached: tokens that another prompt had read when its own was begun.
-        is_client: whether it is a client's.
-        owner: whose it is; of one owner's clients only so many have rows at a time. Empty: they are not counted.
-        away: since when the client is away, by the scheduler's count of departures; None: it is not.
-        idle_since: since when its client could draft and has not, by the scheduler's clock; None: it could not, or has drafted.
-        needs: what it waits for beside a row, see `Scheduler.hold_back`; None: nothing.
-        salt: only prompts with the same one share what was read of them.
+        order: its place in the order of submissions. A suspended request gets a new one when its
+            client drafts again.
+        tokens: the token ids of the prompt and of the output so far.
+        prompt_length: the number of tokens of the prompt.
+        max_new_tokens: the largest number of tokens after the prompt.
+        state: the state of the request. That of a client is "held" after its prefill. It may become
+            "suspended" until the client's next draft, or "dropped" for good.
+        row: its row; None while it has none.
+        preemptions: how often it was preempted after its prefill had begun.
+        shares: the largest number of prompt tokens that prefix caching may save; None: no limit.
+        cached: the number of prompt tokens that prefix caching saved.
+        is_client: whether it is a client's request.
+        owner: the client's owner, whose clients share a limit of rows. Empty: there is no limit.
+        away: when the client was disconnected, as a count of departures; None: it is connected.
+        idle_since: since when the client could draft and has not, by the scheduler's clock; None:
+            it cannot draft now, or it has drafted.
+        needs: the programs that it needs compiled, see `Scheduler.hold_back`; None: those of all
+            requests.
+        salt: the scope of prefix caching. Only prompts with the same salt share prefixes.
     """
 
     order: int
@@ -86,23 +96,25 @@ class Request:
 
     @property
     def max_length(self) -> int:
-        """Most tokens of prompt and output."""
+        """The maximal length of the text, prompt and output."""
         return self.prompt_length + self.max_new_tokens
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """A piece of a prompt that is to be read now.
+    """A chunk of a prompt to prefill now.
 
     Attributes:
-        request: whose.
-        row: its row.
-        start: how many tokens are committed before it. Their pages are in the table.
-        width: tokens to compute.
-        count: of those, how many count: from ``start`` on.
-        is_first: the row is new on the device, and begins with ``start`` tokens that another one has read.
-        is_last: afterwards the prompt is read, but for its last token, with which decoding begins.
-        prefix_state: where ``is_first``, what `Scheduler.was_read` was told at ``start``; None at 0.
+        request: the request.
+        row: the row of the request.
+        start: the number of tokens before the chunk. Their pages are in the table.
+        width: the number of tokens to compute, padding included.
+        count: the number of tokens of the prompt in the chunk.
+        is_first: whether the request is new in the row. Its first ``start`` tokens are shared.
+        is_last: whether the prompt is prefilled after this chunk. Its last token is left out,
+            because the first decoding step computes it.
+        prefix_state: the prefix state at ``start`` if ``is_first``, as passed to
+            `Scheduler.was_read`; None at 0.
     """
 
     request: Request
@@ -117,13 +129,13 @@ class PrefillChunk:
 
 @dataclass
 class _RowHolder:
-    """What a request that has a row holds.
+    """The contents of a row that is in use.
 
     Attributes:
-        request: whose row it is.
-        read: tokens of its prompt that are committed; None: its first piece has not been given out.
-        prefixes: chunks that it shares.
-        pages: its own, after those.
+        request: the request that has the row.
+        read: the number of tokens that are prefilled; None: the first chunk was not scheduled yet.
+        prefixes: the prefixes that it shares.
+        pages: the pages after those, which belong to this row alone.
     """
 
     request: Request
@@ -133,13 +145,17 @@ class _RowHolder:
 
 
 class Scheduler:
-    """Rows and pages for requests. See the module. Not for several threads at once.
+    """The assignment of rows and pages to requests; the module's docstring has its rules.
+
+    It is not thread-safe: the engine calls it with its lock.
 
     Attributes:
-        table: ``[rows, n]`` int32 the pages of each row, as `specjax.models.cache.PagedCache` has them.
-        preemptions: of all requests.
-        suspensions: how often an idle client has lost its row to others.
-        dropped: clients' requests that have lost their rows, for whoever is to tell them.
+        table: ``[rows, n]`` int32, the block table: the pages of each row, as
+            `specjax.models.cache.PagedCache` stores them.
+        preemptions: the number of preemptions of all requests.
+        suspensions: how often a request of an idle client was suspended.
+        dropped: the clients' requests that were dropped. `specjax.serving.clients.Clients` informs
+            the clients, and clears the list.
 
     Examples:
         >>> from specjax.serving.scheduler import Scheduler
@@ -151,7 +167,7 @@ class Scheduler:
         ...     scheduler.was_read(read, prefix_state=None)
         0 4 False
         4 1 True
-        >>> scheduler.reserve(4)  # nobody has to give way
+        >>> scheduler.reserve(4)  # no request is preempted
         []
         >>> scheduler.decoded(row=0, tokens=[1, 2, 3], done=True)
         >>> request.tokens, scheduler.idle
@@ -174,21 +190,22 @@ class Scheduler:
         idle_seconds: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """All rows and pages free.
+        """Make a scheduler whose rows and pages are free.
 
         Args:
-            rows: texts at a time, a multiple of ``shards``.
-            pages: of each shard.
-            page: tokens of a page.
-            chunk: tokens of a prompt that are read at a time, a multiple of ``page``.
-            capacity: most tokens of a text, prompt and output.
-            last_widths: numbers of tokens, below ``chunk``, that the last piece of a prompt may be computed as.
-            shards: equal groups of rows, with a pool of pages each.
-            max_waiting: most requests that wait, beside as many as rows are free; None: any number.
-            prefix_states: from the ends of how many chunks of prompts, in each shard, other texts may go on; None: all.
-            client_rows: most rows that the clients of one owner have at a time; None: any number.
-            idle_seconds: after which a client that sends no draft is idle.
-            clock: seconds.
+            rows: the number of rows, a multiple of ``shards``.
+            pages: the number of pages of each shard.
+            page: tokens per page.
+            chunk: tokens per chunk of prefill, a multiple of ``page``.
+            capacity: the maximal length of a text in tokens, prompt and output.
+            last_widths: the widths below ``chunk`` that the last chunk of a prompt may have.
+            shards: the number of equal groups of rows. Each has a pool of pages.
+            max_waiting: the largest number of waiting requests, beyond those that free rows will
+                take; None: no limit.
+            prefix_states: the largest number of prefix states in each shard; None: no limit.
+            client_rows: the largest number of rows for the clients of one owner; None: no limit.
+            idle_seconds: seconds without a draft after which a client is idle.
+            clock: returns the time in seconds.
         """
         self._page, self._chunk, self._capacity = page, chunk, capacity
         self._widths = (*sorted(last_widths), chunk)
@@ -199,17 +216,18 @@ class Scheduler:
         self._max_rows, self._held_back = rows, frozenset[str]()
         self._waiting: list[Request] = []
         self._submitted = 0
-        self._passed = [0] * shards  # pieces of others that were read since the last one of the oldest prompt
-        self._ahead = page  # what `reserve` was asked for last
+        # Per shard, the chunks of newer prompts since the last chunk of the oldest one.
+        self._passed = [0] * shards
+        self._ahead = page  # the argument of the newest call of `reserve`
         self._departures = 0
         self._client_rows, self._idle_seconds, self._clock = client_rows, idle_seconds, clock
         self._suspended: set[Request] = set()
-        self._looked_at = clock()  # when rows were given out last
+        self._scheduled_at = clock()  # when rows were given out last
         self.preemptions = self.suspensions = 0
         self.dropped: list[Request] = []
         self.table = np.full((rows, -(-capacity // page)), pages, np.int32)
 
-    # --- requests ------------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -223,21 +241,22 @@ class Scheduler:
         needs: str | None = None,
         salt: str = "",
     ) -> Request:
-        """A request for at most ``max_new_tokens`` tokens after a prompt; with 0 the prompt is read, and that is all.
+        """Add a request to the queue, and return it.
 
         Args:
-            tokens: the prompt, and what of the text there is already.
-            max_new_tokens: new tokens, those among them.
-            prompt_length: tokens of the prompt; None: all of them.
-            shares: as `Request.shares`: with 0, all is computed, whoever has read a part of it before.
-            is_client: its row is held when the prompt is read.
-            owner: as `Request.owner`.
-            needs: as `Request.needs`.
-            salt: as `Request.salt`.
+            tokens: the token ids of the prompt, and of the output so far.
+            max_new_tokens: the largest number of tokens after the prompt, the output so far
+                included. With 0 the prompt is prefilled, and nothing is generated.
+            prompt_length: the number of tokens of the prompt; None: all of ``tokens``.
+            shares: the largest number of tokens that prefix caching may save; None: no limit.
+            is_client: whether the request is a client's, which holds its row after the prefill.
+            owner: the client's owner, see `Request.owner`.
+            needs: the programs that the request needs compiled, see `Request.needs`.
+            salt: the scope of prefix caching, see `Request.salt`.
 
         Raises:
-            InputError: it can never be served; says why.
-            QueueFullError: too many wait.
+            InputError: The request can never be served. The message says why.
+            QueueFullError: Too many requests wait.
         """
         length = len(tokens) if prompt_length is None else prompt_length
         if not tokens or max_new_tokens < 0:
@@ -246,26 +265,26 @@ class Scheduler:
             )
         if length + max_new_tokens > self._capacity:
             raise InputError(
-                f"prompt ({length} tokens) plus max_new_tokens={max_new_tokens} make {length + max_new_tokens} tokens, and "
-                f"there is room for {self._capacity}: shorten the prompt, or give a larger capacity"
+                f"prompt ({length} tokens) plus max_new_tokens={max_new_tokens} make {length + max_new_tokens} tokens, but "
+                f"there is room for {self._capacity}; shorten the prompt, or give a larger capacity"
             )
         needed, total = -(-(length + max_new_tokens - 1) // self._page), self._pools[0].total
         if needed > total:
             raise InputError(
                 f"prompt ({length} tokens) plus max_new_tokens={max_new_tokens} need {needed} pages of {self._page} tokens, "
-                f"and there are {total}: shorten the prompt, or give more pages"
+                f"but there are {total}; shorten the prompt, or give more pages"
             )
-        taken = sum(row is not None and not self._may_lose_row(row.request) for row in self._rows)
-        free = max(0, self._max_rows - taken)
-        if self._max_waiting is not None and (length_of_line := self._length_of_line()) >= self._max_waiting + free:
-            raise QueueFullError(f"{length_of_line} requests wait, and no more may (max_waiting): try again later")
+        in_use = sum(row is not None and not self._may_lose_row(row.request) for row in self._rows)
+        free = max(0, self._max_rows - in_use)
+        if self._max_waiting is not None and (queue_length := self._queue_length()) >= self._max_waiting + free:
+            raise QueueFullError(f"{queue_length} requests wait, and the queue is full (max_waiting); try again later")
         request = Request(self._next_order(), list(tokens), length, max_new_tokens, shares=shares, needs=needs, salt=salt)
         request.is_client, request.owner = is_client, owner
         self._waiting.append(request)
         return request
 
     def cancel(self, request: Request) -> None:
-        """End it, wherever it is; nothing happens where it has ended."""
+        """Cancel a request in any state. If it has ended, nothing happens."""
         if request.state == "waiting":
             self._waiting.remove(request)
         elif request.state == "suspended":
@@ -277,26 +296,33 @@ class Scheduler:
         request.state = "cancelled"
 
     def limit_rows(self, max_rows: int) -> None:
-        """Give out at most so many rows at a time, from now on. Texts that have a row keep it."""
+        """Limit the number of rows in use. Requests that have a row keep it."""
         self._max_rows = max_rows
 
     def hold_back(self, needs: Collection[str]) -> None:
-        """Give no row to requests that need one of these, until this is called again. The others pass them."""
+        """Give no rows to requests with these `Request.needs`, until the next call.
+
+        The engine calls it with the needs whose programs are not compiled yet. Other requests pass
+        those that are held back.
+        """
         self._held_back = frozenset(needs)
 
     def set_away(self, request: Request, is_away: bool) -> None:
-        """A client is away, or here again."""
+        """Note that a client is disconnected ("away"), or connected again."""
         if is_away != (request.away is not None):
             self._departures += 1
             request.away = self._departures if is_away else None
 
     def may_draft(self, request: Request) -> None:
-        """A client whose row is held has all that it needs for its next draft: from now on it may become idle."""
+        """Note that a client can send its next draft: from now on it may become idle."""
         if request.state == "held":
             request.idle_since = self._clock()
 
     def has_drafted(self, request: Request) -> None:
-        """A client has sent a draft: it is not idle. If it was suspended it waits for a row, behind those who wait already."""
+        """Note that a client has sent a draft, and is not idle.
+
+        If its request was suspended, it joins the end of the queue.
+        """
         request.idle_since = None
         if request.state == "suspended":
             self._suspended.remove(request)
@@ -304,49 +330,64 @@ class Scheduler:
             self._waiting.append(request)
 
     def is_idle(self, request: Request) -> bool:
-        """Whether a client has a row, and has sent no draft for so long that others may have the row."""
+        """Return whether a client has sent no draft for so long that its row may be suspended."""
         if request.state != "held" or request.idle_since is None:
             return False
         return self._clock() - request.idle_since >= self._idle_seconds
 
     def seconds_until_idle(self) -> float | None:
-        """Seconds until a client becomes idle whose row somebody may have who waits; None: nobody waits, or no client may."""
+        """Return the seconds until a client becomes idle and a waiting request may get its row.
+
+        None: no request waits, or no client will become idle.
+        """
         if not self._waiting:
             return None
         requests = [self._holder(row).request for row in self.held]
         starts = [request.idle_since for request in requests if request.idle_since is not None]
-        # One that has become idle since rows were given out last is to be looked at once more: nobody else would wake us.
-        not_seen_idle = [start for start in starts if self._looked_at - start < self._idle_seconds]
-        return max(0.0, min(not_seen_idle) + self._idle_seconds - self._clock()) if not_seen_idle else None
+        # This includes clients that became idle after rows were last given out. Otherwise the
+        # engine's thread would sleep on, because nothing else wakes it.
+        pending = [start for start in starts if self._scheduled_at - start < self._idle_seconds]
+        return max(0.0, min(pending) + self._idle_seconds - self._clock()) if pending else None
 
     def _next_order(self) -> int:
         self._submitted += 1
         return self._submitted - 1
 
-    def _length_of_line(self) -> int:
-        """How many wait. Of one owner's clients only so many count as it may have rows, lest it fills the line for all."""
+    def _queue_length(self) -> int:
+        """Return the number of waiting requests, as far as they count for ``max_waiting``.
+
+        Of one owner's clients at most ``client_rows`` count, so that it cannot fill the queue.
+        """
         if self._client_rows is None:
             return len(self._waiting)
         of_owner = Counter(request.owner for request in self._waiting if request.owner)
         return len(self._waiting) - sum(max(0, count - self._client_rows) for count in of_owner.values())
 
-    # --- prompts -------------------------------------------------------------------------------------------------------
+    # --- prompts ----------------------------------------------------------------------------------
 
     def next_reads(self, budget: int | None = None) -> list[PrefillChunk]:
-        """Return what is to be read of prompts now: at most one piece a shard, of at most ``budget`` tokens to compute.
+        """Return the chunks to prefill now, at most one per shard.
 
-        Free rows are given to those who wait first. The module says whose turn it is. Pieces begin at multiples of ``chunk``,
-        whatever other prompts share: so a text is computed in the same way, whoever was there before. (With shards, a last
-        piece is as wide as the widest that is read beside it.)
+        Free rows are given to waiting requests first. Chunks begin at multiples of ``chunk``,
+        whether or not a prefix is shared, so prefix caching does not change how a text is rounded.
+        With several shards, all chunks are computed with the width of the widest.
+
+        Args:
+            budget: the largest number of tokens to compute per chunk; None: no limit.
         """
         self._give_rows()
         reads = [self._next_read(shard, budget) for shard in range(len(self._pools))]
         return [read for read in reads if read is not None]
 
     def was_read(self, read: PrefillChunk, prefix_state: Any) -> None:
-        """Note that the engine has read it. ``prefix_state``, what is known now beside its pages, is kept with the chunk."""
+        """Note that the engine has prefilled a chunk, and cache it as a prefix if it is full.
+
+        Args:
+            read: the chunk.
+            prefix_state: the prefix state at its end.
+        """
         row = self._rows[read.row]
-        if row is None or row.request is not read.request:  # cancelled meanwhile
+        if row is None or row.request is not read.request:  # the request was cancelled meanwhile
             return
         row.read = read.start + read.count
         if read.count == self._chunk:
@@ -355,7 +396,8 @@ class Scheduler:
             count = self._chunk // self._page
             row.prefixes.append(self._pool(read.row).register(above, key, tuple(row.pages[:count]), prefix_state))
             del row.pages[:count]
-            self._fill(read.row)  # another prompt may have read the same chunk meanwhile, into pages of its own
+            # The pages change if another row has cached the same chunk meanwhile.
+            self._fill(read.row)
         if read.is_last and read.request.is_client:
             read.request.state = "held"
         elif read.is_last and read.request.max_new_tokens:
@@ -365,40 +407,42 @@ class Scheduler:
             read.request.state = "done"
 
     def can_go_on(self) -> bool:
-        """Give rows to those who wait. Whether there is anything to read or to decode: otherwise clients hold all that others
-        could have."""
+        """Give rows to waiting requests, and return whether any row can be prefilled or decoded."""
         self._give_rows()
         return any(self._holder(row).request.state != "held" for row in self._occupied)
 
     def _give_rows(self) -> None:
-        """Free rows to the head of the line, in the shard that will have the most pages left."""
-        self._looked_at = self._clock()
-        while request := self._head_of_line():
-            if self._has_all_its_rows(request.owner):  # an idle client loses nothing, one that is away its session
-                self._make_way(self._rows_of(request.owner), is_idle_first=True)
+        """Give rows to the queue's head, in the shard that will have the most pages left."""
+        self._scheduled_at = self._clock()
+        while request := self._next_waiting():
+            if self._has_all_its_rows(request.owner):
+                # Idle before away: a suspended client continues by itself, a dropped one must open
+                # a row again.
+                self._take_client_row(self._rows_of(request.owner), is_idle_first=True)
                 continue
             free = [row for row, holder in enumerate(self._rows) if holder is None]
             free = free if self.occupied < self._max_rows else []
             if not free:
-                if not self._make_way(self._occupied):
+                if not self._take_client_row(self._occupied):
                     return
                 continue
             shards = {self._shard(row) for row in free}
             shard = max(shards, key=lambda shard: (self._left(shard), -len(self._of_shard(shard)), -shard))
             row = next(row for row in free if self._shard(row) == shard)
-            # Those who have a row go on as well. Who came when there is too little for all would have to give way at once.
-            others = [self._holder(other) for other in self._of_shard(shard)]
-            theirs = sum(max(0, self._missing(other, self._goal(other.request))) for other in others)
-            if others and self._pools[shard].available < self._wanted(request, shard) + theirs:
-                if not self._make_way(self._of_shard(shard)):
+            # The rows in use will grow, too. A request without enough pages for all would be
+            # preempted at once.
+            holders = [self._holder(index) for index in self._of_shard(shard)]
+            reserved = sum(max(0, self._missing(holder, self._goal(holder.request))) for holder in holders)
+            if holders and self._pools[shard].available < self._pages_needed(request, shard) + reserved:
+                if not self._take_client_row(self._of_shard(shard)):
                     return
                 continue
             self._waiting.remove(request)
             request.state, request.row = "reading", row
             self._rows[row] = _RowHolder(request)
 
-    def _head_of_line(self) -> Request | None:
-        """Who is to have the next row: the first of those that need nothing else, and whose owner may have it."""
+    def _next_waiting(self) -> Request | None:
+        """Return the first waiting request that is not held back and whose owner may have a row."""
         for request in self._waiting:
             if request.needs in self._held_back:
                 continue
@@ -408,57 +452,58 @@ class Scheduler:
         return None
 
     def _rows_of(self, owner: str) -> list[int]:
-        """The rows that the clients of an ``owner`` have."""
+        """Return the rows of the clients of an ``owner``."""
         return [row for row in self._occupied if owner and self._holder(row).request.owner == owner]
 
     def _has_all_its_rows(self, owner: str) -> bool:
-        """Whether the clients of an ``owner`` have as many rows as they may."""
+        """Return whether the clients of an ``owner`` have as many rows as they may."""
         return bool(owner) and self._client_rows is not None and len(self._rows_of(owner)) >= self._client_rows
 
     def _may_lose_row(self, request: Request) -> bool:
-        """Whether a client's row may be given to who only waits."""
+        """Return whether a client's row may be taken for a request that waits."""
         return request.away is not None or self.is_idle(request)
 
     def _goal(self, request: Request) -> int:
-        """Entries that a text may come to in the next decode call, as far as it may grow at all."""
+        """Return the largest number of KV entries of a text after the next decode call."""
         return min(len(request.tokens) - 1 + self._ahead, request.max_length - 1)
 
-    def _wanted(self, request: Request, shard: int) -> int:
-        """Pages that a ``request`` would need beside those that others hold for it already."""
+    def _pages_needed(self, request: Request, shard: int) -> int:
+        """Return the pages that a ``request`` would need beside the shared ones that are in use."""
         chain = self._prefixes_of(request, shard)
         shared = sum(len(prefix.pages) for prefix in chain if prefix.holders)
         pages = len(request.tokens) // self._page + 1
         if any(self._holder(row).request.state == "held" for row in self._of_shard(shard)):
-            # For those who hold rows nobody knows when they let go: it is not to begin what it could not go on with.
+            # Clients may hold their pages for long. So a request starts only with pages for its
+            # first decode call as well, because it might not get them later.
             pages = max(pages, -(-self._goal(request) // self._page))
         return pages - shared
 
     def _prefixes_of(self, request: Request, shard: int) -> list[Prefix]:
-        """What others have read of its prompt, and it may take."""
+        """Return the cached prefixes that a ``request`` may share."""
         max_reused = len(request.tokens) - 1 if request.shares is None else min(request.shares, len(request.tokens) - 1)
         return self._pools[shard].find(request.tokens, self._chunk, max_reused, request.salt)
 
     def _left(self, shard: int) -> int:
-        """Pages that will be left in a ``shard`` when the prompts there are read."""
+        """Return the pages that a ``shard`` will have left when its prompts are prefilled."""
         holders = [self._holder(row) for row in self._of_shard(shard)]
         missing = [self._missing(holder, len(holder.request.tokens) - 1) for holder in holders]
         return self._pools[shard].available - sum(max(0, pages) for pages in missing)
 
     def _next_read(self, shard: int, budget: int | None) -> PrefillChunk | None:
-        """Return the next piece of the prompt of a ``shard`` whose turn it is."""
+        """Return the next chunk to prefill in a ``shard``; None: none that fits the budget."""
         reading = [row for row in self._of_shard(shard) if self._holder(row).request.state == "reading"]
         if not reading:
             return None
         reading.sort(key=lambda row: self._holder(row).request.order)
-        oldest = index = reading[0]  # and the first of several with as few pieces left
+        oldest = index = reading[0]  # `min` below also returns the oldest of several equals
         if self._passed[shard] < MAX_PASSED:
-            index = min(reading, key=self._pieces_left)
+            index = min(reading, key=self._chunks_left)
         row = self._holder(index)
         request, to_read = row.request, len(row.request.tokens) - 1
         if is_first := row.read is None:
             chain = self._prefixes_of(request, shard)
             start = len(chain) * self._chunk
-            if not request.preemptions:  # later it may find what it has read itself
+            if not request.preemptions:  # afterwards it may find prefixes that it has cached itself
                 request.cached = start
         else:
             chain, start = row.prefixes, row.read or 0
@@ -476,39 +521,42 @@ class Scheduler:
         self._passed[shard] = 0 if index == oldest else self._passed[shard] + 1
         return PrefillChunk(request, index, start, width, count, is_first, start + count == to_read, prefix_state)
 
-    def _pieces_left(self, index: int) -> int:
-        """How many pieces of a row's prompt are to be read; at least 1, for the last may be empty."""
+    def _chunks_left(self, index: int) -> int:
+        """Return the number of chunks left to prefill in a row, at least 1: one may be empty."""
         row = self._holder(index)
         start = row.read
         if start is None:
             start = len(self._prefixes_of(row.request, self._shard(index))) * self._chunk
         return max(1, -(-(len(row.request.tokens) - 1 - start) // self._chunk))
 
-    # --- decoding ------------------------------------------------------------------------------------------------------
+    # --- decoding ---------------------------------------------------------------------------------
 
     def reserve(self, ahead: int) -> list[Request]:
-        """See to it that every running row has pages for ``ahead`` tokens more, or for all that it may still become.
+        """Allocate pages for ``ahead`` more tokens in each running row, within its maximal length.
 
         Returns:
-            The requests that had to give way. (So may some in `next_reads`: `Request.preemptions` counts both.)
+            The requests that were preempted for that, oldest first.
         """
         self._ahead = ahead
         before = {self._holder(row).request for row in self._occupied}
         for index in sorted(self.running, key=lambda row: self._holder(row).request.order):
             row = self._rows[index]
-            if row is None:  # it has given way
+            if row is None:  # it was preempted for an older one
                 continue
             self._grow(index, self._goal(row.request))
         return sorted((request for request in before if request.state == "waiting"), key=lambda request: request.order)
 
     def make_room(self, request: Request, ahead: int) -> bool:
-        """See to it that a row that is held has pages for ``ahead`` tokens more, or for all that it may still become. False:
-        it has been dropped."""
+        """Allocate pages for ``ahead`` more tokens in a held row, within its maximal length.
+
+        Returns:
+            False if the row was dropped, because there are not enough pages.
+        """
         assert request.row is not None
         return self._grow(request.row, min(len(request.tokens) - 1 + ahead, request.max_length - 1))
 
     def decoded(self, row: int, tokens: Sequence[int], done: bool) -> None:
-        """A row that runs or is held has come to new ``tokens``; ``done``: its text is finished."""
+        """Append new ``tokens`` to the text of a row, and free the row if the text is ``done``."""
         request = self._holder(row).request
         request.tokens.extend(tokens)
         if done:
@@ -516,14 +564,20 @@ class Scheduler:
             request.state = "done"
 
     def swap(self, order: Sequence[int]) -> None:
-        """Rows were rearranged on the device: row i holds now what row ``order[i]`` held, of the same shard."""
+        """Reorder the rows as on the device: row i becomes the former row ``order[i]``.
+
+        Rows stay within their shards.
+        """
         self._rows = [self._rows[row] for row in order]
         self.table = self.table[list(order)]
         for index in self._occupied:
             self._holder(index).request.row = index
 
     def clear(self) -> None:
-        """Cancel every request, and make all rows and pages free. It relies on nothing, and so it helps after any failure."""
+        """Cancel all requests, and free all rows and pages.
+
+        It works after any failure, because it makes new pools and does not use the old ones.
+        """
         for request in [*self._waiting, *self._suspended, *(row.request for row in self._rows if row is not None)]:
             request.state, request.row = "cancelled", None
         self._waiting.clear()
@@ -533,14 +587,15 @@ class Scheduler:
         self.table[:] = self._pools[0].total
 
     def check(self) -> None:
-        """Compare what is kept of requests, rows and pages in several places.
+        """Check that requests, rows, pages and the table agree.
 
         Raises:
-            RuntimeError: two of them contradict each other; the message says which.
+            RuntimeError: Two of them contradict each other. The message says which.
         """
-        numbers = [request.order for request in self._waiting]
-        if numbers != sorted(set(numbers)) or any(each.state != "waiting" or each.row is not None for each in self._waiting):
-            raise RuntimeError(f"waiting: requests {numbers} must wait, without a row, in the order of their submission")
+        orders = [request.order for request in self._waiting]
+        is_waiting = all(request.state == "waiting" and request.row is None for request in self._waiting)
+        if orders != sorted(set(orders)) or not is_waiting:
+            raise RuntimeError(f"waiting: requests {orders} must wait, without a row, in the order of their submission")
         if any(request.state != "suspended" or request.row is not None for request in self._suspended):
             raise RuntimeError("suspended: a request in this set still has a row, or is in another state")
         for shard, pool in enumerate(self._pools):
@@ -551,7 +606,7 @@ class Scheduler:
             self._check_row(index, row)
 
     def _check_row(self, index: int, row: _RowHolder | None) -> None:
-        """Refuse a row whose request or whose line of the table says something else."""
+        """Raise RuntimeError if a row does not agree with its request or its line of the table."""
         pages = [] if row is None else [*(page for prefix in row.prefixes for page in prefix.pages), *row.pages]
         unused = self.table.shape[1] - len(pages)
         if self.table[index].tolist() != pages + [self._pool(index).total] * unused:
@@ -562,13 +617,13 @@ class Scheduler:
         if request.row != index or request.state not in ("reading", "running", "held"):
             raise RuntimeError(f"row {index}: its request is {request.state}, in row {request.row}")
         if request.idle_since is not None and request.state != "held":
-            raise RuntimeError(f"row {index}: its request is {request.state}, and its client is said to be able to draft")
+            raise RuntimeError(f"row {index}: its request is {request.state}, but idle_since is set")
         if len(request.tokens) > request.max_length or not 0 <= (row.read or 0) < max(len(request.tokens), 1):
             raise RuntimeError(
-                f"row {index}: {row.read or 0} of {len(request.tokens)} tokens are read, and there may be {request.max_length}"
+                f"row {index}: {row.read or 0} of {len(request.tokens)} tokens are read, and the limit is {request.max_length}"
             )
 
-    # --- what there is -------------------------------------------------------------------------------------------------
+    # --- the state --------------------------------------------------------------------------------
 
     @property
     def running(self) -> list[int]:
@@ -577,12 +632,12 @@ class Scheduler:
 
     @property
     def reading(self) -> list[int]:
-        """The rows whose prompts are not read to the end."""
+        """The rows whose prompts are being prefilled."""
         return self._in_state("reading")
 
     @property
     def held(self) -> list[int]:
-        """The rows that clients hold, and whose prompts are read."""
+        """The rows of clients after their prefill."""
         return self._in_state("held")
 
     def _in_state(self, state: str) -> list[int]:
@@ -590,86 +645,95 @@ class Scheduler:
 
     @property
     def occupied(self) -> int:
-        """How many rows have a text, running or not."""
+        """The number of rows that have a request in any state."""
         return len(self._occupied)
 
     @property
     def waiting(self) -> int:
-        """How many requests have no row."""
+        """The number of requests that wait for a row."""
         return len(self._waiting)
 
     @property
     def idle(self) -> bool:
-        """Nothing waits, is read or runs."""
+        """True if no request waits, is prefilled or runs."""
         return not self._waiting and len(self.held) == self.occupied
 
     @property
     def free_pages(self) -> int:
-        """Pages that could be taken now, of all shards."""
+        """The number of pages that can be allocated now, in all shards."""
         return sum(pool.available for pool in self._pools)
 
     def request_of(self, row: int) -> Request | None:
-        """Whose text a row has."""
+        """Return the request that has a row, or None."""
         holder = self._rows[row]
         return None if holder is None else holder.request
 
-    # --- pages ---------------------------------------------------------------------------------------------------------
+    # --- pages ------------------------------------------------------------------------------------
 
     def _grow(self, index: int, tokens: int) -> bool:
-        """See to it that a row has pages for ``tokens``. Others give way first, and at last it does itself: False."""
+        """Allocate pages for ``tokens`` tokens in a row, and preempt other requests if necessary.
+
+        Returns:
+            False if the row itself was preempted, as the newest.
+        """
         row, pool = self._holder(index), self._pool(index)
         missing = self._missing(row, tokens)
         if missing <= 0:
             return True
-        while (taken := pool.take(missing)) is None:
+        while (pages := pool.take(missing)) is None:
             rows = self._of_shard(self._shard(index))
-            if self._make_way(rows):
+            if self._take_client_row(rows):
                 if self._rows[index] is not row:
                     return False
                 continue
-            giving = self._next_to_give_way(index, rows)
-            self._give_way(self._holder(giving).request)
-            if giving == index:
+            victim = self._victim(index, rows)
+            self._remove(self._holder(victim).request)
+            if victim == index:
                 return False
-        row.pages += taken
+        row.pages += pages
         self._fill(index)
         return True
 
     def _missing(self, row: _RowHolder, tokens: int) -> int:
-        """How many pages more ``tokens`` need."""
-        held = len(row.prefixes) * (self._chunk // self._page) + len(row.pages)
-        return -(-tokens // self._page) - held
+        """Return how many more pages ``tokens`` tokens need; not positive if there are enough."""
+        present = len(row.prefixes) * (self._chunk // self._page) + len(row.pages)
+        return -(-tokens // self._page) - present
 
-    def _next_to_give_way(self, index: int, rows: Sequence[int]) -> int:
-        """Which of ``rows`` is to give way to row ``index``, one of them: the newest."""
-        held = set(rows) & set(self.held)
-        if index not in held and len(held) == len(rows) - 1 and held:
-            rows = list(held)  # without it nobody would go on: clients may do nothing for long
+    def _victim(self, index: int, rows: Sequence[int]) -> int:
+        """Return which of ``rows`` loses its pages for row ``index``, one of them: the newest."""
+        of_clients = set(rows) & set(self.held)
+        if index not in of_clients and len(of_clients) == len(rows) - 1 and of_clients:
+            # All other rows are clients', who may stay inactive for long. If this row, the only one
+            # that can finish by itself, were preempted, nothing would advance.
+            rows = list(of_clients)
         return max(rows, key=lambda row: self._holder(row).request.order)
 
-    def _make_way(self, rows: Sequence[int], is_idle_first: bool = False) -> bool:
-        """Take the row of a client that does nothing: of those in ``rows`` the one that has been away for the longest, or else
-        the one that has been idle for the longest; with ``is_idle_first`` the other way round. False: there is none."""
+    def _take_client_row(self, rows: Sequence[int], is_idle_first: bool = False) -> bool:
+        """Take the row of an inactive client among ``rows``, and return False if there is none.
+
+        It is the client that has been away for the longest; or, if none is away, the one that has
+        been idle for the longest. With ``is_idle_first``, idle clients come before those away.
+        """
         requests = [self._holder(row).request for row in rows]
         away = [(request.away, request) for request in requests if request.away is not None]
         idle = [
             (request.idle_since, request) for request in requests if request.idle_since is not None and self.is_idle(request)
         ]
         if away and not (is_idle_first and idle):
-            self._give_way(min(away, key=lambda pair: pair[0])[1])
+            self._remove(min(away, key=lambda pair: pair[0])[1])
         elif idle:
             self._suspend(min(idle, key=lambda pair: pair[0])[1])
         return bool(away or idle)
 
     def _suspend(self, request: Request) -> None:
-        """Take the row of an idle client's request. The request waits for the client's next draft."""
+        """Take the row of an idle client's request, until the client's next draft."""
         self._leave(request)
         request.state = "suspended"
         self._suspended.add(request)
         self.suspensions += 1
 
-    def _give_way(self, request: Request) -> None:
-        """Its row is free. A client's request whose prompt is read, or whose client is away, is dropped; others wait again."""
+    def _remove(self, request: Request) -> None:
+        """Drop a request that is held or whose client is away; preempt any other."""
         if request.state != "held" and request.away is None:
             self._preempt(request)
             return
@@ -678,18 +742,19 @@ class Scheduler:
         self.dropped.append(request)
 
     def _preempt(self, request: Request) -> None:
-        """Take the row of a ``request``, which waits again, before those that came later."""
+        """Take the row of a ``request``, and put it back into the queue in its original order."""
         assert request.row is not None
-        # Who has a row and no pages yet goes, too, lest it passes one who was there before it; but it loses nothing.
+        # A request without pages loses no work, and does not count as preempted. It loses its row
+        # so that it does not pass an older request that was preempted.
         if self._holder(request.row).read is not None:
             request.preemptions += 1
             self.preemptions += 1
         self._leave(request)
         request.state = "waiting"
-        insort(self._waiting, request, key=lambda each: each.order)
+        insort(self._waiting, request, key=lambda queued: queued.order)
 
     def _leave(self, request: Request) -> None:
-        """Its row and pages are free."""
+        """Free the row and the pages of a request."""
         index = request.row
         assert index is not None
         row, pool = self._holder(index), self._pool(index)
@@ -701,7 +766,7 @@ class Scheduler:
         request.row = request.idle_since = None
 
     def _fill(self, index: int) -> None:
-        """Write the row's line of the table."""
+        """Write the pages of a row to its line of the table."""
         row = self._holder(index)
         pages = [page for prefix in row.prefixes for page in prefix.pages] + row.pages
         self.table[index, : len(pages)] = pages
@@ -716,7 +781,7 @@ class Scheduler:
         return row
 
     def _of_shard(self, shard: int) -> list[int]:
-        """The occupied rows of a ``shard``."""
+        """Return the rows of a ``shard`` that have a request."""
         return [row for row in self._occupied if self._shard(row) == shard]
 
     def _shard(self, row: int) -> int:

@@ -1,48 +1,56 @@
-"""Texts whose drafts come from clients: the protocol, without sockets, threads or a clock of its own.
+"""The server's side of the protocol of clients that draft, without sockets and threads.
 
-A client drafts, the engine verifies. Verification is coupled or greedy, so a verdict follows from the text's settings, its
-tokens so far, and the draft. Whatever is asked twice has the same answer, and a text that the server has forgotten goes on as
-it would have, once the client has sent it anew.
+A client drafts, and the engine verifies. Verification is coupled or greedy, so a verdict is a
+function of the text's settings, its tokens so far, and the draft. A repeated message gets the same
+answer, and a text that the server has forgotten continues unchanged after the client has sent it
+again.
 
-========= ==== ===================================================== =====================================================
-message   way  says                                                  is answered with
-========= ==== ===================================================== =====================================================
-Open      up   a prompt, what of the text is there already, how to   Opened; Told, as the text is read; Ready. Or Refused
-               draw, how many tokens the client has been told of
-Draft     up   a tree below the text: its ``sequence``, the length   Verdict. The same one again: the same Verdict again.
-               of the text (``base``) and its ``digest``             Another text than the server's: Resync
-Resume    up   over a new connection: length and digest of the       Ready, or what follows Opened; Forgotten
-               client's text, and how much it was told of
-Close     up   the text is not wanted any more                       nothing
-Opened    down the session, and the bounds of drafts
-Told      down what the drafter needs of tokens that were read
-Ready     down a draft below so many tokens may come                 Draft; if one has no verdict yet, the same again
-Verdict   down the accepted path and the token that follows it       Draft
-Resync    down the server's text from where the client's may differ  Draft, or Resume by who has not been told of it
-Forgotten down there is no such session (any more)                   Open, with the whole text
-Refused   down why a message was not followed                        what its ``code`` calls for
-========= ==== ===================================================== =====================================================
+========= ==== ======================================== ========================================
+message   way  content                                  answer
+========= ==== ======================================== ========================================
+Open      up   the prompt, the output so far, the       Opened; Told, during the prefill; Ready.
+               sampling parameters, and how many tokens Or Refused
+               were sent to the client before
+Draft     up   a tree below the text, its               Verdict. A repeated draft: the same
+               ``sequence``, and the length (``base``)  Verdict. If the client's text differs
+               and the ``digest`` of the client's text  from the server's: Resync
+Resume    up   on a new connection: length and digest   Ready; or Told and Ready; or Forgotten
+               of the client's text, and how many
+               tokens were sent to it
+Close     up   the end of the session                   none
+Opened    down the session's id, the bounds of drafts
+Told      down hidden states of prefilled tokens
+Ready     down the length below which drafts may come   Draft; one without a verdict is repeated
+Verdict   down the accepted path and the next token     Draft
+Resync    down the end of the server's text, from where Draft; or Resume, to get hidden states
+               the client's may differ
+Forgotten down there is no such session                 Open, with the whole text
+Refused   down why a message was rejected               depends on its ``code``
+========= ==== ======================================== ========================================
 
 Rules:
 
-- One draft at a time. ``sequence`` counts them; who sends a draft again sends the same one under the same number. Its verdict
-  is kept until the next draft comes.
-- A Resume brings a greater ``epoch``, and what is said under a smaller one is refused: it was under way while the connection
-  changed. A Resume that comes twice, under one epoch, changes nothing the second time. Nor does an Open, which has a ``nonce``.
-  While the text is read, either is answered with Opened, so that the client knows that it was heard.
-- A session that has lost its connection is *away*. It is kept for a while, and so is its row, unless somebody else needs that.
-  The row of a client that is connected, but sends no draft for a second, is given to somebody who waits, too; then the
-  session stays, and its next draft has its verdict once there is a row and the text is read again. A draft that is sent
-  again meanwhile is answered with Opened, so that the client knows that it was heard.
-- Of one API key, or of one address where there are no keys, only so many sessions are taken.
-- Who resumes may lack something. If it is the newest verdict, Ready names the length before it, and the client sends its draft
-  again. Otherwise the text is read anew from where the client is, in another row, and what it was not told is told.
-- A session belongs to whoever has opened it. To others it does not exist.
+- **One draft at a time.** ``sequence`` counts the drafts, and a repeated draft has the same number.
+  Its verdict is stored until the next draft arrives.
+- **Epochs.** Each Resume has a larger ``epoch``. A message with a smaller one is refused, because
+  it was sent before the connection changed. A repeated Resume, of the same epoch, changes nothing,
+  and neither does a repeated Open, of the same ``nonce``. During the prefill both are answered with
+  Opened, so that the client knows that its message has arrived.
+- **Disconnected clients.** A session without a connection is *away*. It stays for a while, and so
+  does its row, unless another request needs the row.
+- **Idle clients.** A waiting request may also get the row of a client that is connected but has
+  sent no draft for a second. The session stays. Its next draft is verified after it has a row again
+  and its text is prefilled again. A draft that is repeated meanwhile is answered with Opened.
+- **Limits.** The number of sessions of one API key is limited; without keys, that of one address.
+- **Resuming.** If the client lacks the newest verdict, Ready names the length before it, and the
+  client repeats its draft. If it lacks more, the text is prefilled again in another row, from the
+  client's length, and the hidden states that it lacks are sent.
+- **Owners.** A session belongs to the owner that opened it. For others it does not exist.
 
-Codes of Refused: ``version``, ``target``, ``drafter`` (this server has others), ``invalid`` (a prompt or a setting that cannot
-be used), ``draining`` (no new texts: the server shuts down), ``full`` (no room for this text now), ``old_epoch``,
-``not_ready`` (a draft before Ready), ``busy`` (a draft while another one is verified), ``sequence`` (a number was left out),
-``over`` (a draft for a text that has ended).
+Codes of Refused: ``version``, ``target``, ``drafter`` (the server has others), ``invalid`` (the
+prompt or a parameter is invalid), ``draining`` (the server shuts down), ``full`` (there is no room
+now), ``old_epoch``, ``not_ready`` (a draft before Ready), ``busy`` (a draft while another one is
+verified), ``sequence`` (a number was skipped), ``over`` (a draft for a text that has ended).
 """
 
 import secrets
@@ -67,50 +75,57 @@ from specjax.serving.scheduler import QueueFullError
 from specjax.wire import FrameError
 
 TOLD_BYTES = 2**18
-"""What is told of a chunk of a prompt comes in frames of so many bytes, or of one token: small ones wait between them."""
+"""The bytes of hidden states per frame, or those of one token if that is more.
+
+Small frames let the messages of other sessions through between them.
+"""
 
 MAX_UNSENT = 2**28
-"""Bytes that may wait to be sent over a connection, however much there is to be told. Who is cut off goes on from there."""
+"""The upper limit of bytes that wait to be sent over a connection.
+
+A client that is cut off for this reason may connect again and resume.
+"""
 
 
 class Row(Protocol):
-    """A text's place in the engine."""
+    """The row of a text in the engine, such as `specjax.serving.ClientRow`."""
 
     is_away: bool
 
     def verify(self, tokens: np.ndarray, parents: np.ndarray) -> None:
-        """Verify a draft; what comes of it is told to the listener."""
+        """Submit a draft for verification. The listener gets the verdict."""
 
     def close(self) -> None:
-        """It is not wanted any more."""
+        """Free the row."""
 
 
 class RowEngine(Protocol):
-    """What sessions need of an engine."""
+    """The part of an engine that sessions use."""
 
     def open_row(
         self, tokens: Sequence[int], params: SamplingParams, *, listener: Callable[[Any], None], **options: Any
     ) -> Row:
-        """Begin to read a text. The listener is told of it from another thread."""
+        """Request a row for a text. The engine calls the listener in another thread."""
         ...
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a server takes from clients, and how much of it.
+    """The terms on which a server accepts clients that draft.
 
     Attributes:
-        nodes: most of a draft, the root among them.
-        depth: most of a draft, the root's being 0.
-        capacity: most tokens of a text.
-        tells: arrays that are told of each token, with the shape of one token.
-        target: fingerprint of the target; empty: any is accepted.
-        drafter: likewise of the drafter.
-        away_seconds: that a session without a connection is kept.
-        sessions: most of them.
-        sessions_per_owner: most of one API key, or of one address where there are no keys; None: half of all, at least 1.
-        unsent_bytes: most that may wait to be sent over a connection; None: what is told of two whole texts, and a MiB, but no
-            more than `MAX_UNSENT`.
+        nodes: the largest number of nodes of a draft, the root included.
+        depth: the largest depth of a node; the root's is 0.
+        capacity: the maximal length of a text in tokens.
+        tells: the arrays of hidden states that clients are sent, with their shape for one token.
+        target: the fingerprint of the target; empty: any is accepted.
+        drafter: the fingerprint of the drafter; empty: any is accepted.
+        away_seconds: how long a session without a connection stays.
+        sessions: the largest number of sessions.
+        sessions_per_owner: the largest number of sessions of one API key or, without keys, of
+            one address; None: half of all, at least 1.
+        unsent_bytes: the largest number of bytes that wait to be sent over a connection; None:
+            the hidden states of two texts and a MiB, at most `MAX_UNSENT`.
 
     Examples:
         >>> from specjax.serving.sessions import Terms
@@ -131,31 +146,32 @@ class Terms:
 
     @property
     def max_of_owner(self) -> int:
-        """Most sessions of one API key, or of one address."""
+        """The largest number of sessions of one API key or address."""
         return max(1, self.sessions // 2) if self.sessions_per_owner is None else self.sessions_per_owner
 
     @property
     def max_unsent_bytes(self) -> int:
-        """Most bytes that may wait to be sent over a connection."""
-        told = 4 * self.capacity * sum(int(np.prod(shape)) for shape in self.tells.values())
-        return min(2 * told + 2**20, MAX_UNSENT) if self.unsent_bytes is None else self.unsent_bytes
+        """The largest number of bytes that wait to be sent over a connection."""
+        of_text = 4 * self.capacity * sum(int(np.prod(shape)) for shape in self.tells.values())
+        return min(2 * of_text + 2**20, MAX_UNSENT) if self.unsent_bytes is None else self.unsent_bytes
 
 
 @dataclass
 class SessionStatistics:
-    """What has happened so far.
+    """The counters of all sessions.
 
     Attributes:
-        opened: texts.
+        opened: sessions that were opened.
         rounds: drafts that were verified.
-        round_trips: drafts that followed a verdict over the same connection.
-        round_trip_seconds: of those together, from the verdict to the draft: the network there and back, and the client.
-        resumes: sessions that went on over another connection.
-        bytes_up: of frames that came.
-        bytes_down: of frames that went.
-        dropped: rows that were given to others or lost, and sessions that were away for too long.
-        sessions: that there are.
-        away: of those, without a connection.
+        round_trips: drafts that followed a verdict on the same connection.
+        round_trip_seconds: the sum of their times from verdict to draft: the network in both
+            directions, and the client.
+        resumes: sessions that were resumed on another connection.
+        bytes_up: bytes of received frames.
+        bytes_down: bytes of sent frames.
+        dropped: sessions that the server ended, for lack of rows or room, or after `away_seconds`.
+        sessions: sessions that exist now.
+        away: sessions without a connection now.
 
     Examples:
         >>> from specjax.serving.sessions import SessionStatistics
@@ -176,12 +192,13 @@ class SessionStatistics:
 
 
 class Connection:
-    """A client that can be spoken to.
+    """A connection of a client.
 
     Attributes:
-        owner: whom its sessions belong to.
-        counted_as: with what other sessions and rows those that are opened here are counted; empty: with none.
-        unsent: bytes that were handed to ``send`` and are not `sent`.
+        owner: the owner of the sessions that are opened on it.
+        counted_as: the name under which its sessions and rows count for the limits; empty: they do
+            not count.
+        unsent: the bytes that were passed to ``send`` and are not reported by `sent` yet.
     """
 
     def __init__(
@@ -197,31 +214,34 @@ class Connection:
         self._is_lost = False
 
     def receive(self, frame: bytes) -> None:
-        """The client has sent a frame.
+        """Process a frame of the client.
 
         Raises:
-            FrameError: the connection has to be closed.
+            FrameError: The frame is invalid, and the connection must be closed.
         """
         if not self._is_lost:
             self._sessions.receive(self, frame)
 
     def sent(self, count: int) -> None:
-        """So many bytes have been taken."""
+        """Note that ``count`` bytes have left the send queue."""
         self.unsent -= count
 
     def lost(self) -> None:
-        """The connection is no more. Its sessions are away."""
+        """Note that the connection is closed. Its sessions are away."""
         self._is_lost = True
         self._sessions.leave(self)
 
     def send(self, message: wire.DownMessage) -> int:
-        """Send a message, unless too much is waiting already: then the client is cut off. How many bytes went."""
+        """Send a message, and return the number of bytes sent.
+
+        If too many bytes wait already, nothing is sent, and the connection is closed.
+        """
         if self._is_lost:
             return 0
         frame = wire.encode(message)
         if self.unsent + len(frame) > self._sessions.terms.max_unsent_bytes:
             self.lost()
-            self._close(FrameError(4408, f"{self.unsent} bytes wait to be read; read faster"))
+            self._close(FrameError(4408, f"{self.unsent} bytes wait to be read; the client must read faster"))
             return 0
         self.unsent += len(frame)
         self._send(frame)
@@ -230,31 +250,32 @@ class Connection:
 
 @dataclass
 class _Session:
-    """A text.
+    """A session: one text of a client.
 
     Attributes:
-        id: what it is called.
-        owner: whom it belongs to.
-        counted_as: with what other sessions and rows it is counted; empty: with none.
-        precision: of what comes down.
+        id: the id of the session, which the client cannot guess.
+        owner: the owner that opened it.
+        counted_as: the name under which it counts for the limits; empty: it does not count.
+        precision: the format of the hidden states that are sent.
         params: the sampling parameters.
-        prompt: how many of its tokens are the prompt.
-        text: committed tokens.
-        nonce: of the Open that it began with.
-        epoch: the newest.
-        row: its place in the engine; None: it needs none, for the text has ended.
-        number: of the row among those that it has had: what earlier ones say is not listened to.
-        is_ready: whether the text is read.
-        told: how many tokens have been told of, from the first on.
-        untold: what the engine has said of the text as it was read, and the client has yet to hear.
-        sequence: of the newest draft; None: the next may have any.
-        draft: that is being verified.
-        kept: the newest draft that was verified, and what came of it.
-        over: "stop" or "length": the text has ended.
-        connection: where it is listened to; None: it is away.
-        away_since: when it went.
-        answered_at: when the newest verdict was sent over this connection; None: none was.
-        quiet_since: when something last happened that the client may answer, or it last spoke.
+        prompt: the number of tokens of the prompt.
+        text: the committed tokens, prompt included.
+        nonce: the nonce of the Open that it began with.
+        epoch: the newest epoch.
+        row: its row in the engine; None: the text has ended, and needs none.
+        row_index: the index of its row among those that it has had. Events of earlier rows are
+            ignored.
+        is_ready: whether the text is prefilled, and Ready was sent.
+        sent_tokens: the number of tokens whose hidden states were sent.
+        unsent_events: the events of the prefill that were not sent yet.
+        sequence: the number of the newest draft; None: the next one may have any number.
+        draft: the draft that is being verified.
+        last_round: the newest verified draft and its verdict, for a client that lacks it.
+        over: "stop" or "length" after the text has ended.
+        connection: the client's connection; None: the session is away.
+        away_since: when it lost its connection.
+        answered_at: when the newest verdict was sent on this connection; None: none was.
+        quiet_since: the time of the last message or event.
     """
 
     id: bytes
@@ -267,13 +288,13 @@ class _Session:
     nonce: bytes = b""
     epoch: int = 0
     row: Row | None = None
-    number: int = 0
+    row_index: int = 0
     is_ready: bool = False
-    told: int = 0
-    untold: deque[clients.RowFeatures | clients.RowReady] = field(default_factory=deque)
+    sent_tokens: int = 0
+    unsent_events: deque[clients.RowFeatures | clients.RowReady] = field(default_factory=deque)
     sequence: int | None = 0
     draft: wire.DraftMessage | None = None
-    kept: tuple[wire.DraftMessage, wire.VerdictMessage] | None = None
+    last_round: tuple[wire.DraftMessage, wire.VerdictMessage] | None = None
     over: str = ""
     connection: Connection | None = None
     away_since: float = 0.0
@@ -281,12 +302,12 @@ class _Session:
     quiet_since: float = 0.0
 
     def is_of(self, owner: str, nonce: bytes) -> bool:
-        """Whether it is the session that an Open with this ``nonce`` of this ``owner`` began."""
+        """Return whether an Open with this ``nonce`` of this ``owner`` began the session."""
         return self.owner == owner and self.nonce == nonce
 
 
 def _params_of(message: wire.OpenMessage) -> SamplingParams:
-    """Return the sampling parameters that a client asks for."""
+    """Return the sampling parameters of an Open."""
     return SamplingParams(
         **{name: getattr(message, name) for name in SAMPLING_NAMES if hasattr(message, name)},
         seed=message.seed,
@@ -296,26 +317,28 @@ def _params_of(message: wire.OpenMessage) -> SamplingParams:
 
 
 class Sessions:
-    """The texts of all clients.
+    """The sessions of all clients.
 
-    Everything is called in one thread, the sessions' own, and nothing waits.
+    All methods must be called in one thread, and none of them blocks. So there are no locks; events
+    of the engine's thread come in by ``post``.
 
     Attributes:
-        terms: what is taken.
-        statistics: what has happened.
-        is_draining: no new texts are taken.
+        terms: the terms on which clients are accepted.
+        statistics: the counters of all sessions.
+        is_draining: whether new sessions are refused, because the server shuts down.
 
     Examples:
         >>> from specjax import wire
         >>> from specjax.serving.sessions import Sessions, Terms
-        >>> class Rows:  # an engine's part of it
+        >>> class Rows:  # stands for the engine
         ...     def open_row(self, tokens, params, *, listener, **options):
         ...         return None
-        >>> sessions, heard = Sessions(Rows(), Terms(), post=lambda work: None), []
-        >>> connection = sessions.connect("me", heard.append, close=print)
-        >>> asked = wire.OpenMessage(nonce=bytes(16), tokens=wire.pack([5, 6], "int32"), prompt=2, limit=8)
-        >>> connection.receive(wire.encode(asked))
-        >>> wire.decode_down(heard[0]).depth
+        >>> sessions, frames = Sessions(Rows(), Terms(), post=lambda work: None), []
+        >>> connection = sessions.connect("me", frames.append, close=print)
+        >>> tokens = wire.pack([5, 6], "int32")
+        >>> request = wire.OpenMessage(nonce=bytes(16), tokens=tokens, prompt=2, limit=8)
+        >>> connection.receive(wire.encode(request))
+        >>> wire.decode_down(frames[0]).depth
         16
     """
 
@@ -328,14 +351,14 @@ class Sessions:
         clock: Callable[[], float] = time.monotonic,
         make_id: Callable[[], bytes] = partial(secrets.token_bytes, 16),
     ) -> None:
-        """Of an ``engine``.
+        """Start without sessions.
 
         Args:
-            engine: what reads texts and verifies drafts.
-            terms: what is taken.
-            post: has something done in the sessions' thread, from any thread, later.
-            clock: seconds.
-            make_id: sixteen bytes that nobody guesses.
+            engine: the engine, which prefills texts and verifies drafts.
+            terms: the terms on which clients are accepted.
+            post: a function, for any thread, that calls its argument later in the sessions' thread.
+            clock: returns the time in seconds.
+            make_id: returns sixteen bytes that cannot be guessed.
         """
         self.terms, self.statistics, self.is_draining = terms, SessionStatistics(), False
         self._engine, self._post, self._clock, self._make_id = engine, post, clock, make_id
@@ -343,7 +366,7 @@ class Sessions:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a client is waiting for more of a text."""
+        """True while a connected client has a text that has not ended."""
         return any(session.connection is not None and not session.over for session in self._sessions.values())
 
     def connect(
@@ -353,19 +376,19 @@ class Sessions:
         close: Callable[[FrameError], None],
         counted_as: str | None = None,
     ) -> Connection:
-        """A client has come.
+        """Return the connection of a new client.
 
         Args:
-            owner: whom its sessions belong to.
-            send: hands a frame to the client, at once or later; `Connection.sent` says when it has gone.
-            close: the client has to be cut off.
-            counted_as: what limits of sessions and rows go by, such as an address where nobody has a key; None: the owner.
-                Empty: there are no limits.
+            owner: the owner of its sessions.
+            send: sends a frame, at once or later. The caller reports it by `Connection.sent`.
+            close: closes the connection because of an error.
+            counted_as: the name under which its sessions and rows count for the limits, such as an
+                address if there are no API keys; None: the owner. Empty: they do not count.
         """
         return Connection(self, owner, send, close, owner if counted_as is None else counted_as)
 
     def leave(self, connection: Connection) -> None:
-        """A connection is no more: its sessions are away."""
+        """Note that a connection is closed: its sessions are away."""
         for session in self._sessions.values():
             if session.connection is connection:
                 session.connection, session.away_since = None, self._clock()
@@ -374,7 +397,7 @@ class Sessions:
         self._count()
 
     def tick(self) -> None:
-        """End the sessions that have been away for too long. To be called now and then."""
+        """End the sessions that have been away for too long. It must be called now and then."""
         until = self._clock() - self.terms.away_seconds
         for session in list(self._sessions.values()):
             if session.connection is None and session.away_since <= until:
@@ -382,14 +405,14 @@ class Sessions:
                 self._end(session)
 
     def close(self) -> None:
-        """End all of them."""
+        """End all sessions."""
         for session in list(self._sessions.values()):
             self._end(session)
 
-    # --- what clients say --------------------------------------------------------------------------------------------
+    # --- messages of clients ----------------------------------------------------------------------
 
     def receive(self, connection: Connection, frame: bytes) -> None:
-        """Follow a frame, as `Connection.receive`."""
+        """Process a frame, as `Connection.receive` describes."""
         self.statistics.bytes_up += len(frame)
         message = wire.decode_up(frame)
         if isinstance(message, wire.OpenMessage):
@@ -408,42 +431,44 @@ class Sessions:
         else:
             self._draft(connection, session, message)
 
-    def _open(self, connection: Connection, asked: wire.OpenMessage) -> None:
-        """A text begins."""
-        before = next((each for each in self._sessions.values() if each.is_of(connection.owner, asked.nonce)), None)
-        if before is None and (refusal := self._refusal(asked)) is not None:
+    def _open(self, connection: Connection, message: wire.OpenMessage) -> None:
+        """Open a session, and have its text prefilled."""
+        before = next((old for old in self._sessions.values() if old.is_of(connection.owner, message.nonce)), None)
+        if before is None and (refusal := self._refusal(message)) is not None:
             self._send(connection, wire.RefusedMessage(code=refusal[0], message=refusal[1][:1000]))
             return
-        if before is not None and before.connection is connection:  # it has come twice
+        if before is not None and before.connection is connection:  # the message was repeated
             self._send(connection, self._opened(before))
             if before.is_ready:
                 self._send(connection, wire.ReadyMessage(session=before.id, epoch=before.epoch, length=len(before.text)))
             return
-        if before is not None and before.epoch:  # a late copy: the client knows its session, and has resumed it
+        # This is a late copy of the message: the client has resumed the session since.
+        if before is not None and before.epoch:
             return
-        if before is not None:  # over a connection that was lost: nobody knows its session
+        # The Opened was lost with its connection, so the client cannot resume the session.
+        if before is not None:
             self._end(before)
         try:
-            goes = self._who_goes(connection.counted_as)
+            to_end = self._session_to_end(connection.counted_as)
             session = _Session(
                 self._make_id(),
                 connection.owner,
                 connection.counted_as,
-                asked.precision,
-                _params_of(asked),
-                asked.prompt,
-                array("i", wire.unpack(asked.tokens).tolist()),
-                nonce=asked.nonce,
+                message.precision,
+                _params_of(message),
+                message.prompt,
+                array("i", wire.unpack(message.tokens).tolist()),
+                nonce=message.nonce,
                 connection=connection,
             )
-            self._read(session, asked.known)
+            self._read(session, message.known)
         except InputError as error:
             code = "full" if isinstance(error, QueueFullError) else "invalid"
             self._send(connection, wire.RefusedMessage(code=code, message=str(error)[:1000]))
             return
-        if goes is not None:
+        if to_end is not None:  # only now, because a text that is refused must not end another one
             self.statistics.dropped += 1
-            self._end(goes)
+            self._end(to_end)
         self._sessions[session.id] = session
         self.statistics.opened += 1
         self._count()
@@ -455,21 +480,27 @@ class Sessions:
         bounds = {"nodes": terms.nodes, "depth": terms.depth, "capacity": terms.capacity}
         return wire.OpenedMessage(session=session.id, epoch=session.epoch, tells=tells, **bounds)
 
-    def _refusal(self, asked: wire.OpenMessage) -> tuple[str, str] | None:
-        """Why a text is not taken, and the word for it."""
+    def _refusal(self, message: wire.OpenMessage) -> tuple[str, str] | None:
+        """Return the code and the message of the refusal of an Open; None: it is accepted."""
         if self.is_draining:
             return "draining", "the server is shutting down"
-        if asked.version != wire.VERSION:
-            return "version", f"version={asked.version}: this server speaks {wire.VERSION}"
+        if message.version != wire.VERSION:
+            return "version", f"version={message.version}: this server speaks {wire.VERSION}"
         for name in ("target", "drafter"):
-            ours, theirs = getattr(self.terms, name), getattr(asked, name)
+            ours, theirs = getattr(self.terms, name), getattr(message, name)
             if ours and theirs and ours != theirs:
                 return name, f"{name}={theirs}: this server has {ours}; draft with the same weights as the server has"
         return None
 
-    def _who_goes(self, counted_as: str) -> _Session | None:
-        """Where there is no room for one more session: the text that ended first, or else the client that left first. Where
-        one key or address has all the sessions that it may have, it is one of those."""
+    def _session_to_end(self, counted_as: str) -> _Session | None:
+        """Return the session to end for a new one; None: there is room.
+
+        It is one whose text has ended, the quietest first, or else the one that has been away for
+        the longest. If an API key or address has reached its limit, it is one of its own.
+
+        Raises:
+            QueueFullError: There is no room, and all sessions are in use.
+        """
         terms, sessions = self.terms, list(self._sessions.values())
         of_owner = [session for session in sessions if counted_as and session.counted_as == counted_as]
         if len(of_owner) >= terms.max_of_owner:
@@ -480,23 +511,26 @@ class Sessions:
             return None
         may_go = [session for session in sessions if session.over or session.connection is None]
         if not may_go:
-            raise QueueFullError(f"there are {len(sessions)} sessions{of_whom}, and no more are taken; end one, or wait")
+            raise QueueFullError(f"there are {len(sessions)} sessions{of_whom}, the most allowed; end one, or wait")
         return min(may_go, key=lambda session: (not session.over, session.quiet_since if session.over else session.away_since))
 
-    def _read(self, session: _Session, known: int) -> None:
-        """Have the engine read the text, in a new row. Of the first ``known`` tokens nothing is told."""
-        session.number += 1
-        session.untold.clear()
-        session.is_ready, session.draft, session.kept, session.over = False, None, None, ""
-        known = min(known, len(session.text))
-        session.told = min(known, len(session.text) - 1)
-        listener = partial(self._listen, session, session.number)
+    def _read(self, session: _Session, sent_tokens: int) -> None:
+        """Request a new row, in which the engine prefills the text.
+
+        The client has the hidden states of the first ``sent_tokens`` tokens.
+        """
+        session.row_index += 1
+        session.unsent_events.clear()
+        session.is_ready, session.draft, session.last_round, session.over = False, None, None, ""
+        sent_tokens = min(sent_tokens, len(session.text))
+        session.sent_tokens = min(sent_tokens, len(session.text) - 1)
+        listener = partial(self._listen, session, session.row_index)
         try:
             session.row = self._engine.open_row(
                 list(session.text),
                 session.params,
                 prompt_length=session.prompt,
-                known=known,
+                known=sent_tokens,
                 listener=listener,
                 owner=session.counted_as,
             )
@@ -504,12 +538,13 @@ class Sessions:
             raise FrameError(1011, f"{error}") from None
 
     def _draft(self, connection: Connection, session: _Session, draft: wire.DraftMessage) -> None:
-        """A draft: it is verified, or was already, or does not fit."""
+        """Verify a draft, answer a repeated one, or refuse one that does not fit."""
         newest = session.sequence
         if newest is not None and draft.sequence < newest:
-            return  # the client has had the answer: it has sent a newer one since
+            # A late copy: the client has its verdict, because it has sent a newer draft since.
+            return
         if newest is not None and draft.sequence == newest:
-            self._again(connection, session, draft)
+            self._repeat(connection, session, draft)
         elif session.draft is not None:
             self._refuse(connection, session, "busy", f"sequence={draft.sequence}: draft {newest} has no verdict yet; wait")
         elif newest is not None and draft.sequence != newest + 1:
@@ -519,33 +554,39 @@ class Sessions:
         elif session.over:
             self._refuse(connection, session, "over", f"the text has ended ({session.over})")
         elif not session.is_ready or session.row is None:
-            self._refuse(connection, session, "not_ready", "the text is being read; wait for Ready")
+            self._refuse(connection, session, "not_ready", "the text is being prefilled; wait for Ready")
         else:
             self._verify(session, session.row, draft)
 
-    def _again(self, connection: Connection, session: _Session, draft: wire.DraftMessage) -> None:
-        """The newest draft once more. While it waits to be verified the answer is that it was heard."""
-        before = session.draft or (session.kept and session.kept[0])
+    def _repeat(self, connection: Connection, session: _Session, draft: wire.DraftMessage) -> None:
+        """Answer a repeated draft: with its verdict, or with Opened while it has none."""
+        before = session.draft or (session.last_round and session.last_round[0])
         if before is None or msgspec.structs.replace(draft, epoch=before.epoch) != before:
-            raise FrameError(4400, f"sequence={draft.sequence}: another draft had this number; send the same one again")
-        if session.draft is None and session.kept is not None:
-            self._send(connection, msgspec.structs.replace(session.kept[1], epoch=session.epoch))
-        elif session.draft is not None:  # it may wait for a row for long, and the client is to know that it was heard
+            raise FrameError(4400, f"sequence={draft.sequence}: another draft had this number; repeat the same one")
+        if session.draft is None and session.last_round is not None:
+            self._send(connection, msgspec.structs.replace(session.last_round[1], epoch=session.epoch))
+        elif session.draft is not None:
+            # It may wait long for a row, and the client must know that it has arrived.
             self._send(connection, self._opened(session))
 
     @staticmethod
     def _has(session: _Session, draft: wire.DraftMessage) -> bool:
-        """Whether a draft is below the session's text."""
+        """Return whether a draft is below the session's text."""
         return draft.base == len(session.text) and draft.digest == wire.digest(session.text)
 
     def _resync(self, connection: Connection, session: _Session, draft: wire.DraftMessage) -> None:
-        """The client has another text. What follows the tokens that it has for certain is sent: its own, or the prompt's."""
+        """Send the end of the server's text to a client that has another text.
+
+        It begins after the client's text if that is a prefix of the server's, else after the
+        prompt.
+        """
         text, prompt = session.text, session.prompt
         is_begun = draft.base <= len(text) and draft.digest == wire.digest(text[: draft.base])
         tail = wire.pack(text[draft.base if is_begun else prompt :], "int32")
         self._send(connection, wire.ResyncMessage(session=session.id, epoch=session.epoch, length=len(text), tail=tail))
 
     def _verify(self, session: _Session, row: Row, draft: wire.DraftMessage) -> None:
+        """Submit a draft to the engine."""
         tokens, parents = wire.unpack(draft.tokens), wire.unpack(draft.parents).astype(np.int32)
         parents[0] = -1
         if tokens[0] != session.text[-1]:
@@ -557,61 +598,65 @@ class Sessions:
             raise FrameError(4400, str(error)) from None
         except EngineError as error:
             raise FrameError(1011, str(error)) from None
-        session.draft, session.sequence, session.kept = draft, draft.sequence, None
+        session.draft, session.sequence, session.last_round = draft, draft.sequence, None
         if session.answered_at is not None:
             self.statistics.round_trips += 1
             self.statistics.round_trip_seconds += self._clock() - session.answered_at
 
-    def _resume(self, connection: Connection, session: _Session, asked: wire.ResumeMessage) -> None:
-        """A text goes on over this connection."""
-        if asked.epoch <= session.epoch:
-            if asked.epoch == session.epoch and session.connection is connection:  # it has come twice
-                if not session.is_ready:  # and while the text is read, or waits for a row, nothing else may come for long
+    def _resume(self, connection: Connection, session: _Session, message: wire.ResumeMessage) -> None:
+        """Continue a session on this connection."""
+        if message.epoch <= session.epoch:
+            # If the message was repeated, the client waits for a sign that it has arrived.
+            if message.epoch == session.epoch and session.connection is connection:
+                # Nothing else may be sent for long, during the prefill or the wait for a row.
+                if not session.is_ready:
                     self._send(connection, self._opened(session))
-                self._say_ready(session, asked)
+                self._send_ready(session, message)
             else:
-                self._refuse_epoch(connection, session, asked.epoch)
+                self._refuse_epoch(connection, session, message.epoch)
             return
-        text, base = session.text, asked.base
-        if not session.prompt <= base <= len(text) or asked.digest != wire.digest(text[:base]):
+        text, base = session.text, message.base
+        if not session.prompt <= base <= len(text) or message.digest != wire.digest(text[:base]):
             self._end(session)
             self._send(connection, wire.ForgottenMessage(session=session.id))
             return
         self.statistics.resumes += 1
-        session.connection, session.epoch, session.answered_at = connection, asked.epoch, None
+        session.connection, session.epoch, session.answered_at = connection, message.epoch, None
         session.quiet_since = self._clock()
         self._count()
         if session.row is not None:
             session.row.is_away = False
-        if not self._goes_on(session, asked):
+        if not self._can_continue(session, message):
             del text[base:]
-            self._read_anew(session, asked.known)
+            self._read_again(session, message.known)
         else:
-            self._say_ready(session, asked)
+            self._send_ready(session, message)
 
-    def _say_ready(self, session: _Session, asked: wire.ResumeMessage) -> None:
-        """Where the text is read, and the client has it; or all but what its newest draft has added, whose verdict it lacks."""
-        kept = session.kept is not None and session.kept[0].base == asked.base
-        if session.is_ready and (kept or asked.base == len(session.text)):
-            self._say(session, wire.ReadyMessage(session=session.id, epoch=session.epoch, length=asked.base))
+    def _lacks_last_verdict(self, session: _Session, message: wire.ResumeMessage) -> bool:
+        return session.last_round is not None and session.last_round[0].base == message.base
 
-    def _goes_on(self, session: _Session, asked: wire.ResumeMessage) -> bool:
-        """Whether the client has what it needs: the text and what is told of it, or else the draft whose verdict it lacks.
+    def _send_ready(self, session: _Session, message: wire.ResumeMessage) -> None:
+        """Send Ready if the text is prefilled, and the client lacks at most the last verdict."""
+        if session.is_ready and (message.base == len(session.text) or self._lacks_last_verdict(session, message)):
+            self._send_to_client(session, wire.ReadyMessage(session=session.id, epoch=session.epoch, length=message.base))
 
-        If not, the text is read anew from where the client is.
+    def _can_continue(self, session: _Session, message: wire.ResumeMessage) -> bool:
+        """Return whether the client can continue without another prefill.
+
+        It has the text and its hidden states, or lacks only the last verdict.
         """
-        known = asked.known if self.terms.tells else asked.base
-        if asked.base == len(session.text):
-            return known >= session.told or bool(session.over)
-        return session.kept is not None and session.kept[0].base == asked.base and known >= asked.base - 1
+        sent_tokens = message.known if self.terms.tells else message.base
+        if message.base == len(session.text):
+            return sent_tokens >= session.sent_tokens or bool(session.over)
+        return self._lacks_last_verdict(session, message) and sent_tokens >= message.base - 1
 
-    def _read_anew(self, session: _Session, known: int) -> None:
-        """In another row. The client may go on counting its drafts from wherever it is."""
+    def _read_again(self, session: _Session, sent_tokens: int) -> None:
+        """Have the text prefilled in another row. The next draft may have any ``sequence``."""
         if session.row is not None:
             session.row.close()
         session.row, session.sequence = None, None
         try:
-            self._read(session, known)
+            self._read(session, sent_tokens)
         except QueueFullError as error:
             connection = session.connection
             self._end(session)
@@ -627,21 +672,22 @@ class Sessions:
     def _refuse(self, connection: Connection, session: _Session, code: str, message: str) -> None:
         self._send(connection, wire.RefusedMessage(code=code, message=message, session=session.id))
 
-    # --- what the engine says ----------------------------------------------------------------------------------------
+    # --- events of the engine ---------------------------------------------------------------------
 
-    def _listen(self, session: _Session, number: int, event: Any) -> None:
-        """In the engine's thread: of a row of a session."""
-        self._post(partial(self._follow, session, number, event))
+    def _listen(self, session: _Session, row_index: int, event: Any) -> None:
+        """Pass an event of a row to the sessions' thread. The engine's thread calls it."""
+        self._post(partial(self._handle_event, session, row_index, event))
 
-    def _follow(self, session: _Session, number: int, event: Any) -> None:
-        """What a row says, unless the session has another one by now, or has ended."""
-        if number != session.number or session.id not in self._sessions:
+    def _handle_event(self, session: _Session, row_index: int, event: Any) -> None:
+        """Handle an event of a row, unless the session has ended or has another row by now."""
+        if row_index != session.row_index or session.id not in self._sessions:
             return
         if isinstance(event, clients.RowFeatures | clients.RowReady):
-            is_telling = bool(session.untold)  # then the rest follows
-            session.untold.extend(_pieces(event) if isinstance(event, clients.RowFeatures) else [event])
-            if not is_telling:
-                self._tell(session, number)
+            # If there are unsent events, a call of `_send_next` is posted already.
+            is_sending = bool(session.unsent_events)
+            session.unsent_events.extend(_pieces(event) if isinstance(event, clients.RowFeatures) else [event])
+            if not is_sending:
+                self._send_next(session, row_index)
         elif isinstance(event, clients.DraftVerified):
             self._answer(session, event)
         elif isinstance(event, clients.RowDropped):
@@ -651,31 +697,31 @@ class Sessions:
             if connection is not None:
                 self._send(connection, wire.ForgottenMessage(session=session.id))
 
-    def _tell(self, session: _Session, number: int) -> None:
-        """One piece of what is told of a text as it is read. The rest follows, and others are served in between."""
-        if number != session.number or session.id not in self._sessions:
+    def _send_next(self, session: _Session, row_index: int) -> None:
+        """Send one event of a prefill, and post the next, so that others are served in between."""
+        if row_index != session.row_index or session.id not in self._sessions:
             return
-        event = session.untold.popleft()
+        event = session.unsent_events.popleft()
         if isinstance(event, clients.RowFeatures):
-            session.told = max(session.told, event.start + event.count)
+            session.sent_tokens = max(session.sent_tokens, event.start + event.count)
             arrays, start, count = self._packed(session, event.arrays), event.start, event.count
-            self._say(
+            self._send_to_client(
                 session, wire.ToldMessage(session=session.id, epoch=session.epoch, start=start, count=count, arrays=arrays)
             )
         else:
-            session.is_ready, session.told, session.quiet_since = True, len(session.text) - 1, self._clock()
-            self._say(session, wire.ReadyMessage(session=session.id, epoch=session.epoch, length=len(session.text)))
-        if session.untold:
-            self._post(partial(self._tell, session, number))
+            session.is_ready, session.sent_tokens, session.quiet_since = True, len(session.text) - 1, self._clock()
+            self._send_to_client(session, wire.ReadyMessage(session=session.id, epoch=session.epoch, length=len(session.text)))
+        if session.unsent_events:
+            self._post(partial(self._send_next, session, row_index))
 
     def _answer(self, session: _Session, event: clients.DraftVerified) -> None:
-        """A draft has been verified: the text grows, and the verdict is kept."""
+        """Append a verdict to the text, store it, and send it."""
         draft = session.draft
         if draft is None:
             return
         tokens = wire.unpack(draft.tokens)
         session.text.extend([*(int(tokens[node]) for node in event.accepted), event.token])
-        session.told = len(session.text) - 1
+        session.sent_tokens = len(session.text) - 1
         verdict = wire.VerdictMessage(
             session=session.id,
             epoch=session.epoch,
@@ -683,26 +729,26 @@ class Sessions:
             accepted=list(event.accepted),
             token=event.token,
             arrays=self._packed(session, event.arrays),
-            over=event.over,  # pyright: ignore[reportArgumentType] - one of the words
+            over=event.over,  # pyright: ignore[reportArgumentType] - the same literals
             seconds=event.seconds,
         )
-        session.draft, session.kept, session.over = None, (draft, verdict), event.over
+        session.draft, session.last_round, session.over = None, (draft, verdict), event.over
         self.statistics.rounds += 1
         if event.over and session.row is not None:
             session.row.close()
             session.row = None
         session.quiet_since = self._clock()
         session.answered_at = None if session.connection is None else session.quiet_since
-        self._say(session, verdict)
+        self._send_to_client(session, verdict)
 
     @staticmethod
     def _packed(session: _Session, arrays: Mapping[str, np.ndarray]) -> dict[str, wire.ArrayBytes]:
         return {name: wire.pack(array, session.precision) for name, array in arrays.items()}
 
-    # --- both --------------------------------------------------------------------------------------------------------
+    # --- both -------------------------------------------------------------------------------------
 
     def _end(self, session: _Session) -> None:
-        """The session is no more."""
+        """End a session, and close its row."""
         self._sessions.pop(session.id, None)
         session.connection = None
         if session.row is not None:
@@ -710,8 +756,11 @@ class Sessions:
             session.row = None
         self._count()
 
-    def _say(self, session: _Session, message: wire.DownMessage) -> None:
-        """To who listens. What is said while nobody does is either kept, or told again."""
+    def _send_to_client(self, session: _Session, message: wire.DownMessage) -> None:
+        """Send to the session's client. Without a connection the message is dropped.
+
+        A client that resumes gets what it lacks: the stored verdict, or another prefill.
+        """
         if session.connection is not None:
             self._send(session.connection, message)
 
@@ -724,9 +773,9 @@ class Sessions:
 
 
 def _pieces(event: clients.RowFeatures) -> list[clients.RowFeatures]:
-    """The same in pieces, each for a frame."""
-    each = sum(value.size * 4 for value in event.arrays.values()) // max(event.count, 1)
-    step = max(TOLD_BYTES // max(each, 1), 1)
+    """Split hidden states into pieces, one per frame."""
+    token_bytes = sum(value.size * 4 for value in event.arrays.values()) // max(event.count, 1)
+    step = max(TOLD_BYTES // max(token_bytes, 1), 1)
     pieces = [slice(first, min(first + step, event.count)) for first in range(0, event.count, step)]
     return [
         clients.RowFeatures(

@@ -12,27 +12,28 @@ from specjax.serving.clients import ClientStatistics
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """What an engine is doing, and what it has done.
+    """The counters of an engine since it was made, and its state at one moment.
 
     Attributes:
-        waiting: requests that have no row.
+        waiting: requests that wait for a row.
         running: rows in which a text is generated.
-        free_pages: pages that could be taken now, those of shared prefixes that nobody holds among them.
-        pages: in all.
-        prompt_tokens_read: tokens of prompts that were computed.
-        prompt_tokens_shared: tokens of prompts that another request's pages held already.
-        preemptions: how often a text had to give up its row for lack of pages.
-        decode_calls: so far.
-        generated: tokens.
-        drafted_steps: steps of rows in which something was drafted.
-        drafted: tokens.
-        accepted: of those, emitted.
-        accepted_at: of those, by depth: the first is below the root.
-        draft: the one that was used last.
-        drafts: what the choice of drafts goes by, `DraftChoice.table`.
-        clients: what rows of clients have come to. None of it is in the other numbers, but for prompts and pages.
+        free_pages: pages that can be allocated now, including those of prefixes that no row uses.
+        pages: all pages.
+        prompt_tokens_read: prompt tokens that were computed.
+        prompt_tokens_shared: prompt tokens that prefix caching saved.
+        preemptions: how often a request was preempted for lack of pages.
+        decode_calls: decode calls.
+        generated: generated tokens.
+        drafted_steps: steps with a draft, counted per row.
+        drafted: drafted tokens.
+        accepted: drafted tokens that were accepted and emitted.
+        accepted_at: ``accepted`` by depth; the first number is that of the root's children.
+        draft: the draft that the newest decode call used.
+        drafts: the measurements that the choice of a draft depends on, see `DraftChoice.table`.
+        clients: the counters of the rows of clients that draft. The other counters leave these rows
+            out, except for prompts and pages.
         compiled: programs that are compiled.
-        programs: in all.
+        programs: all programs.
 
     Examples:
         >>> from specjax.serving import Engine
@@ -64,10 +65,10 @@ class EngineStatistics:
 
 
 def copies_of(stats: Stats) -> Any:
-    """Return copies of the arrays in ``stats``, on the host, which may be written to."""
+    """Return ``stats`` with writable copies of its arrays on the host."""
     return Stats(*map(np.array, vars(stats).values()))  # pyright: ignore[reportArgumentType]
 
 
 def difference(stats: Any, before: Any, rows: Sequence[int]) -> Any:
-    """Return what ``stats`` count in ``rows`` beyond what they counted ``before``."""
+    """Return by how much ``stats`` grew in ``rows`` since ``before``."""
     return Stats(*(now[rows] - earlier[rows] for now, earlier in zip(vars(stats).values(), vars(before).values(), strict=True)))

@@ -1,4 +1,4 @@
-"""What an engine has counted since it was made, over all of its texts."""
+"""The counters of an engine since it was made, over all of its texts."""
 
 import operator
 from dataclasses import dataclass, field
@@ -11,17 +11,18 @@ from specjax.decoding.stats import Stats
 
 @dataclass
 class Totals:
-    """Sums of the statistics of rows.
+    """The sums of the counters of rows.
 
-    The device counts each text from zero, in 32 bits. An engine runs for months, and 64 rows draft 2**31 tokens in some hours.
-    So the sums are Python's own whole numbers, which have no largest one.
+    The device counts each text from zero, in 32 bits. An engine runs for months, and 64 rows draft
+    2**31 tokens within hours. So the sums are Python integers, which do not overflow.
 
     Attributes:
-        generated: tokens.
-        drafted: tokens.
-        accepted: of those, emitted.
-        drafted_at: by depth, the steps in which a token was drafted there; the first is below the root.
-        accepted_at: by depth, the steps in which one of those was emitted.
+        generated: generated tokens.
+        drafted: drafted tokens.
+        accepted: drafted tokens that were accepted and emitted.
+        drafted_at: by depth, the steps in which a token was drafted there; the first number is that
+            of the root's children.
+        accepted_at: by depth, the steps in which such a token was accepted and emitted.
 
     Examples:
         >>> from specjax.serving.totals import Totals
@@ -40,11 +41,11 @@ class Totals:
 
     @property
     def drafted_steps(self) -> int:
-        """Steps in which something was drafted, counted for each row."""
+        """The steps with a draft, counted per row."""
         return max(self.drafted_at, default=0)
 
     def add(self, stats: Stats) -> None:
-        """Add what rows, ``[B]``, have counted, in statistics of the same depth as before."""
+        """Add the counters ``[B]`` of rows. Their depth must be the same in all calls."""
         histogram = _sums(stats.histogram)
         self.generated += sum(emitted * steps for emitted, steps in enumerate(histogram))
         self.drafted += _sums(stats.drafted)
@@ -54,10 +55,10 @@ class Totals:
 
 
 def _sums(counts: Any) -> Any:
-    """Return the sums over rows as Python's numbers."""
+    """Return the sums over rows as Python integers."""
     return np.asarray(counts).sum(axis=0, dtype=np.int64).tolist()
 
 
 def _added(before: list[int], new: list[int]) -> list[int]:
-    """Return the sums by depth; there are none before the first."""
+    """Return the sums by depth. ``before`` is empty at first."""
     return list(map(operator.add, before, new)) if before else new

@@ -235,7 +235,7 @@ def run(engine: Engine, target, clients: list[Client], rng: random.Random) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 9))])
-def test_every_text_is_that_of_its_request_and_is_told_of_once(drafting, target, remote_drafter, seed) -> None:
+def test_every_text_is_that_of_its_request_and_is_unsent_features_once(drafting, target, remote_drafter, seed) -> None:
     """Beside requests whose drafts are the engine's, with too few pages for all. Nothing is compiled for it."""
     rng = random.Random(seed)
     requests = [some_request(rng, number) for number in range(14)]
@@ -584,7 +584,7 @@ def test_a_listener_that_fails_loses_its_row_and_nobody_else_does(plain, caplog)
     Client(plain, Request(PROMPT, 8)).ready()
 
 
-@pytest.mark.parametrize("where", ["_take", "_told_of"])
+@pytest.mark.parametrize("where", ["_take", "_unsent_features"])
 def test_a_row_whose_own_state_is_broken_is_dropped_alone(plain, monkeypatch, where) -> None:
     first = Client(plain, Request(PROMPT, 8, seed=1)).ready()
     second = Client(plain, Request(PROMPT, 8, seed=2)).ready()
@@ -604,10 +604,10 @@ def test_a_row_whose_own_state_is_broken_is_dropped_alone(plain, monkeypatch, wh
             monkeypatch.setattr(plain._loop.clients, "_take", fail_for_the_first)
             first.send(first.root())
         else:  # what it is to be told cannot be taken from what the device has read
-            monkeypatch.setattr("specjax.serving.clients._told_of", fail)
+            monkeypatch.setattr("specjax.serving.clients._unsent_features", fail)
             plain._loop.clients._events.append((first.row, (None, {})))  # pyright: ignore[reportArgumentType]
         second.send(second.root())
-    assert first.hear() == RowDropped("an error of the server; its log says more")
+    assert first.hear() == RowDropped("an error of the server; see its log")
     assert isinstance(second.hear(), DraftVerified)
     second.row.close()
     assert plain.state == "running"
@@ -634,7 +634,7 @@ def test_an_engine_that_fails_drops_its_clients(target) -> None:
 
         engine._loop.device.verify = fail
         client.send(client.root())
-        assert client.hear() == RowDropped("the engine could not go on")
+        assert client.hear() == RowDropped("the engine failed")
         with pytest.raises(EngineError):
             client.open()
 
@@ -664,8 +664,8 @@ def test_a_full_line_refuses_clients_too(target) -> None:
         ([5, 1], [0, 0], "the root's must be -1"),
         ([5, 1], [-1, -1], "a node before it"),
         ([5, 1], [-1, 1], "a node before it"),
-        ([5, 1, 2, 3, 4, 5], [-1, 0, 1, 2, 3, 4], "5 deep, and may be 4"),
-        ([6, 1], [-1, 0], "the root is 6, and the text's newest token is 5"),
+        ([5, 1, 2, 3, 4, 5], [-1, 0, 1, 2, 3, 4], "5 deep, but may be 4"),
+        ([6, 1], [-1, 0], "the root is 6, but the text's newest token is 5"),
     ],
 )
 def test_what_is_no_draft_is_refused(plain, tokens, parents, message) -> None:
@@ -762,7 +762,7 @@ def test_drafts_that_do_not_fit_a_frame_are_refused(target, remote_drafter, monk
         ClientDrafts(remote_drafter, depth=4).check(target)
     monkeypatch.setattr("specjax.wire.MOST_DOWN", 2**25)
     monkeypatch.setattr("specjax.wire.MOST_ARRAYS", 0)
-    with pytest.raises(InputError, match="arrays of each token"):
+    with pytest.raises(InputError, match="arrays per token"):
         ClientDrafts(remote_drafter, depth=1).check(target)
 
 

@@ -623,12 +623,12 @@ BAD_ENGINES = {
     r"pages=0: must be at least 1": {"pages": 0},
     r"steps=0: must be from 1 to 64": {"steps": 0},
     r"steps=65: must be from 1 to 64": {"steps": 65},
-    r"widths=\(1,\): numbers of rows from 1 to rows=2, 2 among them": {"widths": (1,)},
-    r"widths=\(0, 2\): numbers of rows": {"widths": (0, 2)},
-    r"widths=\(\): numbers of rows": {"widths": ()},
+    r"widths=\(1,\): give numbers from 1 to rows=2, including 2": {"widths": (1,)},
+    r"widths=\(0, 2\): give numbers": {"widths": (0, 2)},
+    r"widths=\(\): give numbers": {"widths": ()},
     r"drafts=\(\): give a sequence of shapes": {"drafts": ()},
     r"drafts='chain:3': give a sequence of shapes": {"drafts": "chain:3"},
-    r"drafts=\('chain:3',\): there is no drafter": {"drafts": ("chain:3",)},
+    r"drafts=\('chain:3',\): this engine has no drafter": {"drafts": ("chain:3",)},
     r"draft=5\.5: give a shape": {"drafts": (5.5,)},
 }
 
@@ -641,7 +641,7 @@ def test_what_no_engine_can_be_made_of_is_named(target, message) -> None:
 
 def test_a_generator_has_its_own_drafter_and_a_mesh_no_widths(target, of_words) -> None:
     generator, _ = of_words
-    with pytest.raises(InputError, match="drafter: the generator has its own"):
+    with pytest.raises(InputError, match="drafter: the generator brings its own drafter"):
         Engine(generator, specjax.PromptLookup())
     on_mesh = target.replace(mesh=sharding.make_mesh(2, 1))
     with pytest.raises(InputError, match=r"rows=3: must be at least 1, and a multiple of the mesh's data axis \(2\)"):
@@ -656,7 +656,7 @@ BAD_REQUESTS = {
     r"prompt: an engine without a tokenizer takes token ids": {"prompt": "words"},
     r"prompt=None: give text, a chat, or token ids": {"prompt": None},
     r"no stop strings; give tokenizer": {"stop": ["x"]},
-    r"prompt \(60 tokens\) plus max_new_tokens=8 make 68 tokens, and there is room for 64": {"prompt": [1] * 60},
+    r"prompt \(60 tokens\) plus max_new_tokens=8 make 68 tokens, but there is room for 64": {"prompt": [1] * 60},
     r"max_new_tokens=0: must be at least 1": {"max_new_tokens": 0},
     r"max_new_tokens=\[5\]: give one number": {"max_new_tokens": [5]},
     r"temperature=-1: must be at least 0": {"temperature": -1},
@@ -690,7 +690,7 @@ def test_stop_strings_are_strings_and_not_empty(of_words) -> None:
 def test_a_text_that_needs_more_pages_than_there_are_is_refused(target) -> None:
     with (
         plain_engine(target, pages=7) as engine,  # as another test has it
-        pytest.raises(InputError, match=r"need 8 pages of 8 tokens, and there are 7: shorten the prompt"),
+        pytest.raises(InputError, match=r"need 8 pages of 8 tokens, but there are 7; shorten the prompt"),
     ):
         engine.submit([1] * LONGEST_PROMPT, max_new_tokens=MOST)
 
@@ -700,7 +700,7 @@ def test_a_full_line_is_refused(target) -> None:
         handles = submit_together(engine, [GREEDY, GREEDY])
         gate.wait()
         handles.append(GREEDY.submit(engine))
-        with pytest.raises(QueueFullError, match="1 requests wait, and no more may"):
+        with pytest.raises(QueueFullError, match="1 requests wait, and the queue is full"):
             GREEDY.submit(engine)
         gate.open()
         for handle in handles:
@@ -851,7 +851,7 @@ def forget_who_asked_once_it_runs(engine: Engine, handle: Handle, patch: pytest.
 
 
 FAULTS_OF_ONE_TEXT = {
-    "before it has a row": make_a_method_fail("_words", 0),
+    "before it has a row": make_a_method_fail("_row_text", 0),
     "while it is read": make_a_method_fail("_was_read", 0),
     "nobody has asked for it": forget_who_asked,
     "nobody has asked for it, and it runs": forget_who_asked_once_it_runs,
@@ -889,7 +889,7 @@ def test_the_error_of_one_text_is_everybodys_where_pages_are_in_disorder(target,
                 fail()
 
             monkeypatch.setattr(first, "take_stats", fail_and_break)
-        for handle, message in ((first, "this text could not go on"), (second, "the engine could not go on")):
+        for handle, message in ((first, "this text failed"), (second, "the engine failed")):
             with pytest.raises(EngineError, match=message):
                 handle.result(PATIENCE)
         engine._loop._thread.join(PATIENCE)
@@ -920,7 +920,7 @@ def test_an_ended_engine_holds_no_caches(target) -> None:
     with plain_engine(target) as engine:
         handle = GREEDY.submit(engine)
         handle.result(PATIENCE)
-    assert engine._loop.device.state is None and engine._loop.device._fresh is None
+    assert engine._loop.device.state is None and engine._loop.device._empty_prefix_state is None
     handle.cancel()
     assert engine.statistics.free_pages == engine.statistics.pages
 

@@ -73,10 +73,10 @@ def check_memory(target: Target, drafter: Drafter | None, pages: int) -> None:
         """With the prefix states of all chunks, where all are kept."""
         kept, chunks = device.most_prefix_states(), device.sizes.pages / (CHUNK // PAGE)
         prefix_states = device.groups * (chunks if kept is None else kept)
-        return bytes_of((device.state.cache, device.state.drafter)) + prefix_states * bytes_of(device._fresh)
+        return bytes_of((device.state.cache, device.state.drafter)) + prefix_states * bytes_of(device._empty_prefix_state)
 
     made = device(pages)
-    given, prefix_state = needed(made), bytes_of(made._fresh) if made.most_prefix_states() else 0
+    given, prefix_state = needed(made), bytes_of(made._empty_prefix_state) if made.most_prefix_states() else 0
     found = memory.pages_in(given / 1e9, target, drafter, rows=2, page=PAGE, chunk=CHUNK, capacity=CAPACITY)
     assert needed(device(found)) <= given
     assert not made.most_prefix_states() or 4 * prefix_state > memory.page_bytes(target, None, PAGE) // made.groups * (
@@ -98,7 +98,7 @@ def test_memory_for_less_than_a_text_is_refused() -> None:
     each, rows = memory.page_bytes(target, None, PAGE), 2 * memory.row_bytes(target, None, PAGE, CAPACITY)
     sizes = {"rows": 2, "page": PAGE, "capacity": CAPACITY}
     assert memory.pages_in((rows + 4 * each) / 1e9, target, None, **sizes) == 4
-    with pytest.raises(InputError, match=r"cache_gb=\S+ 24 tokens, and a text may have 32; give at least .* capacity$") as said:
+    with pytest.raises(InputError, match=r"cache_gb=\S+ it holds 24 tokens, .* have 32; give at least .* capacity$") as said:
         memory.pages_in((rows + 3.9 * each) / 1e9, target, None, **sizes)
     (enough,) = re.findall(r"give at least (\S+),", str(said.value))
     assert 4 <= memory.pages_in(float(enough), target, None, **sizes) <= 5
@@ -106,7 +106,7 @@ def test_memory_for_less_than_a_text_is_refused() -> None:
 
 def test_memory_for_less_than_the_rows_is_refused() -> None:
     target = tiny_target(**HYBRID)
-    with pytest.raises(InputError, match=r"0 tokens, [\d,]+ bytes for 9 rows beside their pages, .* or fewer rows"):
+    with pytest.raises(InputError, match=r"0 tokens beside [\d,]+ bytes for 9 rows, .* or fewer rows"):
         memory.pages_in(1e-6, target, None, rows=9, page=PAGE, capacity=CAPACITY)
 
 

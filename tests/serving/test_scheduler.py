@@ -166,7 +166,7 @@ def test_the_budget_is_kept_and_the_oldest_prompt_is_not_passed() -> None:
         (0, 3, "prompt of 0 tokens"),
         (3, -1, "max_new_tokens=-1"),
         (30, 3, r"prompt \(30 tokens\) plus max_new_tokens=3 make 33 tokens.*room for 32"),
-        (10, 8, "need 9 pages of 2 tokens, and there are 8"),
+        (10, 8, "need 9 pages of 2 tokens, but there are 8"),
     ],
 )
 def test_what_can_never_be_served_is_refused(length, max_new_tokens, message) -> None:
@@ -1279,11 +1279,11 @@ CONTRADICTIONS: dict[str, tuple[Change, str]] = {
     "a page is lost": (lambda made, running, _: made._pools[0]._free.pop(), "pages: 15 are"),
     "a prefix that is dropped": (
         lambda made, running, _: made._pools[0]._drop(made._holder(running.row or 0).prefixes[0]),
-        "a row holds one that the pool has dropped|pages: ",
+        "a row uses a prefix that the pool has evicted|pages: ",
     ),
     "a holder too many": (
         lambda made, running, _: setattr(made._holder(running.row or 0).prefixes[0], "holders", 2),
-        "1 rows hold one that counts 2",
+        "1 rows use a prefix that counts 2",
     ),
     "another page in the table": (lambda made, running, _: made.table.__setitem__((running.row, 0), 9), "row 0: the table"),
     "a free row with pages": (lambda made, *_: made.table.__setitem__((1, 0), 3), "row 1: the table"),
@@ -1291,7 +1291,7 @@ CONTRADICTIONS: dict[str, tuple[Change, str]] = {
     "ended, with a row": (lambda made, running, _: setattr(running, "state", "done"), "row 0: its request is done"),
     "more tokens than it may have": (
         lambda made, running, _: running.tokens.extend([1] * 30),
-        "row 0: 5 of 36 tokens are read, and there may be 8",
+        "row 0: 5 of 36 tokens are read, and the limit is 8",
     ),
     "more is read than there is": (lambda made, running, _: running.tokens.clear(), "row 0: 5 of 0 tokens are read"),
     "waits with a row": (lambda made, _, waiting: setattr(waiting, "row", 1), "waiting: requests"),

@@ -188,7 +188,7 @@ def test_the_thread_compiles_everything_and_its_error_is_the_engines(target, mon
         with pytest.raises(EngineError) as caught:
             engine.submit(PROMPT)
         assert "no memory" in str(caught.value.__cause__)
-        assert re.search("the program [a-z_]+\\(.*\\) cannot be compiled .*; start with less", str(caught.value.__cause__))
+        assert re.search("the program [a-z_]+\\(.*\\) cannot be compiled .*; start with fewer", str(caught.value.__cause__))
 
 
 def test_who_waits_for_a_program_goes_on_where_it_never_comes() -> None:
@@ -198,7 +198,7 @@ def test_who_waits_for_a_program_goes_on_where_it_never_comes() -> None:
     programs = Programs([EngineProgram("decode", (1,), 0, fail)], threading.Condition())
     programs.start(lambda: None)
     assert not programs.wait_for("decode", 1)
-    assert "the program decode(1,) cannot be compiled (made up); start with less" in str(programs.error)
+    assert "the program decode(1,) cannot be compiled (made up); start with fewer" in str(programs.error)
     programs.stop()
 
 

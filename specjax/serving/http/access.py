@@ -1,4 +1,4 @@
-"""Who may ask, and for how long: host, origin, API key, and the size and time of a body."""
+"""Access control: host, origin and API key, and the limits of size and time of a body."""
 
 import asyncio
 import hashlib
@@ -19,7 +19,7 @@ _OPEN_PATHS = ("/", "/health")
 
 
 class Guard:
-    """The middleware that refuses clients which may not ask, before anything of their requests is read."""
+    """The middleware that refuses unauthorised requests before their bodies are read."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -32,20 +32,20 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> RequestError | None:
-        """Return why a request is not answered. The scope of one that is answered says whose it is."""
+        """Return the error of an unauthorised request. For others, store the owner in the scope."""
         options, headers = self._service.options, dict(scope["headers"])
         is_socket, method = scope["type"] == "websocket", scope.get("method")
         host = headers.get(b"host", b"").decode("latin-1")
         if options.only_loopback and not _is_loopback(host):
-            message = "Host: this server is for this machine alone, under the names localhost and 127.0.0.1"
+            message = "Host: this server answers only this machine, under the names localhost and 127.0.0.1"
             return RequestError(403, message, code="host_not_allowed")
         origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
         if is_socket and not all(_is_of(origin, host) or _is_among(origin, options.cors_origins) for origin in origins):
-            return RequestError(403, "Origin: pages of other sites may not open a WebSocket here", code="origin_not_allowed")
+            return RequestError(403, "Origin: pages of other sites may not open WebSockets here", code="origin_not_allowed")
         if scope["path"] not in _OPEN_PATHS:
             key = _key(headers.get(b"authorization", b""), options.api_keys)
             if options.api_keys and key is None:
-                message = "Authorization: missing or wrong; send the header 'Authorization: Bearer KEY'"
+                message = "Authorization: the API key is missing or wrong; send the header 'Authorization: Bearer KEY'"
                 return RequestError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
             scope["specjax.owner"] = "" if key is None else hashlib.sha256(key.encode()).hexdigest()
             if (is_socket or method == "POST") and self._service.is_draining:
@@ -56,9 +56,9 @@ class Guard:
 
 
 def _is_of(origin: str, host: str) -> bool:
-    """Return whether an Origin header names the site that a Host header names.
+    """Return whether an Origin header names the same site as a Host header.
 
-    Browsers let the pages of any site begin a WebSocket, and say which site it is.
+    Browsers let pages of any site open a WebSocket, so the server must check the site.
     """
     scheme, _, site = origin.lower().partition("://")
     port = {"http": ":80", "https": ":443"}.get(scheme, "")
@@ -70,10 +70,10 @@ def _is_among(origin: str, origins: Sequence[str]) -> bool:
 
 
 def check_origins(origins: Sequence[str]) -> None:
-    """Refuse what is no origin of web pages.
+    """Check the origins of web pages.
 
     Raises:
-        InputError: an origin is not of the form that browsers send.
+        InputError: An origin does not have the form that browsers send.
 
     Examples:
         >>> from specjax.serving.http.access import check_origins
@@ -82,17 +82,18 @@ def check_origins(origins: Sequence[str]) -> None:
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise InputError(
-                f"cors_origin={origin!r}: must be as browsers send it, such as http://localhost:3000 or https://chat.example, "
-                "in small letters and without a path; or * for all pages"
+                f"cors_origin={origin!r}: give an origin as browsers send it, such as http://localhost:3000 or "
+                "https://chat.example, in lower case and without a path; or * for all pages"
             )
 
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?|null")
 
 
-def _key(given: bytes, keys: Sequence[str]) -> str | None:
-    """Return the key that an Authorization header has. All are looked at, so that time does not tell which."""
-    scheme, _, value = given.partition(b" ")
+def _key(authorization: bytes, keys: Sequence[str]) -> str | None:
+    """Return the valid API key of an Authorization header, or None."""
+    scheme, _, value = authorization.partition(b" ")
+    # All keys are compared, in constant time, so that the time reveals nothing about them.
     same = [key for key in keys if hmac.compare_digest(value.strip(), key.encode())]
     return same[0] if same and scheme.lower() == b"bearer" else None
 
@@ -102,7 +103,7 @@ def _is_json(content_type: bytes) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether a Host header names this machine: localhost, or an address of its own."""
+    """Return whether a Host header names this machine: localhost, or a loopback address."""
     name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
     if name.lower().rstrip(".") == "localhost":
         return True
@@ -113,7 +114,11 @@ def _is_loopback(host: str) -> bool:
 
 
 async def read_body(request: Request, options: AppOptions) -> bytes:
-    """Return the body of a request. Raises RequestError where it is too long or takes too long."""
+    """Return the body of a request.
+
+    Raises:
+        RequestError: The body is too long, or takes too long.
+    """
     too_long = RequestError(413, f"the body is longer than {options.max_body} bytes; send less", code="body_too_long")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 12 or int(length) > options.max_body):
@@ -126,6 +131,6 @@ async def read_body(request: Request, options: AppOptions) -> bytes:
                 if len(body) > options.max_body:
                     raise too_long
     except TimeoutError:
-        message = f"the body did not come within {options.body_seconds:g} seconds"
+        message = f"the body did not arrive within {options.body_seconds:g} seconds"
         raise RequestError(408, message, code="timeout", headers=CLOSE) from None
     return bytes(body)

@@ -1,8 +1,8 @@
-"""The application: which path does what, and how errors are answered.
+"""The HTTP application: its routes, and the responses to errors.
 
-`specjax.serving.http.access` says who may ask, `specjax.serving.http.service` does the work, and
-`specjax.serving.http.streaming` sends answers. A request's texts are generated while its client listens: when the client goes
-away they are cancelled, and their rows are free for others.
+`specjax.serving.http.access` checks the access, `specjax.serving.http.service` submits requests to
+the engine, and `specjax.serving.http.streaming` sends the answers. If a client disconnects, its
+texts are cancelled, and their rows are free for others.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from specjax.serving.http.streaming import GenerationResponse
 from specjax.wire import PATH
 
 SHORT_BODY = 2**15
-"""Bytes of a body that is read in the event loop: it takes less than a millisecond."""
+"""The largest body in bytes that is parsed in the event loop, in less than a millisecond."""
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -44,7 +44,7 @@ def make_app(service: Service) -> ASGIApp:
         state = service.engine.state
         if service.is_draining or state != "running":
             is_ending = service.is_draining or state == "closed"
-            message = "the server is shutting down" if is_ending else "the engine has failed; start the server anew"
+            message = "the server is shutting down" if is_ending else "the engine has failed; restart the server"
             raise RequestError(503, message, headers={"Retry-After": "10"})
         statistics = service.engine.statistics
         return json_response({"status": "ok", "programs": {"compiled": statistics.compiled, "of": statistics.programs}})
@@ -55,7 +55,7 @@ def make_app(service: Service) -> ASGIApp:
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
         if name not in service.limits.names:
-            message = f"model={name[:80]!r}: not served here; the model is {service.limits.names[0]!r}"
+            message = f"model={name[:80]!r}: the server does not have it; give {service.limits.names[0]!r}"
             raise RequestError(404, message, param="model", code="model_not_found")
         return json_response(_model(service, name))
 
@@ -63,19 +63,19 @@ def make_app(service: Service) -> ASGIApp:
         return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def read(reader: Callable[[bytes, Limits], Result], request: Request) -> Result:
-        """Return what a request asks for. A long body is read where nobody else waits: a million ids take a while."""
+        """Return a parsed request. Long bodies are parsed in a thread, not in the event loop."""
         body = await read_body(request, service.options)
         if len(body) <= SHORT_BODY:
             return reader(body, service.limits)
         return await service.in_thread(reader, body, service.limits)
 
     async def tokenize(request: Request) -> Response:
-        asked = await read(requests.read_tokenize, request)
+        parsed = await read(requests.read_tokenize, request)
         tokens = await service.in_thread(
-            service.encode, asked.prompt, asked.param, asked.add_special_tokens, asked.chat_template_kwargs
+            service.encode, parsed.prompt, parsed.param, parsed.add_special_tokens, parsed.chat_template_kwargs
         )
-        said = {"count": len(tokens), "max_model_len": service.engine.capacity, "tokens": tokens}
-        return json_response(said, headers=service.ignored_header(asked.ignored))
+        result = {"count": len(tokens), "max_model_len": service.engine.capacity, "tokens": tokens}
+        return json_response(result, headers=service.ignored_header(parsed.ignored))
 
     async def completions(request: Request) -> Any:
         return GenerationResponse(service, await read(requests.read_completion, request))
@@ -86,10 +86,10 @@ def make_app(service: Service) -> ASGIApp:
     async def drafts(request: Request) -> Response:
         if service.drafts is None:
             raise RequestError(404, f"{PATH}: this server takes no drafts; start it with --drafts clients", code="no_drafts")
-        raise RequestError(426, f"{PATH}: drafts come over a WebSocket", code="no_websocket", headers={"Upgrade": "websocket"})
+        raise RequestError(426, f"{PATH}: it needs a WebSocket", code="no_websocket", headers={"Upgrade": "websocket"})
 
     async def socket(websocket: WebSocket) -> None:
-        assert service.drafts is not None  # otherwise no WebSocket is begun
+        assert service.drafts is not None  # otherwise uvicorn accepts no WebSocket
         await service.drafts.serve(websocket)
 
     app = Starlette(
@@ -111,16 +111,16 @@ def make_app(service: Service) -> ASGIApp:
             HTTPException: _answer_http_error,
             EngineError: _answer_engine_error,
             TextCancelledError: _answer_cancelled,
-            ClientDisconnect: _answer_nobody,
+            ClientDisconnect: _answer_disconnected,
             Exception: _answer_unexpected,
         },
     )
-    app.router.redirect_slashes = False  # a path with a slash more is none
+    app.router.redirect_slashes = False  # a path with another slash at its end is a 404
     return app
 
 
 def _cors(options: AppOptions) -> list[Middleware]:
-    """Return what answers preflight requests, which carry no key, and lets the pages of some origins read answers."""
+    """Return the CORS middleware. It precedes `Guard`, as preflight requests have no API key."""
     if not options.cors_origins:
         return []
     middleware = Middleware(
@@ -134,8 +134,8 @@ def _cors(options: AppOptions) -> list[Middleware]:
 
 
 async def answer_starting(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer any request with 503: the application in the place of `make_app`'s as long as there is no engine."""
-    message = "the server is starting: it loads the models, and compiles what a first request needs"
+    """Answer any request with 503. It is the application until the engine is ready."""
+    message = "the server is starting: it loads the models and compiles the first programs"
     answer = error_response(RequestError(503, message, code="starting", headers={"Retry-After": "5", **CLOSE}))
     await answer(scope, receive, send)
 
@@ -155,7 +155,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": service.begun,
+        "created": service.created,
         "owned_by": "specjax",
         "root": service.limits.names[0],
         "max_model_len": service.engine.capacity,
@@ -168,15 +168,15 @@ async def _answer_error(request: Request, error: Any) -> Response:
 
 
 async def _answer_http_error(request: Request, error: Any) -> Response:
-    """Answer what the router refuses: a path or a method that is none."""
+    """Answer a request whose path or method the router refuses."""
     path, headers = request.url.path[:200], error.headers
     if error.status_code == 404:
         message = (
-            f"{path}: no such path; there are /v1/completions, /v1/chat/completions, /v1/drafts, /v1/models, /tokenize, "
-            "/metrics, /health"
+            f"{path}: the path does not exist; give /v1/completions, /v1/chat/completions, /v1/drafts, /v1/models, "
+            "/tokenize, /metrics or /health"
         )
     elif error.status_code == 405:
-        message = f"{path}: not by {request.method[:20]}, but by {(headers or {}).get('Allow')}"
+        message = f"{path}: the method {request.method[:20]} is not allowed; use {(headers or {}).get('Allow')}"
     else:
         message = str(error.detail)
     return json_response(error_object(error.status_code, message), error.status_code, headers)
@@ -190,7 +190,7 @@ async def _answer_cancelled(request: Request, error: Any) -> Response:
     return error_response(draining_error())
 
 
-async def _answer_nobody(request: Request, error: Any) -> Response:
+async def _answer_disconnected(request: Request, error: Any) -> Response:
     return Response(status_code=400)
 
 

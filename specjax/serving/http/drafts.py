@@ -1,7 +1,7 @@
-"""Drafts from clients, over a WebSocket: frames in, frames out, and who is too slow.
+"""The WebSocket of clients that draft: it receives and sends frames.
 
-What the frames mean is told in `specjax.serving.sessions`, which runs in the event loop. What is to be sent waits in a queue,
-so that nobody waits for a client that reads slowly.
+`specjax.serving.sessions` has the protocol and runs in the event loop. Frames to send wait in a
+queue, so that a client that reads slowly does not delay others.
 """
 
 import asyncio
@@ -16,34 +16,34 @@ from specjax.serving.sessions import Connection, Sessions, SessionStatistics, Te
 from specjax.wire import MOST_UP, FrameError
 
 CLOSING = 5.0
-"""Seconds in which a client may take what a connection is closed with."""
+"""The seconds that a client has to read the close frame."""
 
 
 class Drafts:
-    """Clients that draft, at a server.
+    """The clients of a server that draft.
 
     Attributes:
-        sessions: their texts.
-        max_frame_bytes: bytes of a frame that comes.
+        sessions: the clients' sessions.
+        max_frame_bytes: the largest size of a received frame in bytes.
     """
 
     def __init__(self, engine: Any, sessions_per_owner: int | None = None, trusted: Sequence[str] = ()) -> None:
-        """At an ``engine`` that takes drafts of clients.
+        """Start without clients.
 
         Args:
-            engine: the engine.
-            sessions_per_owner: as in `specjax.serving.sessions.Terms`.
-            trusted: addresses, or networks, from which any number of sessions may come: proxies.
+            engine: an engine that accepts drafts of clients.
+            sessions_per_owner: the limit of `specjax.serving.sessions.Terms`.
+            trusted: addresses or networks without a limit of sessions, such as proxies.
         """
-        taken = engine.client_drafts
-        tells = taken.tells(engine.target)
+        bounds = engine.client_drafts
+        tells = bounds.tells(engine.target)
         terms = Terms(
-            nodes=taken.nodes,
-            depth=taken.depth,
+            nodes=bounds.nodes,
+            depth=bounds.depth,
             capacity=engine.capacity,
             tells=tells,
             target=engine.target.fingerprint(),
-            drafter="" if taken.drafter is None else taken.drafter.fingerprint(),
+            drafter="" if bounds.drafter is None else bounds.drafter.fingerprint(),
             sessions_per_owner=sessions_per_owner,
         )
         self._trusted = networks(trusted)
@@ -53,22 +53,22 @@ class Drafts:
 
     @property
     def statistics(self) -> SessionStatistics:
-        """What has happened."""
+        """The counters of all sessions."""
         return self.sessions.statistics
 
     def _post(self, work: Callable[[], None]) -> None:
-        """From the engine's thread. When the loop is closed, nobody listens any more."""
+        """Call ``work`` in the event loop. Any thread may call it."""
         assert self._loop is not None
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # the loop is closed, and so are all connections
             self._loop.call_soon_threadsafe(work)
 
     def _network_of(self, websocket: WebSocket) -> str:
-        """The address of a client without a key, or its network; empty where nobody knows it, or a proxy is between."""
+        """Return the network of a client without an API key; empty: it is unknown, or a proxy's."""
         network = network_of("" if websocket.client is None else websocket.client.host, self._trusted)
         return "" if network is None else str(network)
 
     async def serve(self, websocket: WebSocket) -> None:
-        """One connection, until one of both ends it."""
+        """Serve one connection until the client or the server closes it."""
         self._loop = asyncio.get_running_loop()
         await websocket.accept()
         waiting: asyncio.Queue[bytes] = asyncio.Queue()
@@ -92,11 +92,11 @@ class Drafts:
 
 
 async def _read(websocket: WebSocket, connection: Connection) -> FrameError | None:
-    """Follow what the client says, until it goes, or says what is not to be followed."""
+    """Process frames until the client disconnects (None), or sends an invalid one (its error)."""
     while (message := await websocket.receive())["type"] != "websocket.disconnect":
         try:
             if (frame := message.get("bytes")) is None:
-                return FrameError(4400, "a frame of text; send binary ones")
+                return FrameError(4400, "the frame is text; send binary frames")
             connection.receive(frame)
         except FrameError as error:
             return error
@@ -104,7 +104,7 @@ async def _read(websocket: WebSocket, connection: Connection) -> FrameError | No
 
 
 async def _write(websocket: WebSocket, connection: Connection, waiting: "asyncio.Queue[bytes]") -> None:
-    """Send what waits, a frame when the one before has been taken."""
+    """Send the waiting frames, each after the one before has left."""
     with suppress(WebSocketDisconnect):
         while True:
             frame = await waiting.get()
@@ -113,7 +113,7 @@ async def _write(websocket: WebSocket, connection: Connection, waiting: "asyncio
 
 
 async def _close(websocket: WebSocket, error: FrameError) -> None:
-    """Say why, in the 123 bytes that there are for it. Who does not read is not waited for."""
+    """Close a connection with a reason, which may have 123 bytes. Do not wait for a slow reader."""
     reason = error.message.encode()[:120].decode(errors="ignore")
     with suppress(TimeoutError, WebSocketDisconnect, RuntimeError):
         async with asyncio.timeout(CLOSING):

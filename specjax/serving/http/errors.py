@@ -1,4 +1,4 @@
-"""What goes wrong with a request, as OpenAI's error object: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors of requests, as OpenAI's object ``{"error": {"message", "type", "param", "code"}}``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,18 +17,18 @@ KINDS = {
     500: "server_error",
     503: "server_error",
 }
-"""The ``type`` of the object, by the status of the answer."""
+"""The ``type`` of the error object, by the HTTP status."""
 
 
 class RequestError(Exception):
-    """A request that is answered with an error.
+    """The error that a request is answered with.
 
     Attributes:
-        status: of the answer.
-        message: what is wrong, and what to do.
-        param: the parameter that it is about; None: none of them.
-        code: a word for programs.
-        headers: of the answer.
+        status: the HTTP status.
+        message: the message for users: what is wrong, and the remedy.
+        param: the parameter that is wrong; None: the error concerns no single one.
+        code: the error code for programs.
+        headers: the additional headers of the response.
 
     Examples:
         >>> from specjax.serving.http.errors import RequestError
@@ -51,12 +51,12 @@ class RequestError(Exception):
 
     @property
     def object(self) -> dict[str, Any]:
-        """What is answered."""
+        """OpenAI's error object."""
         return error_object(self.status, self.message, param=self.param, code=self.code)
 
 
 def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object.
+    """Return OpenAI's error object.
 
     Examples:
         >>> from specjax.serving.http.errors import error_object

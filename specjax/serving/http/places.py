@@ -1,6 +1,6 @@
-"""How many connections there are, of whom, and what is kept for those who ask how the server is.
+"""The limits on connections, in all and per address, and the connections reserved for probes.
 
-A connection is counted from the moment in which it is accepted, before any handshake of TLS, until its file is closed.
+A connection counts from the moment it is accepted, before any TLS handshake, until it is closed.
 """
 
 import ipaddress
@@ -10,41 +10,41 @@ from collections.abc import Callable, Sequence
 from specjax.errors import InputError
 
 RESERVED = 4
-"""Connections beyond the limit, for probes."""
+"""The number of connections beyond the limit, for probes."""
 
 PROBES = ("/health", "/metrics")
-"""Paths that these may ask for."""
+"""The paths that the reserved connections may request."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class ConnectionPlace:
-    """A connection, as it is counted.
+    """The place of one connection within the limits.
 
     Attributes:
-        refusal: why nothing but a probe is answered; empty: everything is.
-        is_silent: no request has come yet.
+        refusal: why only probes are answered; empty: all requests are.
+        has_no_request: whether no request has arrived yet.
     """
 
     def __init__(self, places: "Places", owner: Network | None, refusal: str) -> None:
-        self.refusal, self.is_silent = refusal, True
-        self._places, self._owner, self._is_left = places, owner, False
+        self.refusal, self.has_no_request = refusal, True
+        self._places, self._owner, self._is_closed = places, owner, False
         self._give_way: Callable[[], None] | None = None
 
     def on_give_way(self, give_way: Callable[[], None]) -> None:
-        """Have ``give_way`` close the connection where another one needs its place."""
+        """Set the function that closes the connection if another one needs its place."""
         self._give_way = give_way
 
     def give_way(self) -> None:
-        """Another connection has this place now."""
+        """Leave the place to another connection, and close this one."""
         self.leave()
         if self._give_way is not None:
             self._give_way()
 
     def leave(self) -> None:
-        """The connection is closed. A second time it changes nothing."""
-        if not self._is_left:
-            self._is_left = True
+        """Note that the connection is closed. Further calls have no effect."""
+        if not self._is_closed:
+            self._is_closed = True
             self._places.left(self, self._owner)
 
 
@@ -59,14 +59,14 @@ class Places:
     """
 
     def __init__(self, max_connections: int, trusted: Sequence[str] = ()) -> None:
-        """No connections yet.
+        """Start without connections.
 
         Args:
-            max_connections: at a time. A quarter of them may be of one address.
-            trusted: addresses, or networks, of which all may be: proxies, behind which there are many clients.
+            max_connections: the largest number of connections. One address may have a quarter.
+            trusted: addresses or networks without a limit of their own, such as proxies.
 
         Raises:
-            InputError: what is trusted is no address.
+            InputError: A trusted name is not an address or network.
         """
         self._max_connections, self._max_of_address = max_connections, -(-max_connections // 4)
         self._trusted = networks(trusted)
@@ -74,10 +74,10 @@ class Places:
         self._reserved: list[ConnectionPlace] = []  # the oldest first
 
     def take(self, address: str) -> ConnectionPlace:
-        """Count a connection from ``address``; empty: nobody knows whence.
+        """Return the place of a new connection from ``address``; empty: the address is unknown.
 
-        Beyond the limits it has one of the reserved places. Are these taken, the oldest connection there that has asked for
-        nothing gives way, and if all have asked, the oldest.
+        Beyond the limits the connection gets a reserved place. If all of these are in use, the
+        oldest connection there without a request is closed, or else the oldest one.
         """
         owner = network_of(address, self._trusted)
         refusal = ""
@@ -92,12 +92,12 @@ class Places:
                 self._of[owner] += 1
             return place
         if len(self._reserved) >= RESERVED:
-            min(self._reserved, key=lambda each: not each.is_silent).give_way()
+            min(self._reserved, key=lambda reserved: not reserved.has_no_request).give_way()
         self._reserved.append(place)
         return place
 
     def left(self, place: ConnectionPlace, owner: Network | None) -> None:
-        """A connection is closed: `ConnectionPlace.leave` says so."""
+        """Free the place of a closed connection. `ConnectionPlace.leave` calls it."""
         if place.refusal:
             self._reserved.remove(place)
             return
@@ -109,8 +109,9 @@ class Places:
 
 
 def network_of(address: str, trusted: Sequence[Network]) -> Network | None:
-    """The network whose clients are counted together with the one at an ``address``; None: they are not counted, for nobody
-    knows whence they come, or it is ``trusted``.
+    """Return the network whose clients share a limit with the one at ``address``.
+
+    None: the client has no such limit, because its address is unknown or ``trusted``.
 
     Examples:
         >>> from specjax.serving.http.places import network_of, networks
@@ -123,27 +124,27 @@ def network_of(address: str, trusted: Sequence[Network]) -> Network | None:
     parsed = getattr(parsed, "ipv4_mapped", None) or parsed
     if any(parsed in network for network in trusted):
         return None
-    # Who has IPv6 has 64 bits of addresses.
+    # A subscriber of IPv6 usually has a whole /64 network of addresses.
     return ipaddress.ip_network((parsed, 64 if parsed.version == 6 else 32), strict=False)
 
 
 def networks(names: Sequence[str]) -> list[Network]:
-    """The networks that are named, an address being one of its own.
+    """Return the named networks. An address is a network of its own.
 
     Raises:
-        InputError: one of the names is none.
+        InputError: A name is not an address or network.
 
     Examples:
         >>> from specjax.serving.http.places import networks
         >>> networks(["127.0.0.1", "10.0.0.0/8"])
         [IPv4Network('127.0.0.1/32'), IPv4Network('10.0.0.0/8')]
     """
-    found: list[Network] = []
+    parsed: list[Network] = []
     for name in names:
         try:
-            found.append(ipaddress.ip_network(name))
+            parsed.append(ipaddress.ip_network(name))
         except ValueError as error:
             raise InputError(
                 f"trusted_proxy={name!r}: {error}; give an address such as 10.0.0.7, or a network such as 10.0.0.0/8"
             ) from None
-    return found
+    return parsed

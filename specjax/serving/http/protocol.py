@@ -1,8 +1,9 @@
-"""HTTP/1.1 by uvicorn and h11, and WebSockets by websockets, with bounds on what a client may leave undone.
+"""HTTP/1.1 by uvicorn and h11, and WebSockets by websockets, with limits on slow clients.
 
-uvicorn waits for ever for the rest of a request's head, and for a reader that has stopped reading; it counts and times no
-handshake of TLS. Here all of them have deadlines, and there are only so many connections (`specjax.serving.http.places`). What
-is no HTTP at all is answered with an error object, too.
+uvicorn waits for ever for the rest of a request's head, and for a client that has stopped reading;
+it neither counts nor times TLS handshakes. Here all of them have deadlines, and the number of
+connections is limited (`specjax.serving.http.places`). Data that is not HTTP is answered with an
+error object, too.
 """
 
 import asyncio
@@ -29,16 +30,17 @@ from specjax.wire import PATH
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What a client may leave undone.
+    """The limits on connections and slow clients.
 
     Attributes:
-        request_seconds: in which a request has to be there, its body included. More than the application waits for a body, so
-            that its answer comes first.
-        reader_seconds: after which a reader that has taken nothing is dropped.
-        connections: at a time; a quarter of them may be of one address.
-        trusted: addresses or networks of which more may be.
-        handshake_seconds: in which TLS has to be agreed on, and as long for its end.
-        probe_seconds: in place of ``request_seconds``, where nothing but a probe is answered.
+        request_seconds: the seconds within which a request must arrive, its body included. It is
+            more than the application waits for a body, so that the application's error comes first.
+        reader_seconds: the seconds after which a client that has read nothing is disconnected.
+        connections: the largest number of connections. One address may have a quarter.
+        trusted: addresses or networks without a limit of their own.
+        handshake_seconds: the seconds for the TLS handshake, and again for the end of TLS.
+        probe_seconds: the limit in place of ``request_seconds`` for connections that only probes
+            may use.
 
     Examples:
         >>> from specjax.serving.http.protocol import ConnectionLimits
@@ -48,21 +50,24 @@ class ConnectionLimits:
 
     request_seconds: float = 45.0
     reader_seconds: float = 60.0
-    connections: int = 512  # below the 1024 files that a process may often have open
+    connections: int = 512  # below 1024, a common limit of open files per process
     trusted: tuple[str, ...] = ()
     handshake_seconds: float = 10.0
     probe_seconds: float = 5.0
 
 
 MAX_PARTS = 1024
-"""Parts of one message of a WebSocket. Its bytes are bounded, but parts may be empty."""
+"""The largest number of parts of a WebSocket message.
+
+Its bytes are limited, but parts may be empty.
+"""
 
 MAX_PONGS = 2**16
-"""Bytes of answers to pings that a client may leave unread."""
+"""The largest number of bytes of pongs that a client may leave unread."""
 
 
 class _Watched(asyncio.Protocol):
-    """A connection whose reader has to take something now and then."""
+    """A connection that is closed if its client stops reading."""
 
     _bounds: ConnectionLimits
     _place: ConnectionPlace
@@ -71,98 +76,109 @@ class _Watched(asyncio.Protocol):
     _reader_timer: asyncio.TimerHandle | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Free the place of the connection."""
         self._place.leave()
         self._reader_timer = _cancelled(self._reader_timer)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """It has not taken all that was written."""
+        """Start the timer, because the client has not read all that was written."""
         super().pause_writing()
-        self._await_reader()
+        self._start_reader_timer()
 
     def resume_writing(self) -> None:
-        """It has."""
+        """Stop the timer, because the client has read everything."""
         self._reader_timer = _cancelled(self._reader_timer)
         super().resume_writing()
 
-    def _await_reader(self) -> None:
-        left = self.transport.get_write_buffer_size()
-        self._reader_timer = self.loop.call_later(self._bounds.reader_seconds, self._look_after_reader, left)
+    def _start_reader_timer(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._reader_timer = self.loop.call_later(self._bounds.reader_seconds, self._check_reader, unread)
 
-    def _look_after_reader(self, left: int) -> None:
-        if self.transport.get_write_buffer_size() < left:
-            self._await_reader()
+    def _check_reader(self, unread: int) -> None:
+        if self.transport.get_write_buffer_size() < unread:
+            self._start_reader_timer()
         else:
             self._drop()
 
     def _drop(self) -> None:
-        """Close at once. What is still to be sent is thrown away, in place of waiting for a reader that does not come."""
+        """Reset the connection at once. Unsent data is discarded, as the client does not read."""
         connection = self.transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
 
 class Protocol(_Watched, H11Protocol):
-    """A connection."""
+    """An HTTP connection."""
 
-    def __init__(self, bounds: ConnectionLimits, place: ConnectionPlace, **given: Any) -> None:
-        """``given``: what uvicorn gives to a protocol."""
-        super().__init__(**given)
+    def __init__(self, bounds: ConnectionLimits, place: ConnectionPlace, **options: Any) -> None:
+        """Make the protocol of a counted connection.
+
+        Args:
+            bounds: the limits on slow clients.
+            place: the connection's place.
+            options: uvicorn's arguments of a protocol.
+        """
+        super().__init__(**options)
         self._bounds, self._place = bounds, place
         self._request_timer: asyncio.TimerHandle | None = None
         if place.refusal:
             self.app = _OnlyProbes(self.app, place)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A client has connected."""
+        """Start the timers of a new connection."""
         super().connection_made(transport)
-        # Writing pauses until the reader has taken everything: so it is known whether it takes anything at all. (With TLS a
-        # limit of 0 would pause it for ever.)
+        # With these limits, writing pauses until the client has read everything, so that the timer
+        # sees whether it reads at all. With TLS, high=0 would pause for ever.
         transport.set_write_buffer_limits(high=1, low=0)
         self._place.on_give_way(self._give_way)
-        self._await_request()
+        self._start_request_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Stop the timer of the request."""
         self._request_timer = _cancelled(self._request_timer)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """It has sent something."""
+        """Process received bytes."""
         if self._is_answered_first:
             self.cycle.keep_alive = False
             return
         if self._request_timer is None and not self._is_answering:
-            self._await_request()
+            self._start_request_timer()
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE and self.conn.their_state is not h11.SEND_BODY:
             self._request_timer = _cancelled(self._request_timer)
         if self._is_answering and self._place.refusal:
-            self.cycle.keep_alive = False  # the place is for the next one
+            self.cycle.keep_alive = False  # a reserved place is for one request
         if self._is_answered_first and self.conn.trailing_data[0]:
             self.cycle.keep_alive = False
             self.flow.resume_reading()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        """From now on it is a `SocketProtocol`, and no request is waited for."""
+        """Hand the connection to a `SocketProtocol`."""
         self._request_timer = _cancelled(self._request_timer)
-        self._reader_timer = _cancelled(self._reader_timer)  # the other one is told when everything has been taken
+        # asyncio will call `resume_writing` of the new protocol.
+        self._reader_timer = _cancelled(self._reader_timer)
         super().handle_websocket_upgrade(event)
         protocol = self.transport.get_protocol()
         assert isinstance(protocol, SocketProtocol)
         protocol.keep(self._place)
 
     def _should_upgrade(self) -> bool:
-        """Whether a request begins a WebSocket. Elsewhere than where there is one it is a request like others, whatever it says
-        of upgrades. And so it is where something of an answer is still to be read."""
-        is_asked = self.scope["path"] == PATH and _is_handshake(self.scope["method"], self.headers)
-        # Before the first answer there may be TLS's own: tickets, where the end of its handshake and the request come together.
+        """Return whether a request opens a WebSocket.
+
+        On other paths its upgrade headers are ignored. So are they while the client has not read
+        the previous answer.
+        """
+        is_requested = self.scope["path"] == PATH and _is_handshake(self.scope["method"], self.headers)
+        # Before the first answer, unread bytes may be TLS's own: session tickets, if the request
+        # arrives together with the end of the handshake.
         is_unread = self.cycle is not None and self.transport.get_write_buffer_size() > 0
-        return is_asked and super()._should_upgrade() and not is_unread and not self._place.refusal
+        return is_requested and super()._should_upgrade() and not is_unread and not self._place.refusal
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP."""
+        """Answer data that is not HTTP."""
         self._refuse(400, msg)
 
     @property
@@ -171,25 +187,28 @@ class Protocol(_Watched, H11Protocol):
 
     @property
     def _is_answered_first(self) -> bool:
-        """Whether a request is there and not answered yet. What comes after it is not read: the connection is closed when it is
-        answered, and the next request may be sent again on another one. uvicorn would keep it and stop reading, and so not see
-        that the client goes away."""
+        """True while a request has arrived and is not answered yet.
+
+        Further data is then not read (no pipelining): the connection is closed after the answer,
+        and the client may send its next request on another one. uvicorn would store the data and
+        stop reading, and so not notice that the client disconnects.
+        """
         return self._is_answering and self.conn.their_state is h11.DONE
 
-    def _await_request(self) -> None:
+    def _start_request_timer(self) -> None:
         bounds = self._bounds
         seconds = min(bounds.request_seconds, bounds.probe_seconds) if self._place.refusal else bounds.request_seconds
         self._request_timer = self.loop.call_later(seconds, self._give_way if self._place.refusal else self._drop)
 
     def _give_way(self) -> None:
-        """Close, for others; with a word to who has asked for nothing yet and takes it at once."""
-        if self._place.is_silent and self.scheme == "http":
+        """Close the connection for another one. A client without a request gets an error first."""
+        if self._place.has_no_request and self.scheme == "http":
             self._refuse(503, self._place.refusal, ("retry-after", "1"))
         else:
             self._drop()
 
     def _refuse(self, status: int, message: str, *headers: tuple[str, str]) -> None:
-        """Answer with an error, if nothing has been answered yet, and close."""
+        """Send an error if no answer has begun, and close the connection."""
         if self._is_answering:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -204,13 +223,13 @@ class Protocol(_Watched, H11Protocol):
 
 
 class _OnlyProbes:
-    """An application that answers probes alone, and says ``Connection: close``."""
+    """The application of a reserved connection: it answers one probe, and refuses the rest."""
 
     def __init__(self, app: Any, place: ConnectionPlace) -> None:
         self._app, self._place = app, place
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self._place.is_silent = False
+        self._place.has_no_request = False
 
         async def send_last(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -227,38 +246,48 @@ class _OnlyProbes:
 
 
 class Door(asyncio.Protocol):
-    """A connection that has just been accepted: it is counted, agrees on TLS in the time that there is for it, and goes on as a
-    `Protocol`."""
+    """A connection that was just accepted.
 
-    def __init__(self, bounds: ConnectionLimits, places: Places, security: ssl.SSLContext | None, **given: Any) -> None:
-        """``given``: what uvicorn gives to a protocol."""
-        self._bounds, self._places, self._security, self._given = bounds, places, security, given
-        self._connections: set[Any] = given["server_state"].connections  # uvicorn waits at the end until it is empty
+    It is counted and makes the TLS handshake within a time limit; then a `Protocol` takes over.
+    """
+
+    def __init__(self, bounds: ConnectionLimits, places: Places, security: ssl.SSLContext | None, **options: Any) -> None:
+        """Make the first protocol of a connection.
+
+        Args:
+            bounds: the limits on slow clients.
+            places: the places of all connections.
+            security: the TLS context; None: there is no TLS.
+            options: uvicorn's arguments of a protocol.
+        """
+        self._bounds, self._places, self._security, self._options = bounds, places, security, options
+        # uvicorn waits at its shutdown until this set is empty.
+        self._connections: set[Any] = options["server_state"].connections
         self._early: list[bytes] = []
-        self._agreeing: asyncio.Task[None] | None = None
+        self._negotiation: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A client has connected."""
+        """Count the connection, and begin the TLS handshake if there is one."""
         peer = transport.get_extra_info("peername")
         self._transport, self._place = transport, self._places.take(peer[0] if peer else "")
         if self._security is None:
-            self._go_in(transport)
+            self._become_protocol(transport)
             return
         self._connections.add(self)
         self._place.on_give_way(transport.abort)
-        transport.pause_reading()  # until TLS reads
-        self._agreeing = asyncio.get_running_loop().create_task(self._agree(transport, self._security))
+        transport.pause_reading()  # until `start_tls` reads: the handshake must not arrive here
+        self._negotiation = asyncio.get_running_loop().create_task(self._negotiate(transport, self._security))
 
     def data_received(self, data: bytes) -> None:
-        """What came with the end of the handshake."""
+        """Store data that arrives together with the end of the handshake."""
         self._early.append(data)
 
     def shutdown(self) -> None:
-        """The server ends."""
+        """Abort the connection, because the server ends."""
         self._transport.abort()
 
-    async def _agree(self, transport: asyncio.Transport, security: ssl.SSLContext) -> None:
-        """The handshake of TLS. asyncio would count nothing before its end."""
+    async def _negotiate(self, transport: asyncio.Transport, security: ssl.SSLContext) -> None:
+        """Make the TLS handshake. Done by asyncio's server, it would precede the counting."""
         secure: asyncio.Transport | None = None
         try:
             if transport.is_closing():
@@ -271,7 +300,7 @@ class Door(asyncio.Protocol):
                 ssl_handshake_timeout=self._bounds.handshake_seconds,
                 ssl_shutdown_timeout=self._bounds.handshake_seconds,
             )
-        except OSError:  # it does not speak TLS, takes too long, or has gone: nobody is to be told
+        except OSError:  # the client speaks no TLS, is too slow, or has disconnected
             pass
         finally:
             self._connections.discard(self)
@@ -279,14 +308,15 @@ class Door(asyncio.Protocol):
                 transport.abort()
                 self._place.leave()
         if secure is not None:
-            self._go_in(secure)
+            self._become_protocol(secure)
 
-    def _go_in(self, transport: asyncio.Transport) -> None:
-        protocol = Protocol(self._bounds, self._place, **self._given)
+    def _become_protocol(self, transport: asyncio.Transport) -> None:
+        protocol = Protocol(self._bounds, self._place, **self._options)
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
         for data in self._early:
-            reader: Any = transport.get_protocol()  # a WebSocket by now, perhaps
+            # The first data may have made it a `SocketProtocol`.
+            reader: Any = transport.get_protocol()
             if not transport.is_closing():
                 reader.data_received(data)
 
@@ -294,60 +324,62 @@ class Door(asyncio.Protocol):
 class SocketProtocol(_Watched, WebSocketsSansIOProtocol):
     """A connection that has become a WebSocket."""
 
-    def __init__(self, bounds: ConnectionLimits, **given: Any) -> None:
-        """``given``: what uvicorn gives to a protocol."""
-        super().__init__(**given)
+    def __init__(self, bounds: ConnectionLimits, **options: Any) -> None:
+        """Make the protocol, with uvicorn's arguments as ``options``."""
+        super().__init__(**options)
         self._bounds = bounds
 
     def keep(self, place: ConnectionPlace) -> None:
-        """It goes on as the connection that has this ``place``."""
+        """Take over the ``place`` of the HTTP connection."""
         self._place = place
 
     def data_received(self, data: bytes) -> None:
-        """It has sent something."""
+        """Process received bytes."""
         super().data_received(data)
-        if not self.handshake_initiated:  # the head cannot be read, and uvicorn would wait for another one
-            body = encode(error_object(400, "the head of the request cannot be read"))
+        # If the head is malformed, uvicorn would wait for another one.
+        if not self.handshake_initiated:
+            body = encode(error_object(400, "the head of the request is malformed"))
             head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
             self.transport.close()
 
     async def send(self, message: Any) -> None:
-        """The application says something."""
+        """Send a message of the application."""
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and self.close_sent:
-            self.handshake_complete = True  # by a refusal: uvicorn would log an error
+            # The application has refused the WebSocket. Otherwise uvicorn would log an error.
+            self.handshake_complete = True
 
     def handle_cont(self, event: Frame) -> None:
-        """A part of a message."""
+        """Process a part of a message."""
         if len(self.frames) >= MAX_PARTS:
-            self.conn.fail(1009, f"a message of more than {MAX_PARTS} parts")
+            self.conn.fail(1009, f"the message has more than {MAX_PARTS} parts")
             self.handle_parser_exception()
         else:
             super().handle_cont(event)
 
     def handle_ping(self) -> None:
-        """It is to be answered; not for ever to who reads no answers."""
+        """Answer a ping, and disconnect a client that does not read the answers."""
         super().handle_ping()
         if self.transport.get_write_buffer_size() > MAX_PONGS:
             self._drop()
 
     def keepalive_timeout(self) -> None:
-        """A ping has not been answered."""
+        """Close the connection, because a ping was not answered."""
         super().keepalive_timeout()
         if self.transport.get_write_buffer_size():
             self._drop()
 
 
 def _is_handshake(method: str, headers: Sequence[tuple[bytes, bytes]]) -> bool:
-    """Whether a request can begin a WebSocket."""
-    given = dict(headers)
+    """Return whether a request is a valid WebSocket handshake."""
+    values = dict(headers)
     try:
-        key = base64.b64decode(given.get(b"sec-websocket-key", b"").strip(), validate=True)
+        key = base64.b64decode(values.get(b"sec-websocket-key", b"").strip(), validate=True)
     except binascii.Error:
         return False
-    has_body = b"transfer-encoding" in given or given.get(b"content-length", b"0") != b"0"
-    return method == "GET" and len(key) == 16 and given.get(b"sec-websocket-version") == b"13" and not has_body
+    has_body = b"transfer-encoding" in values or values.get(b"content-length", b"0") != b"0"
+    return method == "GET" and len(key) == 16 and values.get(b"sec-websocket-version") == b"13" and not has_body
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> None:

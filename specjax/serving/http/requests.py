@@ -1,7 +1,7 @@
-"""From the bytes of a request to what `specjax.serving.Engine.submit` takes. What cannot be used is refused by its name.
+"""The parsing and checking of request bodies, for `specjax.serving.Engine.submit`.
 
-A body is taken apart twice: its names first, then the value of each name that is known, which must be of that name's type. So
-every error can say which parameter it is about. Names that are not known are passed over, and told to whoever asks.
+A body is decoded in two passes: first its names, then the value of each known name as that name's
+type. So every error names its parameter. Unknown names are ignored, and reported in a header.
 """
 
 import math
@@ -23,51 +23,52 @@ from specjax.serving.http.errors import RequestError
 from specjax.templates import Messages, Settings, read_settings
 
 MAX_PROMPTS = 64
-"""Prompts of a request."""
+"""The largest number of prompts of a request."""
 
 MAX_CHOICES = 16
-"""Texts for a prompt, ``n``."""
+"""The largest number of texts for a prompt, ``n``."""
 
 MAX_TEXTS = 128
-"""Texts of a request: prompts times ``n``."""
+"""The largest number of texts of a request: prompts times ``n``."""
 
 MAX_MESSAGES = 1024
-"""Messages of a chat."""
+"""The largest number of messages of a chat."""
 
 MAX_STOPS = 64
-"""Stop strings."""
+"""The largest number of stop strings."""
 
 MAX_STOP_CHARACTERS = 256
-"""Characters of a stop string."""
+"""The largest number of characters of a stop string."""
 
 MAX_SALT_CHARACTERS = 256
-"""Characters of a ``cache_salt``."""
+"""The largest number of characters of a ``cache_salt``."""
 
 MAX_STOP_TOKENS = 8
-"""Token ids that end a text: those of ``stop_token_ids`` and the model's own."""
+"""The largest number of stop tokens: those of ``stop_token_ids`` and the model's own."""
 
 MAX_LOGPROBS = 20
-"""Likeliest tokens that may be asked for."""
+"""The largest number of top log-probabilities per token."""
 
 
-# --- what is asked for -----------------------------------------------------------------------------------------------
+# --- the parsed requests --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the served model can do.
+    """The limits and defaults of the served model.
 
     Attributes:
-        names: of the model, the first of which is the one it goes by.
-        vocab_size: its token ids are below it.
-        max_logprobs: most likeliest tokens that the engine reports.
-        max_prediction: most tokens of a prediction that are copied in a step; 0: none may be given.
-        capacity: most tokens of a text with its prompt; None: that is not known.
-        has_chat: whether its tokenizer has a chat template.
-        template_names: what the template reads; None: that is not known.
-        eos_token_ids: its own end-of-sequence ids.
-        default_sampling: what stands where a request states no temperature, top_k, top_p or min_p: the model's own where it
-            has them, otherwise OpenAI's temperature 1, without truncation.
+        names: the names of the model. Answers have the first one.
+        vocab_size: the size of the vocabulary.
+        max_logprobs: the largest number of top log-probabilities per token.
+        max_prediction: the largest number of tokens of a prediction that are copied per step; 0:
+            requests may not have a prediction.
+        capacity: the maximal length of a text in tokens, prompt and output; None: it is unknown.
+        has_chat: whether the tokenizer has a chat template.
+        template_names: the variables that the chat template reads; None: they are unknown.
+        eos_token_ids: the model's end-of-sequence ids.
+        default_sampling: the temperature, top_k, top_p and min_p of requests that do not state
+            them: the model's own, or else OpenAI's temperature 1 without truncation.
 
     Examples:
         >>> from specjax.serving.http.requests import Limits
@@ -88,35 +89,36 @@ class Limits:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A completion or a chat completion that is asked for.
+    """A request for completions or a chat completion.
 
     Attributes:
-        is_chat: which of the two.
-        model: by which of its names.
-        prompts: texts, token ids, or one chat.
-        n: texts for each prompt.
-        max_tokens: of each text; None: as many as fit.
-        seed: None: any.
-        params: the sampling parameters, but for ``max_tokens`` and ``seed``, which the request may leave open. What it leaves
-            out of the distribution's is `Limits.default_sampling`.
-        stop: strings before the first of which a text ends.
-        logprobs: how many of the likeliest tokens to report for each token; None: nothing.
-        echo: whether the prompt comes first.
-        prediction: what the text is expected to be.
-        stream: whether the answer comes piece by piece.
+        is_chat: whether it is a chat completion.
+        model: the name of the model in the request.
+        prompts: texts, lists of token ids, or one chat.
+        n: the number of texts for each prompt.
+        max_tokens: the largest number of tokens of each text; None: as many as fit.
+        seed: the seed; None: a random one.
+        params: the sampling parameters, except for ``max_tokens`` and ``seed``. Those that the
+            request leaves out are those of `Limits.default_sampling`.
+        stop: stop strings. The text ends before the first of them.
+        logprobs: the number of top log-probabilities per token; None: no log-probabilities.
+        echo: whether the answer begins with the prompt.
+        prediction: the expected text.
+        stream: whether to stream the answer.
         include_usage: whether the stream ends with the usage.
         continuous_usage: whether each chunk of the stream has the usage so far.
-        include_accepted: whether the stream tells which of its text was accepted from drafts.
-        add_special_tokens: whether what begins a text is put before a prompt; not before a chat, whose template writes it.
-        chat_template_kwargs: what a chat's template is given beside the messages.
-        cache_salt: the prompt is shared only with requests that have the same one.
-        ignored: names in the request that are not known, in its order.
+        include_accepted: whether the stream marks the parts of the text that were accepted drafts.
+        add_special_tokens: whether to begin a prompt with the special tokens of the tokenizer. A
+            chat's template writes them itself.
+        chat_template_kwargs: the arguments of the chat template beside the messages.
+        cache_salt: the scope of prefix caching.
+        ignored: the unknown names in the request, in its order.
 
     Examples:
         >>> from specjax.serving.http.requests import Limits, read_completion
         >>> limits = Limits(names=("tiny",), vocab_size=3072)
-        >>> asked = read_completion(b'{"model": "tiny", "prompt": ["a", "b"], "n": 2}', limits)
-        >>> asked.prompts, asked.n, asked.max_tokens
+        >>> request = read_completion(b'{"model": "tiny", "prompt": ["a", "b"], "n": 2}', limits)
+        >>> request.prompts, request.n, request.max_tokens
         (('a', 'b'), 2, 16)
     """
 
@@ -143,18 +145,19 @@ class TextRequest:
 
 @dataclass(frozen=True)
 class TokenizeRequest:
-    """A text or a chat of which the token ids are asked for.
+    """A request for the token ids of a text or a chat.
 
     Attributes:
-        prompt: it.
-        param: what it was called in the request.
-        add_special_tokens: as in `TextRequest`.
-        chat_template_kwargs: as in `TextRequest`.
-        ignored: names in the request that are not known, in its order.
+        prompt: the text or the chat.
+        param: its parameter in the request, "prompt" or "messages".
+        add_special_tokens: whether to begin a text with the tokenizer's special tokens.
+        chat_template_kwargs: the arguments of the chat template beside the messages.
+        ignored: the unknown names in the request, in its order.
 
     Examples:
         >>> from specjax.serving.http.requests import Limits, read_tokenize
-        >>> read_tokenize(b'{"prompt": "import os"}', Limits(names=("tiny",), vocab_size=3072)).prompt
+        >>> limits = Limits(names=("tiny",), vocab_size=3072)
+        >>> read_tokenize(b'{"prompt": "import os"}', limits).prompt
         'import os'
     """
 
@@ -165,25 +168,25 @@ class TokenizeRequest:
     ignored: tuple[str, ...] = ()
 
 
-# --- names and types -------------------------------------------------------------------------------------------------
+# --- names and types ------------------------------------------------------------------------------
 
 
 class _Part(msgspec.Struct):
-    """A part of a message's content. What else it has, such as ``cache_control``, is not read."""
+    """A part of a message's content. Further fields, such as ``cache_control``, are ignored."""
 
     type: str
     text: str | None = None
 
 
 class _Function(msgspec.Struct, omit_defaults=True):
-    """The function of a call, whose arguments are the JSON text of an object, or the object."""
+    """The function of a tool call. Its arguments are an object, or the object's JSON text."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class _Call(msgspec.Struct, omit_defaults=True):
-    """A call of a tool in a message of the assistant's."""
+    """A tool call in a message of the assistant."""
 
     function: _Function
     id: str | None = None
@@ -191,7 +194,7 @@ class _Call(msgspec.Struct, omit_defaults=True):
 
 
 class _ChatMessage(msgspec.Struct):
-    """A message of a chat: what templates read of it. What else it has is not read."""
+    """A message of a chat, with the fields that templates read. Further fields are ignored."""
 
     role: str
     content: str | list[_Part] | None = None
@@ -199,21 +202,21 @@ class _ChatMessage(msgspec.Struct):
     tool_calls: list[_Call] | None = None
     function_call: _Function | None = None
     tool_call_id: str | None = None
-    # Some clients have something else than a text under these names. That is not read.
+    # Some clients send values that are not text under these names. They are ignored.
     reasoning_content: Any = None
     reasoning: Any = None
     thinking: Any = None
 
 
 class _Prediction(msgspec.Struct):
-    """What a text is expected to be."""
+    """The expected text, as in OpenAI's Predicted Outputs."""
 
     type: str
     content: str | list[_Part]
 
 
 class _StreamOptions(msgspec.Struct):
-    """What comes with a stream beside its text."""
+    """The options of a stream."""
 
     include_usage: bool | None = None
     include_accepted: bool | None = None
@@ -226,9 +229,10 @@ _Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class _TextFields(msgspec.Struct, kw_only=True):
-    """The parameters that completions and chats have in common, each with its type and its bounds.
+    """The parameters of both completions and chats, with their types and bounds.
 
-    null is as if left out, but for the model. Of the two names of the limit only one counts: its bounds are checked then.
+    A null is treated as a missing value, except for the model. The two names of the limit of tokens
+    have no bounds here: `_max_tokens` checks the one that counts.
     """
 
     model: str | UnsetType = UNSET
@@ -237,7 +241,8 @@ class _TextFields(msgspec.Struct, kw_only=True):
     min_tokens: _Tokens | None = None
     temperature: Annotated[float, Meta(ge=0, le=LARGEST_FLOAT)] | None = None
     top_p: _Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=LARGEST, description=f"from 0 to {LARGEST}")] | None = None  # -1 is 0, as in vLLM
+    # -1 means 0, as in vLLM.
+    top_k: Annotated[int, Meta(ge=-1, le=LARGEST, description=f"from 0 to {LARGEST}")] | None = None
     min_p: _Share | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="from -2**63 to 2**63 - 1")] | None = None
     stop: str | list[str] | None = None
@@ -280,10 +285,13 @@ class _TokenizeFields(msgspec.Struct, kw_only=True):
 
 
 _OF_ANOTHER_PATH: Mapping[str, tuple[Any, ...]] = {"prompt": (), "echo": (False,), "messages": (), "top_logprobs": (0,)}
-"""Parameters of either completions or chats: the values with which they change nothing in the other, beside null."""
+"""The parameters of either completions or chats, with the values that the other path accepts.
+
+Null is accepted, too.
+"""
 
 _OBJECTS: Mapping[str, Any] = {"stream_options": _StreamOptions, "prediction": _Prediction}
-"""Parameters with names in them."""
+"""The parameters that are objects, in which unknown names are reported, too."""
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -337,8 +345,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "xtc_probability": (0,),
 }
-"""Parameters that would change the answer, or when it comes, and are not supported: the values with which they change nothing,
-beside null."""
+"""The unsupported parameters that would change the answer or its time, with accepted values.
+
+An accepted value, or null, changes nothing. Any other value is refused.
+"""
 
 IGNORED = frozenset(
     [
@@ -353,17 +363,17 @@ IGNORED = frozenset(
         "request_id",
     ]
 )
-"""Parameters that do not change the text: they are taken, and not read."""
+"""The parameters that do not change the text. They are accepted and ignored."""
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- parsing --------------------------------------------------------------------------------------
 
 
 def read_completion(body: bytes, limits: Limits) -> TextRequest:
-    """The body of ``/v1/completions``.
+    """Parse the body of ``/v1/completions``.
 
     Raises:
-        RequestError: it cannot be used; names the parameter and its value.
+        RequestError: The body is invalid. The message names the parameter, its value and a remedy.
 
     Examples:
         >>> from specjax.serving.http.requests import Limits, read_completion
@@ -374,12 +384,12 @@ def read_completion(body: bytes, limits: Limits) -> TextRequest:
     """
     fields, ignored = _read(body, _CompletionFields, limits)
     prompts = _prompts(fields.prompt, limits)
-    logprobs = None if fields.logprobs is None else _likeliest("logprobs", fields.logprobs, limits)
+    logprobs = None if fields.logprobs is None else _top_count("logprobs", fields.logprobs, limits)
     echo = bool(fields.echo)
     name, max_tokens = _max_tokens(fields, minimum=0)
     max_tokens = 16 if max_tokens is None else max_tokens
     if max_tokens == 0 and not echo:
-        raise RequestError(400, f"{name}=0: only with echo, for the prompt's own logprobs; give at least 1", param=name)
+        raise RequestError(400, f"{name}=0: it needs echo, for the logprobs of the prompt; give at least 1", param=name)
     if max_tokens == 0 and logprobs is None:
         raise RequestError(400, f"{name}=0: with echo, give logprobs too; there is nothing else to compute", param=name)
     return _request(
@@ -396,28 +406,28 @@ def read_completion(body: bytes, limits: Limits) -> TextRequest:
 
 
 def read_chat(body: bytes, limits: Limits) -> TextRequest:
-    """The body of ``/v1/chat/completions``.
+    """Parse the body of ``/v1/chat/completions``.
 
     Raises:
-        RequestError: it cannot be used; names the parameter and its value.
+        RequestError: The body is invalid. The message names the parameter, its value and a remedy.
 
     Examples:
         >>> from specjax.serving.http.requests import Limits, read_chat
         >>> limits = Limits(names=("tiny",), vocab_size=3072)
         >>> body = b'{"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}'
-        >>> asked = read_chat(body, limits)
-        >>> asked.prompts, asked.max_tokens
+        >>> request = read_chat(body, limits)
+        >>> request.prompts, request.max_tokens
         (([{'role': 'user', 'content': 'Hello'}],), None)
     """
     fields, ignored = _read(body, _ChatFields, limits)
     prompts = (_messages(fields.messages, limits),)
-    likeliest, logprobs = _or(fields.top_logprobs, 0), None
+    top_count, logprobs = _or(fields.top_logprobs, 0), None
     if fields.logprobs:
-        logprobs = _likeliest("top_logprobs", likeliest, limits)
-    elif likeliest:
-        raise RequestError(400, f"top_logprobs={_shown(likeliest)}: needs logprobs=true", param="top_logprobs")
+        logprobs = _top_count("top_logprobs", top_count, limits)
+    elif top_count:
+        raise RequestError(400, f"top_logprobs={_shown(top_count)}: it needs logprobs=true; give both", param="top_logprobs")
     if fields.add_special_tokens:
-        message = "add_special_tokens=true: a chat's template writes them; leave it out, or give false"
+        message = "add_special_tokens=true: the chat template writes them; leave it out, or give false"
         raise RequestError(400, message, param="add_special_tokens", code="unsupported_parameter")
     settings, unread = _template_settings(fields.chat_template_kwargs, limits)
     return _request(
@@ -433,28 +443,27 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
 
 
 def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
-    """The body of ``/tokenize``: a prompt or messages.
+    """Parse the body of ``/tokenize``: a prompt or messages.
 
     Raises:
-        RequestError: it cannot be used; names the parameter and its value.
+        RequestError: The body is invalid. The message names the parameter, its value and a remedy.
 
     Examples:
-        >>> from specjax.serving.http.requests import Limits, read_tokenize
-        >>> limits = Limits(names=("tiny",), vocab_size=3072, has_chat=False)
-        >>> read_tokenize(b'{"messages": []}', limits)
-        Traceback (most recent call last):
-        specjax.serving.http.errors.RequestError: messages: this model has no chat template; give text to /v1/completions
+        >>> from specjax.serving.http.requests import Limits, read_tokenize >>> limits =
+        Limits(names=("tiny",), vocab_size=3072, has_chat=False) >>> read_tokenize(b'{"messages":
+        []}', limits) Traceback (most recent call last): specjax.serving.http.errors.RequestError:
+        messages: this model has no chat template; give text to /v1/completions
     """
     fields, ignored = _read(body, _TokenizeFields, limits)
-    given = fields.chat_template_kwargs
+    template_kwargs = fields.chat_template_kwargs
     if fields.messages is not UNSET and fields.prompt is UNSET:
-        settings, unread = _template_settings(None if given is UNSET else given, limits)
+        settings, unread = _template_settings(None if template_kwargs is UNSET else template_kwargs, limits)
         return TokenizeRequest(
             _messages(fields.messages, limits), "messages", chat_template_kwargs=settings, ignored=(*ignored, *unread)
         )
     if fields.prompt is UNSET or fields.messages is not UNSET:
         raise RequestError(400, "prompt: give either prompt or messages", param="prompt")
-    if given is not UNSET:
+    if template_kwargs is not UNSET:
         ignored = (*ignored, "chat_template_kwargs")
     has_special = _or(fields.add_special_tokens, True)
     return TokenizeRequest(_text("prompt", fields.prompt), "prompt", has_special, ignored=ignored)
@@ -467,25 +476,25 @@ Fields = TypeVar("Fields", _CompletionFields, _ChatFields, _TokenizeFields)
 
 
 def _read(body: bytes, kind: type[Fields], limits: Limits) -> tuple[Fields, tuple[str, ...]]:
-    """Return the parameters of a body, and the names in it that are not known.
+    """Return the parameters of a body, and the unknown names in it.
 
-    The model is checked, too: nothing else is said about another model.
+    The model is checked first: a request for another model gets no other error.
     """
     try:
         raw = _NAMES.decode(body)
     except msgspec.ValidationError:
         raise RequestError(400, "the body must be a JSON object") from None
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is no JSON: {_reason(error, body)}") from None
+        raise RequestError(400, f"the body is not JSON: {_reason(error, body)}") from None
     types, is_text = _types(kind), issubclass(kind, _TextFields)
     ignored = []
     for name, value in raw.items():
         if name in types or name in IGNORED:
             continue
         if name in UNSUPPORTED:
-            _check_neutral(name, value, UNSUPPORTED[name], "not supported")
+            _check_neutral(name, value, UNSUPPORTED[name], "it is not supported")
         elif name in _OF_ANOTHER_PATH and is_text:
-            _check_neutral(name, value, _OF_ANOTHER_PATH[name], "is of another path's")
+            _check_neutral(name, value, _OF_ANOTHER_PATH[name], "it belongs to another path")
         else:
             ignored.append(name)
     _check_counts(raw, limits)
@@ -499,13 +508,13 @@ def _read(body: bytes, kind: type[Fields], limits: Limits) -> tuple[Fields, tupl
 
 
 def _check_model(model: Any, limits: Limits, *, may_be_left_out: bool) -> None:
-    """Refuse a request for another model, before anything else in it is looked at."""
+    """Raise RequestError if a request names another model or none."""
     if model is UNSET:
         if may_be_left_out:
             return
-        raise RequestError(400, f"model: missing; give {limits.names[0]!r}", param="model")
+        raise RequestError(400, f"model: it is missing; give {limits.names[0]!r}", param="model")
     if model not in limits.names:
-        message = f"model={_shown(model)}: not served here; the model is {limits.names[0]!r}"
+        message = f"model={_shown(model)}: the server does not have it; give {limits.names[0]!r}"
         raise RequestError(404, message, param="model", code="model_not_found")
 
 
@@ -516,7 +525,10 @@ def _types(kind: type) -> dict[str, Any]:
 
 
 def _check_counts(raw: Mapping[str, msgspec.Raw], limits: Limits) -> None:
-    """Refuse lists of ids that are far too long, by their commas, before anything is made of them."""
+    """Raise RequestError for lists of ids that are far too long.
+
+    It counts their commas, before memory is allocated for the ids.
+    """
     for name in ("prompt", "stop_token_ids"):
         text = bytes(raw.get(name, b""))
         first = text[1:].lstrip()[:1]
@@ -527,24 +539,24 @@ def _check_counts(raw: Mapping[str, msgspec.Raw], limits: Limits) -> None:
             maximum = math.inf if limits.capacity is None else limits.capacity * (MAX_PROMPTS if first == b"[" else 1)
         if (count := text.count(b",") + 1) > maximum:
             code = "context_length_exceeded" if name == "prompt" else None
-            raise RequestError(400, f"{name}: {count} ids, and no more than {maximum} can be used", param=name, code=code)
+            raise RequestError(400, f"{name}: there are {count} ids; give at most {maximum}", param=name, code=code)
 
 
 def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
-    """Return a parameter's value, which must be of a ``kind`` and within its bounds."""
+    """Return the value of a parameter. It must have the type ``kind`` and be within its bounds."""
     try:
         return _decode(raw, kind)
     except (ValueError, RecursionError) as error:
         reason = _reason(error, bytes(raw))
-    bounds = next((meta for each in get_args(kind) for meta in getattr(each, "__metadata__", ())), None)
+    bounds = next((meta for part in get_args(kind) for meta in getattr(part, "__metadata__", ())), None)
     if bounds is not None and (value := _unbounded(raw, kind)) is not None:
         raise RequestError(400, f"{name}={_shown(value)}: {_range(bounds, value)}", param=name)
     raise RequestError(400, f"{name}: {reason}", param=name)
 
 
 def _unbounded(raw: msgspec.Raw, kind: Any) -> Any:
-    """Return the value of a field that may be null, whatever its bounds; None: it is of another type."""
-    bare = Union[tuple(getattr(each, "__origin__", each) for each in get_args(kind))]  # noqa: UP007 - made at run time
+    """Return the value of an optional field without checking bounds; None: it has another type."""
+    bare = Union[tuple(getattr(part, "__origin__", part) for part in get_args(kind))]  # noqa: UP007 - made at run time
     try:
         return _decode(raw, bare)
     except (ValueError, RecursionError):
@@ -552,9 +564,9 @@ def _unbounded(raw: msgspec.Raw, kind: Any) -> Any:
 
 
 def _range(bounds: Meta, value: Any) -> str:
-    """Return what is wrong with a value beyond its bounds."""
+    """Return the error message for a value beyond its bounds."""
     if isinstance(value, str):
-        return f"{len(value)} characters; give from {bounds.min_length} to {bounds.max_length}"
+        return f"it has {len(value)} characters; give from {bounds.min_length} to {bounds.max_length}"
     minimum, maximum = (str(bound) if isinstance(bound, int) else f"{bound:g}" for bound in (bounds.ge, bounds.le))
     return f"must be {bounds.description or f'from {minimum} to {maximum}'}"
 
@@ -566,23 +578,25 @@ def _decode(raw: msgspec.Raw, kind: Any) -> Any:
 
 
 def _check_neutral(name: str, raw: msgspec.Raw, neutral: Sequence[Any], reason: str) -> None:
-    """Refuse a parameter for a ``reason``, unless it has a value with which it changes nothing."""
+    """Raise RequestError for a parameter, unless its value is null or one of ``neutral``."""
     value = _value(name, raw, Any)
-    if value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
+    # In Python True == 1, but JSON distinguishes them.
+    if value is None or any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in neutral):
         return
-    allowed = " or ".join(msgspec.json.encode(each).decode() for each in (*neutral, None))
+    allowed = " or ".join(msgspec.json.encode(accepted).decode() for accepted in (*neutral, None))
     message = f"{name}={_shown(value)}: {reason}; leave it out, or give {allowed}"
     raise RequestError(400, message, param=name, code="unsupported_parameter")
 
 
-# An escape of a JSON string, and half of a pair that stands for a character beyond the first 65,536.
+# An escape in a JSON string. Two \u escapes, a high and a low surrogate, stand for a character
+# beyond the first 65,536.
 _ESCAPES = re.compile(rb"\\(?:u(?P<code>[0-9a-fA-F]{4})|.)", re.DOTALL)
 _HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
 
 
 def _lone_surrogate(body: bytes) -> str | None:
-    """Return the first escape in a body that is half of a pair without the other half; None: there is none."""
-    before: re.Match[bytes] | None = None  # a first half
+    """Return the first escape in a body that is a surrogate without its other half, or None."""
+    before: re.Match[bytes] | None = None  # a high surrogate, whose low one must come next
     for escape in _ESCAPES.finditer(body):
         code = int(escape["code"] or b"0", 16)
         if before is not None:
@@ -598,13 +612,14 @@ def _lone_surrogate(body: bytes) -> str | None:
 
 
 def _reason(error: BaseException, body: bytes) -> str:
-    """What a decoder says of a body, or a part of one, in a short line of text that is Unicode."""
+    """Return the reason why a decoder failed on ``body``, as a short line of valid Unicode."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 ({error.reason} at byte {error.start})"
     if not isinstance(error, msgspec.ValidationError) and (half := _lone_surrogate(body)) is not None:
-        return f"{half} is half of a character: its other half is missing"  # the decoder calls that truncated, or malformed
+        # The decoder's own message is misleading.
+        return f"{half} is half of a character: its other half is missing"
     return str(error)[:200].encode(errors="replace").decode()
 
 
@@ -616,34 +631,38 @@ def _shown(value: Any) -> str:
     return _BRIEF.repr(value)
 
 
-# --- checks ----------------------------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def _request(
-    fields: _CompletionFields | _ChatFields, limits: Limits, *, prompts: tuple[Any, ...], max_tokens: int | None, **others: Any
+    fields: _CompletionFields | _ChatFields, limits: Limits, *, prompts: tuple[Any, ...], max_tokens: int | None, **checked: Any
 ) -> TextRequest:
-    """Return the request, whose fields that completions and chats have in common are checked here."""
+    """Check the parameters of both completions and chats, and return the request.
+
+    The caller has ``checked`` the other fields of `TextRequest`.
+    """
     n = _or(fields.n, 1)
     if n * len(prompts) > MAX_TEXTS:
         raise RequestError(
-            400, f"n={n}: with {len(prompts)} prompts more than {MAX_TEXTS} texts; ask for fewer at a time", param="n"
+            400, f"n={n}: with {len(prompts)} prompts it makes more than {MAX_TEXTS} texts; give fewer at a time", param="n"
         )
     if fields.best_of not in (None, n):
-        raise RequestError(400, f"best_of={fields.best_of}: not supported; leave it out, or give n={n}", param="best_of")
+        raise RequestError(400, f"best_of={fields.best_of}: it is not supported; leave it out, or give n={n}", param="best_of")
     min_tokens = _or(fields.min_tokens, 0)
     if max_tokens is not None and min_tokens > max_tokens:
-        raise RequestError(400, f"min_tokens={min_tokens}: more than max_tokens={max_tokens}", param="min_tokens")
+        raise RequestError(400, f"min_tokens={min_tokens}: it must not exceed max_tokens={max_tokens}", param="min_tokens")
     stream = bool(fields.stream)
     if fields.stream_options is not None and not stream:
-        raise RequestError(400, "stream_options: only with stream=true; leave it out", param="stream_options")
+        raise RequestError(400, "stream_options: it needs stream=true; leave it out", param="stream_options")
     options = fields.stream_options or _StreamOptions()
-    seed = None if fields.seed is None else fields.seed & (2**63 - 1)  # -1 is 2**63 - 1, -2 is 2**63 - 2 and so on
+    # Negative seeds map to the largest ones: -1 to 2**63 - 1, -2 to 2**63 - 2, and so on.
+    seed = None if fields.seed is None else fields.seed & (2**63 - 1)
     stop, stop_token_ids = _stop(fields.stop), _stop_token_ids(fields, limits)
     try:
         params = SamplingParams(
             **vars(_sampling(fields, limits)), max_new_tokens=LARGEST, min_new_tokens=min_tokens, eos_token_ids=stop_token_ids
         )
-    except InputError as error:  # of the defaults: what a request states has its bounds
+    except InputError as error:  # an error of the defaults, because stated values are within bounds
         raise RequestError(400, str(error)) from None
     return TextRequest(
         model=str(fields.model),
@@ -659,29 +678,32 @@ def _request(
         continuous_usage=bool(options.continuous_usage_stats),
         include_accepted=bool(options.include_accepted),
         cache_salt=fields.cache_salt or "",
-        **others,
+        **checked,
     )
 
 
 def _sampling(fields: _TextFields, limits: Limits) -> Sampling:
-    """Return the distribution's parameters: what the request states, and the defaults."""
+    """Return the temperature, top_k, top_p and min_p: the stated ones, and the defaults."""
     stated = {name: getattr(fields, name, None) for name in SAMPLING_NAMES}
     if stated["top_k"] == -1:
         stated["top_k"] = 0
     if stated["top_p"] == 0:
-        raise RequestError(400, "top_p=0: must be above 0; for the likeliest token give temperature 0", param="top_p")
+        raise RequestError(400, "top_p=0: must be above 0; for greedy sampling give temperature 0", param="top_p")
     return limits.default_sampling.with_explicit(**stated)
 
 
 def _max_tokens(fields: _TextFields, minimum: int) -> tuple[str, int | None]:
-    """Return how many tokens are asked for, None: it is not said; and under which of two names. The newer one goes first."""
+    """Return the name and value of the limit of tokens; None: there is none.
+
+    Of its two names, OpenAI's newer one takes precedence.
+    """
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     count = getattr(fields, name)
     return name, None if count is None else _whole(name, count, minimum, LARGEST)
 
 
 def _whole(name: str, value: int, minimum: int, maximum: int) -> int:
-    """Return a whole number that is within bounds which its field does not know."""
+    """Check the bounds of a whole number whose type does not state them, and return it."""
     if not minimum <= value <= maximum:
         raise RequestError(400, f"{name}={_shown(value)}: must be from {minimum} to {maximum}", param=name)
     return value
@@ -691,45 +713,45 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _likeliest(name: str, count: int, limits: Limits) -> int:
-    """Return the checked number of likeliest tokens whose log-probabilities are asked for."""
+def _top_count(name: str, count: int, limits: Limits) -> int:
+    """Check the number of top log-probabilities, and return it."""
     if limits.max_logprobs < 1:
-        raise RequestError(400, "logprobs: this server gives none (--max-logprobs 0); leave it out", param="logprobs")
+        raise RequestError(400, "logprobs: this server has none (--max-logprobs 0); leave it out", param="logprobs")
     return _whole(name, count, 0, limits.max_logprobs)
 
 
-def _stop(given: str | list[str] | None) -> tuple[str, ...]:
-    """Return the stop strings, checked."""
-    stop = [given] if isinstance(given, str) else given or []
-    if len(stop) > MAX_STOPS:
-        raise RequestError(400, f"stop: {len(stop)} strings; give at most {MAX_STOPS}", param="stop")
-    for each in stop:
-        if not 1 <= len(each) <= MAX_STOP_CHARACTERS:
-            message = f"stop={_shown(each)}: {len(each)} characters; give from 1 to {MAX_STOP_CHARACTERS}"
+def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Check the stop strings, and return them."""
+    strings = [stop] if isinstance(stop, str) else stop or []
+    if len(strings) > MAX_STOPS:
+        raise RequestError(400, f"stop: there are {len(strings)} strings; give at most {MAX_STOPS}", param="stop")
+    for string in strings:
+        if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
+            message = f"stop={_shown(string)}: it has {len(string)} characters; give from 1 to {MAX_STOP_CHARACTERS}"
             raise RequestError(400, message, param="stop")
-    return tuple(stop)
+    return tuple(strings)
 
 
 def _stop_token_ids(fields: _TextFields, limits: Limits) -> tuple[int, ...] | None:
-    """Return the ids that end a text; None: the model's own."""
-    asked = fields.stop_token_ids or []
-    own = () if fields.ignore_eos else limits.eos_token_ids
-    if not asked and own:
+    """Return the stop tokens; None: the model's end-of-sequence ids."""
+    stated = fields.stop_token_ids or []
+    of_model = () if fields.ignore_eos else limits.eos_token_ids
+    if not stated and of_model:
         return None
-    if len(asked) > MAX_TEXTS:  # the same id may be named twice, and not a million times
-        raise RequestError(400, f"stop_token_ids: {len(asked)} ids; give at most {MAX_STOP_TOKENS}", param="stop_token_ids")
-    _check_tokens("stop_token_ids", asked, limits)
-    ids = tuple(dict.fromkeys((*own, *asked)))
+    if len(stated) > MAX_TEXTS:  # duplicates are allowed, but not a million of them
+        message = f"stop_token_ids: there are {len(stated)} ids; give at most {MAX_STOP_TOKENS}"
+        raise RequestError(400, message, param="stop_token_ids")
+    _check_tokens("stop_token_ids", stated, limits)
+    ids = tuple(dict.fromkeys((*of_model, *stated)))
     if len(ids) > MAX_STOP_TOKENS:
-        message = (
-            f"stop_token_ids: {len(ids)} ids, {len(own)} of the model among them; give at most {MAX_STOP_TOKENS - len(own)}"
-        )
+        maximum = MAX_STOP_TOKENS - len(of_model)
+        message = f"stop_token_ids: there are {len(ids)} ids, {len(of_model)} of them the model's; give at most {maximum}"
         raise RequestError(400, message, param="stop_token_ids")
     return ids
 
 
 def _prediction(prediction: _Prediction | None, limits: Limits) -> str | None:
-    """Return the text that a request expects, checked."""
+    """Check the prediction, and return its text."""
     if prediction is None:
         return None
     if prediction.type != "content":
@@ -739,98 +761,99 @@ def _prediction(prediction: _Prediction | None, limits: Limits) -> str | None:
     return _joined("prediction", prediction.content) or None
 
 
-def _prompts(given: Any, limits: Limits) -> tuple[str | list[int], ...]:
-    """Return one or several prompts, each text or token ids."""
-    if given is UNSET:
-        raise RequestError(400, "prompt: missing; give text, token ids, or a list of either", param="prompt")
-    if isinstance(given, str):
-        return (_text("prompt", given),)
-    kinds = set(map(type, given))
-    if not given or len(kinds) > 1:
+def _prompts(prompt: Any, limits: Limits) -> tuple[str | list[int], ...]:
+    """Check one or several prompts, texts or token ids, and return them."""
+    if prompt is UNSET:
+        raise RequestError(400, "prompt: it is missing; give text, token ids, or a list of either", param="prompt")
+    if isinstance(prompt, str):
+        return (_text("prompt", prompt),)
+    kinds = set(map(type, prompt))
+    if not prompt or len(kinds) > 1:
         raise RequestError(
             400, "prompt: give text, token ids, a list of texts, or a list of lists of token ids", param="prompt"
         )
     if kinds == {int}:
-        _check_tokens("prompt", given, limits)
-        return (given,)
-    if len(given) > MAX_PROMPTS:
-        raise RequestError(400, f"prompt: {len(given)} prompts; give at most {MAX_PROMPTS}", param="prompt")
-    for each in given:
-        if isinstance(each, str):
-            _text("prompt", each)
-        elif not each:
-            raise RequestError(400, "prompt=[]: empty; give at least one token id", param="prompt")
+        _check_tokens("prompt", prompt, limits)
+        return (prompt,)
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(400, f"prompt: there are {len(prompt)} prompts; give at most {MAX_PROMPTS}", param="prompt")
+    for text_or_ids in prompt:
+        if isinstance(text_or_ids, str):
+            _text("prompt", text_or_ids)
+        elif not text_or_ids:
+            raise RequestError(400, "prompt=[]: it is empty; give at least one token id", param="prompt")
         else:
-            _check_tokens("prompt", each, limits)
-    return tuple(given)
+            _check_tokens("prompt", text_or_ids, limits)
+    return tuple(prompt)
 
 
 def _text(name: str, text: str) -> str:
     if not text:
-        raise RequestError(400, f"{name}='': empty; give at least one character", param=name)
+        raise RequestError(400, f"{name}='': it is empty; give at least one character", param=name)
     return text
 
 
 def _check_tokens(name: str, tokens: Sequence[int], limits: Limits) -> None:
     if tokens and not 0 <= min(tokens) <= max(tokens) < limits.vocab_size:
         wrong = next(token for token in tokens if not 0 <= token < limits.vocab_size)
-        message = f"{name}: token id {_shown(wrong)} is none; the model's are from 0 to {limits.vocab_size - 1}"
+        message = f"{name}: token id {_shown(wrong)} does not exist; give ids from 0 to {limits.vocab_size - 1}"
         raise RequestError(400, message, param=name)
 
 
 def _messages(messages: list[_ChatMessage] | UnsetType, limits: Limits) -> Messages:
-    """Return the chat. What roles there are, and their order, is for the model's template to say."""
+    """Check the messages of a chat, and return them. The chat template checks roles and order."""
     if not limits.has_chat:
         message = "messages: this model has no chat template; give text to /v1/completions"
         raise RequestError(400, message, param="messages", code="no_chat_template")
     if messages is UNSET or not messages:
-        raise RequestError(400, "messages: missing or empty; give at least one message", param="messages")
+        raise RequestError(400, "messages: it is missing or empty; give at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
-        raise RequestError(400, f"messages: {len(messages)}; give at most {MAX_MESSAGES}", param="messages")
-    return [_message(index, each) for index, each in enumerate(messages)]
+        raise RequestError(400, f"messages: there are {len(messages)}; give at most {MAX_MESSAGES}", param="messages")
+    return [_message(index, message) for index, message in enumerate(messages)]
 
 
-def _template_settings(given: dict[str, Any] | None, limits: Limits) -> tuple[dict[str, Any], list[str]]:
-    """Return what a chat's template is given beside the messages, and what it does not read of that: this changes nothing."""
+def _template_settings(kwargs: dict[str, Any] | None, limits: Limits) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments of the chat template, and the names among them that it does not read."""
     try:
-        settings = read_settings(given or {})
+        settings = read_settings(kwargs or {})
     except InputError as error:
         raise RequestError(400, str(error), param="chat_template_kwargs", code="unsupported_parameter") from None
-    known = settings.keys() if limits.template_names is None else limits.template_names
-    return settings, [f"chat_template_kwargs.{name}" for name in settings if name not in known]
+    read_names = settings.keys() if limits.template_names is None else limits.template_names
+    return settings, [f"chat_template_kwargs.{name}" for name in settings if name not in read_names]
 
 
-# Only these may say nothing: an assistant that calls a tool, for example, and a tool that gives nothing back.
+# The roles whose messages may have no content: an assistant may only call a tool, and a tool may
+# return nothing.
 _MAY_BE_SILENT = ("assistant", "tool", "function")
 
 
-def _message(index: int, given: _ChatMessage) -> dict[str, Any]:
-    """Return a message as `specjax.text.encode_chat` takes it, without what is null."""
-    if given.content is None and given.role not in _MAY_BE_SILENT:
-        message = f"messages[{index}].content: missing or null; give text, or parts of type 'text'"
-        raise RequestError(400, message, param="messages")
-    made: dict[str, Any] = {"role": given.role}
-    made["content"] = None if given.content is None else _joined("messages", given.content)
+def _message(index: int, message: _ChatMessage) -> dict[str, Any]:
+    """Return a message as `specjax.text.encode_chat` expects it, without null fields."""
+    if message.content is None and message.role not in _MAY_BE_SILENT:
+        reason = f"messages[{index}].content: it is missing or null; give text, or parts of type 'text'"
+        raise RequestError(400, reason, param="messages")
+    result: dict[str, Any] = {"role": message.role}
+    result["content"] = None if message.content is None else _joined("messages", message.content)
     for name in ("name", "tool_call_id"):
-        if (value := getattr(given, name)) is not None:
-            made[name] = value
-    if given.tool_calls:
-        made["tool_calls"] = msgspec.to_builtins(given.tool_calls)
-    if given.function_call is not None:
-        made["function_call"] = msgspec.to_builtins(given.function_call)
+        if (value := getattr(message, name)) is not None:
+            result[name] = value
+    if message.tool_calls:
+        result["tool_calls"] = msgspec.to_builtins(message.tool_calls)
+    if message.function_call is not None:
+        result["function_call"] = msgspec.to_builtins(message.function_call)
     for name in ("reasoning_content", "reasoning", "thinking"):
-        if isinstance(value := getattr(given, name), str) and value:
-            made[name] = value
-    return made
+        if isinstance(value := getattr(message, name), str) and value:
+            result[name] = value
+    return result
 
 
 def _joined(name: str, content: str | list[_Part]) -> str:
-    """The text of a content, which may come in parts: a line each."""
+    """Return the text of a content. Its parts, if it has any, become lines."""
     if isinstance(content, str):
         return content
     for part in content:
         if part.type != "text":
-            raise RequestError(400, f"{name}: a part of type {_shown(part.type)}; give parts of type 'text'", param=name)
+            raise RequestError(400, f"{name}: a part has type {_shown(part.type)}; give parts of type 'text'", param=name)
         if part.text is None:
-            raise RequestError(400, f"{name}: a part without text; give its text", param=name)
+            raise RequestError(400, f"{name}: a part has no text; give its text", param=name)
     return "\n".join(part.text or "" for part in content)

@@ -1,6 +1,7 @@
-"""The JSON that goes back: OpenAI's objects of completions and chats, whole and in pieces.
+"""The JSON of the answers: OpenAI's objects of completions and chats, whole and in chunks.
 
-An `Answer` knows what was asked and the handles of the texts. It makes the object of a whole answer, and a stream's chunks.
+An `Answer` has the request and the handles of its texts. It makes the object of a whole answer, or
+the chunks of a stream.
 """
 
 import time
@@ -26,7 +27,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def encode(value: Any) -> bytes:
-    """``value`` as JSON.
+    """Return ``value`` as JSON.
 
     Examples:
         >>> from specjax.serving.http.responses import encode
@@ -37,7 +38,7 @@ def encode(value: Any) -> bytes:
 
 
 def event(value: Any) -> bytes:
-    """``value`` as a server-sent event.
+    """Return ``value`` as a server-sent event.
 
     Examples:
         >>> from specjax.serving.http.responses import event
@@ -48,12 +49,13 @@ def event(value: Any) -> bytes:
 
 
 class Answer:
-    """What is said about the texts of a request.
+    """The answer to a request, as JSON objects.
 
     Attributes:
-        asked: the request.
-        handles: its texts: ``n`` of the first prompt, then those of the second and so on.
-        prompts: ids of each prompt's tokens.
+        request: the request.
+        handles: the handles of its texts: ``n`` of the first prompt, then those of the second, and
+            so on.
+        prompts: the token ids of each prompt.
 
     Examples:
         >>> from specjax.serving import Engine
@@ -62,121 +64,133 @@ class Answer:
         >>> from specjax.serving.http.tokens import TokenTexts
         >>> generate = specjax.load("embedded")
         >>> body = b'{"model": "tiny", "prompt": "import os", "max_tokens": 4, "temperature": 0}'
-        >>> asked = read_completion(body, Limits(names=("tiny",), vocab_size=3072))
+        >>> request = read_completion(body, Limits(names=("tiny",), vocab_size=3072))
         >>> with Engine(generate, rows=1, capacity=64) as engine:
         ...     handle = engine.submit("import os", max_new_tokens=4)
         ...     pieces = list(handle)
-        >>> answer = Answer(asked, [handle], [generate.encode("import os")], TokenTexts(generate.tokenizer))
+        >>> tokens, texts = generate.encode("import os"), TokenTexts(generate.tokenizer)
+        >>> answer = Answer(request, [handle], [tokens], texts)
         >>> answer.whole([pieces])["usage"]["total_tokens"]
         7
     """
 
     def __init__(
         self,
-        asked: TextRequest,
+        request: TextRequest,
         handles: Sequence[Handle],
         prompts: Sequence[Sequence[int]],
         texts: TokenTexts,
         *,
         with_acceptance: bool = False,
     ) -> None:
-        """``with_acceptance``: say how the drafts fared, where the request is for one text."""
-        self.asked, self.handles, self.prompts = asked, handles, prompts
+        """Make the answer of a submitted request.
+
+        Args:
+            request: the request.
+            handles: the handles of its texts.
+            prompts: the token ids of each prompt.
+            texts: the texts of single tokens.
+            with_acceptance: whether to report the acceptance of drafts, for a request with one
+                text.
+        """
+        self.request, self.handles, self.prompts = request, handles, prompts
         self._texts = texts
         self._with_acceptance = with_acceptance
-        kind = "chatcmpl" if asked.is_chat else "cmpl"
-        self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": "", "created": int(time.time()), "model": asked.model}
-        # Where each choice's next token begins, for text_offset.
+        kind = "chatcmpl" if request.is_chat else "cmpl"
+        self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": "", "created": int(time.time()), "model": request.model}
+        # The offset of each choice's next token in its text, for text_offset.
         self._offsets = [0] * len(handles)
-        # Tokens of each choice that are in the chunks so far: its handle may know more.
+        # The tokens of each choice in the chunks so far. Its handle may have more.
         self._streamed = [0] * len(handles)
 
-    # --- whole ---------------------------------------------------------------------------------------------------------
+    # --- whole ------------------------------------------------------------------------------------
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
-        """The answer, when all texts have ended; ``pieces`` are those of each."""
-        kind = "chat.completion" if self.asked.is_chat else "text_completion"
-        choices = [self._choice(index, of_it) for index, of_it in enumerate(pieces)]
+        """Return the whole answer, after all texts have ended, from the pieces of each text."""
+        kind = "chat.completion" if self.request.is_chat else "text_completion"
+        choices = [self._choice(index, text_pieces) for index, text_pieces in enumerate(pieces)]
         return self._head | {"object": kind, "choices": choices, "usage": self.usage()} | self._metrics()
 
     def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
-        handle, asked = self.handles[index], self.asked
+        handle, request = self.handles[index], self.request
         choice: dict[str, Any] = {"index": index, "finish_reason": handle.finish_reason}
-        logprobs = [] if asked.logprobs is None else [each for piece in pieces for each in piece.logprobs]
-        logprobs = logprobs[: len(handle.tokens)]  # a stop string takes tokens back
-        if asked.is_chat:
+        logprobs = [] if request.logprobs is None else [logprob for piece in pieces for logprob in piece.logprobs]
+        logprobs = logprobs[: len(handle.tokens)]  # a stop string removes the tokens after it
+        if request.is_chat:
             choice["message"] = {"role": "assistant", "content": handle.text, "refusal": None}
-            choice["logprobs"] = None if asked.logprobs is None else self._chat_logprobs(logprobs)
+            choice["logprobs"] = None if request.logprobs is None else self._chat_logprobs(logprobs)
             return choice
-        text = self.prompt_text(index) + handle.text if asked.echo else handle.text
+        text = self.prompt_text(index) + handle.text if request.echo else handle.text
         choice["text"] = text
-        if asked.logprobs is None:
+        if request.logprobs is None:
             choice["logprobs"] = None
         else:
-            first = [*self._echoed(index)] if asked.echo else []
+            first = [*self._echoed(index)] if request.echo else []
             choice["logprobs"] = self._completion_logprobs(index, [*first, *map(_entry, logprobs)])
         return choice
 
-    # --- in pieces -----------------------------------------------------------------------------------------------------
+    # --- in chunks --------------------------------------------------------------------------------
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """The chunk that comes before a choice's text: a chat's role, or the prompt that is echoed; None: there is none."""
-        if self.asked.is_chat:
+        """Return the chunk before a choice's text: a chat's role, or the echoed prompt; or None."""
+        if self.request.is_chat:
             return self._chunk(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
-        if not self.asked.echo:
+        if not self.request.echo:
             return None
-        logprobs = None if self.asked.logprobs is None else self._completion_logprobs(index, [*self._echoed(index)])
+        logprobs = None if self.request.logprobs is None else self._completion_logprobs(index, [*self._echoed(index)])
         return self._chunk(index, {"text": self.prompt_text(index), "logprobs": logprobs, "finish_reason": None})
 
     def piece(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        """The chunk of a piece; None where there is nothing in it."""
-        asked = self.asked
+        """Return the chunk of a piece, or None if it would be empty."""
+        request = self.request
         self._streamed[index] += len(piece.tokens)
-        spans = piece.spans if asked.include_accepted else ()
+        spans = piece.spans if request.include_accepted else ()
         logprobs: Any = None
-        if asked.logprobs is not None and piece.logprobs:
-            if asked.is_chat:
+        if request.logprobs is not None and piece.logprobs:
+            if request.is_chat:
                 logprobs = self._chat_logprobs(piece.logprobs)
             else:
                 logprobs = self._completion_logprobs(index, [*map(_entry, piece.logprobs)])
-        if not piece.text and logprobs is None and not (asked.include_accepted and piece.tokens):
+        if not piece.text and logprobs is None and not (request.include_accepted and piece.tokens):
             return None
-        choice: dict[str, Any] = {"delta": {"content": piece.text}} if asked.is_chat else {"text": piece.text}
+        choice: dict[str, Any] = {"delta": {"content": piece.text}} if request.is_chat else {"text": piece.text}
         choice |= {"logprobs": logprobs, "finish_reason": None}
-        if asked.include_accepted:
+        if request.include_accepted:
             choice["accepted"] = [[text, accepted] for text, accepted in spans]
             choice |= {"tokens": len(piece.tokens), "accepted_tokens": sum(piece.accepted)}
         return self._chunk(index, choice)
 
     def last(self, index: int) -> dict[str, Any]:
-        """The chunk that says why a choice has ended."""
-        choice: dict[str, Any] = {"delta": {}} if self.asked.is_chat else {"text": ""}
-        self._streamed[index] = len(self.handles[index].tokens)  # a stop string takes tokens back
+        """Return the chunk with a choice's finish reason."""
+        choice: dict[str, Any] = {"delta": {}} if self.request.is_chat else {"text": ""}
+        # A stop string removes the tokens after it.
+        self._streamed[index] = len(self.handles[index].tokens)
         return self._chunk(index, choice | {"logprobs": None, "finish_reason": self.handles[index].finish_reason})
 
     def total(self) -> dict[str, Any]:
-        """The chunk with the usage, after all choices."""
+        """Return the chunk with the usage, after all choices."""
         return self._head | {"object": self._chunk_kind, "choices": [], "usage": self.usage()} | self._metrics()
 
     def _chunk(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
-        made = self._head | {"object": self._chunk_kind, "choices": [{"index": index} | choice]}
-        if self.asked.continuous_usage:
-            return made | {"usage": self._counts(sum(self._streamed))}
-        return made | {"usage": None} if self.asked.include_usage else made
+        chunk = self._head | {"object": self._chunk_kind, "choices": [{"index": index} | choice]}
+        if self.request.continuous_usage:
+            return chunk | {"usage": self._counts(sum(self._streamed))}
+        return chunk | {"usage": None} if self.request.include_usage else chunk
 
     @property
     def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self.asked.is_chat else "text_completion"
+        return "chat.completion.chunk" if self.request.is_chat else "text_completion"
 
-    # --- usage and acceptance ------------------------------------------------------------------------------------------
+    # --- usage and acceptance ---------------------------------------------------------------------
 
     def usage(self) -> dict[str, Any]:
-        """How many tokens there were. A prompt counts once, however many texts it has."""
-        first = self.handles[:: self.asked.n]
+        """Return the numbers of tokens. A prompt counts once, however many texts it has."""
+        first = self.handles[:: self.request.n]
         usage: dict[str, Any] = self._counts(sum(len(handle.tokens) for handle in self.handles))
         usage["prompt_tokens_details"] = {"cached_tokens": sum(handle.cached_tokens for handle in first)}
-        if self.asked.prediction is not None:
-            # A text that goes through the same part of its prediction twice counts it once.
+        if self.request.prediction is not None:
+            # A text may match the same part of its prediction twice, which must not exceed its
+            # length.
             accepted = sum(min(handle.predicted_tokens, handle.prediction_length) for handle in self.handles)
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
@@ -191,42 +205,45 @@ class Answer:
     def _metrics(self) -> dict[str, Any]:
         if not self._with_acceptance:
             return {}
-        if len(self.handles) > 1:  # whose steps were these?
+        if len(self.handles) > 1:  # the object describes one text, as in vLLM
             return {"metrics": None}
         return {"metrics": {"speculative_decoding": acceptance_object(self.handles[0].acceptance)}}
 
-    # --- logprobs ------------------------------------------------------------------------------------------------------
+    # --- logprobs ---------------------------------------------------------------------------------
 
     def prompt_text(self, index: int) -> str:
-        """The prompt of a choice, as text."""
-        prompt_index = index // self.asked.n
-        given = self.asked.prompts[prompt_index]
-        return given if isinstance(given, str) else self._texts.decode(self.prompts[prompt_index])
+        """Return the prompt of a choice, as text."""
+        prompt_index = index // self.request.n
+        prompt = self.request.prompts[prompt_index]
+        return prompt if isinstance(prompt, str) else self._texts.decode(self.prompts[prompt_index])
 
     def _echoed(self, index: int) -> Iterable[tuple[int, float | None, Any]]:
-        """The prompt's tokens, the first of which nothing comes before."""
-        yield self.prompts[index // self.asked.n][0], None, None
+        """Yield the entries of the prompt's tokens. The first one has no log-probability."""
+        yield self.prompts[index // self.request.n][0], None, None
         yield from map(_entry, self.handles[index].prompt_logprobs)
 
     def _completion_logprobs(self, index: int, entries: Sequence[tuple[int, float | None, Any]]) -> dict[str, Any]:
-        """``/v1/completions``: the likeliest tokens by their texts, the token itself among them."""
-        tokens, values, likeliest, offsets = [], [], [], []
+        """Return the log-probabilities in the format of ``/v1/completions``.
+
+        The top tokens are named by their texts, and the chosen token is one of them.
+        """
+        tokens, values, top_logprobs, offsets = [], [], [], []
         for token, logprob, top in entries:
             text = self._texts.text(token)
             tokens.append(text)
             values.append(logprob)
-            tops = {self._texts.text(each): _finite(value) for each, value in top or ()}
-            likeliest.append(None if top is None else {text: logprob} | tops)
+            tops = {self._texts.text(top_token): _finite(value) for top_token, value in top or ()}
+            top_logprobs.append(None if top is None else {text: logprob} | tops)
             offsets.append(self._offsets[index])
             self._offsets[index] += len(text)
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": likeliest, "text_offset": offsets}
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top_logprobs, "text_offset": offsets}
 
     def _chat_logprobs(self, logprobs: Iterable[Any]) -> dict[str, Any]:
-        """``/v1/chat/completions``: with the bytes of each token."""
+        """Return the log-probabilities in the format of ``/v1/chat/completions``."""
         content = [
-            self._token_object(each.token, each.logprob)
-            | {"top_logprobs": [self._token_object(token, value) for token, value in each.top]}
-            for each in logprobs
+            self._token_object(chosen.token, chosen.logprob)
+            | {"top_logprobs": [self._token_object(token, value) for token, value in chosen.top]}
+            for chosen in logprobs
         ]
         return {"content": content, "refusal": None}
 
@@ -239,12 +256,14 @@ def _entry(logprobs: Any) -> tuple[int, float, Any]:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity: what is impossible is written as OpenAI writes it."""
+    """Return -9999 for minus infinity, as OpenAI does, because JSON has no infinity."""
     return max(logprob, -9999.0)
 
 
 def acceptance_object(acceptance: Acceptance | None) -> dict[str, Any]:
-    """How the drafts of a text fared, in vLLM's words. Only steps count in which something was drafted.
+    """Return the acceptance of a text's drafts, under vLLM's names.
+
+    Steps without a draft are left out.
 
     Examples:
         >>> from specjax.evaluation.metrics import summarise
@@ -252,14 +271,14 @@ def acceptance_object(acceptance: Acceptance | None) -> dict[str, Any]:
         >>> result = specjax.generate(
         ...     target, specjax.PromptLookup(draft=2), prompts, max_new_tokens=8
         ... )
-        >>> said = acceptance_object(summarise(result.stats))
-        >>> sum(said["acceptance_histogram"]) == said["num_spec_steps"]
+        >>> counts = acceptance_object(summarise(result.stats))
+        >>> sum(counts["acceptance_histogram"]) == counts["num_spec_steps"]
         True
     """
     drafted_at = acceptance.drafted_at if acceptance else ()
     accepted_at = acceptance.accepted_at if acceptance else ()
     steps, drafted = max(drafted_at, default=0), acceptance.drafted if acceptance else 0
-    at_least = (steps, *accepted_at, 0)  # steps that accepted at least so many
+    at_least = (steps, *accepted_at, 0)  # entry k: the steps that accepted at least k tokens
     accepted = sum(accepted_at)
     return {
         "mean_acceptance_length": 1 + accepted / max(steps, 1),
@@ -273,29 +292,30 @@ def acceptance_object(acceptance: Acceptance | None) -> dict[str, Any]:
 
 
 CLOSE = {"Connection": "close"}
-"""The header after which a connection is closed."""
+"""The header that makes the client close the connection."""
 
-UNEXPECTED = "an error of the server; its log says more"
-"""The message of an error that is nobody's fault but ours."""
+UNEXPECTED = "an error of the server; see its log"
+"""The message of an error of the server itself, without details."""
 
 
 def json_response(value: Any, status: int = 200, headers: Any = None) -> Response:
-    """Return an answer whose body is ``value`` as JSON."""
+    """Return a response whose body is ``value`` as JSON."""
     return Response(encode(value), status, headers, media_type="application/json")
 
 
 def error_response(error: RequestError) -> Response:
-    """Return the answer to a request that cannot be used."""
+    """Return the response to a request with an error."""
     return json_response(error.object, error.status, error.headers)
 
 
 def draining_error() -> RequestError:
-    """Return the error of a request that comes while the server shuts down."""
+    """Return the error of a request that arrives while the server shuts down."""
     return RequestError(503, "the server is shutting down", code="draining", headers={"Retry-After": "10"} | CLOSE)
 
 
 def engine_message(error: EngineError) -> str:
-    """Return what a client is told of an engine that could not go on."""
-    if error.__cause__ is None or isinstance(error.__cause__, LogitsError):  # whose message says it all
+    """Return the message for clients about an error of the engine."""
+    # The message of a LogitsError is in the error's own message already.
+    if error.__cause__ is None or isinstance(error.__cause__, LogitsError):
         return str(error)
     return f"{error}: {type(error.__cause__).__name__}"

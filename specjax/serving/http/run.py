@@ -1,4 +1,4 @@
-"""Serve until a signal comes: listen, answer, and end in good order."""
+"""The server process: it listens, serves until a signal arrives, and shuts down gracefully."""
 
 import ipaddress
 import signal
@@ -22,20 +22,25 @@ from specjax.serving.http.protocol import ConnectionLimits, Door, SocketProtocol
 from specjax.serving.http.service import Service
 
 PING_SECONDS = 20.0
-"""After so long without a word clients that draft are asked whether they are there; they have as long to say so."""
+"""The seconds between two WebSocket pings, and the seconds to answer one."""
 
 ACCEPTED = 64
-"""Connections that are accepted at once, before they are counted: each has a file, and a process may often have 1024."""
+"""The number of connections that are accepted at once, before they are counted.
+
+Each has an open file, of which a process may often have only 1024.
+"""
 
 WAITING = 2048
-"""Connections that wait to be accepted."""
+"""The largest number of connections that wait to be accepted."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket for ``host`` and ``port``, 0 being any that is free. Nobody is answered before `starting` or `serve`.
+    """Return a socket that is bound to ``host`` and ``port``; 0 is any free port.
+
+    It does not listen before `starting` or `serve`.
 
     Raises:
-        InputError: there is no such address, or somebody else has it.
+        InputError: The address does not exist or is in use.
 
     Examples:
         >>> from specjax.serving.http.run import bind
@@ -45,7 +50,7 @@ def bind(host: str, port: int) -> socket.socket:
         >>> bound.close()
     """
     if not 0 <= port <= 65535:
-        raise InputError(f"port={port}: must be from 0 to 65535; 0 is any that is free")
+        raise InputError(f"port={port}: must be from 0 to 65535; 0 is any free port")
     try:
         if not host:
             raise OSError("no name")
@@ -55,18 +60,19 @@ def bind(host: str, port: int) -> socket.socket:
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Its connections inherit these: who vanishes is noticed, and who does not read has so many bytes waiting and no more.
+        # Accepted connections inherit these: a client that vanishes is noticed, and a client that
+        # does not read has a small send buffer.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise InputError(f"host={host!r}, port={port}: cannot listen there ({error.strerror}); give another one") from None
+        raise InputError(f"host={host!r}, port={port}: cannot listen there ({error.strerror}); give another port") from None
     return bound
 
 
 def is_loopback(bound: socket.socket) -> bool:
-    """Whether only this machine reaches a socket.
+    """Return whether only this machine can reach a socket.
 
     Examples:
         >>> from specjax.serving.http.run import bind, is_loopback
@@ -78,14 +84,14 @@ def is_loopback(bound: socket.socket) -> bool:
 
 
 def check_tls(certificate: str, key: str) -> None:
-    """Refuse what no TLS can be made of. Both are empty where there is to be none.
+    """Check the files for TLS. Both are empty for a server without TLS.
 
     Args:
-        certificate: file with the server's certificate, and those between it and a root.
-        key: file with its private key, not encrypted: nobody is there to be asked for a password.
+        certificate: the PEM file with the server's certificate and the intermediate ones.
+        key: the PEM file with its private key, without a password.
 
     Raises:
-        InputError: one of the two is missing, cannot be read, or does not belong to the other.
+        InputError: One of the files is missing or unreadable, or they do not match.
 
     Examples:
         >>> from specjax.serving.http.run import check_tls
@@ -105,7 +111,7 @@ def check_tls(certificate: str, key: str) -> None:
 
 
 def address(bound: socket.socket, has_tls: bool = False) -> str:
-    """What to type into a browser.
+    """Return the URL of a bound socket, for a browser.
 
     Examples:
         >>> from specjax.serving.http.run import address, bind
@@ -122,14 +128,14 @@ def address(bound: socket.socket, has_tls: bool = False) -> str:
 def starting(
     bound: socket.socket, *, bounds: ConnectionLimits = ConnectionLimits(), tls: tuple[str, str] | None = None
 ) -> Iterator[None]:
-    """Answer every request with 503 until the block ends. Then the same socket is ready for `serve`.
+    """Answer every request with 503 until the block ends. Then the socket is ready for `serve`.
 
-    A thread of its own answers, so that the block may load models and compile.
+    A thread answers, so that the block can load models and compile.
 
     Args:
-        bound: where.
-        bounds: what a client may leave undone.
-        tls: as for `serve`.
+        bound: the bound socket.
+        bounds: the limits on connections and slow clients.
+        tls: the files of certificate and key, as for `serve`.
 
     Examples:
         >>> import urllib.error, urllib.request
@@ -142,7 +148,8 @@ def starting(
         503
     """
     server = _Listening(_config(answer_starting, bounds, tls))
-    # uvicorn closes the socket that it is given. Connections that come meanwhile wait at the other one.
+    # uvicorn closes its socket at the end. With a duplicate, new connections wait at ``bound``
+    # until `serve` accepts them.
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound.dup()]}, name="specjax-starting", daemon=True)
     bound.listen()
     thread.start()
@@ -162,18 +169,18 @@ def serve(
     message: str = "",
     tls: tuple[str, str] | None = None,
 ) -> int:
-    """Answer requests until SIGTERM or SIGINT. Then no new ones are taken, and those that run may end.
+    """Serve until SIGTERM or SIGINT. Then refuse new requests, and finish those that run.
 
     Args:
-        service: the engine and how requests are taken.
-        bound: where.
-        bounds: what a client may leave undone.
-        drain_seconds: after which requests that still run are cancelled.
-        message: printed when requests are answered.
-        tls: files with a certificate and its key, as `check_tls`; None: neither HTTPS nor secure WebSockets.
+        service: the service.
+        bound: the bound socket.
+        bounds: the limits on connections and slow clients.
+        drain_seconds: the seconds after which requests that still run are cancelled.
+        message: a message to print when the server is ready.
+        tls: the files of certificate and key, see `check_tls`; None: there is no TLS.
 
     Returns:
-        The exit status: 0, or 128 and the signal's number where a second signal cut it short.
+        The exit status: 0, or 128 plus the number of a second signal that ended the server early.
     """
     server = _Server(_config(make_app(service), bounds, tls, service.drafts), service, drain_seconds, message)
     server.run(sockets=[bound])
@@ -190,10 +197,12 @@ def _config(
     door = partial(Door, bounds, Places(bounds.connections, bounds.trusted), security)
     return uvicorn.Config(
         app,
-        http=door,  # pyright: ignore[reportArgumentType] - it makes one, as the class does
+        http=door,  # pyright: ignore[reportArgumentType] - a function that makes a protocol will do
         ws=partial(SocketProtocol, bounds) if drafts is not None else "none",  # pyright: ignore[reportArgumentType] - likewise
         ws_max_size=drafts.max_frame_bytes if drafts is not None else 0,
-        ws_per_message_deflate=False,  # tokens and hidden states hardly get smaller, and what unpacks may be far larger
+        # Tokens and hidden states hardly compress, and a small frame could decompress to a huge
+        # one.
+        ws_per_message_deflate=False,
         ws_ping_interval=PING_SECONDS,
         ws_ping_timeout=PING_SECONDS,
         backlog=ACCEPTED,
@@ -210,17 +219,23 @@ def _config(
 
 
 class _Listening(uvicorn.Server):
-    """Has more connections wait than it accepts at once; for asyncio both are one number."""
+    """A server whose queue of connections is longer than the number accepted at once.
+
+    asyncio has one parameter, the backlog, for both.
+    """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """It listens."""
+        """Start listening, and then extend the queue."""
         await super().startup(sockets)
-        for each in sockets or ():
-            each.listen(WAITING)
+        for bound in sockets or ():
+            bound.listen(WAITING)
 
 
 class _Server(_Listening):
-    """Keeps listening while it drains, so that whoever comes is told; uvicorn would close the door at once."""
+    """A server that still listens while it drains, so that new requests get an error.
+
+    uvicorn would stop listening at once.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float, message: str) -> None:
         super().__init__(config)
@@ -229,7 +244,7 @@ class _Server(_Listening):
         self._until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: the first one drains, the second one ends."""
+        """Drain at the first signal, and end at the second one."""
         if self._until is None:
             self._until = time.monotonic() + self._drain_seconds
             self._service.drain()
@@ -238,7 +253,7 @@ class _Server(_Listening):
         self.should_exit = self.force_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether it is over."""
+        """Return whether the server is to end. uvicorn calls it ten times per second."""
         if self._message:
             print(self._message, flush=True)
             self._message = ""

@@ -1,4 +1,4 @@
-"""Encode, check, submit and cancel requests: what the paths of the application do with the engine."""
+"""The service between the HTTP application and the engine: it encodes, submits and cancels."""
 
 import asyncio
 import logging
@@ -28,13 +28,13 @@ from specjax.templates import Settings, names_read
 from specjax.text import encode_continuation
 
 MAX_REQUEST_LOGPROBS = 500_000
-"""Log-probabilities of an answer, those of likeliest tokens among them: some 50 MB."""
+"""The largest number of log-probabilities of an answer, the top ones included: some 50 MB."""
 
 IGNORED_HEADER = "X-Specjax-Ignored"
-"""Of an answer: the parameters of the request that are not known, the first eight."""
+"""The response header with the first eight unknown parameters of the request."""
 
 MAX_NAMES_LOGGED = 256
-"""Unknown parameters that the log names, each once. A client may make up any number of them."""
+"""The number of unknown parameters that are logged, each once. Clients may invent any number."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,22 +46,24 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class AppOptions:
-    """How requests are taken.
+    """The options of the HTTP application.
 
     Attributes:
-        names: of the model, the first of which it goes by.
-        api_keys: without one of which nothing but the page and ``/health`` is answered; none: everybody is let in.
-        only_loopback: answer only requests that were addressed to this machine by a name for itself. Without a key, a web page
-            that the user visits could otherwise reach the server under a name of its own that resolves to this machine.
-        max_texts: most texts of a request: what has a row or waits.
-        max_body: bytes of a request's body.
-        body_seconds: in which a body must be there.
-        with_acceptance: tell in answers how the drafts of their texts fared.
-        cors_origins: origins of web pages, such as ``https://chat.example``, whose scripts may send requests and read the
-            answers; ``*``: all pages.
-        client_sessions: most texts that clients of one key draft at a time, or of one address where there are no keys; None:
-            half of all.
-        trusted_proxies: addresses or networks from which any number of them may come.
+        names: the names of the model. Answers have the first one.
+        api_keys: the valid API keys. If there are any, a request without one gets only the page and
+            ``/health``.
+        only_loopback: whether to answer only requests whose Host header is a loopback name. On a
+            server without keys this stops DNS rebinding: a web page that the user visits could
+            otherwise reach the server under a name that resolves to this machine.
+        max_texts: the largest number of unfinished texts, of one request and of all together.
+        max_body: the largest size of a body in bytes.
+        body_seconds: the seconds within which a body must arrive.
+        with_acceptance: whether answers report the acceptance of drafts.
+        cors_origins: the origins of web pages, such as ``https://chat.example``, whose scripts may
+            send requests and read the answers; ``*``: all pages.
+        client_sessions: the largest number of sessions of clients that draft, of one API key or,
+            without keys, of one address; None: half of all.
+        trusted_proxies: addresses or networks without a limit of sessions.
 
     Examples:
         >>> from specjax.serving.http.service import AppOptions
@@ -82,17 +84,17 @@ class AppOptions:
 
 
 class Service:
-    """An engine, and the requests that are at it.
+    """An engine, and the requests that it is answering.
 
     Attributes:
         engine: the engine.
-        options: how requests are taken.
-        limits: what the model can do.
-        texts: what its tokens say.
-        drafts: clients that draft themselves; None: it takes no drafts.
-        metrics: what Prometheus is told.
-        begun: when, in seconds since 1970.
-        is_draining: whether no new requests are taken.
+        options: the options of the application.
+        limits: the limits and defaults of the model.
+        texts: the texts of single tokens.
+        drafts: the clients that draft; None: the engine accepts no drafts of clients.
+        metrics: the metrics for Prometheus.
+        created: when the service was made, in seconds since 1970.
+        is_draining: whether new requests are refused, because the server shuts down.
     """
 
     def __init__(self, engine: Engine, options: AppOptions) -> None:
@@ -116,45 +118,49 @@ class Service:
             self.drafts = Drafts(engine, options.client_sessions, options.trusted_proxies)
         self.metrics = Metrics(engine, options.names[0], self.drafts and self.drafts.statistics)
         self.is_draining = False
-        self.begun = int(time.time())
+        self.created = int(time.time())
         self._submissions: set[Submission] = set()
         self._threads = ThreadPoolExecutor(2, "specjax-requests")
         self._logged_names: set[str] = set()
-        self._places = threading.Lock()
+        self._places_lock = threading.Lock()
 
-    async def in_thread(self, work: Callable[..., Result], *given: Any) -> Result:
-        """Do ``work`` away from the event loop, two at a time: the tokens of a long text take seconds."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
+    async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Call ``work`` in one of two threads, because tokenizing a long text takes seconds."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def ignored_header(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the header that tells a client which parameters are not known, and log those that are new."""
+        """Return the header that names the unknown parameters of a request, and log new ones."""
         for name in names:
             if name not in self._logged_names and len(self._logged_names) < MAX_NAMES_LOGGED:
                 self._logged_names.add(name)
-                _LOG.warning("a request has the parameter %.80r, which is not known and is ignored", name)
-        told = [name for name in names if _HEADER_NAME.fullmatch(name)][:8]
-        return {IGNORED_HEADER: ", ".join(told)} if told else {}
+                _LOG.warning("a request has the unknown parameter %.80r, which is ignored", name)
+        reported = [name for name in names if _HEADER_NAME.fullmatch(name)][:8]
+        return {IGNORED_HEADER: ", ".join(reported)} if reported else {}
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a request is being answered, or a client that drafts has a text that goes on."""
+        """True while a request is answered, or a connected client has an unfinished text."""
         return bool(self._submissions) or (self.drafts is not None and self.drafts.sessions.is_busy)
 
     def drain(self) -> None:
-        """Take no new requests."""
+        """Refuse new requests from now on."""
         self.is_draining = True
         if self.drafts is not None:
             self.drafts.sessions.is_draining = True
 
     def cancel_all(self) -> None:
-        """End the texts of all requests."""
+        """Cancel the texts of all requests, and end all sessions."""
         for submission in list(self._submissions):
             submission.cancel()
         if self.drafts is not None:
             self.drafts.sessions.close()
 
     def begin(self) -> "Submission":
-        """Begin a request. Raises RequestError where the server is shutting down."""
+        """Begin a request.
+
+        Raises:
+            RequestError: The server is shutting down.
+        """
         if self.is_draining:
             raise draining_error()
         submission = Submission()
@@ -162,72 +168,90 @@ class Service:
         return submission
 
     def end(self, submission: "Submission") -> None:
-        """End a request, and cancel what it has left."""
+        """End a request, and cancel its unfinished texts."""
         submission.cancel()
         self._submissions.discard(submission)
 
-    def submit(self, asked: TextRequest, submission: "Submission") -> list[list[int]]:
-        """Submit the texts of a request to the engine, all of them or none. Return the tokens of its prompts.
+    def submit(self, request: TextRequest, submission: "Submission") -> list[list[int]]:
+        """Submit all texts of a request to the engine, and return the token ids of its prompts.
 
-        It takes some milliseconds, and belongs in a thread of its own.
+        It takes milliseconds or more, and must run in a thread.
+
+        Raises:
+            RequestError: The request is invalid, or there is no room for all of its texts.
+            TextCancelledError: The client has disconnected.
         """
-        name, count = "messages" if asked.is_chat else "prompt", asked.n * len(asked.prompts)
+        name, count = "messages" if request.is_chat else "prompt", request.n * len(request.prompts)
         if count > self.options.max_texts:
-            message = f"n={asked.n}: {count} texts at once; this server takes at most {self.options.max_texts}"
+            message = f"n={request.n}: it makes {count} texts; this server accepts at most {self.options.max_texts}"
             raise RequestError(400, message, param="n")
-        self._keep_places(submission, count)
+        self._reserve_places(submission, count)
         prompts = []
-        for prompt in asked.prompts:
+        for prompt in request.prompts:
             submission.check()
-            prompts.append(self.encode(prompt, name, asked.add_special_tokens, asked.chat_template_kwargs))
-        max_new_tokens = [self._max_new_tokens(asked, len(tokens), name) for tokens in prompts]
-        _check_logprobs(asked, prompts, max_new_tokens)
-        prediction = asked.prediction and asked.prediction[: self._max_characters]
+            prompts.append(self.encode(prompt, name, request.add_special_tokens, request.chat_template_kwargs))
+        max_new_tokens = [self._max_new_tokens(request, len(tokens), name) for tokens in prompts]
+        _check_logprobs(request, prompts, max_new_tokens)
+        prediction = request.prediction and request.prediction[: self._max_characters]
         if prediction is not None:
             with _as_answers("prediction"):
-                prediction = self.engine.encode_prediction(prediction)  # once for all texts
+                # Encode it here once, not for each text.
+                prediction = self.engine.encode_prediction(prediction)
         options = {
-            "stop": asked.stop,
-            "logprobs": asked.logprobs,
-            "echo": asked.echo and asked.logprobs is not None,
+            "stop": request.stop,
+            "logprobs": request.logprobs,
+            "echo": request.echo and request.logprobs is not None,
             "prediction": prediction,
-            "spans": asked.include_accepted,
-            "cache_salt": asked.cache_salt,
-            "is_chat": asked.is_chat,
+            "spans": request.include_accepted,
+            "cache_salt": request.cache_salt,
+            "is_chat": request.is_chat,
         }
         for tokens, count in zip(prompts, max_new_tokens, strict=True):
-            seed = secrets.randbits(63) if asked.seed is None else asked.seed
+            seed = secrets.randbits(63) if request.seed is None else request.seed
             with _as_answers(name):
-                params = replace(asked.params, max_new_tokens=count, seed=seed)
-                for choice in range(asked.n):
+                params = replace(request.params, max_new_tokens=count, seed=seed)
+                for choice in range(request.n):
                     submission.add(self.engine.submit(tokens, params, choice=choice, **options))
         return prompts
 
-    def _keep_places(self, submission: "Submission", count: int) -> None:
-        """Keep a row, or a place in the line, for every text of a request. Where there are too few, none of them begins.
+    def _reserve_places(self, submission: "Submission", count: int) -> None:
+        """Reserve a row or a place in the queue for each text of a request, until the text ends.
 
-        A text has its place until it has ended. Rows of clients that draft are not counted here: where these take the last
-        ones, the engine refuses a text.
+        Rows of clients that draft are not counted here. If they use the last ones, the engine
+        refuses a text.
+
+        Raises:
+            RequestError: There are not enough places for all texts of the request.
         """
-        with self._places:
-            taken = sum(each.places for each in list(self._submissions))
-            if taken + count > self.options.max_texts:
-                message = f"too many requests: {taken} texts run or wait, and {self.options.max_texts} may; try again later"
+        with self._places_lock:
+            in_use = sum(other_submission.places for other_submission in list(self._submissions))
+            if in_use + count > self.options.max_texts:
+                message = f"too many requests: {in_use} of {self.options.max_texts} texts run or wait; try again later"
                 raise RequestError(429, message, code="queue_full", headers={"Retry-After": "1"})
-            submission.kept = count
+            submission.reserved = count
 
     def encode(
         self, prompt: Any, name: str, add_special_tokens: bool = True, chat_template_kwargs: Settings | None = None
     ) -> list[int]:
-        """Return the token ids of a prompt, which errors call ``name``.
+        """Return the token ids of a prompt.
 
-        Of megabytes of text a tokenizer makes hundreds of megabytes. So what is too long for any tokens is refused before.
+        A tokenizer needs a hundred times the memory of its text. So a text is refused first if it
+        is too long for the engine whatever its tokens are.
+
+        Args:
+            prompt: text, a chat, or token ids.
+            name: the parameter to name in errors.
+            add_special_tokens: whether to begin a text with the tokenizer's special tokens.
+            chat_template_kwargs: the arguments of the chat template beside the messages.
+
+        Raises:
+            RequestError: The prompt is invalid or too long.
         """
         is_text = isinstance(prompt, str) or isinstance(prompt[0], Mapping)
         length = _characters(prompt) + _characters([chat_template_kwargs or {}]) if is_text else 0
         if length > self._max_characters:
             message = (
-                f"{name}: {length} characters, more than {self.engine.capacity} tokens, which is the longest text; shorten it"
+                f"{name}: its {length} characters make more than {self.engine.capacity} tokens, the longest text; shorten it"
             )
             raise RequestError(400, message, param=name, code="context_length_exceeded")
         with _as_answers(name):
@@ -236,89 +260,105 @@ class Service:
                 return self.engine.encode(tokens)
             return self.engine.encode(prompt, chat_template_kwargs)
 
-    def _max_new_tokens(self, asked: TextRequest, length: int, name: str) -> int:
-        """Return how many tokens a text may have after a prompt of ``length``: as asked, as far as there is room for them."""
-        room, minimum = self.engine.capacity - length, 0 if asked.max_tokens == 0 else 1
+    def _max_new_tokens(self, request: TextRequest, length: int, name: str) -> int:
+        """Return the limit of tokens after ``length`` tokens: the request's, or the room left.
+
+        Raises:
+            RequestError: There is no room for the fewest tokens of the request.
+        """
+        room, minimum = self.engine.capacity - length, 0 if request.max_tokens == 0 else 1
         if room < minimum:
             message = (
-                f"{name}: {length} tokens, and at least {minimum} to generate, are more than {self.engine.capacity}, "
-                "which is the longest text; shorten it"
+                f"{name}: {length} tokens, and at least {minimum} to generate, exceed the longest text, "
+                f"{self.engine.capacity} tokens; shorten it"
             )
             raise RequestError(400, message, param=name, code="context_length_exceeded")
-        count = room if asked.max_tokens is None else min(asked.max_tokens, room)
-        if asked.params.min_new_tokens > count:
-            message = f"min_tokens={asked.params.min_new_tokens}: there is room for {count}; give fewer"
+        count = room if request.max_tokens is None else min(request.max_tokens, room)
+        if request.params.min_new_tokens > count:
+            message = f"min_tokens={request.params.min_new_tokens}: there is room for {count}; give fewer"
             raise RequestError(400, message, param="min_tokens")
         return count
 
 
 def _characters(prompt: Any) -> int:
-    """Return how many characters a text has, or all texts in the messages of a chat: the template may write any of them."""
-    left = [prompt] if isinstance(prompt, str) else [each for message in prompt for each in message.values()]
+    """Return the number of characters of a text, or of all strings in the messages of a chat.
+
+    The chat template may use any of these strings.
+    """
+    remaining = [prompt] if isinstance(prompt, str) else [value for message in prompt for value in message.values()]
     count = 0
-    while left:
-        value = left.pop()
+    while remaining:
+        value = remaining.pop()
         if isinstance(value, str):
             count += len(value)
         elif isinstance(value, Mapping):
-            left += [*value, *value.values()]
+            remaining += [*value, *value.values()]
         elif isinstance(value, list):
-            left += value
+            remaining += value
     return count
 
 
-def _check_logprobs(asked: TextRequest, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> None:
-    """Refuse so many log-probabilities that an answer would take hundreds of megabytes.
+def _check_logprobs(request: TextRequest, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> None:
+    """Raise RequestError for so many log-probabilities that an answer would be too large.
 
-    ``max_new_tokens`` are the most tokens that the text of each prompt may have.
+    Args:
+        request: the request.
+        prompts: the token ids of each prompt.
+        max_new_tokens: the limit of tokens of each prompt's texts.
     """
-    if asked.logprobs is None:
+    if request.logprobs is None:
         return
-    read = sum(map(len, prompts)) if asked.echo else 0
-    places = (read + sum(max_new_tokens)) * asked.n
-    if places * (asked.logprobs + 1) > MAX_REQUEST_LOGPROBS:
+    read = sum(map(len, prompts)) if request.echo else 0
+    tokens = (read + sum(max_new_tokens)) * request.n
+    if tokens * (request.logprobs + 1) > MAX_REQUEST_LOGPROBS:
         message = (
-            f"logprobs: {asked.logprobs} in each of {places} places; a request may have {MAX_REQUEST_LOGPROBS} in all: ask for "
-            "fewer, for fewer tokens, or send fewer prompts at a time"
+            f"logprobs: {request.logprobs} for each of {tokens} tokens, but a request may have {MAX_REQUEST_LOGPROBS} in all; "
+            "give a smaller number, fewer tokens, or fewer prompts at a time"
         )
         raise RequestError(400, message, param="logprobs", code="too_many_logprobs")
 
 
 class Submission:
-    """The texts of one request, from any thread. What is added after it was cancelled is cancelled at once.
+    """The texts of one request. All methods are thread-safe.
 
     Attributes:
-        handles: the texts that are at the engine.
-        kept: how many texts there will be.
+        handles: the handles of the texts that were submitted so far.
+        reserved: the number of texts that will be submitted in all.
     """
 
     def __init__(self) -> None:
         self.handles: list[Handle] = []
-        self.kept = 0
+        self.reserved = 0
+        # A thread submits texts while the event loop may cancel all of them: under the lock, each
+        # handle is cancelled by either `cancel` or `add`.
         self._lock = threading.Lock()
         self._is_over = False
 
     def add(self, handle: Handle) -> None:
-        """Add a text. Raises TextCancelledError where the request is over."""
+        """Add a text, or cancel it if the request has ended.
+
+        Raises:
+            TextCancelledError: The request has ended.
+        """
         with self._lock:
             self.handles.append(handle)
             is_over = self._is_over
         if is_over:
             handle.cancel()
-            raise TextCancelledError("the request is over")
+            raise TextCancelledError("the request has ended")
 
     @property
     def places(self) -> int:
-        """Return how many texts run, wait, or are still to come."""
-        return self.kept - sum(handle.finish_reason is not None for handle in list(self.handles))
+        """The number of texts that run, wait, or will be submitted."""
+        return self.reserved - sum(handle.finish_reason is not None for handle in list(self.handles))
 
     def check(self) -> None:
-        """Raise TextCancelledError where the request is over."""
+        """Raise TextCancelledError if the request has ended."""
         if self._is_over:
-            raise TextCancelledError("the request is over")
+            raise TextCancelledError("the request has ended")
 
     def cancel(self) -> None:
-        """End all of them."""
+        """End the request, and cancel all of its texts."""
         with self._lock:
             self._is_over = True
             handles = list(self.handles)
@@ -328,7 +368,7 @@ class Submission:
 
 @contextmanager
 def _as_answers(name: str) -> Iterator[None]:
-    """Turn what the engine has against a request into an answer, about the parameter ``name`` where it names none itself."""
+    """Turn the engine's errors into RequestErrors. ``name`` is the parameter if they name none."""
     try:
         yield
     except QueueFullError as error:

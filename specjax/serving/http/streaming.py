@@ -1,4 +1,4 @@
-"""How an answer is sent: whole, or as events, as long as the client listens."""
+"""The sending of an answer, whole or as server-sent events, while the client is connected."""
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
@@ -15,32 +15,34 @@ from specjax.serving.http.service import Service
 
 
 class GenerationResponse:
-    """The answer to a request for texts: an ASGI application of its own."""
+    """The response to a request for texts, as an ASGI application."""
 
-    def __init__(self, service: Service, asked: TextRequest) -> None:
-        self._service, self._asked = service, asked
+    def __init__(self, service: Service, request: TextRequest) -> None:
+        self._service, self._request = service, request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer, or stop generating when the client goes away."""
-        await while_listened_to(self._answer(scope, receive, send), receive)
+        """Send the answer, and cancel its texts if the client disconnects."""
+        await while_connected(self._answer(scope, receive, send), receive)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service, asked = self._service, self._asked
+        service, request = self._service, self._request
         submission = service.begin()
         try:
-            # A cancelled thread goes on: what it submits then is cancelled by the submission, which is over.
-            prompts = await service.in_thread(service.submit, asked, submission)
+            # Cancelling this task does not stop the thread. Texts that it submits later are
+            # cancelled by the submission, which has ended by then.
+            prompts = await service.in_thread(service.submit, request, submission)
             handles = submission.handles
             for index, handle in enumerate(handles):
-                prompt_index, choice = divmod(index, asked.n)
-                service.metrics.watch(handle, 0 if choice else len(prompts[prompt_index]))  # a prompt counts once
-            headers = service.ignored_header(asked.ignored)
-            answer = responses.Answer(asked, handles, prompts, service.texts, with_acceptance=service.options.with_acceptance)
-            if asked.stream:
+                prompt_index, choice = divmod(index, request.n)
+                # A prompt counts once, with its first choice.
+                service.metrics.watch(handle, 0 if choice else len(prompts[prompt_index]))
+            headers = service.ignored_header(request.ignored)
+            answer = responses.Answer(request, handles, prompts, service.texts, with_acceptance=service.options.with_acceptance)
+            if request.stream:
                 await _stream(service, answer, send, headers)
             else:
-                pieces = await together([_pieces(handle) for handle in handles])
-                # In a thread: with the log-probabilities of many texts it takes seconds.
+                pieces = await run_all([_pieces(handle) for handle in handles])
+                # In a thread, because the log-probabilities of many texts take seconds to encode.
                 response = await service.in_thread(lambda: json_response(answer.whole(pieces), headers=headers))
                 await response(scope, receive, send)
         finally:
@@ -52,15 +54,16 @@ async def _pieces(handle: Handle) -> list[Piece]:
 
 
 async def _stream(service: Service, answer: responses.Answer, send: Send, headers: Mapping[str, str]) -> None:
-    """Send server-sent events. Each waits until the one before has been taken: nothing is kept for a slow reader."""
-    more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT_HEADERS, *more]})
+    """Send server-sent events. Each waits for the one before, so they do not pile up in memory."""
+    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT_HEADERS, *encoded]})
 
     async def put(data: bytes) -> None:
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def put_first(index: int) -> None:
-        if answer.asked.echo:  # In a thread: the log-probabilities of a long prompt take a second.
+        # In a thread, because the log-probabilities of a long prompt take a second.
+        if answer.request.echo:
             chunk = await service.in_thread(lambda: _event_or_none(answer.first(index)))
         else:
             chunk = _event_or_none(answer.first(index))
@@ -80,8 +83,8 @@ async def _stream(service: Service, answer: responses.Answer, send: Send, header
         await put(responses.event(answer.last(index)))
 
     try:
-        await together([put_choice(index) for index in range(len(answer.handles))])
-        if answer.asked.include_usage:
+        await run_all([put_choice(index) for index in range(len(answer.handles))])
+        if answer.request.include_usage:
             await put(responses.event(answer.total()))
         await put(responses.DONE)
     except TextCancelledError:
@@ -105,9 +108,9 @@ _EVENT_HEADERS = [
 ]
 
 
-async def while_listened_to(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Do ``work`` until it is done or the client is gone. Afterwards it is not being done any more."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Run ``work`` until it ends or the client disconnects, and cancel it in the latter case."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -116,14 +119,14 @@ async def while_listened_to(work: Coroutine[Any, Any, None], receive: Receive) -
         await _end((working, leaving))
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def together(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Return the results of all of ``work``. Where one fails, the others are ended."""
-    tasks = [asyncio.ensure_future(each) for each in work]
+async def run_all(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run several coroutines, and return their results. If one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         return await asyncio.gather(*tasks)
     finally:

@@ -99,7 +99,7 @@ class MadeUpHandle:
             if reason == "cancelled":
                 raise TextCancelledError("the text was cancelled")
             if reason == "error":
-                raise EngineError("the engine could not go on") from self.error
+                raise EngineError("the engine failed") from self.error
             if reason is not None and number == len(self.pieces):
                 self.times.finished = time.perf_counter()
                 return
@@ -160,7 +160,7 @@ class MadeUpEngine:
 
     def submit(self, prompt: list[int], params: SamplingParams, **options: Any) -> MadeUpHandle:
         if self.is_down:
-            raise EngineError("the engine could not go on") from RuntimeError("made up")
+            raise EngineError("the engine failed") from RuntimeError("made up")
         if self.room is not None and sum(handle.finish_reason is None for handle in self.submitted) >= self.room:
             raise QueueFullError("as many requests wait as may")
         settings = {"logprobs": None, "prediction": None, "spans": False, **vars(params), **options}

@@ -217,7 +217,7 @@ def test_what_real_clients_send_is_answered(client: openai.OpenAI, case: dict[st
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI, server: Server) -> None:
-    with pytest.raises(openai.NotFoundError, match="not served here"):
+    with pytest.raises(openai.NotFoundError, match="the server does not have it"):
         client.completions.create(model="gpt-4o", prompt="a")
     with pytest.raises(openai.BadRequestError, match="frequency_penalty") as caught:
         client.completions.create(model="tiny", prompt="a", frequency_penalty=0.5)

@@ -215,7 +215,7 @@ def test_who_has_asked_gives_way_last() -> None:
     for number in range(RESERVED):
         kept.append(place := places.take("192.0.2.1"))
         place.on_give_way(lambda number=number: gone.append(number))
-    kept[0].is_silent = False
+    kept[0].has_no_request = False
     for _ in range(RESERVED):
         place = places.take("192.0.2.1")
         place.on_give_way(lambda: gone.append("new"))
