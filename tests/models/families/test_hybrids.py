@@ -293,7 +293,7 @@ REFUSALS = [
         {"layer_types": ["linear_attention", "mamba"] * 2},
         "layer_types has 'mamba': only 'full_attention' and 'linear_attention'",
     ),
-    ({"layer_types": ["linear_attention"] * 4}, "layer_types: all are 'linear_attention', .*: name one"),
+    ({"layer_types": ["linear_attention"] * 4}, "layer_types: all are 'linear_attention': at least one must be"),
     ({"layer_types": ["linear_attention"] * 3}, "layer_types names 3 layers of num_hidden_layers=4: name each"),
     (
         {"linear_num_value_heads": 3},
