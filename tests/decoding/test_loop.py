@@ -708,7 +708,7 @@ BAD = [
     ({"eos_token_ids": 2}, r"give a sequence of ids, such as \(2,\)"),
     ({"key": 0}, "key=0: give a random key"),
     ({"max_new_tokens": 2**32 + 3}, "below 2"),
-    ({"eos_token_ids": (2, (3,))}, "ids, or one sequence of ids a row, not both"),
+    ({"eos_token_ids": (2, (3,))}, "ids, or one sequence of ids for each row, not both"),
     ({"key": jnp.arange(3)}, "give a random key"),
     ({"key": jnp.ones(2)}, "give a random key"),
     ({"key": jax.random.split(jax.random.key(0), 3)}, "one for each of the 1 rows"),
