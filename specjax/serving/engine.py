@@ -149,7 +149,7 @@ class Engine:
             raise InputError(f"client_idle_seconds={client_idle_seconds}: must be at least 0, and finite")
         together = config.together()
         if together is not None and not together.is_first:
-            raise InputError(f"this is process {together.number}, and the engine is process 0's: call specjax.serving.follow")
+            raise InputError(f"this is process {together.number}, but process 0 has the engine; call specjax.serving.follow")
         sizes = config.sizes
         self._config, self.target, self.tokenizer = config, config.target, config.tokenizer
         self.default_sampling = config.default_sampling
@@ -328,7 +328,7 @@ class Engine:
         if prediction is None or len(prediction) == 0:
             return []
         if not self.max_prediction:
-            raise InputError("prediction: this engine copies none; give Engine(max_prediction=16)")
+            raise InputError("prediction: this engine copies no predictions; give Engine(max_prediction=16)")
         if not isinstance(prediction, str):
             return self.encode(prediction)[: self.capacity]
         if self.tokenizer is None:
@@ -383,19 +383,19 @@ class Engine:
 
     def _check_output_options(self, params: SamplingParams, logprobs: int | None, echo: bool, spans: bool) -> None:
         if logprobs is not None and not self.max_logprobs:
-            raise InputError("logprobs: this engine gives none; give Engine(max_logprobs=20)")
+            raise InputError("logprobs: this engine reports no log-probabilities; give Engine(max_logprobs=20)")
         if logprobs is not None and not 0 <= logprobs <= self.max_logprobs:
             raise InputError(f"logprobs={logprobs}: must be from 0 to max_logprobs={self.max_logprobs}")
         if echo and logprobs is None:
-            raise InputError("echo: the prompt's log-probabilities; give logprobs, too")
+            raise InputError("echo: it reports the log-probabilities of the prompt; give logprobs, too")
         if spans and self.tokenizer is None:
-            raise InputError("spans: parts of the text, and an engine without a tokenizer has none; give tokenizer=...")
+            raise InputError("spans: an engine without a tokenizer has no text to split; give tokenizer=...")
         if params.max_new_tokens < 1 and not (echo and params.max_new_tokens == 0):
             raise InputError(f"max_new_tokens={params.max_new_tokens}: must be at least 1; with echo, 0 reads the prompt alone")
 
 
 _FIRST_PROCESS_ALONE = ("max_waiting", "client_rows", "client_idle_seconds", "warm")
-"""Arguments of `Engine` that do not change what is compiled."""
+"""Arguments of `Engine` that `follow` ignores, because only the first process uses them."""
 
 
 def follow(target: Target | pipeline.TextGenerator, drafter: Drafter | None = None, **options: Any) -> None:
@@ -422,7 +422,7 @@ def follow(target: Target | pipeline.TextGenerator, drafter: Drafter | None = No
     config = EngineConfig.of(**{name: value for name, value in bound.arguments.items() if name not in _FIRST_PROCESS_ALONE})
     together = config.together()
     if together is None or together.is_first:
-        raise InputError("follow: is for the processes after the first, of a mesh that spans several: make an Engine here")
+        raise InputError("follow: only the processes after the first one of a mesh may call it; make an Engine here")
     device = config.device(together)
     device.warm_up(config.placeholder_settings())
     over_hosts.repeat_calls(device, together)

@@ -475,6 +475,7 @@ class EngineLoop:
         if any(handle.output_options.logprobs is not None for handle in running):
             return self.sizes.rows, self.device.reporting, True
         predicted = sum(handle.output_options.prediction > 0 for handle in running) / len(running)
+        # The last drafter copies predictions. If there is none that does, no request has one.
         copying, ready = len(self.device.drafters) - 1, self.programs.is_ready
         if predicted:
             width = next(width for width in self.device.widths_of(copying) if width >= len(running))

@@ -85,7 +85,7 @@ def make_app(service: Service) -> ASGIApp:
 
     async def drafts(request: Request) -> Response:
         if service.drafts is None:
-            raise RequestError(404, f"{PATH}: this server takes no drafts; start it with --drafts clients", code="no_drafts")
+            raise RequestError(404, f"{PATH}: this server accepts no drafts; start it with --drafts clients", code="no_drafts")
         raise RequestError(426, f"{PATH}: it needs a WebSocket", code="no_websocket", headers={"Upgrade": "websocket"})
 
     async def socket(websocket: WebSocket) -> None:
@@ -187,6 +187,7 @@ async def _answer_engine_error(request: Request, error: Any) -> Response:
 
 
 async def _answer_cancelled(request: Request, error: Any) -> Response:
+    # A text whose client is still connected is cancelled only when the server shuts down.
     return error_response(draining_error())
 
 

@@ -757,7 +757,7 @@ def _prediction(prediction: _Prediction | None, limits: Limits) -> str | None:
     if prediction.type != "content":
         raise RequestError(400, f"prediction.type={_shown(prediction.type)}: must be 'content'", param="prediction")
     if limits.max_prediction < 1:
-        raise RequestError(400, "prediction: this server takes none (--max-prediction 0); leave it out", param="prediction")
+        raise RequestError(400, "prediction: this server accepts none (--max-prediction 0); leave it out", param="prediction")
     return _joined("prediction", prediction.content) or None
 
 

@@ -198,7 +198,7 @@ def _config(
     return uvicorn.Config(
         app,
         http=door,  # pyright: ignore[reportArgumentType] - a function that makes a protocol will do
-        ws=partial(SocketProtocol, bounds) if drafts is not None else "none",  # pyright: ignore[reportArgumentType] - likewise
+        ws=partial(SocketProtocol, bounds) if drafts is not None else "none",  # pyright: ignore[reportArgumentType] - as above
         ws_max_size=drafts.max_frame_bytes if drafts is not None else 0,
         # Tokens and hidden states hardly compress, and a small frame could decompress to a huge
         # one.

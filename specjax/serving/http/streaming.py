@@ -88,6 +88,7 @@ async def _stream(service: Service, answer: responses.Answer, send: Send, header
             await put(responses.event(answer.total()))
         await put(responses.DONE)
     except TextCancelledError:
+        # The client is still connected, so the server is shutting down.
         await put(responses.event(draining_error().object))
     except EngineError as error:
         await put(responses.event(error_object(500, engine_message(error))))
