@@ -85,6 +85,12 @@ class CheckpointFormat:
             table ``d2t`` is one of the parameters; None if the drafter has the target's vocabulary.
         describe: takes a drafter and a layout, and returns a line about the particulars of the
             layout, or an empty string.
+
+    Examples:
+        >>> specjax.Medusa.checkpoint_format.recognises({"medusa_num_heads": 2}, ())
+        True
+        >>> specjax.PEagle.checkpoint_format.layouts
+        ('speculators', 'specforge')
     """
 
     title: str

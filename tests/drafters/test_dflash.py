@@ -260,7 +260,7 @@ FAULTS = {
         "dflash",
         {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 1]}},
         (),
-        "each once",
+        "they must be different layers",
     ),
     "another hidden size": ("from the anchor", {"target_hidden_size": 8}, (), "target_hidden_size=8"),
     "no table of tokens": ("own vocabulary", {}, ("d2t",), "'d2t' is missing"),

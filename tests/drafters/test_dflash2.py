@@ -478,14 +478,14 @@ def as_dflash(raw: dict) -> dict:
 
 
 FAULTS = {  # a change of config.json, tensors to leave out, and the error
-    "no selector": (None, ("candidate_selector",), r"no tensors candidate_selector\.\*, a selector that selector_rank"),
+    "no selector": (None, ("candidate_selector",), r"no tensors candidate_selector\.\*, but selector_rank"),
     "half a selector": (None, ("candidate_selector.hidden",), "'candidate_selector.hidden_projection.weight' .* is missing"),
     "none around attention": (
         None,
         ("layers.0.attention_conv", "layers.1.attention_conv"),
-        r"no tensors attention_conv\.\*, convolutions that conv_kernel_size",
+        r"no tensors attention_conv\.\*, but conv_kernel_size",
     ),
-    "none around the MLPs": (None, ("layers.0.mlp_conv", "layers.1.mlp_conv"), r"no tensors mlp_conv\.\*, convolutions that"),
+    "none around the MLPs": (None, ("layers.0.mlp_conv", "layers.1.mlp_conv"), r"no tensors mlp_conv\.\*, but"),
     "those of one layer": (None, ("layers.1.mlp_conv",), r"'layers\.1\.mlp_conv\.base_kernel' .* missing"),
     "half a convolution": (None, ("layers.1.mlp_conv.base",), r"'layers\.1\.mlp_conv\.base_kernel' .* is missing"),
     "a DFlash by its name": (as_dflash, (), r"declares no selector \(selector_rank\), but there are tensors"),

@@ -503,7 +503,7 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
     with pytest.raises(InputError, match="this target stores latents"):
         MixtureOfAttentions.init(specjax.Target.init(latent, jax.random.key(0)), jax.random.key(0))
     layered = tiny_target(**LAYERED["differing"])
-    with pytest.raises(InputError, match=r"layer 1 remembers \(heads, size\) \(\(1, 8\), .*, layer 0 \(\(2, 4\), \(2, 4\)\)"):
+    with pytest.raises(InputError, match=r"layer 1 has \(heads, size\) \(\(1, 8\), .*and layer 0 has \(\(2, 4\), \(2, 4\)\)"):
         MixtureOfAttentions.init(layered, jax.random.key(0))
     sharing = tiny_target(**LAYERED["sharing"])
     with pytest.raises(InputError, match=r"\(tli=1\) runs layers \[3\], which read the entries of layers before layer 3"):
@@ -724,7 +724,7 @@ def test_what_a_published_layout_cannot_say_is_refused(tmp_path) -> None:
     with pytest.raises(InputError, match=r"its config\.json is the target's, .* give target=DIRECTORY"):
         drafter.save_pretrained(tmp_path / "no", layout="authors")
     target_of(num_kv_heads=2).save_pretrained(tmp_path / "other")
-    with pytest.raises(InputError, match=r"target=.*other': has .* \(11, 16, 3, 4, 2, 4\), .* needs \(11, 16, 3, 4, 4, 4\)"):
+    with pytest.raises(InputError, match=r"target=.*other': it has .* \(11, 16, 3, 4, 2, 4\), .* needs \(11, 16, 3, 4, 4, 4\)"):
         drafter.save_pretrained(tmp_path / "no", layout="authors", target=str(tmp_path / "other"))
     target_of(num_kv_heads=4).save_pretrained(tmp_path / "target")
     drafter.save_pretrained(tmp_path / "authors", layout="authors", target=str(tmp_path / "target"))
