@@ -241,7 +241,7 @@ FAULTS = {
         "dflash",
         {"num_hidden_layers": 3, "layer_types": "absent"},
         (),
-        "num_hidden_layers=3, but of layers there are",
+        "num_hidden_layers=3, but there are tensors of 1 layers",
     ),
     "taps that fc does not read": (
         "dflash",

@@ -733,7 +733,7 @@ def test_what_a_published_layout_cannot_say_is_refused(tmp_path) -> None:
     with pytest.raises(InputError, match=r"layout='sglang': a Mixture of Attentions drafter .* 'specjax', 'authors', 'vllm'"):
         drafter.save_pretrained(tmp_path / "no", layout="sglang")
     odd = MixtureOfAttentions.init(target_of(num_heads=6, num_kv_heads=2, head_dim=4), jax.random.key(0))
-    with pytest.raises(InputError, match=r"layout='vllm': all blocks have the target's number of query heads .* \[6, 6, 4\]"):
+    with pytest.raises(InputError, match=r"layout='vllm': all blocks need the target's number of query heads, .* \[6, 6, 4\]"):
         odd.save_pretrained(tmp_path / "no", layout="vllm")
     for changes, message in [
         ({"self_attention_num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
