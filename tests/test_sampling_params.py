@@ -84,7 +84,7 @@ def test_what_is_no_object_and_no_field_is_refused() -> None:
 
 def test_a_batch_takes_the_distribution_alone() -> None:
     """The other parameters of a request would be left out without a word."""
-    with pytest.raises(InputError, match=r"sampling=.*give settings"):
+    with pytest.raises(InputError, match=r"sampling=.*give a specjax.Sampling"):
         specjax.decoding.GenerationOptions(sampling=SamplingParams(max_new_tokens=8))
     assert SamplingParams(temperature=0.5, seed=3).options().sampling == Sampling(temperature=0.5)
     assert type(SamplingParams(temperature=0.5).with_explicit(top_k=3)) is Sampling

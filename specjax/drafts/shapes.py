@@ -148,7 +148,7 @@ class DraftShape:
         """Raise InputError if the vocabulary has too few tokens for the shape."""
         if self.branching > vocab_size:
             raise InputError(
-                f"draft={type(self).__name__}: it has {self.branching} children of a node, but the vocabulary has "
+                f"draft={type(self).__name__}: a node has {self.branching} children, but the vocabulary has "
                 f"{vocab_size} tokens; give at most {vocab_size}"
             )
 

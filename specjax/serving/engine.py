@@ -7,7 +7,6 @@ is free, and a long prompt delays the others by no more than a chunk.
 
 import atexit
 import inspect
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,8 +33,6 @@ from specjax.serving.handle import Handle, OutputOptions
 from specjax.serving.scheduler import Scheduler
 from specjax.serving.statistics import EngineStatistics
 from specjax.templates import Settings
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class Engine:

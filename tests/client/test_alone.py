@@ -22,7 +22,7 @@ def test_a_drafter_that_has_nothing_to_offer_ends_the_text(looking_up) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: it must be at least 1"),
         ({"min_new_tokens": 3}, "min_new_tokens=3: the client protocol does not support it"),
         ({"stops": "x"}, r"stops='x': stream has no argument of that name; did you mean stop\?"),
     ],

@@ -194,7 +194,7 @@ def test_a_target_that_it_was_not_made_for_is_refused() -> None:
         drafter().check(tiny_target(vocab_size=12))
     with pytest.raises(InputError, match=r"of 2 layers they would be \(0, 1, 5\)"):
         drafter(taps=(0, 1, 5)).check(tiny_target())
-    with pytest.raises(InputError, match="asks for 8 children of a node, but the vocabulary has 7"):
+    with pytest.raises(InputError, match="a node has 8 children, but the vocabulary has 7"):
         drafter().replace(draft=DynamicTree(top_k=8, depth=3, nodes=20)).check(tiny_target())
 
 

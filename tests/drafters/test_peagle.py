@@ -337,7 +337,7 @@ def test_a_target_that_it_was_not_made_for_is_refused(target) -> None:
     one = drafter(target)
     with pytest.raises(InputError, match="this PEagle was made for a target with a vocabulary of 48 tokens, but target has 11"):
         one.check(tiny_target())
-    with pytest.raises(InputError, match="asks for 17 children of a node, but the vocabulary has 16"):
+    with pytest.raises(InputError, match="a node has 17 children, but the vocabulary has 16"):
         one.replace(draft=DynamicTree(top_k=17, depth=3, nodes=20)).check(target)
     with pytest.raises(InputError, match="mask_token_id=48: must be a token of the target, from 0 to 47"):
         drafter(target, mask_token_id=48)

@@ -164,7 +164,7 @@ def test_where_two_texts_part() -> None:
 def test_what_cannot_be_tested_is_refused() -> None:
     with pytest.raises(InputError, match="draws=10"):
         losslessness.check(tiny_target(**TARGET), drafter(), PROMPTS, draws=10)
-    with pytest.raises(InputError, match="temperatures above 0"):
+    with pytest.raises(InputError, match="temperature 0"):
         losslessness.check(tiny_target(**TARGET), drafter(), PROMPTS, settings=(Sampling(temperature=0.0),))
 
 

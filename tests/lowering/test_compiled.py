@@ -300,7 +300,7 @@ TREE = ("--drafter", "llama-3.2-1b", "--draft", "complete:2")
         (("--chips", "v9x:2x4"), "v5e:2x4"),
         (("--chips", "v5e"), "v5e:2x4"),
         (("--chips", "v5e:2x4", "--mesh", "2", "8"), "needs 16 chips, and v5e:2x4 has 8"),
-        (("--chips", "v5e:2x4", "--mesh", "0", "8"), "each axis is at least 1"),
+        (("--chips", "v5e:2x4", "--mesh", "0", "8"), "each axis must be at least 1"),
         (("--chips", "v5e:2x4", "--draft", "chain:4"), "draft=chain:4: it needs --drafter"),
         (("--chips", "v5e:2x4", "--alpha", "0.8"), "alpha=0.8: it needs --drafter"),
         (("--chips", "v5e:2x4", *TREE, "--alpha", "0.8"), "alpha=0.8: it applies to chains, but the draft is a static tree"),
