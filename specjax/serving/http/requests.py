@@ -449,10 +449,11 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
         RequestError: The body is invalid. The message names the parameter, its value and a remedy.
 
     Examples:
-        >>> from specjax.serving.http.requests import Limits, read_tokenize >>> limits =
-        Limits(names=("tiny",), vocab_size=3072, has_chat=False) >>> read_tokenize(b'{"messages":
-        []}', limits) Traceback (most recent call last): specjax.serving.http.errors.RequestError:
-        messages: this model has no chat template; give text to /v1/completions
+        >>> from specjax.serving.http.requests import Limits, read_tokenize
+        >>> limits = Limits(names=("tiny",), vocab_size=3072, has_chat=False)
+        >>> read_tokenize(b'{"messages": []}', limits)
+        Traceback (most recent call last):
+        specjax.serving.http.errors.RequestError: messages: this model has no chat template; give text to /v1/completions
     """
     fields, ignored = _read(body, _TokenizeFields, limits)
     template_kwargs = fields.chat_template_kwargs
