@@ -379,7 +379,10 @@ class MisreadsACount(DraftModel):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(ForgetsPrefixStates, "another's prefix state"), (MisreadsACount, "catches up after several paused steps")],
+    [
+        (ForgetsPrefixStates, "that continues from a prefix state differ"),
+        (MisreadsACount, "catches up after several paused steps"),
+    ],
 )
 def test_what_is_forgotten_where_texts_come_and_go_is_found(kind, message) -> None:
     model = tiny_target(num_layers=1)  # which drafts for itself: what it lacks shows at once

@@ -208,7 +208,7 @@ def test_closing_waits_for_no_program(target, gate) -> None:
         text = engine.submit(PROMPT, max_new_tokens=MOST)
         begun, may_end = threading.Event(), threading.Event()
         program = EngineProgram("made up", (), 9, lambda: begun.set() or may_end.wait(PATIENCE))
-        engine._loop.programs._left.insert(0, program)
+        engine._loop.programs._uncompiled.insert(0, program)
         gate.start(engine._loop.programs, lambda: None)
         assert begun.wait(PATIENCE)
         text.result(PATIENCE)
