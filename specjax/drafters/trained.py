@@ -45,7 +45,7 @@ def open_drafter(path: str | Path | CheckpointFiles) -> CheckpointFiles:
     """
     files = hub.open_checkpoint(path)
     directories.check(files)
-    assert files.raw is not None and files.shapes is not None  # reading them here reports a damaged file before a wrong field
+    _ = files.raw, files.shapes  # read first, so that a damaged file is reported before a wrong field
     return files
 
 
