@@ -53,7 +53,9 @@ class Sign:
         self.say(f"installing into {self._where} ...")
         while not self._over.wait(pause):
             line = f"installing into {self._where}, {self.seconds()}: {self.doing}"
-            self.say(line[: shutil.get_terminal_size((100, 24)).columns - 1])  # one that is wrapped cannot be replaced
+            self.say(
+                line[: shutil.get_terminal_size((100, 24)).columns - 1]
+            )  # one that is wrapped cannot be replaced
 
 
 def doing(line: str, packages: set[str]) -> str | None:
@@ -63,7 +65,10 @@ def doing(line: str, packages: set[str]) -> str | None:
         packages.add(rest.split()[0])
         return f"looking for packages, {len(packages)} found"
     if word in ("Downloading", "Using"):
-        return f"{len(packages)} packages found, fetching {rest.removeprefix('cached ').rpartition('/')[2]}"
+        return (
+            f"{len(packages)} packages found, fetching"
+            f" {rest.removeprefix('cached ').rpartition('/')[2]}"
+        )
     if line.startswith("Installing collected packages"):
         return f"unpacking {rest.count(',') + 1} packages"
     return None
@@ -74,15 +79,28 @@ def main(directory: str, *arguments: str) -> int:
     sign, output = Sign(directory), []
     packages: set[str] = set()
     python = Path(directory) / "bin" / "python"
-    packages_of_python = Path(directory) / "lib" / "python{}.{}".format(*sys.version_info) / "site-packages"
+    packages_of_python = (
+        Path(directory) / "lib" / "python{}.{}".format(*sys.version_info) / "site-packages"
+    )
     with sign.shown():
         if not (packages_of_python / "pip").exists():
             made = subprocess.run([sys.executable, "-m", "venv", directory], check=False)
             if made.returncode:  # it has said why
                 return made.returncode
         sign.doing = "looking for packages"
-        command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *arguments]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as pip:
+        command = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--disable-pip-version-check",
+            "--progress-bar",
+            "off",
+            *arguments,
+        ]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        ) as pip:
             assert pip.stdout is not None
             for line in pip.stdout:
                 output.append(line)
@@ -90,7 +108,10 @@ def main(directory: str, *arguments: str) -> int:
     if pip.returncode:
         sign.say("".join(output) + f"pip failed, after {sign.seconds()}\n")
     else:
-        sign.say(f"installed into {directory} in {sign.seconds()}" + ("\n" if sys.stderr.isatty() else ""))
+        sign.say(
+            f"installed into {directory} in {sign.seconds()}"
+            + ("\n" if sys.stderr.isatty() else "")
+        )
     return pip.returncode
 
 

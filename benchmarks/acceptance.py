@@ -88,14 +88,21 @@ def read_prompts(config: AcceptanceConfig) -> np.ndarray:
 def run(config: AcceptanceConfig) -> list[dict[str, Any]]:
     """Return a row for each shape and rule, with an acceptance length per temperature."""
     if len(config.temperature) != len(config.top_p):
-        raise InputError(f"top_p={config.top_p}: give one for each temperature, of which there are {len(config.temperature)}")
+        raise InputError(
+            f"top_p={config.top_p}: give one for each temperature, of which there are"
+            f" {len(config.temperature)}"
+        )
     target = specjax.Target.from_pretrained(config.target, dtype=np.float32)
     model = specjax.Target.from_pretrained(config.draft, dtype=np.float32)
     prompts = read_prompts(config)
     rows = []
     for shape, rule in METHODS:
         drafter = specjax.DraftModel(model, draft=shape)
-        row: dict[str, Any] = {"draft": str(shape), "rule": RULE_NAMES.get((type(shape), rule), rule), "nodes": shape.nodes}
+        row: dict[str, Any] = {
+            "draft": str(shape),
+            "rule": RULE_NAMES.get((type(shape), rule), rule),
+            "nodes": shape.nodes,
+        }
         for temperature, top_p in zip(config.temperature, config.top_p, strict=True):
             result = specjax.generate(
                 target,
@@ -116,18 +123,27 @@ def share_of_loops(target: specjax.Target, prompts: np.ndarray, new_tokens: int 
     """Return the share of greedy texts whose last 64 tokens repeat a period of at most 16."""
     result = specjax.generate(target, None, prompts, max_new_tokens=new_tokens, eos_token_ids=())
     ends = result.tokens[:, -64:]
-    return float(np.mean(np.any([np.all(ends[:, n:] == ends[:, :-n], axis=1) for n in range(1, 17)], axis=0)))
+    return float(
+        np.mean(np.any([np.all(ends[:, n:] == ends[:, :-n], axis=1) for n in range(1, 17)], axis=0))
+    )
 
 
 def main(config: AcceptanceConfig) -> None:
     """Print the table, and how often greedy text loops."""
     rows = run(config)
-    table = Table(*rows[0], title=f"acceptance length: {config.target}, {config.draft}, {config.count} prompts")
+    table = Table(
+        *rows[0],
+        title=f"acceptance length: {config.target}, {config.draft}, {config.count} prompts",
+    )
     for row in rows:
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(
+            *(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values())
+        )
     console = Console(width=120)
     console.print(table)
-    loops = share_of_loops(specjax.Target.from_pretrained(config.target, dtype=np.float32), read_prompts(config))
+    loops = share_of_loops(
+        specjax.Target.from_pretrained(config.target, dtype=np.float32), read_prompts(config)
+    )
     console.print(f"greedy texts of 256 tokens that end in a loop: {loops:.0%}")
 
 

@@ -132,14 +132,25 @@ def load(config: ArrivalsConfig) -> Models:
     dtype = jnp.dtype(config.dtype)
     directory = hub.locate(config.target, weights=False)
     small = Target.from_pretrained(config.target, dtype=dtype)
-    drafter = None if config.drafter == "none" else load_drafter(config.drafter, None, small.config, dtype)
+    drafter = (
+        None
+        if config.drafter == "none"
+        else load_drafter(config.drafter, None, small.config, dtype)
+    )
     target = small
     if any(config.inflate):
         hidden_size, intermediate_size, num_layers = config.inflate
-        target = inflate(small, hidden_size=hidden_size, intermediate_size=intermediate_size, num_layers=num_layers)
+        target = inflate(
+            small,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_layers=num_layers,
+        )
         drafter = drafter and OnInflated.of(drafter, small)
     tokenizer = text.load_tokenizer(directory)
-    texts = [np.asarray(text.encode(tokenizer, sample)) for sample in decode.read_texts(config.prompts)]
+    texts = [
+        np.asarray(text.encode(tokenizer, sample)) for sample in decode.read_texts(config.prompts)
+    ]
     return Models(target, drafter, texts)
 
 
@@ -147,8 +158,15 @@ def requests_of(models: Models, config: ArrivalsConfig, count: int, seed: int) -
     """Return requests with different prompts and lengths."""
     prompts = decode.prompts_of(models.texts, count, config.context)
     random = np.random.default_rng(seed)
-    lengths = np.exp(random.uniform(np.log(config.shortest), np.log(config.longest), count)).round().astype(int)
-    return [Request(prompt.tolist(), int(most)) for prompt, most in zip(random.permutation(prompts), lengths, strict=True)]
+    lengths = (
+        np.exp(random.uniform(np.log(config.shortest), np.log(config.longest), count))
+        .round()
+        .astype(int)
+    )
+    return [
+        Request(prompt.tolist(), int(most))
+        for prompt, most in zip(random.permutation(prompts), lengths, strict=True)
+    ]
 
 
 def arrivals_of(rate: float, seconds: float, seed: int) -> np.ndarray:
@@ -180,17 +198,25 @@ def engines_of(config: ArrivalsConfig, models: Models) -> dict[str, Engine]:
     }
 
 
-def serve(engine: Engine, requests: Sequence[Request], arrivals: Sequence[float] | np.ndarray) -> list[Served]:
+def serve(
+    engine: Engine, requests: Sequence[Request], arrivals: Sequence[float] | np.ndarray
+) -> list[Served]:
     """Serve requests that are submitted at their times, in seconds from now."""
     began = time.perf_counter()
     handles = []
     for request, at in zip(requests, arrivals, strict=True):
         time.sleep(max(0.0, began + at - time.perf_counter()))
-        handles.append(engine.submit(request.prompt, max_new_tokens=request.new_tokens, eos_token_ids=()))
+        handles.append(
+            engine.submit(request.prompt, max_new_tokens=request.new_tokens, eos_token_ids=())
+        )
     served = []
     for handle in handles:
         tokens, times = handle.result().tokens, handle.times
-        served.append(Served(tokens, times.submitted - began, times.first_token - began, times.finished - began))
+        served.append(
+            Served(
+                tokens, times.submitted - began, times.first_token - began, times.finished - began
+            )
+        )
     return served
 
 
@@ -220,7 +246,9 @@ def serve_static(
     return stays, texts
 
 
-def measure_batches(config: ArrivalsConfig, models: Models, engines: Mapping[str, Engine]) -> list[dict[str, Any]]:
+def measure_batches(
+    config: ArrivalsConfig, models: Models, engines: Mapping[str, Engine]
+) -> list[dict[str, Any]]:
     """Compare static batches with the engine, plain and with the fixed draft shape.
 
     The results are requests per minute, and who had which row when.
@@ -241,12 +269,18 @@ def measure_batches(config: ArrivalsConfig, models: Models, engines: Mapping[str
             {
                 "draft": name,
                 "requests_per_minute": {
-                    way: asdict(Spread.of([60 * len(requests) / total for total in all_])) for way, all_ in seconds.items()
+                    way: asdict(Spread.of([60 * len(requests) / total for total in all_]))
+                    for way, all_ in seconds.items()
                 },
                 "gain": asdict(Spread.of([a / b for a, b in zip(*seconds.values(), strict=True)])),
                 "ideal": ideal_gain([request.new_tokens for request in requests], config.rows),
-                "same_tokens": mean(text == request.tokens for text, request in zip(texts, served, strict=True)),
-                "stays": {"static": [asdict(stay) for stay in stays], "continuous": [asdict(stay) for stay in last]},
+                "same_tokens": mean(
+                    text == request.tokens for text, request in zip(texts, served, strict=True)
+                ),
+                "stays": {
+                    "static": [asdict(stay) for stay in stays],
+                    "continuous": [asdict(stay) for stay in last],
+                },
             }
         )
     return results
@@ -261,7 +295,9 @@ def ideal_gain(lengths: Sequence[int], rows: int) -> float:
     return rows * sum(longest) / sum(lengths)
 
 
-def measure_rates(config: ArrivalsConfig, models: Models, engines: Mapping[str, Engine]) -> dict[str, Any]:
+def measure_rates(
+    config: ArrivalsConfig, models: Models, engines: Mapping[str, Engine]
+) -> dict[str, Any]:
     """Measure every engine at every rate, with the same requests at the same times.
 
     The choice by load is compared with the better of the other engines. Below saturation every
@@ -294,14 +330,18 @@ def saturated_rate(config: ArrivalsConfig, models: Models, engine: Engine) -> fl
     """Return the requests per second that an engine finishes until the last one gets a row."""
     requests = requests_of(models, config, config.requests, seed=1)
     shortest, longest = config.shortest, config.longest
-    usual = (longest - shortest) / np.log(longest / shortest) if longest > shortest else shortest  # tokens a request, expected
+    usual = (
+        (longest - shortest) / np.log(longest / shortest) if longest > shortest else shortest
+    )  # tokens a request, expected
     rates = []
     for _ in range(config.repeats):
         served = serve(engine, requests, np.zeros(len(requests)))
         stays = stays_of([0.0] * len(served), [request.finished for request in served], config.rows)
         until = max(stay.start for stay in stays) or max(stay.end for stay in stays)
         shares = [min(1.0, (until - stay.start) / stay.seconds) for stay in stays]
-        tokens = sum(share * request.new_tokens for share, request in zip(shares, requests, strict=True))
+        tokens = sum(
+            share * request.new_tokens for share, request in zip(shares, requests, strict=True)
+        )
         rates.append(float(tokens / until / usual))
     return median(rates)
 
@@ -310,7 +350,9 @@ def summary(served: Sequence[Served]) -> dict[str, float]:
     """Return the figures of a run. Seconds per token are from arrival to end, as users see them."""
     first = [request.first_token - request.submitted for request in served]
     whole = [request.finished - request.submitted for request in served]
-    per_token = [seconds / len(request.tokens) for seconds, request in zip(whole, served, strict=True)]
+    per_token = [
+        seconds / len(request.tokens) for seconds, request in zip(whole, served, strict=True)
+    ]
     end = max(request.finished for request in served)
     return {
         "tokens_per_second": sum(len(request.tokens) for request in served) / end,
@@ -329,7 +371,11 @@ def over_better(runs: Mapping[str, Sequence[Mapping[str, float]]], figure: str) 
     ratios = []
     for i, run in enumerate(runs[BY_LOAD]):
         values = [runs[name][i][figure] for name in other_names]
-        ratios.append(run[figure] / max(values) if figure == "requests_per_minute" else min(values) / run[figure])
+        ratios.append(
+            run[figure] / max(values)
+            if figure == "requests_per_minute"
+            else min(values) / run[figure]
+        )
     return median(ratios)
 
 
@@ -341,31 +387,44 @@ def measure_prefix(config: ArrivalsConfig, models: Models, engine: Engine) -> di
     """Compare requests with a common prefix with others: prefilled tokens, pages and time."""
     length, count = config.prefix + OWN, config.sharing
     if length + NEW > engine.capacity:
-        raise InputError(f"prefix={config.prefix}: with {OWN + NEW} more, a text may have {engine.capacity} tokens")
-    pieces = decode.prompts_of(models.texts, config.repeats * (count + 1), length).reshape(config.repeats, count + 1, length)
+        raise InputError(
+            f"prefix={config.prefix}: with {OWN + NEW} more, a text may have {engine.capacity}"
+            " tokens"
+        )
+    pieces = decode.prompts_of(models.texts, config.repeats * (count + 1), length).reshape(
+        config.repeats, count + 1, length
+    )
     ends = np.random.default_rng(0).integers(0, models.target.config.vocab_size, (count, OWN))
     prompts = {
-        "shared": [[[*common[: config.prefix].tolist(), *end.tolist()] for end in ends] for common in pieces[:, -1]],
+        "shared": [
+            [[*common[: config.prefix].tolist(), *end.tolist()] for end in ends]
+            for common in pieces[:, -1]
+        ],
         "separate": pieces[:, :-1].tolist(),
     }
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in prompts}
     for repeat in range(config.repeats):
         for name, all_ in prompts.items():
             before = engine.statistics
-            served = serve(engine, [Request(prompt, NEW) for prompt in all_[repeat]], np.zeros(count))
+            served = serve(
+                engine, [Request(prompt, NEW) for prompt in all_[repeat]], np.zeros(count)
+            )
             after = engine.statistics
             runs[name].append(
                 {
                     "seconds": max(run.finished for run in served),
                     "prompt_tokens_read": after.prompt_tokens_read - before.prompt_tokens_read,
-                    "prompt_tokens_shared": after.prompt_tokens_shared - before.prompt_tokens_shared,
+                    "prompt_tokens_shared": (
+                        after.prompt_tokens_shared - before.prompt_tokens_shared
+                    ),
                     "pages_held": pages_held(all_[repeat], page=engine.page, chunk=engine.chunk),
                 }
             )
     sizes = {"page": engine.page, "chunk": engine.chunk}
     figures = ("seconds", "prompt_tokens_read", "prompt_tokens_shared", "pages_held")
     return sizes | {
-        name: {figure: asdict(Spread.of([run[figure] for run in all_])) for figure in figures} for name, all_ in runs.items()
+        name: {figure: asdict(Spread.of([run[figure] for run in all_])) for figure in figures}
+        for name, all_ in runs.items()
     }
 
 
@@ -389,7 +448,9 @@ CHUNKS = (1, 2, 4)
 """The prompt lengths of part first-token in chunks, as far as they fit."""
 
 
-def measure_first_token(config: ArrivalsConfig, models: Models, engine: Engine) -> list[dict[str, Any]]:
+def measure_first_token(
+    config: ArrivalsConfig, models: Models, engine: Engine
+) -> list[dict[str, Any]]:
     """Measure the time to the first token in the last free row, while all other rows are decoding.
 
     A chunk of the prompt is prefilled between two decode calls. So the request waits for about as
@@ -399,7 +460,9 @@ def measure_first_token(config: ArrivalsConfig, models: Models, engine: Engine) 
     random = np.random.default_rng(0)
 
     def submit(length: int, new_tokens: int) -> Any:
-        prompt = random.integers(0, models.target.config.vocab_size, length).tolist()  # shares nothing
+        prompt = random.integers(
+            0, models.target.config.vocab_size, length
+        ).tolist()  # shares nothing
         return engine.submit(prompt, max_new_tokens=new_tokens, eos_token_ids=())
 
     results = []
@@ -415,12 +478,19 @@ def measure_first_token(config: ArrivalsConfig, models: Models, engine: Engine) 
             before = engine.statistics.decode_calls
             handle = submit(length, 1)
             handle.result()
-            runs.append((engine.statistics.decode_calls - before, handle.times.first_token - handle.times.submitted))
+            runs.append(
+                (
+                    engine.statistics.decode_calls - before,
+                    handle.times.first_token - handle.times.submitted,
+                )
+            )
             for long_request in long_requests:
                 long_request.cancel()
         calls, seconds = zip(*runs, strict=True)
         row = {"prompt_tokens": length, "chunks": chunks}
-        results.append(row | {"decode_calls": asdict(Spread.of(calls)), "seconds": asdict(Spread.of(seconds))})
+        results.append(
+            row | {"decode_calls": asdict(Spread.of(calls)), "seconds": asdict(Spread.of(seconds))}
+        )
     return results
 
 
@@ -470,7 +540,10 @@ def check(config: ArrivalsConfig) -> None:
         if name := getattr(config, argument):
             pictures.check_path(argument, name)
             if part not in config.parts:
-                raise InputError(f"{argument}={name!r}: is a picture of part {part}, which is not in parts={config.parts}")
+                raise InputError(
+                    f"{argument}={name!r}: is a picture of part {part}, which is not in"
+                    f" parts={config.parts}"
+                )
 
 
 def main(config: ArrivalsConfig) -> None:

@@ -107,24 +107,38 @@ def draw_rows(title: str, panels: Mapping[str, Sequence[Stay]], rows: int) -> "F
             _bar(axes, stay, colours[stay.request], last)
         end = max(stay.end for stay in stays)
         axes.axvline(end, color=style.theme().ink, linewidth=1.4)
-        axes.set_title(f"{name}: {end:.3g} s, rows in use {share_in_use(stays, rows):.0%} of the time")
+        axes.set_title(
+            f"{name}: {end:.3g} s, rows in use {share_in_use(stays, rows):.0%} of the time"
+        )
         axes.set(xlim=(0, 1.02 * last), ylim=(rows - 0.4, -0.6))
         axes.set_yticks(range(rows), [str(row + 1) for row in range(rows)])
         axes.set_ylabel("row")
         axes.grid(False)
         axes.tick_params(axis="y", length=0)
-    all_axes[-1].set_xlabel("seconds; a bar is a request in its row, numbered and coloured by arrival")
+    all_axes[-1].set_xlabel(
+        "seconds; a bar is a request in its row, numbered and coloured by arrival"
+    )
     return figure
 
 
 def _bar(axes: "Axes", stay: Stay, colour: tuple[float, ...], last: float) -> None:
     """Draw one request in its row, and its number if the bar is wide enough."""
     paper = style.theme().paper
-    axes.barh(stay.row, stay.seconds, left=stay.start, height=0.8, color=colour, edgecolor=paper, linewidth=0.8)
+    axes.barh(
+        stay.row,
+        stay.seconds,
+        left=stay.start,
+        height=0.8,
+        color=colour,
+        edgecolor=paper,
+        linewidth=0.8,
+    )
     label = str(stay.request + 1)
     if stay.seconds / last * (style.WIDTH - 0.9) > letters_width(len(label), _SIZE) + 0.04:
         middle = stay.start + stay.seconds / 2
-        axes.text(middle, stay.row, label, ha="center", va="center_baseline", fontsize=_SIZE, color=paper)
+        axes.text(
+            middle, stay.row, label, ha="center", va="center_baseline", fontsize=_SIZE, color=paper
+        )
 
 
 @dataclass(frozen=True)
@@ -179,7 +193,9 @@ def draw_by_rate(
 
 @style.styled
 def draw_by_clients(
-    title: str, tokens: Mapping[str, Mapping[int, Spread]], seconds: Mapping[str, Mapping[int, Spread]]
+    title: str,
+    tokens: Mapping[str, Mapping[int, Spread]],
+    seconds: Mapping[str, Mapping[int, Spread]],
 ) -> "Figure":
     """Draw throughput and latency against the number of clients, with a line for each server.
 
@@ -208,8 +224,13 @@ def _draw_lines(axes: "Axes", lines: Mapping[str, Mapping[Any, Spread]]) -> None
     for (name, by_x), marker in zip(lines.items(), style.MARKERS, strict=False):
         xs = sorted(by_x)
         spreads = [by_x[x] for x in xs]
-        bars = [[spread.middle - spread.low for spread in spreads], [spread.high - spread.middle for spread in spreads]]
-        axes.errorbar(xs, [spread.middle for spread in spreads], yerr=bars, fmt=f"{marker}-", label=name)
+        bars = [
+            [spread.middle - spread.low for spread in spreads],
+            [spread.high - spread.middle for spread in spreads],
+        ]
+        axes.errorbar(
+            xs, [spread.middle for spread in spreads], yerr=bars, fmt=f"{marker}-", label=name
+        )
 
 
 def _scale_seconds(axes: "Axes") -> None:

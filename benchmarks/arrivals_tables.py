@@ -17,11 +17,15 @@ def rows_picture(results: Mapping[str, Any], draft: str = "plain") -> "Figure":
     """Draw who had which row when, in static batches and in the engine."""
     batches = next(entry for entry in results["batches"] if entry["draft"] == draft)
     names = {"static": "static batches", "continuous": "continuous batching"}
-    panels = {names[way]: [Stay(**stay) for stay in stays] for way, stays in batches["stays"].items()}
+    panels = {
+        names[way]: [Stay(**stay) for stay in stays] for way, stays in batches["stays"].items()
+    }
     settings = results["settings"]
     how = "plain decoding" if draft == "plain" else f"draft {draft}"
     sizes = f"{settings['shortest']} to {settings['longest']} new tokens each"
-    return draw_rows(f"{settings['requests']} requests at once, {sizes}; {how}", panels, settings["rows"])
+    return draw_rows(
+        f"{settings['requests']} requests at once, {sizes}; {how}", panels, settings["rows"]
+    )
 
 
 def rates_picture(results: Mapping[str, Any]) -> "Figure":
@@ -30,12 +34,22 @@ def rates_picture(results: Mapping[str, Any]) -> "Figure":
 
     def lines(figure: str) -> dict[str, dict[float, Spread]]:
         names = rates[0]["engines"]
-        return {name: {row["requests_per_minute"]: Spread(**row["engines"][name][figure]) for row in rates} for name in names}
+        return {
+            name: {
+                row["requests_per_minute"]: Spread(**row["engines"][name][figure]) for row in rates
+            }
+            for name in names
+        }
 
-    sizes = f"{settings['shortest']} to {settings['longest']} new tokens each, {settings['rows']} rows"
+    sizes = (
+        f"{settings['shortest']} to {settings['longest']} new tokens each, {settings['rows']} rows"
+    )
     most = results["rates"]["plain_requests_per_minute"]
     return draw_by_rate(
-        f"Requests that arrive at random, {sizes}", lines("tokens_per_second"), lines("seconds_per_request"), most
+        f"Requests that arrive at random, {sizes}",
+        lines("tokens_per_second"),
+        lines("seconds_per_request"),
+        most,
     )
 
 
@@ -49,34 +63,79 @@ def show(results: Mapping[str, Any], console: Console) -> None:
 
 def batches(rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     """Yield the table of static batches and the engine."""
-    table = table_of_numbers("requests a minute", "draft", "static", "continuous", "gain", "ideal", "same text", named=True)
+    table = table_of_numbers(
+        "requests a minute",
+        "draft",
+        "static",
+        "continuous",
+        "gain",
+        "ideal",
+        "same text",
+        named=True,
+    )
     for row in rows:
         ways = [spread(row["requests_per_minute"][way]) for way in ("static", "continuous")]
-        table.add_row(row["draft"], *ways, spread(row["gain"]), f"{row['ideal']:.2f}", f"{row['same_tokens']:.0%}")
+        table.add_row(
+            row["draft"],
+            *ways,
+            spread(row["gain"]),
+            f"{row['ideal']:.2f}",
+            f"{row['same_tokens']:.0%}",
+        )
     yield table
 
 
 def rates(results: Mapping[str, Any]) -> Iterator[Table]:
     """Yield the tables of every engine at every rate, and of the choice by load."""
     most = results["plain_requests_per_minute"]
-    headers = ("arrive a minute", "engine", "tokens/s", "finished a minute", "s a request", "first token s", "s a token")
+    headers = (
+        "arrive a minute",
+        "engine",
+        "tokens/s",
+        "finished a minute",
+        "s a request",
+        "first token s",
+        "s a token",
+    )
     table = table_of_numbers(
-        f"plain decoding finishes {number(most)} requests a minute at most; times are mean | p90", *headers
+        f"plain decoding finishes {number(most)} requests a minute at most; times are mean | p90",
+        *headers,
     )
     for row in results["rates"]:
         for name, run in row["engines"].items():
-            whole = [spread(run[figure]) for figure in ("tokens_per_second", "requests_per_minute", "seconds_per_request")]
-            times = [f"{run[figure]['middle']:.3g} | {run[figure + '_p90']['middle']:.3g}" for figure in TIMES]
-            table.add_row(f"{number(row['requests_per_minute'])} ({row['share']:g})", name, *whole, *times)
+            whole = [
+                spread(run[figure])
+                for figure in ("tokens_per_second", "requests_per_minute", "seconds_per_request")
+            ]
+            times = [
+                f"{run[figure]['middle']:.3g} | {run[figure + '_p90']['middle']:.3g}"
+                for figure in TIMES
+            ]
+            table.add_row(
+                f"{number(row['requests_per_minute'])} ({row['share']:g})", name, *whole, *times
+            )
         if "by_load_over_better" in row:
-            table.add_row("", f"{row['by_load_over_better']:.2f} of the better", f"by {row['compared_by']}")
+            table.add_row(
+                "", f"{row['by_load_over_better']:.2f} of the better", f"by {row['compared_by']}"
+            )
         table.add_section()
     yield table
     if not results["choice"]:
         return
-    table = table_of_numbers("what the choice by load goes by", "rows", "draft", "ms a step", "tokens a step", "times taken")
+    table = table_of_numbers(
+        "what the choice by load goes by",
+        "rows",
+        "draft",
+        "ms a step",
+        "tokens a step",
+        "times taken",
+    )
     for line in results["choice"]:
-        figures = f"{1e3 * line['seconds_a_step']:.2f}", f"{line['tokens_a_step']:.2f}", str(line["taken"])
+        figures = (
+            f"{1e3 * line['seconds_a_step']:.2f}",
+            f"{line['tokens_a_step']:.2f}",
+            str(line["taken"]),
+        )
         table.add_row(str(line["rows"]), line["draft"], *figures)
     yield table
 
@@ -90,14 +149,19 @@ def prefix(results: Mapping[str, Any]) -> Iterator[Table]:
     table = table_of_numbers("requests that begin alike", *headers, named=True)
     for name in ("shared", "separate"):
         row = results[name]
-        counts = [f"{row[figure]['middle']:.0f}" for figure in ("prompt_tokens_read", "prompt_tokens_shared", "pages_held")]
+        counts = [
+            f"{row[figure]['middle']:.0f}"
+            for figure in ("prompt_tokens_read", "prompt_tokens_shared", "pages_held")
+        ]
         table.add_row(name, *counts, spread(row["seconds"]))
     yield table
 
 
 def first_token(rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     """Yield the table of the time to the first token."""
-    table = table_of_numbers("first token where a row is free", "prompt tokens", "chunks", "decode calls", "seconds")
+    table = table_of_numbers(
+        "first token where a row is free", "prompt tokens", "chunks", "decode calls", "seconds"
+    )
     for row in rows:
         counts = str(row["prompt_tokens"]), str(row["chunks"]), spread(row["decode_calls"])
         table.add_row(*counts, spread(row["seconds"]))

@@ -27,13 +27,21 @@ from specjax.sampling import Sampling
 # A drafter for drafts of a depth. A block that is not causal is always as long as in training, so for each depth there is a
 # drafter with blocks of that length. P-EAGLE's first token takes no pass.
 MADE: dict[str, Callable[[specjax.Target, int, int], Any]] = {
-    "DFlash": lambda target, depth, layers: specjax.DFlash.init(target, KEY, num_layers=layers, block_size=depth + 1),
+    "DFlash": lambda target, depth, layers: specjax.DFlash.init(
+        target, KEY, num_layers=layers, block_size=depth + 1
+    ),
     "JetSpec": lambda target, depth, layers: specjax.DFlash.init(
         target, KEY, num_layers=layers, block_size=33, variant={"causal": True}
     ),
-    "DSpark": lambda target, depth, layers: specjax.DSpark.init(target, KEY, num_layers=layers, block_size=depth),
-    "DFlash2": lambda target, depth, layers: specjax.DFlash2.init(target, KEY, num_layers=layers, block_size=depth + 1),
-    "P-EAGLE": lambda target, depth, layers: specjax.PEagle.init(target, KEY, num_layers=max(1, layers - 1)),
+    "DSpark": lambda target, depth, layers: specjax.DSpark.init(
+        target, KEY, num_layers=layers, block_size=depth
+    ),
+    "DFlash2": lambda target, depth, layers: specjax.DFlash2.init(
+        target, KEY, num_layers=layers, block_size=depth + 1
+    ),
+    "P-EAGLE": lambda target, depth, layers: specjax.PEagle.init(
+        target, KEY, num_layers=max(1, layers - 1)
+    ),
 }
 KEY = jax.random.key(0)
 
@@ -65,14 +73,28 @@ class BlockDraftingConfig:
     output: str = ""
 
 
-def drafting(target: specjax.Target, drafter: Any, config: BlockDraftingConfig) -> Callable[[], float]:
+def drafting(
+    target: specjax.Target, drafter: Any, config: BlockDraftingConfig
+) -> Callable[[], float]:
     """Return a compiled function that measures the milliseconds of a draft."""
     rows, depth = config.rows, drafter.draft_shape.depth
     state = drafter.start(target, rows, config.context + depth + 1)
     read = jnp.full((rows,), config.context, jnp.int32)
-    state = state.replace(cache=state.cache.replace(length=read)) if hasattr(state, "cache") else state.replace(length=read)
+    state = (
+        state.replace(cache=state.cache.replace(length=read))
+        if hasattr(state, "cache")
+        else state.replace(length=read)
+    )
     keys = jax.random.split(KEY, (depth, rows))
-    arguments = (drafter, target, state, jnp.zeros(rows, jnp.int32), Sampling(temperature=0.0).rows(rows), keys, read > 0)
+    arguments = (
+        drafter,
+        target,
+        state,
+        jnp.zeros(rows, jnp.int32),
+        Sampling(temperature=0.0).rows(rows),
+        keys,
+        read > 0,
+    )
     propose = jax.jit(type(drafter).propose).lower(*arguments).compile()
     jax.block_until_ready(propose(*arguments))
 
@@ -91,7 +113,9 @@ def main(config: BlockDraftingConfig) -> None:
     hidden, mlp, layers = config.inflate
     target = inflate(small, hidden_size=hidden, intermediate_size=mlp, num_layers=layers)
     runs = {
-        (name, depth): drafting(target, replace(make(target, depth, config.layers), draft=specjax.Chain(depth)), config)
+        (name, depth): drafting(
+            target, replace(make(target, depth, config.layers), draft=specjax.Chain(depth)), config
+        )
         for name, make in MADE.items()
         for depth in config.depths
     }
@@ -99,14 +123,23 @@ def main(config: BlockDraftingConfig) -> None:
     for _ in range(config.repeats):
         for case, run in runs.items():
             times[case].append(run())
-    table = Table("drafter", *(f"{depth} tokens, ms" for depth in config.depths), f"{config.depths[-1]} / {config.depths[0]}")
+    table = Table(
+        "drafter",
+        *(f"{depth} tokens, ms" for depth in config.depths),
+        f"{config.depths[-1]} / {config.depths[0]}",
+    )
     for name in MADE:
         times_of_depths = [times[name, depth] for depth in config.depths]
         cells = [f"{median(ms):.2f} ({min(ms):.2f}-{max(ms):.2f})" for ms in times_of_depths]
-        table.add_row(name, *cells, f"{median(times_of_depths[-1]) / median(times_of_depths[0]):.2f}")
+        table.add_row(
+            name, *cells, f"{median(times_of_depths[-1]) / median(times_of_depths[0]):.2f}"
+        )
     Console(width=160).print(table)
     if config.output:
-        results = [{"drafter": name, "depth": depth, "milliseconds": ms} for (name, depth), ms in times.items()]
+        results = [
+            {"drafter": name, "depth": depth, "milliseconds": ms}
+            for (name, depth), ms in times.items()
+        ]
         Path(config.output).write_text(json.dumps(results, indent=2) + "\n")
 
 

@@ -52,7 +52,11 @@ class BoundednessConfig:
     """
 
     target: str = "embedded"
-    runs: tuple[str, ...] = ("draft model=embedded:draft", "EAGLE-3=embedded:eagle3", "MTP=embedded:mtp")
+    runs: tuple[str, ...] = (
+        "draft model=embedded:draft",
+        "EAGLE-3=embedded:eagle3",
+        "MTP=embedded:mtp",
+    )
     prompts: str = ""
     count: int = 64
     context: int = 16
@@ -61,10 +65,14 @@ class BoundednessConfig:
     output: str = ""
 
 
-def draft_alone(target: specjax.Target, drafter: Drafter, texts: np.ndarray, tokens: int) -> np.ndarray:
+def draft_alone(
+    target: specjax.Target, drafter: Drafter, texts: np.ndarray, tokens: int
+) -> np.ndarray:
     """Return ``[B, tokens]`` one greedy chain after each of ``texts [B, P]``."""
     long = replace(drafter, draft=Chain(tokens))  # pyright: ignore[reportArgumentType]
-    options = GenerationOptions(max_new_tokens=tokens + 1, eos_token_ids=(), sampling=Sampling(temperature=0.0))
+    options = GenerationOptions(
+        max_new_tokens=tokens + 1, eos_token_ids=(), sampling=Sampling(temperature=0.0)
+    )
     long, state = decoding.start(target, long, texts, None, options)
     draft, _ = jax.jit(decoding.propose_step)(target, long, state)
     return np.asarray(draft.tokens)[:, 1:]
@@ -79,7 +87,9 @@ def run(config: BoundednessConfig) -> list[dict[str, Any]]:
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     prompts = prompts_of(texts, config.count, config.context)
     # No token ends a text here: what came after it would be filler, and equal to nothing.
-    whole = specjax.generate(target, None, prompts, max_new_tokens=config.written + config.alone, eos_token_ids=()).tokens
+    whole = specjax.generate(
+        target, None, prompts, max_new_tokens=config.written + config.alone, eos_token_ids=()
+    ).tokens
     before, after = whole[:, : -config.alone], whole[:, -config.alone :]
     rows = []
     for name, seeds in load(config.runs, target).items():
@@ -107,7 +117,9 @@ def main(config: BoundednessConfig) -> None:
         "of each seed",
         "until the first difference",
         *(f"at {place}" for place in places),
-        title=f"{config.target}: {config.count} texts, drafters alone after {config.written} tokens",
+        title=(
+            f"{config.target}: {config.count} texts, drafters alone after {config.written} tokens"
+        ),
     )
     for row in rows:
         table.add_row(

@@ -132,28 +132,42 @@ class Models:
     prompts: np.ndarray
 
     @classmethod
-    def load(cls, target: str, drafters: Sequence[str], prompts: str, texts: int, context: int) -> "Models":
+    def load(
+        cls, target: str, drafters: Sequence[str], prompts: str, texts: int, context: int
+    ) -> "Models":
         """Load a target and its ``drafters``, "NAME=DIRECTORY" each."""
         directory = hub.locate(target)
-        model, tokenizer = specjax.Target.from_pretrained(directory, dtype=np.float32), text.load_tokenizer(directory)
+        model, tokenizer = (
+            specjax.Target.from_pretrained(directory, dtype=np.float32),
+            text.load_tokenizer(directory),
+        )
         where = {}
         for drafter in drafters:
             name, equals, place = drafter.partition("=")
             if not equals:
                 raise InputError(f"drafters={drafter!r}: write NAME=DIRECTORY")
             where[name] = place
-        loaded = {name: load_drafter(place, None, model.config, np.float32) for name, place in where.items()}
+        loaded = {
+            name: load_drafter(place, None, model.config, np.float32)
+            for name, place in where.items()
+        }
         read = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(prompts)]
         return cls(model, tokenizer, where, loaded, prompts_of(read, texts, context))
 
 
-# --- counts ----------------------------------------------------------------------------------------------------------
+# --- counts ---------------------------------------------------------------------------------------
 
 
 def measure_bytes(config: ClientServerConfig) -> dict[str, Any]:
     """Compute the bytes of a round."""
     rows = counts.bytes_of_rounds(config.shape, config.nodes, config.tokens, config.rate)
-    return {"shape": config.shape, "nodes": config.nodes, "tokens": config.tokens, "rate": config.rate, "rows": rows}
+    return {
+        "shape": config.shape,
+        "nodes": config.nodes,
+        "tokens": config.tokens,
+        "rate": config.rate,
+        "rows": rows,
+    }
 
 
 def measure_cut(config: ClientServerConfig, models: Models) -> dict[str, Any]:
@@ -161,10 +175,17 @@ def measure_cut(config: ClientServerConfig, models: Models) -> dict[str, Any]:
     python = Models.load("embedded", config.python, "", config.texts, 2 * config.context)
     texts = {"stories": models, "Python": python}
     results = {
-        name: counts.text_after_a_cut(models_of.target, models_of.drafters, models_of.prompts, config.written, config.alone)
+        name: counts.text_after_a_cut(
+            models_of.target, models_of.drafters, models_of.prompts, config.written, config.alone
+        )
         for name, models_of in texts.items()
     }
-    return {"written": config.written, "alone": config.alone, "texts": config.texts, "rows": results}
+    return {
+        "written": config.written,
+        "alone": config.alone,
+        "texts": config.texts,
+        "rows": results,
+    }
 
 
 def measure_compression(config: ClientServerConfig, models: Models) -> list[dict[str, Any]]:
@@ -172,7 +193,7 @@ def measure_compression(config: ClientServerConfig, models: Models) -> list[dict
     return counts.compression(models.target, models.drafters, models.prompts, config.new_tokens)
 
 
-# --- servers ---------------------------------------------------------------------------------------------------------
+# --- servers --------------------------------------------------------------------------------------
 
 
 class Bench:
@@ -188,9 +209,32 @@ class Bench:
         if name in config.on_server or rows > 1:
             drafts = (config.draft, "clients")
         where = "none" if name == PLAIN else self.models.where[name]
-        command = (sys.executable, "-m", "benchmarks.slow_server", str(config.wait), str(self.busy_file(name)), "serve")
-        command += ("--target", config.target, "--drafter", where, "--drafts", *(drafts if name != PLAIN else ("none",)))
-        command += ("--rows", str(rows), "--client-rows", str(rows), "--port", "{port}", "--served-model-name", "pair")
+        command = (
+            sys.executable,
+            "-m",
+            "benchmarks.slow_server",
+            str(config.wait),
+            str(self.busy_file(name)),
+            "serve",
+        )
+        command += (
+            "--target",
+            config.target,
+            "--drafter",
+            where,
+            "--drafts",
+            *(drafts if name != PLAIN else ("none",)),
+        )
+        command += (
+            "--rows",
+            str(rows),
+            "--client-rows",
+            str(rows),
+            "--port",
+            "{port}",
+            "--served-model-name",
+            "pair",
+        )
         command += ("--warm", "--max-logprobs", "0", "--max-prediction", "0", "--capacity", "256")
         more = {"stream_options": {"include_usage": True}, "ignore_eos": True}
         log = self.scratch / f"{name}.log"
@@ -245,13 +289,21 @@ def prompt_of(bench: Bench, number: int) -> list[int]:
     return bench.models.prompts[number % len(bench.models.prompts)].tolist()
 
 
-def drafted_by_client(bench: Bench, drafting: client.Client, prompt: list[int], *, is_offline: bool = False) -> dict[str, Any]:
+def drafted_by_client(
+    bench: Bench, drafting: client.Client, prompt: list[int], *, is_offline: bool = False
+) -> dict[str, Any]:
     """Generate a text that a client drafts, or that it writes alone."""
     watch = drafting.device.watch  # pyright: ignore[reportAttributeAccessIssue]
     before = watch.seconds
-    report = drafting.generate(prompt, max_new_tokens=bench.config.new_tokens, eos_token_ids=(), is_offline=is_offline)
+    report = drafting.generate(
+        prompt, max_new_tokens=bench.config.new_tokens, eos_token_ids=(), is_offline=is_offline
+    )
     count = len(report.provisional_tokens if is_offline else report.tokens)
-    run = {"tokens_per_second": count / report.seconds, "text": report.text, "drafting": (watch.seconds - before) / count}
+    run = {
+        "tokens_per_second": count / report.seconds,
+        "text": report.text,
+        "drafting": (watch.seconds - before) / count,
+    }
     if is_offline:
         return run
     rounds = report.rounds
@@ -286,10 +338,13 @@ def from_server(bench: Bench, port: int, prompt: list[int]) -> dict[str, Any]:
     (answer,) = asked_over_api(bench, port, [prompt])
     assert answer.finished is not None
     seconds = answer.finished - answer.sent
-    return {"tokens_per_second": tokens_of(answer, bench.models.tokenizer) / seconds, "text": answer.text}
+    return {
+        "tokens_per_second": tokens_of(answer, bench.models.tokenizer) / seconds,
+        "text": answer.text,
+    }
 
 
-# --- networks --------------------------------------------------------------------------------------------------------
+# --- networks -------------------------------------------------------------------------------------
 
 
 def measure_networks(bench: Bench) -> dict[str, Any]:
@@ -321,19 +376,27 @@ def measure_networks(bench: Bench) -> dict[str, Any]:
                     for method, run in results.items():
                         texts[method, network] = run.pop("text").strip()
                         if repeat >= 0:
-                            runs.setdefault(method, {}).setdefault(network, []).append(run | {"load": load})
+                            runs.setdefault(method, {}).setdefault(network, []).append(
+                                run | {"load": load}
+                            )
                 server.pause()
                 if name in clients:
                     run = drafted_by_client(bench, clients[name], prompt, is_offline=True)
                     run.pop("text")
                     if repeat >= 0:
-                        runs.setdefault(name, {}).setdefault("alone", []).append(run | {"load": load})
+                        runs.setdefault(name, {}).setdefault("alone", []).append(
+                            run | {"load": load}
+                        )
             if wrong := [of for of, text in texts.items() if text != texts[PLAIN, "none"]]:
-                raise InputError(f"{wrong}: another text than {PLAIN!r}: {texts[wrong[0]]!r}, {texts[PLAIN, 'none']!r}")
+                raise InputError(
+                    f"{wrong}: another text than {PLAIN!r}: {texts[wrong[0]]!r},"
+                    f" {texts[PLAIN, 'none']!r}"
+                )
     return {
         "round_trips": {name: 1e3 * conditions.round_trip for name, conditions in NETWORKS.items()},
         "methods": {
-            method: {network: spreads(all_) for network, all_ in by_network.items()} for method, by_network in runs.items()
+            method: {network: spreads(all_) for network, all_ in by_network.items()}
+            for method, by_network in runs.items()
         },
     }
 
@@ -343,7 +406,7 @@ def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     return {name: asdict(Spread.of([run[name] for run in runs])) for name in runs[0]}
 
 
-# --- clients ---------------------------------------------------------------------------------------------------------
+# --- clients --------------------------------------------------------------------------------------
 
 WAYS = ("client", "server", "none")
 """The ways to draft."""
@@ -354,10 +417,14 @@ def measure_clients(bench: Bench) -> dict[str, Any]:
     config, runs = bench.config, {}
     most = max(config.clients)
     with ExitStack() as stack:
-        servers = {name: stack.enter_context(bench.start(name, most)) for name in (config.crowd, PLAIN)}
+        servers = {
+            name: stack.enter_context(bench.start(name, most)) for name in (config.crowd, PLAIN)
+        }
         for server in servers.values():
             server.pause()
-        proxies = {name: stack.enter_context(Proxy(server.port)) for name, server in servers.items()}
+        proxies = {
+            name: stack.enter_context(Proxy(server.port)) for name, server in servers.items()
+        }
         clients = [bench.connect(config.crowd, proxies[config.crowd].port) for _ in range(most)]
         clients[0].device.warm_up()
         for repeat in track(range(-1, config.repeats), "clients"):
@@ -373,7 +440,9 @@ def measure_clients(bench: Bench) -> dict[str, Any]:
                         tokens = all_at_once(bench, clients[:count], prompts)
                     else:
                         answers = asked_over_api(bench, proxies[name].port, prompts)
-                        tokens = sum(tokens_of(answer, bench.models.tokenizer) for answer in answers)
+                        tokens = sum(
+                            tokens_of(answer, bench.models.tokenizer) for answer in answers
+                        )
                     seconds, after = time.perf_counter() - started, busy(bench, name)
                     run = {
                         "tokens_per_second": tokens / seconds,
@@ -388,7 +457,10 @@ def measure_clients(bench: Bench) -> dict[str, Any]:
     return {
         "drafter": config.crowd,
         "network": config.network,
-        "ways": {way: {count: spreads(all_) for count, all_ in by_count.items()} for way, by_count in runs.items()},
+        "ways": {
+            way: {count: spreads(all_) for count, all_ in by_count.items()}
+            for way, by_count in runs.items()
+        },
     }
 
 
@@ -397,14 +469,24 @@ def busy(bench: Bench, name: str) -> dict[str, float]:
     return json.loads(bench.busy_file(name).read_text())
 
 
-def all_at_once(bench: Bench, clients: Sequence[client.Client], prompts: Sequence[list[int]]) -> int:
+def all_at_once(
+    bench: Bench, clients: Sequence[client.Client], prompts: Sequence[list[int]]
+) -> int:
     """Generate a text per client in threads, and return the number of tokens."""
     counts: list[int] = []
 
     def write(connection: client.Client, prompt: list[int]) -> None:
-        counts.append(len(connection.generate(prompt, max_new_tokens=bench.config.new_tokens, eos_token_ids=()).tokens))
+        counts.append(
+            len(
+                connection.generate(
+                    prompt, max_new_tokens=bench.config.new_tokens, eos_token_ids=()
+                ).tokens
+            )
+        )
 
-    threads = [threading.Thread(target=write, args=pair) for pair in zip(clients, prompts, strict=True)]
+    threads = [
+        threading.Thread(target=write, args=pair) for pair in zip(clients, prompts, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -414,7 +496,7 @@ def all_at_once(bench: Bench, clients: Sequence[client.Client], prompts: Sequenc
     return sum(counts)
 
 
-# --- all of it -------------------------------------------------------------------------------------------------------
+# --- all of it ------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -428,10 +510,16 @@ def run(config: ClientServerConfig) -> dict[str, Any]:
     """Run the parts, and return their results with earlier ones in the output."""
     check(config)
     path = Path(config.output) if config.output else None
-    results: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    results: dict[str, Any] = (
+        json.loads(path.read_text()) if path is not None and path.exists() else {}
+    )
 
     def done(part: str, part_results: Any) -> None:
-        results[part] = {"machine": decode.machine(), "settings": settings_of(config), "found": part_results}
+        results[part] = {
+            "machine": decode.machine(),
+            "settings": settings_of(config),
+            "found": part_results,
+        }
         if path is not None:
             decode.write(results, path)
 
@@ -439,7 +527,9 @@ def run(config: ClientServerConfig) -> dict[str, Any]:
         done("bytes", measure_bytes(config))
     if set(config.only) == {"bytes"}:
         return results
-    models = Models.load(config.target, config.drafters, config.prompts, config.texts, config.context)
+    models = Models.load(
+        config.target, config.drafters, config.prompts, config.texts, config.context
+    )
     if "cut" in config.only:
         done("cut", measure_cut(config, models))
     if "compression" in config.only:
@@ -463,7 +553,17 @@ def settings_of(config: ClientServerConfig) -> dict[str, Any]:
 
 def check(config: ClientServerConfig) -> None:
     """Refuse invalid options."""
-    for name in ("nodes", "tokens", "texts", "context", "written", "alone", "new_tokens", "repeats", "rate"):
+    for name in (
+        "nodes",
+        "tokens",
+        "texts",
+        "context",
+        "written",
+        "alone",
+        "new_tokens",
+        "repeats",
+        "rate",
+    ):
         if getattr(config, name) < 1:
             raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
     if config.network not in NETWORKS:
@@ -474,12 +574,17 @@ def check(config: ClientServerConfig) -> None:
     if {"networks", "clients"} & set(config.only):
         for name in (*config.on_server, config.crowd):
             if name not in names:
-                raise InputError(f"drafters: has no {name!r}, which on_server or crowd names; there are {', '.join(names)}")
+                raise InputError(
+                    f"drafters: has no {name!r}, which on_server or crowd names; there are"
+                    f" {', '.join(names)}"
+                )
 
 
 def main(config: ClientServerConfig) -> None:
     """Measure, and print the tables."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # no server outlives this process
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # no server outlives this process
     client_server_tables.show(run(config), Console(width=150))
 
 

@@ -36,7 +36,7 @@ GREEDY = Sampling(temperature=0.0)
 PRECISIONS: tuple[wire.Precision, ...] = ("float32", "float16", "int8")
 """The number formats in which hidden states may be sent."""
 
-# --- bytes -----------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 READERS: dict[str, tuple[Reader, int]] = {
     "draft model": ("draft model", 0),
@@ -88,29 +88,48 @@ def tells_of(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if make is None:
         return {}
     drafter = jax.eval_shape(make, key)
-    return ClientDrafts(with_told(drafter, "entries") if name == "MoA, entries" else drafter).tells(target)
+    return ClientDrafts(with_told(drafter, "entries") if name == "MoA, entries" else drafter).tells(
+        target
+    )
 
 
 def draft(nodes: int) -> bytes:
     """Return the frame of a draft with this many nodes below the root."""
-    tokens, parents = np.zeros(nodes + 1, np.int32), np.maximum(np.arange(-1, nodes), 0).astype(np.uint8)
+    tokens, parents = (
+        np.zeros(nodes + 1, np.int32),
+        np.maximum(np.arange(-1, nodes), 0).astype(np.uint8),
+    )
     parents[0] = NO_PARENT
     packed = {"tokens": wire.pack(tokens, "int32"), "parents": wire.pack(parents, "uint8")}
-    return wire.encode(wire.DraftMessage(session=bytes(16), epoch=0, sequence=100, base=500, digest=bytes(8), **packed))
+    return wire.encode(
+        wire.DraftMessage(
+            session=bytes(16), epoch=0, sequence=100, base=500, digest=bytes(8), **packed
+        )
+    )
 
 
 def verdict(tells: Mapping[str, tuple[int, ...]], tokens: int, precision: wire.Precision) -> bytes:
     """Return the frame of a verdict that adds this many tokens."""
     draw = np.random.default_rng(0)
-    arrays = {name: wire.pack(draw.standard_normal((tokens, *shape)), precision) for name, shape in tells.items()}
+    arrays = {
+        name: wire.pack(draw.standard_normal((tokens, *shape)), precision)
+        for name, shape in tells.items()
+    }
     accepted = list(range(1, tokens))
     answer = wire.VerdictMessage(
-        session=bytes(16), epoch=0, sequence=100, accepted=accepted, token=1000, arrays=arrays, over="", seconds=0.025
+        session=bytes(16),
+        epoch=0,
+        sequence=100,
+        accepted=accepted,
+        token=1000,
+        arrays=arrays,
+        over="",
+        seconds=0.025,
     )
     return wire.encode(answer)
 
 
-# --- a text that is there already ------------------------------------------------------------------------------------
+# --- a text that is there already -----------------------------------------------------------------
 
 
 class Reading:
@@ -121,7 +140,9 @@ class Reading:
         texts: ``[B, T]``.
     """
 
-    def __init__(self, target: specjax.Target, drafter: Drafter, texts: np.ndarray, precision: wire.Precision) -> None:
+    def __init__(
+        self, target: specjax.Target, drafter: Drafter, texts: np.ndarray, precision: wire.Precision
+    ) -> None:
         """Compute all hidden states at once: those of a token do not depend on later tokens."""
         self.texts = texts
         room = texts.shape[1] + 2 * ALONE
@@ -134,10 +155,18 @@ class Reading:
         def tell(tokens: jax.Array) -> dict[str, jax.Array]:
             return drafter.remote_inputs(target, *target.read(tokens, taps=taps))
 
-        states = [{name: np.asarray(array)[0] for name, array in tell(text[None]).items()} for text in texts]
-        self._states = [{name: wire.unpack(wire.pack(array, precision)) for name, array in arrays.items()} for arrays in states]
+        states = [
+            {name: np.asarray(array)[0] for name, array in tell(text[None]).items()}
+            for text in texts
+        ]
+        self._states = [
+            {name: wire.unpack(wire.pack(array, precision)) for name, array in arrays.items()}
+            for arrays in states
+        ]
 
-    def told(self, number: int, start: int, end: int) -> tuple[list[int], list[int], dict[str, np.ndarray]]:
+    def told(
+        self, number: int, start: int, end: int
+    ) -> tuple[list[int], list[int], dict[str, np.ndarray]]:
         """Return some tokens of a text, the token after each, and the hidden states."""
         text = self.texts[number].tolist()
         arrays = {name: array[start:end] for name, array in self._states[number].items()}
@@ -146,12 +175,19 @@ class Reading:
     def tokens_a_round(self, number: int, prompt: int) -> float:
         """Return the mean number of tokens that a round adds, with a chain of `CHAIN`."""
         text, device = self.texts[number].tolist(), self.device
-        state, length, rounds = device.append_remote(device.start(), *self.told(number, 0, prompt - 1)), prompt, 0
+        state, length, rounds = (
+            device.append_remote(device.start(), *self.told(number, 0, prompt - 1)),
+            prompt,
+            0,
+        )
         while length + CHAIN < len(text):
             path = device.propose(state, text[length - 1], length, self.settings, CHAIN).path
             same = np.cumprod(np.array(path) == text[length : length + len(path)])
             new = 1 + int(same.sum())
-            state, rounds = device.append_remote(state, *self.told(number, length - 1, length - 1 + new)), rounds + 1
+            state, rounds = (
+                device.append_remote(state, *self.told(number, length - 1, length - 1 + new)),
+                rounds + 1,
+            )
             length += new
         return (length - prompt) / rounds
 
@@ -174,7 +210,11 @@ def written(target: specjax.Target, prompts: np.ndarray, tokens: int) -> np.ndar
 
 
 def text_after_a_cut(
-    target: specjax.Target, drafters: Mapping[str, Drafter], prompts: np.ndarray, before: int, alone: int
+    target: specjax.Target,
+    drafters: Mapping[str, Drafter],
+    prompts: np.ndarray,
+    before: int,
+    alone: int,
 ) -> list[dict[str, Any]]:
     """Measure how much of the target's text each drafter writes alone after ``before`` tokens.
 
@@ -188,14 +228,25 @@ def text_after_a_cut(
     texts, rows = written(target, prompts, before + alone), []
     for name, drafter in track(list(drafters.items()), "after a cut"):
         reading = Reading(target, drafter, texts, "float32")
-        same = np.array([reading.alone(number, prompts.shape[1] + before, alone) for number in range(len(texts))])
+        same = np.array(
+            [
+                reading.alone(number, prompts.shape[1] + before, alone)
+                for number in range(len(texts))
+            ]
+        )
         agreed = np.cumprod(same, axis=1).sum(axis=1)
         rows.append(
             {
                 "drafter": name,
                 "until_first_difference": float(agreed.mean()),
-                "error": float(agreed.std(ddof=1) / np.sqrt(len(agreed))) if len(agreed) > 1 else 0.0,
-                "right": {str(count): float(same[:, :count].mean()) for count in (8, 20, 48) if count <= alone},
+                "error": (
+                    float(agreed.std(ddof=1) / np.sqrt(len(agreed))) if len(agreed) > 1 else 0.0
+                ),
+                "right": {
+                    str(count): float(same[:, :count].mean())
+                    for count in (8, 20, 48)
+                    if count <= alone
+                },
                 "by_place": same.mean(axis=0).tolist(),
                 "unbroken": np.cumprod(same, axis=1).mean(axis=0).tolist(),
             }
@@ -209,14 +260,27 @@ def compression(
     """Return tokens per round and bytes down per token, for each drafter and number format."""
     texts, rows = written(target, prompts, tokens), []
     jobs: list[tuple[str, Drafter, wire.Precision]] = []
-    jobs += [(name, drafter, precision) for name, drafter in with_entries(drafters).items() for precision in PRECISIONS]
+    jobs += [
+        (name, drafter, precision)
+        for name, drafter in with_entries(drafters).items()
+        for precision in PRECISIONS
+    ]
     for name, drafter, precision in track(jobs, "compression"):
         reading = Reading(target, drafter, texts, precision)
         if not reading.device.hears:
             continue
         gained = [reading.tokens_a_round(number, prompts.shape[1]) for number in range(len(texts))]
-        size = len(verdict(reading.device.hears, 5, precision)) - len(verdict(reading.device.hears, 4, precision))
-        rows.append({"drafter": name, "precision": precision, "tokens_a_round": mean(gained), "bytes_a_token": size})
+        size = len(verdict(reading.device.hears, 5, precision)) - len(
+            verdict(reading.device.hears, 4, precision)
+        )
+        rows.append(
+            {
+                "drafter": name,
+                "precision": precision,
+                "tokens_a_round": mean(gained),
+                "bytes_a_token": size,
+            }
+        )
     return rows
 
 

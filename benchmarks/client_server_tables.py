@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 WAYS = {"client": "the clients draft", "server": "the server drafts", "none": "nobody drafts"}
 """The ways to draft, in words."""
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def show(results: Mapping[str, Any], console: Console) -> None:
@@ -30,10 +30,19 @@ def show(results: Mapping[str, Any], console: Console) -> None:
 
 def bytes_(results: Mapping[str, Any]) -> Iterator[Table]:
     """Yield the table of a round's bytes, by the formula and in our frames."""
-    title = f"KB of a round, {results['shape']}: {results['nodes']} nodes up, {results['tokens']} tokens down"
+    title = (
+        f"KB of a round, {results['shape']}: {results['nodes']} nodes up, {results['tokens']}"
+        " tokens down"
+    )
     ways = ("formula, float16", "float32", "float16", "int8")
     table = table_of_numbers(
-        title, "drafter", "up, formula", "up", *(f"down, {way}" for way in ways), "ms, float16", named=True
+        title,
+        "drafter",
+        "up, formula",
+        "up",
+        *(f"down, {way}" for way in ways),
+        "ms, float16",
+        named=True,
     )
     for row in results["rows"]:
         down = [row["formula"]["down"], *row["ours"]["down"].values()]
@@ -56,24 +65,38 @@ def cut(results: Mapping[str, Any]) -> Iterator[Table]:
         table = table_of_numbers(title, "drafter", *headers, named=True)
         for row in rows:
             until = f"{row['until_first_difference']:.1f} +- {row['error']:.1f}"
-            table.add_row(row["drafter"], until, *(f"{row['right'][count]:.2f}" for count in shares))
+            table.add_row(
+                row["drafter"], until, *(f"{row['right'][count]:.2f}" for count in shares)
+            )
         yield table
 
 
 def compression(rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     """Yield the table of number formats."""
-    table = table_of_numbers("how numbers are sent", "drafter", "", "tokens a round", "bytes down a token", named=True)
+    table = table_of_numbers(
+        "how numbers are sent", "drafter", "", "tokens a round", "bytes down a token", named=True
+    )
     for row in rows:
-        table.add_row(row["drafter"], row["precision"], f"{row['tokens_a_round']:.3f}", str(row["bytes_a_token"]))
+        table.add_row(
+            row["drafter"],
+            row["precision"],
+            f"{row['tokens_a_round']:.3f}",
+            str(row["bytes_a_token"]),
+        )
     yield table
 
 
 def networks(results: Mapping[str, Any]) -> Iterator[Table]:
     """Yield the tables of every method over every network, and of the rounds."""
     names = results["round_trips"]
-    table = table_of_numbers("tokens/s, by network: median (low-high)", "", *names, "the drafter alone", named=True)
+    table = table_of_numbers(
+        "tokens/s, by network: median (low-high)", "", *names, "the drafter alone", named=True
+    )
     for method, runs in results["methods"].items():
-        rates = [spread(runs[name]["tokens_per_second"]) if name in runs else "-" for name in (*names, "alone")]
+        rates = [
+            spread(runs[name]["tokens_per_second"]) if name in runs else "-"
+            for name in (*names, "alone")
+        ]
         table.add_row(method, *rates)
     yield table
     headers = (
@@ -93,9 +116,19 @@ def networks(results: Mapping[str, Any]) -> Iterator[Table]:
             if "rounds" not in run:
                 continue
             middle = {name: values["middle"] for name, values in run.items()}
-            figures = f"{middle['tokens_a_round']:.2f}", f"{middle['depth']:.1f}", f"{middle['kept']:.0%}"
-            times = f"{1e3 * middle['round_trip']:.0f}", number(middle["beside"], 2), f"{1e3 * middle['drafting']:.1f}"
-            table.add_row(method, network, *figures, *times, f"{middle['up']:.0f}", f"{middle['down']:,.0f}")
+            figures = (
+                f"{middle['tokens_a_round']:.2f}",
+                f"{middle['depth']:.1f}",
+                f"{middle['kept']:.0%}",
+            )
+            times = (
+                f"{1e3 * middle['round_trip']:.0f}",
+                number(middle["beside"], 2),
+                f"{1e3 * middle['drafting']:.1f}",
+            )
+            table.add_row(
+                method, network, *figures, *times, f"{middle['up']:.0f}", f"{middle['down']:,.0f}"
+            )
     yield table
 
 
@@ -103,12 +136,25 @@ def clients(results: Mapping[str, Any]) -> Iterator[Table]:
     """Yield the table by number of clients."""
     headers = ("tokens/s", "tokens a busy second", "tokens a pass", "busy", "cores of the clients")
     table = table_of_numbers(
-        f"clients of one server, {results['drafter']}, {results['network']}", "", "clients", *headers, named=True
+        f"clients of one server, {results['drafter']}, {results['network']}",
+        "",
+        "clients",
+        *headers,
+        named=True,
     )
     for way, by_count in results["ways"].items():
         for count, run in by_count.items():
-            rates = [spread(run[figure]) for figure in ("tokens_per_second", "tokens_a_busy_second", "tokens_a_pass")]
-            table.add_row(WAYS[way], count, *rates, f"{run['busy']['middle']:.0%}", number(run["cores"]["middle"], 2))
+            rates = [
+                spread(run[figure])
+                for figure in ("tokens_per_second", "tokens_a_busy_second", "tokens_a_pass")
+            ]
+            table.add_row(
+                WAYS[way],
+                count,
+                *rates,
+                f"{run['busy']['middle']:.0%}",
+                number(run["cores"]["middle"], 2),
+            )
         table.add_section()
     yield table
 
@@ -122,7 +168,7 @@ TABLES: dict[str, Callable[[Any], Iterator[Table]]] = {
 }
 """The tables of each part, by its name in a results file."""
 
-# --- pictures --------------------------------------------------------------------------------------------------------
+# --- pictures -------------------------------------------------------------------------------------
 
 
 @style.styled
@@ -131,7 +177,9 @@ def networks_picture(results: Mapping[str, Any]) -> "Figure":
     figures = results["networks"]["found"]
     trips, methods = figures["round_trips"], figures["methods"]
     by_server = {name: runs for name, runs in methods.items() if name.endswith(", on the server")}
-    by_client = {name: runs for name, runs in methods.items() if "rounds" in next(iter(runs.values()))}
+    by_client = {
+        name: runs for name, runs in methods.items() if "rounds" in next(iter(runs.values()))
+    }
     (plain,) = [name for name in methods if name not in by_server and name not in by_client]
     wait = results["networks"]["settings"]["wait"]
     figure, (above, below) = style.new_figure(
@@ -141,15 +189,30 @@ def networks_picture(results: Mapping[str, Any]) -> "Figure":
         for name, runs in lines.items():
             label = name.removesuffix(", on the server")
             place = list(by_client).index(label)
-            line(axes, trips, runs, label=label, fmt=f"{style.MARKERS[place]}-", color=style.theme().series[place])
+            line(
+                axes,
+                trips,
+                runs,
+                label=label,
+                fmt=f"{style.MARKERS[place]}-",
+                color=style.theme().series[place],
+            )
         line(axes, trips, methods[plain], label="no drafts", fmt="x--", color=style.theme().muted)
         axes.set_ylabel("tokens a second")
         axes.set_xlim(left=-2)
-    top = 1.05 * max(runs[trip]["tokens_per_second"]["high"] for runs in methods.values() for trip in trips)
-    for axes, title in ((above, "the client drafts"), (below, "the server drafts, and streams its text")):
+    top = 1.05 * max(
+        runs[trip]["tokens_per_second"]["high"] for runs in methods.values() for trip in trips
+    )
+    for axes, title in (
+        (above, "the client drafts"),
+        (below, "the server drafts, and streams its text"),
+    ):
         axes.set_title(title)
         axes.set_ylim(0, top)
-    below.set_xlabel("round trip, ms: " + ", ".join(f"{name} {trip:.0f}" for name, trip in trips.items() if name.endswith("G")))
+    below.set_xlabel(
+        "round trip, ms: "
+        + ", ".join(f"{name} {trip:.0f}" for name, trip in trips.items() if name.endswith("G"))
+    )
     figure.legend(*above.get_legend_handles_labels(), loc="outside lower left", ncols=3)
     return figure
 
@@ -158,7 +221,10 @@ def line(axes: "Axes", places: Mapping[str, float], runs: Mapping[str, Any], **l
     """Draw tokens per second, with bars from the smallest to the largest."""
     rates = [runs[name]["tokens_per_second"] for name in places]
     middle = [rate["middle"] for rate in rates]
-    bars = [[rate["middle"] - rate["low"] for rate in rates], [rate["high"] - rate["middle"] for rate in rates]]
+    bars = [
+        [rate["middle"] - rate["low"] for rate in rates],
+        [rate["high"] - rate["middle"] for rate in rates],
+    ]
     axes.errorbar(list(places.values()), middle, yerr=bars, **look)
 
 
@@ -168,13 +234,25 @@ def clients_picture(results: Mapping[str, Any]) -> "Figure":
     figures = results["clients"]["found"]
     title = f"Clients of one server, {figures['drafter']}, {figures['network']}"
     figure, (above, below) = style.new_figure(3.2, 3.2, title=title)
-    labels = {"tokens_per_second": "tokens a second", "tokens_a_busy_second": "tokens a second\nthat the target works"}
+    labels = {
+        "tokens_per_second": "tokens a second",
+        "tokens_a_busy_second": "tokens a second\nthat the target works",
+    }
     for axes, (name, label) in zip((above, below), labels.items(), strict=True):
         for (way, by_count), marker in zip(figures["ways"].items(), style.MARKERS, strict=False):
             spreads = [run[name] for run in by_count.values()]
-            bars = [[bar["middle"] - bar["low"] for bar in spreads], [bar["high"] - bar["middle"] for bar in spreads]]
+            bars = [
+                [bar["middle"] - bar["low"] for bar in spreads],
+                [bar["high"] - bar["middle"] for bar in spreads],
+            ]
             middle = [bar["middle"] for bar in spreads]
-            axes.errorbar([int(count) for count in by_count], middle, yerr=bars, fmt=f"{marker}-", label=WAYS[way])
+            axes.errorbar(
+                [int(count) for count in by_count],
+                middle,
+                yerr=bars,
+                fmt=f"{marker}-",
+                label=WAYS[way],
+            )
         axes.set_ylabel(label)
         axes.set_xticks([int(count) for count in by_count])
         axes.set_ylim(bottom=0)
@@ -195,7 +273,11 @@ def cut_picture(results: Mapping[str, Any]) -> "Figure":
             place = names.index(row["drafter"])
             shares = row["unbroken"][:24]
             places = range(1, len(shares) + 1)
-            look = {"marker": style.MARKERS[place], "markevery": 4, "color": style.theme().series[place]}
+            look = {
+                "marker": style.MARKERS[place],
+                "markevery": 4,
+                "color": style.theme().series[place],
+            }
             axes.plot(places, shares, label=row["drafter"], **look)
         axes.set_title(text)
         axes.set_ylabel("texts like the target's so far")

@@ -123,7 +123,9 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
     if config.dtype not in ("float32", "bfloat16"):
         raise InputError(f"dtype={config.dtype!r}: must be float32 or bfloat16")
     if config.synthetic_acceptance is not None:
-        target, drafters = synthetic.models(config.shape, config.draft_shape, config.synthetic_acceptance, config.dtype)
+        target, drafters = synthetic.models(
+            config.shape, config.draft_shape, config.synthetic_acceptance, config.dtype
+        )
         texts = [np.random.default_rng(0).integers(0, target.config.vocab_size, 100_000)]
         peer_methods: dict[str, Runner] = {}
     else:
@@ -132,7 +134,9 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
     results = {
         "machine": machine(),
         "settings": asdict(config),
-        "note": "synthetic: random weights, acceptance is forced" if config.synthetic_acceptance is not None else "real models",
+        "note": "synthetic: random weights, acceptance is forced"
+        if config.synthetic_acceptance is not None
+        else "real models",
         "parameters": {"target": params.count(target.params)},
         "cases": [],
     }
@@ -147,30 +151,49 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
     return results
 
 
-def chosen(drafters: dict[str, Drafter | None], methods: Sequence[str]) -> dict[str, Drafter | None]:
+def chosen(
+    drafters: dict[str, Drafter | None], methods: Sequence[str]
+) -> dict[str, Drafter | None]:
     """Return the drafters selected by the beginnings of their names, and plain decoding."""
     for name in methods:
         if not any(method.startswith(name) for method in drafters):
-            raise InputError(f"methods={name!r}: no name begins so; there are {', '.join(drafters)}")
-    return {method: drafter for method, drafter in drafters.items() if method.startswith(("plain", *(methods or ("",))))}
+            raise InputError(
+                f"methods={name!r}: no name begins so; there are {', '.join(drafters)}"
+            )
+    return {
+        method: drafter
+        for method, drafter in drafters.items()
+        if method.startswith(("plain", *(methods or ("",))))
+    }
 
 
-def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], list[np.ndarray], dict[str, Runner]]:
+def load(
+    config: BenchmarkConfig,
+) -> tuple[Target, dict[str, Drafter | None], list[np.ndarray], dict[str, Runner]]:
     """Load the inflated target, our methods, the texts as token ids, and the peers' methods."""
-    files, draft_files = (hub.open_checkpoint(name, weights=False) for name in (config.target, config.draft))
+    files, draft_files = (
+        hub.open_checkpoint(name, weights=False) for name in (config.target, config.draft)
+    )
     check_vocabulary(config_json.read_config(draft_files), config_json.read_config(files))
     dtype = jnp.dtype(config.dtype)
     target = Target.from_pretrained(files, dtype=dtype)
     small, draft = target, Target.from_pretrained(draft_files, dtype=dtype)
     if any(config.inflate):
         hidden_size, intermediate_size, num_layers = config.inflate
-        target = inflate(target, hidden_size=hidden_size, intermediate_size=intermediate_size, num_layers=num_layers)
+        target = inflate(
+            target,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_layers=num_layers,
+        )
     peer_methods: dict[str, Runner] = {}
     if config.compare and not config.temperature:
         with tempfile.TemporaryDirectory() as scratch:
             target.save_pretrained(Path(scratch) / "target")
             draft.save_pretrained(Path(scratch) / "draft")
-            peer_methods = peers.methods(Path(scratch) / "target", Path(scratch) / "draft", config.new_tokens, config.dtype)
+            peer_methods = peers.methods(
+                Path(scratch) / "target", Path(scratch) / "draft", config.new_tokens, config.dtype
+            )
     tokenizer = text.load_tokenizer(files.directory)
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     methods = drafters_of(draft, config.exit_layers)
@@ -186,7 +209,16 @@ EAGLE_SHAPES: dict[str, DraftShape] = {
     "dynamic 16": specjax.DynamicTree(top_k=4, depth=5, nodes=16),
 }
 
-SMALL_TREE = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0))
+SMALL_TREE = (
+    (0,),
+    (1,),
+    (0, 0),
+    (0, 1),
+    (0, 0, 0),
+    (0, 0, 0, 0),
+    (0, 0, 0, 0, 0),
+    (0, 0, 0, 0, 0, 0),
+)
 """A typical result of `specjax plan measure`: a chain with a second child where it helps most."""
 
 
@@ -197,22 +229,39 @@ def drafters_of(draft: Target, exit_layers: int) -> dict[str, Drafter | None]:
         "draft model, chain 4": DraftModel(draft, draft=specjax.Chain(4)),
         "draft model, chain 8": DraftModel(draft, draft=specjax.Chain(8)),
         "draft model, static 9": DraftModel(draft, draft=specjax.StaticTree(SMALL_TREE)),
-        "draft model, dynamic 16": DraftModel(draft, draft=specjax.DynamicTree(top_k=4, depth=5, nodes=16)),
+        "draft model, dynamic 16": DraftModel(
+            draft, draft=specjax.DynamicTree(top_k=4, depth=5, nodes=16)
+        ),
         "draft model, adaptive 16": DraftModel(draft, draft=specjax.Chain(16, stop_below=0.4)),
         "prompt lookup, 8": specjax.PromptLookup(draft=specjax.Chain(8)),
-        f"early exit after {exit_layers}, chain 2": specjax.EarlyExit(exit_layers, draft=specjax.Chain(2)),
+        f"early exit after {exit_layers}, chain 2": specjax.EarlyExit(
+            exit_layers, draft=specjax.Chain(2)
+        ),
     }
 
 
 def read_texts(path: str) -> list[str]:
     """Return the texts of a JSON-lines file, or the source of standard modules."""
     if not path:
-        names = ("argparse", "heapq", "textwrap", "queue", "csv", "fractions", "configparser", "shlex")
+        names = (
+            "argparse",
+            "heapq",
+            "textwrap",
+            "queue",
+            "csv",
+            "fractions",
+            "configparser",
+            "shlex",
+        )
         return [inspect.getsource(importlib.import_module(name)) for name in names]
     try:
-        return [json.loads(line)["text"] for line in Path(path).read_text().splitlines() if line.strip()]
+        return [
+            json.loads(line)["text"] for line in Path(path).read_text().splitlines() if line.strip()
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f'prompts={path!r}: not a readable file of JSON lines with "text" ({error})') from None
+        raise InputError(
+            f'prompts={path!r}: not a readable file of JSON lines with "text" ({error})'
+        ) from None
 
 
 def prompts_of(texts: list[np.ndarray], count: int, context: int) -> np.ndarray:
@@ -222,7 +271,9 @@ def prompts_of(texts: list[np.ndarray], count: int, context: int) -> np.ndarray:
     """
     joined = np.concatenate(texts)
     if len(joined) < 2 * context:
-        raise InputError(f"context={context}: the prompts hold {len(joined)} tokens in all; give longer ones")
+        raise InputError(
+            f"context={context}: the prompts hold {len(joined)} tokens in all; give longer ones"
+        )
     starts = np.linspace(0, len(joined) - context, count + 2)[1:-1].astype(int)
     return np.stack([joined[start : start + context] for start in starts])
 
@@ -239,12 +290,23 @@ def measure_case(
     batch, context = prompts[0].shape
     sampling = Sampling(temperature=config.temperature)
     if config.rules:
-        methods = {f"{name}, {rule}": (drafter, rule) for name, drafter in drafters.items() for rule in config.rules}
+        methods = {
+            f"{name}, {rule}": (drafter, rule)
+            for name, drafter in drafters.items()
+            for rule in config.rules
+        }
     else:
         methods = {name: (drafter, None) for name, drafter in drafters.items()}
     plain, *_ = methods
-    methods = {name: ours(target, drafter, sampling, config.new_tokens, rule) for name, (drafter, rule) in methods.items()}
-    methods |= {name: method for name, method in peer_methods.items() if batch == 1 or name not in peers.ONE_ROW}
+    methods = {
+        name: ours(target, drafter, sampling, config.new_tokens, rule)
+        for name, (drafter, rule) in methods.items()
+    }
+    methods |= {
+        name: method
+        for name, method in peer_methods.items()
+        if batch == 1 or name not in peers.ONE_ROW
+    }
     for method in methods.values():
         method(prompts[0])  # compiles
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
@@ -255,7 +317,12 @@ def measure_case(
             runs[name].append(_joined([method(group) for group in prompts]))
     emitted = len(prompts) * batch * config.new_tokens
     reference = runs[plain][0]["tokens"]
-    case: dict[str, Any] = {"batch": batch, "context": context, "prompts": len(prompts) * batch, "methods": {}}
+    case: dict[str, Any] = {
+        "batch": batch,
+        "context": context,
+        "prompts": len(prompts) * batch,
+        "methods": {},
+    }
     for name, results in runs.items():
         rates = [emitted / result["seconds"] for result in results]
         row = {"tokens_per_second": median(rates), "spread": [min(rates), max(rates)]}
@@ -269,15 +336,25 @@ def measure_case(
 
 def _joined(groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Join the runs of a method over the batches of a case: seconds are added up."""
-    seconds = {name: sum(group[name] for group in groups) for name in groups[0] if name.endswith("seconds")}
+    seconds = {
+        name: sum(group[name] for group in groups) for name in groups[0] if name.endswith("seconds")
+    }
     tokens = np.concatenate([group["tokens"][:, : group["width"]] for group in groups])
     return seconds | {"tokens": tokens, "stats": [group.get("stats") for group in groups]}
 
 
-def ours(target: Target, drafter: Drafter | None, sampling: Sampling, new_tokens: int, rule: Rule | None = None) -> Runner:
+def ours(
+    target: Target,
+    drafter: Drafter | None,
+    sampling: Sampling,
+    new_tokens: int,
+    rule: Rule | None = None,
+) -> Runner:
     """Return the runner of a method of this library."""
 
-    options = GenerationOptions(max_new_tokens=new_tokens, sampling=sampling, eos_token_ids=(), rule=rule)
+    options = GenerationOptions(
+        max_new_tokens=new_tokens, sampling=sampling, eos_token_ids=(), rule=rule
+    )
 
     def generate(prompts: np.ndarray) -> dict[str, Any]:
         started = time.perf_counter()
@@ -310,7 +387,9 @@ def _realised(
     batch, context = shape
     stats = results[0]["stats"]
     total = metrics.summarise(jax.tree.map(lambda *groups: np.concatenate(groups), *stats))
-    speedups = [b["decode_seconds"] / a["decode_seconds"] for a, b in zip(results, plain, strict=True)]
+    speedups = [
+        b["decode_seconds"] / a["decode_seconds"] for a, b in zip(results, plain, strict=True)
+    ]
     costs = measure_costs(
         target,
         drafter,
@@ -341,7 +420,18 @@ def table(case: dict[str, Any], config: BenchmarkConfig, note: str) -> Table:
         f"temperature {config.temperature:g}; {note}"
     )
     result = Table(title=title)
-    columns = ("method", "tokens/s", "spread", "speed-up", "predicted", "realised", "length", "rate", "T_D ms", "T_V(n) ms")
+    columns = (
+        "method",
+        "tokens/s",
+        "spread",
+        "speed-up",
+        "predicted",
+        "realised",
+        "length",
+        "rate",
+        "T_D ms",
+        "T_V(n) ms",
+    )
     for index, column in enumerate(columns):
         result.add_column(column, justify="right" if index else "left")
 
@@ -370,7 +460,10 @@ def machine() -> dict[str, Any]:
     """Return a description of the machine."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    model = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
     return {
         "processor": model,
         "cores": len(os.sched_getaffinity(0)),
@@ -385,7 +478,9 @@ def _commit() -> str | None:
     """Return the commit of this code, with a mark if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        return subprocess.run(command, cwd=Path(__file__).parent, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            command, cwd=Path(__file__).parent, check=True, capture_output=True, text=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -94,12 +94,18 @@ def acceptance(
 ) -> metrics.Acceptance:
     """Return the acceptance over all prompts."""
     sampling = specjax.Sampling(temperature=temperature)
-    result = specjax.generate(target, drafter, prompts, max_new_tokens=tokens, sampling=sampling, key=jax.random.key(0))
+    result = specjax.generate(
+        target, drafter, prompts, max_new_tokens=tokens, sampling=sampling, key=jax.random.key(0)
+    )
     return metrics.summarise(result.stats)
 
 
 def speeds(
-    target: specjax.Target, drafters: dict[str, Drafter | None], prompts: np.ndarray, config: DraftersConfig, temperature: float
+    target: specjax.Target,
+    drafters: dict[str, Drafter | None],
+    prompts: np.ndarray,
+    config: DraftersConfig,
+    temperature: float,
 ) -> dict[str, list[float]]:
     """Return the tokens per second of each drafter in every repeat, interleaved."""
     sampling = specjax.Sampling(temperature=temperature)
@@ -108,7 +114,12 @@ def speeds(
         started, emitted = time.perf_counter(), 0
         for number, prompt in enumerate(prompts):
             result = specjax.generate(
-                target, drafter, prompt[None], max_new_tokens=config.new_tokens, sampling=sampling, key=jax.random.key(number)
+                target,
+                drafter,
+                prompt[None],
+                max_new_tokens=config.new_tokens,
+                sampling=sampling,
+                key=jax.random.key(number),
             )
             emitted += int(result.lengths[0]) - len(prompt)
         return emitted / (time.perf_counter() - started)
@@ -130,9 +141,17 @@ def run(config: DraftersConfig) -> list[dict[str, Any]]:
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     prompts = prompts_of(texts, config.count, config.context)
     hidden, mlp, layers = config.inflate
-    inflated = inflate(target, hidden_size=hidden, intermediate_size=mlp, num_layers=layers) if config.timed else target
+    inflated = (
+        inflate(target, hidden_size=hidden, intermediate_size=mlp, num_layers=layers)
+        if config.timed
+        else target
+    )
     rows = []
-    settings = {f"{shape}, T = {temperature:g}": (temperature, shape) for temperature in config.temperature for shape in SHAPES}
+    settings = {
+        f"{shape}, T = {temperature:g}": (temperature, shape)
+        for temperature in config.temperature
+        for shape in SHAPES
+    }
     for setting in track(list(settings), "measuring all drafters: {}"):
         temperature, shape_name = settings[setting]
         shape = SHAPES[shape_name]
@@ -146,11 +165,22 @@ def run(config: DraftersConfig) -> list[dict[str, Any]]:
             for name, seeds in shaped.items()
             for seed, drafter in enumerate(seeds)
         }
-        measured = speeds(inflated, timed, prompts[: config.timed], config, temperature) if config.timed else {}
+        measured = (
+            speeds(inflated, timed, prompts[: config.timed], config, temperature)
+            if config.timed
+            else {}
+        )
         for name, seeds in shaped.items():
-            counted = [acceptance(target, drafter, prompts, config.new_tokens, temperature) for drafter in seeds]
+            counted = [
+                acceptance(target, drafter, prompts, config.new_tokens, temperature)
+                for drafter in seeds
+            ]
             lengths = [result.acceptance_length for result in counted]
-            of_seeds = [median(measured[f"{name}/{seed}"]) for seed in range(len(seeds))] if measured else []
+            of_seeds = (
+                [median(measured[f"{name}/{seed}"]) for seed in range(len(seeds))]
+                if measured
+                else []
+            )
             rows.append(
                 {
                     "method": name,
@@ -172,7 +202,15 @@ def main(config: DraftersConfig) -> None:
     """Print and write the table."""
     rows = run(config)
     table = Table(
-        "method", "draft", "T", "acceptance length", "of each seed", "first token", "tokens/s", "speed-up", title=config.target
+        "method",
+        "draft",
+        "T",
+        "acceptance length",
+        "of each seed",
+        "first token",
+        "tokens/s",
+        "speed-up",
+        title=config.target,
     )
     for row in rows:
         table.add_row(
@@ -182,7 +220,11 @@ def main(config: DraftersConfig) -> None:
             f"{row['acceptance_length']:.2f}",
             " ".join(f"{length:.2f}" for length in row["lengths"]),
             f"{row['first']:.2f}",
-            *((f"{row['tokens_per_second']:.0f}", f"{row['speedup']:.2f}x") if row["speeds"] else ("-", "-")),
+            *(
+                (f"{row['tokens_per_second']:.0f}", f"{row['speedup']:.2f}x")
+                if row["speeds"]
+                else ("-", "-")
+            ),
         )
     Console(width=140).print(table)
     if config.output:

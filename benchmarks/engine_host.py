@@ -72,7 +72,9 @@ class InstantDevice:
         self._steps, self._is_read = np.zeros(rows, np.int32), np.zeros(rows, bool)
         self._has_begun = False  # all rows were read, and not all texts are over
         self.gaps: list[float] = []
-        self._answered: float | None = None  # when the last call was answered, in which all rows had a text
+        self._answered: float | None = (
+            None  # when the last call was answered, in which all rows had a text
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
@@ -106,7 +108,9 @@ class InstantDevice:
         for counts in (self._lengths, self._max_lengths, self._steps, self._is_read):
             counts[:] = counts[order]
 
-    def decode(self, number: int, table: Any, free: np.ndarray, steps: int, *arguments: Any) -> Progress:
+    def decode(
+        self, number: int, table: Any, free: np.ndarray, steps: int, *arguments: Any
+    ) -> Progress:
         """Emit two tokens per step in every row that has a text."""
         now = time.perf_counter()
         starts, rows = self._lengths.copy(), len(self._lengths)
@@ -115,7 +119,9 @@ class InstantDevice:
         goes_on = self._is_read & ~free & self._has_begun
         if goes_on.all() and self._answered is not None:
             self.gaps.append(now - self._answered)
-        self._lengths = np.where(goes_on, np.minimum(starts + 2 * steps, self._max_lengths), starts).astype(np.int32)
+        self._lengths = np.where(
+            goes_on, np.minimum(starts + 2 * steps, self._max_lengths), starts
+        ).astype(np.int32)
         self._is_read &= self._lengths < self._max_lengths
         self._has_begun &= bool(self._is_read.any())
         self._steps += np.where(goes_on, steps, 0).astype(np.int32)
@@ -140,7 +146,9 @@ class InstantDevice:
         return progress
 
 
-def measure(generator: pipeline.TextGenerator, rows: int, config: EngineHostConfig) -> list[dict[str, float]]:
+def measure(
+    generator: pipeline.TextGenerator, rows: int, config: EngineHostConfig
+) -> list[dict[str, float]]:
     """Return for each repeat the milliseconds of a submission and of a decode call."""
     with Engine(generator, rows=rows, widths=(rows,), drafts=("chain:3",), capacity=1024) as engine:
         device = None
@@ -151,7 +159,9 @@ def measure(generator: pipeline.TextGenerator, rows: int, config: EngineHostConf
     return runs[1:]  # the first compiles what submissions need
 
 
-def _run_texts(engine: Engine, device: InstantDevice | None, config: EngineHostConfig) -> dict[str, float]:
+def _run_texts(
+    engine: Engine, device: InstantDevice | None, config: EngineHostConfig
+) -> dict[str, float]:
     """Return the milliseconds of one run: each row has a text from its beginning to its end."""
     calls = engine.statistics.decode_calls
     if device is not None:
@@ -163,7 +173,14 @@ def _run_texts(engine: Engine, device: InstantDevice | None, config: EngineHostC
         prompt = f"import os\n\nclass Number{seed}:\n" + "    value = 1\n" * 10
         started = time.thread_time()
         handles.append(
-            engine.submit(prompt, max_new_tokens=config.new_tokens, temperature=0.7, seed=seed, eos_token_ids=(), stop=["\0"])
+            engine.submit(
+                prompt,
+                max_new_tokens=config.new_tokens,
+                temperature=0.7,
+                seed=seed,
+                eos_token_ids=(),
+                stop=["\0"],
+            )
         )
         submitting += time.thread_time() - started
     for handle in handles:
@@ -178,10 +195,17 @@ def main(config: EngineHostConfig) -> None:
     """Measure, print the table, and write the results."""
     if config.repeats < 1 or min(config.rows, default=0) < 1 or not 1 <= config.new_tokens <= 800:
         raise InputError(
-            f"repeats={config.repeats}, rows={config.rows}, new_tokens={config.new_tokens}: at least 1, at most 700"
+            f"repeats={config.repeats}, rows={config.rows}, new_tokens={config.new_tokens}: at"
+            " least 1, at most 700"
         )
     generator = pipeline.load(config.target, config.drafter, generation_config=None)
-    table = Table(title="milliseconds of the host, median (range)" if not config.real else "milliseconds, median (range)")
+    table = Table(
+        title=(
+            "milliseconds of the host, median (range)"
+            if not config.real
+            else "milliseconds, median (range)"
+        )
+    )
     for name in ("rows", "a submission", "a decode call"):
         table.add_column(name, justify="right")
     results = []
@@ -192,7 +216,9 @@ def main(config: EngineHostConfig) -> None:
         table.add_row(str(rows), *shown)
     Console().print(table)
     if config.output:
-        Path(config.output).write_text(json.dumps({"config": asdict(config), "results": results}, indent=1) + "\n")
+        Path(config.output).write_text(
+            json.dumps({"config": asdict(config), "results": results}, indent=1) + "\n"
+        )
 
 
 def _summary(values: list[float]) -> str:

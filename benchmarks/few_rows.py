@@ -61,7 +61,11 @@ class FewRowsConfig:
     prompts: str = ""
     context: int = 64
     new_tokens: int = 128
-    methods: tuple[str, ...] = ("draft model, chain", "draft model, adaptive", "draft model, dynamic")
+    methods: tuple[str, ...] = (
+        "draft model, chain",
+        "draft model, adaptive",
+        "draft model, dynamic",
+    )
     rows: tuple[int, ...] = (1, 2, 3, 4, 5, 9, 16, 24, 32, 48, 64, 96)
     matrices: tuple[int, int, int] = (24, 768, 2304)
     repeats: int = 3
@@ -71,11 +75,16 @@ class FewRowsConfig:
 def run(config: FewRowsConfig) -> dict[str, Any]:
     """Measure products and decoding, and return the results as they are written to JSON."""
     if config.repeats < 1 or min(config.rows, default=1) < 1 or min(config.matrices) < 1:
-        raise InputError(f"repeats={config.repeats}, rows={config.rows}, matrices={config.matrices}: each must be at least 1")
+        raise InputError(
+            f"repeats={config.repeats}, rows={config.rows}, matrices={config.matrices}: each must"
+            " be at least 1"
+        )
     results: dict[str, Any] = {
         "machine": decode.machine() | {"eigen_is_faster": few_rows.eigen_is_faster()},
         "settings": asdict(config),
-        "products": {rows: products(rows, *config.matrices, config.repeats) for rows in config.rows},
+        "products": {
+            rows: products(rows, *config.matrices, config.repeats) for rows in config.rows
+        },
     }
     target, drafters, texts, _ = decode.load(_as_in_decode(config))
     prompts = decode.prompts_of(texts, 2, config.context)
@@ -105,7 +114,10 @@ def products(rows: int, count: int, inputs: int, outputs: int, repeats: int) -> 
             x = x + 1e-6 * (x @ weight)[:, :1]  # each waits for the one before
         return x
 
-    compiled = {name: jax.jit(chain).lower(x, weights).compile(options or None) for name, options in LIBRARIES.items()}
+    compiled = {
+        name: jax.jit(chain).lower(x, weights).compile(options or None)
+        for name, options in LIBRARIES.items()
+    }
     seconds: dict[str, list[float]] = {name: [] for name in compiled}
     for repeat in range(-1, 3 * repeats):
         for name, program in compiled.items():
@@ -113,11 +125,17 @@ def products(rows: int, count: int, inputs: int, outputs: int, repeats: int) -> 
             jax.block_until_ready(program(x, weights))
             if repeat >= 0:
                 seconds[name].append(time.perf_counter() - started)
-    return {name: 4e-9 * count * inputs * outputs / median(times) for name, times in seconds.items()}
+    return {
+        name: 4e-9 * count * inputs * outputs / median(times) for name, times in seconds.items()
+    }
 
 
 def generations(
-    target: Target, drafter: Drafter | None, prompts: list[np.ndarray], new_tokens: int, repeats: int
+    target: Target,
+    drafter: Drafter | None,
+    prompts: list[np.ndarray],
+    new_tokens: int,
+    repeats: int,
 ) -> dict[str, Any]:
     """Return tokens per second of whole calls by library, and whether all texts are the same."""
     generate = decode.ours(target, drafter, Sampling(temperature=0.0), new_tokens)
@@ -132,7 +150,10 @@ def generations(
             texts.append(np.concatenate([run["tokens"][:, : run["width"]] for run in runs]))
             if repeat >= 0:
                 rates[name].append(len(prompts) * new_tokens / sum(run["seconds"] for run in runs))
-    measured = {name: {"tokens_per_second": median(runs), "spread": [min(runs), max(runs)]} for name, runs in rates.items()}
+    measured = {
+        name: {"tokens_per_second": median(runs), "spread": [min(runs), max(runs)]}
+        for name, runs in rates.items()
+    }
     return measured | {"same_tokens": all(np.array_equal(text, texts[0]) for text in texts)}
 
 

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax: the compiler for GPUs is all that is used of them
+os.environ.setdefault(
+    "JAX_PLATFORMS", "cpu"
+)  # before jax: the compiler for GPUs is all that is used of them
 
 import jax
 import jax.extend
@@ -104,28 +106,40 @@ class Shapes:
     def entry(self, case: Case, *shape: int, int8: bool = False) -> tuple[Any, Any]:
         """Return keys and values ``[*shape, dim]``; in 8 bits, each with its scales."""
         if int8:
-            part = QuantizedPart(self(*shape, case.dim, dtype=jnp.int8), self(*shape, dtype=jnp.float32))
+            part = QuantizedPart(
+                self(*shape, case.dim, dtype=jnp.int8), self(*shape, dtype=jnp.float32)
+            )
             return part, part
         return self(*shape, case.dim), self(*shape, case.dim)
 
 
-# --- kernels ---------------------------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------
 
 
 def ours(case: Case, shapes: Shapes, by_triton: bool) -> Program:
     """Return specjax's attention, with its kernel or in plain JAX."""
     q = shapes(case.batch, case.queries, case.heads, case.dim)
     new = shapes.entry(case, case.batch, case.kv_heads, case.queries, int8=case.int8)
-    mask = shapes(1 if case.is_training else case.batch, case.queries, case.queries, dtype=jnp.bool_)
+    mask = shapes(
+        1 if case.is_training else case.batch, case.queries, case.queries, dtype=jnp.bool_
+    )
     sinks = shapes(case.heads, dtype=jnp.float32) if case.sinks else None
     if case.is_training:
         if by_triton:
             raise MissingError("has no gradients; training is plain JAX")
-        return jax.grad(lambda q, new, mask: attend(q, [(new, mask)]).astype(jnp.float32).sum(), argnums=(0, 1)), (q, new, mask)
-    rows, slots = (case.batch, case.slots) if case.page is None else (case.batch * case.slots // case.page, case.page)
+        return jax.grad(
+            lambda q, new, mask: attend(q, [(new, mask)]).astype(jnp.float32).sum(), argnums=(0, 1)
+        ), (q, new, mask)
+    rows, slots = (
+        (case.batch, case.slots)
+        if case.page is None
+        else (case.batch * case.slots // case.page, case.page)
+    )
     cached = shapes.entry(case, rows, case.kv_heads, slots, int8=case.int8)
     count = shapes(case.batch, dtype=jnp.int32)
-    table = None if case.page is None else shapes(case.batch, case.slots // case.page, dtype=jnp.int32)
+    table = (
+        None if case.page is None else shapes(case.batch, case.slots // case.page, dtype=jnp.int32)
+    )
 
     def run(q, cached, count, table, new, mask, sinks):
         pieces = [Filled(cached, count, table=table), (new, mask)]
@@ -145,7 +159,9 @@ def tokamax(case: Case, shapes: Shapes, has_our_layout: bool) -> Program:
     from absl import flags
 
     flags.FLAGS([__file__])  # it would read this program's command line, and refuse it
-    attention = partial(tokamax.dot_product_attention, implementation="mosaic_gpu", logits_soft_cap=case.cap)
+    attention = partial(
+        tokamax.dot_product_attention, implementation="mosaic_gpu", logits_soft_cap=case.cap
+    )
     q = shapes(case.batch, case.queries, case.heads, case.dim)
     new = shapes.entry(case, case.batch, case.kv_heads, case.queries)
     if case.sinks:
@@ -182,9 +198,15 @@ def tokamax(case: Case, shapes: Shapes, has_our_layout: bool) -> Program:
             k = qwix.QArray(shapes(*k.shape, dtype=jnp.int8), scales, None, jnp.int8)
         return with_mask, (q, k, k, count, mask)
 
-    rows, slots = (case.batch, case.slots) if case.page is None else (case.batch * case.slots // case.page, case.page)
+    rows, slots = (
+        (case.batch, case.slots)
+        if case.page is None
+        else (case.batch * case.slots // case.page, case.page)
+    )
     cached = shapes.entry(case, rows, case.kv_heads, slots, int8=case.int8)
-    table = None if case.page is None else shapes(case.batch, case.slots // case.page, dtype=jnp.int32)
+    table = (
+        None if case.page is None else shapes(case.batch, case.slots // case.page, dtype=jnp.int32)
+    )
 
     def run(q, cached, count, table, new, mask):
         def whole(part, new):
@@ -197,7 +219,9 @@ def tokamax(case: Case, shapes: Shapes, has_our_layout: bool) -> Program:
 
         k, v = map(whole, cached, new)
         slot = jnp.arange(k.shape[1])
-        visible_slots = jnp.broadcast_to(slot < count[:, None], (case.batch, k.shape[1]))[:, None].repeat(case.queries, axis=1)
+        visible_slots = jnp.broadcast_to(slot < count[:, None], (case.batch, k.shape[1]))[
+            :, None
+        ].repeat(case.queries, axis=1)
         visible_slots = visible_slots.at[:, :, case.slots :].set(mask)
         return attention(q, k, v, mask=visible_slots[:, None])
 
@@ -212,7 +236,7 @@ KERNELS: dict[str, Callable[[Case, Shapes], Program]] = {
 }
 
 
-# --- measurement -----------------------------------------------------------------------------------------------------
+# --- measurement ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -242,7 +266,9 @@ def needed_bytes(case: Case) -> int:
     """Return the bytes of keys, values, queries and the result, each counted once."""
     slots = case.queries if case.is_training else case.slots + case.queries
     of_key = case.dim + 4 if case.int8 else 2 * case.dim
-    return case.batch * (2 * case.kv_heads * slots * of_key + 2 * case.queries * case.heads * case.dim * 2)
+    return case.batch * (
+        2 * case.kv_heads * slots * of_key + 2 * case.queries * case.heads * case.dim * 2
+    )
 
 
 def compile_case(case: Case, name: str, mesh: Mesh) -> Outcome:
@@ -251,15 +277,23 @@ def compile_case(case: Case, name: str, mesh: Mesh) -> Outcome:
     try:
         function, arguments = KERNELS[name](case, Shapes(mesh))
         # Our kernels ask the mesh for which GPU they are, tokamax's the device that is there.
-        is_there = mock.patch.object(jax.extend.backend, "get_default_device", lambda: mesh.devices.flat[0])
+        is_there = mock.patch.object(
+            jax.extend.backend, "get_default_device", lambda: mesh.devices.flat[0]
+        )
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), is_there:
             lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-        program, _ = compile_program(case.name, lowered, mesh, turns=lambda origin: blocks_of(case) if LOOP in origin else 1)
+        program, _ = compile_program(
+            case.name, lowered, mesh, turns=lambda origin: blocks_of(case) if LOOP in origin else 1
+        )
     except MissingError as error:
         return blank(failure=str(error))
     except Exception as error:  # whatever a kernel or the compiler raises is the outcome
-        return blank(failure=f"{type(error).__name__}: {(str(error) or repr(error)).splitlines()[0][:200]}")
-    return blank(moved=program.bytes, temporaries=program.memory.temporaries, kernels=program.kernels)
+        return blank(
+            failure=f"{type(error).__name__}: {(str(error) or repr(error)).splitlines()[0][:200]}"
+        )
+    return blank(
+        moved=program.bytes, temporaries=program.memory.temporaries, kernels=program.kernels
+    )
 
 
 def blocks_of(case: Case) -> int:
@@ -280,8 +314,15 @@ def installed(package: str) -> str:
 def main() -> None:
     """Compile, print and write."""
     parser = argparse.ArgumentParser(description="Compile kernels of attention for an H100.")
-    parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES], help="names of cases; by default all")
-    parser.add_argument("--output", default="", help="a .json file for the results; empty prints only")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=[case.name for case in CASES],
+        help="names of cases; by default all",
+    )
+    parser.add_argument(
+        "--output", default="", help="a .json file for the results; empty prints only"
+    )
     config = parser.parse_args()
     mesh, _ = find_mesh("h100", 1, 1)
     names = [name for name in KERNELS if "tokamax" not in name or installed("tokamax")]
@@ -294,8 +335,14 @@ def main() -> None:
             if outcome.moved is None:
                 table.add_row(case.name, name, outcome.failure)
             else:
-                figures = outcome.moved / 1e6, outcome.moved / outcome.needed, outcome.temporaries / 1e6
-                table.add_row(case.name, name, *(f"{figure:,.2f}" for figure in figures), str(outcome.kernels))
+                figures = (
+                    outcome.moved / 1e6,
+                    outcome.moved / outcome.needed,
+                    outcome.temporaries / 1e6,
+                )
+                table.add_row(
+                    case.name, name, *(f"{figure:,.2f}" for figure in figures), str(outcome.kernels)
+                )
         table.add_section()
     versions = {package: installed(package) for package in ("jax", "tokamax")}
     Console(width=160).print(f"compiled for an H100 by {versions}", table)

@@ -33,7 +33,13 @@ from specjax.drafters import CompressedCache, Drafter, SnapKV, Streaming
 from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
 from specjax.models import hub
-from specjax.planning.contexts import TRIAL_TOKENS, Gain, MeasuredContexts, forget_programs, measure_contexts
+from specjax.planning.contexts import (
+    TRIAL_TOKENS,
+    Gain,
+    MeasuredContexts,
+    forget_programs,
+    measure_contexts,
+)
 from specjax.reports import pictures
 from specjax.reports.speedups import draw_by_batch
 from specjax.sampling import Sampling
@@ -104,7 +110,9 @@ def long_texts(source: str, target: str, tokens: int, count: int) -> np.ndarray:
     return np.resize(np.array(texts, np.int32), (count, tokens))
 
 
-def decode_seconds(target: Any, drafters: list[Drafter | None], prompts: np.ndarray, options: Any, repeats: int) -> list[float]:
+def decode_seconds(
+    target: Any, drafters: list[Drafter | None], prompts: np.ndarray, options: Any, repeats: int
+) -> list[float]:
     """Return the median decoding time after ``prompts`` for each drafter, without the prefill."""
     started = [decoding.start(target, drafter, prompts, options=options) for drafter in drafters]
     seconds: list[list[float]] = [[] for _ in drafters]
@@ -125,10 +133,21 @@ def load_target(config: LongContextConfig) -> specjax.Target:
     if not config.mlp:
         return target
     if config.mlp < shape.intermediate_size:
-        raise InputError(f"mlp={config.mlp}: the target has {shape.intermediate_size} units, and can only be inflated")
-    inflated = inflate(target, hidden_size=shape.hidden_size, intermediate_size=config.mlp, num_layers=shape.num_layers)
+        raise InputError(
+            f"mlp={config.mlp}: the target has {shape.intermediate_size} units, and can only be"
+            " inflated"
+        )
+    inflated = inflate(
+        target,
+        hidden_size=shape.hidden_size,
+        intermediate_size=config.mlp,
+        num_layers=shape.num_layers,
+    )
     if inflated.config.num_kv_heads != shape.num_kv_heads:
-        raise InputError(f"mlp={config.mlp}: this target would gain more heads, too, and with them keys and values")
+        raise InputError(
+            f"mlp={config.mlp}: this target would gain more heads, too, and with them keys and"
+            " values"
+        )
     return inflated
 
 
@@ -164,13 +183,22 @@ def run(config: LongContextConfig) -> tuple[MeasuredContexts, list[dict[str, Any
 
 
 def _realise(
-    target: Any, drafter: CompressedCache, best: Gain, prompts: np.ndarray, settings: Any, config: LongContextConfig
+    target: Any,
+    drafter: CompressedCache,
+    best: Gain,
+    prompts: np.ndarray,
+    settings: Any,
+    config: LongContextConfig,
 ) -> dict[str, Any]:
     chosen = drafter.replace(budget=best.budget, draft=Chain(best.gamma))
     options = GenerationOptions(max_new_tokens=config.new_tokens, **settings)
     plain, speculative = decode_seconds(target, [None, chosen], prompts, options, config.repeats)
     tokens = len(prompts) * config.new_tokens
-    return {"plain_tokens_per_s": tokens / plain, "tokens_per_s": tokens / speculative, "realised": plain / speculative}
+    return {
+        "plain_tokens_per_s": tokens / plain,
+        "tokens_per_s": tokens / speculative,
+        "realised": plain / speculative,
+    }
 
 
 def main(config: LongContextConfig) -> None:
@@ -180,15 +208,30 @@ def main(config: LongContextConfig) -> None:
     measured, rows = run(config)
     console = Console(width=140)
     size = f", {config.mlp:,} MLP units" if config.mlp else ""
-    console.print(contexts_table(f"{config.target}{size}, {config.scheme}; temperature {config.temperature:g}", measured))
+    console.print(
+        contexts_table(
+            f"{config.target}{size}, {config.scheme}; temperature {config.temperature:g}", measured
+        )
+    )
     if config.realise:
-        table = Table("context", "rows", "budget", "gamma", "plain tokens/s", "tokens/s", "realised", "predicted")
+        table = Table(
+            "context",
+            "rows",
+            "budget",
+            "gamma",
+            "plain tokens/s",
+            "tokens/s",
+            "realised",
+            "predicted",
+        )
         for row in rows:
             best = row["predicted"]
             numbers = (best["context"], best["batch"], best["budget"], best["gamma"])
             speeds = (row["plain_tokens_per_s"], row["tokens_per_s"])
             factors = (row["realised"], best["speedup"])
-            table.add_row(*map(str, numbers), *(f"{x:.0f}" for x in speeds), *(f"{x:.2f}x" for x in factors))
+            table.add_row(
+                *map(str, numbers), *(f"{x:.0f}" for x in speeds), *(f"{x:.2f}x" for x in factors)
+            )
         console.print(table)
     critical = measured.critical_context()
     if critical is not None:
@@ -196,9 +239,18 @@ def main(config: LongContextConfig) -> None:
     results = {
         "settings": asdict(config),
         "gains": rows,
-        "verify": [{"context": c, "batch": b, "verify": costs.verify} for (c, b), costs in measured.costs.items()],
-        "draft": [{"budget": budget, "batch": b, "seconds": s} for (budget, b), s in measured.draft_times.items()],
-        "survival": [{"context": c, "budget": budget, "survival": s} for (c, budget), s in measured.survival.items()],
+        "verify": [
+            {"context": c, "batch": b, "verify": costs.verify}
+            for (c, b), costs in measured.costs.items()
+        ],
+        "draft": [
+            {"budget": budget, "batch": b, "seconds": s}
+            for (budget, b), s in measured.draft_times.items()
+        ],
+        "survival": [
+            {"context": c, "budget": budget, "survival": s}
+            for (c, budget), s in measured.survival.items()
+        ],
         "critical_context": critical,
     }
     if config.output:
@@ -217,8 +269,13 @@ def picture(results: dict[str, Any]) -> "Figure":
         if "realised" in row:
             by_context["realised"].setdefault(best["context"], {})[best["batch"]] = row["realised"]
     size = f", {settings['mlp']:,} MLP units" if settings["mlp"] else ""
-    title = f"Drafting with a compressed cache ({settings['scheme']}), temperature {settings['temperature']:g}{size}"
-    return draw_by_batch(title, by_context["predicted"], by_context["realised"], results["critical_context"])
+    title = (
+        f"Drafting with a compressed cache ({settings['scheme']}), temperature"
+        f" {settings['temperature']:g}{size}"
+    )
+    return draw_by_batch(
+        title, by_context["predicted"], by_context["realised"], results["critical_context"]
+    )
 
 
 if __name__ == "__main__":

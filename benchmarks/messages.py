@@ -43,7 +43,12 @@ def run(config: MessagesConfig) -> dict[str, Messages]:
         for tli in config.tli if reader.startswith("moa") else (0,):
             name = f"{reader}, TLI {tli}" if reader.startswith("moa") else reader
             messages[name] = message_sizes(
-                reader, target, nodes=config.nodes, accepted=config.accepted, tli=tli, number_bytes=config.number_bytes
+                reader,
+                target,
+                nodes=config.nodes,
+                accepted=config.accepted,
+                tli=tli,
+                number_bytes=config.number_bytes,
             )
     return messages
 
@@ -54,7 +59,9 @@ def main(config: MessagesConfig) -> None:
     table = Table("drafter", "up, KB", "down, KB", "down a token, KB", title=title)
     for name, messages in run(config).items():
         a_token = messages.down / config.accepted / 1024
-        table.add_row(name, f"{messages.up / 1024:.2f}", f"{messages.down / 1024:.1f}", f"{a_token:.1f}")
+        table.add_row(
+            name, f"{messages.up / 1024:.2f}", f"{messages.down / 1024:.1f}", f"{a_token:.1f}"
+        )
     Console(width=100).print(table)
 
 

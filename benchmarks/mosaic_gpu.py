@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax: the compiler for GPUs is all that is used of them
+os.environ.setdefault(
+    "JAX_PLATFORMS", "cpu"
+)  # before jax: the compiler for GPUs is all that is used of them
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +72,8 @@ CASES = (
 )
 
 
-def attend(case: Case, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Array:  # noqa: PLR0915 (a kernel is easiest to read whole)
+# A kernel is easiest to read whole.
+def attend(case: Case, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Array:  # noqa: PLR0915
     """Compute the attention of one tile of queries for each row and head.
 
     ``shape`` is ``[B, heads, TILE, dim]``. The further arguments are those of `arguments`.
@@ -79,7 +82,9 @@ def attend(case: Case, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Arr
     width = case.dim // parts
 
     def kernel(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, k_scales_ref, v_scales_ref, table_ref, count_ref, sinks_ref, *refs = refs  # pyright: ignore
+        q_ref, k_ref, v_ref, k_scales_ref, v_scales_ref, table_ref, count_ref, sinks_ref, *refs = (
+            refs  # pyright: ignore
+        )
         own_k_ref, own_v_ref, mask_ref, out_ref, q, stored_k, stored_v, barriers, *wide = refs
         k, v = wide or (stored_k, stored_v)
         row, head = lax.axis_index("row"), lax.axis_index("head")
@@ -90,7 +95,9 @@ def attend(case: Case, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Arr
             for i in range(len(copies)):
                 plgpu.barrier_wait(barriers.at[i])
 
-        def add(sums: tuple[Any, ...], visible: jax.Array, scales: tuple[Any, Any] | None) -> tuple[Any, ...]:
+        def add(
+            sums: tuple[Any, ...], visible: jax.Array, scales: tuple[Any, Any] | None
+        ) -> tuple[Any, ...]:
             """Add a block of keys and values in shared memory."""
             top, mass, totals = sums
             by_slot = partial(lax.broadcast_in_dim, shape=visible.shape, broadcast_dimensions=[1])
@@ -104,7 +111,10 @@ def attend(case: Case, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Arr
             scores = capped(scores if scales is None else scores * by_slot(scales[0]), case.cap)
             scores = jnp.where(visible, scores, 2 * LEAST)
             largest = jnp.maximum(top, scores.max(axis=1))
-            shrunk, weights = jnp.exp(top - largest), jnp.exp(scores - by_query(largest, shape=scores.shape))
+            shrunk, weights = (
+                jnp.exp(top - largest),
+                jnp.exp(scores - by_query(largest, shape=scores.shape)),
+            )
             mass = mass * shrunk + weights.sum(axis=1)
             weights = (weights if scales is None else weights * by_slot(scales[1])).astype(q.dtype)
 
@@ -121,7 +131,9 @@ def attend(case: Case, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Arr
             scales = None
             if case.int8:
                 for narrow, target in zip((stored_k, stored_v), wide, strict=True):
-                    numbers = plgpu.load(narrow, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+                    numbers = plgpu.load(
+                        narrow, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False
+                    )
                     target[...] = plgpu.layout_cast(numbers.astype(q.dtype), TILED)
                 plgpu.commit_smem()
                 by_slot = partial(plgpu.load, layout=TILED.reduce(0), optimized=False)
@@ -132,8 +144,14 @@ def attend(case: Case, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Arr
         fetch((q_ref.at[row, head], q))
         top = jnp.full(TILE, sinks_ref[head] if case.sinks else LEAST, jnp.float32)
         mass = jnp.full(TILE, float(case.sinks), jnp.float32)
-        totals = tuple(plgpu.layout_cast(jnp.zeros((TILE, width), jnp.float32), TILED) for _ in range(parts))
-        sums = (plgpu.layout_cast(top, TILED.reduce(1)), plgpu.layout_cast(mass, TILED.reduce(1)), totals)
+        totals = tuple(
+            plgpu.layout_cast(jnp.zeros((TILE, width), jnp.float32), TILED) for _ in range(parts)
+        )
+        sums = (
+            plgpu.layout_cast(top, TILED.reduce(1)),
+            plgpu.layout_cast(mass, TILED.reduce(1)),
+            totals,
+        )
         sums = lax.fori_loop(0, (count_ref[row] + TILE - 1) // TILE, of_page, sums)
         fetch((own_k_ref.at[row, head], k), (own_v_ref.at[row, head], v))
         mask = plgpu.load(mask_ref.at[row], layout=TILED, optimized=False)
@@ -170,7 +188,9 @@ def _buffer(dim: int, dtype: Any) -> Any:
     return plgpu.SMEM((TILE, dim), dtype, transforms=transforms)
 
 
-def arguments(case: Case, mesh: Mesh, batch: int = 8, heads: int = 8, pages: int = 256) -> tuple[jax.ShapeDtypeStruct, ...]:
+def arguments(
+    case: Case, mesh: Mesh, batch: int = 8, heads: int = 8, pages: int = 256
+) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Return the shapes of the kernel's arguments.
 
     They are queries, pools of keys and values with their scales, the page table, lengths, sinks,
@@ -185,7 +205,19 @@ def arguments(case: Case, mesh: Mesh, batch: int = 8, heads: int = 8, pages: int
     tile = shape(batch, heads, TILE, case.dim)
     table, count = shape(batch, pages // batch, dtype=jnp.int32), shape(batch, dtype=jnp.int32)
     mask = shape(batch, TILE, TILE, dtype=jnp.int8)
-    return tile, pool, pool, scales, scales, table, count, shape(heads, dtype=jnp.float32), tile, tile, mask
+    return (
+        tile,
+        pool,
+        pool,
+        scales,
+        scales,
+        table,
+        count,
+        shape(heads, dtype=jnp.float32),
+        tile,
+        tile,
+        mask,
+    )
 
 
 def lower(case: Case, mesh: Mesh) -> str:
@@ -193,7 +225,9 @@ def lower(case: Case, mesh: Mesh) -> str:
     arguments_of_case = arguments(case, mesh)
     try:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            traced = jax.jit(partial(attend, case, arguments_of_case[0].shape)).trace(*arguments_of_case)
+            traced = jax.jit(partial(attend, case, arguments_of_case[0].shape)).trace(
+                *arguments_of_case
+            )
             lowered = traced.lower(lowering_platforms=("cuda",))
         compiled = lowered.compile(compiler_options=dict(compiler_options(mesh)))
     except Exception as error:  # whatever JAX raises is the outcome

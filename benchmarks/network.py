@@ -86,7 +86,9 @@ class Line:
     def __init__(self, conditions: Conditions, random: Random) -> None:
         self.conditions, self.lost = conditions, 0
         self._random = random
-        self._free = self._newest = 0.0  # when the next byte can leave, and when the newest one arrives
+        self._free = self._newest = (
+            0.0  # when the next byte can leave, and when the newest one arrives
+        )
 
     def arrival(self, now: float, size: int) -> float:
         """Return when a piece of ``size`` bytes arrives that is sent ``now``.
@@ -153,11 +155,16 @@ class Proxy:
         counted: the traffic so far.
     """
 
-    def __init__(self, port: int, conditions: Conditions = NONE, *, host: str = "127.0.0.1", seed: int = 0) -> None:
+    def __init__(
+        self, port: int, conditions: Conditions = NONE, *, host: str = "127.0.0.1", seed: int = 0
+    ) -> None:
         """Listen in front of the server at ``host`` and ``port``."""
         self.port, self.conditions, self.counted = 0, conditions, Counted()
         self._there, self._seed = (host, port), seed
-        self._remaining: dict[Way, int | None] = {"up": None, "down": None}  # bytes until the connection ends
+        self._remaining: dict[Way, int | None] = {
+            "up": None,
+            "down": None,
+        }  # bytes until the connection ends
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._open = asyncio.Event()
@@ -170,7 +177,12 @@ class Proxy:
         self._call(self._listen())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._call(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -242,7 +254,9 @@ class Proxy:
         with suppress(asyncio.CancelledError):  # by `_close`: asyncio would print it as an error
             await self._pass_between(reader, writer)
 
-    async def _pass_between(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass_between(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Serve a client's connection until it ends."""
         self.counted.connections += 1
         number = self.counted.connections
@@ -258,7 +272,9 @@ class Proxy:
                 group.create_task(self._carry("down", number, there[0], writer))
         except* _EndedError:
             pass  # closed below
-        except* OSError:  # one side has reset it, or the server is not there: the other side learns so
+        except* (
+            OSError
+        ):  # one side has reset it, or the server is not there: the other side learns so
             for end in ends:
                 _reset(end)
         except* asyncio.CancelledError:
@@ -268,7 +284,9 @@ class Proxy:
                 self._ends.discard(end)
                 end.close()
 
-    async def _carry(self, way: Way, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, way: Way, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Carry one direction of a connection."""
         line = Line(self.conditions, Random(f"{self._seed} {number} {way}"))
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(IN_FLIGHT)

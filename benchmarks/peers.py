@@ -23,12 +23,22 @@ def methods(target: Path, draft: Path, new_tokens: int, dtype: str) -> dict[str,
         import torch
         from transformers import AutoModelForCausalLM
     except ImportError:
-        raise InputError("compare: torch is not installed; install it (pip install torch) or pass --no-compare") from None
+        raise InputError(
+            "compare: torch is not installed; install it (pip install torch) or pass --no-compare"
+        ) from None
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     kind = getattr(torch, dtype)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=kind, trust_remote_code=False).eval().to(device)
-    assistant = AutoModelForCausalLM.from_pretrained(draft, dtype=kind, trust_remote_code=False).eval().to(device)
+    model = (
+        AutoModelForCausalLM.from_pretrained(target, dtype=kind, trust_remote_code=False)
+        .eval()
+        .to(device)
+    )
+    assistant = (
+        AutoModelForCausalLM.from_pretrained(draft, dtype=kind, trust_remote_code=False)
+        .eval()
+        .to(device)
+    )
     for model_of_peer in (model, assistant):
         model_of_peer.generation_config.eos_token_id = None  # as many tokens as asked for
         model_of_peer.generation_config.pad_token_id = 0
@@ -45,7 +55,11 @@ def methods(target: Path, draft: Path, new_tokens: int, dtype: str) -> dict[str,
                     **options,
                 )
             tokens = tokens.cpu().numpy()
-            return {"seconds": time.perf_counter() - started, "tokens": tokens, "width": prompts.shape[1] + new_tokens}
+            return {
+                "seconds": time.perf_counter() - started,
+                "tokens": tokens,
+                "width": prompts.shape[1] + new_tokens,
+            }
 
         return generate
 

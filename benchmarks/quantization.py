@@ -134,7 +134,7 @@ def tokens_of(name: str, prompts: str) -> list[np.ndarray]:
     return [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(prompts)]
 
 
-# --- quality ---------------------------------------------------------------------------------------------------------
+# --- quality --------------------------------------------------------------------------------------
 
 
 @jax.jit
@@ -151,15 +151,21 @@ def quality(config: QuantizationConfig) -> list[dict[str, Any]]:
     rows = []
     for name, prompts, calibration in _texts_of(config):
         texts, window = tokens_of(name, prompts), 256
-        batches = prompts_of(texts, max(config.tokens // window, 16), window).reshape(-1, 16, window)
+        batches = prompts_of(texts, max(config.tokens // window, 16), window).reshape(
+            -1, 16, window
+        )
         baseline: dict[str, float] = {}
         for weights in track(config.weights, f"quality of {name}: {{}}"):
             target = load(name, weights, calibration)
             loss = float(np.mean([_loss(target, batch) for batch in batches]))
             row: dict[str, Any] = {"target": name, "weights": weights, "loss": loss}
             if name == "embedded":
-                drafter = specjax.Eagle3.from_pretrained(embedded("eagle3"), draft=Chain(5), dtype=target.dtype)
-                result = specjax.generate(target, drafter, prompts_of(texts, 64, 32), max_new_tokens=config.new_tokens)
+                drafter = specjax.Eagle3.from_pretrained(
+                    embedded("eagle3"), draft=Chain(5), dtype=target.dtype
+                )
+                result = specjax.generate(
+                    target, drafter, prompts_of(texts, 64, 32), max_new_tokens=config.new_tokens
+                )
                 row["acceptance_length"] = metrics.summarise(result.stats).acceptance_length
             baseline = baseline or row
             row["loss_change"] = loss / baseline["loss"] - 1
@@ -167,7 +173,7 @@ def quality(config: QuantizationConfig) -> list[dict[str, Any]]:
     return rows
 
 
-# --- texts -----------------------------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------------------
 
 
 def texts(config: QuantizationConfig) -> list[dict[str, Any]]:
@@ -175,7 +181,10 @@ def texts(config: QuantizationConfig) -> list[dict[str, Any]]:
     rows = []
     for name, prompts, calibration in _texts_of(config):
         pieces = prompts_of(tokens_of(name, prompts), config.texts, 16)
-        batches = [(batch, np.full(len(batch), 16)) for batch in np.array_split(pieces, max(config.texts // 50, 1))]
+        batches = [
+            (batch, np.full(len(batch), 16))
+            for batch in np.array_split(pieces, max(config.texts // 50, 1))
+        ]
         for weights in config.weights:
             target = load(name, weights, calibration)
             drafters = _drafters(name, target)
@@ -190,30 +199,54 @@ def texts(config: QuantizationConfig) -> list[dict[str, Any]]:
                     key=jax.random.key(0),
                 )
                 margins = [parting.margin for parting in comparison.partings]
-                row = {"target": name, "weights": weights, "drafter": title, "texts": comparison.texts, "parted": len(margins)}
-                rows.append(row | {"largest_margin": max(margins, default=0.0), "lag": comparison.lag})
-            plain = partial(specjax.generate, target, None, max_new_tokens=config.new_tokens, eos_token_ids=())
+                row = {
+                    "target": name,
+                    "weights": weights,
+                    "drafter": title,
+                    "texts": comparison.texts,
+                    "parted": len(margins),
+                }
+                rows.append(
+                    row | {"largest_margin": max(margins, default=0.0), "lag": comparison.lag}
+                )
+            plain = partial(
+                specjax.generate, target, None, max_new_tokens=config.new_tokens, eos_token_ids=()
+            )
             indices = track(range(len(pieces)), f"texts of {name}, {weights}: one by one")
             alone = [plain(pieces[i : i + 1]).tokens[0] for i in indices]
             together = [plain(batch).tokens for batch, _ in batches]
             parted = int((np.stack(alone) != np.concatenate(together)).any(axis=1).sum())
-            rows.append({"target": name, "weights": weights, "drafter": "rows alone", "texts": len(alone), "parted": parted})
+            rows.append(
+                {
+                    "target": name,
+                    "weights": weights,
+                    "drafter": "rows alone",
+                    "texts": len(alone),
+                    "parted": parted,
+                }
+            )
     return rows
 
 
 def _drafters(name: str, target: Target) -> dict[str, Drafter]:
     drafters: dict[str, Drafter] = {
         "prompt lookup, chain of 4": specjax.PromptLookup(draft=Chain(4)),
-        "early exit, tree of 8": specjax.EarlyExit(layers=2, draft=DynamicTree(top_k=2, depth=4, nodes=8)),
+        "early exit, tree of 8": specjax.EarlyExit(
+            layers=2, draft=DynamicTree(top_k=2, depth=4, nodes=8)
+        ),
     }
     if name == "embedded":
-        eagle3 = specjax.Eagle3.from_pretrained(embedded("eagle3"), draft=Chain(5), dtype=target.dtype)
+        eagle3 = specjax.Eagle3.from_pretrained(
+            embedded("eagle3"), draft=Chain(5), dtype=target.dtype
+        )
         drafters["EAGLE-3, chain of 5"] = eagle3
-        drafters["EAGLE-3, tree of 26"] = replace(eagle3, draft=DynamicTree(top_k=4, depth=5, nodes=26))
+        drafters["EAGLE-3, tree of 26"] = replace(
+            eagle3, draft=DynamicTree(top_k=4, depth=5, nodes=26)
+        )
     return drafters
 
 
-# --- speed -----------------------------------------------------------------------------------------------------------
+# --- speed ----------------------------------------------------------------------------------------
 
 
 def speed(config: QuantizationConfig) -> list[dict[str, Any]]:
@@ -232,9 +265,13 @@ def speed(config: QuantizationConfig) -> list[dict[str, Any]]:
         quantized_draft = draft.quantize(weights) if quantized else draft
         drafters: dict[str, Drafter | None] = {"plain": None}
         for length in (2, 3, 4, 6):
-            drafters[f"draft model, chain of {length}"] = specjax.DraftModel(quantized_draft, draft=Chain(length))
+            drafters[f"draft model, chain of {length}"] = specjax.DraftModel(
+                quantized_draft, draft=Chain(length)
+            )
         if config.targets[0] == "embedded":
-            eagle3 = specjax.Eagle3.from_pretrained(embedded("eagle3"), draft=Chain(5), dtype=jnp.float32)
+            eagle3 = specjax.Eagle3.from_pretrained(
+                embedded("eagle3"), draft=Chain(5), dtype=jnp.float32
+            )
             drafters["EAGLE-3, chain of 5"] = OnInflated.of(eagle3, small)
         for name, drafter in drafters.items():
             runs[weights, name] = _ours(target, drafter, config.new_tokens)
@@ -264,7 +301,9 @@ def speed(config: QuantizationConfig) -> list[dict[str, Any]]:
 
 def _ours(target: Target, drafter: Drafter | None, new_tokens: int) -> Callable[[np.ndarray], int]:
     def run(prompt: np.ndarray) -> int:
-        result = specjax.generate(target, drafter, prompt[None], max_new_tokens=new_tokens, eos_token_ids=())
+        result = specjax.generate(
+            target, drafter, prompt[None], max_new_tokens=new_tokens, eos_token_ids=()
+        )
         return int(result.lengths[0]) - len(prompt)
 
     return run
@@ -290,7 +329,9 @@ for line in sys.stdin:
 """
 
 
-def _llama(config: QuantizationConfig, target: Target, scratch: Path) -> dict[str, Callable[[np.ndarray], int]]:
+def _llama(
+    config: QuantizationConfig, target: Target, scratch: Path
+) -> dict[str, Callable[[np.ndarray], int]]:
     """Run llama.cpp with 8-bit weights in a separate process."""
     import shutil
 
@@ -298,11 +339,16 @@ def _llama(config: QuantizationConfig, target: Target, scratch: Path) -> dict[st
     shutil.copy(hub.locate(config.targets[0]) / "tokenizer.json", scratch / "target")
     write_gguf(scratch / "target", scratch / "target.gguf", "q8_0")
     process = subprocess.Popen(
-        [config.llama, "-c", _LLAMA, str(scratch / "target.gguf")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [config.llama, "-c", _LLAMA, str(scratch / "target.gguf")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdin is not None and process.stdout is not None
     if process.stdout.readline().strip() != "ready":
-        raise InputError(f"llama={config.llama!r}: cannot run llama.cpp: install llama-cpp-python and gguf there")
+        raise InputError(
+            f"llama={config.llama!r}: cannot run llama.cpp: install llama-cpp-python and gguf there"
+        )
 
     def method(name: str) -> Callable[[np.ndarray], int]:
         def run(prompt: np.ndarray) -> int:

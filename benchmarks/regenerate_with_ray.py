@@ -64,7 +64,9 @@ class OnOneCore(Generate):
     """An actor on its own core that waits for the other actors and notes the times of batches."""
 
     def __init__(self, folder: str, actors: int, **settings: Any) -> None:
-        core = next(core for core in sorted(os.sched_getaffinity(0)) if _take(Path(folder) / f"core{core}"))
+        core = next(
+            core for core in sorted(os.sched_getaffinity(0)) if _take(Path(folder) / f"core{core}")
+        )
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), {core})
         super().__init__(**settings)
@@ -78,7 +80,11 @@ class OnOneCore(Generate):
         result = super().__call__(batch)
         count = len(batch[self.column])
         new = [spans[0][1] - spans[0][0] for spans in result["loss_spans"]]
-        return {"new": np.array(new), "begun": np.full(count, started), "ended": np.full(count, time.time())}
+        return {
+            "new": np.array(new),
+            "begun": np.full(count, started),
+            "ended": np.full(count, time.time()),
+        }
 
 
 def _take(file: Path) -> bool:
@@ -106,7 +112,8 @@ def measure(config: WithRayConfig, actors: int) -> float:
             "capacity": config.context + config.max_new_tokens,
         }
         dataset = ray.data.from_items(
-            [{"prompt": prompt} for prompt in prompts], override_num_blocks=len(prompts) // config.batch
+            [{"prompt": prompt} for prompt in prompts],
+            override_num_blocks=len(prompts) // config.batch,
         )
         rows = dataset.map_batches(
             OnOneCore,
@@ -127,17 +134,27 @@ def run(config: WithRayConfig) -> dict[str, Any]:
     if max(config.actors) > cores:
         raise InputError(f"actors={config.actors}: there are {cores} cores, and each takes one")
     if config.prompts_per_actor % config.batch:
-        raise InputError(f"prompts_per_actor={config.prompts_per_actor}: must be a multiple of batch={config.batch}")
+        raise InputError(
+            f"prompts_per_actor={config.prompts_per_actor}: must be a multiple of"
+            f" batch={config.batch}"
+        )
     environment = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "JAX_PLATFORMS": "cpu"}
     speeds: dict[int, list[float]] = {actors: [] for actors in config.actors}
-    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "runtime_env": {"env_vars": environment}}
+    options: dict[str, Any] = {
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "runtime_env": {"env_vars": environment},
+    }
     for _ in range(config.repeats):
         for actors in config.actors:
             ray.init(num_cpus=max(config.actors), **options)  # anew: with processes of its own
             speeds[actors].append(measure(config, actors))
             ray.shutdown()
     first = speeds[config.actors[0]]
-    gains = {actors: [rate / base for rate, base in zip(rates, first, strict=True)] for actors, rates in speeds.items()}
+    gains = {
+        actors: [rate / base for rate, base in zip(rates, first, strict=True)]
+        for actors, rates in speeds.items()
+    }
     return {
         "machine": machine(),
         "ray": ray.__version__,
@@ -158,7 +175,14 @@ def run(config: WithRayConfig) -> dict[str, Any]:
 def main(config: WithRayConfig) -> None:
     """Print and write the table."""
     results = run(config)
-    table = Table("actors", "tokens/s", "spread", "times the first", "spread", title=f"{config.target}, {config.repeats} runs")
+    table = Table(
+        "actors",
+        "tokens/s",
+        "spread",
+        "times the first",
+        "spread",
+        title=f"{config.target}, {config.repeats} runs",
+    )
     for case in results["cases"]:
         table.add_row(
             str(case["actors"]),

@@ -32,7 +32,16 @@ from rich.console import Console
 import specjax
 from benchmarks import decode, serving_models, serving_servers, serving_tables
 from benchmarks.arrivals_pictures import Spread
-from benchmarks.serving_clients import Answer, Ask, Request, figures, for_seconds, over_http, tokens_of, work_through
+from benchmarks.serving_clients import (
+    Answer,
+    Ask,
+    Request,
+    figures,
+    for_seconds,
+    over_http,
+    tokens_of,
+    work_through,
+)
 from benchmarks.serving_servers import Running, Server
 from specjax import text
 from specjax.errors import InputError
@@ -123,11 +132,18 @@ class Bench:
     def environment(self) -> dict[str, str]:
         """Return the environment of all servers: with a compilation cache, and offline."""
         cache = str(self.directory / "compiled")
-        return {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", "HF_HUB_OFFLINE": "1"}
+        return {
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+            "HF_HUB_OFFLINE": "1",
+        }
 
     def start(self, name: str, server: Server) -> Running:
         """Start a server, and wait until it answers."""
-        log = self.directory / f"{''.join(letter if letter.isalnum() else '_' for letter in name)}.log"
+        log = (
+            self.directory
+            / f"{''.join(letter if letter.isalnum() else '_' for letter in name)}.log"
+        )
         return Running(server, log, self.environment, self.config.start_seconds)
 
 
@@ -137,13 +153,17 @@ def requests_of(bench: Bench, temperature: float, seed: int) -> Iterator[Request
     modules = [module.splitlines(keepends=True) for module in decode.read_texts("")]
     while True:
         lines = modules[random.integers(len(modules))]
-        start = end = int(random.integers(len(lines) - config.context))  # a line has a token at least
+        start = end = int(
+            random.integers(len(lines) - config.context)
+        )  # a line has a token at least
         tokens = 0
         while tokens < config.context and end < len(lines):
             tokens += len(bench.tokenizer.encode(lines[end], add_special_tokens=False))
             end += 1
         most = int(random.integers(config.shortest, config.longest + 1))
-        yield Request("".join(lines[start:end]), most, temperature, seed=int(random.integers(2**31)))
+        yield Request(
+            "".join(lines[start:end]), most, temperature, seed=int(random.integers(2**31))
+        )
 
 
 def first_of(requests: Iterator[Request], count: int) -> list[Request]:
@@ -155,19 +175,29 @@ def servers_of(config: ServingConfig, directory: Path) -> dict[str, Server]:
     """Return the servers to measure, by name."""
     eagle3 = f"eagle3:{directory / 'eagle3'}"
     servers = {
-        EAGLE3: serving_servers.ours(directory, eagle3, config.rows, ("--drafts", *config.drafts) if config.drafts else ()),
+        EAGLE3: serving_servers.ours(
+            directory, eagle3, config.rows, ("--drafts", *config.drafts) if config.drafts else ()
+        ),
         PLAIN: serving_servers.ours(directory, "none", config.rows),
     }
     if "clients" not in config.parts:
         return servers
-    context = 2 * (config.context + config.longest)  # prompts end with a line, and may be longer than context
+    context = 2 * (
+        config.context + config.longest
+    )  # prompts end with a line, and may be longer than context
     if config.transformers != "none":
         continuous = config.transformers == "continuous"
-        servers["transformers"] = serving_servers.transformers(directory, continuous, config.rows * context)
+        servers["transformers"] = serving_servers.transformers(
+            directory, continuous, config.rows * context
+        )
     if config.llama_server:
-        servers["llama.cpp"] = serving_servers.llama_server(directory, config.llama_server, config.rows, context)
+        servers["llama.cpp"] = serving_servers.llama_server(
+            directory, config.llama_server, config.rows, context
+        )
     if config.llama_python:
-        servers["llama-cpp-python"] = serving_servers.llama_cpp_python(directory, config.llama_python, context)
+        servers["llama-cpp-python"] = serving_servers.llama_cpp_python(
+            directory, config.llama_python, context
+        )
     return servers
 
 
@@ -176,7 +206,7 @@ def asks(running: Running) -> Ask:
     return over_http(running.port, running.server.model, running.server.more)
 
 
-# --- clients ---------------------------------------------------------------------------------------------------------
+# --- clients --------------------------------------------------------------------------------------
 
 
 def check_agreement(bench: Bench, running: Mapping[str, Running]) -> dict[str, Any]:
@@ -189,9 +219,12 @@ def check_agreement(bench: Bench, running: Mapping[str, Running]) -> dict[str, A
         InputError: the server has a different model.
     """
     config = bench.config
-    generate = specjax.load(str(bench.directory / "target"), dtype="float32", generation_config=None)
+    generate = specjax.load(
+        str(bench.directory / "target"), dtype="float32", generation_config=None
+    )
     requests = [
-        replace(request, max_tokens=config.shortest) for request in first_of(requests_of(bench, 0.0, seed=1), config.agreement)
+        replace(request, max_tokens=config.shortest)
+        for request in first_of(requests_of(bench, 0.0, seed=1), config.agreement)
     ]
     expected = generate([request.prompt for request in requests], max_new_tokens=config.shortest)
     agreement = {}
@@ -204,16 +237,26 @@ def check_agreement(bench: Bench, running: Mapping[str, Running]) -> dict[str, A
             for answer, expectation in zip(answers, expected, strict=True)
             if answer.text != expectation.text
         ]
-        agreement[name] = {"prompts": len(requests), "same": len(requests) - len(margins), "margins": margins}
+        agreement[name] = {
+            "prompts": len(requests),
+            "same": len(requests) - len(margins),
+            "margins": margins,
+        }
         if max(margins, default=0.0) > 1e-3:
-            raise InputError(f"{name}: its greedy texts are not this model's: the logits' margins are {margins}")
+            raise InputError(
+                f"{name}: its greedy texts are not this model's: the logits' margins are {margins}"
+            )
     return agreement
 
 
-def margin_at_difference(generate: specjax.TextGenerator, answer: Answer, tokens: list[int]) -> float:
+def margin_at_difference(
+    generate: specjax.TextGenerator, answer: Answer, tokens: list[int]
+) -> float:
     """Return the margin of the most likely token's logit where a text first differs."""
     decoded = [generate.tokenizer.decode(tokens[: i + 1]) for i in range(len(tokens))]
-    same = next((i for i, part in enumerate(decoded) if not answer.text.startswith(part)), len(tokens) - 1)
+    same = next(
+        (i for i, part in enumerate(decoded) if not answer.text.startswith(part)), len(tokens) - 1
+    )
     prefix = [*generate.encode(answer.request.prompt), *tokens[:same]]
     logits = np.asarray(generate.target.forward(np.array([prefix]))[0].logits)[0, -1]
     second, first = np.sort(logits)[-2:]
@@ -260,7 +303,7 @@ def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     return {name: asdict(Spread.of([run[name] for run in runs if name in run])) for name in names}
 
 
-# --- what HTTP costs -------------------------------------------------------------------------------------------------
+# --- what HTTP costs ------------------------------------------------------------------------------
 
 
 def measure_http(bench: Bench) -> dict[str, Any]:
@@ -271,14 +314,22 @@ def measure_http(bench: Bench) -> dict[str, Any]:
     """
     config = bench.config
     server = servers_of(config, bench.directory)[PLAIN]
-    command = [part if part != "specjax" else "benchmarks.serving_in_process" for part in server.command if part != "serve"]
+    command = [
+        part if part != "specjax" else "benchmarks.serving_in_process"
+        for part in server.command
+        if part != "serve"
+    ]
     server = Server(tuple(command), server.model, server.more, server.about)
     log = bench.directory / "in_process.log"
     with Running(server, log, bench.environment, config.start_seconds, talks=True) as running:
         seconds: dict[str, list[float]] = {"engine": [], "http": []}
         tokens, same = [], True
-        for repeat in track(range(-1, config.http_repeats), "what HTTP costs"):  # the first time is not counted
-            requests = first_of(requests_of(bench, 0.0, seed=repeat + 1_000_001), config.http_requests)
+        for repeat in track(
+            range(-1, config.http_repeats), "what HTTP costs"
+        ):  # the first time is not counted
+            requests = first_of(
+                requests_of(bench, 0.0, seed=repeat + 1_000_001), config.http_requests
+            )
             prompts = [asdict(replace(request, max_tokens=1)) for request in requests]
             running.tell({"requests": prompts, "clients": config.rows})
             order = ("engine", "http") if repeat % 2 else ("http", "engine")
@@ -287,21 +338,33 @@ def measure_http(bench: Bench) -> dict[str, Any]:
                 if way == "http":
                     began = time.perf_counter()
                     answers = asyncio.run(work_through(asks(running), requests, config.rows))
-                    spent[way], texts[way] = time.perf_counter() - began, [answer.text for answer in answers]
+                    spent[way], texts[way] = (
+                        time.perf_counter() - began,
+                        [answer.text for answer in answers],
+                    )
                     count = sum(tokens_of(answer, bench.tokenizer) for answer in answers)
                 else:
-                    answer = running.tell({"requests": [asdict(request) for request in requests], "clients": config.rows})
+                    answer = running.tell(
+                        {
+                            "requests": [asdict(request) for request in requests],
+                            "clients": config.rows,
+                        }
+                    )
                     spent[way], texts[way] = answer["seconds"], answer["texts"]
             same = same and texts["http"] == texts["engine"]
             if repeat >= 0:
                 tokens.append(count)
                 for way, spent_seconds in spent.items():
                     seconds[way].append(spent_seconds)
-    ratios = [engine / http for engine, http in zip(seconds["engine"], seconds["http"], strict=True)]
+    ratios = [
+        engine / http for engine, http in zip(seconds["engine"], seconds["http"], strict=True)
+    ]
     return {
         "clients": config.rows,
         "tokens_per_second": {
-            way: asdict(Spread.of([count / total for count, total in zip(tokens, all_, strict=True)]))
+            way: asdict(
+                Spread.of([count / total for count, total in zip(tokens, all_, strict=True)])
+            )
             for way, all_ in seconds.items()
         },
         "http_over_engine": asdict(Spread.of(ratios)),
@@ -309,7 +372,7 @@ def measure_http(bench: Bench) -> dict[str, Any]:
     }
 
 
-# --- predicted outputs -----------------------------------------------------------------------------------------------
+# --- predicted outputs ----------------------------------------------------------------------------
 
 
 def measure_prediction(bench: Bench, running: Mapping[str, Running]) -> dict[str, Any]:
@@ -320,8 +383,12 @@ def measure_prediction(bench: Bench, running: Mapping[str, Running]) -> dict[str
     """
     config = bench.config
     prompt = first_of(requests_of(bench, 0.0, seed=2), 1)[0].prompt
-    plain = Request(prompt, config.prediction_tokens, config.temperature, seed=3, more={"ignore_eos": True})
-    runs: dict[str, dict[str, list[float]]] = {name: {"without": [], "with": []} for name in running}
+    plain = Request(
+        prompt, config.prediction_tokens, config.temperature, seed=3, more={"ignore_eos": True}
+    )
+    runs: dict[str, dict[str, list[float]]] = {
+        name: {"without": [], "with": []} for name in running
+    }
     texts, usages = [], {}
     for _ in track(range(config.prediction_repeats), "predicted outputs"):
         for name, server in running.items():
@@ -329,11 +396,16 @@ def measure_prediction(bench: Bench, running: Mapping[str, Running]) -> dict[str
             for way in ("without", "with"):
                 more = {**plain.more}
                 if way == "with":
-                    more["prediction"] = {"type": "content", "content": with_changed_lines(texts[0])}
+                    more["prediction"] = {
+                        "type": "content",
+                        "content": with_changed_lines(texts[0]),
+                    }
                 request = Request(prompt, plain.max_tokens, plain.temperature, plain.seed, more)
                 answer = asyncio.run(work_through(asks(server), [request], 1))[0]
                 texts.append(answer.text)
-                runs[name][way].append(tokens_of(answer, bench.tokenizer) / (answer.finished - answer.sent))  # pyright: ignore
+                runs[name][way].append(
+                    tokens_of(answer, bench.tokenizer) / (answer.finished - answer.sent)
+                )  # pyright: ignore
                 usages[name] = (answer.usage or {}).get("completion_tokens_details")
             server.pause()
     return {
@@ -360,14 +432,16 @@ def with_changed_lines(original: str, every: int = 10) -> str:
     return "\n".join(lines)
 
 
-# --- all of it -------------------------------------------------------------------------------------------------------
+# --- all of it ------------------------------------------------------------------------------------
 
 
 def run(config: ServingConfig) -> dict[str, Any]:
     """Run all parts, and return the results as they are written to JSON."""
     check(config)
     with ExitStack() as stack:
-        scratch = config.scratch or stack.enter_context(tempfile.TemporaryDirectory(prefix="specjax-serving-"))
+        scratch = config.scratch or stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="specjax-serving-")
+        )
         directory = Path(scratch).resolve()
         directory.mkdir(parents=True, exist_ok=True)
         parameters = serving_models.write_pair(directory, config.inflate, config.positions)
@@ -377,7 +451,9 @@ def run(config: ServingConfig) -> dict[str, Any]:
         bench = Bench(config, directory, text.load_tokenizer(directory / "target"))
         results: dict[str, Any] = {
             "machine": decode.machine() | {"llama-cpp-python": llama_version(config.llama_python)},
-            "settings": {name: value for name, value in asdict(config).items() if name not in PLACES},
+            "settings": {
+                name: value for name, value in asdict(config).items() if name not in PLACES
+            },
             "parameters": {"target": parameters},
             "servers": {name: server.about for name, server in servers.items()},
         }
@@ -396,7 +472,10 @@ def run(config: ServingConfig) -> dict[str, Any]:
                 done("agreement", check_agreement(bench, running))
                 done("clients", measure_clients(bench, running))
             if "prediction" in config.parts:
-                done("prediction", measure_prediction(bench, {name: running[name] for name in (EAGLE3, PLAIN)}))
+                done(
+                    "prediction",
+                    measure_prediction(bench, {name: running[name] for name in (EAGLE3, PLAIN)}),
+                )
         if "http" in config.parts:
             done("http", measure_http(bench))
     return results
@@ -410,34 +489,59 @@ def llama_version(python: str) -> str | None:
     """Return the version of llama-cpp-python in its interpreter."""
     if not python:
         return None
-    command = [python, "-c", "from importlib.metadata import version; print(version('llama-cpp-python'))"]
+    command = [
+        python,
+        "-c",
+        "from importlib.metadata import version; print(version('llama-cpp-python'))",
+    ]
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        raise InputError(f"llama_python={python!r}: llama-cpp-python is not installed there") from None
+        raise InputError(
+            f"llama_python={python!r}: llama-cpp-python is not installed there"
+        ) from None
 
 
 def check(config: ServingConfig) -> None:
     """Refuse invalid options."""
-    for name in ("rows", "context", "shortest", "repeats", "http_requests", "http_repeats", "prediction_repeats", "agreement"):
+    for name in (
+        "rows",
+        "context",
+        "shortest",
+        "repeats",
+        "http_requests",
+        "http_repeats",
+        "prediction_repeats",
+        "agreement",
+    ):
         if getattr(config, name) < 1:
             raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
     if min((*config.clients, *config.sampled_clients), default=0) < 1:
-        raise InputError(f"clients={config.clients}, sampled_clients={config.sampled_clients}: must be at least 1 each")
+        raise InputError(
+            f"clients={config.clients}, sampled_clients={config.sampled_clients}: must be at least"
+            " 1 each"
+        )
     if config.longest < config.shortest:
         raise InputError(f"longest={config.longest}: must be at least shortest={config.shortest}")
     if not 0 < config.seconds <= config.patience:
-        raise InputError(f"seconds={config.seconds:g}: must be above 0, and at most patience={config.patience:g}")
+        raise InputError(
+            f"seconds={config.seconds:g}: must be above 0, and at most patience={config.patience:g}"
+        )
     llama_version(config.llama_python)
     if config.plot:
         pictures.check_path("plot", config.plot)
         if "clients" not in config.parts:
-            raise InputError(f"plot={config.plot!r}: is a picture of part clients, which is not in parts={config.parts}")
+            raise InputError(
+                f"plot={config.plot!r}: is a picture of part clients, which is not in"
+                f" parts={config.parts}"
+            )
 
 
 def main(config: ServingConfig) -> None:
     """Measure, print the tables and draw the picture."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # no server outlives this process
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # no server outlives this process
     results = run(config)
     serving_tables.show(results, Console(width=150))
     if config.plot:

@@ -68,7 +68,7 @@ Ask = Callable[[Answer], Awaitable[None]]
 """A function that sends an answer's request and fills the answer in as it arrives."""
 
 
-# --- ways to ask -----------------------------------------------------------------------------------------------------
+# --- ways to ask ----------------------------------------------------------------------------------
 
 
 def over_http(port: int, model: str, common: Mapping[str, Any]) -> Ask:
@@ -82,13 +82,24 @@ def over_http(port: int, model: str, common: Mapping[str, Any]) -> Ask:
 
     async def ask(answer: Answer) -> None:
         request = answer.request
-        body = {"model": model, "prompt": request.prompt, "max_tokens": request.max_tokens, "stream": True}
+        body = {
+            "model": model,
+            "prompt": request.prompt,
+            "max_tokens": request.max_tokens,
+            "stream": True,
+        }
         body |= {"temperature": request.temperature, "seed": request.seed, **common, **request.more}
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             content = json.dumps(body).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Content-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode() + content)
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type:"
+                " application/json\r\n"
+            )
+            writer.write(
+                f"{head}Content-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode()
+                + content
+            )
             await writer.drain()
             async for event in _events(reader):
                 _take(event, answer)
@@ -104,7 +115,11 @@ def in_process(engine: Engine) -> Ask:
 
     async def ask(answer: Answer) -> None:
         request = answer.request
-        settings = {"max_new_tokens": request.max_tokens, "temperature": request.temperature, "seed": request.seed}
+        settings = {
+            "max_new_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
+        }
         handle = engine.submit(request.prompt, **settings)
         async for piece in handle:
             answer.add(piece.text)
@@ -131,7 +146,10 @@ async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     parts = _chunks(reader) if b"transfer-encoding: chunked" in headers else _rest(reader)
     if status.split()[1:2] != [b"200"]:
         content = b"".join([part async for part in parts])
-        raise InputError(f"the server answers {status.decode().strip()}: {content[:300].decode(errors='replace')}")
+        raise InputError(
+            f"the server answers {status.decode().strip()}:"
+            f" {content[:300].decode(errors='replace')}"
+        )
     rest = b""
     async for part in parts:
         *lines, rest = (rest + part).split(b"\n")
@@ -152,10 +170,12 @@ async def _rest(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         yield part
 
 
-# --- many of them ----------------------------------------------------------------------------------------------------
+# --- many of them ---------------------------------------------------------------------------------
 
 
-async def for_seconds(ask: Ask, requests: Iterator[Request], clients: int, seconds: float, longest: float) -> list[Answer]:
+async def for_seconds(
+    ask: Ask, requests: Iterator[Request], clients: int, seconds: float, longest: float
+) -> list[Answer]:
     """Run clients for ``seconds``, until each has had an answer, but at most for ``longest``.
 
     Then they disconnect. Incomplete answers are among those returned.
@@ -170,7 +190,9 @@ async def for_seconds(ask: Ask, requests: Iterator[Request], clients: int, secon
     began = time.perf_counter()
     tasks = [asyncio.create_task(client(client_answers)) for client_answers in answers]
     while (spent := time.perf_counter() - began) < longest:
-        if spent >= seconds and all(client_answers and client_answers[0].finished for client_answers in answers):
+        if spent >= seconds and all(
+            client_answers and client_answers[0].finished for client_answers in answers
+        ):
             break
         done, _ = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
@@ -195,7 +217,7 @@ async def work_through(ask: Ask, requests: Sequence[Request], clients: int) -> l
     return answers
 
 
-# --- in numbers ------------------------------------------------------------------------------------------------------
+# --- in numbers -----------------------------------------------------------------------------------
 
 
 def tokens_of(answer: Answer, tokenizer: Any) -> int:
@@ -220,10 +242,17 @@ def figures(answers: Sequence[Answer], ended: float, tokenizer: Any) -> dict[str
     latency = [answer.finished - answer.sent for answer in whole]  # pyright: ignore[reportOperatorIssue]
     first = [answer.arrivals[0] - answer.sent for answer in whole]
     writing = [answer.arrivals[-1] - answer.arrivals[0] for answer in whole]
-    between = [seconds / (count - 1) for seconds, count in zip(writing, counts, strict=True) if count > 1]
+    between = [
+        seconds / (count - 1) for seconds, count in zip(writing, counts, strict=True) if count > 1
+    ]
     pauses = [gap for answer in whole for gap in np.diff(answer.arrivals)]
     result = {"tokens_per_second": tokens / (ended - began), "requests": float(len(whole))}
-    named = {"seconds_per_request": latency, "first_token": first, "between_tokens": between, "pause": pauses}
+    named = {
+        "seconds_per_request": latency,
+        "first_token": first,
+        "between_tokens": between,
+        "pause": pauses,
+    }
     for name, values in named.items():
         for quantile in (50, 90):
             if values:

@@ -28,14 +28,19 @@ def answer_lists(engine: Engine) -> None:
         began = time.perf_counter()
         answers = asyncio.run(work_through(in_process(engine), requests, task["clients"]))
         seconds = time.perf_counter() - began
-        print(json.dumps({"seconds": seconds, "texts": [answer.text for answer in answers]}), flush=True)
+        print(
+            json.dumps({"seconds": seconds, "texts": [answer.text for answer in answers]}),
+            flush=True,
+        )
 
 
 def main(config: ServeConfig) -> int:
     """Serve both ways until the standard input ends and a signal comes."""
     with run.bind(config.host, config.port) as bound, make_engine(config) as engine:
         threading.Thread(target=answer_lists, args=(engine,), daemon=True).start()
-        options = AppOptions(names=config.served_model_name, max_texts=config.rows + config.max_queue)
+        options = AppOptions(
+            names=config.served_model_name, max_texts=config.rows + config.max_queue
+        )
         return run.serve(Service(engine, options), bound)
 
 

@@ -36,15 +36,26 @@ def write_pair(directory: Path, sizes: tuple[int, int, int], positions: int) -> 
     small = Target.from_pretrained(embedded("target"), dtype=jnp.float32)
     target = small
     if any(sizes):
-        target = inflate(small, hidden_size=sizes[0], intermediate_size=sizes[1], num_layers=sizes[2])
+        target = inflate(
+            small, hidden_size=sizes[0], intermediate_size=sizes[1], num_layers=sizes[2]
+        )
     target = replace(target, config=replace(target.config, max_positions=positions))
     target.save_pretrained(directory / "target")
     for name in TOKENIZER_FILES:
         shutil.copy(Path(embedded("target")) / name, directory / "target" / name)
     # Requests say whether they are greedy. `transformers serve` draws only where this file says so.
-    generation = {"bos_token_id": 0, "eos_token_id": 0, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    generation = {
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+    }
     (directory / "target" / "generation_config.json").write_text(json.dumps(generation))
-    _widened(Eagle3.from_pretrained(embedded("eagle3"), dtype=jnp.float32), small, target).save_pretrained(directory / "eagle3")
+    _widened(
+        Eagle3.from_pretrained(embedded("eagle3"), dtype=jnp.float32), small, target
+    ).save_pretrained(directory / "eagle3")
     return params.count(target.params)
 
 
@@ -84,7 +95,9 @@ def write_gguf(checkpoint: Path, path: Path, kind: Literal["f32", "q8_0"] = "f32
     try:
         import gguf
     except ImportError:
-        raise InputError("peers: llama.cpp needs the package gguf; install it (pip install gguf)") from None
+        raise InputError(
+            "peers: llama.cpp needs the package gguf; install it (pip install gguf)"
+        ) from None
     from safetensors.numpy import load_file
 
     config = json.loads((checkpoint / "config.json").read_text())
@@ -104,7 +117,9 @@ def write_gguf(checkpoint: Path, path: Path, kind: Literal["f32", "q8_0"] = "f32
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if kind == "f32" else gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_file_type(
+        gguf.LlamaFileType.ALL_F32 if kind == "f32" else gguf.LlamaFileType.MOSTLY_Q8_0
+    )
     _add_tokenizer(writer, checkpoint)
 
     def add_matrix(name: str, tensor: np.ndarray) -> None:
@@ -112,7 +127,9 @@ def write_gguf(checkpoint: Path, path: Path, kind: Literal["f32", "q8_0"] = "f32
             writer.add_tensor(name, np.ascontiguousarray(tensor))
             return
         narrow = gguf.GGMLQuantizationType.Q8_0
-        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(tensor), narrow), raw_dtype=narrow)
+        writer.add_tensor(
+            name, gguf.quants.quantize(np.ascontiguousarray(tensor), narrow), raw_dtype=narrow
+        )
 
     add_matrix("token_embd.weight", weights["model.embed_tokens.weight"])
     writer.add_tensor("output_norm.weight", weights["model.norm.weight"])
@@ -145,12 +162,17 @@ def _add_tokenizer(writer: "gguf.GGUFWriter", checkpoint: Path) -> None:  # noqa
 
     model = json.loads((checkpoint / "tokenizer.json").read_text())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
-    kinds = [gguf.TokenType.CONTROL if token == "<|endoftext|>" else gguf.TokenType.NORMAL for token in tokens]
+    kinds = [
+        gguf.TokenType.CONTROL if token == "<|endoftext|>" else gguf.TokenType.NORMAL
+        for token in tokens
+    ]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    )
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     writer.add_add_bos_token(True)

@@ -39,9 +39,32 @@ class Server:
 
 def ours(directory: Path, drafter: str, rows: int, more: Sequence[str] = ()) -> Server:
     """Return our server, ``specjax serve``, for the files of `serving_models.write_pair`."""
-    command = (sys.executable, "-m", "specjax", "serve", "--target", str(directory / "target"), "--drafter", drafter)
-    options = ("--warm", "--rows", str(rows), "--port", "{port}", "--served-model-name", "pair", *more)
-    return Server((*command, *options), "pair", {"stream_options": {"include_usage": True}}, "python -m specjax serve")
+    command = (
+        sys.executable,
+        "-m",
+        "specjax",
+        "serve",
+        "--target",
+        str(directory / "target"),
+        "--drafter",
+        drafter,
+    )
+    options = (
+        "--warm",
+        "--rows",
+        str(rows),
+        "--port",
+        "{port}",
+        "--served-model-name",
+        "pair",
+        *more,
+    )
+    return Server(
+        (*command, *options),
+        "pair",
+        {"stream_options": {"include_usage": True}},
+        "python -m specjax serve",
+    )
 
 
 CONTINUOUS = "--continuous-batching"
@@ -58,8 +81,23 @@ def transformers(directory: Path, continuous: bool, tokens: int) -> Server:
     memory.
     """
     target = str(directory / "target")
-    command = (str(Path(sys.executable).parent / "transformers"), "serve", target, "--device", "cpu", "--port", "{port}")
-    blocks = ("--cb-block-size", "32", "--cb-num-blocks", str(-(-tokens // 32)), "--cb-max-batch-tokens", "64")
+    command = (
+        str(Path(sys.executable).parent / "transformers"),
+        "serve",
+        target,
+        "--device",
+        "cpu",
+        "--port",
+        "{port}",
+    )
+    blocks = (
+        "--cb-block-size",
+        "32",
+        "--cb-num-blocks",
+        str(-(-tokens // 32)),
+        "--cb-max-batch-tokens",
+        "64",
+    )
     more = (CONTINUOUS, *blocks) if continuous else ()
     return Server((*command, *more), target, {}, " ".join(("transformers serve", *more)))
 
@@ -74,9 +112,26 @@ def llama_cpp_python(directory: Path, python: str, context: int) -> Server:
     It is installed for the interpreter ``python``.
     """
     threads = str(len(os.sched_getaffinity(0)))
-    command = (python, "-m", "llama_cpp.server", "--model", str(directory / "target.gguf"), "--port", "{port}")
+    command = (
+        python,
+        "-m",
+        "llama_cpp.server",
+        "--model",
+        str(directory / "target.gguf"),
+        "--port",
+        "{port}",
+    )
     # Without the last one a new request ends the one that is being answered.
-    options = ("--n_ctx", str(context), "--n_threads", threads, "--n_threads_batch", threads, "--interrupt_requests", "false")
+    options = (
+        "--n_ctx",
+        str(context),
+        "--n_threads",
+        threads,
+        "--n_threads_batch",
+        threads,
+        "--interrupt_requests",
+        "false",
+    )
     command = (*command, "--model_alias", "target")
     return Server((*command, *options), "target", NEUTRAL, "python -m llama_cpp.server")
 
@@ -84,15 +139,32 @@ def llama_cpp_python(directory: Path, python: str, context: int) -> Server:
 def llama_server(directory: Path, program: str, rows: int, context: int) -> Server:
     """Return llama.cpp's own server, with ``rows`` texts of ``context`` tokens together."""
     threads = str(len(os.sched_getaffinity(0)))
-    options = ("--parallel", str(rows), "--ctx-size", str(rows * context), "--threads", threads, "--no-webui")
+    options = (
+        "--parallel",
+        str(rows),
+        "--ctx-size",
+        str(rows * context),
+        "--threads",
+        threads,
+        "--no-webui",
+    )
     command = (program, "--model", str(directory / "target.gguf"), "--port", "{port}", *options)
-    return Server(command, "target", {**NEUTRAL, "stream_options": {"include_usage": True}}, "llama-server")
+    return Server(
+        command, "target", {**NEUTRAL, "stream_options": {"include_usage": True}}, "llama-server"
+    )
 
 
 class Running:
     """A server's process. It is stopped with SIGSTOP while another server is measured."""
 
-    def __init__(self, server: Server, log: Path, environment: Mapping[str, str], seconds: float, talks: bool = False) -> None:
+    def __init__(
+        self,
+        server: Server,
+        log: Path,
+        environment: Mapping[str, str],
+        seconds: float,
+        talks: bool = False,
+    ) -> None:
         """Start the server and wait until it answers.
 
         Args:
@@ -127,18 +199,27 @@ class Running:
     def _wait(self, seconds: float) -> None:
         """Wait until it has answered a request, so that work of a first request is done."""
         until = time.monotonic() + seconds
-        body = {"model": self.server.model, "prompt": "import os", "max_tokens": 4, "temperature": 0.0}
+        body = {
+            "model": self.server.model,
+            "prompt": "import os",
+            "max_tokens": 4,
+            "temperature": 0.0,
+        }
         content, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
         while time.monotonic() < until:
             if self._process.poll() is not None:
                 break
             try:
                 url = f"http://127.0.0.1:{self.port}/v1/completions"
-                with urllib.request.urlopen(urllib.request.Request(url, content, headers), timeout=seconds):
+                with urllib.request.urlopen(
+                    urllib.request.Request(url, content, headers), timeout=seconds
+                ):
                     return
             except (urllib.error.URLError, ConnectionError):
                 time.sleep(0.2)
-        raise InputError(f"{' '.join(self.server.command)}: does not answer; it printed\n{self._printed()}")
+        raise InputError(
+            f"{' '.join(self.server.command)}: does not answer; it printed\n{self._printed()}"
+        )
 
     def tell(self, what: Any) -> Any:
         """Write a line of JSON to its input, and read a line of its output."""
@@ -148,7 +229,9 @@ class Running:
         for line in self._process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
-        raise InputError(f"{' '.join(self.server.command)}: has ended; it printed\n{self._printed()}")
+        raise InputError(
+            f"{' '.join(self.server.command)}: has ended; it printed\n{self._printed()}"
+        )
 
     def _printed(self) -> str:
         return self.log.read_text(errors="replace")[-2000:]
@@ -175,5 +258,10 @@ class Running:
     def __enter__(self) -> "Running":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stop()

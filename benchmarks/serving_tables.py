@@ -22,13 +22,18 @@ def clients_picture(results: Mapping[str, Any], temperature: float = 0.0) -> "Fi
     def lines(figure: str) -> dict[str, dict[int, Spread]]:
         return {
             name: {
-                case["clients"]: Spread(**case["servers"][name][figure]) for case in cases if figure in case["servers"][name]
+                case["clients"]: Spread(**case["servers"][name][figure])
+                for case in cases
+                if figure in case["servers"][name]
             }
             for name in cases[0]["servers"]
         }
 
     size = f"{results['parameters']['target'] / 1e6:.0f}M parameters, float32"
-    title = f"Servers of one model, {size}; {settings['shortest']} to {settings['longest']} new tokens a request"
+    title = (
+        f"Servers of one model, {size}; {settings['shortest']} to {settings['longest']} new tokens"
+        " a request"
+    )
     return draw_by_clients(title, lines("tokens_per_second"), lines("seconds_per_request_p50"))
 
 
@@ -42,13 +47,26 @@ def show(results: Mapping[str, Any], console: Console) -> None:
 
 def clients(cases: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     """Yield the tables of every server at every number of clients."""
-    headers = ("clients", "temperature", "server", "tokens/s", "s a request", "first token s", "ms a token", "ms a pause")
-    table = table_of_numbers("servers; times are medians over repeats of p50 | p90", *headers, "requests")
+    headers = (
+        "clients",
+        "temperature",
+        "server",
+        "tokens/s",
+        "s a request",
+        "first token s",
+        "ms a token",
+        "ms a pause",
+    )
+    table = table_of_numbers(
+        "servers; times are medians over repeats of p50 | p90", *headers, "requests"
+    )
     for case in cases:
         for name, run in case["servers"].items():
             times = [percentiles(run, figure, scale) for figure, scale in TIMES.items()]
             rate, count = spread(run["tokens_per_second"]), f"{run['requests']['middle']:.0f}"
-            table.add_row(str(case["clients"]), f"{case['temperature']:g}", name, rate, *times, count)
+            table.add_row(
+                str(case["clients"]), f"{case['temperature']:g}", name, rate, *times, count
+            )
         table.add_section()
     yield table
 
@@ -66,7 +84,12 @@ def percentiles(run: Mapping[str, Any], figure: str, scale: float = 1.0) -> str:
 def agreement(results: Mapping[str, Any]) -> Iterator[Table]:
     """Yield the table of whether all servers have the same model."""
     table = table_of_numbers(
-        "greedy texts as of specjax.generate", "server", "same", "prompts", "margins elsewhere", named=True
+        "greedy texts as of specjax.generate",
+        "server",
+        "same",
+        "prompts",
+        "margins elsewhere",
+        named=True,
     )
     for name, row in results.items():
         margins = ", ".join(f"{margin:.1e}" for margin in row["margins"])
@@ -76,7 +99,9 @@ def agreement(results: Mapping[str, Any]) -> Iterator[Table]:
 
 def http(results: Mapping[str, Any]) -> Iterator[Table]:
     """Yield the table of the cost of HTTP."""
-    table = table_of_numbers(f"the same requests, {results['clients']} clients", "", "tokens/s", named=True)
+    table = table_of_numbers(
+        f"the same requests, {results['clients']} clients", "", "tokens/s", named=True
+    )
     for way, rate in results["tokens_per_second"].items():
         table.add_row(way, spread(rate))
     table.add_row("http over engine", spread(results["http_over_engine"]))
@@ -85,7 +110,10 @@ def http(results: Mapping[str, Any]) -> Iterator[Table]:
 
 def prediction(results: Mapping[str, Any]) -> Iterator[Table]:
     """Yield the table of a long text with and without a predicted output."""
-    title = f"{results['tokens']} tokens, {results['lines']} lines, of which the prediction has every tenth wrong"
+    title = (
+        f"{results['tokens']} tokens, {results['lines']} lines, of which the prediction has every"
+        " tenth wrong"
+    )
     table = table_of_numbers(title, "server", "without, tokens/s", "with", "gain", named=True)
     for name, row in results["servers"].items():
         rates = [spread(row["tokens_per_second"][way]) for way in ("without", "with")]

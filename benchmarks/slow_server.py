@@ -71,7 +71,10 @@ class Slow:
 
 def slow_down(slow: Slow) -> None:
     """Slow down the target of every engine in this process from now on."""
-    EngineDevice.verify, EngineDevice.read = slow.once(EngineDevice.verify), slow.once(EngineDevice.read)
+    EngineDevice.verify, EngineDevice.read = (
+        slow.once(EngineDevice.verify),
+        slow.once(EngineDevice.read),
+    )
     EngineDevice.decode = slow.steps(EngineDevice.decode)
 
 

@@ -71,19 +71,35 @@ def run(config: StartupConfig) -> dict[str, Any]:
 
 
 def _start(config: StartupConfig, directory: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "specjax", "serve", "--target", config.target, "--drafter", config.drafter]
+    command = [
+        sys.executable,
+        "-m",
+        "specjax",
+        "serve",
+        "--target",
+        config.target,
+        "--drafter",
+        config.drafter,
+    ]
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": directory}
     log = Path(directory, "log")
     load = os.getloadavg()[0]
     began = time.perf_counter()
     with log.open("w") as lines:
         process = subprocess.Popen(
-            [*command, "--port", str(config.port), *config.options], env=environment, stdout=lines, stderr=lines
+            [*command, "--port", str(config.port), *config.options],
+            env=environment,
+            stdout=lines,
+            stderr=lines,
         )
     try:
         address = f"http://127.0.0.1:{config.port}"
         health = _wait_for_health(process, address, log)
-        seconds: dict[str, Any] = {"health_seconds": time.perf_counter() - began, "programs": health["programs"], "load": load}
+        seconds: dict[str, Any] = {
+            "health_seconds": time.perf_counter() - began,
+            "programs": health["programs"],
+            "load": load,
+        }
         _first_token(address, config.prompt)
         seconds["first_token_seconds"] = time.perf_counter() - began
         if config.until_compiled:

@@ -40,18 +40,24 @@ class ForcedTarget(Target):
             return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(seed, position), token))
 
         agrees = jax.vmap(jax.vmap(coin))(position, tokens[:, 1:]) < self.acceptance
-        forced_tokens = jnp.where(agrees, tokens[:, 1:], (tokens[:, 1:] + 1) % self.config.vocab_size)
+        forced_tokens = jnp.where(
+            agrees, tokens[:, 1:], (tokens[:, 1:] + 1) % self.config.vocab_size
+        )
         rows, nodes = jnp.arange(tokens.shape[0])[:, None], jnp.arange(tokens.shape[1] - 1)[None]
         return output.replace(logits=output.logits.at[rows, nodes, forced_tokens].set(1e4)), new
 
 
-def models(shape: str, draft_shape: str, acceptance: float, dtype: str) -> tuple[Target, dict[str, Drafter | None]]:
+def models(
+    shape: str, draft_shape: str, acceptance: float, dtype: str
+) -> tuple[Target, dict[str, Drafter | None]]:
     """Return a forced target of ``shape``, and chains of 2 to 8 drafted by ``draft_shape``.
 
     The default draft model has a tenth of the layers.
     """
     if not 0 <= acceptance <= 1:
-        raise InputError(f"synthetic_acceptance={acceptance:g}: an acceptance rate lies between 0 and 1")
+        raise InputError(
+            f"synthetic_acceptance={acceptance:g}: an acceptance rate lies between 0 and 1"
+        )
     kind = jnp.dtype(dtype)
     config = published(shape)
     if draft_shape:
@@ -61,6 +67,10 @@ def models(shape: str, draft_shape: str, acceptance: float, dtype: str) -> tuple
     if draft_shape:
         draft = Target.init(published(draft_shape), jax.random.key(1), kind)
     else:
-        draft = DraftModel.init(plain, jax.random.key(1), num_layers=max(1, config.num_layers // 10)).model
-    chains = {f"draft model, chain {n}": DraftModel(draft, draft=specjax.Chain(n)) for n in (2, 4, 8)}
+        draft = DraftModel.init(
+            plain, jax.random.key(1), num_layers=max(1, config.num_layers // 10)
+        ).model
+    chains = {
+        f"draft model, chain {n}": DraftModel(draft, draft=specjax.Chain(n)) for n in (2, 4, 8)
+    }
     return target, {"plain": None, **chains}

@@ -61,7 +61,9 @@ def speculators_model(directory: str) -> Any:
     from speculators.models.eagle3.core import Eagle3DraftModel
 
     read = Eagle3DraftModel.from_pretrained(directory)
-    read.config.transformer_layer_config._attn_implementation = "eager"  # its other kinds of attention are made for GPUs
+    read.config.transformer_layer_config._attn_implementation = (
+        "eager"  # its other kinds of attention are made for GPUs
+    )
     model = Eagle3DraftModel(read.config)
     model.load_state_dict(read.state_dict())
     return model.train()
@@ -76,7 +78,9 @@ class _Data:
     final: np.ndarray
 
 
-def _their_step(config: TrainBenchmarkConfig, target: specjax.Target, drafter: Eagle3, data: _Data) -> Callable[[], float]:
+def _their_step(
+    config: TrainBenchmarkConfig, target: specjax.Target, drafter: Eagle3, data: _Data
+) -> Callable[[], float]:
     """Return a step of speculators' model with the same weights, which returns its loss."""
     import torch
     from speculators.losses import resolve_loss_config
@@ -113,22 +117,31 @@ def _their_step(config: TrainBenchmarkConfig, target: specjax.Target, drafter: E
     return step
 
 
-def _our_step(config: TrainBenchmarkConfig, target: specjax.Target, drafter: Eagle3, data: _Data) -> Callable[[], float]:
+def _our_step(
+    config: TrainBenchmarkConfig, target: specjax.Target, drafter: Eagle3, data: _Data
+) -> Callable[[], float]:
     """Return our step with speculators' loss: KL, the mean over positions."""
     adamw = optax.adamw(RATE)
     final = jnp.asarray(data.final)
     size = jnp.sqrt(jnp.mean(jnp.square(final), -1, keepdims=True) + target.config.norm_eps)
     expected = target.head(final / size)
-    batch = {"tokens": jnp.asarray(data.tokens), "segments": jnp.zeros(data.tokens.shape, jnp.int32)}
+    batch = {
+        "tokens": jnp.asarray(data.tokens),
+        "segments": jnp.zeros(data.tokens.shape, jnp.int32),
+    }
     output = States(hidden=final, taps=jnp.asarray(data.taps))
 
     def loss_of(params: Any) -> jax.Array:
         student = drafter.replace(params=params)  # pyright: ignore[reportAttributeAccessIssue]
         total = jnp.zeros(())
-        for step, states in enumerate(unroll(student, batch, target, student.features(output), config.steps, detach=False)):
+        for step, states in enumerate(
+            unroll(student, batch, target, student.features(output), config.steps, detach=False)
+        ):
             target_log_probs = jax.nn.log_softmax(jnp.roll(expected, -1 - step, axis=1))
             ours = jax.nn.log_softmax(student.logits(target, states))
-            losses = jnp.sum(jnp.exp(target_log_probs) * (target_log_probs - ours), axis=-1)[0, : config.window - step]
+            losses = jnp.sum(jnp.exp(target_log_probs) * (target_log_probs - ours), axis=-1)[
+                0, : config.window - step
+            ]
             total += DECAY**step * jnp.mean(losses)
         return total
 
@@ -185,12 +198,18 @@ def main(config: TrainBenchmarkConfig) -> None:
     """Print both."""
     results = measure(config)
     table = Table(
-        "", "tokens/s", "spread", "loss of the first step", title=f"EAGLE-3, {config.steps} steps of {config.window} tokens"
+        "",
+        "tokens/s",
+        "spread",
+        "loss of the first step",
+        title=f"EAGLE-3, {config.steps} steps of {config.window} tokens",
     )
     for name, seconds in results["seconds"].items():
         low, high = config.window / max(seconds), config.window / min(seconds)
         speed = config.window / median(seconds)
-        table.add_row(name, f"{speed:,.0f}", f"{low:,.0f}-{high:,.0f}", f"{results['losses'][name]:.5f}")
+        table.add_row(
+            name, f"{speed:,.0f}", f"{low:,.0f}-{high:,.0f}", f"{results['losses'][name]:.5f}"
+        )
     Console().print(table)
 
 

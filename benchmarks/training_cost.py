@@ -50,13 +50,17 @@ def methods(length: int) -> dict[str, TrainingMethod]:
     """Return each method, trained for drafts of ``length`` tokens."""
     return {
         "MoA": MoATraining(target="here", shortest_block=length, longest_block=length),
-        "MoA, TLI 1": MoATraining(target="here", tli=1, shortest_block=length, longest_block=length),
+        "MoA, TLI 1": MoATraining(
+            target="here", tli=1, shortest_block=length, longest_block=length
+        ),
         "HASS": HassTraining(target="here", steps=length),
         "EAGLE-3": Eagle3Training(target="here", steps=length),
     }
 
 
-def compiled(method: TrainingMethod, target: specjax.Target, batch: dict[str, jax.Array]) -> tuple[Callable[[], Any], float]:
+def compiled(
+    method: TrainingMethod, target: specjax.Target, batch: dict[str, jax.Array]
+) -> tuple[Callable[[], Any], float]:
     """Return a compiled step, and the floating-point operations that the compiler counts in it."""
     vocab = target.config.vocab_size
     inputs = StudentInputs(tokenizer=None, counts=np.ones(vocab), target=target)  # pyright: ignore[reportArgumentType]
@@ -67,7 +71,9 @@ def compiled(method: TrainingMethod, target: specjax.Target, batch: dict[str, ja
 
     program = jax.jit(jax.grad(loss)).lower(student.params, target, batch).compile()
     counted = program.cost_analysis() or {}
-    return lambda: jax.block_until_ready(program(student.params, target, batch)), float(counted.get("flops", 0.0))
+    return lambda: jax.block_until_ready(program(student.params, target, batch)), float(
+        counted.get("flops", 0.0)
+    )
 
 
 def run(config: TrainingCostConfig) -> list[dict[str, Any]]:
@@ -75,9 +81,14 @@ def run(config: TrainingCostConfig) -> list[dict[str, Any]]:
     if config.batch < 1 or config.repeats < 1:
         raise InputError(f"batch={config.batch}, repeats={config.repeats}: must be at least 1")
     if not config.lengths or min(config.lengths) < 1 or max(config.lengths) + 2 > config.window:
-        raise InputError(f"lengths={config.lengths}: must be from 1 to {config.window - 2}, which is window less 2")
+        raise InputError(
+            f"lengths={config.lengths}: must be from 1 to {config.window - 2}, which is window"
+            " less 2"
+        )
     target = specjax.Target.from_pretrained(config.target, dtype=np.float32)
-    tokens = np.random.default_rng(0).integers(0, target.config.vocab_size, (config.batch, config.window + 1))
+    tokens = np.random.default_rng(0).integers(
+        0, target.config.vocab_size, (config.batch, config.window + 1)
+    )
     batch = {
         "tokens": jnp.asarray(tokens, jnp.int32),
         "segments": jnp.zeros(tokens.shape, jnp.int32),
@@ -86,7 +97,9 @@ def run(config: TrainingCostConfig) -> list[dict[str, Any]]:
         "progress": jnp.ones(()),
     }
     steps = {
-        (name, length): compiled(method, target, batch) for length in config.lengths for name, method in methods(length).items()
+        (name, length): compiled(method, target, batch)
+        for length in config.lengths
+        for name, method in methods(length).items()
     }
     times: dict[tuple[str, int], list[float]] = {key: [] for key in steps}
     for repeat in range(config.repeats + 1):
@@ -98,8 +111,13 @@ def run(config: TrainingCostConfig) -> list[dict[str, Any]]:
     return [
         {
             "method": name,
-            "milliseconds": {length: 1000 * median(times[name, length]) for length in config.lengths},
-            "spread": {length: 1000 * (max(times[name, length]) - min(times[name, length])) for length in config.lengths},
+            "milliseconds": {
+                length: 1000 * median(times[name, length]) for length in config.lengths
+            },
+            "spread": {
+                length: 1000 * (max(times[name, length]) - min(times[name, length]))
+                for length in config.lengths
+            },
             "gigaflops": {length: steps[name, length][1] / 1e9 for length in config.lengths},
         }
         for name in methods(1)
@@ -109,11 +127,19 @@ def run(config: TrainingCostConfig) -> list[dict[str, Any]]:
 def main(config: TrainingCostConfig) -> None:
     """Print the table."""
     table = Table(
-        "method", *(f"K = {length}" for length in config.lengths), title=f"{config.target}: ms a step (spread; GFLOP)"
+        "method",
+        *(f"K = {length}" for length in config.lengths),
+        title=f"{config.target}: ms a step (spread; GFLOP)",
     )
     for row in run(config):
-        cells = zip(*(row[column].values() for column in ("milliseconds", "spread", "gigaflops")), strict=True)
-        table.add_row(row["method"], *(f"{ms:.0f} (±{spread / 2:.0f}; {flop:.1f})" for ms, spread, flop in cells))
+        cells = zip(
+            *(row[column].values() for column in ("milliseconds", "spread", "gigaflops")),
+            strict=True,
+        )
+        table.add_row(
+            row["method"],
+            *(f"{ms:.0f} (±{spread / 2:.0f}; {flop:.1f})" for ms, spread, flop in cells),
+        )
     Console(width=140).print(table)
 
 

@@ -28,7 +28,9 @@ DRAFTS = {
     "static tree of 26": StaticTree(EAGLE_TREE).template.parents,
     "sampled tree of 28": StaticTree(complete_tree((3, 2, 1, 1, 1))).template.parents,
 }
-CASES: tuple[tuple[str, str, Rule, bool], ...] = (  # rule, draft, how it is asked for, and whether tokens come with their q
+CASES: tuple[
+    tuple[str, str, Rule, bool], ...
+] = (  # rule, draft, how it is asked for, and whether tokens come with their q
     ("greedy", "chain of 5", "independent", False),
     ("greedy", "static tree of 26", "independent", False),
     ("block", "chain of 5", "block", True),
@@ -68,16 +70,26 @@ def measure(vocab: int, batch: int, top_p: float, repeats: int) -> list[float]:
         parents = DRAFTS[draft_name]
         nodes, depth = len(parents), int(tree.depths(parents).max())
         logits = jax.random.normal(jax.random.key(0), (batch, nodes, vocab)) * 3
-        likeliest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), vocab, dtype=bool)  # one, though the largest of so many may tie
+        likeliest = jax.nn.one_hot(
+            jnp.argmax(logits, axis=-1), vocab, dtype=bool
+        )  # one, though the largest of so many may tie
         logits = jnp.where(likeliest, 1000.0, logits)
-        ranks = np.array([sum(parents[i] == parents[node] for i in range(1, node)) for node in range(nodes)])
+        ranks = np.array(
+            [sum(parents[i] == parents[node] for i in range(1, node)) for node in range(nodes)]
+        )
         best = jax.lax.top_k(logits, int(ranks.max()) + 1)[1]
-        tokens = jnp.where(np.arange(nodes) > 0, best[:, np.maximum(parents, 0), ranks], 0).astype(jnp.int32)
-        sampling = Sampling(temperature=0.0 if rule == "greedy" else 1.0, top_p=top_p).rows(batch, rule_options)
+        tokens = jnp.where(np.arange(nodes) > 0, best[:, np.maximum(parents, 0), ranks], 0).astype(
+            jnp.int32
+        )
+        sampling = Sampling(temperature=0.0 if rule == "greedy" else 1.0, top_p=top_p).rows(
+            batch, rule_options
+        )
         q = probabilities(logits, sampling) if with_q else None
         keys = jax.random.split(jax.random.key(1), batch)
         if rule_options == "coupled":
-            keys = position_keys(keys, jnp.broadcast_to(jnp.arange(depth + 1)[:, None], (depth + 1, batch)))
+            keys = position_keys(
+                keys, jnp.broadcast_to(jnp.arange(depth + 1)[:, None], (depth + 1, batch))
+            )
         run = jax.jit(verify)
         arguments = (Draft.of_tree(tokens, parents, q), logits, sampling, keys)
         assert int(run(*arguments).count.min()) == depth + 1  # and compiles
@@ -95,7 +107,12 @@ def main(config: VerificationConfig) -> None:
     """Print the table."""
     if min(config.vocab) < 8 or min(config.batch) < 1 or config.repeats < 1:
         raise InputError("vocab must be at least 8, batch and repeats at least 1")
-    settings = [(vocab, batch, top_p) for vocab in config.vocab for batch in config.batch for top_p in config.top_p]
+    settings = [
+        (vocab, batch, top_p)
+        for vocab in config.vocab
+        for batch in config.batch
+        for top_p in config.top_p
+    ]
     columns = [measure(*setting, config.repeats) for setting in settings]
     table = Table("rule", "draft", title="milliseconds a verdict: vocabulary, rows, top-p")
     for vocab, batch, top_p in settings:

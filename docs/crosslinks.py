@@ -9,7 +9,9 @@ from typing import Any
 
 from mkdocs.utils import get_relative_url
 
-_UNTOUCHED = re.compile(r"(<pre\b.*?</pre>|<a\b.*?</a>|<h\d\b.*?</h\d>|<span class=\"doc.*?</span>)", re.DOTALL)
+_UNTOUCHED = re.compile(
+    r"(<pre\b.*?</pre>|<a\b.*?</a>|<h\d\b.*?</h\d>|<span class=\"doc.*?</span>)", re.DOTALL
+)
 _NAME = re.compile(r"<code>([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)</code>")
 _SHOWN = re.compile(r"<h\d id=\"(specjax[\w.]*)\"")
 
@@ -25,7 +27,10 @@ def on_env(env: Any, *, config: Any, files: Any) -> Any:
                 places[".".join(parts[first:])].add(f"{page.url}#{shown}")
     for page in pages:
         pieces = _UNTOUCHED.split(page.content)
-        pieces[::2] = [_NAME.sub(lambda found, page=page: _link(found, places, page.url), piece) for piece in pieces[::2]]
+        pieces[::2] = [
+            _NAME.sub(lambda found, page=page: _link(found, places, page.url), piece)
+            for piece in pieces[::2]
+        ]
         page.content = "".join(pieces)
     return env
 

@@ -90,31 +90,53 @@ PLACES = (
         "Report it in private.*",
         HTML,
         ("Use the form for private reports: <{address}/security/advisories/new>.",),
-        ("The repository has no public address yet, and so no form for reports: tell those from whom you have this copy.",),
+        (
+            (
+                "The repository has no public address yet, and so no form for reports: tell those"
+                " from whom you have this copy."
+            ),
+        ),
     ),
 )
 
 
 def places(root: Path) -> list[Place]:
     """Return every place: those above, and one badge in every notebook under ``root``."""
-    notebooks = sorted(path.relative_to(root).as_posix() for path in (root / "notebooks").glob("*.ipynb"))
-    return [*PLACES, *(Place(path, r'\s*"# .*\\n",', NOTEBOOK, (COLAB + "{path})",)) for path in notebooks)]
+    notebooks = sorted(
+        path.relative_to(root).as_posix() for path in (root / "notebooks").glob("*.ipynb")
+    )
+    return [
+        *PLACES,
+        *(Place(path, r'\s*"# .*\\n",', NOTEBOOK, (COLAB + "{path})",)) for path in notebooks),
+    ]
 
 
 def read_address(root: Path) -> str:
     """Return the address in pyproject.toml; empty if there is none yet. Exits if it is not one of GitHub."""
     address = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["specjax"]["address"]
-    if address and (not re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+", address) or address.endswith(".git")):
-        sys.exit(f"pyproject.toml, [tool.specjax]: address is {address!r}: write https://github.com/OWNER/NAME, or nothing")
+    if address and (
+        not re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+", address)
+        or address.endswith(".git")
+    ):
+        sys.exit(
+            f"pyproject.toml, [tool.specjax]: address is {address!r}: write"
+            " https://github.com/OWNER/NAME, or nothing"
+        )
     return address
 
 
 def render(text: str, place: Place, address: str) -> str:
     """Return the ``text`` of a file with the lines that belong to the ``address`` in place of those of another one."""
     lines = [line for line in text.splitlines(keepends=True) if MARK not in line]
-    below = next((at for at, line in enumerate(lines, 1) if re.fullmatch(place.after, line.rstrip("\n"))), None)
+    below = next(
+        (at for at, line in enumerate(lines, 1) if re.fullmatch(place.after, line.rstrip("\n"))),
+        None,
+    )
     if below is None:
-        sys.exit(f"{place.path} has no line {place.after!r}, below which release/address.py writes: mend one or the other")
+        sys.exit(
+            f"{place.path} has no line {place.after!r}, below which release/address.py writes: mend"
+            " one or the other"
+        )
     owner, _, name = address.removeprefix("https://github.com/").partition("/")
     values = {"address": address, "owner": owner, "name": name, "path": place.path}
     content = place.lines if address else place.without
@@ -129,15 +151,27 @@ def absolute_links(text: str, address: str) -> str:
     def absolute(match: re.Match[str]) -> str:
         return match[0] + (f"{raw}/main/" if match["picture"] else f"{address}/blob/main/")
 
-    return re.sub(r"""(?:(?P<picture>\bsrc(?:set)?="|!\[[^]]*\]\()|\]\()(?!\w+:|#)""", absolute, text) if address else text
+    return (
+        re.sub(r"""(?:(?P<picture>\bsrc(?:set)?="|!\[[^]]*\]\()|\]\()(?!\w+:|#)""", absolute, text)
+        if address
+        else text
+    )
 
 
 def main() -> int:
     """Write the lines, or with --check say which files differ. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file differs")
-    mode.add_argument("--links", action="store_true", help="write README.md with addresses for links; do not commit it")
+    mode.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a file differs"
+    )
+    mode.add_argument(
+        "--links",
+        action="store_true",
+        help="write README.md with addresses for links; do not commit it",
+    )
     options = parser.parse_args()
     address = read_address(ROOT)
     if options.links:
@@ -146,7 +180,11 @@ def main() -> int:
         return 0
     differs = write(address, options.check)
     # The cell of the notebooks that installs has the address as its source.
-    cells = [sys.executable, str(ROOT / "release" / "write_install_cell.py"), *["--check"] * options.check]
+    cells = [
+        sys.executable,
+        str(ROOT / "release" / "write_install_cell.py"),
+        *["--check"] * options.check,
+    ]
     return subprocess.run(cells, check=False).returncode or differs
 
 
@@ -160,7 +198,11 @@ def write(address: str, check: bool) -> int:
         if expected == text:
             continue
         differs = True
-        print(f"{place.path} differs: run python release/address.py" if check else f"{place.path} is written")
+        print(
+            f"{place.path} differs: run python release/address.py"
+            if check
+            else f"{place.path} is written"
+        )
         if not check:
             path.write_text(expected)
     return int(check and differs)

@@ -9,7 +9,9 @@ import sys
 import warnings
 from importlib import metadata
 
-SOURCE = ""  # what pip installs: a folder, or an address such as git+https://...; the variable SPECJAX_SOURCE replaces it
+SOURCE = (  # what pip installs: a folder, or an address such as git+https://...; the variable SPECJAX_SOURCE replaces it
+    ""
+)
 
 
 def find_extra():
@@ -27,7 +29,9 @@ def find_source():
     """Return the arguments of pip that name specjax, without its extra."""
     source = os.environ.get("SPECJAX_SOURCE")
     if not source and is_clone(".."):
-        sys.path.insert(0, os.path.abspath(".."))  # a running Python does not notice that -e adds a folder
+        sys.path.insert(
+            0, os.path.abspath("..")
+        )  # a running Python does not notice that -e adds a folder
         return ["-e", ".."]
     return [source or SOURCE]
 
@@ -35,14 +39,18 @@ def find_source():
 def is_clone(folder):
     """Return whether a folder holds specjax, and not another project into which this notebook was copied."""
     file = os.path.join(folder, "pyproject.toml")
-    return os.path.exists(file) and re.search(r'^name = "specjax"$', open(file, encoding="utf-8").read(), re.MULTILINE)
+    return os.path.exists(file) and re.search(
+        r'^name = "specjax"$', open(file, encoding="utf-8").read(), re.MULTILINE
+    )
 
 
 def run_pip(*arguments):
     """Run pip, and show what it prints where it fails."""
     print("pip", *arguments)
     command = [sys.executable, "-m", "pip", *arguments]
-    pip = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    pip = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if pip.returncode:
         print(pip.stdout)
         sys.exit("pip failed: see above")
@@ -50,7 +58,11 @@ def run_pip(*arguments):
 
 def imported_versions():
     """Return the versions of JAX and what it is built on, as far as this Python has imported them: it cannot import others."""
-    return {name: metadata.version(name) for name in ("jax", "jaxlib", "ml_dtypes", "numpy", "scipy") if name in sys.modules}
+    return {
+        name: metadata.version(name)
+        for name in ("jax", "jaxlib", "ml_dtypes", "numpy", "scipy")
+        if name in sys.modules
+    }
 
 
 imported = imported_versions()
@@ -60,11 +72,14 @@ if not (importlib.util.find_spec("specjax") and importlib.util.find_spec("specja
     *options, source = find_source()
     if not source:
         sys.exit(
-            "specjax has no public address yet: open this notebook in a clone, or set SPECJAX_SOURCE to a folder or an address"
+            "specjax has no public address yet: open this notebook in a clone, or set"
+            " SPECJAX_SOURCE to a folder or an address"
         )
     extra = find_extra()
     bracket = f"[{extra}]" if extra else ""
-    run_pip("install", *options, f"specjax{bracket} @ {source}" if "://" in source else source + bracket)
+    run_pip(
+        "install", *options, f"specjax{bracket} @ {source}" if "://" in source else source + bracket
+    )
     importlib.invalidate_caches()
     has_changed = True
 
@@ -80,8 +95,13 @@ for remedy in dict.fromkeys(mismatch.remedy for mismatch in find_mismatches(with
 for mismatch in find_mismatches():
     sys.exit(f"{mismatch.problem}: {mismatch.command}")
 
-replaced = [f"{name} {version}" for name, version in imported.items() if metadata.version(name) != version]
+replaced = [
+    f"{name} {version}" for name, version in imported.items() if metadata.version(name) != version
+]
 if replaced or (has_changed and "jax" in sys.modules):
     had = ", ".join(replaced) or "JAX"
-    sys.exit(f"Restart the session and run the notebook again: it had imported {had} before this cell installed what fits")
+    sys.exit(
+        f"Restart the session and run the notebook again: it had imported {had} before this cell"
+        " installed what fits"
+    )
 print(f"specjax {specjax_version} with JAX {metadata.version('jax')}")

@@ -21,20 +21,34 @@ FIRST_LINE = CELL.read_text(encoding="utf-8").splitlines()[0]
 
 def render_cell(root: Path = ROOT) -> str:
     """Return the text of the cell, with the address in ``root``/pyproject.toml as its source."""
-    address = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"].get("specjax", {}).get("address")
+    address = (
+        tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+        .get("specjax", {})
+        .get("address")
+    )
     source = f"git+{address}" if address else ""
-    return CELL.read_text(encoding="utf-8").replace('SOURCE = ""', f'SOURCE = "{source}"', 1).rstrip("\n")
+    return (
+        CELL.read_text(encoding="utf-8")
+        .replace('SOURCE = ""', f'SOURCE = "{source}"', 1)
+        .rstrip("\n")
+    )
 
 
 def find_cell(notebook: dict[str, Any]) -> dict[str, Any] | None:
     """Return the cell that installs specjax, None where the ``notebook`` has none."""
-    return next((cell for cell in notebook["cells"] if "".join(cell["source"]).startswith(FIRST_LINE)), None)
+    return next(
+        (cell for cell in notebook["cells"] if "".join(cell["source"]).startswith(FIRST_LINE)), None
+    )
 
 
 def main() -> int:
     """Write the cell, or with --check say which notebooks have another one. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a notebook differs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a notebook differs"
+    )
     check = parser.parse_args().check
     expected = render_cell()
     differing = 0
@@ -42,7 +56,10 @@ def main() -> int:
         notebook = json.loads(path.read_text(encoding="utf-8"))
         cell = find_cell(notebook)
         if cell is None:
-            sys.exit(f"{path.name}: has no cell that begins with {FIRST_LINE!r}; add one with that line alone")
+            sys.exit(
+                f"{path.name}: has no cell that begins with {FIRST_LINE!r}; add one with that line"
+                " alone"
+            )
         if "".join(cell["source"]) == expected:
             continue
         differing += 1
@@ -50,7 +67,9 @@ def main() -> int:
         print(f"{path.relative_to(ROOT).as_posix()} {remedy}")
         if not check:
             cell["source"] = expected.splitlines(keepends=True)
-            path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            path.write_text(
+                json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
     return int(check and differing > 0)
 
 

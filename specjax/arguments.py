@@ -37,12 +37,18 @@ def one_or_each(name: str, value: Any) -> np.ndarray:
     refusal = InputError(f"{name}={value!r}: must be a number, or one number for each row")
     try:
         numbers = np.asarray(value)
-        if numbers.dtype == object and all(map(is_whole, numbers.ravel())):  # integers beyond numpy's int64
+        if numbers.dtype == object and all(
+            map(is_whole, numbers.ravel())
+        ):  # integers beyond numpy's int64
             numbers = numbers.astype(np.float64)
     except (ValueError, TypeError, OverflowError):
         raise refusal from None
-    is_real = jnp.issubdtype(numbers.dtype, jnp.floating) or jnp.issubdtype(numbers.dtype, jnp.integer)
-    has_booleans = isinstance(value, Sequence) and any(isinstance(item, bool | np.bool_) for item in value)
+    is_real = jnp.issubdtype(numbers.dtype, jnp.floating) or jnp.issubdtype(
+        numbers.dtype, jnp.integer
+    )
+    has_booleans = isinstance(value, Sequence) and any(
+        isinstance(item, bool | np.bool_) for item in value
+    )
     if numbers.ndim > 1 or not is_real or has_booleans:
         raise refusal
     return numbers

@@ -69,7 +69,9 @@ def find_chip(name: str) -> Chip:
     try:
         return CHIPS[name.lower()]
     except KeyError:
-        raise InputError(f"chip={name!r}: this chip is unknown; give one of {', '.join(CHIPS)}") from None
+        raise InputError(
+            f"chip={name!r}: this chip is unknown; give one of {', '.join(CHIPS)}"
+        ) from None
 
 
 _KINDS = {  # device kind in JAX -> name in `CHIPS`

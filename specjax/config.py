@@ -36,10 +36,16 @@ def load_yaml(cls: type[_Config], path: str | Path) -> _Config:
         raise ConfigError(f"--config {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read as a text file ({error})") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an invalid number or date
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: an invalid number or date
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {path}: the file must hold key: value pairs, not {type(content).__name__}")
+        raise ConfigError(
+            f"--config {path}: the file must hold key: value pairs, not {type(content).__name__}"
+        )
     return parse(cls, content, str(path))
 
 
@@ -59,27 +65,39 @@ def parse(cls: type[_Config], content: Mapping[str, Any], source: str, prefix: s
     for key, value in content.items():
         if key not in field_names:
             hint = did_you_mean(str(key), field_names)
-            raise ConfigError(f"{source}: unknown key {prefix}{key}; the keys are {', '.join(field_names)}{hint}")
+            raise ConfigError(
+                f"{source}: unknown key {prefix}{key}; the keys are {', '.join(field_names)}{hint}"
+            )
         section = _section(hints[key], value, source, f"{prefix}{key}")
         values[key] = value if section is None else parse(section, value, source, f"{prefix}{key}.")
     try:
-        return dacite.from_dict(cls, values, dacite.Config(cast=[tuple], type_hooks={float: _as_float}))
+        return dacite.from_dict(
+            cls, values, dacite.Config(cast=[tuple], type_hooks={float: _as_float})
+        )
     except dacite.DaciteFieldError as error:
         if prefix:
             error.update_path(prefix.removesuffix("."))
         raise ConfigError(f"{source}: {error}") from None
-    except (ValueError, TypeError, OverflowError) as error:  # such as a date for a list, or a number too large for a float
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+    ) as error:  # such as a date for a list, or a number too large for a float
         raise ConfigError(f"{source}: {error}") from None
 
 
 def _section(hint: Any, value: Any, source: str, name: str) -> type | None:
     """Return the dataclass for a section; None if the key holds a plain value."""
-    if get_origin(hint) in (Union, types.UnionType) and all(map(dataclasses.is_dataclass, get_args(hint))):
+    if get_origin(hint) in (Union, types.UnionType) and all(
+        map(dataclasses.is_dataclass, get_args(hint))
+    ):
         tagged = {_tag(kind): kind for kind in get_args(hint)}
         tag = value.get("name") if isinstance(value, Mapping) else None
         if not isinstance(tag, str) or tag not in tagged:
             hint = did_you_mean(tag, tagged) if isinstance(tag, str) else ""
-            raise ConfigError(f"{source}: {name}.name={tag!r}: must be one of {', '.join(tagged)}{hint}")
+            raise ConfigError(
+                f"{source}: {name}.name={tag!r}: must be one of {', '.join(tagged)}{hint}"
+            )
         return tagged[tag]
     if get_origin(hint) in (Union, types.UnionType) and value is not None:  # an optional section
         hint = next((kind for kind in get_args(hint) if dataclasses.is_dataclass(kind)), hint)
@@ -122,7 +140,9 @@ def differences(before: Any, after: Any, prefix: str = "") -> list[str]:
         a, b = getattr(before, field.name), getattr(after, field.name)
         if dataclasses.is_dataclass(a) and type(a) is type(b):
             changes += differences(a, b, f"{prefix}{field.name}.")
-        elif dataclasses.is_dataclass(a) and dataclasses.is_dataclass(b):  # two classes of one tagged section
+        elif dataclasses.is_dataclass(a) and dataclasses.is_dataclass(
+            b
+        ):  # two classes of one tagged section
             changes.append(f"{prefix}{field.name}.name: {_tag(type(a))!r} -> {_tag(type(b))!r}")
         elif a != b:
             changes.append(f"{prefix}{field.name}: {a!r} -> {b!r}")

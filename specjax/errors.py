@@ -33,11 +33,12 @@ class LogitsError(RuntimeError):
     def __init__(self, rows: Sequence[int], positions: Sequence[int], result: Any = None) -> None:
         self.rows, self.positions, self.result = tuple(rows), tuple(positions), result
         where = ", ".join(
-            f"row {row}: the target's logits for position {position}" for row, position in zip(rows, positions, strict=True)
+            f"row {row}: the target's logits for position {position}"
+            for row, position in zip(rows, positions, strict=True)
         )
         super().__init__(
-            f"{where} are invalid (NaN, +inf, or -inf for every token): check the target's weights, or load it with "
-            'dtype="float32"'
+            f"{where} are invalid (NaN, +inf, or -inf for every token): check the target's"
+            ' weights, or load it with dtype="float32"'
         )
 
 
@@ -78,7 +79,9 @@ _ELSEWHERE = {
 """Names of arguments in other libraries, and the names here."""
 
 
-def check_options(function: str, options: Mapping[str, Any], takes: Callable[..., Any], *extra: str) -> None:
+def check_options(
+    function: str, options: Mapping[str, Any], takes: Callable[..., Any], *extra: str
+) -> None:
     """Refuse unknown keyword arguments before a function passes them on.
 
     Args:
@@ -99,7 +102,10 @@ def check_options(function: str, options: Mapping[str, Any], takes: Callable[...
         specjax.errors.InputError: max_tokens=8: generate has no argument of that name; did you mean max_new_tokens?
     """
     parameters = inspect.signature(takes).parameters.values()
-    names = [*(parameter.name for parameter in parameters if parameter.default is not parameter.empty), *extra]
+    names = [
+        *(parameter.name for parameter in parameters if parameter.default is not parameter.empty),
+        *extra,
+    ]
     for name, value in options.items():
         if name in names:
             continue

@@ -26,7 +26,9 @@ class FullDiskError(InputError):
         needs: the size of the write in bytes; 0 if unknown.
     """
 
-    def __init__(self, path: Path, needs: int = 0, remedy: str = "make room, or name another place") -> None:
+    def __init__(
+        self, path: Path, needs: int = 0, remedy: str = "make room, or name another place"
+    ) -> None:
         """Name the disk, the size of the write, the free space and the remedy in the message."""
         disk = mount_point(path)
         size = f"needs about {max(1, math.ceil(needs / 10**6)):,} MB, " if needs else ""
@@ -108,7 +110,9 @@ def replacing(directory: Path, needs: int = 0) -> Iterator[Path]:
         with _on_the_way(scratch, created):
             yield scratch
             if directory.exists():
-                for file in sorted(scratch.iterdir(), key=lambda file: (file.name == "config.json", file.name)):
+                for file in sorted(
+                    scratch.iterdir(), key=lambda file: (file.name == "config.json", file.name)
+                ):
                     file.replace(directory / file.name)
             else:
                 scratch.chmod(0o755)
@@ -130,7 +134,9 @@ def writing(path: Path, needs: int = 0) -> Iterator[Path]:
     """
     with naming_full_disk(path, needs), _parents_of(path) as created:
         _check_room(path, needs)
-        scratch = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")  # matplotlib reads the format from the suffix
+        scratch = path.with_name(
+            f".{path.stem}-{os.getpid()}{path.suffix}"
+        )  # matplotlib reads the format from the suffix
         with _on_the_way(scratch, created):
             yield scratch
             scratch.replace(path)

@@ -48,7 +48,9 @@ class Mismatch(NamedTuple):
         """The remedy as a shell command."""
         import shlex
 
-        return shlex.join((sys.executable, "-m", "pip", *self.remedy))  # the pip on the PATH may belong to another Python
+        return shlex.join(
+            (sys.executable, "-m", "pip", *self.remedy)
+        )  # the pip on the PATH may belong to another Python
 
 
 class Requirement(NamedTuple):
@@ -84,7 +86,11 @@ class Package:
 
     def _field(self, field: str) -> Iterator[str]:
         prefix = f"{field}: "
-        return (line[len(prefix) :].strip() for line in self._header.splitlines() if line.startswith(prefix))
+        return (
+            line[len(prefix) :].strip()
+            for line in self._header.splitlines()
+            if line.startswith(prefix)
+        )
 
 
 def parse_requirements(lines: Iterable[str]) -> Iterator[Requirement]:
@@ -113,7 +119,9 @@ def find_package(name: str, path: Sequence[str] | None = None) -> Package | None
         name: the name of the package, as package indexes spell it.
         path: the folders to search; by default ``sys.path``.
     """
-    for distribution in metadata.distributions(name=name, path=sys.path if path is None else list(path)):
+    for distribution in metadata.distributions(
+        name=name, path=sys.path if path is None else list(path)
+    ):
         # Not `distribution.metadata`: it parses the whole description as an e-mail, which is slow.
         header = (distribution.read_text("METADATA") or "").partition("\n\n")[0]
         package = Package(name, header)
@@ -129,7 +137,9 @@ def has_nvidia_gpu() -> bool:
 
 def has_tpu() -> bool:
     """Return True if this machine has TPU devices, or the variables of Colab or Google Cloud."""
-    return any(name in os.environ for name in _TPU_VARIABLES) or bool(glob("/dev/accel[0-9]*") + glob("/dev/vfio/[0-9]*"))
+    return any(name in os.environ for name in _TPU_VARIABLES) or bool(
+        glob("/dev/accel[0-9]*") + glob("/dev/vfio/[0-9]*")
+    )
 
 
 def cuda_of_driver() -> int | None:
@@ -140,14 +150,18 @@ def cuda_of_driver() -> int | None:
     import subprocess
 
     try:
-        output = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False, timeout=60).stdout
+        output = subprocess.run(
+            ["nvidia-smi"], capture_output=True, text=True, check=False, timeout=60
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
     version = re.search(r"CUDA[\w ]* Version: (\d+)", output)
     return int(version[1]) if version else None
 
 
-def find_mismatches(path: Sequence[str] | None = None, *, with_devices: bool = False) -> list[Mismatch]:
+def find_mismatches(
+    path: Sequence[str] | None = None, *, with_devices: bool = False
+) -> list[Mismatch]:
     """List the mismatches: among JAX and its packages, and in the packages that specjax needs.
 
     Args:
@@ -163,7 +177,9 @@ def find_mismatches(path: Sequence[str] | None = None, *, with_devices: bool = F
     try:
         import packaging.specifiers  # noqa: F401
     except ImportError:  # versions cannot be compared without it
-        return [Mismatch("packaging is not installed, but specjax needs it", ("install", "packaging"))]
+        return [
+            Mismatch("packaging is not installed, but specjax needs it", ("install", "packaging"))
+        ]
     installation = _Installation(path)
     mismatches = [*installation.around_jax(), *installation.around_specjax()]
     return mismatches + (installation.without_package() if with_devices else [])
@@ -217,9 +233,17 @@ class _Installation:
             if jaxlib is None or not is_within(jaxlib.version, requirement.versions):
                 yield Mismatch(_problem(jaxlib, requirement, self.jax), self._jax_that_fits())
                 break
-        misfits = {PLUGINS[plugin.name]: plugin for plugin in reversed(self.plugins) if not self._fits_jax(plugin)}
-        for plugin in misfits.values():  # one per extra: a plugin and its PJRT package have the same remedy
-            yield Mismatch(_problem(plugin, self._demand(plugin), self.jax), self._plugin_that_fits(plugin))
+        misfits = {
+            PLUGINS[plugin.name]: plugin
+            for plugin in reversed(self.plugins)
+            if not self._fits_jax(plugin)
+        }
+        for (
+            plugin
+        ) in misfits.values():  # one per extra: a plugin and its PJRT package have the same remedy
+            yield Mismatch(
+                _problem(plugin, self._demand(plugin), self.jax), self._plugin_that_fits(plugin)
+            )
 
     def around_specjax(self) -> Iterator[Mismatch]:
         """Yield the packages that specjax needs and that are missing or of a wrong version."""
@@ -236,11 +260,25 @@ class _Installation:
             return []
         extras = {PLUGINS[plugin.name] for plugin in self.plugins}
         absent = []
-        if has_nvidia_gpu() and not extras & {"cuda12", "cuda13"} and (cuda := cuda_of_driver() or 0) >= 12:
+        if (
+            has_nvidia_gpu()
+            and not extras & {"cuda12", "cuda13"}
+            and (cuda := cuda_of_driver() or 0) >= 12
+        ):
             extra = "cuda13" if cuda >= 13 else "cuda12"
-            absent.append(Mismatch("this machine has an NVIDIA GPU, but JAX has no plugin for it", self._jax_that_fits(extra)))
+            absent.append(
+                Mismatch(
+                    "this machine has an NVIDIA GPU, but JAX has no plugin for it",
+                    self._jax_that_fits(extra),
+                )
+            )
         if has_tpu() and "tpu" not in extras:
-            absent.append(Mismatch("this machine has a TPU, but libtpu is not installed", self._jax_that_fits("tpu")))
+            absent.append(
+                Mismatch(
+                    "this machine has a TPU, but libtpu is not installed",
+                    self._jax_that_fits("tpu"),
+                )
+            )
         return absent
 
     def _demand(self, plugin: Package) -> Requirement:
@@ -248,7 +286,9 @@ class _Installation:
         assert self.jax is not None
         extra = PLUGINS[plugin.name]
         name = plugin.name.replace("-pjrt", "-plugin")
-        demands = [line for line in self.jax.requirements if (line.name, line.extra) == (name, extra)]
+        demands = [
+            line for line in self.jax.requirements if (line.name, line.extra) == (name, extra)
+        ]
         # A JAX without this extra is too old or too new for such plugins: no version of them works.
         return Requirement(plugin.name, demands[0].versions if demands else "<0", extra)
 
@@ -259,14 +299,24 @@ class _Installation:
         """Return the pip arguments for a misfit plugin: another version if in use, else removal."""
         if PLUGINS[plugin.name] in self._extras_in_use():
             return self._jax_that_fits()
-        return "uninstall", "-y", *(package.name for package in self.plugins if PLUGINS[package.name] == PLUGINS[plugin.name])
+        return (
+            "uninstall",
+            "-y",
+            *(
+                package.name
+                for package in self.plugins
+                if PLUGINS[package.name] == PLUGINS[plugin.name]
+            ),
+        )
 
     def _jax_that_fits(self, *extras: str) -> tuple[str, ...]:
         """Return the pip arguments that install JAX with its extras.
 
         The installed version of JAX stays if specjax can use it.
         """
-        bounds = next((requirement.versions for requirement in self.needed if requirement.name == "jax"), "")
+        bounds = next(
+            (requirement.versions for requirement in self.needed if requirement.name == "jax"), ""
+        )
         is_fit = self.jax is not None and is_within(self.jax.version, bounds)
         extra = ",".join(extras or self._extras_in_use())
         versions = f"=={self.jax.version}" if self.jax and is_fit else bounds
@@ -278,8 +328,14 @@ class _Installation:
         Of several CUDA plugins, only the newest that fits is listed.
         """
         fitting = [plugin for plugin in self.plugins if self.jax and self._fits_jax(plugin)]
-        cuda = [PLUGINS[plugin.name] for plugin in (*fitting, *self.plugins) if PLUGINS[plugin.name].startswith("cuda")]
-        in_use = ["tpu"] if has_tpu() and any(plugin.name == "libtpu" for plugin in self.plugins) else []
+        cuda = [
+            PLUGINS[plugin.name]
+            for plugin in (*fitting, *self.plugins)
+            if PLUGINS[plugin.name].startswith("cuda")
+        ]
+        in_use = (
+            ["tpu"] if has_tpu() and any(plugin.name == "libtpu" for plugin in self.plugins) else []
+        )
         return in_use + (cuda[:1] if has_nvidia_gpu() else [])
 
 
@@ -289,12 +345,18 @@ def _needs_of_specjax(path: Sequence[str] | None) -> Iterator[Requirement]:
     if specjax is not None:
         return (requirement for requirement in specjax.requirements if not requirement.extra)
     file = Path(__file__).parents[1] / "requirements.txt"
-    return parse_requirements(file.read_text(encoding="utf-8").splitlines() if file.exists() else [])
+    return parse_requirements(
+        file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    )
 
 
 def _problem(package: Package | None, requirement: Requirement, owner: Package | None) -> str:
     needing = f"{owner.name} {owner.version}" if owner else "specjax"
-    versions = "no version of it" if requirement.versions == "<0" else requirement.name + requirement.versions
+    versions = (
+        "no version of it"
+        if requirement.versions == "<0"
+        else requirement.name + requirement.versions
+    )
     if package is None:
         return f"{requirement.name} is not installed, but {needing} needs {versions}"
     return f"{package.name} {package.version} is installed, but {needing} needs {versions}"

@@ -128,7 +128,10 @@ def load(
     default_sampling = files = None
     if isinstance(target, Target):
         if tokenizer is None:
-            raise InputError("tokenizer=None: a loaded target has no tokenizer; give the directory of its tokenizer")
+            raise InputError(
+                "tokenizer=None: a loaded target has no tokenizer; give the directory of its"
+                " tokenizer"
+            )
         config = target.config
     else:
         files = hub.open_checkpoint(target, weights=False)
@@ -147,7 +150,10 @@ def load(
     elif isinstance(drafter, Drafter):
         drafter = drafter if shape is None else replace(drafter, draft=shape)  # pyright: ignore[reportArgumentType]
     elif drafter is not None:
-        raise InputError(f"drafter={drafter!r}: give a name such as 'prompt-lookup', a drafter, or None for plain decoding")
+        raise InputError(
+            f"drafter={drafter!r}: give a name such as 'prompt-lookup', a drafter, or None for"
+            " plain decoding"
+        )
     if not isinstance(target, Target):
         target = Target.from_pretrained(files or target, dtype=dtype, mesh=mesh, weights=weights)
     if cache_dtype is not None:
@@ -163,7 +169,9 @@ def _check_generation_config(value: Any) -> None:
         raise InputError(f"generation_config={value!r}: must be 'auto', or None for greedy")
 
 
-def _read_default_sampling(files: CheckpointFiles, generation_config: str | None) -> Sampling | None:
+def _read_default_sampling(
+    files: CheckpointFiles, generation_config: str | None
+) -> Sampling | None:
     """Return a checkpoint's default sampling parameters; report the fields that are not applied.
 
     Returns None if the defaults are not read.
@@ -215,7 +223,9 @@ class TextGenerator(OneLine):
     @overload
     def __call__(self, prompt: str | Messages, **options: Any) -> Generation: ...
     @overload
-    def __call__(self, prompt: Sequence[str] | Sequence[Messages], **options: Any) -> list[Generation]: ...
+    def __call__(
+        self, prompt: Sequence[str] | Sequence[Messages], **options: Any
+    ) -> list[Generation]: ...
     def __call__(self, prompt: Any, **options: Any) -> Any:
         """Generate the text of a prompt, of a chat (a list of messages), or of a list of either.
 
@@ -236,8 +246,13 @@ class TextGenerator(OneLine):
         """
         prompts, is_list = _prompts(prompt)
         stop, generation_options = _split_options(options, self.default_sampling)
-        tokens, chats = list(map(self.encode, prompts)), [not isinstance(messages, str) for messages in prompts]
-        run = self.start(tokens, generation_options, stop=stop, steps=LOOK_EVERY if stop else None, is_chat=chats)
+        tokens, chats = (
+            list(map(self.encode, prompts)),
+            [not isinstance(messages, str) for messages in prompts],
+        )
+        run = self.start(
+            tokens, generation_options, stop=stop, steps=LOOK_EVERY if stop else None, is_chat=chats
+        )
         for _ in run:
             pass
         return run.generations if is_list else run.generations[0]
@@ -249,13 +264,26 @@ class TextGenerator(OneLine):
         """
         prompts, is_list = _prompts(prompt)
         if is_list:
-            raise InputError(f"prompt={prompt!r}: stream takes one prompt; call the generator for a list")
+            raise InputError(
+                f"prompt={prompt!r}: stream takes one prompt; call the generator for a list"
+            )
         stop, generation_options = _split_options(options, self.default_sampling)
         is_chat = not isinstance(prompts[0], str)
-        run = self.start([self.encode(prompts[0])], generation_options, stop=stop, steps=LOOK_EVERY, is_chat=is_chat)
+        run = self.start(
+            [self.encode(prompts[0])],
+            generation_options,
+            stop=stop,
+            steps=LOOK_EVERY,
+            is_chat=is_chat,
+        )
         return (piece for (piece,) in run if piece)
 
-    def encode(self, prompt: str | Messages, chat: bool = False, chat_template_kwargs: Settings | None = None) -> list[int]:
+    def encode(
+        self,
+        prompt: str | Messages,
+        chat: bool = False,
+        chat_template_kwargs: Settings | None = None,
+    ) -> list[int]:
         """Return the token ids of a prompt or a chat.
 
         Args:
@@ -290,10 +318,18 @@ class TextGenerator(OneLine):
                 writes in channels, as gpt-oss does, the text is then that of the final channel.
         """
         stop = text.check_stop(stop)
-        results = decoding.stream(self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or LARGEST)
+        results = decoding.stream(
+            self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or LARGEST
+        )
         chats = [is_chat] * len(prompts) if isinstance(is_chat, bool) else is_chat
         rows = zip(prompts, chats, strict=True)
-        return Run(results, [GrowingText(self.tokenizer, prompt, stop, is_chat=is_answer) for prompt, is_answer in rows])
+        return Run(
+            results,
+            [
+                GrowingText(self.tokenizer, prompt, stop, is_chat=is_answer)
+                for prompt, is_answer in rows
+            ],
+        )
 
 
 class Run:
@@ -327,11 +363,16 @@ class Run:
         try:
             for result in self._results:
                 lengths = result.lengths.tolist()
-                yield [row.push(result.tokens[i, row.length : lengths[i]].tolist()) for i, row in enumerate(self._rows)]
+                yield [
+                    row.push(result.tokens[i, row.length : lengths[i]].tolist())
+                    for i, row in enumerate(self._rows)
+                ]
                 if all(row.stopped for row in self._rows):
                     break
         except LogitsError as error:  # raised after the last result
-            is_over = all(self._rows[row].stopped for row in error.rows)  # each text ended before the error
+            is_over = all(
+                self._rows[row].stopped for row in error.rows
+            )  # each text ended before the error
             failure = None if is_over else error
         yield [row.finish() for row in self._rows]
         assert result is not None
@@ -394,7 +435,9 @@ def settings(
     )
 
 
-def _split_options(options: dict[str, Any], default_sampling: Sampling | None) -> tuple[Sequence[str], GenerationOptions]:
+def _split_options(
+    options: dict[str, Any], default_sampling: Sampling | None
+) -> tuple[Sequence[str], GenerationOptions]:
     """Return ``stop``, and the `settings` of the other options merged with the defaults.
 
     Warns about options that have no effect.
@@ -403,9 +446,13 @@ def _split_options(options: dict[str, Any], default_sampling: Sampling | None) -
     options = dict(options)
     stop = text.check_stop(options.pop("stop", ()))
     stated = {name: options.pop(name, None) for name in SAMPLING_NAMES}
-    generation_options = settings(**options, **vars((default_sampling or GREEDY).with_explicit(**stated)))
+    generation_options = settings(
+        **options, **vars((default_sampling or GREEDY).with_explicit(**stated))
+    )
     if unread := unread_settings(generation_options.sampling):
-        warnings.warn(f"{', '.join(unread)}: ignored at temperature 0, which is greedy", stacklevel=3)
+        warnings.warn(
+            f"{', '.join(unread)}: ignored at temperature 0, which is greedy", stacklevel=3
+        )
     return stop, generation_options
 
 
@@ -414,7 +461,11 @@ def unread_settings(sampling: Sampling) -> list[str]:
     if np.any(np.asarray(sampling.temperature) != 0):
         return []
     values = {name: getattr(sampling, name) for name in SAMPLING_NAMES if name != "temperature"}
-    return [name for name, value in values.items() if np.any(np.asarray(value) != getattr(Sampling, name))]
+    return [
+        name
+        for name, value in values.items()
+        if np.any(np.asarray(value) != getattr(Sampling, name))
+    ]
 
 
 _FLOAT_TYPES = ("float32", "bfloat16", "float16")
@@ -427,7 +478,9 @@ def _float_type(dtype: Any) -> Any:
     except TypeError:
         name = None
     if name not in _FLOAT_TYPES:
-        raise InputError(f"dtype={dtype!r}: must be {', '.join(_FLOAT_TYPES[:-1])} or {_FLOAT_TYPES[-1]}")
+        raise InputError(
+            f"dtype={dtype!r}: must be {', '.join(_FLOAT_TYPES[:-1])} or {_FLOAT_TYPES[-1]}"
+        )
     return jax.numpy.dtype(name)
 
 
@@ -435,10 +488,21 @@ def _prompts(prompt: Any) -> tuple[list[Any], bool]:
     """Return the prompts and chats of a call, and whether they were a list."""
 
     def is_chat(value: Any) -> bool:
-        return isinstance(value, Sequence) and bool(value) and all(isinstance(message, Mapping) for message in value)
+        return (
+            isinstance(value, Sequence)
+            and bool(value)
+            and all(isinstance(message, Mapping) for message in value)
+        )
 
     if isinstance(prompt, str) or is_chat(prompt):
         return [prompt], False
-    if isinstance(prompt, Sequence) and prompt and all(isinstance(item, str) or is_chat(item) for item in prompt):
+    if (
+        isinstance(prompt, Sequence)
+        and prompt
+        and all(isinstance(item, str) or is_chat(item) for item in prompt)
+    ):
         return list(prompt), True
-    raise InputError(f"prompt={prompt!r}: give text, a chat such as [{{'role': 'user', 'content': '…'}}], or a list of either")
+    raise InputError(
+        f"prompt={prompt!r}: give text, a chat such as [{{'role': 'user', 'content': '…'}}], or a"
+        " list of either"
+    )

@@ -50,8 +50,12 @@ class Wait:
         now, finished = time.monotonic(), self.done - self._done_before
         if not self.total or finished <= 0:
             return duration(now - self._start)
-        remaining = (self._updated - self._start) * (self.total - self.done) / finished - (now - self._updated)
-        return duration(now - self._start) + (f", {duration(remaining)} left" if remaining >= 1 else "")
+        remaining = (self._updated - self._start) * (self.total - self.done) / finished - (
+            now - self._updated
+        )
+        return duration(now - self._start) + (
+            f", {duration(remaining)} left" if remaining >= 1 else ""
+        )
 
     def line(self) -> str:
         """Return the whole state as one line: "measuring 3 of 15, 12 s, 40 s left"."""
@@ -103,7 +107,7 @@ def clear() -> None:
     _display.clear()
 
 
-# --- displays --------------------------------------------------------------------------------------------------------
+# --- displays -------------------------------------------------------------------------------------
 
 
 class _Nothing:
@@ -150,7 +154,12 @@ class _Bars:
     """A bar per operation, nested ones below. The bars vanish when no operation is left."""
 
     def __init__(self, console: Console) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), _Numbers(""))
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            _Numbers(""),
+        )
         # rich must not redirect the standard output to the terminal: it may be a file.
         self._progress = Progress(*columns, console=console, transient=True, redirect_stdout=False)
 
@@ -167,7 +176,9 @@ class _Bars:
                 progress.stop()
 
     def say(self, line: str, unasked: bool) -> None:
-        self._progress.console.print(f"specjax: {line}", markup=False, highlight=False, emoji=False, soft_wrap=True)
+        self._progress.console.print(
+            f"specjax: {line}", markup=False, highlight=False, emoji=False, soft_wrap=True
+        )
 
     def clear(self) -> None:
         self._progress.stop()  # makes the cursor visible again

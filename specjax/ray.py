@@ -18,7 +18,14 @@ from specjax.serving.memory import USUAL_CAPACITY
 from specjax.sharding import make_mesh
 from specjax.templates import Settings
 from specjax.text import check_stop
-from specjax.training.documents import REGENERATED_FROM, Document, find_origin, hash_of, identities, parse_record
+from specjax.training.documents import (
+    REGENERATED_FROM,
+    Document,
+    find_origin,
+    hash_of,
+    identities,
+    parse_record,
+)
 
 
 class Generate:
@@ -119,7 +126,12 @@ class Generate:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens={max_new_tokens}: must be at least 1")
         self.column, self.copy, self._stop = column, copy, stop
-        stated = {"temperature": temperature, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
+        stated = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "seed": seed,
+            "max_new_tokens": max_new_tokens,
+        }
         params = SamplingParams.of(None, stated)
         devices = None if mesh == (1, 1) else make_mesh(*mesh)
         generator = pipeline.load(
@@ -142,9 +154,16 @@ class Generate:
         """
         for name in (self.column, *([self.copy] if self.copy else [])):
             if name not in batch:
-                raise InputError(f"column={name!r}: the batch has {', '.join(batch)}: name one of these")
-        copies = [int(copy) for copy in batch[self.copy]] if self.copy else [0] * len(batch[self.column])
-        rows = [_PromptRow(value, f"{self.column} of row {row}") for row, value in enumerate(batch[self.column])]
+                raise InputError(
+                    f"column={name!r}: the batch has {', '.join(batch)}: name one of these"
+                )
+        copies = (
+            [int(copy) for copy in batch[self.copy]] if self.copy else [0] * len(batch[self.column])
+        )
+        rows = [
+            _PromptRow(value, f"{self.column} of row {row}")
+            for row, value in enumerate(batch[self.column])
+        ]
         pending = [self._begin(row, copy) for row, copy in zip(rows, copies, strict=True)]
         return {**batch, **_columns([end() for end in pending])}
 
@@ -155,7 +174,12 @@ class Generate:
     def __enter__(self) -> "Generate":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _begin(self, row: "_PromptRow", copy: int) -> Callable[[], dict[str, Any]]:
@@ -167,7 +191,9 @@ class Generate:
         handle = self._writer.submit(prompt, key, self._stop, is_chat=row.is_chat)
         return lambda: self._written(row, prompt, handle.result())
 
-    def _written(self, row: "_PromptRow", prompt: list[int], answer: pipeline.Generation) -> dict[str, Any]:
+    def _written(
+        self, row: "_PromptRow", prompt: list[int], answer: pipeline.Generation
+    ) -> dict[str, Any]:
         """Return the columns of a row with an answer."""
         columns = {"answer": answer.text, REGENERATED_FROM: row.origin, "left_out": ""}
         if not row.is_chat:
@@ -175,7 +201,11 @@ class Generate:
             text = record.pop("text")
             return columns | record | {"text": text}  # in the order of the columns of `_left_out`
         messages = [*row.prompt, {"role": "assistant", "content": answer.text}]
-        return columns | self._writer.tokens_record([(prompt, answer.tokens)], is_chat=True) | {"messages": messages}
+        return (
+            columns
+            | self._writer.tokens_record([(prompt, answer.tokens)], is_chat=True)
+            | {"messages": messages}
+        )
 
     def _left_out(self, row: "_PromptRow", why: str) -> dict[str, Any]:
         """Return the columns of a row without an answer."""
@@ -203,14 +233,20 @@ class _PromptRow:
         self.is_chat, self.answers = False, 0
         if isinstance(value, str):
             document = Document(where, text=value)
-            self.prompt, self.identity, self.origin = value, identities([document])[0], find_origin(document)
+            self.prompt, self.identity, self.origin = (
+                value,
+                identities([document])[0],
+                find_origin(document),
+            )
             return
         if not isinstance(value, Sequence | np.ndarray) or len(value) == 0:
             raise InputError(f"{where}: is {value!r:.80}: give a text, messages or token ids")
         if all(isinstance(message, Mapping) for message in value):
             document = parse_record({"messages": list(value)}, where)
             self.is_chat, self.prompt = True, list(document.messages or ())
-            self.answers = sum(message["role"] == "assistant" for message in document.messages or ())
+            self.answers = sum(
+                message["role"] == "assistant" for message in document.messages or ()
+            )
             self.identity, self.origin = identities([document])[0], find_origin(document)
             return
         try:

@@ -39,7 +39,9 @@ class AnswerWriter(AbstractContextManager["AnswerWriter"]):
         (4, ['loss_spans', 'text', 'tokenizer_fingerprint', 'tokens'])
     """
 
-    def __init__(self, generator: pipeline.TextGenerator, params: SamplingParams, *, rows: int, capacity: int) -> None:
+    def __init__(
+        self, generator: pipeline.TextGenerator, params: SamplingParams, *, rows: int, capacity: int
+    ) -> None:
         """Start an engine with ``rows`` rows.
 
         The engine always drafts in the same way. Choosing the fastest draft by the clock could
@@ -48,12 +50,22 @@ class AnswerWriter(AbstractContextManager["AnswerWriter"]):
         self._generator, self._params = generator, params
         with on_host():
             self._root = params.make_key()
-        self._fingerprints = {is_chat: fingerprint.of_tokenizer(generator.tokenizer, is_chat) for is_chat in (False, True)}
+        self._fingerprints = {
+            is_chat: fingerprint.of_tokenizer(generator.tokenizer, is_chat)
+            for is_chat in (False, True)
+        }
         drafts = (None if generator.drafter is None else generator.drafter.draft_shape,)
-        self._engine = Engine(generator, rows=rows, drafts=drafts, widths=(rows,), capacity=capacity)
+        self._engine = Engine(
+            generator, rows=rows, drafts=drafts, widths=(rows,), capacity=capacity
+        )
         self.capacity = self._engine.capacity
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -88,13 +100,23 @@ class AnswerWriter(AbstractContextManager["AnswerWriter"]):
         """
         try:
             tokens = self._engine.encode(prompt)[:most]
-        except InputError as error:  # an error of this prompt: its characters, or the order of its roles
+        except (
+            InputError
+        ) as error:  # an error of this prompt: its characters, or the order of its roles
             return [], f"it cannot be encoded ({error})"
         if len(tokens) + self._params.max_new_tokens > self.capacity:
-            return [], f"there is no room for max_new_tokens={self._params.max_new_tokens} in {self.capacity} tokens"
+            return (
+                [],
+                (
+                    f"there is no room for max_new_tokens={self._params.max_new_tokens} in"
+                    f" {self.capacity} tokens"
+                ),
+            )
         return tokens, ""
 
-    def submit(self, prompt: list[int], key: jax.Array, stop: Sequence[str] = (), *, is_chat: bool = False) -> Handle:
+    def submit(
+        self, prompt: list[int], key: jax.Array, stop: Sequence[str] = (), *, is_chat: bool = False
+    ) -> Handle:
         """Submit a prompt to the engine without waiting for the answer."""
         return self._engine.submit(prompt, self._params, key=key, stop=stop, is_chat=is_chat)
 
@@ -104,13 +126,19 @@ class AnswerWriter(AbstractContextManager["AnswerWriter"]):
         text = self._generator.tokenizer.decode([*prompt, *answer.tokens], skip_special_tokens=True)
         return {"text": text, **self.tokens_record([(prompt, answer.tokens)], is_chat=False)}
 
-    def tokens_record(self, turns: Sequence[tuple[list[int], tuple[int, ...]]], *, is_chat: bool) -> dict[str, Any]:
+    def tokens_record(
+        self, turns: Sequence[tuple[list[int], tuple[int, ...]]], *, is_chat: bool
+    ) -> dict[str, Any]:
         """Return the record of the tokens of prompts and answers, turn by turn, for training."""
         return WrittenTokens.of_turns(turns, self._fingerprints[is_chat]).record()
 
     def empty_record(self, *, is_chat: bool) -> dict[str, Any]:
         """Return the token record of a prompt that is left out."""
-        return {"tokens": [], "loss_spans": [[0, 0]], "tokenizer_fingerprint": self._fingerprints[is_chat]}
+        return {
+            "tokens": [],
+            "loss_spans": [[0, 0]],
+            "tokenizer_fingerprint": self._fingerprints[is_chat],
+        }
 
 
 def positions_of(generator: pipeline.TextGenerator) -> int:

@@ -31,7 +31,11 @@ class OneLine:
             cls.__repr__ = OneLine.__repr__  # else dataclasses.dataclass adds its own
 
     def __repr__(self) -> str:
-        shown = (f"{key}={_show(key, value)}" for key, value in self.shown_fields().items() if value is not None)
+        shown = (
+            f"{key}={_show(key, value)}"
+            for key, value in self.shown_fields().items()
+            if value is not None
+        )
         return f"{type(self).__qualname__}({', '.join(shown)})"
 
     def shown_fields(self) -> dict[str, Any]:
@@ -40,7 +44,11 @@ class OneLine:
 
 
 def _fields_of(instance: Any) -> dict[str, Any]:
-    return {field.name: getattr(instance, field.name, None) for field in dataclasses.fields(instance) if field.repr}
+    return {
+        field.name: getattr(instance, field.name, None)
+        for field in dataclasses.fields(instance)
+        if field.repr
+    }
 
 
 def _show(key: str, value: Any) -> str:
@@ -54,11 +62,18 @@ def _show(key: str, value: Any) -> str:
     if not arrays:
         return " ".join(repr(value).split())
     if dataclasses.is_dataclass(value):
-        shown = (f"{name}={_show(name, item)}" for name, item in _fields_of(value).items() if item is not None)
+        shown = (
+            f"{name}={_show(name, item)}"
+            for name, item in _fields_of(value).items()
+            if item is not None
+        )
         return f"{type(value).__qualname__}({', '.join(shown)})"
     types = sorted({str(array.dtype) for array in arrays})
     numbers = sum(int(array.size) for array in arrays)
-    return f"<{len(arrays)} array{'s' if len(arrays) > 1 else ''}, {numbers:,} numbers, {' and '.join(types)}>"
+    return (
+        f"<{len(arrays)} array{'s' if len(arrays) > 1 else ''}, {numbers:,} numbers,"
+        f" {' and '.join(types)}>"
+    )
 
 
 def _is_array(value: Any) -> bool:

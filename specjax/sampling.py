@@ -132,8 +132,15 @@ class _Recipe:
 
 
 _RECIPES = {
-    "temperature": _Recipe(np.float32, lambda x: (x >= 0) & np.isfinite(x), "at least 0; 0 is greedy"),
-    "top_k": _Recipe(np.int32, lambda x: (x >= 0) & (x == np.floor(x)), "a whole number, 0 for no limit", most=2**31 - 1),
+    "temperature": _Recipe(
+        np.float32, lambda x: (x >= 0) & np.isfinite(x), "at least 0; 0 is greedy"
+    ),
+    "top_k": _Recipe(
+        np.int32,
+        lambda x: (x >= 0) & (x == np.floor(x)),
+        "a whole number, 0 for no limit",
+        most=2**31 - 1,
+    ),
     "top_p": _Recipe(np.float32, lambda x: (x > 0) & (x <= 1), "in (0, 1]; 1 is no limit"),
     "min_p": _Recipe(np.float32, lambda x: (x >= 0) & (x <= 1), "in [0, 1]; 0 is no limit"),
 }
@@ -220,8 +227,14 @@ class Sampling:
         return RowSampling(
             **{name: jnp.asarray(values) for name, values in numbers.items()},
             greedy=not is_drawn,
-            truncated=bool(np.any(numbers["top_k"] > 0) or np.any(numbers["top_p"] < 1) or np.any(numbers["min_p"] > 0)),
-            rule=rule if is_drawn else "independent",  # greedy rows draw nothing, so all rules share a program
+            truncated=bool(
+                np.any(numbers["top_k"] > 0)
+                or np.any(numbers["top_p"] < 1)
+                or np.any(numbers["min_p"] > 0)
+            ),
+            rule=(
+                rule if is_drawn else "independent"
+            ),  # greedy rows draw nothing, so all rules share a program
         )
 
     def rows_of_any_kind(self, batch: int) -> RowSampling:
@@ -257,7 +270,9 @@ class Sampling:
         # multiplying with the reciprocal. So temperatures are clipped to where they and their
         # reciprocals are normal numbers. More extreme ones would not change the distribution.
         smallest, temperature = float(np.finfo(np.float32).tiny), numbers["temperature"]
-        numbers["temperature"] = np.where(temperature > 0, np.clip(temperature, smallest, 1 / smallest), 0.0)
+        numbers["temperature"] = np.where(
+            temperature > 0, np.clip(temperature, smallest, 1 / smallest), 0.0
+        )
         return {name: values.astype(_RECIPES[name].dtype) for name, values in numbers.items()}
 
     def of_row(self) -> dict[str, np.ndarray]:
@@ -276,7 +291,10 @@ class Sampling:
         """Check a parameter, and return its numbers ``[batch]`` as float64."""
         recipe, value = _RECIPES[name], one_or_each(name, getattr(self, name)).astype(np.float64)
         if value.ndim == 1 and len(value) != batch:
-            raise InputError(f"{name} has shape {value.shape}: give one number, or one for each of the {batch} rows")
+            raise InputError(
+                f"{name} has shape {value.shape}: give one number, or one for each of the {batch}"
+                " rows"
+            )
         value = np.broadcast_to(value, (batch,))
         is_valid = recipe.is_valid(value)
         if not np.all(is_valid):
@@ -326,7 +344,9 @@ class Distributions:
         """Return ``[B, …]`` the probability of one token, ``tokens [B, …]``, at every node."""
         values = jnp.take_along_axis(self.values, tokens[..., None], axis=-1)[..., 0]
         probabilities = jnp.exp((values - self.top) / self.temperature) / self.total
-        return jnp.where(self.is_certain, (tokens == self.best).astype(probabilities.dtype), probabilities)
+        return jnp.where(
+            self.is_certain, (tokens == self.best).astype(probabilities.dtype), probabilities
+        )
 
     def at(self, node: jax.Array) -> jax.Array:
         """Return ``[B, V]`` p at each row's ``node [B]``, for distributions ``[B, N, V]``."""
@@ -367,21 +387,33 @@ def distributions(logits: jax.Array, sampling: RowSampling) -> Distributions:
         ([1], [True])
     """
     logits = logits.astype(jnp.float32)
-    is_greedy = jnp.broadcast_to(_by_row(sampling.temperature == 0, logits[..., 0]), logits.shape[:-1])
+    is_greedy = jnp.broadcast_to(
+        _by_row(sampling.temperature == 0, logits[..., 0]), logits.shape[:-1]
+    )
     if sampling.truncated:  # truncation stores the remaining logits as a new array
         values = _warped(logits, sampling)
-        top, temperature = jnp.zeros(is_greedy.shape, jnp.float32), jnp.ones(is_greedy.shape, jnp.float32)
+        top, temperature = (
+            jnp.zeros(is_greedy.shape, jnp.float32),
+            jnp.ones(is_greedy.shape, jnp.float32),
+        )
     else:
         values, top = logits, _top(logits)
         temperature = jnp.where(is_greedy, 1.0, _by_row(sampling.temperature, top))
     total = jnp.sum(jnp.exp((values - top[..., None]) / temperature[..., None]), axis=-1)
     return Distributions(
-        values=values, top=top, temperature=temperature, total=total, best=argmax(logits), is_certain=is_greedy
+        values=values,
+        top=top,
+        temperature=temperature,
+        total=total,
+        best=argmax(logits),
+        is_certain=is_greedy,
     )
 
 
 @shape_checked
-def probabilities(logits: Float[Array, "B *nodes V"], sampling: RowSampling) -> Float[Array, "B *nodes V"]:
+def probabilities(
+    logits: Float[Array, "B *nodes V"], sampling: RowSampling
+) -> Float[Array, "B *nodes V"]:
     """Return the probabilities of tokens for each row, float32.
 
     A greedy row is one-hot at its argmax (the lowest id among ties).
@@ -394,11 +426,15 @@ def probabilities(logits: Float[Array, "B *nodes V"], sampling: RowSampling) -> 
         array([[0.625, 0.375, 0.   ]], dtype=float32)
     """
     if sampling.greedy:
-        return jax.nn.one_hot(argmax(logits.astype(jnp.float32)), logits.shape[-1], dtype=jnp.float32)
+        return jax.nn.one_hot(
+            argmax(logits.astype(jnp.float32)), logits.shape[-1], dtype=jnp.float32
+        )
     return distributions(logits, sampling).all()
 
 
-def perturbed(logits: jax.Array, sampling: RowSampling, noise: jax.Array, beyond: float = -np.inf) -> jax.Array:
+def perturbed(
+    logits: jax.Array, sampling: RowSampling, noise: jax.Array, beyond: float = -np.inf
+) -> jax.Array:
     """Return ``[B, …, V]`` log p plus a constant plus Gumbel noise.
 
     The token with the largest value is an exact sample from p, and the k largest are a sample of k
@@ -426,7 +462,11 @@ def _warped(logits: jax.Array, sampling: RowSampling, beyond: float = -np.inf) -
         return scaled
     # Except on CPUs, reading the logits costs more than comparing them. So there are fewer passes,
     # and each tries more thresholds.
-    by_device = partial(jax.lax.platform_dependent, cpu=partial(_threshold, bits=1), default=partial(_threshold, bits=4))
+    by_device = partial(
+        jax.lax.platform_dependent,
+        cpu=partial(_threshold, bits=1),
+        default=partial(_threshold, bits=4),
+    )
     # In a server any row may be truncated, but usually none is.
     is_truncated = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
     nothing = jnp.full((*scaled.shape[:-1], 1), -jnp.inf, scaled.dtype)
@@ -434,7 +474,9 @@ def _warped(logits: jax.Array, sampling: RowSampling, beyond: float = -np.inf) -
     return jnp.where((scaled >= threshold) | (temperature == 0), scaled, scaled + beyond)
 
 
-def without_stop_tokens(logits: jax.Array, sampling: RowSampling, depth: Any, ids: jax.Array | None = None) -> jax.Array:
+def without_stop_tokens(
+    logits: jax.Array, sampling: RowSampling, depth: Any, ids: jax.Array | None = None
+) -> jax.Array:
     """Set the logits ``[B, …, V]`` of stop tokens to -inf where min_new_tokens is not reached.
 
     This comes before all other transformations of the logits, for target and drafter alike.
@@ -460,10 +502,15 @@ def without_stop_tokens(logits: jax.Array, sampling: RowSampling, depth: Any, id
     if stop_token_ids is None or sampling.tokens_before_stop is None:
         return logits
     shape = logits.shape[:-1]
-    is_early = jnp.broadcast_to(jnp.asarray(depth) < sampling.tokens_before_stop.reshape(-1, *(1,) * (len(shape) - 1)), shape)
+    is_early = jnp.broadcast_to(
+        jnp.asarray(depth) < sampling.tokens_before_stop.reshape(-1, *(1,) * (len(shape) - 1)),
+        shape,
+    )
 
     def mask(logits: jax.Array) -> jax.Array:
-        target_ids = jnp.atleast_2d(jnp.arange(logits.shape[-1], dtype=jnp.int32) if ids is None else ids)
+        target_ids = jnp.atleast_2d(
+            jnp.arange(logits.shape[-1], dtype=jnp.int32) if ids is None else ids
+        )
         is_end = jnp.any(target_ids[..., None] == stop_token_ids[:, None], axis=-1)
         return jnp.where(is_early[..., None] & _between(is_end, logits), -jnp.inf, logits)
 
@@ -515,7 +562,9 @@ def make_key(seed: int) -> jax.Array:
     check_seed(seed)
     if seed < 2**32:
         return jax.random.key(int(seed))
-    return jax.random.wrap_key_data(jnp.array(divmod(int(seed), 2**32), jnp.uint32), impl="threefry2x32")
+    return jax.random.wrap_key_data(
+        jnp.array(divmod(int(seed), 2**32), jnp.uint32), impl="threefry2x32"
+    )
 
 
 def check_seed(seed: Any) -> None:
@@ -556,12 +605,16 @@ def position_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
     The keys depend on nothing else, and the row keys are not consumed. A position always has the
     same key: use it only for the token at that position, and only once.
     """
-    return jax.vmap(jax.vmap(jax.random.fold_in))(jnp.broadcast_to(keys, positions.shape), positions)
+    return jax.vmap(jax.vmap(jax.random.fold_in))(
+        jnp.broadcast_to(keys, positions.shape), positions
+    )
 
 
 def position_noise(keys: jax.Array, vocab: int) -> jax.Array:
     """Return Gumbel noise ``[*keys, V]``, V numbers for each key of `position_keys`."""
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32, mode="high"))(keys.reshape(-1))
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32, mode="high"))(
+        keys.reshape(-1)
+    )
     return noise.reshape(*keys.shape, vocab)
 
 
@@ -571,7 +624,12 @@ def noise_of_rows(keys: jax.Array, vocab: int, sampling: RowSampling) -> jax.Arr
     If all rows are greedy, it is zeros, and nothing is sampled.
     """
     is_drawn = jnp.any(sampling.temperature > 0)
-    return jax.lax.cond(is_drawn, partial(position_noise, vocab=vocab), lambda _: jnp.zeros((keys.size, vocab)), keys)
+    return jax.lax.cond(
+        is_drawn,
+        partial(position_noise, vocab=vocab),
+        lambda _: jnp.zeros((keys.size, vocab)),
+        keys,
+    )
 
 
 def argmax(logits: jax.Array) -> jax.Array:
@@ -654,7 +712,11 @@ def _block_tops(logits: jax.Array, count: int) -> jax.Array:
 def _count_of_blocks(vocab: int) -> int:
     """Return the number of equal blocks for a search, as in `draw` a power of two if possible."""
     count = math.gcd(vocab, _BLOCKS)
-    return count if count >= 16 else max(blocks for blocks in range(1, _BLOCKS + 1) if vocab % blocks == 0)
+    return (
+        count
+        if count >= 16
+        else max(blocks for blocks in range(1, _BLOCKS + 1) if vocab % blocks == 0)
+    )
 
 
 def likeliest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -683,19 +745,27 @@ def _threshold(scaled: jax.Array, sampling: RowSampling, bits: int) -> jax.Array
         return _largest(lambda t: jnp.sum(numbers >= t[..., None], axis=-1) >= count, shape, bits)
 
     # Usually no row has a top_k.
-    kth = jax.lax.cond(jnp.any(sampling.top_k > 0), kth_largest, lambda: jnp.full(shape, -jnp.inf, scaled.dtype))
+    kth = jax.lax.cond(
+        jnp.any(sampling.top_k > 0), kth_largest, lambda: jnp.full(shape, -jnp.inf, scaled.dtype)
+    )
     best = jnp.max(scaled, axis=-1, keepdims=True)
     mass = jnp.where(scaled >= kth, jnp.exp(scaled - best), 0.0)
     needed = row(sampling.top_p) * jnp.sum(mass, axis=-1, keepdims=True)
     masses = mass[..., None, :]
-    nucleus = _largest(lambda t: jnp.sum(jnp.where(numbers >= t[..., None], masses, 0.0), axis=-1) >= needed, shape, bits)
+    nucleus = _largest(
+        lambda t: jnp.sum(jnp.where(numbers >= t[..., None], masses, 0.0), axis=-1) >= needed,
+        shape,
+        bits,
+    )
     nucleus = jnp.where(row(sampling.top_p) >= 1, -jnp.inf, nucleus)
     floor = best + jnp.log(row(sampling.min_p))  # min_p of 0 gives -inf, no floor
     # Rounding must not remove the most probable token: a top_p that is flushed to 0 needs no mass.
     return jnp.minimum(jnp.maximum(jnp.maximum(kth, nucleus), floor), best)
 
 
-def _largest(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], bits: int) -> jax.Array:
+def _largest(
+    holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], bits: int
+) -> jax.Array:
     """Return the largest float32 for which a monotone predicate holds; one search per element.
 
     The result is found digit by digit in the 32 bits of a float. The 32 passes over the vocabulary
@@ -713,7 +783,10 @@ def _largest(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], bi
     def add_digit(index: jax.Array, prefix: jax.Array) -> jax.Array:
         shift = (32 - bits * (index + 1)).astype(jnp.uint32)
         candidates = jnp.clip(prefix + (digits << shift), low, high)
-        return prefix + (jnp.sum(holds(_to_float(candidates)), axis=-1, keepdims=True).astype(jnp.uint32) << shift)
+        return prefix + (
+            jnp.sum(holds(_to_float(candidates)), axis=-1, keepdims=True).astype(jnp.uint32)
+            << shift
+        )
 
     largest = jax.lax.fori_loop(0, 32 // bits, add_digit, jnp.zeros(shape, jnp.uint32))
     return _to_float(jnp.clip(largest, low, high))
@@ -752,7 +825,9 @@ def draw(p: Float[Array, "B V"], keys: Any) -> Int[Array, " B"]:
     masses = jnp.sum(blocks, axis=-1)
     u = jax.vmap(lambda key: jax.random.uniform(key, (2,), jnp.float32))(keys)
     block = _invert(masses, u[:, 0])
-    return block * blocks.shape[-1] + _invert(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], u[:, 1])
+    return block * blocks.shape[-1] + _invert(
+        jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], u[:, 1]
+    )
 
 
 def _invert(mass: jax.Array, u: jax.Array) -> jax.Array:

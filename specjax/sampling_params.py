@@ -60,7 +60,9 @@ class SamplingParams(Sampling):
             object.__setattr__(self, name, _one_number(name, getattr(self, name)))
         check_sizes(self.max_new_tokens, self)
         self.by_row(1)
-        _check_count("max_new_tokens", self.max_new_tokens, "at least 1; with echo, 0 reads the prompt alone")
+        _check_count(
+            "max_new_tokens", self.max_new_tokens, "at least 1; with echo, 0 reads the prompt alone"
+        )
         _check_count("min_new_tokens", self.min_new_tokens, "at least 0")
         check_seed(self.seed)
         object.__setattr__(self, "seed", int(self.seed))
@@ -97,14 +99,20 @@ class SamplingParams(Sampling):
             specjax.errors.InputError: temp=0.5: SamplingParams has no argument of that name; did you mean temperature?
         """
         if params is not None and not isinstance(params, cls):
-            raise InputError(f"params={params!r}: give specjax.SamplingParams(...), or its fields by name")
+            raise InputError(
+                f"params={params!r}: give specjax.SamplingParams(...), or its fields by name"
+            )
         if stated:
             other_names = () if function is None else inspect.signature(function).parameters
-            check_options(function.__name__ if function else cls.__name__, stated, cls, *other_names)
+            check_options(
+                function.__name__ if function else cls.__name__, stated, cls, *other_names
+            )
         if params is not None:
             return replace(params, **stated) if stated else params
         of_distribution = {name: stated[name] for name in SAMPLING_NAMES if name in stated}
-        other_fields = {name: value for name, value in stated.items() if name not in of_distribution}
+        other_fields = {
+            name: value for name, value in stated.items() if name not in of_distribution
+        }
         return cls(**vars((defaults or GREEDY).with_explicit(**of_distribution)), **other_fields)
 
     def options(self) -> GenerationOptions:
@@ -144,12 +152,16 @@ def _check_count(name: str, value: Any, bounds: str) -> None:
     ``bounds`` states the valid range.
     """
     if not is_whole(value) or value < 0:
-        raise InputError(f"{name}={value}: must be {'' if is_whole(value) else 'a whole number, '}{bounds}")
+        raise InputError(
+            f"{name}={value}: must be {'' if is_whole(value) else 'a whole number, '}{bounds}"
+        )
 
 
 def _one_number(name: str, value: Any) -> Any:
     """Convert a value to a Python number. Refuse, with an InputError, anything else."""
     numbers = one_or_each(name, value)
-    if numbers.size != 1 or (numbers.ndim and name not in SAMPLING_NAMES):  # a sampling parameter may be an array of one number
+    if numbers.size != 1 or (
+        numbers.ndim and name not in SAMPLING_NAMES
+    ):  # a sampling parameter may be an array of one number
         raise InputError(f"{name}={value}: give one number")
     return numbers.item()

@@ -51,7 +51,10 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
     if data < 1 or model < 1:
         raise InputError(f"mesh data={data} x model={model}: each axis must be at least 1")
     if data * model > len(devices):
-        raise InputError(f"mesh data={data} x model={model} needs {data * model} devices; {len(devices)} are present")
+        raise InputError(
+            f"mesh data={data} x model={model} needs {data * model} devices; {len(devices)} are"
+            " present"
+        )
     return Mesh(np.asarray(devices[: data * model]).reshape(data, model), ("data", "model"))
 
 
@@ -64,7 +67,8 @@ def mesh_for(sizes: tuple[int, int]) -> Mesh | None:
     """
     if jax.process_count() > 1 and math.prod(sizes) != jax.device_count():
         raise InputError(
-            f"mesh={sizes}: {jax.process_count()} processes have {jax.device_count()} devices; give a mesh of all of them"
+            f"mesh={sizes}: {jax.process_count()} processes have {jax.device_count()} devices; give"
+            " a mesh of all of them"
         )
     return None if sizes == (1, 1) else make_mesh(*sizes)
 
@@ -94,7 +98,9 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
     if not sharding.mesh.is_multi_process:  # pyright: ignore[reportAttributeAccessIssue]
         return jax.device_put(value, sharding)
     if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(put(jax.random.key_data(value), sharding), impl=jax.random.key_impl(value))
+        return jax.random.wrap_key_data(
+            put(jax.random.key_data(value), sharding), impl=jax.random.key_impl(value)
+        )
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return jax.jit(lambda x: x, out_shardings=sharding)(value)
     host = np.asarray(value)
@@ -137,7 +143,9 @@ def is_on_cpu(mesh: Mesh | None) -> bool:
     return (jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) == "cpu"
 
 
-def constrain(x: jax.Array, axes: Sequence[str | None], units: Mapping[str, int], mesh: Mesh | None) -> jax.Array:
+def constrain(
+    x: jax.Array, axes: Sequence[str | None], units: Mapping[str, int], mesh: Mesh | None
+) -> jax.Array:
     """Constrain the sharding of an activation inside ``jit``; do nothing without a mesh."""
     if mesh is None or math.prod(mesh.shape.values()) == 1:
         return x

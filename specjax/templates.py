@@ -52,7 +52,9 @@ With each name come the values that change nothing.
 """
 
 
-def with_template(tokenizer: Any, file: str = "", settings: str | Settings = "", section: str = "") -> Any:
+def with_template(
+    tokenizer: Any, file: str = "", settings: str | Settings = "", section: str = ""
+) -> Any:
     """Return a copy of the tokenizer with another chat template or with template variables.
 
     Args:
@@ -105,9 +107,14 @@ def read_settings(settings: str | Settings, name: str = "chat_template_kwargs") 
         except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
             parsed = None
     if not isinstance(parsed, Mapping) or not all(isinstance(key, str) for key in parsed):
-        raise InputError(f"{name}={_short(settings)}: must be a JSON object, such as '{{\"enable_thinking\": false}}'")
+        raise InputError(
+            f'{name}={_short(settings)}: must be a JSON object, such as \'{{"enable_thinking":'
+            " false}'"
+        )
     for key in _OWN.keys() & parsed.keys():
-        if not any(type(parsed[key]) is type(neutral) and parsed[key] == neutral for neutral in _OWN[key]):
+        if not any(
+            type(parsed[key]) is type(neutral) and parsed[key] == neutral for neutral in _OWN[key]
+        ):
             raise InputError(f"{name}: {key!r} is not a variable of a template; leave it out")
     return {key: value for key, value in parsed.items() if key not in _OWN}
 
@@ -134,7 +141,9 @@ def check_is_chat(is_chat: bool, file: str, settings: str) -> None:
     """
     for name, value in (("chat_template", file), ("chat_template_kwargs", settings)):
         if value and not is_chat:
-            raise InputError(f"{name}={_short(value)}: it applies to chats only; give --chat, or leave it out")
+            raise InputError(
+                f"{name}={_short(value)}: it applies to chats only; give --chat, or leave it out"
+            )
 
 
 def without_settings(tokenizer: Any) -> Any:
@@ -187,8 +196,12 @@ def renderer(tokenizer: Any, settings: Settings | None = None) -> Render:
     def render(messages: Messages) -> str:
         chat = [dict(message) for message in messages]
         if all(value is not None for message in messages for value in message.values()):
-            return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **variables)
-        from transformers.utils.chat_template_utils import render_jinja_template  # apply_chat_template drops None
+            return tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=False, **variables
+            )
+        from transformers.utils.chat_template_utils import (
+            render_jinja_template,
+        )  # apply_chat_template drops None
 
         rendered, _ = render_jinja_template(
             conversations=[chat],
@@ -212,15 +225,21 @@ def _read(file: str, name: str) -> str:
         _names(template)
     except Exception as error:  # an error of Jinja, or a RecursionError
         where = f", line {error.lineno}" if getattr(error, "lineno", None) else ""  # pyright: ignore[reportAttributeAccessIssue]
-        raise InputError(f"{name}={file!r}: not a valid Jinja template ({error}{where}): correct it") from None
+        raise InputError(
+            f"{name}={file!r}: not a valid Jinja template ({error}{where}): correct it"
+        ) from None
     return template
 
 
 def _names(template: str) -> frozenset[str]:
     from jinja2.meta import find_undeclared_variables
-    from transformers.utils.chat_template_utils import _compile_jinja_template  # it adds the Jinja extensions of chat templates
+    from transformers.utils.chat_template_utils import (
+        _compile_jinja_template,
+    )  # it adds the Jinja extensions of chat templates
 
-    return frozenset(find_undeclared_variables(_compile_jinja_template(template).environment.parse(template)))
+    return frozenset(
+        find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
+    )
 
 
 def _checked(tokenizer: Any, settings: dict[str, Any], name: str) -> dict[str, Any]:
@@ -228,12 +247,20 @@ def _checked(tokenizer: Any, settings: dict[str, Any], name: str) -> dict[str, A
     if not settings:
         return {}
     if not tokenizer.chat_template:
-        raise InputError(f"{name}: this tokenizer has no chat template that could use them; name a file with one")
+        raise InputError(
+            f"{name}: this tokenizer has no chat template that could use them; name a file with one"
+        )
     names_of_template = names_read(tokenizer)
     for key in settings:
         if names_of_template is not None and key not in names_of_template:
-            remaining = sorted(names_of_template - {"messages", *_OWN, *tokenizer.special_tokens_map})
-            hint = f", but {', '.join(remaining)}{did_you_mean(key, remaining)}" if remaining else "; leave it out"
+            remaining = sorted(
+                names_of_template - {"messages", *_OWN, *tokenizer.special_tokens_map}
+            )
+            hint = (
+                f", but {', '.join(remaining)}{did_you_mean(key, remaining)}"
+                if remaining
+                else "; leave it out"
+            )
             raise InputError(f"{name}: the chat template does not read {key!r}{hint}")
     chat = [{"role": "user", "content": "a"}]
     try:
@@ -243,7 +270,9 @@ def _checked(tokenizer: Any, settings: dict[str, Any], name: str) -> dict[str, A
     try:
         renderer(tokenizer, settings)(chat)
     except Exception as error:
-        raise InputError(f"{name}={_short(settings)}: the chat template refuses it ({error})") from None
+        raise InputError(
+            f"{name}={_short(settings)}: the chat template refuses it ({error})"
+        ) from None
     return settings
 
 

@@ -17,7 +17,15 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.progress import waiting
-from specjax.templates import Messages, Render, Settings, read_settings, renderer, settings_of, without_settings
+from specjax.templates import (
+    Messages,
+    Render,
+    Settings,
+    read_settings,
+    renderer,
+    settings_of,
+    without_settings,
+)
 
 
 def _is_not_about_torch(record: logging.LogRecord) -> bool:
@@ -29,7 +37,7 @@ def _is_not_about_torch(record: logging.LogRecord) -> bool:
 # (specjax/cli/silence.py).
 logging.getLogger("transformers").addFilter(_is_not_about_torch)
 
-# --- tokenizers ------------------------------------------------------------------------------------------------------
+# --- tokenizers -----------------------------------------------------------------------------------
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -45,7 +53,13 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 
-_WITH_TOKENIZER = (*_TOKENIZER_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
+_WITH_TOKENIZER = (
+    *_TOKENIZER_FILES,
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
 _WITH_TOKENIZER += ("chat_template.jinja", "chat_template.json")
 
 
@@ -71,7 +85,10 @@ def copy_tokenizer(directory: Path, into: Path) -> None:
 
 def _check_has_tokenizer(directory: Path) -> None:
     if not has_tokenizer(directory):
-        raise InputError(f"{directory} has no tokenizer (tokenizer.json): copy the one the model was trained with there")
+        raise InputError(
+            f"{directory} has no tokenizer (tokenizer.json): copy the one the model was trained"
+            " with there"
+        )
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -97,15 +114,18 @@ def load_tokenizer(directory: Path) -> Any:
     try:
         # Without this argument, transformers asks on stdin whether to run the checkpoint's code.
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # damaged files cause errors of many types in transformers and tokenizers
+    except (
+        Exception
+    ) as error:  # damaged files cause errors of many types in transformers and tokenizers
         if "trust_remote_code" in str(error):
             raise InputError(
-                f"{directory}: its tokenizer is code, which is never run: give a tokenizer whose tokenizer_config.json "
-                "names a class of transformers"
+                f"{directory}: its tokenizer is code, which is never run: give a tokenizer whose"
+                " tokenizer_config.json names a class of transformers"
             ) from None
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise InputError(
-            f"{_damaged_file(directory)}: cannot be read as a tokenizer ({reason}); download the files again"
+            f"{_damaged_file(directory)}: cannot be read as a tokenizer ({reason}); download the"
+            " files again"
         ) from None
     _add_what_is_stated(tokenizer, directory / "tokenizer_config.json")
     return tokenizer
@@ -133,8 +153,13 @@ def _add_what_is_stated(tokenizer: Any, config: Path) -> None:
     if list(options.values()) == [adds_bos, adds_eos]:
         return
     if len(tokens) > len(plain) + adds_bos + adds_eos:
-        listed = ", ".join(f"{name}={json.dumps(stated[name])}" for name in options if name in stated)
-        raise InputError(f"{config}: {listed}, but tokenizer.json adds other tokens to a text: make the two agree")
+        listed = ", ".join(
+            f"{name}={json.dumps(stated[name])}" for name in options if name in stated
+        )
+        raise InputError(
+            f"{config}: {listed}, but tokenizer.json adds other tokens to a text: make the two"
+            " agree"
+        )
     for name, value in options.items():
         setattr(tokenizer, name, value)
 
@@ -160,7 +185,10 @@ def check_same_tokenizer(target: Any, drafter: Any) -> None:
         >>> check_same_tokenizer(target_tokenizer, load_tokenizer(embedded("draft")))
     """
     if mismatch := difference(target, drafter):
-        raise InputError(f"tokenizers: {mismatch}: a drafter must share the target's tokenizer; take one of its family")
+        raise InputError(
+            f"tokenizers: {mismatch}: a drafter must share the target's tokenizer; take one of its"
+            " family"
+        )
 
 
 def difference(target: Any, drafter: Any) -> str | None:
@@ -178,7 +206,9 @@ def difference(target: Any, drafter: Any) -> str | None:
         True
     """
     target_ids, draft_ids = (tokenizer.get_vocab() for tokenizer in (target, drafter))
-    here, there = ({i: token for token, i in vocabulary.items()} for vocabulary in (target_ids, draft_ids))
+    here, there = (
+        {i: token for token, i in vocabulary.items()} for vocabulary in (target_ids, draft_ids)
+    )
     for i in sorted(here.keys() | there.keys()):
         target_token, draft_token = here.get(i), there.get(i)
         if target_token is None or draft_token is None:  # compare the ids of the token in both
@@ -187,12 +217,18 @@ def difference(target: Any, drafter: Any) -> str | None:
                 continue
         elif target_token == draft_token:
             continue
-        return f"id {i} is {_shown(target_token)} for the target and {_shown(draft_token)} for the drafter"
+        return (
+            f"id {i} is {_shown(target_token)} for the target and {_shown(draft_token)} for the"
+            " drafter"
+        )
     for role in ("bos_token", "eos_token"):
         target_token, draft_token = getattr(target, role, None), getattr(drafter, role, None)
         if target_token is not None and draft_token is not None and target_token != draft_token:
             ours = f"{target_token!r} (id {target_ids.get(target_token)})"
-            return f"{role} is {ours} for the target and {draft_token!r} (id {draft_ids.get(draft_token)}) for the drafter"
+            return (
+                f"{role} is {ours} for the target and {draft_token!r} (id"
+                f" {draft_ids.get(draft_token)}) for the drafter"
+            )
     return None
 
 
@@ -200,10 +236,12 @@ def _shown(token: str | None) -> str:
     return "no token" if token is None else repr(token)
 
 
-# --- prompts ---------------------------------------------------------------------------------------------------------
+# --- prompts --------------------------------------------------------------------------------------
 
 
-def encode(tokenizer: Any, prompt: str, chat: bool = False, chat_template_kwargs: Settings | None = None) -> list[int]:
+def encode(
+    tokenizer: Any, prompt: str, chat: bool = False, chat_template_kwargs: Settings | None = None
+) -> list[int]:
     """Return the token ids of a prompt.
 
     With ``chat``, the prompt is the user's turn in the model's chat template, see `encode_chat`. If
@@ -224,9 +262,15 @@ def encode(tokenizer: Any, prompt: str, chat: bool = False, chat_template_kwargs
     if chat:
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}], chat_template_kwargs)
     _check_unicode(prompt)
-    tokens = list(tokenizer(prompt, verbose=False)["input_ids"])  # no warning about the length: the models check it
+    tokens = list(
+        tokenizer(prompt, verbose=False)["input_ids"]
+    )  # no warning about the length: the models check it
     begin = getattr(tokenizer, "bos_token_id", None)
-    is_twice = begin is not None and tokens[:2] == [begin, begin] and prompt.startswith(str(tokenizer.bos_token))
+    is_twice = (
+        begin is not None
+        and tokens[:2] == [begin, begin]
+        and prompt.startswith(str(tokenizer.bos_token))
+    )
     return tokens[1:] if is_twice else tokens
 
 
@@ -247,7 +291,9 @@ def encode_continuation(tokenizer: Any, continuation: str) -> list[int]:
     return list(tokenizer(continuation, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def encode_chat(tokenizer: Any, messages: Messages, chat_template_kwargs: Settings | None = None) -> list[int]:
+def encode_chat(
+    tokenizer: Any, messages: Messages, chat_template_kwargs: Settings | None = None
+) -> list[int]:
     """Return the token ids of a chat in the model's template, up to where the answer begins.
 
     If the template does not know the role ``developer``, these messages become system messages.
@@ -272,7 +318,10 @@ def encode_chat(tokenizer: Any, messages: Messages, chat_template_kwargs: Settin
     if not messages:
         raise InputError("messages=[]: empty; give at least one message")
     if not tokenizer.chat_template:
-        raise InputError("chat=True: this tokenizer has no chat template; leave --chat out, or give the prompt as text")
+        raise InputError(
+            "chat=True: this tokenizer has no chat template; leave --chat out, or give the prompt"
+            " as text"
+        )
     text = _chat_with(tokenizer, messages, read_settings(chat_template_kwargs or {}))
     _check_unicode(text)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -284,9 +333,13 @@ def _chat_with(tokenizer: Any, messages: Messages, settings: Settings) -> str:
         return _chat_text(renderer(tokenizer, settings), messages)
     except InputError as error:
         variables = dict(settings) or settings_of(tokenizer)
-        if not variables or not _can_write(renderer(tokenizer if settings else without_settings(tokenizer)), messages):
+        if not variables or not _can_write(
+            renderer(tokenizer if settings else without_settings(tokenizer)), messages
+        ):
             raise
-        raise InputError(f"chat_template_kwargs: {_shortened(str(variables))} cause an error: {error}") from None
+        raise InputError(
+            f"chat_template_kwargs: {_shortened(str(variables))} cause an error: {error}"
+        ) from None
 
 
 def _can_write(render: Render, messages: Messages) -> bool:
@@ -302,7 +355,10 @@ def _chat_text(render: Render, messages: Messages) -> str:
     try:
         return _render_chat(render, messages)
     except InputError:
-        as_system = [{**message, "role": "system"} if message.get("role") == "developer" else message for message in messages]
+        as_system = [
+            {**message, "role": "system"} if message.get("role") == "developer" else message
+            for message in messages
+        ]
         if as_system != list(messages):
             with suppress(InputError):  # the first error, about the original messages, is reported
                 return _render_chat(render, as_system)
@@ -333,7 +389,10 @@ def _render_chat(render: Render, messages: Messages) -> str:
     if without_calls is not None:
         return without_calls
     if left_out is None:
-        raise InputError(f"messages: the model's chat template refuses them ({refusal}); check the roles and their order")
+        raise InputError(
+            f"messages: the model's chat template refuses them ({refusal}); check the roles and"
+            " their order"
+        )
     raise InputError(
         f"messages[{left_out}]: the model's chat template leaves out this message, with role "
         f"{_short(str(messages[left_out].get('role')))}; give it another role, or leave it out"
@@ -367,7 +426,10 @@ def _for_template(message: Mapping[str, Any], as_mappings: bool) -> dict[str, An
 
     A message that only calls tools has no content.
     """
-    result, calls = {name: value for name, value in message.items() if value is not None}, message.get("tool_calls")
+    result, calls = (
+        {name: value for name, value in message.items() if value is not None},
+        message.get("tool_calls"),
+    )
     if calls:
         result["tool_calls"] = [_with_arguments(call, as_mappings) for call in calls]
         if not result.get("content"):
@@ -375,11 +437,18 @@ def _for_template(message: Mapping[str, Any], as_mappings: bool) -> dict[str, An
     else:
         result.pop("tool_calls", None)  # some templates only check whether the field exists
         result.setdefault("content", "")
-    thought = next((result[name] for name in _REASONING if isinstance(result.get(name), str) and result[name]), None)
+    thought = next(
+        (result[name] for name in _REASONING if isinstance(result.get(name), str) and result[name]),
+        None,
+    )
     if thought is not None:
         result = {**dict.fromkeys(_REASONING, thought), **result}
         if calls and "content" in result:
-            result["thinking"] = ""  # gpt-oss's template allows only one of the two in a call, and reads content as reasoning
+            result[
+                "thinking"
+            ] = (  # gpt-oss's template allows only one of the two in a call, and reads content as reasoning
+                ""
+            )
     return result
 
 
@@ -406,12 +475,15 @@ def _first_left_out(render: Render, messages: Messages, with_calls: bool = True)
     in it. In a message that only calls tools, the names of the functions are marked. Without
     ``with_calls``, the message is given a marked content instead.
     """
-    marks = {index: _mark(index) for index, message in enumerate(messages) if _says_something(message)}
+    marks = {
+        index: _mark(index) for index, message in enumerate(messages) if _says_something(message)
+    }
 
     def written(marked: Collection[int]) -> str | None:
         """Return the chat's text with these messages marked; None if the template fails."""
         chosen = [
-            _marked(message, marks[index], with_calls) if index in marked else message for index, message in enumerate(messages)
+            _marked(message, marks[index], with_calls) if index in marked else message
+            for index, message in enumerate(messages)
         ]
         try:
             return render(chosen).lower()
@@ -432,7 +504,11 @@ def _first_left_out(render: Render, messages: Messages, with_calls: bool = True)
 
 def _says_something(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
-    return bool(content.strip()) if content and isinstance(content, str) else not content and bool(message.get("tool_calls"))
+    return (
+        bool(content.strip())
+        if content and isinstance(content, str)
+        else not content and bool(message.get("tool_calls"))
+    )
 
 
 _MARK = re.compile("specjaxmark[a-p]{8}")
@@ -450,7 +526,11 @@ def _marked(message: Mapping[str, Any], mark: str, with_calls: bool) -> dict[str
         result["content"] = mark
     if calls and with_calls:
         result["tool_calls"] = [
-            {**call, "function": {**call["function"], "name": mark}} if isinstance(call.get("function"), Mapping) else call
+            (
+                {**call, "function": {**call["function"], "name": mark}}
+                if isinstance(call.get("function"), Mapping)
+                else call
+            )
             for call in calls
         ]
     return result
@@ -459,8 +539,12 @@ def _marked(message: Mapping[str, Any], mark: str, with_calls: bool) -> dict[str
 def _check_unicode(prompt: str) -> None:
     try:
         prompt.encode()
-    except UnicodeEncodeError as error:  # a lone surrogate: bytes of a command line that are not UTF-8
-        raise InputError(f"prompt: character {error.start} is not valid Unicode ({error.reason}); give UTF-8") from None
+    except (
+        UnicodeEncodeError
+    ) as error:  # a lone surrogate: bytes of a command line that are not UTF-8
+        raise InputError(
+            f"prompt: character {error.start} is not valid Unicode ({error.reason}); give UTF-8"
+        ) from None
 
 
 def pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -502,7 +586,9 @@ def read_prompts(argument: str, name: str) -> list[str]:
         if not path.is_file():
             raise InputError(f"{argument}={name!r}: no such file")
         if path.suffix == ".jsonl":
-            prompts = [_prompt_of(record, f"{path}:{number}") for number, record in read_json_lines(path)]
+            prompts = [
+                _prompt_of(record, f"{path}:{number}") for number, record in read_json_lines(path)
+            ]
         else:
             prompts = [line for _, line in _lines(path)]
     except OSError as error:
@@ -567,7 +653,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
-# --- text that grows -------------------------------------------------------------------------------------------------
+# --- text that grows ------------------------------------------------------------------------------
 
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -721,13 +807,19 @@ class FinalChannel:
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         """Start after a prompt, which may end within a message."""
         self._tokenizer, self._stream = tokenizer, TextStream(tokenizer, prompt)
-        self._start, self._channel, self._message = (_mark_id(tokenizer, name) for name in self._BEGINS)
+        self._start, self._channel, self._message = (
+            _mark_id(tokenizer, name) for name in self._BEGINS
+        )
         end_marks = (_mark_id(tokenizer, name) for name in self._ENDS)
         self._marks = frozenset([self._start, self._channel, self._message, *end_marks]) - {None}
         self._name: list[int] = []  # the tokens of the channel's name so far
         self._is_named = self._is_final = False
         tokens = [int(token) for token in prompt]
-        last = len(tokens) - 1 - tokens[::-1].index(self._start) if self._start in tokens else len(tokens)
+        last = (
+            len(tokens) - 1 - tokens[::-1].index(self._start)
+            if self._start in tokens
+            else len(tokens)
+        )
         for token in tokens[last:]:
             self._is_text(token)
 
@@ -741,7 +833,9 @@ class FinalChannel:
 
         ``last`` also returns what was held back.
         """
-        return self._stream.push([token for token in map(int, tokens) if self._is_text(token)], last)
+        return self._stream.push(
+            [token for token in map(int, tokens) if self._is_text(token)], last
+        )
 
     def peek(self) -> str:
         """Return what `TextStream.peek` returns."""
@@ -776,7 +870,9 @@ class FinalChannel:
         return False
 
 
-def text_stream(tokenizer: Any, prompt: Sequence[int], is_chat: bool = False) -> "TextStream | FinalChannel":
+def text_stream(
+    tokenizer: Any, prompt: Sequence[int], is_chat: bool = False
+) -> "TextStream | FinalChannel":
     """Return the decoder of the tokens after a prompt: a `FinalChannel` or a `TextStream`.
 
     It is a `FinalChannel` if the text is an answer in a chat and the model writes in channels.
@@ -787,7 +883,9 @@ def text_stream(tokenizer: Any, prompt: Sequence[int], is_chat: bool = False) ->
         >>> text_stream(tokenizer, tokenizer.encode("import"), is_chat=True).push(tokenizer.encode(" os"), last=True)
         ' os'
     """
-    return (FinalChannel if is_chat and FinalChannel.reads(tokenizer, prompt) else TextStream)(tokenizer, prompt)
+    return (FinalChannel if is_chat and FinalChannel.reads(tokenizer, prompt) else TextStream)(
+        tokenizer, prompt
+    )
 
 
 def _mark_id(tokenizer: Any, name: str) -> int | None:
@@ -807,7 +905,8 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
 
     tokenizer_class = type(tokenizer)
     if isinstance(tokenizer, PreTrainedTokenizerFast) and all(
-        getattr(tokenizer_class, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
+        getattr(tokenizer_class, name) is getattr(PreTrainedTokenizerFast, name)
+        for name in ("decode", "_decode")
     ):
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
     decode: Any = tokenizer.decode
@@ -849,7 +948,9 @@ def _skipped_ids(tokenizer: Any, special: tuple[int, ...]) -> frozenset[int]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     candidates = {*special, *(token for token, added_token in added.items() if added_token.special)}
     # A token of the vocabulary that is also the padding token, for example, still has text.
-    return frozenset(token for token in candidates if not tokenizer.decode([token], skip_special_tokens=True))
+    return frozenset(
+        token for token in candidates if not tokenizer.decode([token], skip_special_tokens=True)
+    )
 
 
 def _common(before: str, after: str) -> int:
@@ -857,7 +958,9 @@ def _common(before: str, after: str) -> int:
     if after.startswith(before):  # the usual case: only an unfinished character changes
         return len(before)
     pairs = enumerate(zip(before, after, strict=False))
-    return next((index for index, pair in pairs if len(set(pair)) > 1), min(len(before), len(after)))
+    return next(
+        (index for index, pair in pairs if len(set(pair)) > 1), min(len(before), len(after))
+    )
 
 
 class StopStrings:
@@ -892,11 +995,15 @@ class StopStrings:
         if self.found:
             return ""
         text = self._pending + piece
-        ends = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        ends = [
+            (start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0
+        ]
         if ends:
             self.found, self._pending = True, ""
             return text[: min(ends)[1]]
-        safe = len(text) - (0 if last else max((_begun(stop, text) for stop in self._stop), default=0))
+        safe = len(text) - (
+            0 if last else max((_begun(stop, text) for stop in self._stop), default=0)
+        )
         self._pending = text[safe:]
         return text[:safe]
 
@@ -925,7 +1032,9 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
     """
     strings = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
     if not all(isinstance(string, str) and string for string in strings):
-        raise InputError(f"stop={stop!r}: give a string or a sequence of strings, none of them empty")
+        raise InputError(
+            f"stop={stop!r}: give a string or a sequence of strings, none of them empty"
+        )
     return strings
 
 
@@ -934,7 +1043,9 @@ def _special_tokens(tokenizer: Any, stop: Sequence[str]) -> Iterator[int]:
     for string in stop:
         # Tokenizers raise errors for a lone surrogate, which is not a token.
         token = tokenizer.convert_tokens_to_ids(string.encode(errors="replace").decode())
-        if token is None or tokenizer.convert_ids_to_tokens(token) != string:  # it is the unknown token
+        if (
+            token is None or tokenizer.convert_ids_to_tokens(token) != string
+        ):  # it is the unknown token
             continue
         if not tokenizer.decode([token], skip_special_tokens=True):
             yield token
@@ -958,7 +1069,12 @@ class GrowingText:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), stop_after: int = 0, is_chat: bool = False
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        stop_after: int = 0,
+        is_chat: bool = False,
     ) -> None:
         """Start after a prompt.
 
@@ -1061,7 +1177,9 @@ def _completed_in_run(stop: StopStrings, text: str, run: Sequence[tuple[int, int
 
     if not run or not is_found(len(text)):
         return None
-    last = bisect_left(range(len(text) + 1), True, key=is_found) - 1  # index of the string's last character
+    last = (
+        bisect_left(range(len(text) + 1), True, key=is_found) - 1
+    )  # index of the string's last character
     try:
         characters = bytes(byte for byte, _ in run).decode()
     except UnicodeDecodeError:  # the run becomes one replacement character per byte

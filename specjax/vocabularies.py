@@ -31,7 +31,9 @@ def _byte_characters() -> dict[str, int]:
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + n): byte for n, byte in enumerate(unprintable)
+    }
 
 
 _BYTE_OF = _byte_characters()
@@ -92,18 +94,38 @@ class VocabularyTokens:
             >>> tokens.texts[tokens.by_text[b" import"]]
             b' import'
         """
-        vocabulary = {token: i for token, i in tokenizer.get_vocab().items() if size is None or i < size}
-        added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content in vocabulary}
+        vocabulary = {
+            token: i for token, i in tokenizer.get_vocab().items() if size is None or i < size
+        }
+        added = {
+            i: token
+            for i, token in tokenizer.added_tokens_decoder.items()
+            if token.content in vocabulary
+        }
         roles = {role: getattr(tokenizer, f"{role}_id") for role in ROLES}
-        roles = {role: i for role, i in roles.items() if i is not None and (size is None or i < size)}
-        special = {*tokenizer.all_special_ids, *roles.values(), *(i for i, token in added.items() if token.special)}
+        roles = {
+            role: i for role, i in roles.items() if i is not None and (size is None or i < size)
+        }
+        special = {
+            *tokenizer.all_special_ids,
+            *roles.values(),
+            *(i for i, token in added.items() if token.special),
+        }
         literal = {token.content: i for i, token in added.items() if i not in special}
         plain = {token: i for token, i in vocabulary.items() if i not in special and i not in added}
         unknown = tokenizer.unk_token_id
         # Leave out the unknown token: if both models have one, its text differs between them.
         nothing = set() if unknown in roles.values() else {unknown}
-        spellings = {token: i for token, i in vocabulary.items() if (i in special or i in added) and i not in nothing}
-        unknown = roles.get("eos_token", 0) if unknown is None or (size is not None and unknown >= size) else unknown
+        spellings = {
+            token: i
+            for token, i in vocabulary.items()
+            if (i in special or i in added) and i not in nothing
+        }
+        unknown = (
+            roles.get("eos_token", 0)
+            if unknown is None or (size is not None and unknown >= size)
+            else unknown
+        )
         return cls(texts_of(plain, literal), roles, unknown, spellings)
 
     @cached_property
@@ -115,7 +137,9 @@ class VocabularyTokens:
         return by_text
 
 
-def texts_of(vocabulary: Mapping[str, int], added: Mapping[str, int] | None = None) -> dict[int, bytes]:
+def texts_of(
+    vocabulary: Mapping[str, int], added: Mapping[str, int] | None = None
+) -> dict[int, bytes]:
     """Return the bytes of each token, by id, in ascending order. Tokens for single bytes come last.
 
     The characters of the vocabulary show which kind it is: SentencePiece's marker ▁ is not a
@@ -135,7 +159,9 @@ def texts_of(vocabulary: Mapping[str, int], added: Mapping[str, int] | None = No
         {0: b' the', 2: b'\\xc3\\xa9', 1: b'\\n'}
     """
     has_marker = any(_SPACE in token for token in vocabulary)
-    is_byte_level = not has_marker and any(not _BYTES_ALONE.isdisjoint(token) for token in vocabulary)
+    is_byte_level = not has_marker and any(
+        not _BYTES_ALONE.isdisjoint(token) for token in vocabulary
+    )
     tokens = []
     for token, i in vocabulary.items():
         byte = None if is_byte_level else _BYTE.fullmatch(token)
@@ -169,8 +195,14 @@ def shared_tokens(target: VocabularyTokens, draft: VocabularyTokens) -> dict[int
         {0: 8, 2: 6, 3: 7}
     """
     shared = {i: draft.by_text[text] for text, i in target.by_text.items() if text in draft.by_text}
-    alike = [(i, draft.written[token]) for token, i in target.written.items() if token in draft.written]
-    alike += [(target.roles[role], draft.roles[role]) for role in ROLES if role in target.roles and role in draft.roles]
+    alike = [
+        (i, draft.written[token]) for token, i in target.written.items() if token in draft.written
+    ]
+    alike += [
+        (target.roles[role], draft.roles[role])
+        for role in ROLES
+        if role in target.roles and role in draft.roles
+    ]
     draft_ids = set(shared.values())
     for target_id, draft_id in alike:  # one token may have both roles
         if target_id not in shared and draft_id not in draft_ids:
@@ -194,7 +226,10 @@ def read_as(target: VocabularyTokens, draft: VocabularyTokens) -> dict[int, int]
     """
     shared, by_text = shared_tokens(target, draft), draft.by_text
     ends = {
-        i: next((by_text[text[start:]] for start in range(len(text)) if text[start:] in by_text), draft.unknown)
+        i: next(
+            (by_text[text[start:]] for start in range(len(text)) if text[start:] in by_text),
+            draft.unknown,
+        )
         for i, text in target.texts.items()
     }
     special = dict.fromkeys(target.special, draft.unknown)

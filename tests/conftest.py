@@ -19,7 +19,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 # Most of the time goes into compiling. Machine code of the least effort, from XLA's older emitters, takes a quarter of the time
 # to make; what runs long takes half as long again.
 _FAST_COMPILATION = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_parallel_codegen_split_count=1"
 )
 # These go over every loop and the whole program again and again, and make it faster; without them compiling takes a fifth less.
 _FAST_COMPILATION += " --xla_disable_hlo_passes=" + ",".join(
@@ -32,9 +33,13 @@ _FAST_COMPILATION += " --xla_disable_hlo_passes=" + ",".join(
         "dynamic-dimension-simplifier",
     )
 )
-if version("jaxlib").startswith("0.10."):  # newer XLA has the newer emitters alone, and ends where it is given the flag
+if version("jaxlib").startswith(
+    "0.10."
+):  # newer XLA has the newer emitters alone, and ends where it is given the flag
     _FAST_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
-os.environ.setdefault("XLA_FLAGS", _FAST_COMPILATION)  # `make test-thorough` sets it to nothing: as users compile
+os.environ.setdefault(
+    "XLA_FLAGS", _FAST_COMPILATION
+)  # `make test-thorough` sets it to nothing: as users compile
 
 import ast
 import gc
@@ -65,9 +70,14 @@ pytest_plugins = ["pytester", "tests.costs", "tests.tiers"]
 gc.set_threshold(50_000, 20, 10)
 
 _compilations: list[str] = []
-_freed = {"at": 0, "looked": 0}  # how many programs had been compiled when they were last freed, and maps last counted
+_freed = {
+    "at": 0,
+    "looked": 0,
+}  # how many programs had been compiled when they were last freed, and maps last counted
 jax.monitoring.register_event_duration_secs_listener(
-    lambda event, _seconds, **_: _compilations.append(event) if event.endswith("backend_compile_duration") else None
+    lambda event, _seconds, **_: (
+        _compilations.append(event) if event.endswith("backend_compile_duration") else None
+    )
 )
 
 
@@ -88,7 +98,9 @@ it with no more than "Aborted"."""
 def _free_compiled_programs_in_time():
     """Modules share what they compile, above all the hundreds of programs of one operation, as long as there is room."""
     yield
-    if compilations() - _freed["at"] > MOST_PROGRAMS or (compilations() > _freed["looked"] + 50 and _maps() > MOST_MAPS):
+    if compilations() - _freed["at"] > MOST_PROGRAMS or (
+        compilations() > _freed["looked"] + 50 and _maps() > MOST_MAPS
+    ):
         _free_compiled_programs()
 
 
@@ -153,8 +165,12 @@ MIXTURES = {  # changes of `tiny_config`: a model of each family with experts
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         "num_kv_heads": 4,
-        "rope": Rope(kind="yarn", factor=4.0, original_max_positions=128, mscale=0.7, mscale_all_dim=1.2),
-        "mla": MLA(q_lora_rank=10, kv_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
+        "rope": Rope(
+            kind="yarn", factor=4.0, original_max_positions=128, mscale=0.7, mscale_all_dim=1.2
+        ),
+        "mla": MLA(
+            q_lora_rank=10, kv_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8
+        ),
         "moe": MoE(
             num_experts=8,
             experts_per_token=2,
@@ -188,7 +204,12 @@ LAYERED = {  # changes of `tiny_config`: layers that differ in heads, sizes, RoP
         "num_layers": 4,
         "sliding_window": 5,
         "windowed_layers": (0, 2),
-        "layers": (Layer(), Layer(**_WIDE), Layer(num_heads=2, entries_of=0), Layer(entries_of=1, **_WIDE)),
+        "layers": (
+            Layer(),
+            Layer(**_WIDE),
+            Layer(num_heads=2, entries_of=0),
+            Layer(entries_of=1, **_WIDE),
+        ),
     },
 }
 
@@ -211,7 +232,13 @@ SHAPES = {  # one of every kind; tests that share a target, a shape of draft and
 }
 
 
-FEW_TOKENS = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_kv_heads": 1}
+FEW_TOKENS = {
+    "vocab_size": 4,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+}
 """A model of which every continuation can be counted, as small as can be: tens of thousands of rows are drawn from it."""
 
 
@@ -222,7 +249,9 @@ def target() -> Target:
 
 def outputs(result) -> list[list[int]]:
     """Each row's prompt and output, without the filler."""
-    return [row[:length].tolist() for row, length in zip(result.tokens, result.lengths, strict=True)]
+    return [
+        row[:length].tolist() for row, length in zip(result.tokens, result.lengths, strict=True)
+    ]
 
 
 def save_tiny(directory: Path, **sizes) -> Path:
@@ -258,9 +287,22 @@ def certificate(tmp_path_factory) -> tuple[str, str]:
     directory = tmp_path_factory.mktemp("tls")
     files = str(directory / "certificate.pem"), str(directory / "private.pem")
     about = ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
-    made = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-out", files[0], "-keyout"]
+    made = [
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+        "-out",
+        files[0],
+        "-keyout",
+    ]
     try:
-        subprocess.run(["openssl", "req", "-x509", *made, files[1], *about], check=True, capture_output=True)
+        subprocess.run(
+            ["openssl", "req", "-x509", *made, files[1], *about], check=True, capture_output=True
+        )
     except FileNotFoundError:
         pytest.skip("needs openssl, to make a certificate")
     return files
@@ -305,8 +347,16 @@ class EmbeddedPair(RealPair):
         texts = []
         for name in ("argparse.py", "dataclasses.py", "pathlib.py", "textwrap.py", "heapq.py"):
             source = (Path(sysconfig.get_path("stdlib")) / name).read_text()
-            nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-            texts += [segment for node in nodes if len(segment := ast.get_source_segment(source, node) or "") > 600]
+            nodes = [
+                node
+                for node in ast.walk(ast.parse(source))
+                if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            ]
+            texts += [
+                segment
+                for node in nodes
+                if len(segment := ast.get_source_segment(source, node) or "") > 600
+            ]
         return texts
 
 
@@ -315,7 +365,10 @@ class StoriesPair(RealPair):
         super().__init__(SHARED / "stories260k", SHARED / "llama2xs-279k")
 
     def _texts(self) -> list[str]:
-        return [json.loads(line)["text"] for line in (SHARED / "tinystories.jsonl").read_text().splitlines()[:60]]
+        return [
+            json.loads(line)["text"]
+            for line in (SHARED / "tinystories.jsonl").read_text().splitlines()[:60]
+        ]
 
 
 REAL_PAIRS = [pytest.param(EmbeddedPair, id="embedded")]

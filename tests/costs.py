@@ -32,7 +32,10 @@ _PHASES = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering",
     "/jax/core/compile/backend_compile_duration": "compiling",
 }
-_COUNTS = {"/jax/compilation_cache/cache_hits": "read", "/jax/compilation_cache/cache_misses": "missed"}
+_COUNTS = {
+    "/jax/compilation_cache/cache_hits": "read",
+    "/jax/compilation_cache/cache_misses": "missed",
+}
 
 _totals: dict[str, float] = defaultdict(float)
 
@@ -62,8 +65,16 @@ def _snapshot() -> dict[str, float]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--beside-readme", action="store_true", help="print the time of the run beside the one README promises")
-    parser.addoption("--costs", metavar="FILE", help="write what each test cost to FILE, as JSON, and print a table by folder")
+    parser.addoption(
+        "--beside-readme",
+        action="store_true",
+        help="print the time of the run beside the one README promises",
+    )
+    parser.addoption(
+        "--costs",
+        metavar="FILE",
+        help="write what each test cost to FILE, as JSON, and print a table by folder",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,7 +108,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
         before, after = item.stash[_BEFORE], _snapshot()
         cost = {name: round(value - before.get(name, 0), 3) for name, value in after.items()}
         report.user_properties.append(("cost", cost))
-        report.user_properties.append(("may be slow", any(item.get_closest_marker(name) for name in SLOW)))
+        report.user_properties.append(
+            ("may be slow", any(item.get_closest_marker(name) for name in SLOW))
+        )
     return report
 
 
@@ -127,7 +140,9 @@ class _Summary:
         for line in too_slow(self._too_slow):
             terminalreporter.write_line(line)
         if config.getoption("--beside-readme"):
-            terminalreporter.write_line(beside_readme(time.monotonic() - self._start, README.read_text()))
+            terminalreporter.write_line(
+                beside_readme(time.monotonic() - self._start, README.read_text())
+            )
 
 
 def too_slow(tests: list[tuple[float, str]]) -> list[str]:
@@ -136,8 +151,11 @@ def too_slow(tests: list[tuple[float, str]]) -> list[str]:
         return []
     lines = [f"{seconds:6.1f}  {test}" for seconds, test in sorted(tests, reverse=True)]
     return [
-        f"{len(tests)} tests took more than {MOST_CPU_SECONDS:g} CPU seconds: make each cheaper, mark it `full`, or mark it "
-        "`kills_alone` or `represents` where no cheaper test kills a mutant or covers a contract:",
+        (
+            f"{len(tests)} tests took more than {MOST_CPU_SECONDS:g} CPU seconds: make each"
+            " cheaper, mark it `full`, or mark it `kills_alone` or `represents` where no cheaper"
+            " test kills a mutant or covers a contract:"
+        ),
         *lines,
     ]
 
@@ -146,7 +164,10 @@ def beside_readme(seconds: float, readme: str) -> str:
     """Return a line with the time of this run and the time that README promises for ``make test``."""
     promise = re.search(r"^make test .*?(\d+) minutes", readme, re.MULTILINE)
     if promise is None:
-        raise ValueError("README.md: the line of `make test` names no minutes; write for example `make test  # 8 minutes`")
+        raise ValueError(
+            "README.md: the line of `make test` names no minutes; write for example `make test  # 8"
+            " minutes`"
+        )
     return f"make test took {seconds / 60:.1f} minutes; README says {promise[1]} on two idle cores"
 
 
@@ -163,4 +184,7 @@ def _table(costs: dict[str, dict[str, float]]) -> list[str]:
     columns = ("tests", "cpu", "tracing", "lowering", "compiling", "programs", "read")
     rows = sorted(folders.items(), key=lambda item: -item[1]["cpu"])
     lines = [f"{'folder':<24}" + "".join(f"{column:>11}" for column in columns)]
-    return lines + [f"{folder:<24}" + "".join(f"{cost[column]:>11.0f}" for column in columns) for folder, cost in rows]
+    return lines + [
+        f"{folder:<24}" + "".join(f"{cost[column]:>11.0f}" for column in columns)
+        for folder, cost in rows
+    ]

@@ -67,7 +67,9 @@ def command_lines(page: Path) -> list[list[str]]:
     for block in blocks(page, "bash", "sh", "shell", "console"):
         for line in block.code.replace("\\\n", " ").splitlines():
             words = shlex.split(line.removeprefix("$ "), comments=True)
-            while words and re.match(r"[A-Z_]+=", words[0]):  # a variable of the environment, for this command
+            while words and re.match(
+                r"[A-Z_]+=", words[0]
+            ):  # a variable of the environment, for this command
                 words.pop(0)
             if words[:3] == ["python", "-m", "specjax"]:
                 found.append(words[3:])
@@ -101,8 +103,12 @@ def anchors(page: Path) -> set[str]:
     """What links into a page may name: its headings, as GitHub and MkDocs number them, its own ids, and what its API shows."""
     text = _FENCE.sub("", page.read_text())
     headings = re.findall(r"^#+ +(.*?) *#*$", text, re.MULTILINE)
-    found = {slug(heading, spaces) for heading in headings for spaces in (r"\s", r"[\s-]+")}  # GitHub's, MkDocs'
-    found |= set(re.findall(r"(?:id|name)=\"([^\"]+)\"", text)) | set(re.findall(r"\{[^}\n]*#([\w.-]+)[^}\n]*\}", text))
+    found = {
+        slug(heading, spaces) for heading in headings for spaces in (r"\s", r"[\s-]+")
+    }  # GitHub's, MkDocs'
+    found |= set(re.findall(r"(?:id|name)=\"([^\"]+)\"", text)) | set(
+        re.findall(r"\{[^}\n]*#([\w.-]+)[^}\n]*\}", text)
+    )
     return found | set(shown(page))
 
 

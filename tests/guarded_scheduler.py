@@ -37,14 +37,18 @@ def guard_schedulers() -> Iterator[None]:
     """Guard the schedulers of all engines that are made from here on."""
     begin = Clients.__init__
 
-    def begin_guarded(clients: Clients, device: Any, scheduler: Scheduler, wake: threading.Condition) -> None:
+    def begin_guarded(
+        clients: Clients, device: Any, scheduler: Scheduler, wake: threading.Condition
+    ) -> None:
         begin(clients, device, scheduler, wake)
         if isinstance(scheduler, GuardedScheduler):
             scheduler.guard = wake
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "Scheduler", GuardedScheduler)
-        patch.setattr(Clients, "__init__", begin_guarded)  # an engine tells it of its scheduler and its lock
+        patch.setattr(
+            Clients, "__init__", begin_guarded
+        )  # an engine tells it of its scheduler and its lock
         yield
 
 

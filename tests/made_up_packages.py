@@ -21,7 +21,11 @@ def install(folder: Path, name: str, version: str, requirements: Sequence[str] =
     """Write the metadata of a package into ``folder``."""
     directory = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     directory.mkdir(parents=True)
-    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {line}" for line in requirements)]
+    lines = [
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {line}" for line in requirements),
+    ]
     # Below the empty line is the description: what looks like a field there is none.
     text = "\n".join(["Metadata-Version: 2.4", *lines, "", "Requires-Dist: nothing>=1", ""])
     (directory / "METADATA").write_text(text)
@@ -29,7 +33,12 @@ def install(folder: Path, name: str, version: str, requirements: Sequence[str] =
 
 def install_fitting(folder: Path, *without: str) -> None:
     """Write the metadata of packages that fit each other, but for those ``without``."""
-    everything = (("jax", "0.12.0.1", JAX), ("jaxlib", "0.12.0.1", ()), ("flax", "0.12.8", ()), ("specjax", "0.1.0", SPECJAX))
+    everything = (
+        ("jax", "0.12.0.1", JAX),
+        ("jaxlib", "0.12.0.1", ()),
+        ("flax", "0.12.8", ()),
+        ("specjax", "0.1.0", SPECJAX),
+    )
     for name, version, requirements in everything:
         if name not in without:
             install(folder, name, version, requirements)

@@ -52,8 +52,13 @@ def wait(running: list[subprocess.Popen], directory: Path) -> None:
     deadline = time.monotonic() + TIMEOUT
     while (codes := [process.poll() for process in running]) != [0] * len(running):
         if any(codes) or time.monotonic() > deadline:
-            logs = "\n".join(f"--- {file.name}\n{file.read_text()[-4000:]}" for file in sorted(directory.glob("*.log")))
-            pytest.fail(f"exit codes {codes} (None: still running after at most {TIMEOUT} s)\n{logs}")
+            logs = "\n".join(
+                f"--- {file.name}\n{file.read_text()[-4000:]}"
+                for file in sorted(directory.glob("*.log"))
+            )
+            pytest.fail(
+                f"exit codes {codes} (None: still running after at most {TIMEOUT} s)\n{logs}"
+            )
         time.sleep(0.05)
 
 

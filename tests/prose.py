@@ -23,18 +23,15 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-OPENERS = _words(
-    """
+OPENERS = _words("""
     above all and any as at before behind below beside but by each for from how if in it its
     likewise no none nothing of on or otherwise over so such than that their them there they
     this those to under what whatever when whenever where whether which who whoever whom whose
     why with
-    """
-)
+    """)
 """First words of docstrings that say a part of a sentence, and leave its subject to the reader."""
 
-VERBS = _words(
-    """
+VERBS = _words("""
     abort accept accumulate acquire adapt add adjust admit advance align allocate answer append
     apply ask assemble assign assume attach attend average begin bind block bound break bring
     broadcast build cache call cancel cast change check choose claim clamp clear clip clone
@@ -59,16 +56,13 @@ VERBS = _words(
     swap sweep switch take tell terminate test time trace train transform translate truncate try
     turn unload unlock unpack update upload use validate verify view visit vote wait walk warm
     warn watch weigh widen wrap write yield zero
-    """
-)
+    """)
 """Verbs that open a docstring. A docstring with another verb is no error: the list is for counting."""
 
-BANNED = _words(
-    """
+BANNED = _words("""
     own found each given kept said known made asked wanted told one other others them those
     these gone left taken seen held meant drawn heard written put begun
-    """
-)
+    """)
 """Names of variables that do not say what they hold."""
 
 FORMATS = {("specjax/client/client.py", "told"), ("specjax/serving/engine.py", "known")}
@@ -141,7 +135,9 @@ COLUMNS = (
 def docstrings(module: ast.Module) -> Iterator[tuple[ast.AST, str]]:
     """Yield each module, class and function that has a docstring, with its docstring."""
     for node in ast.walk(module):
-        if isinstance(node, ast.Module | ast.ClassDef | _Function) and (text := ast.get_docstring(node)):
+        if isinstance(node, ast.Module | ast.ClassDef | _Function) and (
+            text := ast.get_docstring(node)
+        ):
             yield node, text
 
 
@@ -179,7 +175,11 @@ def _bound_names(node: ast.AST, scope: str, *, is_function: bool) -> Iterator[tu
         elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
             if is_function or child.id.startswith("_"):
                 yield scope, child.id.strip("_")
-        elif isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store) and child.attr.startswith("_"):
+        elif (
+            isinstance(child, ast.Attribute)
+            and isinstance(child.ctx, ast.Store)
+            and child.attr.startswith("_")
+        ):
             yield scope, child.attr.strip("_")
         is_loop = isinstance(child, ast.comprehension)
         yield from _bound_names(child, scope, is_function=is_function or is_loop)
@@ -188,8 +188,16 @@ def _bound_names(node: ast.AST, scope: str, *, is_function: bool) -> Iterator[tu
 def _string_lines(module: ast.Module) -> set[int]:
     """Return the lines of all strings that stand alone as statements: docstrings, also those of constants."""
     statements = [node for node in ast.walk(module) if isinstance(node, ast.Expr)]
-    strings = [node for node in statements if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)]
-    return {line for node in strings for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    strings = [
+        node
+        for node in statements
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    return {
+        line
+        for node in strings
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
 
 
 def _share(part: int, whole: int) -> str:
@@ -198,7 +206,9 @@ def _share(part: int, whole: int) -> str:
 
 def files(paths: Sequence[Path]) -> list[Path]:
     """Return the Python files among the paths and in the folders among them."""
-    return sorted({file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])})
+    return sorted(
+        {file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])}
+    )
 
 
 def finished() -> list[Path]:
@@ -206,7 +216,9 @@ def finished() -> list[Path]:
 
     So the list of unfinished packages stands once, in the per-file-ignores of ``pyproject.toml``.
     """
-    ignores = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["per-file-ignores"]
+    ignores = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"][
+        "per-file-ignores"
+    ]
     patterns = [pattern for pattern, rules in ignores.items() if "D401" in rules]
     return [
         file
@@ -223,17 +235,33 @@ def package(path: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.prose", description="Count how plainly the code is written.")
-    parser.add_argument("paths", nargs="*", type=Path, default=[ROOT / "specjax"], help="files or folders (default: specjax)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.prose", description="Count how plainly the code is written."
+    )
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        default=[ROOT / "specjax"],
+        help="files or folders (default: specjax)",
+    )
     packages: dict[str, Counts] = {}
     total = Counts()
     for file in files(parser.parse_args(arguments).paths):
         for counts in (packages.setdefault(package(file), Counts()), total):
             counts.add(file)
-    rows = [("", *COLUMNS), *((name, *counts.cells()) for name, counts in packages.items()), ("total", *total.cells())]
+    rows = [
+        ("", *COLUMNS),
+        *((name, *counts.cells()) for name, counts in packages.items()),
+        ("total", *total.cells()),
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
-        print(name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)), sep="  ")
+        print(
+            name.ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)),
+            sep="  ",
+        )
 
 
 if __name__ == "__main__":

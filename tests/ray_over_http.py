@@ -14,7 +14,13 @@ PROMPTS = [f"def function_{number}(" for number in range(24)]
 
 def payload(prompt: str) -> dict[str, Any]:
     """What the server is asked, of itself the same each time."""
-    return {"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 1.0, "seed": PROMPTS.index(prompt)}
+    return {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 24,
+        "temperature": 1.0,
+        "seed": PROMPTS.index(prompt),
+    }
 
 
 def main(url: str) -> None:
@@ -22,13 +28,20 @@ def main(url: str) -> None:
     from ray.data.llm import HttpRequestProcessorConfig, build_processor
 
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    config = HttpRequestProcessorConfig(url=f"{url}/v1/completions", batch_size=1, concurrency=2, max_retries=5)
+    config = HttpRequestProcessorConfig(
+        url=f"{url}/v1/completions", batch_size=1, concurrency=2, max_retries=5
+    )
     processor = build_processor(
         config,
         preprocess=lambda row: {"payload": payload(row["prompt"])},
-        postprocess=lambda row: {"prompt": row["prompt"], "answer": row["http_response"]["choices"][0]["text"]},
+        postprocess=lambda row: {
+            "prompt": row["prompt"],
+            "answer": row["http_response"]["choices"][0]["text"],
+        },
     )
-    rows = processor(ray.data.from_items([{"prompt": prompt} for prompt in PROMPTS], override_num_blocks=4)).take_all()
+    rows = processor(
+        ray.data.from_items([{"prompt": prompt} for prompt in PROMPTS], override_num_blocks=4)
+    ).take_all()
     ray.shutdown()
     answers = {row["prompt"]: row["answer"] for row in rows}
     assert len(rows) == len(PROMPTS)

@@ -31,5 +31,8 @@ def moved_by_last_bits(function: Callable[[Any], Any], inputs: Any, draws: int =
     changes = []
     for _ in range(draws):
         results = jax.tree.leaves(function(jax.tree.map(change, inputs)))
-        changes += [float(np.abs(result - leaf).max()) for result, leaf in zip(results, expected, strict=True)]
+        changes += [
+            float(np.abs(result - leaf).max())
+            for result, leaf in zip(results, expected, strict=True)
+        ]
     return max(changes)

@@ -27,7 +27,18 @@ ABOUT = {"release/address.py", "tests/test_address.py"}
 
 def text_files(root: Path) -> dict[str, str]:
     """Return every text of the repository by its path, without what is generated or installed there."""
-    folders = [".ci", ".github", "benchmarks", "configs", "deploy", "docs", "notebooks", "release", "specjax", "tests"]
+    folders = [
+        ".ci",
+        ".github",
+        "benchmarks",
+        "configs",
+        "deploy",
+        "docs",
+        "notebooks",
+        "release",
+        "specjax",
+        "tests",
+    ]
     paths = [path for path in root.iterdir() if path.is_file() and path.name != ".git"]
     paths += [path for folder in folders for path in (root / folder).rglob("*") if path.is_file()]
     texts = {}
@@ -39,7 +50,9 @@ def text_files(root: Path) -> dict[str, str]:
 
 def set_address(root: Path, address: str) -> None:
     project = root / "pyproject.toml"
-    project.write_text(re.sub(r'(?m)^address = ".*"$', f'address = "{address}"', project.read_text()))
+    project.write_text(
+        re.sub(r'(?m)^address = ".*"$', f'address = "{address}"', project.read_text())
+    )
 
 
 def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -73,13 +86,16 @@ def test_the_repository_says_what_its_address_asks_for() -> None:
 
 
 @pytest.mark.skipif(
-    tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["specjax"]["address"] != "", reason="there is an address"
+    tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["specjax"]["address"] != "",
+    reason="there is an address",
 )
 def test_without_an_address_nothing_points_to_one() -> None:
     texts = text_files(ROOT)
     assert len(texts) > 300
     pointing = {
-        path: match.group() for path, text in texts.items() if path not in ABOUT and (match := POINTS_HERE.search(text))
+        path: match.group()
+        for path, text in texts.items()
+        if path not in ABOUT and (match := POINTS_HERE.search(text))
     }
     assert not pointing
     assert "urls" not in tomllib.loads(texts["pyproject.toml"])["project"]
@@ -100,7 +116,9 @@ def test_with_an_address_citation_site_and_issues_name_it(addressed) -> None:
     assert yaml.safe_load((addressed / "CITATION.cff").read_text())["repository-code"] == ADDRESS
     site = (addressed / "mkdocs.yml").read_text()
     assert f"\nrepo_url: {ADDRESS}  # {MARK}\nrepo_name: someone/specjax  # {MARK}\n" in site
-    (link,) = yaml.safe_load((addressed / ".github" / "ISSUE_TEMPLATE" / "config.yml").read_text())["contact_links"]
+    (link,) = yaml.safe_load((addressed / ".github" / "ISSUE_TEMPLATE" / "config.yml").read_text())[
+        "contact_links"
+    ]
     assert link["url"] == f"{ADDRESS}/security/advisories/new"
     security = (addressed / "SECURITY.md").read_text()
     assert f"<{ADDRESS}/security/advisories/new>" in security
@@ -111,7 +129,10 @@ def test_with_an_address_the_readme_has_its_badges_below_the_title(addressed) ->
     title, badges = (addressed / "README.md").read_text().splitlines()[:2]
     assert title == "# specjax"
     assert f"]({ADDRESS}/actions/workflows/checks.yml)" in badges
-    assert "https://colab.research.google.com/github/someone/specjax/blob/main/notebooks/quickstart.ipynb" in badges
+    assert (
+        "https://colab.research.google.com/github/someone/specjax/blob/main/notebooks/quickstart.ipynb"
+        in badges
+    )
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -119,10 +140,16 @@ def test_with_an_address_a_notebook_has_one_badge_in_its_first_cell(path, addres
     before = json.loads((ROOT / "notebooks" / path.name).read_text())
     after = json.loads((addressed / "notebooks" / path.name).read_text())
     badge = after["cells"][0]["source"].pop(1)
-    link = f"https://colab.research.google.com/github/someone/specjax/blob/main/notebooks/{path.name}"
-    assert badge.startswith("[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]" + f"({link})")
+    link = (
+        f"https://colab.research.google.com/github/someone/specjax/blob/main/notebooks/{path.name}"
+    )
+    assert badge.startswith(
+        "[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]" + f"({link})"
+    )
     assert badge.endswith("\n")
-    before["cells"][0]["source"] = [line for line in before["cells"][0]["source"] if MARK not in line]
+    before["cells"][0]["source"] = [
+        line for line in before["cells"][0]["source"] if MARK not in line
+    ]
     installs = find_cell(after) or pytest.fail("no cell installs")
     assert f'SOURCE = "git+{ADDRESS}"' in "".join(installs["source"])
     installs["source"] = (find_cell(before) or pytest.fail("no cell installs"))["source"]
@@ -160,13 +187,19 @@ def test_the_check_names_every_file_when_the_address_has_changed(addressed) -> N
     assert named == {place.path for place in places(ROOT)}
 
 
-def test_for_a_package_index_every_link_of_the_readme_is_the_address_of_a_file_that_exists(addressed) -> None:
+def test_for_a_package_index_every_link_of_the_readme_is_the_address_of_a_file_that_exists(
+    addressed,
+) -> None:
     assert run(addressed, "--links").returncode == 0
     text = re.sub(r"```.*?```", "", (addressed / "README.md").read_text(), flags=re.DOTALL)
     links = re.findall(r"\]\((.*?)\)", text) + re.findall(r'(?:src|srcset)="(.*?)"', text)
     assert not [link for link in links if not link.startswith(("https://", "#"))]
     raw = ADDRESS.replace("github.com", "raw.githubusercontent.com")
-    pages = {link.removeprefix(f"{ADDRESS}/blob/main/").partition("#")[0] for link in links if f"{ADDRESS}/blob" in link}
+    pages = {
+        link.removeprefix(f"{ADDRESS}/blob/main/").partition("#")[0]
+        for link in links
+        if f"{ADDRESS}/blob" in link
+    }
     pictures = {link.removeprefix(f"{raw}/main/") for link in links if link.startswith(raw)}
     assert "docs/guides/serve.md" in pages
     assert "docs/images/demo.svg" in pictures
@@ -179,7 +212,9 @@ def test_without_an_address_links_stay_as_they_are(copy) -> None:
     assert (copy / "README.md").read_text() == before
 
 
-@pytest.mark.parametrize("address", ["github.com/a/b", f"{ADDRESS}.git", f"{ADDRESS}/", "https://github.com/specjax"])
+@pytest.mark.parametrize(
+    "address", ["github.com/a/b", f"{ADDRESS}.git", f"{ADDRESS}/", "https://github.com/specjax"]
+)
 def test_an_address_that_is_none_is_refused(copy, address) -> None:
     set_address(copy, address)
     refused = run(copy)

@@ -22,13 +22,19 @@ def test_what_is_no_number_is_refused_by_name(value) -> None:
     assert str(refused.value) == f"size={value!r}: must be a number, or one number for each row"
 
 
-@pytest.mark.parametrize("value", [3, 2.5, np.int8(3), np.float32(2), jnp.float32(2), jnp.bfloat16(2), np.array(4), 10**30])
+@pytest.mark.parametrize(
+    "value",
+    [3, 2.5, np.int8(3), np.float32(2), jnp.float32(2), jnp.bfloat16(2), np.array(4), 10**30],
+)
 def test_one_number_has_no_axis(value) -> None:
     found = one_or_each("size", value)
     assert found.shape == () and float(found) == float(value)
 
 
-@pytest.mark.parametrize("value", [[1, 2], (0.5, 2), np.array([1, 2]), jnp.array([0.5, 2.0]), [np.int64(1), 2.5], [1, 10**30]])
+@pytest.mark.parametrize(
+    "value",
+    [[1, 2], (0.5, 2), np.array([1, 2]), jnp.array([0.5, 2.0]), [np.int64(1), 2.5], [1, 10**30]],
+)
 def test_one_number_a_row_has_one_axis(value) -> None:
     found = one_or_each("size", value)
     assert found.shape == (2,) and found.astype(float).tolist() == [float(each) for each in value]

@@ -6,7 +6,15 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
-from benchmarks.arrivals_pictures import Spread, Stay, draw_by_clients, draw_by_rate, draw_rows, share_in_use, stays_of
+from benchmarks.arrivals_pictures import (
+    Spread,
+    Stay,
+    draw_by_clients,
+    draw_by_rate,
+    draw_rows,
+    share_in_use,
+    stays_of,
+)
 from specjax.reports import style
 
 PANELS = {
@@ -46,7 +54,9 @@ def test_a_bar_for_each_request_and_one_colour_for_it_in_all_panels(theme) -> No
     colours = []
     for axes, stays in zip(figure.axes, PANELS.values(), strict=True):
         bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
-        places = [(bar.get_x(), bar.get_y() + bar.get_height() / 2, bar.get_width()) for bar in bars]
+        places = [
+            (bar.get_x(), bar.get_y() + bar.get_height() / 2, bar.get_width()) for bar in bars
+        ]
         assert places == [(stay.start, stay.row, stay.seconds) for stay in stays]
         colours.append([to_hex(bar.get_facecolor()) for bar in bars])
         assert axes.get_ylim()[0] > axes.get_ylim()[1]  # row 1 is at the top
@@ -63,8 +73,12 @@ def test_a_number_is_written_only_where_it_fits() -> None:
     stays = [Stay(request, request, 0.0, 10.0 / 2**request) for request in range(12)]
     figure = draw_rows("a title", {"all": stays}, rows=12)
     figure.draw_without_rendering()
-    bars = {round(patch.get_width(), 9): patch.get_window_extent() for patch in figure.axes[0].patches}
-    labels = {int(label.get_text()) - 1: label.get_window_extent() for label in figure.axes[0].texts}
+    bars = {
+        round(patch.get_width(), 9): patch.get_window_extent() for patch in figure.axes[0].patches
+    }
+    labels = {
+        int(label.get_text()) - 1: label.get_window_extent() for label in figure.axes[0].texts
+    }
     assert 3 <= len(labels) < 12
     for request, label in labels.items():
         bar = bars[round(stays[request].seconds, 9)]
@@ -72,12 +86,16 @@ def test_a_number_is_written_only_where_it_fits() -> None:
 
 
 def test_lines_go_through_the_medians_in_order_of_the_rates(monkeypatch) -> None:
-    monkeypatch.setitem(mpl.rcParams, "axes.facecolor", "#ff0000")  # what else the process draws with
+    monkeypatch.setitem(
+        mpl.rcParams, "axes.facecolor", "#ff0000"
+    )  # what else the process draws with
     tokens = {
         "plain": {60.0: Spread(9, 10, 12), 30.0: Spread(5, 5, 5)},
         "by load": {30.0: Spread(5, 5, 5), 60.0: Spread(9, 11, 12)},
     }
-    seconds = {name: {rate: Spread.of([2.0, 1.0, 4.0]) for rate in lines} for name, lines in tokens.items()}
+    seconds = {
+        name: {rate: Spread.of([2.0, 1.0, 4.0]) for rate in lines} for name, lines in tokens.items()
+    }
     figure = draw_by_rate("a title", tokens, seconds, saturated=50.0)
     above, below = figure.axes
     for axes, lines in ((above, tokens), (below, seconds)):
@@ -85,7 +103,9 @@ def test_lines_go_through_the_medians_in_order_of_the_rates(monkeypatch) -> None
         for container, (name, by_rate) in zip(axes.containers, lines.items(), strict=True):
             line, _, (bars,) = container.lines
             assert container.get_label() == name
-            assert line.get_xydata().tolist() == [[rate, by_rate[rate].middle] for rate in (30.0, 60.0)]
+            assert line.get_xydata().tolist() == [
+                [rate, by_rate[rate].middle] for rate in (30.0, 60.0)
+            ]
             ends = [segment[:, 1].tolist() for segment in bars.get_segments()]
             assert ends == [[by_rate[rate].low, by_rate[rate].high] for rate in (30.0, 60.0)]
         assert any(list(line.get_xdata()) == [50.0, 50.0] for line in axes.lines)
@@ -96,7 +116,10 @@ def test_lines_go_through_the_medians_in_order_of_the_rates(monkeypatch) -> None
 
 def test_a_line_for_each_server_through_its_medians() -> None:
     tokens = {"ours": {4: Spread(9, 10, 12), 1: Spread(5, 5, 5)}, "theirs": {1: Spread(5, 6, 7)}}
-    seconds = {name: {count: Spread.of([1.0, 2.0]) for count in by_clients} for name, by_clients in tokens.items()}
+    seconds = {
+        name: {count: Spread.of([1.0, 2.0]) for count in by_clients}
+        for name, by_clients in tokens.items()
+    }
     figure = draw_by_clients("a title", tokens, seconds)
     above, below = figure.axes
     for axes, lines in ((above, tokens), (below, seconds)):

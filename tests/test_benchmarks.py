@@ -34,14 +34,23 @@ SMALL = {"inflate": (0, 0, 0), "new_tokens": 12, "repeats": 2, "context": (16,)}
 
 
 @pytest.mark.thorough
-def test_a_run_reports_every_method_and_their_parts(tiny_pair, tmp_path, monkeypatch, capsys) -> None:
+def test_a_run_reports_every_method_and_their_parts(
+    tiny_pair, tmp_path, monkeypatch, capsys
+) -> None:
     def two(draft, exit_layers):
-        return {"plain": None, "draft model": specjax.DraftModel(draft, draft=specjax.Chain(3, stop_below=0.4))}
+        return {
+            "plain": None,
+            "draft model": specjax.DraftModel(draft, draft=specjax.Chain(3, stop_below=0.4)),
+        }
 
     monkeypatch.setattr(decode, "drafters_of", two)
     output = tmp_path / "results.json"
     target, draft = tiny_pair
-    decode.run(decode.BenchmarkConfig(**SMALL, target=target, draft=draft, batch=(1, 2), output=str(output)))
+    decode.run(
+        decode.BenchmarkConfig(
+            **SMALL, target=target, draft=draft, batch=(1, 2), output=str(output)
+        )
+    )
     results = json.loads(output.read_text())
     alone, together = results["cases"]
     assert set(alone["methods"]) == {"plain", "draft model", "transformers, greedy", *peers.ONE_ROW}
@@ -59,7 +68,9 @@ def test_a_run_reports_every_method_and_their_parts(tiny_pair, tmp_path, monkeyp
 
 def test_models_whose_vocabularies_differ_are_refused_by_name(tmp_path, monkeypatch) -> None:
     tiny_target().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="drafter has a vocabulary of 11 tokens and target one of 3072"):
+    with pytest.raises(
+        InputError, match="drafter has a vocabulary of 11 tokens and target one of 3072"
+    ):
         decode.run(decode.BenchmarkConfig(**SMALL, draft=str(tmp_path)))
     with pytest.raises(InputError, match="vocabulary of 32000 tokens and target one of 128256"):
         synthetic.models("llama-3.1-8b", "llama-2-7b", 0.8, "float32")
@@ -73,7 +84,10 @@ def test_models_whose_vocabularies_differ_are_refused_by_name(tmp_path, monkeypa
         ({"context": (9_000_000,), "compare": False}, "context=9000000: the prompts hold"),
         ({"synthetic_acceptance": 1.5}, "synthetic_acceptance=1.5"),
         ({"dtype": "int3"}, "dtype='int3'"),
-        ({"methods": ("drift",)}, "methods='drift': no name begins so; there are plain, draft model, chain 4"),
+        (
+            {"methods": ("drift",)},
+            "methods='drift': no name begins so; there are plain, draft model, chain 4",
+        ),
         ({"synthetic_acceptance": 0.5, "shape": "llama-9"}, "llama-3.1-8b"),
         ({"prompts": "nowhere.jsonl"}, "prompts='nowhere.jsonl'"),
     ],
@@ -84,7 +98,9 @@ def test_what_cannot_be_measured_is_refused_by_name(changes, words) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("acceptance", [*(pytest.param(value, marks=pytest.mark.thorough) for value in (0.0, 1.0)), 0.6])
+@pytest.mark.parametrize(
+    "acceptance", [*(pytest.param(value, marks=pytest.mark.thorough) for value in (0.0, 1.0)), 0.6]
+)
 def test_forced_acceptance_is_what_was_asked_for(monkeypatch, acceptance) -> None:
     monkeypatch.setitem(PUBLISHED, "tiny", tiny_config(vocab_size=500))
     target, drafters = synthetic.models("tiny", "", acceptance, "float32")
@@ -92,13 +108,17 @@ def test_forced_acceptance_is_what_was_asked_for(monkeypatch, acceptance) -> Non
     result = specjax.generate(target, drafters["draft model, chain 4"], prompts, max_new_tokens=200)
     by_position = summarise(result.stats).by_position
     steps = float(np.asarray(result.stats.steps).sum())
-    deviation = 5 * np.sqrt(acceptance * (1 - acceptance) / steps) + 4 / steps  # and what the limit cut off
+    deviation = (
+        5 * np.sqrt(acceptance * (1 - acceptance) / steps) + 4 / steps
+    )  # and what the limit cut off
     assert abs(by_position[0] - acceptance) < deviation
     jax.clear_caches()
 
 
 def test_methods_are_chosen_by_the_beginnings_of_their_names() -> None:
-    drafters = dict.fromkeys(("plain", "draft model, chain 4", "draft model, chain 8", "prompt lookup, 8"))
+    drafters = dict.fromkeys(
+        ("plain", "draft model, chain 4", "draft model, chain 8", "prompt lookup, 8")
+    )
     assert [*decode.chosen(drafters, ("draft model, chain 4", "prompt"))] == [
         "plain",
         "draft model, chain 4",
@@ -112,7 +132,9 @@ def test_loops_are_counted() -> None:
     target = tiny_target(seed=2, vocab_size=4)
     prompts = np.random.default_rng(0).integers(0, 4, (12, 4))
     texts = specjax.generate(target, None, prompts, max_new_tokens=128).tokens.tolist()
-    loops = [any(text[-64:] == (text[-64 : -64 + n] * 64)[:64] for n in range(1, 17)) for text in texts]
+    loops = [
+        any(text[-64:] == (text[-64 : -64 + n] * 64)[:64] for n in range(1, 17)) for text in texts
+    ]
     assert 1 > acceptance.share_of_loops(target, prompts, new_tokens=128) == np.mean(loops) > 0
 
 
@@ -120,9 +142,21 @@ def test_loops_are_counted() -> None:
 def test_acceptance_is_counted_for_every_shape_and_rule(tiny_pair, monkeypatch, capsys) -> None:
     """A model that drafts for itself: coupled, all is accepted; and chosen children less often."""
     tree = specjax.StaticTree(((0,), (1,), (0, 0), (1, 0)))
-    monkeypatch.setattr(acceptance, "METHODS", ((specjax.Chain(2), "coupled"), (tree, "independent"), (tree, "coupled")))
-    settings = {"count": 4, "context": 8, "new_tokens": 24, "temperature": (0.0, 1.5), "top_p": (1.0, 0.9)}
-    rows = acceptance.run(acceptance.AcceptanceConfig(target=tiny_pair[0], draft=tiny_pair[0], **settings))
+    monkeypatch.setattr(
+        acceptance,
+        "METHODS",
+        ((specjax.Chain(2), "coupled"), (tree, "independent"), (tree, "coupled")),
+    )
+    settings = {
+        "count": 4,
+        "context": 8,
+        "new_tokens": 24,
+        "temperature": (0.0, 1.5),
+        "top_p": (1.0, 0.9),
+    }
+    rows = acceptance.run(
+        acceptance.AcceptanceConfig(target=tiny_pair[0], draft=tiny_pair[0], **settings)
+    )
     assert [(row["rule"], row["nodes"], row["T=0"]) for row in rows] == [
         ("coupled", 3, 3.0),
         ("matching", 5, 3.0),
@@ -138,8 +172,17 @@ def test_acceptance_is_counted_for_every_shape_and_rule(tiny_pair, monkeypatch, 
 def test_both_libraries_are_measured(tiny_pair, tmp_path, capsys) -> None:
     target, draft = tiny_pair
     output = tmp_path / "results.json"
-    sizes = {"inflate": (0, 0, 0), "context": 16, "new_tokens": 12, "rows": (5,), "matrices": (2, 32, 48), "repeats": 1}
-    few_rows.main(few_rows.FewRowsConfig(target, draft, methods=("plain",), output=str(output), **sizes))
+    sizes = {
+        "inflate": (0, 0, 0),
+        "context": 16,
+        "new_tokens": 12,
+        "rows": (5,),
+        "matrices": (2, 32, 48),
+        "repeats": 1,
+    }
+    few_rows.main(
+        few_rows.FewRowsConfig(target, draft, methods=("plain",), output=str(output), **sizes)
+    )
     results = json.loads(output.read_text())
     assert [*results["products"]] == ["5"] and [*results["decoding"]] == ["plain"]
     for rates in (*results["products"].values(), *results["decoding"].values()):
@@ -152,9 +195,13 @@ def test_both_libraries_are_measured(tiny_pair, tmp_path, capsys) -> None:
 
 @pytest.mark.full
 def test_every_rule_is_timed(capsys) -> None:
-    verification.main(verification.VerificationConfig(vocab=(64,), batch=(1,), top_p=(1.0,), repeats=1))
+    verification.main(
+        verification.VerificationConfig(vocab=(64,), batch=(1,), top_p=(1.0,), repeats=1)
+    )
     out = capsys.readouterr().out
-    assert [line.split("│")[1].strip() for line in out.splitlines() if "│" in line] == [rule for rule, *_ in verification.CASES]
+    assert [line.split("│")[1].strip() for line in out.splitlines() if "│" in line] == [
+        rule for rule, *_ in verification.CASES
+    ]
 
 
 @pytest.mark.full
@@ -180,7 +227,11 @@ def test_trained_drafters_are_set_beside_each_other(tiny_pair, tmp_path, monkeyp
         "temperature": (0.0,),
         "repeats": 1,
     }
-    rows = drafters.run(drafters.DraftersConfig(target=target, runs=(f"itself={target}", f"small={draft}"), **settings))
+    rows = drafters.run(
+        drafters.DraftersConfig(
+            target=target, runs=(f"itself={target}", f"small={draft}"), **settings
+        )
+    )
     itself, small = rows
     assert itself["acceptance_length"] > 2.5 > small["acceptance_length"] >= 1
     assert (itself["seeds"], len(itself["speeds"])) == (1, 1)
@@ -195,7 +246,9 @@ def test_drafters_go_on_alone(tiny_pair, tmp_path, capsys) -> None:
     output = tmp_path / "alone.json"
     runs = (f"target={target}", f"draft={draft}")
     small = {"count": 3, "context": 8, "written": 5, "alone": 4}
-    boundedness.main(boundedness.BoundednessConfig(target=target, runs=runs, output=str(output), **small))
+    boundedness.main(
+        boundedness.BoundednessConfig(target=target, runs=runs, output=str(output), **small)
+    )
     itself, other = json.loads(output.read_text())
     assert itself["agreement"] == 1.0
     assert itself["until_first_difference"] == 4.0
@@ -209,7 +262,9 @@ def test_drafters_go_on_alone(tiny_pair, tmp_path, capsys) -> None:
 def test_the_cost_of_training_is_counted(tiny_pair) -> None:
     """A block's length costs nothing; every further step of the others does."""
     rows = training_cost.run(
-        training_cost.TrainingCostConfig(target=tiny_pair[0], lengths=(1, 3), batch=1, window=16, repeats=1)
+        training_cost.TrainingCostConfig(
+            target=tiny_pair[0], lengths=(1, 3), batch=1, window=16, repeats=1
+        )
     )
     operations = {row["method"]: row["gigaflops"] for row in rows}
     assert operations["MoA"][3] == pytest.approx(operations["MoA"][1], rel=1e-3)
@@ -220,7 +275,11 @@ def test_the_cost_of_training_is_counted(tiny_pair) -> None:
 
 def test_the_messages_of_a_round_are_listed(capsys) -> None:
     messages.main(messages.MessagesConfig(tli=(0, 3)))
-    lines = {line.split("│")[1].strip(): line.split("│")[2:5] for line in capsys.readouterr().out.splitlines() if "│" in line}
+    lines = {
+        line.split("│")[1].strip(): line.split("│")[2:5]
+        for line in capsys.readouterr().out.splitlines()
+        if "│" in line
+    }
     assert [cell.strip() for cell in lines["moa, TLI 3"]] == ["0.36", "64.0", "16.0"]
     assert len(lines) == 3 + 3 * 2
     with pytest.raises(InputError, match="nodes=-1"):
@@ -233,7 +292,15 @@ def test_long_contexts_are_measured_and_realised(tmp_path, tiny_pair, capsys) ->
     source.mkdir()
     for i in range(2):
         (source / f"{i}.py").write_text(f"import os, sys, re, json  # {i}\n" * 20)
-    small = {"contexts": (8, 24), "batches": (2,), "budgets": (6,), "longest": 1, "new_tokens": 4, "repeats": 1, "mlp": 128}
+    small = {
+        "contexts": (8, 24),
+        "batches": (2,),
+        "budgets": (6,),
+        "longest": 1,
+        "new_tokens": 4,
+        "repeats": 1,
+        "mlp": 128,
+    }
     files = {"source": str(source), "output": str(output), "plot": str(picture)}
     long_context.main(long_context.LongContextConfig(target=tiny_pair[0], **small, **files))
     found = json.loads(output.read_text())
@@ -243,17 +310,31 @@ def test_long_contexts_are_measured_and_realised(tmp_path, tiny_pair, capsys) ->
     assert all(row["realised"] > 0 for row in found["gains"])
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "plain tokens/s" in capsys.readouterr().out
-    inflated = long_context.load_target(long_context.LongContextConfig(target=tiny_pair[0], mlp=128))
+    inflated = long_context.load_target(
+        long_context.LongContextConfig(target=tiny_pair[0], mlp=128)
+    )
     assert inflated.config.intermediate_size == 128
     with pytest.raises(InputError, match="mlp=1: the target has"):
         long_context.load_target(long_context.LongContextConfig(target=tiny_pair[0], mlp=1))
     with pytest.raises(InputError, match="no file there has 5000 tokens"):
-        long_context.run(long_context.LongContextConfig(target=tiny_pair[0], source=str(source), contexts=(5000,)))
+        long_context.run(
+            long_context.LongContextConfig(
+                target=tiny_pair[0], source=str(source), contexts=(5000,)
+            )
+        )
     with pytest.raises(InputError, match="scheme='none'"):
         long_context.run(long_context.LongContextConfig(target=tiny_pair[0], scheme="none"))
 
 
-SMALL_ARRIVALS = {"inflate": (24, 32, 3), "rows": 2, "context": 6, "shortest": 2, "longest": 8, "requests": 5, "repeats": 1}
+SMALL_ARRIVALS = {
+    "inflate": (24, 32, 3),
+    "rows": 2,
+    "context": 6,
+    "shortest": 2,
+    "longest": 8,
+    "requests": 5,
+    "repeats": 1,
+}
 SMALL_ARRIVALS |= {
     "shares": (0.5, 2.0),
     "seconds": 0.3,
@@ -280,17 +361,25 @@ def test_arrivals_are_measured(tiny_pair, tmp_path, capsys) -> None:
     assert row["same_tokens"] == 1.0  # static or continuous, the text is the same
     assert {len(stays) for stays in row["stays"].values()} == {5}
     per_minute = row["requests_per_minute"]
-    assert row["gain"]["middle"] == pytest.approx(per_minute["continuous"]["middle"] / per_minute["static"]["middle"])
+    assert row["gain"]["middle"] == pytest.approx(
+        per_minute["continuous"]["middle"] / per_minute["static"]["middle"]
+    )
 
     for row in found["rates"]["rates"]:
         run = {name: spread["middle"] for name, spread in row["engines"]["plain"].items()}
         assert 0 < run["first_token"] <= run["seconds_per_request"]
         assert run["tokens_per_second"] > 0
 
-    shared, separate = ({name: run["middle"] for name, run in found["prefix"][way].items()} for way in ("shared", "separate"))
+    shared, separate = (
+        {name: run["middle"] for name, run in found["prefix"][way].items()}
+        for way in ("shared", "separate")
+    )
     whole = 3 * (130 + arrivals.OWN - 1)
     assert (separate["prompt_tokens_read"], separate["prompt_tokens_shared"]) == (whole, 0)
-    assert (shared["prompt_tokens_read"], shared["prompt_tokens_shared"]) == (whole - 2 * 128, 2 * 128)  # in two of three
+    assert (shared["prompt_tokens_read"], shared["prompt_tokens_shared"]) == (
+        whole - 2 * 128,
+        2 * 128,
+    )  # in two of three
     assert (separate["pages_held"], shared["pages_held"]) == (3 * 3, 2 + 3)
 
     calls = {row["chunks"]: row["decode_calls"]["middle"] for row in found["first_token"]}
@@ -305,7 +394,10 @@ def test_arrivals_are_measured(tiny_pair, tmp_path, capsys) -> None:
 def test_arrivals_are_measured_with_drafts(tiny_pair, tmp_path, capsys) -> None:
     target, draft = tiny_pair
     found = measure_arrivals(tmp_path, target=target, drafter=draft, parts=("batches", "rates"))
-    assert [(row["draft"], row["same_tokens"]) for row in found["batches"]] == [("plain", 1.0), ("chain:2", 1.0)]
+    assert [(row["draft"], row["same_tokens"]) for row in found["batches"]] == [
+        ("plain", 1.0),
+        ("chain:2", 1.0),
+    ]
     rates = found["rates"]["rates"]
     assert [row["compared_by"] for row in rates] == ["seconds_per_request", "requests_per_minute"]
     for row in rates:
@@ -324,7 +416,10 @@ def test_arrivals_come_at_the_rate_that_was_asked_for() -> None:
 
 
 def test_what_requests_saw_is_counted_from_their_arrival() -> None:
-    served = [arrivals.Served((1, 2), 1.0, 2.0, 4.0), arrivals.Served((1, 2, 3, 4, 5), 0.0, 3.0, 10.0)]
+    served = [
+        arrivals.Served((1, 2), 1.0, 2.0, 4.0),
+        arrivals.Served((1, 2, 3, 4, 5), 0.0, 3.0, 10.0),
+    ]
     found = arrivals.summary(served)
     assert found["tokens_per_second"] == 0.7 and found["requests_per_minute"] == 12
     assert found["seconds_per_request"] == 6.5 and found["first_token"] == 2.0
@@ -334,10 +429,18 @@ def test_what_requests_saw_is_counted_from_their_arrival() -> None:
 
 def test_by_load_is_set_beside_the_better_of_the_others() -> None:
     def runs(figure: str, plain: float, fixed: float, own: float) -> dict:
-        return {"plain": [{figure: plain}], "chain:4": [{figure: fixed}], arrivals.BY_LOAD: [{figure: own}]}
+        return {
+            "plain": [{figure: plain}],
+            "chain:4": [{figure: fixed}],
+            arrivals.BY_LOAD: [{figure: own}],
+        }
 
-    assert arrivals.over_better(runs("requests_per_minute", 10, 8, 9), "requests_per_minute") == pytest.approx(0.9)
-    assert arrivals.over_better(runs("seconds_per_request", 4, 2, 2.5), "seconds_per_request") == pytest.approx(0.8)
+    assert arrivals.over_better(
+        runs("requests_per_minute", 10, 8, 9), "requests_per_minute"
+    ) == pytest.approx(0.9)
+    assert arrivals.over_better(
+        runs("seconds_per_request", 4, 2, 2.5), "seconds_per_request"
+    ) == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize(
@@ -359,9 +462,13 @@ def test_arrivals_that_cannot_be_measured_are_refused_by_name(changes, words) ->
 @pytest.mark.thorough
 def test_drafts_of_every_depth_are_timed(tiny_pair, tmp_path, capsys) -> None:
     output, same_size = tmp_path / "results.json", (16, 24, 2)
-    config = block_drafting.BlockDraftingConfig(target=tiny_pair[0], inflate=same_size, layers=2, depths=(1, 3), context=8)
+    config = block_drafting.BlockDraftingConfig(
+        target=tiny_pair[0], inflate=same_size, layers=2, depths=(1, 3), context=8
+    )
     block_drafting.main(dataclasses.replace(config, turns=1, repeats=2, output=str(output)))
     written = json.loads(output.read_text())
-    assert [(each["drafter"], each["depth"]) for each in written] == [(n, d) for n in block_drafting.MADE for d in (1, 3)]
+    assert [(each["drafter"], each["depth"]) for each in written] == [
+        (n, d) for n in block_drafting.MADE for d in (1, 3)
+    ]
     assert all(len(each["milliseconds"]) == 2 and min(each["milliseconds"]) > 0 for each in written)
     assert "3 / 1" in capsys.readouterr().out

@@ -26,23 +26,53 @@ def spread(middle: float) -> dict[str, float]:
 def made_up() -> dict:
     """Results of three drafters, one of which drafts on the server, too."""
     trips = {"none": 0.0, "5G": 10.0, "4G": 21.0, "100 ms": 100.0}
-    figures = ("rounds", "tokens_a_round", "depth", "kept", "round_trip", "beside", "drafting", "up", "down")
+    figures = (
+        "rounds",
+        "tokens_a_round",
+        "depth",
+        "kept",
+        "round_trip",
+        "beside",
+        "drafting",
+        "up",
+        "down",
+    )
     methods = {
-        name: {network: {each: spread(3.0) for each in ("tokens_per_second", *figures)} for network in trips}
-        | {"alone": {"tokens_per_second": spread(200.0)}}
+        name: (
+            {
+                network: {each: spread(3.0) for each in ("tokens_per_second", *figures)}
+                for network in trips
+            }
+            | {"alone": {"tokens_per_second": spread(200.0)}}
+        )
         for name in ("MoA", "EAGLE-3", "draft model")
     }
     for name in ("EAGLE-3, on the server", client_server.PLAIN):
         methods[name] = {network: {"tokens_per_second": spread(30.0)} for network in trips}
-    run = {name: spread(5.0) for name in ("tokens_per_second", "tokens_a_busy_second", "tokens_a_pass", "busy", "cores")}
+    run = {
+        name: spread(5.0)
+        for name in ("tokens_per_second", "tokens_a_busy_second", "tokens_a_pass", "busy", "cores")
+    }
     ways = {way: dict.fromkeys(("1", "2", "8"), run) for way in client_server.WAYS}
-    alone = {"until_first_difference": 3.2, "error": 0.4, "right": {"8": 0.5, "20": 0.25}, "unbroken": [0.9, 0.5, 0.2]}
+    alone = {
+        "until_first_difference": 3.2,
+        "error": 0.4,
+        "right": {"8": 0.5, "20": 0.25},
+        "unbroken": [0.9, 0.5, 0.2],
+    }
     rows = [{"drafter": name, **alone} for name in ("MoA", "EAGLE-3")]
     found = {
         "networks": {"round_trips": trips, "methods": methods},
         "clients": {"drafter": "EAGLE-3", "network": "4G", "ways": ways},
-        "cut": {"written": 50, "alone": 20, "texts": 4, "rows": {"stories": rows, "Python": rows[:1]}},
-        "compression": [{"drafter": "MoA", "precision": "int8", "tokens_a_round": 2.5, "bytes_a_token": 66}],
+        "cut": {
+            "written": 50,
+            "alone": 20,
+            "texts": 4,
+            "rows": {"stories": rows, "Python": rows[:1]},
+        },
+        "compression": [
+            {"drafter": "MoA", "precision": "int8", "tokens_a_round": 2.5, "bytes_a_token": 66}
+        ],
     }
     return {part: {"found": each, "settings": {"wait": 25.0}} for part, each in found.items()}
 
@@ -71,12 +101,18 @@ def test_pictures_are_drawn_of_results(name: str) -> None:
 
 
 def test_bytes_are_those_of_the_formula_but_for_the_frame() -> None:
-    rows = {row["drafter"]: row for row in client_server_counts.bytes_of_rounds("llama-3.1-8b", 62, 4, 20e6)}
+    rows = {
+        row["drafter"]: row
+        for row in client_server_counts.bytes_of_rounds("llama-3.1-8b", 62, 4, 20e6)
+    }
     for row in rows.values():
         ours, formula = row["ours"]["down"]["float16"], row["formula"]["down"]
         assert formula == pytest.approx(ours, abs=300)
         assert row["formula"]["up"] < row["ours"]["up"] < 1.2 * row["formula"]["up"]
-    assert rows["MoA, TLI 1"]["ours"]["down"]["int8"] < 0.53 * rows["MoA, TLI 1"]["ours"]["down"]["float16"]
+    assert (
+        rows["MoA, TLI 1"]["ours"]["down"]["int8"]
+        < 0.53 * rows["MoA, TLI 1"]["ours"]["down"]["float16"]
+    )
 
 
 @pytest.mark.thorough
@@ -91,7 +127,9 @@ def test_counts_of_a_drafter_that_is_the_target() -> None:
     texts = client_server_counts.written(target, prompts, 14)
     reading = client_server_counts.Reading(target, drafter, texts, "float16")
     assert reading.tokens_a_round(0, 4) == client_server_counts.CHAIN + 1
-    assert client_server_counts.compression(target, {"itself": drafter}, prompts, 8) == []  # the tokens say it all
+    assert (
+        client_server_counts.compression(target, {"itself": drafter}, prompts, 8) == []
+    )  # the tokens say it all
 
 
 def test_a_slow_target_counts_its_passes(tmp_path: Path) -> None:
@@ -109,7 +147,10 @@ def test_settings_that_cannot_be_measured_are_refused() -> None:
         (make(), "target and drafters: give both, or --only bytes"),
         (make(only=("bytes",), network="6G"), "network='6G': give one of none, 5G, 4G, 100 ms"),
         (make(only=("bytes",), tokens=0), "tokens=0: must be at least 1"),
-        (make(target="T", drafters=("MoA=M",)), "has no 'MoA, TLI 1', which on_server or crowd names; there are MoA"),
+        (
+            make(target="T", drafters=("MoA=M",)),
+            "has no 'MoA, TLI 1', which on_server or crowd names; there are MoA",
+        ),
     ]:
         with pytest.raises(InputError, match=said):
             client_server.run(config)

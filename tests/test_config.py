@@ -29,12 +29,19 @@ def write(tmp_path, text: str):
 @pytest.mark.parametrize("method", [Lm(), Distill(target="here")])
 def test_what_is_dumped_is_read_back(tmp_path, method) -> None:
     method = replace(method, model=ModelSizes(num_layers=3))
-    run = TrainConfig(method=method, steps=7, mesh=(2, 4), optimizer=OptimizerConfig(learning_rate=1e-4, method="muon"))
+    run = TrainConfig(
+        method=method,
+        steps=7,
+        mesh=(2, 4),
+        optimizer=OptimizerConfig(learning_rate=1e-4, method="muon"),
+    )
     assert config.load_yaml(TrainConfig, write(tmp_path, config.dump_yaml(run))) == run
 
 
 def test_numbers_are_read_as_people_write_them(tmp_path) -> None:
-    run = config.load_yaml(TrainConfig, write(tmp_path, "optimizer:\n  learning_rate: 3e-4\n  clip: 1\n"))
+    run = config.load_yaml(
+        TrainConfig, write(tmp_path, "optimizer:\n  learning_rate: 3e-4\n  clip: 1\n")
+    )
     assert run.optimizer.learning_rate == 3e-4
     assert run.optimizer.clip == 1.0
 
@@ -51,8 +58,14 @@ def test_numbers_are_read_as_people_write_them(tmp_path) -> None:
         ("method: lm", r"method\.name=None: must be one of lm, distill"),
         ("method:\n  target: here", r"method\.name=None: must be one of lm, distill"),
         ("method:\n  name: [lm]", r"method\.name=\['lm'\]: must be one of lm, distill"),
-        ("method:\n  name: lm\n  target: here", r"unknown key method\.target; the keys are name, model"),
-        ("method:\n  name: distill\n  model:\n    layers: 1", r"unknown key method\.model\.layers; the keys are hidden_size"),
+        (
+            "method:\n  name: lm\n  target: here",
+            r"unknown key method\.target; the keys are name, model",
+        ),
+        (
+            "method:\n  name: distill\n  model:\n    layers: 1",
+            r"unknown key method\.model\.layers; the keys are hidden_size",
+        ),
         ("method:\n  name: distill\n  model:\n    num_layers: few", r'"method\.model\.num_layers"'),
         ("- 1", "key: value pairs"),
         ("a: [", "not valid YAML"),
@@ -74,7 +87,10 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message) -> None:
         ({"steps": 0}, "steps=0"),
         ({"data": DataConfig(holdout=1.5)}, r"data\.holdout=1\.5"),
         ({"data": DataConfig(window=1)}, r"data\.window=1"),
-        ({"data": DataConfig(batch=3), "mesh": (2, 1)}, r"data\.batch=3: must be a multiple of the 2 devices"),
+        (
+            {"data": DataConfig(batch=3), "mesh": (2, 1)},
+            r"data\.batch=3: must be a multiple of the 2 devices",
+        ),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(changes, message) -> None:
@@ -84,7 +100,17 @@ def test_values_out_of_range_are_refused_by_name(changes, message) -> None:
 
 def test_options_override_the_method_that_the_file_names() -> None:
     file = Path(__file__).parents[1] / "configs" / "demo_draft.yaml"
-    options = ["--config", str(file), "--method.target", "there", "--method.model.num-layers", "3", "--mesh", "2", "1"]
+    options = [
+        "--config",
+        str(file),
+        "--method.target",
+        "there",
+        "--method.model.num-layers",
+        "3",
+        "--mesh",
+        "2",
+        "1",
+    ]
     run = parse_options(TrainConfig, options, prog="x")
     sizes = replace(config.load_yaml(TrainConfig, file).method.model, num_layers=3)
     assert run.method == Distill(target="there", model=sizes)
@@ -105,7 +131,11 @@ def test_differences_name_the_fields() -> None:
     assert config.differences(TrainConfig(), left) == ["method.name: 'lm' -> 'distill'"]
 
 
-@pytest.mark.parametrize("file", sorted((Path(__file__).parents[1] / "configs").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    sorted((Path(__file__).parents[1] / "configs").glob("*.yaml")),
+    ids=lambda file: file.stem,
+)
 def test_every_configuration_of_the_project_can_be_used(file) -> None:
     run = config.load_yaml(TrainConfig, file)
     run.check()
@@ -126,9 +156,13 @@ def test_every_configuration_of_the_project_can_be_used(file) -> None:
 def test_a_dry_run_of_a_model_that_is_not_here_has_its_shapes(file, name, sizes) -> None:
     run = config.load_yaml(TrainConfig, Path(__file__).parents[1] / "configs" / f"{file}.yaml")
     hidden, mlp, heads = sizes
-    target = jax.eval_shape(lambda: Target.init(published(name), jax.random.key(0), run.compute_dtype))
+    target = jax.eval_shape(
+        lambda: Target.init(published(name), jax.random.key(0), run.compute_dtype)
+    )
     student = abstract_run(run, target=target).state.student
-    shapes = {name_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(student)}
+    shapes = {
+        name_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(student)
+    }
     assert shapes["params.fc"] == (3 * hidden, hidden)
     assert shapes["params.layers.0.up"] == (hidden, mlp)
     assert shapes["params.layers.0.q"] == (2 * hidden, heads)
@@ -136,10 +170,14 @@ def test_a_dry_run_of_a_model_that_is_not_here_has_its_shapes(file, name, sizes)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("file", "name"), [("eagle3_gemma4_e4b", "gemma-4-e4b"), ("eagle3_gpt_oss_20b", "gpt-oss-20b")])
+@pytest.mark.parametrize(
+    ("file", "name"), [("eagle3_gemma4_e4b", "gemma-4-e4b"), ("eagle3_gpt_oss_20b", "gpt-oss-20b")]
+)
 def test_a_dry_run_needs_the_target_s_config_json_alone(file, name, tmp_path, capsys) -> None:
     file = str(Path(__file__).parents[1] / "configs" / f"{file}.yaml")
-    (tmp_path / "config.json").write_text(json.dumps(config_json.format_config(published(name), "bfloat16")))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_json.format_config(published(name), "bfloat16"))
+    )
     assert main(["train", "--config", file, "--method.target", str(tmp_path), "--dry-run"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f"{parameter_count(published(name)):,} parameters, in bfloat16" in out

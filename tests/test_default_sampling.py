@@ -76,7 +76,7 @@ def options_of(generate: TextGenerator, monkeypatch, **options: Any) -> Sampling
     return made[0]
 
 
-# --- merging ---------------------------------------------------------------------------------------------------------
+# --- merging --------------------------------------------------------------------------------------
 
 MERGED = [
     ({}, DEFAULTS),
@@ -106,13 +106,18 @@ def test_settings_of_a_call_are_checked_before_they_are_merged() -> None:
     assert Sampling(0.0, top_k=5).with_explicit(temperature=1.0) == Sampling(1.0, top_k=5)
 
 
-# --- in Python -------------------------------------------------------------------------------------------------------
+# --- in Python ------------------------------------------------------------------------------------
 
 
 def test_load_takes_them_from_the_targets_file(generate, directory, tiny_pair, tmp_path) -> None:
-    assert generate.default_sampling == DEFAULTS and "default_sampling=Sampling(temperature=0.6" in repr(generate)
+    assert (
+        generate.default_sampling == DEFAULTS
+        and "default_sampling=Sampling(temperature=0.6" in repr(generate)
+    )
     assert specjax.load(directory, generation_config=None).default_sampling is None
-    assert specjax.load(tiny_pair[0]).default_sampling is None and "default_sampling" not in repr(specjax.load(tiny_pair[0]))
+    assert specjax.load(tiny_pair[0]).default_sampling is None and "default_sampling" not in repr(
+        specjax.load(tiny_pair[0])
+    )
     assert specjax.load(directory, tiny_pair[1]).default_sampling == DEFAULTS
     for wrong in ("none", True, 3, "vllm"):
         with pytest.raises(InputError, match=r"generation_config=.*must be 'auto', or None"):
@@ -125,7 +130,9 @@ def test_a_target_that_is_loaded_already_has_none(generate, directory, tiny_pair
     target = Target.from_pretrained(directory)
     assert specjax.load(target, tokenizer=directory).default_sampling is None
     assert specjax.load(generate.target, tokenizer=generate.tokenizer).default_sampling is None
-    assert specjax.load(tiny_pair[0], tokenizer=directory).default_sampling is None  # nor has a tokenizer
+    assert (
+        specjax.load(tiny_pair[0], tokenizer=directory).default_sampling is None
+    )  # nor has a tokenizer
     assert specjax.load(tiny_pair[0], directory).default_sampling is None  # nor a drafter
 
 
@@ -143,7 +150,10 @@ def test_without_a_file_calls_are_greedy(tiny_pair, directory, monkeypatch) -> N
 
 
 def test_only_what_the_call_states_is_named_as_not_read(generate) -> None:
-    with pytest.warns(UserWarning, match=r"^top_p: ignored at temperature 0") as said, pytest.raises(InputError):
+    with (
+        pytest.warns(UserWarning, match=r"^top_p: ignored at temperature 0") as said,
+        pytest.raises(InputError),
+    ):
         generate("x", temperature=0, top_p=0.5, max_new_tokens=0)
     assert len(said) == 1
 
@@ -151,7 +161,10 @@ def test_only_what_the_call_states_is_named_as_not_read(generate) -> None:
 def test_what_is_not_applied_is_said_once(tiny_pair, tmp_path) -> None:
     fields = FILE | {"repetition_penalty": 1.05, "suppress_tokens": [3]}
     penalised = with_file(tiny_pair[0], tmp_path / "penalised", **fields)
-    with pytest.warns(UserWarning, match=r"fields are not applied: repetition_penalty 1\.05, suppress_tokens \[3\]$") as said:
+    with pytest.warns(
+        UserWarning,
+        match=r"fields are not applied: repetition_penalty 1\.05, suppress_tokens \[3\]$",
+    ) as said:
         assert specjax.load(penalised).default_sampling == DEFAULTS
     assert len(said) == 1
     with warnings.catch_warnings():
@@ -162,7 +175,9 @@ def test_what_is_not_applied_is_said_once(tiny_pair, tmp_path) -> None:
 def test_bad_values_are_refused_before_any_weights_are_read(tiny_pair, tmp_path) -> None:
     hot = with_file(tiny_pair[0], tmp_path / "hot", **FILE | {"temperature": "hot"})
     (Path(hot) / "model.safetensors").write_bytes(b"never read")
-    with pytest.raises(InputError, match=r"generation_config\.json: temperature='hot': must be a number"):
+    with pytest.raises(
+        InputError, match=r"generation_config\.json: temperature='hot': must be a number"
+    ):
         specjax.load(hot)
     with pytest.raises(InputError, match=r"model\.safetensors"):
         specjax.load(hot, generation_config=None)
@@ -172,14 +187,18 @@ def test_bad_values_are_refused_before_any_weights_are_read(tiny_pair, tmp_path)
 def test_a_text_with_defaults_is_the_text_with_the_same_settings(generate, directory) -> None:
     plain = specjax.load(directory, generation_config=None)
     settings = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
-    by_default = [generate("import os", seed=seed, max_new_tokens=COUNT).tokens for seed in range(3)]
-    assert by_default == [plain("import os", seed=seed, max_new_tokens=COUNT, **settings).tokens for seed in range(3)]
+    by_default = [
+        generate("import os", seed=seed, max_new_tokens=COUNT).tokens for seed in range(3)
+    ]
+    assert by_default == [
+        plain("import os", seed=seed, max_new_tokens=COUNT, **settings).tokens for seed in range(3)
+    ]
     greedy = plain("import os", max_new_tokens=COUNT).tokens
     assert generate("import os", temperature=0, seed=1, max_new_tokens=COUNT).tokens == greedy
     assert len({*by_default, greedy}) == 4
 
 
-# --- the engine, and HTTP --------------------------------------------------------------------------------------------
+# --- the engine, and HTTP -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -193,11 +212,25 @@ def test_an_engine_has_those_of_its_generator(generate, engine) -> None:
     settings = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
     for seed in range(3):
         text = engine.submit("import os", seed=seed, max_new_tokens=COUNT).result().tokens
-        assert text == engine.submit("import os", seed=seed, max_new_tokens=COUNT, **settings).result().tokens
+        assert (
+            text
+            == engine.submit("import os", seed=seed, max_new_tokens=COUNT, **settings)
+            .result()
+            .tokens
+        )
         assert text == generate("import os", seed=seed, max_new_tokens=COUNT, rule="coupled").tokens
     greedy = engine.submit("import os", temperature=0, max_new_tokens=COUNT).result().tokens
-    assert greedy == specjax.load(generate.target, tokenizer=generate.tokenizer)("import os", max_new_tokens=COUNT).tokens
-    one = engine.submit("import os", temperature=1.5, top_k=1, seed=3, max_new_tokens=COUNT).result().tokens
+    assert (
+        greedy
+        == specjax.load(generate.target, tokenizer=generate.tokenizer)(
+            "import os", max_new_tokens=COUNT
+        ).tokens
+    )
+    one = (
+        engine.submit("import os", temperature=1.5, top_k=1, seed=3, max_new_tokens=COUNT)
+        .result()
+        .tokens
+    )
     assert one == greedy != text
 
 
@@ -211,13 +244,22 @@ def test_a_server_has_those_of_its_engine(engine) -> None:
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["text"]
 
-    assert text() == text(temperature=0.6, top_k=20, top_p=0.95) == text(temperature=None, top_k=None, top_p=None, min_p=None)
+    assert (
+        text()
+        == text(temperature=0.6, top_k=20, top_p=0.95)
+        == text(temperature=None, top_k=None, top_p=None, min_p=None)
+    )
     assert text() == engine.submit("import os", max_new_tokens=COUNT, seed=3).result().text
     assert text(temperature=1.0, top_k=-1, top_p=1) != text()
-    assert text(temperature=0) == engine.submit("import os", max_new_tokens=COUNT, temperature=0).result().text
+    assert (
+        text(temperature=0)
+        == engine.submit("import os", max_new_tokens=COUNT, temperature=0).result().text
+    )
 
 
-OF_REQUESTS = [(stated, merged) for stated, merged in MERGED if not isinstance(stated.get("temperature"), list)]
+OF_REQUESTS = [
+    (stated, merged) for stated, merged in MERGED if not isinstance(stated.get("temperature"), list)
+]
 
 
 @pytest.mark.parametrize("call", [ask, chat])
@@ -232,14 +274,17 @@ def test_a_request_states_what_goes_over_the_models_own(call, stated, merged) ->
 
 @pytest.mark.parametrize("call", [ask, chat])
 def test_a_request_to_a_model_without_defaults_has_temperature_1(call) -> None:
-    for stated, merged in (({}, Sampling(1.0)), ({"temperature": None, "top_p": 0.9}, Sampling(1.0, top_p=0.9))):
+    for stated, merged in (
+        ({}, Sampling(1.0)),
+        ({"temperature": None, "top_p": 0.9}, Sampling(1.0, top_p=0.9)),
+    ):
         engine = MadeUpEngine()
         assert call(engine, **stated).status_code == 200
         settings = engine.submitted[0].settings
         assert Sampling(**{name: settings[name] for name in vars(GREEDY)}) == merged
 
 
-# --- commands --------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -273,30 +318,54 @@ OF_COMMANDS = [
     (("--top-k", "0", "--top-p", "1"), Sampling(0.6), IN_FORCE.format("temperature 0.6")),
     (("--temperature", "1", "--top-k", "5", "--top-p", "0.5"), Sampling(1.0, 5, 0.5), None),
     (("--temperature", "0"), GREEDY, None),
-    (("--temperature", "0", "--min-p", "0.1"), Sampling(0.0, min_p=0.1), "specjax: --min-p: ignored at --temperature 0, "),
+    (
+        ("--temperature", "0", "--min-p", "0.1"),
+        Sampling(0.0, min_p=0.1),
+        "specjax: --min-p: ignored at --temperature 0, ",
+    ),
     (("--generation-config", "none"), GREEDY, None),
     (("--generation-config", "none", "--temperature", "0.7"), Sampling(0.7), None),
-    (("--generation-config", "none", "--top-k", "5"), Sampling(0.0, 5), "specjax: --top-k: ignored at --temperature 0, "),
+    (
+        ("--generation-config", "none", "--top-k", "5"),
+        Sampling(0.0, 5),
+        "specjax: --top-k: ignored at --temperature 0, ",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("options", "sampling", "line"), OF_COMMANDS, ids=names_of(OF_COMMANDS))
-def test_generate_has_them_and_says_so(directory, drawn_with, capsys, options, sampling, line) -> None:
+def test_generate_has_them_and_says_so(
+    directory, drawn_with, capsys, options, sampling, line
+) -> None:
     status, _, said = run(capsys, *generating(directory, *options))
     assert status == 2 and drawn_with == [sampling]
-    lines = [each for each in said.splitlines() if "generation_config.json" in each or "ignored" in each]
+    lines = [
+        each for each in said.splitlines() if "generation_config.json" in each or "ignored" in each
+    ]
     assert [each.startswith(line or "") for each in lines] == [True] * (line is not None)
 
 
 def test_generate_names_what_is_not_applied(tiny_pair, tmp_path, drawn_with, capsys) -> None:
-    penalised = with_file(tiny_pair[0], tmp_path / "penalised", **FILE, repetition_penalty=1.05, no_repeat_ngram_size=3)
+    penalised = with_file(
+        tiny_pair[0],
+        tmp_path / "penalised",
+        **FILE,
+        repetition_penalty=1.05,
+        no_repeat_ngram_size=3,
+    )
     _, _, said = run(capsys, *generating(penalised))
     line = "these fields are not applied: repetition_penalty 1.05, no_repeat_ngram_size 3"
     assert [line in each for each in said.splitlines()].count(True) == 1
-    assert "not applied" not in run(capsys, *generating(penalised, "--generation-config", "none"))[2]
+    assert (
+        "not applied" not in run(capsys, *generating(penalised, "--generation-config", "none"))[2]
+    )
     (Path(penalised) / "generation_config.json").write_text(json.dumps(FILE | {"top_p": 2}))
     status, _, said = run(capsys, *generating(penalised))
-    assert status == 2 and "generation_config.json: top_p=2: must be" in said and "--generation-config none" in said
+    assert (
+        status == 2
+        and "generation_config.json: top_p=2: must be" in said
+        and "--generation-config none" in said
+    )
     assert drawn_with == [DEFAULTS, GREEDY]
     run(capsys, *generating(penalised, "--generation-config", "none"))
     assert drawn_with == [DEFAULTS, GREEDY, GREEDY]
@@ -309,8 +378,22 @@ def test_generate_writes_the_text_of_the_same_settings(directory, capsys) -> Non
         assert status == 0, said
         return json.loads(out)["token_ids"]
 
-    stated = ("--temperature", "0.6", "--top-k", "20", "--top-p", "0.95", "--generation-config", "none")
-    assert tokens() == tokens(*stated) != tokens("--temperature", "0") == tokens("--generation-config", "none")
+    stated = (
+        "--temperature",
+        "0.6",
+        "--top-k",
+        "20",
+        "--top-p",
+        "0.95",
+        "--generation-config",
+        "none",
+    )
+    assert (
+        tokens()
+        == tokens(*stated)
+        != tokens("--temperature", "0")
+        == tokens("--generation-config", "none")
+    )
 
 
 def test_serve_has_them_and_says_so(directory, monkeypatch) -> None:
@@ -319,13 +402,16 @@ def test_serve_has_them_and_says_so(directory, monkeypatch) -> None:
     arguments, _ = engine_options(ServeConfig(target=directory, capacity=64))
     assert arguments["target"].default_sampling == DEFAULTS
     assert said == [
-        "temperature 0.6, top_k 20, top_p 0.95 from generation_config.json; --generation-config none for temperature 1"
+        "temperature 0.6, top_k 20, top_p 0.95 from generation_config.json; --generation-config"
+        " none for temperature 1"
     ]
-    arguments, _ = engine_options(ServeConfig(target=directory, capacity=64, generation_config="none"))
+    arguments, _ = engine_options(
+        ServeConfig(target=directory, capacity=64, generation_config="none")
+    )
     assert arguments["target"].default_sampling is None and len(said) == 1
 
 
-# --- nobody else -----------------------------------------------------------------------------------------------------
+# --- nobody else ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -337,7 +423,9 @@ def unreadable(tiny_pair, tmp_path) -> str:
     return made
 
 
-def test_what_states_its_own_settings_does_not_read_them(unreadable, tmp_path, monkeypatch, capsys) -> None:
+def test_what_states_its_own_settings_does_not_read_them(
+    unreadable, tmp_path, monkeypatch, capsys
+) -> None:
     def check(*_, **given):
         raise InputError(f"enough: {given['settings']}")
 
@@ -346,7 +434,9 @@ def test_what_states_its_own_settings_does_not_read_them(unreadable, tmp_path, m
     assert f"enough: {losslessness.SETTINGS}" in capsys.readouterr().err
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("import os\n")
-    pair, _, options = OnPrompts(target=unreadable, drafter="prompt-lookup", prompts=str(prompts)).load("plan theory")
+    pair, _, options = OnPrompts(
+        target=unreadable, drafter="prompt-lookup", prompts=str(prompts)
+    ).load("plan theory")
     assert pair.default_sampling is None and options.sampling == GREEDY
 
 
@@ -370,10 +460,19 @@ def test_every_other_caller_of_load_states_that_it_does_not_read_them() -> None:
     for folder in ("specjax", "benchmarks"):
         for path in sorted((root / folder).rglob("*.py")):
             source = path.read_text()
-            for node in ast.walk(ast.parse(source)) if re.search(r"(pipeline|specjax)\.load\(", source) else ():
-                if isinstance(node, ast.Call) and ast.unparse(node.func) in ("pipeline.load", "specjax.load"):
+            for node in (
+                ast.walk(ast.parse(source))
+                if re.search(r"(pipeline|specjax)\.load\(", source)
+                else ()
+            ):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                    "pipeline.load",
+                    "specjax.load",
+                ):
                     stated = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                    calls.setdefault(str(path.relative_to(root)), []).append(stated.get("generation_config"))
+                    calls.setdefault(str(path.relative_to(root)), []).append(
+                        stated.get("generation_config")
+                    )
     assert readers < calls.keys()
     assert {path for path, stated in calls.items() if set(stated) != {"None"}} == readers
 
@@ -385,7 +484,9 @@ def test_an_engine_reads_none_for_a_client(generate) -> None:
     with Engine(generate, **sizes, clients=ClientDrafts()) as engine:
         row = engine.open_row([5, 6, 7], max_new_tokens=4, listener=lambda event: None)
         assert row.settings["sampling"] == GREEDY.of_row()
-        stated = engine.open_row([5, 6, 7], max_new_tokens=4, temperature=0.9, listener=lambda event: None)
+        stated = engine.open_row(
+            [5, 6, 7], max_new_tokens=4, temperature=0.9, listener=lambda event: None
+        )
         assert stated.settings["sampling"] == Sampling(temperature=0.9).of_row()
         stated.close()
         row.close()

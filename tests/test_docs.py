@@ -24,12 +24,14 @@ NAMES = {str(page.relative_to(ROOT / "docs")): page for page in PAGES}
 every_page = pytest.mark.parametrize("page", NAMES.values(), ids=NAMES)
 
 
-# --- pages -----------------------------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if any(block.run for block in documents.blocks(page, "python"))], ids=lambda page: page.stem
+    "page",
+    [page for page in PAGES if any(block.run for block in documents.blocks(page, "python"))],
+    ids=lambda page: page.stem,
 )
 @pytest.mark.usefixtures("either_assets")
 def test_the_python_of_a_page_runs(page: Path, tmp_path, monkeypatch, capsys) -> None:
@@ -71,7 +73,7 @@ def _leaves(tree: Any) -> Iterator[str]:
             yield from _leaves(each)
 
 
-# --- docstrings ------------------------------------------------------------------------------------------------------
+# --- docstrings -----------------------------------------------------------------------------------
 
 SHOWN = {name: page.name for page in sorted(API.glob("*.md")) for name in documents.shown(page)}
 """What the pages of the API show, and where."""
@@ -112,13 +114,25 @@ def constants(module: ModuleType) -> dict[str, str]:
     body = ast.parse(inspect.getsource(module)).body
     found = {}
     for constant, below in pairwise(body):
-        names = constant.targets if isinstance(constant, ast.Assign) else [getattr(constant, "target", None)]
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+        names = (
+            constant.targets
+            if isinstance(constant, ast.Assign)
+            else [getattr(constant, "target", None)]
+        )
+        if (
+            isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        ):
             found |= {name.id: below.value.value for name in names if isinstance(name, ast.Name)}
     return found
 
 
-CONSTANTS = {id(getattr(module, name)): text for module in MODULES for name, text in constants(module).items()}
+CONSTANTS = {
+    id(getattr(module, name)): text
+    for module in MODULES
+    for name, text in constants(module).items()
+}
 
 
 def docstring(found: Any) -> str:
@@ -128,7 +142,12 @@ def docstring(found: Any) -> str:
 
 def test_every_public_name_is_explained_with_an_example_on_a_page_of_the_api() -> None:
     shown = {id(find(name)) for name in SHOWN}
-    shown |= {id(value) for name in SHOWN if isinstance(found := find(name), ModuleType) for value in vars(found).values()}
+    shown |= {
+        id(value)
+        for name in SHOWN
+        if isinstance(found := find(name), ModuleType)
+        for value in vars(found).values()
+    }
     missing = []
     for name, found in public():
         text = docstring(found)
@@ -136,7 +155,11 @@ def test_every_public_name_is_explained_with_an_example_on_a_page_of_the_api() -
             missing.append(f"{name}: is on no page under docs/api")
         if not text:
             missing.append(f"{name}: has no docstring")
-        elif ">>> " not in text and not isinstance(found, ModuleType) and not name.startswith("specjax.cli."):
+        elif (
+            ">>> " not in text
+            and not isinstance(found, ModuleType)
+            and not name.startswith("specjax.cli.")
+        ):
             missing.append(f"{name}: its docstring has no example")
     assert not missing, "\n".join(missing)
 
@@ -145,7 +168,16 @@ SLOW = {
     *("check", "check_contract", "check_one_trace", "check_greedy", "check_rows", "check_coupled"),
     *("check_insert", "check_rows_that_come_and_go"),
     *("check_distribution", "p_values"),
-    *("Text", "admit", "read_chunk", "decode_rows", "Engine", "EngineStatistics", "Handle", "Answer"),
+    *(
+        "Text",
+        "admit",
+        "read_chunk",
+        "decode_rows",
+        "Engine",
+        "EngineStatistics",
+        "Handle",
+        "Answer",
+    ),
     *("verify_rows", "ClientRow", "ClientStatistics"),
     *("compare_drafts", "fastest_drafter", "measure_acceptance", "measure_contexts"),
     *("measure_costs", "trial_speedup", "chain_survival", "insert", "Generation", "Run"),
@@ -166,16 +198,29 @@ def examples() -> Iterator[tuple[str, doctest.DocTest]]:
                         yield from example(module, ast.unparse(constant).split()[0], below)
 
 
-def example(module: ModuleType, name: str, statement: ast.stmt) -> Iterator[tuple[str, doctest.DocTest]]:
+def example(
+    module: ModuleType, name: str, statement: ast.stmt
+) -> Iterator[tuple[str, doctest.DocTest]]:
     """The examples in a ``statement``, if it is a docstring that has any."""
-    text = statement.value.value if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) else ""
+    text = (
+        statement.value.value
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        else ""
+    )
     if ">>> " in str(text):
         where = f"{module.__name__}.{name}, the docstring"
-        yield name, doctest.DocTestParser().get_doctest(str(text), {}, where, module.__file__, statement.lineno - 1)
+        yield (
+            name,
+            doctest.DocTestParser().get_doctest(
+                str(text), {}, where, module.__file__, statement.lineno - 1
+            ),
+        )
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["fast", "slow"])
+@pytest.mark.parametrize(
+    "slow", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["fast", "slow"]
+)
 def test_every_example_of_a_docstring_does_what_it_shows(slow, tmp_path, monkeypatch) -> None:
     """All in one process, from one target, so that what is compiled for one example serves the others."""
     monkeypatch.chdir(tmp_path)
@@ -200,6 +245,11 @@ def test_every_example_of_a_docstring_does_what_it_shows(slow, tmp_path, monkeyp
     ],
 )
 def test_headings_have_the_word_that_readers_search_for(word, page) -> None:
-    headings = [line for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("#")]
+    headings = [
+        line for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("#")
+    ]
     assert any(word in heading for heading in headings)
-    assert word in (ROOT / "mkdocs.yml").read_text() or word in (ROOT / "docs" / "index.md").read_text()
+    assert (
+        word in (ROOT / "mkdocs.yml").read_text()
+        or word in (ROOT / "docs" / "index.md").read_text()
+    )

@@ -13,7 +13,10 @@ import specjax
 
 NAME = re.compile(r"(?<!`)`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)`(?!`)")
 FOUND = [found.name for found in pkgutil.walk_packages(specjax.__path__, "specjax.")]
-MODULES = [specjax, *(importlib.import_module(name) for name in FOUND if not name.endswith("__main__"))]
+MODULES = [
+    specjax,
+    *(importlib.import_module(name) for name in FOUND if not name.endswith("__main__")),
+]
 NOT_OURS = {"transformers"}
 """Names of other packages that docstrings may give."""
 
@@ -42,7 +45,9 @@ def has(holder: Any, name: str) -> bool:
         value = getattr(holder, name, None)
         home = getattr(value, "__module__", None) or ""
         return hasattr(holder, name) and (
-            hasattr(holder, "__path__") or not home.startswith("specjax.") or home == holder.__name__
+            hasattr(holder, "__path__")
+            or not home.startswith("specjax.")
+            or home == holder.__name__
         )
     return hasattr(holder, name) or any(
         name in vars(kind).get("__annotations__", {}) for kind in getattr(holder, "__mro__", ())

@@ -13,10 +13,19 @@ from specjax.training.config import TrainConfig
 
 @pytest.mark.parametrize(
     ("word", "nearest"),
-    [("temp", "temperature"), ("temprature", "temperature"), ("Top-K", "top_k"), ("stops", "stop"), ("seeds", "seed")],
+    [
+        ("temp", "temperature"),
+        ("temprature", "temperature"),
+        ("Top-K", "top_k"),
+        ("stops", "stop"),
+        ("seeds", "seed"),
+    ],
 )
 def test_the_nearest_name_is_suggested(word, nearest) -> None:
-    assert did_you_mean(word, ("stop", "seed", "top_k", "top_p", "temperature")) == f"; did you mean {nearest}?"
+    assert (
+        did_you_mean(word, ("stop", "seed", "top_k", "top_p", "temperature"))
+        == f"; did you mean {nearest}?"
+    )
 
 
 @pytest.mark.parametrize("word", ["", "x", "bush", "\ud800"])
@@ -25,15 +34,26 @@ def test_nothing_is_suggested_where_nothing_is_near(word) -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"), [("max_tokens", "max_new_tokens"), ("stop_token_ids", "eos_token_ids"), ("stop_strings", "stop")]
+    ("theirs", "ours"),
+    [
+        ("max_tokens", "max_new_tokens"),
+        ("stop_token_ids", "eos_token_ids"),
+        ("stop_strings", "stop"),
+    ],
 )
 def test_other_libraries_names_are_told_from_ours(theirs, ours) -> None:
-    with pytest.raises(InputError, match=f"{theirs}=8: generate has no argument of that name; did you mean {ours}[?]"):
+    with pytest.raises(
+        InputError,
+        match=f"{theirs}=8: generate has no argument of that name; did you mean {ours}[?]",
+    ):
         check_options("generate", {theirs: 8}, settings, "stop")
 
 
 def test_a_name_like_no_other_gets_the_list() -> None:
-    with pytest.raises(InputError, match="zzz=1: generate has no argument of that name; its arguments are max_new_tokens, "):
+    with pytest.raises(
+        InputError,
+        match="zzz=1: generate has no argument of that name; its arguments are max_new_tokens, ",
+    ):
         check_options("generate", {"zzz": 1}, settings)
 
 

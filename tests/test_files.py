@@ -52,7 +52,9 @@ def fill_disk(monkeypatch, *names: str) -> None:
 
     def save_file(tensors: object, path: Path, **_: object) -> None:
         path.write_bytes(b"half")
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")  # its own words
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )  # its own words
 
     monkeypatch.setattr(checkpoint, "save_file", save_file)
 
@@ -92,7 +94,9 @@ def test_a_full_disk_is_named_and_nothing_is_left_behind(tmp_path, monkeypatch, 
         save(path)
     (line,) = str(raised.value).splitlines()
     assert line.startswith(str(path)) and f"no space left on {mount_point(tmp_path)}, " in line
-    assert ("needs about 1 MB" in line) == (save is not save_reports)  # nobody knows how much more was to be written there
+    assert ("needs about 1 MB" in line) == (
+        save is not save_reports
+    )  # nobody knows how much more was to be written there
     assert left_in(tmp_path) == [] and not files._unfinished
 
 
@@ -127,7 +131,10 @@ def test_a_journal_on_a_full_disk(tmp_path, monkeypatch) -> None:
 
 def test_what_does_not_fit_is_refused_before_it_is_written(tmp_path) -> None:
     for write in (replacing, writing):
-        with pytest.raises(FullDiskError, match="needs about 1,000,000,000,000 MB, has "), write(tmp_path / "a" / "b", 10**18):
+        with (
+            pytest.raises(FullDiskError, match="needs about 1,000,000,000,000 MB, has "),
+            write(tmp_path / "a" / "b", 10**18),
+        ):
             pytest.fail("it began to write")
     assert left_in(tmp_path) == []
 
@@ -158,7 +165,10 @@ def test_what_is_being_written_is_discarded_by_a_process_that_ends(tmp_path) -> 
         (OSError(errno.ENOSPC, "x"), True),
         (OSError(errno.EDQUOT, "x"), True),
         (OSError(errno.EACCES, "No space left on device"), False),
-        (RuntimeError('Os { code: 28, kind: StorageFull, message: "No space left on device" }'), True),
+        (
+            RuntimeError('Os { code: 28, kind: StorageFull, message: "No space left on device" }'),
+            True,
+        ),
         (ValueError("x"), False),
     ],
 )
@@ -170,7 +180,7 @@ def test_a_full_disk_is_an_error_of_input() -> None:
     assert issubclass(FullDiskError, InputError)  # so that commands say it in one line
 
 
-# --- every writer ----------------------------------------------------------------------------------------------------
+# --- every writer ---------------------------------------------------------------------------------
 
 WRITES = {
     "write_text",
@@ -189,26 +199,38 @@ EXCEPTIONS = {
     "text.copy_tokenizer": "copies into a directory that its caller replaces",
     "cli.convert.copy_beside": "copies into a directory that its caller replaces",
     "cli.main._one_speaks": "writes to the standard output, or nowhere",
-    "cli.regenerate._append": "adds to a file that the next run goes on with, and names a full disk itself",
+    "cli.regenerate._append": (
+        "adds to a file that the next run goes on with, and names a full disk itself"
+    ),
     "training.run_directory.__init__": "adds to a file that the next run goes on with",
 }
 """Functions that write otherwise, and why that is right."""
 
 
-def unsafe_writes(tree: ast.AST, function: str = "", is_safe: bool = False) -> Iterator[tuple[str, int]]:
+def unsafe_writes(
+    tree: ast.AST, function: str = "", is_safe: bool = False
+) -> Iterator[tuple[str, int]]:
     """Every call that writes a file outside of a block of `SAFE`, with the function that it stands in."""
     for node in ast.iter_child_nodes(tree):
         inside, safe = function, is_safe
         if isinstance(node, ast.FunctionDef):
             inside = node.name
         if isinstance(node, ast.With):
-            calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+            calls = [
+                item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)
+            ]
             safe = is_safe or any(name_of(call) in SAFE for call in calls)
         if isinstance(node, ast.Call) and not safe:
             given = [*node.args, *(keyword.value for keyword in node.keywords)]
             modes = [each.value for each in given if isinstance(each, ast.Constant)]
-            opens = name_of(node) == "open" and any(mode in ("w", "a", "x", "wb", "ab", "xb") for mode in modes)
-            if opens or (name_of(node) in WRITES and not isinstance(node.func, ast.Name)) or name_of(node) == "save_file":
+            opens = name_of(node) == "open" and any(
+                mode in ("w", "a", "x", "wb", "ab", "xb") for mode in modes
+            )
+            if (
+                opens
+                or (name_of(node) in WRITES and not isinstance(node.func, ast.Name))
+                or name_of(node) == "save_file"
+            ):
                 yield inside, node.lineno
         yield from unsafe_writes(node, inside, safe)
 
@@ -223,6 +245,8 @@ def test_every_file_is_written_whole_or_not_at_all() -> None:
         module = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
         for function, line in unsafe_writes(ast.parse(path.read_text())):
             name = f"{module}.{function}"
-            assert name in EXCEPTIONS, f"{path}:{line}: write in a block of specjax.files.replacing or writing"
+            assert name in EXCEPTIONS, (
+                f"{path}:{line}: write in a block of specjax.files.replacing or writing"
+            )
             found.add(name)
     assert found == EXCEPTIONS.keys()

@@ -52,7 +52,7 @@ RECORD = Path(__file__).with_name("formats.json")
 Names = dict[str, list[str]]
 
 
-# --- messages --------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 def wire_messages() -> Names:
@@ -68,10 +68,16 @@ def host_messages() -> Names:
 def _messages(module: types.ModuleType) -> Names:
     found: Names = {}
     for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__:
+        if (
+            isinstance(value, type)
+            and issubclass(value, msgspec.Struct)
+            and value.__module__ == module.__name__
+        ):
             described: Any = msgspec.inspect.type_info(value)
             if described.tag is not None and not value.__name__.startswith("_"):
-                found[described.tag] = [f"{field.encode_name}: {_kind(field.type)}" for field in described.fields]
+                found[described.tag] = [
+                    f"{field.encode_name}: {_kind(field.type)}" for field in described.fields
+                ]
     return found
 
 
@@ -79,7 +85,11 @@ def _kind(described: Any) -> str:
     """Return the name of a msgspec type, those inside it too."""
     name = type(described).__name__.removesuffix("Type").lower()
     inside = [described.types] if hasattr(described, "types") else []
-    inside += [[getattr(described, part)] for part in ("key_type", "value_type", "item_type") if hasattr(described, part)]
+    inside += [
+        [getattr(described, part)]
+        for part in ("key_type", "value_type", "item_type")
+        if hasattr(described, part)
+    ]
     parts = [_kind(part) for group in inside for part in group]
     return f"{name}[{', '.join(parts)}]" if parts else name
 
@@ -90,7 +100,7 @@ def client_events() -> Names:
     return {"kinds": [Moment.of(event(tokens=(1,), text=""), seconds=0.0).kind for event in events]}
 
 
-# --- options and files of configuration ------------------------------------------------------------------------------
+# --- options and files of configuration -----------------------------------------------------------
 
 
 def command_options() -> Names:
@@ -124,7 +134,7 @@ def _parts(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-# --- HTTP ------------------------------------------------------------------------------------------------------------
+# --- HTTP -----------------------------------------------------------------------------------------
 
 
 def http_parameters() -> Names:
@@ -146,8 +156,12 @@ def http_answers() -> Names:
     answers = {
         "completions": ask(service, logprobs=1, **more).json(),
         "completions, streamed": events(ask(service, logprobs=1, **more, **usage)),
-        "chat completions": ask(service, "/v1/chat/completions", logprobs=True, top_logprobs=1, **more).json(),
-        "chat completions, streamed": events(ask(service, "/v1/chat/completions", logprobs=True, **more, **usage)),
+        "chat completions": (
+            ask(service, "/v1/chat/completions", logprobs=True, top_logprobs=1, **more).json()
+        ),
+        "chat completions, streamed": events(
+            ask(service, "/v1/chat/completions", logprobs=True, **more, **usage)
+        ),
         "error": ask(service, temperature=-1).json(),
         "health": ask(service, "/health", "GET").json(),
         "models": ask(service, "/v1/models", "GET").json(),
@@ -161,7 +175,9 @@ def _paths(value: Any, prefix: str = "") -> Iterator[str]:
     if isinstance(value, list):
         for inner in value:
             yield from _paths(inner, prefix)
-    elif isinstance(value, dict) and not prefix.endswith("logprobs.top_logprobs"):  # whose names are tokens
+    elif isinstance(value, dict) and not prefix.endswith(
+        "logprobs.top_logprobs"
+    ):  # whose names are tokens
         for name, inner in value.items():
             yield from _paths(inner, f"{prefix}.{name}" if prefix else name)
     else:
@@ -180,14 +196,30 @@ def metrics() -> Names:
         return measured.exposition().decode()
 
     found: Names = {}
-    for name, labels in re.findall(r"^([a-z_:]+)\{(.*)\} ", asyncio.run(exposition()), re.MULTILINE):
+    for name, labels in re.findall(
+        r"^([a-z_:]+)\{(.*)\} ", asyncio.run(exposition()), re.MULTILINE
+    ):
         found[name] = sorted({*found.get(name, []), *re.findall(r"(\w+)=", labels)})
     return found
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> Names:
     """Return the paths of the fields of what commands print with ``--json``, or write."""
-    assert main(["generate", "--target", "embedded", "--prompt", "import os", "--max-new-tokens", "1", "--json"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                "--target",
+                "embedded",
+                "--prompt",
+                "import os",
+                "--max-new-tokens",
+                "1",
+                "--json",
+            ]
+        )
+        == 0
+    )
     said = {
         "generate": json.loads(capsys.readouterr().out),
         "client": client.as_json(TextReport(round_trips=[0.1], depths=[1])),
@@ -205,7 +237,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Names:
     return found
 
 
-# --- checkpoints and fingerprints ------------------------------------------------------------------------------------
+# --- checkpoints and fingerprints -----------------------------------------------------------------
 
 
 def checkpoints(folder: Path) -> Names:
@@ -217,7 +249,10 @@ def checkpoints(folder: Path) -> Names:
             continue
         drafter = method.trained.init(target, jax.random.key(0))
         for layout in drafter.layouts:
-            if (name, layout) != ("dflash", "deepspec"):  # which wants a drafter with an embedding of its own
+            if (name, layout) != (
+                "dflash",
+                "deepspec",
+            ):  # which wants a drafter with an embedding of its own
                 made[f"{name}, {layout}"] = partial(drafter.save_pretrained, layout=layout)
     found: Names = {}
     for number, (name, save) in enumerate(made.items()):
@@ -225,7 +260,10 @@ def checkpoints(folder: Path) -> Names:
         save(path)
         content = json.loads((path / "config.json").read_text())
         tensors = safetensors.numpy.load_file(path / "model.safetensors")
-        found[name] = [*sorted(set(_paths(content))), *(f"tensor {tensor}" for tensor in sorted(tensors))]
+        found[name] = [
+            *sorted(set(_paths(content))),
+            *(f"tensor {tensor}" for tensor in sorted(tensors)),
+        ]
         found[name] += [f"file {file.name}" for file in sorted(path.iterdir())]
     return found
 
@@ -244,7 +282,8 @@ def training_runs() -> Names:
 
 def _leaves(tree: Any) -> list[str]:
     return sorted(
-        jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
     )
 
 
@@ -261,7 +300,7 @@ def fingerprints() -> Names:
     }
 
 
-# --- the record ------------------------------------------------------------------------------------------------------
+# --- the record -----------------------------------------------------------------------------------
 
 FORMATS: dict[str, Callable[..., Names]] = {
     "wire messages": wire_messages,
@@ -281,19 +320,29 @@ FORMATS: dict[str, Callable[..., Names]] = {
 SLOW = {"printed JSON"}  # for which a command runs
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in FORMATS])
-def test_a_format_is_as_it_is_recorded(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in FORMATS]
+)
+def test_a_format_is_as_it_is_recorded(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     find = FORMATS[name]
     fixtures = {"folder": tmp_path, "capsys": capsys}
     found = find(*(fixtures[argument] for argument in inspect.signature(find).parameters))
     recorded = json.loads(RECORD.read_text())[name]
     gone, new = _difference(recorded, found), _difference(found, recorded)
-    assert not gone, f"{name}: {gone} are gone or renamed, and somebody's files, programs or command lines hold them"
+    assert not gone, (
+        f"{name}: {gone} are gone or renamed, and somebody's files, programs or command lines hold"
+        " them"
+    )
     assert not new, f"{name}: {new} are new; add them to {RECORD.name} by hand"
     assert found == recorded, f"{name}: the order has changed"
 
 
 def _difference(left: Names, right: Names) -> Names:
     """Return what is in ``left`` and not in ``right``."""
-    left_over = {key: [name for name in names if name not in right.get(key, [])] for key, names in left.items()}
+    left_over = {
+        key: [name for name in names if name not in right.get(key, [])]
+        for key, names in left.items()
+    }
     return {key: names for key, names in left_over.items() if names or key not in right}

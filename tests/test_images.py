@@ -15,7 +15,9 @@ RECORDED = {"demo"}
 
 
 def test_every_picture_has_its_dark_twin_and_is_drawn_by_a_script() -> None:
-    files = {file.name for file in IMAGES.iterdir() if file.suffix in {".png", ".svg", ".gif"}} - ALONE
+    files = {
+        file.name for file in IMAGES.iterdir() if file.suffix in {".png", ".svg", ".gif"}
+    } - ALONE
     names = {file.rpartition(".")[0].removesuffix("-dark") for file in files}
     assert names - RECORDED == set(draw.PICTURES)
     for name in names:
@@ -26,7 +28,10 @@ def test_every_picture_has_its_dark_twin_and_is_drawn_by_a_script() -> None:
 def test_the_script_draws_each_light_and_dark(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(draw, "IMAGES", tmp_path)
     draw.main(["long_context"])
-    assert capsys.readouterr().out == "docs/images/long_context.png\ndocs/images/long_context-dark.png\n"
+    assert (
+        capsys.readouterr().out
+        == "docs/images/long_context.png\ndocs/images/long_context-dark.png\n"
+    )
     for name, theme in (("long_context", style.LIGHT), ("long_context-dark", style.DARK)):
         pixels = imread(tmp_path / f"{name}.png")
         assert pixels[0, 0, :3] == pytest.approx(to_rgb(theme.paper), abs=0.01)
@@ -36,7 +41,9 @@ def test_the_script_draws_each_light_and_dark(monkeypatch, tmp_path, capsys) -> 
 
 
 def test_the_picture_of_a_step_shows_what_is_kept_of_it() -> None:
-    step = draw.Step("if x:\n    return", drafted=(" x", ".", "y"), said=(" x", "\n", "if", "def"), accepted=1)
+    step = draw.Step(
+        "if x:\n    return", drafted=(" x", ".", "y"), said=(" x", "\n", "if", "def"), accepted=1
+    )
     axes = draw.draw_step(step).axes[0]
     texts = [text.get_text() for text in axes.texts]
     assert texts.count("·x") == 3  # proposed, scored, accepted

@@ -33,11 +33,15 @@ def test_every_notebook_has_the_cell_before_all_other_code_that_imports(path) ->
     assert "".join(cell["source"]) == render_cell(), "run: python release/write_install_cell.py"
     code = ["".join(each["source"]) for each in notebook["cells"] if each["cell_type"] == "code"]
     importing = [text for text in code if "import " in text]
-    assert [text.startswith(FIRST_LINE) for text in importing] == [True] + [False] * (len(importing) - 1)
+    assert [text.startswith(FIRST_LINE) for text in importing] == [True] + [False] * (
+        len(importing) - 1
+    )
 
 
 def test_an_address_becomes_the_source(tmp_path) -> None:
-    (tmp_path / "pyproject.toml").write_text('[tool.specjax]\naddress = "https://github.com/OWNER/NAME"')
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.specjax]\naddress = "https://github.com/OWNER/NAME"'
+    )
     assert 'SOURCE = "git+https://github.com/OWNER/NAME"' in render_cell(tmp_path)
     (tmp_path / "pyproject.toml").write_text("[tool.specjax]\naddress = ''")
     assert 'SOURCE = ""' in render_cell(tmp_path)
@@ -70,7 +74,11 @@ class Machine:
         self.fails = False
         monkeypatch.setattr(subprocess, "run", self._run)
         monkeypatch.setattr(
-            glob, "glob", lambda pattern: [name for name in self.devices if name.startswith(pattern.partition("[")[0])]
+            glob,
+            "glob",
+            lambda pattern: [
+                name for name in self.devices if name.startswith(pattern.partition("[")[0])
+            ],
         )
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: self.is_installed or None)
         monkeypatch.setattr(metadata, "version", lambda name: self.versions[name])
@@ -98,7 +106,9 @@ class Machine:
         assert command[:3] == [sys.executable, "-m", "pip"]
         self.pip.append(tuple(command[3:]))
         self.versions |= self.after
-        self.mismatches = [mismatch for mismatch in self.mismatches if mismatch.remedy != self.pip[-1]]
+        self.mismatches = [
+            mismatch for mismatch in self.mismatches if mismatch.remedy != self.pip[-1]
+        ]
         return SimpleNamespace(returncode=int(self.fails), stdout="no space left on device")
 
     def _find_mismatches(self, path=None, *, with_devices=False):
@@ -126,7 +136,9 @@ def machine(monkeypatch, tmp_path) -> Machine:
         ("", [], "TPU_WORKER_ID", "[tpu]"),
     ],
 )
-def test_it_installs_the_extra_of_the_machine(machine, monkeypatch, tmp_path, shown, devices, variable, extra) -> None:
+def test_it_installs_the_extra_of_the_machine(
+    machine, monkeypatch, tmp_path, shown, devices, variable, extra
+) -> None:
     if shown:
         write_nvidia_smi(tmp_path / "notebooks", shown)
     if variable:
@@ -173,7 +185,9 @@ def test_in_another_project_it_does_not_install_that(machine) -> None:
 
 
 def test_without_a_source_it_says_what_to_do_in_one_line(machine) -> None:
-    with pytest.raises(SystemExit, match=r"^specjax has no public address yet: .* set SPECJAX_SOURCE .*$"):
+    with pytest.raises(
+        SystemExit, match=r"^specjax has no public address yet: .* set SPECJAX_SOURCE .*$"
+    ):
         machine.run_cell()
     assert machine.pip == []
 
@@ -186,20 +200,35 @@ def test_what_is_installed_and_fits_stays_as_it_is(machine, capsys) -> None:
     assert capsys.readouterr().out == "specjax 0.1.0 with JAX 0.7.2\n"
 
 
-def test_what_does_not_fit_afterwards_is_put_right_with_one_call_for_each_remedy(machine, monkeypatch) -> None:
+def test_what_does_not_fit_afterwards_is_put_right_with_one_call_for_each_remedy(
+    machine, monkeypatch
+) -> None:
     monkeypatch.setenv("SPECJAX_SOURCE", "/a/clone")
-    remove, lift = ("uninstall", "-y", "jax-cuda12-plugin", "jax-cuda12-pjrt"), ("install", "-U", "jax[tpu]==0.12.0.1")
-    machine.mismatches = [Mismatch("plugin", remove), Mismatch("jaxlib", lift), Mismatch("libtpu", lift)]
+    remove, lift = (
+        ("uninstall", "-y", "jax-cuda12-plugin", "jax-cuda12-pjrt"),
+        ("install", "-U", "jax[tpu]==0.12.0.1"),
+    )
+    machine.mismatches = [
+        Mismatch("plugin", remove),
+        Mismatch("jaxlib", lift),
+        Mismatch("libtpu", lift),
+    ]
     machine.run_cell()
     assert machine.pip == [("install", "/a/clone"), remove, lift]
 
 
 def test_what_pip_cannot_put_right_is_named(machine, monkeypatch) -> None:
     machine.is_installed = True
-    wrong = Mismatch("flax 0.11.2 is installed, but specjax needs another", ("install", "-U", "flax>=0.12"))
+    wrong = Mismatch(
+        "flax 0.11.2 is installed, but specjax needs another", ("install", "-U", "flax>=0.12")
+    )
     monkeypatch.setattr(installation, "find_mismatches", lambda with_devices=False: [wrong])
     with pytest.raises(
-        SystemExit, match=r"^flax 0\.11\.2 is installed, but specjax needs another: \S+ -m pip install -U 'flax>=0.12'"
+        SystemExit,
+        match=(
+            r"^flax 0\.11\.2 is installed, but specjax needs another: \S+ -m pip install -U"
+            r" 'flax>=0.12'"
+        ),
     ):
         machine.run_cell()
 
@@ -221,7 +250,9 @@ def test_a_pip_that_fails_is_shown(machine, monkeypatch, capsys) -> None:
         (["jax", "jaxlib", "numpy"], "had imported jax 0.7.2, jaxlib 0.7.2 before"),
     ],
 )
-def test_it_asks_for_a_restart_only_where_what_was_imported_has_been_replaced(machine, monkeypatch, imported, said) -> None:
+def test_it_asks_for_a_restart_only_where_what_was_imported_has_been_replaced(
+    machine, monkeypatch, imported, said
+) -> None:
     monkeypatch.setenv("SPECJAX_SOURCE", "/a/clone")
     for name in imported:
         machine.import_module(name)
@@ -232,11 +263,15 @@ def test_it_asks_for_a_restart_only_where_what_was_imported_has_been_replaced(ma
             machine.run_cell()
 
 
-def test_it_asks_for_a_restart_where_the_numpy_below_jax_has_been_replaced(machine, monkeypatch) -> None:
+def test_it_asks_for_a_restart_where_the_numpy_below_jax_has_been_replaced(
+    machine, monkeypatch
+) -> None:
     monkeypatch.setenv("SPECJAX_SOURCE", "/a/clone")
     machine.import_module("numpy")
     machine.after["numpy"] = "2.4.6"
-    with pytest.raises(SystemExit, match=r"^Restart the session .* had imported numpy 2\.2\.6 before"):
+    with pytest.raises(
+        SystemExit, match=r"^Restart the session .* had imported numpy 2\.2\.6 before"
+    ):
         machine.run_cell()
 
 
@@ -248,9 +283,17 @@ def test_it_asks_for_a_restart_where_the_libtpu_of_an_imported_jax_is_replaced(m
         machine.run_cell()
 
 
-# --- Colab -----------------------------------------------------------------------------------------------------------
+# --- Colab ----------------------------------------------------------------------------------------
 
-COLAB = ("jax==0.7.2", "jaxlib==0.7.2", "flax==0.11.2", "libtpu==0.0.21.1", "numpy>=2.1,<2.3", "ipykernel", "nbclient")
+COLAB = (
+    "jax==0.7.2",
+    "jaxlib==0.7.2",
+    "flax==0.11.2",
+    "libtpu==0.0.21.1",
+    "numpy>=2.1,<2.3",
+    "ipykernel",
+    "nbclient",
+)
 PLUGIN = ("jax-cuda12-plugin==0.7.2", "jax-cuda12-pjrt==0.7.2")
 """Without what they require: libraries for GPUs, of gigabytes."""
 
@@ -267,9 +310,20 @@ nbformat.write(notebook, sys.argv[1])
 def find_python_313() -> str | None:
     """Return the path of a Python 3.13, None where there is none."""
     candidates = [sys.executable, shutil.which("python3.13")]
-    candidates += sorted(map(str, Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/3.13*/bin/python")))
+    candidates += sorted(
+        map(
+            str,
+            Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(
+                "versions/3.13*/bin/python"
+            ),
+        )
+    )
     if uv := shutil.which("uv"):
-        candidates.append(REAL_RUN([uv, "python", "find", "3.13"], capture_output=True, text=True, check=False).stdout.strip())
+        candidates.append(
+            REAL_RUN(
+                [uv, "python", "find", "3.13"], capture_output=True, text=True, check=False
+            ).stdout.strip()
+        )
     for python in filter(None, candidates):
         shown = REAL_RUN([python, "--version"], capture_output=True, text=True, check=False)
         if shown.returncode == 0 and shown.stdout.startswith("Python 3.13."):
@@ -282,13 +336,20 @@ def find_python_313() -> str | None:
 def test_on_colab_the_cell_lifts_jax_and_all_its_parts_and_the_quickstart_runs(tmp_path) -> None:
     python = find_python_313()
     if python is None:
-        pytest.skip("COLAB WAS NOT TRIED: there is no Python 3.13 (pyenv install 3.13, or uv python install 3.13)")
+        pytest.skip(
+            "COLAB WAS NOT TRIED: there is no Python 3.13 (pyenv install 3.13, or uv python install"
+            " 3.13)"
+        )
     tests_own = ("JAX_", "PYTHONPATH", "SPECJAX_", "XLA_FLAGS")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(tests_own)}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(tests_own)
+    }
     environment |= {"SPECJAX_SOURCE": str(tmp_path / "clone"), "JAX_PLATFORMS": "cpu"}
 
     def run(command: list[str], **options) -> str:
-        done = REAL_RUN(command, check=False, env=environment, capture_output=True, text=True, **options)
+        done = REAL_RUN(
+            command, check=False, env=environment, capture_output=True, text=True, **options
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -297,16 +358,32 @@ def test_on_colab_the_cell_lifts_jax_and_all_its_parts_and_the_quickstart_runs(t
     run([colab, "-m", "pip", "install", "--only-binary", ":all:", *COLAB])
     run([colab, "-m", "pip", "install", "--only-binary", ":all:", "--no-deps", *PLUGIN])
     run(["git", "clone", "-q", str(ROOT), str(tmp_path / "clone")])
-    for name in ("specjax", "release", "notebooks", "pyproject.toml", "requirements.txt"):  # as they are, committed or not
+    for name in (
+        "specjax",
+        "release",
+        "notebooks",
+        "pyproject.toml",
+        "requirements.txt",
+    ):  # as they are, committed or not
         source, copy = ROOT / name, tmp_path / "clone" / name
-        shutil.copytree(source, copy, dirs_exist_ok=True) if source.is_dir() else shutil.copy(source, copy)
+        (
+            shutil.copytree(source, copy, dirs_exist_ok=True)
+            if source.is_dir()
+            else shutil.copy(source, copy)
+        )
     notebook = Path(shutil.copy(ROOT / "notebooks" / "quickstart.ipynb", tmp_path))
     run([colab, "-c", EXECUTE, str(notebook)], cwd=tmp_path)
-    outputs = [output for cell in json.loads(notebook.read_text())["cells"] for output in cell.get("outputs", [])]
+    outputs = [
+        output
+        for cell in json.loads(notebook.read_text())["cells"]
+        for output in cell.get("outputs", [])
+    ]
     printed = "".join("".join(output.get("text", ())) for output in outputs)
     assert "with JAX 0.1" in printed
     assert "realised" in printed
     report = json.loads(run([colab, "-m", "specjax", "env", "--json"], cwd=tmp_path))
     assert report["mismatches"] == []
     assert report["jax"]["devices"][0]["platform"] == "cpu"
-    assert not report["packages"].keys() & installation.PLUGINS.keys()  # of another JAX, and this machine has no use for them
+    assert (
+        not report["packages"].keys() & installation.PLUGINS.keys()
+    )  # of another JAX, and this machine has no use for them

@@ -43,14 +43,19 @@ def test_packages_that_fit_have_no_mismatch(tmp_path, on) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "remedy"), [(("tpu",), ("install", "-U", "jax[tpu]==0.12.0.1")), ((), ("uninstall", "-y", "libtpu"))]
+    ("machine", "remedy"),
+    [(("tpu",), ("install", "-U", "jax[tpu]==0.12.0.1")), ((), ("uninstall", "-y", "libtpu"))],
 )
-def test_a_libtpu_of_another_jax_is_replaced_on_a_tpu_and_removed_elsewhere(tmp_path, on, machine, remedy) -> None:
+def test_a_libtpu_of_another_jax_is_replaced_on_a_tpu_and_removed_elsewhere(
+    tmp_path, on, machine, remedy
+) -> None:
     install_fitting(tmp_path)
     install(tmp_path, "libtpu", "0.0.21.1")
     on(*machine)
     (mismatch,) = mismatches(tmp_path)
-    assert mismatch.problem == "libtpu 0.0.21.1 is installed, but jax 0.12.0.1 needs libtpu==0.0.50.*"
+    assert (
+        mismatch.problem == "libtpu 0.0.21.1 is installed, but jax 0.12.0.1 needs libtpu==0.0.50.*"
+    )
     assert mismatch.remedy == remedy
 
 
@@ -61,7 +66,9 @@ def test_a_libtpu_of_another_jax_is_replaced_on_a_tpu_and_removed_elsewhere(tmp_
         (("tpu",), ("uninstall", "-y", "jax-cuda12-plugin", "jax-cuda12-pjrt")),
     ],
 )
-def test_a_plugin_of_another_jax_is_replaced_on_a_gpu_and_removed_elsewhere(tmp_path, on, machine, remedy) -> None:
+def test_a_plugin_of_another_jax_is_replaced_on_a_gpu_and_removed_elsewhere(
+    tmp_path, on, machine, remedy
+) -> None:
     install_fitting(tmp_path)
     install(tmp_path, "libtpu", "0.0.50.1")
     install(tmp_path, "jax-cuda12-plugin", "0.7.2")
@@ -77,7 +84,9 @@ def test_a_plugin_of_another_jax_is_replaced_on_a_gpu_and_removed_elsewhere(tmp_
 def test_a_pjrt_package_without_its_plugin_is_compared_too(tmp_path, on) -> None:
     install_fitting(tmp_path)
     install(tmp_path, "jax-cuda12-pjrt", "0.7.2")
-    assert [mismatch.remedy for mismatch in mismatches(tmp_path)] == [("uninstall", "-y", "jax-cuda12-pjrt")]
+    assert [mismatch.remedy for mismatch in mismatches(tmp_path)] == [
+        ("uninstall", "-y", "jax-cuda12-pjrt")
+    ]
 
 
 def test_of_two_plugins_the_one_that_fits_stays(tmp_path, on) -> None:
@@ -85,7 +94,9 @@ def test_of_two_plugins_the_one_that_fits_stays(tmp_path, on) -> None:
     install(tmp_path, "jax-cuda12-plugin", "0.12.0.1")
     install(tmp_path, "jax-cuda13-plugin", "0.11.0")
     on("gpu")
-    assert [mismatch.remedy for mismatch in mismatches(tmp_path)] == [("uninstall", "-y", "jax-cuda13-plugin")]
+    assert [mismatch.remedy for mismatch in mismatches(tmp_path)] == [
+        ("uninstall", "-y", "jax-cuda13-plugin")
+    ]
 
 
 def test_a_plugin_that_this_jax_does_not_know_does_not_fit(tmp_path, on) -> None:
@@ -100,10 +111,16 @@ def test_a_plugin_that_this_jax_does_not_know_does_not_fit(tmp_path, on) -> None
 def test_a_jaxlib_that_is_too_old_or_missing(tmp_path, on) -> None:
     install_fitting(tmp_path, "jaxlib")
     (missing,) = mismatches(tmp_path)
-    assert missing.problem == "jaxlib is not installed, but jax 0.12.0.1 needs jaxlib<=0.12.0.1,>=0.11.2"
+    assert (
+        missing.problem
+        == "jaxlib is not installed, but jax 0.12.0.1 needs jaxlib<=0.12.0.1,>=0.11.2"
+    )
     install(tmp_path, "jaxlib", "0.10.2")
     (old,) = mismatches(tmp_path)
-    assert old.problem == "jaxlib 0.10.2 is installed, but jax 0.12.0.1 needs jaxlib<=0.12.0.1,>=0.11.2"
+    assert (
+        old.problem
+        == "jaxlib 0.10.2 is installed, but jax 0.12.0.1 needs jaxlib<=0.12.0.1,>=0.11.2"
+    )
     assert old.remedy == missing.remedy == ("install", "-U", "jax==0.12.0.1")
 
 
@@ -114,7 +131,10 @@ def test_with_a_libtpu_jaxlib_must_be_the_one_that_it_goes_with(tmp_path, on) ->
     install(tmp_path, "libtpu", "0.0.50.1")
     on("tpu")
     (mismatch,) = mismatches(tmp_path)
-    assert mismatch.problem == "jaxlib 0.11.2 is installed, but jax 0.12.0.1 needs jaxlib<=0.12.0.1,>=0.12.0.1"
+    assert (
+        mismatch.problem
+        == "jaxlib 0.11.2 is installed, but jax 0.12.0.1 needs jaxlib<=0.12.0.1,>=0.12.0.1"
+    )
     assert mismatch.command == f"{PIP} install -U 'jax[tpu]==0.12.0.1'"
 
 
@@ -138,7 +158,9 @@ def test_a_jax_that_is_too_old_is_replaced_together_with_its_libtpu(tmp_path, on
     assert libtpu.remedy == jax.remedy == ("install", "-U", "jax[tpu]>=0.10,<0.13")
 
 
-def test_what_only_an_extra_needs_may_be_missing_and_what_pip_left_behind_counts_for_nothing(tmp_path, on) -> None:
+def test_what_only_an_extra_needs_may_be_missing_and_what_pip_left_behind_counts_for_nothing(
+    tmp_path, on
+) -> None:
     install_fitting(tmp_path)  # without torch, which `specjax[test]` needs
     (tmp_path / "libtpu-0.0.21.1.dist-info").mkdir()
     assert mismatches(tmp_path) == []
@@ -147,7 +169,10 @@ def test_what_only_an_extra_needs_may_be_missing_and_what_pip_left_behind_counts
 def test_in_a_clone_that_is_not_installed_a_file_says_what_is_needed(tmp_path, on) -> None:
     install_fitting(tmp_path, "specjax")
     problems = [mismatch.problem for mismatch in mismatches(tmp_path)]
-    assert any(problem.startswith("tyro is not installed, but specjax needs tyro>=") for problem in problems)
+    assert any(
+        problem.startswith("tyro is not installed, but specjax needs tyro>=")
+        for problem in problems
+    )
     assert not [problem for problem in problems if problem.startswith(("flax", "jax "))]
 
 
@@ -157,7 +182,12 @@ def test_without_packaging_nothing_is_compared_but_it_is_missed(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("shown", "extra"), [("CUDA Version: 12.4", "cuda12"), ("CUDA UMD Version: 13.1", "cuda13"), ("CUDA Version: 11.8", "")]
+    ("shown", "extra"),
+    [
+        ("CUDA Version: 12.4", "cuda12"),
+        ("CUDA UMD Version: 13.1", "cuda13"),
+        ("CUDA Version: 11.8", ""),
+    ],
 )
 def test_a_gpu_without_a_plugin(tmp_path, on, monkeypatch, shown, extra) -> None:
     install_fitting(tmp_path / "packages")
@@ -166,7 +196,9 @@ def test_a_gpu_without_a_plugin(tmp_path, on, monkeypatch, shown, extra) -> None
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     on("gpu")
     assert mismatches(tmp_path / "packages") == []
-    commands = [mismatch.command for mismatch in mismatches(tmp_path / "packages", with_devices=True)]
+    commands = [
+        mismatch.command for mismatch in mismatches(tmp_path / "packages", with_devices=True)
+    ]
     assert commands == ([f"{PIP} install -U 'jax[{extra}]==0.12.0.1'"] if extra else [])
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert mismatches(tmp_path / "packages", with_devices=True) == []
@@ -182,13 +214,17 @@ def test_a_tpu_without_libtpu(tmp_path, on, monkeypatch) -> None:
 
 def write_nvidia_smi(folder: Path, shown: str) -> None:
     program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho '| NVIDIA-SMI 550.54   Driver Version: 550.54   {shown} |'\n")
+    program.write_text(
+        f"#!/bin/sh\necho '| NVIDIA-SMI 550.54   Driver Version: 550.54   {shown} |'\n"
+    )
     program.chmod(0o755)
 
 
-# --- import specjax --------------------------------------------------------------------------------------------------
+# --- import specjax -------------------------------------------------------------------------------
 
-LOADED = "print(sorted({'jax', 'jaxlib', 'numpy', 'flax', 'transformers', 'rich'} & sys.modules.keys()))"
+LOADED = (
+    "print(sorted({'jax', 'jaxlib', 'numpy', 'flax', 'transformers', 'rich'} & sys.modules.keys()))"
+)
 
 
 def import_specjax(path: Path, code: str) -> subprocess.CompletedProcess[str]:
@@ -200,11 +236,14 @@ def import_specjax(path: Path, code: str) -> subprocess.CompletedProcess[str]:
 def test_importing_specjax_warns_once_and_imports_no_jax(tmp_path) -> None:
     install_fitting(tmp_path, "flax")
     install(tmp_path, "flax", "0.11.2")
-    done = import_specjax(tmp_path, f"import specjax, specjax.errors, specjax.cli.env\nimport specjax\n{LOADED}")
+    done = import_specjax(
+        tmp_path, f"import specjax, specjax.errors, specjax.cli.env\nimport specjax\n{LOADED}"
+    )
     assert done.stdout == "[]\n"
     assert done.stderr.count("Warning") == 1
     assert (
-        f"flax 0.11.2 is installed, but specjax needs flax<0.13,>=0.12.4: {PIP} install -U 'flax<0.13,>=0.12.4'" in done.stderr
+        f"flax 0.11.2 is installed, but specjax needs flax<0.13,>=0.12.4: {PIP} install -U"
+        " 'flax<0.13,>=0.12.4'" in done.stderr
     )
     assert "python -m specjax env" in done.stderr
 

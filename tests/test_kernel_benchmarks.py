@@ -14,15 +14,22 @@ from benchmarks.gpu_kernels import CASES, Case, MissingError, blocks_of, compile
 from specjax.lowering import topologies
 from specjax.sharding import make_mesh
 
-needs_cuda = pytest.mark.skipif(not topologies.cuda_directory(), reason="needs pip install 'specjax[compile-cuda]'")
+needs_cuda = pytest.mark.skipif(
+    not topologies.cuda_directory(), reason="needs pip install 'specjax[compile-cuda]'"
+)
 
 
 def test_what_must_be_read_is_counted() -> None:
     case = Case("small", queries=3, dim=16, batch=2, slots=100, heads=4, kv_heads=2)
     keys_and_values, queries_and_result = 2 * 2 * 2 * 103 * 16, 2 * 2 * 3 * 4 * 16
     assert needed_bytes(case) == 2 * (keys_and_values + queries_and_result)
-    assert needed_bytes(replace(case, int8=True)) == keys_and_values // 16 * (16 + 4) + 2 * queries_and_result
-    assert needed_bytes(replace(case, is_training=True)) == 2 * (2 * 2 * 2 * 3 * 16 + queries_and_result)
+    assert (
+        needed_bytes(replace(case, int8=True))
+        == keys_and_values // 16 * (16 + 4) + 2 * queries_and_result
+    )
+    assert needed_bytes(replace(case, is_training=True)) == 2 * (
+        2 * 2 * 2 * 3 * 16 + queries_and_result
+    )
 
 
 def test_turns_of_plain_attention_are_counted_as_it_reads_the_cache() -> None:
@@ -52,24 +59,37 @@ def run(module: str, *options: str) -> str:
     """What a benchmark prints, which sets up JAX for a GPU that is not there before anything else does."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *options]
     environment = os.environ | {"XLA_FLAGS": "", "COLUMNS": "160"}
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment
+    ).stdout
 
 
 @needs_cuda
 @pytest.mark.thorough
 def test_our_kernel_reads_a_cache_once_and_plain_attention_more_often(tmp_path) -> None:
     output = tmp_path / "kernels.json"
-    printed = run("gpu_kernels", "--cases", "chain of 4", "training, gradients", "--output", str(output))
-    outcomes = {(found["case"], found["kernel"]): found for found in json.loads(output.read_text())["outcomes"]}
+    printed = run(
+        "gpu_kernels", "--cases", "chain of 4", "training, gradients", "--output", str(output)
+    )
+    outcomes = {
+        (found["case"], found["kernel"]): found
+        for found in json.loads(output.read_text())["outcomes"]
+    }
     ours, plain = (outcomes["chain of 4", f"specjax, {name}"] for name in ("Triton", "plain JAX"))
     assert 1 <= ours["moved"] / ours["needed"] < 1.05
     assert plain["moved"] > 3 * ours["moved"] and plain["kernels"] > 10 * ours["kernels"]
-    assert outcomes["training, gradients", "specjax, Triton"]["failure"].startswith("has no gradients")
+    assert outcomes["training, gradients", "specjax, Triton"]["failure"].startswith(
+        "has no gradients"
+    )
     assert "chain of 4" in printed
 
 
 @needs_cuda
 @pytest.mark.thorough
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the sketch is written for Mosaic GPU as JAX 0.12 has it")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="the sketch is written for Mosaic GPU as JAX 0.12 has it"
+)
 def test_the_sketch_for_mosaic_gpu_compiles() -> None:
-    assert run("mosaic_gpu").count("lowers, and compiles to 1 call of mosaic_gpu_v2") == len(mosaic_gpu.CASES)
+    assert run("mosaic_gpu").count("lowers, and compiles to 1 call of mosaic_gpu_v2") == len(
+        mosaic_gpu.CASES
+    )

@@ -11,14 +11,25 @@ import specjax
 
 def test_every_exported_name_is_declared_imported_and_found() -> None:
     tree = ast.parse(Path(specjax.__file__).read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
-    declared = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    (block,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    )
+    declared = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     assert sorted(declared) == sorted(specjax.__all__)
     modules = {"serving", "conformance"}
     assert declared == specjax._HOME_OF | {name: declared[name] for name in modules}
     for name, home in declared.items():
         expected = (
-            importlib.import_module(f"{home}.{name}") if name in modules else getattr(importlib.import_module(home), name)
+            importlib.import_module(f"{home}.{name}")
+            if name in modules
+            else getattr(importlib.import_module(home), name)
         )
         assert specjax.__getattr__(name) is getattr(specjax, name) is expected
 

@@ -36,7 +36,11 @@ class EchoServer(socketserver.ThreadingTCPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Echo)
         self.port = self.server_address[1]
-        self.received, self.ended, self.was_reset = bytearray(), threading.Event(), threading.Event()
+        self.received, self.ended, self.was_reset = (
+            bytearray(),
+            threading.Event(),
+            threading.Event(),
+        )
 
 
 @pytest.fixture
@@ -77,7 +81,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-# --- when bytes arrive, without a clock ------------------------------------------------------------------------------
+# --- when bytes arrive, without a clock -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("conditions", [FOUR_G, FIVE_G, Conditions(0.1, 0.001)])
@@ -112,7 +116,9 @@ def test_a_lost_segment_waits_for_the_timer_or_for_what_is_behind_it() -> None:
         assert abs(line.lost / 2000 - 0.01 * -(-size // SEGMENT)) < 0.01 * -(-size // SEGMENT) / 2
     assert {round(wait, 6) for wait in alone} >= {0.0, 0.24}  # a round trip and 200 ms
     assert {round(wait, 6) for wait in many} >= {0.0, 0.04, 0.24}
-    assert conditions.timer == pytest.approx(0.24) and Conditions(0.04, 0.1).timer == pytest.approx(0.44)
+    assert conditions.timer == pytest.approx(0.24) and Conditions(0.04, 0.1).timer == pytest.approx(
+        0.44
+    )
 
 
 def test_the_same_seed_gives_the_same_delays() -> None:
@@ -121,25 +127,34 @@ def test_the_same_seed_gives_the_same_delays() -> None:
     assert one == same != other
 
 
-@pytest.mark.parametrize("wrong", [{"round_trip": -1}, {"rate": float("inf")}, {"loss": 1}, {"jitter": 0.1}])
+@pytest.mark.parametrize(
+    "wrong", [{"round_trip": -1}, {"rate": float("inf")}, {"loss": 1}, {"jitter": 0.1}]
+)
 def test_conditions_that_cannot_be_are_refused(wrong) -> None:
     with pytest.raises(InputError, match=f"{next(iter(wrong))}="):
         Conditions(**wrong)
 
 
-# --- through the proxy -----------------------------------------------------------------------------------------------
+# --- through the proxy ----------------------------------------------------------------------------
 
 
 def test_every_byte_comes_and_in_order(echo) -> None:
     data = Random(0).randbytes(150_000)
-    with Proxy(echo.port, Conditions(0.004, 0.004, loss=0.002), seed=1) as proxy, connect(proxy) as client:
+    with (
+        Proxy(echo.port, Conditions(0.004, 0.004, loss=0.002), seed=1) as proxy,
+        connect(proxy) as client,
+    ):
         sender = threading.Thread(target=client.sendall, args=(data,))
         sender.start()
         assert receive(client, len(data)) == data
         sender.join()
         client.shutdown(socket.SHUT_WR)
         assert client.recv(1) == b"" and echo.ended.wait(10)
-        assert (proxy.counted.up, proxy.counted.down, proxy.counted.connections) == (len(data), len(data), 1)
+        assert (proxy.counted.up, proxy.counted.down, proxy.counted.connections) == (
+            len(data),
+            len(data),
+            1,
+        )
 
 
 def test_a_round_trip_takes_as_long_as_it_should(echo) -> None:
@@ -213,7 +228,11 @@ def test_a_server_that_is_not_there_is_a_reset() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         # The reset may come before the connection is handed over, or after.
-        with Proxy(nobody.getsockname()[1]) as proxy, pytest.raises(ConnectionResetError), connect(proxy) as client:
+        with (
+            Proxy(nobody.getsockname()[1]) as proxy,
+            pytest.raises(ConnectionResetError),
+            connect(proxy) as client,
+        ):
             client.recv(1)
 
 

@@ -33,7 +33,10 @@ IN_SDIST = {
 }
 """What a source distribution has at its top, beside setup.cfg, which setuptools writes."""
 
-BUILD = "import sys, setuptools.build_meta as backend; getattr(backend, 'build_' + sys.argv[1])(sys.argv[2])"
+BUILD = (
+    "import sys, setuptools.build_meta as backend; getattr(backend, 'build_' +"
+    " sys.argv[1])(sys.argv[2])"
+)
 
 
 def files_of_the_package(root: Path) -> set[str]:
@@ -60,7 +63,12 @@ def build(kind: str, source: Path, output: Path) -> Path:
 def copy_sources(folder: Path, copy_file: Callable[..., object] = copy) -> None:
     """Copy what distributions are built from into ``folder``, because setuptools writes beside the sources."""
     for name in ("specjax", "tests"):
-        copytree(ROOT / name, folder / name, ignore=ignore_patterns("__pycache__"), copy_function=copy_file)
+        copytree(
+            ROOT / name,
+            folder / name,
+            ignore=ignore_patterns("__pycache__"),
+            copy_function=copy_file,
+        )
     for path in ROOT.iterdir():
         if path.is_file() and path.name != ".git":
             copy_file(path, folder / path.name)
@@ -110,11 +118,15 @@ def requirements(lines: Sequence[str]) -> set[str]:
     """Return requirements in one form: without comments and spaces, the bounds of a version in order."""
     plain = (line.partition("#")[0].replace(" ", "") for line in lines)
     named = (re.fullmatch(r"([\w.\[\]-]+?)([<>=!~].*)?", line) for line in plain if line)
-    return {f"{match[1]}{','.join(sorted((match[2] or '').split(',')))}" for match in named if match}
+    return {
+        f"{match[1]}{','.join(sorted((match[2] or '').split(',')))}" for match in named if match
+    }
 
 
 def test_the_source_distribution_has_the_package_and_what_building_needs(unpacked) -> None:
-    names = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
+    names = {
+        path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()
+    }
     names = {name for name in names if not name.startswith("specjax.egg-info/")} - {"setup.cfg"}
     assert names == IN_SDIST | files_of_the_package(ROOT)
 
@@ -123,13 +135,21 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.startswith(f"{NAME}.dist-info/")}
     assert names == files_of_the_package(ROOT)
-    assert {"specjax/py.typed", "specjax/assets/target/model.safetensors", "specjax/assets/target/config.json"} <= names
+    assert {
+        "specjax/py.typed",
+        "specjax/assets/target/model.safetensors",
+        "specjax/assets/target/config.json",
+    } <= names
     assert any(name.endswith(".html") for name in names)
 
 
 def test_the_wheel_needs_what_requirements_txt_says(wheel) -> None:
-    needed = [line for line in metadata(wheel).get_all("Requires-Dist", []) if "extra ==" not in line]
-    assert requirements(needed) == requirements((ROOT / "requirements.txt").read_text().splitlines())
+    needed = [
+        line for line in metadata(wheel).get_all("Requires-Dist", []) if "extra ==" not in line
+    ]
+    assert requirements(needed) == requirements(
+        (ROOT / "requirements.txt").read_text().splitlines()
+    )
 
 
 def test_the_wheel_says_what_it_is(wheel) -> None:
@@ -141,7 +161,12 @@ def test_the_wheel_says_what_it_is(wheel) -> None:
     assert about["Author"] in read_member(wheel, "licenses/LICENSE")
     assert "# specjax" in about.get_payload()
     command = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["specjax"]
-    assert read_member(wheel, "entry_points.txt").split() == ["[console_scripts]", "specjax", "=", command]
+    assert read_member(wheel, "entry_points.txt").split() == [
+        "[console_scripts]",
+        "specjax",
+        "=",
+        command,
+    ]
 
 
 def test_the_classifiers_name_the_versions_of_python_that_are_tested() -> None:
@@ -153,15 +178,26 @@ def test_the_classifiers_name_the_versions_of_python_that_are_tested() -> None:
     assert project["requires-python"] == f">={versions[0]}"
 
 
-# --- with a package index --------------------------------------------------------------------------------------------
+# --- with a package index -------------------------------------------------------------------------
 
 
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command as a stranger would, without the settings of these tests, and return what it prints."""
     ours = ("JAX_", "PIP_REQUIRE", "PYTHON", "PYTEST", "SPECJAX_", "VIRTUAL_ENV", "XLA_")
-    kept_variables = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    ended = subprocess.run(list(map(str, command)), cwd=cwd, env=kept_variables, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, f"{command} ended with {ended.returncode}:\n{ended.stdout[-4000:]}\n{ended.stderr[-4000:]}"
+    kept_variables = {
+        name: value for name, value in os.environ.items() if not name.startswith(ours)
+    }
+    ended = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=kept_variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, (
+        f"{command} ended with {ended.returncode}:\n{ended.stdout[-4000:]}\n{ended.stderr[-4000:]}"
+    )
     return ended.stdout
 
 
@@ -181,7 +217,17 @@ def distributions(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("build")
     copy_sources(folder / "source")
     with environment(folder / "environment") as python:
-        run(python, "-m", "pip", "install", "--quiet", "build", "twine", "validate-pyproject[all]", cwd=folder)
+        run(
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "build",
+            "twine",
+            "validate-pyproject[all]",
+            cwd=folder,
+        )
         run(python, "-m", "validate_pyproject", folder / "source" / "pyproject.toml", cwd=folder)
         run(python, "-m", "build", "--outdir", folder / "dist", folder / "source", cwd=folder)
         run(python, "-m", "twine", "check", "--strict", *(folder / "dist").iterdir(), cwd=folder)

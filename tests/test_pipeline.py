@@ -40,7 +40,15 @@ def tiny(tiny_pair) -> TextGenerator:
 
 @pytest.mark.full
 def test_text_tokens_and_statistics_are_the_command_lines(capsys, whole) -> None:
-    command = ["generate", "--drafter", "embedded:draft", "--prompt", PROMPT, "--max-new-tokens", str(COUNT)]
+    command = [
+        "generate",
+        "--drafter",
+        "embedded:draft",
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        str(COUNT),
+    ]
     assert main([*command, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (whole.text, list(whole.tokens)) == (record["text"], record["token_ids"])
@@ -59,7 +67,9 @@ def test_pieces_joined_are_the_whole(generator, whole) -> None:
 def test_text_ends_before_a_stop_string(generator, whole) -> None:
     words = [generator.tokenizer.decode([token]) for token in whole.tokens]
     inside = max(words[2:5], key=len)[1:3]  # within a token
-    across = (words[2] + words[3])[len(words[2]) - 1 : len(words[2]) + 1]  # its end and the next one's beginning
+    across = (words[2] + words[3])[
+        len(words[2]) - 1 : len(words[2]) + 1
+    ]  # its end and the next one's beginning
     for stop in ([inside], [across], ["never there", across], [inside, across]):
         expected = whole.text[: min(whole.text.find(each) for each in stop if each in whole.text)]
         stopped = generator(PROMPT, max_new_tokens=COUNT, stop=stop)
@@ -71,7 +81,9 @@ def test_text_ends_before_a_stop_string(generator, whole) -> None:
         assert stopped.statistics.emitted < COUNT  # generation itself stopped
         assert "".join(generator.stream(PROMPT, max_new_tokens=COUNT, stop=stop)) == expected
     assert generator(PROMPT, max_new_tokens=COUNT, stop=["never there"]).text == whole.text
-    by_one_string = generator(PROMPT, max_new_tokens=COUNT, stop=across)  # one string is as a list of one
+    by_one_string = generator(
+        PROMPT, max_new_tokens=COUNT, stop=across
+    )  # one string is as a list of one
     assert by_one_string == generator(PROMPT, max_new_tokens=COUNT, stop=[across])
 
 
@@ -87,17 +99,25 @@ def test_text_ends_before_a_stop_string(generator, whole) -> None:
         ("a <0x0A> b <0x0A> a", "\nb", 3),
         ("a <0x0A> <0xE8> <0xAA> <0x9E> b", "\n", 2),
         ("a <0x0A> <0xE8> <0xAA> <0x9E> b", "語", 5),
-        ("a <0x0A> <0xE2> b <0x0A> <0x0A> a", "\n", 5),  # the first run of bytes is no text, its line end neither
+        (
+            "a <0x0A> <0xE2> b <0x0A> <0x0A> a",
+            "\n",
+            5,
+        ),  # the first run of bytes is no text, its line end neither
         ("a <0x0A> <0xE2> b", "\n", None),
     ],
 )
 def test_tokens_end_with_the_one_that_completes_a_stop_string(tokens, stop, count, at_once) -> None:
     """Where a line end is a byte, what it says is known a token later: whether it is text hangs on the bytes after it."""
     tokenizer = of_bytes_and_spaces("llama")
-    prompt, given = (tokenizer.convert_tokens_to_ids(words.split()) for words in ("\u2581the", tokens))
+    prompt, given = (
+        tokenizer.convert_tokens_to_ids(words.split()) for words in ("\u2581the", tokens)
+    )
     ends = [*range(at_once, len(given), at_once), len(given)]
     whole = np.array([prompt + given])
-    results = (decoding.Result(whole, np.array([len(prompt) + end]), Stats.zeros(1, 1)) for end in ends)
+    results = (
+        decoding.Result(whole, np.array([len(prompt) + end]), Stats.zeros(1, 1)) for end in ends
+    )
     run = Run(results, [GrowingText(tokenizer, prompt, [stop])])
     pieces = [piece for (piece,) in run]
     (made,) = run.generations
@@ -122,7 +142,10 @@ def test_end_tokens_are_the_models_own_unless_told(tiny) -> None:
     ending = replace(tiny, target=tiny.target.replace(config=config))
     first = whole.tokens.index(whole.tokens[3])
     assert ending(PROMPT, max_new_tokens=COUNT).tokens == whole.tokens[: first + 1]
-    assert tiny(PROMPT, max_new_tokens=COUNT, eos_token_ids=(whole.tokens[3],)).tokens == whole.tokens[: first + 1]
+    assert (
+        tiny(PROMPT, max_new_tokens=COUNT, eos_token_ids=(whole.tokens[3],)).tokens
+        == whole.tokens[: first + 1]
+    )
 
 
 def test_a_chat_goes_through_the_models_template(generator) -> None:
@@ -130,11 +153,13 @@ def test_a_chat_goes_through_the_models_template(generator) -> None:
     with pytest.raises(InputError, match="no chat template"):
         chatty([{"role": "user", "content": "hello"}])
     chatty.tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('a bad role') }}{% endif %}"
-        "[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+        "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('a bad role') }}{% endif"
+        " %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
     )
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
-    assert chatty.tokenizer.decode(chatty.encode(messages)) == "[system]be brief[user]hello[assistant]"
+    assert (
+        chatty.tokenizer.decode(chatty.encode(messages)) == "[system]be brief[user]hello[assistant]"
+    )
     with pytest.raises(InputError, match="a bad role"):
         chatty([{"role": "bad", "content": "hello"}])
 
@@ -142,7 +167,10 @@ def test_a_chat_goes_through_the_models_template(generator) -> None:
 def test_every_bit_of_a_seed_counts(tiny_pair) -> None:
     """Seeds that agree in their last 32 bits too; below that a seed's key is JAX's own."""
     tiny = specjax.load(tiny_pair[0])
-    texts = [tiny("x", max_new_tokens=8, temperature=1.0, seed=seed).tokens for seed in (7, 2**32 + 7, 2**62 + 7)]
+    texts = [
+        tiny("x", max_new_tokens=8, temperature=1.0, seed=seed).tokens
+        for seed in (7, 2**32 + 7, 2**62 + 7)
+    ]
     assert len(set(texts)) == 3
     for seed in (0, 7, 2**31, 2**32 - 1):
         assert settings(seed=seed).key == jax.random.key(seed)
@@ -155,7 +183,9 @@ def test_a_model_that_is_loaded_already_brings_no_tokenizer(generator) -> None:
         specjax.load(generator.target)
     made = specjax.load(generator.target, "prompt-lookup", tokenizer=ASSETS / "target")
     assert made.drafter == specjax.PromptLookup()
-    longer = specjax.load(generator.target, made.drafter, draft="chain:30", tokenizer=made.tokenizer)
+    longer = specjax.load(
+        generator.target, made.drafter, draft="chain:30", tokenizer=made.tokenizer
+    )
     assert longer.drafter.draft == specjax.Chain(30)
     assert specjax.load(generator.target, "none", tokenizer=made.tokenizer).drafter is None
 
@@ -170,11 +200,19 @@ def test_what_cannot_be_used_is_refused(generator, tmp_path) -> None:
         with pytest.raises(InputError, match="stop="):
             generator("x", stop=stop)
     for ask in (generator, generator.stream):
-        with pytest.raises(InputError, match=r"temp=0\.5: .*no argument of that name; did you mean temperature"):
+        with pytest.raises(
+            InputError, match=r"temp=0\.5: .*no argument of that name; did you mean temperature"
+        ):
             ask("x", temp=0.5)
         with pytest.raises(InputError, match=r"max_tokens=3: .*; did you mean max_new_tokens"):
             ask("x", max_tokens=3)
-    for options in ({"seed": -1}, {"seed": 2**63}, {"max_new_tokens": 0}, {"max_new_tokens": 2**63}, {"temperature": -1}):
+    for options in (
+        {"seed": -1},
+        {"seed": 2**63},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 2**63},
+        {"temperature": -1},
+    ):
         with pytest.raises(InputError, match=next(iter(options))):
             generator("x", **options)
     for dtype in ("int8", "nothing", 7):
@@ -184,10 +222,15 @@ def test_what_cannot_be_used_is_refused(generator, tmp_path) -> None:
         specjax.load("embedded", cache_dtype="int4")
     with pytest.raises(InputError, match="drafter=3"):
         specjax.load("embedded", 3)
-    with pytest.warns(UserWarning, match="top_p: ignored at temperature 0"), pytest.raises(InputError):
+    with (
+        pytest.warns(UserWarning, match="top_p: ignored at temperature 0"),
+        pytest.raises(InputError),
+    ):
         generator("x", top_p=0.9, max_new_tokens=0)
 
-    tiny_target(vocab_size=3072).save_pretrained(tmp_path)  # a drafter of equal size, whose tokenizer is damaged
+    tiny_target(vocab_size=3072).save_pretrained(
+        tmp_path
+    )  # a drafter of equal size, whose tokenizer is damaged
     shutil.copy(ASSETS / "target" / "tokenizer_config.json", tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "added')
     with pytest.raises(InputError, match=r"tokenizer\.json: cannot be read as a tokenizer"):

@@ -37,20 +37,34 @@ OPEN_MPI = {
     ("environment", "place"),
     [
         ({}, None),
-        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}, ProcessPlace("a:1", 3, 2)),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"},
+            ProcessPlace("a:1", 3, 2),
+        ),
         ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
         (
             {"LWS_LEADER_ADDRESS": "m-0.m.ns", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "0"},
             ProcessPlace("m-0.m.ns:8476", 2, 0),
         ),
         (
-            {"LWS_LEADER_ADDRESS": "m", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "JAX_COORDINATOR_PORT": "99"},
+            {
+                "LWS_LEADER_ADDRESS": "m",
+                "LWS_GROUP_SIZE": "2",
+                "LWS_WORKER_INDEX": "1",
+                "JAX_COORDINATOR_PORT": "99",
+            },
             ProcessPlace("m:99", 2, 1),
         ),
         ({"LWS_LEADER_ADDRESS": "m-0.m.ns", "LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"}, None),
         (SLURM, ProcessPlace(f"node07:{4711 % 4096 + 61440}", 4, 2, (0,))),
-        (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),  # a task of an array is one process
-        ({"SLURM_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"}, None),  # a batch script, outside of any step
+        (
+            SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+            None,
+        ),  # a task of an array is one process
+        (
+            {"SLURM_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"},
+            None,
+        ),  # a batch script, outside of any step
         (SLURM | {"JAX_COORDINATOR_ADDRESS": "a:1"}, ProcessPlace("a:1", 4, 2, (0,))),
         (
             SLURM | {"SLURM_STEP_NUM_NODES": "4"},
@@ -63,7 +77,9 @@ OPEN_MPI = {
 )
 def test_each_environment_says_its_place(monkeypatch, environment, place) -> None:
     for name in [
-        name for name in os.environ if name.startswith(("JAX_COORD", "JAX_NUM_P", "JAX_PROC", "SLURM", "LWS", "OMPI"))
+        name
+        for name in os.environ
+        if name.startswith(("JAX_COORD", "JAX_NUM_P", "JAX_PROC", "SLURM", "LWS", "OMPI"))
     ]:
         monkeypatch.delenv(name)
     for name, value in environment.items():
@@ -75,9 +91,18 @@ def test_each_environment_says_its_place(monkeypatch, environment, place) -> Non
     ("environment", "says"),
     [
         ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "set JAX_NUM_PROCESSES and JAX_PROCESS_ID as well"),
-        ({"JAX_COORDINATOR_ADDRESS": "a", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "'a': give HOST:PORT"),
-        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "process 2 of 2: .* 0 to 1"),
-        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES='two'"),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "a", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+            "'a': give HOST:PORT",
+        ),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
+            "process 2 of 2: .* 0 to 1",
+        ),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"},
+            "JAX_NUM_PROCESSES='two'",
+        ),
         ({"LWS_LEADER_ADDRESS": "m-0.m"}, "LWS_GROUP_SIZE or LWS_WORKER_INDEX"),
     ],
 )
@@ -110,7 +135,9 @@ def meet(*members: Member, count: int, seconds: float = 30.0, strangers: int = 0
     for number in range(strangers):
         while True:
             try:
-                with socket.create_connection(("localhost", int(address.split(":")[1])), timeout=1) as stranger:
+                with socket.create_connection(
+                    ("localhost", int(address.split(":")[1])), timeout=1
+                ) as stranger:
                     stranger.sendall(STRANGE[number % len(STRANGE)])
                     silent.append(stranger.dup())  # it says nothing more, and stays
                 break
@@ -150,7 +177,9 @@ def test_one_that_starts_again_while_others_are_awaited_takes_its_place() -> Non
     address = free_address()
     place = ProcessPlace(address, 3, 0)
     rosters: list = []
-    first = threading.Thread(target=lambda: rosters.append(rendezvous.gather(place, member(0), 60.0)[0]))
+    first = threading.Thread(
+        target=lambda: rosters.append(rendezvous.gather(place, member(0), 60.0)[0])
+    )
     first.start()
     earlier = None
     while earlier is None:
@@ -160,7 +189,10 @@ def test_one_that_starts_again_while_others_are_awaited_takes_its_place() -> Non
     time.sleep(0.5)  # it is heard
     earlier.close()
     again = Member(1, 3, "host-1", 999, "specjax 1")
-    others = [threading.Thread(target=rendezvous.report, args=(place, each, 60.0)) for each in (again, member(2))]
+    others = [
+        threading.Thread(target=rendezvous.report, args=(place, each, 60.0))
+        for each in (again, member(2))
+    ]
     for thread in others:
         thread.start()
     for thread in (first, *others):
@@ -186,16 +218,48 @@ def test_what_is_no_process_0_is_named() -> None:
 @pytest.mark.parametrize(
     ("others", "says"),
     [
-        ([], r"after 3 s processes 1, 2 of 3 had not connected to localhost:\d+ \(process 0 \(host-0, pid 100\) had\)"),
-        ([member(2)], r"1 of 3 had not connected .*\(process 0 \(host-0, pid 100\), process 2 \(host-2, pid 102\) had\)"),
-        ([member(1), member(1)], r"process 1 \(host-1, pid 101\) and process 1 .* have the same number"),
-        ([member(1, count=2)], r"process 1 \(host-1, pid 101\) is one of 2, and process 0 \(host-0, pid 100\) one of 3"),
-        ([replace(member(1), task="train")], r"process 1 \(host-1, pid 101\) and .* run different commands or options"),
-        ([member(1, versions="specjax 2")], r"process 1 \(host-1, pid 101\) has specjax 2, and process 0 .* has specjax 1"),
+        (
+            [],
+            (
+                r"after 3 s processes 1, 2 of 3 had not connected to localhost:\d+ \(process 0"
+                r" \(host-0, pid 100\) had\)"
+            ),
+        ),
+        (
+            [member(2)],
+            (
+                r"1 of 3 had not connected .*\(process 0 \(host-0, pid 100\), process 2 \(host-2,"
+                r" pid 102\) had\)"
+            ),
+        ),
+        (
+            [member(1), member(1)],
+            r"process 1 \(host-1, pid 101\) and process 1 .* have the same number",
+        ),
+        (
+            [member(1, count=2)],
+            (
+                r"process 1 \(host-1, pid 101\) is one of 2, and process 0 \(host-0, pid 100\) one"
+                r" of 3"
+            ),
+        ),
+        (
+            [replace(member(1), task="train")],
+            r"process 1 \(host-1, pid 101\) and .* run different commands or options",
+        ),
+        (
+            [member(1, versions="specjax 2")],
+            r"process 1 \(host-1, pid 101\) has specjax 2, and process 0 .* has specjax 1",
+        ),
     ],
 )
 def test_all_hear_why_they_cannot_begin(others, says) -> None:
-    found = meet(member(0), *others, count=3, seconds=3.0 if len(others) < 2 and "connected" in says else 30.0)
+    found = meet(
+        member(0),
+        *others,
+        count=3,
+        seconds=3.0 if len(others) < 2 and "connected" in says else 30.0,
+    )
     for error in found:
         assert isinstance(error, InputError)
     assert len({str(error) for error in found}) == 1

@@ -31,14 +31,22 @@ def test_lines_where_no_terminal_is(capsys, monkeypatch) -> None:
 def test_bars_in_a_terminal() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     bars = progress._Bars(console)
-    outer, inner = progress.Wait("answering questions", total=80, done=3), progress.Wait("loading a drafter")
+    outer, inner = (
+        progress.Wait("answering questions", total=80, done=3),
+        progress.Wait("loading a drafter"),
+    )
     with bars.show(outer):
         with bars.show(inner):
             bars._progress.refresh()
         outer.update(done=4)
         bars._progress.refresh()
     shown = console.file.getvalue()
-    assert "answering questions" in shown and "3 of 80" in shown and "4 of 80" in shown and "loading a drafter" in shown
+    assert (
+        "answering questions" in shown
+        and "3 of 80" in shown
+        and "4 of 80" in shown
+        and "loading a drafter" in shown
+    )
     assert not bars._progress.task_ids and bars._progress.finished
 
 
@@ -64,6 +72,8 @@ def test_durations_in_words(seconds: float, words: str) -> None:
 def test_the_time_that_is_left(monkeypatch) -> None:
     clock = iter([0.0, 30.0, 40.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    wait = progress.Wait("training", total=40, done=10)  # a run that is continued: 10 steps were done before
+    wait = progress.Wait(
+        "training", total=40, done=10
+    )  # a run that is continued: 10 steps were done before
     wait.update(done=20)
     assert wait.line() == "training 20 of 40, 40 s, 50 s left"

@@ -73,7 +73,10 @@ def test_finished_packages_have_no_variable_with_a_banned_name() -> None:
     for file in prose.finished():
         path = str(file.relative_to(prose.ROOT))
         for scope, name in prose.local_names(ast.parse(file.read_text())):
-            stays = (path, name) in prose.FORMATS or (scope.rpartition(".")[2], name) in prose.KEYWORDS
+            stays = (path, name) in prose.FORMATS or (
+                scope.rpartition(".")[2],
+                name,
+            ) in prose.KEYWORDS
             if name in prose.BANNED and not stays:
                 errors.append(f"{path}: {scope}: {name}")
     assert not errors, "say what the variable holds:\n" + "\n".join(errors)

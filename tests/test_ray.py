@@ -54,7 +54,9 @@ def test_the_module_imports_no_ray() -> None:
 def test_a_row_has_the_same_text_in_any_batch(generate) -> None:
     whole = generate({"prompt": column(PROMPTS), "number": np.arange(6)})
     assert whole["number"].tolist() == list(range(6))
-    assert len(set(whole["text"])) == 5 and whole["text"][1] == whole["text"][4]  # equal rows cannot be told apart
+    assert (
+        len(set(whole["text"])) == 5 and whole["text"][1] == whole["text"][4]
+    )  # equal rows cannot be told apart
     for order in ([3], [5, 0], [4, 2, 1]):
         part = generate({"prompt": column([PROMPTS[i] for i in order])})
         for name in ("text", "answer", "tokens", "loss_spans", "regenerated_from"):
@@ -67,7 +69,10 @@ def test_numbered_rows_of_equal_content_have_texts_of_their_own(target, generate
         found = numbered({"prompt": column(3 * ["import os"]), "number": np.array([0, 1, 2])})
         assert len(set(found["text"])) == 3
         assert found["text"][0] == generate({"prompt": column(["import os"])})["text"][0]
-        assert numbered({"prompt": column(["import os"]), "number": np.array([2])})["text"][0] == found["text"][2]
+        assert (
+            numbered({"prompt": column(["import os"]), "number": np.array([2])})["text"][0]
+            == found["text"][2]
+        )
 
 
 @pytest.mark.parametrize("form", ["ids", "array"])
@@ -75,11 +80,16 @@ def test_numbered_rows_of_equal_content_have_texts_of_their_own(target, generate
 def test_token_ids_are_continued_as_the_library_does(target, form) -> None:
     ids = [[5, 6, 7], [8, 9, 10]]
     settings = SETTINGS | {"column": "ids"}
-    with Generate(target, **settings) as generate, Generate(target, **settings, temperature=0.0) as greedy:
+    with (
+        Generate(target, **settings) as generate,
+        Generate(target, **settings, temperature=0.0) as greedy,
+    ):
         batch = {"ids": column(ids) if form == "ids" else np.array(ids)}
         drawn, chosen = generate(batch), greedy(batch)
         result = specjax.generate(generate._writer._generator.target, None, ids, max_new_tokens=10)
-        assert chosen["tokens"].tolist() == [result.tokens[i, :n].tolist() for i, n in enumerate(result.lengths.tolist())]
+        assert chosen["tokens"].tolist() == [
+            result.tokens[i, :n].tolist() for i, n in enumerate(result.lengths.tolist())
+        ]
         assert drawn["tokens"].tolist() != chosen["tokens"].tolist()
         assert [tokens[:3] for tokens in drawn["tokens"]] == ids
         assert drawn["loss_spans"].tolist() == [[[3, len(tokens)]] for tokens in drawn["tokens"]]
@@ -104,7 +114,10 @@ def test_what_cannot_be_written_after_is_said_and_holds_nothing_up(generate) -> 
         ({"text": ["a"]}, "column='prompt': the batch has text: name one of these"),
         ({"prompt": [3]}, "prompt of row 0: is 3: give a text, messages or token ids"),
         ({"prompt": ["a", [0.5]]}, "prompt of row 1: must be a text, messages or token ids"),
-        ({"prompt": [[{"role": "judge", "content": "a"}]]}, "prompt of row 0: messages: role 'judge'"),
+        (
+            {"prompt": [[{"role": "judge", "content": "a"}]]},
+            "prompt of row 0: messages: role 'judge'",
+        ),
     ],
 )
 def test_what_is_no_prompt_is_refused_by_name(generate, batch, words) -> None:
@@ -120,9 +133,20 @@ def test_texts_and_chats_are_those_of_the_command_and_are_trained_on(target, tmp
     asked = [[{"role": "user", "content": f"{number}?"}] for number in range(12)]
     texts = [f"x{number} =" for number in range(12)]
     for name, values in (("text", texts), ("messages", asked)):
-        source, output, ours = (tmp_path / f"{name}{end}.jsonl" for end in ("", "_by_command", "_by_class"))
+        source, output, ours = (
+            tmp_path / f"{name}{end}.jsonl" for end in ("", "_by_command", "_by_class")
+        )
         source.write_text("".join(json.dumps({name: value}) + "\n" for value in values))
-        options = ["--source", str(source), "--output", str(output), "--chat-template", str(template), "--batch", "2"]
+        options = [
+            "--source",
+            str(source),
+            "--output",
+            str(output),
+            "--chat-template",
+            str(template),
+            "--batch",
+            "2",
+        ]
         assert main(["regenerate", "--target", target, *options, "--max-new-tokens", "10"]) == 0
         with Generate(target, **SETTINGS, column=name, chat_template=str(template)) as generate:
             batch = generate({name: column(values)})
@@ -130,8 +154,15 @@ def test_texts_and_chats_are_those_of_the_command_and_are_trained_on(target, tmp
         for row, record in zip(rows, records(output), strict=True):
             assert row | record == row | {"document": record["document"], "copy": 0}
         ours.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        settings = {"tokenizer": target, "chat_template": str(template), "window": 4, "holdout": 0.3}
-        found, expected = (data.prepare(DataConfig(str(file), **settings))[1] for file in (ours, output))
+        settings = {
+            "tokenizer": target,
+            "chat_template": str(template),
+            "window": 4,
+            "holdout": 0.3,
+        }
+        found, expected = (
+            data.prepare(DataConfig(str(file), **settings))[1] for file in (ours, output)
+        )
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
@@ -148,18 +179,27 @@ def test_another_seed_writes_another_text_and_a_chat_goes_on(target, tmp_path) -
         assert later["messages"][0][:2] == first["messages"][0]
 
 
-# --- with Ray --------------------------------------------------------------------------------------------------------
+# --- with Ray -------------------------------------------------------------------------------------
 
 needs_ray = pytest.mark.skipif(
-    find_spec("ray") is None, reason="RAY IS NOT INSTALLED, so specjax.ray is not tested with it: pip install -e '.[test,ray]'"
+    find_spec("ray") is None,
+    reason=(
+        "RAY IS NOT INSTALLED, so specjax.ray is not tested with it: pip install -e '.[test,ray]'"
+    ),
 )
 
 
 def on_two_actors(target: str, what: str, directory: Path) -> dict[str, Any]:
     """What `tests/two_actors.py` found."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }
     command = [sys.executable, "-m", "tests.two_actors", target, what, str(directory)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=500
+    )
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -179,7 +219,9 @@ def test_two_actors_write_what_one_process_writes(target, what, tmp_path) -> Non
         for file in (tmp_path / kind).iterdir():  # Ray writes JSON lines into files called .json
             file.rename(file.with_suffix(f".{kind}"))
         read = read_documents(str(tmp_path / kind))
-        assert sorted(each.written.tokens.tolist() for each in read) == sorted(found["of actors"].values())
+        assert sorted(each.written.tokens.tolist() for each in read) == sorted(
+            found["of actors"].values()
+        )
         data.prepare(DataConfig(str(tmp_path / kind), target, window=8, holdout=0.3))
 
 
@@ -187,13 +229,27 @@ def test_two_actors_write_what_one_process_writes(target, what, tmp_path) -> Non
 @pytest.mark.thorough
 def test_rays_requests_are_answered_as_others_are(target, tmp_path) -> None:
     """A processor of `ray.data.llm`, without vLLM, on ``specjax serve``."""
-    options = ("--target", target, "--served-model-name", "tiny", "--rows", "4", "--capacity", "128")
+    options = (
+        "--target",
+        target,
+        "--served-model-name",
+        "tiny",
+        "--rows",
+        "4",
+        "--capacity",
+        "128",
+    )
     with serving(tmp_path / "log", *options) as server:
         environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
         command = [sys.executable, "-m", "tests.ray_over_http", server.address]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
+        run = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=400
+        )
         assert run.returncode == 0, run.stderr[-4000:]
-        directly = [server.post("/v1/completions", ray_over_http.payload(prompt)) for prompt in ray_over_http.PROMPTS]
+        directly = [
+            server.post("/v1/completions", ray_over_http.payload(prompt))
+            for prompt in ray_over_http.PROMPTS
+        ]
     answers = json.loads(run.stdout.splitlines()[-1])
     assert answers == [each["choices"][0]["text"] for each in directly]
     assert len(set(answers)) > 20

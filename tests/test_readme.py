@@ -38,7 +38,10 @@ def test_every_link_leads_somewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(re.findall(r"(?:configs|tests|docs|specjax|benchmarks|notebooks)/[\w/.-]+\.\w+", TEXT)))
+    "name",
+    sorted(
+        set(re.findall(r"(?:configs|tests|docs|specjax|benchmarks|notebooks)/[\w/.-]+\.\w+", TEXT))
+    ),
 )
 def test_every_file_that_is_named_exists(name: str) -> None:
     assert (ROOT / name).is_file()

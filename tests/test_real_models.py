@@ -33,7 +33,10 @@ class Case:
     @cached_property
     def continued(self) -> list[list[int]]:
         """Each prompt and transformers' greedy continuation of it, generated for each alone."""
-        return [self._generated(self.tokens[row, : self.lengths[row]]) for row in range(len(self.tokens))]
+        return [
+            self._generated(self.tokens[row, : self.lengths[row]])
+            for row in range(len(self.tokens))
+        ]
 
     def _generated(self, prompt: np.ndarray) -> list[int]:
         ids = torch.tensor(prompt[None].astype(np.int64))
@@ -60,7 +63,9 @@ class Case:
             start = self.lengths[rows[row]]
             assert length == start + NEW
             best, got = of_row[start - 1 : length - 1].argmax(-1), tokens[start:length]
-            assert np.array_equal(got, best), f"row {row}: {_first_divergence(of_row[start - 1 :], got, best)}"
+            assert np.array_equal(got, best), (
+                f"row {row}: {_first_divergence(of_row[start - 1 :], got, best)}"
+            )
 
 
 def _first_divergence(logits: np.ndarray, got: np.ndarray, best: np.ndarray) -> str:
@@ -72,16 +77,22 @@ def _first_divergence(logits: np.ndarray, got: np.ndarray, best: np.ndarray) -> 
 
 @pytest.fixture(scope="module", params=REAL_PAIRS)
 def case(request) -> Case:
-    torch.set_num_threads(1)  # the models are too small to gain from more, and the tests share the machine
+    torch.set_num_threads(
+        1
+    )  # the models are too small to gain from more, and the tests share the machine
     pair = request.param()
-    reference = AutoModelForCausalLM.from_pretrained(pair.target_path, dtype=torch.float32, trust_remote_code=False)
+    reference = AutoModelForCausalLM.from_pretrained(
+        pair.target_path, dtype=torch.float32, trust_remote_code=False
+    )
     return Case(pair, *pair.prompts(COUNT, LONGEST), reference)
 
 
 def drafters(pair: RealPair) -> dict:
     return {
         "plain": None,
-        "draft model": DraftModel.from_pretrained(pair.draft_path, draft=Chain(4), dtype=np.float32),
+        "draft model": DraftModel.from_pretrained(
+            pair.draft_path, draft=Chain(4), dtype=np.float32
+        ),
         "prompt lookup": PromptLookup(draft=Chain(5)),
         "early exit": EarlyExit(layers=2, draft=Chain(3)),
     }
@@ -116,7 +127,13 @@ def test_greedy_tokens_of_a_prompt_alone_are_those_that_transformers_generates(c
 
 def generated(case: Case, drafter: Any, rows: Any, **settings: Any) -> specjax.Result:
     return specjax.generate(
-        case.pair.target, drafter, case.tokens[rows], case.lengths[rows], max_new_tokens=NEW, eos_token_ids=(), **settings
+        case.pair.target,
+        drafter,
+        case.tokens[rows],
+        case.lengths[rows],
+        max_new_tokens=NEW,
+        eos_token_ids=(),
+        **settings,
     )
 
 
@@ -135,9 +152,17 @@ def test_trees_accept_more_than_a_chain_of_their_depth(case) -> None:
     rows = np.arange(16)
     found = {}
     for name, shape in SHAPES.items():
-        result = generated(case, model.replace(draft=shape), rows, sampling=Sampling(temperature=np.repeat([0.0, 1.0], 8)))
+        result = generated(
+            case,
+            model.replace(draft=shape),
+            rows,
+            sampling=Sampling(temperature=np.repeat([0.0, 1.0], 8)),
+        )
         case.check_greedy(result.tokens[:8], result.lengths[:8], rows)
-        halves = [jax.tree.map(lambda leaf, part=part: leaf[part], result.stats) for part in (slice(0, 8), slice(8, None))]
+        halves = [
+            jax.tree.map(lambda leaf, part=part: leaf[part], result.stats)
+            for part in (slice(0, 8), slice(8, None))
+        ]
         found[name] = [metrics.summarise(half).acceptance_length for half in halves]
     for name in ("static", "dynamic", "sampled"):
         assert found[name][0] > found["chain"][0] + 0.3, found
@@ -165,20 +190,30 @@ def test_a_coupled_text_is_the_same_with_every_drafter(case, name) -> None:
     rows = np.resize(np.arange(COUNT), 64)
     sampling = Sampling(*np.resize(SETTINGS, (64, 4)).T)
     keys = jax.random.split(jax.random.key(11), 64)
-    plain, drafted = (generated(case, d, rows, sampling=sampling, key=keys, rule="coupled") for d in (None, drafter))
+    plain, drafted = (
+        generated(case, d, rows, sampling=sampling, key=keys, rule="coupled")
+        for d in (None, drafter)
+    )
     for row in range(64):
         differs = plain.tokens[row] != drafted.tokens[row]
         if differs.any():
             at = int(np.argmax(differs))
             margin = _margin(case.pair.target, plain.tokens[row], at, sampling, row, keys[row])
             print(f"{name}, row {row}: parts at token {at}, margin {margin:.2e}")
-            assert margin < 1e-4, f"row {row} differs at {at}, where the two largest of log p + G are {margin:.2e} apart"
+            assert margin < 1e-4, (
+                f"row {row} differs at {at}, where the two largest of log p + G are {margin:.2e}"
+                " apart"
+            )
 
 
-def _margin(target: specjax.Target, text: np.ndarray, at: int, sampling: Sampling, row: int, key: jax.Array) -> float:
+def _margin(
+    target: specjax.Target, text: np.ndarray, at: int, sampling: Sampling, row: int, key: jax.Array
+) -> float:
     """How far apart the two largest of log p + G are at position ``at`` of a row's text."""
     logits = target.forward(text[None, :at])[0].logits[:, -1]
-    own = Sampling(*(np.asarray(getattr(sampling, field))[row] for field in Sampling.__dataclass_fields__)).rows(1, "coupled")
+    own = Sampling(
+        *(np.asarray(getattr(sampling, field))[row] for field in Sampling.__dataclass_fields__)
+    ).rows(1, "coupled")
     noise = position_noise(position_keys(key[None], np.array([[at]])), logits.shape[-1])[0]
     best, second = jax.lax.top_k(perturbed(logits, own, noise), 2)[0][0]
     return float(best - second)
@@ -189,7 +224,9 @@ def test_the_draft_model_earns_its_keep(case) -> None:
     """Trained drafts are accepted far more often than random ones, greedy and sampled."""
     rows = np.arange(16)
     sampling = Sampling(temperature=np.repeat([0.0, 1.0], 8))
-    stats = generated(case, drafters(case.pair)["draft model"], rows, sampling=sampling, key=jax.random.key(0)).stats
+    stats = generated(
+        case, drafters(case.pair)["draft model"], rows, sampling=sampling, key=jax.random.key(0)
+    ).stats
     for half in (slice(0, 8), slice(8, None)):
         summary = metrics.summarise(jax.tree.map(lambda leaf, half=half: leaf[half], stats))
         assert summary.acceptance_length > 1.8

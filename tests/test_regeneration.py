@@ -25,7 +25,9 @@ def writer():
 def test_a_key_follows_from_seed_document_copy_and_turn_and_lies_on_the_host(writer) -> None:
     host, other = jax.local_devices(backend="cpu")[0], jax.devices()[-1]
     assert host != other
-    with jax.default_device(other):  # stands for an accelerator, where the key would wait for the running call
+    with jax.default_device(
+        other
+    ):  # stands for an accelerator, where the key would wait for the running call
         keys = [
             writer.key("00000000000000ff", 2),
             writer.key("00000000000000ff", 2, turn=0),
@@ -34,7 +36,9 @@ def test_a_key_follows_from_seed_document_copy_and_turn_and_lies_on_the_host(wri
     assert {device for key in keys for device in key.devices()} == {host}
     of_copy = jax.random.fold_in(named_key(make_key(9), "00000000000000ff"), 2)
     expected = [of_copy, jax.random.fold_in(of_copy, 0), jax.random.fold_in(of_copy, 1)]
-    assert [jax.random.key_data(key).tolist() for key in keys] == [jax.random.key_data(key).tolist() for key in expected]
+    assert [jax.random.key_data(key).tolist() for key in keys] == [
+        jax.random.key_data(key).tolist() for key in expected
+    ]
 
 
 def test_a_prompt_without_room_or_a_template_says_why(writer) -> None:
@@ -44,7 +48,11 @@ def test_a_prompt_without_room_or_a_template_says_why(writer) -> None:
 
 
 def test_the_command_and_ray_write_the_same(tmp_path) -> None:
-    texts = ["import os\nimport sys\n", "class Stack:\n    def push(self):\n", "def main():\n    print(1)\n"]
+    texts = [
+        "import os\nimport sys\n",
+        "class Stack:\n    def push(self):\n",
+        "def main():\n    print(1)\n",
+    ]
     source, output = tmp_path / "source.jsonl", tmp_path / "output.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     settings = {"max_new_tokens": 8, "temperature": 0.8, "seed": 5}
@@ -61,6 +69,8 @@ def test_the_command_and_ray_write_the_same(tmp_path) -> None:
     records = [json.loads(line) for line in output.read_text().splitlines()]
     with Generate("embedded", drafter="none", rows=2, capacity=128, **settings) as generate:
         columns = generate({"prompt": np.array(texts)})
-    assert list(columns)[-1] == "text"  # also where rows are left out: batches of one run have one schema
+    assert (
+        list(columns)[-1] == "text"
+    )  # also where rows are left out: batches of one run have one schema
     for name in ("text", "tokens", "loss_spans", "tokenizer_fingerprint", "regenerated_from"):
         assert [record[name] for record in records] == list(columns[name]), name

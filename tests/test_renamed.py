@@ -31,22 +31,28 @@ from tests.conftest import tiny_target
     ],
 )
 def test_an_old_name_works_and_warns(module, name, renamed) -> None:
-    with pytest.warns(DeprecationWarning, match=f"{module}.{name} has a new name: {renamed.__name__}") as caught:
+    with pytest.warns(
+        DeprecationWarning, match=f"{module}.{name} has a new name: {renamed.__name__}"
+    ) as caught:
         assert getattr(importlib.import_module(module), name) is renamed
     assert caught[0].filename == __file__
     with pytest.raises(AttributeError, match="has no attribute 'Gives'"):
-        importlib.import_module(module).Gives  # noqa: B018 - it is asked for
+        importlib.import_module(module).Gives  # noqa: B018 - only the access matters
 
 
 def test_each_class_name_stands_for_one_class() -> None:
     """A reader who finds a name in the code finds one class of it."""
     trees = (ast.parse(path.read_text()) for path in Path(specjax.__file__).parent.rglob("*.py"))
-    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    names = Counter(
+        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    )
     assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("old", _OLD_METHODS)
-def test_every_old_name_serves_under_the_new_one_also_from_a_mixin_or_a_drafter_of_ours(old: str) -> None:
+def test_every_old_name_serves_under_the_new_one_also_from_a_mixin_or_a_drafter_of_ours(
+    old: str,
+) -> None:
     new = _OLD_METHODS[old]
 
     def mine(self, *arguments): ...
@@ -54,7 +60,11 @@ def test_every_old_name_serves_under_the_new_one_also_from_a_mixin_or_a_drafter_
     def other(self, *arguments): ...
 
     mixin = type("Mixin", (), {old: mine})
-    for bases, values in (((Drafter,), {old: mine}), ((specjax.Eagle3,), {old: mine}), ((mixin, Drafter), {})):
+    for bases, values in (
+        ((Drafter,), {old: mine}),
+        ((specjax.Eagle3,), {old: mine}),
+        ((mixin, Drafter), {}),
+    ):
         with pytest.warns(DeprecationWarning, match=f"{old} has a new name: call it {new}"):
             made = type("Made", bases, values)
         assert getattr(made, new) is mine
@@ -64,14 +74,23 @@ def test_every_old_name_serves_under_the_new_one_also_from_a_mixin_or_a_drafter_
 
 
 def test_weights_are_quantized_by_the_old_name_too_which_warns(target) -> None:
-    for model in (target, specjax.Eagle3.init(target, jax.random.key(1)), specjax.DraftModel(target)):
-        with pytest.warns(DeprecationWarning, match=f"{type(model).__name__}.narrow has a new name: call it quantize"):
+    for model in (
+        target,
+        specjax.Eagle3.init(target, jax.random.key(1)),
+        specjax.DraftModel(target),
+    ):
+        with pytest.warns(
+            DeprecationWarning,
+            match=f"{type(model).__name__}.narrow has a new name: call it quantize",
+        ):
             narrow = model.narrow("int8")
         jax.tree.map(np.testing.assert_array_equal, narrow, model.quantize("int8"))
 
 
 def test_a_drafter_with_the_old_names_of_its_methods_works_and_warns(target) -> None:
-    with pytest.warns(DeprecationWarning, match="NewestToken.absorb has a new name: call it append_committed") as caught:
+    with pytest.warns(
+        DeprecationWarning, match="NewestToken.absorb has a new name: call it append_committed"
+    ) as caught:
 
         @struct.dataclass
         class NewestToken(Drafter[jax.Array]):
@@ -82,7 +101,9 @@ def test_a_drafter_with_the_old_names_of_its_methods_works_and_warns(target) -> 
 
             def absorb(self, target, state, committed):
                 super().absorb(target, state, committed)
-                newest = jnp.take_along_axis(committed.tokens, jnp.maximum(committed.count - 1, 0)[:, None], axis=1)[:, 0]
+                newest = jnp.take_along_axis(
+                    committed.tokens, jnp.maximum(committed.count - 1, 0)[:, None], axis=1
+                )[:, 0]
                 return jnp.where(committed.count > 0, newest, state)
 
             def propose(self, target, state, root, sampling, keys, active):
@@ -91,7 +112,9 @@ def test_a_drafter_with_the_old_names_of_its_methods_works_and_warns(target) -> 
     assert [each.filename for each in caught] == [__file__]
     prompts = np.array([[1, 2, 1, 2, 1, 2]])
     plain = specjax.generate(target, None, prompts, max_new_tokens=6)
-    assert np.array_equal(specjax.generate(target, NewestToken(), prompts, max_new_tokens=6).tokens, plain.tokens)
+    assert np.array_equal(
+        specjax.generate(target, NewestToken(), prompts, max_new_tokens=6).tokens, plain.tokens
+    )
 
 
 @dataclass(frozen=True)
@@ -100,7 +123,10 @@ class TableConfig:
 
 
 def test_a_trained_drafter_with_its_format_in_methods_works_and_warns(tmp_path) -> None:
-    with pytest.warns(DeprecationWarning, match=r"Table: give title, layouts, .*format_config, layout_of to a Check") as caught:
+    with pytest.warns(
+        DeprecationWarning,
+        match=r"Table: give title, layouts, .*format_config, layout_of to a Check",
+    ) as caught:
 
         @struct.dataclass
         class Table(TrainedDrafter[tuple[()]]):
@@ -128,7 +154,11 @@ def test_a_trained_drafter_with_its_format_in_methods_works_and_warns(tmp_path) 
 
             @classmethod
             def declare(cls, config, layout="rows"):
-                return {"table": Param((config.vocab_size, config.vocab_size), ("vocab", None), f"{layout}.weight")}
+                return {
+                    "table": Param(
+                        (config.vocab_size, config.vocab_size), ("vocab", None), f"{layout}.weight"
+                    )
+                }
 
             @classmethod
             def axis_units(cls, config):
@@ -137,18 +167,28 @@ def test_a_trained_drafter_with_its_format_in_methods_works_and_warns(tmp_path) 
             @classmethod
             def init(cls, target, key):
                 config = TableConfig(target.config.vocab_size)
-                return cls(params=cls._initialise(config, key, target), config=config, mesh=target.mesh)
+                return cls(
+                    params=cls._initialise(config, key, target), config=config, mesh=target.mesh
+                )
 
     assert [each.filename for each in caught] == [__file__]
     drafter = Table.init(tiny_target(), jax.random.key(0))
     for layout in Table.layouts:
         drafter.save_pretrained(tmp_path / layout, layout=layout)
         read = Table.from_pretrained(tmp_path / layout)
-        assert read.config == drafter.config and np.array_equal(read.params["table"], drafter.params["table"])
-    with pytest.raises(InputError, match="layout='x': a table is written in the layouts 'rows', 'lines'"):
+        assert read.config == drafter.config and np.array_equal(
+            read.params["table"], drafter.params["table"]
+        )
+    with pytest.raises(
+        InputError, match="layout='x': a table is written in the layouts 'rows', 'lines'"
+    ):
         drafter.save_pretrained(tmp_path / "x", layout="x")
     recognises = DraftingMethod.of("table", Table).recognises
     assert recognises is not None and recognises({"table": 3}, ()) and not recognises({}, ())
     with pytest.warns(DeprecationWarning, match="Other: give title to a CheckpointFormat"):
         other = type("Other", (Table,), {"title": "another table"})
-    assert (other.title, other.layouts, other.checkpoint_format.declare) == ("another table", Table.layouts, other.declare)
+    assert (other.title, other.layouts, other.checkpoint_format.declare) == (
+        "another table",
+        Table.layouts,
+        other.declare,
+    )

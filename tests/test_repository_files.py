@@ -79,7 +79,9 @@ def test_every_yaml_file_for_github_is_checked() -> None:
 def test_a_workflow_may_no_more_than_it_needs(workflow) -> None:
     content = yaml.safe_load(workflow.read_text())
     assert content["permissions"] == {"contents": "read"}
-    more = {name: job["permissions"] for name, job in content["jobs"].items() if "permissions" in job}
+    more = {
+        name: job["permissions"] for name, job in content["jobs"].items() if "permissions" in job
+    }
     assert more == ({"checks": {"contents": "read"}, **MORE} if workflow.stem == "release" else {})
 
 
@@ -90,7 +92,9 @@ MORE = {"publish": {"id-token": "write"}, "notes": {"contents": "write"}}
 def test_actions_are_named_with_their_major_version(workflow) -> None:
     used = [step["uses"] for step in steps(workflow) if "uses" in step]
     assert used
-    assert not [action for action in used if not re.fullmatch(r"[\w.-]+/[\w.-]+@(v\d+|release/v1)", action)]
+    assert not [
+        action for action in used if not re.fullmatch(r"[\w.-]+/[\w.-]+@(v\d+|release/v1)", action)
+    ]
 
 
 def test_only_what_passed_all_checks_is_published() -> None:
@@ -104,10 +108,16 @@ def test_only_what_passed_all_checks_is_published() -> None:
     ]
 
 
-@pytest.mark.parametrize("path", [*WORKFLOWS, ROOT / "CONTRIBUTING.md", ROOT / ".readthedocs.yaml"], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [*WORKFLOWS, ROOT / "CONTRIBUTING.md", ROOT / ".readthedocs.yaml"],
+    ids=lambda path: path.stem,
+)
 def test_what_make_is_asked_for_exists(path) -> None:
     targets = re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    lines = re.findall(r"(?:^|[ `])(?:- |run: )?make ((?:[\w./=-]+ ?)+)", path.read_text(), re.MULTILINE)
+    lines = re.findall(
+        r"(?:^|[ `])(?:- |run: )?make ((?:[\w./=-]+ ?)+)", path.read_text(), re.MULTILINE
+    )
     assert lines or path.stem == "release"
     for line in lines:
         for word in line.split():
@@ -131,12 +141,22 @@ def test_the_citation_and_the_changelog_have_the_version() -> None:
     assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-# --- with other tools ------------------------------------------------------------------------------------------------
+# --- with other tools -----------------------------------------------------------------------------
 
 
 def commit_a_copy(folder: Path) -> None:
     """Make a git repository of the files here, with this environment as its .venv-test."""
-    environment = [".venv*", "*.egg-info", "__pycache__", "build", "dist", "runs", "site", ".git", ".*_cache"]
+    environment = [
+        ".venv*",
+        "*.egg-info",
+        "__pycache__",
+        "build",
+        "dist",
+        "runs",
+        "site",
+        ".git",
+        ".*_cache",
+    ]
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*environment), dirs_exist_ok=True)
     (folder / ".venv-test").symlink_to(sys.prefix)
     for arguments in (["init", "--quiet"], ["add", "--", ":!.venv-test"]):
@@ -146,7 +166,9 @@ def commit_a_copy(folder: Path) -> None:
 def run_hooks(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pre_commit", "run", "--all-files"]
     environment = os.environ | {"PRE_COMMIT_HOME": str(folder / ".git" / "pre-commit")}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.full
@@ -187,7 +209,10 @@ def test_actionlint_and_cffconvert_find_nothing_and_notice_what_is_wrong(tmp_pat
     command = ["make", "lint-workflows", f"PYTHON={sys.executable}"]
     passed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert passed.returncode == 0, passed.stdout + passed.stderr
-    workflow, citation = tmp_path / ".github" / "workflows" / "checks.yml", tmp_path / "CITATION.cff"
+    workflow, citation = (
+        tmp_path / ".github" / "workflows" / "checks.yml",
+        tmp_path / "CITATION.cff",
+    )
     text = workflow.read_text()
     workflow.write_text(text.replace("matrix.resolution", "matrix.solution"))
     failed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

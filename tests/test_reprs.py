@@ -37,17 +37,28 @@ def subclasses(kind: type) -> set[type]:
 def test_a_target_says_its_sizes_and_how_many_parameters_it_has(target) -> None:
     numbers = sum(leaf.size for leaf in jax.tree.leaves(target.params))
     shown = check(target)
-    assert f"{numbers:,} numbers, float32" in shown and f"vocab_size={target.config.vocab_size}" in shown
-    assert "cache_dtype" not in shown and "cache_dtype='int8'" in check(target.replace(cache_dtype="int8"))
+    assert (
+        f"{numbers:,} numbers, float32" in shown
+        and f"vocab_size={target.config.vocab_size}" in shown
+    )
+    assert "cache_dtype" not in shown and "cache_dtype='int8'" in check(
+        target.replace(cache_dtype="int8")
+    )
     check(target.quantize("int8"))
 
 
-@pytest.mark.parametrize("kind", [method.trained for method in METHODS.values() if method.trained is not None])
+@pytest.mark.parametrize(
+    "kind", [method.trained for method in METHODS.values() if method.trained is not None]
+)
 def test_every_drafter_prints_itself_without_its_weights(kind) -> None:
     """A class whose params are large stands for a drafter: what is printed must not grow with them."""
     drafter = object.__new__(kind)
     values = {field.name: None for field in dataclasses.fields(kind)}
-    for name, value in {**values, "params": {"a": np.zeros((300, 300), np.float32)}, "draft": specjax.Chain(4)}.items():
+    for name, value in {
+        **values,
+        "params": {"a": np.zeros((300, 300), np.float32)},
+        "draft": specjax.Chain(4),
+    }.items():
         object.__setattr__(drafter, name, value)
     assert "params=<1 array, 90,000 numbers, float32>" in check(drafter)
 
@@ -58,13 +69,18 @@ def test_no_drafter_has_a_repr_of_its_own_not_even_one_that_a_user_wrote() -> No
         weights: np.ndarray
         draft: specjax.Chain = specjax.Chain(2)
 
-    assert repr(Own(np.zeros((50, 50)))).endswith("Own(weights=float64[50, 50], draft=Chain(length=2, stop_below=0.0))")
+    assert repr(Own(np.zeros((50, 50)))).endswith(
+        "Own(weights=float64[50, 50], draft=Chain(length=2, stop_below=0.0))"
+    )
     for kind in subclasses(Drafter):
         assert kind.__repr__ is OneLine.__repr__, kind
 
 
 def test_drafters_without_weights_are_shown_whole(target) -> None:
-    assert repr(specjax.EarlyExit(layers=1, draft=2)) == "EarlyExit(layers=1, draft=Chain(length=2, stop_below=0.0))"
+    assert (
+        repr(specjax.EarlyExit(layers=1, draft=2))
+        == "EarlyExit(layers=1, draft=Chain(length=2, stop_below=0.0))"
+    )
     assert "model=Target(" in check(specjax.DraftModel(target))
 
 
@@ -91,4 +107,7 @@ def test_what_a_transformation_leaves_in_place_of_arrays_is_no_error(target) -> 
     check(shapes)
     jax.jit(lambda model: [check(model), model.params][1])(target)
     repr(jax.tree.map(lambda _: None, target))
-    repr(jax.random.key(0)), check(specjax.Result(jax.random.split(jax.random.key(0), 2), lengths=None, stats=None))
+    (
+        repr(jax.random.key(0)),
+        check(specjax.Result(jax.random.split(jax.random.key(0), 2), lengths=None, stats=None)),
+    )

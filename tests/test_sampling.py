@@ -46,16 +46,24 @@ SETTINGS = [
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_probabilities_equal_the_definition(mixed) -> None:
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(len(SETTINGS), 4, 12)), jnp.float32) * 2
+    logits = (
+        jnp.asarray(np.random.default_rng(0).normal(size=(len(SETTINGS), 4, 12)), jnp.float32) * 2
+    )
     names = ("temperature", "top_k", "top_p", "min_p")
     for row, setting in enumerate(SETTINGS):
         if mixed:
-            full = [{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | s for s in SETTINGS]
-            p = probabilities(logits, Sampling(**{n: [s[n] for s in full] for n in names}).rows(len(SETTINGS)))[row]
+            full = [
+                {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | s for s in SETTINGS
+            ]
+            p = probabilities(
+                logits, Sampling(**{n: [s[n] for s in full] for n in names}).rows(len(SETTINGS))
+            )[row]
         else:
             p = probabilities(logits[row : row + 1], Sampling(**setting).rows(1))[0]
         for node in range(4):
-            np.testing.assert_allclose(p[node], oracle(np.asarray(logits[row, node], float), **setting), atol=2e-6)
+            np.testing.assert_allclose(
+                p[node], oracle(np.asarray(logits[row, node], float), **setting), atol=2e-6
+            )
 
 
 @pytest.mark.parametrize("setting", SETTINGS[2:])
@@ -75,16 +83,22 @@ def test_probabilities_equal_transformers_warpers(setting) -> None:
         if name in setting:
             scores = warper(setting[name])(None, scores)
     expected = torch.softmax(scores, -1).numpy()
-    np.testing.assert_allclose(probabilities(jnp.asarray(logits), Sampling(**setting).rows(5)), expected, atol=2e-6)
+    np.testing.assert_allclose(
+        probabilities(jnp.asarray(logits), Sampling(**setting).rows(5)), expected, atol=2e-6
+    )
 
 
 def test_ties_are_kept_together_and_argmax_is_the_lowest() -> None:
     logits = jnp.array([[1.0, 3.0, 3.0, 0.0]])
     np.testing.assert_allclose(probabilities(logits, Sampling(top_k=1).rows(1)), [[0, 0.5, 0.5, 0]])
-    np.testing.assert_array_equal(probabilities(logits, Sampling(temperature=0).rows(1)), [[0, 1, 0, 0]])
+    np.testing.assert_array_equal(
+        probabilities(logits, Sampling(temperature=0).rows(1)), [[0, 1, 0, 0]]
+    )
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 5, 11, 257, 997, 3072, 32001])  # of blocks of every kind: one, of one, of a prime
+@pytest.mark.parametrize(
+    "vocab", [1, 2, 5, 11, 257, 997, 3072, 32001]
+)  # of blocks of every kind: one, of one, of a prime
 def test_the_lowest_of_equal_tokens_is_the_likeliest(vocab) -> None:
     """Of every dtype; of minus infinity alone the first, and of NaN any, but one that there is."""
     rng = np.random.default_rng(vocab)
@@ -98,7 +112,9 @@ def test_the_lowest_of_equal_tokens_is_the_likeliest(vocab) -> None:
         np.testing.assert_array_equal(search(jnp.asarray(logits[2:], jnp.int32)), expected[2:])
     logits[2, :, vocab // 2] = np.nan
     assert np.all(np.asarray(sampling.argmax(jnp.asarray(logits))) < vocab)
-    assert np.asarray(sampling.can_be_drawn(jnp.asarray(logits))).tolist() == [[row > 2] * 2 for row in range(6)]
+    assert np.asarray(sampling.can_be_drawn(jnp.asarray(logits))).tolist() == [
+        [row > 2] * 2 for row in range(6)
+    ]
 
 
 @pytest.mark.parametrize("truncated", [False, True])
@@ -107,18 +123,24 @@ def test_of_distributions_everything_is_as_of_the_probabilities_written_out(trun
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(6, 3, 32)).astype(np.float32) * 2
     q = np.array(jax.nn.softmax(logits + rng.normal(size=logits.shape), axis=-1))
-    rows = Sampling(temperature=(0.0, 1.0, 0.6, 0.0, 2.0, 1.0), top_k=(0, 5, 0, 5, 9, 0) if truncated else 0).rows(6)
+    rows = Sampling(
+        temperature=(0.0, 1.0, 0.6, 0.0, 2.0, 1.0), top_k=(0, 5, 0, 5, 9, 0) if truncated else 0
+    ).rows(6)
     p = np.asarray(probabilities(jnp.asarray(logits), rows), np.float64)
     of_nodes = sampling.distributions(jnp.asarray(logits), rows)
     tokens, node = rng.integers(0, 32, (6, 3)), np.arange(6) % 3
     tokens[:, 0] = logits[:, 0].argmax(-1)
     np.testing.assert_allclose(
-        of_nodes.of(jnp.asarray(tokens)), np.take_along_axis(p, tokens[..., None], -1)[..., 0], rtol=1e-5
+        of_nodes.of(jnp.asarray(tokens)),
+        np.take_along_axis(p, tokens[..., None], -1)[..., 0],
+        rtol=1e-5,
     )
     np.testing.assert_allclose(of_nodes.at(jnp.asarray(node)), p[np.arange(6), node], rtol=1e-5)
     ratio = rng.random((6, 3)).astype(np.float32)
     expected = np.maximum(0.0, ratio[..., None] * p - q).sum(-1)
-    np.testing.assert_allclose(of_nodes.excess(jnp.asarray(ratio), jnp.asarray(q)), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        of_nodes.excess(jnp.asarray(ratio), jnp.asarray(q)), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 EXTREMES = [
@@ -138,17 +160,27 @@ EXTREMES = [
 def test_the_most_probable_token_survives_every_setting() -> None:
     """And is all that is left of the smallest ones; once, they left nothing and drew token 0 for ever."""
     names = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    rows = Sampling(**{name: [(names | setting)[name] for setting in EXTREMES] for name in names}).rows(len(EXTREMES))
+    rows = Sampling(
+        **{name: [(names | setting)[name] for setting in EXTREMES] for name in names}
+    ).rows(len(EXTREMES))
     logits = jnp.tile(jnp.array([-3.0, 1.0, 2.5, -jnp.inf, 40.0, 39.9]), (len(EXTREMES), 1))
     p = probabilities(logits, rows)
     np.testing.assert_array_equal(p, np.tile(np.eye(6)[4], (len(EXTREMES), 1)))
-    assert set(np.asarray(draw(p, jax.random.split(jax.random.key(0), len(EXTREMES)))).tolist()) == {4}
+    assert set(
+        np.asarray(draw(p, jax.random.split(jax.random.key(0), len(EXTREMES)))).tolist()
+    ) == {4}
 
 
 def test_the_largest_temperatures_draw_evenly() -> None:
     logits = jnp.array([[-3.0, 1.0, -jnp.inf, 40.0]])
-    for temperature in (1e38, 1e300):  # of the first the reciprocal is not normal in float32; the second is infinite
-        np.testing.assert_allclose(probabilities(logits, Sampling(temperature=temperature).rows(1)), [[1 / 3, 1 / 3, 0, 1 / 3]])
+    for temperature in (
+        1e38,
+        1e300,
+    ):  # of the first the reciprocal is not normal in float32; the second is infinite
+        np.testing.assert_allclose(
+            probabilities(logits, Sampling(temperature=temperature).rows(1)),
+            [[1 / 3, 1 / 3, 0, 1 / 3]],
+        )
 
 
 def test_settings_that_are_known_to_be_unused_cost_nothing() -> None:
@@ -165,13 +197,24 @@ def test_settings_that_are_known_to_be_unused_cost_nothing() -> None:
     assert "exp" not in program(Sampling(temperature=0))
 
 
-def test_where_a_row_could_ask_for_a_truncation_and_none_does_no_threshold_is_looked_for(monkeypatch) -> None:
-    logits, rows = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 7)), jnp.float32), Sampling(temperature=0.7).rows(3)
+def test_where_a_row_could_ask_for_a_truncation_and_none_does_no_threshold_is_looked_for(
+    monkeypatch,
+) -> None:
+    logits, rows = (
+        jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 7)), jnp.float32),
+        Sampling(temperature=0.7).rows(3),
+    )
     expected = probabilities(logits, rows)
-    monkeypatch.setattr(sampling, "_threshold", lambda scaled, rows, bits: jnp.full((*scaled.shape[:-1], 1), jnp.nan))
+    monkeypatch.setattr(
+        sampling,
+        "_threshold",
+        lambda scaled, rows, bits: jnp.full((*scaled.shape[:-1], 1), jnp.nan),
+    )
     np.testing.assert_array_equal(probabilities(logits, rows.replace(truncated=True)), expected)
     asked = Sampling(temperature=0.7, top_k=(0, 2, 0)).rows(3)
-    assert (np.asarray(probabilities(logits, asked)) != expected).any()  # that the threshold would be seen
+    assert (
+        np.asarray(probabilities(logits, asked)) != expected
+    ).any()  # that the threshold would be seen
 
 
 @pytest.mark.full
@@ -184,7 +227,8 @@ def test_draws_follow_the_probabilities_and_never_hit_zero(vocab) -> None:
     p /= p.sum()
     n = 100_000
     tokens = draw(
-        jnp.broadcast_to(p.astype(np.float32), (n, vocab)) * 7, jax.random.split(jax.random.key(0), n)
+        jnp.broadcast_to(p.astype(np.float32), (n, vocab)) * 7,
+        jax.random.split(jax.random.key(0), n),
     )  # unnormalised
     counts = np.bincount(np.asarray(tokens), minlength=vocab)
     assert counts[p == 0].sum() == 0
@@ -192,7 +236,9 @@ def test_draws_follow_the_probabilities_and_never_hit_zero(vocab) -> None:
 
 
 @pytest.mark.parametrize(("vocab", "size"), [(6, 3), (64, 1), (301, 2), (512, 2)])
-def test_a_grid_of_random_numbers_draws_every_token_exactly_as_often_as_it_is_likely(vocab, size, monkeypatch) -> None:
+def test_a_grid_of_random_numbers_draws_every_token_exactly_as_often_as_it_is_likely(
+    vocab, size, monkeypatch
+) -> None:
     """The last block and the last token have as much to come as the others.
 
     A token of mass 15 is to be drawn 15 times. A block of ``size`` tokens has mass 60, or nothing, and the grid has 60 points
@@ -200,7 +246,11 @@ def test_a_grid_of_random_numbers_draws_every_token_exactly_as_often_as_it_is_li
     nothing, and a mass that is wrong by a fiftieth changes a count.
     """
     blocks = -(-vocab // size)
-    splits = {1: [[60]], 2: [[20, 40], [60, 0], [15, 45], [0, 60], [30, 30]], 3: [[10, 20, 30], [15, 0, 45]]}[size]
+    splits = {
+        1: [[60]],
+        2: [[20, 40], [60, 0], [15, 45], [0, 60], [30, 30]],
+        3: [[10, 20, 30], [15, 0, 45]],
+    }[size]
     mass = np.array([splits[block % len(splits)] for block in range(blocks)])
     if blocks > 2:
         mass[1] = 0
@@ -210,7 +260,9 @@ def test_a_grid_of_random_numbers_draws_every_token_exactly_as_often_as_it_is_li
     step = np.arange(total)
     numbers = np.stack([(step + 0.5) / total, (step % 60 + 0.5) / 60], axis=1)
     monkeypatch.setattr(jax.random, "uniform", lambda key, shape, dtype: key.astype(dtype))
-    tokens = draw(jnp.broadcast_to(mass.astype(np.float32), (total, vocab)), jnp.asarray(numbers, jnp.float32))
+    tokens = draw(
+        jnp.broadcast_to(mass.astype(np.float32), (total, vocab)), jnp.asarray(numbers, jnp.float32)
+    )
     np.testing.assert_array_equal(np.bincount(np.asarray(tokens), minlength=vocab), mass)
 
 
@@ -245,7 +297,9 @@ def test_a_rows_keys_do_not_depend_on_its_neighbours() -> None:
     keys = jax.random.split(jax.random.key(0), 5)
     together, alone = split_keys(keys, 3), split_keys(keys[2:3], 3)
     assert together.shape == (3, 5)
-    np.testing.assert_array_equal(jax.random.key_data(together[:, 2]), jax.random.key_data(alone[:, 0]))
+    np.testing.assert_array_equal(
+        jax.random.key_data(together[:, 2]), jax.random.key_data(alone[:, 0])
+    )
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -260,12 +314,18 @@ def test_the_threshold_is_the_same_however_many_bits_a_pass_finds(bits) -> None:
     }
     rows = Sampling(temperature=1.0, **settings).rows(7)
     one_bit = sampling._threshold(jnp.asarray(logits), rows, bits=1)
-    np.testing.assert_array_equal(sampling._threshold(jnp.asarray(logits), rows, bits=bits), one_bit)
+    np.testing.assert_array_equal(
+        sampling._threshold(jnp.asarray(logits), rows, bits=bits), one_bit
+    )
 
 
 def test_the_likeliest_are_found_in_arrays_of_any_rank() -> None:
-    values = np.random.default_rng(0).integers(0, 30, (3, 2, 64)).astype(np.float32)  # many are tied
+    values = (
+        np.random.default_rng(0).integers(0, 30, (3, 2, 64)).astype(np.float32)
+    )  # many are tied
     values[0, 0, ::7] = -np.inf
     for array in (values, values[0], values[0, 0]):
-        for found, expected in zip(sampling.likeliest(array, 9), jax.lax.top_k(array, 9), strict=True):
+        for found, expected in zip(
+            sampling.likeliest(array, 9), jax.lax.top_k(array, 9), strict=True
+        ):
             np.testing.assert_array_equal(found, expected)

@@ -27,7 +27,10 @@ from specjax.sampling import GREEDY, SAMPLING_NAMES, RowSampling
         ({"seed": True}, "seed=True: must be a whole number"),
         ({"max_new_tokens": "5"}, "max_new_tokens='5': must be a number"),
         ({"max_new_tokens": 2**40}, "max_new_tokens=1099511627776: must be at most"),
-        ({"max_new_tokens": -1}, "max_new_tokens=-1: must be at least 1; with echo, 0 reads the prompt alone"),
+        (
+            {"max_new_tokens": -1},
+            "max_new_tokens=-1: must be at least 1; with echo, 0 reads the prompt alone",
+        ),
         ({"max_new_tokens": 1.5}, "max_new_tokens=1.5: must be a whole number"),
         ({"min_new_tokens": -1}, "min_new_tokens=-1: must be at least 0"),
         ({"eos_token_ids": "a"}, "eos_token_ids='a': give a sequence of ids"),
@@ -41,11 +44,16 @@ def test_what_is_out_of_range_is_refused_by_name_when_it_is_made(values, message
 
 def test_numbers_are_pythons_own_so_that_equal_parameters_are_equal() -> None:
     params = SamplingParams(
-        temperature=np.float32(0.5), top_k=np.int64(3), max_new_tokens=np.int32(7), eos_token_ids=[np.int32(2)]
+        temperature=np.float32(0.5),
+        top_k=np.int64(3),
+        max_new_tokens=np.int32(7),
+        eos_token_ids=[np.int32(2)],
     )
     assert params == SamplingParams(temperature=0.5, top_k=3, max_new_tokens=7, eos_token_ids=(2,))
     assert hash(params) == hash(replace(params))
-    assert SamplingParams(temperature=[0.5], eos_token_ids=[[2]]) == SamplingParams(temperature=0.5, eos_token_ids=(2,))
+    assert SamplingParams(temperature=[0.5], eos_token_ids=[[2]]) == SamplingParams(
+        temperature=0.5, eos_token_ids=(2,)
+    )
     assert type(params.temperature) is float and type(params.top_k) is int
 
 
@@ -63,10 +71,12 @@ def test_every_parameter_of_the_distribution_reaches_the_device() -> None:
 
 def test_a_calls_fields_go_over_its_object_and_defaults_stand_only_without_one() -> None:
     defaults, params = Sampling(temperature=0.6, top_k=20), SamplingParams(temperature=0.9, seed=3)
-    assert SamplingParams.of(None, {}, defaults=defaults) == SamplingParams(temperature=0.6, top_k=20)
-    assert SamplingParams.of(None, {"temperature": 0.7, "top_p": None}, defaults=defaults) == SamplingParams(
-        temperature=0.7, top_k=20
+    assert SamplingParams.of(None, {}, defaults=defaults) == SamplingParams(
+        temperature=0.6, top_k=20
     )
+    assert SamplingParams.of(
+        None, {"temperature": 0.7, "top_p": None}, defaults=defaults
+    ) == SamplingParams(temperature=0.7, top_k=20)
     assert SamplingParams.of(None, {"temperature": 0}, defaults=defaults) == SamplingParams()
     assert SamplingParams.of(params, {}, defaults=defaults) is params
     assert SamplingParams.of(params, {"seed": 4}) == replace(params, seed=4)
@@ -76,9 +86,14 @@ def test_a_calls_fields_go_over_its_object_and_defaults_stand_only_without_one()
 def test_what_is_no_object_and_no_field_is_refused() -> None:
     with pytest.raises(InputError, match=r"params=.*: give specjax.SamplingParams"):
         SamplingParams.of(Sampling(), {})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InputError, match=r"max_tokens=8: submit has no argument of that name; did you mean max_new_tokens\?"):
+    with pytest.raises(
+        InputError,
+        match=r"max_tokens=8: submit has no argument of that name; did you mean max_new_tokens\?",
+    ):
         SamplingParams.of(None, {"max_tokens": 8}, function=specjax.serving.Engine.submit)
-    with pytest.raises(InputError, match=r"stops='x': submit has no argument of that name; did you mean stop\?"):
+    with pytest.raises(
+        InputError, match=r"stops='x': submit has no argument of that name; did you mean stop\?"
+    ):
         SamplingParams.of(None, {"stops": "x"}, function=specjax.serving.Engine.submit)
 
 
@@ -94,5 +109,8 @@ def test_an_engine_gives_the_same_text_for_the_object_and_for_its_fields() -> No
     generate = specjax.load("embedded")
     with specjax.serving.Engine(generate, rows=2, widths=(2,), capacity=64, warm=False) as engine:
         values = {"temperature": 0.8, "top_k": 40, "seed": 11, "max_new_tokens": 12}
-        one, other = engine.submit("import os\n", SamplingParams(**values)), engine.submit("import os\n", **values)
+        one, other = (
+            engine.submit("import os\n", SamplingParams(**values)),
+            engine.submit("import os\n", **values),
+        )
         assert one.result().tokens == other.result().tokens

@@ -26,7 +26,11 @@ class Letters:
 
 
 def answered(
-    sent: float, arrivals: list[float], pieces: list[str], finished: float | None, tokens: int | None = None
+    sent: float,
+    arrivals: list[float],
+    pieces: list[str],
+    finished: float | None,
+    tokens: int | None = None,
 ) -> Answer:
     usage = None if tokens is None else {"completion_tokens": tokens}
     return Answer(Request("", 8), sent, arrivals, pieces, finished, usage)
@@ -99,7 +103,9 @@ def ask_a_socket(content: bytes, request: Request) -> tuple[Answer, dict]:
     async def both() -> Answer:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             answer = Answer(request, 0.0)
-            await serving_clients.over_http(server.sockets[0].getsockname()[1], "pair", {"top_k": 0})(answer)
+            await serving_clients.over_http(
+                server.sockets[0].getsockname()[1], "pair", {"top_k": 0}
+            )(answer)
             return answer
 
     answer = asyncio.run(both())
@@ -112,10 +118,15 @@ def test_streams_are_read_however_they_are_cut() -> None:
 
     events = event(choices=[{"text": "im"}]) + event(choices=[{"text": "port"}])
     events += event(choices=[], usage={"completion_tokens": 2}) + b"data: [DONE]\n\n"
-    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (events[:30], events[30:31], events[31:]))
+    chunks = b"".join(
+        b"%x\r\n%s\r\n" % (len(part), part) for part in (events[:30], events[30:31], events[31:])
+    )
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
     request = Request("x = ", 8, 0.5, seed=3, more={"ignore_eos": True})
-    for content in (b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n", b"\r\n" + events):
+    for content in (
+        b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n",
+        b"\r\n" + events,
+    ):
         answer, body = ask_a_socket(head + content, request)
         assert (answer.text, answer.usage) == ("import", {"completion_tokens": 2})
         assert len(answer.arrivals) == 2 and answer.finished >= answer.arrivals[-1]
@@ -138,14 +149,20 @@ def test_streams_are_read_however_they_are_cut() -> None:
 def test_the_prediction_has_every_tenth_line_wrong() -> None:
     written = "\n".join(f"    line_{i}" for i in range(25))
     changed = serving.with_changed_lines(written).split("\n")
-    assert [i for i, (one, other) in enumerate(zip(written.split("\n"), changed, strict=True)) if one != other] == [9, 19]
+    assert [
+        i
+        for i, (one, other) in enumerate(zip(written.split("\n"), changed, strict=True))
+        if one != other
+    ] == [9, 19]
     assert changed[9] == "    changed_9 = None"
 
 
 def test_requests_are_lines_of_modules_and_the_same_for_everyone(tmp_path) -> None:
     config = serving.ServingConfig(context=40)
     bench = serving.Bench(config, tmp_path, load_tokenizer(embedded("target")))
-    one, same, other = (serving.first_of(serving.requests_of(bench, 0.8, seed), 20) for seed in (1, 1, 2))
+    one, same, other = (
+        serving.first_of(serving.requests_of(bench, 0.8, seed), 20) for seed in (1, 1, 2)
+    )
     assert one == same and one != other
     for request in one:
         assert len(bench.tokenizer.encode(request.prompt)) >= 30 and request.prompt.endswith("\n")
@@ -183,20 +200,32 @@ def test_the_same_weights_are_in_all_files(tmp_path) -> None:
     target = specjax.Target.from_pretrained(tmp_path / "target")
     drafter = specjax.Eagle3.from_pretrained(tmp_path / "eagle3", draft="chain:4")
     small = specjax.Target.from_pretrained(embedded("target"))
-    prompt = np.array([load_tokenizer(embedded("target")).encode("class Stack:\n    def __init__(self):\n")])
+    prompt = np.array(
+        [load_tokenizer(embedded("target")).encode("class Stack:\n    def __init__(self):\n")]
+    )
     inflated = specjax.generate(target, drafter, prompt, max_new_tokens=48)
     before = specjax.generate(
-        small, replace(specjax.Eagle3.from_pretrained("embedded:eagle3"), draft=drafter.draft), prompt, max_new_tokens=48
+        small,
+        replace(specjax.Eagle3.from_pretrained("embedded:eagle3"), draft=drafter.draft),
+        prompt,
+        max_new_tokens=48,
     )
     assert np.array_equal(inflated.tokens, before.tokens)
-    assert np.array_equal(inflated.stats.histogram, before.stats.histogram)  # and the drafter drafts what it did
+    assert np.array_equal(
+        inflated.stats.histogram, before.stats.histogram
+    )  # and the drafter drafts what it did
     serving_models.write_gguf(tmp_path / "target", tmp_path / "target.gguf")
     tensors = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "target.gguf").tensors}
     assert len(tensors) == 2 + 9 * 13
     layer = target.params["layers"][1]
     assert np.array_equal(tensors["blk.1.ffn_up.weight"].data, np.asarray(layer["up"]).T)
     heads, dim = target.config.num_heads, target.config.head_dim
-    turned = tensors["blk.1.attn_q.weight"].data.reshape(heads, dim // 2, 2, -1).swapaxes(1, 2).reshape(heads * dim, -1)
+    turned = (
+        tensors["blk.1.attn_q.weight"]
+        .data.reshape(heads, dim // 2, 2, -1)
+        .swapaxes(1, 2)
+        .reshape(heads * dim, -1)
+    )
     assert np.array_equal(turned, np.asarray(layer["q"]).T)
 
 
@@ -224,8 +253,14 @@ def test_servers_are_measured(tmp_path, capsys) -> None:
     serving.main(serving.ServingConfig(**small, output=str(output), plot=str(plot)))
     found = json.loads(output.read_text())
     names = {serving.EAGLE3, serving.PLAIN, "transformers"}
-    assert {name: row["margins"] for name, row in found["agreement"].items()} == {name: [] for name in names}
-    assert [(case["temperature"], case["clients"]) for case in found["clients"]] == [(0.0, 1), (0.0, 2), (0.8, 2)]
+    assert {name: row["margins"] for name, row in found["agreement"].items()} == {
+        name: [] for name in names
+    }
+    assert [(case["temperature"], case["clients"]) for case in found["clients"]] == [
+        (0.0, 1),
+        (0.0, 2),
+        (0.8, 2),
+    ]
     for case in found["clients"]:
         assert set(case["servers"]) == names
         for run in case["servers"].values():

@@ -41,7 +41,9 @@ def test_each_layer_is_split_by_its_own_heads() -> None:
     config = tiny_config(num_heads=8, num_kv_heads=4, layers=(Layer(), Layer(num_kv_heads=2)))
     mesh = sharding.make_mesh(2, 4)
     first, second = params.shardings(params.declare(config), mesh, config.axis_units)["layers"]
-    assert first["k"].spec == PartitionSpec(None, "model") and second["k"].spec == PartitionSpec(None, None)
+    assert first["k"].spec == PartitionSpec(None, "model") and second["k"].spec == PartitionSpec(
+        None, None
+    )
     assert first["o"].spec == second["o"].spec == PartitionSpec("model", None)
     assert (config.axis_units["heads"], config.axis_units["kv_heads"]) == (8, 2)
 
@@ -65,13 +67,17 @@ def test_logits_of_layers_that_differ_are_the_same_on_a_mesh(which) -> None:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("sharded")
-    tiny_target(num_heads=8, num_kv_heads=4, vocab_size=12, intermediate_size=24).save_pretrained(path)
+    tiny_target(num_heads=8, num_kv_heads=4, vocab_size=12, intermediate_size=24).save_pretrained(
+        path
+    )
     return path
 
 
 def test_loading_onto_a_mesh_reads_slices(checkpoint) -> None:
     whole = specjax.Target.from_pretrained(checkpoint, dtype=np.float32)
-    split = specjax.Target.from_pretrained(checkpoint, dtype=np.float32, mesh=sharding.make_mesh(2, 4))
+    split = specjax.Target.from_pretrained(
+        checkpoint, dtype=np.float32, mesh=sharding.make_mesh(2, 4)
+    )
     q = split.params["layers"][0]["q"]
     assert q.addressable_shards[0].data.shape == (q.shape[0], q.shape[1] // 4)
     jax.tree.map(np.testing.assert_array_equal, whole.params, split.params)
@@ -80,21 +86,34 @@ def test_loading_onto_a_mesh_reads_slices(checkpoint) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("which", ["tiny", pytest.param("embedded", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
-    "name", [None, "dynamic tree", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("draft model", "early exit"))]
+    "name",
+    [
+        None,
+        "dynamic tree",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("draft model", "early exit")),
+    ],
 )
 def test_greedy_tokens_are_the_same_on_one_device_and_on_eight(checkpoint, which, name) -> None:
-    path, draft = (checkpoint, checkpoint) if which == "tiny" else (ASSETS / "target", ASSETS / "draft")
+    path, draft = (
+        (checkpoint, checkpoint) if which == "tiny" else (ASSETS / "target", ASSETS / "draft")
+    )
 
     def run(mesh):
         target = specjax.Target.from_pretrained(path, dtype=np.float32, mesh=mesh)
         drafters = {
             None: None,
-            "draft model": DraftModel.from_pretrained(draft, draft=Chain(3), dtype=np.float32, mesh=mesh),
-            "dynamic tree": DraftModel.from_pretrained(draft, draft=DynamicTree(3, 3, 8), dtype=np.float32, mesh=mesh),
+            "draft model": DraftModel.from_pretrained(
+                draft, draft=Chain(3), dtype=np.float32, mesh=mesh
+            ),
+            "dynamic tree": DraftModel.from_pretrained(
+                draft, draft=DynamicTree(3, 3, 8), dtype=np.float32, mesh=mesh
+            ),
             "early exit": EarlyExit(layers=1, draft=Chain(2)),
         }
         prompts = np.arange(12).reshape(4, 3) % target.config.vocab_size
-        result = specjax.generate(target, drafters[name], prompts, max_new_tokens=40, sampling=Sampling(temperature=0.0))
+        result = specjax.generate(
+            target, drafters[name], prompts, max_new_tokens=40, sampling=Sampling(temperature=0.0)
+        )
         return np.asarray(result.tokens)
 
     np.testing.assert_array_equal(run(None), run(sharding.make_mesh(2, 4)))

@@ -20,10 +20,13 @@ from tests.conftest import ASSETS
 from tests.documents import README, ROOT
 
 TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    "{% if mood is defined %}<{{ mood }}>{% endif %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if mood is defined %}<{{"
+    " mood }}>{% endif %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-REFUSES_MOODS = "{% if mood == 'bad' and messages|length > 1 %}{{ raise_exception('no such mood') }}{% endif %}" + TEMPLATE
+REFUSES_MOODS = (
+    "{% if mood == 'bad' and messages|length > 1 %}{{ raise_exception('no such mood') }}{% endif %}"
+    + TEMPLATE
+)
 USER = {"role": "user", "content": "hello"}
 
 
@@ -53,10 +56,14 @@ def test_a_chats_own_settings_go_over_those_of_all_chats_by_name(tokenizer) -> N
 
 
 def test_settings_reach_messages_with_null_too(tokenizer) -> None:
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content or 'nothing' }}{% endfor %}{{ mood }}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content or 'nothing' }}{% endfor %}{{ mood }}"
+    )
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": []}]
     assert read(tokenizer, messages, mood="!").endswith("!")
-    assert renderer(tokenizer, {"mood": "!"})([{"role": "assistant", "content": None}]) == "nothing!"
+    assert (
+        renderer(tokenizer, {"mood": "!"})([{"role": "assistant", "content": None}]) == "nothing!"
+    )
 
 
 def test_a_file_and_settings_in_json_make_another_tokenizer(tokenizer, tmp_path) -> None:
@@ -91,14 +98,22 @@ def test_what_is_no_setting_is_refused_by_its_name(tokenizer, settings: str, sai
 
 
 def test_what_changes_nothing_is_taken() -> None:
-    neutral = {"tools": [], "documents": None, "add_generation_prompt": True, "continue_final_message": False}
+    neutral = {
+        "tools": [],
+        "documents": None,
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+    }
     assert read_settings(neutral) == read_settings("") == read_settings({}) == {}
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("", "is empty"), ("{% if %}", "not a valid Jinja template"), (b"\xff", "cannot be read")]
+    ("content", "said"),
+    [("", "is empty"), ("{% if %}", "not a valid Jinja template"), (b"\xff", "cannot be read")],
 )
-def test_a_file_that_is_no_template_is_refused(tokenizer, tmp_path, content: str | bytes, said: str) -> None:
+def test_a_file_that_is_no_template_is_refused(
+    tokenizer, tmp_path, content: str | bytes, said: str
+) -> None:
     file = tmp_path / "one.jinja"
     file.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(InputError, match=rf"chat_template=.*{said}"):
@@ -109,7 +124,10 @@ def test_a_file_that_is_no_template_is_refused(tokenizer, tmp_path, content: str
 
 def test_an_error_of_the_template_names_the_settings_where_they_are_its_cause(tokenizer) -> None:
     tokenizer.chat_template = REFUSES_MOODS
-    for made, given in ((tokenizer, {"mood": "bad"}), (with_template(tokenizer, settings={"mood": "bad"}), {})):
+    for made, given in (
+        (tokenizer, {"mood": "bad"}),
+        (with_template(tokenizer, settings={"mood": "bad"}), {}),
+    ):
         with pytest.raises(InputError, match=r"^chat_template_kwargs: .*'bad'.*no such mood"):
             read(made, [USER, USER], **given)
     tokenizer.chat_template = "{{ raise_exception('nothing will do') }}{{ mood }}"
@@ -118,7 +136,8 @@ def test_an_error_of_the_template_names_the_settings_where_they_are_its_cause(to
 
 
 @pytest.mark.parametrize(
-    "reach", ["''.__class__.__mro__", "messages.__class__", "mood.__class__", "cycler.__init__.__globals__"]
+    "reach",
+    ["''.__class__.__mro__", "messages.__class__", "mood.__class__", "cycler.__init__.__globals__"],
 )
 def test_a_template_stays_in_its_sandbox(tokenizer, reach: str) -> None:
     tokenizer.chat_template = f"{{{{ {reach}.__name__ }}}}{{{{ messages[0].content }}}}"
@@ -140,12 +159,17 @@ def test_the_names_that_templates_of_the_project_read() -> None:
 def test_a_training_reads_them_and_its_data_say_so(tokenizer, tmp_path) -> None:
     file, source = tmp_path / "one.jinja", tmp_path / "chats.jsonl"
     file.write_text(
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-        "{% else %}{{ mood or '' }}{{ m.content }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{%"
+        " endgeneration %}{% else %}{{ mood or '' }}{{ m.content }}{% endif %}{% endfor %}"
     )
     messages = [USER, {"role": "assistant", "content": "good day"}]
     source.write_text((json.dumps({"messages": messages}) + "\n") * 20)
-    settings = {"source": str(source), "tokenizer": str(ASSETS / "target"), "window": 8, "holdout": 0.2}
+    settings = {
+        "source": str(source),
+        "tokenizer": str(ASSETS / "target"),
+        "window": 8,
+        "holdout": 0.2,
+    }
     learnt = []
     for given in ("", '{"mood": "glad"}'):
         config = DataConfig(**settings, chat_template=str(file), chat_template_kwargs=given)
@@ -159,10 +183,16 @@ def test_a_training_reads_them_and_its_data_say_so(tokenizer, tmp_path) -> None:
     file.write_text("{{ mood.upper() }}{{ messages }}")
     stumbling = with_template(tokenizer, str(file))
     stumbling.chat_template_kwargs = {"mood": 1}
-    with pytest.raises(InputError, match=r"given data\.chat_template_kwargs={'mood': 1}, refuses conversation 1"):
+    with pytest.raises(
+        InputError, match=r"given data\.chat_template_kwargs={'mood': 1}, refuses conversation 1"
+    ):
         chat.encode(stumbling, [[USER]], responses_only=False)
-    with pytest.raises(InputError, match=r"data\.chat_template_kwargs: the chat template does not read 'moods'"):
-        data.prepare(DataConfig(**settings, chat_template=str(file), chat_template_kwargs='{"moods": 1}'))
+    with pytest.raises(
+        InputError, match=r"data\.chat_template_kwargs: the chat template does not read 'moods'"
+    ):
+        data.prepare(
+            DataConfig(**settings, chat_template=str(file), chat_template_kwargs='{"moods": 1}')
+        )
 
 
 @pytest.mark.parametrize(
@@ -176,7 +206,9 @@ def test_a_training_reads_them_and_its_data_say_so(tokenizer, tmp_path) -> None:
     ],
     ids=lambda command: command[0],
 )
-def test_every_command_that_renders_chats_has_the_two_options(command: list[str], tmp_path, monkeypatch) -> None:
+def test_every_command_that_renders_chats_has_the_two_options(
+    command: list[str], tmp_path, monkeypatch
+) -> None:
     def see(*_: object, **options: object) -> None:
         raise SeenError(options["chat_template"], options["chat_template_kwargs"])
 
@@ -189,7 +221,9 @@ def test_every_command_that_renders_chats_has_the_two_options(command: list[str]
     if command[0] != "client":
         words += ["--target", "embedded", "--drafter", "none"]
     if command[0] == "regenerate":
-        questions.write_text(json.dumps({"messages": [USER, {"role": "assistant", "content": "b"}]}) + "\n")
+        questions.write_text(
+            json.dumps({"messages": [USER, {"role": "assistant", "content": "b"}]}) + "\n"
+        )
     options = ["--chat-template", "one.jinja", "--chat-template-kwargs", '{"mood": 1}']
     with pytest.raises(SeenError) as seen:
         main([*words, *options])
@@ -197,19 +231,36 @@ def test_every_command_that_renders_chats_has_the_two_options(command: list[str]
 
 
 @pytest.mark.parametrize(
-    "option", [["--chat-template", "one.jinja"], ["--chat-template-kwargs", "{}"]], ids=lambda each: each[0]
+    "option",
+    [["--chat-template", "one.jinja"], ["--chat-template-kwargs", "{}"]],
+    ids=lambda each: each[0],
 )
 @pytest.mark.parametrize(
     "command",
     [
         ["generate", "--target", "embedded", "--prompt", "a"],
-        ["evaluate", "--target", "embedded", "--questions", str(README), "--drafter", "embedded:eagle3", "--chat", "False"],
+        [
+            "evaluate",
+            "--target",
+            "embedded",
+            "--questions",
+            str(README),
+            "--drafter",
+            "embedded:eagle3",
+            "--chat",
+            "False",
+        ],
     ],
     ids=lambda command: command[0],
 )
-def test_where_nothing_is_a_chat_they_are_refused(command: list[str], option: list[str], capsys) -> None:
+def test_where_nothing_is_a_chat_they_are_refused(
+    command: list[str], option: list[str], capsys
+) -> None:
     assert main([*command, *option]) == 2
-    assert f"{option[0][2:].replace('-', '_')}='{option[1]}': it applies to chats only" in capsys.readouterr().err
+    assert (
+        f"{option[0][2:].replace('-', '_')}='{option[1]}': it applies to chats only"
+        in capsys.readouterr().err
+    )
 
 
 def see_whether_it_is_a_chat(*_: object, is_chat: object = None, **__: object) -> None:
@@ -233,7 +284,11 @@ def test_a_client_says_whether_an_answer_is_a_chats(chat: bool, monkeypatch) -> 
     generator = pipeline.load("embedded")
     generator.tokenizer.chat_template = TEMPLATE
     made = client.connect(
-        "ws://127.0.0.1:9", specjax.PromptLookup(draft=2), generator.target, tokenizer=generator.tokenizer, capacity=32
+        "ws://127.0.0.1:9",
+        specjax.PromptLookup(draft=2),
+        generator.target,
+        tokenizer=generator.tokenizer,
+        capacity=32,
     )
     monkeypatch.setattr(writer, "Display", see_whether_it_is_a_chat)
     with pytest.raises(SeenError) as seen:
@@ -249,11 +304,23 @@ def test_regenerate_says_whether_an_answer_is_a_chats(chat: bool, tmp_path, monk
     messages = [USER, {"role": "assistant", "content": "b"}]
     source.write_text(json.dumps({"messages": messages} if chat else {"text": "hello"}) + "\n")
     monkeypatch.setattr(Engine, "submit", see_whether_it_is_a_chat)
-    words = ["--target", "embedded", "--source", str(source), "--output", str(tmp_path / "out.jsonl"), "--batch", "1"]
+    words = [
+        "--target",
+        "embedded",
+        "--source",
+        str(source),
+        "--output",
+        str(tmp_path / "out.jsonl"),
+        "--batch",
+        "1",
+    ]
     with pytest.raises(SeenError) as seen:
         main(["regenerate", *words, "--chat-template", str(file)])
     assert seen.value.args == (chat,)
-    with Generate("embedded", column="column", chat_template=str(file), rows=1) as generate, pytest.raises(SeenError) as seen:
+    with (
+        Generate("embedded", column="column", chat_template=str(file), rows=1) as generate,
+        pytest.raises(SeenError) as seen,
+    ):
         generate({"column": [[USER] if chat else "hello"]})
     assert seen.value.args == (chat,)
 
@@ -261,11 +328,22 @@ def test_regenerate_says_whether_an_answer_is_a_chats(chat: bool, tmp_path, monk
 def test_connecting_sets_them_for_all_chats() -> None:
     generator = pipeline.load("embedded")
     generator.tokenizer.chat_template = TEMPLATE
-    given = {"tokenizer": generator.tokenizer, "capacity": 32, "chat_template_kwargs": {"mood": "good"}}
-    made = client.connect("ws://127.0.0.1:9", specjax.PromptLookup(draft=2), generator.target, **given)
+    given = {
+        "tokenizer": generator.tokenizer,
+        "capacity": 32,
+        "chat_template_kwargs": {"mood": "good"},
+    }
+    made = client.connect(
+        "ws://127.0.0.1:9", specjax.PromptLookup(draft=2), generator.target, **given
+    )
     assert generator.tokenizer.decode(made.encode([USER])) == "[user]hello<good>[assistant]"
     with pytest.raises(InputError, match="chat_template: target_parts has no tokenizer"):
-        client.connect("ws://127.0.0.1:9", specjax.PromptLookup(draft=2), generator.target, chat_template_kwargs={"mood": 1})
+        client.connect(
+            "ws://127.0.0.1:9",
+            specjax.PromptLookup(draft=2),
+            generator.target,
+            chat_template_kwargs={"mood": 1},
+        )
 
 
 def test_loading_sets_them_for_all_chats(tmp_path) -> None:
@@ -279,8 +357,14 @@ def test_loading_sets_them_for_all_chats(tmp_path) -> None:
 
 
 def test_the_readmes_recipe_has_one_template_throughout() -> None:
-    commands = [words for words in documents.command_lines(README) if "Qwen/Qwen3-8B" in words and "--target" in words]
-    reading = {words[0]: words for words in commands if words[0] in ("regenerate", "evaluate", "serve")}
+    commands = [
+        words
+        for words in documents.command_lines(README)
+        if "Qwen/Qwen3-8B" in words and "--target" in words
+    ]
+    reading = {
+        words[0]: words for words in commands if words[0] in ("regenerate", "evaluate", "serve")
+    }
     assert len(reading) == 3
     named = {name: words[words.index("--chat-template") + 1] for name, words in reading.items()}
     config = (Path(ROOT) / "configs" / "eagle3_qwen3_8b.yaml").read_text()

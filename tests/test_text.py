@@ -61,17 +61,38 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 def of_bytes_and_spaces(kind: str) -> PreTrainedTokenizerFast:
     """As Llama 2's and T5's: spaces are part of the words, and the one that begins a text is dropped."""
-    words = ["\u2581", "\u2581a", "a", "b", "\u2581the", "the", "é", "\u2581日本", "\u2581.", "\u2581\u2581"]
+    words = [
+        "\u2581",
+        "\u2581a",
+        "a",
+        "b",
+        "\u2581the",
+        "the",
+        "é",
+        "\u2581日本",
+        "\u2581.",
+        "\u2581\u2581",
+    ]
     if kind == "llama":
         vocab = {token: number for number, token in enumerate(["<unk>", *BYTES, *words])}
         made = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        steps = [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
         made.decoder = decoders.Sequence(steps)
     else:
-        made = tokenizers.Tokenizer(models.Unigram([(token, -1.0) for token in ["<unk>", *words]], 0, byte_fallback=False))
+        made = tokenizers.Tokenizer(
+            models.Unigram([(token, -1.0) for token in ["<unk>", *words]], 0, byte_fallback=False)
+        )
         made.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", additional_special_tokens=["<tool>"]
+        tokenizer_object=made,
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<tool>"],
     )
 
 
@@ -90,7 +111,11 @@ def test_pieces_joined_are_the_text_however_it_is_cut(kind) -> None:
     tokenizer = any_tokenizer(kind)
     rng = random.Random(0)
     vocabulary = tokenizer.get_vocab()
-    pools = [[i for token, i in vocabulary.items() if token in BYTES], tokenizer.all_special_ids, list(vocabulary.values())]
+    pools = [
+        [i for token, i in vocabulary.items() if token in BYTES],
+        tokenizer.all_special_ids,
+        list(vocabulary.values()),
+    ]
     pools += [tokenizer("日本 é 🎉 the\n\n a")["input_ids"]]
 
     def decode(ids: list[int]) -> str:
@@ -98,7 +123,8 @@ def test_pieces_joined_are_the_text_however_it_is_cut(kind) -> None:
 
     for _ in range(1500):
         pool_of_each = rng.choices(
-            [pool for pool in pools if pool], k=rng.choice([rng.randrange(1, 16), rng.randrange(16, 60)])
+            [pool for pool in pools if pool],
+            k=rng.choice([rng.randrange(1, 16), rng.randrange(16, 60)]),
         )
         ids = [rng.choice(pool) for pool in pool_of_each]
         if rng.random() < 0.3:  # whole characters, with something in between
@@ -120,7 +146,11 @@ def test_pieces_joined_are_the_text_however_it_is_cut(kind) -> None:
 
 def test_a_character_that_a_prompt_begins_is_whole_in_what_follows(tokenizer) -> None:
     ids = text.encode(tokenizer, "x🎉y")
-    end = next(n for n in range(len(ids)) if tokenizer.decode(ids[:n]).endswith("\N{REPLACEMENT CHARACTER}"))
+    end = next(
+        n
+        for n in range(len(ids))
+        if tokenizer.decode(ids[:n]).endswith("\N{REPLACEMENT CHARACTER}")
+    )
     stream = text.TextStream(tokenizer, ids[:end])
     assert "".join(stream.push([token]) for token in ids[end:]) == "🎉y"
 
@@ -145,19 +175,28 @@ def run_of(tokenizer: Any, what: str) -> list[int]:
         return [len(tokenizer) + 7]
     if "<0xE3>" in tokenizer.get_vocab():
         return tokenizer.convert_tokens_to_ids(["<0xE3>"])
-    return tokenizer.backend_tokenizer.encode("\N{HIRAGANA LETTER A}", add_special_tokens=False).ids[:1]
+    return tokenizer.backend_tokenizer.encode(
+        "\N{HIRAGANA LETTER A}", add_special_tokens=False
+    ).ids[:1]
 
 
-@pytest.mark.parametrize("stop", ["ab", "b"])  # the second is completed by the token that ends the run
+@pytest.mark.parametrize(
+    "stop", ["ab", "b"]
+)  # the second is completed by the token that ends the run
 @pytest.mark.parametrize("at_once", [1, 5])
 @pytest.mark.parametrize("what", ["special", "unknown", "unfinished"])
 @pytest.mark.parametrize("kind", ["byte-level", "llama"])
 def test_a_long_run_of_tokens_that_are_no_text_takes_linear_time(kind, what, at_once, stop) -> None:
     tokenizer, decoded = copy(any_tokenizer(kind)), []
-    prompt, after = tokenizer.convert_tokens_to_ids(["a", "b"]), tokenizer.convert_tokens_to_ids([*stop, "b"])
+    prompt, after = (
+        tokenizer.convert_tokens_to_ids(["a", "b"]),
+        tokenizer.convert_tokens_to_ids([*stop, "b"]),
+    )
     run = 1000 * run_of(tokenizer, what)
     decode = tokenizer.decode
-    tokenizer.decode = lambda tokens, **named: decoded.append(len(tokens)) or decode(tokens, **named)
+    tokenizer.decode = lambda tokens, **named: (
+        decoded.append(len(tokens)) or decode(tokens, **named)
+    )
     growing, whole = text.GrowingText(tokenizer, prompt, [stop]), [*run, *after]
     decoded.clear()
     for start in range(0, len(whole), at_once):
@@ -176,7 +215,9 @@ def test_a_token_of_the_vocabulary_that_is_named_for_padding_is_still_text(token
     assert "".join(stream.push([token]) for token in rest) == " os, import sys"
 
 
-def length_at_a_stop_string(tokenizer: Any, prompt: list[int], ids: list[int], stop: list[str]) -> int:
+def length_at_a_stop_string(
+    tokenizer: Any, prompt: list[int], ids: list[int], stop: list[str]
+) -> int:
     """The slow way: how many tokens there must be, all of them decoded anew, for the text to hold a stop string."""
     for count in range(1, len(ids) + 1):
         piece = text.TextStream(tokenizer, prompt).push(ids[:count], last=True)
@@ -192,7 +233,11 @@ def test_the_token_that_completes_a_stop_string_is_the_last(kind) -> None:
     silent = [run_of(tokenizer, what)[0] for what in ("special", "unknown", "unfinished")]
     # Whole characters of one byte and of three, so that a stop string can end in the middle of a run.
     names = [f"<0x{byte:02X}>" for byte in "baあ".encode()]
-    written = tokenizer.convert_tokens_to_ids(names) if kind == "llama" else tokenizer.encode("baあ", add_special_tokens=False)
+    written = (
+        tokenizer.convert_tokens_to_ids(names)
+        if kind == "llama"
+        else tokenizer.encode("baあ", add_special_tokens=False)
+    )
     stop = ["bab", "bba", "あb"]
     for _ in range(300):
         parts = [[a], [b], *([token] for token in silent[:2]), rng.choice([silent[2:], written])]
@@ -222,7 +267,10 @@ def test_padding() -> None:
 def test_what_begins_a_text_is_not_put_before_a_prompt_that_has_it(tokenizer) -> None:
     begin, rest = tokenizer.bos_token, tokenizer("import os", add_special_tokens=False)["input_ids"]
     for times, expected in ((0, 1), (1, 1), (2, 2)):
-        assert text.encode(tokenizer, begin * times + "import os") == [tokenizer.bos_token_id] * expected + rest
+        assert (
+            text.encode(tokenizer, begin * times + "import os")
+            == [tokenizer.bos_token_id] * expected + rest
+        )
 
 
 def saved(directory: Path, adds: str, **stated: Any) -> Path:
@@ -234,14 +282,23 @@ def saved(directory: Path, adds: str, **stated: Any) -> Path:
     made.post_processor = processors.ByteLevel(trim_offsets=False)
     if adds != "x":
         special = [(token, vocab[token]) for token in ("<s>", "</s>", "<m>") if token in adds]
-        made.post_processor = processors.TemplateProcessing(single=adds.replace("x", "$A"), special_tokens=special)
+        made.post_processor = processors.TemplateProcessing(
+            single=adds.replace("x", "$A"), special_tokens=special
+        )
     made.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **stated}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        **stated,
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
 
 
-@pytest.mark.parametrize("of_class", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "LlamaTokenizer"])
+@pytest.mark.parametrize(
+    "of_class", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "LlamaTokenizer"]
+)
 @pytest.mark.parametrize(
     ("adds", "stated", "expected"),
     [
@@ -259,14 +316,18 @@ def saved(directory: Path, adds: str, **stated: Any) -> Path:
         ("x", {"add_bos_token": True, "eos_token": "<s>"}, "<s>ab"),
     ],
 )
-def test_texts_begin_and_end_as_the_configuration_says(tmp_path, of_class: str, adds: str, stated: dict, expected: str) -> None:
+def test_texts_begin_and_end_as_the_configuration_says(
+    tmp_path, of_class: str, adds: str, stated: dict, expected: str
+) -> None:
     made = text.load_tokenizer(saved(tmp_path, adds, tokenizer_class=of_class, **stated))
     assert made.decode(text.encode(made, "ab")) == expected
     assert made.decode(text.encode_continuation(made, "ab")) == "ab"
     assert made.decode(text.encode(made, "<s>ab")).count("<s>") == 1
     made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert made.decode(text.encode_chat(made, [{"role": "user", "content": "ab"}])) == "ab"
-    trained = read_tokenizer(tmp_path)  # as a training reads texts, and as it is saved beside what was trained
+    trained = read_tokenizer(
+        tmp_path
+    )  # as a training reads texts, and as it is saved beside what was trained
     assert made.decode(encode_texts(trained.backend_tokenizer, ["ab"])[0]) == expected
     trained.save_pretrained(tmp_path / "saved")
     again = text.load_tokenizer(tmp_path / "saved")
@@ -274,7 +335,10 @@ def test_texts_begin_and_end_as_the_configuration_says(tmp_path, of_class: str, 
 
 
 def test_tokens_that_cannot_be_as_the_configuration_says_are_refused(tmp_path) -> None:
-    with pytest.raises(InputError, match=r"tokenizer_config\.json: add_bos_token=true, but tokenizer\.json adds other tokens"):
+    with pytest.raises(
+        InputError,
+        match=r"tokenizer_config\.json: add_bos_token=true, but tokenizer\.json adds other tokens",
+    ):
         text.load_tokenizer(saved(tmp_path, "<m> x", add_bos_token=True))
 
 
@@ -283,7 +347,8 @@ def test_chat_template_is_applied_or_refused(tokenizer) -> None:
         text.encode(tokenizer, "hello", chat=True)
     chatty = text.load_tokenizer(ASSETS / "target")
     chatty.chat_template = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if"
+        " add_generation_prompt %}[assistant]{% endif %}"
     )
     ids = text.encode(chatty, "hello", chat=True)
     assert chatty.decode(ids) == "[user]hello[assistant]"
@@ -315,11 +380,18 @@ WITH_DEVELOPER = """
 {%- if m.tool_calls and m.content and m.thinking %}{{ raise_exception('content and thinking') }}{% endif %}
 {%- if 'tool_calls' in m %}<{{ m.content or m.thinking }}>({{ m.tool_calls[0].function.name }})
 {%- else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}[assistant]"""
-NO_TOOLS = "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+NO_TOOLS = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}{%"
+    " endfor %}"
+)
 
 CALL = {"id": "1", "type": "function", "function": {"name": "read", "arguments": '{"path":"a"}'}}
 USER = {"role": "user", "content": "hello"}
-WITH_TOOL = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "7"}]
+WITH_TOOL = [
+    USER,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "7"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -342,17 +414,37 @@ def said(role: str, content: Any = "hello", **more: Any) -> dict[str, Any]:
     ("template", "messages", "expected"),
     [
         # A developer is the system, but for templates that know one.
-        (FIRST_SYSTEM_ALONE, [said("developer", "brief"), USER], "[system]brief[user]hello[assistant]"),
-        (CALLS_WITHOUT_CONTENT, [said("developer", "brief"), USER], "[system]brief[user]hello[assistant]"),
+        (
+            FIRST_SYSTEM_ALONE,
+            [said("developer", "brief"), USER],
+            "[system]brief[user]hello[assistant]",
+        ),
+        (
+            CALLS_WITHOUT_CONTENT,
+            [said("developer", "brief"), USER],
+            "[system]brief[user]hello[assistant]",
+        ),
         (ANY_ROLE, [said("developer", "brief"), USER], "[developer]brief[user]hello[assistant]"),
-        (WITH_DEVELOPER, [said("developer", "brief"), USER], "[developer]brief[user]hello[assistant]"),
+        (
+            WITH_DEVELOPER,
+            [said("developer", "brief"), USER],
+            "[developer]brief[user]hello[assistant]",
+        ),
         # A call of a tool, and what it gave back.
-        (FIRST_SYSTEM_ALONE, WITH_TOOL, '[user]hello[assistant](read {"path": "a"})[tool]7[assistant]'),
+        (
+            FIRST_SYSTEM_ALONE,
+            WITH_TOOL,
+            '[user]hello[assistant](read {"path": "a"})[tool]7[assistant]',
+        ),
         (CALLS_WITHOUT_CONTENT, WITH_TOOL, '[user]hello(read {"path":"a"})[tool]7[assistant]'),
         (ANY_ROLE, WITH_TOOL, '[user]hello[assistant](read {"path": "a"})[tool]7[assistant]'),
         # No call at all, and one without arguments.
         (ANY_ROLE, [said("assistant", "hi", tool_calls=[])], "[assistant]hi[assistant]"),
-        (ANY_ROLE, [said("assistant", tool_calls=[{"function": {"name": "f"}}])], "[assistant]hello(f {})[assistant]"),
+        (
+            ANY_ROLE,
+            [said("assistant", tool_calls=[{"function": {"name": "f"}}])],
+            "[assistant]hello(f {})[assistant]",
+        ),
         (
             ANY_ROLE,
             [said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": ""}}])],
@@ -365,13 +457,29 @@ def said(role: str, content: Any = "hello", **more: Any) -> dict[str, Any]:
         ),
         # Thoughts, under whichever name, where the template reads them.
         *(
-            (FIRST_SYSTEM_ALONE, [USER, said("assistant", "hi", **{name: "hm"})], "[user]hello[assistant]<hm>hi[assistant]")
+            (
+                FIRST_SYSTEM_ALONE,
+                [USER, said("assistant", "hi", **{name: "hm"})],
+                "[user]hello[assistant]<hm>hi[assistant]",
+            )
             for name in ("reasoning_content", "reasoning", "thinking")
         ),
-        (WITH_DEVELOPER, [said("assistant", "", reasoning="hm", tool_calls=[CALL])], "<hm>(read)[assistant]"),
-        (WITH_DEVELOPER, [said("assistant", "hi", reasoning="hm", tool_calls=[CALL])], "<hi>(read)[assistant]"),
+        (
+            WITH_DEVELOPER,
+            [said("assistant", "", reasoning="hm", tool_calls=[CALL])],
+            "<hm>(read)[assistant]",
+        ),
+        (
+            WITH_DEVELOPER,
+            [said("assistant", "hi", reasoning="hm", tool_calls=[CALL])],
+            "<hi>(read)[assistant]",
+        ),
         # What a template drops of a message is no matter: space, and earlier thoughts.
-        (FIRST_SYSTEM_ALONE, [said("assistant", "<think>no</think>  yes "), USER], "[assistant]yes[user]hello[assistant]"),
+        (
+            FIRST_SYSTEM_ALONE,
+            [said("assistant", "<think>no</think>  yes "), USER],
+            "[assistant]yes[user]hello[assistant]",
+        ),
         (
             FIRST_SYSTEM_ALONE,
             [said("assistant", "", reasoning="hm"), USER, USER, USER],
@@ -379,7 +487,11 @@ def said(role: str, content: Any = "hello", **more: Any) -> dict[str, Any]:
         ),
         # A call that a template reads in no form is ignored.
         (NO_TOOLS, WITH_TOOL[:2], "[user]hello[assistant]"),
-        (NO_TOOLS, [USER, said("assistant", None, function_call={"name": "f", "arguments": "{}"})], "[user]hello[assistant]"),
+        (
+            NO_TOOLS,
+            [USER, said("assistant", None, function_call={"name": "f", "arguments": "{}"})],
+            "[user]hello[assistant]",
+        ),
         # Nothing is lost of a message that says nothing.
         (NO_TOOLS, [said("system", " "), USER], "[user]hello"),
     ],
@@ -399,18 +511,26 @@ def test_a_chat_is_rendered_whole(chat_text, template: str, messages: Any, expec
         (CALLS_WITHOUT_CONTENT, [USER, said("critic")], 1),
     ],
 )
-def test_a_message_that_the_template_leaves_out_is_an_error(chat_text, template: str, messages: Any, number: int) -> None:
+def test_a_message_that_the_template_leaves_out_is_an_error(
+    chat_text, template: str, messages: Any, number: int
+) -> None:
     role = messages[number]["role"]
-    with pytest.raises(InputError, match=rf"messages\[{number}\]: .* leaves out this message, with role '{role}'"):
+    with pytest.raises(
+        InputError, match=rf"messages\[{number}\]: .* leaves out this message, with role '{role}'"
+    ):
         chat_text(template, messages)
 
 
 def test_a_chat_is_not_refused_where_a_template_reads_into_contents(chat_text) -> None:
-    picky = "{% for m in messages %}{% if 'hello' not in m.content %}{{ raise_exception('what?') }}{% endif %}{% endfor %}hello"
+    picky = (
+        "{% for m in messages %}{% if 'hello' not in m.content %}{{ raise_exception('what?') }}{%"
+        " endif %}{% endfor %}hello"
+    )
     assert chat_text(picky, [USER]) == "hello"
     # What is left out beside a content like the mark's, and not beside its own, is not left out.
     first = (
-        "{% for m in messages %}{% if loop.first or messages[0].content == 'hello' %}[{{ m.content }}]{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if loop.first or messages[0].content == 'hello' %}[{{ m.content"
+        " }}]{% endif %}{% endfor %}"
     )
     assert chat_text(first, [USER, USER]) == "[hello][hello]"
 
@@ -422,18 +542,24 @@ def test_empty_prompts_and_missing_tokenizers_are_refused(tokenizer, tmp_path) -
         text.load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b'{"version": "1.0", "added_', b"", b"[]", b"\xff\x00 garbage", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content", [b'{"version": "1.0", "added_', b"", b"[]", b"\xff\x00 garbage", b"[" * 100_000]
+)
 def test_a_damaged_tokenizer_is_one_line_that_names_the_file(tmp_path, content) -> None:
     shutil.copy(ASSETS / "target" / "tokenizer_config.json", tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(InputError, match=r"tokenizer\.json: cannot be read as a tokenizer .*download") as caught:
+    with pytest.raises(
+        InputError, match=r"tokenizer\.json: cannot be read as a tokenizer .*download"
+    ) as caught:
         text.load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json"])
-def test_a_checkpoint_cannot_offer_to_run_its_code(tmp_path, monkeypatch, capfd, where, known) -> None:
+def test_a_checkpoint_cannot_offer_to_run_its_code(
+    tmp_path, monkeypatch, capfd, where, known
+) -> None:
     """Whoever answers what is asked on stdin: the plain tokenizer is read, where there is one of that name, or none."""
     ran = tmp_path / "ran"
     directory = tmp_path / "checkpoint"
@@ -444,20 +570,31 @@ def test_a_checkpoint_cannot_offer_to_run_its_code(tmp_path, monkeypatch, capfd,
         "class EvilConfig(PretrainedConfig): model_type = 'evil'\n"
         "class EvilTokenizer(PreTrainedTokenizerFast): pass\n"
     )
-    code = {"AutoConfig": "tokenization_evil.EvilConfig", "AutoTokenizer": [None, "tokenization_evil.EvilTokenizer"]}
+    code = {
+        "AutoConfig": "tokenization_evil.EvilConfig",
+        "AutoTokenizer": [None, "tokenization_evil.EvilTokenizer"],
+    }
     contents = {
         "config.json": {"model_type": "llama" if known else "evil"},
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast" if known else "EvilTokenizer"},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast" if known else "EvilTokenizer"
+        },
     }
     contents[where]["auto_map"] = code
     for name, content in contents.items():
         (directory / name).write_text(json.dumps(content))
     shutil.copy(ASSETS / "target" / "tokenizer.json", directory)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.setattr("sys.path", [str(tmp_path / "modules"), *sys.path])
     try:
-        assert text.load_tokenizer(directory).decode(text.encode(text.load_tokenizer(directory), "x = 1")).endswith("x = 1")
+        assert (
+            text.load_tokenizer(directory)
+            .decode(text.encode(text.load_tokenizer(directory), "x = 1"))
+            .endswith("x = 1")
+        )
     except InputError as error:
         assert not known
         assert "its tokenizer is code, which is never run: give" in str(error)
@@ -479,7 +616,9 @@ class Tokenizer:
 
 def test_tokenizers_that_agree_but_for_padding(tokenizer) -> None:
     text.check_same_tokenizer(tokenizer, text.load_tokenizer(ASSETS / "draft"))
-    text.check_same_tokenizer(Tokenizer("a", "b", eos="b"), Tokenizer("a", "b", "<pad>", "<pad2>", eos="b"))
+    text.check_same_tokenizer(
+        Tokenizer("a", "b", eos="b"), Tokenizer("a", "b", "<pad>", "<pad2>", eos="b")
+    )
     text.check_same_tokenizer(Tokenizer("a", "b", "c"), Tokenizer("a", "b", eos="b"))
     text.check_same_tokenizer(Tokenizer("a", "", "c"), Tokenizer("a", "b", "c"))
 
@@ -487,8 +626,16 @@ def test_tokenizers_that_agree_but_for_padding(tokenizer) -> None:
 @pytest.mark.parametrize(
     ("target", "drafter", "message"),
     [
-        (Tokenizer("a", "b", "c"), Tokenizer("a", "c", "b"), "id 1 is 'b' for the target and 'c' for the drafter"),
-        (Tokenizer("a", "b"), Tokenizer("a", "", "b"), "id 1 is 'b' for the target and no token for the drafter"),
+        (
+            Tokenizer("a", "b", "c"),
+            Tokenizer("a", "c", "b"),
+            "id 1 is 'b' for the target and 'c' for the drafter",
+        ),
+        (
+            Tokenizer("a", "b"),
+            Tokenizer("a", "", "b"),
+            "id 1 is 'b' for the target and no token for the drafter",
+        ),
         (
             Tokenizer("a", "b", eos="a"),
             Tokenizer("a", "b", eos="b"),
@@ -508,11 +655,16 @@ def test_only_line_ends_separate_prompts(tmp_path) -> None:
     plain.write_bytes(f"\ufeff{strange}\r\n\n second \r\nlast".encode())
     assert text.read_prompts("prompts", str(plain)) == [strange, " second ", "last"]
     lines = tmp_path / "prompts.jsonl"
-    lines.write_text(json.dumps({"prompt": strange.replace("\x0c", "")}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    lines.write_text(
+        json.dumps({"prompt": strange.replace("\x0c", "")}, ensure_ascii=False) + "\r\n",
+        encoding="utf-8",
+    )
     assert text.read_prompts("prompts", str(lines)) == [strange.replace("\x0c", "")]
 
 
-@pytest.mark.parametrize("line", ["[]", "3", '{"prompt": 3}', '{"prompt": ""}', '{"text": null}', "{", "[" * 100_000])
+@pytest.mark.parametrize(
+    "line", ["[]", "3", '{"prompt": 3}', '{"prompt": ""}', '{"text": null}', "{", "[" * 100_000]
+)
 def test_lines_that_hold_no_prompt_are_named(tmp_path, line) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "x"}\n' + line)
@@ -552,7 +704,14 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string() -> None:
         whole = "".join(rng.choices("abc", weights=(4, 4, 1), k=rng.randint(0, 8)))
         if any(each in whole for each in stop):
             continue
-        held = max((n for n in range(len(whole) + 1) if any(each[:n] == whole[len(whole) - n :] for each in stop)), default=0)
+        held = max(
+            (
+                n
+                for n in range(len(whole) + 1)
+                if any(each[:n] == whole[len(whole) - n :] for each in stop)
+            ),
+            default=0,
+        )
         assert text.StopStrings(stop).push(whole) == whole[: len(whole) - held]
 
 
@@ -564,7 +723,9 @@ def test_transformers_says_nothing_of_pytorch_and_is_heard_otherwise() -> None:
         f"text.load_tokenizer(pathlib.Path({str(ASSETS / 'target')!r}))\n"
         "logging.getLogger('transformers').warning('something else')"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert "PyTorch" not in done.stderr
     assert "something else" in done.stderr
 
@@ -580,11 +741,17 @@ def test_transformers_says_nothing_of_pytorch_and_is_heard_otherwise() -> None:
         ("<tool> a <tool> b", "", 1),
     ],
 )
-def test_a_stop_string_that_is_a_special_token_ends_the_text(tokens, expected, count, at_once) -> None:
+def test_a_stop_string_that_is_a_special_token_ends_the_text(
+    tokens, expected, count, at_once
+) -> None:
     """The end of a turn, which no text shows."""
     tokenizer = of_bytes_and_spaces("llama")
-    prompt, given = (tokenizer.convert_tokens_to_ids(words.split()) for words in ("\u2581the", tokens))
-    growing = text.GrowingText(tokenizer, prompt, ["<tool>", "\n", "\ud800", "never there", "<unk> "])
+    prompt, given = (
+        tokenizer.convert_tokens_to_ids(words.split()) for words in ("\u2581the", tokens)
+    )
+    growing = text.GrowingText(
+        tokenizer, prompt, ["<tool>", "\n", "\ud800", "never there", "<unk> "]
+    )
     for start in range(0, len(given), at_once):
         growing.push(given[start : start + at_once])
     growing.finish()
@@ -601,10 +768,21 @@ def test_a_special_token_within_the_first_tokens_does_not_end_the_text() -> None
     assert growing.tokens == given[:4]
 
 
-# --- channels --------------------------------------------------------------------------------------------------------
+# --- channels -------------------------------------------------------------------------------------
 
-MARKS = ("<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|message|>", "<|constrain|>")
-ASKED = "<|start|>system<|message|>Be brief: analysis, final.<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant"
+MARKS = (
+    "<|start|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+)
+ASKED = (
+    "<|start|>system<|message|>Be brief: analysis,"
+    " final.<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant"
+)
 THOUGHT = "<|channel|>analysis<|message|>He says hi. 日本<|end|><|start|>assistant"
 ANSWERS = [
     (THOUGHT + "<|channel|>final<|message|>Hello, é 🎉!<|return|>", "Hello, é 🎉!"),
@@ -612,7 +790,11 @@ ANSWERS = [
     (THOUGHT + THOUGHT + "<|channel|>final<|message|>a<|end|>", "a"),
     # Calls of tools, and what they say before them, are in another channel.
     ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>", ""),
-    (THOUGHT + "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>x<|return|>", "x"),
+    (
+        THOUGHT + "<|channel|>commentary<|message|>I"
+        " look.<|end|><|start|>assistant<|channel|>final<|message|>x<|return|>",
+        "x",
+    ),
     (THOUGHT + "<|channel|>final <|constrain|>json<|message|>{}<|return|>", "{}"),
     (THOUGHT + "<|channel|>final<|constrain|>json<|message|>{}<|return|>", "{}"),
     # What ends before the answer, wherever, has none.
@@ -648,38 +830,54 @@ def ids_of(tokenizer, words: str) -> list[int]:
 
 @pytest.mark.parametrize(("said", "answer"), ANSWERS)
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_of_an_answer_in_channels_the_final_one_is_the_text(harmony, said: str, answer: str, size: int) -> None:
+def test_of_an_answer_in_channels_the_final_one_is_the_text(
+    harmony, said: str, answer: str, size: int
+) -> None:
     prompt, tokens = ids_of(harmony, ASKED), ids_of(harmony, said)
     for stop in ((), ("not in it",)):
         growing = text.GrowingText(harmony, prompt, stop, is_chat=True)
-        pieces = [growing.push(tokens[at : at + size]) for at in range(0, len(tokens), size)] + [growing.finish()]
+        pieces = [growing.push(tokens[at : at + size]) for at in range(0, len(tokens), size)] + [
+            growing.finish()
+        ]
         assert "".join(pieces) == "".join(growing.pieces) == answer
         assert growing.tokens == tokens  # all count
     for cut in range(len(tokens)):  # a client shows what is provisional from wherever it is
         before = text.text_stream(harmony, prompt, is_chat=True).push(tokens[:cut], last=True)
-        after = text.text_stream(harmony, prompt + tokens[:cut], is_chat=True).push(tokens[cut:], last=True)
+        after = text.text_stream(harmony, prompt + tokens[:cut], is_chat=True).push(
+            tokens[cut:], last=True
+        )
         assert "\N{REPLACEMENT CHARACTER}" in before or before + after == answer
     raw = text.GrowingText(harmony, prompt)
     assert raw.push(tokens) + raw.finish() == harmony.decode(tokens, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(("said", "answer"), ANSWERS)
-def test_the_next_turn_of_an_evaluation_has_the_answer_alone(harmony, said: str, answer: str) -> None:
+def test_the_next_turn_of_an_evaluation_has_the_answer_alone(
+    harmony, said: str, answer: str
+) -> None:
     prompt, tokens = ids_of(harmony, ASKED), ids_of(harmony, said)
     assert evaluate._text_of(harmony, prompt, tokens, is_chat=True) == answer
-    assert evaluate._text_of(harmony, prompt, tokens, is_chat=False) == harmony.decode(tokens, skip_special_tokens=True)
+    assert evaluate._text_of(harmony, prompt, tokens, is_chat=False) == harmony.decode(
+        tokens, skip_special_tokens=True
+    )
 
 
 def test_an_answer_whose_message_is_begun_in_the_prompt(harmony) -> None:
     for begun, answer in (("analysis", ""), ("final", "ab")):
-        growing = text.GrowingText(harmony, ids_of(harmony, f"{ASKED}<|channel|>{begun}<|message|>"), is_chat=True)
+        growing = text.GrowingText(
+            harmony, ids_of(harmony, f"{ASKED}<|channel|>{begun}<|message|>"), is_chat=True
+        )
         assert growing.push(ids_of(harmony, "ab")) + growing.finish() == answer
 
 
 def test_stop_strings_are_looked_for_in_the_answer_and_tokens_everywhere(harmony) -> None:
     said = THOUGHT + "<|channel|>final<|message|>one hi. two<|return|>"
     tokens = ids_of(harmony, said)
-    for stop, answer, last in (("hi.", "one ", "."), ("<|return|>", "one hi. two", "<|return|>"), ("<|end|>", "", "<|end|>")):
+    for stop, answer, last in (
+        ("hi.", "one ", "."),
+        ("<|return|>", "one hi. two", "<|return|>"),
+        ("<|end|>", "", "<|end|>"),
+    ):
         growing = text.GrowingText(harmony, ids_of(harmony, ASKED), [stop], is_chat=True)
         found = "".join([growing.push([token]) for token in tokens]) + growing.finish()
         assert (found, growing.stopped) == (answer, True)
@@ -711,4 +909,6 @@ def test_where_there_are_no_channels_a_chat_is_as_it_was(harmony, tokenizer) -> 
         assert not text.FinalChannel.reads(made, ids_of(made, prompt))
         growing = text.GrowingText(made, ids_of(made, prompt), is_chat=True)
         tokens = ids_of(made, words)
-        assert growing.push(tokens) + growing.finish() == made.decode(tokens, skip_special_tokens=True)
+        assert growing.push(tokens) + growing.finish() == made.decode(
+            tokens, skip_special_tokens=True
+        )

@@ -32,11 +32,16 @@ def test_slow():
 @pytest.fixture
 def run(pytester: pytest.Pytester):
     """Run a file of tests, with options, in this process and with the plugins of this folder."""
-    pytester.makeini("[pytest]\nmarkers =\n  full\n  full_except\n  thorough\n  browser\n  kills_alone\n  represents\n")
+    pytester.makeini(
+        "[pytest]\nmarkers =\n  full\n  full_except\n  thorough\n  browser\n  kills_alone\n "
+        " represents\n"
+    )
 
     def run(source: str, *options: str) -> pytest.RunResult:
         pytester.makepyfile(source)
-        return pytester.runpytest_inprocess("-p", "tests.tiers", "-p", "tests.costs", "-p", "no:xdist", *options)
+        return pytester.runpytest_inprocess(
+            "-p", "tests.tiers", "-p", "tests.costs", "-p", "no:xdist", *options
+        )
 
     return run
 
@@ -50,13 +55,20 @@ def test_cases_that_are_not_named_belong_to_the_full_tier(run) -> None:
 def test_a_named_case_must_exist(run) -> None:
     result = run(CASES.format(names="'chain', 'tree'"))
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert "test_of_shapes: full_except names ['tree']; the cases are ['chain', 'dynamic', 'static']" in result.stderr.str()
+    assert (
+        "test_of_shapes: full_except names ['tree']; the cases are ['chain', 'dynamic', 'static']"
+        in result.stderr.str()
+    )
 
 
 def test_slow_tests_without_a_marker_are_named_at_the_end(run, monkeypatch) -> None:
     monkeypatch.setattr(costs, "MOST_CPU_SECONDS", -1)
     output = run(CASES.format(names="'chain'")).stdout.str()
-    named = [line.split()[-1].partition("::")[2] for line in output.splitlines() if " test_" in line and ".py::" in line]
+    named = [
+        line.split()[-1].partition("::")[2]
+        for line in output.splitlines()
+        if " test_" in line and ".py::" in line
+    ]
     assert sorted(named) == ["test_of_shapes[chain]", "test_plain"]
 
 
@@ -86,7 +98,9 @@ def test_has_its_own(own): pass
 def test_costs_are_written_and_summed_by_folder(run, pytester) -> None:
     output = run(CASES.format(names="'chain'"), "--costs", "costs.json").stdout.str()
     assert "test_plain" in (pytester.path / "costs.json").read_text()
-    assert [line.split()[:2] for line in output.splitlines() if line.startswith("all ")] == [["all", "5"]]
+    assert [line.split()[:2] for line in output.splitlines() if line.startswith("all ")] == [
+        ["all", "5"]
+    ]
 
 
 def test_the_promise_in_readme_is_found() -> None:
@@ -104,10 +118,27 @@ def test_every_test_has_a_time_out() -> None:
 
 
 def test_a_loop_that_never_ends_fails_and_the_others_go_on(tmp_path) -> None:
-    (tmp_path / "test_loops.py").write_text("def test_endless():\n    while True: pass\n\ndef test_short(): pass\n")
-    command = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-p", "pytest_timeout", "-n", "1", "test_loops.py"]
+    (tmp_path / "test_loops.py").write_text(
+        "def test_endless():\n    while True: pass\n\ndef test_short(): pass\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "xdist.plugin",
+        "-p",
+        "pytest_timeout",
+        "-n",
+        "1",
+        "test_loops.py",
+    ]
     command += ["--timeout", "0.3", "--timeout-method", "thread"]
-    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # other plugins take seconds to import
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    environment = os.environ | {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"
+    }  # other plugins take seconds to import
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 1
     assert "1 failed, 1 passed" in result.stdout

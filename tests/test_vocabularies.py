@@ -7,14 +7,24 @@ from transformers import PreTrainedTokenizerFast
 
 from specjax.vocabularies import VocabularyTokens, read_as, shared_tokens, texts_of
 
-TEXTS = ["the cat sat on the mat, and the cats sat there\n", "a naïve café: 漢字 and the end\n"] * 20
+TEXTS = [
+    "the cat sat on the mat, and the cats sat there\n",
+    "a naïve café: 漢字 and the end\n",
+] * 20
 
 
 def byte_level(size: int = 300, **special: str) -> PreTrainedTokenizerFast:
     """Byte-level BPE, as GPT-2 and Qwen have it."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    settings = {"vocab_size": size, "special_tokens": list(special.values()), "show_progress": False}
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    settings = {
+        "vocab_size": size,
+        "special_tokens": list(special.values()),
+        "show_progress": False,
+    }
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(initial_alphabet=alphabet, **settings))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
@@ -24,14 +34,20 @@ def sentence_piece(size: int = 310, **special: str) -> PreTrainedTokenizerFast:
     """BPE over characters, with ▁ for spaces and a token for every byte, as Llama 2 and Mistral have it."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     all_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     first = ["<unk>", *special.values(), *all_bytes]
     # Only the first text: what the second has beside it is written byte by byte.
     texts = [text.replace("\n", " ") for text in TEXTS[::2]]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, special_tokens=first, show_progress=False))
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=size, special_tokens=first, show_progress=False)
+    )
     state = json.loads(tokenizer.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in all_bytes]
+    state["added_tokens"] = [
+        token for token in state["added_tokens"] if token["content"] not in all_bytes
+    ]
     whole = Tokenizer.from_str(json.dumps(state))
     return PreTrainedTokenizerFast(tokenizer_object=whole, unk_token="<unk>", **special)
 
@@ -41,18 +57,25 @@ def test_every_byte_of_byte_level_bpe() -> None:
     texts = texts_of({character: i for i, character in enumerate(alphabet)})
     assert sorted(texts.values()) == [bytes([byte]) for byte in range(256)]
     for byte in range(128):  # whole characters, which the tokenizer writes itself
-        ((written, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(chr(byte))
+        ((written, _),) = pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        ).pre_tokenize_str(chr(byte))
         assert texts[alphabet.index(written)] == bytes([byte])
 
 
 def test_texts_are_what_the_tokenizers_decode() -> None:
-    for tokenizer in (byte_level(eos_token="<end>"), sentence_piece(bos_token="<s>", eos_token="</s>")):
+    for tokenizer in (
+        byte_level(eos_token="<end>"),
+        sentence_piece(bos_token="<s>", eos_token="</s>"),
+    ):
         tokens = VocabularyTokens.of(tokenizer)
         for text in TEXTS[:2]:
             encoded = tokenizer.encode(text, add_special_tokens=False)
             assert b"".join(tokens.texts[i] for i in encoded) == text.encode()
             assert tokenizer.decode(encoded) == text
-        assert len(tokens.texts) + len(tokens.roles) == len(tokenizer) - (tokenizer.unk_token is not None)
+        assert len(tokens.texts) + len(tokens.roles) == len(tokenizer) - (
+            tokenizer.unk_token is not None
+        )
         assert len(tokens) == len({*tokens.texts.values()}) + len(tokens.roles)
 
 
@@ -65,9 +88,16 @@ def test_a_trained_pair_of_both_kinds_shares_words_and_bytes() -> None:
     assert len(set(shared.values())) == len(shared) and list(shared) == sorted(shared)
     names = target.convert_ids_to_tokens, draft.convert_ids_to_tokens
     pairs = {names[0](i): names[1](j) for i, j in shared.items()}
-    assert pairs["Ġthe"] == "▁the" and pairs["Ċ"] == "<0x0A>" and pairs["c"] == "c" and pairs["Ġ"] == "▁"
+    assert (
+        pairs["Ġthe"] == "▁the"
+        and pairs["Ċ"] == "<0x0A>"
+        and pairs["c"] == "c"
+        and pairs["Ġ"] == "▁"
+    )
     assert pairs["Ã"] == "<0xC3>"  # half of an é
-    assert {ours.texts[i] for i in shared if i in ours.texts} == set(ours.by_text) & set(theirs.by_text)
+    assert {ours.texts[i] for i in shared if i in ours.texts} == set(ours.by_text) & set(
+        theirs.by_text
+    )
 
 
 def test_of_several_tokens_with_one_text_one_is_taken() -> None:
@@ -83,13 +113,25 @@ def test_of_several_tokens_with_one_text_one_is_taken() -> None:
 def test_special_tokens_go_by_their_roles() -> None:
     words = texts_of({"Ġa": 0, "Ġb": 1})
     both = VocabularyTokens(words, {"eos_token": 5, "bos_token": 5})
-    assert shared_tokens(both, VocabularyTokens(words, {"eos_token": 8, "bos_token": 9})) == {0: 0, 1: 1, 5: 8}
-    assert shared_tokens(VocabularyTokens(words, {"eos_token": 8, "bos_token": 9}), both) == {0: 0, 1: 1, 8: 5}
-    assert shared_tokens(VocabularyTokens(words, {"bos_token": 9}), VocabularyTokens(words, {"eos_token": 9})) == {0: 0, 1: 1}
+    assert shared_tokens(both, VocabularyTokens(words, {"eos_token": 8, "bos_token": 9})) == {
+        0: 0,
+        1: 1,
+        5: 8,
+    }
+    assert shared_tokens(VocabularyTokens(words, {"eos_token": 8, "bos_token": 9}), both) == {
+        0: 0,
+        1: 1,
+        8: 5,
+    }
+    assert shared_tokens(
+        VocabularyTokens(words, {"bos_token": 9}), VocabularyTokens(words, {"eos_token": 9})
+    ) == {0: 0, 1: 1}
     # Neither are words the same as special tokens that are written like them.
     one, other = byte_level(eos_token="Ġthe"), byte_level(eos_token="<end>")
     shared = shared_tokens(VocabularyTokens.of(one), VocabularyTokens.of(other))
-    assert shared[0] == 0 and all(VocabularyTokens.of(other).texts.get(j) != b" the" for j in shared.values())
+    assert shared[0] == 0 and all(
+        VocabularyTokens.of(other).texts.get(j) != b" the" for j in shared.values()
+    )
 
 
 def test_added_tokens_are_written_as_they_are() -> None:
@@ -108,27 +150,42 @@ def test_special_and_added_tokens_that_are_written_alike_are_the_same() -> None:
     one, other = byte_level(eos_token="<end>"), sentence_piece(bos_token="<s>", eos_token="</s>")
     one.add_special_tokens({"additional_special_tokens": chat, "pad_token": "<pad>"})
     other.add_tokens([chat[2]])  # not a special one here
-    other.add_special_tokens({"additional_special_tokens": ["<mask>", *chat[1::-1]], "pad_token": "<pad>"})
+    other.add_special_tokens(
+        {"additional_special_tokens": ["<mask>", *chat[1::-1]], "pad_token": "<pad>"}
+    )
     ours, theirs = VocabularyTokens.of(one), VocabularyTokens.of(other)
     shared = shared_tokens(ours, theirs)
     for token in (*chat, "<pad>"):
-        assert shared[one.convert_tokens_to_ids(token)] == other.convert_tokens_to_ids(token) != other.unk_token_id
+        assert (
+            shared[one.convert_tokens_to_ids(token)]
+            == other.convert_tokens_to_ids(token)
+            != other.unk_token_id
+        )
     assert shared[one.eos_token_id] == other.eos_token_id  # which are not written alike
     assert other.unk_token not in theirs.written and "<mask>" in theirs.written
-    assert {shared[i] for i in ours.special} < theirs.special | {other.convert_tokens_to_ids("<tool_call>")}
+    assert {shared[i] for i in ours.special} < theirs.special | {
+        other.convert_tokens_to_ids("<tool_call>")
+    }
     assert len(set(shared.values())) == len(shared)
     assert read_as(theirs, ours)[other.convert_tokens_to_ids("<mask>")] == ours.unknown
     word = byte_level(eos_token="<end>")
     word.add_special_tokens({"additional_special_tokens": ["the"]})
     plain = VocabularyTokens(texts_of({"the": 7}), {})
-    assert shared_tokens(VocabularyTokens.of(word), plain).get(word.convert_tokens_to_ids("the")) is None
+    assert (
+        shared_tokens(VocabularyTokens.of(word), plain).get(word.convert_tokens_to_ids("the"))
+        is None
+    )
 
 
 def test_of_ends_that_differ_those_that_are_written_alike_are_the_same() -> None:
     """A chat model's end is the end of a turn, which a base model has among its special tokens."""
     texts = {9: b"a"}
-    chat = VocabularyTokens(texts, {"eos_token": 1, "bos_token": 0}, written={"<|end|>": 0, "<|turn|>": 1})
-    base = VocabularyTokens(texts, {"eos_token": 5, "bos_token": 5}, written={"<|end|>": 5, "<|turn|>": 6})
+    chat = VocabularyTokens(
+        texts, {"eos_token": 1, "bos_token": 0}, written={"<|end|>": 0, "<|turn|>": 1}
+    )
+    base = VocabularyTokens(
+        texts, {"eos_token": 5, "bos_token": 5}, written={"<|end|>": 5, "<|turn|>": 6}
+    )
     assert shared_tokens(chat, base) == {0: 5, 1: 6, 9: 9}
     assert shared_tokens(base, chat) == {5: 0, 6: 1, 9: 9}
     assert len(chat) == 3
@@ -141,12 +198,19 @@ def test_ids_that_the_model_lacks_are_left_out() -> None:
     last = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<far>")
     last.add_special_tokens({"eos_token": "<far>"})
     count = len(tokenizer)
-    assert VocabularyTokens.of(last).roles == {"eos_token": count} and VocabularyTokens.of(last, size=count).roles == {}
+    assert (
+        VocabularyTokens.of(last).roles == {"eos_token": count}
+        and VocabularyTokens.of(last, size=count).roles == {}
+    )
 
 
 def test_what_is_read_for_tokens_that_the_drafter_lacks() -> None:
-    target = VocabularyTokens(texts_of({"Ġunder": 0, "Ġline": 1, "Ã©": 2, "Ċ": 3}), {"eos_token": 4, "bos_token": 5})
+    target = VocabularyTokens(
+        texts_of({"Ġunder": 0, "Ġline": 1, "Ã©": 2, "Ċ": 3}), {"eos_token": 4, "bos_token": 5}
+    )
     draft = VocabularyTokens(
-        texts_of({"r": 0, "er": 1, "nder": 2, "▁line": 3, "e": 4, "<0xA9>": 5}), {"eos_token": 6}, unknown=7
+        texts_of({"r": 0, "er": 1, "nder": 2, "▁line": 3, "e": 4, "<0xA9>": 5}),
+        {"eos_token": 6},
+        unknown=7,
     )
     assert read_as(target, draft) == {0: 2, 1: 3, 2: 5, 3: 7, 4: 6, 5: 7}

@@ -26,7 +26,11 @@ FAILS = "fails"
 def main(directory: Path, coordinator: str, process: int) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     together = processes.join(processes.ProcessPlace(coordinator, 3, process), say=print)
-    assert together is not None and processes.joined() is together and processes.speaks() == (process == 0)
+    assert (
+        together is not None
+        and processes.joined() is together
+        and processes.speaks() == (process == 0)
+    )
     heard = []
     if together.is_first:
         for number in range(100):
@@ -42,11 +46,17 @@ def main(directory: Path, coordinator: str, process: int) -> None:
         time.sleep(60)  # until this process is told
     mesh = make_mesh(data=3)
     rows = jax.make_array_from_callback(
-        (3,), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")), lambda _: jnp.array([process + 1])
+        (3,),
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")),
+        lambda _: jnp.array([process + 1]),
     )
     if (directory / FAILS).exists() and process == int((directory / FAILS).read_text()):
         raise ValueError("this one alone")
-    found = {"heard": heard, "rows": to_host(rows, mesh).tolist(), "roster": [each.pid for each in together.roster]}
+    found = {
+        "heard": heard,
+        "rows": to_host(rows, mesh).tolist(),
+        "roster": [each.pid for each in together.roster],
+    }
     (directory / f"{process}.json").write_text(json.dumps(found))
     together.leave()
 

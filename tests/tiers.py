@@ -37,4 +37,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return  # single cases were asked for: the others are not missing
     for test, expected in names.items():
         if missing := sorted(expected - cases[test]):
-            raise pytest.UsageError(f"{test}: full_except names {missing}; the cases are {sorted(cases[test])}")
+            raise pytest.UsageError(
+                f"{test}: full_except names {missing}; the cases are {sorted(cases[test])}"
+            )

@@ -33,7 +33,9 @@ def main(target: str, what: str, directory: str) -> None:
     with Generate(target, **SETTINGS) as generate:
         batch = generate({"prompt": np.array(PROMPTS, object)})
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    dataset = ray.data.from_items([{"prompt": prompt} for prompt in PROMPTS], override_num_blocks=16).map_batches(
+    dataset = ray.data.from_items(
+        [{"prompt": prompt} for prompt in PROMPTS], override_num_blocks=16
+    ).map_batches(
         Traced,
         fn_constructor_kwargs={"target": target, **SETTINGS},
         batch_size=4,

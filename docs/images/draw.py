@@ -97,13 +97,24 @@ def draw_step(step: Step) -> "Figure":
     _code(axes, 1.5, 0.35, line, [(step.before, None)])
     axes.text(0.45, 0.35, "text", fontsize=14, fontweight="bold", va="center_baseline")
     for i, (name, about) in enumerate(headings):
-        axes.text(0.1, top + i * row, f"{i + 1}", fontsize=14, fontweight="bold", color=now.muted, va="center")
+        axes.text(
+            0.1,
+            top + i * row,
+            f"{i + 1}",
+            fontsize=14,
+            fontweight="bold",
+            color=now.muted,
+            va="center",
+        )
         axes.text(0.45, top + i * row, name, fontsize=14, fontweight="bold", va="center")
         axes.text(1.5, top + i * row, about, fontsize=size, color=now.muted, va="center")
     proposed = [(text, now.drafted, True) for text in step.drafted]
     said = [(text, now.passed_over, i <= step.accepted) for i, text in enumerate(step.said)]
     paints = [now.accepted] * step.accepted + [now.rejected] + [now.passed_over] * len(step.drafted)
-    judged = [(text, paint, paint is now.accepted) for text, paint in zip(step.drafted, paints, strict=False)]
+    judged = [
+        (text, paint, paint is now.accepted)
+        for text, paint in zip(step.drafted, paints, strict=False)
+    ]
     places = _columns(proposed, said, size)
     for i, tokens in enumerate((proposed, said, judged)):
         for place, (text, paint, strong) in zip(places, tokens, strict=False):
@@ -111,27 +122,50 @@ def draw_step(step: Step) -> "Figure":
             pictures.write_token(axes, *at, _visible(text), paint, size=size, strong=strong)
             if tokens is judged and not strong:  # struck out
                 half = pictures.letters_width(len(text), size) / 2 + 0.04
-                axes.plot([place - half, place + half], [at[1]] * 2, color=paint.edge, linewidth=1.6, zorder=3)
-    _code(axes, 1.5, top + 3 * row + 0.42, line, [(last, None), *((text, now.accepted) for text in new)])
+                axes.plot(
+                    [place - half, place + half],
+                    [at[1]] * 2,
+                    color=paint.edge,
+                    linewidth=1.6,
+                    zorder=3,
+                )
+    _code(
+        axes,
+        1.5,
+        top + 3 * row + 0.42,
+        line,
+        [(last, None), *((text, now.accepted) for text in new)],
+    )
     note = (
         "Real tokens of the embedded models, greedy. When sampling, rejection\n"
         "sampling decides: the text is distributed exactly as the target's."
     )
     axes.text(0.1, end + 0.3, note, fontsize=11, color=now.muted, va="top", linespacing=1.4)
-    bend = {"arrowstyle": "-|>", "color": now.muted, "connectionstyle": "arc,armA=20,armB=20,rad=8", "linewidth": 1.6}
+    bend = {
+        "arrowstyle": "-|>",
+        "color": now.muted,
+        "connectionstyle": "arc,armA=20,armB=20,rad=8",
+        "linewidth": 1.6,
+    }
     axes.annotate("", xy=(5.75, top), xytext=(5.75, top + 3 * row), arrowprops=bend)
-    axes.text(6.12, top + 1.5 * row, "again", fontsize=size, color=now.muted, rotation=90, va="center")
+    axes.text(
+        6.12, top + 1.5 * row, "again", fontsize=size, color=now.muted, rotation=90, va="center"
+    )
     return figure
 
 
 def _columns(proposed: list[Any], said: list[Any], size: float) -> list[float]:
     """The middle of each place in the draft, in inches."""
-    letters = [max(len(token[0]) for token in tokens if token) for tokens in zip_longest(proposed, said)]
+    letters = [
+        max(len(token[0]) for token in tokens if token) for tokens in zip_longest(proposed, said)
+    ]
     inches = np.array([pictures.letters_width(count, size) + 0.22 for count in letters])
     return (0.45 + np.cumsum([0.0, *inches[:-1] + 0.2]) + inches / 2).tolist()
 
 
-def _code(axes: "Axes", x: float, y: float, line: float, pieces: list[tuple[str, style.Paint | None]]) -> None:
+def _code(
+    axes: "Axes", x: float, y: float, line: float, pieces: list[tuple[str, style.Paint | None]]
+) -> None:
     """Lines of code from ``y`` down, pieces with a paint on a ground of that colour, the last of them with a dashed edge."""
     letter, column, number = pictures.letters_width(1, 12), 0, 0
     margin = min(len(text) - len(text.lstrip()) for text in pieces[0][0].split("\n"))  # not shown
@@ -139,13 +173,24 @@ def _code(axes: "Axes", x: float, y: float, line: float, pieces: list[tuple[str,
         for i, part in enumerate(text.split("\n")):
             if i:
                 column, number = 0, number + 1
-            start = x + (column + len(part) - len(part.lstrip()) - margin) * letter, y + number * line
+            start = (
+                x + (column + len(part) - len(part.lstrip()) - margin) * letter,
+                y + number * line,
+            )
             column, shown = column + len(part), part.strip()
             if paint and shown:
                 corner = start[0] - 0.01, start[1] - 0.1
-                look = {"facecolor": paint.face, "edgecolor": paint.edge, "linestyle": "--" if text is pieces[-1][0] else "-"}
+                look = {
+                    "facecolor": paint.face,
+                    "edgecolor": paint.edge,
+                    "linestyle": "--" if text is pieces[-1][0] else "-",
+                }
                 shape = "round,pad=0,rounding_size=0.04"
-                axes.add_patch(FancyBboxPatch(corner, len(shown) * letter + 0.02, 0.2, boxstyle=shape, linewidth=1, **look))
+                axes.add_patch(
+                    FancyBboxPatch(
+                        corner, len(shown) * letter + 0.02, 0.2, boxstyle=shape, linewidth=1, **look
+                    )
+                )
             axes.text(*start, shown, family="monospace", fontsize=12, va="center_baseline")
 
 
@@ -174,7 +219,9 @@ def draft_tree() -> "Figure":
 
 def long_context() -> "Figure":
     """Speed-up by rows and context, of `benchmarks/results/long_context.json`."""
-    return benchmark.picture(json.loads((ROOT / "benchmarks/results/long_context.json").read_text()))
+    return benchmark.picture(
+        json.loads((ROOT / "benchmarks/results/long_context.json").read_text())
+    )
 
 
 def _results(name: str) -> Any:

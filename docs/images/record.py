@@ -85,7 +85,12 @@ class Terminal(pyte.Screen):
 
 def _look(letter: pyte.screens.Char) -> str:
     """Classes of the SVG's style sheet."""
-    names = [_ink(letter.fg), "b" if letter.bold else "", "d" if letter.blink else "", "i" if letter.italics else ""]
+    names = [
+        _ink(letter.fg),
+        "b" if letter.bold else "",
+        "d" if letter.blink else "",
+        "i" if letter.italics else "",
+    ]
     return " ".join(filter(None, names))
 
 
@@ -94,7 +99,9 @@ def _ink(colour: str) -> str:
     """The nearest of the terminal's eight colours, of which each theme has its own."""
     if not re.fullmatch("[0-9a-f]{6}", colour):
         return "" if colour == "default" else colour.removeprefix("bright")
-    hue, saturation, value = colorsys.rgb_to_hsv(*(int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)))
+    hue, saturation, value = colorsys.rgb_to_hsv(
+        *(int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4))
+    )
     if saturation < 0.3:
         return "white" if value > 0.7 else "black"
     return ("red", "brown", "green", "cyan", "blue", "magenta")[round(6 * hue) % 6]
@@ -116,14 +123,18 @@ def record(command: Sequence[str], columns: int, lines: int) -> list[tuple[float
             data = b""
         if not data:
             break
-        data = data.replace(os.getcwd().encode(), b"~/specjax")  # where the clone lies is nobody's business
+        data = data.replace(
+            os.getcwd().encode(), b"~/specjax"
+        )  # where the clone lies is nobody's business
         printed.append((time.monotonic() - started, data))
     if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
         sys.exit(f"{' '.join(command)} ended with status {status}")
     return printed
 
 
-def play(printed: list[tuple[float, bytes]], typed: str, columns: int, lines: int, longest_wait: float) -> list[Frame]:
+def play(
+    printed: list[tuple[float, bytes]], typed: str, columns: int, lines: int, longest_wait: float
+) -> list[Frame]:
     """The screens, ten a second at most, after the command has been typed; waits are shortened."""
     terminal = Terminal(columns, lines)
     stream = pyte.ByteStream(terminal)
@@ -139,10 +150,14 @@ def play(printed: list[tuple[float, bytes]], typed: str, columns: int, lines: in
         stream.feed(data)
         if after == float("inf") or int(10 * after) > int(10 * moment):
             screens.append((moment, terminal.runs()))
-    moments = _shortened([moment for moment, _ in screens], [_content(screen) for _, screen in screens], longest_wait)
+    moments = _shortened(
+        [moment for moment, _ in screens], [_content(screen) for _, screen in screens], longest_wait
+    )
     for (real, screen), at in zip(screens, moments, strict=True):
         shown = begin + at
-        if shown < frames[-1].shown + 0.09:  # in the place of the one before, which would hardly be seen
+        if (
+            shown < frames[-1].shown + 0.09
+        ):  # in the place of the one before, which would hardly be seen
             shown = frames.pop().shown
         frames.append(Frame(real, shown, screen))
     return frames
@@ -154,9 +169,15 @@ def _content(screen: Screen) -> tuple[str, ...]:
     return tuple(line for line in lines if not PROGRESS.search(line))
 
 
-def _shortened(moments: list[float], contents: list[tuple[str, ...]], longest: float) -> list[float]:
+def _shortened(
+    moments: list[float], contents: list[tuple[str, ...]], longest: float
+) -> list[float]:
     """The same moments when no wait for other content is longer than ``longest`` seconds."""
-    news = [0.0] + [now for now, (before, after) in zip(moments[1:], pairwise(contents), strict=True) if before != after]
+    news = [0.0] + [
+        now
+        for now, (before, after) in zip(moments[1:], pairwise(contents), strict=True)
+        if before != after
+    ]
     news.append(moments[-1])
     found, passed = [], 0.0
     for begin, end in pairwise(news):
@@ -170,12 +191,24 @@ def _shortened(moments: list[float], contents: list[tuple[str, ...]], longest: f
 def _inks(theme: style.Theme) -> dict[str, str]:
     """The colours of the terminal, by pyte's names."""
     blue, red, teal, purple, yellow = theme.series
-    plain = {"black": theme.muted, "red": red, "green": theme.accepted.edge, "brown": yellow, "blue": blue}
+    plain = {
+        "black": theme.muted,
+        "red": red,
+        "green": theme.accepted.edge,
+        "brown": yellow,
+        "blue": blue,
+    }
     return plain | {"magenta": purple, "cyan": teal, "white": theme.ink}
 
 
 def draw(
-    frames: list[Frame], title: str, columns: int, lines: int, shortened: bool, theme: style.Theme, rest: float = 6.0
+    frames: list[Frame],
+    title: str,
+    columns: int,
+    lines: int,
+    shortened: bool,
+    theme: style.Theme,
+    rest: float = 6.0,
 ) -> str:
     """The SVG: every line that is ever shown, visible while it was; without animation it is the last screen."""
     whole = frames[-1].shown + rest
@@ -184,9 +217,15 @@ def draw(
     times = sorted({(begin, end) for begin, end, *_ in pieces})
     names = {pair: f"t{i}" for i, pair in enumerate(times)}
     keyframes = [_keyframes(names[pair], *pair, whole) for pair in times]
-    body = [f'<g class="{names[begin, end]}{" last" if end >= whole else ""}">{content}</g>' for begin, end, content in pieces]
+    body = [
+        f'<g class="{names[begin, end]}{" last" if end >= whole else ""}">{content}</g>'
+        for begin, end, content in pieces
+    ]
     sheet = [
-        f"text{{font:{SIZE}px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:{theme.ink}}}",
+        (
+            f"text{{font:{SIZE}px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans"
+            f" Mono',monospace;fill:{theme.ink}}}"
+        ),
         f".b{{font-weight:bold}}.d{{fill:{theme.muted}}}.i{{font-style:italic}}.c{{fill:{theme.muted};font-size:13px}}",
         *(f".{name}{{fill:{colour}}}" for name, colour in _inks(theme).items()),
         "g{visibility:hidden}g.last{visibility:visible}",
@@ -235,7 +274,9 @@ def _line(number: int, line: tuple[Run, ...]) -> str:
     elements = []
     for run in line:
         look = f' class="{run.look}"' if run.look else ""
-        place = f'x="{MARGIN + run.column * CELL:.1f}" y="{BAR + MARGIN + number * LINE + SIZE - 2}"'
+        place = (
+            f'x="{MARGIN + run.column * CELL:.1f}" y="{BAR + MARGIN + number * LINE + SIZE - 2}"'
+        )
         width = f'textLength="{len(run.text) * CELL:.1f}" lengthAdjust="spacingAndGlyphs"'
         elements.append(f"<text {place} {width}{look}>{html.escape(run.text)}</text>")
     return "".join(elements)
@@ -251,7 +292,9 @@ def _keyframes(name: str, begin: float, end: float, whole: float) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Record, draw and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--name", default="demo", help="of the pictures")
     parser.add_argument("--columns", type=int, default=92)
     parser.add_argument("--lines", type=int, default=28)
@@ -265,7 +308,10 @@ def main(arguments: Sequence[str]) -> None:
     for ending, theme in {"": style.LIGHT, "-dark": style.DARK}.items():
         path = IMAGES / f"{options.name}{ending}.svg"
         path.write_text(draw(frames, typed, options.columns, options.lines, shortened, theme))
-        print(f"{path.name}: {path.stat().st_size / 1000:.0f} KB, {frames[-1].real:.0f} s shown in {frames[-1].shown:.0f} s")
+        print(
+            f"{path.name}: {path.stat().st_size / 1000:.0f} KB, {frames[-1].real:.0f} s shown in"
+            f" {frames[-1].shown:.0f} s"
+        )
 
 
 if __name__ == "__main__":

@@ -101,7 +101,11 @@ def run_client(config: ClientConfig) -> int:
     """Run ``specjax client`` and return 0 if the text is complete, 3 if the server was away."""
     from specjax import client
 
-    for name, what in (("drafter", "METHOD:DIRECTORY"), ("target_parts", "a directory"), ("prompt", "a text")):
+    for name, what in (
+        ("drafter", "METHOD:DIRECTORY"),
+        ("target_parts", "a directory"),
+        ("prompt", "a text"),
+    ):
         if not getattr(config, name):
             raise InputError(f"{name}='': give {what}")
     for name in ("provisional_after", "wait_seconds"):
@@ -143,7 +147,11 @@ def run_client(config: ClientConfig) -> int:
     )
     try:
         tell(writer, as_object=config.json, is_all_provisional=config.offline or bool(private))
-    except (LinkRefusedError, ServerRefusedError, FrameError) as error:  # a retry would give the same error
+    except (
+        LinkRefusedError,
+        ServerRefusedError,
+        FrameError,
+    ) as error:  # a retry would give the same error
         raise InputError(str(error)) from None
     is_whole = writer.report.finish_reason != "offline" or config.offline or bool(private)
     return 0 if is_whole else 3
@@ -163,7 +171,9 @@ def tell(writer: Writer | PrivateWriter, *, as_object: bool, is_all_provisional:
         show(writer, Console())
     else:
         for event in writer:
-            if isinstance(event, CommittedEvent) or (is_all_provisional and isinstance(event, ProvisionalEvent)):
+            if isinstance(event, CommittedEvent) or (
+                is_all_provisional and isinstance(event, ProvisionalEvent)
+            ):
                 print(event.text, end="", flush=True)
         print()
     print(summary(writer.report), file=sys.stderr)
@@ -178,7 +188,9 @@ def read_lines(name: str, path: str) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{name}={path!r}: cannot be read ({error})") from None
     if not (texts := tuple(line for line in lines if line.strip())):
-        raise InputError(f"{name}={path!r}: the file is empty; write a line, or leave the option out")
+        raise InputError(
+            f"{name}={path!r}: the file is empty; write a line, or leave the option out"
+        )
     return texts
 
 
@@ -194,12 +206,18 @@ def as_json(report: TextReport) -> dict[str, Any]:
 def summary(report: TextReport) -> str:
     """Return the statistics of a text in one line."""
     if not report.rounds:
-        line = f"no token was verified; {len(report.provisional_tokens)} provisional tokens in {report.seconds:.1f} s"
+        line = (
+            f"no token was verified; {len(report.provisional_tokens)} provisional tokens in"
+            f" {report.seconds:.1f} s"
+        )
         return f"{len(report.tokens)} tokens were in the journal; {line}" if report.tokens else line
     trips = sorted(report.round_trips) or [0.0]
     parts = [
         f"{len(report.tokens)} tokens in {report.seconds:.1f} s",
-        f"{report.rounds} rounds of {report.tokens_a_round:.1f} tokens, {1000 * trips[len(trips) // 2]:.0f} ms each",
+        (
+            f"{report.rounds} rounds of {report.tokens_a_round:.1f} tokens,"
+            f" {1000 * trips[len(trips) // 2]:.0f} ms each"
+        ),
         f"{report.bytes_up / 1000:.1f} kB up, {report.bytes_down / 1000:.1f} kB down",
         f"resumed {report.resumes} times, {report.retracted} provisional tokens retracted",
     ]
@@ -220,4 +238,6 @@ def show(events: Iterable[TextEvent], console: Console) -> None:
                 committed_text += event.text
             else:
                 del provisional[len(provisional) - len(event.tokens) :]
-            live.update(Text.assemble(committed_text, ("".join(provisional), "italic bright_black")))
+            live.update(
+                Text.assemble(committed_text, ("".join(provisional), "italic bright_black"))
+            )

@@ -67,7 +67,11 @@ def run_convert(config: ConvertConfig) -> None:
     """Run ``specjax convert``."""
     quantizes_target = bool(config.quantize) and not config.drafter
     if config.calibrate and not quantizes_target:
-        mend = "needs quantize, such as --quantize int4" if not config.quantize else "it is for targets: leave it out"
+        mend = (
+            "needs quantize, such as --quantize int4"
+            if not config.quantize
+            else "it is for targets: leave it out"
+        )
         raise InputError(f"calibrate={config.calibrate!r}: {mend}")
     needed = ("target",) if quantizes_target else ("drafter", *("target",) * config.client_parts)
     for name in (*needed, "output"):
@@ -76,10 +80,16 @@ def run_convert(config: ConvertConfig) -> None:
     if config.vocabulary and not config.quantize:
         raise InputError("vocabulary: it needs quantize, such as --quantize int8")
     if config.quantize and config.client_parts:
-        raise InputError("quantize: extract the client's parts of a target first, and give their directory as --target")
+        raise InputError(
+            "quantize: extract the client's parts of a target first, and give their directory as"
+            " --target"
+        )
     if quantizes_target:
         if config.to != ConvertConfig.to:
-            raise InputError(f"to={config.to!r}: it is for drafters, and targets have the layout of transformers: leave it out")
+            raise InputError(
+                f"to={config.to!r}: it is for drafters, and targets have the layout of"
+                " transformers: leave it out"
+            )
         write_quantized(config)
         return
     if config.client_parts:
@@ -88,18 +98,41 @@ def run_convert(config: ConvertConfig) -> None:
     method, where, files = registry.find(config.drafter)
     kind = method.trained
     if config.quantize and kind is None and method.recognises is not None:
-        raise InputError(f"drafter={config.drafter!r}: a draft model is a whole model: give it as --target, without --drafter")
+        raise InputError(
+            f"drafter={config.drafter!r}: a draft model is a whole model: give it as --target,"
+            " without --drafter"
+        )
     if kind is None or (len(kind.layouts) < 2 and not config.quantize):
-        kinds = {method.trained for method in registry.METHODS.values() if method.trained and len(method.trained.layouts) > 1}
+        kinds = {
+            method.trained
+            for method in registry.METHODS.values()
+            if method.trained and len(method.trained.layouts) > 1
+        }
         listed = "; ".join(sorted(f"{kind.title} ({', '.join(kind.layouts)})" for kind in kinds))
-        what = "not a drafter trained for its target" if kind is None else f"{kind.title}, which has a single layout"
-        raise InputError(f"drafter={config.drafter!r}: it is {what}, so there is nothing to convert; give one of {listed}")
-    layout = next(iter(kind.layouts)) if len(kind.layouts) < 2 and config.to == ConvertConfig.to else config.to
+        what = (
+            "not a drafter trained for its target"
+            if kind is None
+            else f"{kind.title}, which has a single layout"
+        )
+        raise InputError(
+            f"drafter={config.drafter!r}: it is {what}, so there is nothing to convert; give one of"
+            f" {listed}"
+        )
+    layout = (
+        next(iter(kind.layouts))
+        if len(kind.layouts) < 2 and config.to == ConvertConfig.to
+        else config.to
+    )
     if layout not in kind.layouts:
-        raise InputError(f"to={config.to!r}: {kind.title} is written as {', '.join(kind.layouts)}: give one of these")
+        raise InputError(
+            f"to={config.to!r}: {kind.title} is written as {', '.join(kind.layouts)}: give one of"
+            " these"
+        )
     files = hub.open_checkpoint(files or where)
     if files.directory.resolve() == Path(config.output).resolve():
-        raise InputError(f"output={config.output!r}: it is the drafter's directory; give another one")
+        raise InputError(
+            f"output={config.output!r}: it is the drafter's directory; give another one"
+        )
     dtype = checkpoint.stored_type(files)
     weights = scheme_of(config) if config.quantize else schemes.AS_STORED
     settings: dict[str, Any] = dict(method.settings)
@@ -107,10 +140,12 @@ def run_convert(config: ConvertConfig) -> None:
     with waiting(f"writing {config.output}"):
         drafter.save_pretrained(config.output, layout=layout, target=config.target)
     parts_of_line = [f"{config.output}: layout {layout}, {dtype}", config.quantize]
-    print("; ".join(filter(None, [*parts_of_line, kind.checkpoint_format.describe(drafter, layout)])))
+    print(
+        "; ".join(filter(None, [*parts_of_line, kind.checkpoint_format.describe(drafter, layout)]))
+    )
 
 
-# --- quantized weights --------------------------------------------------------------------------------------------------
+# --- quantized weights ----------------------------------------------------------------------------
 
 
 def scheme_of(config: ConvertConfig) -> schemes.Scheme:
@@ -134,15 +169,22 @@ def write_quantized(config: ConvertConfig) -> None:
     dtype, how = huggingface.embedding_type(source), config.quantize
     if config.calibrate:
         tokens = calibration_tokens(config, source)
-        wide = Target.from_pretrained(source, dtype=jnp.promote_types(dtype, default_dtype()), weights=schemes.FLOATS)
-        target, how = calibrate(wide, scheme, tokens), f"{how}, calibrated on {tokens.size:,} tokens"
+        wide = Target.from_pretrained(
+            source, dtype=jnp.promote_types(dtype, default_dtype()), weights=schemes.FLOATS
+        )
+        target, how = (
+            calibrate(wide, scheme, tokens),
+            f"{how}, calibrated on {tokens.size:,} tokens",
+        )
     else:
         target = Target.from_pretrained(source, dtype=dtype, weights=scheme)
     with waiting(f"writing {config.output}"), replacing(output) as scratch:
         target.save_pretrained(scratch, dtype=dtype)
         copy_beside(source.directory, scratch)
     size, whole = CheckpointFiles(output).weight_bytes, source.weight_bytes
-    of_whole = f"{size / 1e6:,.1f} MB, {size / whole:.1%} of the {whole / 1e6:,.1f} MB of the target"
+    of_whole = (
+        f"{size / 1e6:,.1f} MB, {size / whole:.1%} of the {whole / 1e6:,.1f} MB of the target"
+    )
     print(f"{config.output}: {how}, {of_whole}")
 
 
@@ -157,9 +199,16 @@ def calibration_tokens(config: ConvertConfig, source: CheckpointFiles) -> np.nda
     with waiting(f"reading {config.calibrate}"):
         documents = read_documents(config.calibrate, "calibrate")
         if any(document.messages for document in documents) and not tokenizer.chat_template:
-            raise InputError(f"{argument}: holds conversations, and the target has no chat template for them: give texts")
+            raise InputError(
+                f"{argument}: holds conversations, and the target has no chat template for them:"
+                " give texts"
+            )
         texts = [text.encode(tokenizer, document.text) for document in documents if document.text]
-        texts += [text.encode_chat(tokenizer, document.messages) for document in documents if document.messages]
+        texts += [
+            text.encode_chat(tokenizer, document.messages)
+            for document in documents
+            if document.messages
+        ]
     tokens = windows(texts)
     check_text(shape, scheme_of(config), tokens, argument)
     return tokens
@@ -173,7 +222,7 @@ def copy_beside(source: Path, output: Path) -> None:
         shutil.copyfile(source / "generation_config.json", output / "generation_config.json")
 
 
-# --- what a client needs of a target ---------------------------------------------------------------------------------
+# --- what a client needs of a target --------------------------------------------------------------
 
 
 def write_client_parts(config: ConvertConfig) -> None:
@@ -196,8 +245,9 @@ def write_client_parts(config: ConvertConfig) -> None:
         copy_beside(source.directory, scratch)
     size, whole = CheckpointFiles(output).weight_bytes, source.weight_bytes
     print(
-        f"{config.output}: {parts.describe(part.held, shape.num_layers)}, {part.dtype}; "
-        f"{size / 1e6:,.1f} MB, {size / whole:.1%} of the {whole / 1e6:,.1f} MB of the target; fingerprint {part.fingerprint()}"
+        f"{config.output}: {parts.describe(part.held, shape.num_layers)}, {part.dtype};"
+        f" {size / 1e6:,.1f} MB, {size / whole:.1%} of the {whole / 1e6:,.1f} MB of the target;"
+        f" fingerprint {part.fingerprint()}"
     )
 
 
@@ -211,7 +261,7 @@ def layers_for(name: str, drafter: Drafter, target: ModelConfig) -> parts.Layers
     first = reads[0] if reads else count
     if not drafter.drafts_elsewhere or reads != tuple(range(first, count)):
         raise InputError(
-            f"drafter={name!r}: needs the target itself while it drafts, which a client does not have: give Mixture of "
-            "Attentions, EAGLE, EAGLE-3, a draft model or prompt lookup"
+            f"drafter={name!r}: needs the target itself while it drafts, which a client does not"
+            " have: give Mixture of Attentions, EAGLE, EAGLE-3, a draft model or prompt lookup"
         )
     return first, count

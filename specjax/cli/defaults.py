@@ -16,7 +16,9 @@ def read_choice(choice: GenerationConfig) -> Literal["auto"] | None:
     return None if choice == "none" else choice
 
 
-def say_defaults(default_sampling: Sampling | None, otherwise: str, stated: Mapping[str, Any] | None = None) -> None:
+def say_defaults(
+    default_sampling: Sampling | None, otherwise: str, stated: Mapping[str, Any] | None = None
+) -> None:
     """Print which of a checkpoint's sampling parameters apply; print nothing if there are none.
 
     Args:

@@ -76,7 +76,9 @@ def methods(target: Target, small: Target) -> dict[str, Drafter | None]:
         "draft model, adaptive": DraftModel(draft, draft=Chain(12, stop_below=0.4)),
         "draft model, tree": DraftModel(draft, draft=SampledTree((2, 2, 1))),
         "EAGLE-3": OnInflated.of(replace(eagle3, draft=Chain(4)), small),
-        "EAGLE-3, tree": OnInflated.of(replace(eagle3, draft=DynamicTree(top_k=2, depth=4, nodes=8)), small),
+        "EAGLE-3, tree": OnInflated.of(
+            replace(eagle3, draft=DynamicTree(top_k=2, depth=4, nodes=8)), small
+        ),
         "MTP": OnInflated.of(MTP.from_pretrained(embedded("mtp"), draft=Chain(5)), small),
         "prompt lookup": PromptLookup(draft=Chain(3)),
         "early exit": EarlyExit(layers=target.config.num_layers // 3, draft=Chain(2)),
@@ -86,7 +88,9 @@ def methods(target: Target, small: Target) -> dict[str, Drafter | None]:
 def run_demo(config: DemoConfig) -> None:
     """Run ``specjax demo``."""
     usual = _USUAL_OF_ALL if config.all else _USUAL
-    config = replace(config, **{name: value for name, value in usual.items() if getattr(config, name) is None})
+    config = replace(
+        config, **{name: value for name, value in usual.items() if getattr(config, name) is None}
+    )
     repeats = config.repeats or 0
     if not 1 <= repeats <= 1000:
         raise InputError(f"repeats={repeats}: must be at least 1 and at most 1000")
@@ -94,8 +98,13 @@ def run_demo(config: DemoConfig) -> None:
     console = Console(highlight=False)
     with waiting("loading the models"):
         stage = _Stage.load(console)
-    chosen = {name: drafter for name, drafter in stage.drafters.items() if config.all or name in FEW}
-    comparisons = [MethodComparison(way, stage.target, *text.pad(stage.prompts), options) for way, options in ways.items()]
+    chosen = {
+        name: drafter for name, drafter in stage.drafters.items() if config.all or name in FEW
+    }
+    comparisons = [
+        MethodComparison(way, stage.target, *text.pad(stage.prompts), options)
+        for way, options in ways.items()
+    ]
     with waiting(f"compiling {SHOWN}"):  # compiled alone, because its text is shown first
         comparisons[0].compile(chosen[SHOWN])
     with compiling(comparisons, chosen) as wait_for_all:
@@ -113,8 +122,12 @@ def run_demo(config: DemoConfig) -> None:
 def _ways(config: DemoConfig) -> dict[str, GenerationOptions]:
     """Return the options of each way to sample, by name; the first is that of the coloured text."""
     ways = {}
-    for temperature in dict.fromkeys([config.temperature, 0.0] if config.all else [config.temperature]):
-        options = pipeline.settings(max_new_tokens=config.max_new_tokens, temperature=temperature, seed=config.seed)
+    for temperature in dict.fromkeys(
+        [config.temperature, 0.0] if config.all else [config.temperature]
+    ):
+        options = pipeline.settings(
+            max_new_tokens=config.max_new_tokens, temperature=temperature, seed=config.seed
+        )
         options.sampling.rows(1)
         ways[f"T={temperature:g}" if temperature else GREEDY] = options
     return ways
@@ -159,7 +172,10 @@ class _Stage:
             drafts = int(result.stats.accepted[0]) - accepted
             accepted += drafts
             for index in range(shown, length):
-                self._write(stream.push(new[index : index + 1]), "bold green" if index < shown + drafts else "")
+                self._write(
+                    stream.push(new[index : index + 1]),
+                    "bold green" if index < shown + drafts else "",
+                )
             shown = length
         self._write(stream.push([], last=True) + "\n\n", "")
 
@@ -170,7 +186,9 @@ class _Stage:
 
 def _table(measured: dict[str, dict[str, Measured]]) -> Table:
     """Return a table with a row per method: speed, speed-up and acceptance length for each way."""
-    table = Table("\nmethod", *(f"{way}\n{what}" for way in measured for what in ("tok/s", "gain", "length")))
+    table = Table(
+        "\nmethod", *(f"{way}\n{what}" for way in measured for what in ("tok/s", "gain", "length"))
+    )
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
@@ -179,20 +197,27 @@ def _table(measured: dict[str, dict[str, Measured]]) -> Table:
         cells = []
         for of_way in measured.values():
             speed = of_way[name].speed
-            cells += [f"{speed:,.0f}", f"{speed / of_way[PLAIN].speed:.2f}x", f"{of_way[name].length:.2f}"]
+            cells += [
+                f"{speed:,.0f}",
+                f"{speed / of_way[PLAIN].speed:.2f}x",
+                f"{of_way[name].length:.2f}",
+            ]
         table.add_row(name, *cells)
     return table
 
 
-def _explanation(config: DemoConfig, stage: _Stage, measured: dict[str, dict[str, Measured]]) -> str:
+def _explanation(
+    config: DemoConfig, stage: _Stage, measured: dict[str, dict[str, Measured]]
+) -> str:
     """Return what the columns mean, and what was measured."""
     small, large = (count(model.params) / 1e6 for model in (stage.small, stage.target))
     return (
-        f"{len(stage.prompts)} prompts one after another, {config.max_new_tokens} tokens each at most; median of "
-        f"{config.repeats} interleaved runs on {jax.devices()[0].device_kind}. Tok/s is tokens per second, gain is over plain "
-        "decoding, and length is acceptance length: tokens per forward pass of the target. The target of "
-        f"{small:.1f}M parameters is padded with zeros to {large:.0f}M for a realistic cost: the text and the acceptance "
-        f"lengths stay the same.{_sameness(measured.get(GREEDY, {}))}"
+        f"{len(stage.prompts)} prompts one after another, {config.max_new_tokens} tokens each at"
+        f" most; median of {config.repeats} interleaved runs on {jax.devices()[0].device_kind}."
+        " Tok/s is tokens per second, gain is over plain decoding, and length is acceptance"
+        f" length: tokens per forward pass of the target. The target of {small:.1f}M parameters is"
+        f" padded with zeros to {large:.0f}M for a realistic cost: the text and the acceptance"
+        f" lengths stay the same.{_sameness(measured.get(GREEDY, {}))}"
     )
 
 
@@ -200,15 +225,29 @@ def _sameness(measured: Mapping[str, Measured]) -> str:
     """Return how many greedy texts are equal to those of plain decoding."""
     if not measured:
         return ""
-    drafted = [row for name, of_method in measured.items() if name != PLAIN for row in enumerate(of_method.texts)]
+    drafted = [
+        row
+        for name, of_method in measured.items()
+        if name != PLAIN
+        for row in enumerate(of_method.texts)
+    ]
     same = [tokens == measured[PLAIN].texts[row] for row, tokens in drafted]
-    return f" Of the {len(same)} greedy texts with drafters, {sum(same)} are equal to plain decoding's, token for token."
+    return (
+        f" Of the {len(same)} greedy texts with drafters, {sum(same)} are equal to plain"
+        " decoding's, token for token."
+    )
 
 
 def _what_next() -> str:
     """Return commands to try next, as they must be typed here if no environment is active."""
     command = f"{min(os.path.relpath(sys.executable), sys.executable, key=len)} -m specjax"
-    generate = f"{command} generate --target Qwen/Qwen3-1.7B --drafter Qwen/Qwen3-0.6B --chat --prompt 'Hello'"
-    train = f"{command} train --config configs/eagle3_qwen3_8b.yaml --dry-run    # docs/guides/train-eagle3.md"
+    generate = (
+        f"{command} generate --target Qwen/Qwen3-1.7B --drafter Qwen/Qwen3-0.6B --chat --prompt"
+        " 'Hello'"
+    )
+    train = (
+        f"{command} train --config configs/eagle3_qwen3_8b.yaml --dry-run    #"
+        " docs/guides/train-eagle3.md"
+    )
     site = "docs/index.md, or the whole site: make docs"
     return f"\nyour own model:   {generate}\nits own drafter:  {train}\ndocumentation:    {site}"

@@ -116,7 +116,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command with the standard library alone, before ``specjax`` imports anything else."""
     import argparse
 
-    parser = argparse.ArgumentParser(prog="specjax env", description="print installed versions and devices, and check them")
+    parser = argparse.ArgumentParser(
+        prog="specjax env", description="print installed versions and devices, and check them"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return run_env(EnvConfig(json=parser.parse_args(arguments).json))
 
@@ -156,7 +158,10 @@ def ask_jax(timeout: float = LONGEST_WAIT) -> Devices:
     except subprocess.TimeoutExpired:
         end()
         out, err = process.communicate()
-        error = f"JAX did not start within {timeout:g} s; is another process using the TPU, or is a host missing?"
+        error = (
+            f"JAX did not start within {timeout:g} s; is another process using the TPU, or is a"
+            " host missing?"
+        )
     except BaseException:  # Ctrl-C, for example: a process that hangs would keep the TPU
         end()
         raise
@@ -164,8 +169,12 @@ def ask_jax(timeout: float = LONGEST_WAIT) -> Devices:
     for line in out.splitlines():
         if line.startswith(_ANSWER):
             answers |= json.loads(line.removeprefix(_ANSWER))
-    lines = dict.fromkeys(line.strip() for line in err.splitlines() if _WARNING.search(line) and not error)
-    return Devices(tuple(answers.get("devices", ())), answers.get("kernels", ""), error, tuple(lines)[:4])
+    lines = dict.fromkeys(
+        line.strip() for line in err.splitlines() if _WARNING.search(line) and not error
+    )
+    return Devices(
+        tuple(answers.get("devices", ())), answers.get("kernels", ""), error, tuple(lines)[:4]
+    )
 
 
 def _why_it_ended(status: int, err: str) -> str:
@@ -186,16 +195,27 @@ def describe_kernels() -> str:
 
 def compiled_programs() -> str:
     """Return the folder where commands keep compiled programs; empty if they keep none."""
-    if os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "").lower() in ("0", "false", "no", "off", "n", "f"):
+    if os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "").lower() in (
+        "0",
+        "false",
+        "no",
+        "off",
+        "n",
+        "f",
+    ):
         return ""
-    return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(Path.home() / ".cache" / "specjax" / "compiled")
+    return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(
+        Path.home() / ".cache" / "specjax" / "compiled"
+    )
 
 
 def hugging_face_cache() -> str:
     """Return the folder with models from the hub; empty if huggingface_hub cannot be imported."""
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
-    except Exception:  # a broken installation may raise any error, and the report must still be printed
+    except (
+        Exception
+    ):  # a broken installation may raise any error, and the report must still be printed
         return ""
     return str(HF_HUB_CACHE)
 
@@ -208,7 +228,10 @@ def to_text(report: EnvironmentReport) -> str:
     rows += [(f"cache: {what}", folder or "none") for what, folder in report.caches.items()]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
-    lines += [f"{'JAX says' if not index else '':<{width}}  {line}" for index, line in enumerate(report.jax.said)]
+    lines += [
+        f"{'JAX says' if not index else '':<{width}}  {line}"
+        for index, line in enumerate(report.jax.said)
+    ]
     if report.jax.error:
         lines += ["", f"JAX or specjax does not start: {report.jax.error}"]
     if report.mismatches:
@@ -222,13 +245,19 @@ def to_text(report: EnvironmentReport) -> str:
 
 def to_json(report: EnvironmentReport) -> str:
     """Return the report as a JSON object."""
-    mismatches = [{"problem": mismatch.problem, "command": mismatch.command} for mismatch in report.mismatches]
+    mismatches = [
+        {"problem": mismatch.problem, "command": mismatch.command} for mismatch in report.mismatches
+    ]
     return json.dumps({**asdict(report), "mismatches": mismatches}, indent=2)
 
 
 def _name_devices(devices: Sequence[dict[str, str]]) -> str:
     counts: dict[str, int] = {}
     for device in devices:
-        name = f"{device['kind']} ({device['platform']})" if device["kind"] != device["platform"] else device["kind"]
+        name = (
+            f"{device['kind']} ({device['platform']})"
+            if device["kind"] != device["platform"]
+            else device["kind"]
+        )
         counts[name] = counts.get(name, 0) + 1
     return ", ".join(f"{count} x {name}" for name, count in counts.items())

@@ -104,17 +104,26 @@ class EvaluateConfig:
 def run_evaluate(config: EvaluateConfig) -> int:
     """Run ``specjax evaluate``; return the exit status, which is 1 if a drafter is not lossless."""
     if config.repeats < 1 or config.per_category < 0:
-        raise InputError(f"repeats={config.repeats}, per_category={config.per_category}: must be at least 1 and at least 0")
+        raise InputError(
+            f"repeats={config.repeats}, per_category={config.per_category}: must be at least 1 and"
+            " at least 0"
+        )
     if not config.questions and not config.lossless:
         raise InputError("questions='': give a file")
     if config.json and not config.lossless:
-        raise InputError("json=True: it requires --lossless; a measurement writes results.json to --output")
+        raise InputError(
+            "json=True: it requires --lossless; a measurement writes results.json to --output"
+        )
     if len(set(config.drafter)) < len(config.drafter) or not config.drafter:
         raise InputError(f"drafter={config.drafter}: give at least one drafter, and none twice")
     output = Path(config.output) if config.output and speaks() else None
     if output is not None and output.is_file():
         raise InputError(f"output={config.output!r} is a file: give a directory")
-    questions = read_questions("questions", config.questions, config.per_category) if config.questions else []
+    questions = (
+        read_questions("questions", config.questions, config.per_category)
+        if config.questions
+        else []
+    )
     options = pipeline.settings(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
@@ -138,7 +147,11 @@ def run_evaluate(config: EvaluateConfig) -> int:
     drafters = {name: _load(name, generator, options, config.weights) for name in config.drafter}
     chat = bool(generator.tokenizer.chat_template) if config.chat is None else config.chat
     settings = {name: value for name, value in asdict(config).items() if name != "output"}
-    machine = {"device": jax.devices()[0].device_kind, "devices": len(jax.devices()), "jax": jax.__version__}
+    machine = {
+        "device": jax.devices()[0].device_kind,
+        "devices": len(jax.devices()),
+        "jax": jax.__version__,
+    }
     about: dict[str, Any] = {"settings": settings, "machine": machine}
     if config.lossless:
         prompts = [question.turns[0] for question in questions] or None
@@ -151,12 +164,16 @@ def run_evaluate(config: EvaluateConfig) -> int:
     console.print(report.table(results))
     console.print(report.explanation(config.repeats, len(questions), machine["device"]))
     if asking.cut:
-        console.print(f"{asking.cut} prompts were too long for the models; their beginning was cut off")
+        console.print(
+            f"{asking.cut} prompts were too long for the models; their beginning was cut off"
+        )
     if output is not None:
         content = {**about, "prompts_cut": asking.cut, "results": results}
         with replacing(output) as scratch:
             (scratch / "results.json").write_text(json.dumps(content, indent=2) + "\n")
-            (scratch / "results.md").write_text(report.markdown(results, config.repeats, len(questions), machine["device"]))
+            (scratch / "results.md").write_text(
+                report.markdown(results, config.repeats, len(questions), machine["device"])
+            )
             report.draw(results, scratch / "results.png")
         console.print(f"written: {output}/results.json, results.md, results.png")
     return 0
@@ -180,11 +197,15 @@ def split_shape(name: str) -> tuple[str, str]:
     return where, shape
 
 
-def _load(name: str, generator: pipeline.TextGenerator, options: GenerationOptions, weights: str) -> Drafter:
+def _load(
+    name: str, generator: pipeline.TextGenerator, options: GenerationOptions, weights: str
+) -> Drafter:
     """Load a drafter, whose name may end with a shape: ``WHERE@chain:4``."""
     where, shape = split_shape(name)
     target, draft_shape = generator.target, parse_shape(shape) if where != name else None
-    drafter = load_drafter(where, draft_shape, target.config, target.dtype, target.mesh, generator.tokenizer, weights)
+    drafter = load_drafter(
+        where, draft_shape, target.config, target.dtype, target.mesh, generator.tokenizer, weights
+    )
     options.rule_for(drafter.draft_shape)  # refuse an unsuitable rule before anything is timed
     return drafter
 
@@ -226,14 +247,22 @@ class _Asking:
         else:
             ids = self._generator.encode("\n".join(message["content"] for message in history))
         target = self._generator.target
-        positions = min(decoding.most_positions(target, drafter or NoDraft()) for drafter in self._methods.values())
+        positions = min(
+            decoding.most_positions(target, drafter or NoDraft())
+            for drafter in self._methods.values()
+        )
         room = positions - int(self._options.max_new_tokens)
         if room < 1:
-            raise InputError(f"max_new_tokens={self._options.max_new_tokens}: the models have only {positions} positions")
+            raise InputError(
+                f"max_new_tokens={self._options.max_new_tokens}: the models have only {positions}"
+                " positions"
+            )
         self.cut += len(ids) > room
         return ids[-room:]
 
-    def _turn(self, category: str, prompt: list[int], key: jax.Array) -> tuple[list[MethodAnswer], str]:
+    def _turn(
+        self, category: str, prompt: list[int], key: jax.Array
+    ) -> tuple[list[MethodAnswer], str]:
         tokens, lengths = text.pad([prompt])
         options = vars(replace(self._options, key=key))
 
@@ -255,7 +284,8 @@ class _Asking:
                 if name == PLAIN:
                     answer = result.tokens[0, len(prompt) : int(result.lengths[0])].tolist()
         answers = [
-            MethodAnswer(category, name, tuple(seconds for seconds, _ in runs), runs[-1][1]) for name, runs in timed.items()
+            MethodAnswer(category, name, tuple(seconds for seconds, _ in runs), runs[-1][1])
+            for name, runs in timed.items()
         ]
         return answers, _text_of(self._generator.tokenizer, prompt, answer, self._chat)
 

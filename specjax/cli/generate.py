@@ -129,10 +129,20 @@ def load_generator(config: GenerateConfig) -> pipeline.TextGenerator:
     if config.drafter == "none":
         for name in ("draft", "only_if_faster", "show_tree"):
             if getattr(config, name) != getattr(GenerateConfig, name):
-                raise InputError(f"drafter='none': {name}={getattr(config, name)} needs a drafter; name one, or leave it out")
+                raise InputError(
+                    f"drafter='none': {name}={getattr(config, name)} needs a drafter; name one, or"
+                    " leave it out"
+                )
     shape = parse_shape(config.draft) if config.draft not in ("", "auto") else None
-    settings = {"dtype": config.dtype or None, "weights": config.weights, "cache_dtype": config.cache_dtype}
-    settings |= {"chat_template": config.chat_template, "chat_template_kwargs": config.chat_template_kwargs}
+    settings = {
+        "dtype": config.dtype or None,
+        "weights": config.weights,
+        "cache_dtype": config.cache_dtype,
+    }
+    settings |= {
+        "chat_template": config.chat_template,
+        "chat_template_kwargs": config.chat_template_kwargs,
+    }
     settings |= {"generation_config": read_choice(config.generation_config)}
     return pipeline.load(config.target, config.drafter, draft=shape, mesh=mesh, **settings)
 
@@ -145,7 +155,9 @@ def read_prompts(config: GenerateConfig) -> list[str]:
     """
     if bool(config.prompt) == bool(config.prompts_file):
         raise InputError("prompt: give either --prompt TEXT (not empty) or --prompts-file FILE")
-    return [config.prompt] if config.prompt else text.read_prompts("prompts_file", config.prompts_file)
+    return (
+        [config.prompt] if config.prompt else text.read_prompts("prompts_file", config.prompts_file)
+    )
 
 
 def run_generate(config: GenerateConfig) -> None:
@@ -189,7 +201,9 @@ def run_generate(config: GenerateConfig) -> None:
             }
             for prompt, prompt_ids, generation in zip(prompts, ids, run.generations, strict=True)
         ]
-        content = outputs[0] if len(outputs) == 1 else {"outputs": outputs, "statistics": asdict(total)}
+        content = (
+            outputs[0] if len(outputs) == 1 else {"outputs": outputs, "statistics": asdict(total)}
+        )
         print(json.dumps(content | {"seconds": round(seconds, 4)}))
         return
     if streams:
@@ -199,12 +213,15 @@ def run_generate(config: GenerateConfig) -> None:
             print(f"--- {prompt}\n{generation.text}")
     print(
         f"{total.emitted} tokens in {seconds:.1f} s (compilation included); acceptance length "
-        f"{total.acceptance_length:.2f}" + (f", acceptance rate {total.acceptance_rate:.2f}" if total.drafted else ""),
+        f"{total.acceptance_length:.2f}"
+        + (f", acceptance rate {total.acceptance_rate:.2f}" if total.drafted else ""),
         file=sys.stderr,
     )
 
 
-def read_options(config: GenerateConfig, default_sampling: Sampling | None = None) -> GenerationOptions:
+def read_options(
+    config: GenerateConfig, default_sampling: Sampling | None = None
+) -> GenerationOptions:
     """Return the options of the generation, with the target's defaults; refuse invalid ones."""
     options = pipeline.settings(
         max_new_tokens=config.max_new_tokens,
@@ -222,7 +239,9 @@ def _stated(config: GenerateConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in vars(GREEDY)}
 
 
-def say_sampling(config: GenerateConfig, default_sampling: Sampling | None, options: GenerationOptions) -> None:
+def say_sampling(
+    config: GenerateConfig, default_sampling: Sampling | None, options: GenerationOptions
+) -> None:
     """Print which of the target's defaults apply, and which options have no effect."""
     say_defaults(default_sampling, "greedy", _stated(config))
     if unread := pipeline.unread_settings(options.sampling):
@@ -231,7 +250,10 @@ def say_sampling(config: GenerateConfig, default_sampling: Sampling | None, opti
 
 
 def _settle_drafter(
-    config: GenerateConfig, generator: pipeline.TextGenerator, ids: list[list[int]], options: GenerationOptions
+    config: GenerateConfig,
+    generator: pipeline.TextGenerator,
+    ids: list[list[int]],
+    options: GenerationOptions,
 ) -> Drafter | None:
     """Return the drafter to use, after measuring it and drawing a draft if the options ask for it.
 
@@ -244,15 +266,27 @@ def _settle_drafter(
     if config.draft == "auto":
         drafter, best = fastest_drafter(target, drafter, tokens, lengths, options=options)
         budget = f", budget {drafter.budget}" if isinstance(drafter, CompressedCache) else ""
-        print(f"draft: {best.draft or 'plain decoding'}{budget}, expected {best.speedup:.2f}x", file=sys.stderr)
+        print(
+            f"draft: {best.draft or 'plain decoding'}{budget}, expected {best.speedup:.2f}x",
+            file=sys.stderr,
+        )
     if config.show_tree:
         if drafter is not None:
             snapshot = take_snapshot(target, drafter, ids[0], options=options)
             if speaks():
-                pictures.save(snapshot.draw(generator.tokenizer), "show_tree", Path(config.show_tree))
-        print(f"picture: {config.show_tree}" if drafter else "no picture: decoding plainly", file=sys.stderr)
+                pictures.save(
+                    snapshot.draw(generator.tokenizer), "show_tree", Path(config.show_tree)
+                )
+        print(
+            f"picture: {config.show_tree}" if drafter else "no picture: decoding plainly",
+            file=sys.stderr,
+        )
     if config.only_if_faster and drafter is not None:
         speedup = trial_speedup(target, drafter, tokens, lengths, options=options)
-        print(f"expected: {speedup:.2f}x with the drafter" + ("" if speedup > 1 else "; decoding plainly"), file=sys.stderr)
+        print(
+            f"expected: {speedup:.2f}x with the drafter"
+            + ("" if speedup > 1 else "; decoding plainly"),
+            file=sys.stderr,
+        )
         drafter = drafter if speedup > 1 else None
     return drafter

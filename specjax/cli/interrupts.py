@@ -40,7 +40,9 @@ def end_at_signals() -> None:
     for signal_number in SIGNALS:
         if signal.getsignal(signal_number) != signal.SIG_IGN:
             signal.signal(signal_number, _handle)
-    threading.Thread(target=_watch, args=(read_end,), name="specjax-interrupts", daemon=True).start()
+    threading.Thread(
+        target=_watch, args=(read_end,), name="specjax-interrupts", daemon=True
+    ).start()
 
 
 def say_also(hint: str) -> None:
@@ -100,7 +102,9 @@ def _end(number: int) -> None:
 def _clean_up() -> None:
     calls = [*_also]
     for module, name in (("specjax.files", "discard_unfinished"), ("specjax.progress", "clear")):
-        if call := getattr(sys.modules.get(module), name, None):  # a module that is still being imported has no such function
+        if call := getattr(
+            sys.modules.get(module), name, None
+        ):  # a module that is still being imported has no such function
             calls.append(call)
     for call in calls:
         with suppress(Exception):  # the process ends in any case

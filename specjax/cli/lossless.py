@@ -39,7 +39,13 @@ class LosslessTest:
     options: GenerationOptions
     draws: int
 
-    def run(self, drafters: dict[str, Drafter], about: dict[str, Any], output: Path | None, as_json: bool) -> int:
+    def run(
+        self,
+        drafters: dict[str, Drafter],
+        about: dict[str, Any],
+        output: Path | None,
+        as_json: bool,
+    ) -> int:
         """Test all drafters, print and write the results, and return the exit status.
 
         The status is 1 if a drafter is not lossless. ``about`` has the settings and the machine,
@@ -51,7 +57,10 @@ class LosslessTest:
                 verdicts[name] = self._verdict(drafter)
             if not as_json:
                 console.print(name, style="bold", markup=False, soft_wrap=True)
-                for line in (report.line(verdicts[name]), *(f"  {detail}" for detail in report.details(verdicts[name]))):
+                for line in (
+                    report.line(verdicts[name]),
+                    *(f"  {detail}" for detail in report.details(verdicts[name])),
+                ):
                     console.print(line, markup=False, soft_wrap=True)
         content = {**about, "results": report.as_json(verdicts)}
         if as_json:
@@ -59,8 +68,13 @@ class LosslessTest:
         if output is not None:
             with replacing(output) as scratch:
                 (scratch / "lossless.json").write_text(json.dumps(content, indent=2) + "\n")
-                (scratch / "lossless.md").write_text(report.markdown(verdicts, about["machine"]["device"]))
-            print(f"written: {output}/lossless.json, lossless.md", file=sys.stderr if as_json else sys.stdout)
+                (scratch / "lossless.md").write_text(
+                    report.markdown(verdicts, about["machine"]["device"])
+                )
+            print(
+                f"written: {output}/lossless.json, lossless.md",
+                file=sys.stderr if as_json else sys.stdout,
+            )
         return 0 if all(verdict.lossless for verdict in verdicts.values()) else 1
 
     def _verdict(self, drafter: Drafter) -> losslessness.LosslessnessVerdict:
@@ -83,6 +97,11 @@ class LosslessTest:
         positions = decoding.most_positions(self.generator.target, drafter)
         new = max(int(self.options.max_new_tokens), drawn_texts.NEW_TOKENS)
         if positions <= new:
-            raise InputError(f"max_new_tokens={self.options.max_new_tokens}: the models have only {positions} positions")
+            raise InputError(
+                f"max_new_tokens={self.options.max_new_tokens}: the models have only {positions}"
+                " positions"
+            )
         prompts = losslessness.PROMPTS if self.prompts is None else self.prompts
-        return text.pad([self.generator.encode(prompt, self.chat)[-(positions - new) :] for prompt in prompts])
+        return text.pad(
+            [self.generator.encode(prompt, self.chat)[-(positions - new) :] for prompt in prompts]
+        )

@@ -75,14 +75,27 @@ class Group:
 
 COMMANDS: dict[str, Command | Group] = {
     "demo": Command(
-        "show the embedded models: text with accepted tokens in colour, and a table of speeds", "demo", "DemoConfig", "run_demo"
+        "show the embedded models: text with accepted tokens in colour, and a table of speeds",
+        "demo",
+        "DemoConfig",
+        "run_demo",
     ),
     "generate": Command(
-        "generate text from a model, with a drafter or without", "generate", "GenerateConfig", "run_generate", over_hosts=True
+        "generate text from a model, with a drafter or without",
+        "generate",
+        "GenerateConfig",
+        "run_generate",
+        over_hosts=True,
     ),
-    "client": Command("draft on this machine and have a server verify it", "client", "ClientConfig", "run_client"),
+    "client": Command(
+        "draft on this machine and have a server verify it", "client", "ClientConfig", "run_client"
+    ),
     "serve": Command(
-        "serve a model under OpenAI's interface, with a page to try it", "serve", "ServeConfig", "run_serve", over_hosts=True
+        "serve a model under OpenAI's interface, with a page to try it",
+        "serve",
+        "ServeConfig",
+        "run_serve",
+        over_hosts=True,
     ),
     "train": Command(
         "train a model or a drafter from a configuration file",
@@ -100,10 +113,16 @@ COMMANDS: dict[str, Command | Group] = {
         continues=True,
     ),
     "env": Command(
-        "print installed versions and devices, and check that the packages fit together", "env", "EnvConfig", "run_env"
+        "print installed versions and devices, and check that the packages fit together",
+        "env",
+        "EnvConfig",
+        "run_env",
     ),
     "convert": Command(
-        "convert a drafter to the layout of SGLang or vLLM, or quantize a model", "convert", "ConvertConfig", "run_convert"
+        "convert a drafter to the layout of SGLang or vLLM, or quantize a model",
+        "convert",
+        "ConvertConfig",
+        "run_convert",
     ),
     "evaluate": Command(
         "measure the speed and acceptance of drafters on questions, or test that they are lossless",
@@ -116,9 +135,17 @@ COMMANDS: dict[str, Command | Group] = {
         "estimate what speculative decoding gains, before you deploy it",
         {
             "theory": Command(
-                "from a cost and an acceptance rate, by closed formulas", "plan.theory", "TheoryConfig", "run_theory"
+                "from a cost and an acceptance rate, by closed formulas",
+                "plan.theory",
+                "TheoryConfig",
+                "run_theory",
             ),
-            "roofline": Command("from the shapes of two models, on a chip", "plan.roofline", "RooflineConfig", "run_roofline"),
+            "roofline": Command(
+                "from the shapes of two models, on a chip",
+                "plan.roofline",
+                "RooflineConfig",
+                "run_roofline",
+            ),
             "measure": Command(
                 "measure which chain or tree is fastest on this machine and your prompts",
                 "plan.measure",
@@ -126,10 +153,16 @@ COMMANDS: dict[str, Command | Group] = {
                 "run_measure",
             ),
             "contexts": Command(
-                "measure what a compressed cache gains, by context length", "plan.contexts", "ContextsConfig", "run_contexts"
+                "measure what a compressed cache gains, by context length",
+                "plan.contexts",
+                "ContextsConfig",
+                "run_contexts",
             ),
             "compile": Command(
-                "compile decoding for chips that this machine need not have", "plan.compile", "CompileConfig", "run_compile"
+                "compile decoding for chips that this machine need not have",
+                "plan.compile",
+                "CompileConfig",
+                "run_compile",
             ),
             "compile-training": Command(
                 "compile a training step for chips that this machine need not have",
@@ -185,7 +218,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options or options[0] in ("-h", "--help", "help"):
             print(usage(name, command))
             return 0 if options else 2
-        hint = f"the commands of {name} are {', '.join(command.commands)}{did_you_mean(options[0], command.commands)}"
+        hint = (
+            f"the commands of {name} are"
+            f" {', '.join(command.commands)}{did_you_mean(options[0], command.commands)}"
+        )
         print(f"specjax: error: {options[0]!r} is not a command; {hint}", file=sys.stderr)
         return 2
     if command.continues:
@@ -267,7 +303,8 @@ def _keep_compilations() -> None:
     from specjax.cli.env import compiled_programs
 
     folder = compiled_programs()
-    if folder and getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009 - its type stub does not list it
+    # JAX's type stub does not list this option.
+    if folder and getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

@@ -24,7 +24,14 @@ from specjax.sampling_params import SamplingParams
 from specjax.sharding import mesh_for
 from specjax.text import check_stop, read_json_lines
 from specjax.training import fingerprint
-from specjax.training.documents import REGENERATED_FROM, Document, Message, find_origin, identities, read_documents
+from specjax.training.documents import (
+    REGENERATED_FROM,
+    Document,
+    Message,
+    find_origin,
+    identities,
+    read_documents,
+)
 from specjax.training.written import NOTE
 
 
@@ -130,11 +137,15 @@ def run_regenerate(config: RegenerateConfig) -> int:
     left_out: Counter[str] = Counter()
     cut: Counter[str] = Counter()
     with (
-        _answer_writer(generator, config, any(copy.document.messages is not None for copy in copies)) as writer,
+        _answer_writer(
+            generator, config, any(copy.document.messages is not None for copy in copies)
+        ) as writer,
         waiting(f"writing {output.name}", len(copies), len(done)) as wait,
     ):
         for results in _write(writer, missing, config):
-            num_written += _append(output, claim, [result.record for result in results if result.record])
+            num_written += _append(
+                output, claim, [result.record for result in results if result.record]
+            )
             left_out.update(result.left_out for result in results if result.left_out)
             cut.update(result.cut for result in results if result.cut)
             wait.update(done=wait.done + len(results))
@@ -146,7 +157,10 @@ def run_regenerate(config: RegenerateConfig) -> int:
             print(f"{what}, as {why}: {count} of {len(copies)}")
     if number_gone := len(done - {copy.label for copy in copies}):
         print(f"kept, although no longer in the source: {number_gone}")
-    print(f"{len(done) + num_written} documents in {output if shard is None else shards.finish(output, claim)}")
+    print(
+        f"{len(done) + num_written} documents in"
+        f" {output if shard is None else shards.finish(output, claim)}"
+    )
     return 0
 
 
@@ -155,9 +169,15 @@ def _check(config: RegenerateConfig) -> None:
     for name in ("batch", "copies", "prompt_tokens", "max_new_tokens"):
         if getattr(config, name) < 1:
             raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
-    if not config.source or not config.output or config.output.endswith(".jsonl") == bool(config.shard):
+    if (
+        not config.source
+        or not config.output
+        or config.output.endswith(".jsonl") == bool(config.shard)
+    ):
         kind = "a folder for the shards" if config.shard else "a file that ends in .jsonl"
-        raise InputError(f"source={config.source!r}, output={config.output!r}: give a data set, and {kind}")
+        raise InputError(
+            f"source={config.source!r}, output={config.output!r}: give a data set, and {kind}"
+        )
     if config.limit < 0:
         raise InputError(f"limit={config.limit}: must be at least 0; 0 is all")
     check_stop(config.stop)
@@ -166,7 +186,10 @@ def _check(config: RegenerateConfig) -> None:
 def _say_missing(config: RegenerateConfig) -> int:
     """Print the missing shards, and return the exit status."""
     if config.missing < 0 or config.shard or not config.output or config.output.endswith(".jsonl"):
-        raise InputError(f"missing={config.missing}: give the number of all shards, their folder as --output, and no --shard")
+        raise InputError(
+            f"missing={config.missing}: give the number of all shards, their folder as --output,"
+            " and no --shard"
+        )
     missing = shards.missing(Path(config.output), config.missing)
     for shard in missing:
         print(shard)
@@ -197,7 +220,11 @@ class _Copy:
     @property
     def provenance(self) -> dict[str, Any]:
         """The fields of the record besides its content: its label, and its original document."""
-        return {REGENERATED_FROM: find_origin(self.document), "document": self.identity, "copy": self.number}
+        return {
+            REGENERATED_FROM: find_origin(self.document),
+            "document": self.identity,
+            "copy": self.number,
+        }
 
 
 def _copies(config: RegenerateConfig, shard: shards.Shard | None) -> list[_Copy]:
@@ -218,7 +245,10 @@ def _usable(documents: list[Document]) -> list[Document]:
         raise InputError("source: it has both texts and conversations; give only one kind")
     usable = [document for document in documents if document.messages is None or _turns(document)]
     if len(usable) < len(documents):
-        print(f"left out, as an answer has no question: {len(documents) - len(usable)} of {len(documents)}")
+        print(
+            f"left out, as an answer has no question: {len(documents) - len(usable)} of"
+            f" {len(documents)}"
+        )
     if not usable:
         raise InputError("source: it has no document that can be rewritten")
     return usable
@@ -239,22 +269,29 @@ def _refuse_foreign(output: Path, config: RegenerateConfig) -> None:
         # A note without output, even an incomplete one, may be overwritten. Other files may not.
         if beside.exists() and not NOTE.startswith(beside.read_text(errors="replace")[: len(NOTE)]):
             raise InputError(
-                f"output={config.output!r}: {beside.name}, the file for its options, has other content: choose another output"
+                f"output={config.output!r}: {beside.name}, the file for its options, has other"
+                " content: choose another output"
             )
         return
     if not beside.exists():
-        raise InputError(f"output={config.output!r} exists, but {beside.name} with its options does not: choose another file")
+        raise InputError(
+            f"output={config.output!r} exists, but {beside.name} with its options does not: choose"
+            " another file"
+        )
     earlier = replace(load_yaml(RegenerateConfig, beside), output=config.output, batch=config.batch)
     if changes := differences(earlier, config):
-        raise InputError(f"output={config.output!r} was started with other options ({'; '.join(changes)}): choose another file")
+        raise InputError(
+            f"output={config.output!r} was started with other options ({'; '.join(changes)}):"
+            " choose another file"
+        )
 
 
 def _claim(config: RegenerateConfig, generator: pipeline.TextGenerator) -> str:
     """Return the note beside the output: the fingerprints of the models, and the options."""
     return (
-        f"{NOTE}{fingerprint.of_target(generator.target)}\n"
-        f"# with the tokenizer and the chat template of the fingerprint {fingerprint.of_tokenizer(generator.tokenizer)}\n"
-        f"{dump_yaml(config)}"
+        f"{NOTE}{fingerprint.of_target(generator.target)}\n# with the tokenizer and the chat"
+        " template of the fingerprint"
+        f" {fingerprint.of_tokenizer(generator.tokenizer)}\n{dump_yaml(config)}"
     )
 
 
@@ -268,11 +305,14 @@ def _refuse_other_model(output: Path, config: RegenerateConfig, claim: str) -> N
     noted, expected = shards.beside(output).read_text().splitlines(), claim.splitlines()
     what = "the model or its data type"
     if noted[:1] == expected[:1]:
-        what = f"its tokenizer, its chat template or the content of chat_template={config.chat_template!r}"
+        what = (
+            "its tokenizer, its chat template or the content of"
+            f" chat_template={config.chat_template!r}"
+        )
     if noted[:2] != expected[:2]:
         raise InputError(
-            f"target={config.target!r}: {what} differs from what wrote the beginning of output={config.output!r}: "
-            "choose another file, or restore it"
+            f"target={config.target!r}: {what} differs from what wrote the beginning of"
+            f" output={config.output!r}: choose another file, or restore it"
         )
 
 
@@ -290,7 +330,8 @@ def _written(output: Path) -> set[tuple[str, int]]:
             labels.add((str(record["document"]), int(record["copy"])))
         except (KeyError, TypeError, ValueError):
             raise InputError(
-                f"{output}:{number}: the line does not name its document (an older specjax wrote it): choose another file"
+                f"{output}:{number}: the line does not name its document (an older specjax wrote"
+                " it): choose another file"
             ) from None
     return labels
 
@@ -314,7 +355,9 @@ def _append(output: Path, claim: str, records: Sequence[dict[str, Any]]) -> int:
     except OSError as error:  # an incomplete line is removed when the run continues
         if is_full_disk(error):
             raise FullDiskError(output, len(lines.encode()), again) from None
-        raise InputError(f"output={str(output)!r}: cannot be written ({error.strerror}): {again}") from None
+        raise InputError(
+            f"output={str(output)!r}: cannot be written ({error.strerror}): {again}"
+        ) from None
     return len(records)
 
 
@@ -325,11 +368,16 @@ The engine reserves pages for it.
 """
 
 
-def _answer_writer(generator: pipeline.TextGenerator, config: RegenerateConfig, has_chats: bool) -> AnswerWriter:
+def _answer_writer(
+    generator: pipeline.TextGenerator, config: RegenerateConfig, has_chats: bool
+) -> AnswerWriter:
     """Return the writer, with room for the longest prompt and its answer."""
     max_length = config.max_new_tokens + (LONGEST if has_chats else config.prompt_tokens)
     params = SamplingParams(
-        temperature=config.temperature, top_p=config.top_p, seed=config.seed, max_new_tokens=config.max_new_tokens
+        temperature=config.temperature,
+        top_p=config.top_p,
+        seed=config.seed,
+        max_new_tokens=config.max_new_tokens,
     )
     capacity = min(positions_of(generator), max(max_length, 2))
     return AnswerWriter(generator, params, rows=config.batch, capacity=capacity)
@@ -350,7 +398,9 @@ class _Written:
     cut: str = ""
 
 
-def _write(writer: AnswerWriter, copies: Sequence[_Copy], config: RegenerateConfig) -> Iterator[list[_Written]]:
+def _write(
+    writer: AnswerWriter, copies: Sequence[_Copy], config: RegenerateConfig
+) -> Iterator[list[_Written]]:
     """Yield the results of the copies in their order, ``config.batch`` at a time.
 
     The engine decodes that many sequences together; when one finishes, the next begins.
@@ -378,7 +428,11 @@ def _write(writer: AnswerWriter, copies: Sequence[_Copy], config: RegenerateConf
 
 def _write_one(writer: AnswerWriter, copy: _Copy, config: RegenerateConfig) -> _Written:
     """Rewrite one copy of a document."""
-    result = _write_text(writer, copy, config) if copy.document.messages is None else _write_chat(writer, copy, config)
+    result = (
+        _write_text(writer, copy, config)
+        if copy.document.messages is None
+        else _write_chat(writer, copy, config)
+    )
     return replace(result, record={**result.record, **copy.provenance}) if result.record else result
 
 

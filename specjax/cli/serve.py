@@ -163,10 +163,13 @@ def run_serve(config: ServeConfig) -> int:
         local = run.is_loopback(bound)
         if not local and not keys and not config.no_api_key:
             raise InputError(
-                f"host={config.host!r}: other machines can reach it; give --api-key-file FILE, or --no-api-key to allow all"
+                f"host={config.host!r}: other machines can reach it; give --api-key-file FILE, or"
+                " --no-api-key to allow all"
             )
         bounds = ConnectionLimits(
-            reader_seconds=config.reader_seconds, connections=config.max_connections, trusted=config.trusted_proxy
+            reader_seconds=config.reader_seconds,
+            connections=config.max_connections,
+            trusted=config.trusted_proxy,
         )
         with run.starting(bound, bounds=bounds, tls=tls):
             arguments, reason = engine_options(config)
@@ -183,9 +186,19 @@ def run_serve(config: ServeConfig) -> int:
                 trusted_proxies=config.trusted_proxy,
             )
             where = run.address(bound, tls is not None)
-            message = f"{where} is ready: {names[0]}, {config.rows} rows, texts of up to {engine.capacity} tokens ({reason})"
+            message = (
+                f"{where} is ready: {names[0]}, {config.rows} rows, texts of up to"
+                f" {engine.capacity} tokens ({reason})"
+            )
             service = Service(engine, options)
-            status = run.serve(service, bound, bounds=bounds, drain_seconds=config.drain_seconds, message=message, tls=tls)
+            status = run.serve(
+                service,
+                bound,
+                bounds=bounds,
+                drain_seconds=config.drain_seconds,
+                message=message,
+                tls=tls,
+            )
     if engine.is_compiling:  # do not wait for the compiler, which takes minutes for a large model
         sys.stdout.flush()
         sys.stderr.flush()
@@ -210,7 +223,10 @@ def read_drafts(config: ServeConfig) -> tuple[tuple[str | None, ...] | None, boo
     if words == ("auto",):
         return None, takes_drafts
     if "auto" in words:
-        raise InputError(f"drafts={' '.join(config.drafts)}: auto lets the engine choose shapes; give either auto or shapes")
+        raise InputError(
+            f"drafts={' '.join(config.drafts)}: auto lets the engine choose shapes; give either"
+            " auto or shapes"
+        )
     return tuple(None if word == "none" else word for word in words) or (None,), takes_drafts
 
 
@@ -228,8 +244,15 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
     if config.precision != "default":
         jax.config.update("jax_default_matmul_precision", config.precision)
     mesh = mesh_for(config.mesh)
-    settings = {"dtype": config.dtype or None, "weights": config.weights, "cache_dtype": config.cache_dtype}
-    settings |= {"chat_template": config.chat_template, "chat_template_kwargs": config.chat_template_kwargs}
+    settings = {
+        "dtype": config.dtype or None,
+        "weights": config.weights,
+        "cache_dtype": config.cache_dtype,
+    }
+    settings |= {
+        "chat_template": config.chat_template,
+        "chat_template_kwargs": config.chat_template_kwargs,
+    }
     settings |= {"generation_config": read_choice(config.generation_config)}
     generator = pipeline.load(config.target, config.drafter, mesh=mesh, **settings)
     say_defaults(generator.default_sampling, "temperature 1")
@@ -237,14 +260,17 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
     if config.told:
         if drafter is None or not takes_drafts:
             raise InputError(
-                f"told={config.told!r}: it applies to clients and their drafter; give --drafts and --drafter, or leave it out"
+                f"told={config.told!r}: it applies to clients and their drafter; give --drafts and"
+                " --drafter, or leave it out"
             )
         drafter = with_told(drafter, config.told)
     page, pages = config.page or memory.usual_page(), None
     sizes = {"rows": config.rows, "page": page, "chunk": config.chunk or None}
     capacity, reason = choose_capacity(config, generator, sizes)
     if config.cache_gb:
-        pages = memory.pages_in(config.cache_gb, generator.target, generator.drafter, **sizes, capacity=capacity)
+        pages = memory.pages_in(
+            config.cache_gb, generator.target, generator.drafter, **sizes, capacity=capacity
+        )
     options = {
         "target": generator,
         "rows": config.rows,
@@ -263,7 +289,9 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
     return options, reason
 
 
-def choose_capacity(config: ServeConfig, generator: pipeline.TextGenerator, sizes: dict[str, Any]) -> tuple[int, str]:
+def choose_capacity(
+    config: ServeConfig, generator: pipeline.TextGenerator, sizes: dict[str, Any]
+) -> tuple[int, str]:
     """Return the maximum number of tokens of a text, and the reason for it in words.
 
     ``sizes`` are arguments of `specjax.serving.memory.capacity_in`.
@@ -284,7 +312,9 @@ def choose_capacity(config: ServeConfig, generator: pipeline.TextGenerator, size
         capacity, why = usual, "the default, as the free memory is unknown"
     else:
         capacity = memory.capacity_in(free / 4, target, drafter, **sizes)
-        if capacity < positions:  # a power of two, so that the next start finds its compiled programs
+        if (
+            capacity < positions
+        ):  # a power of two, so that the next start finds its compiled programs
             capacity = max(usual, 1 << (capacity.bit_length() - 1))
         why = f"in a quarter of {free / 1e9:.3g} GB of free memory, or at least {usual}"
     if capacity == positions:
@@ -301,7 +331,9 @@ def check_numbers(config: ServeConfig) -> None:
     for option in fields(config):
         value = getattr(config, option.name)
         if isinstance(value, int | float) and not minimums.get(option.name, 0) <= value < math.inf:
-            raise InputError(f"{option.name}={value}: must be at least {minimums.get(option.name, 0)}")
+            raise InputError(
+                f"{option.name}={value}: must be at least {minimums.get(option.name, 0)}"
+            )
     if config.client_rows > config.rows:
         raise InputError(f"client_rows={config.client_rows}: must be at most rows={config.rows}")
     if not all(config.served_model_name or config.target):
@@ -317,11 +349,15 @@ def read_keys(config: ServeConfig) -> tuple[str, ...]:
     try:
         lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"api_key_file={config.api_key_file!r}: cannot be read ({error})") from None
-    keys = tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
-    if not keys or not all(len(key) >= 8 and key.isascii() and key.isprintable() and " " not in key for key in keys):
         raise InputError(
-            f"api_key_file={config.api_key_file!r}: must have one key per line, each of at least 8 visible ASCII characters "
-            "without spaces"
+            f"api_key_file={config.api_key_file!r}: cannot be read ({error})"
+        ) from None
+    keys = tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if not keys or not all(
+        len(key) >= 8 and key.isascii() and key.isprintable() and " " not in key for key in keys
+    ):
+        raise InputError(
+            f"api_key_file={config.api_key_file!r}: must have one key per line, each of at least 8"
+            " visible ASCII characters without spaces"
         )
     return keys

@@ -61,16 +61,25 @@ def find_shard(text: str, environment: Mapping[str, str] = os.environ) -> Shard:
     """
     match = re.fullmatch(r"(\d+|auto)(?:/(\d+))?", text)
     if match is None or (match[1] != "auto" and match[2] is None):
-        raise InputError(f"shard={text!r}: give I/N, such as 0/16, the first of 16; or auto, or auto/16, under a scheduler")
+        raise InputError(
+            f"shard={text!r}: give I/N, such as 0/16, the first of 16; or auto, or auto/16, under a"
+            " scheduler"
+        )
     number, count = match[1], match[2]
     if number == "auto":
         number, scheduler_count = _of_scheduler(text, environment)
         count = count or scheduler_count
     if count is None:
-        raise InputError(f"shard={text!r}: the scheduler gives the shard's index, but not the number of shards: give auto/N")
+        raise InputError(
+            f"shard={text!r}: the scheduler gives the shard's index, but not the number of shards:"
+            " give auto/N"
+        )
     shard = Shard(int(number), int(count))
     if not shard.number < shard.count < 100_000:
-        raise InputError(f"shard={text!r}: shard {shard} does not exist; the last of N shards, at most 99999, is N-1/N")
+        raise InputError(
+            f"shard={text!r}: shard {shard} does not exist; the last of N shards, at most 99999, is"
+            " N-1/N"
+        )
     return shard
 
 
@@ -79,10 +88,18 @@ def _of_scheduler(text: str, environment: Mapping[str, str]) -> tuple[str, str |
     names = ("SLURM_ARRAY_TASK_ID", "JOB_COMPLETION_INDEX")
     name = next((name for name in names if environment.get(name)), None)
     if name is None:
-        raise InputError(f"shard={text!r}: neither {' nor '.join(names)} is set: run it as a task of an array, or give I/N")
-    index, first_index = environment[name], environment.get("SLURM_ARRAY_TASK_MIN", "0") if name == names[0] else "0"
+        raise InputError(
+            f"shard={text!r}: neither {' nor '.join(names)} is set: run it as a task of an array,"
+            " or give I/N"
+        )
+    index, first_index = (
+        environment[name],
+        environment.get("SLURM_ARRAY_TASK_MIN", "0") if name == names[0] else "0",
+    )
     if not (index.isdecimal() and first_index.isdecimal()) or int(index) < int(first_index):
-        raise InputError(f"shard={text!r}: {name}={index!r} must be a number, at least {first_index}: give I/N")
+        raise InputError(
+            f"shard={text!r}: {name}={index!r} must be a number, at least {first_index}: give I/N"
+        )
     count = environment.get("SLURM_ARRAY_TASK_COUNT") if name == names[0] else None
     return str(int(index) - int(first_index)), count if count and count.isdecimal() else None
 
@@ -106,7 +123,8 @@ def open_shard(folder: Path, shard: Shard) -> Path:
     counts = {int(match[2]) for path in folder.glob("*") if (match := _NAME.fullmatch(path.name))}
     if other_counts := sorted(counts - {shard.count}):
         raise InputError(
-            f"output={str(folder)!r}: it has 1 of {other_counts[0]} shards, but shard={shard}: give another folder"
+            f"output={str(folder)!r}: it has 1 of {other_counts[0]} shards, but shard={shard}: give"
+            " another folder"
         )
     file = shard.file(folder)
     part = file.with_name(f"{file.name}{BEGUN}")
@@ -130,7 +148,12 @@ def finish(part: Path, claim: str) -> Path:
     part.parent.mkdir(parents=True, exist_ok=True)
     part.touch()
     lines = (noted.read_text() if noted.exists() else claim).splitlines(keepends=True)
-    write_text(noted, "".join([*(line for line in lines if not line.startswith(_WHOLE)), f"{_WHOLE}{_digest(part)}\n"]))
+    write_text(
+        noted,
+        "".join(
+            [*(line for line in lines if not line.startswith(_WHOLE)), f"{_WHOLE}{_digest(part)}\n"]
+        ),
+    )
     part.replace(file)
     return file
 
@@ -145,7 +168,11 @@ def is_whole(file: Path) -> bool:
 
 def missing(folder: Path, count: int) -> list[Shard]:
     """Return the shards that are not complete."""
-    return [shard for number in range(count) if not is_whole((shard := Shard(number, count)).file(folder))]
+    return [
+        shard
+        for number in range(count)
+        if not is_whole((shard := Shard(number, count)).file(folder))
+    ]
 
 
 def _digest(file: Path) -> str:

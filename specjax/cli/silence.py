@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 REMARKS = {
     # The configuration is read as another class, or has its rotary embedding in the older format.
-    "transformers.configuration_utils": ("You are using a model of type", "got `key=rope_scaling` in kwargs"),
+    "transformers.configuration_utils": (
+        "You are using a model of type",
+        "got `key=rope_scaling` in kwargs",
+    ),
     "transformers.modeling_rope_utils": ("Unrecognized keys in `rope_parameters`",),
     # specjax itself reports prompts that are too long for the model.
     "transformers.tokenization_utils_base": ("Token indices sequence length is longer than",),
@@ -24,7 +27,9 @@ def silence() -> None:
     """Suppress the `REMARKS` and a warning about ``rope_scaling``, in this process from now on."""
     for name, remarks in REMARKS.items():
         logging.getLogger(name).addFilter(_Filter(remarks))
-    warnings.filterwarnings("ignore", message="`rope_scaling` is deprecated", category=FutureWarning)
+    warnings.filterwarnings(
+        "ignore", message="`rope_scaling` is deprecated", category=FutureWarning
+    )
 
 
 @dataclass(frozen=True)

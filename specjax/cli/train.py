@@ -11,10 +11,13 @@ from specjax.training.config import TrainConfig
 
 def run_train(config: TrainConfig) -> None:
     """Run ``specjax train``."""
-    if config == TrainConfig():  # the defaults train a model on Python's own source for hours, which is rarely intended
+    if (
+        config == TrainConfig()
+    ):  # the defaults train a model on Python's own source for hours, which is rarely intended
         raise InputError(
-            "train: no configuration; give --config FILE.yaml with a method, its target and the data (see the folder configs "
-            "of the repository), or give them as options (see specjax train --help)"
+            "train: no configuration; give --config FILE.yaml with a method, its target and the"
+            " data (see the folder configs of the repository), or give them as options (see specjax"
+            " train --help)"
         )
     if config.dry_run:
         _show_needs(config)
@@ -30,13 +33,24 @@ def _show_needs(config: TrainConfig) -> None:
     with waiting("compiling a step to measure its memory"):
         needed = needs(config)
     console = Console()
-    table = Table("parameter", "shape", "", title=f"what is trained: {config.method.name}, {needed.parameters:,} parameters")
+    table = Table(
+        "parameter",
+        "shape",
+        "",
+        title=f"what is trained: {config.method.name}, {needed.parameters:,} parameters",
+    )
     for name, shape in needed.student.items():
         table.add_row(name, " x ".join(map(str, shape)), "frozen" if name in needed.frozen else "")
     console.print(table)
     if needed.target_parameters:
-        console.print(f"target: {config.method.target}, {needed.target_parameters:,} parameters, in {config.compute_dtype}")
-    console.print("a batch: " + "; ".join(f"{name} {list(shape)}" for name, shape in needed.batch.items() if shape))
+        console.print(
+            f"target: {config.method.target}, {needed.target_parameters:,} parameters, in"
+            f" {config.compute_dtype}"
+        )
+    console.print(
+        "a batch: "
+        + "; ".join(f"{name} {list(shape)}" for name, shape in needed.batch.items() if shape)
+    )
     for title, parts in (("memory, on one device", needed.memory), ("disk", needed.disk)):
         table = Table(title, "MB")
         table.columns[1].justify = "right"
@@ -44,6 +58,12 @@ def _show_needs(config: TrainConfig) -> None:
             table.add_row(name, f"{size / 1e6:,.1f}")
         console.print(table)
     rows, width, steps = config.data.batch, config.data.window, config.steps
-    console.print(f"{steps:,} steps of {rows} x {width} tokens, {steps * rows * width:,} in total. Nothing was trained.")
+    console.print(
+        f"{steps:,} steps of {rows} x {width} tokens, {steps * rows * width:,} in total. Nothing"
+        " was trained."
+    )
     if jax.default_backend() == "cpu":
-        console.print("An accelerator may need several times less temporary memory: see specjax plan compile-training.")
+        console.print(
+            "An accelerator may need several times less temporary memory: see specjax plan"
+            " compile-training."
+        )

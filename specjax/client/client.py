@@ -122,14 +122,17 @@ class Client:
         params.options().check(config, 1)
         stop = text.check_stop(stop)
         if stop and self.tokenizer is None:
-            raise InputError("stop: a client without a tokenizer has no text to search; give tokenizer=...")
+            raise InputError(
+                "stop: a client without a tokenizer has no text to search; give tokenizer=..."
+            )
         private = private if isinstance(private, str) else tuple(private)
         tokens = self.encode(prompt)
         room = self.device.capacity - params.max_new_tokens
         if len(tokens) > room:
             raise InputError(
-                f"prompt ({len(tokens)} tokens) plus max_new_tokens={params.max_new_tokens}: this client has room for "
-                f"{self.device.capacity}; shorten the prompt, lower max_new_tokens, or give connect(capacity=...)"
+                f"prompt ({len(tokens)} tokens) plus max_new_tokens={params.max_new_tokens}: this"
+                f" client has room for {self.device.capacity}; shorten the prompt, lower"
+                " max_new_tokens, or give connect(capacity=...)"
             )
         target, drafter = self._fingerprints
         request = ExchangeRequest(
@@ -139,29 +142,54 @@ class Client:
             drafter=drafter,
             precision=self._precision,
         )
-        options: dict[str, Any] = {"patience": self.patience, "tokenizer": self.tokenizer, "stop": stop}
+        options: dict[str, Any] = {
+            "patience": self.patience,
+            "tokenizer": self.tokenizer,
+            "stop": stop,
+        }
         writer: Writer | PrivateWriter
         if private:
             if journal is not None or not isinstance(prompt, str):
-                raise InputError("private: give a prompt that is text, and no journal, since nothing is committed")
+                raise InputError(
+                    "private: give a prompt that is text, and no journal, since nothing is"
+                    " committed"
+                )
             is_private = split(self.tokenizer, prompt, tokens, private)
-            writer = PrivateWriter(request, is_private, self.device, self._make_link(), is_offline=is_offline, **options)
+            writer = PrivateWriter(
+                request,
+                is_private,
+                self.device,
+                self._make_link(),
+                is_offline=is_offline,
+                **options,
+            )
         else:
             store = None if journal is None else Journal(Path(journal))
             exchange = Exchange(request) if store is None else store.open(request)
             if store is not None:
-                store.keep(exchange)  # fail now, not after the first tokens, if the file cannot be written
-            is_chat = not isinstance(prompt, str) and any(isinstance(message, Mapping) for message in prompt)
+                store.keep(
+                    exchange
+                )  # fail now, not after the first tokens, if the file cannot be written
+            is_chat = not isinstance(prompt, str) and any(
+                isinstance(message, Mapping) for message in prompt
+            )
             options |= {"journal": store, "is_chat": is_chat}
-            writer = Writer(exchange, self.device, self._make_link(), is_offline=is_offline, **options)
+            writer = Writer(
+                exchange, self.device, self._make_link(), is_offline=is_offline, **options
+            )
         self.report = writer.report
         return writer
 
     def generate(
-        self, prompt: str | text.Messages | Sequence[int], params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: str | text.Messages | Sequence[int],
+        params: SamplingParams | None = None,
+        **options: Any,
     ) -> TextReport:
         """Generate a text and return its report. The arguments are those of `stream`."""
-        check_options("generate", options, self.stream, *(field.name for field in fields(SamplingParams)))
+        check_options(
+            "generate", options, self.stream, *(field.name for field in fields(SamplingParams))
+        )
         writer = self.stream(prompt, params, **options)
         for _ in writer:
             pass
@@ -170,15 +198,23 @@ class Client:
     def encode(self, prompt: str | text.Messages | Sequence[int]) -> list[int]:
         """Return the token ids of a prompt."""
         vocabulary = self.device.target.config.vocab_size
-        if isinstance(prompt, str) or any(not isinstance(part, int | np.integer) for part in prompt):
+        if isinstance(prompt, str) or any(
+            not isinstance(part, int | np.integer) for part in prompt
+        ):
             if self.tokenizer is None:
-                raise InputError("prompt: without a tokenizer give token ids; --target-parts of `specjax convert` has one")
+                raise InputError(
+                    "prompt: without a tokenizer give token ids; --target-parts of `specjax"
+                    " convert` has one"
+                )
             is_chat = not isinstance(prompt, str)
-            tokens = text.encode_chat(self.tokenizer, prompt) if is_chat else text.encode(self.tokenizer, prompt)  # pyright: ignore[reportArgumentType]
+            encode = text.encode_chat if is_chat else text.encode
+            tokens = encode(self.tokenizer, prompt)  # pyright: ignore[reportArgumentType]
         else:
             tokens = [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
         if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
-            raise InputError(f"prompt: it must have at least one token, with ids from 0 to {vocabulary - 1}")
+            raise InputError(
+                f"prompt: it must have at least one token, with ids from 0 to {vocabulary - 1}"
+            )
         return tokens
 
 
@@ -249,7 +285,9 @@ def connect(
     if tokenizer is not None:
         tokenizer = with_template(tokenizer, str(chat_template), chat_template_kwargs)
     elif chat_template or chat_template_kwargs:
-        raise InputError("chat_template: target_parts has no tokenizer; see --target-parts of `specjax convert`")
+        raise InputError(
+            "chat_template: target_parts has no tokenizer; see --target-parts of `specjax convert`"
+        )
     shape = None if draft is None else as_shape(draft)
     if isinstance(drafter, str):
         loaded = load_drafter(drafter, shape, target_parts.config, dtype, tokenizer=tokenizer)
@@ -259,7 +297,9 @@ def connect(
         loaded = with_told(loaded, told)
     limits = [target_parts.config.max_positions, loaded.max_positions, capacity or USUAL_CAPACITY]
     shapes = of_depths(loaded.draft_shape)
-    device = ClientDevice(target_parts, loaded, shapes, min(limit for limit in limits if limit is not None))
+    device = ClientDevice(
+        target_parts, loaded, shapes, min(limit for limit in limits if limit is not None)
+    )
     return Client(
         device,
         web_socket if make_link is None else make_link,
@@ -288,7 +328,9 @@ def of_depths(shape: DraftShape) -> list[DraftShape]:
             if depth < nodes:
                 shapes.setdefault(depth, replace(shape, depth=depth, nodes=nodes))
         elif isinstance(shape, StaticTree) and depth < shape.depth:
-            shapes.setdefault(depth, StaticTree(tuple(path for path in shape.choices if len(path) <= depth)))
+            shapes.setdefault(
+                depth, StaticTree(tuple(path for path in shape.choices if len(path) <= depth))
+            )
         elif isinstance(shape, SampledTree) and depth < shape.depth:
             shapes.setdefault(depth, SampledTree(shape.widths[:depth]))
     return [shapes[depth] for depth in sorted(shapes)]

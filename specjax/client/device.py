@@ -61,7 +61,9 @@ class Settings:
 
         So both sides draw with the same random numbers.
         """
-        return cls(key=jax.random.fold_in(params.make_key(), 0), sampling=params.rows_of_any_kind(1))
+        return cls(
+            key=jax.random.fold_in(params.make_key(), 0), sampling=params.rows_of_any_kind(1)
+        )
 
 
 class ClientDevice:
@@ -89,17 +91,24 @@ class ClientDevice:
 
     alone: ClassVar[int] = -1
 
-    def __init__(self, target: Target, drafter: Drafter, shapes: Sequence[DraftShape], capacity: int) -> None:
+    def __init__(
+        self, target: Target, drafter: Drafter, shapes: Sequence[DraftShape], capacity: int
+    ) -> None:
         """Prepare the functions. Each is compiled at its first call, or by `warm_up`."""
         if not drafter.drafts_elsewhere:
             raise InputError(
-                f"drafter: {type(drafter).__name__} needs the target itself while it drafts, which a client does not have; "
-                "give Mixture of Attentions, EAGLE, EAGLE-3, a draft model or prompt lookup"
+                f"drafter: {type(drafter).__name__} needs the target itself while it drafts, which"
+                " a client does not have; give Mixture of Attentions, EAGLE, EAGLE-3, a draft"
+                " model or prompt lookup"
             )
         drafter.check(target)
         self.target, self.drafter, self.capacity = target, drafter, capacity
-        self.shapes = {shape.depth: shape for shape in sorted(shapes, key=lambda shape: shape.depth)}
-        self._drafters = {depth: _with_draft(drafter, shape) for depth, shape in self.shapes.items()}
+        self.shapes = {
+            shape.depth: shape for shape in sorted(shapes, key=lambda shape: shape.depth)
+        }
+        self._drafters = {
+            depth: _with_draft(drafter, shape) for depth, shape in self.shapes.items()
+        }
         self._drafters[self.alone] = _with_draft(drafter, Chain(ALONE))
         self.hears = remote_input_shapes(drafter, target)
 
@@ -108,7 +117,11 @@ class ClientDevice:
         return _start(self.target, self.drafter, capacity=self.capacity)
 
     def append_remote(
-        self, state: Known, tokens: Sequence[int], following: Sequence[int], arrays: Mapping[str, np.ndarray]
+        self,
+        state: Known,
+        tokens: Sequence[int],
+        following: Sequence[int],
+        arrays: Mapping[str, np.ndarray],
     ) -> Known:
         """Return the state after committed tokens whose hidden states the server has sent.
 
@@ -125,7 +138,9 @@ class ClientDevice:
             state = _append_remote(self.target, self.drafter, state, *padded, padded_arrays)
         return state
 
-    def append_unverified(self, state: Known, tokens: Sequence[int], following: Sequence[int]) -> Known:
+    def append_unverified(
+        self, state: Known, tokens: Sequence[int], following: Sequence[int]
+    ) -> Known:
         """Return the state after tokens without hidden states; see `Drafter.append_unverified`."""
         for start, width in _pieces(len(tokens)):
             piece = slice(start, start + width)
@@ -139,7 +154,12 @@ class ClientDevice:
         ``depth`` is a key of `shapes`, or `alone`.
         """
         tokens, parents, valid = _propose(
-            self.target, self._drafters[depth], state, np.array([root], np.int32), np.int32(length), settings
+            self.target,
+            self._drafters[depth],
+            state,
+            np.array([root], np.int32),
+            np.int32(length),
+            settings,
         )
         return Tree.of(*(np.asarray(array)[0] for array in (tokens, parents, valid)))
 
@@ -148,7 +168,9 @@ class ClientDevice:
         state, settings = self.start(), Settings.of(SamplingParams())
         jobs: list[Any] = []
         for width in WIDTHS:
-            arrays = {name: np.zeros((width, *shape), np.float32) for name, shape in self.hears.items()}
+            arrays = {
+                name: np.zeros((width, *shape), np.float32) for name, shape in self.hears.items()
+            }
             jobs.append(partial(self.append_remote, state, [0] * width, [0] * width, arrays))
             jobs.append(partial(self.append_unverified, state, [0] * width, [0] * width))
         jobs += [partial(self.propose, state, 0, 1, settings, depth) for depth in self._drafters]
@@ -176,9 +198,13 @@ def _padded(values: np.ndarray, width: int) -> np.ndarray:
     return np.pad(values, [(0, width - len(values)), *((0, 0),) * (values.ndim - 1)])[None]
 
 
-def _padded_tokens(tokens: Sequence[int], following: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _padded_tokens(
+    tokens: Sequence[int], following: Sequence[int], width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return tokens, following and count as `_append_remote` and `_append_unverified` take them."""
-    padded, padded_following = (_padded(np.array(ids, np.int32), width) for ids in (tokens, following))
+    padded, padded_following = (
+        _padded(np.array(ids, np.int32), width) for ids in (tokens, following)
+    )
     return padded, padded_following, np.array([len(tokens)], np.int32)
 
 
@@ -203,15 +229,25 @@ def _append_remote(
     if cache is not None:
         cache = cache.append(_as(cache, drafter.remote_entries(target, arrays)), count, after=count)
     return Known(
-        drafter=drafter.append_remote(target, state.drafter, RemoteFeatures(tokens, following, arrays, count)), cache=cache
+        drafter=drafter.append_remote(
+            target, state.drafter, RemoteFeatures(tokens, following, arrays, count)
+        ),
+        cache=cache,
     )
 
 
 @jax.jit
 def _append_unverified(
-    target: Target, drafter: Drafter, state: Known, tokens: jax.Array, following: jax.Array, count: jax.Array
+    target: Target,
+    drafter: Drafter,
+    state: Known,
+    tokens: jax.Array,
+    following: jax.Array,
+    count: jax.Array,
 ) -> Known:
-    drafter_state, entries = drafter.append_unverified(target, state.drafter, tokens, following, count, state.cache)
+    drafter_state, entries = drafter.append_unverified(
+        target, state.drafter, tokens, following, count, state.cache
+    )
     cache = state.cache
     if cache is not None:
         cache = cache.append(_as(cache, entries), count, after=jax.tree.leaves(entries)[0][:, 0, 0])
@@ -225,13 +261,22 @@ def _as(cache: KVCache, entries: Any) -> Any:
 
 @jax.jit
 def _propose(
-    target: Target, drafter: Drafter, state: Known, root: jax.Array, length: jax.Array, settings: Settings
+    target: Target,
+    drafter: Drafter,
+    state: Known,
+    root: jax.Array,
+    length: jax.Array,
+    settings: Settings,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the tokens, the parents and the validity of a draft's nodes, ``[1, N]`` each."""
     # The first drafted token has position `length`, and the same random key as in the server.
-    keys = position_keys(settings.key[None], length + jnp.arange(drafter.draft_shape.depth)[:, None])
+    keys = position_keys(
+        settings.key[None], length + jnp.arange(drafter.draft_shape.depth)[:, None]
+    )
     cache = {} if state.cache is None else {"cache": state.cache}
-    draft, _ = drafter.propose(target, state.drafter, root, settings.sampling, keys, jnp.ones(1, bool), **cache)
+    draft, _ = drafter.propose(
+        target, state.drafter, root, settings.sampling, keys, jnp.ones(1, bool), **cache
+    )
     parents = jnp.broadcast_to(jnp.asarray(draft.parents, jnp.int32), draft.tokens.shape)
     valid = jnp.ones(draft.tokens.shape, bool) if draft.valid is None else draft.valid
     return draft.tokens, parents, valid

@@ -46,16 +46,24 @@ class Display:
         self._tokenizer, self._is_chat = tokenizer, is_chat
         self._all = list(prompt)  # the prompt and the committed tokens
         self._prompt = len(prompt)
-        self._growing = None if tokenizer is None else GrowingText(tokenizer, list(prompt), stop, is_chat=is_chat)
+        self._growing = (
+            None
+            if tokenizer is None
+            else GrowingText(tokenizer, list(prompt), stop, is_chat=is_chat)
+        )
         is_cut = is_alone and bool(stop) and tokenizer is not None
-        self._alone = GrowingText(tokenizer, list(prompt), stop, is_chat=is_chat) if is_cut else None
+        self._alone = (
+            GrowingText(tokenizer, list(prompt), stop, is_chat=is_chat) if is_cut else None
+        )
         self._stream: TextStream | FinalChannel | None = None  # decodes the provisional tokens
         self.provisional: list[tuple[int, str]] = []
 
     @property
     def has_stopped(self) -> bool:
         """True if the text has reached a stop string."""
-        return any(growing is not None and growing.stopped for growing in (self._growing, self._alone))
+        return any(
+            growing is not None and growing.stopped for growing in (self._growing, self._alone)
+        )
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -97,14 +105,26 @@ class Display:
         new, text = self._grow(tokens, is_last=is_last)
         shown = [token for token, _ in self.provisional]
         confirmed = next(
-            (index for index, (before, after) in enumerate(zip(shown, new, strict=False)) if before != after),
+            (
+                index
+                for index, (before, after) in enumerate(zip(shown, new, strict=False))
+                if before != after
+            ),
             min(len(shown), len(new)),
         )
         events: list[TextEvent] = []
         if confirmed < len(new) or is_last or self.has_stopped:
-            wrong, self.provisional, self._stream = self.provisional[confirmed:], self.provisional[:confirmed], None
+            wrong, self.provisional, self._stream = (
+                self.provisional[confirmed:],
+                self.provisional[:confirmed],
+                None,
+            )
             if wrong:
-                events.append(RetractedEvent(tuple(token for token, _ in wrong), "".join(text for _, text in wrong)))
+                events.append(
+                    RetractedEvent(
+                        tuple(token for token, _ in wrong), "".join(text for _, text in wrong)
+                    )
+                )
         del self.provisional[:confirmed]
         return [*events, CommittedEvent(new, text, confirmed=confirmed)]
 

@@ -90,7 +90,9 @@ def check_params(params: SamplingParams) -> None:
     for field in fields(params):
         value = getattr(params, field.name)
         if field.name not in _WIRE_NAMES.values() and value != field.default:
-            raise InputError(f"{field.name}={value!r}: the client protocol does not support it; leave it out")
+            raise InputError(
+                f"{field.name}={value!r}: the client protocol does not support it; leave it out"
+            )
 
 
 def _on_the_wire(params: SamplingParams) -> dict[str, Any]:
@@ -223,7 +225,13 @@ class Exchange:
             self._epoch += 1
             base, digest = len(self.tokens), wire.digest(self.tokens)
             return wire.encode(
-                wire.ResumeMessage(session=self._session, epoch=self._epoch, base=base, digest=digest, known=self.known)
+                wire.ResumeMessage(
+                    session=self._session,
+                    epoch=self._epoch,
+                    base=base,
+                    digest=digest,
+                    known=self.known,
+                )
             )
         request = self.request
         return wire.encode(
@@ -258,11 +266,17 @@ class Exchange:
 
     def again(self) -> bytes:
         """Return the frame to send again when no answer comes."""
-        return wire.encode(self._sent) if self.phase == "waiting" and self._sent is not None else self._hello
+        return (
+            wire.encode(self._sent)
+            if self.phase == "waiting" and self._sent is not None
+            else self._hello
+        )
 
     def close(self) -> bytes | None:
         """Return the frame that ends the session; None if the server does not have the text."""
-        return None if self._session is None else wire.encode(wire.CloseMessage(session=self._session))
+        return (
+            None if self._session is None else wire.encode(wire.CloseMessage(session=self._session))
+        )
 
     def end_if_whole(self, stop_token_ids: Collection[int]) -> None:
         """Set the phase to "over" if the committed tokens are the whole text.
@@ -312,30 +326,51 @@ class Exchange:
             return self._ready(message)
         if isinstance(message, wire.VerdictMessage):
             return self._verdict(message)
-        return [SendFrame(self.hello())]  # ResyncMessage: the texts differ, and the client's is the committed one
+        return [
+            SendFrame(self.hello())
+        ]  # ResyncMessage: the texts differ, and the client's is the committed one
 
     def _opened(self, message: wire.OpenedMessage) -> list[ExchangeEvent]:
-        if message.session == self._session or message.epoch:  # acknowledges a ResumeMessage during prefill
+        if (
+            message.session == self._session or message.epoch
+        ):  # acknowledges a ResumeMessage during prefill
             return []
-        if self._session is not None or self.phase != "opening":  # answers an OpenMessage of an earlier connection
+        if (
+            self._session is not None or self.phase != "opening"
+        ):  # answers an OpenMessage of an earlier connection
             return [SendFrame(wire.encode(wire.CloseMessage(session=message.session)))]
-        self._session, self._epoch, self._sequence, self._sent = message.session, message.epoch, 0, None
+        self._session, self._epoch, self._sequence, self._sent = (
+            message.session,
+            message.epoch,
+            0,
+            None,
+        )
         tells = {name: tuple(shape) for name, shape in message.tells.items()}
         self.bounds = ServerLimits(message.nodes, message.depth, message.capacity, tells)
         return [TextOpened()]
 
     def _take_features(self, message: wire.ToldMessage) -> list[ExchangeEvent]:
         end = min(message.start + message.count, len(self.tokens) - 1)
-        if message.start > self.known or end <= self.known:  # an earlier message was lost, or nothing here is new
+        if (
+            message.start > self.known or end <= self.known
+        ):  # an earlier message was lost, or nothing here is new
             return []
         piece = slice(self.known - message.start, end - message.start)
-        return [self._advance(end, {name: array[piece] for name, array in self._unpacked(message.arrays).items()})]
+        return [
+            self._advance(
+                end, {name: array[piece] for name, array in self._unpacked(message.arrays).items()}
+            )
+        ]
 
     def _unpacked(self, arrays: Mapping[str, wire.ArrayBytes]) -> dict[str, np.ndarray]:
         """Unpack hidden states, or raise FrameError if the server has not announced these."""
         tells = {} if self.bounds is None else self.bounds.tells
         if {name: tuple(packed.shape[1:]) for name, packed in arrays.items()} != tells:
-            raise wire.FrameError(4400, f"arrays: {sorted(arrays)}; they must be {sorted(tells)}, with the shapes of Opened")
+            raise wire.FrameError(
+                4400,
+                f"arrays: {sorted(arrays)}; they must be {sorted(tells)}, with the shapes of"
+                " Opened",
+            )
         return {name: wire.unpack(packed) for name, packed in arrays.items()}
 
     def _advance(self, end: int, arrays: dict[str, np.ndarray]) -> FeaturesReceived:
@@ -348,9 +383,13 @@ class Exchange:
             return []
         events: list[ExchangeEvent] = []
         last = len(self.tokens) - 1
-        if self.bounds is not None and not self.bounds.tells and self.known < last:  # the drafter needs tokens alone
+        if (
+            self.bounds is not None and not self.bounds.tells and self.known < last
+        ):  # the drafter needs tokens alone
             events.append(self._advance(last, {}))
-        if message.length != len(self.tokens) or self.known < last:  # hidden states were lost on the way
+        if (
+            message.length != len(self.tokens) or self.known < last
+        ):  # hidden states were lost on the way
             return [*events, SendFrame(self.hello())]
         if self._sent is None:
             self.phase = "ready"
@@ -364,10 +403,17 @@ class Exchange:
             return []
         drafted, parents = wire.unpack(sent.tokens), wire.unpack(sent.parents)
         path = [0, *message.accepted]
-        is_path = all(node < len(drafted) and parents[node] == path[i] for i, node in enumerate(message.accepted))
+        is_path = all(
+            node < len(drafted) and parents[node] == path[i]
+            for i, node in enumerate(message.accepted)
+        )
         room = len(self.request.prompt) + self.request.params.max_new_tokens - len(self.tokens)
         if not is_path or len(message.accepted) >= room:
-            raise wire.FrameError(4400, f"accepted={message.accepted}: it is no path of the draft, or exceeds max_new_tokens")
+            raise wire.FrameError(
+                4400,
+                f"accepted={message.accepted}: it is no path of the draft, or exceeds"
+                " max_new_tokens",
+            )
         arrays = self._unpacked(message.arrays)
         emitted = [*(int(drafted[node]) for node in message.accepted), message.token]
         self.tokens += emitted
@@ -399,7 +445,11 @@ class Exchange:
     def restored(cls, snapshot: Mapping[str, Any]) -> "Exchange":
         """Restore a text from a `snapshot`, or raise `msgspec.ValidationError` or KeyError."""
         stored = msgspec.convert(snapshot["request"], dict[str, Any])
-        names = {wire_name: name for wire_name, name in _WIRE_NAMES.items() if wire_name in stored or wire_name == "limit"}
+        names = {
+            wire_name: name
+            for wire_name, name in _WIRE_NAMES.items()
+            if wire_name in stored or wire_name == "limit"
+        }
         params = {name: stored.pop(wire_name) for wire_name, name in names.items()}
         request = msgspec.convert({**stored, "params": params}, ExchangeRequest)
         return cls(request, msgspec.convert(snapshot["committed"], list[int]))

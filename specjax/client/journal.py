@@ -42,17 +42,26 @@ class Journal:
         except FileNotFoundError:
             return Exchange(request)
         except OSError as error:
-            raise InputError(f"journal={str(self._path)!r}: the file cannot be read ({error})") from None
+            raise InputError(
+                f"journal={str(self._path)!r}: the file cannot be read ({error})"
+            ) from None
         try:
             exchange = Exchange.restored(msgspec.json.decode(raw))
         except (msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError):
-            raise InputError(f"journal={str(self._path)!r}: the file is not a journal; give another file") from None
+            raise InputError(
+                f"journal={str(self._path)!r}: the file is not a journal; give another file"
+            ) from None
         committed = exchange.tokens[len(exchange.request.prompt) :]
-        if len(committed) > exchange.request.params.max_new_tokens or not all(0 <= token < 2**31 for token in committed):
-            raise InputError(f"journal={str(self._path)!r}: the file is not a journal; give another file")
+        if len(committed) > exchange.request.params.max_new_tokens or not all(
+            0 <= token < 2**31 for token in committed
+        ):
+            raise InputError(
+                f"journal={str(self._path)!r}: the file is not a journal; give another file"
+            )
         if replace(exchange.request, precision=request.precision) != request:
             raise InputError(
-                f"journal={str(self._path)!r}: the file has another prompt or other settings; give another file, or remove it"
+                f"journal={str(self._path)!r}: the file has another prompt or other settings; give"
+                " another file, or remove it"
             )
         return exchange
 
@@ -70,14 +79,22 @@ class Journal:
             temporary.unlink(missing_ok=True)
             # The file holds the prompt, so no other user may read it. O_EXCL: never write into a
             # file or through a link that somebody else has put there.
-            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            with os.fdopen(
+                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600),
+                "w",
+                encoding="utf-8",
+            ) as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())  # the content must be on disk before the old file is replaced
+                os.fsync(
+                    file.fileno()
+                )  # the content must be on disk before the old file is replaced
             os.replace(temporary, self._path)
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink()  # it may be incomplete
             if is_full_disk(error):
                 raise FullDiskError(self._path, len(content.encode())) from None
-            raise InputError(f"journal={str(self._path)!r}: the file cannot be written ({error})") from None
+            raise InputError(
+                f"journal={str(self._path)!r}: the file cannot be written ({error})"
+            ) from None

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI, WebSocketException
+from websockets.exceptions import (
+    ConnectionClosed,
+    InvalidHandshake,
+    InvalidStatus,
+    InvalidURI,
+    WebSocketException,
+)
 from websockets.sync.client import ClientConnection, connect
 
 from specjax.errors import InputError
@@ -90,7 +96,9 @@ class WebSocketLink:
         nobody is there
     """
 
-    def __init__(self, url: str, api_key: str | None = None, certificate: str | Path | None = None) -> None:
+    def __init__(
+        self, url: str, api_key: str | None = None, certificate: str | Path | None = None
+    ) -> None:
         """Make a link that is not connected yet.
 
         Args:
@@ -103,17 +111,27 @@ class WebSocketLink:
         """
         parts = urlsplit(url)
         if parts.scheme not in ("ws", "wss") or not parts.hostname:
-            raise InputError(f"server={url!r}: give ws://HOST:PORT, or wss://HOST:PORT if the server has a certificate")
+            raise InputError(
+                f"server={url!r}: give ws://HOST:PORT, or wss://HOST:PORT if the server has a"
+                " certificate"
+            )
         self._url = url if parts.path.strip("/") else url.rstrip("/") + PATH
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._security: ssl.SSLContext | None = None
         if parts.scheme == "wss":
             try:
-                self._security = ssl.create_default_context(cafile=None if certificate is None else str(certificate))
+                self._security = ssl.create_default_context(
+                    cafile=None if certificate is None else str(certificate)
+                )
             except (OSError, ssl.SSLError) as error:
-                raise InputError(f"certificate={str(certificate)!r}: the file cannot be read ({error})") from None
+                raise InputError(
+                    f"certificate={str(certificate)!r}: the file cannot be read ({error})"
+                ) from None
         elif certificate is not None:
-            raise InputError(f"certificate={str(certificate)!r}: server={url!r} is not encrypted; give wss://HOST:PORT")
+            raise InputError(
+                f"certificate={str(certificate)!r}: server={url!r} is not encrypted; give"
+                " wss://HOST:PORT"
+            )
         self._attempt: Future[ClientConnection] | None = None
         self._connection: ClientConnection | None = None
 
@@ -142,18 +160,25 @@ class WebSocketLink:
                 proxy=None,
                 **security,
             )
-            return connection.__enter__()  # websockets requires it since 17.1; `close` does what __exit__ would do
+            return (
+                connection.__enter__()
+            )  # websockets requires it since 17.1; `close` does what __exit__ would do
         except InvalidStatus as error:
             status = error.response.status_code
             if status in (401, 403, 404, 426):
-                reasons = {401: "a key is missing or wrong", 404: "it takes no drafts of clients (serve --drafts)"}
+                reasons = {
+                    401: "a key is missing or wrong",
+                    404: "it takes no drafts of clients (serve --drafts)",
+                }
                 raise LinkRefusedError(
-                    f"server={self._url!r}: it answers {status}; {reasons.get(status, 'it refuses this client')}"
+                    f"server={self._url!r}: it answers {status};"
+                    f" {reasons.get(status, 'it refuses this client')}"
                 ) from None
             raise LinkLostError(f"the server answers {status}") from None
         except ssl.SSLCertVerificationError as error:
             raise LinkRefusedError(
-                f"server={self._url!r}: its certificate is not trusted ({error.verify_message}); give certificate=FILE"
+                f"server={self._url!r}: its certificate is not trusted ({error.verify_message});"
+                " give certificate=FILE"
             ) from None
         except InvalidURI as error:
             raise LinkRefusedError(f"server={self._url!r}: {error}") from None

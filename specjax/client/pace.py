@@ -69,10 +69,20 @@ class Pace:
             self._compiled.add(depth)
             return
         before = self._drafting.get(depth)
-        self._drafting[depth] = seconds if before is None else before + (min(seconds, 4 * before) - before) / 8
+        self._drafting[depth] = (
+            seconds if before is None else before + (min(seconds, 4 * before) - before) / 8
+        )
 
     def round(
-        self, *, seconds: float, server: float, up: int, down: int, drafted: int, accepted: int, is_kept: bool = False
+        self,
+        *,
+        seconds: float,
+        server: float,
+        up: int,
+        down: int,
+        drafted: int,
+        accepted: int,
+        is_kept: bool = False,
     ) -> None:
         """Record a round.
 
@@ -88,8 +98,12 @@ class Pace:
         travel = max(seconds - server, 0.0)
         decay = np.exp(-1 / MEMORY)
         size = float(up + down)
-        self._bytes = self._bytes * decay + np.array([1.0, size, size * size, travel, size * travel])
-        self.round_trip = travel if self.round_trip is None else self.round_trip + (travel - self.round_trip) / 6
+        self._bytes = self._bytes * decay + np.array(
+            [1.0, size, size * size, travel, size * travel]
+        )
+        self.round_trip = (
+            travel if self.round_trip is None else self.round_trip + (travel - self.round_trip) / 6
+        )
         self.server = server if not self.server else self.server + (server - self.server) / 6
         if drafted:
             tried, survived = self._tried[int(is_kept)], self._survived[int(is_kept)]
@@ -122,14 +136,18 @@ class Pace:
             return self.round_trip or 0.0
         # A linear fit of seconds against bytes. If all sizes are about the same, the slope is 0.
         variance = squared - size * size / count
-        per_byte = max((product - size * travel / count) / variance, 0.0) if variance > count else 0.0
+        per_byte = (
+            max((product - size * travel / count) / variance, 0.0) if variance > count else 0.0
+        )
         mean_size = size / count
         per_token = per_byte * mean_size / max(self.tokens(self.depths[-1]), 1.0)
         return max(self.round_trip - per_byte * mean_size, 0.0) + per_token * self.tokens(depth)
 
     def choose(self) -> int:
         """Return the depth that gives the most tokens per second."""
-        return max(self.depths, key=lambda depth: self.tokens(depth) / max(self.seconds(depth), 1e-9))
+        return max(
+            self.depths, key=lambda depth: self.tokens(depth) / max(self.seconds(depth), 1e-9)
+        )
 
     def is_worth_keeping(self, depth: int) -> bool:
         """Return whether to send an existing draft of ``depth`` instead of a new draft.
@@ -137,5 +155,7 @@ class Pace:
         The existing draft needs no time for drafting; the new one has the best depth.
         """
         best = self.choose()
-        rate = self.tokens(min(depth, self.depths[-1]), is_kept=True) / max(self.seconds(depth, is_drafted=True), 1e-9)
+        rate = self.tokens(min(depth, self.depths[-1]), is_kept=True) / max(
+            self.seconds(depth, is_drafted=True), 1e-9
+        )
         return rate >= self.tokens(best) / max(self.seconds(best), 1e-9)

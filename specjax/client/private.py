@@ -56,24 +56,33 @@ def split(tokenizer: Any, prompt: str, tokens: Sequence[int], private: Sequence[
         False
     """
     # No message of this module shows a private string: messages end up in logs.
-    if isinstance(private, str) or not all(isinstance(string, str) and string for string in private):
+    if isinstance(private, str) or not all(
+        isinstance(string, str) and string for string in private
+    ):
         raise InputError("private: give a sequence of strings that are not empty")
     private = tuple(private)
     is_private = np.zeros(len(prompt) + 1, bool)
     for string in private:
         start = prompt.find(string)
         if start < 0:
-            raise InputError("private: one of the strings is not in the prompt, so it would not be hidden; check the strings")
+            raise InputError(
+                "private: one of the strings is not in the prompt, so it would not be hidden; check"
+                " the strings"
+            )
         while start >= 0:
             is_private[start : start + len(string)] = True
             start = prompt.find(string, start + 1)
     if not getattr(tokenizer, "is_fast", False):
-        raise InputError("private: this tokenizer does not say which characters its tokens have; give a fast one")
+        raise InputError(
+            "private: this tokenizer does not say which characters its tokens have; give a fast one"
+        )
     for special in (True, False):
         encoding = tokenizer(prompt, return_offsets_mapping=True, add_special_tokens=special)
         if list(encoding["input_ids"]) == list(tokens):
             return _touched(is_private, encoding["offset_mapping"])
-    raise InputError("private: the prompt's tokens are not those of its text alone; give plain text")
+    raise InputError(
+        "private: the prompt's tokens are not those of its text alone; give plain text"
+    )
 
 
 def _touched(is_private: np.ndarray, offsets: Sequence[tuple[int, int]]) -> list[bool]:
@@ -112,7 +121,10 @@ class PrivateWriter:
     ) -> None:
         """Start a text. ``is_private`` has one flag per prompt token; for the rest see `Writer`."""
         if not any(is_private):
-            raise InputError("private: no token of the prompt is private, so all of it would be sent; check the strings")
+            raise InputError(
+                "private: no token of the prompt is private, so all of it would be sent; check the"
+                " strings"
+            )
         self._is_private, self._device, self._is_offline = list(is_private), device, is_offline
         safe = [token for token, hide in zip(request.prompt, is_private, strict=True) if not hide]
         self._listener: _Listener | None = None
@@ -154,15 +166,25 @@ class PrivateWriter:
         speculation, tokens = self._writer.speculation, self._writer.exchange.tokens
         safe_indices = np.cumsum(~np.array(self._is_private)) - 1
         # The last token is left out: it is the root of the first draft.
-        has_features = [not hide and index < count for hide, index in zip(self._is_private, safe_indices, strict=True)][:-1]
-        for is_received, run in groupby(range(len(has_features)), key=lambda position: has_features[position]):
+        has_features = [
+            not hide and index < count
+            for hide, index in zip(self._is_private, safe_indices, strict=True)
+        ][:-1]
+        for is_received, run in groupby(
+            range(len(has_features)), key=lambda position: has_features[position]
+        ):
             positions = list(run)
-            piece, following = [tokens[position] for position in positions], [tokens[position + 1] for position in positions]
+            piece, following = (
+                [tokens[position] for position in positions],
+                [tokens[position + 1] for position in positions],
+            )
             if is_received:
                 indices = safe_indices[positions]
                 arrays = {name: array[indices] for name, array in features.items()}
                 shift = np.array(positions) - indices
-                speculation.append_remote(piece, following, moved(self._device.target, arrays, shift))
+                speculation.append_remote(
+                    piece, following, moved(self._device.target, arrays, shift)
+                )
             else:
                 speculation.append_unverified(piece, following)
 
@@ -177,7 +199,9 @@ class _Listener(Writer):
     def features(self) -> tuple[dict[str, np.ndarray], int]:
         """Return the hidden states by name, ``[T, …]`` each, and the number of tokens T."""
         names = self._received[0].arrays if self._received else {}
-        arrays = {name: np.concatenate([event.arrays[name] for event in self._received]) for name in names}
+        arrays = {
+            name: np.concatenate([event.arrays[name] for event in self._received]) for name in names
+        }
         return arrays, sum(len(event.tokens) for event in self._received)
 
     def _is_over(self) -> bool:
@@ -190,7 +214,9 @@ class _Listener(Writer):
         self._received.append(event)
 
 
-def moved(target: Target, arrays: dict[str, np.ndarray], shift: np.ndarray) -> dict[str, np.ndarray]:
+def moved(
+    target: Target, arrays: dict[str, np.ndarray], shift: np.ndarray
+) -> dict[str, np.ndarray]:
     """Return hidden states and KV as if each token stood ``shift [T]`` positions further on.
 
     Keys are rotated, all other arrays stay: RoPE by p positions, then by s more, gives the key at
@@ -227,7 +253,10 @@ def _rotated(target: Target, layer: int, keys: np.ndarray, shift: np.ndarray) ->
     """Rotate the ``keys [T, heads, dim]`` of a layer ``shift [T]`` positions further."""
     config = target.config.of_layer(layer)
     if config.mla is not None:
-        raise InputError("private: target layer inference (tli) does not support a target that caches latents (MLA)")
+        raise InputError(
+            "private: target layer inference (tli) does not support a target that caches latents"
+            " (MLA)"
+        )
     _, factor = inverse_frequencies(config.rope, config.head_dim)
     cos, sin, _ = rotations(config.rope, config.head_dim, jnp.asarray(shift, jnp.int32)[None])
     return np.asarray(rotate(jnp.asarray(keys)[None], cos / factor, sin / factor)[0])

@@ -56,7 +56,9 @@ class Speculation:
         """The text after the committed tokens, as the drafter alone generates it."""
         return tuple(token for stretch in self.stretches for token in stretch.path)
 
-    def append_remote(self, tokens: Sequence[int], following: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
+    def append_remote(
+        self, tokens: Sequence[int], following: Sequence[int], arrays: Mapping[str, np.ndarray]
+    ) -> None:
         """Append tokens with the target's hidden states.
 
         Args:
@@ -64,12 +66,18 @@ class Speculation:
             following: ``[T]`` the token after each.
             arrays: the hidden states by name, ``[T, …]`` each.
         """
-        self._state, self._simulated = self._device.append_remote(self._state, tokens, following, arrays), None
+        self._state, self._simulated = (
+            self._device.append_remote(self._state, tokens, following, arrays),
+            None,
+        )
         self.heard += len(tokens)
 
     def append_unverified(self, tokens: Sequence[int], following: Sequence[int]) -> None:
         """Append tokens for good whose hidden states the target will never send."""
-        self._state, self._simulated = self._device.append_unverified(self._state, tokens, following), None
+        self._state, self._simulated = (
+            self._device.append_unverified(self._state, tokens, following),
+            None,
+        )
         self.heard += len(tokens)
 
     def draft(self, depth: int) -> None:
@@ -130,7 +138,9 @@ def _after(stretches: list[Stretch], emitted: Sequence[int]) -> list[Stretch]:
     (first, *rest), is_likeliest = stretches, True
     tree, path = first.tree, first.path
     for token in emitted:
-        while not path and is_likeliest and rest:  # at the end of the likeliest path, where the next stretch begins
+        while (
+            not path and is_likeliest and rest
+        ):  # at the end of the likeliest path, where the next stretch begins
             (following, *rest) = rest
             tree, path = following.tree, following.path
         below = tree.below(token)

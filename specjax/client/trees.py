@@ -92,7 +92,10 @@ class Tree:
         end = (self._path_nodes or [0])[-1]
         offset = len(self.tokens) - 1
         parents_below = np.where(below.parents[1:] == 0, end, below.parents[1:] + offset)
-        return Tree(np.concatenate([self.tokens, below.tokens[1:]]), np.concatenate([self.parents, parents_below]))
+        return Tree(
+            np.concatenate([self.tokens, below.tokens[1:]]),
+            np.concatenate([self.parents, parents_below]),
+        )
 
     def cut(self, nodes: int, depth: int) -> "Tree":
         """Return the tree with at most ``nodes`` nodes, none deeper than ``depth``.

@@ -117,7 +117,9 @@ class Writer:
         self._device, self._link, self._patience = device, link, patience
         self.speculation = Speculation(device, Settings.of(request.params), exchange.tokens)
         self._pace = Pace(list(device.shapes))
-        self._display = Display(tokenizer, request.prompt, stop, is_alone=is_offline, is_chat=is_chat)
+        self._display = Display(
+            tokenizer, request.prompt, stop, is_alone=is_offline, is_chat=is_chat
+        )
         self._is_offline = is_offline
         self._journal, self._jitter = journal, jitter or random.Random()
         self._prompt = len(request.prompt)
@@ -127,20 +129,26 @@ class Writer:
         # The times of: the newest frame received over this connection, the newest frame sent, the
         # first sending of the frame that awaits an answer, the newest progress of the text, and the
         # next attempt to connect.
-        self._received_at = self._sent_at = self._waits_since = self._progress_at = self._retry_at = self._started_at
+        self._received_at = self._sent_at = self._waits_since = self._progress_at = (
+            self._retry_at
+        ) = self._started_at
         self._answered_at = self._started_at  # the newest frame received over any connection
         self._retries = self._resends = self._silent = 0
         self._resent = self._is_kept = False  # flags of the newest draft
         self._sizes = (0, 0)  # bytes up and down when the newest draft was sent
         eos_token_ids = request.params.eos_token_ids
-        self._stop_token_ids = frozenset(device.target.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self._stop_token_ids = frozenset(
+            device.target.config.eos_token_ids if eos_token_ids is None else eos_token_ids
+        )
 
     def __iter__(self) -> Iterator[TextEvent]:
         """Yield the events until the text ends."""
         if len(self.exchange.tokens) > self._prompt:  # another process has committed tokens
             self.exchange.end_if_whole(self._stop_token_ids)
             is_whole = self.exchange.phase == "over"
-            self._events += self._display.commit(self.exchange.tokens[self._prompt :], is_last=is_whole)
+            self._events += self._display.commit(
+                self.exchange.tokens[self._prompt :], is_last=is_whole
+            )
         try:
             while True:
                 yield from self._events
@@ -193,8 +201,12 @@ class Writer:
 
     def _lose(self, error: LinkLostError) -> None:
         """Close the connection, and set the time of the next attempt to connect."""
-        if error.code == 4400:  # the server cannot decode this client's frames, so a new connection would not help
-            raise FrameError(error.code, f"the server does not understand this client: {error}") from None
+        if (
+            error.code == 4400
+        ):  # the server cannot decode this client's frames, so a new connection would not help
+            raise FrameError(
+                error.code, f"the server does not understand this client: {error}"
+            ) from None
         self._link.close()
         self.exchange.lost()
         self._is_connected = self._is_connecting = False
@@ -240,7 +252,9 @@ class Writer:
             times.append(self._progress_at + patience.provisional)
         if patience.server is not None:
             times.append(self._answered_at + patience.server)
-        wait = max(min(times) - now, 0.0) + 1e-3  # a little later, so that the timeout has surely passed
+        wait = (
+            max(min(times) - now, 0.0) + 1e-3
+        )  # a little later, so that the timeout has surely passed
         return min(wait, 0.01) if self._is_connecting else wait
 
     def _listen(self, timeout: float) -> None:
@@ -273,7 +287,9 @@ class Writer:
         for event in events:
             try:
                 self._handle(event)
-            except LinkLostError as error:  # sending failed, but the other events must still be handled
+            except (
+                LinkLostError
+            ) as error:  # sending failed, but the other events must still be handled
                 link_error = error
         if link_error is not None:
             raise link_error
@@ -299,20 +315,24 @@ class Writer:
         assert bounds is not None
         if bounds.tells.keys() != device.hears.keys():
             raise InputError(
-                f"drafter: it needs {sorted(device.hears)}, but the server sends {sorted(bounds.tells)}, for another drafter; "
-                "give the drafter that the server was started with (serve --drafter)"
+                f"drafter: it needs {sorted(device.hears)}, but the server sends"
+                f" {sorted(bounds.tells)}, for another drafter; give the drafter that the server"
+                " was started with (serve --drafter)"
             )
-        if wrong := [name for name, shape in bounds.tells.items() if tuple(shape) != device.hears[name]]:
+        if wrong := [
+            name for name, shape in bounds.tells.items() if tuple(shape) != device.hears[name]
+        ]:
             raise InputError(
-                f"drafter: it needs {wrong[0]} of shape {device.hears[wrong[0]]}, but the server sends "
-                f"{bounds.tells[wrong[0]]}, since it has another target; give a drafter of the server's target"
+                f"drafter: it needs {wrong[0]} of shape {device.hears[wrong[0]]}, but the server"
+                f" sends {bounds.tells[wrong[0]]}, since it has another target; give a drafter of"
+                " the server's target"
             )
         room = min(bounds.capacity, device.capacity)
         max_new_tokens = exchange.request.params.max_new_tokens
         if self._prompt + max_new_tokens > room:
             raise InputError(
-                f"prompt ({self._prompt} tokens) plus max_new_tokens={max_new_tokens}: there is room for {room}; shorten the "
-                "prompt, or lower max_new_tokens"
+                f"prompt ({self._prompt} tokens) plus max_new_tokens={max_new_tokens}: there is"
+                f" room for {room}; shorten the prompt, or lower max_new_tokens"
             )
 
     def _commit(self, event: TokensEmitted) -> None:
@@ -337,7 +357,9 @@ class Writer:
             )
         text_events = self._display.commit(event.tokens, is_last=self.exchange.phase == "over")
         self._events += text_events
-        report.retracted += sum(len(shown.tokens) for shown in text_events if isinstance(shown, RetractedEvent))
+        report.retracted += sum(
+            len(shown.tokens) for shown in text_events if isinstance(shown, RetractedEvent)
+        )
         try:
             self._continue_after(event.tokens)
         finally:  # the tokens are committed, even if sending the next draft failed
@@ -357,7 +379,9 @@ class Writer:
     # --- drafting ---------------------------------------------------------------------------------
 
     def _is_worth_sending(self) -> bool:
-        return bool(self._display.provisional) or self._pace.is_worth_keeping(len(self.speculation.path))
+        return bool(self._display.provisional) or self._pace.is_worth_keeping(
+            len(self.speculation.path)
+        )
 
     def _send_draft(self) -> None:
         if not self.speculation.stretches or not self._is_worth_sending():
@@ -367,9 +391,17 @@ class Writer:
     def _send_tree(self, *, is_kept: bool = False) -> None:
         bounds = self.exchange.bounds
         assert bounds is not None
-        depth = max(min(bounds.depth, self._tokens_left - 1), 0)  # the last token is the bonus token
-        tree = self.speculation.to_send(bounds.nodes, depth, as_chain=bool(self._display.provisional))
-        self._sizes, self._resent, self._is_kept = (self.report.bytes_up, self.report.bytes_down), False, is_kept
+        depth = max(
+            min(bounds.depth, self._tokens_left - 1), 0
+        )  # the last token is the bonus token
+        tree = self.speculation.to_send(
+            bounds.nodes, depth, as_chain=bool(self._display.provisional)
+        )
+        self._sizes, self._resent, self._is_kept = (
+            (self.report.bytes_up, self.report.bytes_down),
+            False,
+            is_kept,
+        )
         self.report.depths.append(tree.depth)
         self._progress_at = self._link.now()
         self._send(self.exchange.draft(tree))
@@ -401,19 +433,25 @@ class Writer:
     def _depth(self) -> int:
         """Return the depth of the next draft, within the server's limit and the text's."""
         bounds = self.exchange.bounds
-        max_depth = min(self._tokens_left, self._pace.depths[-1] if bounds is None else bounds.depth)
+        max_depth = min(
+            self._tokens_left, self._pace.depths[-1] if bounds is None else bounds.depth
+        )
         possible = [depth for depth in self._pace.depths if depth <= max_depth]
         return min(self._pace.choose(), possible[-1] if possible else self._pace.depths[0])
 
     @property
     def _tokens_left(self) -> int:
         """The number of tokens that the text may still have."""
-        return self.exchange.request.params.max_new_tokens - (len(self.exchange.tokens) - self._prompt)
+        return self.exchange.request.params.max_new_tokens - (
+            len(self.exchange.tokens) - self._prompt
+        )
 
     def _has_room(self) -> bool:
         """Return whether the drafter can continue: its own text has room, and has not ended."""
         stretches, path = self.speculation.stretches, self.speculation.path
-        if stretches and not stretches[-1].path:  # the newest draft is empty: prompt lookup has found nothing
+        if (
+            stretches and not stretches[-1].path
+        ):  # the newest draft is empty: prompt lookup has found nothing
             return False
         return len(path) < self._tokens_left and not self._stop_token_ids.intersection(path)
 
@@ -426,7 +464,10 @@ class Writer:
     def _show(self) -> None:
         """Report the provisional tokens that were not reported yet."""
         path = self.speculation.path[: self._tokens_left]
-        end = next((index for index, token in enumerate(path, 1) if token in self._stop_token_ids), len(path))
+        end = next(
+            (index for index, token in enumerate(path, 1) if token in self._stop_token_ids),
+            len(path),
+        )
         self._events += self._display.show(path[len(self._display.provisional) : end])
 
     def _finish(self) -> None:

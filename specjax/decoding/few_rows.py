@@ -47,7 +47,13 @@ class ByRows(Generic[P, R]):
         settings: keyword arguments of `jax.jit`.
     """
 
-    def __init__(self, function: Callable[P, R], rows: Callable[..., int], models: Sequence[str], **settings: Any) -> None:
+    def __init__(
+        self,
+        function: Callable[P, R],
+        rows: Callable[..., int],
+        models: Sequence[str],
+        **settings: Any,
+    ) -> None:
         functools.update_wrapper(self, function)
         self._rows, self._models, self._signature = rows, models, inspect.signature(function)
         self._usual = jax.jit(function, **settings)
@@ -70,7 +76,9 @@ class ByRows(Generic[P, R]):
         return self._without_ynnpack if avoids_ynnpack(self._rows(**bound), models) else self._usual
 
 
-def by_rows(rows: Callable[..., int], models: Sequence[str], **settings: Any) -> Callable[[Callable[P, R]], ByRows[P, R]]:
+def by_rows(
+    rows: Callable[..., int], models: Sequence[str], **settings: Any
+) -> Callable[[Callable[P, R]], ByRows[P, R]]:
     """Return a decorator that makes a `ByRows` with these arguments."""
     return lambda function: ByRows(function, rows, models, **settings)
 
@@ -83,7 +91,12 @@ def avoids_ynnpack(rows: int, models: tuple[Any, ...]) -> bool:
         models: the target, and the drafter if there is one.
     """
     target: Target = models[0]
-    if not (FEWEST <= rows <= MOST and eigen_is_faster() and target.mesh is None and sharding.is_on_cpu(None)):
+    if not (
+        FEWEST <= rows <= MOST
+        and eigen_is_faster()
+        and target.mesh is None
+        and sharding.is_on_cpu(None)
+    ):
         return False
     # Narrower weights use YNNPACK: Eigen has no int8 products, and its bfloat16 products were not measured.
     return not any(leaf.ndim > 1 and leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(models))
@@ -101,7 +114,14 @@ def lacks_avx512(cpuinfo: str) -> bool:
 
     It is False for other architectures, where nothing was measured.
     """
-    flags = next((line.split(":", 1)[1].split() for line in cpuinfo.splitlines() if line.startswith("flags")), [])
+    flags = next(
+        (
+            line.split(":", 1)[1].split()
+            for line in cpuinfo.splitlines()
+            if line.startswith("flags")
+        ),
+        [],
+    )
     return "avx2" in flags and "avx512f" not in flags
 
 

@@ -213,16 +213,24 @@ def start(
     max_lengths = lengths + checked.max_new_tokens
     _check_positions(lengths, max_lengths, config.max_positions, "the target")
     _check_positions(lengths, max_lengths, most_positions(target, drafter), "the drafter")
-    if capacity is None:  # depends on the shape of the prompts, not on their lengths: equal shapes share a program
+    if (
+        capacity is None
+    ):  # depends on the shape of the prompts, not on their lengths: equal shapes share a program
         capacity = bucket(width + int(checked.max_new_tokens.max()))
     elif capacity < max_lengths.max():
-        raise InputError(f"capacity={capacity}: a row may need {max_lengths.max()} tokens; give at least that")
+        raise InputError(
+            f"capacity={capacity}: a row may need {max_lengths.max()} tokens; give at least that"
+        )
     padded = np.pad(tokens[:, :width], ((0, 0), (0, bucket(width) - width)))
     rule = options.rule_for(drafter.draft_shape)
     rows = options.sampling.rows(batch, rule)
     # Batches that are all greedy have their own program, and all others share one. That one searches for the threshold of
     # top-k, top-p and min-p only if a row uses them.
-    rows = replace(rows, greedy=False, truncated=True, rule=rule) if mixed else replace(rows, truncated=not rows.greedy)
+    rows = (
+        replace(rows, greedy=False, truncated=True, rule=rule)
+        if mixed
+        else replace(rows, truncated=not rows.greedy)
+    )
     # Prefill draws no token, so one program serves every kind of sampling. The real fields are restored below.
     state = prefill(
         target,
@@ -265,12 +273,15 @@ def most_positions(target: Target, drafter: Drafter) -> int:
     return target.config.max_positions if limit is None else min(limit, target.config.max_positions)
 
 
-def _check_positions(lengths: np.ndarray, max_lengths: np.ndarray, positions: int, model: str) -> None:
+def _check_positions(
+    lengths: np.ndarray, max_lengths: np.ndarray, positions: int, model: str
+) -> None:
     longest = int(np.argmax(max_lengths))
     if max_lengths[longest] > positions:
         raise InputError(
-            f"prompt ({lengths[longest]} tokens) plus max_new_tokens make {max_lengths[longest]} tokens, but {model} has "
-            f"{positions} positions; shorten the prompt or lower max_new_tokens"
+            f"prompt ({lengths[longest]} tokens) plus max_new_tokens make {max_lengths[longest]}"
+            f" tokens, but {model} has {positions} positions; shorten the prompt or lower"
+            " max_new_tokens"
         )
 
 
@@ -280,9 +291,13 @@ def _width(tokens: Any, max_new_tokens: Any) -> int:
 
 def _result(target: Target, state: DecodeState, width: int) -> Result:
     """Return the result so far, with tokens of the given ``width`` for every capacity."""
-    tokens, lengths, stats = sharding.to_host((state.tokens, state.lengths, state.stats), target.mesh)
+    tokens, lengths, stats = sharding.to_host(
+        (state.tokens, state.lengths, state.stats), target.mesh
+    )
     missing = max(0, width - tokens.shape[1])
-    return Result(tokens=np.pad(tokens, ((0, 0), (0, missing)))[:, :width], lengths=lengths, stats=stats)
+    return Result(
+        tokens=np.pad(tokens, ((0, 0), (0, missing)))[:, :width], lengths=lengths, stats=stats
+    )
 
 
 def raise_if_failed(target: Target, state: DecodeState, result: Any = None) -> None:

@@ -26,7 +26,9 @@ from specjax.models.transformer import States, Target
 from specjax.sampling import position_keys, split_keys
 
 
-def step(target: Target, drafter: Drafter, state: DecodeState, logprobs: int | None = None) -> tuple[DecodeState, StepInfo]:
+def step(
+    target: Target, drafter: Drafter, state: DecodeState, logprobs: int | None = None
+) -> tuple[DecodeState, StepInfo]:
     """Run one step: draft, score, verify, keep.
 
     It is one forward pass of the target and emits at least one token for every row that is not
@@ -60,7 +62,9 @@ def propose_step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[
     reads = drafter.reads(target.config)
     caches = {"cache": state.cache.of_layers(reads)} if reads else {}
     sampling = state.next_sampling
-    proposal = drafter.propose(target, state.drafter, state.roots, sampling, draft_keys, ~state.done, **caches)
+    proposal = drafter.propose(
+        target, state.drafter, state.roots, sampling, draft_keys, ~state.done, **caches
+    )
     draft, drafter_state = check_proposal(drafter, proposal, state.lengths.shape[0])
     return draft, replace(state, drafter=drafter_state)
 
@@ -144,13 +148,18 @@ def advance(
     """
     if not (RULES[state.sampling.rule].takes_trees or draft.is_chain):
         raise InputError(
-            f"draft: a tree, but the state was started with rule={state.sampling.rule!r}, which verifies chains: start it with "
-            'rule="independent", or rule="coupled"'
+            f"draft: a tree, but the state was started with rule={state.sampling.rule!r}, which"
+            ' verifies chains: start it with rule="independent", or rule="coupled"'
         )
     max_depth = state.stats.depth
     if draft.depth > max_depth:
-        advice = "" if draft.grown is None or draft.levels is not None else "; give the draft's levels"
-        raise InputError(f"draft: it is {draft.depth} deep, but the state was started for drafts of depth {max_depth}{advice}")
+        advice = (
+            "" if draft.grown is None or draft.levels is not None else "; give the draft's levels"
+        )
+        raise InputError(
+            f"draft: it is {draft.depth} deep, but the state was started for drafts of depth"
+            f" {max_depth}{advice}"
+        )
     keys, _, verify_keys = _keys_of_step(state, draft.depth)
     scored = _score(target, drafter, draft, state, verify_keys, logprobs)
     accepted = scored.verdict.count - 1
@@ -176,18 +185,21 @@ def advance(
         logprobs=scored.logprobs,
     )
     is_accepted = jnp.arange(draft.depth + 1)[None] < info.accepted[:, None]
-    return replace(
-        state,
-        tokens=append_tokens(state.tokens, state.lengths, scored.emitted, verdict.count),
-        lengths=state.lengths + verdict.count,
-        done=done,
-        failed=state.failed | failed,
-        keys=keys,
-        cache=cache,
-        drafter=drafter.update(target, state.drafter, draft, verdict, committed),
-        stats=state.stats.add(info),
-        accepted=append_tokens(state.accepted, state.lengths, is_accepted, verdict.count),
-    ), info
+    return (
+        replace(
+            state,
+            tokens=append_tokens(state.tokens, state.lengths, scored.emitted, verdict.count),
+            lengths=state.lengths + verdict.count,
+            done=done,
+            failed=state.failed | failed,
+            keys=keys,
+            cache=cache,
+            drafter=drafter.update(target, state.drafter, draft, verdict, committed),
+            stats=state.stats.add(info),
+            accepted=append_tokens(state.accepted, state.lengths, is_accepted, verdict.count),
+        ),
+        info,
+    )
 
 
 @struct.dataclass
@@ -213,7 +225,12 @@ class _Scored:
 
 
 def _score(
-    target: Target, drafter: Drafter, draft: Draft, state: DecodeState, keys: jax.Array, logprobs: int | None
+    target: Target,
+    drafter: Drafter,
+    draft: Draft,
+    state: DecodeState,
+    keys: jax.Array,
+    logprobs: int | None,
 ) -> _Scored:
     """Run one pass of the target over the draft and verify it.
 
@@ -230,13 +247,17 @@ def _score(
     def branch(nodes: int) -> _Scored:
         shorter = draft.first(nodes) if nodes < draft.tokens.shape[1] else draft
         positions = cache.length[:, None] + shorter.depths
-        output, new = target.score(shorter.tokens, readable, positions=positions, mask=shorter.mask, taps=taps)
+        output, new = target.score(
+            shorter.tokens, readable, positions=positions, mask=shorter.mask, taps=taps
+        )
         verdict = verify(shorter, output.logits, sampling, keys)
 
         def along_path(leaf: jax.Array) -> jax.Array:  # [B, nodes, …] -> [B, D+1, …]
             if shorter.is_chain:
                 return widen(leaf)
-            return jnp.take_along_axis(leaf, verdict.path.reshape(*verdict.path.shape, *(1,) * (leaf.ndim - 2)), axis=1)
+            return jnp.take_along_axis(
+                leaf, verdict.path.reshape(*verdict.path.shape, *(1,) * (leaf.ndim - 2)), axis=1
+            )
 
         widen = partial(_pad, size=draft.depth + 1)
         emitted = widen(verdict.emitted(shorter))
@@ -245,13 +266,23 @@ def _score(
             verdict=replace(verdict, path=widen(verdict.path)),
             emitted=emitted,
             output=jax.tree.map(along_path, output.states),
-            entries=jax.tree.map(partial(widen, axis=2), new) if shorter.is_chain else gather_entries(new, verdict.path),
+            entries=(
+                jax.tree.map(partial(widen, axis=2), new)
+                if shorter.is_chain
+                else gather_entries(new, verdict.path)
+            ),
             nodes=jnp.asarray(nodes, jnp.int32),
-            logprobs=None if logprobs is None else Logprobs.of(along_path(output.logits), emitted, logprobs),
+            logprobs=(
+                None
+                if logprobs is None
+                else Logprobs.of(along_path(output.logits), emitted, logprobs)
+            ),
         )
 
     full = draft.tokens.shape[1]
-    may_be_shorter = draft.is_chain and drafter.draft_shape.nodes == full and sharding.is_on_cpu(target.mesh)
+    may_be_shorter = (
+        draft.is_chain and drafter.draft_shape.nodes == full and sharding.is_on_cpu(target.mesh)
+    )
     counts = drafter.node_counts if may_be_shorter else (full,)
     if len(counts) == 1:
         return branch(*counts)
@@ -262,10 +293,16 @@ def _score(
 def _pad(values: jax.Array, size: int, axis: int = 1) -> jax.Array:
     """Append zeros, or False, along an ``axis`` so that it has ``size`` elements."""
     missing = size - values.shape[axis]
-    return jnp.pad(values, [(0, missing if i == axis else 0) for i in range(values.ndim)]) if missing else values
+    return (
+        jnp.pad(values, [(0, missing if i == axis else 0) for i in range(values.ndim)])
+        if missing
+        else values
+    )
 
 
-def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verdict, jax.Array, jax.Array]:
+def _cut(
+    verdict: Verdict, emitted: jax.Array, state: DecodeState
+) -> tuple[Verdict, jax.Array, jax.Array]:
     """Cut each row's verdict where the row ends.
 
     A row ends at its first stop token or at its limit, also in the middle of an accepted path. It
@@ -278,7 +315,9 @@ def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verd
     bad = jnp.zeros(verdict.count.shape, bool) if verdict.bad is None else verdict.bad
     drawn_count = verdict.count - bad
     index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None]
-    is_end = jnp.any(emitted[..., None] == state.stop_token_ids[:, None], axis=-1) & (index < drawn_count[:, None])
+    is_end = jnp.any(emitted[..., None] == state.stop_token_ids[:, None], axis=-1) & (
+        index < drawn_count[:, None]
+    )
     until_end = jnp.min(jnp.where(is_end, index + 1, emitted.shape[1] + 1), axis=1)
     count = jnp.minimum(drawn_count, jnp.minimum(until_end, state.max_lengths - state.lengths))
     count = jnp.where(state.done, 0, count)
@@ -355,13 +394,21 @@ def run_steps(
         ended = jnp.asarray(until_any_done) & jnp.any(state.done & ~done_before)
         return (steps < max_steps) & ~jnp.all(state.done) & ~ended
 
-    def body(carry: tuple[jax.Array, DecodeState, Logprobs | None]) -> tuple[jax.Array, DecodeState, Logprobs | None]:
+    def body(
+        carry: tuple[jax.Array, DecodeState, Logprobs | None],
+    ) -> tuple[jax.Array, DecodeState, Logprobs | None]:
         steps, before, logprobs = carry
         state, info = step(target, drafter, before, top)
         if logprobs is not None:
             starts = before.lengths - lengths_before
-            logprobs = jax.tree.map(lambda old, new: append_tokens(old, starts, new, info.emitted), logprobs, info.logprobs)
+            logprobs = jax.tree.map(
+                lambda old, new: append_tokens(old, starts, new, info.emitted),
+                logprobs,
+                info.logprobs,
+            )
         return steps + 1, state, logprobs
 
-    _, state, logprobs = jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state, logprobs))
+    _, state, logprobs = jax.lax.while_loop(
+        unfinished, body, (jnp.zeros((), jnp.int32), state, logprobs)
+    )
     return state, logprobs

@@ -62,7 +62,10 @@ class GenerationOptions:
         one_or_each("min_new_tokens", self.min_new_tokens)
         # Not isinstance: the other parameters of SamplingParams, a subclass, would be ignored.
         if type(self.sampling) is not Sampling:
-            raise InputError(f"sampling={self.sampling!r}: give a specjax.Sampling, such as specjax.Sampling(temperature=0.7)")
+            raise InputError(
+                f"sampling={self.sampling!r}: give a specjax.Sampling, such as"
+                " specjax.Sampling(temperature=0.7)"
+            )
         if self.key is not None:
             as_key(self.key)
         if self.eos_token_ids is not None:
@@ -76,15 +79,25 @@ class GenerationOptions:
         Raises:
             InputError: An option does not fit the target's configuration or the number of rows.
         """
-        most = self._counts("max_new_tokens", batch, 1, 2**31 - 1, "at least 1 and below 2**31, one number or")
+        most = self._counts(
+            "max_new_tokens", batch, 1, 2**31 - 1, "at least 1 and below 2**31, one number or"
+        )
         in_range = f"from 0 to max_new_tokens={self.max_new_tokens}, one number, or"
-        least, stop_token_ids = self._counts("min_new_tokens", batch, 0, most, in_range), self._stop_token_ids(config, batch)
-        if any(len(set(row) - {-1}) == config.vocab_size for row in stop_token_ids[least > 0].tolist()):
+        least, stop_token_ids = (
+            self._counts("min_new_tokens", batch, 0, most, in_range),
+            self._stop_token_ids(config, batch),
+        )
+        if any(
+            len(set(row) - {-1}) == config.vocab_size for row in stop_token_ids[least > 0].tolist()
+        ):
             raise InputError(
-                f"min_new_tokens={self.min_new_tokens}: all {config.vocab_size} tokens of the vocabulary end the text, so no "
-                "token may come first; name fewer eos_token_ids, or give min_new_tokens=0"
+                f"min_new_tokens={self.min_new_tokens}: all {config.vocab_size} tokens of the"
+                " vocabulary end the text, so no token may come first; name fewer eos_token_ids,"
+                " or give min_new_tokens=0"
             )
-        return CheckedOptions(max_new_tokens=most, min_new_tokens=least, stop_token_ids=stop_token_ids)
+        return CheckedOptions(
+            max_new_tokens=most, min_new_tokens=least, stop_token_ids=stop_token_ids
+        )
 
     def rule_for(self, draft: DraftShape) -> Rule:
         """Return the rule for drafts of this shape.
@@ -95,8 +108,8 @@ class GenerationOptions:
         rule = self.rule or default_rule(draft)
         if not RULES[rule].takes_trees and draft.nodes > draft.depth + 1:
             raise InputError(
-                f'rule={self.rule!r}: verifies chains, but the draft is a {draft}; give rule="independent" (which suits every '
-                'draft), or rule="coupled"'
+                f"rule={self.rule!r}: verifies chains, but the draft is a {draft}; give"
+                ' rule="independent" (which suits every draft), or rule="coupled"'
             )
         return rule
 
@@ -121,12 +134,21 @@ class GenerationOptions:
         by_row = _rows_of_ids(ids)
         rows = by_row if len(ids) and _is_sequence(ids[0]) else by_row * batch
         if len(rows) != batch:
-            raise InputError(f"eos_token_ids: {len(rows)} sequences; give one, or one for each of the {batch} rows")
+            raise InputError(
+                f"eos_token_ids: {len(rows)} sequences; give one, or one for each of the {batch}"
+                " rows"
+            )
         for row in rows:
             if bad := [i for i in row if not 0 <= i < config.vocab_size]:
-                raise InputError(f"eos_token_ids={bad}: outside the vocabulary of {config.vocab_size} tokens")
-        width = max(1, *map(len, rows))  # at least 1, so that rows without stop tokens use the same compiled program
-        return np.array([row + [-1] * (width - len(row)) for row in rows], np.int32).reshape(batch, width)
+                raise InputError(
+                    f"eos_token_ids={bad}: outside the vocabulary of {config.vocab_size} tokens"
+                )
+        width = max(
+            1, *map(len, rows)
+        )  # at least 1, so that rows without stop tokens use the same compiled program
+        return np.array([row + [-1] * (width - len(row)) for row in rows], np.int32).reshape(
+            batch, width
+        )
 
     def row_keys(self, batch: int) -> jax.Array:
         """Return the random keys ``[B]`` of ``batch`` rows.
@@ -143,7 +165,9 @@ class GenerationOptions:
         if key.ndim == 0:
             return jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(batch))
         if key.shape != (batch,):
-            raise InputError(f"key has shape {key.shape}: give one key, or one for each of the {batch} rows")
+            raise InputError(
+                f"key has shape {key.shape}: give one key, or one for each of the {batch} rows"
+            )
         return key
 
 
@@ -158,11 +182,18 @@ def _rows_of_ids(ids: Any) -> list[list[int]]:
         raise InputError(f"eos_token_ids={ids!r}: give a sequence of ids, such as (2,)")
     are_rows = [_is_sequence(entry) for entry in ids]
     if any(are_rows) and not all(are_rows):
-        raise InputError(f"eos_token_ids={ids}: give ids, or one sequence of ids for each row, not both")
-    rows = [[i.item() if isinstance(i, jax.Array) else i for i in row] for row in (ids if any(are_rows) else [ids])]
+        raise InputError(
+            f"eos_token_ids={ids}: give ids, or one sequence of ids for each row, not both"
+        )
+    rows = [
+        [i.item() if isinstance(i, jax.Array) else i for i in row]
+        for row in (ids if any(are_rows) else [ids])
+    ]
     for row in rows:
         if wrong := [i for i in row if not is_whole(i)]:
-            raise InputError(f"eos_token_ids={wrong!r}: ids are whole numbers, from the target's tokenizer")
+            raise InputError(
+                f"eos_token_ids={wrong!r}: ids are whole numbers, from the target's tokenizer"
+            )
     return [list(map(int, row)) for row in rows]
 
 
@@ -185,7 +216,9 @@ def check_ids(ids: Any) -> list[int]:
 
 def _is_sequence(value: Any) -> bool:
     is_text = isinstance(value, str | bytes)
-    return (isinstance(value, Sequence) and not is_text) or (isinstance(value, np.ndarray | jax.Array) and value.ndim > 0)
+    return (isinstance(value, Sequence) and not is_text) or (
+        isinstance(value, np.ndarray | jax.Array) and value.ndim > 0
+    )
 
 
 def default_rule(draft: DraftShape) -> Rule:
@@ -231,7 +264,12 @@ def as_key(key: Any) -> jax.Array:
         return jax.random.key(0)
     is_key = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     # jax.random.PRNGKey, the older form of keys, returns plain numbers.
-    if not is_key and isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape[-1:] == (2,):
+    if (
+        not is_key
+        and isinstance(key, jax.Array)
+        and key.dtype == jnp.uint32
+        and key.shape[-1:] == (2,)
+    ):
         key, is_key = jax.random.wrap_key_data(key, impl="threefry2x32"), True
     if not is_key:
         raise InputError(f"key={key!r}: give a random key, such as jax.random.key(0)")
@@ -267,16 +305,25 @@ def check_prompts(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.ndarra
         tokens = np.asarray(tokens)
     except ValueError:
         raise InputError(
-            "tokens: the rows have different lengths; right-pad them (specjax.text.pad returns tokens and lengths)"
+            "tokens: the rows have different lengths; right-pad them (specjax.text.pad returns"
+            " tokens and lengths)"
         ) from None
     if tokens.size == 0:
-        raise InputError("tokens: empty prompt; every row needs at least 1 token (begin with the bos token)")
+        raise InputError(
+            "tokens: empty prompt; every row needs at least 1 token (begin with the bos token)"
+        )
     if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
-        raise InputError(f"tokens: they must be whole numbers [batch, prompt], not {tokens.dtype} {list(tokens.shape)}")
+        raise InputError(
+            f"tokens: they must be whole numbers [batch, prompt], not {tokens.dtype}"
+            f" {list(tokens.shape)}"
+        )
     batch, width = tokens.shape
     lengths = np.full(batch, width) if lengths is None else one_or_each("lengths", lengths)
     if lengths.shape != (batch,) or lengths.dtype.kind not in "iu":
-        raise InputError(f"lengths: give {batch} whole numbers, one for each row, not {lengths.dtype} {list(lengths.shape)}")
+        raise InputError(
+            f"lengths: give {batch} whole numbers, one for each row, not {lengths.dtype}"
+            f" {list(lengths.shape)}"
+        )
     if lengths.min() < 1:
         raise InputError(f"lengths={lengths.min()}: empty prompt; every row needs at least 1 token")
     if lengths.max() > width:
@@ -284,7 +331,10 @@ def check_prompts(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.ndarra
     inside = np.arange(width)[None] < lengths[:, None]
     bad = tokens[inside & ((tokens < 0) | (tokens >= vocab_size))]
     if bad.size:
-        raise InputError(f"tokens: id {bad[0]} is outside the vocabulary of {vocab_size} tokens; is it the target's tokenizer?")
+        raise InputError(
+            f"tokens: id {bad[0]} is outside the vocabulary of {vocab_size} tokens; is it the"
+            " target's tokenizer?"
+        )
     return np.where(inside, tokens, 0).astype(np.int32), lengths.astype(np.int32)
 
 

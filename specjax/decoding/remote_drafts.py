@@ -64,7 +64,9 @@ class _Elsewhere(Drafter[Any]):
     def taps(self, config: ModelConfig) -> tuple[int, ...]:
         return self.remote_drafter.taps(config)
 
-    def update(self, target: Target, state: Any, draft: Draft, verdict: Verdict, committed: Committed) -> Any:
+    def update(
+        self, target: Target, state: Any, draft: Draft, verdict: Verdict, committed: Committed
+    ) -> Any:
         return self.remote_drafter.remote_inputs(target, committed.output, committed.entries)
 
 
@@ -73,7 +75,12 @@ def nodes_of_call(tokens: HostOrDevice, **_: Any) -> int:
     return math.prod(tokens.shape)
 
 
-@by_rows(nodes_of_call, models=("target", "remote_drafter"), static_argnames="depth", donate_argnames="state")
+@by_rows(
+    nodes_of_call,
+    models=("target", "remote_drafter"),
+    static_argnames="depth",
+    donate_argnames="state",
+)
 def verify_rows(
     target: Target,
     remote_drafter: Drafter,
@@ -149,10 +156,15 @@ def verify_rows(
     part = map_rows(lambda leaf: leaf.at[indices].get(mode="clip"), replace(state, drafter=()))
     part = replace(part, done=indices >= batch)
     draft = Draft.of_tree(
-        jnp.asarray(tokens).at[:, 0].set(part.roots), jnp.asarray(parents), valid=jnp.asarray(valid), levels=depth
+        jnp.asarray(tokens).at[:, 0].set(part.roots),
+        jnp.asarray(parents),
+        valid=jnp.asarray(valid),
+        levels=depth,
     )
     after, info = advance(target, _Elsewhere(remote_drafter), part, draft)
-    positions = jnp.minimum(part.lengths[:, None] + jnp.arange(depth + 1)[None], part.tokens.shape[1] - 1)
+    positions = jnp.minimum(
+        part.lengths[:, None] + jnp.arange(depth + 1)[None], part.tokens.shape[1] - 1
+    )
     checked = VerifiedRows(
         path=info.path[:, : depth + 1],
         tokens=jnp.take_along_axis(after.tokens, positions, axis=1),
@@ -163,5 +175,7 @@ def verify_rows(
         told=after.drafter,
     )
     after = replace(after, drafter=(), done=jnp.ones_like(after.done))
-    merged = put_rows(replace(state, drafter=()), after, lambda leaf, new: leaf.at[indices].set(new, mode="drop"))
+    merged = put_rows(
+        replace(state, drafter=()), after, lambda leaf, new: leaf.at[indices].set(new, mode="drop")
+    )
     return place_rows(replace(merged, drafter=state.drafter), target), checked

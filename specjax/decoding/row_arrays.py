@@ -31,7 +31,11 @@ def to_pages(tree: Tree, pages: int, page: int, target: Target) -> Tree:
     """
 
     def page_node(node: Any) -> Any:
-        return PagedCache.like(node, pages=pages, page=page, mesh=target.mesh) if isinstance(node, KVCache) else node
+        return (
+            PagedCache.like(node, pages=pages, page=page, mesh=target.mesh)
+            if isinstance(node, KVCache)
+            else node
+        )
 
     return jax.tree.map(page_node, tree, is_leaf=lambda node: isinstance(node, KVCache))
 
@@ -40,7 +44,11 @@ def retire(state: DecodeState, mask: HostOrDevice) -> DecodeState:
     """Free the rows of ``mask [B]``: they are done, and their cached tokens are not read again."""
 
     def forget(node: Any) -> Any:
-        return replace(node, length=jnp.where(mask, 0, node.length)) if isinstance(node, PagedCache) else node
+        return (
+            replace(node, length=jnp.where(mask, 0, node.length))
+            if isinstance(node, PagedCache)
+            else node
+        )
 
     state = jax.tree.map(forget, state, is_leaf=_is_paged)
     return replace(state, done=state.done | mask, lengths=jnp.where(mask, 1, state.lengths))
@@ -48,7 +56,11 @@ def retire(state: DecodeState, mask: HostOrDevice) -> DecodeState:
 
 def with_table(state: Tree, table: HostOrDevice) -> Tree:
     """Give all caches in ``state`` this table of pages."""
-    return jax.tree.map(lambda node: node.with_table(jnp.asarray(table)) if _is_paged(node) else node, state, is_leaf=_is_paged)
+    return jax.tree.map(
+        lambda node: node.with_table(jnp.asarray(table)) if _is_paged(node) else node,
+        state,
+        is_leaf=_is_paged,
+    )
 
 
 def map_rows(function: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
@@ -77,14 +89,20 @@ def put_rows(tree: Tree, part: Tree, write: Callable[[jax.Array, jax.Array], jax
     def put_node(node: Any, new: Any) -> Any:
         if not _is_paged(node):
             return write(node, new)
-        return replace(node, layers=new.layers or node.layers, **jax.tree.map(write, _of_rows(node), _of_rows(new)))
+        return replace(
+            node,
+            layers=new.layers or node.layers,
+            **jax.tree.map(write, _of_rows(node), _of_rows(new)),
+        )
 
     return jax.tree.map(put_node, tree, part, is_leaf=_is_paged)
 
 
 def without_pools(tree: Tree) -> Tree:
     """Return ``tree`` with the pools of its caches removed: only arrays of rows are left."""
-    return jax.tree.map(lambda node: replace(node, layers=()) if _is_paged(node) else node, tree, is_leaf=_is_paged)
+    return jax.tree.map(
+        lambda node: replace(node, layers=()) if _is_paged(node) else node, tree, is_leaf=_is_paged
+    )
 
 
 def _is_paged(node: Any) -> bool:

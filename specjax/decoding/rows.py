@@ -154,7 +154,10 @@ def empty(
         ([True, True, True, True], (4, 4))
     """
     cache, drafter_state = to_pages(
-        (target.new_cache(rows, capacity), start_drafter(drafter, target, rows, capacity)), pages, page, target
+        (target.new_cache(rows, capacity), start_drafter(drafter, target, rows, capacity)),
+        pages,
+        page,
+        target,
     )
     state = DecodeState(
         tokens=jnp.zeros((rows, capacity), jnp.int32),
@@ -190,7 +193,9 @@ class PrefixState:
     drafter: Any
 
 
-def empty_prefix_state(target: Target, drafter: Drafter, *, capacity: int, pages: int, page: int = 64) -> PrefixState:
+def empty_prefix_state(
+    target: Target, drafter: Drafter, *, capacity: int, pages: int, page: int = 64
+) -> PrefixState:
     """Return the ``prefix_state`` for `admit` if no token of the text has been read before.
 
     The arguments are those of `empty`. On a mesh it has a row for each group, as the result of
@@ -201,7 +206,10 @@ def empty_prefix_state(target: Target, drafter: Drafter, *, capacity: int, pages
     def make(target: Target, drafter: Drafter) -> PrefixState:
         groups = groups_of(target.mesh)
         drafter_state = to_pages(drafter.start(target, groups, capacity), pages, page, target)
-        return PrefixState(target.new_cache(groups, capacity).states, without_pools(drafter.to_prefix_state(drafter_state)))
+        return PrefixState(
+            target.new_cache(groups, capacity).states,
+            without_pools(drafter.to_prefix_state(drafter_state)),
+        )
 
     return make(target, drafter)
 
@@ -262,7 +270,11 @@ def admit(
         lengths=text.length,
         max_lengths=text.max_length,
         done=jnp.ones((), bool),
-        keys=jax.random.wrap_key_data(text.key, impl="threefry2x32") if text.key.dtype == jnp.uint32 else text.key,
+        keys=(
+            jax.random.wrap_key_data(text.key, impl="threefry2x32")
+            if text.key.dtype == jnp.uint32
+            else text.key
+        ),
         stop_token_ids=text.stop_token_ids,
         sampling=replace(state.sampling, **text.sampling),
         cache=replace(cache, layers=(), table=cache.table[0], length=cached, states=()),  # pyright: ignore[reportArgumentType]
@@ -275,10 +287,21 @@ def admit(
     new_row = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], new_row)
     drafter_state = drafter.from_prefix_state(new_drafter_state, prefix_row.drafter)
     if isinstance(drafter, WithPrediction) and text.prediction is not None:
-        tokens, count = jnp.asarray(text.prediction, jnp.int32), jnp.asarray(text.predicted, jnp.int32)
+        tokens, count = (
+            jnp.asarray(text.prediction, jnp.int32),
+            jnp.asarray(text.predicted, jnp.int32),
+        )
         drafter_state = drafter.predict(drafter_state, tokens[None], count[None])
-    new_row = replace(new_row, cache=replace(new_row.cache, states=prefix_row.states), drafter=without_pools(drafter_state))
-    return put_rows(state, new_row, lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), row, 0))
+    new_row = replace(
+        new_row,
+        cache=replace(new_row.cache, states=prefix_row.states),
+        drafter=without_pools(drafter_state),
+    )
+    return put_rows(
+        state,
+        new_row,
+        lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), row, 0),
+    )
 
 
 @partial(jax.jit, static_argnames=("width", "logprobs"), donate_argnames="state")
@@ -354,28 +377,43 @@ def read_chunk(
         return by_group(lambda leaf, row: leaf[row], groups, leaf, rows_in_groups)
 
     def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
-        return by_group(lambda leaf, new, row: leaf.at[row].set(new), groups, leaf, new, rows_in_groups)
+        return by_group(
+            lambda leaf, new, row: leaf.at[row].set(new), groups, leaf, new, rows_in_groups
+        )
 
     part = map_rows(take, state)
     positions = part.cache.length[:, None] + jnp.arange(width)[None]
 
     def at(positions: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(part.tokens, jnp.minimum(positions, part.tokens.shape[1] - 1), axis=1)
+        return jnp.take_along_axis(
+            part.tokens, jnp.minimum(positions, part.tokens.shape[1] - 1), axis=1
+        )
 
     tokens, following = at(positions), at(positions + 1)
     # One pass of the target records the taps of both drafters.
-    local_taps, remote_taps = drafter.taps(target.config), () if remote_drafter is None else remote_drafter.taps(target.config)
+    local_taps, remote_taps = (
+        drafter.taps(target.config),
+        () if remote_drafter is None else remote_drafter.taps(target.config),
+    )
     taps = tuple(sorted({*local_taps, *remote_taps}))
     output, new = target.read(tokens, part.cache, taps=taps, commit=counts)
-    remote = {} if remote_drafter is None else remote_drafter.remote_inputs(target, _with_taps(output, taps, remote_taps), new)
+    remote = (
+        {}
+        if remote_drafter is None
+        else remote_drafter.remote_inputs(target, _with_taps(output, taps, remote_taps), new)
+    )
     output = _with_taps(output, taps, local_taps)
     cache = part.cache.append(new, counts, after=output.hidden)
-    committed = Committed(tokens=tokens, following=following, output=output, entries=new, count=counts, cache=cache)
+    committed = Committed(
+        tokens=tokens, following=following, output=output, entries=new, count=counts, cache=cache
+    )
     drafter_state = drafter.append_committed(target, part.drafter, committed)
     prefix_state = PrefixState(cache.states, without_pools(drafter.to_prefix_state(drafter_state)))
     drafter_state = _prompts_read(target, drafter, drafter_state, part.tokens, cache, is_last)
     part = replace(part, cache=cache, drafter=drafter_state, done=part.done & ~is_last)
-    scored = None if logprobs is None else _read_logprobs(target, output.hidden, following, logprobs)
+    scored = (
+        None if logprobs is None else _read_logprobs(target, output.hidden, following, logprobs)
+    )
     return place_rows(put_rows(state, part, put), target), prefix_state, scored, remote
 
 
@@ -383,7 +421,9 @@ def _with_taps(output: States, taps: tuple[int, ...], selected: tuple[int, ...])
     """Return ``output``, which has ``taps``, with the ``selected`` taps alone."""
     if taps == selected:
         return output
-    return replace(output, taps=output.taps[:, :, np.array([taps.index(tap) for tap in selected], np.int32)])
+    return replace(
+        output, taps=output.taps[:, :, np.array([taps.index(tap) for tap in selected], np.int32)]
+    )
 
 
 _SCORED_AT_ONCE = 64
@@ -411,7 +451,12 @@ def _read_logprobs(target: Target, hidden: jax.Array, following: jax.Array, top:
 
 
 def _prompts_read(
-    target: Target, drafter: Drafter, state: Any, tokens: jax.Array, cache: PagedCache | KVCache, is_last: HostOrDevice
+    target: Target,
+    drafter: Drafter,
+    state: Any,
+    tokens: jax.Array,
+    cache: PagedCache | KVCache,
+    is_last: HostOrDevice,
 ) -> Any:
     """Return the drafter's state after `Drafter.prompts_read` for the rows of ``is_last``."""
     if type(drafter).prompts_read is Drafter.prompts_read:
@@ -422,7 +467,8 @@ def _prompts_read(
     def at_end() -> list[jax.Array]:
         after = jax.tree.leaves(without_pools(drafter.prompts_read(target, state, tokens, cache)))
         return [
-            jnp.where(is_last.reshape(-1, *(1,) * (new.ndim - 1)), new, old) for new, old in zip(after, before, strict=True)
+            jnp.where(is_last.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+            for new, old in zip(after, before, strict=True)
         ]
 
     after = jax.tree.unflatten(treedef, jax.lax.cond(jnp.any(is_last), at_end, lambda: before))
@@ -435,7 +481,10 @@ def rows_of_call(drafter: Drafter, width: int, **_: Any) -> int:
 
 
 @by_rows(
-    rows_of_call, models=("target", "drafter"), static_argnames=("width", "logprobs", "call_steps"), donate_argnames="state"
+    rows_of_call,
+    models=("target", "drafter"),
+    static_argnames=("width", "logprobs", "call_steps"),
+    donate_argnames="state",
 )
 def decode_rows(
     target: Target,
@@ -505,7 +554,9 @@ def decode_rows(
     state = retire(with_table(state, table), free)
     starts, report_tokens = state.lengths, call_steps * (drafter.draft_shape.depth + 1)
     reported = None if logprobs is None else Logprobs.zeros(width, report_tokens, logprobs)
-    part, reported = run_steps(target, drafter, first_rows(state, width), max_steps, until_any_done, reported)
+    part, reported = run_steps(
+        target, drafter, first_rows(state, width), max_steps, until_any_done, reported
+    )
     state = put_rows(state, part, put_first)
     matched = state.drafter.matched if isinstance(drafter, WithPrediction) else None
     emitted = jnp.minimum(starts[:, None] + jnp.arange(report_tokens), state.tokens.shape[1] - 1)
@@ -525,7 +576,12 @@ def decode_rows(
 
 @partial(jax.jit, static_argnames="width", donate_argnames="state")
 def catch_up(
-    target: Target, drafter: Pausable | WithPrediction, state: DecodeState, table: HostOrDevice, *, width: int
+    target: Target,
+    drafter: Pausable | WithPrediction,
+    state: DecodeState,
+    table: HostOrDevice,
+    *,
+    width: int,
 ) -> DecodeState:
     """Let the drafter read its pending tokens in the first ``width`` rows. The state is donated."""
     state = with_table(state, table)

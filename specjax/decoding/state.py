@@ -76,7 +76,11 @@ class DecodeState:
         """The sampling parameters for the tokens below the roots."""
         if self.min_lengths is None:
             return self.sampling
-        return replace(self.sampling, stop_token_ids=self.stop_token_ids, tokens_before_stop=self.min_lengths - self.lengths)
+        return replace(
+            self.sampling,
+            stop_token_ids=self.stop_token_ids,
+            tokens_before_stop=self.min_lengths - self.lengths,
+        )
 
 
 PREFILL_CHUNK = 512
@@ -137,7 +141,9 @@ def prefill(
     return place_rows(state, target)
 
 
-def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: jax.Array, capacity: int) -> tuple[KVCache, Any]:
+def read_prompts(
+    target: Target, drafter: Drafter, tokens: jax.Array, lengths: jax.Array, capacity: int
+) -> tuple[KVCache, Any]:
     """Return the target's cache and the drafter's state after the prompts.
 
     The prompts are read `PREFILL_CHUNK` tokens at a time. A prompt's last token is its first root,
@@ -152,13 +158,19 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
         (target.new_cache(batch, capacity), start_drafter(drafter, target, batch, capacity))
     )
 
-    def append_committed(state: Any, tokens: jax.Array, following: jax.Array, **results: Any) -> Any:
-        return drafter.append_committed(target, state, Committed(tokens=tokens, following=following, **results))
+    def append_committed(
+        state: Any, tokens: jax.Array, following: jax.Array, **results: Any
+    ) -> Any:
+        return drafter.append_committed(
+            target, state, Committed(tokens=tokens, following=following, **results)
+        )
 
     if width <= PREFILL_CHUNK:  # one chunk: attention need not read the empty cache
         output, new = target.read(tokens, taps=taps, commit=committed)
         cache = cache.append(new, committed, after=output.hidden)
-        state = append_committed(state, tokens, following, output=output, entries=new, count=committed, cache=cache)
+        state = append_committed(
+            state, tokens, following, output=output, entries=new, count=committed, cache=cache
+        )
         return cache, drafter.prompts_read(target, state, tokens, cache)
 
     chunks = -(-width // PREFILL_CHUNK)
@@ -167,13 +179,17 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
         padded = jnp.pad(values, ((0, 0), (0, chunks * PREFILL_CHUNK - width)))
         return jnp.moveaxis(padded.reshape(batch, chunks, PREFILL_CHUNK), 1, 0)
 
-    def read(carry: tuple[KVCache, Any], part: tuple[jax.Array, ...]) -> tuple[tuple[KVCache, Any], None]:
+    def read(
+        carry: tuple[KVCache, Any], part: tuple[jax.Array, ...]
+    ) -> tuple[tuple[KVCache, Any], None]:
         cache, state = carry
         tokens, following, index = part
         count = jnp.clip(committed - index * PREFILL_CHUNK, 0, PREFILL_CHUNK)
         output, new = target.read(tokens, cache, taps=taps, commit=count)
         cache = cache.append(new, count, after=output.hidden)
-        state = append_committed(state, tokens, following, output=output, entries=new, count=count, cache=cache)
+        state = append_committed(
+            state, tokens, following, output=output, entries=new, count=count, cache=cache
+        )
         return (cache, state), None
 
     parts = split(tokens), split(following), jnp.arange(chunks, dtype=jnp.int32)
@@ -231,12 +247,18 @@ def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:
     if not 0 <= row < batch:
         raise InputError(f"row={row}: the state has {batch} rows; give 0 to {batch - 1}")
     if ids.shape[1] > max_ids:
-        raise InputError(f"eos_token_ids: the request has {ids.shape[1]}, but the state has room for {max_ids} in each row")
+        raise InputError(
+            f"eos_token_ids: the request has {ids.shape[1]}, but the state has room for {max_ids}"
+            " in each row"
+        )
     padding = jnp.full((ids.shape[0], max_ids - ids.shape[1]), -1, ids.dtype)
     request = replace(request, stop_token_ids=jnp.concatenate([ids, padding], axis=1))
     request = _match_min_lengths(state, request)
     if jax.tree.structure(state) != jax.tree.structure(request):
-        raise InputError("request: its sampling or drafter differs from the state's; start both alike, and with mixed=True")
+        raise InputError(
+            "request: its sampling or drafter differs from the state's; start both alike, and with"
+            " mixed=True"
+        )
     for leaf, new in zip(jax.tree.leaves(state), jax.tree.leaves(request), strict=True):
         if new.shape != (1, *leaf.shape[1:]):
             raise InputError(f"request: its shape {new.shape} does not fit the state's {leaf.shape}; start it with one prompt, "
@@ -251,11 +273,18 @@ def _match_min_lengths(state: DecodeState, request: DecodeState) -> DecodeState:
         return replace(request, min_lengths=request.lengths)
     if state.min_lengths is None and minimum is not None:
         if np.any(minimum.addressable_data(0) > request.lengths.addressable_data(0)):
-            raise InputError("request: it has min_new_tokens, but the state has no room for them; make it with decoding.start")
+            raise InputError(
+                "request: it has min_new_tokens, but the state has no room for them; make it with"
+                " decoding.start"
+            )
         return replace(request, min_lengths=None)
     return request
 
 
 @partial(jax.jit, donate_argnames="state")  # donated, so that the caches are updated in place
 def _insert(state: DecodeState, request: DecodeState, row: jax.Array) -> DecodeState:
-    return jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new, row, axis=0), state, request)
+    return jax.tree.map(
+        lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new, row, axis=0),
+        state,
+        request,
+    )

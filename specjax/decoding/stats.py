@@ -65,7 +65,8 @@ class Stats:
             scored=self.scored + info.scored,
             drafted_at=self.drafted_at + info.drafted_at,
             accepted_at=self.accepted_at + (jnp.arange(depth)[None] < info.accepted[:, None]),
-            histogram=self.histogram + info.active[:, None] * (jnp.arange(depth + 2)[None] == info.emitted[:, None]),
+            histogram=self.histogram
+            + info.active[:, None] * (jnp.arange(depth + 2)[None] == info.emitted[:, None]),
         )
 
 

@@ -75,7 +75,11 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
 
 
 def independent(
-    draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array, judge_chain: ChainRule | None = None
+    draft: Draft,
+    logits: jax.Array,
+    sampling: RowSampling,
+    keys: jax.Array,
+    judge_chain: ChainRule | None = None,
 ) -> Verdict:
     """Verify with random numbers that the drafter does not know, by the rule that fits the draft.
 
@@ -112,12 +116,16 @@ def follow_argmax(draft: Draft, best: jax.Array, good: jax.Array) -> Verdict:
     """
     batch, nodes = draft.tokens.shape
     parents = jnp.broadcast_to(jnp.asarray(draft.parents), (batch, nodes))
-    best_after, has_best = (jnp.take_along_axis(values, parents[:, 1:], axis=1) for values in (best, good))
+    best_after, has_best = (
+        jnp.take_along_axis(values, parents[:, 1:], axis=1) for values in (best, good)
+    )
     matches = (draft.tokens[:, 1:] == best_after) & has_best & draft.drafted
     matches = jnp.pad(matches, ((0, 0), (1, 0)), constant_values=True)
     reached = jnp.all(matches[:, None] | ~draft.mask, axis=-1)
     last = argmax(jnp.where(reached, draft.depths, -1))
-    paths = jnp.broadcast_to(tree.paths(draft.parents, draft.depth), (batch, nodes, draft.depth + 1))
+    paths = jnp.broadcast_to(
+        tree.paths(draft.parents, draft.depth), (batch, nodes, draft.depth + 1)
+    )
     depth = at_nodes(jnp.broadcast_to(draft.depths, (batch, nodes)), last)
     return Verdict(
         path=at_nodes(paths, last).astype(jnp.int32),
@@ -145,10 +153,14 @@ def coupled(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Ar
         keys: ``[D + 1, B]`` from `position_keys`.
     """
 
-    def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def visit(
+        draft: Draft, node: jax.Array, depth: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         noise = noise_of_rows(keys[depth], logits.shape[-1], sampling)
         allowed = without_stop_tokens(at_nodes(logits, node), sampling, depth)
-        return *_holding(draft, node, argmax(perturbed(allowed, sampling, noise))), can_be_drawn(allowed)
+        return *_holding(draft, node, argmax(perturbed(allowed, sampling, noise))), can_be_drawn(
+            allowed
+        )
 
     return descend(draft, visit)
 
@@ -211,7 +223,9 @@ def descend(draft: Draft, visit: Visit) -> Verdict:
         bad=jnp.zeros(batch, bool),
     )
     start = _Descent(depth=jnp.zeros((), jnp.int32), going=jnp.ones(batch, bool), verdict=root)
-    if draft.depth == 0:  # plain decoding: one visit needs no loop, and no synchronization of host and device
+    if (
+        draft.depth == 0
+    ):  # plain decoding: one visit needs no loop, and no synchronization of host and device
         return go(start).verdict
     return jax.lax.while_loop(lambda descent: jnp.any(descent.going), go, start).verdict
 
@@ -224,7 +238,9 @@ def by_rule(rule: NodeRule, logits: jax.Array, sampling: RowSampling, keys: jax.
     that the row follows the argmax under every rule.
     """
 
-    def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def visit(
+        draft: Draft, node: jax.Array, depth: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         at_node = without_stop_tokens(at_nodes(logits, node), sampling, depth)
         p = probabilities(at_node, sampling)
         return *rule(draft, node, p, _fold_in(keys, depth)), can_be_drawn(at_node)
@@ -247,7 +263,11 @@ def matching(
 
 def _holding(draft: Draft, node: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the child of ``node [B]`` that holds ``token [B]``, or -1, and the token."""
-    holds = (jnp.asarray(draft.parents) == node[:, None]) & (draft.tokens == token[:, None]) & _drafted(draft)
+    holds = (
+        (jnp.asarray(draft.parents) == node[:, None])
+        & (draft.tokens == token[:, None])
+        & _drafted(draft)
+    )
     return jnp.max(jnp.where(holds, jnp.arange(holds.shape[1], dtype=jnp.int32), -1), axis=1), token
 
 
@@ -285,7 +305,9 @@ def recursive_rejection(
     accept_keys, token_keys = split_keys(keys, 2)
     first, next_sibling = tree.first_children(draft.parents), tree.next_siblings(draft.parents)
 
-    def following(order: Any, node: jax.Array) -> jax.Array:  # a child that was not drafted ends the list of siblings
+    def following(
+        order: Any, node: jax.Array
+    ) -> jax.Array:  # a child that was not drafted ends the list of siblings
         child = at_nodes(jnp.broadcast_to(jnp.asarray(order, jnp.int32), draft.tokens.shape), node)
         return jnp.where((child >= 0) & at_nodes(_drafted(draft), jnp.maximum(child, 0)), child, -1)
 
@@ -370,7 +392,9 @@ def block(
     """
     accept_keys, token_keys = split_keys(keys, 2)
 
-    def joint_ratio(ratio: jax.Array, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def joint_ratio(
+        ratio: jax.Array, pair: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         p_x, q_x = pair  # p_i = min(1, p_{i-1} * p(x_i) / q(x_i)), equation (4)
         ratio = jnp.minimum(1.0, ratio * p_x / jnp.where(q_x > 0, q_x, 1.0))
         return ratio, ratio
@@ -383,8 +407,12 @@ def block(
     below = excess + (1.0 - ratios)
     h = jnp.where(below > 0, excess / jnp.where(below > 0, below, 1.0), 0.0)  # equation (5)
     passes = (_uniform(accept_keys, x.shape[1]) < h[:, 1:]) & drafted
-    accepted = jnp.max(jnp.where(passes, jnp.arange(1, x.shape[1] + 1, dtype=jnp.int32), 0), axis=1, initial=0)
-    return accepted, draw(_residual(at_nodes(ratios, accepted), p, q, drafted, accepted), token_keys)
+    accepted = jnp.max(
+        jnp.where(passes, jnp.arange(1, x.shape[1] + 1, dtype=jnp.int32), 0), axis=1, initial=0
+    )
+    return accepted, draw(
+        _residual(at_nodes(ratios, accepted), p, q, drafted, accepted), token_keys
+    )
 
 
 @dataclass(frozen=True)
@@ -418,7 +446,9 @@ random numbers belong to positions.
 """
 
 
-def _residual(ratio: jax.Array, p: Distributions, q: jax.Array, drafted: jax.Array, node: jax.Array) -> jax.Array:
+def _residual(
+    ratio: jax.Array, p: Distributions, q: jax.Array, drafted: jax.Array, node: jax.Array
+) -> jax.Array:
     """Return ``[B, V]`` max(0, ratio * p - q) at each row's ``node [B]``, not normalised."""
     p_node = p.at(node)
     q_node = jnp.where(at_nodes(_is_parent(drafted), node)[:, None], at_nodes(q, node), 0.0)
@@ -465,6 +495,8 @@ def _uniform(keys: jax.Array, count: int) -> jax.Array:
     """
 
     def row(key: jax.Array) -> jax.Array:
-        return jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i), dtype=jnp.float32))(jnp.arange(count))
+        return jax.vmap(
+            lambda i: jax.random.uniform(jax.random.fold_in(key, i), dtype=jnp.float32)
+        )(jnp.arange(count))
 
     return jax.vmap(row)(keys)

@@ -16,7 +16,9 @@ from specjax.evaluation import metrics
 from specjax.models.transformer import Target
 from specjax.progress import track, waiting
 
-_COMPILERS = 2  # programs at a time: XLA alone keeps one core busy, and a second core for half of the time
+_COMPILERS = (
+    2  # programs at a time: XLA alone keeps one core busy, and a second core for half of the time
+)
 
 
 @dataclass(frozen=True)
@@ -57,18 +59,29 @@ class MethodComparison:
 
     def compile(self, drafter: Drafter | None) -> None:
         """Compile everything for a generation with a drafter, without taking a step."""
-        started = decoding.start(self.target, drafter, self.tokens[:1], self.lengths[:1], self.options)
+        started = decoding.start(
+            self.target, drafter, self.tokens[:1], self.lengths[:1], self.options
+        )
         jax.block_until_ready(decoding.decode(self.target, *started, 0))
 
     def run(self, drafter: Drafter | None, row: int) -> decoding.Result:
         """Return the result of one prompt."""
         part = slice(row, row + 1)
-        return decoding.generate(self.target, drafter, self.tokens[part], self.lengths[part], **vars(self.options))
+        return decoding.generate(
+            self.target, drafter, self.tokens[part], self.lengths[part], **vars(self.options)
+        )
 
     def stream(self, drafter: Drafter | None, row: int) -> Iterator[decoding.Result]:
         """Yield the result of one prompt so far, after every step."""
         part = slice(row, row + 1)
-        return decoding.stream(self.target, drafter, self.tokens[part], self.lengths[part], **vars(self.options), steps=1)
+        return decoding.stream(
+            self.target,
+            drafter,
+            self.tokens[part],
+            self.lengths[part],
+            **vars(self.options),
+            steps=1,
+        )
 
     def measure(self, drafters: Mapping[str, Drafter | None], repeats: int) -> dict[str, Measured]:
         """Time every method on all prompts ``repeats`` times, in alternation."""
@@ -77,12 +90,20 @@ class MethodComparison:
         with waiting("measuring", repeats * len(drafters)) as wait:
             for repeat in range(repeats):
                 for index, (name, drafter) in enumerate(drafters.items()):
-                    wait.update(what=f"measuring {name}, {self.way}", done=repeat * len(drafters) + index)
+                    wait.update(
+                        what=f"measuring {name}, {self.way}", done=repeat * len(drafters) + index
+                    )
                     started = time.perf_counter()
-                    results_by_method[name] = [self.run(drafter, row) for row in range(len(self.tokens))]
-                    emitted = sum(int(result.lengths[0]) for result in results_by_method[name]) - int(self.lengths.sum())
+                    results_by_method[name] = [
+                        self.run(drafter, row) for row in range(len(self.tokens))
+                    ]
+                    emitted = sum(
+                        int(result.lengths[0]) for result in results_by_method[name]
+                    ) - int(self.lengths.sum())
                     speeds[name].append(emitted / (time.perf_counter() - started))
-        return {name: _summarise(speeds[name], results) for name, results in results_by_method.items()}
+        return {
+            name: _summarise(speeds[name], results) for name, results in results_by_method.items()
+        }
 
 
 def _summarise(speeds: list[float], results: list[decoding.Result]) -> Measured:
@@ -92,7 +113,9 @@ def _summarise(speeds: list[float], results: list[decoding.Result]) -> Measured:
 
 
 @contextmanager
-def compiling(comparisons: Sequence[MethodComparison], drafters: Mapping[str, Drafter | None]) -> Iterator[Callable[[], None]]:
+def compiling(
+    comparisons: Sequence[MethodComparison], drafters: Mapping[str, Drafter | None]
+) -> Iterator[Callable[[], None]]:
     """Compile the programs of all drafters for each comparison, in order, while the block runs.
 
     XLA releases Python's lock while it compiles. The block receives a function that waits until all

@@ -36,18 +36,34 @@ def inflate(target: Target, *, hidden_size: int, intermediate_size: int, num_lay
     differs = config.mla is not None or config.moe is not None or config.layers
     # Norms whose weights are offsets, norms over an axis that grows, and layers that are not the
     # identity when all their weights are 0.
-    differs = differs or config.norm_offset or config.qk_norm_over_heads or config.per_layer_inputs or config.layer_scalars
+    differs = (
+        differs
+        or config.norm_offset
+        or config.qk_norm_over_heads
+        or config.per_layer_inputs
+        or config.layer_scalars
+    )
     if differs:
         raise InputError(
-            f"a model of type {config.model_type!r} cannot be inflated: give one with Llama's norms, ordinary attention, no "
-            "experts, and equal layers"
+            f"a model of type {config.model_type!r} cannot be inflated: give one with Llama's"
+            " norms, ordinary attention, no experts, and equal layers"
         )
     if matrices_in(target.params):
-        raise InputError("target: its weights are quantized: load it with weights='float', inflate it, then quantize it")
-    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_layers": num_layers}
+        raise InputError(
+            "target: its weights are quantized: load it with weights='float', inflate it, then"
+            " quantize it"
+        )
+    sizes = {
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_layers": num_layers,
+    }
     for name, size in sizes.items():
         if size < getattr(config, name):
-            raise InputError(f"{name}={size}: a model can only be inflated, and the target has {getattr(config, name)}")
+            raise InputError(
+                f"{name}={size}: a model can only be inflated, and the target has"
+                f" {getattr(config, name)}"
+            )
     group = config.num_heads // config.num_kv_heads
     kv_heads = max(hidden_size // config.head_dim // group, config.num_kv_heads)
     share = config.hidden_size / hidden_size
@@ -59,7 +75,9 @@ def inflate(target: Target, *, hidden_size: int, intermediate_size: int, num_lay
         norm_eps=config.norm_eps if share == 1 else config.norm_eps * share,
     )
 
-    def pad(param: Param, small: jax.Array | np.ndarray) -> jax.Array:  # on the host: no program per shape
+    def pad(
+        param: Param, small: jax.Array | np.ndarray
+    ) -> jax.Array:  # on the host: no program per shape
         scale = share**0.5 if param.shape == (hidden_size,) and param.init == "ones" else 1.0
         padded = np.zeros(param.shape, small.dtype)
         padded[tuple(slice(0, size) for size in small.shape)] = np.asarray(small) * scale
@@ -70,5 +88,7 @@ def inflate(target: Target, *, hidden_size: int, intermediate_size: int, num_lay
     layers = target.params["layers"] + [silent] * (num_layers - config.num_layers)
     params = jax.tree.map(pad, declared, target.params | {"layers": layers})
     if target.mesh is not None:
-        params = jax.device_put(params, declarations.shardings(declared, target.mesh, inflated.axis_units))
+        params = jax.device_put(
+            params, declarations.shardings(declared, target.mesh, inflated.axis_units)
+        )
     return replace(target, params=params, config=inflated)

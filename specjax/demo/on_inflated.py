@@ -30,17 +30,31 @@ class _Narrow(Target):
 
     inflated: Target = struct.field(kw_only=True)
 
-    def new_scratch(self, batch: int, slots: int, layers: tuple[int, int] | None = None) -> tuple[Entry, ...]:
-        return self.inflated.new_scratch(batch, slots, (0, self.config.num_layers) if layers is None else layers)
+    def new_scratch(
+        self, batch: int, slots: int, layers: tuple[int, int] | None = None
+    ) -> tuple[Entry, ...]:
+        return self.inflated.new_scratch(
+            batch, slots, (0, self.config.num_layers) if layers is None else layers
+        )
 
-    def run(self, x: jax.Array, cache: KVCache | None = None, **options: Any) -> tuple[jax.Array, jax.Array, tuple[Entry, ...]]:
-        size, layers = self.config.hidden_size, options.pop("layers", None) or (0, self.config.num_layers)
+    def run(
+        self, x: jax.Array, cache: KVCache | None = None, **options: Any
+    ) -> tuple[jax.Array, jax.Array, tuple[Entry, ...]]:
+        size, layers = (
+            self.config.hidden_size,
+            options.pop("layers", None) or (0, self.config.num_layers),
+        )
         wide = jnp.pad(x, ((0, 0), (0, 0), (0, self.inflated.config.hidden_size - size)))
         after, taps, new = self.inflated.run(wide, cache, layers=layers, **options)
         return after[..., :size], taps[..., :size], new
 
-    def cache_piece(self, cache: Cache, layer: int, positions: jax.Array, window: int | None) -> Filled:
-        piece, heads = super().cache_piece(cache, layer, positions, window), self.config.num_kv_heads
+    def cache_piece(
+        self, cache: Cache, layer: int, positions: jax.Array, window: int | None
+    ) -> Filled:
+        piece, heads = (
+            super().cache_piece(cache, layer, positions, window),
+            self.config.num_kv_heads,
+        )
         return replace(piece, entry=jax.tree.map(lambda part: part[:, :heads], piece.entry))
 
 
@@ -89,15 +103,24 @@ class OnInflated(Wrapper[Any]):
 
     def check(self, target: Target) -> None:
         if type(self.inner).prompts_read is not Drafter.prompts_read:
-            raise InputError(f"OnInflated: {type(self.inner).__name__} keeps the target's cache: use it on the target itself")
+            raise InputError(
+                f"OnInflated: {type(self.inner).__name__} keeps the target's cache: use it on the"
+                " target itself"
+            )
         self.wrapped.check(self.original)
         small, large = self.original.config, target.config
         for name in ("hidden_size", "num_layers", "num_kv_heads"):
             if getattr(large, name) < getattr(small, name):
-                raise InputError(f"target: {name}={getattr(large, name)} cannot have been inflated from {getattr(small, name)}")
+                raise InputError(
+                    f"target: {name}={getattr(large, name)} cannot have been inflated from"
+                    f" {getattr(small, name)}"
+                )
         for name in ("vocab_size", "head_dim"):
             if getattr(large, name) != getattr(small, name):
-                raise InputError(f"target: {name}={getattr(large, name)}, but the small target's is {getattr(small, name)}")
+                raise InputError(
+                    f"target: {name}={getattr(large, name)}, but the small target's is"
+                    f" {getattr(small, name)}"
+                )
 
     def start(self, target: Target, batch: int, capacity: int) -> Any:
         return self.wrapped.start(self._narrow(target), batch, capacity)
@@ -117,18 +140,28 @@ class OnInflated(Wrapper[Any]):
     ) -> tuple[Draft, Any]:
         return super().propose(self._narrow(target), state, root, sampling, keys, active, **cache)
 
-    def update(self, target: Target, state: Any, draft: Draft, verdict: Verdict, committed: Committed) -> Any:
-        return super().update(self._narrow(target), state, draft, verdict, self._narrowed(committed))
+    def update(
+        self, target: Target, state: Any, draft: Draft, verdict: Verdict, committed: Committed
+    ) -> Any:
+        return super().update(
+            self._narrow(target), state, draft, verdict, self._narrowed(committed)
+        )
 
     def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         return DraftingReads()  # unknown: it runs layers of the inflated target
 
     def _narrow(self, target: Target) -> Target:
-        return _Narrow(self.original.params, self.original.config, self.original.mesh, inflated=target)
+        return _Narrow(
+            self.original.params, self.original.config, self.original.mesh, inflated=target
+        )
 
     def _narrowed(self, committed: Committed) -> Committed:
         config = self.original.config
         size, heads = config.hidden_size, config.num_kv_heads
-        output = replace(committed.output, hidden=committed.output.hidden[..., :size], taps=committed.output.taps[..., :size])
+        output = replace(
+            committed.output,
+            hidden=committed.output.hidden[..., :size],
+            taps=committed.output.taps[..., :size],
+        )
         entries = jax.tree.map(lambda part: part[:, :heads], committed.entries[: config.num_layers])
         return replace(committed, output=output, entries=entries)

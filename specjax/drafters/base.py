@@ -170,7 +170,9 @@ def check_is_pytree(drafter: "Drafter") -> None:
     JAX would not know its fields.
     """
     if jax.tree_util.all_leaves([drafter]):
-        raise _broken(drafter, "the drafter is no pytree: decorate its class with flax.struct.dataclass")
+        raise _broken(
+            drafter, "the drafter is no pytree: decorate its class with flax.struct.dataclass"
+        )
 
 
 def start_drafter(drafter: "Drafter", target: Target, batch: int, capacity: int) -> Any:
@@ -183,7 +185,11 @@ def start_drafter(drafter: "Drafter", target: Target, batch: int, capacity: int)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if jnp.shape(leaf)[:1] != (batch,):
             name = f"start(){jax.tree_util.keystr(path)}"
-            raise _broken(drafter, f"{name} has shape {list(jnp.shape(leaf))}: each array of the state must have rows first")
+            raise _broken(
+                drafter,
+                f"{name} has shape {list(jnp.shape(leaf))}: each array of the state must have rows"
+                " first",
+            )
     return state
 
 
@@ -196,17 +202,33 @@ def check_proposal(drafter: "Drafter", proposal: Any, batch: int) -> tuple[Draft
         InputError: The draft or the state breaks a rule. The message says which one.
     """
     if not (isinstance(proposal, tuple) and len(proposal) == 2 and isinstance(proposal[0], Draft)):
-        raise _broken(drafter, f"propose() returns {type(proposal).__name__}: return a Draft and the state")
+        raise _broken(
+            drafter, f"propose() returns {type(proposal).__name__}: return a Draft and the state"
+        )
     draft, shape = proposal[0], drafter.draft_shape
     if not jnp.issubdtype(draft.tokens.dtype, jnp.integer):
         raise _broken(
-            drafter, f"propose() drafts tokens of type {draft.tokens.dtype}: token ids must be integers, such as int32"
+            drafter,
+            f"propose() drafts tokens of type {draft.tokens.dtype}: token ids must be integers,"
+            " such as int32",
         )
     if draft.tokens.ndim != 2 or draft.tokens.shape[0] != batch:
-        raise _broken(drafter, f"propose() drafts tokens {list(draft.tokens.shape)}: they must be [B, N], with B={batch}")
+        raise _broken(
+            drafter,
+            f"propose() drafts tokens {list(draft.tokens.shape)}: they must be [B, N], with"
+            f" B={batch}",
+        )
     if draft.depth > shape.depth:
-        advice = "" if draft.grown is None or draft.levels is not None else ", and a dynamic tree must state its levels"
-        raise _broken(drafter, f"propose() drafts {draft.depth} deep, but draft={shape!r}: drafts must have that depth{advice}")
+        advice = (
+            ""
+            if draft.grown is None or draft.levels is not None
+            else ", and a dynamic tree must state its levels"
+        )
+        raise _broken(
+            drafter,
+            f"propose() drafts {draft.depth} deep, but draft={shape!r}: drafts must have that"
+            f" depth{advice}",
+        )
     return proposal
 
 
@@ -252,12 +274,18 @@ class Drafter(OneLine, Generic[State]):
         """
         super().__init_subclass__(**options)
         defined: dict[str, Any] = {}
-        for base in reversed(cls.__mro__):  # base classes that are drafters have passed here themselves
+        for base in reversed(
+            cls.__mro__
+        ):  # base classes that are drafters have passed here themselves
             if base is cls or not issubclass(base, Drafter):
                 defined |= vars(base)
         for old, new in _OLD_METHODS.items():
             if old in defined and new not in defined:
-                warnings.warn(f"{cls.__name__}.{old} has a new name: call it {new}", DeprecationWarning, stacklevel=2)
+                warnings.warn(
+                    f"{cls.__name__}.{old} has a new name: call it {new}",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
                 setattr(cls, new, defined[old])
             elif new in defined and old not in defined:
                 setattr(cls, old, defined[new])  # a subclass may call super() under the old name
@@ -276,7 +304,11 @@ class Drafter(OneLine, Generic[State]):
         So ``draft=4`` and ``draft=Chain(4)`` make equal drafters.
         """
         if not hasattr(self, "draft"):
-            raise _broken(self, "the class has no field draft, a shape of drafts: declare one with a default, such as Chain(4)")
+            raise _broken(
+                self,
+                "the class has no field draft, a shape of drafts: declare one with a default, such"
+                " as Chain(4)",
+            )
         if not isinstance(self.draft, DraftShape):
             object.__setattr__(self, "draft", as_shape(self.draft))
 
@@ -335,7 +367,11 @@ class Drafter(OneLine, Generic[State]):
         drafter that needs the target's cache.
         """
         arrays = self.remote_inputs(target, committed.output, committed.entries)
-        return self.append_remote(target, state, RemoteFeatures(committed.tokens, committed.following, arrays, committed.count))
+        return self.append_remote(
+            target,
+            state,
+            RemoteFeatures(committed.tokens, committed.following, arrays, committed.count),
+        )
 
     # --- drafting on another machine than the target: the two halves of `append_committed` ---
 
@@ -351,7 +387,9 @@ class Drafter(OneLine, Generic[State]):
         """
         return ""
 
-    def remote_inputs(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+    def remote_inputs(
+        self, target: Target, output: States, entries: Sequence[Entry]
+    ) -> dict[str, jax.Array]:
         """Return the part of the target's pass over T tokens that `append_remote` needs.
 
         It is the half of `append_committed` that runs on the target's machine.
@@ -373,7 +411,10 @@ class Drafter(OneLine, Generic[State]):
         ``arrays`` are those of `remote_inputs`, in which `remote_entry_arrays` has packed them.
         """
         reads = self.reads(target.config)
-        names = [[f"layer{layer}.{part}" for part in range(len(target.config.entry_parts(layer)))] for layer in reads]
+        names = [
+            [f"layer{layer}.{part}" for part in range(len(target.config.entry_parts(layer)))]
+            for layer in reads
+        ]
         return tuple(tuple(jnp.swapaxes(arrays[name], 1, 2) for name in parts) for parts in names)
 
     def append_remote(self, target: Target, state: State, told: RemoteFeatures) -> State:
@@ -385,7 +426,13 @@ class Drafter(OneLine, Generic[State]):
         return state
 
     def append_unverified(
-        self, target: Target, state: State, tokens: jax.Array, following: jax.Array, count: jax.Array, cache: Any = None
+        self,
+        target: Target,
+        state: State,
+        tokens: jax.Array,
+        following: jax.Array,
+        count: jax.Array,
+        cache: Any = None,
     ) -> tuple[State, tuple[Entry, ...]]:
         """Return the state as if the first ``count [B]`` of ``tokens [B, T]`` were committed.
 
@@ -406,7 +453,9 @@ class Drafter(OneLine, Generic[State]):
         """
         return self.append_remote(target, state, RemoteFeatures(tokens, following, {}, count)), ()
 
-    def prompts_read(self, target: Target, state: State, tokens: jax.Array, cache: KVCache | PagedCache) -> State:
+    def prompts_read(
+        self, target: Target, state: State, tokens: jax.Array, cache: KVCache | PagedCache
+    ) -> State:
         """Return the state at the end of prefill, when the prompts have been read to their ends.
 
         Args:
@@ -441,7 +490,9 @@ class Drafter(OneLine, Generic[State]):
         """
         raise NotImplementedError
 
-    def update(self, target: Target, state: State, draft: Draft, verdict: Verdict, committed: Committed) -> State:
+    def update(
+        self, target: Target, state: State, draft: Draft, verdict: Verdict, committed: Committed
+    ) -> State:
         """Return the state after ``verdict``, with the structure of `start`.
 
         Override it in a drafter that knows more than ``committed``, for instance one that has
@@ -512,7 +563,9 @@ def remote_input_shapes(drafter: "Drafter[Any]", target: Target) -> dict[str, tu
     def tell() -> dict[str, jax.Array]:
         hidden = jnp.zeros((1, 1, config.hidden_size))
         taps = jnp.zeros((1, 1, len(drafter.taps(config)), config.hidden_size))
-        return drafter.remote_inputs(target, States(hidden=hidden, taps=taps), empty_entries(layers, batch=1, slots=1))
+        return drafter.remote_inputs(
+            target, States(hidden=hidden, taps=taps), empty_entries(layers, batch=1, slots=1)
+        )
 
     return {name: array.shape[2:] for name, array in jax.eval_shape(tell).items()}
 
@@ -523,7 +576,10 @@ def remote_entry_arrays(entries: Sequence[Entry], layers: Sequence[int]) -> dict
     Each array is ``[B, T, heads, dim]``, in full precision. `Drafter.remote_entries` unpacks them.
     """
     parts = [(layer, index, part) for layer in layers for index, part in enumerate(entries[layer])]
-    return {f"layer{layer}.{index}": jnp.swapaxes(dequantize(part), 1, 2) for layer, index, part in parts}
+    return {
+        f"layer{layer}.{index}": jnp.swapaxes(dequantize(part), 1, 2)
+        for layer, index, part in parts
+    }
 
 
 _OLD_FUNCTIONS = {"shapes_told": remote_input_shapes, "told_entries": remote_entry_arrays}
@@ -532,17 +588,23 @@ _OLD_FUNCTIONS = {"shapes_told": remote_input_shapes, "told_entries": remote_ent
 def __getattr__(name: str) -> Any:
     if (renamed := _OLD_FUNCTIONS.get(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"{__name__}.{name} has a new name: {renamed.__name__}", DeprecationWarning, stacklevel=2)
+    warnings.warn(
+        f"{__name__}.{name} has a new name: {renamed.__name__}", DeprecationWarning, stacklevel=2
+    )
     return renamed
 
 
 def check_mesh(mesh: Mesh | None, target: Target) -> None:
     """Raise an InputError if a drafter is on another ``mesh`` than its target."""
     if mesh != target.mesh:
-        raise InputError(f"drafter is on mesh={mesh} and target on {target.mesh}: load both with the same mesh")
+        raise InputError(
+            f"drafter is on mesh={mesh} and target on {target.mesh}: load both with the same mesh"
+        )
 
 
-def append_tokens(tokens: jax.Array, lengths: jax.Array, new: jax.Array, count: jax.Array) -> jax.Array:
+def append_tokens(
+    tokens: jax.Array, lengths: jax.Array, new: jax.Array, count: jax.Array
+) -> jax.Array:
     """Write the first ``count [B]`` of ``new`` into the rows of ``tokens``, from ``lengths`` on.
 
     Args:
@@ -573,7 +635,13 @@ class NoDraft(Drafter[tuple[()]]):
         return _RootOnly()
 
     def propose(
-        self, target: Target, state: tuple[()], root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+        self,
+        target: Target,
+        state: tuple[()],
+        root: jax.Array,
+        sampling: RowSampling,
+        keys: jax.Array,
+        active: jax.Array,
     ) -> tuple[Draft, tuple[()]]:
         return Draft.of_tree(root[:, None], tree.chain_parents(1)), state
 

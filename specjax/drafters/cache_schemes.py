@@ -28,7 +28,10 @@ class Streaming:
         if self.sinks < 0:
             raise InputError(f"sinks={self.sinks}: must not be negative")
         if budget <= self.sinks:
-            raise InputError(f"budget={budget}: the {self.sinks} sinks and the newest token need {self.sinks + 1}")
+            raise InputError(
+                f"budget={budget}: the {self.sinks} sinks and the newest token need"
+                f" {self.sinks + 1}"
+            )
 
     def kept(self, budget: int) -> int:
         """Return how many of ``budget`` slots are never replaced."""
@@ -59,9 +62,15 @@ class SnapKV:
     def check(self, budget: int) -> None:
         """Raise an InputError if a ``budget`` of slots is too small, or a setting is invalid."""
         if self.window < 1 or self.pool < 1 or self.pool % 2 == 0:
-            raise InputError(f"window={self.window}, pool={self.pool}: window must be at least 1, pool at least 1 and odd")
+            raise InputError(
+                f"window={self.window}, pool={self.pool}: window must be at least 1, pool at least"
+                " 1 and odd"
+            )
         if budget <= self.window:
-            raise InputError(f"budget={budget}: the window of {self.window} and one chosen token need {self.window + 1}")
+            raise InputError(
+                f"budget={budget}: the window of {self.window} and one chosen token need"
+                f" {self.window + 1}"
+            )
 
     def kept(self, budget: int) -> int:
         """Return how many of ``budget`` slots are never replaced."""

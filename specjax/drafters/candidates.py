@@ -5,7 +5,16 @@ import jax.numpy as jnp
 from flax import struct
 
 from specjax.drafts.shapes import Chain, DraftShape, SampledTree
-from specjax.sampling import RowSampling, argmax, draw, likeliest, noise_of_rows, perturbed, probabilities, without_stop_tokens
+from specjax.sampling import (
+    RowSampling,
+    argmax,
+    draw,
+    likeliest,
+    noise_of_rows,
+    perturbed,
+    probabilities,
+    without_stop_tokens,
+)
 
 _BEHIND_ALL = -1e4  # far below every logit plus noise: a probability of 0
 
@@ -53,7 +62,11 @@ class Vocabulary:
 
     def widen(self, q: jax.Array) -> jax.Array:
         """Return the distributions ``q [..., Vd]`` over the target's tokens, as ``[..., V]``."""
-        return jnp.zeros((*q.shape[:-1], self.size), q.dtype).at[..., self.ids].set(q, unique_indices=True)
+        return (
+            jnp.zeros((*q.shape[:-1], self.size), q.dtype)
+            .at[..., self.ids]
+            .set(q, unique_indices=True)
+        )
 
 
 @struct.dataclass
@@ -102,20 +115,28 @@ def offered_by(
         keys: the random keys of this depth.
         vocabulary: the vocabulary of the logits, if it is not the target's.
     """
-    is_drawn = isinstance(shape, Chain | SampledTree) and not sampling.greedy and not sampling.coupled
-    logits = without_stop_tokens(logits.astype(jnp.float32), sampling, depth, None if vocabulary is None else vocabulary.ids)
+    is_drawn = (
+        isinstance(shape, Chain | SampledTree) and not sampling.greedy and not sampling.coupled
+    )
+    logits = without_stop_tokens(
+        logits.astype(jnp.float32), sampling, depth, None if vocabulary is None else vocabulary.ids
+    )
     if sampling.coupled:
         # With the noise of the target's own draw added, the largest logit is the token that the
         # drafter would draw with the same random numbers. If truncation leaves fewer tokens than
         # there are children, the next likely ones follow: the target may truncate less.
-        noise = noise_of_rows(keys, logits.shape[-1] if vocabulary is None else vocabulary.size, sampling)[:, None]
+        noise = noise_of_rows(
+            keys, logits.shape[-1] if vocabulary is None else vocabulary.size, sampling
+        )[:, None]
         noise = noise if vocabulary is None else vocabulary.noise(noise)
         logits = perturbed(logits, sampling, noise, beyond=_BEHIND_ALL)
     tokens, scores, q = _children(logits, shape.branching, sampling if is_drawn else None, keys)
     confidence = None
     if isinstance(shape, Chain) and shape.stop_below:
         confidence = _confidence(logits[:, 0], q, tokens[:, 0, 0], sampling)[:, None]
-    return CandidateTokens(tokens if vocabulary is None else vocabulary.names(tokens), scores, q, confidence)
+    return CandidateTokens(
+        tokens if vocabulary is None else vocabulary.names(tokens), scores, q, confidence
+    )
 
 
 def _children(
@@ -147,25 +168,35 @@ def _children(
         return tokens, best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), None
     q = probabilities(logits, sampling)
     if count == 1:
-        node_keys = keys if nodes == 1 else jax.vmap(lambda key: jax.random.split(key, nodes))(keys).reshape(-1)
+        node_keys = (
+            keys
+            if nodes == 1
+            else jax.vmap(lambda key: jax.random.split(key, nodes))(keys).reshape(-1)
+        )
         token = draw(q.reshape(-1, vocab), node_keys).reshape(batch, nodes, 1)
         return token, jnp.zeros(token.shape, jnp.float32), q
     # Gumbel top-k: the k largest of log q + Gumbel noise, in order, are k draws without replacement
     # (Kool et al. 2019, arXiv 1903.06059). A greedy row takes the k likeliest; its q is one-hot.
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (nodes, vocab), jnp.float32, mode="high"))(keys)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (nodes, vocab), jnp.float32, mode="high"))(
+        keys
+    )
     greedy = (sampling.temperature == 0)[:, None, None]
     scores, tokens = likeliest(jnp.where(greedy, logits, jnp.log(q) + noise), count)
     return tokens, jnp.where(scores > -jnp.inf, 0.0, -jnp.inf), q
 
 
-def _confidence(logits: jax.Array, q: jax.Array | None, token: jax.Array, sampling: RowSampling) -> jax.Array:
+def _confidence(
+    logits: jax.Array, q: jax.Array | None, token: jax.Array, sampling: RowSampling
+) -> jax.Array:
     """Return the probability of ``token [B]`` in the distribution that it was drawn from.
 
     Rows that choose their token have no such distribution, or a one-hot one if they are greedy: for
     them it is the probability at temperature 1.
     """
     chosen = jnp.exp(_at(logits, token) - jax.nn.logsumexp(logits, axis=-1))
-    return chosen if q is None else jnp.where(sampling.temperature == 0, chosen, _at(q[:, 0], token))
+    return (
+        chosen if q is None else jnp.where(sampling.temperature == 0, chosen, _at(q[:, 0], token))
+    )
 
 
 def _at(values: jax.Array, token: jax.Array) -> jax.Array:

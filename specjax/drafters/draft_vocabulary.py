@@ -53,13 +53,16 @@ class DraftVocabulary:
         """Return the tensor ``t2d`` for ``params``."""
         return {"t2d": jnp.zeros(self.target_size, bool).at[ids_of(params)].set(True)}
 
-    def check_stored(self, names: Collection[str], directory: Path, needed: tuple[str, ...] = ("d2t",)) -> None:
+    def check_stored(
+        self, names: Collection[str], directory: Path, needed: tuple[str, ...] = ("d2t",)
+    ) -> None:
         """Raise a CheckpointError if the tensors' ``names`` lack one of the ``needed`` tables."""
         for name in needed:
             if name not in names:
                 raise CheckpointError(
-                    f"{directory}: {name!r} is missing: it says which of the target's {self.target_size} tokens the "
-                    f"drafter's {self.size} tokens are; give a checkpoint that has it"
+                    f"{directory}: {name!r} is missing: it says which of the target's"
+                    f" {self.target_size} tokens the drafter's {self.size} tokens are; give a"
+                    " checkpoint that has it"
                 )
 
     def check_values(self, params: Params, t2d: jax.Array | None, directory: Path) -> None:
@@ -67,11 +70,13 @@ class DraftVocabulary:
         ids = np.asarray(ids_of(params))
         if not _are_different_tokens(ids, self.target_size):
             raise CheckpointError(
-                f"{directory}: 'd2t' must map the drafter's tokens to different tokens of the target's "
-                f"{self.target_size}; give an undamaged checkpoint"
+                f"{directory}: 'd2t' must map the drafter's tokens to different tokens of the"
+                f" target's {self.target_size}; give an undamaged checkpoint"
             )
         if t2d is not None and not np.array_equal(np.flatnonzero(np.asarray(t2d)), np.sort(ids)):
-            raise CheckpointError(f"{directory}: 't2d' and 'd2t' name different tokens; give an undamaged checkpoint")
+            raise CheckpointError(
+                f"{directory}: 't2d' and 'd2t' name different tokens; give an undamaged checkpoint"
+            )
 
 
 def declare_d2t(size: int) -> Param:
@@ -86,7 +91,9 @@ def ids_of(params: Params) -> jax.Array:
 
 def vocabulary_of(params: Params, target: Target) -> Vocabulary | None:
     """Return the tokens that a drafter with ``params`` can draft; None if it can draft all."""
-    return Vocabulary(ids=ids_of(params), size=target.config.vocab_size) if "d2t" in params else None
+    return (
+        Vocabulary(ids=ids_of(params), size=target.config.vocab_size) if "d2t" in params else None
+    )
 
 
 def check_ids(ids: TokenIds | None, target_size: int) -> None:
@@ -95,7 +102,9 @@ def check_ids(ids: TokenIds | None, target_size: int) -> None:
     The target has ``target_size`` tokens; None stands for all of them.
     """
     if ids is not None and not _are_different_tokens(np.asarray(ids), target_size):
-        raise InputError(f"ids: they must be different token ids of the target, from 0 to {target_size - 1}")
+        raise InputError(
+            f"ids: they must be different token ids of the target, from 0 to {target_size - 1}"
+        )
 
 
 def initial_params(target: Target, ids: TokenIds | None, own_head: bool) -> Params:
@@ -104,9 +113,15 @@ def initial_params(target: Target, ids: TokenIds | None, own_head: bool) -> Para
     They are ``d2t`` for the ``ids``, and a copy of the target's head if the drafter has a head of
     its own.
     """
-    params = {} if ids is None else {"d2t": jnp.asarray(ids, jnp.int32) - jnp.arange(len(ids), dtype=jnp.int32)}
+    params = (
+        {}
+        if ids is None
+        else {"d2t": jnp.asarray(ids, jnp.int32) - jnp.arange(len(ids), dtype=jnp.int32)}
+    )
     if own_head:
-        params["lm_head"] = target.head_weights if ids is None else target.head_weights[:, jnp.asarray(ids)]
+        params["lm_head"] = (
+            target.head_weights if ids is None else target.head_weights[:, jnp.asarray(ids)]
+        )
     return params
 
 

@@ -164,7 +164,9 @@ def expand(
             return values.reshape(batch, candidates)
 
         # A row whose chain has stopped gets no further nodes: the score of -inf marks them as filler.
-        scores = jnp.where(growth.going[:, None, None], parent_scores[..., None] + children.scores, -jnp.inf)
+        scores = jnp.where(
+            growth.going[:, None, None], parent_scores[..., None] + children.scores, -jnp.inf
+        )
         tokens, scores = level(children.tokens, 0), level(scores, -jnp.inf)
         picked = _pick(shape, scores, growth.depth)
         frontier = _next_frontier(growth, tokens, picked, branching)
@@ -184,10 +186,16 @@ def expand(
 
     def deepen(growth: _Growth) -> _Growth:
         logits, state = read(growth.frontier, growth.state)
-        parent_scores = jnp.take_along_axis(growth.scores[growth.depth - 1], growth.picked[growth.depth - 1], axis=1)
-        return add_level(replace(growth, state=state), children_of(logits, growth.depth), parent_scores)
+        parent_scores = jnp.take_along_axis(
+            growth.scores[growth.depth - 1], growth.picked[growth.depth - 1], axis=1
+        )
+        return add_level(
+            replace(growth, state=state), children_of(logits, growth.depth), parent_scores
+        )
 
-    first = children_of(logits if isinstance(logits, CandidateTokens) else logits[:, None], jnp.zeros((), jnp.int32))
+    first = children_of(
+        logits if isinstance(logits, CandidateTokens) else logits[:, None], jnp.zeros((), jnp.int32)
+    )
     seed = _seed(shape, None if first.q is None else first.q.shape[-1], state, active)
     growth = add_level(seed, first, jnp.zeros((batch, 1), jnp.float32))
     if shape.depth > 1 and in_loop:
@@ -195,7 +203,11 @@ def expand(
     for _ in range(0 if in_loop else shape.depth - 1):
         growth = deepen(growth)
     assert isinstance(shape, DynamicTree | FixedShape)
-    draft, places = _dynamic(shape, growth, root) if isinstance(shape, DynamicTree) else _fixed(shape, growth, root)
+    draft, places = (
+        _dynamic(shape, growth, root)
+        if isinstance(shape, DynamicTree)
+        else _fixed(shape, growth, root)
+    )
     if draft.q is not None and vocabulary is not None:
         draft = replace(draft, q=vocabulary.widen(draft.q))
     return draft, places, growth.state
@@ -231,8 +243,17 @@ def expand_by_depth(
     # One call for all depths: each depth of a row is passed as a row of its own.
     repeated = jax.tree.map(lambda values: jnp.repeat(values, depth, axis=0), sampling)
     depths = jnp.tile(jnp.arange(depth), batch)[:, None]
-    flat = offered_by(shape, logits.reshape(batch * depth, 1, -1), depths, repeated, keys.T.reshape(-1), vocabulary)
-    by_depth: CandidateTokens = jax.tree.map(lambda values: values.reshape(batch, depth, *values.shape[1:]), flat)
+    flat = offered_by(
+        shape,
+        logits.reshape(batch * depth, 1, -1),
+        depths,
+        repeated,
+        keys.T.reshape(-1),
+        vocabulary,
+    )
+    by_depth: CandidateTokens = jax.tree.map(
+        lambda values: values.reshape(batch, depth, *values.shape[1:]), flat
+    )
 
     def children_at(depth: jax.Array | int, nodes: int) -> CandidateTokens:
         def for_nodes(values: jax.Array) -> jax.Array:
@@ -245,7 +266,9 @@ def expand_by_depth(
         return children_at(frontier.depth, frontier.tokens.shape[1]), state
 
     shape = shape.read_whole() if isinstance(shape, DynamicTree) else shape
-    return expand(shape, read, children_at(0, 1), (), root, sampling, keys, active, vocabulary, in_loop=False)[0]
+    return expand(
+        shape, read, children_at(0, 1), (), root, sampling, keys, active, vocabulary, in_loop=False
+    )[0]
 
 
 def _seed(shape: DraftShape, vocab: int | None, state: Any, active: jax.Array) -> _Growth:
@@ -260,7 +283,12 @@ def _seed(shape: DraftShape, vocab: int | None, state: Any, active: jax.Array) -
         q=None if vocab is None else jnp.zeros((shape.depth, batch, width, vocab), jnp.float32),
         picked=jnp.zeros((shape.depth, batch, width), jnp.int32),
         going=active,
-        frontier=Frontier(nothing, jnp.zeros((), jnp.int32), nothing, jnp.zeros((batch, width, shape.read_slots), bool)),
+        frontier=Frontier(
+            nothing,
+            jnp.zeros((), jnp.int32),
+            nothing,
+            jnp.zeros((batch, width, shape.read_slots), bool),
+        ),
         state=state,
     )
 
@@ -286,7 +314,9 @@ def _repeat(deepen: Callable[[_Growth], _Growth], shape: DraftShape, growth: _Gr
     return jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), growth))[1]
 
 
-def _next_frontier(growth: _Growth, tokens: jax.Array, picked: jax.Array, branching: int) -> Frontier:
+def _next_frontier(
+    growth: _Growth, tokens: jax.Array, picked: jax.Array, branching: int
+) -> Frontier:
     """Return the frontier of the nodes to read next.
 
     ``picked [B, F]`` are their indices among the newest level's candidates, ``tokens [B, C]`` the
@@ -294,7 +324,9 @@ def _next_frontier(growth: _Growth, tokens: jax.Array, picked: jax.Array, branch
     """
     newest = growth.frontier
     parents = picked // branching
-    read_index = newest.offset + parents  # of the parents, among all nodes read; meaningless for the root
+    read_index = (
+        newest.offset + parents
+    )  # of the parents, among all nodes read; meaningless for the root
     is_parent = (read_index[..., None] == jnp.arange(newest.visible.shape[-1])) & (growth.depth > 0)
     return Frontier(
         tokens=jnp.take_along_axis(tokens, picked, axis=1),
@@ -314,7 +346,9 @@ def _pick(shape: DraftShape, scores: jax.Array, level: jax.Array) -> jax.Array:
     return jnp.broadcast_to(picked, (scores.shape[0], shape.width))
 
 
-def _fixed(shape: FixedShape, growth: _Growth, root: jax.Array) -> tuple[Draft, jax.Array | np.ndarray]:
+def _fixed(
+    shape: FixedShape, growth: _Growth, root: jax.Array
+) -> tuple[Draft, jax.Array | np.ndarray]:
     """Return the draft of a fixed tree, and the nodes' indices as in `expand`."""
     template = shape.template
 
@@ -339,7 +373,11 @@ def _fixed(shape: FixedShape, growth: _Growth, root: jax.Array) -> tuple[Draft, 
         valid=offered if stops_early or may_lack_tokens else None,
     )
     # If the loop ended early, the newest level was never read.
-    return draft, jnp.where(draft.depths < growth.depth, template.places, -1) if stops_early else template.places
+    return draft, (
+        jnp.where(draft.depths < growth.depth, template.places, -1)
+        if stops_early
+        else template.places
+    )
 
 
 def _dynamic(shape: DynamicTree, growth: _Growth, root: jax.Array) -> tuple[Draft, jax.Array]:
@@ -350,14 +388,18 @@ def _dynamic(shape: DynamicTree, growth: _Growth, root: jax.Array) -> tuple[Draf
     scores, never selects a child without its parent.
     """
     batch, per_level = root.shape[0], shape.width * shape.branching
-    scores, tokens = (jnp.moveaxis(values, 0, 1).reshape(batch, -1) for values in (growth.scores, growth.tokens))
+    scores, tokens = (
+        jnp.moveaxis(values, 0, 1).reshape(batch, -1) for values in (growth.scores, growth.tokens)
+    )
     best = jnp.sort(jax.lax.top_k(scores, shape.nodes - 1)[1], axis=1)  # [B, N-1]
     level, slot = best // per_level, best % per_level
     picked = jnp.moveaxis(growth.picked, 0, 1)  # [B, D, F]
 
     # For each selected candidate: the index of its parent among the candidates of all levels, and
     # then the parent's index among the nodes.
-    parent = jnp.take_along_axis(picked.reshape(batch, -1), (level - 1) * shape.width + slot // shape.branching, axis=1)
+    parent = jnp.take_along_axis(
+        picked.reshape(batch, -1), (level - 1) * shape.width + slot // shape.branching, axis=1
+    )
     parent = parent + (level - 1) * per_level
     is_parent = (best[:, None, :] == parent[:, :, None]) & (level > 0)[:, :, None]
     node = jnp.arange(1, shape.nodes)
@@ -365,10 +407,14 @@ def _dynamic(shape: DynamicTree, growth: _Growth, root: jax.Array) -> tuple[Draf
 
     picked_in_level = jnp.take_along_axis(picked, level[:, :, None], axis=1)  # [B, N-1, F]
     was_read = (picked_in_level == slot[:, :, None]) & (level < shape.depth - 1)[:, :, None]
-    places = jnp.max(jnp.where(was_read, level[:, :, None] * shape.width + jnp.arange(shape.width), -1), axis=-1)
+    places = jnp.max(
+        jnp.where(was_read, level[:, :, None] * shape.width + jnp.arange(shape.width), -1), axis=-1
+    )
 
     def with_root(values: jax.Array, at_root: Any) -> jax.Array:
-        return jnp.concatenate([jnp.broadcast_to(at_root, (batch, 1)).astype(values.dtype), values], axis=1)
+        return jnp.concatenate(
+            [jnp.broadcast_to(at_root, (batch, 1)).astype(values.dtype), values], axis=1
+        )
 
     return Draft.of_tree(
         tokens=with_root(jnp.take_along_axis(tokens, best, axis=1), root[:, None]),
@@ -402,13 +448,19 @@ def draft_with(
     """
     at_root, new = model.score(root[:, None], cache, layers=layers)
     # The root takes the first slot of the scratch; the nodes follow it.
-    scratch = place_entries(model.new_scratch(root.shape[0], 1 + shape.read_slots, layers), new, 0, after=at_root.hidden)
+    scratch = place_entries(
+        model.new_scratch(root.shape[0], 1 + shape.read_slots, layers), new, 0, after=at_root.hidden
+    )
     read = partial(read_nodes, model, cache, layers=layers)
     return expand(shape, read, at_root.logits[:, 0], scratch, root, sampling, keys, active)[0]
 
 
 def read_nodes(
-    model: Target, cache: Cache, frontier: Frontier, scratch: tuple[Entry, ...], layers: tuple[int, int] | None = None
+    model: Target,
+    cache: Cache,
+    frontier: Frontier,
+    scratch: tuple[Entry, ...],
+    layers: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, tuple[Entry, ...]]:
     """Read the nodes of a frontier with a transformer: a `ReadFrontier`.
 
@@ -430,7 +482,9 @@ def read_nodes(
     output, new = model.score(
         frontier.tokens,
         cache,
-        positions=jnp.broadcast_to(cache.length[:, None] + above + frontier.depth - 1, frontier.tokens.shape),
+        positions=jnp.broadcast_to(
+            cache.length[:, None] + above + frontier.depth - 1, frontier.tokens.shape
+        ),
         mask=np.eye(count, dtype=bool)[None],
         scratch=[(scratch, visible)],
         layers=layers,

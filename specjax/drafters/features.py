@@ -140,20 +140,23 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         name, sizes = type(self).__name__, self.sizes
         if sizes.vocab_size != target.config.vocab_size:
             raise InputError(
-                f"drafter: this {name} was made for a target with a vocabulary of {sizes.vocab_size} tokens, but target has "
-                f"{target.config.vocab_size}: give the target that it was trained with"
+                f"drafter: this {name} was made for a target with a vocabulary of"
+                f" {sizes.vocab_size} tokens, but target has {target.config.vocab_size}: give the"
+                " target that it was trained with"
             )
         if self.target_hidden_size != target.config.hidden_size:
             raise InputError(
-                f"drafter: this {name} reads a target of hidden size {self.target_hidden_size}, but target has "
-                f"{target.config.hidden_size}: give the target that it was trained with"
+                f"drafter: this {name} reads a target of hidden size {self.target_hidden_size}, but"
+                f" target has {target.config.hidden_size}: give the target that it was trained with"
             )
         vocabulary = self.vocabulary(target)
         self.draft_shape.check(sizes.vocab_size if vocabulary is None else vocabulary.ids.shape[0])
         check_mesh(self.mesh, target)
 
     def start(self, target: Target, batch: int, capacity: int) -> FeatureState:
-        cache = KVCache(layers=self._empty(batch, capacity, self.modules), length=jnp.zeros(batch, jnp.int32))
+        cache = KVCache(
+            layers=self._empty(batch, capacity, self.modules), length=jnp.zeros(batch, jnp.int32)
+        )
         newest = jnp.zeros((batch, self.modules, self.sizes.hidden_size), self._dtype)
         return FeatureState(cache=cache, newest=self._by_row(newest))
 
@@ -161,26 +164,39 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
     def drafts_elsewhere(self) -> bool:
         return self.modules == 1
 
-    def remote_inputs(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+    def remote_inputs(
+        self, target: Target, output: States, entries: Sequence[Entry]
+    ) -> dict[str, jax.Array]:
         return {"features": self.features(output, entries)}
 
-    def append_remote(self, target: Target, state: FeatureState, told: RemoteFeatures) -> FeatureState:
+    def append_remote(
+        self, target: Target, state: FeatureState, told: RemoteFeatures
+    ) -> FeatureState:
         count = told.tokens.shape[1]
         positions = state.cache.length[:, None] + jnp.arange(count)[None]
-        embedded, states = self.embed(target, told.following), told.arrays["features"].astype(self._dtype)
+        embedded, states = (
+            self.embed(target, told.following),
+            told.arrays["features"].astype(self._dtype),
+        )
         causal = jnp.tril(jnp.ones((1, count, count), bool))
         newest_states, new_entries, first_pair_states = [], [], []
         for module in range(self.modules):
             # Module m pairs the token with the state of module m - 1 at the position before. At the first
             # position of this call that state comes from the call before.
             if module:
-                states = jnp.concatenate([state.newest[:, module - 1, None].astype(states.dtype), states[:, :-1]], axis=1)
+                states = jnp.concatenate(
+                    [state.newest[:, module - 1, None].astype(states.dtype), states[:, :-1]], axis=1
+                )
             past = self._past(state.cache, module)
-            states, entries = self.run(states, embedded, positions, visible_in(module, positions, causal), past, module)
+            states, entries = self.run(
+                states, embedded, positions, visible_in(module, positions, causal), past, module
+            )
             newest_states.append(newest_of(states, told.count, state.newest[:, module]))
             new_entries += entries
             first_pair_states.append(states[:, 0])
-        cache = state.cache.append(new_entries, told.count, after=sum(first_pair_states[1:], first_pair_states[0]))
+        cache = state.cache.append(
+            new_entries, told.count, after=sum(first_pair_states[1:], first_pair_states[0])
+        )
         return FeatureState(cache=cache, newest=self._by_row(jnp.stack(newest_states, axis=1)))
 
     def append_unverified(
@@ -198,13 +214,24 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         """
         assert self.modules == 1
 
-        def read(state: FeatureState, pair: tuple[jax.Array, jax.Array]) -> tuple[FeatureState, None]:
+        def read(
+            state: FeatureState, pair: tuple[jax.Array, jax.Array]
+        ) -> tuple[FeatureState, None]:
             token, counts = pair
             positions = state.cache.length[:, None]
             embedded = self.embed(target, token[:, None])
-            states, entries = self.run(state.newest, embedded, positions, None, self._past(state.cache, 0))
-            newest = jnp.where(counts[:, None, None] > 0, states.astype(state.newest.dtype), state.newest)
-            return FeatureState(cache=state.cache.append(entries, counts, after=states), newest=newest), None
+            states, entries = self.run(
+                state.newest, embedded, positions, None, self._past(state.cache, 0)
+            )
+            newest = jnp.where(
+                counts[:, None, None] > 0, states.astype(state.newest.dtype), state.newest
+            )
+            return (
+                FeatureState(
+                    cache=state.cache.append(entries, counts, after=states), newest=newest
+                ),
+                None,
+            )
 
         is_valid = (jnp.arange(tokens.shape[1])[:, None] < count).astype(jnp.int32)
         state, _ = jax.lax.scan(read, state, (following.T, is_valid))
@@ -244,22 +271,36 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         # Module 0 reads nothing but features, so drafting does not run it, unless it is the last.
         layers, last, batch = self.sizes.num_layers, self.modules - 1, root.shape[0]
         modules = range(min(1, last), self.modules)
-        depths = jnp.arange(self.draft_shape.read_slots) // self.draft_shape.width + 1  # of the nodes in the scratch
+        depths = (
+            jnp.arange(self.draft_shape.read_slots) // self.draft_shape.width + 1
+        )  # of the nodes in the scratch
 
         def read(
             frontier: Frontier, carried: tuple[tuple[Entry, ...], jax.Array]
         ) -> tuple[jax.Array, tuple[tuple[Entry, ...], jax.Array]]:
             scratch, states = carried
-            above = jnp.take_along_axis(states, frontier.parents[..., None, None], axis=1)  # [B, F, M, H]
+            above = jnp.take_along_axis(
+                states, frontier.parents[..., None, None], axis=1
+            )  # [B, F, M, H]
             embedded = self.embed(target, frontier.tokens)
-            positions = jnp.broadcast_to(state.cache.length[:, None] + frontier.depth - 1, frontier.tokens.shape)
+            positions = jnp.broadcast_to(
+                state.cache.length[:, None] + frontier.depth - 1, frontier.tokens.shape
+            )
 
             def read_with(module: int, states: jax.Array) -> tuple[jax.Array, tuple[Entry, ...]]:
-                cached, first_layer = self._past(state.cache, module), (module - modules.start) * layers
+                cached, first_layer = (
+                    self._past(state.cache, module),
+                    (module - modules.start) * layers,
+                )
                 # As in the cache, the first pairs of a text are hidden (see `visible_in`).
-                visible = frontier.visible & (state.cache.length[:, None] + depths - 1 >= module)[:, None]
+                visible = (
+                    frontier.visible & (state.cache.length[:, None] + depths - 1 >= module)[:, None]
+                )
                 drafted = scratch[first_layer : first_layer + layers]
-                past = tuple((*pieces, (entry, visible)) for pieces, entry in zip(cached, drafted, strict=True))
+                past = tuple(
+                    (*pieces, (entry, visible))
+                    for pieces, entry in zip(cached, drafted, strict=True)
+                )
                 return self.run(states, embedded, positions, None, past, module)
 
             # The children of a node of depth d come from module d, or from the last module. The
@@ -267,7 +308,9 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             module_states, new = [above[:, :, module] for module in range(modules.start)], []
             for module in modules:
                 if module == last:
-                    before = jnp.where(frontier.depth > last, above[:, :, last], above[:, :, last - 1])
+                    before = jnp.where(
+                        frontier.depth > last, above[:, :, last], above[:, :, last - 1]
+                    )
                     at_module, entries = read_with(module, before)
                 else:
                     run = partial(read_with, module)
@@ -278,12 +321,27 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             current = jnp.minimum(frontier.depth, last)
             of_modules = jnp.stack(module_states, axis=2)
             logits = self.logits(target, jnp.take(of_modules, current, axis=2), current)
-            return logits, (place_entries(scratch, new, frontier.offset, after=of_modules), of_modules)
+            return logits, (
+                place_entries(scratch, new, frontier.offset, after=of_modules),
+                of_modules,
+            )
 
-        above = jnp.broadcast_to(state.newest[:, None], (batch, self.draft_shape.width, *state.newest.shape[1:]))
+        above = jnp.broadcast_to(
+            state.newest[:, None], (batch, self.draft_shape.width, *state.newest.shape[1:])
+        )
         carried = (self._empty(batch, self.draft_shape.read_slots, len(modules)), above)
         logits = self.logits(target, state.newest[:, 0])
-        draft, _, _ = expand(self.draft_shape, read, logits, carried, root, sampling, keys, active, self.vocabulary(target))
+        draft, _, _ = expand(
+            self.draft_shape,
+            read,
+            logits,
+            carried,
+            root,
+            sampling,
+            keys,
+            active,
+            self.vocabulary(target),
+        )
         return draft, state
 
     def _past(self, cache: KVCache, module: int) -> tuple[tuple[Piece, ...], ...]:
@@ -313,9 +371,15 @@ def visible_in(module: int, positions: jax.Array, causal: jax.Array) -> jax.Arra
         positions: ``[B, T]``, the position of each pair in its text.
         causal: ``[B|1, T, T]`` bool, the mask of the first module.
     """
-    return causal if module == 0 else causal & ((positions >= module)[:, None] | jnp.eye(positions.shape[1], dtype=bool))
+    return (
+        causal
+        if module == 0
+        else causal & ((positions >= module)[:, None] | jnp.eye(positions.shape[1], dtype=bool))
+    )
 
 
 def _zeros_of(run: Callable[..., Any], *arguments: jax.Array) -> Any:
     """Return zeros in the shape of the result of ``run``."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run, *arguments))
+    return jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run, *arguments)
+    )

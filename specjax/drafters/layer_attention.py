@@ -64,8 +64,9 @@ class LayerAttention:
         sizes = (layers, self.target_kv_heads, self.target_head_dim)
         if sizes != target_sizes:
             raise InputError(
-                f"drafter: its layer self-attention was made for a target with (layers, key/value heads, head size) {sizes}, "
-                f"but target has {target_sizes}: give the target that it was trained with"
+                "drafter: its layer self-attention was made for a target with (layers, key/value"
+                f" heads, head size) {sizes}, but target has {target_sizes}: give the target that"
+                " it was trained with"
             )
 
 
@@ -77,31 +78,38 @@ def _sizes_read(target: ModelConfig) -> tuple[int, int, int]:
     """
     if target.mla is not None:
         raise InputError(
-            "target: layer self-attention reads keys and values, but this target stores latents (MLA): give a target with "
-            "ordinary attention"
+            "target: layer self-attention reads keys and values, but this target stores latents"
+            " (MLA): give a target with ordinary attention"
         )
     if target.linear_layers:
         raise InputError(
-            "target: layer self-attention reads keys and values of all layers, but some layers of this target have a recurrent "
-            "state: give a target with ordinary attention, or a drafter without layer self-attention"
+            "target: layer self-attention reads keys and values of all layers, but some layers of"
+            " this target have a recurrent state: give a target with ordinary attention, or a"
+            " drafter without layer self-attention"
         )
     parts = [target.entry_parts(layer) for layer in range(target.num_layers)]
     if different := [layer for layer, layer_parts in enumerate(parts) if layer_parts != parts[0]]:
         raise InputError(
-            f"target: layer self-attention reads keys and values of one size, but layer {different[0]} has (heads, size) "
-            f"{parts[different[0]]} and layer 0 has {parts[0]}: give a target whose layers are alike"
+            "target: layer self-attention reads keys and values of one size, but layer"
+            f" {different[0]} has (heads, size) {parts[different[0]]} and layer 0 has {parts[0]}:"
+            " give a target whose layers are alike"
         )
     (heads, head_dim), _ = parts[0]
     return target.num_layers, heads, head_dim
 
 
-def block_like(like: ModelConfig, size: int, heads: int, kv_heads: int, intermediate_size: int) -> ModelConfig:
+def block_like(
+    like: ModelConfig, size: int, heads: int, kv_heads: int, intermediate_size: int
+) -> ModelConfig:
     """Return the configuration of a block that reads KV entries of ``size`` numbers.
 
     All else is as in ``like``. Raises `InputError` if ``heads`` does not divide ``size``.
     """
     if size % heads:
-        raise InputError(f"num_attention_heads={heads}: it must divide {size}, the size of a KV entry of the target")
+        raise InputError(
+            f"num_attention_heads={heads}: it must divide {size}, the size of a KV entry of the"
+            " target"
+        )
     block = layer_like(
         like,
         hidden_size=size,
@@ -110,7 +118,9 @@ def block_like(like: ModelConfig, size: int, heads: int, kv_heads: int, intermed
         num_kv_heads=kv_heads,
         intermediate_size=intermediate_size,
     )
-    return replace(block, rope=Rope(theta=block.rope.theta))  # positions are layer indices, so no RoPE scaling
+    return replace(
+        block, rope=Rope(theta=block.rope.theta)
+    )  # positions are layer indices, so no RoPE scaling
 
 
 _FIELDS = {
@@ -131,9 +141,13 @@ def parse(raw: dict[str, Any], like: ModelConfig, source: str) -> LayerAttention
     Raises:
         CheckpointError: A field is missing or invalid.
     """
-    layers, kv_heads, head_dim, *block = (check_fields(raw, _FIELDS, source)[name] for name in _FIELDS)
+    layers, kv_heads, head_dim, *block = (
+        check_fields(raw, _FIELDS, source)[name] for name in _FIELDS
+    )
     try:
-        return LayerAttention(block_like(like, 2 * kv_heads * head_dim, *block), layers, kv_heads, head_dim)
+        return LayerAttention(
+            block_like(like, 2 * kv_heads * head_dim, *block), layers, kv_heads, head_dim
+        )
     except InputError as error:
         raise CheckpointError(f"{source}: {error}") from None
 
@@ -141,7 +155,13 @@ def parse(raw: dict[str, Any], like: ModelConfig, source: str) -> LayerAttention
 def format_fields(lsa: LayerAttention) -> dict[str, int | None]:
     """Return the fields that `parse` reads."""
     reads, block = (lsa.target_layers, lsa.target_kv_heads, lsa.target_head_dim), lsa.block
-    return dict(zip(_FIELDS, (*reads, block.num_heads, block.num_kv_heads, block.intermediate_size), strict=True))
+    return dict(
+        zip(
+            _FIELDS,
+            (*reads, block.num_heads, block.num_kv_heads, block.intermediate_size),
+            strict=True,
+        )
+    )
 
 
 def declare(lsa: LayerAttention, hidden_size: int) -> Params:
@@ -158,7 +178,11 @@ def declare(lsa: LayerAttention, hidden_size: int) -> Params:
 
 def weights_of(params: Params) -> Params:
     """Select the weights of layer self-attention from a drafter's ``params``."""
-    return {name: params[name] for name in ("layer_self_attention", "ekv2e", "ekv2e_bias") if name in params}
+    return {
+        name: params[name]
+        for name in ("layer_self_attention", "ekv2e", "ekv2e_bias")
+        if name in params
+    }
 
 
 def by_token(entries: Sequence[Entry]) -> jax.Array:
@@ -167,12 +191,16 @@ def by_token(entries: Sequence[Entry]) -> jax.Array:
     The E numbers are, head by head, the key and then the value. ``entries`` has the keys and values
     ``[B, kv_heads, T, d]`` of each layer.
     """
-    joined = jnp.stack([jnp.concatenate(list(map(dequantize, entry)), axis=-1) for entry in entries], axis=2)
+    joined = jnp.stack(
+        [jnp.concatenate(list(map(dequantize, entry)), axis=-1) for entry in entries], axis=2
+    )
     batch, _, layers, count, _ = joined.shape
     return joined.transpose(0, 3, 2, 1, 4).reshape(batch, count, layers, -1)
 
 
-def mean_over_layers(params: Params, lsa: LayerAttention, remembered: jax.Array, mesh: Mesh | None = None) -> jax.Array:
+def mean_over_layers(
+    params: Params, lsa: LayerAttention, remembered: jax.Array, mesh: Mesh | None = None
+) -> jax.Array:
     """Return the mean over the layers of the block's output, ``[B, T, E]``.
 
     Args:
@@ -190,7 +218,9 @@ def mean_over_layers(params: Params, lsa: LayerAttention, remembered: jax.Array,
     return jnp.mean(x, axis=1).reshape(batch, count, -1)
 
 
-def summarise(params: Params, lsa: LayerAttention, entries: Sequence[Entry], mesh: Mesh | None = None) -> jax.Array:
+def summarise(
+    params: Params, lsa: LayerAttention, entries: Sequence[Entry], mesh: Mesh | None = None
+) -> jax.Array:
     """Return the summary ``[B, T, H]`` of each token: `mean_over_layers`, projected."""
     return project(params, mean_over_layers(params, lsa, by_token(entries), mesh))
 

@@ -95,10 +95,14 @@ class Pausable(Wrapper[PausableState]):
     def start(self, target: Target, batch: int, capacity: int) -> PausableState:
         def empty(*shape: int) -> jax.Array:
             axes = ("batch", *(None,) * len(shape))
-            return sharding.constrain(jnp.zeros((batch, *shape), target.dtype), axes, {}, target.mesh)
+            return sharding.constrain(
+                jnp.zeros((batch, *shape), target.dtype), axes, {}, target.mesh
+            )
 
         hidden = target.config.hidden_size
-        output = States(hidden=empty(ROOM, hidden), taps=empty(ROOM, len(self.taps(target.config)), hidden))
+        output = States(
+            hidden=empty(ROOM, hidden), taps=empty(ROOM, len(self.taps(target.config)), hidden)
+        )
         pending = PendingTokens(output=output, count=jnp.zeros(batch, jnp.int32))
         return PausableState(own=self.drafter.start(target, batch, capacity), pending=pending)
 
@@ -118,7 +122,12 @@ class Pausable(Wrapper[PausableState]):
         return super().propose(target, state, root, sampling, keys, active, **cache)
 
     def update(
-        self, target: Target, state: PausableState, draft: Draft, verdict: Verdict, committed: Committed
+        self,
+        target: Target,
+        state: PausableState,
+        draft: Draft,
+        verdict: Verdict,
+        committed: Committed,
     ) -> PausableState:
         if not self.paused:
             return super().update(target, state, draft, verdict, committed)
@@ -128,9 +137,13 @@ class Pausable(Wrapper[PausableState]):
             return append_tokens(room, pending.count, new.astype(room.dtype), committed.count)
 
         output = jax.tree.map(keep, pending.output, committed.output)
-        return replace(state, pending=PendingTokens(output=output, count=pending.count + committed.count))
+        return replace(
+            state, pending=PendingTokens(output=output, count=pending.count + committed.count)
+        )
 
-    def catch_up(self, target: Target, state: PausableState, tokens: jax.Array, cache: KVCache | PagedCache) -> PausableState:
+    def catch_up(
+        self, target: Target, state: PausableState, tokens: jax.Array, cache: KVCache | PagedCache
+    ) -> PausableState:
         """Return the state after the drafter has read all pending tokens.
 
         Args:
@@ -156,12 +169,18 @@ class Pausable(Wrapper[PausableState]):
         # The drafter sees a chain that it has not drafted itself, and that was accepted in full.
         draft = Draft.chain(committed.tokens[:, 0], committed.tokens[:, 1:])
         path = jnp.broadcast_to(jnp.arange(ROOM, dtype=jnp.int32)[None], positions.shape)
-        newest = jnp.take_along_axis(committed.following, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+        newest = jnp.take_along_axis(
+            committed.following, jnp.maximum(count - 1, 0)[:, None], axis=1
+        )[:, 0]
         verdict = Verdict(path=path, count=count, token=newest)
         drafter_state = self.drafter.update(target, state.own, draft, verdict, committed)
-        return PausableState(own=drafter_state, pending=replace(state.pending, count=jnp.zeros_like(count)))
+        return PausableState(
+            own=drafter_state, pending=replace(state.pending, count=jnp.zeros_like(count))
+        )
 
-    def drafting_reads(self, target: Target, state: PausableState | tuple[()] = (), cache: Any = ()) -> DraftingReads:
+    def drafting_reads(
+        self, target: Target, state: PausableState | tuple[()] = (), cache: Any = ()
+    ) -> DraftingReads:
         if self.paused:
             return DraftingReads()
         return self.drafter.drafting_reads(target, state.own if state else (), cache)

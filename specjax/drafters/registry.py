@@ -100,7 +100,13 @@ class DrafterRequest:
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of ``from_pretrained``."""
-        return {**self.draft_given, "dtype": self.dtype, "mesh": self.mesh, "weights": self.weights, **self.settings}
+        return {
+            **self.draft_given,
+            "dtype": self.dtype,
+            "mesh": self.mesh,
+            "weights": self.weights,
+            **self.settings,
+        }
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,9 @@ class DraftingMethod:
     settings: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, kind: type[TrainedDrafter], takes: tuple[str, ...] = ()) -> "DraftingMethod":
+    def of(
+        cls, name: str, kind: type[TrainedDrafter], takes: tuple[str, ...] = ()
+    ) -> "DraftingMethod":
         """Return a method whose drafters are checkpoints of a class.
 
         Args:
@@ -149,18 +157,24 @@ class DraftingMethod:
         return cls(usage, make, kind.checkpoint_format.recognises, kind, takes=takes)
 
 
-# --- the methods -----------------------------------------------------------------------------------------------------
+# --- the methods ----------------------------------------------------------------------------------
 
 
 def _make_prompt_lookup(request: DrafterRequest) -> Drafter:
-    longest = {"max_ngram": _whole(request, "prompt-lookup:MAX_NGRAM, such as prompt-lookup:3")} if request.where else {}
+    longest = (
+        {"max_ngram": _whole(request, "prompt-lookup:MAX_NGRAM, such as prompt-lookup:3")}
+        if request.where
+        else {}
+    )
     drafter = PromptLookup(**longest, **request.draft_given)
     drafter.check_draft()
     return drafter
 
 
 def _make_early_exit(request: DrafterRequest) -> Drafter:
-    return EarlyExit(layers=_whole(request, "early-exit:LAYERS, such as early-exit:4"), **request.draft_given)
+    return EarlyExit(
+        layers=_whole(request, "early-exit:LAYERS, such as early-exit:4"), **request.draft_given
+    )
 
 
 def _make_compressed_cache(scheme: Scheme, request: DrafterRequest) -> Drafter:
@@ -178,7 +192,12 @@ def _make_draft_model(allowed: Asked | None, request: DrafterRequest) -> Drafter
     config, shared = config_json.read_config(files), None
     if request.tokenizer is not None and text.has_tokenizer(files.directory):
         tokenizer = text.load_tokenizer(files.directory)
-        shared = share(request.tokenizer, tokenizer, allowed, sizes=(request.target.vocab_size, config.vocab_size))
+        shared = share(
+            request.tokenizer,
+            tokenizer,
+            allowed,
+            sizes=(request.target.vocab_size, config.vocab_size),
+        )
     if shared is None:
         check_vocabulary(config, request.target)
     drafter = DraftModel.from_pretrained(files, **request.options)
@@ -197,14 +216,20 @@ def _is_whole(word: str) -> bool:
 
 
 METHODS: dict[str, DraftingMethod] = {
-    "prompt-lookup": DraftingMethod("prompt-lookup or prompt-lookup:MAX_NGRAM", _make_prompt_lookup),
+    "prompt-lookup": DraftingMethod(
+        "prompt-lookup or prompt-lookup:MAX_NGRAM", _make_prompt_lookup
+    ),
     "early-exit": DraftingMethod("early-exit:LAYERS", _make_early_exit),
-    "streaming": DraftingMethod("streaming or streaming:BUDGET", partial(_make_compressed_cache, Streaming())),
+    "streaming": DraftingMethod(
+        "streaming or streaming:BUDGET", partial(_make_compressed_cache, Streaming())
+    ),
     "snapkv": DraftingMethod("snapkv or snapkv:BUDGET", partial(_make_compressed_cache, SnapKV())),
     "dflash2": DraftingMethod.of("dflash2", DFlash2),
     "dflash": DraftingMethod.of("dflash", DFlash),
     "dspark": DraftingMethod.of("dspark", DSpark),
-    "peagle": DraftingMethod.of("peagle", PEagle),  # before eagle3, whose fields its checkpoints have too
+    "peagle": DraftingMethod.of(
+        "peagle", PEagle
+    ),  # before eagle3, whose fields its checkpoints have too
     "eagle3": DraftingMethod.of("eagle3", Eagle3),
     "eagle-lsa": DraftingMethod.of("eagle-lsa", EagleWithLayerAttention),
     "eagle": DraftingMethod.of("eagle", Eagle),
@@ -233,7 +258,7 @@ must name it.
 """
 
 
-# --- names -----------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def load_drafter(
@@ -278,7 +303,11 @@ def load_drafter(
         if text.has_tokenizer(files.directory):
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(files.directory))
     shape = None if draft is None else as_shape(draft)
-    return method.make(DrafterRequest(name, where, target, shape, dtype, mesh, tokenizer, weights, method.settings, files))
+    return method.make(
+        DrafterRequest(
+            name, where, target, shape, dtype, mesh, tokenizer, weights, method.settings, files
+        )
+    )
 
 
 def resolve(name: str) -> tuple[DraftingMethod, str]:
@@ -307,20 +336,29 @@ def find(name: str) -> tuple[DraftingMethod, str, CheckpointFiles | None]:
     if own_class := OWN_CLASS.fullmatch(name):
         return _method_of_class(name, own_class[1], own_class[2]), own_class[3], None
     before, colon, where = name.partition(":")
-    kind, *settings = before.split(",") if colon else [before]  # without a colon a comma belongs to the directory's name
+    kind, *settings = (
+        before.split(",") if colon else [before]
+    )  # without a colon a comma belongs to the directory's name
     points = {} if kind in METHODS else _entry_points()
     if kind in METHODS or kind in points:
         method = METHODS[kind] if kind in METHODS else _method_of_entry_point(points[kind])
         if method.recognises is not None and not where:
             raise InputError(f"drafter={name!r}: write {method.usage}")
         return replace(method, settings=_settings(name, kind, method, settings)), where, None
-    forms = [*(method.usage for method in METHODS.values()), *(f"{point}:DIRECTORY" for point in points), _OWN_USAGE]
+    forms = [
+        *(method.usage for method in METHODS.values()),
+        *(f"{point}:DIRECTORY" for point in points),
+        _OWN_USAGE,
+    ]
     usages = "; ".join(forms)
-    is_checkpoint = before == "embedded" or (not colon and ("/" in name or os.path.isdir(os.path.expanduser(name))))
+    is_checkpoint = before == "embedded" or (
+        not colon and ("/" in name or os.path.isdir(os.path.expanduser(name)))
+    )
     if not is_checkpoint:
         hint = did_you_mean(kind, (*METHODS, *points, "embedded", "none"))
         raise InputError(
-            f"drafter={name!r}: no method of that name, no directory and no hub id owner/name{hint}; methods: {usages}"
+            f"drafter={name!r}: no method of that name, no directory and no hub id"
+            f" owner/name{hint}; methods: {usages}"
         )
     files = hub.open_checkpoint(name, weights=False)
     config, tensors = files.raw, files.tensor_names
@@ -328,9 +366,10 @@ def find(name: str) -> tuple[DraftingMethod, str, CheckpointFiles | None]:
         if method.recognises is not None and method.recognises(config, tensors):
             return method, name, files
     raise InputError(
-        f"drafter={name!r}: {files.file} belongs to no known method (model_type={config.get('model_type')!r}; draft models "
-        f"may be {', '.join(config_json.SUPPORTED)}); if a package has its class, write package.module:Class@{name}; methods: "
-        f"{usages}"
+        f"drafter={name!r}: {files.file} belongs to no known method"
+        f" (model_type={config.get('model_type')!r}; draft models may be"
+        f" {', '.join(config_json.SUPPORTED)}); if a package has its class, write"
+        f" package.module:Class@{name}; methods: {usages}"
     )
 
 
@@ -341,19 +380,29 @@ def _settings(name: str, kind: str, method: DraftingMethod, words: list[str]) ->
         setting, _, number = word.partition("=")
         if setting not in method.takes or setting in settings:
             what = "is given twice" if setting in settings else f"is no setting of {kind}"
-            raise InputError(f"drafter={name!r}: {word!r} {what}{did_you_mean(setting, method.takes)}; write {method.usage}")
+            raise InputError(
+                f"drafter={name!r}: {word!r} {what}{did_you_mean(setting, method.takes)}; write"
+                f" {method.usage}"
+            )
         if not _is_whole(number):
-            raise InputError(f"drafter={name!r}: {setting} must be a whole number of at most nine digits; write {method.usage}")
+            raise InputError(
+                f"drafter={name!r}: {setting} must be a whole number of at most nine digits; write"
+                f" {method.usage}"
+            )
         settings[setting] = int(number)
     return settings
 
 
-# --- methods of other packages ---------------------------------------------------------------------------------------
+# --- methods of other packages --------------------------------------------------------------------
 
 
 def _entry_points() -> dict[str, metadata.EntryPoint]:
     """Return the entry points of other packages by name. They cannot replace those of `METHODS`."""
-    return {point.name: point for point in metadata.entry_points(group=GROUP) if point.name not in METHODS}
+    return {
+        point.name: point
+        for point in metadata.entry_points(group=GROUP)
+        if point.name not in METHODS
+    }
 
 
 def _methods_by_content(points: Mapping[str, metadata.EntryPoint]) -> Iterator[DraftingMethod]:
@@ -376,7 +425,8 @@ def _method_of_entry_point(point: metadata.EntryPoint) -> DraftingMethod:
         value = point.load()
     except Exception as error:  # importing a foreign package may fail in any way
         raise InputError(
-            f"{where} cannot be imported ({type(error).__name__}: {error}); repair or remove that package"
+            f"{where} cannot be imported ({type(error).__name__}: {error}); repair or remove that"
+            " package"
         ) from error
     if isinstance(value, DraftingMethod):
         return value
@@ -389,13 +439,20 @@ def _method_of_class(name: str, module: str, class_name: str) -> DraftingMethod:
         loaded = importlib.import_module(module)
     except Exception as error:  # importing a foreign module may fail in any way
         remedy = "install the package that has it, or name its folder in PYTHONPATH"
-        raise InputError(f"{where} cannot be imported ({type(error).__name__}: {error}); {remedy}") from error
+        raise InputError(
+            f"{where} cannot be imported ({type(error).__name__}: {error}); {remedy}"
+        ) from error
     if not hasattr(loaded, class_name):
         raise InputError(f"{where} has no {class_name}{did_you_mean(class_name, vars(loaded))}")
-    return DraftingMethod.of(name.partition("@")[0], _check_class(getattr(loaded, class_name), f"{where}:{class_name}"))
+    return DraftingMethod.of(
+        name.partition("@")[0], _check_class(getattr(loaded, class_name), f"{where}:{class_name}")
+    )
 
 
 def _check_class(value: Any, where: str) -> type[TrainedDrafter]:
     if not (isinstance(value, type) and issubclass(value, TrainedDrafter)):
-        raise InputError(f"{where} is {value!r}: give a subclass of specjax.drafters.TrainedDrafter; {RULES_PAGE} shows one")
+        raise InputError(
+            f"{where} is {value!r}: give a subclass of specjax.drafters.TrainedDrafter;"
+            f" {RULES_PAGE} shows one"
+        )
     return value

@@ -75,8 +75,13 @@ class SharedVocabulary:
         """
         shared = vocabularies.shared_tokens(target, draft)
         if shared.keys() <= target.special:
-            raise InputError("tokenizers: target and drafter have no token in common: take a drafter of the target's family")
-        ids, columns = (np.fromiter(token_ids, np.int32) for token_ids in (shared.keys(), shared.values()))
+            raise InputError(
+                "tokenizers: target and drafter have no token in common: take a drafter of the"
+                " target's family"
+            )
+        ids, columns = (
+            np.fromiter(token_ids, np.int32) for token_ids in (shared.keys(), shared.values())
+        )
         read = vocabularies.read_as(target, draft)
         to_draft = np.full(max(read) + 1, draft.unknown, np.int32)
         to_draft[list(read.keys())] = list(read.values())
@@ -96,16 +101,22 @@ class SharedVocabulary:
 
     def __str__(self) -> str:
         count, (target, draft) = self.ids.shape[0], self.sizes
-        shares = f"{count / draft:.0%} of the drafter's {draft:,}, {count / target:.0%} of the target's {target:,}"
+        shares = (
+            f"{count / draft:.0%} of the drafter's {draft:,}, {count / target:.0%} of the target's"
+            f" {target:,}"
+        )
         return f"{count:,} tokens that both have: {shares}"
 
     def check(self, draft: ModelConfig, target: ModelConfig) -> None:
         """Raise an InputError if one of the two models lacks some of the ids."""
-        for name, config, least in (("target", target, self.least[0]), ("drafter", draft, self.least[1])):
+        for name, config, least in (
+            ("target", target, self.least[0]),
+            ("drafter", draft, self.least[1]),
+        ):
             if config.vocab_size < least:
                 raise InputError(
-                    f"tokenizer: {name} has a vocabulary of {config.vocab_size} tokens, but its tokenizer has an id "
-                    f"{least - 1}: give the target's own tokenizer"
+                    f"tokenizer: {name} has a vocabulary of {config.vocab_size} tokens, but its"
+                    f" tokenizer has an id {least - 1}: give the target's own tokenizer"
                 )
 
     def vocabulary(self, size: int) -> Vocabulary:
@@ -150,12 +161,14 @@ def share(
     """
     if text.difference(target, draft) is None:
         return None
-    shared = SharedVocabulary.of(VocabularyTokens.of(target, sizes[0]), VocabularyTokens.of(draft, sizes[1]))
+    shared = SharedVocabulary.of(
+        VocabularyTokens.of(target, sizes[0]), VocabularyTokens.of(draft, sizes[1])
+    )
     if allowed is None and shared.overlap < LEAST_OVERLAP:
         raise InputError(
-            f"tokenizers: {shared}. Below {LEAST_OVERLAP:.0%} of the smaller vocabulary few drafts are accepted: take a "
-            "drafter of the target's family, or ask for this one by name, --drafter draft-model-intersect:WHERE "
-            '(vocabulary="intersect" in Python)'
+            f"tokenizers: {shared}. Below {LEAST_OVERLAP:.0%} of the smaller vocabulary few drafts"
+            " are accepted: take a drafter of the target's family, or ask for this one by name,"
+            ' --drafter draft-model-intersect:WHERE (vocabulary="intersect" in Python)'
         )
     progress.say(f"tokenizers differ: drafting with {shared}", unasked=allowed is None)
     return shared

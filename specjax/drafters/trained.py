@@ -45,7 +45,10 @@ def open_drafter(path: str | Path | CheckpointFiles) -> CheckpointFiles:
     """
     files = hub.open_checkpoint(path)
     directories.check(files)
-    _ = files.raw, files.shapes  # read first, so that a damaged file is reported before a wrong field
+    _ = (
+        files.raw,
+        files.shapes,
+    )  # read first, so that a damaged file is reported before a wrong field
     return files
 
 
@@ -109,7 +112,10 @@ class CheckpointFormat:
         """Return ``layout`` if it is one of `layouts`, or raise `InputError`."""
         if layout not in self.layouts:
             names = ", ".join(map(repr, self.layouts))
-            raise InputError(f"layout={layout!r}: {self.title} is written in the layout{'s' * (len(self.layouts) > 1)} {names}")
+            raise InputError(
+                f"layout={layout!r}: {self.title} is written in the"
+                f" layout{'s' * (len(self.layouts) > 1)} {names}"
+            )
         return layout
 
 
@@ -153,11 +159,19 @@ class TrainedDrafter(Drafter[State]):
         """
         old = ", ".join(field.name for field in fields(CheckpointFormat) if field.name in defined)
         if old and "checkpoint_format" not in defined:
-            message = f"{cls.__name__}: give {old} to a CheckpointFormat, and name that as checkpoint_format"
+            message = (
+                f"{cls.__name__}: give {old} to a CheckpointFormat, and name that as"
+                " checkpoint_format"
+            )
             warnings.warn(message, DeprecationWarning, stacklevel=3)
             base = getattr(cls, "checkpoint_format", None)
-            values: dict[str, Any] = {part.name: getattr(base, part.name, part.default) for part in fields(CheckpointFormat)}
-            cls.checkpoint_format = CheckpointFormat(**{name: getattr(cls, name, value) for name, value in values.items()})
+            values: dict[str, Any] = {
+                part.name: getattr(base, part.name, part.default)
+                for part in fields(CheckpointFormat)
+            }
+            cls.checkpoint_format = CheckpointFormat(
+                **{name: getattr(cls, name, value) for name, value in values.items()}
+            )
         if hasattr(cls, "checkpoint_format"):
             cls.title, cls.layouts = cls.checkpoint_format.title, cls.checkpoint_format.layouts
 
@@ -248,7 +262,9 @@ class TrainedDrafter(Drafter[State]):
         return cls(params=params, config=config, draft=draft, mesh=mesh)  # pyright: ignore[reportCallIssue]
 
     @classmethod
-    def abstract_from(cls, path: str | Path | CheckpointFiles, *, dtype: DTypeLike, **options: Any) -> Self:
+    def abstract_from(
+        cls, path: str | Path | CheckpointFiles, *, dtype: DTypeLike, **options: Any
+    ) -> Self:
         """Return the drafter that `from_pretrained` loads, with shapes in place of its parameters.
 
         It reads config.json, and the names and shapes of the tensors. It reads no values, so it
@@ -264,7 +280,10 @@ class TrainedDrafter(Drafter[State]):
         """
         config = cls._config_of(open_drafter(path), **options)
         declared = cls.checkpoint_format.declare(config, cls.layouts[0])
-        params = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, jnp.dtype(param.dtype or dtype)), declared)
+        params = jax.tree.map(
+            lambda param: jax.ShapeDtypeStruct(param.shape, jnp.dtype(param.dtype or dtype)),
+            declared,
+        )
         return cls(params=params, config=config, draft=cls.default_draft(config), mesh=None)  # pyright: ignore[reportCallIssue]
 
     @classmethod
@@ -278,7 +297,12 @@ class TrainedDrafter(Drafter[State]):
             raise CheckpointError(f"{stored.file}: {error}") from None
 
     def save_pretrained(
-        self, path: str | Path, *, dtype: DTypeLike | None = None, layout: str | None = None, target: str = ""
+        self,
+        path: str | Path,
+        *,
+        dtype: DTypeLike | None = None,
+        layout: str | None = None,
+        target: str = "",
     ) -> None:
         """Write a checkpoint that `from_pretrained` reads back bit for bit.
 
@@ -297,7 +321,10 @@ class TrainedDrafter(Drafter[State]):
         content = form.format_config(self, layout, type_name, target)
         params, declared = self.params, form.declare(self.config, layout)
         if (vocabulary := form.reduced_vocabulary(self.config)) is not None:
-            params, declared = params | vocabulary.compute_t2d(params), declared | vocabulary.declare_t2d()
+            params, declared = (
+                params | vocabulary.compute_t2d(params),
+                declared | vocabulary.declare_t2d(),
+            )
         declared = schemes.declare_like(declared, params)
         if (quantization := saved.format_config(declared)) is not None:
             content["quantization_config"] = quantization
@@ -332,7 +359,9 @@ class TrainedDrafter(Drafter[State]):
         """The parameters without an embedding, of which drafting reads only a few rows."""
         return {name: value for name, value in self.params.items() if name != "embed"}
 
-    def drafting_reads(self, target: Target, state: State | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+    def drafting_reads(
+        self, target: Target, state: State | tuple[()] = (), cache: Sequence[Entry] = ()
+    ) -> DraftingReads:
         """Return all of its weights and the target's head, read in every level."""
         return DraftingReads(level=(self.own_weights, state, target.head_as_stored))
 
@@ -356,7 +385,11 @@ class TrainedDrafter(Drafter[State]):
     @property
     def _dtype(self) -> np.dtype:
         leaves = jax.tree.leaves(self.params, is_leaf=is_quantized)
-        floats = (leaf for leaf in leaves if not is_quantized(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating))
+        floats = (
+            leaf
+            for leaf in leaves
+            if not is_quantized(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        )
         return next((leaf.dtype for leaf in floats), jnp.dtype(default_dtype()))
 
 
@@ -373,7 +406,9 @@ class NewestStateDrafter(TrainedDrafter[jax.Array]):
         newest = jnp.zeros((batch, self.target_hidden_size), target.dtype)
         return sharding.constrain(newest, ("batch", None), {}, self.mesh)
 
-    def remote_inputs(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+    def remote_inputs(
+        self, target: Target, output: States, entries: Sequence[Entry]
+    ) -> dict[str, jax.Array]:
         return {"hidden": output.hidden}
 
     def append_remote(self, target: Target, state: jax.Array, told: RemoteFeatures) -> jax.Array:
@@ -386,7 +421,14 @@ def layer_like(config: ModelConfig, **sizes: Any) -> ModelConfig:
     It is a plain Llama layer with the target's sizes. ``sizes`` replace some of them. Nothing else
     is taken from the target, because a drafter's config.json could not express it.
     """
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+    )
     names += ("max_positions", "norm_eps", "bos_token_id", "eos_token_ids")
     plain: dict[str, Any] = {name: getattr(config, name) for name in names}
     plain |= {"num_layers": 1, "rope": _plain_rope(config)}

@@ -108,7 +108,10 @@ class WithPrediction(Wrapper[WithPredictionState]):
         self.drafter.check(target)
         shape = self.drafter.draft_shape
         if self.longest and shape.nodes != shape.depth + 1:
-            raise InputError(f"WithPrediction(drafter): it drafts a {shape}, but predictions need chains: give it a Chain")
+            raise InputError(
+                f"WithPrediction(drafter): it drafts a {shape}, but predictions need chains: give"
+                " it a Chain"
+            )
         if self.longest < 0:
             raise InputError(f"WithPrediction(longest={self.longest}): must be at least 0")
 
@@ -119,7 +122,10 @@ class WithPrediction(Wrapper[WithPredictionState]):
         elif tokens.ndim == 1:
             tokens = jnp.broadcast_to(tokens, (batch, *tokens.shape))
         elif tokens.shape[0] != batch:
-            raise InputError(f"WithPrediction(tokens): {tokens.shape[0]} predictions for {batch} rows; give one for each")
+            raise InputError(
+                f"WithPrediction(tokens): {tokens.shape[0]} predictions for {batch} rows; give one"
+                " for each"
+            )
         return WithPredictionState(
             own=self.drafter.start(target, batch, capacity),
             tokens=tokens.astype(jnp.int32),
@@ -131,7 +137,9 @@ class WithPrediction(Wrapper[WithPredictionState]):
             matched=jnp.zeros(batch, jnp.int32),
         )
 
-    def predict(self, state: WithPredictionState, tokens: jax.Array, lengths: jax.Array) -> WithPredictionState:
+    def predict(
+        self, state: WithPredictionState, tokens: jax.Array, lengths: jax.Array
+    ) -> WithPredictionState:
         """Return the state with other predictions, for rows whose output has not begun.
 
         Args:
@@ -152,7 +160,16 @@ class WithPrediction(Wrapper[WithPredictionState]):
         **cache: Any,
     ) -> tuple[Draft, WithPredictionState]:
         drafter_depth = self.drafter.draft_shape.depth
-        propose = partial(self.drafter.propose, target, state.own, root, sampling, keys[:drafter_depth], active, **cache)
+        propose = partial(
+            self.drafter.propose,
+            target,
+            state.own,
+            root,
+            sampling,
+            keys[:drafter_depth],
+            active,
+            **cache,
+        )
         if not self.longest:
             draft, drafter_state = propose()
             return draft, replace(state, own=drafter_state)
@@ -161,9 +178,13 @@ class WithPrediction(Wrapper[WithPredictionState]):
         copied = _at(state.tokens, positions)
         is_predicted = (positions < state.lengths[:, None]) & (steps < self.longest)
         copies = (active & state.fits)[:, None] & is_predicted[:, :1]
-        no_draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(lambda: propose()[0]))
+        no_draft = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(lambda: propose()[0])
+        )
         # If every active row copies, the wrapped drafter need not run at all.
-        draft = jax.lax.cond(jnp.all(copies[:, 0] | ~active), lambda: no_draft, lambda: propose()[0])
+        draft = jax.lax.cond(
+            jnp.all(copies[:, 0] | ~active), lambda: no_draft, lambda: propose()[0]
+        )
         missing = self.draft_shape.depth - drafter_depth
         drafted = jnp.pad(draft.tokens[:, 1:], ((0, 0), (0, missing)))
         valid = jnp.pad(draft.drafted, ((0, 0), (0, missing)))
@@ -178,37 +199,64 @@ class WithPrediction(Wrapper[WithPredictionState]):
         return Draft.chain(root, tokens, q=q, valid=valid), state
 
     def update(
-        self, target: Target, state: WithPredictionState, draft: Draft, verdict: Verdict, committed: Committed
+        self,
+        target: Target,
+        state: WithPredictionState,
+        draft: Draft,
+        verdict: Verdict,
+        committed: Committed,
     ) -> WithPredictionState:
         drafter_state = self.drafter.update(target, state.own, draft, verdict, committed)
         new, count = committed.following, committed.count
         steps = jnp.arange(new.shape[1])[None]
         positions = state.position[:, None] + steps
-        matches = (_at(state.tokens, positions) == new) & (positions < state.lengths[:, None]) & (steps < count[:, None])
+        matches = (
+            (_at(state.tokens, positions) == new)
+            & (positions < state.lengths[:, None])
+            & (steps < count[:, None])
+        )
         matches = jnp.cumprod(matches & state.fits[:, None], axis=1, dtype=jnp.int32)
         run = jnp.sum(matches, axis=1)
         position = state.position + run
         recent = jnp.concatenate([state.newest, new], axis=1)
-        newest = jnp.take_along_axis(recent, count[:, None] + jnp.arange(len(WEIGHTS))[None], axis=1)
+        newest = jnp.take_along_axis(
+            recent, count[:, None] + jnp.arange(len(WEIGHTS))[None], axis=1
+        )
         certain = jnp.where(run > 0, position, state.certain)
         # The text has left the prediction in this step, or has not found it again yet.
         is_lost = (state.lengths > 0) & (count > 0) & ~(state.fits & (run == count))
 
         def search() -> tuple[jax.Array, jax.Array]:
             match, points = _search(state.tokens, state.lengths, newest, certain)
-            return jnp.where(is_lost, match, position), jnp.where(is_lost, points >= FEWEST_POINTS, state.fits)
+            return jnp.where(is_lost, match, position), jnp.where(
+                is_lost, points >= FEWEST_POINTS, state.fits
+            )
 
         position, fits = jax.lax.cond(jnp.any(is_lost), search, lambda: (position, state.fits))
         matched = state.matched + run
-        return replace(state, own=drafter_state, position=position, certain=certain, fits=fits, newest=newest, matched=matched)
+        return replace(
+            state,
+            own=drafter_state,
+            position=position,
+            certain=certain,
+            fits=fits,
+            newest=newest,
+            matched=matched,
+        )
 
     def catch_up(
-        self, target: Target, state: WithPredictionState, tokens: jax.Array, cache: KVCache | PagedCache
+        self,
+        target: Target,
+        state: WithPredictionState,
+        tokens: jax.Array,
+        cache: KVCache | PagedCache,
     ) -> WithPredictionState:
         """Let the wrapped drafter catch up; it must be a `specjax.drafters.pausable.Pausable`."""
         return replace(state, own=self.drafter.catch_up(target, state.own, tokens, cache))  # pyright: ignore[reportAttributeAccessIssue]
 
-    def drafting_reads(self, target: Target, state: WithPredictionState | tuple[()] = (), cache: Any = ()) -> DraftingReads:
+    def drafting_reads(
+        self, target: Target, state: WithPredictionState | tuple[()] = (), cache: Any = ()
+    ) -> DraftingReads:
         return self.drafter.drafting_reads(target, state.own if state else (), cache)
 
 
@@ -217,7 +265,9 @@ def _at(tokens: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.take_along_axis(tokens, jnp.clip(positions, 0, tokens.shape[1] - 1), axis=1)
 
 
-def _search(tokens: jax.Array, lengths: jax.Array, newest: jax.Array, certain: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _search(
+    tokens: jax.Array, lengths: jax.Array, newest: jax.Array, certain: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return the position in each prediction that fits the ``newest`` tokens best, and its points.
 
     Among equals the first one from ``certain`` on wins: changes, insertions and omissions lie ahead

@@ -104,9 +104,13 @@ class Wrapper(Drafter[State]):
         raise NotImplementedError
 
     def append_committed(self, target: Target, state: State, committed: Committed) -> State:
-        return self.with_own(state, self.wrapped.append_committed(target, self.own_state(state), committed))
+        return self.with_own(
+            state, self.wrapped.append_committed(target, self.own_state(state), committed)
+        )
 
-    def remote_inputs(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+    def remote_inputs(
+        self, target: Target, output: States, entries: Sequence[Entry]
+    ) -> dict[str, jax.Array]:
         return self.wrapped.remote_inputs(target, output, entries)
 
     def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
@@ -116,13 +120,25 @@ class Wrapper(Drafter[State]):
         return self.with_own(state, self.wrapped.append_remote(target, self.own_state(state), told))
 
     def append_unverified(
-        self, target: Target, state: State, tokens: jax.Array, following: jax.Array, count: jax.Array, cache: Any = None
+        self,
+        target: Target,
+        state: State,
+        tokens: jax.Array,
+        following: jax.Array,
+        count: jax.Array,
+        cache: Any = None,
     ) -> tuple[State, tuple[Entry, ...]]:
-        wrapped_state, entries = self.wrapped.append_unverified(target, self.own_state(state), tokens, following, count, cache)
+        wrapped_state, entries = self.wrapped.append_unverified(
+            target, self.own_state(state), tokens, following, count, cache
+        )
         return self.with_own(state, wrapped_state), entries
 
-    def prompts_read(self, target: Target, state: State, tokens: jax.Array, cache: KVCache | PagedCache) -> State:
-        return self.with_own(state, self.wrapped.prompts_read(target, self.own_state(state), tokens, cache))
+    def prompts_read(
+        self, target: Target, state: State, tokens: jax.Array, cache: KVCache | PagedCache
+    ) -> State:
+        return self.with_own(
+            state, self.wrapped.prompts_read(target, self.own_state(state), tokens, cache)
+        )
 
     def propose(
         self,
@@ -134,11 +150,17 @@ class Wrapper(Drafter[State]):
         active: jax.Array,
         **cache: Any,
     ) -> tuple[Draft, State]:
-        draft, wrapped_state = self.wrapped.propose(target, self.own_state(state), root, sampling, keys, active, **cache)
+        draft, wrapped_state = self.wrapped.propose(
+            target, self.own_state(state), root, sampling, keys, active, **cache
+        )
         return draft, self.with_own(state, wrapped_state)
 
-    def update(self, target: Target, state: State, draft: Draft, verdict: Verdict, committed: Committed) -> State:
-        return self.with_own(state, self.wrapped.update(target, self.own_state(state), draft, verdict, committed))
+    def update(
+        self, target: Target, state: State, draft: Draft, verdict: Verdict, committed: Committed
+    ) -> State:
+        return self.with_own(
+            state, self.wrapped.update(target, self.own_state(state), draft, verdict, committed)
+        )
 
     def to_prefix_state(self, state: State) -> Any:
         return self.wrapped.to_prefix_state(self.own_state(state))

@@ -69,7 +69,13 @@ class Draft:
         return cls(tokens=tokens, grown=parents, q=q, valid=valid, levels=levels)
 
     @classmethod
-    def chain(cls, root: jax.Array, drafted: jax.Array, q: jax.Array | None = None, valid: jax.Array | None = None) -> "Draft":
+    def chain(
+        cls,
+        root: jax.Array,
+        drafted: jax.Array,
+        q: jax.Array | None = None,
+        valid: jax.Array | None = None,
+    ) -> "Draft":
         """Make a chain of tokens ``drafted [B, D]`` below ``root [B]``.
 
         ``q [B, D, V]`` and ``valid [B, D]`` are those of the drafted tokens.

@@ -1,10 +1,20 @@
 """The names of draft shapes, as in command lines and configuration files."""
 
 from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
-from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, StaticTree, complete_tree
+from specjax.drafts.shapes import (
+    Chain,
+    DraftShape,
+    DynamicTree,
+    SampledTree,
+    StaticTree,
+    complete_tree,
+)
 from specjax.errors import InputError, did_you_mean
 
-SHAPE_NAMES = "chain:LENGTH, chain:LENGTH,STOP_BELOW, eagle, medusa, complete:WIDTH,WIDTH,…, sampled:WIDTH,WIDTH,…, dynamic or "
+SHAPE_NAMES = (
+    "chain:LENGTH, chain:LENGTH,STOP_BELOW, eagle, medusa, complete:WIDTH,WIDTH,…,"
+    " sampled:WIDTH,WIDTH,…, dynamic or "
+)
 SHAPE_NAMES += "dynamic:TOP_K,DEPTH,NODES"
 
 _KINDS = ("chain", "eagle", "medusa", "complete", "sampled", "dynamic")
@@ -69,4 +79,6 @@ def as_shape(draft: DraftShape | int | str) -> DraftShape:
         return parse_shape(draft)
     if isinstance(draft, int) and not isinstance(draft, bool):
         return Chain(draft)
-    raise InputError(f"draft={draft!r}: give a shape such as Chain(4), the length of a chain, or {SHAPE_NAMES}")
+    raise InputError(
+        f"draft={draft!r}: give a shape such as Chain(4), the length of a chain, or {SHAPE_NAMES}"
+    )

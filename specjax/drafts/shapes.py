@@ -97,7 +97,9 @@ def template_of(choices: Choices) -> Template:
     return Template(
         parents=np.array([-1] + [indices[path[:-1]] for path in choices]),
         frontier=frontier,
-        source=np.array([(len(path) - 1) * width * branching + candidate(path) for path in choices]),
+        source=np.array(
+            [(len(path) - 1) * width * branching + candidate(path) for path in choices]
+        ),
         places=places,
         width=width,
         branching=branching,
@@ -148,8 +150,8 @@ class DraftShape:
         """Raise InputError if the vocabulary has too few tokens for the shape."""
         if self.branching > vocab_size:
             raise InputError(
-                f"draft={type(self).__name__}: a node has {self.branching} children, but the vocabulary has "
-                f"{vocab_size} tokens; give at most {vocab_size}"
+                f"draft={type(self).__name__}: a node has {self.branching} children, but the"
+                f" vocabulary has {vocab_size} tokens; give at most {vocab_size}"
             )
 
 
@@ -162,7 +164,13 @@ class FixedShape(DraftShape):
     def _settle(self, choices: Choices) -> None:
         """Set the attributes that follow from the choices."""
         template = template_of(choices)
-        _set(self, choices=choices, template=template, depth=len(template.frontier) + 1, nodes=len(choices) + 1)
+        _set(
+            self,
+            choices=choices,
+            template=template,
+            depth=len(template.frontier) + 1,
+            nodes=len(choices) + 1,
+        )
         _set(self, branching=template.branching, width=template.width)
 
 
@@ -190,15 +198,23 @@ class Chain(FixedShape):
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise InputError(f"draft=Chain(length={self.length}): a draft has at least 1 token; for none, use drafter=None")
+            raise InputError(
+                f"draft=Chain(length={self.length}): a draft has at least 1 token; for none, use"
+                " drafter=None"
+            )
         _check_nodes("Chain", self.length + 1)
         if not 0 <= self.stop_below <= 1:
-            raise InputError(f"draft=Chain(stop_below={self.stop_below:g}): a probability lies in [0, 1]; 0 never stops early")
+            raise InputError(
+                f"draft=Chain(stop_below={self.stop_below:g}): a probability lies in [0, 1]; 0"
+                " never stops early"
+            )
         self._settle(complete_tree((1,) * self.length))
 
     def __str__(self) -> str:
         """Return a short description."""
-        return f"chain of {self.length}" + (f", ending below {self.stop_below:g}" if self.stop_below else "")
+        return f"chain of {self.length}" + (
+            f", ending below {self.stop_below:g}" if self.stop_below else ""
+        )
 
     @property
     def node_counts(self) -> tuple[int, ...]:
@@ -234,19 +250,30 @@ class StaticTree(FixedShape):
         try:
             _set(self, choices=tuple(tuple(int(rank) for rank in path) for path in self.choices))
         except TypeError:
-            raise InputError(f"draft=StaticTree({self.choices!r}): give a sequence of paths, such as ((0,), (0, 0))") from None
+            raise InputError(
+                f"draft=StaticTree({self.choices!r}): give a sequence of paths, such as ((0,),"
+                " (0, 0))"
+            ) from None
         _check_nodes("StaticTree", len(self.choices) + 1)
         if not self.choices:
-            raise InputError("draft=StaticTree(choices=()): a draft has at least 1 node; for none, use drafter=None")
+            raise InputError(
+                "draft=StaticTree(choices=()): a draft has at least 1 node; for none, use"
+                " drafter=None"
+            )
         paths: set[tuple[int, ...]] = {()}
         for path in self.choices:
             if min(path, default=-1) < 0:
                 raise InputError(f"draft=StaticTree: {path} is not a path of ranks from 0 up")
             if path in paths:
-                raise InputError(f"draft=StaticTree: {path} occurs twice; siblings must have different ranks")
+                raise InputError(
+                    f"draft=StaticTree: {path} occurs twice; siblings must have different ranks"
+                )
             if path[:-1] not in paths:
                 where = "stands before" if path[:-1] in self.choices else "is there without"
-                raise InputError(f"draft=StaticTree: {path} {where} its parent {path[:-1]}; list parents before children")
+                raise InputError(
+                    f"draft=StaticTree: {path} {where} its parent {path[:-1]}; list parents before"
+                    " children"
+                )
             paths.add(path)
         self._settle(self.choices)
 
@@ -311,8 +338,9 @@ class DynamicTree(DraftShape):
         candidates = self.top_k + (self.depth - 1) * self.top_k**2
         if not self.depth < self.nodes <= candidates + 1:
             raise InputError(
-                f"draft={self!r}: nodes must be at least depth + 1 = {self.depth + 1}, the root included, and at most "
-                f"{candidates + 1}, the number of candidates of top_k and depth, and the root"
+                f"draft={self!r}: nodes must be at least depth + 1 = {self.depth + 1}, the root"
+                f" included, and at most {candidates + 1}, the number of candidates of top_k and"
+                " depth, and the root"
             )
         _set(self, branching=self.top_k, width=self.top_k if self.depth > 1 else 1)
 
@@ -340,7 +368,9 @@ MAX_NODES = 4096
 
 def _check_nodes(name: str, nodes: int) -> None:
     if nodes > MAX_NODES:
-        raise InputError(f"draft={name}: it makes {nodes} nodes with the root; give at most {MAX_NODES}")
+        raise InputError(
+            f"draft={name}: it makes {nodes} nodes with the root; give at most {MAX_NODES}"
+        )
 
 
 def _set(shape: DraftShape, **attributes: Any) -> None:
@@ -377,7 +407,10 @@ def complete_tree(widths: tuple[int, ...]) -> Choices:
         ((0,), (1,), (0, 0), (1, 0))
     """
     if not widths or any(width < 1 or width != int(width) for width in widths):
-        raise InputError(f"widths={widths}: give the number of children at each depth, each a whole number of at least 1")
+        raise InputError(
+            f"widths={widths}: give the number of children at each depth, each a whole number of at"
+            " least 1"
+        )
     _check_nodes(f"widths={widths}", 1 + sum(accumulate(widths, mul)))
     level: list[tuple[int, ...]] = [()]
     choices: list[tuple[int, ...]] = []

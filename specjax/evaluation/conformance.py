@@ -28,7 +28,14 @@ from specjax.drafters.pausable import Pausable
 from specjax.drafts import tree
 from specjax.drafts.draft import Draft
 from specjax.evaluation import metrics
-from specjax.evaluation.exact import FALSE_ALARM, SETTINGS, check_distribution, exact_joint, g_test, p_values
+from specjax.evaluation.exact import (
+    FALSE_ALARM,
+    SETTINGS,
+    check_distribution,
+    exact_joint,
+    g_test,
+    p_values,
+)
 from specjax.models.cache import PagedCache, groups_of
 from specjax.models.transformer import Target
 from specjax.sampling import SAMPLING_NAMES, Sampling
@@ -52,11 +59,21 @@ __all__ = [
 
 _LENGTHS = np.array([6, 1, 3])
 _NEW_TOKENS = 24
-_MIXED = Sampling(temperature=np.array([0.0, 1.0, 0.7]), top_p=np.array([1.0, 1.0, 0.8]), top_k=np.array([0, 5, 0]))
-_AMONG_OTHERS = Sampling(temperature=np.array([1.0, 0.7, 0.0]), top_p=np.array([1.0, 0.8, 0.6]), top_k=np.array([5, 0, 2]))
+_MIXED = Sampling(
+    temperature=np.array([0.0, 1.0, 0.7]),
+    top_p=np.array([1.0, 1.0, 0.8]),
+    top_k=np.array([0, 5, 0]),
+)
+_AMONG_OTHERS = Sampling(
+    temperature=np.array([1.0, 0.7, 0.0]),
+    top_p=np.array([1.0, 0.8, 0.6]),
+    top_k=np.array([5, 0, 2]),
+)
 
 
-def check(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS, come_and_go: bool = True) -> None:
+def check(
+    target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS, come_and_go: bool = True
+) -> None:
     """Run all checks that do not depend on the target.
 
     They are `check_contract`, `check_one_trace`, `check_greedy`, `check_rows`, `check_coupled`,
@@ -124,12 +141,16 @@ def _check_step(step: _CountedStep, sampling: Sampling) -> None:
     target = step.target
     drafter, state = _start(target, step.drafter, sampling)
 
-    def propose(target: Target, drafter: Drafter, state: decoding.DecodeState) -> tuple[Draft, jax.Array]:
+    def propose(
+        target: Target, drafter: Drafter, state: decoding.DecodeState
+    ) -> tuple[Draft, jax.Array]:
         draft, _ = decoding.propose_step(target, drafter, state)
         return draft, state.roots
 
     for leaf in jax.tree.leaves(state):
-        assert leaf.shape[:1] == state.lengths.shape, f"a leaf of the state has shape {leaf.shape}: rows must come first"
+        assert leaf.shape[:1] == state.lengths.shape, (
+            f"a leaf of the state has shape {leaf.shape}: rows must come first"
+        )
     draft, roots = sharding.to_host(jax.jit(propose)(target, drafter, state), target.mesh)
     _check_draft(draft, drafter, target.config.vocab_size, roots)
     after = step.after(state)
@@ -148,24 +169,34 @@ def _check_draft(draft: Draft, drafter: Drafter, vocab: int, root: np.ndarray) -
     assert parents.shape in ((shape.nodes,), tokens.shape), "parents [N] or [B, N]"
     assert np.all(parents[..., 0] == -1), "the root's parent must be -1"
     below = parents[..., 1:]
-    assert np.all((below >= 0) & (below < np.arange(1, shape.nodes))), "parents must come before their children"
-    assert draft.depth == shape.depth, f"the draft says depth {draft.depth}, its shape {shape.depth}"
+    assert np.all((below >= 0) & (below < np.arange(1, shape.nodes))), (
+        "parents must come before their children"
+    )
+    assert draft.depth == shape.depth, (
+        f"the draft says depth {draft.depth}, its shape {shape.depth}"
+    )
     parents_by_row = np.broadcast_to(parents, tokens.shape)
     for row, row_parents in enumerate(parents_by_row):
         assert tree.depths(np.array(row_parents))[valid[row]].max() <= shape.depth, (
             f"row {row}: a node deeper than {shape.depth}"
         )
-        assert valid[row, row_parents[1:][valid[row, 1:]]].all(), f"row {row}: a valid node below one that is not"
+        assert valid[row, row_parents[1:][valid[row, 1:]]].all(), (
+            f"row {row}: a valid node below one that is not"
+        )
     assert shape.nodes in drafter.node_counts, "no compiled number of nodes holds a full draft"
     for row, row_parents in enumerate(parents_by_row):
-        siblings = list(zip(row_parents[valid[row]].tolist(), tokens[row, valid[row]].tolist(), strict=True))
+        siblings = list(
+            zip(row_parents[valid[row]].tolist(), tokens[row, valid[row]].tolist(), strict=True)
+        )
         assert len(set(siblings)) == len(siblings), f"row {row}: two siblings have the same token"
     if draft.q is not None:
         chex.assert_shape(draft.q, (batch, shape.nodes, vocab), custom_message="q [B, N, V]")
         chex.assert_type(draft.q, jnp.float32)
         for row, row_parents in enumerate(parents_by_row):
             inner = np.unique(row_parents[1:][valid[row, 1:]])
-            np.testing.assert_allclose(np.asarray(draft.q)[row, inner].sum(-1), 1, atol=1e-5, err_msg="q must sum to 1")
+            np.testing.assert_allclose(
+                np.asarray(draft.q)[row, inner].sum(-1), 1, atol=1e-5, err_msg="q must sum to 1"
+            )
 
 
 def check_one_trace(target: Target, drafter: Drafter) -> None:
@@ -183,7 +214,9 @@ def check_one_trace(target: Target, drafter: Drafter) -> None:
 def _check_one_trace(step: _CountedStep) -> None:
     traces = []
     for seed, temperature in enumerate((0.5, 2.0)):
-        _, state = _start(step.target, step.drafter, Sampling(temperature=temperature, top_p=0.9), seed)
+        _, state = _start(
+            step.target, step.drafter, Sampling(temperature=temperature, top_p=0.9), seed
+        )
         for _ in range(2):
             state = step.after(state)
             traces.append(step.traces)
@@ -204,7 +237,9 @@ def check_greedy(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOK
         for with_drafter in (None, drafter)
     )
     for row, (expected, got) in enumerate(zip(_outputs(plain), _outputs(drafted), strict=True)):
-        assert got == expected, f"row {row}: greedy tokens {got} are not plain decoding's {expected}"
+        assert got == expected, (
+            f"row {row}: greedy tokens {got} are not plain decoding's {expected}"
+        )
 
 
 def check_rows(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
@@ -222,7 +257,12 @@ def check_rows(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKEN
     together = run(prompts, _LENGTHS, sampling=_MIXED, key=keys[:3])
     _check_same(together, 0, run(prompts, _LENGTHS), 0)
     order = np.array([1, 2, 0])
-    reordered = run(prompts[order], np.append(_LENGTHS[[1, 2]], 2), sampling=_AMONG_OTHERS, key=keys[np.array([1, 2, 3])])
+    reordered = run(
+        prompts[order],
+        np.append(_LENGTHS[[1, 2]], 2),
+        sampling=_AMONG_OTHERS,
+        key=keys[np.array([1, 2, 3])],
+    )
     _check_same(together, 1, reordered, 0)
     _check_same(together, 2, reordered, 1)
 
@@ -234,11 +274,17 @@ def check_coupled(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TO
         >>> from specjax import conformance
         >>> conformance.check_coupled(target, specjax.PromptLookup(draft=2), new_tokens=8)
     """
-    run = partial(decoding.generate, target, max_new_tokens=new_tokens, sampling=_MIXED, rule="coupled")
+    run = partial(
+        decoding.generate, target, max_new_tokens=new_tokens, sampling=_MIXED, rule="coupled"
+    )
     prompts, keys = _prompts(target), jax.random.split(jax.random.key(3), len(_LENGTHS))
-    plain, drafted = (_outputs(run(with_drafter, prompts, _LENGTHS, key=keys)) for with_drafter in (None, drafter))
+    plain, drafted = (
+        _outputs(run(with_drafter, prompts, _LENGTHS, key=keys)) for with_drafter in (None, drafter)
+    )
     for row, (expected, got) in enumerate(zip(plain, drafted, strict=True)):
-        assert got == expected, f"row {row}: coupled tokens {got} are not plain decoding's {expected}"
+        assert got == expected, (
+            f"row {row}: coupled tokens {got} are not plain decoding's {expected}"
+        )
 
 
 def check_insert(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
@@ -252,24 +298,43 @@ def check_insert(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOK
     """
     prompts, new_prompts = _prompts(target), _prompts(target, seed=1)
     keys, new_keys = (jax.random.split(jax.random.key(seed), len(_LENGTHS)) for seed in (3, 4))
-    options = GenerationOptions(max_new_tokens=new_tokens, sampling=_MIXED, key=keys, rule="coupled")
+    options = GenerationOptions(
+        max_new_tokens=new_tokens, sampling=_MIXED, key=keys, rule="coupled"
+    )
     drafter, state = decoding.start(target, drafter, prompts, _LENGTHS, options)
     # The last of the new prompts replaces the second row, which has not ended.
-    last_sampling = Sampling(**{name: getattr(_MIXED.rows(len(_LENGTHS)), name)[-1] for name in Sampling.__dataclass_fields__})
+    last_sampling = Sampling(
+        **{
+            name: getattr(_MIXED.rows(len(_LENGTHS)), name)[-1]
+            for name in Sampling.__dataclass_fields__
+        }
+    )
     alone = replace(options, sampling=last_sampling, key=new_keys[-1:])
     capacity = state.tokens.shape[1]
-    _, request = decoding.start(target, drafter, new_prompts[-1:], _LENGTHS[-1:], alone, capacity=capacity, mixed=True)
+    _, request = decoding.start(
+        target, drafter, new_prompts[-1:], _LENGTHS[-1:], alone, capacity=capacity, mixed=True
+    )
     state = decoding.decode(target, drafter, state, 2)
-    state = decoding.decode(target, drafter, decoding.insert(state, request, 1), jnp.iinfo(jnp.int32).max)
-    plain = partial(decoding.generate, target, None, max_new_tokens=new_tokens, sampling=_MIXED, rule="coupled")
+    state = decoding.decode(
+        target, drafter, decoding.insert(state, request, 1), jnp.iinfo(jnp.int32).max
+    )
+    plain = partial(
+        decoding.generate, target, None, max_new_tokens=new_tokens, sampling=_MIXED, rule="coupled"
+    )
     expected = _outputs(plain(prompts, _LENGTHS, key=keys))
     expected[1] = _outputs(plain(new_prompts, _LENGTHS, key=new_keys))[-1]
-    for row, (text, got) in enumerate(zip(expected, _outputs(sharding.to_host(state, target.mesh)), strict=True)):
+    for row, (text, got) in enumerate(
+        zip(expected, _outputs(sharding.to_host(state, target.mesh)), strict=True)
+    ):
         whose = "the inserted request" if row == 1 else "next to an inserted request"
-        assert got == text, f"row {row}, {whose}: coupled tokens {got} are not plain decoding's {text}"
+        assert got == text, (
+            f"row {row}, {whose}: coupled tokens {got} are not plain decoding's {text}"
+        )
 
 
-def check_rows_that_come_and_go(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
+def check_rows_that_come_and_go(
+    target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS
+) -> None:
     """Check continuous batching (`specjax.decoding.rows`): the texts and the drafter's state.
 
     There are more texts than rows. Their caches are paged, and every free page is filled with NaN.
@@ -299,17 +364,23 @@ def check_rows_that_come_and_go(target: Target, drafter: Drafter, *, new_tokens:
         key=jnp.stack([text.key for text in texts]),
         rule="coupled",
     )
-    at_once, one_by_one = (_PagedRows(target, drafter, texts).run(paused) for paused in ([3], [1, 1, 1]))
+    at_once, one_by_one = (
+        _PagedRows(target, drafter, texts).run(paused) for paused in ([3], [1, 1, 1])
+    )
     for index, expected in enumerate(_outputs(plain)):
         for got, _ in (at_once[index], one_by_one[index]):
-            assert got == expected, f"text {index} among texts that come and go: {got} is not plain decoding's {expected}"
+            assert got == expected, (
+                f"text {index} among texts that come and go: {got} is not plain decoding's"
+                f" {expected}"
+            )
         assert at_once[index][1] == one_by_one[index][1], (
-            f"text {index}: the drafts differ if the drafter catches up after several paused steps, or after each of them: "
-            f"{at_once[index][1]} and {one_by_one[index][1]}"
+            f"text {index}: the drafts differ if the drafter catches up after several paused steps,"
+            f" or after each of them: {at_once[index][1]} and {one_by_one[index][1]}"
         )
     whole, shared = at_once[1][1], at_once[2][1]
     assert whole == shared, (
-        f"the drafts of a text that continues from a prefix state differ from those of one read whole: {shared}, {whole}"
+        "the drafts of a text that continues from a prefix state differ from those of one read"
+        f" whole: {shared}, {whole}"
     )
 
 
@@ -330,7 +401,9 @@ def _texts(target: Target, new_tokens: int) -> list[rows.Text]:
     full, keys = _PAGE + 4, jax.random.split(jax.random.key(5), 4)
     stop_token_ids = GenerationOptions().check(target.config, 1).stop_token_ids[0]
 
-    def text(index: int, key: jax.Array, length: int, max_new_tokens: int, sampling: Sampling) -> rows.Text:
+    def text(
+        index: int, key: jax.Array, length: int, max_new_tokens: int, sampling: Sampling
+    ) -> rows.Text:
         tokens = np.zeros(full + new_tokens, np.int32)
         tokens[:length] = prompts[index, :length]
         max_length = length + min(max_new_tokens, new_tokens)
@@ -371,7 +444,11 @@ class _PagedRows:
         self.pages = _PAGED_ROWS * pages_per_row
         sizes = {"capacity": capacity, "pages": self.pages, "page": _PAGE}
         self.state = rows.empty(
-            target, self.drafter, rows=self.groups * _PAGED_ROWS, max_stop_tokens=len(texts[0].stop_token_ids), **sizes
+            target,
+            self.drafter,
+            rows=self.groups * _PAGED_ROWS,
+            max_stop_tokens=len(texts[0].stop_token_ids),
+            **sizes,
         )
         self.fresh = rows.empty_prefix_state(target, self.drafter, **sizes)
         # The last page is used first, and becomes the shared one. So a cache that takes -1 as the
@@ -397,13 +474,22 @@ class _PagedRows:
             for steps in paused:
                 self._decode(replace(self.drafter, paused=True), steps)
                 width = self.groups * _PAGED_ROWS
-                self.state = rows.catch_up(self.target, self.drafter, self.state, self._full_table(), width=width)
+                self.state = rows.catch_up(
+                    self.target, self.drafter, self.state, self._full_table(), width=width
+                )
             for row in range(_PAGED_ROWS):
                 if waiting and row not in self.text_of_row:
                     self._begin(row, waiting.pop(0))
         return self.results
 
-    def _begin(self, row: int, index: int, cached: int = 0, prefix_state: Any = None, pages: Sequence[int] = ()) -> Any:
+    def _begin(
+        self,
+        row: int,
+        index: int,
+        cached: int = 0,
+        prefix_state: Any = None,
+        pages: Sequence[int] = (),
+    ) -> Any:
         """Admit a text and prefill its prompt. Return the prefix state after the first chunk."""
         text, self.text_of_row[row] = self.texts[index], index
         new_pages = [self.free.pop() for _ in range(-(-int(text.max_length) // _PAGE) - len(pages))]
@@ -412,12 +498,18 @@ class _PagedRows:
         row_of_group = np.arange(self.groups, dtype=np.int32) * _PAGED_ROWS + row
         for group, group_row in enumerate(row_of_group):
             arguments = np.int32(cached), prefix_state, np.int32(group)
-            self.state = rows.admit(self.target, self.drafter, self.state, group_row, text, *arguments)
+            self.state = rows.admit(
+                self.target, self.drafter, self.state, group_row, text, *arguments
+            )
         prefix_states, end = [], int(text.length) - 1
         while not prefix_states or cached < end:
             count = min(_PAGE, end - cached)
             cached += count
-            arguments = row_of_group, np.full_like(row_of_group, count), np.full(self.groups, cached == end)
+            arguments = (
+                row_of_group,
+                np.full_like(row_of_group, count),
+                np.full(self.groups, cached == end),
+            )
             self.state, prefix_state, _, _ = rows.read_chunk(
                 self.target, self.drafter, self.state, self._full_table(), *arguments, width=_PAGE
             )
@@ -454,31 +546,51 @@ class _PagedRows:
                 return node
             return replace(node, layers=jax.tree.map(spoiled, node.layers))
 
-        self.state = jax.tree.map(with_spoiled_pages, self.state, is_leaf=lambda node: isinstance(node, PagedCache))
+        self.state = jax.tree.map(
+            with_spoiled_pages, self.state, is_leaf=lambda node: isinstance(node, PagedCache)
+        )
 
     def _full_table(self) -> np.ndarray:
         return np.tile(self.table, (self.groups, 1))
 
 
 def _check_same(result: decoding.Result, row: int, elsewhere: decoding.Result, there: int) -> None:
-    assert _outputs(result)[row] == _outputs(elsewhere)[there], f"row {row}: other tokens among other rows"
+    assert _outputs(result)[row] == _outputs(elsewhere)[there], (
+        f"row {row}: other tokens among other rows"
+    )
     # The width of a pass depends on all rows of the batch.
-    here, reordered = metrics.summarise(result.stats, row), metrics.summarise(elsewhere.stats, there)
-    assert replace(here, scored=0) == replace(reordered, scored=0), f"row {row}: other statistics among other rows"
+    here, reordered = (
+        metrics.summarise(result.stats, row),
+        metrics.summarise(elsewhere.stats, there),
+    )
+    assert replace(here, scored=0) == replace(reordered, scored=0), (
+        f"row {row}: other statistics among other rows"
+    )
 
 
 def _prompts(target: Target, seed: int = 0) -> np.ndarray:
     """Return prompts ``[3, 6]`` with lengths `_LENGTHS`, and repetitions for prompt lookup."""
-    prompts = np.random.default_rng(seed).integers(0, target.config.vocab_size, (len(_LENGTHS), _LENGTHS.max()))
+    prompts = np.random.default_rng(seed).integers(
+        0, target.config.vocab_size, (len(_LENGTHS), _LENGTHS.max())
+    )
     prompts[:, 3:] = prompts[:, :3]
     return prompts
 
 
-def _start(target: Target, drafter: Drafter, sampling: Sampling, seed: int = 0) -> tuple[Drafter, decoding.DecodeState]:
+def _start(
+    target: Target, drafter: Drafter, sampling: Sampling, seed: int = 0
+) -> tuple[Drafter, decoding.DecodeState]:
     return decoding.start(
-        target, drafter, _prompts(target, seed), _LENGTHS, GenerationOptions(max_new_tokens=_NEW_TOKENS, sampling=sampling)
+        target,
+        drafter,
+        _prompts(target, seed),
+        _LENGTHS,
+        GenerationOptions(max_new_tokens=_NEW_TOKENS, sampling=sampling),
     )
 
 
 def _outputs(result: decoding.Result) -> list[list[int]]:
-    return [row[:length].tolist() for row, length in zip(np.asarray(result.tokens), np.asarray(result.lengths), strict=True)]
+    return [
+        row[:length].tolist()
+        for row, length in zip(np.asarray(result.tokens), np.asarray(result.lengths), strict=True)
+    ]

@@ -61,9 +61,13 @@ It is nearly the most powerful one for other shares.
 
 _BINS = 20
 _DRAFTS = 16  # drafts per text for the test against q
-_MIXED_EVERY = 4  # use all settings in every fourth batch: truncation takes a CPU as long as all the rest
+_MIXED_EVERY = (
+    4  # use all settings in every fourth batch: truncation takes a CPU as long as all the rest
+)
 _ROWS = 256  # the maximum number of rows of a batch; more are not faster on a CPU
-_NUMBERS = 2**27  # the maximum size of an array; it limits the rows of a batch for large vocabularies
+_NUMBERS = (
+    2**27
+)  # the maximum size of an array; it limits the rows of a batch for large vocabularies
 _LEAST_VARIANCE = 100.0  # of the score; below it, only a doubling would be detected, and the approximations are invalid
 
 
@@ -137,16 +141,33 @@ def draw_and_test(
     keys = list(jax.random.split(key, batches))
     for batch, batch_key in enumerate(track(keys, "drawing texts and reading them again")):
         if batch % _MIXED_EVERY == 0:
-            readings.append(_batch(target, drafter, mixed, repeats, rule, batch_key, rounding, drafts))
+            readings.append(
+                _batch(target, drafter, mixed, repeats, rule, batch_key, rounding, drafts)
+            )
         else:
-            readings.append(_batch(target, drafter, first, repeats * len(settings), rule, batch_key, rounding, drafts))
-    return _judge(readings, drafts, rule, np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist()))
+            readings.append(
+                _batch(
+                    target,
+                    drafter,
+                    first,
+                    repeats * len(settings),
+                    rule,
+                    batch_key,
+                    rounding,
+                    drafts,
+                )
+            )
+    return _judge(
+        readings, drafts, rule, np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
+    )
 
 
 def _plan(target: Target, drafter: Drafter, rows: int, draws: int) -> tuple[int, int]:
     """Return how often each row is repeated in a batch, and the number of batches."""
     repeats = -(-draws // (rows * NEW_TOKENS))
-    max_repeats = max(1, min(_NUMBERS // (drafter.draft_shape.nodes * target.config.vocab_size), _ROWS) // rows)
+    max_repeats = max(
+        1, min(_NUMBERS // (drafter.draft_shape.nodes * target.config.vocab_size), _ROWS) // rows
+    )
     batches = -(-repeats // max_repeats)
     return -(-repeats // batches), batches
 
@@ -169,10 +190,18 @@ class _Rows:
 
 
 def _rows_of(
-    target: Target, drafter: Drafter, tokens: np.ndarray, lengths: np.ndarray, settings: Sequence[Sampling], rule: Rule
+    target: Target,
+    drafter: Drafter,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    settings: Sequence[Sampling],
+    rule: Rule,
 ) -> _Rows:
     names = Sampling.__dataclass_fields__
-    fields = {name: np.repeat([getattr(setting, name) for setting in settings], len(tokens)) for name in names}
+    fields = {
+        name: np.repeat([getattr(setting, name) for setting in settings], len(tokens))
+        for name in names
+    }
     tokens, lengths = np.tile(tokens, (len(settings), 1)), np.tile(lengths, len(settings))
 
     def start(drafter: Drafter, rule: Rule) -> decoding.DecodeState:
@@ -181,7 +210,12 @@ def _rows_of(
         return decoding.start(target, drafter, tokens, lengths, options)[1]
 
     coolest = float(np.min(fields["temperature"]))
-    return _Rows(lengths, coolest, drawing=start(drafter, rule), reading=start(_reader(drafter), "independent"))
+    return _Rows(
+        lengths,
+        coolest,
+        drawing=start(drafter, rule),
+        reading=start(_reader(drafter), "independent"),
+    )
 
 
 class _Drafts:
@@ -207,7 +241,11 @@ class _Drafts:
         values = [value for value in values if value < 1]  # a test with a single cell gives 1
         if not values:
             return None
-        return float(special.chdtrc(2 * len(values), -2 * np.sum(np.log(values)))) if min(values) > 0 else 0.0
+        return (
+            float(special.chdtrc(2 * len(values), -2 * np.sum(np.log(values))))
+            if min(values) > 0
+            else 0.0
+        )
 
 
 def _batch(
@@ -231,12 +269,19 @@ def _batch(
     reader = _reader(drafter)
     state = _repeat(rows.reading, jax.random.split(read_key, count), repeats)
     if rule != "coupled":
-        keys = (jax.random.split(one_key, count) for one_key in jax.random.split(draft_key, _DRAFTS))
-        tokens, qs = zip(*(_first_drafts(target, reader, state, row_keys, repeats) for row_keys in keys), strict=True)
+        keys = (
+            jax.random.split(one_key, count) for one_key in jax.random.split(draft_key, _DRAFTS)
+        )
+        tokens, qs = zip(
+            *(_first_drafts(target, reader, state, row_keys, repeats) for row_keys in keys),
+            strict=True,
+        )
         if qs[0] is not None:  # all of them are equal: q does not depend on the key
             drafts.add(*sharding.to_host((jnp.concatenate(tokens, axis=1), qs[0]), target.mesh))
     looser = np.exp(rounding / rows.coolest)
-    reading = sharding.to_host(_read(target, reader, state, jnp.asarray(texts.T), rounding, looser), target.mesh)
+    reading = sharding.to_host(
+        _read(target, reader, state, jnp.asarray(texts.T), rounding, looser), target.mesh
+    )
     return jax.tree.map(np.transpose, reading)
 
 
@@ -261,7 +306,9 @@ def _first_drafts(
     """Return the first drafted token of each root ``[rows, repeats]``, and q ``[rows, V]``."""
     draft, _ = decoding.propose_step(target, drafter, replace(state, keys=keys))
     first = jnp.asarray(tree.first_children(draft.parents))[..., 0]
-    tokens = jnp.take_along_axis(draft.tokens, jnp.broadcast_to(first, keys.shape)[:, None], axis=1)[:, 0]
+    tokens = jnp.take_along_axis(
+        draft.tokens, jnp.broadcast_to(first, keys.shape)[:, None], axis=1
+    )[:, 0]
     return tokens.reshape(-1, repeats), None if draft.q is None else draft.q[::repeats, 0]
 
 
@@ -317,12 +364,18 @@ def _read(
         The `_Read`, all of its arrays ``[T, R]``.
     """
 
-    def read_token(state: decoding.DecodeState, token: jax.Array) -> tuple[decoding.DecodeState, _Read]:
+    def read_token(
+        state: decoding.DecodeState, token: jax.Array
+    ) -> tuple[decoding.DecodeState, _Read]:
         draft, after, logits = _forced_step(target, drafter, state, token)
         p = probabilities(logits, state.sampling)
         loose = replace(state.sampling, top_p=jnp.minimum(1.0, state.sampling.top_p * looser))
         raised = logits + rounding * jax.nn.one_hot(token, logits.shape[-1])
-        outside = _at(probabilities(raised, loose), token) == 0 if loose.truncated else jnp.zeros(token.shape, bool)
+        outside = (
+            _at(probabilities(raised, loose), token) == 0
+            if loose.truncated
+            else jnp.zeros(token.shape, bool)
+        )
         return after, _place(draft, p, logits, state.sampling, token, outside)
 
     return jax.lax.scan(read_token, state, texts)[1]
@@ -367,7 +420,14 @@ def _forced_step(
     return draft, next_state, output.logits[:, 0]
 
 
-def _place(draft: Draft, p: jax.Array, logits: jax.Array, sampling: RowSampling, token: jax.Array, outside: jax.Array) -> _Read:
+def _place(
+    draft: Draft,
+    p: jax.Array,
+    logits: jax.Array,
+    sampling: RowSampling,
+    token: jax.Array,
+    outside: jax.Array,
+) -> _Read:
     """Return the `_Read` of one position, ``[R]`` each.
 
     ``p`` and ``logits [R, V]`` are the target's.
@@ -392,7 +452,9 @@ def _place(draft: Draft, p: jax.Array, logits: jax.Array, sampling: RowSampling,
 def _masses(p: jax.Array, order: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the total p of all tokens with a greater ``order [R, V]``, and with the same."""
     rank = _at(order, token)[:, None]
-    return jnp.sum(jnp.where(order > rank, p, 0.0), axis=-1), jnp.sum(jnp.where(order == rank, p, 0.0), axis=-1)
+    return jnp.sum(jnp.where(order > rank, p, 0.0), axis=-1), jnp.sum(
+        jnp.where(order == rank, p, 0.0), axis=-1
+    )
 
 
 def _change_if_accepted_too_much(p: jax.Array, q: jax.Array) -> jax.Array:
@@ -404,7 +466,9 @@ def _change_if_accepted_too_much(p: jax.Array, q: jax.Array) -> jax.Array:
     gain = jnp.minimum(jnp.maximum(q - p, 0.0), _SHARE * p)
     missing = jnp.maximum(p - q, 0.0)
     total = jnp.sum(missing, axis=-1, keepdims=True)
-    return (gain - missing * jnp.sum(gain, axis=-1, keepdims=True) / jnp.where(total > 0, total, 1.0)) / _SHARE
+    return (
+        gain - missing * jnp.sum(gain, axis=-1, keepdims=True) / jnp.where(total > 0, total, 1.0)
+    ) / _SHARE
 
 
 def _change_if_chosen_too_much(p: jax.Array, drafted: jax.Array) -> jax.Array:
@@ -415,7 +479,9 @@ def _change_if_chosen_too_much(p: jax.Array, drafted: jax.Array) -> jax.Array:
     """
     mass = jnp.sum(jnp.where(drafted, p, 0.0), axis=-1, keepdims=True)
     is_used = (mass > 0.01) & (mass < 1 - _SHARE)
-    return jnp.where(is_used, p * jnp.where(drafted, 1.0, -mass / jnp.where(is_used, 1 - mass, 1.0)), 0.0)
+    return jnp.where(
+        is_used, p * jnp.where(drafted, 1.0, -mass / jnp.where(is_used, 1 - mass, 1.0)), 0.0
+    )
 
 
 def _order_of_children(draft: Draft, vocab: int) -> jax.Array:
@@ -423,7 +489,11 @@ def _order_of_children(draft: Draft, vocab: int) -> jax.Array:
     rows, nodes = draft.tokens.shape
     is_child = jnp.broadcast_to(jnp.asarray(draft.parents), (rows, nodes))[:, 1:] == 0
     index = jnp.where(is_child & draft.drafted, jnp.arange(1.0, nodes), jnp.inf)
-    return jnp.full((rows, vocab), jnp.inf).at[jnp.arange(rows)[:, None], draft.tokens[:, 1:]].min(index)
+    return (
+        jnp.full((rows, vocab), jnp.inf)
+        .at[jnp.arange(rows)[:, None], draft.tokens[:, 1:]]
+        .min(index)
+    )
 
 
 def _untruncated(p: jax.Array, logits: jax.Array, sampling: RowSampling) -> jax.Array:
@@ -447,10 +517,14 @@ def _at(values: jax.Array, token: jax.Array) -> jax.Array:
 # --- the tests, on the host -----------------------------------------------------------------------
 
 
-def _judge(readings: Sequence[_Read], drafts: _Drafts, rule: Rule, rng: np.random.Generator) -> Distribution:
+def _judge(
+    readings: Sequence[_Read], drafts: _Drafts, rule: Rule, rng: np.random.Generator
+) -> Distribution:
     read = jax.tree.map(lambda *batches: np.concatenate(batches), *readings)
     p_values = {"joint": _joint(_spread(read.below, read.own, rng))}
-    score, variance, third = (float(moment.sum(dtype=np.float64)) for moment in (read.score, read.variance, read.third))
+    score, variance, third = (
+        float(moment.sum(dtype=np.float64)) for moment in (read.score, read.variance, read.third)
+    )
     against_q = drafts.p_value()
     if against_q is not None:
         p_values["drafts against q"] = against_q

@@ -67,10 +67,13 @@ def check_distribution(
         >>> drafter = specjax.PromptLookup(draft=2)
         >>> conformance.check_distribution(tiny, drafter, draws=2_000)
     """
-    for sampling, p_value in zip(settings, p_values(target, drafter, settings, rule=rule, draws=draws), strict=True):
+    for sampling, p_value in zip(
+        settings, p_values(target, drafter, settings, rule=rule, draws=draws), strict=True
+    ):
         assert p_value >= false_alarm, (
-            f"{sampling}: this is not the target's distribution: a G-test of {draws} draws gives p = {p_value:.1e}; draws from "
-            f"the target fall below {false_alarm:g} with that probability"
+            f"{sampling}: this is not the target's distribution: a G-test of {draws} draws gives p"
+            f" = {p_value:.1e}; draws from the target fall below {false_alarm:g} with that"
+            " probability"
         )
 
 
@@ -110,11 +113,17 @@ def p_values(
     vocab, rows = target.config.vocab_size, min(50_000 // len(settings), draws) * len(settings)
     if vocab**horizon > 10_000:
         raise InputError(
-            f"target has {vocab} tokens: {vocab}^{horizon} continuations are too many to enumerate; give a tiny target"
+            f"target has {vocab} tokens: {vocab}^{horizon} continuations are too many to enumerate;"
+            " give a tiny target"
         )
     prompt = np.array([1, 3, 0, 1]) % vocab
     names = Sampling.__dataclass_fields__
-    mixed = Sampling(**{name: np.resize([getattr(setting, name) for setting in settings], rows) for name in names})
+    mixed = Sampling(
+        **{
+            name: np.resize([getattr(setting, name) for setting in settings], rows)
+            for name in names
+        }
+    )
     counts = np.zeros((len(settings), vocab**horizon))
     for i in range(-(-draws * len(settings) // rows)):
         result = decoding.generate(
@@ -151,7 +160,9 @@ def exact_joint(target: Target, prompt: np.ndarray, horizon: int, sampling: Samp
     count = len(continuations)
     tokens = np.concatenate([np.tile(prompt, (count, 1)), continuations], axis=1)
     output, _ = jax.jit(Target.forward)(target, tokens)
-    p = sharding.to_host(probabilities(output.logits, sampling.rows(count)), target.mesh).astype(np.float64)
+    p = sharding.to_host(probabilities(output.logits, sampling.rows(count)), target.mesh).astype(
+        np.float64
+    )
     joint = np.ones(count)
     for i in range(horizon):
         joint *= p[np.arange(count), len(prompt) - 1 + i, continuations[:, i]]
@@ -192,5 +203,7 @@ def g_test(counts: np.ndarray, exact: np.ndarray) -> float:
         return np.append(values[order[pool:]], values[order[:pool]].sum())
 
     observed, expected = pooled(counts), pooled(expected)
-    g = max(0.0, 2 * special.xlogy(observed, observed / expected).sum())  # rounding may make it negative
+    g = max(
+        0.0, 2 * special.xlogy(observed, observed / expected).sum()
+    )  # rounding may make it negative
     return float(special.chdtrc(len(observed) - 1, g)) if len(observed) > 1 else 1.0

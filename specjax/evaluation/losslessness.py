@@ -26,8 +26,14 @@ from specjax.progress import waiting
 from specjax.sampling import Rule, Sampling
 
 PROMPTS = (
-    "import os\nimport sys\n\n\nclass Error(Exception):\n    pass\n\n\ndef main(args=None):\n    try",
-    'def read_config(path, encoding="utf-8"):\n    """Read the configuration file and return a dictionary."""\n    with',
+    (
+        "import os\nimport sys\n\n\nclass Error(Exception):\n    pass\n\n\ndef main(args=None):\n  "
+        "  try"
+    ),
+    (
+        'def read_config(path, encoding="utf-8"):\n    """Read the configuration file and return a'
+        ' dictionary."""\n    with'
+    ),
     "def walk(self, node):\n    for",
     "class Stack:\n    def __init__(self):\n        self._items = []\n\n    def push(self, item):",
     "The capital of France is Paris. The capital of Italy is",
@@ -100,14 +106,26 @@ def check(
     if draws < LEAST_DRAWS:
         raise InputError(f"draws={draws}: this is too few for a test; give at least {LEAST_DRAWS}")
     if any(setting.temperature == 0 for setting in settings):
-        raise InputError("settings: temperature 0 samples nothing; give others (greedy text is compared in any case)")
+        raise InputError(
+            "settings: temperature 0 samples nothing; give others (greedy text is compared in any"
+            " case)"
+        )
     tokens = np.asarray(tokens)
     lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
     prompts = [(tokens[i : i + ROWS], lengths[i : i + ROWS]) for i in range(0, len(tokens), ROWS)]
     greedy_key, draw_key, coupled_key = jax.random.split(as_key(key), 3)
     with waiting("measuring rounding"):
-        rounding = same_texts.measure_rounding(target, prompts, (drafter.draft_shape.nodes,), drawn_texts.NEW_TOKENS)
-    compare = partial(same_texts.compare, target, drafter, prompts, max_new_tokens=max_new_tokens, rounding=rounding)
+        rounding = same_texts.measure_rounding(
+            target, prompts, (drafter.draft_shape.nodes,), drawn_texts.NEW_TOKENS
+        )
+    compare = partial(
+        same_texts.compare,
+        target,
+        drafter,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        rounding=rounding,
+    )
     greedy = compare(temperature=0.0, key=greedy_key)
     coupled = compare(temperature=settings[0].temperature, key=coupled_key)
     distribution = drawn_texts.draw_and_test(

@@ -81,7 +81,10 @@ def summarise(stats: Stats, row: int | None = None) -> Acceptance:
         (16, 8)
     """
     selected = slice(None) if row is None else slice(row, row + 1)
-    total = {field: np.asarray(getattr(stats, field))[selected].sum(axis=0) for field in stats.__dataclass_fields__}
+    total = {
+        field: np.asarray(getattr(stats, field))[selected].sum(axis=0)
+        for field in stats.__dataclass_fields__
+    }
     emitted = int(total["histogram"] @ np.arange(len(total["histogram"])))
 
     def ratio(part: int, whole: int) -> float | None:

@@ -24,7 +24,19 @@ class Question:
 
 
 SPEC_BENCH = {  # the category of a question -> its task in the tables of Xia et al. 2024, arXiv 2401.07851
-    **dict.fromkeys(("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"), "mt-bench"),
+    **dict.fromkeys(
+        (
+            "writing",
+            "roleplay",
+            "reasoning",
+            "math",
+            "coding",
+            "extraction",
+            "stem",
+            "humanities",
+        ),
+        "mt-bench",
+    ),
     "translation": "translation",
     "summarization": "summarisation",
     "qa": "question answering",
@@ -56,11 +68,17 @@ def read_questions(argument: str, name: str, per_category: int = 0) -> list[Ques
     for line, record in records:
         try:
             turns, category = record["turns"], record.get("category", GENERAL)
-            is_valid = isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns)
+            is_valid = (
+                isinstance(turns, list)
+                and turns
+                and all(isinstance(turn, str) and turn for turn in turns)
+            )
             if not is_valid or not isinstance(category, str):
                 raise TypeError
         except (KeyError, TypeError, AttributeError):
-            raise InputError(f'{path}:{line}: not a JSON object with "turns", a list of text') from None
+            raise InputError(
+                f'{path}:{line}: not a JSON object with "turns", a list of text'
+            ) from None
         questions.append(Question(SPEC_BENCH.get(category, category), tuple(turns)))
     counts: dict[str, int] = {}
     selected = []

@@ -76,7 +76,9 @@ Prompts = Sequence[tuple[np.ndarray, np.ndarray]]
 """Batches of prompts: right-padded tokens ``[B, W]`` and lengths ``[B]``."""
 
 
-def measure_rounding(target: Target, prompts: Prompts, widths: Sequence[int], max_new_tokens: int) -> float:
+def measure_rounding(
+    target: Target, prompts: Prompts, widths: Sequence[int], max_new_tokens: int
+) -> float:
     """Measure the effect of rounding: twice the largest change of a logit between two passes.
 
     Args:
@@ -95,14 +97,18 @@ def measure_rounding(target: Target, prompts: Prompts, widths: Sequence[int], ma
     return 2 * float(_largest_difference(target, state, jnp.asarray(text), widths=tuple(sizes)))
 
 
-def _read_at_once(target: Target, state: decoding.DecodeState, text: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _read_at_once(
+    target: Target, state: decoding.DecodeState, text: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return the tokens ``[B, T]`` before those of ``text [B, T]``, and the logits of one pass."""
     tokens = jnp.concatenate([state.roots[:, None], text[:, :-1]], axis=1)
     return tokens, target.score(tokens, state.cache)[0].logits
 
 
 @partial(jax.jit, static_argnames="widths")
-def _largest_difference(target: Target, state: decoding.DecodeState, text: jax.Array, widths: tuple[int, ...]) -> jax.Array:
+def _largest_difference(
+    target: Target, state: decoding.DecodeState, text: jax.Array, widths: tuple[int, ...]
+) -> jax.Array:
     """Return the largest difference of a logit between one pass and passes of the given widths."""
     tokens, whole = _read_at_once(target, state, text)
 
@@ -117,7 +123,9 @@ def _largest_difference(target: Target, state: decoding.DecodeState, text: jax.A
         logits = jax.lax.scan(read_part, state.cache, parts)[1]
         return jnp.moveaxis(logits, 0, 1).reshape(len(tokens), count, -1)
 
-    return jnp.stack([jnp.max(jnp.abs(logits - whole[:, : logits.shape[1]])) for logits in map(by_parts, widths)]).max()
+    return jnp.stack(
+        [jnp.max(jnp.abs(logits - whole[:, : logits.shape[1]])) for logits in map(by_parts, widths)]
+    ).max()
 
 
 def compare(
@@ -147,12 +155,17 @@ def compare(
     what = "comparing greedy texts" if temperature == 0 else "comparing coupled texts"
     for batch, (tokens, lengths) in enumerate(track(prompts, what)):
         keys = jax.random.split(jax.random.fold_in(key, batch), len(tokens))
-        options = GenerationOptions(max_new_tokens, Sampling(temperature=temperature), keys, rule="coupled")
+        options = GenerationOptions(
+            max_new_tokens, Sampling(temperature=temperature), keys, rule="coupled"
+        )
         plain = decoding.generate(target, None, tokens, lengths, **vars(options))
         drafted = decoding.generate(target, drafter, tokens, lengths, **vars(options))
         _, state = decoding.start(target, None, tokens, lengths, options)
         outputs = [_continuations(result, lengths, max_new_tokens) for result in (plain, drafted)]
-        lags = [sharding.to_host(_lags(target, state, jnp.asarray(output)), target.mesh) for output in outputs]
+        lags = [
+            sharding.to_host(_lags(target, state, jnp.asarray(output)), target.mesh)
+            for output in outputs
+        ]
         sizes = [np.asarray(result.lengths) - lengths for result in (plain, drafted)]
         partings += _partings(texts, outputs, sizes, lags)
         inside = np.arange(max_new_tokens) < sizes[1][:, None]
@@ -163,7 +176,9 @@ def compare(
 
 def _continuations(result: decoding.Result, lengths: np.ndarray, count: int) -> np.ndarray:
     """Return the output tokens ``[B, count]``, with padding after the end of a text."""
-    return np.take_along_axis(np.asarray(result.tokens), np.asarray(lengths)[:, None] + np.arange(count), axis=1)
+    return np.take_along_axis(
+        np.asarray(result.tokens), np.asarray(lengths)[:, None] + np.arange(count), axis=1
+    )
 
 
 @jax.jit
@@ -172,13 +187,20 @@ def _lags(target: Target, state: decoding.DecodeState, text: jax.Array) -> jax.A
     _, values = _read_at_once(target, state, text)
     if state.sampling.coupled:
         positions = state.lengths + jnp.arange(text.shape[1])[:, None]
-        noise = jnp.moveaxis(position_noise(position_keys(state.keys, positions), values.shape[-1]), 0, 1)
-        values = perturbed(values, state.sampling, noise) * state.sampling.temperature[:, None, None]
+        noise = jnp.moveaxis(
+            position_noise(position_keys(state.keys, positions), values.shape[-1]), 0, 1
+        )
+        values = (
+            perturbed(values, state.sampling, noise) * state.sampling.temperature[:, None, None]
+        )
     return jnp.max(values, axis=-1) - jnp.take_along_axis(values, text[..., None], axis=-1)[..., 0]
 
 
 def _partings(
-    first_prompt: int, outputs: Sequence[np.ndarray], sizes: Sequence[np.ndarray], lags: Sequence[np.ndarray]
+    first_prompt: int,
+    outputs: Sequence[np.ndarray],
+    sizes: Sequence[np.ndarray],
+    lags: Sequence[np.ndarray],
 ) -> list[Parting]:
     """Return the partings of one batch.
 
@@ -190,13 +212,24 @@ def _partings(
     """
     partings = []
     for row, (plain_tokens, drafted_tokens) in enumerate(zip(*outputs, strict=True)):
-        plain, drafted = plain_tokens[: sizes[0][row]].tolist(), drafted_tokens[: sizes[1][row]].tolist()
+        plain, drafted = (
+            plain_tokens[: sizes[0][row]].tolist(),
+            drafted_tokens[: sizes[1][row]].tolist(),
+        )
         if plain == drafted:
             continue
         shorter = min(len(plain), len(drafted))
         pairs = enumerate(zip(plain, drafted, strict=False))
-        position = next((i for i, (token, drafted_token) in pairs if token != drafted_token), shorter)
-        margin = float("inf") if position >= shorter else abs(float(lags[0][row, position] - lags[1][row, position]))
-        plain_token, drafted_token = (text[position] if position < len(text) else -1 for text in (plain, drafted))
+        position = next(
+            (i for i, (token, drafted_token) in pairs if token != drafted_token), shorter
+        )
+        margin = (
+            float("inf")
+            if position >= shorter
+            else abs(float(lags[0][row, position] - lags[1][row, position]))
+        )
+        plain_token, drafted_token = (
+            text[position] if position < len(text) else -1 for text in (plain, drafted)
+        )
         partings.append(Parting(first_prompt + row, position, plain_token, drafted_token, margin))
     return partings

@@ -27,14 +27,20 @@ from specjax.models.states import State
 from specjax.models.transformer import Target
 
 
-def abstract_model(config: ModelConfig, mesh: Mesh, dtype: DTypeLike = jnp.bfloat16, weights: str = schemes.FLOATS) -> Target:
+def abstract_model(
+    config: ModelConfig, mesh: Mesh, dtype: DTypeLike = jnp.bfloat16, weights: str = schemes.FLOATS
+) -> Target:
     """Return a model on a mesh whose params are shapes.
 
     ``weights`` is the quantization, as in `Target.from_pretrained`.
     """
     declared = params.declare(config)
     if weights != schemes.FLOATS:
-        declared = schemes.declare(declared, schemes.of_model(schemes.scheme_of(weights).form_of, config.tie_embeddings), mesh)
+        declared = schemes.declare(
+            declared,
+            schemes.of_model(schemes.scheme_of(weights).form_of, config.tie_embeddings),
+            mesh,
+        )
     return Target(_placed(declared, mesh, config.axis_units, dtype), config, mesh)
 
 
@@ -45,7 +51,9 @@ def _placed(declared: Any, mesh: Mesh, units: Mapping[str, int], dtype: DTypeLik
     return jax.tree.map(shape, declared, params.shardings(declared, mesh, units))
 
 
-def abstract_drafter(name: str, draft: DraftShape | int | None, target: Target, weights: str = schemes.FLOATS) -> Drafter:
+def abstract_drafter(
+    name: str, draft: DraftShape | int | None, target: Target, weights: str = schemes.FLOATS
+) -> Drafter:
     """Return a drafter for an abstract target whose params are shapes.
 
     Args:
@@ -90,8 +98,12 @@ def stored_drafter(name: str, target: Target) -> TrainedDrafter:
     """
     method, where, files = registry.find(name)
     if method.trained is None:
-        raise InputError(f"drafter={name!r}: it is not a drafter that is trained for its target; give such a one")
-    drafter = method.trained.abstract_from(files or where, dtype=jnp.bfloat16, **dict(method.settings))
+        raise InputError(
+            f"drafter={name!r}: it is not a drafter that is trained for its target; give such a one"
+        )
+    drafter = method.trained.abstract_from(
+        files or where, dtype=jnp.bfloat16, **dict(method.settings)
+    )
     unsharded = replace(target, mesh=None)
     # eval_shape, because `check` may compute with the params, which are shapes here.
     jax.eval_shape(lambda drafter, target: drafter.check(target), drafter, unsharded)
@@ -119,7 +131,9 @@ def place_model(model: Any, mesh: Mesh | None, dtype: DTypeLike = jnp.bfloat16) 
         placed: Any = model  # a dataclass
         return replace(placed, params=_placed(model.declared, mesh, model.units, dtype), mesh=mesh)
     parts = {field.name: getattr(model, field.name) for field in fields(model)}
-    models = {name: part for name, part in parts.items() if isinstance(part, Target | TrainedDrafter)}
+    models = {
+        name: part for name, part in parts.items() if isinstance(part, Target | TrainedDrafter)
+    }
     return replace(model, **{name: place_model(part, mesh, dtype) for name, part in models.items()})
 
 
@@ -131,12 +145,16 @@ def rows(mesh: Mesh, batch: int, shape: tuple[int, ...], dtype: DTypeLike) -> ja
 
 def everywhere(mesh: Mesh, leaf: Any) -> jax.ShapeDtypeStruct:
     """Return the shape of a leaf that is replicated over a mesh."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec())
+    )
 
 
 def with_shardings(tree: Any, shardings: Any) -> Any:
     """Return the shapes of a tree with these shardings."""
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, shardings)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, shardings
+    )
 
 
 def states_in(tree: Any) -> list[State]:
@@ -170,12 +188,19 @@ def bytes_of_one(tree: Any) -> int:
         numbers = int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64))
         return numbers // 2 if leaf.dtype == jnp.int4 else numbers * leaf.dtype.itemsize
 
-    return sum(shard_bytes(leaf) for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    return sum(
+        shard_bytes(leaf)
+        for leaf in jax.tree.leaves(tree)
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    )
 
 
 def numbers_of_one(tree: Any) -> int:
     """Return how many numbers a tree's arrays have on one device."""
-    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) for leaf in jax.tree.leaves(tree))
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64))
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 # --- the least that a step must read --------------------------------------------------------------
@@ -189,7 +214,9 @@ def bytes_of_pass(target: Target, cache: Any) -> int:
     return bytes_of_one(target.weights_of_pass) + bytes_of_one(cache)
 
 
-def bytes_of_draft(drafter: Drafter, target: Target, state: Any = (), cache: Sequence[Any] = ()) -> int:
+def bytes_of_draft(
+    drafter: Drafter, target: Target, state: Any = (), cache: Sequence[Any] = ()
+) -> int:
     """Return the bytes that one device must read to draft once.
 
     They are the weights and the caches that each level reads. The arguments are those of

@@ -166,15 +166,21 @@ class Setup:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InputError(f"{name}={value}: must be at least 1")
         if self.batch % self.mesh.shape["data"]:
-            raise InputError(f"batch={self.batch}: the mesh splits it in {self.mesh.shape['data']}; give a multiple of that")
+            raise InputError(
+                f"batch={self.batch}: the mesh splits it in {self.mesh.shape['data']}; give a"
+                " multiple of that"
+            )
         config, model = self.target.config, self.mesh.shape["model"]
         if whole := [axis for axis in ("mlp", "vocab", "heads") if config.axis_units[axis] % model]:
             axis = whole[0]
-            raise InputError(f"mesh: model={model} does not divide the target's {config.axis_units[axis]} units of {axis!r}")
+            raise InputError(
+                f"mesh: model={model} does not divide the target's {config.axis_units[axis]} units"
+                f" of {axis!r}"
+            )
         if self.context + self.new_tokens > config.max_positions:
             raise InputError(
-                f"context={self.context}: with {self.new_tokens} new tokens too long for the target's {config.max_positions} "
-                "positions"
+                f"context={self.context}: with {self.new_tokens} new tokens too long for the"
+                f" target's {config.max_positions} positions"
             )
 
 
@@ -232,11 +238,16 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     cache, states = state.cache.layers, state.cache.states
     floor = abstract.bytes_of_pass(setup.target, (cache, states))
     by_layer = [
-        entry if linear is None else linear for entry, linear in zip(cache, states or (None,) * len(cache), strict=True)
+        entry if linear is None else linear
+        for entry, linear in zip(cache, states or (None,) * len(cache), strict=True)
     ]
     floor += abstract.bytes_of_draft(drafter, setup.target, state.drafter, by_layer)
     # The scales of a quantized cache have three axes. They are small: copies of them do not count.
-    parts = [part for part in jax.tree.leaves((cache, state.drafter)) if capacity in part.shape[2:] and part.ndim > 3]
+    parts = [
+        part
+        for part in jax.tree.leaves((cache, state.drafter))
+        if capacity in part.shape[2:] and part.ndim > 3
+    ]
     tables = [layer_state.table for layer_state in abstract.states_in((states, state.drafter))]
     axis_length = capacity
     if setup.page is not None:
@@ -256,7 +267,15 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     )
     size = abstract.bytes_of_one
     return Step(
-        name, prefill, decode, floor, size(cache), size(states), _drafted_bytes(setup, drafter), _flops(setup, drafter), depth
+        name,
+        prefill,
+        decode,
+        floor,
+        size(cache),
+        size(states),
+        _drafted_bytes(setup, drafter),
+        _flops(setup, drafter),
+        depth,
     )
 
 
@@ -269,14 +288,27 @@ def _arguments(setup: Setup, drafter: Drafter) -> tuple[Any, ...]:
     sampling = jax.tree.map(lambda leaf: row(leaf.shape, leaf.dtype), settings)
     lengths = row((batch,), jnp.int32)
     tokens, stop_token_ids = row((batch, setup.context), jnp.int32), row((batch, 1), jnp.int32)
-    return setup.target, drafter, tokens, lengths, lengths, row(keys.shape, keys.dtype), stop_token_ids, sampling
+    return (
+        setup.target,
+        drafter,
+        tokens,
+        lengths,
+        lengths,
+        row(keys.shape, keys.dtype),
+        stop_token_ids,
+        sampling,
+    )
 
 
 def _drafted_bytes(setup: Setup, drafter: Drafter) -> int:
     """Return the bytes of the entries of a draft's tokens in the target, on one chip."""
     make = jax.jit(lambda target: target.new_scratch(setup.batch, drafter.draft_shape.nodes))
     entries = jax.eval_shape(make, setup.target)
-    places = make.lower(setup.target).compile(compiler_options=dict(compiler_options(setup.mesh))).output_shardings
+    places = (
+        make.lower(setup.target)
+        .compile(compiler_options=dict(compiler_options(setup.mesh)))
+        .output_shardings
+    )
     return abstract.bytes_of_one(abstract.with_shardings(entries, places))
 
 
@@ -289,7 +321,9 @@ def _flops(setup: Setup, drafter: Drafter) -> float:
     attention = attention_work(config, batch, draft.nodes, setup.context + setup.new_tokens).flops
     target_flops = (product_work(config, batch * draft.nodes).flops + attention) / setup.mesh.size
     reads = drafter.drafting_reads(setup.target)
-    weights = draft.depth * abstract.numbers_of_one(reads.level) + abstract.numbers_of_one(reads.step)
+    weights = draft.depth * abstract.numbers_of_one(reads.level) + abstract.numbers_of_one(
+        reads.step
+    )
     return target_flops + 2.0 * weights * batch * draft.width
 
 
@@ -333,7 +367,8 @@ def compile_program(
     except jax.errors.JaxRuntimeError as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         raise InputError(
-            f"{name}: cannot be compiled for these chips by the compiler that is installed ({reason[:300]})"
+            f"{name}: cannot be compiled for these chips by the compiler that is installed"
+            f" ({reason[:300]})"
         ) from error
     analysis = executable.memory_analysis()
     assert text is not None and analysis is not None  # all of XLA's compilers return both
@@ -346,7 +381,12 @@ def compile_program(
         temporaries=analysis.temp_size_in_bytes,
         results=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
     )
-    moves = (move for turn in step_turns for move in program.moved(turn.operations) if not move[0].kind.startswith("copy"))
+    moves = (
+        move
+        for turn in step_turns
+        for move in program.moved(turn.operations)
+        if not move[0].kind.startswith("copy")
+    )
     largest = max((bytes_written for _, _, bytes_written in moves), default=0)
     costs = tuple(_costs(program, turn) for turn in step_turns)
     return Compiled(name, seconds, memory, costs, tuple(copies), largest, text), executable
@@ -357,13 +397,18 @@ def _costs(program: hlo.HloProgram, turn: hlo.Turn) -> TurnCosts:
     by_kind: Counter[str] = Counter()
     for operation in turn.operations:
         if operation.cycles:
-            by_kind[f"{operation.kind} {hlo.without_layout(operation.shape)[:60]}"] += operation.cycles
+            by_kind[f"{operation.kind} {hlo.without_layout(operation.shape)[:60]}"] += (
+                operation.cycles
+            )
     return TurnCosts(
         turns=turn.turns,
         bytes=program.bytes_moved(turn.operations),
         collectives=dict(Counter(operation.collective for operation in collectives)),
         collective_bytes=sum(hlo.array_bytes(operation) for operation in collectives),
-        sent=sum(hlo.array_bytes(operation) * (1 + (operation.collective == "all-reduce")) for operation in collectives),
+        sent=sum(
+            hlo.array_bytes(operation) * (1 + (operation.collective == "all-reduce"))
+            for operation in collectives
+        ),
         slice_bytes=hlo.sent_between_slices(turn.operations),
         kernels=hlo.kernels(turn.operations),
         cycles=sum(operation.cycles for operation in turn.operations),

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?")  # such as bf16[8,128]{1,0:T(8,128)S(1)}
+_ARRAY = re.compile(
+    r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?"
+)  # such as bf16[8,128]{1,0:T(8,128)S(1)}
 _OPERATION = re.compile(r"\s*(ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _NOTHING_MOVES = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional", "call", "after-all", "iota",
@@ -20,8 +22,27 @@ _NOTHING_MOVES = {
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 """The collective operations, by which chips exchange data."""
 _SLICES, _UPDATES = ("dynamic-slice", "gather", "slice"), ("dynamic-update-slice", "scatter")
-_LAID_ANEW = {"parameter", "copy", "transpose", "concatenate", "pad", "constant", "bitcast", "tuple"}
-_KERNELS = {"fusion", "custom-call", "copy", "sort", "convolution", "dot", "scatter", "gather", "dynamic-update-slice"}
+_LAID_ANEW = {
+    "parameter",
+    "copy",
+    "transpose",
+    "concatenate",
+    "pad",
+    "constant",
+    "bitcast",
+    "tuple",
+}
+_KERNELS = {
+    "fusion",
+    "custom-call",
+    "copy",
+    "sort",
+    "convolution",
+    "dot",
+    "scatter",
+    "gather",
+    "dynamic-update-slice",
+}
 
 
 def main_memory_bytes(shape: str) -> int:
@@ -70,7 +91,9 @@ class Operation:
         """Return the names of the computations that it runs in some roles, such as ``body``."""
         names: list[str] = []
         for role in roles:
-            for single, several in re.findall(rf"\b{role}=(?:(%[\w.\-]+)|\{{([^}}]*)\}})", self.text):
+            for single, several in re.findall(
+                rf"\b{role}=(?:(%[\w.\-]+)|\{{([^}}]*)\}})", self.text
+            ):
                 names += [single] if single else re.findall(r"%[\w.\-]+", several)
         return tuple(names)
 
@@ -120,7 +143,11 @@ class HloProgram:
     @cached_property
     def main_loop(self) -> str:
         """The name of the body of the entry's largest loop, or of the entry if it has no loop."""
-        loops = [operation for operation in self.computations[self.entry].values() if operation.kind == "while"]
+        loops = [
+            operation
+            for operation in self.computations[self.entry].values()
+            if operation.kind == "while"
+        ]
         bodies = [name for loop in loops for name in loop.computations("body")]
         return max(bodies, key=lambda name: len(self.computations[name]), default=self.entry)
 
@@ -144,14 +171,19 @@ class HloProgram:
                         for called in operation.computations("to_apply", "calls"):
                             collect(called)
                     elif operation.kind == "conditional":  # the longest branch
-                        branches = operation.computations("branch_computations", "true_computation", "false_computation")
+                        branches = operation.computations(
+                            "branch_computations", "true_computation", "false_computation"
+                        )
                         collect(max(branches, key=lambda branch: len(self.computations[branch])))
 
             collect(name)
             loop_turns.append(Turn(tuple(operations), turns))
             for operation in operations:
                 if operation.kind == "while":
-                    (body,), (condition,) = operation.computations("body"), operation.computations("condition")
+                    (body,), (condition,) = (
+                        operation.computations("body"),
+                        operation.computations("condition"),
+                    )
                     visit(body, turns * self._length(operation, condition, unknown))
 
         visit(start, 1)
@@ -162,11 +194,21 @@ class HloProgram:
         if trip_count := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
             return int(trip_count[1])
         # A loop that only counts compares a counter with a single constant.
-        compared = [operation for operation in self.computations[condition].values() if operation.is_root]
-        constants = [o for o in self.computations[condition].values() if o.kind == "constant" and o.shape.startswith("s32[]")]
+        compared = [
+            operation for operation in self.computations[condition].values() if operation.is_root
+        ]
+        constants = [
+            o
+            for o in self.computations[condition].values()
+            if o.kind == "constant" and o.shape.startswith("s32[]")
+        ]
         if len(compared) == len(constants) == 1 and compared[0].kind in ("compare", "fusion"):
             inner = compared[0].computations("calls")
-            plain = all(o.kind in ("compare", "parameter") for name in inner for o in self.computations[name].values())
+            plain = all(
+                o.kind in ("compare", "parameter")
+                for name in inner
+                for o in self.computations[name].values()
+            )
             number = re.match(r"(\d+)\)", constants[0].text)
             if plain and number:
                 return int(number[1])
@@ -182,7 +224,9 @@ class HloProgram:
         it has the operand several times, but at most the bytes that it declares to access: it reads
         only those pages of a pool that belong to its rows.
         """
-        return sum(bytes_read + bytes_written for _, bytes_read, bytes_written in self.moved(operations))
+        return sum(
+            bytes_read + bytes_written for _, bytes_read, bytes_written in self.moved(operations)
+        )
 
     def moved(self, operations: Sequence[Operation]) -> Iterator[tuple[Operation, int, int]]:
         """Yield each operation that moves data, and the bytes that it reads and writes."""
@@ -192,7 +236,9 @@ class HloProgram:
                 if bytes_read or bytes_written:
                     yield operation, bytes_read, bytes_written
 
-    def copies(self, operations: Sequence[Operation], uncopied: Sequence[tuple[int, Sequence[int]]]) -> list[str]:
+    def copies(
+        self, operations: Sequence[Operation], uncopied: Sequence[tuple[int, Sequence[int]]]
+    ) -> list[str]:
         """Return the shapes of copies within main memory, alone or joined with other arrays.
 
         Args:
@@ -203,7 +249,9 @@ class HloProgram:
 
         def counts(operation: Operation, size: int) -> bool:
             axes = _dimensions(operation.shape)
-            return any(size >= minimum and _has_axes(axes, lengths) for minimum, lengths in uncopied)
+            return any(
+                size >= minimum and _has_axes(axes, lengths) for minimum, lengths in uncopied
+            )
 
         return [
             without_layout(operation.shape)
@@ -220,7 +268,10 @@ class HloProgram:
 
     def _moved_by(self, operation: Operation) -> tuple[int, int]:
         """Return the bytes that an operation reads and writes."""
-        operands, result = [self._shape(name) for name in operation.operands], main_memory_bytes(operation.shape)
+        operands, result = (
+            [self._shape(name) for name in operation.operands],
+            main_memory_bytes(operation.shape),
+        )
         if operation.kind.endswith("slice-start"):  # ((source, …), slice, …)
             part = _elements(operation.shape)[1]
             return main_memory_bytes(without_layout(part)), main_memory_bytes(part)
@@ -235,14 +286,18 @@ class HloProgram:
         if operation.kind == "fusion":
             return self._moved_by_fusion(operation, operands, result)
         if operation.kind == "custom-call":
-            bytes_read = sum(main_memory_bytes(self._shape(name)) for name in dict.fromkeys(operation.operands))
+            bytes_read = sum(
+                main_memory_bytes(self._shape(name)) for name in dict.fromkeys(operation.operands)
+            )
             declared = re.search(r'"bytes_accessed":"(\d+)"', operation.text)
             return min(bytes_read, int(declared[1])) if declared else bytes_read, result
         if operation.collective and operation.kind.endswith("-start"):
             result = main_memory_bytes(_exchanged(operation))
         return sum(map(main_memory_bytes, operands)), result
 
-    def _moved_by_fusion(self, operation: Operation, operands: list[str], result: int) -> tuple[int, int]:
+    def _moved_by_fusion(
+        self, operation: Operation, operands: list[str], result: int
+    ) -> tuple[int, int]:
         inside = self.computations[operation.computations("calls")[0]]
         bytes_read, bytes_written = 0, result
         for parameter, operand in zip(_parameters(inside), operands, strict=False):
@@ -253,8 +308,14 @@ class HloProgram:
                 continue
             if kinds <= set(_UPDATES):
                 # The operand is updated in place: it is neither read nor written as a whole.
-                update = sum(main_memory_bytes(without_layout(inside[user.operands[_update_of(user)]].shape)) for user in users)
-                bytes_read, bytes_written = bytes_read + update, max(bytes_written - size, 0) + update
+                update = sum(
+                    main_memory_bytes(without_layout(inside[user.operands[_update_of(user)]].shape))
+                    for user in users
+                )
+                bytes_read, bytes_written = (
+                    bytes_read + update,
+                    max(bytes_written - size, 0) + update,
+                )
             else:
                 bytes_read += min(size, self._read_of(inside, parameter, size))
         return bytes_read, bytes_written
@@ -275,14 +336,22 @@ class HloProgram:
             elif user.kind == "fusion":
                 inner = self.computations[user.computations("calls")[0]]
                 operands = zip(_parameters(inner), user.operands, strict=False)
-                bytes_read += sum(self._read_of(inner, name, size) for name, operand in operands if operand in names)
+                bytes_read += sum(
+                    self._read_of(inner, name, size)
+                    for name, operand in operands
+                    if operand in names
+                )
             else:
                 return size
         return bytes_read
 
     @cached_property
     def _shapes(self) -> dict[str, str]:
-        return {name: o.shape for computation in self.computations.values() for name, o in computation.items()}
+        return {
+            name: o.shape
+            for computation in self.computations.values()
+            for name, o in computation.items()
+        }
 
     def _shape(self, name: str) -> str:
         return self._shapes.get(name, "")
@@ -308,7 +377,12 @@ def _update_of(operation: Operation) -> int:
 def _parameters(computation: Mapping[str, Operation]) -> list[str]:
     """Return the names of a computation's parameters, in order."""
     parameters = [operation for operation in computation.values() if operation.kind == "parameter"]
-    return [parameter.name for parameter in sorted(parameters, key=lambda operation: int(operation.text.partition(")")[0]))]
+    return [
+        parameter.name
+        for parameter in sorted(
+            parameters, key=lambda operation: int(operation.text.partition(")")[0])
+        )
+    ]
 
 
 def without_layout(shape: str) -> str:
@@ -324,7 +398,10 @@ def _operation(line: str) -> Operation | None:
     if not match:
         return None
     root, name, shape, kind, rest = match.groups()
-    origin, cycles = re.search(r'op_name="([^"]*)"', rest), re.search(r'"estimated_cycles":"(\d+)"', rest)
+    origin, cycles = (
+        re.search(r'op_name="([^"]*)"', rest),
+        re.search(r'"estimated_cycles":"(\d+)"', rest),
+    )
     return Operation(
         name=name,
         kind=kind,
@@ -358,7 +435,9 @@ def sent_between_slices(operations: Sequence[Operation]) -> int:
 
 def _exchanged(operation: Operation) -> str:
     """Return the part of the printed shape of a collective that is its result."""
-    if operation.kind.endswith("-start") and operation.collective != "all-reduce":  # (operand, result, …)
+    if (
+        operation.kind.endswith("-start") and operation.collective != "all-reduce"
+    ):  # (operand, result, …)
         return _elements(operation.shape)[1]
     return operation.shape
 

@@ -61,19 +61,26 @@ def find_mesh(topology: str, data: int, model: int, slices: int = 1) -> tuple[Me
     if data < 1 or model < 1:
         raise InputError(f"mesh={data} {model}: each axis must be at least 1")
     if slices < 1 or (slices > 1 and topology == "h100"):
-        raise InputError(f"slices={slices}: must be at least 1, and 1 for h100: networks of GPUs are not supported")
+        raise InputError(
+            f"slices={slices}: must be at least 1, and 1 for h100: networks of GPUs are not"
+            " supported"
+        )
     if topology == "h100":
         return make_mesh(data, model, _gpus(data * model)), CHIPS["h100"]
     kind, _, sides = topology.partition(":")
     directions = _TPUS.get(kind, ("", 0))[1]
     if not directions or not re.fullmatch(rf"\d{{1,2}}(x\d{{1,2}}){{{directions - 1}}}", sides):
         raise InputError(
-            f"chips={topology!r}: give h100, or a kind of TPU ({', '.join(_TPUS)}) and how its chips lie, such as v5e:2x4 or "
-            "v5p:2x2x2"
+            f"chips={topology!r}: give h100, or a kind of TPU ({', '.join(_TPUS)}) and how its"
+            " chips lie, such as v5e:2x4 or v5p:2x2x2"
         )
     chips = math.prod(map(int, sides.split("x"))) * slices
     if data * model > chips or (slices > 1 and data * model < chips):
-        have = f"{topology} has" if slices == 1 else f"{slices} slices of {topology}, which are all used, have"
+        have = (
+            f"{topology} has"
+            if slices == 1
+            else f"{slices} slices of {topology}, which are all used, have"
+        )
         raise InputError(f"mesh={data} {model}: needs {data * model} chips, and {have} {chips}")
     return make_mesh(data, model, _tpus(topology, slices)), CHIPS[_TPUS[kind][0]]
 
@@ -88,7 +95,10 @@ def compiler_options(mesh: Mesh) -> Mapping[str, Any]:
 
 def _tpus(topology: str, slices: int) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
-        raise InputError(f"chips={topology!r}: it needs libtpu, which compiles for TPUs: pip install 'specjax[compile]'")
+        raise InputError(
+            f"chips={topology!r}: it needs libtpu, which compiles for TPUs: pip install"
+            " 'specjax[compile]'"
+        )
     libtpu = importlib.import_module("libtpu")
     # Without these variables, libtpu would search for a TPU on this machine, query a metadata
     # server, and refuse to be loaded by two processes at once.
@@ -106,8 +116,13 @@ def _tpus(topology: str, slices: int) -> list[jax.Device]:
 
 def _gpus(count: int) -> list[jax.Device]:
     if not cuda_directory():
-        raise InputError("chips='h100': it needs the compilers for NVIDIA's GPUs: pip install 'specjax[compile-cuda]'")
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # it checks libraries that are needed only to run programs
+        raise InputError(
+            "chips='h100': it needs the compilers for NVIDIA's GPUs: pip install"
+            " 'specjax[compile-cuda]'"
+        )
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = (
+        "1"  # it checks libraries that are needed only to run programs
+    )
     return _devices("h100", platform="cuda", topology=f"1x1x{count}", target_config=_H100)
 
 
@@ -129,4 +144,6 @@ def _devices(chips: str, **description: Any) -> list[jax.Device]:
     except Exception as error:  # the type depends on the version of JAX
         reason = next(iter(str(error).splitlines()), "")
         hint = "" if chips == "h100" else "; the smallest that it knows are v5e:2x2 and v5p:2x2x1"
-        raise InputError(f"chips={chips!r}: the compiler does not support it: {reason}{hint}") from error
+        raise InputError(
+            f"chips={chips!r}: the compiler does not support it: {reason}{hint}"
+        ) from error

@@ -88,13 +88,20 @@ def empty_entries(
 
 
 def empty_states(
-    layers: Sequence[Memory], *, batch: int, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
+    layers: Sequence[Memory],
+    *,
+    batch: int,
+    dtype: DTypeLike = jnp.float32,
+    mesh: Mesh | None = None,
 ) -> tuple[State | None, ...]:
     """Return the states of empty rows by layer; None for layers with entries.
 
     If no layer has a state the result is ``()``. ``dtype`` is the type of the activations.
     """
-    states = [State.zeros(memory, batch, dtype, mesh) if isinstance(memory, LinearAttention) else None for memory in layers]
+    states = [
+        State.zeros(memory, batch, dtype, mesh) if isinstance(memory, LinearAttention) else None
+        for memory in layers
+    ]
     return tuple(states) if any(states) else ()
 
 
@@ -116,7 +123,9 @@ def gather_entries(entries: Sequence[Entry], tokens: Int[Array, "B *heads n"]) -
     by_head = _by_head(tokens)
 
     def gather(buffer: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(buffer, by_head if buffer.ndim == 3 else by_head[..., None], axis=2)
+        return jnp.take_along_axis(
+            buffer, by_head if buffer.ndim == 3 else by_head[..., None], axis=2
+        )
 
     return jax.tree.map(gather, tuple(entries))
 
@@ -126,7 +135,9 @@ def _by_head(tokens: Int[Array, "B *heads n"]) -> Int[Array, "B heads n"]:
     return jnp.maximum(tokens if tokens.ndim == 3 else tokens[:, None], 0)
 
 
-def place_entries(scratch: Sequence[Entry], new: Sequence[Entry], offset: ArrayLike, after: jax.Array) -> tuple[Entry, ...]:
+def place_entries(
+    scratch: Sequence[Entry], new: Sequence[Entry], offset: ArrayLike, after: jax.Array
+) -> tuple[Entry, ...]:
     """Return ``scratch`` with ``new`` entries at the slots from ``offset`` on of every row.
 
     For example, a draft model has read the nodes of depth 1, two of them in slots 0 and 1 of a
@@ -153,7 +164,9 @@ def place_entries(scratch: Sequence[Entry], new: Sequence[Entry], offset: ArrayL
     offset, _ = jax.lax.optimization_barrier((offset, after))
 
     def place(buffer: jax.Array, values: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(buffer, values.astype(buffer.dtype), offset, axis=2)
+        return jax.lax.dynamic_update_slice_in_dim(
+            buffer, values.astype(buffer.dtype), offset, axis=2
+        )
 
     return jax.tree.map(place, tuple(scratch), tuple(new))
 
@@ -219,9 +232,13 @@ class KVCache:
 
     def of_layers(self, layers: Sequence[int]) -> "KVCache":
         """Return the cache of some layers alone, in the order of their indices ``layers``."""
-        return replace(self, layers=_chosen(self.layers, layers), states=_chosen(self.states, layers))
+        return replace(
+            self, layers=_chosen(self.layers, layers), states=_chosen(self.states, layers)
+        )
 
-    def append(self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array) -> "KVCache":
+    def append(
+        self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array
+    ) -> "KVCache":
         """Commit the first ``count [B]`` of each row's ``n`` new entries.
 
         Tokens that do not fit are dropped. They never overwrite filled slots.
@@ -239,7 +256,9 @@ class KVCache:
         # Beyond `count` the destination is out of range, where a scatter in drop mode writes
         # nothing.
         slots = jnp.where(step < count[:, None], self.length[:, None] + step, self.capacity)
-        layers = jax.tree.map(lambda buffer, values: _set_slots(buffer, slots, values), self.layers, entries)
+        layers = jax.tree.map(
+            lambda buffer, values: _set_slots(buffer, slots, values), self.layers, entries
+        )
         return KVCache(layers=layers, length=self.length + count, states=states)
 
 
@@ -306,7 +325,9 @@ class PagedCache:
     groups: int = struct.field(pytree_node=False, default=1)
 
     @classmethod
-    def like(cls, cache: KVCache, *, pages: int, page: int, mesh: Mesh | None = None) -> "PagedCache":
+    def like(
+        cls, cache: KVCache, *, pages: int, page: int, mesh: Mesh | None = None
+    ) -> "PagedCache":
         """Return an empty paged cache for the rows of ``cache``, with at least its capacity.
 
         Args:
@@ -319,7 +340,9 @@ class PagedCache:
         groups = groups_of(mesh)
 
         def pool(part: jax.Array) -> jax.Array:
-            return _placed(jnp.zeros((groups * pages, part.shape[1], page, *part.shape[3:]), part.dtype), mesh)
+            return _placed(
+                jnp.zeros((groups * pages, part.shape[1], page, *part.shape[3:]), part.dtype), mesh
+            )
 
         return cls(
             layers=jax.tree.map(pool, cache.layers),
@@ -355,14 +378,20 @@ class PagedCache:
 
     def of_layers(self, layers: Sequence[int]) -> "PagedCache":
         """Return the cache of some layers alone; see `KVCache.of_layers`."""
-        return replace(self, layers=_chosen(self.layers, layers), states=_chosen(self.states, layers))
+        return replace(
+            self, layers=_chosen(self.layers, layers), states=_chosen(self.states, layers)
+        )
 
     def gather(self, positions: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
         """Return the entries at some positions; see `KVCache.gather`."""
         pages, slots = self._slots(_by_head(positions))
-        return jax.tree.map(lambda pool: by_group(_gather_paged, self.groups, pool, pages, slots), self.layers)
+        return jax.tree.map(
+            lambda pool: by_group(_gather_paged, self.groups, pool, pages, slots), self.layers
+        )
 
-    def append(self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array) -> "PagedCache":
+    def append(
+        self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array
+    ) -> "PagedCache":
         """Commit new entries, as `KVCache.append`. Tokens without a page are dropped."""
         count = _known_after(count, after)
         entries, states = committed(self.states, new, count)
@@ -373,14 +402,20 @@ class PagedCache:
         number = jax.tree.leaves(self.layers)[0].shape[0]
         pages = jnp.where((step < count[:, None]) & (positions < self.capacity), pages, number)
         layers = jax.tree.map(
-            lambda pool, values: by_group(_set_paged, self.groups, pool, pages, slots, values), self.layers, entries
+            lambda pool, values: by_group(_set_paged, self.groups, pool, pages, slots, values),
+            self.layers,
+            entries,
         )
         return replace(self, layers=layers, length=self.length + count, states=states)
 
     def _slots(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the page of each of the ``positions [B, …]``, and the offset in that page."""
-        column = jnp.minimum(positions // self.page, self.table.shape[1] - 1).reshape(positions.shape[0], -1)
-        return jnp.take_along_axis(self.table, column, axis=1).reshape(positions.shape), positions % self.page
+        column = jnp.minimum(positions // self.page, self.table.shape[1] - 1).reshape(
+            positions.shape[0], -1
+        )
+        return jnp.take_along_axis(self.table, column, axis=1).reshape(
+            positions.shape
+        ), positions % self.page
 
 
 def groups_of(mesh: Mesh | None) -> int:
@@ -388,7 +423,9 @@ def groups_of(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.shape["data"]
 
 
-def by_group(function: Callable[..., jax.Array], groups: int, pool: jax.Array, *of_rows: jax.Array) -> jax.Array:
+def by_group(
+    function: Callable[..., jax.Array], groups: int, pool: jax.Array, *of_rows: jax.Array
+) -> jax.Array:
     """Compute ``function(pool, *of_rows)`` for each group of rows and its part of the pool.
 
     A mesh exchanges nothing for it.
@@ -419,8 +456,14 @@ def read_pages(pool: jax.Array, pages: Int[Array, "B n"]) -> jax.Array:
 
 def _gather_paged(pool: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
     """Return the tokens ``[B, heads, n, …]`` at ``slots`` of ``pages``, ``[B, heads|1, n]``."""
-    pages, slots = (jnp.broadcast_to(x, (x.shape[0], pool.shape[1], x.shape[2])) for x in (pages, slots))
-    gather = jax.vmap(lambda head_pool, page, slot: head_pool.at[page, slot].get(mode="clip"), in_axes=1, out_axes=1)
+    pages, slots = (
+        jnp.broadcast_to(x, (x.shape[0], pool.shape[1], x.shape[2])) for x in (pages, slots)
+    )
+    gather = jax.vmap(
+        lambda head_pool, page, slot: head_pool.at[page, slot].get(mode="clip"),
+        in_axes=1,
+        out_axes=1,
+    )
     return gather(pool, pages, slots)
 
 
@@ -430,7 +473,9 @@ def _set_paged(pool: jax.Array, pages: jax.Array, slots: jax.Array, values: jax.
     # slot contiguous, and copies the whole pool into that layout. It still sees that each head
     # stays on its device of a mesh.
     heads = jnp.arange(pool.shape[1])[:, None]
-    return pool.at[pages[:, None], heads, slots[:, None]].set(values.astype(pool.dtype), mode="drop")
+    return pool.at[pages[:, None], heads, slots[:, None]].set(
+        values.astype(pool.dtype), mode="drop"
+    )
 
 
 @struct.dataclass
@@ -460,7 +505,9 @@ class RingCache:
     def around(cls, empty: KVCache, num_kept: int) -> "RingCache":
         """Return a ring cache in the slots of an empty cache, with ``num_kept`` permanent slots."""
         base = jnp.full_like(empty.length, num_kept)
-        return cls(layers=empty.layers, length=empty.length, base=base, kept=num_kept, states=empty.states)
+        return cls(
+            layers=empty.layers, length=empty.length, base=base, kept=num_kept, states=empty.states
+        )
 
     @property
     def slots(self) -> int:
@@ -490,7 +537,9 @@ class RingCache:
         # If the ring is not full yet, a slot may be empty: its position is that of a future token.
         return jnp.where(slot < self.kept, slot, jnp.where(newest < base, newest + ring, newest))
 
-    def append(self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array) -> "RingCache":
+    def append(
+        self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array
+    ) -> "RingCache":
         """Append the first ``count [B]`` of each row's ``new`` entries, as `KVCache.append`.
 
         If the ring cannot hold all of them, the newest stay.
@@ -500,8 +549,14 @@ class RingCache:
         step = jnp.arange(slots_of(entries))[None]
         positions = self.length[:, None] + step
         is_newest = step >= count[:, None] - (self.slots - self.kept)
-        slots = jnp.where((step < count[:, None]) & ((positions < self.kept) | is_newest), self.slot_of(positions), self.slots)
-        layers = jax.tree.map(lambda buffer, values: _set_slots(buffer, slots, values), self.layers, entries)
+        slots = jnp.where(
+            (step < count[:, None]) & ((positions < self.kept) | is_newest),
+            self.slot_of(positions),
+            self.slots,
+        )
+        layers = jax.tree.map(
+            lambda buffer, values: _set_slots(buffer, slots, values), self.layers, entries
+        )
         return replace(self, layers=layers, length=self.length + count, states=states)
 
 

@@ -48,7 +48,10 @@ def calibrate(target: Target, weights: schemes.Weights, tokens: Int[np.ndarray, 
     """
     target.check_whole()
     if target.mesh is not None:
-        raise InputError("target: it is on a mesh: calibrate it on one device, save it, and load that on the mesh")
+        raise InputError(
+            "target: it is on a mesh: calibrate it on one device, save it, and load that on the"
+            " mesh"
+        )
     config, declared = target.config, declarations.declare(target.config)
     form_of = schemes.of_model(schemes.scheme_of(weights).form_of, config.tie_embeddings)
     check_text(config, weights, tokens)
@@ -61,16 +64,25 @@ def calibrate(target: Target, weights: schemes.Weights, tokens: Int[np.ndarray, 
     entering = {0: [target.embed(jnp.asarray(batch)) for batch in batches]}
     firsts, unread = [_first(target, layer) for layer in range(config.num_layers)], 0
     for layer in track(range(config.num_layers), "calibrating layer {}"):
-        declarations_here, streams = declared["layers"][layer], list(zip(entering[firsts[layer]], batches, strict=True))
+        declarations_here, streams = (
+            declared["layers"][layer],
+            list(zip(entering[firsts[layer]], batches, strict=True)),
+        )
         watched = _watch(declarations_here, target.params["layers"][layer], form_of)
         for x, batch in streams:
             watched = _add_moments(target, watched, x, batch, (firsts[layer], layer + 1))
         unread += _check_seen(watched, layer)
         target = _with_layer(target, layer, quantize(declarations_here, watched))
         after = [_run(target, x, batch, (firsts[layer], layer + 1)) for x, batch in streams]
-        entering = {index: entering[index] for index in entering if index in firsts[layer + 1 :]} | {layer + 1: after}
+        entering = {
+            index: entering[index] for index in entering if index in firsts[layer + 1 :]
+        } | {layer + 1: after}
     if unread:
-        say(f"{unread} matrices of experts without a token of the text are rounded to the nearest numbers", unasked=True)
+        say(
+            f"{unread} matrices of experts without a token of the text are rounded to the nearest"
+            " numbers",
+            unasked=True,
+        )
     rest = {name: value for name, value in target.params.items() if name != "layers"}
     rest = quantize({name: declared[name] for name in rest}, rest)
     return replace(target, params={**target.params, **rest})
@@ -82,7 +94,9 @@ def _first(target: Target, layer: int) -> int:
     A layer may read the entries of an earlier one.
     """
     first = layer
-    while (earlier := min(target.config.entries_of(index) for index in range(first, layer + 1))) < first:
+    while (
+        earlier := min(target.config.entries_of(index) for index in range(first, layer + 1))
+    ) < first:
         first = earlier
     return first
 
@@ -90,30 +104,46 @@ def _first(target: Target, layer: int) -> int:
 def _watch(declared: dict[str, Param], params: Params, form_of: schemes.FormOf) -> Params:
     """Return the params of a layer, with matrices that will be quantized as `Watched`."""
     return {
-        name: value if isinstance(value, QuantizedMatrix) or form_of(declared[name]) is None else Watched.of(value)
+        name: (
+            value
+            if isinstance(value, QuantizedMatrix) or form_of(declared[name]) is None
+            else Watched.of(value)
+        )
         for name, value in params.items()
     }
 
 
 def _with_layer(target: Target, layer: int, params: Params) -> Target:
     layers = target.params["layers"]
-    return replace(target, params={**target.params, "layers": [*layers[:layer], params, *layers[layer + 1 :]]})
+    return replace(
+        target, params={**target.params, "layers": [*layers[:layer], params, *layers[layer + 1 :]]}
+    )
 
 
 def _run(target: Target, x: jax.Array, tokens: np.ndarray, layers: tuple[int, int]) -> jax.Array:
     # With `documents` layers with a state store nothing for each token, as in training.
-    return target.run(x, tokens=jnp.asarray(tokens), layers=layers, documents=jnp.zeros(tokens.shape, jnp.int32))[0]
+    return target.run(
+        x, tokens=jnp.asarray(tokens), layers=layers, documents=jnp.zeros(tokens.shape, jnp.int32)
+    )[0]
 
 
-def _add_moments(target: Target, watched: Params, x: jax.Array, tokens: np.ndarray, layers: tuple[int, int]) -> Params:
+def _add_moments(
+    target: Target, watched: Params, x: jax.Array, tokens: np.ndarray, layers: tuple[int, int]
+) -> Params:
     """Return the params of the last of ``layers``, with the moments of its inputs added.
 
     ``x [B, T, H]`` is the residual stream that enters the first of ``layers``.
     """
 
     def run(moments: dict[str, jax.Array]) -> jax.Array:
-        params = watched | {name: watched[name].replace(moments=moment) for name, moment in moments.items()}
-        return _run(_with_layer(target, layers[1] - 1, params), x, tokens, layers).astype(jnp.float32).sum()
+        params = watched | {
+            name: watched[name].replace(moments=moment) for name, moment in moments.items()
+        }
+        return (
+            _run(_with_layer(target, layers[1] - 1, params), x, tokens, layers)
+            .astype(jnp.float32)
+            .sum()
+        )
 
     before = {name: value.moments for name, value in watched.items() if isinstance(value, Watched)}
     new = jax.grad(run)(before)  # not a derivative, but the moments of this batch: see `Watched`
@@ -127,12 +157,20 @@ def _check_seen(watched: Params, layer: int) -> int:
         if isinstance(value, Watched):
             second = np.asarray(jnp.trace(value.moments, axis1=-2, axis2=-1))
             if not np.isfinite(second).all():
-                raise InputError(f"target: the inputs of layer {layer} are not finite: load it in another data type")
+                raise InputError(
+                    f"target: the inputs of layer {layer} are not finite: load it in another data"
+                    " type"
+                )
             unread += int((second == 0).sum()) if second.ndim else 0
     return unread
 
 
-def check_text(config: ModelConfig, weights: schemes.Weights, tokens: Int[np.ndarray, "W T"], argument: str = "tokens") -> None:
+def check_text(
+    config: ModelConfig,
+    weights: schemes.Weights,
+    tokens: Int[np.ndarray, "W T"],
+    argument: str = "tokens",
+) -> None:
     """Refuse a text with fewer tokens than a matrix has inputs.
 
     The second moments of so few would be singular. The error is an `InputError` that names the
@@ -140,10 +178,19 @@ def check_text(config: ModelConfig, weights: schemes.Weights, tokens: Int[np.nda
     """
     form_of = schemes.scheme_of(weights).form_of
     layers = declarations.declare(config)["layers"]
-    widest = max((param.shape[-2] for layer in layers for param in layer.values() if form_of(param) is not None), default=0)
+    widest = max(
+        (
+            param.shape[-2]
+            for layer in layers
+            for param in layer.values()
+            if form_of(param) is not None
+        ),
+        default=0,
+    )
     if tokens.size < max(widest, 1):
         raise InputError(
-            f"{argument}: {tokens.size:,} tokens, fewer than the {widest:,} inputs of the widest matrix: give more text"
+            f"{argument}: {tokens.size:,} tokens, fewer than the {widest:,} inputs of the widest"
+            " matrix: give more text"
         )
 
 
@@ -159,7 +206,9 @@ def windows(texts: Sequence[Sequence[int]]) -> Int[np.ndarray, "W T"]:
         >>> windows([range(100_000)]).shape
         (128, 512)
     """
-    joined = np.concatenate([np.zeros(0, np.int32), *(np.asarray(text, np.int32) for text in texts)])
+    joined = np.concatenate(
+        [np.zeros(0, np.int32), *(np.asarray(text, np.int32) for text in texts)]
+    )
     size = min(WINDOW, len(joined))
     count = min(WINDOWS, len(joined) // max(size, 1))
     starts = np.linspace(0, len(joined) - size, count).astype(int)

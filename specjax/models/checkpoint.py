@@ -45,7 +45,9 @@ def float_type(dtype: Any) -> np.dtype:
     except (TypeError, ValueError, SyntaxError):  # numpy parses strings such as "f4, f4"
         float_dtype = None
     if float_dtype is None or not jnp.issubdtype(float_dtype, jnp.floating):
-        raise CheckpointError(f"dtype={show(dtype)}: must be a floating-point type such as float32 or bfloat16")
+        raise CheckpointError(
+            f"dtype={show(dtype)}: must be a floating-point type such as float32 or bfloat16"
+        )
     return float_dtype
 
 
@@ -57,9 +59,15 @@ def have_same_values(files: CheckpointFiles, first: str, second: str) -> bool:
     shape = files.shapes[first]
     if shape != files.shapes[second]:
         return False
-    blocks = [slice(start, min(start + _BLOCK_ROWS, shape[0])) for start in range(0, shape[0], _BLOCK_ROWS)]
+    blocks = [
+        slice(start, min(start + _BLOCK_ROWS, shape[0]))
+        for start in range(0, shape[0], _BLOCK_ROWS)
+    ]
     rest = (slice(None),) * (len(shape) - 1)
-    return all(np.array_equal(files.tensors[first][block, *rest], files.tensors[second][block, *rest]) for block in blocks)
+    return all(
+        np.array_equal(files.tensors[first][block, *rest], files.tensors[second][block, *rest])
+        for block in blocks
+    )
 
 
 def stored_type(files: CheckpointFiles) -> Any:
@@ -70,7 +78,10 @@ def stored_type(files: CheckpointFiles) -> Any:
     """
     kinds = sorted({tensor.get_dtype() for tensor in files.tensors.values()} & set(_FLOATS))
     if len(kinds) != 1 or kinds[0] not in _TYPES:
-        raise CheckpointError(f"{files.directory}: its tensors are {', '.join(kinds)}: all must be one of {', '.join(_TYPES)}")
+        raise CheckpointError(
+            f"{files.directory}: its tensors are {', '.join(kinds)}: all must be one of"
+            f" {', '.join(_TYPES)}"
+        )
     return jnp.dtype(_TYPES[kinds[0]])
 
 
@@ -85,7 +96,13 @@ Values = Callable[[Param, tuple[slice, ...]], np.ndarray]
 """Returns a part of a parameter, from a slice of each of its axes in use."""
 
 
-def reader(files: CheckpointFiles, declared: Any, dtype: DTypeLike, what: str, ignored: Collection[str] = ()) -> Values:
+def reader(
+    files: CheckpointFiles,
+    declared: Any,
+    dtype: DTypeLike,
+    what: str,
+    ignored: Collection[str] = (),
+) -> Values:
     """Return a function that reads any part of a parameter from a checkpoint.
 
     Arguments and errors are those of `load`.
@@ -98,7 +115,9 @@ def reader(files: CheckpointFiles, declared: Any, dtype: DTypeLike, what: str, i
     _check_all(tensors, jax.tree.leaves(declared), what, ignored, files.directory)
 
     def read(param: Param, name: str, part: tuple[slice, ...]) -> np.ndarray:
-        return np.ascontiguousarray(_turned(param, tensors[name][param.stored_part(part)]), jnp.dtype(param.dtype or dtype))
+        return np.ascontiguousarray(
+            _turned(param, tensors[name][param.stored_part(part)]), jnp.dtype(param.dtype or dtype)
+        )
 
     def values(param: Param, part: tuple[slice, ...]) -> np.ndarray:
         if not param.stacked:
@@ -112,7 +131,9 @@ def reader(files: CheckpointFiles, declared: Any, dtype: DTypeLike, what: str, i
     return values
 
 
-def _with_roles(tensors: Mapping[str, Any], declared: Any, what: str, directory: Path) -> dict[str, Any]:
+def _with_roles(
+    tensors: Mapping[str, Any], declared: Any, what: str, directory: Path
+) -> dict[str, Any]:
     """Return ``tensors`` with each declared quantized matrix replaced by its parts."""
     result = dict(tensors)
     for quantized in matrices_in(declared):
@@ -122,22 +143,32 @@ def _with_roles(tensors: Mapping[str, Any], declared: Any, what: str, directory:
                 continue  # `_check_all` reports it
             matrix = tensors[name]
             *lead, groups, outputs, size = quantized.values.stored_shape
-            shape = (outputs, groups * size) if quantized.values.is_rows else (groups * size, outputs)
+            shape = (
+                (outputs, groups * size) if quantized.values.is_rows else (groups * size, outputs)
+            )
             _check_tensor(name, matrix, (*lead, *shape), _FLOATS, what, directory)
             if not (isinstance(matrix, StoredMatrix) and matrix.gives(quantized.form)):
                 matrix = Rounded(matrix, quantized.form, turned=not quantized.values.is_rows)
-            result |= {f"{name}:{role}": matrix.role(role) for role in ROLES if getattr(quantized, role) is not None}
+            result |= {
+                f"{name}:{role}": matrix.role(role)
+                for role in ROLES
+                if getattr(quantized, role) is not None
+            }
             result.pop(name, None)
     return result
 
 
-def place(declared: Any, values: Values, mesh: Mesh | None = None, units: Mapping[str, int] | None = None) -> Any:
+def place(
+    declared: Any, values: Values, mesh: Mesh | None = None, units: Mapping[str, int] | None = None
+) -> Any:
     """Return arrays of all declared params; ``mesh`` and ``units`` as in `load`."""
 
     def whole(param: Param) -> jax.Array:
         if mesh is None:
             return jnp.asarray(values(param, (slice(None),) * len(param.shape)))
-        return jax.make_array_from_callback(param.shape, param.place(mesh, units or {}), lambda part: values(param, part or ()))
+        return jax.make_array_from_callback(
+            param.shape, param.place(mesh, units or {}), lambda part: values(param, part or ())
+        )
 
     return jax.tree.map(whole, declared)
 
@@ -172,7 +203,13 @@ def load(
     return place(declared, reader(files, declared, dtype, what, ignored), mesh, units)
 
 
-def save(directory: Path, declared: Any, params: Any, files: Mapping[str, Any], dtype: DTypeLike | None = None) -> None:
+def save(
+    directory: Path,
+    declared: Any,
+    params: Any,
+    files: Mapping[str, Any],
+    dtype: DTypeLike | None = None,
+) -> None:
     """Write ``params`` under their published names, and small JSON ``files``, all of it or nothing.
 
     Other files in the directory stay. If there are several processes, all must call this, and the
@@ -199,10 +236,16 @@ def save(directory: Path, declared: Any, params: Any, files: Mapping[str, Any], 
 
     pieces: dict[str, list[tuple[Param, np.ndarray]]] = {}
     for param, leaf in zip(jax.tree.leaves(declared), jax.tree.leaves(params), strict=True):
-        array = leaf.astype(jnp.dtype(param.stored_dtype or param.dtype or dtype or leaf.dtype), copy=False)
-        for name, piece in zip(param.stored_names, array if param.stacked else [array], strict=True):
+        array = leaf.astype(
+            jnp.dtype(param.stored_dtype or param.dtype or dtype or leaf.dtype), copy=False
+        )
+        for name, piece in zip(
+            param.stored_names, array if param.stacked else [array], strict=True
+        ):
             pieces.setdefault(name, []).append((param, _turned(param, piece)))
-    arrays = saved.compressed({name: _put_together(name, parts) for name, parts in pieces.items()}, declared)
+    arrays = saved.compressed(
+        {name: _put_together(name, parts) for name, parts in pieces.items()}, declared
+    )
     with replacing(directory, sum(array.nbytes for array in arrays.values())) as scratch:
         save_file(arrays, scratch / WEIGHTS, metadata={"format": "pt"})
         (scratch / WEIGHTS).chmod(0o644)  # safetensors lets only the owner read it
@@ -219,9 +262,13 @@ def _put_together(name: str, pieces: list[tuple[Param, np.ndarray]]) -> np.ndarr
     """Return the tensor ``name``, assembled from the stored values of its parameters."""
     param, array = pieces[-1]
     if param.within is None:
-        assert len({part.within for part, _ in pieces}) == 1, f"{name}: declared both as a whole and in parts"
+        assert len({part.within for part, _ in pieces}) == 1, (
+            f"{name}: declared both as a whole and in parts"
+        )
         return np.ascontiguousarray(array)
-    kinds = {(part.stored_shape, part.within and part.within.axis, value.dtype) for part, value in pieces}
+    kinds = {
+        (part.stored_shape, part.within and part.within.axis, value.dtype) for part, value in pieces
+    }
     assert len(kinds) == 1, f"{name}: declared in several ways: {kinds}"
     whole = np.empty(param.stored_shape, array.dtype)
     covered = np.zeros(param.within.size, int)
@@ -230,7 +277,8 @@ def _put_together(name: str, pieces: list[tuple[Param, np.ndarray]]) -> np.ndarr
         whole[place] = value
         covered[place[param.within.axis]] += 1
     assert (covered == 1).all(), (
-        f"{name}: indices that belong to no parameter, or to several: {np.flatnonzero(covered != 1)[:5]}"
+        f"{name}: indices that belong to no parameter, or to several:"
+        f" {np.flatnonzero(covered != 1)[:5]}"
     )
     return whole
 
@@ -246,7 +294,9 @@ def check_writable(directory: Path) -> None:
         raise CheckpointError(f"{directory} holds a sharded checkpoint: save to another directory")
 
 
-def _check_tensor(name: str, tensor: Any, shape: tuple[int, ...], kinds: Sequence[str], what: str, directory: Path) -> None:
+def _check_tensor(
+    name: str, tensor: Any, shape: tuple[int, ...], kinds: Sequence[str], what: str, directory: Path
+) -> None:
     """Refuse a tensor that does not have the ``shape``, or one of the types ``kinds``."""
     if (stored_shape := tuple(tensor.get_shape())) != shape:
         raise CheckpointError(
@@ -255,22 +305,37 @@ def _check_tensor(name: str, tensor: Any, shape: tuple[int, ...], kinds: Sequenc
         )
     if (kind := tensor.get_dtype()) not in kinds:
         raise CheckpointError(
-            f"{directory}: {name!r} is of type {kind}, but in {what} it is one of {', '.join(kinds)}: "
-            "use the unquantized checkpoint"
+            f"{directory}: {name!r} is of type {kind}, but in {what} it is one of"
+            f" {', '.join(kinds)}: use the unquantized checkpoint"
         )
 
 
-def _check_all(tensors: Mapping[str, Any], declared: list[Param], what: str, ignored: Collection[str], directory: Path) -> None:
+def _check_all(
+    tensors: Mapping[str, Any],
+    declared: list[Param],
+    what: str,
+    ignored: Collection[str],
+    directory: Path,
+) -> None:
     names = {name for param in declared for name in param.stored_names}
     if missing := sorted(names - tensors.keys()):
         raise CheckpointError(
-            f"{directory}: {missing[0]!r} of {what} is missing ({len(missing)} such tensors): is a shard lost?"
+            f"{directory}: {missing[0]!r} of {what} is missing ({len(missing)} such tensors): is a"
+            " shard lost?"
         )
     for name, param in [(name, owner) for owner in declared for name in owner.stored_names]:
         floating = param.dtype is None or jnp.issubdtype(param.dtype, jnp.floating)
-        kinds = (float8.KIND,) if param.dtype == "float8_e4m3fn" else _FLOATS if floating else _WHOLE_NUMBERS
+        kinds = (
+            (float8.KIND,)
+            if param.dtype == "float8_e4m3fn"
+            else _FLOATS
+            if floating
+            else _WHOLE_NUMBERS
+        )
         _check_tensor(name, tensors[name], param.stored_shape, kinds, what, directory)
-    extra = sorted(n for n in tensors.keys() - names if not any(fnmatchcase(n, pattern) for pattern in ignored))
+    extra = sorted(
+        n for n in tensors.keys() - names if not any(fnmatchcase(n, pattern) for pattern in ignored)
+    )
     if extra:
         raise CheckpointError(
             f"{directory}: {show(extra[0])} is no part of {what} ({len(extra)} such tensors): "

@@ -105,20 +105,32 @@ class CheckpointFiles:
             CheckpointError: A file is missing.
         """
         shards = self.json(INDEX, _ONE_FILE).get("weight_map")
-        if not isinstance(shards, dict) or not shards or not all(type(file) is str for file in shards.values()):
+        if (
+            not isinstance(shards, dict)
+            or not shards
+            or not all(type(file) is str for file in shards.values())
+        ):
             raise CheckpointError(
-                f"{self.directory / INDEX}: weight_map={show(shards)}: must map every tensor to a file: download the "
-                "checkpoint again"
+                f"{self.directory / INDEX}: weight_map={show(shards)}: must map every tensor to a"
+                " file: download the checkpoint again"
             )
         files = sorted(set(shards.values()))
         # Names are compared with the directory's own files, so that no name can lead out of it.
         present = {file.name for file in self.directory.iterdir() if file.is_file()}
         if files == [WEIGHTS] and WEIGHTS not in present:
-            files = [name for name in (TORCH_WEIGHTS, *MEDUSA_WEIGHTS) if name in present][:1] or files
+            files = [name for name in (TORCH_WEIGHTS, *MEDUSA_WEIGHTS) if name in present][
+                :1
+            ] or files
         if missing := [name for name in files if name not in present]:
-            names = ", ".join(name if name.isprintable() and len(name) <= 100 else show(name) for name in missing[:5])
+            names = ", ".join(
+                name if name.isprintable() and len(name) <= 100 else show(name)
+                for name in missing[:5]
+            )
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-            raise CheckpointError(f"{self.directory} lacks {names}{more}: download the checkpoint again, in safetensors format")
+            raise CheckpointError(
+                f"{self.directory} lacks {names}{more}: download the checkpoint again, in"
+                " safetensors format"
+            )
         return files
 
     @property
@@ -137,9 +149,18 @@ class CheckpointFiles:
         tensors: dict[str, Any] = {}
         for name in self.weight_files:
             path = self.directory / name
-            file_tensors = _open_safetensors(path) if name.endswith(".safetensors") else TorchFile(path).tensors
-            if name.endswith(".safetensors") and (twice := sorted(file_tensors.keys() & tensors.keys())):
-                raise CheckpointError(f"{self.directory}: two shards hold {show(twice[0])}: download the checkpoint again")
+            file_tensors = (
+                _open_safetensors(path)
+                if name.endswith(".safetensors")
+                else TorchFile(path).tensors
+            )
+            if name.endswith(".safetensors") and (
+                twice := sorted(file_tensors.keys() & tensors.keys())
+            ):
+                raise CheckpointError(
+                    f"{self.directory}: two shards hold {show(twice[0])}: download the checkpoint"
+                    " again"
+                )
             tensors |= file_tensors
         quantization = self.json(CONFIG, {}).get("quantization_config")
         published.check_config(quantization, self.file)
@@ -163,7 +184,11 @@ class CheckpointFiles:
     @cached_property
     def forms(self) -> Mapping[str, Form]:
         """The forms of the quantized matrices, by name."""
-        return {name: value.form for name, value in self.tensors.items() if isinstance(value, StoredMatrix) and value.is_kept}
+        return {
+            name: value.form
+            for name, value in self.tensors.items()
+            if isinstance(value, StoredMatrix) and value.is_kept
+        }
 
     # --- counts ---
 
@@ -172,7 +197,10 @@ class CheckpointFiles:
 
         See `number_after`.
         """
-        return sum(number is not None and number >= first for number in {number_after(prefix, name) for name in self.shapes})
+        return sum(
+            number is not None and number >= first
+            for number in {number_after(prefix, name) for name in self.shapes}
+        )
 
     def check_count(self, field: str, stated: int, actual: int, parts: str) -> None:
         """Refuse a count that differs from the number of tensors.
@@ -187,8 +215,8 @@ class CheckpointFiles:
         """
         if stated != actual:
             raise CheckpointError(
-                f"{self.file}: {field}={stated}, but there are tensors of {actual} {parts}: give the configuration and the "
-                "weights of one model"
+                f"{self.file}: {field}={stated}, but there are tensors of {actual} {parts}: give"
+                " the configuration and the weights of one model"
             )
 
 
@@ -225,7 +253,10 @@ def _open_safetensors(path: Path) -> dict[str, Any]:
     try:
         handle = safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is truncated or damaged ({' '.join(str(error).split())}): download it again") from None
-    tensors: dict[str, Any] = {key: _Slices(handle.get_slice(key)) for key in handle.keys()}  # noqa: SIM118 - not a dict
+        raise CheckpointError(
+            f"{path} is truncated or damaged ({' '.join(str(error).split())}): download it again"
+        ) from None
+    names = handle.keys()  # the handle is not a dict
+    tensors: dict[str, Any] = {name: _Slices(handle.get_slice(name)) for name in names}
     in_float8 = [key for key, tensor in tensors.items() if tensor.get_dtype() == float8.KIND]
     return tensors | (float8.open_tensors(path, in_float8) if in_float8 else {})

@@ -49,7 +49,10 @@ class Rope:
 
     def __post_init__(self) -> None:
         if self.query_growth and not self.original_max_positions:
-            raise InputError(f"query_growth={self.query_growth}: it needs original_max_positions, where the growth starts")
+            raise InputError(
+                f"query_growth={self.query_growth}: it needs original_max_positions, where the"
+                " growth starts"
+            )
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,13 @@ class MLA:
     rope_interleaved: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"):
+        for name in (
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "q_lora_rank",
+        ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InputError(f"{name}={value}: must be at least 1")
 
@@ -151,21 +160,32 @@ class MoE:
     beside_mlp: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "experts_per_token", "intermediate_size", "groups", "groups_kept"):
+        for name in (
+            "num_experts",
+            "experts_per_token",
+            "intermediate_size",
+            "groups",
+            "groups_kept",
+        ):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.num_experts % self.groups:
-            raise InputError(f"num_experts={self.num_experts} is no multiple of groups={self.groups}: groups are of equal size")
+            raise InputError(
+                f"num_experts={self.num_experts} is no multiple of groups={self.groups}: groups are"
+                " of equal size"
+            )
         size = self.num_experts // self.groups
         if self.groups_kept > self.groups or (self.groups > 1 and size < 2):
             raise InputError(
-                f"groups={self.groups} of {size} experts with groups_kept={self.groups_kept}: groups_kept must be at most "
-                "groups, and a group needs two experts, since its score is that of its two best"
+                f"groups={self.groups} of {size} experts with groups_kept={self.groups_kept}:"
+                " groups_kept must be at most groups, and a group needs two experts, since its"
+                " score is that of its two best"
             )
         if self.experts_per_token > self.groups_kept * size:
             raise InputError(
-                f"experts_per_token={self.experts_per_token}: a token can only choose from {self.groups_kept * size} experts "
-                f"(num_experts={self.num_experts}, groups={self.groups}, groups_kept={self.groups_kept})"
+                f"experts_per_token={self.experts_per_token}: a token can only choose from"
+                f" {self.groups_kept * size} experts (num_experts={self.num_experts},"
+                f" groups={self.groups}, groups_kept={self.groups_kept})"
             )
 
 
@@ -211,8 +231,8 @@ class LinearAttention:
             raise InputError(f"kernel={self.kernel}: must be at least 2 tokens")
         if self.value_heads % self.key_heads:
             raise InputError(
-                f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}: each key head serves an "
-                "equal group of value heads"
+                f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}:"
+                " each key head serves an equal group of value heads"
             )
 
     @property
@@ -223,7 +243,11 @@ class LinearAttention:
     @property
     def convolved(self) -> tuple[tuple[int, int], ...]:
         """The ``(heads, dim)`` of the convolution's inputs: queries, keys and values."""
-        return ((self.key_heads, self.key_dim), (self.key_heads, self.key_dim), (self.value_heads, self.value_dim))
+        return (
+            (self.key_heads, self.key_dim),
+            (self.key_heads, self.key_dim),
+            (self.value_heads, self.value_dim),
+        )
 
     @property
     def state_size(self) -> int:
@@ -360,33 +384,52 @@ class ModelConfig:
     linear_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        ):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise InputError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: "
-                "each key/value head serves an equal group of query heads"
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}:"
+                " each key/value head serves an equal group of query heads"
             )
         if self.head_dim % 2:
-            raise InputError(f"head_dim={self.head_dim}: must be even, since rotary embeddings rotate pairs")
-        if self.windowed_layers and (self.sliding_window is None or self.sliding_window < 1):
-            raise InputError(f"sliding_window={self.sliding_window}: must be at least 1 token for windowed_layers")
-        if self.mla is not None and (self.head_dim, self.num_kv_heads) != (self.mla.qk_rope_head_dim, self.num_heads):
             raise InputError(
-                f"head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}: with latent attention head_dim is "
-                f"qk_rope_head_dim={self.mla.qk_rope_head_dim}, and num_kv_heads is num_heads={self.num_heads}"
+                f"head_dim={self.head_dim}: must be even, since rotary embeddings rotate pairs"
+            )
+        if self.windowed_layers and (self.sliding_window is None or self.sliding_window < 1):
+            raise InputError(
+                f"sliding_window={self.sliding_window}: must be at least 1 token for"
+                " windowed_layers"
+            )
+        if self.mla is not None and (self.head_dim, self.num_kv_heads) != (
+            self.mla.qk_rope_head_dim,
+            self.num_heads,
+        ):
+            raise InputError(
+                f"head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}: with latent attention"
+                f" head_dim is qk_rope_head_dim={self.mla.qk_rope_head_dim}, and num_kv_heads is"
+                f" num_heads={self.num_heads}"
             )
         if self.mla is not None and self.rope.query_growth:
-            raise InputError(f"rope.query_growth={self.rope.query_growth}: must be 0 with latent attention")
+            raise InputError(
+                f"rope.query_growth={self.rope.query_growth}: must be 0 with latent attention"
+            )
         if self.layers:
             self._check_layers()
         if self.linear_layers:
             self._check_linear()
         if self.per_layer_inputs and self.per_layer_vocab_size < self.vocab_size:
             raise InputError(
-                f"per_layer_vocab_size={self.per_layer_vocab_size}: must be at least vocab_size={self.vocab_size}: every token "
-                "needs an input for each layer"
+                f"per_layer_vocab_size={self.per_layer_vocab_size}: must be at least"
+                f" vocab_size={self.vocab_size}: every token needs an input for each layer"
             )
 
     def _check_linear(self) -> None:
@@ -394,19 +437,32 @@ class ModelConfig:
             raise InputError(f"linear_layers={self.linear_layers}: linear must give their sizes")
         if not set(self.linear_layers) < set(range(self.num_layers)):
             raise InputError(
-                f"linear_layers={self.linear_layers}: must be some of the num_layers={self.num_layers} layers, from 0, and not "
-                "all of them: at least one layer must have ordinary attention"
+                f"linear_layers={self.linear_layers}: must be some of the"
+                f" num_layers={self.num_layers} layers, from 0, and not all of them: at least one"
+                " layer must have ordinary attention"
             )
         if list(self.linear_layers) != sorted(set(self.linear_layers)):
-            raise InputError(f"linear_layers={self.linear_layers}: give each once, in ascending order")
-        if self.mla is not None or self.layers or set(self.linear_layers) & set(self.windowed_layers):
-            raise InputError("linear_layers: cannot be combined with latent attention, layers that differ, or windows of them")
+            raise InputError(
+                f"linear_layers={self.linear_layers}: give each once, in ascending order"
+            )
+        if (
+            self.mla is not None
+            or self.layers
+            or set(self.linear_layers) & set(self.windowed_layers)
+        ):
+            raise InputError(
+                "linear_layers: cannot be combined with latent attention, layers that differ, or"
+                " windows of them"
+            )
 
     def _check_layers(self) -> None:
         if self.mla is not None:
             raise InputError("layers: all layers are alike with latent attention: leave layers out")
         if len(self.layers) != self.num_layers:
-            raise InputError(f"layers: {len(self.layers)} of num_layers={self.num_layers} are described: describe all or none")
+            raise InputError(
+                f"layers: {len(self.layers)} of num_layers={self.num_layers} are described:"
+                " describe all or none"
+            )
         for index, layer in enumerate(self.layers):
             try:
                 config = self.of_layer(index)
@@ -415,12 +471,19 @@ class ModelConfig:
             if (source := layer.entries_of) is None:
                 continue
             if not 0 <= source < index or self.layers[source].entries_of is not None:
-                raise InputError(f"layers[{index}]: entries_of={source}: must be an earlier layer that has entries of its own")
-            source_config = self.of_layer(source)
-            if (config.num_kv_heads, config.head_dim) != (source_config.num_kv_heads, source_config.head_dim):
                 raise InputError(
-                    f"layers[{index}]: entries_of={source}, which has {source_config.num_kv_heads} key/value heads of "
-                    f"{source_config.head_dim}, but this layer needs {config.num_kv_heads} of {config.head_dim}"
+                    f"layers[{index}]: entries_of={source}: must be an earlier layer that has"
+                    " entries of its own"
+                )
+            source_config = self.of_layer(source)
+            if (config.num_kv_heads, config.head_dim) != (
+                source_config.num_kv_heads,
+                source_config.head_dim,
+            ):
+                raise InputError(
+                    f"layers[{index}]: entries_of={source}, which has {source_config.num_kv_heads}"
+                    f" key/value heads of {source_config.head_dim}, but this layer needs"
+                    f" {config.num_kv_heads} of {config.head_dim}"
                 )
 
     def of_layer(self, layer: int) -> "ModelConfig":
@@ -431,14 +494,23 @@ class ModelConfig:
         if not self.layers:
             return self
         names = (field.name for field in fields(Layer) if field.name != "entries_of")
-        differing = {name: value for name in names if (value := getattr(self.layers[layer], name)) is not None}
+        differing = {
+            name: value
+            for name in names
+            if (value := getattr(self.layers[layer], name)) is not None
+        }
         return replace(self, **differing, layers=())
 
     def first(self, count: int, **changes: Any) -> "ModelConfig":
         """Return the configuration of the first ``count`` layers, with ``changes`` of fields."""
-        windowed, linear = ([i for i in layers if i < count] for layers in (self.windowed_layers, self.linear_layers))
+        windowed, linear = (
+            [i for i in layers if i < count]
+            for layers in (self.windowed_layers, self.linear_layers)
+        )
         kinds: dict[str, Any] = {"windowed_layers": tuple(windowed), "linear_layers": tuple(linear)}
-        return replace(self, **{"num_layers": count, "layers": self.layers[:count], **kinds, **changes})
+        return replace(
+            self, **{"num_layers": count, "layers": self.layers[:count], **kinds, **changes}
+        )
 
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a query of a layer sees, its own included; None for all."""
@@ -465,7 +537,11 @@ class ModelConfig:
 
         The parts are those of `entry_parts`.
         """
-        return self.linear if self.linear is not None and self.is_linear(layer) else self.entry_parts(layer)
+        return (
+            self.linear
+            if self.linear is not None and self.is_linear(layer)
+            else self.entry_parts(layer)
+        )
 
     def entry_parts(self, layer: int) -> tuple[tuple[int, int], ...]:
         """Return the ``(heads, dim)`` of each array that a layer stores for a token.
@@ -498,5 +574,8 @@ class ModelConfig:
             "mlp": math.gcd(*(layer.intermediate_size for layer in layers)),
         }
         if self.moe is not None:
-            units |= {"experts": self.moe.num_experts, "shared_mlp": self.moe.shared_experts * self.moe.intermediate_size}
+            units |= {
+                "experts": self.moe.num_experts,
+                "shared_mlp": self.moe.shared_experts * self.moe.intermediate_size,
+            }
         return units

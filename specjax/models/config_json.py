@@ -99,13 +99,19 @@ def read_config(files: CheckpointFiles) -> ModelConfig:
     config = parse_config(files.raw, files.file)
     source = str(files.directory / generation_config.FILE)
     eos = check_fields(files.json(generation_config.FILE, {}), _GENERATION, source)["eos_token_id"]
-    return config if eos is None else replace(config, eos_token_ids=_eos_token_ids(eos, config.vocab_size, source))
+    return (
+        config
+        if eos is None
+        else replace(config, eos_token_ids=_eos_token_ids(eos, config.vocab_size, source))
+    )
 
 
 _PART: dict[str, Field] = {
     "specjax_layers": Field(
         "two whole numbers, the first layer and the one after the last",
-        lambda value: type(value) is list and len(value) == 2 and all(type(item) is int for item in value),
+        lambda value: (
+            type(value) is list and len(value) == 2 and all(type(item) is int for item in value)
+        ),
         default=None,
     ),
     "specjax_part_of": Field(
@@ -128,10 +134,16 @@ def read_part(files: CheckpointFiles) -> tuple[Layers, str] | None:
     if fields["specjax_layers"] is None:
         return None
     (first, last), count = fields["specjax_layers"], parse_config(files.raw, files.file).num_layers
-    if not fields["specjax_part_of"] or not 0 <= first <= last <= count or (first == last and last != count):
+    if (
+        not fields["specjax_part_of"]
+        or not 0 <= first <= last <= count
+        or (first == last and last != count)
+    ):
         raise CheckpointError(
-            f"{files.file}: specjax_layers={[first, last]}, specjax_part_of={fields['specjax_part_of']!r}: must be layers of "
-            f"the {count} of the target, and its fingerprint: write the part again with specjax convert --client-parts"
+            f"{files.file}: specjax_layers={[first, last]},"
+            f" specjax_part_of={fields['specjax_part_of']!r}: must be layers of the {count} of the"
+            " target, and its fingerprint: write the part again with specjax convert"
+            " --client-parts"
         )
     return (first, last), fields["specjax_part_of"]
 
@@ -156,7 +168,10 @@ def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfi
         family_fields = family.parse(fields)
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
         if fields["head_dim"] is None and "head_dim" not in family_fields and hidden % heads:
-            raise InputError(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}: give head_dim")
+            raise InputError(
+                f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}: give"
+                " head_dim"
+            )
         return ModelConfig(**_parse_common(fields, family, source) | family_fields)
     except InputError as error:
         message = str(error).removeprefix(f"{source}: ").removeprefix("config.json: ")
@@ -209,14 +224,17 @@ def family_of(raw: dict[str, Any], source: str) -> Family:
     model_type = raw.get("model_type")
     if type(model_type) is str and model_type in REFUSED:
         raise CheckpointError(
-            f"{source}: model_type={model_type!r} is not supported: {REFUSED[model_type]}: give a model of one of the types "
-            f"{', '.join(SUPPORTED)}"
+            f"{source}: model_type={model_type!r} is not supported: {REFUSED[model_type]}: give a"
+            f" model of one of the types {', '.join(SUPPORTED)}"
         )
     if type(model_type) is str and model_type not in SUPPORTED:
         raise CheckpointError(
-            f"{source}: model_type={model_type!r}: must be one of {', '.join(SUPPORTED)}{did_you_mean(model_type, SUPPORTED)}"
+            f"{source}: model_type={model_type!r}: must be one of"
+            f" {', '.join(SUPPORTED)}{did_you_mean(model_type, SUPPORTED)}"
         )
-    return FAMILIES[check_fields(raw, {"model_type": text(*SUPPORTED)}, source)["model_type"]].of_file(raw)
+    return FAMILIES[
+        check_fields(raw, {"model_type": text(*SUPPORTED)}, source)["model_type"]
+    ].of_file(raw)
 
 
 def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
@@ -231,7 +249,11 @@ def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[s
     eos_token_ids = _eos_token_ids(fields["eos_token_id"], fields["vocab_size"], source)
     if (bos := fields["bos_token_id"]) is not None:
         _check_vocabulary("bos_token_id", bos, fields["vocab_size"], source)
-    biases = {switch: bool(fields[name]) for name, switches in family.biases.items() for switch in switches}
+    biases = {
+        switch: bool(fields[name])
+        for name, switches in family.biases.items()
+        for switch in switches
+    }
     return {
         "model_type": family.model_type,
         "vocab_size": fields["vocab_size"],
@@ -265,8 +287,8 @@ def with_switches(config: ModelConfig, names: Collection[str], prefix: str) -> M
     """
     if config.mla is not None or config.moe is not None or config.layers or config.linear_layers:
         raise CheckpointError(
-            f"model_type={config.model_type!r}: this drafter's layers must have ordinary attention and one MLP: give a "
-            "drafter whose config.json is that of a dense model"
+            f"model_type={config.model_type!r}: this drafter's layers must have ordinary attention"
+            " and one MLP: give a drafter whose config.json is that of a dense model"
         )
     return replace(
         config,
@@ -282,7 +304,9 @@ def with_switches(config: ModelConfig, names: Collection[str], prefix: str) -> M
 
 def _check_vocabulary(name: str, token: int, vocab_size: int, source: str) -> None:
     if token >= vocab_size:
-        raise CheckpointError(f"{source}: {name}={token}: must be below the model's vocab_size={vocab_size}")
+        raise CheckpointError(
+            f"{source}: {name}={token}: must be below the model's vocab_size={vocab_size}"
+        )
 
 
 def _eos_token_ids(ids: int | list[int] | None, vocab_size: int, source: str) -> tuple[int, ...]:
@@ -292,7 +316,9 @@ def _eos_token_ids(ids: int | list[int] | None, vocab_size: int, source: str) ->
     return tokens
 
 
-def _parse_windows(fields: dict[str, Any], family: Family, max_positions: int, source: str) -> dict[str, Any]:
+def _parse_windows(
+    fields: dict[str, Any], family: Family, max_positions: int, source: str
+) -> dict[str, Any]:
     """Return the fields of `ModelConfig` for sliding windows.
 
     If any layers may have a window, ``layer_types`` selects them, or in older files
@@ -308,11 +334,13 @@ def _parse_windows(fields: dict[str, Any], family: Family, max_positions: int, s
         windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
         if windowed and window is None:
             raise CheckpointError(
-                f"{source}: layer_types has 'sliding_attention', but no sliding_window is in use: a model_type with windows "
-                "needs its size, and Qwen's use_sliding_window, too"
+                f"{source}: layer_types has 'sliding_attention', but no sliding_window is in use: a"
+                " model_type with windows needs its size, and Qwen's use_sliding_window, too"
             )
     else:
-        windowed = tuple(range(fields["max_window_layers"] if family.windows == "any" else 0, layers))
+        windowed = tuple(
+            range(fields["max_window_layers"] if family.windows == "any" else 0, layers)
+        )
     if window is None or not windowed or (window >= max_positions and not family.whole_every):
         return {}
     return {"sliding_window": window, "windowed_layers": windowed}
@@ -328,9 +356,14 @@ def _layer_types(fields: dict[str, Any], family: Family) -> list[str] | None:
         every = fields.get("sliding_window_pattern") or family.whole_every
         kinds = [FULL if (layer + 1) % every == 0 else WINDOWED for layer in range(layers)]
     if unknown := sorted(set(kinds or ()) - set(family.kinds)):
-        raise CheckpointError(f"layer_types has {show(unknown[0])}: only {' and '.join(map(repr, family.kinds))} are supported")
+        raise CheckpointError(
+            f"layer_types has {show(unknown[0])}: only {' and '.join(map(repr, family.kinds))} are"
+            " supported"
+        )
     if kinds is not None and len(kinds) != layers:
-        raise CheckpointError(f"layer_types names {len(kinds)} layers of num_hidden_layers={layers}: name each")
+        raise CheckpointError(
+            f"layer_types names {len(kinds)} layers of num_hidden_layers={layers}: name each"
+        )
     return kinds
 
 
@@ -353,12 +386,18 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": next(name for name, activation in _ACTIVATIONS.items() if activation == config.activation),
+        "hidden_act": next(
+            name for name, activation in _ACTIVATIONS.items() if activation == config.activation
+        ),
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(config.eos_token_ids) if len(config.eos_token_ids) != 1 else config.eos_token_ids[0],
+        "eos_token_id": (
+            list(config.eos_token_ids)
+            if len(config.eos_token_ids) != 1
+            else config.eos_token_ids[0]
+        ),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
@@ -366,7 +405,11 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     raw |= _format_windows(config, family)
     if not family.ropes_by_kind:
         rope = format_rope(config.rope)
-        scaling = None if config.rope.kind == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
+        scaling = (
+            None
+            if config.rope.kind == "default"
+            else {k: v for k, v in rope.items() if k != "rope_theta"}
+        )
         # Both layouts are written: programs before transformers 5 know only the first.
         raw |= {"rope_theta": config.rope.theta, "rope_scaling": scaling, "rope_parameters": rope}
     raw |= family.format(config)
@@ -383,24 +426,38 @@ def _check_said(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
     read = parse_config(raw, "config.json")
     expected = config if config.windowed_layers else replace(config, sliding_window=None)
     if config.rope.original_max_positions is None:  # the kind does not use it, but files have it
-        expected = replace(expected, rope=replace(config.rope, original_max_positions=read.rope.original_max_positions))
+        expected = replace(
+            expected,
+            rope=replace(config.rope, original_max_positions=read.rope.original_max_positions),
+        )
     if config.rope.turned != read.rope.turned:
         raise CheckpointError(
-            f"partial_rotary_factor={config.rope.turned}: must be {read.rope.turned:g}: transformers does not read it "
-            f"in a {config.model_type} checkpoint"
+            f"partial_rotary_factor={config.rope.turned}: must be {read.rope.turned:g}:"
+            f" transformers does not read it in a {config.model_type} checkpoint"
         )
     for field in fields_of(ModelConfig):
-        if (value := getattr(expected, field.name)) != getattr(read, field.name) and field.name not in elsewhere:
-            raise CheckpointError(f"{field.name}={show(value)}: a {config.model_type} checkpoint cannot express this")
+        if (value := getattr(expected, field.name)) != getattr(
+            read, field.name
+        ) and field.name not in elsewhere:
+            raise CheckpointError(
+                f"{field.name}={show(value)}: a {config.model_type} checkpoint cannot express this"
+            )
     return raw
 
 
 def _check_windows(config: ModelConfig, family: Family) -> None:
     windows = len(config.windowed_layers)
-    if windows and not (family.windows == "any" or (family.windows == "all" and windows == config.num_layers)):
-        rule = "all of its layers have a window, or none" if family.windows == "all" else "its layers have no window"
+    if windows and not (
+        family.windows == "any" or (family.windows == "all" and windows == config.num_layers)
+    ):
+        rule = (
+            "all of its layers have a window, or none"
+            if family.windows == "all"
+            else "its layers have no window"
+        )
         raise CheckpointError(
-            f"windowed_layers={config.windowed_layers}: a {config.model_type} checkpoint cannot express this: {rule}"
+            f"windowed_layers={config.windowed_layers}: a {config.model_type} checkpoint cannot"
+            f" express this: {rule}"
         )
 
 

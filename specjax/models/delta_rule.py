@@ -130,7 +130,9 @@ def read_tree(
     if before is not None:
         node, visible = before
         drafted_shares, log_g = _shares(grouped(node.log_alpha), visible, log_g)
-        similar = _product("bhtk,bhik->bhti", both, node.k)[:, :, None] * jnp.tile(drafted_shares, (2, 1))
+        similar = _product("bhtk,bhik->bhti", both, node.k)[:, :, None] * jnp.tile(
+            drafted_shares, (2, 1)
+        )
         sums = _product("bhrti,bhriv->bhrtv", similar, grouped(node.u))
     state_values = _product("bhtk,bhrkv->bhrtv", both, grouped(state))
     sums = sums + state_values * jnp.tile(jnp.exp(log_g), 2)[..., None]
@@ -162,7 +164,10 @@ def read_chain(
     length = tokens.q.shape[2]
     if count is not None:  # tokens beyond neither decay the state nor write to it
         counts = jnp.arange(length)[None, None] < count[:, None, None]
-        tokens = tokens._replace(beta=jnp.where(counts, tokens.beta, 0.0), log_alpha=jnp.where(counts, tokens.log_alpha, 0.0))
+        tokens = tokens._replace(
+            beta=jnp.where(counts, tokens.beta, 0.0),
+            log_alpha=jnp.where(counts, tokens.log_alpha, 0.0),
+        )
     size = min(length, CHUNK)
     mask = jnp.tril(jnp.ones((1, size, size), bool))
 
@@ -202,7 +207,9 @@ def read_documents(tokens: DeltaRuleInputs, documents: Int[Array, "B T"]) -> jax
     return read_chain(empty, tokens)[0]
 
 
-def write(state: Float[Array, "B h dk dv"], path: Node, count: Int[Array, " B"] | None = None) -> Float[Array, "B h dk dv"]:
+def write(
+    state: Float[Array, "B h dk dv"], path: Node, count: Int[Array, " B"] | None = None
+) -> Float[Array, "B h dk dv"]:
     """Return the state after the first ``count`` tokens of a path, in order; None for all."""
     length, (k, u, log_alpha) = path.k.shape[2], path
     visible = jnp.ones((1, 1, length), bool)
@@ -228,7 +235,9 @@ def _product(sum_over: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _shares(
-    log_alpha: Float[Array, "B heads r n"], visible: Bool[Array, "b T n"], log_after: ArrayLike = 0.0
+    log_alpha: Float[Array, "B heads r n"],
+    visible: Bool[Array, "b T n"],
+    log_after: ArrayLike = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the share that remains, at each of T tokens, of what n earlier tokens wrote.
 
@@ -244,15 +253,21 @@ def _shares(
     count = log_alpha.shape[-1]
     on_path = jnp.where(visible[:, None, None], log_alpha[..., None, :], 0.0)
     if count <= CHUNK:  # a product with few rows is faster than a running sum
-        between = _product("bhrtj,ji->bhrti", on_path, jnp.tril(jnp.ones((count, count), jnp.float32), -1))
+        between = _product(
+            "bhrtj,ji->bhrti", on_path, jnp.tril(jnp.ones((count, count), jnp.float32), -1)
+        )
     else:
-        between = jnp.pad(jax.lax.cumsum(on_path, axis=4, reverse=True)[..., 1:], ((0, 0),) * 4 + ((0, 1),))
+        between = jnp.pad(
+            jax.lax.cumsum(on_path, axis=4, reverse=True)[..., 1:], ((0, 0),) * 4 + ((0, 1),)
+        )
     log_after = jnp.asarray(log_after)
     shares = jnp.exp(jnp.where(visible[:, None, None], between + log_after[..., None], -jnp.inf))
     return shares, jnp.sum(on_path, axis=-1) + log_after
 
 
-def _solve(matrix: Float[Array, "B heads r T T"], right: Float[Array, "B heads r T dv"]) -> Float[Array, "B heads r T dv"]:
+def _solve(
+    matrix: Float[Array, "B heads r T T"], right: Float[Array, "B heads r T dv"]
+) -> Float[Array, "B heads r T dv"]:
     """Solve ``u + lower u = right`` for ``u``; ``lower`` is ``matrix`` below its diagonal.
 
     The system is inverted with matrix products. On a CPU `jax.lax.linalg.triangular_solve` is a

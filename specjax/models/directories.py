@@ -22,20 +22,26 @@ def check(files: CheckpointFiles) -> None:
         CheckpointError: It is one of these. The message names which, and the remedy.
     """
     directory = files.directory
-    names = {file.name for file in directory.iterdir() if file.is_file()} if directory.is_dir() else set()
+    names = (
+        {file.name for file in directory.iterdir() if file.is_file()}
+        if directory.is_dir()
+        else set()
+    )
     weights = {name for name in names if name.endswith((".safetensors", ".bin"))}
     if "adapter_config.json" in names and "config.json" not in names:
         raise CheckpointError(
-            f"{directory} is a LoRA adapter (it holds adapter_config.json), not a model: merge it into its base model, with "
-            "peft's merge_and_unload, and save that"
+            f"{directory} is a LoRA adapter (it holds adapter_config.json), not a model: merge it"
+            " into its base model, with peft's merge_and_unload, and save that"
         )
     if (gguf := sorted(name for name in names if name.lower().endswith(".gguf"))) and not weights:
         raise CheckpointError(
-            f"{directory} holds {show(gguf[0])}: GGUF is not supported: give the model's checkpoint in safetensors"
+            f"{directory} holds {show(gguf[0])}: GGUF is not supported: give the model's checkpoint"
+            " in safetensors"
         )
     if any(map(_SHARD.fullmatch, names)) and not names & {_INDEX, "model.safetensors"}:
         raise CheckpointError(
-            f"{directory} holds shards of a model without {_INDEX}, which lists their tensors: download that file, too"
+            f"{directory} holds shards of a model without {_INDEX}, which lists their tensors:"
+            " download that file, too"
         )
     if _QUANTIZED_BY_MODELOPT in names:
         file = directory / _QUANTIZED_BY_MODELOPT
@@ -43,13 +49,16 @@ def check(files: CheckpointFiles) -> None:
         for name in ("quant_algo", "kv_cache_quant_algo"):
             if (algorithm := quantization.get(name)) is not None:
                 raise CheckpointError(
-                    f"{file}: quantization.{name}={show(algorithm)}: ModelOpt's quantization is not supported: use the "
-                    "checkpoint without quantization"
+                    f"{file}: quantization.{name}={show(algorithm)}: ModelOpt's quantization is not"
+                    " supported: use the checkpoint without quantization"
                 )
 
 
 def check_file(file: Path) -> None:
     """Refuse a path to a file, because a directory is required."""
     if file.suffix.lower() == ".gguf":
-        raise CheckpointError(f"{file}: GGUF is not supported: give the directory of the model's checkpoint in safetensors")
+        raise CheckpointError(
+            f"{file}: GGUF is not supported: give the directory of the model's checkpoint in"
+            " safetensors"
+        )
     raise CheckpointError(f"{file} is a file: give the directory of the checkpoint")

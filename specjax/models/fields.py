@@ -42,12 +42,20 @@ def whole(low: int, high: int, default: Any = REQUIRED) -> Field:
 
     JSON's true is 1 in Python, but not allowed here.
     """
-    return Field(f"a whole number from {low:,} to {high:,}", lambda v: type(v) is int and low <= v <= high, default)
+    return Field(
+        f"a whole number from {low:,} to {high:,}",
+        lambda v: type(v) is int and low <= v <= high,
+        default,
+    )
 
 
 def number(low: float, high: float, default: Any = REQUIRED) -> Field:
     """Return a field for a number from ``low`` to ``high``, but not NaN or an infinity."""
-    return Field(f"a number from {low:g} to {high:g}", lambda v: type(v) in (int, float) and low <= v <= high, default)
+    return Field(
+        f"a number from {low:g} to {high:g}",
+        lambda v: type(v) in (int, float) and low <= v <= high,
+        default,
+    )
 
 
 def text(*choices: str, default: Any = REQUIRED) -> Field:
@@ -57,7 +65,11 @@ def text(*choices: str, default: Any = REQUIRED) -> Field:
 
 def texts(default: Any = REQUIRED) -> Field:
     """Return a field for a list of text."""
-    return Field("a list of text", lambda v: type(v) is list and all(type(item) is str for item in v), default)
+    return Field(
+        "a list of text",
+        lambda v: type(v) is list and all(type(item) is str for item in v),
+        default,
+    )
 
 
 def flag(default: Any = REQUIRED) -> Field:
@@ -80,7 +92,9 @@ _BRIEF.maxdict = 2
 _BRIEF.maxstring = _BRIEF.maxlong = _BRIEF.maxother = 60
 
 
-def check_fields(raw: Mapping[str, Any], table: Mapping[str, Field], source: str, prefix: str = "") -> dict[str, Any]:
+def check_fields(
+    raw: Mapping[str, Any], table: Mapping[str, Field], source: str, prefix: str = ""
+) -> dict[str, Any]:
     """Return the value of every field of ``table``, with defaults filled in.
 
     Fields that are not in the table are left out.
@@ -98,9 +112,13 @@ def check_fields(raw: Mapping[str, Any], table: Mapping[str, Field], source: str
     for name, field in table.items():
         value = raw.get(name, field.default)
         if value is REQUIRED:
-            raise CheckpointError(f"{source}: {prefix}{name} is missing: it must be {field.expected}")
+            raise CheckpointError(
+                f"{source}: {prefix}{name} is missing: it must be {field.expected}"
+            )
         if value is not field.default and not field.accepts(value):
-            raise CheckpointError(f"{source}: {prefix}{name}={show(value)}: must be {field.expected}")
+            raise CheckpointError(
+                f"{source}: {prefix}{name}={show(value)}: must be {field.expected}"
+            )
         values[name] = value
     return values
 
@@ -114,12 +132,18 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: give a directory in Hugging Face format") from None
+        raise CheckpointError(
+            f"{path} is missing: give a directory in Hugging Face format"
+        ) from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}): give a directory in Hugging Face format") from None
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}): give a directory in Hugging Face format"
+        ) from None
     # No JSON or UTF-8, or too many digits or brackets.
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}): download it again") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not a {type(content).__name__}: download it again")
+        raise CheckpointError(
+            f"{path} must hold a JSON object, not a {type(content).__name__}: download it again"
+        )
     return content

@@ -42,10 +42,15 @@ def of_params(params: Any, config: Any, mesh: Mesh | None = None) -> str:
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     samples = sharding.to_host([_sample(leaf) for _, leaf in leaves], mesh)
-    return _digest(config, ((path, leaf.shape, sample) for (path, leaf), sample in zip(leaves, samples, strict=True)))
+    return _digest(
+        config,
+        ((path, leaf.shape, sample) for (path, leaf), sample in zip(leaves, samples, strict=True)),
+    )
 
 
-def of_stored(declared: Params, values: Callable[[Param, tuple[slice, ...]], np.ndarray], config: Any) -> str:
+def of_stored(
+    declared: Params, values: Callable[[Param, tuple[slice, ...]], np.ndarray], config: Any
+) -> str:
     """Return the fingerprint that `of_params` returns after loading; only the samples are read.
 
     Args:
@@ -54,7 +59,9 @@ def of_stored(declared: Params, values: Callable[[Param, tuple[slice, ...]], np.
         config: as in `of_params`.
     """
     leaves = jax.tree_util.tree_leaves_with_path(declared)
-    return _digest(config, ((path, param.shape, values(param, sampled(param.shape))) for path, param in leaves))
+    return _digest(
+        config, ((path, param.shape, values(param, sampled(param.shape))) for path, param in leaves)
+    )
 
 
 def sampled(shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -66,7 +73,9 @@ def sampled(shape: tuple[int, ...]) -> tuple[slice, ...]:
     if len(shape) < 2:
         return tuple(slice(0, size) for size in shape)
     cut_axes = {len(shape) - 1} if len(shape) == 2 else {0, len(shape) - 1}
-    return tuple(_middle(size) if axis in cut_axes else slice(0, size) for axis, size in enumerate(shape))
+    return tuple(
+        _middle(size) if axis in cut_axes else slice(0, size) for axis, size in enumerate(shape)
+    )
 
 
 def _middle(size: int) -> slice:
@@ -81,8 +90,14 @@ def stated(value: Any) -> Any:
     that are excluded from comparison are left out, too.
     """
     if dataclasses.is_dataclass(value):
-        fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value) if field.compare)
-        return {field.name: stated(content) for field, content in fields if content != field.default}
+        fields = (
+            (field, getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.compare
+        )
+        return {
+            field.name: stated(content) for field, content in fields if content != field.default
+        }
     return [stated(item) for item in value] if isinstance(value, tuple) else value
 
 

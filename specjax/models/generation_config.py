@@ -23,7 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from specjax.models.fields import CheckpointError, Field, check_fields, flag, number, read_json, show
+from specjax.models.fields import (
+    CheckpointError,
+    Field,
+    check_fields,
+    flag,
+    number,
+    read_json,
+    show,
+)
 from specjax.sampling import Sampling
 
 FILE = "generation_config.json"
@@ -159,10 +167,17 @@ def parse_defaults(raw: Mapping[str, Any], source: str = FILE) -> GenerationDefa
         is_sampled = bool(check_fields(raw, {"do_sample": flag(default=None)}, source)["do_sample"])
         fields = check_fields(raw, _SAMPLING, source) if is_sampled else {}
     except CheckpointError as error:
-        remedy = "correct it, or leave the file's sampling parameters out (generation_config=None, --generation-config none)"
+        remedy = (
+            "correct it, or leave the file's sampling parameters out (generation_config=None,"
+            " --generation-config none)"
+        )
         raise CheckpointError(f"{error}: {remedy}") from None
     neutral = {**_NOT_APPLIED, **_NOT_APPLIED_TO_DRAWS} if is_sampled else _NOT_APPLIED
-    not_applied = {name: raw[name] for name, values in neutral.items() if raw.get(name) is not None and raw[name] not in values}
+    not_applied = {
+        name: raw[name]
+        for name, values in neutral.items()
+        if raw.get(name) is not None and raw[name] not in values
+    }
     if not is_sampled:
         return GenerationDefaults(None, not_applied)
     stated = {name: value for name, value in fields.items() if value is not None}

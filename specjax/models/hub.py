@@ -29,7 +29,9 @@ def open_checkpoint(path: str | Path | CheckpointFiles, weights: bool = True) ->
     files = CheckpointFiles(locate(str(path), weights), str(path), weights)
     # The hub's snapshot is in the same directory unless the repository has changed. In that case
     # the files that were read before are outdated.
-    return path if isinstance(path, CheckpointFiles) and path.directory == files.directory else files
+    return (
+        path if isinstance(path, CheckpointFiles) and path.directory == files.directory else files
+    )
 
 
 def locate(path: str | Path, weights: bool = True) -> Path:
@@ -62,7 +64,9 @@ def locate(path: str | Path, weights: bool = True) -> Path:
         if directory.is_file():
             directories.check_file(directory)
     except (OSError, RuntimeError) as error:  # a name that is too long, or no home directory
-        raise CheckpointError(f"{show(name)} is not a directory ({error}): check the spelling") from None
+        raise CheckpointError(
+            f"{show(name)} is not a directory ({error}): check the spelling"
+        ) from None
     if directory.is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise CheckpointError(f"{name!r} is not a directory, nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
@@ -71,7 +75,11 @@ def locate(path: str | Path, weights: bool = True) -> Path:
 
     def fetch(patterns: list[str]) -> Path:
         # "consolidated" and "original" are second copies of the weights in other layouts.
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["consolidated*", "original/*"]))
+        return Path(
+            snapshot_download(
+                name, allow_patterns=patterns, ignore_patterns=["consolidated*", "original/*"]
+            )
+        )
 
     try:
         directory = fetch(patterns)
@@ -80,6 +88,7 @@ def locate(path: str | Path, weights: bool = True) -> Path:
         return directory
     except Exception as error:  # the hub's client raises a dozen unrelated types
         raise CheckpointError(
-            f"{name!r} is not a directory here, and the hub did not give it ({type(error).__name__}): "
-            "check the spelling, the network, and for gated models the login"
+            f"{name!r} is not a directory here, and the hub did not give it"
+            f" ({type(error).__name__}): check the spelling, the network, and for gated models the"
+            " login"
         ) from error

@@ -40,11 +40,15 @@ def with_stored_head(files: CheckpointFiles, config: ModelConfig) -> ModelConfig
         return config
     stored = files.shapes
     embedding, head = config_json.family_of(files.raw, files.file).embedding_and_head(stored)
-    if head not in stored or embedding not in stored or checkpoint.have_same_values(files, embedding, head):
+    if (
+        head not in stored
+        or embedding not in stored
+        or checkpoint.have_same_values(files, embedding, head)
+    ):
         return config
     say(
-        f"{files.file}: tie_word_embeddings is true, but {head!r} differs from the embedding: the stored head is used, as in "
-        "transformers; write false to be clear",
+        f"{files.file}: tie_word_embeddings is true, but {head!r} differs from the embedding: the"
+        " stored head is used, as in transformers; write false to be clear",
         unasked=True,
     )
     return replace(config, tie_embeddings=False)
@@ -108,7 +112,12 @@ def load_part(
 
 
 def _reader(
-    files: CheckpointFiles, config: ModelConfig, dtype: DTypeLike, layers: Layers | None, mesh: Mesh | None, weights: Weights
+    files: CheckpointFiles,
+    config: ModelConfig,
+    dtype: DTypeLike,
+    layers: Layers | None,
+    mesh: Mesh | None,
+    weights: Weights,
 ) -> tuple[Params, checkpoint.Values]:
     """Return the declarations of a checkpoint, and a reader of its tensors.
 
@@ -117,7 +126,11 @@ def _reader(
     family, stored = config_json.family_of(files.raw, files.file), files.shapes
     # MTP modules are numbered after the last layer. `config_json.parse_config` has checked the
     # field.
-    modules = (files.raw.get("num_nextn_predict_layers") or 0) if layers is None and family.modules_follow else 0
+    modules = (
+        (files.raw.get("num_nextn_predict_layers") or 0)
+        if layers is None and family.modules_follow
+        else 0
+    )
     prefix = family.prefix_in(stored)
     _compare_sizes(files, config, prefix, modules, layers)
     left_over = [f"{prefix}layers.{config.num_layers + i}.*" for i in range(modules)]
@@ -178,7 +191,9 @@ def save(
     """
     declared = FAMILIES[config.model_type].store(declarations.declare(config, layers))
     declared = schemes.declare_like(declared, params)
-    content = config_json.format_config(config, checkpoint.float_type(dtype or params["norm"].dtype).name)
+    content = config_json.format_config(
+        config, checkpoint.float_type(dtype or params["norm"].dtype).name
+    )
     if (quantization := saved.format_config(declared)) is not None:
         content["quantization_config"] = quantization
     generation = {name: content[name] for name in ("bos_token_id", "eos_token_id")}
@@ -196,18 +211,29 @@ def embedding_type(files: CheckpointFiles) -> np.dtype:
 
 def _with_names(part: Params, whole: Params) -> Params:
     """Return the declarations of a part, selected from those of the whole model."""
-    layers = [layer if is_present else {} for is_present, layer in zip(part["layers"], whole["layers"], strict=True)]
+    layers = [
+        layer if is_present else {}
+        for is_present, layer in zip(part["layers"], whole["layers"], strict=True)
+    ]
     return {**whole, "layers": layers}
 
 
-def _compare_sizes(files: CheckpointFiles, config: ModelConfig, prefix: str, modules: int, part: Layers | None) -> None:
+def _compare_sizes(
+    files: CheckpointFiles, config: ModelConfig, prefix: str, modules: int, part: Layers | None
+) -> None:
     """Compare the sizes in config.json with the stored shapes, before anything is declared.
 
     ``part`` are the layers of a saved part, or None.
     """
-    field, last = ("num_hidden_layers", config.num_layers) if part is None else ("the end of specjax_layers", part[1])
+    field, last = (
+        ("num_hidden_layers", config.num_layers)
+        if part is None
+        else ("the end of specjax_layers", part[1])
+    )
     layer = re.compile(re.escape(f"{prefix}layers.") + r"([0-9]{1,9})\.")
-    layers = max((int(match[1]) + 1 for match in map(layer.match, files.shapes) if match), default=0)
+    layers = max(
+        (int(match[1]) + 1 for match in map(layer.match, files.shapes) if match), default=0
+    )
     if layers and not 0 <= layers - last <= modules:
         raise CheckpointError(
             f"{files.file}: {field}={last}, but the tensors are of {layers} layers: "
@@ -217,12 +243,13 @@ def _compare_sizes(files: CheckpointFiles, config: ModelConfig, prefix: str, mod
     experts = max((int(index[1]) + 1 for index in indices if index), default=0)
     if config.moe is not None and experts and experts != config.moe.num_experts:
         raise CheckpointError(
-            f"{files.file}: it says {config.moe.num_experts} experts, but the tensors are of {experts}: "
-            "give the configuration and the weights of one model"
+            f"{files.file}: it says {config.moe.num_experts} experts, but the tensors are of"
+            f" {experts}: give the configuration and the weights of one model"
         )
     embedding = files.shapes.get(f"{prefix}embed_tokens.weight", ())
     if len(embedding) == 2 and embedding != (config.vocab_size, config.hidden_size):
         raise CheckpointError(
-            f"{files.file}: vocab_size={config.vocab_size} and hidden_size={config.hidden_size}, but the "
-            f"embedding is {embedding[0]} x {embedding[1]}: give the configuration and the weights of one model"
+            f"{files.file}: vocab_size={config.vocab_size} and hidden_size={config.hidden_size},"
+            f" but the embedding is {embedding[0]} x {embedding[1]}: give the configuration and the"
+            " weights of one model"
         )

@@ -52,13 +52,22 @@ def attention(
     if config.mla is not None:
         entry = _remembered(mla.entry(params, config, x, rotations), cache_dtype)
         pieces = [*past, (entry, mask)]
-        latents = attend(mla.queries(params, config, x, rotations), pieces, scale=mla.scale(config), values_part=0)
+        latents = attend(
+            mla.queries(params, config, x, rotations),
+            pieces,
+            scale=mla.scale(config),
+            values_part=0,
+        )
         return linear(params, "o", mla.head_values(params, config, latents)), entry
 
     q, gate = _gated_queries(params, config, x, rotations)
-    entry = _remembered(keys_values(params, config, x, rotations), cache_dtype) if "k" in params else ()
+    entry = (
+        _remembered(keys_values(params, config, x, rotations), cache_dtype) if "k" in params else ()
+    )
     pieces = [*past, (entry, mask)] if entry else past
-    attended = attend(q, pieces, scale=config.attention_scale, sinks=params.get("sinks"), cap=config.score_cap)
+    attended = attend(
+        q, pieces, scale=config.attention_scale, sinks=params.get("sinks"), cap=config.score_cap
+    )
     return linear(params, "o", attended if gate is None else attended * jax.nn.sigmoid(gate)), entry
 
 
@@ -83,11 +92,16 @@ def _gated_queries(
     q = apart(linear(params, "q", x))
     gate = None
     if config.gated_attention:  # the projection has each head's query followed by its gate
-        q, gate = (half.reshape(*x.shape[:2], -1) for half in jnp.split(q.reshape(*x.shape[:2], config.num_heads, -1), 2, -1))
+        q, gate = (
+            half.reshape(*x.shape[:2], -1)
+            for half in jnp.split(q.reshape(*x.shape[:2], config.num_heads, -1), 2, -1)
+        )
     return rotations.turn_queries(_heads(params, "q_norm", config, q)), gate
 
 
-def keys_values(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> tuple[jax.Array, jax.Array]:
+def keys_values(
+    params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations
+) -> tuple[jax.Array, jax.Array]:
     """Return the rotated keys and the values, ``[B, kv_heads, T, d]`` each.
 
     ``x [B, T, H]`` are normed hidden states.
@@ -164,6 +178,8 @@ def _mixed(params: Params, config: ModelConfig, x: jax.Array, mesh: Mesh | None)
         return mlp(params, entering, activation=config.activation)
     if "gate" not in params:
         return moe.mixture(params, config, entering, mesh)
-    dense = normed(params, "mlp_own_norm", config, mlp(params, entering, activation=config.activation))
+    dense = normed(
+        params, "mlp_own_norm", config, mlp(params, entering, activation=config.activation)
+    )
     sparse = moe.mixture(params, config, normed(params, "mixture_norm", config, x), mesh, routed=x)
     return dense + normed(params, "mixture_out_norm", config, sparse)

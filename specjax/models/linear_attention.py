@@ -46,7 +46,9 @@ class Ancestry:
     is_chain: bool = struct.field(pytree_node=False, default=False)
 
     @classmethod
-    def of(cls, mask: jax.Array | np.ndarray, drafted: Sequence[jax.Array | None], kernel_size: int) -> "Ancestry":
+    def of(
+        cls, mask: jax.Array | np.ndarray, drafted: Sequence[jax.Array | None], kernel_size: int
+    ) -> "Ancestry":
         """Return the paths, from a call's ``mask [B|1, T, T]`` and its masks of drafted tokens.
 
         See `Target.run`.
@@ -55,14 +57,18 @@ class Ancestry:
         alone = np.eye(count, dtype=bool)[None]
 
         def is_mask(kind: np.ndarray) -> bool:
-            return isinstance(mask, np.ndarray) and np.array_equal(mask, np.broadcast_to(kind, mask.shape))
+            return isinstance(mask, np.ndarray) and np.array_equal(
+                mask, np.broadcast_to(kind, mask.shape)
+            )
 
         if not drafted and is_mask(np.tril(np.ones((count, count), bool))):
             return cls(None, None, None, is_chain=True)
         # A None mask means that each token sees one drafted token: the one with its own index.
         masks = [jnp.asarray(alone if visible is None else visible) for visible in (*drafted, mask)]
         rows = max(visible.shape[0] for visible in masks)
-        *above, own_mask = (jnp.broadcast_to(visible, (rows, *visible.shape[1:])) for visible in masks)
+        *above, own_mask = (
+            jnp.broadcast_to(visible, (rows, *visible.shape[1:])) for visible in masks
+        )
         joined = jnp.concatenate(above, axis=2) if above else None
         past = jnp.ones((rows, count, kernel_size - 1), bool)
         before = jnp.concatenate([past, *above, own_mask & ~alone], axis=2)
@@ -102,7 +108,8 @@ def linear_attention(
     *projected, z, b, a = _projections(params, sizes, x)
     convolved = tuple(part.transpose(0, 2, 1, 3) for part in projected)
     past = [
-        jnp.concatenate([old, *(entry[3 + i] for entry in context.drafted)], 2) for i, old in enumerate(context.state.newest)
+        jnp.concatenate([old, *(entry[3 + i] for entry in context.drafted)], 2)
+        for i, old in enumerate(context.state.newest)
     ]
     q, k, v = (
         _convolved(params[f"conv_{name}"], old, new, context.ancestry)
@@ -129,7 +136,10 @@ def _follow(
         return y, State(table, state.newest_after(convolved, context.count))
     before = None
     if ancestry.drafted is not None:
-        joined = [jnp.concatenate(parts, axis=2) for parts in zip(*(entry[:3] for entry in context.drafted), strict=True)]
+        joined = [
+            jnp.concatenate(parts, axis=2)
+            for parts in zip(*(entry[:3] for entry in context.drafted), strict=True)
+        ]
         before = Node(*joined), ancestry.drafted
     y, node = read_tree(state.table, tokens, ancestry.own, before)
     return y, (*node, *convolved)
@@ -145,9 +155,17 @@ def _projections(params: Params, sizes: LinearAttention, x: jax.Array) -> tuple[
         return values.reshape(*x.shape[:2], count, -1)
 
     if not sizes.by_key_head:
-        counts = {"q": sizes.key_heads, "k": sizes.key_heads, "v": sizes.value_heads, "z": sizes.value_heads}
+        counts = {
+            "q": sizes.key_heads,
+            "k": sizes.key_heads,
+            "v": sizes.value_heads,
+            "z": sizes.value_heads,
+        }
         *projected, x = products_in_turn(params, tuple(counts), x)
-        parts = [heads(apart(values), count) for values, count in zip(projected, counts.values(), strict=True)]
+        parts = [
+            heads(apart(values), count)
+            for values, count in zip(projected, counts.values(), strict=True)
+        ]
         return (*parts, linear(params, "beta", x), linear(params, "alpha", x))
     joined = heads(linear(params, "qkvz", x), sizes.key_heads)
     ends = np.cumsum([sizes.key_dim, sizes.key_dim, sizes.group * sizes.value_dim])
@@ -161,7 +179,9 @@ def _gates(params: Params, b: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.A
     """Return beta, and the logarithm of alpha, ``[B, value_heads, T]`` float32."""
     b, a = (gate.astype(jnp.float32).transpose(0, 2, 1) for gate in (b, a))
     rate = jnp.exp(params["log_rate"].astype(jnp.float32))[:, None]
-    return jax.nn.sigmoid(b), -rate * jax.nn.softplus(a + params["rate_bias"].astype(jnp.float32)[:, None])
+    return jax.nn.sigmoid(b), -rate * jax.nn.softplus(
+        a + params["rate_bias"].astype(jnp.float32)[:, None]
+    )
 
 
 def _convolved(weight: jax.Array, past: jax.Array, new: jax.Array, ancestry: Ancestry) -> jax.Array:
@@ -181,15 +201,26 @@ def _convolved(weight: jax.Array, past: jax.Array, new: jax.Array, ancestry: Anc
     if ancestry.newest is None:  # a chain: shifted copies are cheaper than a gather
         before = [slots[:, :, start : start + count] for start in range(earlier)]
         if (documents := ancestry.documents) is not None:
-            shifted = [jnp.pad(documents, ((0, 0), (earlier - start, 0)))[:, :count] for start in range(earlier)]
-            same = [(earlier_documents == documents)[:, None, :, None] for earlier_documents in shifted]
-            before = [jnp.where(is_same, token, 0.0) for is_same, token in zip(same, before, strict=True)]
+            shifted = [
+                jnp.pad(documents, ((0, 0), (earlier - start, 0)))[:, :count]
+                for start in range(earlier)
+            ]
+            same = [
+                (earlier_documents == documents)[:, None, :, None] for earlier_documents in shifted
+            ]
+            before = [
+                jnp.where(is_same, token, 0.0) for is_same, token in zip(same, before, strict=True)
+            ]
     else:
         at = jnp.broadcast_to(ancestry.newest, (batch, count, earlier)).reshape(batch, 1, -1, 1)
-        ancestors = jnp.take_along_axis(slots, at, axis=2).reshape(batch, heads, count, earlier, dim)
+        ancestors = jnp.take_along_axis(slots, at, axis=2).reshape(
+            batch, heads, count, earlier, dim
+        )
         before = [ancestors[:, :, :, i] for i in range(earlier)]
     kernels = weight.astype(jnp.float32).reshape(heads, dim, -1)
-    shares = [kernels[:, None, :, i] * token.astype(jnp.float32) for i, token in enumerate((*before, new))]
+    shares = [
+        kernels[:, None, :, i] * token.astype(jnp.float32) for i, token in enumerate((*before, new))
+    ]
     return jax.nn.silu(sum(shares[1:], shares[0]))
 
 

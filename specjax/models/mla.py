@@ -24,7 +24,9 @@ The published models have it in their code, regardless of config.json.
 """
 
 
-def queries(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> tuple[jax.Array, jax.Array]:
+def queries(
+    params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations
+) -> tuple[jax.Array, jax.Array]:
     """Return the queries of hidden states ``x [B, T, H]``.
 
     The first ones, ``[B, T, heads, kv_lora_rank]``, are multiplied with latents; the rotated ones,
@@ -34,14 +36,18 @@ def queries(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotati
     if mla.q_lora_rank is None:
         q = linear(params, "q", x)
     else:
-        q = linear(params, "q_b", rms_norm(linear(params, "q_a", x), params["q_a_norm"], LATENT_EPS))
+        q = linear(
+            params, "q_b", rms_norm(linear(params, "q_a", x), params["q_a_norm"], LATENT_EPS)
+        )
     q = q.reshape(*x.shape[:2], config.num_heads, mla.qk_head_dim)
     plain, turned = jnp.split(q, [mla.qk_nope_head_dim], axis=-1)
     to_keys, _ = _up_projections(params, config)
     return jnp.einsum("bthd,lhd->bthl", plain, to_keys), _rotate(mla, turned, rotations)
 
 
-def entry(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> tuple[jax.Array, jax.Array]:
+def entry(
+    params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations
+) -> tuple[jax.Array, jax.Array]:
     """Return the entry of hidden states ``x [B, T, H]``.
 
     It is the normed latents ``[B, 1, T, kv_lora_rank]`` and the rotated keys
@@ -80,7 +86,9 @@ def head_values(params: Params, config: ModelConfig, latents: jax.Array) -> jax.
 def _up_projections(params: Params, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """Return ``W_uk [latent, heads, qk_nope_head_dim]``, ``W_uv [latent, heads, v_head_dim]``."""
     mla = _sizes(config)
-    both = params["kv_b"].reshape(mla.kv_lora_rank, config.num_heads, mla.qk_nope_head_dim + mla.v_head_dim)
+    both = params["kv_b"].reshape(
+        mla.kv_lora_rank, config.num_heads, mla.qk_nope_head_dim + mla.v_head_dim
+    )
     to_keys, to_values = jnp.split(both, [mla.qk_nope_head_dim], axis=-1)
     return to_keys, to_values
 

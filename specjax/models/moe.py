@@ -42,17 +42,25 @@ def mixture(
     moe = config.moe
     assert moe is not None
     routing = {name: params[name] for name in _ROUTING if name in params}
-    experts = {name.removeprefix("experts_"): value for name, value in params.items() if name.startswith("experts_")}
+    experts = {
+        name.removeprefix("experts_"): value
+        for name, value in params.items()
+        if name.startswith("experts_")
+    }
     run = partial(_route_and_run, config) if mesh is None else partial(_run_split, mesh, config)
     y = run(x, x if routed is None else routed, routing, experts).astype(x.dtype)
     if not moe.shared_experts:
         return y
     shared = mlp(params, x, "shared_", config.activation)
-    return y + (jax.nn.sigmoid(linear(params, "shared_scale", x)) * shared if moe.shared_gated else shared)
+    return y + (
+        jax.nn.sigmoid(linear(params, "shared_scale", x)) * shared if moe.shared_gated else shared
+    )
 
 
 @shape_checked
-def route(params: Params, config: ModelConfig, x: Float[Array, "n H"]) -> tuple[Int[Array, "n k"], Float[Array, "n k"]]:
+def route(
+    params: Params, config: ModelConfig, x: Float[Array, "n H"]
+) -> tuple[Int[Array, "n k"], Float[Array, "n k"]]:
     """Return the k experts of each token, and their weights.
 
     It is in float32: near a tie, rounding would send a token to another expert. With sigmoid
@@ -65,7 +73,9 @@ def route(params: Params, config: ModelConfig, x: Float[Array, "n H"]) -> tuple[
         scale = params["router_scale"].astype(jnp.float32) * x.shape[-1] ** -0.5
         x = rms_norm(x.astype(jnp.float32), scale, config.norm_eps)
     highest = jax.lax.Precision.HIGHEST  # "float32" on an accelerator is less by default
-    logits = jnp.matmul(x.astype(jnp.float32), params["router"].astype(jnp.float32), precision=highest)
+    logits = jnp.matmul(
+        x.astype(jnp.float32), params["router"].astype(jnp.float32), precision=highest
+    )
     if moe.biased:
         logits = logits + params["router_bias"].astype(jnp.float32)
     scores = jax.nn.sigmoid(logits) if moe.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
@@ -98,7 +108,12 @@ _ROUTING = ("router", "router_bias", "router_scale", "expert_scale", "correction
 
 
 def _route_and_run(
-    config: ModelConfig, x: jax.Array, routed: jax.Array, routing: Params, experts: Params, first: Any = 0
+    config: ModelConfig,
+    x: jax.Array,
+    routed: jax.Array,
+    routing: Params,
+    experts: Params,
+    first: Any = 0,
 ) -> jax.Array:
     """Return the outputs ``[B, T, H]`` float32 of each token's experts that are on this device.
 
@@ -109,7 +124,9 @@ def _route_and_run(
     return _run(config, flat, chosen - first, weights, experts).reshape(x.shape)
 
 
-def _run(config: ModelConfig, x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Params) -> Float[Array, "n H"]:
+def _run(
+    config: ModelConfig, x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Params
+) -> Float[Array, "n H"]:
     """Return the weighted sum over each token's experts, in float32.
 
     Indices in ``chosen`` of experts that are not here are ignored.
@@ -158,7 +175,9 @@ def _run(config: ModelConfig, x: jax.Array, chosen: jax.Array, weights: jax.Arra
     else:
         is_chosen = jnp.zeros(count, bool).at[chosen.reshape(-1)].set(True, mode="drop")
         # The chosen experts come first. At most `chosen.size` are chosen, a static bound.
-        total, _ = jax.lax.scan(where_chosen, total, jnp.argsort(~is_chosen, stable=True)[: chosen.size])
+        total, _ = jax.lax.scan(
+            where_chosen, total, jnp.argsort(~is_chosen, stable=True)[: chosen.size]
+        )
     return total
 
 
@@ -175,7 +194,14 @@ def _gated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 
 
-def _run_split(mesh: Mesh, config: ModelConfig, x: jax.Array, routed: jax.Array, routing: Params, experts: Params) -> jax.Array:
+def _run_split(
+    mesh: Mesh,
+    config: ModelConfig,
+    x: jax.Array,
+    routed: jax.Array,
+    routing: Params,
+    experts: Params,
+) -> jax.Array:
     """Run `_route_and_run` with rows and experts sharded over ``mesh``.
 
     No weight leaves its device.
@@ -192,5 +218,11 @@ def _run_split(mesh: Mesh, config: ModelConfig, x: jax.Array, routed: jax.Array,
         return jax.lax.psum(_route_and_run(config, x, routed, routing, local_experts, first), axis)
 
     # Unchecked: the check would need an annotation at every scan that the sum is replicated.
-    run = jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, PartitionSpec(), split), out_specs=rows, check_vma=False)
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(rows, rows, PartitionSpec(), split),
+        out_specs=rows,
+        check_vma=False,
+    )
     return run(x, routed, routing, experts)

@@ -107,9 +107,15 @@ class Param:
     def __post_init__(self) -> None:
         within = self.within
         if within is not None:
-            assert 0 <= within.axis < len(self._turned_shape), f"{self.name}: there is no axis {within.axis}"
-            assert within.start >= 0 and within.step >= 1, f"{self.name}: {within} must ascend from 0"
-            assert self._places(within).stop - within.step < within.size, f"{self.name}: {within} is too short for {self.shape}"
+            assert 0 <= within.axis < len(self._turned_shape), (
+                f"{self.name}: there is no axis {within.axis}"
+            )
+            assert within.start >= 0 and within.step >= 1, (
+                f"{self.name}: {within} must ascend from 0"
+            )
+            assert self._places(within).stop - within.step < within.size, (
+                f"{self.name}: {within} is too short for {self.shape}"
+            )
 
     @property
     def stacked(self) -> bool:
@@ -119,7 +125,11 @@ class Param:
     @property
     def stored_names(self) -> tuple[str, ...]:
         """The names of its tensors in the checkpoint, in the order of the first axis."""
-        return tuple(self.name.replace("{}", str(i)) for i in range(self.shape[0])) if self.stacked else (self.name,)
+        return (
+            tuple(self.name.replace("{}", str(i)) for i in range(self.shape[0]))
+            if self.stacked
+            else (self.name,)
+        )
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -139,7 +149,9 @@ class Param:
 
     def _places(self, within: Within) -> range:
         """Return the indices of the stored axis that this parameter occupies."""
-        return range(within.start, within.start + within.step * self._turned_shape[within.axis], within.step)
+        return range(
+            within.start, within.start + within.step * self._turned_shape[within.axis], within.step
+        )
 
     def stored_part(self, part: tuple[slice, ...]) -> tuple[slice, ...]:
         """Return where a part of this parameter is in its tensor in the checkpoint.
@@ -151,14 +163,21 @@ class Param:
         if self.within is not None:
             places[self.within.axis] = self._places(self.within)
         ranges = [indices[piece] for indices, piece in zip(places, self._turned(part), strict=True)]
-        return tuple(slice(indices.start, indices[-1] + 1 if indices else indices.start, indices.step) for indices in ranges)
+        return tuple(
+            slice(indices.start, indices[-1] + 1 if indices else indices.start, indices.step)
+            for indices in ranges
+        )
 
     def place(self, mesh: Mesh, units: Mapping[str, int]) -> NamedSharding:
         """Return the sharding of this parameter on ``mesh``.
 
         ``units`` are as in `sharding.partition`; this parameter's own take precedence.
         """
-        own_units = {} if self.units is None else {axis: self.units for axis in self.axes if axis is not None}
+        own_units = (
+            {}
+            if self.units is None
+            else {axis: self.units for axis in self.axes if axis is not None}
+        )
         return sharding.named(mesh, self.axes, {**units, **own_units})
 
     def initialise(self, key: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -167,7 +186,9 @@ class Param:
         if self.init == "normal":
             return (self.stddev * jax.random.normal(key, self.shape, jnp.float32)).astype(dtype)
         if self.init == "log_rates":
-            return jnp.log(jax.random.uniform(key, self.shape, jnp.float32, 0.01, 16.0)).astype(dtype)
+            return jnp.log(jax.random.uniform(key, self.shape, jnp.float32, 0.01, 16.0)).astype(
+                dtype
+            )
         return jnp.full(self.shape, 1.0 if self.init == "ones" else 0.0, dtype)
 
 
@@ -179,11 +200,16 @@ def declare(config: ModelConfig, layers: tuple[int, int] | None = None) -> Param
     present = range(*(layers or (0, config.num_layers)))
     tree: Params = {
         "embed": _declare_embedding(config),
-        "layers": [declare_layer(config, f"model.layers.{i}.", i) if i in present else {} for i in range(config.num_layers)],
+        "layers": [
+            declare_layer(config, f"model.layers.{i}.", i) if i in present else {}
+            for i in range(config.num_layers)
+        ],
         "norm": norm("model.norm", config.hidden_size, config.norm_offset),
     }
     if not config.tie_embeddings:
-        tree["lm_head"] = matrix("lm_head", (config.hidden_size, None), (config.vocab_size, "vocab"))
+        tree["lm_head"] = matrix(
+            "lm_head", (config.hidden_size, None), (config.vocab_size, "vocab")
+        )
     if config.per_layer_inputs:
         tree |= _declare_per_layer_inputs(config)
     return tree
@@ -197,13 +223,20 @@ def _declare_embedding(config: ModelConfig) -> Param:
 def _declare_per_layer_inputs(config: ModelConfig) -> Params:
     """Declare Gemma 4's inputs of each layer, concatenated for all layers as they are published."""
     vocab, size = config.per_layer_vocab_size, config.num_layers * config.per_layer_inputs
-    embed = Param((vocab, size), ("vocab", None), "model.embed_tokens_per_layer.weight", units=vocab)
+    embed = Param(
+        (vocab, size), ("vocab", None), "model.embed_tokens_per_layer.weight", units=vocab
+    )
     return {
         "per_layer_embed": embed,
         "per_layer_projection": matrix(
-            "model.per_layer_model_projection", (config.hidden_size, None), (size, None), is_product=False
+            "model.per_layer_model_projection",
+            (config.hidden_size, None),
+            (size, None),
+            is_product=False,
         ),
-        "per_layer_norm": norm("model.per_layer_projection_norm", config.per_layer_inputs, config.norm_offset),
+        "per_layer_norm": norm(
+            "model.per_layer_projection_norm", config.per_layer_inputs, config.norm_offset
+        ),
     }
 
 
@@ -220,7 +253,15 @@ def matrix(
     ``units`` and ``is_product`` are as in `Param`.
     """
     shape, axes = (inputs[0], outputs[0]), (inputs[1], outputs[1])
-    return Param(shape, axes, f"{name}.weight", stddev=stddev, transposed=True, units=units, is_product=is_product)
+    return Param(
+        shape,
+        axes,
+        f"{name}.weight",
+        stddev=stddev,
+        transposed=True,
+        units=units,
+        is_product=is_product,
+    )
 
 
 def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str, Param]:
@@ -232,7 +273,11 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
         index: the index of the layer in the model, which decides whether it has experts, and how it
             differs from others.
     """
-    has_entries, is_sparse, is_linear = config.entries_of(index) == index, config.is_sparse(index), config.is_linear(index)
+    has_entries, is_sparse, is_linear = (
+        config.entries_of(index) == index,
+        config.is_sparse(index),
+        config.is_linear(index),
+    )
     config = config.of_layer(index)
     if is_linear:
         attention = _declare_linear_attention(config, f"{prefix}linear_attn.")
@@ -255,7 +300,9 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
     for weight in biased:
         if (declared := layer.get(weight)) is not None:
             name = declared.name.removesuffix("weight") + "bias"
-            layer[f"{weight}_bias"] = Param(declared.shape[1:], declared.axes[1:], name, "zeros", units=declared.units)
+            layer[f"{weight}_bias"] = Param(
+                declared.shape[1:], declared.axes[1:], name, "zeros", units=declared.units
+            )
     if not is_linear:
         layer |= _declare_head_norms(config, f"{prefix}self_attn.")
     layer |= _declare_beside(config, prefix)
@@ -268,7 +315,10 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
 def _declare_head_norms(config: ModelConfig, prefix: str) -> dict[str, Param]:
     """Declare the norms of queries and keys."""
     counts = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads} if config.qk_norm else {}
-    sizes = {name: config.head_dim * (count if config.qk_norm_over_heads else 1) for name, count in counts.items()}
+    sizes = {
+        name: config.head_dim * (count if config.qk_norm_over_heads else 1)
+        for name, count in counts.items()
+    }
     return {name: norm(f"{prefix}{name}", size, config.norm_offset) for name, size in sizes.items()}
 
 
@@ -279,14 +329,22 @@ def _declare_beside(config: ModelConfig, prefix: str) -> dict[str, Param]:
     """
     layer = {}
     if config.sinks:
-        layer["sinks"] = Param((config.num_heads,), ("heads",), f"{prefix}self_attn.sinks", stddev=1.0, units=config.num_heads)
+        layer["sinks"] = Param(
+            (config.num_heads,),
+            ("heads",),
+            f"{prefix}self_attn.sinks",
+            stddev=1.0,
+            units=config.num_heads,
+        )
     if config.layer_scalars:
         layer["scalar"] = Param((1,), (None,), f"{prefix}layer_scalar", "ones")
     if config.per_layer_inputs:
         hidden, input_size = (config.hidden_size, None), (config.per_layer_inputs, None)
         layer["per_layer_gate"] = matrix(f"{prefix}per_layer_input_gate", hidden, input_size)
         layer["per_layer_out"] = matrix(f"{prefix}per_layer_projection", input_size, hidden)
-        layer["per_layer_out_norm"] = norm(f"{prefix}post_per_layer_input_norm", config.hidden_size, config.norm_offset)
+        layer["per_layer_out_norm"] = norm(
+            f"{prefix}post_per_layer_input_norm", config.hidden_size, config.norm_offset
+        )
     return layer
 
 
@@ -310,7 +368,10 @@ _NORMS = {
 
 def _declare_norms(config: ModelConfig, prefix: str) -> dict[str, Param]:
     names = _NORMS[config.norms].items()
-    return {name: norm(f"{prefix}{stored}_layernorm", config.hidden_size, config.norm_offset) for name, stored in names}
+    return {
+        name: norm(f"{prefix}{stored}_layernorm", config.hidden_size, config.norm_offset)
+        for name, stored in names
+    }
 
 
 def _residual_stddev(config: ModelConfig) -> float:
@@ -345,11 +406,20 @@ def _declare_linear_attention(config: ModelConfig, prefix: str) -> dict[str, Par
     keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
 
     def projection(name: str, size: int, is_product: bool = True) -> Param:
-        return matrix(f"{prefix}{name}", hidden, (size, "kv_heads"), units=units, is_product=is_product)
+        return matrix(
+            f"{prefix}{name}", hidden, (size, "kv_heads"), units=units, is_product=is_product
+        )
 
     # Decays are products of many factors near 1: kept in float32.
     def per_head(name: str, init: Init) -> Param:
-        return Param((sizes.value_heads,), ("kv_heads",), f"{prefix}{name}", init, dtype="float32", units=units)
+        return Param(
+            (sizes.value_heads,),
+            ("kv_heads",),
+            f"{prefix}{name}",
+            init,
+            dtype="float32",
+            units=units,
+        )
 
     def kernel(name: str, size: int) -> Param:
         shape, axes = (size, 1, sizes.kernel), ("kv_heads", None, None)
@@ -376,7 +446,9 @@ def _declare_linear_attention(config: ModelConfig, prefix: str) -> dict[str, Par
         "log_rate": per_head("A_log", "log_rates"),
         "rate_bias": per_head("dt_bias", "ones"),
         "norm": norm(f"{prefix}norm", sizes.value_dim),
-        "o": matrix(f"{prefix}out_proj", (values, "kv_heads"), hidden, _residual_stddev(config), units=units),
+        "o": matrix(
+            f"{prefix}out_proj", (values, "kv_heads"), hidden, _residual_stddev(config), units=units
+        ),
     }
 
 
@@ -400,10 +472,17 @@ def _declare_latent_attention(config: ModelConfig, prefix: str) -> dict[str, Par
         }
     return {
         **query,
-        "kv_a": matrix(f"{prefix}kv_a_proj_with_mqa", hidden, (mla.kv_lora_rank + mla.qk_rope_head_dim, None)),
+        "kv_a": matrix(
+            f"{prefix}kv_a_proj_with_mqa", hidden, (mla.kv_lora_rank + mla.qk_rope_head_dim, None)
+        ),
         "kv_a_norm": norm(f"{prefix}kv_a_layernorm", mla.kv_lora_rank),
         "kv_b": matrix(f"{prefix}kv_b_proj", latent, keys_values, is_product=False),
-        "o": matrix(f"{prefix}o_proj", (config.num_heads * mla.v_head_dim, "heads"), hidden, _residual_stddev(config)),
+        "o": matrix(
+            f"{prefix}o_proj",
+            (config.num_heads * mla.v_head_dim, "heads"),
+            hidden,
+            _residual_stddev(config),
+        ),
     }
 
 
@@ -424,10 +503,14 @@ def _declare_experts(config: ModelConfig, prefix: str) -> dict[str, Param]:
     def experts(name: str, inputs: int, outputs: int, stddev: float = 0.02) -> Param:
         name = f"{prefix}experts.{{}}.{name}.weight"
         shape = (moe.num_experts, inputs, outputs)
-        return Param(shape, ("experts", None, None), name, stddev=stddev, transposed=True, is_product=True)
+        return Param(
+            shape, ("experts", None, None), name, stddev=stddev, transposed=True, is_product=True
+        )
 
     layer = {
-        "router": matrix(f"{prefix}gate", (hidden, None), (moe.num_experts, None), is_product=False),
+        "router": matrix(
+            f"{prefix}gate", (hidden, None), (moe.num_experts, None), is_product=False
+        ),
         "experts_gate": experts("gate_proj", hidden, moe.intermediate_size),
         "experts_up": experts("up_proj", hidden, moe.intermediate_size),
         "experts_down": experts("down_proj", moe.intermediate_size, hidden, stddev),
@@ -436,7 +519,9 @@ def _declare_experts(config: ModelConfig, prefix: str) -> dict[str, Param]:
         sizes = {"gate": moe.intermediate_size, "up": moe.intermediate_size, "down": hidden}
         for name, size in sizes.items():
             stored = f"{prefix}experts.{{}}.{name}_proj.bias"
-            layer[f"experts_{name}_bias"] = Param((moe.num_experts, size), ("experts", None), stored, "zeros")
+            layer[f"experts_{name}_bias"] = Param(
+                (moe.num_experts, size), ("experts", None), stored, "zeros"
+            )
         layer["router_bias"] = Param((moe.num_experts,), (None,), f"{prefix}gate.bias", "zeros")
     if moe.corrected:  # small differences decide, so it stays in float32, as published
         name = f"{prefix}gate.e_score_correction_bias"
@@ -445,9 +530,13 @@ def _declare_experts(config: ModelConfig, prefix: str) -> dict[str, Param]:
         shared = (moe.shared_experts * moe.intermediate_size, "shared_mlp")
         layer["shared_gate"] = matrix(f"{prefix}shared_experts.gate_proj", (hidden, None), shared)
         layer["shared_up"] = matrix(f"{prefix}shared_experts.up_proj", (hidden, None), shared)
-        layer["shared_down"] = matrix(f"{prefix}shared_experts.down_proj", shared, (hidden, None), stddev)
+        layer["shared_down"] = matrix(
+            f"{prefix}shared_experts.down_proj", shared, (hidden, None), stddev
+        )
         if moe.shared_gated:
-            layer["shared_scale"] = matrix(f"{prefix}shared_expert_gate", (hidden, None), (1, None), is_product=False)
+            layer["shared_scale"] = matrix(
+                f"{prefix}shared_expert_gate", (hidden, None), (1, None), is_product=False
+            )
     return layer
 
 
@@ -462,10 +551,15 @@ def _declare_mixing(config: ModelConfig, prefix: str) -> dict[str, Param]:
         "mixture_norm": "pre_feedforward_layernorm_2",
         "mixture_out_norm": "post_feedforward_layernorm_2",
     }
-    norms = {name: norm(f"{prefix}{stored}", config.hidden_size, config.norm_offset) for name, stored in names.items()}
+    norms = {
+        name: norm(f"{prefix}{stored}", config.hidden_size, config.norm_offset)
+        for name, stored in names.items()
+    }
     return norms | {
         "router_scale": Param((config.hidden_size,), (None,), f"{prefix}router.scale", "ones"),
-        "expert_scale": Param((config.moe.num_experts,), (None,), f"{prefix}router.per_expert_scale", "ones"),
+        "expert_scale": Param(
+            (config.moe.num_experts,), (None,), f"{prefix}router.per_expert_scale", "ones"
+        ),
     }
 
 
@@ -482,8 +576,12 @@ def initialise(
     """
     params, tree = jax.tree.flatten(declared)
     keys = jax.random.split(key, len(params))
-    values = jax.tree.unflatten(tree, [param.initialise(k, dtype) for param, k in zip(params, keys, strict=True)])
-    return values if mesh is None else jax.device_put(values, shardings(declared, mesh, units or {}))
+    values = jax.tree.unflatten(
+        tree, [param.initialise(k, dtype) for param, k in zip(params, keys, strict=True)]
+    )
+    return (
+        values if mesh is None else jax.device_put(values, shardings(declared, mesh, units or {}))
+    )
 
 
 def shardings(declared: Any, mesh: Mesh, units: Mapping[str, int]) -> Any:

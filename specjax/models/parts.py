@@ -20,12 +20,16 @@ def check_layers(layers: Layers, available: Layers, num_layers: int) -> Layers:
     first, last = layers
     if not 0 <= first <= last <= num_layers:
         raise InputError(
-            f"layers=({first}, {last}): give the first layer and the one after the last, both from 0 to num_layers={num_layers}"
+            f"layers=({first}, {last}): give the first layer and the one after the last, both from"
+            f" 0 to num_layers={num_layers}"
         )
     if first == last:
         return num_layers, num_layers
     if first < available[0] or last > available[1]:
-        raise InputError(f"layers=({first}, {last}): this is {describe(available, num_layers)}: cut it out of the whole target")
+        raise InputError(
+            f"layers=({first}, {last}): this is {describe(available, num_layers)}: cut it out of"
+            " the whole target"
+        )
     return first, last
 
 
@@ -41,5 +45,6 @@ def describe(available: Layers, num_layers: int) -> str:
 def refusal(what: str, available: Layers, num_layers: int) -> InputError:
     """Return the error for ``what``, which is a part where a whole target is required."""
     return InputError(
-        f"{what}: this is {describe(available, num_layers)}, for a drafting client: give the whole target that it was cut from"
+        f"{what}: this is {describe(available, num_layers)}, for a drafting client: give the whole"
+        " target that it was cut from"
     )

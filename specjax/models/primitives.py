@@ -66,13 +66,19 @@ def _logits(x: jax.Array, head: jax.Array | QuantizedMatrix, is_rows: bool = Fal
     return logits_of(flat, head, is_rows).reshape(*x.shape[:-1], -1)
 
 
-def mlp(params: Params, x: jax.Array, prefix: str = "", activation: Activation = "silu") -> jax.Array:
+def mlp(
+    params: Params, x: jax.Array, prefix: str = "", activation: Activation = "silu"
+) -> jax.Array:
     """Return the gated MLP, ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv 2002.05202).
 
     ``prefix`` is the prefix of its parameters' names.
     """
-    gated = activate(linear(params, f"{prefix}gate", x), activation) * linear(params, f"{prefix}up", x)
-    return linear(params, f"{prefix}down", apart(gated) if x.ndim == 3 and x.shape[1] > 1 else gated)
+    gated = activate(linear(params, f"{prefix}gate", x), activation) * linear(
+        params, f"{prefix}up", x
+    )
+    return linear(
+        params, f"{prefix}down", apart(gated) if x.ndim == 3 and x.shape[1] > 1 else gated
+    )
 
 
 def apart(x: jax.Array) -> jax.Array:
@@ -98,7 +104,9 @@ def products_in_turn(params: Params, names: Sequence[str], x: jax.Array) -> list
 
     outputs = []
     for name in names:
-        x, y = jax.lax.platform_dependent(x, linear(params, name, x), cuda=in_turn, default=lambda *both: both)
+        x, y = jax.lax.platform_dependent(
+            x, linear(params, name, x), cuda=in_turn, default=lambda *both: both
+        )
         outputs.append(y)
     return [*outputs, x]
 
@@ -108,7 +116,11 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
 
     See Hendrycks and Gimpel 2016, arXiv 1606.08415.
     """
-    return jax.nn.silu(x) if activation == "silu" else jax.nn.gelu(x, approximate=activation == "gelu_tanh")
+    return (
+        jax.nn.silu(x)
+        if activation == "silu"
+        else jax.nn.gelu(x, approximate=activation == "gelu_tanh")
+    )
 
 
 def capped(x: jax.Array, cap: float | None) -> jax.Array:

@@ -34,7 +34,9 @@ def product(x: jax.Array, weight: jax.Array | QuantizedMatrix | Watched) -> jax.
     if x.shape[0] != 1:
         return x @ weight
     padded_to_eight = partial(_of_eight_rows, jnp.matmul)
-    return jax.lax.platform_dependent(x, weight, cuda=_of_two_rows, tpu=padded_to_eight, default=jnp.matmul)
+    return jax.lax.platform_dependent(
+        x, weight, cuda=_of_two_rows, tpu=padded_to_eight, default=jnp.matmul
+    )
 
 
 def logits_of(x: jax.Array, head: jax.Array | QuantizedMatrix, is_rows: bool = False) -> jax.Array:
@@ -64,7 +66,9 @@ def _seen(x: jax.Array, _: jax.Array) -> tuple[jax.Array, None, jax.Array]:
 
     The zeros are not None: the derivatives of earlier products are needed too.
     """
-    moments = jnp.matmul(x.T, x, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    moments = jnp.matmul(
+        x.T, x, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
     return jnp.zeros_like(x), None, moments
 
 
@@ -85,7 +89,9 @@ def product_on_device(multiply: Multiply, x: jax.Array, matrix: jax.Array) -> ja
     """Return ``multiply(x, matrix)`` for rows ``x [..., n, in]``; one row as suits the device."""
     if x.shape[-2] != 1:
         return multiply(x, matrix)
-    return jax.lax.platform_dependent(x, matrix, tpu=partial(_of_eight_rows, multiply), default=multiply)
+    return jax.lax.platform_dependent(
+        x, matrix, tpu=partial(_of_eight_rows, multiply), default=multiply
+    )
 
 
 def _of_eight_rows(multiply: Multiply, x: jax.Array, matrix: jax.Array) -> jax.Array:
@@ -120,9 +126,13 @@ def quantized_product(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:
 
 
 @quantized_product.defjvp
-def _derivative(factors: tuple[jax.Array, QuantizedMatrix], tangents: tuple[jax.Array, object]) -> tuple[jax.Array, jax.Array]:
+def _derivative(
+    factors: tuple[jax.Array, QuantizedMatrix], tangents: tuple[jax.Array, object]
+) -> tuple[jax.Array, jax.Array]:
     x, weight = factors
-    return quantized_product(x, weight), jnp.matmul(tangents[0].astype(jnp.float32), dequantize_matrix(weight))
+    return quantized_product(x, weight), jnp.matmul(
+        tangents[0].astype(jnp.float32), dequantize_matrix(weight)
+    )
 
 
 def _by_converted(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:
@@ -139,14 +149,20 @@ def _by_converted(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:
 
     def multiply(x: jax.Array, values: jax.Array) -> jax.Array:
         """Multiply ``[..., n, in]`` by ``[..., out, in]``."""
-        return jnp.einsum("...ni,...oi->...no", x, values.astype(x.dtype), preferred_element_type=jnp.float32)
+        return jnp.einsum(
+            "...ni,...oi->...no", x, values.astype(x.dtype), preferred_element_type=jnp.float32
+        )
 
     if groups == 1 and weight.zeros is None:
         return product_on_device(multiply, x, weight.values[0]) * weight.scales[0]
     rows = x.reshape(len(x), groups, -1).swapaxes(0, 1)
     sums = product_on_device(multiply, rows, weight.values)  # [groups, n, out]
     if weight.zeros is not None:
-        sums = sums - jnp.sum(rows, axis=-1, keepdims=True, dtype=jnp.float32) * weight.zeros.astype(jnp.float32)[:, None]
+        sums = (
+            sums
+            - jnp.sum(rows, axis=-1, keepdims=True, dtype=jnp.float32)
+            * weight.zeros.astype(jnp.float32)[:, None]
+        )
     return jnp.sum(sums * weight.scales[:, None], axis=0)
 
 
@@ -166,7 +182,9 @@ def _by_whole_numbers(multiply: Multiply, x: jax.Array, weight: QuantizedMatrix)
         inputs, matrix = group
         sums = multiply(inputs, matrix.values.astype(jnp.int8))
         if matrix.zeros is not None:
-            sums = sums - inputs.sum(axis=1, keepdims=True, dtype=jnp.int32) * matrix.zeros.astype(jnp.int32)
+            sums = sums - inputs.sum(axis=1, keepdims=True, dtype=jnp.int32) * matrix.zeros.astype(
+                jnp.int32
+            )
         floats = sums[:count].astype(jnp.float32)
         if weight.activations > 8:  # exact: a product with a power of 2
             floats = floats * 256 + sums[count:].astype(jnp.float32)
@@ -207,7 +225,9 @@ def _sums_on_cpu(rows: jax.Array, values: jax.Array) -> jax.Array:
     count, (outputs, inputs) = len(rows), values.shape
     # The factor 32: a mesh of up to 32 devices then cuts between joined outputs, and no device
     # needs the weights of another.
-    together = next((factor for factor in (4, 2) if factor * count <= 4 and outputs % (32 * factor) == 0), 1)
+    together = next(
+        (factor for factor in (4, 2) if factor * count <= 4 and outputs % (32 * factor) == 0), 1
+    )
     # Measured: small matrices, and many rows with few inputs, are at least as fast the other way.
     if together * count == 1 or values.size < 1 << 18 or (count > 4 and inputs < 1024):
         return _sums(rows, values)
@@ -217,7 +237,9 @@ def _sums_on_cpu(rows: jax.Array, values: jax.Array) -> jax.Array:
     joined = values.reshape(outputs // together, together, inputs)
     # dot_general keeps this order of axes. einsum would sort them by name, and so transpose the
     # weights in memory first.
-    sums = jax.lax.dot_general(joined, columns, (((1, 2), (1, 2)), ((), ())), preferred_element_type=jnp.int32)
+    sums = jax.lax.dot_general(
+        joined, columns, (((1, 2), (1, 2)), ((), ())), preferred_element_type=jnp.int32
+    )
     # The barrier hides the transposition from XLA, which would swap the two matrices for it.
     return jax.lax.optimization_barrier(sums).reshape(outputs, count).T
 

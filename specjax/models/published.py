@@ -18,7 +18,13 @@ from specjax.models.params import declare
 
 
 def _sized(
-    family: partial[ModelConfig], hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head_dim: int
+    family: partial[ModelConfig],
+    hidden: int,
+    mlp: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
 ) -> ModelConfig:
     return family(
         hidden_size=hidden,
@@ -35,10 +41,23 @@ def _family(model_type: str, **fields: Any) -> partial[ModelConfig]:
     return partial(ModelConfig, model_type=model_type, **FAMILIES[model_type].switches, **fields)
 
 
-_llama3_rope = partial(Rope, theta=5e5, kind="llama3", original_max_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0)
+_llama3_rope = partial(
+    Rope,
+    theta=5e5,
+    kind="llama3",
+    original_max_positions=8192,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)
 _LLAMA_2 = _family("llama", vocab_size=32000, max_positions=4096)
-_LLAMA_2_32K = partial(_LLAMA_2, max_positions=32768, rope=Rope(kind="linear", factor=8.0, original_max_positions=32768))
-_LLAMA_3_1 = _family("llama", vocab_size=128256, max_positions=131072, rope=_llama3_rope(factor=8.0))
+_LLAMA_2_32K = partial(
+    _LLAMA_2,
+    max_positions=32768,
+    rope=Rope(kind="linear", factor=8.0, original_max_positions=32768),
+)
+_LLAMA_3_1 = _family(
+    "llama", vocab_size=128256, max_positions=131072, rope=_llama3_rope(factor=8.0)
+)
 _LLAMA_3_2 = partial(_LLAMA_3_1, rope=_llama3_rope(factor=32.0), tie_embeddings=True)
 _QWEN: dict[str, Any] = {"norm_eps": 1e-6, "rope": Rope(theta=1e6)}
 _QWEN_2_5 = _family("qwen2", **_QWEN, vocab_size=152064, max_positions=131072)
@@ -48,23 +67,45 @@ _QWEN_3_SMALL = partial(_QWEN_3, tie_embeddings=True)
 _MISTRAL = _family("mistral", vocab_size=32768, max_positions=32768, rope=Rope(theta=1e6))
 
 _128_EXPERTS = MoE(num_experts=128, experts_per_token=8, intermediate_size=768, normalise=True)
-_QWEN_3_MOE = _family("qwen3_moe", **_QWEN, vocab_size=151936, max_positions=40960, moe=_128_EXPERTS)
-_QWEN_HYBRID: dict[str, Any] = {"norm_eps": 1e-6, "rope": Rope(theta=1e7, turned=0.25), "max_positions": 262144}
+_QWEN_3_MOE = _family(
+    "qwen3_moe", **_QWEN, vocab_size=151936, max_positions=40960, moe=_128_EXPERTS
+)
+_QWEN_HYBRID: dict[str, Any] = {
+    "norm_eps": 1e-6,
+    "rope": Rope(theta=1e7, turned=0.25),
+    "max_positions": 262144,
+}
 _QWEN_3_5 = _family("qwen3_5_text", **_QWEN_HYBRID, vocab_size=248320)
-_shared_expert = partial(MoE, intermediate_size=512, shared_experts=1, shared_gated=True, normalise=True)
+_shared_expert = partial(
+    MoE, intermediate_size=512, shared_experts=1, shared_gated=True, normalise=True
+)
 _QWEN_3_5_MOE = _family(
-    "qwen3_5_moe_text", **_QWEN_HYBRID, vocab_size=248320, moe=_shared_expert(num_experts=256, experts_per_token=8)
+    "qwen3_5_moe_text",
+    **_QWEN_HYBRID,
+    vocab_size=248320,
+    moe=_shared_expert(num_experts=256, experts_per_token=8),
 )
 _QWEN_3_NEXT = _family(
-    "qwen3_next", **_QWEN_HYBRID, vocab_size=151936, moe=_shared_expert(num_experts=512, experts_per_token=10)
+    "qwen3_next",
+    **_QWEN_HYBRID,
+    vocab_size=151936,
+    moe=_shared_expert(num_experts=512, experts_per_token=10),
 )
 _DEEPSEEK_V3 = _family(
     "deepseek_v3",
     vocab_size=129280,
     max_positions=163840,
     norm_eps=1e-6,
-    rope=Rope(kind="yarn", factor=40.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=1.0),
-    mla=MLA(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    rope=Rope(
+        kind="yarn", factor=40.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=1.0
+    ),
+    mla=MLA(
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    ),
     moe=MoE(
         num_experts=256,
         experts_per_token=8,
@@ -94,9 +135,24 @@ _GEMMA_3 = _family("gemma3_text", norm_eps=1e-6, tie_embeddings=True, rope=Rope(
 _GEMMA_3_1B = partial(_GEMMA_3, vocab_size=262144, max_positions=32768, sliding_window=512)
 _GEMMA_3_LARGE = partial(_GEMMA_3, vocab_size=262208, max_positions=131072, sliding_window=1024)
 _GEMMA_3_1B_FULL = Layer(rope=Rope(theta=1e6))
-_GEMMA_3_FULL = Layer(rope=Rope(theta=1e6, kind="linear", factor=8.0, original_max_positions=131072))
-_GEMMA_4 = _family("gemma4_text", vocab_size=262144, norm_eps=1e-6, tie_embeddings=True, logit_cap=30.0, rope=Rope(theta=1e4))
-_GEMMA_4_SMALL = partial(_GEMMA_4, max_positions=131072, sliding_window=512, per_layer_inputs=256, per_layer_vocab_size=262144)
+_GEMMA_3_FULL = Layer(
+    rope=Rope(theta=1e6, kind="linear", factor=8.0, original_max_positions=131072)
+)
+_GEMMA_4 = _family(
+    "gemma4_text",
+    vocab_size=262144,
+    norm_eps=1e-6,
+    tie_embeddings=True,
+    logit_cap=30.0,
+    rope=Rope(theta=1e4),
+)
+_GEMMA_4_SMALL = partial(
+    _GEMMA_4,
+    max_positions=131072,
+    sliding_window=512,
+    per_layer_inputs=256,
+    per_layer_vocab_size=262144,
+)
 _GEMMA_4_LARGE = partial(_GEMMA_4, max_positions=262144, sliding_window=1024)
 _GEMMA_4_FULL = Layer(head_dim=512, rope=Rope(theta=1e6, kind="proportional", turned=0.25))
 
@@ -109,12 +165,34 @@ _GPT_OSS = _family(
     sliding_window=128,
     rope=Rope(theta=1.5e5, kind="yarn", factor=32.0, original_max_positions=4096, truncate=False),
 )
-_gpt_oss_experts = partial(MoE, experts_per_token=4, intermediate_size=2880, normalise=True, biased=True, limit=7.0)
+_gpt_oss_experts = partial(
+    MoE, experts_per_token=4, intermediate_size=2880, normalise=True, biased=True, limit=7.0
+)
 
-_OLMO_3 = _family("olmo3", vocab_size=100278, max_positions=65536, norm_eps=1e-6, rope=Rope(theta=5e5), sliding_window=4096)
-_OLMO_3_ROPE = Rope(theta=5e5, kind="yarn", factor=8.0, original_max_positions=8192, attention_factor=1.2079441541679836)
+_OLMO_3 = _family(
+    "olmo3",
+    vocab_size=100278,
+    max_positions=65536,
+    norm_eps=1e-6,
+    rope=Rope(theta=5e5),
+    sliding_window=4096,
+)
+_OLMO_3_ROPE = Rope(
+    theta=5e5,
+    kind="yarn",
+    factor=8.0,
+    original_max_positions=8192,
+    attention_factor=1.2079441541679836,
+)
 _PHI_4 = _family("phi3", vocab_size=100352, max_positions=16384, rope=Rope(theta=2.5e5))
-_SMOLLM_3 = _family("smollm3", vocab_size=128256, max_positions=65536, norm_eps=1e-6, rope=Rope(theta=5e6), tie_embeddings=True)
+_SMOLLM_3 = _family(
+    "smollm3",
+    vocab_size=128256,
+    max_positions=65536,
+    norm_eps=1e-6,
+    rope=Rope(theta=5e6),
+    tie_embeddings=True,
+)
 _GRANITE_3_3 = _family(
     "granite",
     vocab_size=49159,
@@ -131,13 +209,28 @@ _MINISTRAL_3 = _family(
     vocab_size=131072,
     max_positions=262144,
     rope=Rope(
-        theta=1e6, kind="yarn", factor=16.0, original_max_positions=16384, mscale=1.0, mscale_all_dim=1.0, query_growth=0.1
+        theta=1e6,
+        kind="yarn",
+        factor=16.0,
+        original_max_positions=16384,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        query_growth=0.1,
     ),
 )
-_SEED_OSS = _family("seed_oss", vocab_size=155136, max_positions=524288, norm_eps=1e-6, rope=Rope(theta=1e7), qkv_bias=True)
+_SEED_OSS = _family(
+    "seed_oss",
+    vocab_size=155136,
+    max_positions=524288,
+    norm_eps=1e-6,
+    rope=Rope(theta=1e7),
+    qkv_bias=True,
+)
 
 
-def _alternating(config: ModelConfig, every: int, full: Layer | None = None, shared: int = 0, **changes: Any) -> ModelConfig:
+def _alternating(
+    config: ModelConfig, every: int, full: Layer | None = None, shared: int = 0, **changes: Any
+) -> ModelConfig:
     """Return ``config`` with sliding windows in all layers except one of ``every``.
 
     ``full`` has the fields in which the full layers differ. The last ``shared`` layers attend to
@@ -154,26 +247,40 @@ def _alternating(config: ModelConfig, every: int, full: Layer | None = None, sha
     return replace(config, windowed_layers=windowed, layers=differing, **changes)
 
 
-def _gemma(config: ModelConfig, every: int, full: Layer | None = None, shared: int = 0, **changes: Any) -> ModelConfig:
-    return _alternating(config, every, full, shared, embedding_scale=config.hidden_size**0.5, **changes)
+def _gemma(
+    config: ModelConfig, every: int, full: Layer | None = None, shared: int = 0, **changes: Any
+) -> ModelConfig:
+    return _alternating(
+        config, every, full, shared, embedding_scale=config.hidden_size**0.5, **changes
+    )
 
 
 def _wide(config: ModelConfig) -> ModelConfig:
     """Return ``config`` with doubled MLPs in layers without entries (Gemma 4 E2B)."""
     size = 2 * config.intermediate_size
-    layers = [layer if layer.entries_of is None else replace(layer, intermediate_size=size) for layer in config.layers]
+    layers = [
+        layer if layer.entries_of is None else replace(layer, intermediate_size=size)
+        for layer in config.layers
+    ]
     return replace(config, layers=tuple(layers))
 
 
 def _without_positions(config: ModelConfig, every: int) -> ModelConfig:
     """Return ``config`` without RoPE in one layer of ``every``."""
     turned = [bool((layer + 1) % every) for layer in range(config.num_layers)]
-    return replace(config, layers=tuple(Layer() if has_rope else Layer(rope=Rope(kind="none")) for has_rope in turned))
+    return replace(
+        config,
+        layers=tuple(Layer() if has_rope else Layer(rope=Rope(kind="none")) for has_rope in turned),
+    )
 
 
-def _hybrid(config: ModelConfig, value_heads: int = 32, by_key_head: bool = False, **changes: Any) -> ModelConfig:
+def _hybrid(
+    config: ModelConfig, value_heads: int = 32, by_key_head: bool = False, **changes: Any
+) -> ModelConfig:
     """Return ``config`` with linear attention in three layers of four (Qwen3-Next, Qwen3.5)."""
-    sizes = LinearAttention(key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128, by_key_head=by_key_head)
+    sizes = LinearAttention(
+        key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128, by_key_head=by_key_head
+    )
     linear = tuple(layer for layer in range(config.num_layers) if (layer + 1) % 4)
     return replace(config, linear=sizes, linear_layers=linear, **changes)
 
@@ -182,7 +289,9 @@ def _keys_are_values(kv_heads: int) -> Layer:
     return replace(_GEMMA_4_FULL, num_kv_heads=kv_heads, keys_are_values=True)
 
 
-_GEMMA_4_EXPERTS = MoE(num_experts=128, experts_per_token=8, intermediate_size=704, normalise=True, beside_mlp=True)
+_GEMMA_4_EXPERTS = MoE(
+    num_experts=128, experts_per_token=8, intermediate_size=704, normalise=True, beside_mlp=True
+)
 
 # hidden size, intermediate size, layers, heads, key/value heads, head size
 PUBLISHED: dict[str, ModelConfig] = {
@@ -205,34 +314,81 @@ PUBLISHED: dict[str, ModelConfig] = {
     "qwen3-14b": _sized(_QWEN_3, 5120, 17408, 40, 40, 8, 128),
     "qwen3-32b": _sized(_QWEN_3, 5120, 25600, 64, 64, 8, 128),
     "qwen3-30b-a3b": _sized(_QWEN_3_MOE, 2048, 6144, 48, 32, 4, 128),
-    "qwen3-next-80b-a3b": _hybrid(_sized(_QWEN_3_NEXT, 2048, 5120, 48, 16, 2, 256), by_key_head=True),
+    "qwen3-next-80b-a3b": _hybrid(
+        _sized(_QWEN_3_NEXT, 2048, 5120, 48, 16, 2, 256), by_key_head=True
+    ),
     "qwen3.5-4b": _hybrid(_sized(_QWEN_3_5, 2560, 9216, 32, 16, 4, 256), tie_embeddings=True),
     "qwen3.5-9b": _hybrid(_sized(_QWEN_3_5, 4096, 12288, 32, 16, 4, 256)),
     "qwen3.5-27b": _hybrid(_sized(_QWEN_3_5, 5120, 17408, 64, 24, 4, 256), value_heads=48),
     "qwen3.5-35b-a3b": _hybrid(_sized(_QWEN_3_5_MOE, 2048, 5632, 40, 16, 2, 256)),
     "deepseek-v3": _sized(_DEEPSEEK_V3, 7168, 18432, 61, 128, 128, 64),
     "gemma-2-2b": _gemma(_sized(_GEMMA_2, 2304, 9216, 26, 8, 4, 256), 2, attention_scale=256**-0.5),
-    "gemma-2-9b": _gemma(_sized(_GEMMA_2, 3584, 14336, 42, 16, 8, 256), 2, attention_scale=256**-0.5),
-    "gemma-2-27b": _gemma(_sized(_GEMMA_2, 4608, 36864, 46, 32, 16, 128), 2, attention_scale=144**-0.5),
-    "gemma-3-1b": _gemma(_sized(_GEMMA_3_1B, 1152, 6912, 26, 4, 1, 256), 6, _GEMMA_3_1B_FULL, attention_scale=256**-0.5),
-    "gemma-3-4b": _gemma(_sized(_GEMMA_3_LARGE, 2560, 10240, 34, 8, 4, 256), 6, _GEMMA_3_FULL, attention_scale=256**-0.5),
-    "gemma-3-12b": _gemma(_sized(_GEMMA_3_LARGE, 3840, 15360, 48, 16, 8, 256), 6, _GEMMA_3_FULL, attention_scale=256**-0.5),
-    "gemma-3-27b": _gemma(_sized(_GEMMA_3_LARGE, 5376, 21504, 62, 32, 16, 128), 6, _GEMMA_3_FULL, attention_scale=168**-0.5),
-    "gemma-4-e2b": _wide(_gemma(_sized(_GEMMA_4_SMALL, 1536, 6144, 35, 8, 1, 256), 5, _GEMMA_4_FULL, shared=20)),
-    "gemma-4-e4b": _gemma(_sized(_GEMMA_4_SMALL, 2560, 10240, 42, 8, 2, 256), 6, _GEMMA_4_FULL, shared=18),
-    "gemma-4-12b": _gemma(_sized(_GEMMA_4_LARGE, 3840, 15360, 48, 16, 8, 256), 6, _keys_are_values(kv_heads=1)),
-    "gemma-4-26b-a4b": _gemma(
-        _sized(_GEMMA_4_LARGE, 2816, 2112, 30, 16, 8, 256), 6, _keys_are_values(kv_heads=2), moe=_GEMMA_4_EXPERTS
+    "gemma-2-9b": _gemma(
+        _sized(_GEMMA_2, 3584, 14336, 42, 16, 8, 256), 2, attention_scale=256**-0.5
     ),
-    "gemma-4-31b": _gemma(_sized(_GEMMA_4_LARGE, 5376, 21504, 60, 32, 16, 256), 6, _keys_are_values(kv_heads=4)),
-    "gpt-oss-20b": _alternating(_sized(_GPT_OSS, 2880, 2880, 24, 64, 8, 64), 2, moe=_gpt_oss_experts(32)),
-    "gpt-oss-120b": _alternating(_sized(_GPT_OSS, 2880, 2880, 36, 64, 8, 64), 2, moe=_gpt_oss_experts(128)),
-    "olmo-3-7b": _alternating(_sized(_OLMO_3, 4096, 11008, 32, 32, 32, 128), 4, Layer(rope=_OLMO_3_ROPE)),
-    "olmo-3-32b": _alternating(_sized(_OLMO_3, 5120, 27648, 64, 40, 8, 128), 4, Layer(rope=_OLMO_3_ROPE)),
+    "gemma-2-27b": _gemma(
+        _sized(_GEMMA_2, 4608, 36864, 46, 32, 16, 128), 2, attention_scale=144**-0.5
+    ),
+    "gemma-3-1b": _gemma(
+        _sized(_GEMMA_3_1B, 1152, 6912, 26, 4, 1, 256),
+        6,
+        _GEMMA_3_1B_FULL,
+        attention_scale=256**-0.5,
+    ),
+    "gemma-3-4b": _gemma(
+        _sized(_GEMMA_3_LARGE, 2560, 10240, 34, 8, 4, 256),
+        6,
+        _GEMMA_3_FULL,
+        attention_scale=256**-0.5,
+    ),
+    "gemma-3-12b": _gemma(
+        _sized(_GEMMA_3_LARGE, 3840, 15360, 48, 16, 8, 256),
+        6,
+        _GEMMA_3_FULL,
+        attention_scale=256**-0.5,
+    ),
+    "gemma-3-27b": _gemma(
+        _sized(_GEMMA_3_LARGE, 5376, 21504, 62, 32, 16, 128),
+        6,
+        _GEMMA_3_FULL,
+        attention_scale=168**-0.5,
+    ),
+    "gemma-4-e2b": _wide(
+        _gemma(_sized(_GEMMA_4_SMALL, 1536, 6144, 35, 8, 1, 256), 5, _GEMMA_4_FULL, shared=20)
+    ),
+    "gemma-4-e4b": _gemma(
+        _sized(_GEMMA_4_SMALL, 2560, 10240, 42, 8, 2, 256), 6, _GEMMA_4_FULL, shared=18
+    ),
+    "gemma-4-12b": _gemma(
+        _sized(_GEMMA_4_LARGE, 3840, 15360, 48, 16, 8, 256), 6, _keys_are_values(kv_heads=1)
+    ),
+    "gemma-4-26b-a4b": _gemma(
+        _sized(_GEMMA_4_LARGE, 2816, 2112, 30, 16, 8, 256),
+        6,
+        _keys_are_values(kv_heads=2),
+        moe=_GEMMA_4_EXPERTS,
+    ),
+    "gemma-4-31b": _gemma(
+        _sized(_GEMMA_4_LARGE, 5376, 21504, 60, 32, 16, 256), 6, _keys_are_values(kv_heads=4)
+    ),
+    "gpt-oss-20b": _alternating(
+        _sized(_GPT_OSS, 2880, 2880, 24, 64, 8, 64), 2, moe=_gpt_oss_experts(32)
+    ),
+    "gpt-oss-120b": _alternating(
+        _sized(_GPT_OSS, 2880, 2880, 36, 64, 8, 64), 2, moe=_gpt_oss_experts(128)
+    ),
+    "olmo-3-7b": _alternating(
+        _sized(_OLMO_3, 4096, 11008, 32, 32, 32, 128), 4, Layer(rope=_OLMO_3_ROPE)
+    ),
+    "olmo-3-32b": _alternating(
+        _sized(_OLMO_3, 5120, 27648, 64, 40, 8, 128), 4, Layer(rope=_OLMO_3_ROPE)
+    ),
     "phi-4": _sized(_PHI_4, 5120, 17920, 40, 40, 10, 128),
     "smollm3-3b": _without_positions(_sized(_SMOLLM_3, 2048, 11008, 36, 16, 4, 128), 4),
     "granite-3.3-8b": _sized(_GRANITE_3_3, 4096, 12800, 40, 32, 8, 128),
-    "ministral-3-3b": _sized(partial(_MINISTRAL_3, tie_embeddings=True), 3072, 9216, 26, 32, 8, 128),
+    "ministral-3-3b": _sized(
+        partial(_MINISTRAL_3, tie_embeddings=True), 3072, 9216, 26, 32, 8, 128
+    ),
     "ministral-3-8b": _sized(_MINISTRAL_3, 4096, 14336, 34, 32, 8, 128),
     "seed-oss-36b": _sized(_SEED_OSS, 5120, 27648, 64, 80, 8, 128),
 }
@@ -248,7 +404,9 @@ def published(name: str) -> ModelConfig:
     try:
         return PUBLISHED[name.lower()]
     except KeyError:
-        raise InputError(f"{name!r} is not a published model known here; known are {', '.join(PUBLISHED)}") from None
+        raise InputError(
+            f"{name!r} is not a published model known here; known are {', '.join(PUBLISHED)}"
+        ) from None
 
 
 def parameter_count(config: ModelConfig) -> int:

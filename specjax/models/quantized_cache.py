@@ -69,7 +69,11 @@ def quantize(x: Float[Array, "B heads S dim"]) -> QuantizedPart:
 
 def dequantize(part: Part) -> jax.Array:
     """Return a part in floats: a quantized one in float32, any other as it is."""
-    return part.numbers.astype(jnp.float32) * part.scales[..., None] if isinstance(part, QuantizedPart) else part
+    return (
+        part.numbers.astype(jnp.float32) * part.scales[..., None]
+        if isinstance(part, QuantizedPart)
+        else part
+    )
 
 
 def quantized_as(part: Part, stored: Part) -> Part:
@@ -99,7 +103,9 @@ def rescaled(by_slot: jax.Array, part: Part, axes: Sequence[int]) -> jax.Array:
     weighted values likewise. So a scale is multiplied with one number of a slot, not with all of
     its ``dim``. ``axes`` are the axes of ``by_slot`` that the scales lack.
     """
-    return by_slot * jnp.expand_dims(part.scales, axes) if isinstance(part, QuantizedPart) else by_slot
+    return (
+        by_slot * jnp.expand_dims(part.scales, axes) if isinstance(part, QuantizedPart) else by_slot
+    )
 
 
 def check_cache_type(name: str) -> None:

@@ -28,7 +28,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     if rope.kind == "proportional":
         return _proportional(rope, head_dim), 1.0
     head_dim = int(head_dim * rope.turned)
-    base = (1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)).astype(np.float32)
+    base = (1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)).astype(
+        np.float32
+    )
     if rope.kind == "default":
         return base, 1.0
     if rope.kind == "linear":
@@ -41,7 +43,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 def _proportional(rope: Rope, head_dim: int) -> np.ndarray:
     """Return Gemma 4's frequencies: those of a whole head, with 0 beyond the first share."""
     turned = 2 * int(rope.turned * head_dim // 2)
-    frequencies = 1.0 / rope.theta ** (np.arange(0, turned, 2, dtype=np.float32) / head_dim) / rope.factor
+    frequencies = (
+        1.0 / rope.theta ** (np.arange(0, turned, 2, dtype=np.float32) / head_dim) / rope.factor
+    )
     return np.pad(frequencies, (0, (head_dim - turned) // 2)).astype(np.float32)
 
 
@@ -63,7 +67,11 @@ def _yarn(rope: Rope, base: np.ndarray, head_dim: int) -> np.ndarray:
 
     def dimension(turns: float) -> float:
         assert rope.original_max_positions is not None
-        return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            head_dim
+            * math.log(rope.original_max_positions / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
@@ -127,7 +135,9 @@ def rotations(rope: Rope, head_dim: int, positions: Int[Array, "B T"]) -> Rotati
 
 @shape_checked
 def rotate(
-    x: Float[Array, "B T heads d"], cos: Float[Array, "#B T 1 half"], sin: Float[Array, "#B T 1 half"]
+    x: Float[Array, "B T heads d"],
+    cos: Float[Array, "#B T 1 half"],
+    sin: Float[Array, "#B T 1 half"],
 ) -> Float[Array, "B T heads d"]:
     """Rotate each head's pairs ``(x_i, x_{i + n/2})``, Hugging Face's pairing, in float32.
 

@@ -32,14 +32,18 @@ class State:
     newest: tuple[jax.Array, ...]
 
     @classmethod
-    def zeros(cls, sizes: LinearAttention, batch: int, dtype: DTypeLike, mesh: Mesh | None = None) -> "State":
+    def zeros(
+        cls, sizes: LinearAttention, batch: int, dtype: DTypeLike, mesh: Mesh | None = None
+    ) -> "State":
         """Return the state of empty rows; ``dtype`` is the type of the activations."""
 
         def zeros(heads: int, *shape: int, dtype: DTypeLike) -> jax.Array:
             return by_heads(jnp.zeros((batch, heads, *shape), dtype), sizes.key_heads, mesh)
 
         table = zeros(sizes.value_heads, sizes.key_dim, sizes.value_dim, dtype=jnp.float32)
-        newest = tuple(zeros(heads, sizes.kernel - 1, dim, dtype=dtype) for heads, dim in sizes.convolved)
+        newest = tuple(
+            zeros(heads, sizes.kernel - 1, dim, dtype=dtype) for heads, dim in sizes.convolved
+        )
         return cls(table, newest)
 
     def append(self, entry: Sequence[Any], count: Int[Array, " B"]) -> "State":
@@ -50,12 +54,17 @@ class State:
         table = delta_rule.write(self.table, delta_rule.Node(*entry[:3]), count)
         return State(table, self.newest_after(entry[3:], count))
 
-    def newest_after(self, convolved: Sequence[jax.Array], count: Int[Array, " B"]) -> tuple[jax.Array, ...]:
+    def newest_after(
+        self, convolved: Sequence[jax.Array], count: Int[Array, " B"]
+    ) -> tuple[jax.Array, ...]:
         """Return ``newest`` after the first ``count [B]`` of some tokens.
 
         ``convolved`` are their inputs of the convolution, ``[B, heads, n, dim]`` each.
         """
-        joined = (jnp.concatenate([old, new.astype(old.dtype)], 2) for old, new in zip(self.newest, convolved, strict=True))
+        joined = (
+            jnp.concatenate([old, new.astype(old.dtype)], 2)
+            for old, new in zip(self.newest, convolved, strict=True)
+        )
         return tuple(_after(tokens, count, self.newest[0].shape[2]) for tokens in joined)
 
 
@@ -82,7 +91,9 @@ def empty_nodes(
         ((sizes.value_heads, slots), jnp.float32),
         *(((heads, slots, dim), dtype) for heads, dim in sizes.convolved),
     ]
-    return tuple(by_heads(jnp.zeros((batch, *shape), kind), sizes.key_heads, mesh) for shape, kind in shapes)
+    return tuple(
+        by_heads(jnp.zeros((batch, *shape), kind), sizes.key_heads, mesh) for shape, kind in shapes
+    )
 
 
 def by_heads(array: jax.Array, units: int, mesh: Mesh | None) -> jax.Array:

@@ -45,20 +45,27 @@ class TorchFile:
         self._path = path
         try:
             self._archive = zipfile.ZipFile(path)
-            (description,) = [name for name in self._archive.namelist() if name.endswith("/data.pkl")]
+            (description,) = [
+                name for name in self._archive.namelist() if name.endswith("/data.pkl")
+            ]
             self._root = description.removesuffix("data.pkl")
             content = _Unpickler(io.BytesIO(self._archive.read(description)), path).load()
         except CheckpointError:
             raise
         except Exception as error:  # a damaged zip or pickle can raise almost anything
             raise CheckpointError(
-                f"{path} is not a PyTorch file of version 1.6 or newer, or is damaged ({type(error).__name__}): "
-                "convert it to safetensors, or download it again"
+                f"{path} is not a PyTorch file of version 1.6 or newer, or is damaged"
+                f" ({type(error).__name__}): convert it to safetensors, or download it again"
             ) from None
         # `dict.items`: a pickle may give its dictionary attributes, such as one called "items".
         named = dict(dict.items(content)) if isinstance(content, dict) else None
-        if named is None or not all(type(name) is str and isinstance(tensor, _Tensor) for name, tensor in named.items()):
-            raise CheckpointError(f"{path} holds a {type(content).__name__}, not tensors by name: save model.state_dict()")
+        if named is None or not all(
+            type(name) is str and isinstance(tensor, _Tensor) for name, tensor in named.items()
+        ):
+            raise CheckpointError(
+                f"{path} holds a {type(content).__name__}, not tensors by name: save"
+                " model.state_dict()"
+            )
         self._named = named
 
     @property
@@ -69,9 +76,13 @@ class TorchFile:
     def storage(self, number: str, kind: str) -> np.ndarray:
         """Return all numbers of a storage."""
         try:
-            return np.frombuffer(self._archive.read(f"{self._root}data/{number}"), _STORAGES[kind][1])
+            return np.frombuffer(
+                self._archive.read(f"{self._root}data/{number}"), _STORAGES[kind][1]
+            )
         except Exception as error:
-            raise CheckpointError(f"{self._path} is damaged ({type(error).__name__}): download it again") from None
+            raise CheckpointError(
+                f"{self._path} is damaged ({type(error).__name__}): download it again"
+            ) from None
 
 
 class TorchTensor:
@@ -91,11 +102,22 @@ class TorchTensor:
     def __getitem__(self, part: Any) -> np.ndarray:
         tensor = self._tensor
         numbers = self._file.storage(*tensor.storage)
-        reach = tensor.offset + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True)) + 1
+        reach = (
+            tensor.offset
+            + sum(
+                (size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True)
+            )
+            + 1
+        )
         if 0 in tensor.shape or reach > len(numbers):
-            raise CheckpointError("a tensor reaches beyond its storage: the PyTorch file is damaged; download it again")
+            raise CheckpointError(
+                "a tensor reaches beyond its storage: the PyTorch file is damaged; download it"
+                " again"
+            )
         strides = [step * numbers.itemsize for step in tensor.strides]
-        return np.lib.stride_tricks.as_strided(numbers[tensor.offset :], tensor.shape, strides)[part]
+        return np.lib.stride_tricks.as_strided(numbers[tensor.offset :], tensor.shape, strides)[
+            part
+        ]
 
 
 # These are tuples, so that a pickle cannot change them after they are checked.
@@ -122,7 +144,9 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> _Te
     numbers = [offset, *shape, *strides]
     whole = all(type(n) is int and 0 <= n < 2**48 for n in numbers)
     if type(storage) is not _Storage or not whole or len(shape) != len(strides):
-        raise CheckpointError("a tensor of the PyTorch file has an invalid description: download the file again")
+        raise CheckpointError(
+            "a tensor of the PyTorch file has an invalid description: download the file again"
+        )
     return _Tensor(storage, offset, shape, strides)
 
 
@@ -158,10 +182,18 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and name in _STORAGES:
             return _StorageKind(name)
         raise CheckpointError(
-            f"{self._path} asks for {show(f'{module}.{name}')}, which is not a tensor: such a file could run any code"
+            f"{self._path} asks for {show(f'{module}.{name}')}, which is not a tensor: such a file"
+            " could run any code"
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        if not isinstance(pid, tuple) or len(pid) < 3 or pid[0] != "storage" or type(pid[1]) is not _StorageKind:
-            raise CheckpointError(f"{self._path} holds something that is not a tensor: save model.state_dict()")
+        if (
+            not isinstance(pid, tuple)
+            or len(pid) < 3
+            or pid[0] != "storage"
+            or type(pid[1]) is not _StorageKind
+        ):
+            raise CheckpointError(
+                f"{self._path} holds something that is not a tensor: save model.state_dict()"
+            )
         return _Storage(str(pid[2]), str(pid[1]))

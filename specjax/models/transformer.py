@@ -18,7 +18,15 @@ from specjax.errors import InputError
 from specjax.models import config_json, fingerprint, hub, huggingface, parts
 from specjax.models import params as declarations
 from specjax.models.attention import Filled, Piece
-from specjax.models.cache import Cache, Entry, KVCache, Memory, RingCache, empty_entries, empty_states
+from specjax.models.cache import (
+    Cache,
+    Entry,
+    KVCache,
+    Memory,
+    RingCache,
+    empty_entries,
+    empty_states,
+)
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, normed
@@ -111,7 +119,10 @@ class Target(OneLine):
 
     def shown_fields(self) -> dict[str, Any]:
         """Return the fields that the repr shows: the main sizes, and what is not default."""
-        sizes = {name: getattr(self.config, name, None) for name in ("model_type", "num_layers", "hidden_size", "vocab_size")}
+        sizes = {
+            name: getattr(self.config, name, None)
+            for name in ("model_type", "num_layers", "hidden_size", "vocab_size")
+        }
         options = {name: getattr(self, name) for name in ("mesh", "part_of", "cache_dtype")}
         changed = {name: value for name, value in options.items() if value != getattr(Target, name)}
         return {**sizes, "params": self.params, **changed}
@@ -171,9 +182,17 @@ class Target(OneLine):
         return target if layers is None or saved_part is None else target.part(layers)
 
     @classmethod
-    def init(cls, config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> "Target":
+    def init(
+        cls,
+        config: ModelConfig,
+        key: jax.Array,
+        dtype: DTypeLike = jnp.float32,
+        mesh: Mesh | None = None,
+    ) -> "Target":
         """Return a model with random weights; consumes ``key``."""
-        params = declarations.initialise(declarations.declare(config), key, dtype, mesh, config.axis_units)
+        params = declarations.initialise(
+            declarations.declare(config), key, dtype, mesh, config.axis_units
+        )
         return cls(params=params, config=config, mesh=mesh)
 
     def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
@@ -182,7 +201,9 @@ class Target(OneLine):
         ``dtype`` is the type of the file, by default the model's own.
         """
         layers = self.held if self.part_of else None
-        huggingface.save(Path(path), self.config, self.params, dtype, layers=layers, part_of=self.part_of)
+        huggingface.save(
+            Path(path), self.config, self.params, dtype, layers=layers, part_of=self.part_of
+        )
 
     def quantize(self, weights: schemes.Weights) -> "Target":
         """Return the model with quantized weights.
@@ -201,7 +222,9 @@ class Target(OneLine):
         """
         declared = declarations.declare(self.config, self.held if self.part_of else None)
         form_of = schemes.of_model(schemes.scheme_of(weights).form_of, self.config.tie_embeddings)
-        params = schemes.quantize_params(declared, self.params, form_of, self.mesh, self.config.axis_units)
+        params = schemes.quantize_params(
+            declared, self.params, form_of, self.mesh, self.config.axis_units
+        )
         return replace(self, params=params)
 
     narrow = schemes.narrow  # the old name of `quantize`
@@ -226,14 +249,22 @@ class Target(OneLine):
             specjax.errors.InputError: target: this is a part of a target (embedding, ...
         """
         first, last = parts.check_layers(layers, self.held, self.config.num_layers)
-        layers_of_part = [layer if first <= i < last else {} for i, layer in enumerate(self.params["layers"])]
-        return replace(self, params={**self.params, "layers": layers_of_part}, part_of=self.fingerprint())
+        layers_of_part = [
+            layer if first <= i < last else {} for i, layer in enumerate(self.params["layers"])
+        ]
+        return replace(
+            self, params={**self.params, "layers": layers_of_part}, part_of=self.fingerprint()
+        )
 
     @property
     def held(self) -> parts.Layers:
         """The layers of this target: from the first index to the one after the last."""
         present = [i for i, layer in enumerate(self.params["layers"]) if layer]
-        return (present[0], present[-1] + 1) if present else (self.config.num_layers, self.config.num_layers)
+        return (
+            (present[0], present[-1] + 1)
+            if present
+            else (self.config.num_layers, self.config.num_layers)
+        )
 
     def fingerprint(self) -> str:
         """Return 32 hexadecimal digits by which a server and a client compare their targets.
@@ -270,7 +301,9 @@ class Target(OneLine):
         """
         return RingCache.around(self.new_cache(batch, slots), num_kept)
 
-    def new_scratch(self, batch: int, slots: int, layers: tuple[int, int] | None = None) -> tuple[Entry, ...]:
+    def new_scratch(
+        self, batch: int, slots: int, layers: tuple[int, int] | None = None
+    ) -> tuple[Entry, ...]:
         """Return empty entries for ``slots`` drafted tokens of each row.
 
         ``layers`` is a slice of the layers, as in `run`.
@@ -298,7 +331,10 @@ class Target(OneLine):
         return self._constrain(x, None)
 
     def _look_up(
-        self, table: jax.Array | QuantizedMatrix, tokens: Int[Array, "B T"], columns: slice = slice(None)
+        self,
+        table: jax.Array | QuantizedMatrix,
+        tokens: Int[Array, "B T"],
+        columns: slice = slice(None),
     ) -> jax.Array:
         """Return ``[B, T, n]``, some ``columns`` of the rows of ``table`` for ``tokens``.
 
@@ -307,13 +343,19 @@ class Target(OneLine):
         """
 
         def look_up(rows: jax.Array) -> jax.Array:
-            return rows_of(table, rows, self.dtype) if isinstance(table, QuantizedMatrix) else table[rows, columns]
+            return (
+                rows_of(table, rows, self.dtype)
+                if isinstance(table, QuantizedMatrix)
+                else table[rows, columns]
+            )
 
         if self.mesh is None or tokens.size > 1:
             return look_up(tokens)
         return look_up(jnp.repeat(tokens, 2, axis=0))[:1]
 
-    def layer_inputs(self, tokens: Int[Array, "B T"], layers: tuple[int, int] | None = None) -> jax.Array:
+    def layer_inputs(
+        self, tokens: Int[Array, "B T"], layers: tuple[int, int] | None = None
+    ) -> jax.Array:
         """Return the input ``[B, T, n, P]`` of each of n layers besides the residual stream.
 
         ``layers`` is a slice, as in `run`. An input is the scaled mean of a look-up by token and a
@@ -380,13 +422,19 @@ class Target(OneLine):
                 argument that they exclude; or layers with a state are to commit tokens that are not
                 a chain.
         """
-        if documents is not None and not (mask is None and cache is None and commit is None and not scratch):
-            raise InputError("documents: cannot be combined with mask, cache, scratch and commit: leave those out")
+        if documents is not None and not (
+            mask is None and cache is None and commit is None and not scratch
+        ):
+            raise InputError(
+                "documents: cannot be combined with mask, cache, scratch and commit: leave"
+                " those out"
+            )
         batch, count = x.shape[:2]
         start, stop = (0, self.config.num_layers) if layers is None else layers
         if not all(self.params["layers"][start:stop]):
             raise InputError(
-                f"layers=({start}, {stop}): this is {parts.describe(self.held, self.config.num_layers)}: give the whole target"
+                f"layers=({start}, {stop}): this is"
+                f" {parts.describe(self.held, self.config.num_layers)}: give the whole target"
             )
         if positions is None:
             offset = jnp.zeros(batch, jnp.int32) if cache is None else cache.length
@@ -399,7 +447,10 @@ class Target(OneLine):
             mask = mask & (documents[:, :, None] == documents[:, None])
         inputs = self._inputs(tokens, (start, stop))
         sizes = [self.config.of_layer(layer) for layer in range(start, stop)]
-        turns = {kind: rotations(*kind, positions) for kind in dict.fromkeys((size.rope, size.head_dim) for size in sizes)}
+        turns = {
+            kind: rotations(*kind, positions)
+            for kind in dict.fromkeys((size.rope, size.head_dim) for size in sizes)
+        }
         tapped, new = [], []
         for i, config in enumerate(sizes):
             if start + i in taps:
@@ -411,17 +462,36 @@ class Target(OneLine):
                 past.append(self.cache_piece(cache, source, positions, window))
             if not has_state:
                 past += [(entries[source], visible) for entries, visible in scratch]
-            visible = mask if window is None else mask & (positions[:, :, None] - positions[:, None] < window)
+            visible = (
+                mask
+                if window is None
+                else mask & (positions[:, :, None] - positions[:, None] < window)
+            )
             if source < i:
                 past.append((new[source], visible))
             turn, layer = turns[config.rope, config.head_dim], self.params["layers"][start + i]
             extra = None if inputs is None else inputs[:, :, i]
-            x, entry = decoder_layer(layer, config, x, turn, visible, past, self.mesh, extra, self.cache_dtype, contexts[i])
+            x, entry = decoder_layer(
+                layer,
+                config,
+                x,
+                turn,
+                visible,
+                past,
+                self.mesh,
+                extra,
+                self.cache_dtype,
+                contexts[i],
+            )
             x = self._constrain(x, None)
             new.append(entry)
         if stop in taps:
             tapped.append(x)
-        recorded = jnp.stack(tapped, axis=2) if tapped else jnp.zeros((batch, count, 0, x.shape[-1]), x.dtype)
+        recorded = (
+            jnp.stack(tapped, axis=2)
+            if tapped
+            else jnp.zeros((batch, count, 0, x.shape[-1]), x.dtype)
+        )
         return x, recorded, tuple(new)
 
     def _contexts(
@@ -441,19 +511,25 @@ class Target(OneLine):
         if cache is not None:
             states = cache.states
         else:
-            states = empty_states(self._memories(layers), batch=batch, dtype=self.dtype, mesh=self.mesh)
+            states = empty_states(
+                self._memories(layers), batch=batch, dtype=self.dtype, mesh=self.mesh
+            )
         if not any(states):
             return [None] * (layers[1] - layers[0])
         assert self.config.linear is not None
         ancestry = Ancestry.of(mask, [visible for _, visible in scratch], self.config.linear.kernel)
         if commit is not None and not ancestry.is_chain:
             raise InputError(
-                "mask: layers with a state can only commit a chain: leave mask and scratch out, or `read` the tokens "
-                "and then `append` those that are accepted"
+                "mask: layers with a state can only commit a chain: leave mask and scratch out, or"
+                " `read` the tokens and then `append` those that are accepted"
             )
         ancestry = replace(ancestry, documents=documents)
         return [
-            None if state is None else Context(state, [entries[i] for entries, _ in scratch], ancestry, commit)
+            (
+                None
+                if state is None
+                else Context(state, [entries[i] for entries, _ in scratch], ancestry, commit)
+            )
             for i, state in enumerate(states)
         ]
 
@@ -462,7 +538,9 @@ class Target(OneLine):
         if not self.config.per_layer_inputs:
             return None
         if tokens is None:
-            raise InputError("tokens: the layers of this model have inputs for each token: give the token ids")
+            raise InputError(
+                "tokens: the layers of this model have inputs for each token: give the token ids"
+            )
         return self.layer_inputs(tokens, layers)
 
     def _source(self, layer: int, first: int) -> int:
@@ -470,12 +548,14 @@ class Target(OneLine):
         source = self.config.entries_of(layer)
         if source < first:
             raise InputError(
-                f"layers: the slice begins with layer {first}, and its layer {layer} reads the entries of layer {source}: "
-                "begin with that one"
+                f"layers: the slice begins with layer {first}, and its layer {layer} reads the"
+                f" entries of layer {source}: begin with that one"
             )
         return source
 
-    def cache_piece(self, cache: Cache, layer: int, positions: jax.Array, window: int | None) -> Filled:
+    def cache_piece(
+        self, cache: Cache, layer: int, positions: jax.Array, window: int | None
+    ) -> Filled:
         """Return what queries at ``positions [B, T]`` see of a layer of a cache.
 
         A ``window`` does not apply to a ring.
@@ -515,7 +595,11 @@ class Target(OneLine):
     def embedding(self) -> jax.Array:
         """The embedding ``[V, H]`` in floats, to initialize those of drafters."""
         stored = self.params["embed"]
-        return dequantize_matrix(stored, self.dtype).T if isinstance(stored, QuantizedMatrix) else stored
+        return (
+            dequantize_matrix(stored, self.dtype).T
+            if isinstance(stored, QuantizedMatrix)
+            else stored
+        )
 
     @property
     def head_weights(self) -> jax.Array:
@@ -536,12 +620,16 @@ class Target(OneLine):
     @property
     def weights_of_pass(self) -> Params:
         """The params that a pass reads: all, except embeddings whose rows are looked up."""
-        looked_up = {"per_layer_embed"} if self.config.tie_embeddings else {"embed", "per_layer_embed"}
+        looked_up = (
+            {"per_layer_embed"} if self.config.tie_embeddings else {"embed", "per_layer_embed"}
+        )
         return {name: value for name, value in self.params.items() if name not in looked_up}
 
     # --- the whole model ---
 
-    def read(self, tokens: Int[Array, "B T"], cache: Cache | None = None, **options: Any) -> tuple[States, tuple[Any, ...]]:
+    def read(
+        self, tokens: Int[Array, "B T"], cache: Cache | None = None, **options: Any
+    ) -> tuple[States, tuple[Any, ...]]:
         """Read T tokens of each row, and leave the cache as it is.
 
         Args:
@@ -556,13 +644,19 @@ class Target(OneLine):
         x, taps, new = self.run(self.embed(tokens), cache, tokens=tokens, **options)
         return States(hidden=self.norm(x), taps=taps), new
 
-    def score(self, tokens: Int[Array, "B T"], cache: Cache | None = None, **options: Any) -> tuple[Output, tuple[Any, ...]]:
+    def score(
+        self, tokens: Int[Array, "B T"], cache: Cache | None = None, **options: Any
+    ) -> tuple[Output, tuple[Any, ...]]:
         """Return the output with logits after each token, and the entries; see `read`."""
         states, new = self.read(tokens, cache, **options)
         return self._with_logits(states), new
 
     def commit(
-        self, tokens: Int[Array, "B T"], cache: Cache, count: jax.Array | None = None, **options: Any
+        self,
+        tokens: Int[Array, "B T"],
+        cache: Cache,
+        count: jax.Array | None = None,
+        **options: Any,
     ) -> tuple[States, Cache]:
         """Read tokens, and commit the first ``count [B]`` of each row to the cache; None for all T.
 
@@ -579,11 +673,19 @@ class Target(OneLine):
 
     @overload
     def forward(
-        self, tokens: Int[Array, "B T"], cache: Cache, count: jax.Array | None = None, **options: Any
+        self,
+        tokens: Int[Array, "B T"],
+        cache: Cache,
+        count: jax.Array | None = None,
+        **options: Any,
     ) -> tuple[Output, Cache]: ...
 
     def forward(
-        self, tokens: Int[Array, "B T"], cache: Cache | None = None, count: jax.Array | None = None, **options: Any
+        self,
+        tokens: Int[Array, "B T"],
+        cache: Cache | None = None,
+        count: jax.Array | None = None,
+        **options: Any,
     ) -> tuple[Output, Any]:
         """Return the output with logits, and the cache after `commit`; without a cache None.
 

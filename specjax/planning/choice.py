@@ -19,14 +19,24 @@ from specjax import decoding, sharding
 from specjax.decoding.options import GenerationOptions, check_prompts
 from specjax.decoding.verification import RULES
 from specjax.drafters import CompressedCache, Drafter
-from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, StaticTree, complete_tree
+from specjax.drafts.shapes import (
+    Chain,
+    DraftShape,
+    DynamicTree,
+    SampledTree,
+    StaticTree,
+    complete_tree,
+)
 from specjax.models.transformer import Target
 from specjax.planning import theory
 from specjax.planning.costs import Costs, measure_costs, tokens_needed, trial_key
 from specjax.progress import waiting
 from specjax.sampling import Sampling
 
-_TRIAL_STEPS, _LEAST_STEPS = 256, 32  # steps of a trial, of all rows together and at least of each row
+_TRIAL_STEPS, _LEAST_STEPS = (
+    256,
+    32,
+)  # steps of a trial, of all rows together and at least of each row
 _RANKS = 8
 _REPEATS = 3
 _COUNTS = (2, 3, 5, 9, 17, 33, 65)
@@ -180,28 +190,45 @@ def compare_drafts(
         ['None', 'chain of 1', 'chain of 2']
     """
     if acceptance is None:
-        acceptance = measure_acceptance(target, drafter, tokens, lengths, options=options, longest=longest)
+        acceptance = measure_acceptance(
+            target, drafter, tokens, lengths, options=options, longest=longest
+        )
     rows, width = np.asarray(tokens).shape
     depth = len(acceptance.survival)
     plain = Candidate(None, 1.0, 0.0, 1.0)
     if depth == 0:  # the target has no position left for a draft after these prompts
         return DraftComparison(acceptance, {}, {}, (plain,))
     ranks = len(acceptance.by_rank)
-    costs, draft_times = _times(target, drafter, depth, ranks, nodes, (batch or rows, width), options)
+    costs, draft_times = _times(
+        target, drafter, depth, ranks, nodes, (batch or rows, width), options
+    )
 
     def candidate(shape: DraftShape, emitted: float) -> Candidate:
-        level = float(np.interp(shape.width, sorted(draft_times), [draft_times[width] for width in sorted(draft_times)]))
+        level = float(
+            np.interp(
+                shape.width,
+                sorted(draft_times),
+                [draft_times[width] for width in sorted(draft_times)],
+            )
+        )
         seconds = shape.depth * level + costs.verification(shape.nodes)
         return Candidate(shape, emitted, seconds, emitted * costs.target / seconds)
 
     candidates = [replace(plain, seconds=costs.target)]
-    candidates += [candidate(Chain(n), 1 + sum(acceptance.survival[:n])) for n in range(1, depth + 1)]
+    candidates += [
+        candidate(Chain(n), 1 + sum(acceptance.survival[:n])) for n in range(1, depth + 1)
+    ]
     tried: dict[DraftShape, float] = {**acceptance.sampled, **acceptance.dynamic}
-    candidates += [candidate(shape, emitted) for shape, emitted in tried.items() if shape.nodes <= nodes]
+    candidates += [
+        candidate(shape, emitted) for shape, emitted in tried.items() if shape.nodes <= nodes
+    ]
     if ranks and nodes > 1:
         trees = theory.best_trees(acceptance.by_rank, nodes, depth)
         branching = [tree for tree in trees.values() if max(path[-1] for path in tree) > 0]
-        candidates += [candidate(StaticTree(tree), theory.tree_tokens(acceptance.by_rank, tree)) for tree in branching]
+        candidates += [
+            candidate(StaticTree(tree), theory.tree_tokens(acceptance.by_rank, tree))
+            for tree in branching
+        ]
     ordered = sorted(candidates, key=lambda candidate: -candidate.speedup)
     return DraftComparison(acceptance, costs.verify, draft_times, tuple(ordered))
 
@@ -231,7 +258,10 @@ def fastest_drafter(
         budgets = [b for b in BUDGETS if 0 < drafter.scheme.kept(b) < b < width]
         budgets = sorted({*budgets, drafter.budget})
         sized = [replace(drafter, budget=budget) for budget in budgets]
-    results = [(variant, compare_drafts(target, variant, tokens, lengths, options=options).best) for variant in sized]
+    results = [
+        (variant, compare_drafts(target, variant, tokens, lengths, options=options).best)
+        for variant in sized
+    ]
     fastest, best = max(results, key=lambda pair: pair[1].speedup)
     return None if best.draft is None else with_draft(fastest, best.draft), best
 
@@ -278,7 +308,11 @@ def measure_acceptance(
         dynamic = {shape: trial(shape)[2] for shape in _dynamic_trees(survival, vocab)}
         # With coupled sampling, a sampled tree has the same children as a static tree.
         if not np.all(np.asarray(options.sampling.temperature) == 0) and options.rule != "coupled":
-            shapes = [SampledTree(widths) for widths in _SAMPLED if len(widths) <= depth and max(widths) <= vocab]
+            shapes = [
+                SampledTree(widths)
+                for widths in _SAMPLED
+                if len(widths) <= depth and max(widths) <= vocab
+            ]
             sampled = {shape: trial(shape)[2] for shape in shapes}
     return TrialAcceptance(survival, by_rank, sampled, dynamic)
 
@@ -291,7 +325,11 @@ def _dynamic_trees(survival: tuple[float, ...], vocab: int) -> list[DynamicTree]
     depth = max(2, sum(chance >= _DEEP for chance in survival))
     if len(survival) < depth:
         return []
-    return [DynamicTree(top_k, depth, max(nodes, depth + 1)) for top_k, nodes in _DYNAMIC if top_k <= vocab]
+    return [
+        DynamicTree(top_k, depth, max(nodes, depth + 1))
+        for top_k, nodes in _DYNAMIC
+        if top_k <= vocab
+    ]
 
 
 def chain_survival(
@@ -323,14 +361,20 @@ def chain_survival(
     return tuple(survival.tolist())
 
 
-def _positions_left(target: Target, drafter: Drafter, tokens: ArrayLike, lengths: ArrayLike | None) -> int:
+def _positions_left(
+    target: Target, drafter: Drafter, tokens: ArrayLike, lengths: ArrayLike | None
+) -> int:
     """Return by how many tokens the longest prompt can be continued."""
     _, checked = check_prompts(tokens, lengths, target.config.vocab_size)
     return decoding.most_positions(target, drafter) - int(checked.max())
 
 
 def _try(
-    target: Target, drafter: Drafter, tokens: ArrayLike, lengths: ArrayLike | None, options: GenerationOptions
+    target: Target,
+    drafter: Drafter,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None,
+    options: GenerationOptions,
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Generate for a few steps.
 
@@ -341,18 +385,26 @@ def _try(
     rows, shape = len(np.asarray(tokens)), drafter.draft_shape
     count = max(_LEAST_STEPS, _TRIAL_STEPS // rows)
     positions_left = _positions_left(target, drafter, tokens, lengths)
-    max_new_tokens = min(count * (1 + shape.depth), positions_left, int(np.max(options.max_new_tokens)))
+    max_new_tokens = min(
+        count * (1 + shape.depth), positions_left, int(np.max(options.max_new_tokens))
+    )
     trial_options = replace(options, max_new_tokens=max_new_tokens, key=trial_key(options.key))
     drafter, state = decoding.start(target, drafter, tokens, lengths, trial_options)
     with waiting(f"trying a {shape}"):
         first, stats = sharding.to_host(_watch(target, drafter, state, count), target.mesh)
     steps = max(int(np.sum(stats.steps)), 1)
     ranks = np.bincount(first.ravel(), minlength=shape.branching + 1)[1:]
-    return stats.accepted_at.sum(axis=0) / steps, ranks / steps, float(np.sum(stats.accepted)) / steps + 1
+    return (
+        stats.accepted_at.sum(axis=0) / steps,
+        ranks / steps,
+        float(np.sum(stats.accepted)) / steps + 1,
+    )
 
 
 @partial(jax.jit, static_argnames="steps")
-def _watch(target: Target, drafter: Drafter, state: decoding.DecodeState, steps: int) -> tuple[jax.Array, Any]:
+def _watch(
+    target: Target, drafter: Drafter, state: decoding.DecodeState, steps: int
+) -> tuple[jax.Array, Any]:
     """Return the first accepted node of each step ``[steps, B]``, or 0, and the statistics."""
 
     def body(state: decoding.DecodeState, _: None) -> tuple[decoding.DecodeState, jax.Array]:
@@ -364,7 +416,13 @@ def _watch(target: Target, drafter: Drafter, state: decoding.DecodeState, steps:
 
 
 def _times(
-    target: Target, drafter: Drafter, depth: int, ranks: int, nodes: int, size: tuple[int, int], options: GenerationOptions
+    target: Target,
+    drafter: Drafter,
+    depth: int,
+    ranks: int,
+    nodes: int,
+    size: tuple[int, int],
+    options: GenerationOptions,
 ) -> tuple[Costs, dict[int, float]]:
     """Measure T_V(n) up to the largest candidate, and T_D of a level by the number of its nodes.
 
@@ -375,7 +433,9 @@ def _times(
     wide = [with_draft(drafter, StaticTree(complete_tree(spine))) for spine in spines]
     largest = max(depth + 1, nodes if ranks else 0)
     counts = [count for i, count in enumerate(_COUNTS) if i == 0 or _COUNTS[i - 1] < largest]
-    needed = tokens_needed(_REPEATS, max(*counts, *(variant.draft_shape.nodes for variant in wide), depth + 1))
+    needed = tokens_needed(
+        _REPEATS, max(*counts, *(variant.draft_shape.nodes for variant in wide), depth + 1)
+    )
     settings: dict[str, Any] = {
         "batch": batch,
         "context": max(1, min(width, decoding.most_positions(target, drafter) - needed)),
@@ -387,11 +447,18 @@ def _times(
     costs = measure_costs(target, with_draft(drafter, Chain(depth)), nodes=counts, **settings)
     draft_times = {1: costs.draft_time}
     for variant in wide:
-        draft_times[variant.draft_shape.width] = measure_costs(target, variant, verify=False, **settings).draft_time
+        draft_times[variant.draft_shape.width] = measure_costs(
+            target, variant, verify=False, **settings
+        ).draft_time
     return costs, draft_times
 
 
 def _spread(sampling: Sampling, batch: int) -> Sampling:
     """Return sampling parameters for ``batch`` rows; values by row are repeated or cut."""
     values = {name: getattr(sampling, name) for name in sampling.__dataclass_fields__}
-    return Sampling(**{name: np.resize(value, batch) if np.ndim(value) else value for name, value in values.items()})
+    return Sampling(
+        **{
+            name: np.resize(value, batch) if np.ndim(value) else value
+            for name, value in values.items()
+        }
+    )

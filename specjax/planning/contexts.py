@@ -87,7 +87,9 @@ class MeasuredContexts:
         """Return MagicDec's gain: expected tokens times T_T / (gamma T_D + T_V(gamma + 1))."""
         costs, tokens = self.costs[context, batch], 1 + sum(self.survival[context, budget][:gamma])
         times = (costs.target, self.draft_times[budget, batch], costs.verification(gamma + 1))
-        return Gain(context, batch, budget, gamma, tokens, theory.speedup_from_times(*times, gamma, tokens))
+        return Gain(
+            context, batch, budget, gamma, tokens, theory.speedup_from_times(*times, gamma, tokens)
+        )
 
     def gains(self, context: int, batch: int) -> list[Gain]:
         """Return the gains of all budgets and chain lengths, the largest first."""
@@ -116,12 +118,16 @@ class MeasuredContexts:
         enclose it.
         """
         fewest, most = self.batches[0], self.batches[-1]
-        rises = [self.gains(c, most)[0].speedup - self.gains(c, fewest)[0].speedup for c in self.contexts]
+        rises = [
+            self.gains(c, most)[0].speedup - self.gains(c, fewest)[0].speedup for c in self.contexts
+        ]
         crossings = [i for i in range(1, len(rises)) if rises[i - 1] < 0 <= rises[i]]
         if not crossings:
             return None
         i = crossings[-1]
-        at = np.interp(0.0, [rises[i - 1], rises[i]], np.log2([self.contexts[i - 1], self.contexts[i]]))
+        at = np.interp(
+            0.0, [rises[i - 1], rises[i]], np.log2([self.contexts[i - 1], self.contexts[i]])
+        )
         return float(2**at)
 
 
@@ -169,13 +175,21 @@ def measure_contexts(
     """
     texts = np.asarray(texts)
     if min(budgets) >= min(contexts):
-        raise InputError(f"budgets={tuple(budgets)}: at least one must be below the shortest context, {min(contexts)}")
+        raise InputError(
+            f"budgets={tuple(budgets)}: at least one must be below the shortest context,"
+            f" {min(contexts)}"
+        )
     if max(contexts) >= target.config.max_positions:
-        raise InputError(f"contexts={tuple(contexts)}: give less than the target's {target.config.max_positions} positions")
+        raise InputError(
+            f"contexts={tuple(contexts)}: give less than the target's {target.config.max_positions}"
+            " positions"
+        )
     for budget in budgets:
         drafter.scheme.check(budget)
     if texts.shape[1] < max(contexts):
-        raise InputError(f"texts: they have {texts.shape[1]} tokens; the longest context needs {max(contexts)}")
+        raise InputError(
+            f"texts: they have {texts.shape[1]} tokens; the longest context needs {max(contexts)}"
+        )
     chain = with_draft(drafter, Chain(longest))
     assert isinstance(chain, CompressedCache)
     survival = {}
@@ -193,14 +207,18 @@ def measure_contexts(
     costs = {}
     for context in contexts:
         for batch in batches:
-            costs[context, batch] = measure_costs(target, None, batch=batch, context=context, nodes=nodes, **measure)
+            costs[context, batch] = measure_costs(
+                target, None, batch=batch, context=context, nodes=nodes, **measure
+            )
             forget_programs()
     # Drafting over a full compressed cache costs the same at every context.
     draft = {}
     for budget in budgets:
         sized = replace(chain, budget=budget, draft=Chain(2))
         for batch in batches:
-            draft[budget, batch] = measure_costs(target, sized, batch=batch, context=budget, verify=False, **measure).draft_time
+            draft[budget, batch] = measure_costs(
+                target, sized, batch=batch, context=budget, verify=False, **measure
+            ).draft_time
             forget_programs()
     return MeasuredContexts(costs, draft, survival)
 

@@ -111,15 +111,21 @@ def measure_costs(
         raise InputError(f"repeats={repeats}: must be at least 1")
     if context + needed > (positions := decoding.most_positions(target, drafter)):
         raise InputError(
-            f"context={context}: with the {needed} tokens for measuring, it exceeds the {positions} positions of target and "
-            "drafter; give a shorter context"
+            f"context={context}: with the {needed} tokens for measuring, it exceeds the {positions}"
+            " positions of target and drafter; give a shorter context"
         )
     # The tokens do not matter: the time of a pass does not depend on them.
-    options = GenerationOptions(max_new_tokens=needed, sampling=sampling, eos_token_ids=(), rule=rule)
-    drafter, state = decoding.start(target, drafter, np.ones((batch, context), np.int32), options=options)
+    options = GenerationOptions(
+        max_new_tokens=needed, sampling=sampling, eos_token_ids=(), rule=rule
+    )
+    drafter, state = decoding.start(
+        target, drafter, np.ones((batch, context), np.int32), options=options
+    )
     cache = jax.tree.map(jnp.copy, state.cache)
     seconds: dict[int | str, list[float]] = {name: [] for name in [*counts, "draft"]}
-    for repeat in track(range(-1, repeats), f"compiling and timing passes, {batch} rows, {context} tokens"):
+    for repeat in track(
+        range(-1, repeats), f"compiling and timing passes, {batch} rows, {context} tokens"
+    ):
         for count in counts:
             elapsed, cache = _timed(_score, target, cache, count, _PASSES)
             seconds[count].append(elapsed)
@@ -127,11 +133,15 @@ def measure_costs(
         seconds["draft"].append(elapsed)
         if repeat < 0:  # discard the first repeat, which includes compilation
             seconds = {name: [] for name in seconds}
-    medians = agreed(np.array([median(values) / _PASSES for values in seconds.values()]), target.mesh)
+    medians = agreed(
+        np.array([median(values) / _PASSES for values in seconds.values()]), target.mesh
+    )
     per_pass = dict(zip(seconds, medians.tolist(), strict=True))
     return Costs(
         verify={count: per_pass[count] for count in counts},
-        draft_time=per_pass["draft"] / drafter.draft_shape.depth if drafter.draft_shape.depth else 0.0,
+        draft_time=(
+            per_pass["draft"] / drafter.draft_shape.depth if drafter.draft_shape.depth else 0.0
+        ),
         levels=None if ends_early else drafter.draft_shape.depth,
     )
 
@@ -183,8 +193,15 @@ def _score(target: Target, cache: KVCache, nodes: int, passes: int) -> KVCache:
     return jax.lax.fori_loop(0, passes, body, (tokens, cache))[1]
 
 
-@by_rows(decoding.rows_of_pass, models=("target", "drafter"), static_argnames="passes", donate_argnames="state")
-def _propose(target: Target, drafter: Drafter, state: decoding.DecodeState, passes: int) -> decoding.DecodeState:
+@by_rows(
+    decoding.rows_of_pass,
+    models=("target", "drafter"),
+    static_argnames="passes",
+    donate_argnames="state",
+)
+def _propose(
+    target: Target, drafter: Drafter, state: decoding.DecodeState, passes: int
+) -> decoding.DecodeState:
     """Draft ``passes`` times; the last token of a draft is the root of the next one.
 
     Only the root of each draft is committed.
@@ -195,7 +212,9 @@ def _propose(target: Target, drafter: Drafter, state: decoding.DecodeState, pass
     def body(_: int, state: decoding.DecodeState) -> decoding.DecodeState:
         draft, proposed = decoding.propose_step(target, drafter, state)
         newest = draft.tokens[:, -1:]
-        verdict = Verdict(path=jnp.zeros((batch, draft.depth + 1), jnp.int32), count=count, token=newest[:, 0])
+        verdict = Verdict(
+            path=jnp.zeros((batch, draft.depth + 1), jnp.int32), count=count, token=newest[:, 0]
+        )
 
         def along_path(*shape: int) -> jax.Array:
             return jnp.zeros((batch, draft.depth + 1, *shape), target.dtype)
@@ -248,13 +267,19 @@ def predicted_speedup(costs: Costs, *batches: Stats) -> float:
     """
     plain = speculative = 0.0
     for stats in batches:
-        steps, levels, scored = (np.asarray(field) for field in (stats.steps, stats.drafted_at.sum(axis=1), stats.scored))
+        steps, levels, scored = (
+            np.asarray(field) for field in (stats.steps, stats.drafted_at.sum(axis=1), stats.scored)
+        )
         emitted = np.asarray(stats.histogram) @ np.arange(stats.histogram.shape[1])
-        if costs.levels is not None:  # all levels are drafted, even if the best nodes of a dynamic tree are not deep
+        if (
+            costs.levels is not None
+        ):  # all levels are drafted, even if the best nodes of a dynamic tree are not deep
             levels = steps * costs.levels
         last = int(np.argmax(steps))
         plain += emitted.max() * costs.target
-        speculative += levels[last] * costs.draft_time + steps[last] * costs.verification(scored[last] / steps[last])
+        speculative += levels[last] * costs.draft_time + steps[last] * costs.verification(
+            scored[last] / steps[last]
+        )
     return float(plain / speculative)
 
 
@@ -293,8 +318,12 @@ def trial_speedup(
     tokens, lengths = check_prompts(tokens, lengths, target.config.vocab_size)
     batch, width = tokens.shape
     positions = decoding.most_positions(target, drafter)
-    max_new_tokens = min(trial_tokens, positions - int(lengths.max()), int(np.max(options.max_new_tokens)))
-    trial_options = replace(options, max_new_tokens=max(1, max_new_tokens), key=trial_key(options.key))
+    max_new_tokens = min(
+        trial_tokens, positions - int(lengths.max()), int(np.max(options.max_new_tokens))
+    )
+    trial_options = replace(
+        options, max_new_tokens=max(1, max_new_tokens), key=trial_key(options.key)
+    )
     with waiting("generating on trial"):
         trial = decoding.generate(target, drafter, tokens, lengths, **vars(trial_options))
     needed = tokens_needed(_TRIAL_REPEATS, drafter.draft_shape.nodes)
@@ -345,5 +374,7 @@ def agreed(values: np.ndarray, mesh: Mesh | None) -> np.ndarray:
         return values
     by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     local = values.astype(np.float32)[None]
-    all_values = jax.make_array_from_callback((mesh.size, *values.shape), by_device, lambda _: local)
+    all_values = jax.make_array_from_callback(
+        (mesh.size, *values.shape), by_device, lambda _: local
+    )
     return sharding.to_host(all_values, mesh)[0]

@@ -19,7 +19,9 @@ from specjax.models.config import ModelConfig
 
 TOKEN_BYTES, PARENT_BYTES = 4, 2
 
-Reader = Literal["draft model", "eagle", "eagle3", "moa", "moa, layers on the client", "moa, no layers"]
+Reader = Literal[
+    "draft model", "eagle", "eagle3", "moa", "moa, layers on the client", "moa, no layers"
+]
 """The kinds of drafters.
 
 For Mixture of Attentions, layer self-attention runs beside the target, on the client, or not at
@@ -46,7 +48,13 @@ class Messages:
 
 
 def message_sizes(
-    reader: Reader, target: ModelConfig, *, nodes: int, accepted: int, tli: int = 0, number_bytes: int = 2
+    reader: Reader,
+    target: ModelConfig,
+    *,
+    nodes: int,
+    accepted: int,
+    tli: int = 0,
+    number_bytes: int = 2,
 ) -> Messages:
     """Return the bytes of the messages of one round.
 
@@ -75,24 +83,31 @@ def message_sizes(
         raise InputError(f"reader={reader!r}: give one of {', '.join(map(repr, get_args(Reader)))}")
     if nodes < 0 or accepted < 1 or number_bytes < 1 or not 0 <= tli < target.num_layers:
         raise InputError(
-            f"nodes={nodes}, accepted={accepted}, tli={tli}, number_bytes={number_bytes}: nodes must be at least 0, accepted "
-            f"and number_bytes at least 1, tli from 0 to {target.num_layers - 1}"
+            f"nodes={nodes}, accepted={accepted}, tli={tli}, number_bytes={number_bytes}: nodes"
+            " must be at least 0, accepted and number_bytes at least 1, tli from 0 to"
+            f" {target.num_layers - 1}"
         )
     if target.mla is not None and (reader.startswith("moa") or tli):
-        raise InputError("target: it caches latents (MLA), and has no keys and values that could be sent; give another target")
-    sent = range(0 if reader.startswith("moa") and reader != "moa, no layers" else target.num_layers - tli, target.num_layers)
+        raise InputError(
+            "target: it caches latents (MLA), and has no keys and values that could be sent; give"
+            " another target"
+        )
+    sent = range(
+        0 if reader.startswith("moa") and reader != "moa, no layers" else target.num_layers - tli,
+        target.num_layers,
+    )
     if states := set(target.linear_layers) & set(sent):
         raise InputError(
-            f"target: its layers {sorted(states)} keep a state, and no entries of tokens that could be sent; give a target "
-            "without linear attention, or a reader of other layers"
+            f"target: its layers {sorted(states)} keep a state, and no entries of tokens that could"
+            " be sent; give a target without linear attention, or a reader of other layers"
         )
     if tli and not reader.startswith("moa"):
         raise InputError(f"tli={tli}: a drafter of kind {reader!r} runs no layers of the target")
     layers = [target.entry_size(layer) for layer in range(target.num_layers)]
     if reader in ("moa", "moa, layers on the client") and len(set(layers)) > 1:
         raise InputError(
-            f"target: its layers cache {sorted(set(layers))} numbers of a token, but layer self-attention needs layers of the "
-            "same size; give such a target"
+            f"target: its layers cache {sorted(set(layers))} numbers of a token, but layer"
+            " self-attention needs layers of the same size; give such a target"
         )
     numbers = {
         "draft model": 0,

@@ -91,7 +91,11 @@ class Trained:
         def fits(gamma: int) -> bool:
             drafter: Any = self.drafter  # a dataclass
             try:  # eval_shape, because `check` may compute with params, which are shapes here
-                jax.eval_shape(lambda drafter, target: drafter.check(target), replace(drafter, draft=Chain(gamma)), self.target)
+                jax.eval_shape(
+                    lambda drafter, target: drafter.check(target),
+                    replace(drafter, draft=Chain(gamma)),
+                    self.target,
+                )
             except InputError:
                 return False
             return True
@@ -102,7 +106,9 @@ class Trained:
         """Return how many numbers its state has for B rows of S tokens."""
         return _numbers(self._state(batch, context))
 
-    def level_time(self, chip: Chip, batch: int, context: int, weight_bytes: float = 2.0, kv_bytes: float = 2.0) -> float:
+    def level_time(
+        self, chip: Chip, batch: int, context: int, weight_bytes: float = 2.0, kv_bytes: float = 2.0
+    ) -> float:
         """Return the seconds of drafting one level with one node per row.
 
         They are the time of its products with the weights, and of its reads of states and caches.
@@ -110,7 +116,13 @@ class Trained:
         return self._time(0, chip, batch, context, weight_bytes, kv_bytes)
 
     def step_time(
-        self, chip: Chip, batch: int, context: int, gamma: int, weight_bytes: float = 2.0, kv_bytes: float = 2.0
+        self,
+        chip: Chip,
+        batch: int,
+        context: int,
+        gamma: int,
+        weight_bytes: float = 2.0,
+        kv_bytes: float = 2.0,
     ) -> float:
         """Return the seconds of the work that is done once for all levels of a chain.
 
@@ -120,7 +132,14 @@ class Trained:
         return self._time(1, chip, batch, context, weight_bytes, kv_bytes, rows)
 
     def _time(
-        self, part: int, chip: Chip, batch: int, context: int, weight_bytes: float, kv_bytes: float, rows: int | None = None
+        self,
+        part: int,
+        chip: Chip,
+        batch: int,
+        context: int,
+        weight_bytes: float,
+        kv_bytes: float,
+        rows: int | None = None,
     ) -> float:
         """Return the seconds of a level (part 0) or of the work that is done once (part 1).
 
@@ -140,9 +159,14 @@ class Trained:
         Each is a pair: per level, and once per step.
         """
         weights_only = self.drafter.drafting_reads(self.target)
-        everything = self.drafter.drafting_reads(self.target, self._state(batch, context), self._cache(batch, context))
+        everything = self.drafter.drafting_reads(
+            self.target, self._state(batch, context), self._cache(batch, context)
+        )
         weights = _numbers(weights_only.level), _numbers(weights_only.step)
-        return weights, (_numbers(everything.level) - weights[0], _numbers(everything.step) - weights[1])
+        return weights, (
+            _numbers(everything.level) - weights[0],
+            _numbers(everything.step) - weights[1],
+        )
 
     def _cache(self, batch: int, context: int) -> list[Entry]:
         """Return the target's entries by layer as shapes, each within the layer's window."""
@@ -200,13 +224,19 @@ class Pair:
 
     def __post_init__(self) -> None:
         if self.draft_cache is not None and self.draft_cache < 1:
-            raise InputError(f"draft_cache={self.draft_cache}: it must be at least 1 entry; leave it out to keep all")
+            raise InputError(
+                f"draft_cache={self.draft_cache}: it must be at least 1 entry; leave it out to"
+                " keep all"
+            )
         if self.draft_cache is not None and isinstance(self.drafter, Trained):
             raise InputError(
-                f"draft_cache={self.draft_cache}: a drafter trained for its target has no such cache; leave it out"
+                f"draft_cache={self.draft_cache}: a drafter trained for its target has no such"
+                " cache; leave it out"
             )
         if not 0 <= self.selection <= 1:
-            raise InputError(f"selection={self.selection:g}: a share of the cache must be between 0 and 1")
+            raise InputError(
+                f"selection={self.selection:g}: a share of the cache must be between 0 and 1"
+            )
 
     @property
     def draft_config(self) -> ModelConfig:
@@ -216,7 +246,9 @@ class Pair:
     @property
     def longest_context(self) -> int:
         """The maximum S in tokens by the positions of both models."""
-        trained_positions = self.drafter.drafter.max_positions if isinstance(self.drafter, Trained) else None
+        trained_positions = (
+            self.drafter.drafter.max_positions if isinstance(self.drafter, Trained) else None
+        )
         return min(self.target.max_positions, trained_positions or self.draft_config.max_positions)
 
     def target_time(self, batch: int, context: int) -> float:
@@ -228,7 +260,9 @@ class Pair:
 
         It is a pass over the chain and its root, gamma + 1 tokens per row, and their commit.
         """
-        return self._forward(self.target, batch, gamma + 1, context) + self._commit(self.target, batch, gamma + 1)
+        return self._forward(self.target, batch, gamma + 1, context) + self._commit(
+            self.target, batch, gamma + 1
+        )
 
     def draft_time(self, batch: int, context: int) -> float:
         """Return T_D(B, K) + T_select(B, S, K), the seconds of a drafting step (equation 3).
@@ -237,8 +271,12 @@ class Pair:
         and `once_time` has the time.
         """
         if isinstance(self.drafter, Trained):
-            return self.drafter.level_time(self.chip, batch, context, self.weight_bytes, self.kv_bytes)
-        return self._forward(self.draft_config, batch, 1, self._cached(context)) + self._selection_time(batch, context)
+            return self.drafter.level_time(
+                self.chip, batch, context, self.weight_bytes, self.kv_bytes
+            )
+        return self._forward(
+            self.draft_config, batch, 1, self._cached(context)
+        ) + self._selection_time(batch, context)
 
     def once_time(self, batch: int, context: int, gamma: int = 1) -> float:
         """Return the seconds of the drafter's work that is done once for all levels of a chain.
@@ -247,7 +285,9 @@ class Pair:
         accepted tokens.
         """
         if isinstance(self.drafter, Trained):
-            return self.drafter.step_time(self.chip, batch, context, gamma, self.weight_bytes, self.kv_bytes)
+            return self.drafter.step_time(
+                self.chip, batch, context, gamma, self.weight_bytes, self.kv_bytes
+            )
         return 2 * self._commit(self.draft_config, batch, 1)
 
     def memory(self, batch: int, context: int) -> float:
@@ -255,7 +295,10 @@ class Pair:
 
         A target that drafts for itself has one set of weights.
         """
-        weights, caches = parameter_count(self.target), batch * context * cache_bytes(self.target, self.kv_bytes)
+        weights, caches = (
+            parameter_count(self.target),
+            batch * context * cache_bytes(self.target, self.kv_bytes),
+        )
         caches += batch * state_bytes(self.target)
         if isinstance(self.drafter, Trained):
             weights += self.drafter.parameters
@@ -271,7 +314,9 @@ class Pair:
         return self.memory(batch, context) <= self.chip.memory
 
     def _forward(self, config: ModelConfig, batch: int, tokens: int, context: int) -> float:
-        return forward_time(config, self.chip, batch, tokens, context, self.weight_bytes, self.kv_bytes)
+        return forward_time(
+            config, self.chip, batch, tokens, context, self.weight_bytes, self.kv_bytes
+        )
 
     def _commit(self, config: ModelConfig, batch: int, tokens: int) -> float:
         return commit_work(config, batch, tokens).seconds(self.chip)
@@ -282,7 +327,9 @@ class Pair:
     def _selection_time(self, batch: int, context: int) -> float:
         if self._cached(context) == context:
             return 0.0
-        bytes_read = self.selection * batch * context * cache_bytes(self.draft_config, self.kv_bytes)
+        bytes_read = (
+            self.selection * batch * context * cache_bytes(self.draft_config, self.kv_bytes)
+        )
         return bytes_read / self.chip.bandwidth
 
 
@@ -315,7 +362,9 @@ def chain_speedup(pair: Pair, batch: int, context: int, gamma: int, alpha: float
 # --- searches -------------------------------------------------------------------------------------
 
 
-def best_gamma(pair: Pair, batch: int, context: int, alpha: float, longest: int = LONGEST, shortest: int = 0) -> theory.Choice:
+def best_gamma(
+    pair: Pair, batch: int, context: int, alpha: float, longest: int = LONGEST, shortest: int = 0
+) -> theory.Choice:
     """Return the chain of ``shortest`` to ``longest`` tokens with the largest `chain_speedup`.
 
     Among equals it is the shortest. With the default ``shortest``, the result is 0, plain decoding,
@@ -331,9 +380,13 @@ def best_gamma(pair: Pair, batch: int, context: int, alpha: float, longest: int 
         4
     """
     if not 0 <= shortest <= longest:
-        raise InputError(f"shortest={shortest}, longest={longest}: chain lengths must be 0 <= shortest <= longest")
+        raise InputError(
+            f"shortest={shortest}, longest={longest}: chain lengths must be 0 <= shortest <="
+            " longest"
+        )
     choices = (
-        theory.Choice(gamma, chain_speedup(pair, batch, context, gamma, alpha)) for gamma in range(shortest, longest + 1)
+        theory.Choice(gamma, chain_speedup(pair, batch, context, gamma, alpha))
+        for gamma in range(shortest, longest + 1)
     )
     return max(choices, key=lambda choice: choice.factor)  # max returns the first of equals
 
@@ -355,7 +408,9 @@ class CacheChoice:
     factor: float
 
 
-def best_cache(pair: Pair, batch: int, context: int, alphas: Mapping[int | None, float], longest: int = LONGEST) -> CacheChoice:
+def best_cache(
+    pair: Pair, batch: int, context: int, alphas: Mapping[int | None, float], longest: int = LONGEST
+) -> CacheChoice:
     """Return the K and gamma with the largest speed-up (equation 4).
 
     Among equals it is the first K. ``alphas`` has the acceptance rate of each K to try, which
@@ -371,7 +426,9 @@ def best_cache(pair: Pair, batch: int, context: int, alphas: Mapping[int | None,
         (1024, 3)
     """
     if not alphas:
-        raise InputError("alphas={}: give the acceptance rate of at least one size of the draft cache")
+        raise InputError(
+            "alphas={}: give the acceptance rate of at least one size of the draft cache"
+        )
     choices = []
     for entries, alpha in alphas.items():
         choice = best_gamma(replace(pair, draft_cache=entries), batch, context, alpha, longest)

@@ -144,12 +144,18 @@ def time_per_token(draft_time: float, verify_time: float, gamma: int, tokens: fl
         0.005
     """
     _check_gamma(gamma)
-    for name, value in (("draft_time", draft_time), ("verify_time", verify_time), ("tokens", tokens)):
+    for name, value in (
+        ("draft_time", draft_time),
+        ("verify_time", verify_time),
+        ("tokens", tokens),
+    ):
         _check_positive(name, value)
     return (gamma * draft_time + verify_time) / tokens
 
 
-def speedup_from_times(target_time: float, draft_time: float, verify_time: float, gamma: int, tokens: float) -> float:
+def speedup_from_times(
+    target_time: float, draft_time: float, verify_time: float, gamma: int, tokens: float
+) -> float:
     """Return the speed-up over plain decoding from times, T_T / `time_per_token`.
 
     The times are measured or modeled. This is the inverse of equation (2) of MagicDec.
@@ -179,8 +185,14 @@ def _check_gamma(gamma: int, name: str = "gamma") -> None:
 
 
 _POSITIVE = {
-    "cost": "the time of a drafting step over a target forward's; a drafter that costs next to nothing has 0.001",
-    "operations": "the drafter's operations a token over the target's; a drafter that takes next to none has 0.001",
+    "cost": (
+        "the time of a drafting step over a target forward's; a drafter that costs next to nothing"
+        " has 0.001"
+    ),
+    "operations": (
+        "the drafter's operations a token over the target's; a drafter that takes next to none has"
+        " 0.001"
+    ),
     "target_time": "seconds of one target forward",
     "draft_time": "seconds of one drafting step",
     "verify_time": "seconds of one verification",
@@ -212,7 +224,9 @@ def tree_tokens(acceptance: Sequence[float], choices: Choices) -> float:
     return 1 + math.fsum(math.prod(acceptance[rank] for rank in path) for path in choices)
 
 
-def best_trees(acceptance: Sequence[float], nodes: int, depth: int) -> dict[tuple[int, int], Choices]:
+def best_trees(
+    acceptance: Sequence[float], nodes: int, depth: int
+) -> dict[tuple[int, int], Choices]:
     """Return for each number of nodes and depth the tree with the most `tree_tokens`.
 
     This is Sequoia's dynamic programming (Chen et al. 2024, arXiv 2402.12374, section 4.2). The
@@ -239,7 +253,10 @@ def best_trees(acceptance: Sequence[float], nodes: int, depth: int) -> dict[tupl
     """
     _check_acceptance(acceptance)
     if nodes < 2 or depth < 1:
-        raise InputError(f"nodes={nodes}, depth={depth}: a tree has at least 2 nodes, the root included, and depth 1")
+        raise InputError(
+            f"nodes={nodes}, depth={depth}: a tree has at least 2 nodes, the root included, and"
+            " depth 1"
+        )
     ranks = len(acceptance)
     # worth[d, r, n] is c(n, d, r), and 0 for n = 0; last_child_nodes[d, r, n] is its m.
     worth = np.zeros((depth + 1, ranks + 1, nodes + 1))
@@ -275,4 +292,7 @@ def best_trees(acceptance: Sequence[float], nodes: int, depth: int) -> dict[tupl
 
 def _check_acceptance(acceptance: Sequence[float]) -> None:
     if not acceptance or min(acceptance) < 0 or not math.fsum(acceptance) <= 1 + 1e-6:
-        raise InputError(f"acceptance={tuple(acceptance)}: give probabilities by rank, at least 0, with a sum of at most 1")
+        raise InputError(
+            f"acceptance={tuple(acceptance)}: give probabilities by rank, at least 0, with a sum of"
+            " at most 1"
+        )

@@ -57,7 +57,9 @@ def product_work(config: ModelConfig, rows: int, weight_bytes: float = 2.0) -> W
     return Work(2.0 * (weights + experts * share) * rows, weights_read * weight_bytes)
 
 
-def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, kv_bytes: float = 2.0) -> Work:
+def attention_work(
+    config: ModelConfig, batch: int, tokens: int, context: int, kv_bytes: float = 2.0
+) -> Work:
     """Return the work of attention of B rows of T tokens over S cached tokens.
 
     There are 4 B T S heads head_dim L operations, and each key and value is read once. Latent
@@ -84,7 +86,11 @@ def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, k
         source = config.entries_of(layer)
         (_, keys), (_, last) = config.entry_parts(source)
         visible = min(context, config.window_of(layer) or context)
-        products += visible * config.of_layer(layer).num_heads * (keys + last if config.mla is None else 2 * keys + last)
+        products += (
+            visible
+            * config.of_layer(layer).num_heads
+            * (keys + last if config.mla is None else 2 * keys + last)
+        )
         numbers += visible * config.entry_size(source)
     states = sum(sizes.state_size for sizes in _linear_layers(config))
     flops = 2.0 * batch * tokens * (products + 2 * states)
@@ -154,12 +160,18 @@ def node_bytes(config: ModelConfig, number_bytes: float = 2.0, kv_bytes: float =
         >>> round(copies / 1e9, 2), f"{entries / copies:.2%}"
         (3.09, '1.91%')
     """
-    return cache_bytes(config, kv_bytes) + sum(sizes.node_bytes(number_bytes) for sizes in _linear_layers(config))
+    return cache_bytes(config, kv_bytes) + sum(
+        sizes.node_bytes(number_bytes) for sizes in _linear_layers(config)
+    )
 
 
 def _linear_layers(config: ModelConfig) -> list[LinearAttention]:
     """Return the sizes of each layer with linear attention."""
-    return [config.linear for layer in range(config.num_layers) if config.linear is not None and config.is_linear(layer)]
+    return [
+        config.linear
+        for layer in range(config.num_layers)
+        if config.linear is not None and config.is_linear(layer)
+    ]
 
 
 def forward_time(
@@ -205,7 +217,9 @@ def forward_time(
 @lru_cache
 def _expert_weights(config: ModelConfig) -> int:
     """Count the weights of all experts of all layers, without shared experts."""
-    return sum(math.prod(param.shape) for param in jax.tree.leaves(declare(config)) if param.stacked)
+    return sum(
+        math.prod(param.shape) for param in jax.tree.leaves(declare(config)) if param.stacked
+    )
 
 
 @lru_cache
@@ -215,6 +229,12 @@ def _product_weights(config: ModelConfig) -> int:
     They are all matrices without experts and without embeddings, which are only looked up.
     """
     params = jax.tree.leaves(declare(config))
-    matrices = sum(math.prod(param.shape) for param in params if len(param.shape) == 2 and not param.stacked)
+    matrices = sum(
+        math.prod(param.shape) for param in params if len(param.shape) == 2 and not param.stacked
+    )
     per_layer_embeddings = config.per_layer_vocab_size * config.num_layers * config.per_layer_inputs
-    return matrices - per_layer_embeddings - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
+    return (
+        matrices
+        - per_layer_embeddings
+        - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
+    )

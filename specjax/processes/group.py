@@ -20,7 +20,17 @@ import jax
 from jax.experimental import multihost_utils
 
 from specjax.processes.rank import ProcessPlace, find, join_seconds
-from specjax.processes.rendezvous import DECISION, LEAVES, LOST, NO_MORE, Member, ProcessLink, gather, report, versions
+from specjax.processes.rendezvous import (
+    DECISION,
+    LEAVES,
+    LOST,
+    NO_MORE,
+    Member,
+    ProcessLink,
+    gather,
+    report,
+    versions,
+)
 
 _HEARTBEAT_SECONDS = 20
 """Seconds after which JAX gives up a process that is connected but no longer responds."""
@@ -48,7 +58,9 @@ class Processes:
         self.number, self.roster, self._links, self._has_left = number, roster, links, False
         self._decisions: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         for peer, link in links.items():
-            threading.Thread(target=self._listen, args=(peer, link), name=f"process-{peer}", daemon=True).start()
+            threading.Thread(
+                target=self._listen, args=(peer, link), name=f"process-{peer}", daemon=True
+            ).start()
 
     @property
     def is_first(self) -> bool:
@@ -100,7 +112,11 @@ class Processes:
         exit_timer.start()
         try:
             # `sys.stderr` may be redirected to nowhere, because only the first process prints.
-            print(f"specjax: error: {self.roster[number]} is lost; all other processes end", file=sys.__stderr__, flush=True)
+            print(
+                f"specjax: error: {self.roster[number]} is lost; all other processes end",
+                file=sys.__stderr__,
+                flush=True,
+            )
             for link in self._links.values():
                 link.send(LOST, str(number).encode())
         finally:
@@ -144,7 +160,9 @@ def speaks() -> bool:
     return _joined is None or _joined.is_first
 
 
-def join(place: ProcessPlace | None = None, *, task: str = "", say: Callable[[str], None] | None = None) -> Processes | None:
+def join(
+    place: ProcessPlace | None = None, *, task: str = "", say: Callable[[str], None] | None = None
+) -> Processes | None:
     """Connect to the other processes, and give JAX the devices of all.
 
     Call this before the first array is made.
@@ -174,17 +192,27 @@ def join(place: ProcessPlace | None = None, *, task: str = "", say: Callable[[st
         return _joined
     seconds = join_seconds()
     digest = hashlib.sha256(task.encode()).hexdigest()
-    member = Member(place.number, place.count, socket.gethostname(), os.getpid(), versions(), digest)
-    roster, links = gather(place, member, seconds) if place.number == 0 else report(place, member, seconds)
+    member = Member(
+        place.number, place.count, socket.gethostname(), os.getpid(), versions(), digest
+    )
+    roster, links = (
+        gather(place, member, seconds) if place.number == 0 else report(place, member, seconds)
+    )
     together = Processes(place.number, roster, links)
     atexit.register(together._end_unless_left)  # runs before the handlers that JAX has registered
-    sigterm_handler = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
+    sigterm_handler = (
+        signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is threading.main_thread()
+        else None
+    )
     # From here on JAX uses the port. Its processes connect anew; all of them are running by now.
     jax.distributed.initialize(
         place.address,
         place.count,
         place.number,
-        local_device_ids=None if place.devices is None or "JAX_LOCAL_DEVICE_IDS" in os.environ else place.devices,
+        local_device_ids=None
+        if place.devices is None or "JAX_LOCAL_DEVICE_IDS" in os.environ
+        else place.devices,
         cluster_detection_method="deactivate",
         initialization_timeout=max(int(seconds), 30),
         heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
@@ -194,7 +222,10 @@ def join(place: ProcessPlace | None = None, *, task: str = "", say: Callable[[st
     _joined = together
     meet("joined")
     if say is not None and _joined.is_first:
-        say(f"{len(roster)} processes: " + ", ".join(f"{peer.number} is {peer.host} (pid {peer.pid})" for peer in roster))
+        say(
+            f"{len(roster)} processes: "
+            + ", ".join(f"{peer.number} is {peer.host} (pid {peer.pid})" for peer in roster)
+        )
     return _joined
 
 

@@ -12,7 +12,12 @@ JOIN_SECONDS = 300.0
 PORT = 8476
 """The default port of the first process."""
 
-_SCHEDULERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES", "JOB_COMPLETION_INDEX")
+_SCHEDULERS = (
+    "SLURM_STEP_NODELIST",
+    "OMPI_MCA_orte_hnp_uri",
+    "TPU_WORKER_HOSTNAMES",
+    "JOB_COMPLETION_INDEX",
+)
 """A variable each that is set by Slurm steps, Open MPI, TPUs on GKE, and Kubernetes jobs.
 
 JAX's detection runs only if one of them is set, or on a Cloud TPU. In any other Kubernetes pod it
@@ -63,21 +68,31 @@ def find(environment: Mapping[str, str] = os.environ) -> ProcessPlace | None:
     if _number_in(environment, "JAX_NUM_PROCESSES") == 1:
         return None
     if address := environment.get("JAX_COORDINATOR_ADDRESS"):
-        count, number = (_number_in(environment, name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
+        count, number = (
+            _number_in(environment, name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+        )
         if count is not None and number is not None:
             return _checked(ProcessPlace(address, count, number))
         scheduler_place = _of_scheduler(environment)
         if scheduler_place is None:
             raise InputError(
-                f"JAX_COORDINATOR_ADDRESS={address!r}: no scheduler gives the number of processes and the index of this one: "
-                "set JAX_NUM_PROCESSES and JAX_PROCESS_ID as well"
+                f"JAX_COORDINATOR_ADDRESS={address!r}: no scheduler gives the number of processes"
+                " and the index of this one: set JAX_NUM_PROCESSES and JAX_PROCESS_ID as well"
             )
-        count, number = scheduler_place.count if count is None else count, scheduler_place.number if number is None else number
+        count, number = (
+            scheduler_place.count if count is None else count,
+            scheduler_place.number if number is None else number,
+        )
         return _checked(ProcessPlace(address, count, number, scheduler_place.devices))
     if leader := environment.get("LWS_LEADER_ADDRESS"):
-        count, number = (_number_in(environment, name) for name in ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX"))
+        count, number = (
+            _number_in(environment, name) for name in ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
+        )
         if count is None or number is None:
-            raise InputError(f"LWS_LEADER_ADDRESS={leader!r}: LWS_GROUP_SIZE or LWS_WORKER_INDEX is missing: set both")
+            raise InputError(
+                f"LWS_LEADER_ADDRESS={leader!r}: LWS_GROUP_SIZE or LWS_WORKER_INDEX is missing: set"
+                " both"
+            )
         port = _number_in(environment, "JAX_COORDINATOR_PORT") or PORT
         return _checked(ProcessPlace(f"{leader}:{port}", count, number))
     return _of_scheduler(environment)
@@ -86,10 +101,14 @@ def find(environment: Mapping[str, str] = os.environ) -> ProcessPlace | None:
 def _checked(place: ProcessPlace) -> ProcessPlace | None:
     host, colon, port = place.address.rpartition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
-        raise InputError(f"the address of the first process is {place.address!r}: give HOST:PORT, as JAX_COORDINATOR_ADDRESS")
+        raise InputError(
+            f"the address of the first process is {place.address!r}: give HOST:PORT, as"
+            " JAX_COORDINATOR_ADDRESS"
+        )
     if not 0 <= place.number < place.count:
         raise InputError(
-            f"this is process {place.number} of {place.count}: give numbers from 0 to {place.count - 1}, each to one process"
+            f"this is process {place.number} of {place.count}: give numbers from 0 to"
+            f" {place.count - 1}, each to one process"
         )
     return place if place.count > 1 else None
 
@@ -111,11 +130,14 @@ def _of_scheduler(environment: Mapping[str, str]) -> ProcessPlace | None:
     if not running_in_cloud_tpu_vm and not any(name in environment for name in _SCHEDULERS):
         return None
     try:
-        detected = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(join_seconds()))
+        detected = ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, int(join_seconds())
+        )
     except Exception as error:  # clients of schedulers raise errors of many types
         raise InputError(
-            f"the scheduler does not report the processes of this run ({' '.join(str(error).split())}): set "
-            "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+            "the scheduler does not report the processes of this run"
+            f" ({' '.join(str(error).split())}): set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and"
+            " JAX_PROCESS_ID"
         ) from None
     address, count, number, devices = detected
     if address is None or count is None or number is None or count < 2:

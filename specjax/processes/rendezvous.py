@@ -77,7 +77,9 @@ class ProcessLink:
         except OSError:
             return
 
-    def receive(self, max_bytes: int | None = None, seconds: float | None = None) -> tuple[bytes, bytes] | None:
+    def receive(
+        self, max_bytes: int | None = None, seconds: float | None = None
+    ) -> tuple[bytes, bytes] | None:
         """Wait for a message.
 
         Args:
@@ -93,7 +95,11 @@ class ProcessLink:
         if header is None:
             return None
         kind, length = _HEADER.unpack(header)
-        content = None if max_bytes is not None and length > max_bytes else self._exactly(length, deadline)
+        content = (
+            None
+            if max_bytes is not None and length > max_bytes
+            else self._exactly(length, deadline)
+        )
         return None if content is None else (kind, content)
 
     def is_closed(self) -> bool:
@@ -114,7 +120,9 @@ class ProcessLink:
         parts = bytearray()
         while len(parts) < length:
             try:
-                self._socket.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
+                self._socket.settimeout(
+                    None if deadline is None else max(deadline - time.monotonic(), 0.001)
+                )
                 part = self._socket.recv(min(length - len(parts), 2**20))
             except OSError:
                 return None
@@ -130,7 +138,9 @@ def versions() -> str:
     return f"specjax {specjax.__version__}, jax {version('jax')}, jaxlib {version('jaxlib')}"
 
 
-def gather(place: ProcessPlace, first: Member, seconds: float) -> tuple[list[Member], dict[int, ProcessLink]]:
+def gather(
+    place: ProcessPlace, first: Member, seconds: float
+) -> tuple[list[Member], dict[int, ProcessLink]]:
     """Accept, in the first process, the connections of all others, and send each the roster.
 
     Returns:
@@ -146,7 +156,9 @@ def gather(place: ProcessPlace, first: Member, seconds: float) -> tuple[list[Mem
     try:
         server = _listen_at(port)
     except OSError as error:
-        raise InputError(f"{place.address}: cannot listen at port {port} ({error.strerror}): choose another port") from None
+        raise InputError(
+            f"{place.address}: cannot listen at port {port} ({error.strerror}): choose another port"
+        ) from None
     why = ""
     refused: list[ProcessLink] = []
     arrivals: queue.SimpleQueue[tuple[Member, ProcessLink]] = queue.SimpleQueue()
@@ -170,14 +182,20 @@ def gather(place: ProcessPlace, first: Member, seconds: float) -> tuple[list[Mem
                 break
             if time.monotonic() > deadline:
                 late = [number for number in range(1, place.count) if number not in connected]
-                present = ", ".join(map(str, [first, *(member for _, (member, _) in sorted(connected.items()))]))
+                present = ", ".join(
+                    map(str, [first, *(member for _, (member, _) in sorted(connected.items()))])
+                )
                 why = (
-                    f"after {seconds:g} s process{'es' if len(late) > 1 else ''} {', '.join(map(str, late))} of {place.count} "
-                    f"had not connected to {place.address} ({present} had): check them, or set SPECJAX_JOIN_SECONDS"
+                    f"after {seconds:g} s process{'es' if len(late) > 1 else ''}"
+                    f" {', '.join(map(str, late))} of {place.count} had not connected to"
+                    f" {place.address} ({present} had): check them, or set SPECJAX_JOIN_SECONDS"
                 )
     roster = [first, *(connected[number][0] for number in sorted(connected))]
     for link in [*refused, *(link for _, link in connected.values())]:
-        link.send(_REFUSED if why else _ROSTER, json.dumps(why or [asdict(process) for process in roster]).encode())
+        link.send(
+            _REFUSED if why else _ROSTER,
+            json.dumps(why or [asdict(process) for process in roster]).encode(),
+        )
     if why:
         raise InputError(why)
     return roster, {number: link for number, (_, link) in connected.items()}
@@ -192,27 +210,47 @@ def _hear(link: ProcessLink, arrivals: "queue.SimpleQueue[tuple[Member, ProcessL
         arrivals.put((member, link))
 
 
-def _why_not(member: Member, first: Member, connected: Mapping[int, tuple[Member, ProcessLink]]) -> str:
+def _why_not(
+    member: Member, first: Member, connected: Mapping[int, tuple[Member, ProcessLink]]
+) -> str:
     """Return why a process cannot take part; empty if it can.
 
     An index is free again after its process has disconnected.
     """
     if member.count != first.count:
-        return f"{member} is one of {member.count}, and {first} one of {first.count}: give all the same JAX_NUM_PROCESSES"
-    holder = first if member.number == 0 else connected[member.number][0] if member.number in connected else None
+        return (
+            f"{member} is one of {member.count}, and {first} one of {first.count}: give all the"
+            " same JAX_NUM_PROCESSES"
+        )
+    holder = (
+        first
+        if member.number == 0
+        else connected[member.number][0]
+        if member.number in connected
+        else None
+    )
     if holder is not None:
-        return f"{member} and {holder} have the same number: give each JAX_PROCESS_ID to one process"
+        return (
+            f"{member} and {holder} have the same number: give each JAX_PROCESS_ID to one process"
+        )
     if member.versions != first.versions:
-        return f"{member} has {member.versions}, and {first} has {first.versions}: install the same versions on all machines"
+        return (
+            f"{member} has {member.versions}, and {first} has {first.versions}: install the same"
+            " versions on all machines"
+        )
     if member.task != first.task:
-        return f"{member} and {first} run different commands or options: give all processes the same"
+        return (
+            f"{member} and {first} run different commands or options: give all processes the same"
+        )
     return ""
 
 
 def _listen_at(port: int) -> socket.socket:
     """Return a socket that listens at all addresses of this machine."""
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+        )
     return socket.create_server(("", port), backlog=1024)
 
 
@@ -222,12 +260,19 @@ def _read_member(message: tuple[bytes, bytes] | None) -> Member | None:
         member = Member(**json.loads(message[1] if message and message[0] == _HELLO else b"{}"))
     except (TypeError, ValueError, RecursionError):
         return None
-    numbers, texts = (member.number, member.count, member.pid), (member.host, member.versions, member.task)
-    is_valid = all(isinstance(x, int) for x in numbers) and all(isinstance(x, str) and x.isprintable() for x in texts)
+    numbers, texts = (
+        (member.number, member.count, member.pid),
+        (member.host, member.versions, member.task),
+    )
+    is_valid = all(isinstance(x, int) for x in numbers) and all(
+        isinstance(x, str) and x.isprintable() for x in texts
+    )
     return member if is_valid and 0 <= member.number < member.count else None
 
 
-def report(place: ProcessPlace, member: Member, seconds: float) -> tuple[list[Member], dict[int, ProcessLink]]:
+def report(
+    place: ProcessPlace, member: Member, seconds: float
+) -> tuple[list[Member], dict[int, ProcessLink]]:
     """Connect, in every other process, to the first process, and wait for the roster.
 
     Returns:
@@ -246,15 +291,21 @@ def report(place: ProcessPlace, member: Member, seconds: float) -> tuple[list[Me
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise InputError(
-                        f"{place.address}: no answer after {seconds:g} s ({error.strerror or error}): check whether "
-                        "process 0 runs and this machine can reach it"
+                        f"{place.address}: no answer after {seconds:g} s"
+                        f" ({error.strerror or error}): check whether process 0 runs and this"
+                        " machine can reach it"
                     ) from None
                 time.sleep(0.2)
         link = ProcessLink(connection)
         link.send(_HELLO, json.dumps(asdict(member)).encode())
-        message = link.receive()  # process 0 gives up at its own deadline, and names the missing processes
+        message = (
+            link.receive()
+        )  # process 0 gives up at its own deadline, and names the missing processes
     if message is None:
-        raise InputError(f"{place.address}: process 0 ended before all had connected, or another program listens there")
+        raise InputError(
+            f"{place.address}: process 0 ended before all had connected, or another program listens"
+            " there"
+        )
     kind, content = message
     try:
         reply = json.loads(content) if kind in (_ROSTER, _REFUSED) else None
@@ -262,4 +313,8 @@ def report(place: ProcessPlace, member: Member, seconds: float) -> tuple[list[Me
             return [Member(**fields) for fields in reply], {0: link}  # pyright: ignore[reportOptionalIterable]
     except (TypeError, ValueError):
         reply = None
-    raise InputError(reply if isinstance(reply, str) else f"{place.address}: another program listens there, not process 0")
+    raise InputError(
+        reply
+        if isinstance(reply, str)
+        else f"{place.address}: another program listens there, not process 0"
+    )

@@ -59,12 +59,20 @@ def summarise(answers: Sequence[MethodAnswer], methods: Sequence[str]) -> Result
     - ``answers``: the number of answers.
     """
     categories = list(dict.fromkeys(answer.category for answer in answers))
-    by_category = {category: [answer for answer in answers if answer.category == category] for category in categories}
-    return {name: _summary(part, methods) for name, part in {**by_category, OVERALL: list(answers)}.items()}
+    by_category = {
+        category: [answer for answer in answers if answer.category == category]
+        for category in categories
+    }
+    return {
+        name: _summary(part, methods)
+        for name, part in {**by_category, OVERALL: list(answers)}.items()
+    }
 
 
 def _summary(answers: Sequence[MethodAnswer], methods: Sequence[str]) -> dict[str, dict[str, Any]]:
-    by_method = {method: [answer for answer in answers if answer.method == method] for method in methods}
+    by_method = {
+        method: [answer for answer in answers if answer.method == method] for method in methods
+    }
     speeds = {method: _speeds(part) for method, part in by_method.items()}
     summary = {}
     for method, part in by_method.items():
@@ -76,7 +84,9 @@ def _summary(answers: Sequence[MethodAnswer], methods: Sequence[str]) -> dict[st
             "speedup": float(np.median(speeds[method]) / np.median(speeds[PLAIN])),
             "spread": [float(ratios.min()), float(ratios.max())],
             "acceptance_length_pooled": total.acceptance_length,
-            "acceptance_length_of_requests": float(np.mean([metrics.summarise(a.stats).acceptance_length for a in part])),
+            "acceptance_length_of_requests": float(
+                np.mean([metrics.summarise(a.stats).acceptance_length for a in part])
+            ),
             "acceptance_by_position": list(total.by_position),
             "answers": len(part),
         }
@@ -103,10 +113,15 @@ _HEADINGS = (
 
 def _rows(results: Results) -> list[tuple[str, ...]]:
     rows = []
-    shown = results if len(results) > 2 else {OVERALL: results[OVERALL]}  # a single category equals the total
+    shown = (
+        results if len(results) > 2 else {OVERALL: results[OVERALL]}
+    )  # a single category equals the total
     for category, methods in shown.items():
         for i, (method, values) in enumerate(methods.items()):
-            by_position = " ".join("-" if share is None else f"{share:.2f}" for share in values["acceptance_by_position"])
+            by_position = " ".join(
+                "-" if share is None else f"{share:.2f}"
+                for share in values["acceptance_by_position"]
+            )
             low, high = values["spread"]
             rows.append(
                 (
@@ -136,9 +151,10 @@ def table(results: Results) -> Table:
 def explanation(repeats: int, questions: int, device: str) -> str:
     """Return a text that explains how the figures were measured."""
     return (
-        f"{questions} questions, one row at a time; medians of {repeats} interleaved runs on {device}. "
-        "Speed-up is over plain decoding of the same engine. Length is the acceptance length, the tokens emitted per target "
-        "pass: pooled, all tokens divided by all passes; of requests, the mean over the answers."
+        f"{questions} questions, one row at a time; medians of {repeats} interleaved runs on"
+        f" {device}. Speed-up is over plain decoding of the same engine. Length is the acceptance"
+        " length, the tokens emitted per target pass: pooled, all tokens divided by all passes; of"
+        " requests, the mean over the answers."
     )
 
 
@@ -178,7 +194,14 @@ def _draw_speedups(axes: "Axes", results: Results, methods: Sequence[str]) -> No
         }
         axes.barh(ys, heights, width * 0.9, label=method, **ends)
         for y, height, end in zip(ys, heights, np.maximum(high, heights), strict=True):
-            axes.annotate(f"{height:.2f}x", (end, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9.5)
+            axes.annotate(
+                f"{height:.2f}x",
+                (end, y),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=9.5,
+            )
     axes.axvline(1, color=style.theme().muted, linestyle="--", linewidth=1.2)
     axes.set_yticks(range(len(results)), list(results))
     axes.invert_yaxis()
@@ -188,11 +211,16 @@ def _draw_speedups(axes: "Axes", results: Results, methods: Sequence[str]) -> No
     axes.margins(x=0.12, y=0.02)
 
 
-def _draw_acceptance(axes: "Axes", overall: dict[str, dict[str, Any]], methods: Sequence[str]) -> None:
+def _draw_acceptance(
+    axes: "Axes", overall: dict[str, dict[str, Any]], methods: Sequence[str]
+) -> None:
     """Draw how often drafted tokens were emitted, by their depth in the draft."""
     deepest = max((len(overall[method]["acceptance_by_position"]) for method in methods), default=0)
     for method, marker in zip(methods, itertools.cycle(style.MARKERS), strict=False):
-        shares = [np.nan if share is None else share for share in overall[method]["acceptance_by_position"]]
+        shares = [
+            np.nan if share is None else share
+            for share in overall[method]["acceptance_by_position"]
+        ]
         axes.plot(range(1, len(shares) + 1), shares, f"{marker}-")
     axes.set_title("all questions")
     axes.set_xlabel("place in the draft (tokens after the root)")

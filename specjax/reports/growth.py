@@ -73,18 +73,26 @@ def stands_of(moments: Sequence[Moment]) -> list[Stand]:
             shown += [moment.seconds] * moment.tokens
         elif moment.kind == "retracted":
             for _ in range(moment.tokens):
-                stands.append(Stand(committed + len(shown) - 1, shown.pop(), moment.seconds, "retracted"))
+                stands.append(
+                    Stand(committed + len(shown) - 1, shown.pop(), moment.seconds, "retracted")
+                )
         else:
             confirmed = enumerate(shown[: moment.confirmed], committed)
-            stands += [Stand(index, start, moment.seconds, "committed") for index, start in confirmed]
+            stands += [
+                Stand(index, start, moment.seconds, "committed") for index, start in confirmed
+            ]
             del shown[: moment.confirmed]
             committed += moment.tokens
     last = moments[-1].seconds if moments else 0.0
-    return stands + [Stand(index, start, last, "provisional") for index, start in enumerate(shown, committed)]
+    return stands + [
+        Stand(index, start, last, "provisional") for index, start in enumerate(shown, committed)
+    ]
 
 
 @style.styled
-def draw_growth(title: str, moments: Sequence[Moment], away: Sequence[tuple[float, float]] = ()) -> "Figure":
+def draw_growth(
+    title: str, moments: Sequence[Moment], away: Sequence[tuple[float, float]] = ()
+) -> "Figure":
     """Draw tokens over time: a line of committed tokens, and a bar for each provisional token.
 
     A bar ends when its token is committed or retracted.
@@ -104,7 +112,13 @@ def draw_growth(title: str, moments: Sequence[Moment], away: Sequence[tuple[floa
             times.append(moment.seconds)
             counts.append(counts[-1] + moment.tokens)
     last = max(moment.seconds for moment in moments)
-    axes.step([*times, last], [*counts, counts[-1]], where="post", color=theme.accepted.edge, label="committed")
+    axes.step(
+        [*times, last],
+        [*counts, counts[-1]],
+        where="post",
+        color=theme.accepted.edge,
+        label="committed",
+    )
     stands = stands_of(moments)
     kinds = {
         "committed": ("provisional, then committed", theme.drafted.edge),

@@ -27,15 +27,16 @@ def _same(result: SameTexts) -> str:
     equal = result.texts - len(result.partings)
     if not result.passes:
         worst = max((result.lag, *(parting.margin for parting in result.partings)))
-        return f"FAILS: {equal} of {result.texts} texts equal, and a token is {worst:.3g} from the target's choice where " + (
-            f"rounding reaches {result.rounding:.2g}"
+        return (
+            f"FAILS: {equal} of {result.texts} texts equal, and a token is {worst:.3g} from the"
+            " target's choice where " + f"rounding reaches {result.rounding:.2g}"
         )
     if not result.partings:
         return f"{equal} of {result.texts} texts equal"
     margin = max(parting.margin for parting in result.partings)
     return (
-        f"{equal} of {result.texts} texts equal, {len(result.partings)} part at near-ties (margin {margin:.2g} where rounding "
-        f"reaches {result.rounding:.2g})"
+        f"{equal} of {result.texts} texts equal, {len(result.partings)} part at near-ties (margin"
+        f" {margin:.2g} where rounding reaches {result.rounding:.2g})"
     )
 
 
@@ -57,22 +58,28 @@ def details(verdict: LosslessnessVerdict) -> list[str]:
         f"p is {len(distribution.p_values)} times the smallest of: {p_values}."
     ]
     if distribution.detectable is None:
-        lines.append("The drafter proposed too few tokens for the distribution to show an error of its verification.")
+        lines.append(
+            "The drafter proposed too few tokens for the distribution to show an error of its"
+            " verification."
+        )
     else:
         lines.append(
-            f"{distribution.draws:,} tokens were drawn in {distribution.texts:,} texts. They show a rule that favours drafted "
-            f"tokens by {distribution.detectable:.1%}, 95 times of 100. Smaller faults need more --draws."
+            f"{distribution.draws:,} tokens were drawn in {distribution.texts:,} texts. They show a"
+            f" rule that favours drafted tokens by {distribution.detectable:.1%}, 95 times of 100."
+            " Smaller faults need more --draws."
         )
     if distribution.outside:
-        lines.append(f"{distribution.outside} drawn tokens are ones that top-k, top-p or min-p exclude.")
+        lines.append(
+            f"{distribution.outside} drawn tokens are ones that top-k, top-p or min-p exclude."
+        )
     lines.append(
-        f"Rounding, as measured here: two logits move by up to {rounding:.2g} against each other between passes of one and of "
-        "several tokens."
+        f"Rounding, as measured here: two logits move by up to {rounding:.2g} against each other"
+        " between passes of one and of several tokens."
     )
     for name, result in (("greedy", verdict.greedy), ("coupled", verdict.coupled)):
         lines += [
-            f"{name} text {parting.prompt} parts at token {parting.position}: {parting.plain} without the drafter, "
-            f"{parting.drafted} with it, margin {parting.margin:.3g}"
+            f"{name} text {parting.prompt} parts at token {parting.position}: {parting.plain}"
+            f" without the drafter, {parting.drafted} with it, margin {parting.margin:.3g}"
             for parting in result.partings
         ]
     return lines
@@ -95,7 +102,10 @@ def as_json(verdicts: Verdicts) -> dict[str, Any]:
 
 def _texts_as_json(result: SameTexts) -> dict[str, Any]:
     """Return a comparison for JSON, which has no infinity: an infinite margin becomes null."""
-    partings = [asdict(parting) | ({} if isfinite(parting.margin) else {"margin": None}) for parting in result.partings]
+    partings = [
+        asdict(parting) | ({} if isfinite(parting.margin) else {"margin": None})
+        for parting in result.partings
+    ]
     return {"passes": result.passes, **asdict(result), "partings": partings}
 
 
@@ -103,5 +113,9 @@ def markdown(verdicts: Verdicts, device: str) -> str:
     """Return the report as Markdown."""
     parts = [f"# Is it lossless?\n\nMeasured on {device}.\n"]
     for name, verdict in verdicts.items():
-        parts.append(f"## {name}\n\n{line(verdict)}\n\n" + "\n".join(f"- {detail}" for detail in details(verdict)) + "\n")
+        parts.append(
+            f"## {name}\n\n{line(verdict)}\n\n"
+            + "\n".join(f"- {detail}" for detail in details(verdict))
+            + "\n"
+        )
     return "\n".join(parts)

@@ -39,7 +39,9 @@ def save(figure: "Figure", argument: str, path: Path) -> None:
         with files.writing(path) as scratch:
             figure.savefig(scratch, dpi=style.DPI)
     except OSError as error:
-        raise InputError(f"{argument}={str(path)!r}: the file cannot be written ({error})") from None
+        raise InputError(
+            f"{argument}={str(path)!r}: the file cannot be written ({error})"
+        ) from None
 
 
 _ROW, _GAP, _SIZE = 0.36, 0.42, 11
@@ -47,7 +49,9 @@ _ROW, _GAP, _SIZE = 0.36, 0.42, 11
 
 
 @style.styled
-def draw_draft(parents: np.ndarray, path: Sequence[int], labels: Sequence[str], bonus: str, valid: np.ndarray) -> "Figure":
+def draw_draft(
+    parents: np.ndarray, path: Sequence[int], labels: Sequence[str], bonus: str, valid: np.ndarray
+) -> "Figure":
     """Draw a draft tree from left to right, its accepted path in green, and the bonus token.
 
     Args:
@@ -66,19 +70,33 @@ def draw_draft(parents: np.ndarray, path: Sequence[int], labels: Sequence[str], 
         columns[depths[node]].append(labels[node])
     inches = np.array([letters_width(max(map(len, column)), _SIZE) + 0.2 for column in columns])
     lefts = np.cumsum([0.15, *inches[:-1] + _GAP])
-    centre, width, lowest = (lefts + inches / 2).tolist(), lefts[-1] + inches[-1] + 0.15, max(rows.values())
+    centre, width, lowest = (
+        (lefts + inches / 2).tolist(),
+        lefts[-1] + inches[-1] + 0.15,
+        max(rows.values()),
+    )
     title = f"{drafted} tokens drafted, {len(path) - 1} accepted (green); dashed: the bonus token"
-    figure, (axes,) = style.new_figure(min(_ROW * (lowest + 2.2), 100), width=max(width, 3.0), title=title)
+    figure, (axes,) = style.new_figure(
+        min(_ROW * (lowest + 2.2), 100), width=max(width, 3.0), title=title
+    )
     green, grey = {*path, end}, style.theme().passed_over
     points = {node: (centre[depths[node]], row) for node, row in rows.items()}
     for node in sorted(points, key=green.__contains__):  # green nodes last, on top of the others
-        look = {"paint": style.theme().accepted if node in green else grey, "strong": node in green, "dashed": node == end}
+        look = {
+            "paint": style.theme().accepted if node in green else grey,
+            "strong": node in green,
+            "dashed": node == end,
+        }
         if node:
             _join(axes, points[int(parents[node])], points[node], **look)
         write_token(axes, *points[node], labels[node], **look)
     axes.set_xlim(0, width)
     axes.set_ylim(lowest + 0.7, -0.9)
-    axes.set_xticks(centre, ["root", *(f"depth {depth}" for depth in range(1, len(columns)))], color=style.theme().muted)
+    axes.set_xticks(
+        centre,
+        ["root", *(f"depth {depth}" for depth in range(1, len(columns)))],
+        color=style.theme().muted,
+    )
     axes.set_yticks([])
     axes.tick_params(length=0)
     axes.grid(False)
@@ -105,14 +123,21 @@ def _rows(parents: np.ndarray, valid: np.ndarray) -> dict[int, float]:
 
 
 def _join(
-    axes: "Axes", start: tuple[float, float], end: tuple[float, float], paint: style.Paint, strong: bool, dashed: bool
+    axes: "Axes",
+    start: tuple[float, float],
+    end: tuple[float, float],
+    paint: style.Paint,
+    strong: bool,
+    dashed: bool,
 ) -> None:
     """Draw a curve between two nodes that is horizontal at both ends."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Curve
 
     middle = (start[0] + end[0]) / 2
-    curve = Curve([start, (middle, start[1]), (middle, end[1]), end], [Curve.MOVETO, *[Curve.CURVE4] * 3])
+    curve = Curve(
+        [start, (middle, start[1]), (middle, end[1]), end], [Curve.MOVETO, *[Curve.CURVE4] * 3]
+    )
     line = {"linewidth": 2.2 if strong else 1.0, "linestyle": "--" if dashed else "-"}
     axes.add_patch(PathPatch(curve, fill=False, edgecolor=paint.edge, zorder=1, **line))
 
@@ -134,7 +159,12 @@ def write_token(
     size: float = _SIZE,
 ) -> None:
     """Draw a token in a box, centered at a point."""
-    box = {"boxstyle": "round,pad=0.3", "facecolor": paint.face, "edgecolor": paint.edge, "linewidth": 1.4 if strong else 1.0}
+    box = {
+        "boxstyle": "round,pad=0.3",
+        "facecolor": paint.face,
+        "edgecolor": paint.edge,
+        "linewidth": 1.4 if strong else 1.0,
+    }
     axes.text(
         x, y, label, ha="center", va="center", family="monospace", fontsize=size, zorder=2,
         bbox=box | {"linestyle": "--" if dashed else "-"}, fontweight="bold" if strong else "normal",

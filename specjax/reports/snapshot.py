@@ -40,7 +40,9 @@ class Snapshot:
     def draw(self, tokenizer: Any) -> "Figure":
         """Draw the tree with its tokens as text, and the accepted path in green."""
         labels = [_label(tokenizer, int(token)) for token in self.tokens]
-        return pictures.draw_draft(self.parents, self.path, labels, _label(tokenizer, self.bonus), self.valid)
+        return pictures.draw_draft(
+            self.parents, self.path, labels, _label(tokenizer, self.bonus), self.valid
+        )
 
 
 def take_snapshot(
@@ -65,7 +67,10 @@ def take_snapshot(
         InputError: An argument is invalid, as in `decoding.generate`.
     """
     if options is None:
-        max_new_tokens = max(1, min(steps * (drafter.draft_shape.depth + 1), target.config.max_positions - len(prompt)))
+        max_new_tokens = max(
+            1,
+            min(steps * (drafter.draft_shape.depth + 1), target.config.max_positions - len(prompt)),
+        )
         options = GenerationOptions(max_new_tokens=max_new_tokens)
     drafter, state = decoding.start(target, drafter, [prompt], options=options)
     best: Snapshot | None = None
@@ -81,7 +86,9 @@ def take_snapshot(
 
 
 @partial(jax.jit, donate_argnames="state")
-def _step(target: Target, drafter: Drafter, state: decoding.DecodeState) -> tuple[decoding.DecodeState, tuple[Any, ...]]:
+def _step(
+    target: Target, drafter: Drafter, state: decoding.DecodeState
+) -> tuple[decoding.DecodeState, tuple[Any, ...]]:
     """Do one step.
 
     Returns:
@@ -106,4 +113,7 @@ def _of_row(draft: Draft, path: np.ndarray, bonus: np.integer) -> Snapshot:
 
 def _label(tokenizer: Any, token: int) -> str:
     """Return a token as text in which spaces and line ends are visible."""
-    return tokenizer.decode([token]).replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥") or f"<{token}>"
+    return (
+        tokenizer.decode([token]).replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥")
+        or f"<{token}>"
+    )

@@ -33,14 +33,22 @@ def draw_by_batch(
         by_rows = sorted(predicted[context].items())
         axes.plot(*zip(*by_rows, strict=True), "-" if realised else "o-", color=colour)
         if realised and context in realised:
-            axes.plot(*zip(*sorted(realised[context].items()), strict=True), "o", markersize=7, color=colour)
+            axes.plot(
+                *zip(*sorted(realised[context].items()), strict=True),
+                "o",
+                markersize=7,
+                color=colour,
+            )
         ends[f"{context:,} tokens"] = by_rows[-1][1], colour
     rows = sorted({count for by_rows in predicted.values() for count in by_rows})
     _label(axes, "rows decoded together")
     axes.set_xscale("log", base=2)
     axes.set_xticks(rows, [str(count) for count in rows])
     if critical is not None:
-        axes.set_xlabel(f"rows decoded together\nMore rows gain more from a context of about {critical:,.0f} tokens on.")
+        axes.set_xlabel(
+            f"rows decoded together\nMore rows gain more from a context of about {critical:,.0f}"
+            " tokens on."
+        )
     if realised:
         muted = style.theme().muted
         axes.plot([], [], "o", markersize=7, color=muted, label="measured")
@@ -63,7 +71,9 @@ def draw_by_length(title: str, lines: Mapping[str, Sequence[float]], strong: str
     ends = {}
     for (name, factors), colour in zip(lines.items(), style.ramp(len(lines)), strict=True):
         width = 3.0 if name == strong else 1.5
-        axes.plot(range(len(factors)), factors, "o-", color=colour, linewidth=width, markersize=3 + width)
+        axes.plot(
+            range(len(factors)), factors, "o-", color=colour, linewidth=width, markersize=3 + width
+        )
         ends[name] = factors[-1], colour
     _label(axes, "chain length gamma (tokens)")
     style.label_ends(axes, ends | _plain(axes))
@@ -126,7 +136,11 @@ def draw_by_nodes(title: str, panels: Mapping[int, Mapping[str, Mapping[int, flo
         axes.set_title(count_rows(rows))
         _label(axes, "nodes of a draft, the root included")
         _plain(axes)
-    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=len(all_axes[0].lines))
+    figure.legend(
+        *all_axes[0].get_legend_handles_labels(),
+        loc="outside lower left",
+        ncols=len(all_axes[0].lines),
+    )
     return figure
 
 

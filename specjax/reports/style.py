@@ -85,7 +85,9 @@ class Theme:
             "figure.titlesize": 12,
             "savefig.facecolor": "auto",
             "savefig.dpi": DPI,
-            "font.family": "DejaVu Sans",  # comes with matplotlib, so it is the same on every machine
+            "font.family": (
+                "DejaVu Sans"
+            ),  # comes with matplotlib, so it is the same on every machine
             "font.monospace": ["DejaVu Sans Mono"],
             "font.size": 11,
             "text.color": self.ink,
@@ -173,7 +175,9 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
     return in_theme
 
 
-def new_figure(*heights: float, width: float = WIDTH, title: str = "") -> "tuple[Figure, list[Axes]]":
+def new_figure(
+    *heights: float, width: float = WIDTH, title: str = ""
+) -> "tuple[Figure, list[Axes]]":
     """Make a figure with panels one below the other.
 
     Side by side they would be too small on a narrow screen.
@@ -213,8 +217,13 @@ def label_ends(axes: "Axes", ends: Mapping[str, tuple[float, Any]]) -> None:
     assert figure is not None
     figure.draw_without_rendering()  # lays out
     points = 72 / figure.dpi
-    heights = [points * float(axes.transData.transform((axes.get_xlim()[1], y))[1]) for y, _ in ends.values()]
-    for (label, (y, colour)), height, free_height in zip(ends.items(), heights, spread(heights, 13), strict=True):
+    heights = [
+        points * float(axes.transData.transform((axes.get_xlim()[1], y))[1])
+        for y, _ in ends.values()
+    ]
+    for (label, (y, colour)), height, free_height in zip(
+        ends.items(), heights, spread(heights, 13), strict=True
+    ):
         axes.annotate(
             label, (1, y), xycoords=("axes fraction", "data"), xytext=(6, free_height - height), textcoords="offset points",
             va="center", fontsize=10.5, color=colour, annotation_clip=False,

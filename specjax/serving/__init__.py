@@ -1,6 +1,14 @@
 """Serving: many requests at once, each of which begins and ends when it will."""
 
-from specjax.serving.clients import ClientRow, ClientStatistics, DraftVerified, RowDropped, RowEvent, RowFeatures, RowReady
+from specjax.serving.clients import (
+    ClientRow,
+    ClientStatistics,
+    DraftVerified,
+    RowDropped,
+    RowEvent,
+    RowFeatures,
+    RowReady,
+)
 from specjax.serving.device import ClientDrafts
 from specjax.serving.engine import Engine, EngineStatistics, follow
 from specjax.serving.handle import EngineError, Handle, Piece, TextCancelledError, TokenLogprobs

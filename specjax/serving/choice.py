@@ -112,7 +112,9 @@ class DraftChoice:
         2.56
     """
 
-    def __init__(self, drafts: Sequence[DraftShape | Copies | None], seconds: Mapping[tuple[int, int], float]) -> None:
+    def __init__(
+        self, drafts: Sequence[DraftShape | Copies | None], seconds: Mapping[tuple[int, int], float]
+    ) -> None:
         """Make a choice without measured acceptance.
 
         Args:
@@ -123,7 +125,9 @@ class DraftChoice:
         self.seconds = dict(seconds)
         self.decisions: dict[tuple[int, int], int] = {}
         survival = _EXPECTED ** np.arange(1 + max(_depth(draft) for draft in drafts))
-        self._measured = [_Measured.expected(survival[: 1 + _depth(draft)].sum(keepdims=True)) for draft in drafts]
+        self._measured = [
+            _Measured.expected(survival[: 1 + _depth(draft)].sum(keepdims=True)) for draft in drafts
+        ]
         self._chains = _Measured.expected(survival[1:])  # by depth
         # The draft in use, by number of rows and by whether some row has a prediction.
         self._current: dict[tuple[int, bool], int] = {}
@@ -177,7 +181,11 @@ class DraftChoice:
                 compiled. If it is, drafts that were not timed yet are tried now and then, plain
                 decoding first. If not, the first compiled draft is used when none is timed.
         """
-        indices = [index for index, draft in enumerate(self.drafts) if predicted or not isinstance(draft, Copies)]
+        indices = [
+            index
+            for index, draft in enumerate(self.drafts)
+            if predicted or not isinstance(draft, Copies)
+        ]
         indices = [index for index in indices if ready is None or index in ready]
         untimed = [index for index in indices if (width, index) not in self.seconds]
         if untimed:
@@ -216,7 +224,10 @@ class DraftChoice:
         """Return the draft of ``indices`` that is due for a trial, or else the ``current`` one."""
         idle = [index for index in indices if index != current]
         due = [
-            index for index in idle if (self._clock - self._last_used[index]) * TRIALS > len(idle) * self.seconds[width, index]
+            index
+            for index in idle
+            if (self._clock - self._last_used[index]) * TRIALS
+            > len(idle) * self.seconds[width, index]
         ]
         return min(due, key=lambda index: self._last_used[index], default=current)
 
@@ -253,7 +264,9 @@ class DraftChoice:
         elif steps and seconds is not None and not is_upper_bound:
             before, share = self.seconds[width, index], min(1.0, steps / LATENCY)
             # The limit keeps one pause of the machine from making the draft look slow for long.
-            self.seconds[width, index] = before + share * (min(seconds / steps, 4 * before) - before)
+            self.seconds[width, index] = before + share * (
+                min(seconds / steps, 4 * before) - before
+            )
         draft = self.drafts[index]
         if draft is None or not row_steps:
             return

@@ -191,10 +191,20 @@ class ClientRow:
     """
 
     def __init__(
-        self, clients: "Clients", request: Request, settings: dict[str, Any], listener: Listener, sent_tokens: int
+        self,
+        clients: "Clients",
+        request: Request,
+        settings: dict[str, Any],
+        listener: Listener,
+        sent_tokens: int,
     ) -> None:
         """Make the row of a submitted request, for `specjax.serving.Engine.open_row`."""
-        self._clients, self.request, self.settings, self.listener = clients, request, settings, listener
+        self._clients, self.request, self.settings, self.listener = (
+            clients,
+            request,
+            settings,
+            listener,
+        )
         self.sent_tokens = sent_tokens
         self.draft: tuple[np.ndarray, np.ndarray] | None = None
         self.is_ready = False
@@ -255,14 +265,18 @@ class Clients:
         rows: the rows by request, while the request waits, is prefilled, is held or is suspended.
     """
 
-    def __init__(self, device: EngineDevice, scheduler: Scheduler, wake: threading.Condition) -> None:
+    def __init__(
+        self, device: EngineDevice, scheduler: Scheduler, wake: threading.Condition
+    ) -> None:
         """Start without rows."""
         self.drafts, self.wake = device.clients, wake
         self._device, self._scheduler = device, scheduler
         self._vocabulary = device.target.config.vocab_size
         self.rows: dict[Request, ClientRow] = {}
         # Events to deliver, in order. The hidden states of a prompt are still arrays on the device.
-        self._events: list[tuple[ClientRow, RowEvent | tuple[PrefillChunk, dict[str, jax.Array]]]] = []
+        self._events: list[
+            tuple[ClientRow, RowEvent | tuple[PrefillChunk, dict[str, jax.Array]]]
+        ] = []
         self._counts = {"calls": 0, "drafts": 0, "drafted": 0, "accepted": 0, "generated": 0}
         self._dropped = 0
 
@@ -280,18 +294,27 @@ class Clients:
     ) -> ClientRow:
         """Open a row, as `specjax.serving.Engine.open_row` describes. It needs the lock."""
         if not 1 <= prompt_length <= len(tokens):
-            raise InputError(f"prompt_length={prompt_length}: must be from 1 to the {len(tokens)} tokens of the text")
+            raise InputError(
+                f"prompt_length={prompt_length}: must be from 1 to the {len(tokens)} tokens of the"
+                " text"
+            )
         if len(tokens) >= prompt_length + max_new_tokens:
             raise InputError(
-                f"max_new_tokens={max_new_tokens}: the text has {len(tokens) - prompt_length} tokens after its prompt already; "
-                "give more"
+                f"max_new_tokens={max_new_tokens}: the text has {len(tokens) - prompt_length}"
+                " tokens after its prompt already; give more"
             )
         if sent_tokens < 0:
             raise InputError(f"known={sent_tokens}: must be at least 0")
         # Prefix caching may save those tokens alone whose hidden states the client does not need.
         shares = None if self._device.remote_drafter is None else sent_tokens
         request = self._scheduler.submit(
-            tokens, max_new_tokens, prompt_length=prompt_length, shares=shares, is_client=True, owner=owner, needs="clients"
+            tokens,
+            max_new_tokens,
+            prompt_length=prompt_length,
+            shares=shares,
+            is_client=True,
+            owner=owner,
+            needs="clients",
         )
         row = ClientRow(self, request, settings, listener, sent_tokens)
         self.rows[request] = row
@@ -307,12 +330,20 @@ class Clients:
             if row.request.state == "done":
                 raise InputError("tokens: the text is over, and takes no more drafts")
             if not row.is_ready:
-                raise InputError("tokens: the text is not prefilled yet; wait for RowReady before the first draft")
+                raise InputError(
+                    "tokens: the text is not prefilled yet; wait for RowReady before the first"
+                    " draft"
+                )
             if row.draft is not None:
-                raise InputError("tokens: the previous draft has no verdict yet; send drafts one at a time")
+                raise InputError(
+                    "tokens: the previous draft has no verdict yet; send drafts one at a time"
+                )
             newest = row.request.tokens[-1]
             if tokens[0] != newest:
-                raise InputError(f"tokens: the root is {tokens[0]}, but the text's newest token is {newest}; draft below that")
+                raise InputError(
+                    f"tokens: the root is {tokens[0]}, but the text's newest token is {newest};"
+                    " draft below that"
+                )
             row.draft = tokens.astype(np.int32), parents.astype(np.int32)
             self._scheduler.has_drafted(row.request)
             self.wake.notify_all()
@@ -322,14 +353,24 @@ class Clients:
         assert self.drafts is not None
         nodes, depth = self.drafts.nodes, self.drafts.depth
         if tokens.ndim != 1 or tokens.shape != parents.shape or not 1 <= len(tokens) <= nodes:
-            raise InputError(f"tokens of shape {tokens.shape}, parents of {parents.shape}: give both for 1 to {nodes} nodes")
-        if not (np.issubdtype(tokens.dtype, np.integer) and np.issubdtype(parents.dtype, np.integer)):
-            raise InputError(f"tokens are {tokens.dtype}, and parents {parents.dtype}; give whole numbers")
+            raise InputError(
+                f"tokens of shape {tokens.shape}, parents of {parents.shape}: give both for 1 to"
+                f" {nodes} nodes"
+            )
+        if not (
+            np.issubdtype(tokens.dtype, np.integer) and np.issubdtype(parents.dtype, np.integer)
+        ):
+            raise InputError(
+                f"tokens are {tokens.dtype}, and parents {parents.dtype}; give whole numbers"
+            )
         if tokens.min() < 0 or tokens.max() >= self._vocabulary:
             raise InputError(f"tokens: ids must be from 0 to {self._vocabulary - 1}")
         above = parents.astype(np.int64)
         if above[0] != -1 or np.any(above[1:] < 0) or np.any(above[1:] >= np.arange(1, len(above))):
-            raise InputError("parents: the root's must be -1, and each other node's the index of a node before it")
+            raise InputError(
+                "parents: the root's must be -1, and each other node's the index of a node"
+                " before it"
+            )
         if (deepest := tree.depths(above).max()) > depth:
             raise InputError(f"parents: the draft is {deepest} deep, but may be {depth} deep")
 
@@ -344,7 +385,9 @@ class Clients:
         with self.wake:
             if self.rows.pop(row.request, None) is not None:
                 self._scheduler.cancel(row.request)
-            self._events = [(recipient, event) for recipient, event in self._events if recipient is not row]
+            self._events = [
+                (recipient, event) for recipient, event in self._events if recipient is not row
+            ]
             row.draft = None
             self.wake.notify_all()
 
@@ -353,14 +396,18 @@ class Clients:
     @property
     def has_work(self) -> bool:
         """True if a draft in a row waits for its verdict, or an event waits for delivery."""
-        has_draft = any(row.draft is not None and request.state == "held" for request, row in self.rows.items())
+        has_draft = any(
+            row.draft is not None and request.state == "held" for request, row in self.rows.items()
+        )
         return has_draft or bool(self._events or self._scheduler.dropped)
 
     @property
     def are_drafting(self) -> bool:
         """True if an active client has a row. Then the engine keeps its decode calls short."""
         placed = [request for request in self.rows if request.row is not None]
-        return any(request.away is None and not self._scheduler.is_idle(request) for request in placed)
+        return any(
+            request.away is None and not self._scheduler.is_idle(request) for request in placed
+        )
 
     @property
     def statistics(self) -> ClientStatistics:
@@ -368,7 +415,13 @@ class Clients:
         placed = [request for request in self.rows if request.row is not None]
         away = sum(request.away is not None for request in placed)
         suspensions = self._scheduler.suspensions
-        return ClientStatistics(rows=len(placed), away=away, dropped=self._dropped, preempted=suspensions, **self._counts)
+        return ClientStatistics(
+            rows=len(placed),
+            away=away,
+            dropped=self._dropped,
+            preempted=suspensions,
+            **self._counts,
+        )
 
     def was_read(self, read: PrefillChunk, features: dict[str, jax.Array]) -> None:
         """Record that a chunk of a client's text was queued on the device.
@@ -449,7 +502,9 @@ class Clients:
         self._counts["accepted"] += int(checked.accepted[index])
         self._counts["generated"] += count
         arrays = {name: np.array(array[index, :count]) for name, array in checked.told.items()}
-        over = ("stop" if tokens[-1] in row.settings["stop_token_ids"] else "length") if done else ""
+        over = (
+            ("stop" if tokens[-1] in row.settings["stop_token_ids"] else "length") if done else ""
+        )
         accepted = tuple(checked.path[index, 1:count].tolist())
         self._events.append((row, DraftVerified(accepted, tokens[-1], arrays, over, seconds)))
 
@@ -496,8 +551,12 @@ class Clients:
         """
         _LOGGER.error("a client's row ended with an error; the others continue", exc_info=error)
         self.rows.pop(row.request, None)
-        self._events = [(recipient, event) for recipient, event in self._events if recipient is not row]
-        reason = str(error) if isinstance(error, LogitsError) else "an error of the server; see its log"
+        self._events = [
+            (recipient, event) for recipient, event in self._events if recipient is not row
+        ]
+        reason = (
+            str(error) if isinstance(error, LogitsError) else "an error of the server; see its log"
+        )
         self._events.append((row, RowDropped(reason)))
         row.draft = None
         self._scheduler.cancel(row.request)
@@ -535,9 +594,13 @@ def _are_here(arrays: dict[str, jax.Array]) -> bool:
     return all(array.is_ready() for array in arrays.values())  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _unsent_features(sent_tokens: int, read: PrefillChunk, arrays: dict[str, jax.Array]) -> RowFeatures:
+def _unsent_features(
+    sent_tokens: int, read: PrefillChunk, arrays: dict[str, jax.Array]
+) -> RowFeatures:
     """Return the hidden states of a chunk beyond the tokens whose states were sent already."""
     first = max(0, sent_tokens - read.start)
     count = max(0, read.count - first)
-    cut = {name: np.asarray(array)[0, first : first + count].copy() for name, array in arrays.items()}
+    cut = {
+        name: np.asarray(array)[0, first : first + count].copy() for name, array in arrays.items()
+    }
     return RowFeatures(start=read.start + first, count=count, arrays=cut)

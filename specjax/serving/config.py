@@ -85,7 +85,9 @@ class EngineConfig:
         default_sampling = None
         if isinstance(target, pipeline.TextGenerator):
             if drafter is not None:
-                raise InputError("drafter: the generator brings its own drafter; give this one to specjax.load")
+                raise InputError(
+                    "drafter: the generator brings its own drafter; give this one to specjax.load"
+                )
             default_sampling = target.default_sampling
             target, drafter, tokenizer = target.target, target.drafter, target.tokenizer
         target.check_whole()
@@ -113,7 +115,9 @@ class EngineConfig:
         widths = _widths(rows, widths, on_cpu and groups == 1)
         choices, drafters = _drafters(target, drafter, shapes, max_prediction)
         sizes = Sizes(rows, widths, capacity, pages, page, chunk, steps, max_logprobs)
-        return cls(target, tokenizer, choices, drafters, sizes, clients, max_prediction, default_sampling)
+        return cls(
+            target, tokenizer, choices, drafters, sizes, clients, max_prediction, default_sampling
+        )
 
     def together(self) -> processes.Processes | None:
         """Return the processes whose devices hold the target; None: only this process does.
@@ -124,13 +128,18 @@ class EngineConfig:
         if not sharding.spans_processes(self.target.mesh):
             return None
         if (together := processes.joined()) is None:
-            raise InputError("target: its mesh spans several processes: call specjax.processes.join() at the beginning of each")
+            raise InputError(
+                "target: its mesh spans several processes: call specjax.processes.join() at the"
+                " beginning of each"
+            )
         return together
 
     def device(self, together: processes.Processes | None) -> EngineDevice:
         """Return a device whose rows are free. That of the first of several processes leads."""
         if together is not None and together.is_first:
-            return over_hosts.LeadingDevice(self.target, self.drafters, self.sizes, self.clients, processes=together)
+            return over_hosts.LeadingDevice(
+                self.target, self.drafters, self.sizes, self.clients, processes=together
+            )
         return EngineDevice(self.target, self.drafters, self.sizes, self.clients)
 
     def placeholder_settings(self) -> dict[str, Any]:
@@ -172,8 +181,13 @@ class EngineConfig:
             ids = checked.stop_token_ids[0]
             if len(ids) > MAX_STOP_TOKENS:
                 raise InputError(f"eos_token_ids: {len(ids)} ids; give at most {MAX_STOP_TOKENS}")
-            settings: dict[str, Any] = {"sampling": params.of_row(), "key": np.asarray(jax.random.key_data(row_key))}
-        settings["stop_token_ids"] = np.pad(ids, (0, MAX_STOP_TOKENS - len(ids)), constant_values=-1)
+            settings: dict[str, Any] = {
+                "sampling": params.of_row(),
+                "key": np.asarray(jax.random.key_data(row_key)),
+            }
+        settings["stop_token_ids"] = np.pad(
+            ids, (0, MAX_STOP_TOKENS - len(ids)), constant_values=-1
+        )
         settings["min_length"] = np.int32(prompt + int(checked.min_new_tokens[0]))
         if self.max_prediction:
             settings["prediction"] = np.zeros(self.sizes.capacity, np.int32)
@@ -182,21 +196,33 @@ class EngineConfig:
         return settings
 
 
-def _check_sizes(rows: int, groups: int, page: int, chunk: int, capacity: int, positions: int, steps: int) -> None:
+def _check_sizes(
+    rows: int, groups: int, page: int, chunk: int, capacity: int, positions: int, steps: int
+) -> None:
     """Raise InputError if a size is out of range."""
     if rows < 1 or rows % groups:
-        raise InputError(f"rows={rows}: must be at least 1, and a multiple of the mesh's data axis ({groups})")
+        raise InputError(
+            f"rows={rows}: must be at least 1, and a multiple of the mesh's data axis ({groups})"
+        )
     if page < 8 or page & (page - 1):
         raise InputError(f"page={page}: must be a power of two, at least 8")
     if chunk < 1 or chunk % page:
         raise InputError(f"chunk={chunk}: must be a multiple of page={page}")
     if not 2 <= capacity <= positions:
-        raise InputError(f"capacity={capacity}: must be from 2 to {positions}, the positions of target and drafter")
+        raise InputError(
+            f"capacity={capacity}: must be from 2 to {positions}, the positions of target and"
+            " drafter"
+        )
     if not 1 <= steps <= ROOM:
-        raise InputError(f"steps={steps}: must be from 1 to {ROOM}, the most steps that a paused drafter catches up with")
+        raise InputError(
+            f"steps={steps}: must be from 1 to {ROOM}, the most steps that a paused drafter catches"
+            " up with"
+        )
 
 
-def _shapes(drafter: Drafter | None, drafts: Sequence[DraftShape | int | str | None] | None) -> tuple[DraftShape | None, ...]:
+def _shapes(
+    drafter: Drafter | None, drafts: Sequence[DraftShape | int | str | None] | None
+) -> tuple[DraftShape | None, ...]:
     """Return the drafts to choose from, without duplicates."""
     if drafts is None:
         if drafter is None:
@@ -213,7 +239,11 @@ def _shapes(drafter: Drafter | None, drafts: Sequence[DraftShape | int | str | N
 
 def _widths(rows: int, widths: Sequence[int] | None, by_default: bool) -> tuple[int, ...]:
     if widths is None:
-        widths = [1 << power for power in range(rows.bit_length()) if 1 << power < rows] if by_default else []
+        widths = (
+            [1 << power for power in range(rows.bit_length()) if 1 << power < rows]
+            if by_default
+            else []
+        )
         return (*widths, rows)
     if not by_default and tuple(widths) != (rows,):
         raise InputError(f"widths={widths}: on a mesh that splits rows, give ({rows},)")
@@ -222,7 +252,9 @@ def _widths(rows: int, widths: Sequence[int] | None, by_default: bool) -> tuple[
     return tuple(sorted(set(widths)))
 
 
-def _with_draft(target: Target, drafter: Drafter, shape: DraftShape | None, may_pause: bool) -> Drafter:
+def _with_draft(
+    target: Target, drafter: Drafter, shape: DraftShape | None, may_pause: bool
+) -> Drafter:
     """Return ``drafter`` with the draft ``shape``, or paused if it is None, after a check."""
     if isinstance(drafter, NoDraft):
         return drafter
@@ -249,7 +281,9 @@ def _drafters(
     elif beside is not None:
         fallback = drafters[beside]
     else:  # a copy is a chain, so the rows without a prediction draft a chain in the same call
-        fallback = _with_draft(target, drafter, Chain(min(drafter.draft_shape.depth, 3)), may_pause=None in shapes)
+        fallback = _with_draft(
+            target, drafter, Chain(min(drafter.draft_shape.depth, 3)), may_pause=None in shapes
+        )
     copying = WithPrediction(fallback, longest=longest)
     copying.draft_shape.check(target.config.vocab_size)
     # All drafters are wrapped, because a row's state must fit each of them.

@@ -73,22 +73,26 @@ class ClientDrafts:
         """
         if not 0 < self.depth < self.nodes:
             raise InputError(
-                f"clients: nodes={self.nodes} and depth={self.depth}: a draft has a root, and at least one node per depth; "
-                "give a depth of at least 1, and more nodes than that"
+                f"clients: nodes={self.nodes} and depth={self.depth}: a draft has a root, and at"
+                " least one node per depth; give a depth of at least 1, and more nodes than that"
             )
         if self.nodes > wire.MOST_NODES:
-            raise InputError(f"clients: nodes={self.nodes}: a message holds at most {wire.MOST_NODES} nodes; give fewer")
+            raise InputError(
+                f"clients: nodes={self.nodes}: a message holds at most {wire.MOST_NODES} nodes;"
+                " give fewer"
+            )
         if groups_of(target.mesh) > 1:
             raise InputError(
-                f"clients: the mesh splits the rows into {groups_of(target.mesh)} groups, but drafts of clients are verified "
-                "in one group only; give a mesh whose data axis is 1"
+                f"clients: the mesh splits the rows into {groups_of(target.mesh)} groups, but"
+                " drafts of clients are verified in one group only; give a mesh whose data axis"
+                " is 1"
             )
         if isinstance(self.drafter, NoDraft) or self.drafter is None:
             return
         if not self.drafter.drafts_elsewhere:
             raise InputError(
-                f"clients: a {type(self.drafter).__name__} of this kind cannot draft on another machine than its target's; "
-                "give another drafter"
+                f"clients: a {type(self.drafter).__name__} of this kind cannot draft on another"
+                " machine than its target's; give another drafter"
             )
         self.drafter.check(target)
         self._check_frame(self.tells(target))
@@ -99,14 +103,16 @@ class ClientDrafts:
         largest, total = max(sizes.values(), default=0), sum(sizes.values()) + 2**16
         if largest > wire.MOST_ARRAY or total > wire.MOST_DOWN:
             raise InputError(
-                f"clients: with depth={self.depth}, a client is sent up to {total:,} bytes at a time, {largest:,} per array, "
-                f"but a frame holds {wire.MOST_DOWN:,}, {wire.MOST_ARRAY:,} per array; give a smaller depth, or a drafter "
-                "that needs less"
+                f"clients: with depth={self.depth}, a client is sent up to {total:,} bytes at a"
+                f" time, {largest:,} per array, but a frame holds {wire.MOST_DOWN:,},"
+                f" {wire.MOST_ARRAY:,} per array; give a smaller depth, or a drafter that needs"
+                " less"
             )
         if len(shapes) > wire.MOST_ARRAYS or any(len(shape) > 3 for shape in shapes.values()):
             raise InputError(
-                f"clients: a {type(self.drafter).__name__} of this kind is sent {len(shapes)} arrays per token, but a "
-                f"frame holds {wire.MOST_ARRAYS}, of at most 3 axes; give a drafter that needs less"
+                f"clients: a {type(self.drafter).__name__} of this kind is sent {len(shapes)}"
+                f" arrays per token, but a frame holds {wire.MOST_ARRAYS}, of at most 3 axes; give"
+                " a drafter that needs less"
             )
 
     def tells(self, target: Target) -> dict[str, tuple[int, ...]]:
@@ -164,7 +170,13 @@ class EngineDevice:
         state: the decode state; None after `release`.
     """
 
-    def __init__(self, target: Target, drafters: Sequence[Drafter], sizes: Sizes, clients: ClientDrafts | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafters: Sequence[Drafter],
+        sizes: Sizes,
+        clients: ClientDrafts | None = None,
+    ) -> None:
         """Make the state, with free rows. Only the programs for that are compiled.
 
         Raises:
@@ -174,19 +186,34 @@ class EngineDevice:
         self.groups = groups_of(target.mesh)
         # The shortest chain is best for log-probabilities, which are computed for every node of a
         # draft.
-        chains = [index for index, drafter in enumerate(drafters) if _is_chain(drafter) and not copies(drafter)]
+        chains = [
+            index
+            for index, drafter in enumerate(drafters)
+            if _is_chain(drafter) and not copies(drafter)
+        ]
         self.reporting = min(chains, key=lambda index: drafters[index].draft_shape.depth, default=0)
-        self.plain = next((index for index, drafter in enumerate(drafters) if drafter.draft_shape.depth == 0), 0)
+        self.plain = next(
+            (index for index, drafter in enumerate(drafters) if drafter.draft_shape.depth == 0), 0
+        )
         self.paused = next((drafter for drafter in drafters if is_paused(drafter)), None)
         if clients is not None:
             clients.check(target)
         self.clients = clients
-        self.remote_drafter = clients.drafter if clients is not None and clients.tells(target) else None
-        deepest = [drafter.draft_shape.depth for drafter in drafters] + ([clients.depth] if clients else [])
+        self.remote_drafter = (
+            clients.drafter if clients is not None and clients.tells(target) else None
+        )
+        deepest = [drafter.draft_shape.depth for drafter in drafters] + (
+            [clients.depth] if clients else []
+        )
         self.depth = max(deepest)
         pools = {"capacity": sizes.capacity, "pages": sizes.pages, "page": sizes.page}
         self.state: Any = device_rows.empty(
-            target, drafters[0], rows=sizes.rows, max_stop_tokens=MAX_STOP_TOKENS, depth=self.depth, **pools
+            target,
+            drafters[0],
+            rows=sizes.rows,
+            max_stop_tokens=MAX_STOP_TOKENS,
+            depth=self.depth,
+            **pools,
         )
         self._empty_prefix_state = device_rows.empty_prefix_state(target, drafters[0], **pools)
         self._mark = _mark
@@ -203,7 +230,11 @@ class EngineDevice:
         A drafter that copies predictions is rarely used, so it has the smallest and largest only.
         """
         widths = self.sizes.widths
-        return tuple(dict.fromkeys((widths[0], widths[-1]))) if copies(self.drafters[index]) else widths
+        return (
+            tuple(dict.fromkeys((widths[0], widths[-1])))
+            if copies(self.drafters[index])
+            else widths
+        )
 
     def most_prefix_states(self) -> int | None:
         """Return the largest number of prefix states in each group of rows; None: no limit.
@@ -213,7 +244,9 @@ class EngineDevice:
         prefix_state = sum(leaf.nbytes for leaf in jax.tree.leaves(self._empty_prefix_state))
         pool = sum(leaf.nbytes for leaf in jax.tree.leaves(self.state.cache.layers)) // self.groups
         chunk = pool // self.sizes.pages * (self.sizes.chunk // self.sizes.page)
-        return prefix_states_kept(prefix_state, pool, chunk=chunk, rows=self.sizes.rows // self.groups)
+        return prefix_states_kept(
+            prefix_state, pool, chunk=chunk, rows=self.sizes.rows // self.groups
+        )
 
     # --- the engine's calls ----------------------------------------------------------------------
 
@@ -230,7 +263,13 @@ class EngineDevice:
         """Wait until the device has finished all calls."""
         jax.block_until_ready(self.state.lengths)
 
-    def admit(self, row: int, text: device_rows.Text, start: int, prefix_state: tuple[Any, np.int32] | None) -> None:
+    def admit(
+        self,
+        row: int,
+        text: device_rows.Text,
+        start: int,
+        prefix_state: tuple[Any, np.int32] | None,
+    ) -> None:
         """Put a text into a free row, by `specjax.decoding.rows.admit`.
 
         Args:
@@ -241,7 +280,9 @@ class EngineDevice:
                 None: the prompt is prefilled from its beginning.
         """
         initial_state, group = prefix_state or (self._empty_prefix_state, np.int32(0))
-        self.state = device_rows.admit(*self._reading, np.int32(row), text, np.int32(start), initial_state, group)
+        self.state = device_rows.admit(
+            *self._reading, np.int32(row), text, np.int32(start), initial_state, group
+        )
 
     def read(
         self,
@@ -259,14 +300,19 @@ class EngineDevice:
             The prefix state; with ``logprobs`` the log-probabilities; and with ``for_client`` the
             hidden states for the client.
         """
-        arguments, options = self._read_arguments(table, rows, counts, is_last, width, logprobs, for_client)
+        arguments, options = self._read_arguments(
+            table, rows, counts, is_last, width, logprobs, for_client
+        )
         self.state, *results = device_rows.read_chunk(*arguments, **options)
         self._marks.append(self._mark(self.state.lengths))
         prefix_state, token_logprobs, features = results
         return prefix_state, *sharding.everywhere((token_logprobs, features), self.target.mesh)
 
     def verify(
-        self, table: np.ndarray, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
+        self,
+        table: np.ndarray,
+        rows: Sequence[int],
+        drafts: Sequence[tuple[np.ndarray, np.ndarray]],
     ) -> remote_drafts.VerifiedRows:
         """Verify the drafts of clients, by `specjax.decoding.remote_drafts.verify_rows`.
 
@@ -281,19 +327,34 @@ class EngineDevice:
         return sharding.everywhere(checked, self.target.mesh)
 
     def decode(
-        self, index: int, table: np.ndarray, free: np.ndarray, steps: int, until_any_done: bool, width: int, logprobs: bool
+        self,
+        index: int,
+        table: np.ndarray,
+        free: np.ndarray,
+        steps: int,
+        until_any_done: bool,
+        width: int,
+        logprobs: bool,
     ) -> device_rows.Progress:
         """Decode with the drafter of an ``index``, by `specjax.decoding.rows.decode_rows`."""
         limits = np.int32(steps), np.bool_(until_any_done)
         self.state, progress = device_rows.decode_rows(
-            *self._with(index), table, free, *limits, width=width, call_steps=self.sizes.steps, logprobs=self._top(logprobs)
+            *self._with(index),
+            table,
+            free,
+            *limits,
+            width=width,
+            call_steps=self.sizes.steps,
+            logprobs=self._top(logprobs),
         )
         return sharding.everywhere(progress, self.target.mesh)
 
     def catch_up(self, table: np.ndarray) -> None:
         """Let the paused drafter read its pending tokens, in all rows."""
         assert self.paused is not None
-        self.state = device_rows.catch_up(self.target, self.paused, self.state, table, width=self.sizes.rows)
+        self.state = device_rows.catch_up(
+            self.target, self.paused, self.state, table, width=self.sizes.rows
+        )
 
     def rearrange(self, order: np.ndarray) -> None:
         """Reorder the rows, by `specjax.decoding.rows.rearrange`."""
@@ -301,7 +362,9 @@ class EngineDevice:
 
     # --- before the first request ----------------------------------------------------------------
 
-    def warm_up(self, settings: dict[str, Any], programs: Programs | None = None) -> dict[tuple[int, int], float]:
+    def warm_up(
+        self, settings: dict[str, Any], programs: Programs | None = None
+    ) -> dict[tuple[int, int], float]:
         """Compile all programs, several at a time, and run each of them.
 
         Args:
@@ -321,11 +384,15 @@ class EngineDevice:
             # one of them seconds that finds its programs in the persistent cache, and another
             # minutes.
             meet("compiled")
-        calls = [(width, index) for index in range(len(self.drafters)) for width in self.widths_of(index)]
+        calls = [
+            (width, index) for index in range(len(self.drafters)) for width in self.widths_of(index)
+        ]
         seconds = {}
         for width, index in track(calls, f"timing decoding, {self.sizes.rows} rows"):
             prefix_state = self._begin_in_all_rows(text, table)
-            seconds[width, index] = min([self._time_call(width, index, text, table) for _ in range(3)][1:])
+            seconds[width, index] = min(
+                [self._time_call(width, index, text, table) for _ in range(3)][1:]
+            )
             if self.paused is not None:
                 self.catch_up(table)
             if len(self.sizes.widths) > 1:
@@ -338,8 +405,12 @@ class EngineDevice:
             for width in self.sizes.widths:
                 self.verify(table, [self.sizes.rows] * width, [_NO_DRAFT] * width)
         if self.sizes.max_logprobs:
-            self.read(table, nothing, nothing, [False] * self.groups, self.sizes.chunk, logprobs=True)
-            self.decode(self.reporting, table, self._none(), 1, False, self.sizes.rows, logprobs=True)
+            self.read(
+                table, nothing, nothing, [False] * self.groups, self.sizes.chunk, logprobs=True
+            )
+            self.decode(
+                self.reporting, table, self._none(), 1, False, self.sizes.rows, logprobs=True
+            )
         # `_begin_in_all_rows` admits with the empty prefix state. One that a chunk returned must
         # not compile another program.
         self.admit(0, text, 0, (prefix_state, np.int32(0)))
@@ -359,46 +430,72 @@ class EngineDevice:
         rows, widths = self.sizes.rows, self.sizes.widths
         nothing, last, zero = [0] * self.groups, [False] * self.groups, np.int32(0)
 
-        def read(stage: int, width: int, logprobs: bool = False, for_client: bool = False) -> EngineProgram:
+        def read(
+            stage: int, width: int, logprobs: bool = False, for_client: bool = False
+        ) -> EngineProgram:
             def lower() -> Any:
-                arguments, options = self._read_arguments(table, nothing, nothing, last, width, logprobs, for_client)
+                arguments, options = self._read_arguments(
+                    table, nothing, nothing, last, width, logprobs, for_client
+                )
                 return device_rows.read_chunk.lower(*arguments, **options)
 
             return EngineProgram("read", (width, logprobs, for_client), stage, lower)
 
         def decode(stage: int, width: int, index: int, logprobs: bool = False) -> EngineProgram:
             return EngineProgram(
-                "decode", (width, index, logprobs), stage, lambda: self._lower_decode(table, index, width, logprobs)
+                "decode",
+                (width, index, logprobs),
+                stage,
+                lambda: self._lower_decode(table, index, width, logprobs),
             )
 
         def verify(stage: int, width: int) -> EngineProgram:
             def lower() -> Any:
-                return remote_drafts.verify_rows.lower(*self._verify_arguments(table, width, [], []), depth=self._clients.depth)
+                return remote_drafts.verify_rows.lower(
+                    *self._verify_arguments(table, width, [], []), depth=self._clients.depth
+                )
 
             return EngineProgram("verify", (width,), stage, lower)
 
         def admit() -> Any:
-            return device_rows.admit.lower(*self._reading, zero, text, zero, self._empty_prefix_state, zero)
+            return device_rows.admit.lower(
+                *self._reading, zero, text, zero, self._empty_prefix_state, zero
+            )
 
         listed = [EngineProgram("admit", (), 0, admit)]
-        listed += [read(0 if width == self.sizes.chunk else 1, width) for width in self.sizes.read_widths]
+        listed += [
+            read(0 if width == self.sizes.chunk else 1, width) for width in self.sizes.read_widths
+        ]
         listed += [decode(0 if width == widths[0] else 2, width, self.plain) for width in widths]
         if self.paused is not None:
             listed.append(EngineProgram("catch_up", (), 1, self._lower_catch_up(table)))
         if len(widths) > 1:
             order = np.arange(rows, dtype=np.int32)
-            listed.append(EngineProgram("rearrange", (), 1, lambda: device_rows.rearrange.lower(self.state, order)))
+            listed.append(
+                EngineProgram(
+                    "rearrange", (), 1, lambda: device_rows.rearrange.lower(self.state, order)
+                )
+            )
         drafting = [index for index in range(len(self.drafters)) if index != self.plain]
         for width in widths:
-            listed += [decode(3, width, index) for index in drafting if not copies(self.drafters[index])]
+            listed += [
+                decode(3, width, index) for index in drafting if not copies(self.drafters[index])
+            ]
         if self.sizes.max_logprobs:
-            listed += [read(4, self.sizes.chunk, logprobs=True), decode(4, rows, self.reporting, logprobs=True)]
+            listed += [
+                read(4, self.sizes.chunk, logprobs=True),
+                decode(4, rows, self.reporting, logprobs=True),
+            ]
         if self.remote_drafter is not None:
             listed += [read(5, width, for_client=True) for width in self.sizes.read_widths]
         if self.clients is not None:
             listed += [verify(5, width) for width in widths]
         for index in drafting:
-            listed += [decode(6, width, index) for width in self.widths_of(index) if copies(self.drafters[index])]
+            listed += [
+                decode(6, width, index)
+                for width in self.widths_of(index)
+                if copies(self.drafters[index])
+            ]
         return listed
 
     def time_decoding(self, settings: dict[str, Any], width: int, index: int) -> float:
@@ -417,12 +514,18 @@ class EngineDevice:
         return seconds
 
     def _lower_catch_up(self, table: np.ndarray) -> Callable[[], Any]:
-        return lambda: device_rows.catch_up.lower(self.target, self.paused, self.state, table, width=self.sizes.rows)
+        return lambda: device_rows.catch_up.lower(
+            self.target, self.paused, self.state, table, width=self.sizes.rows
+        )
 
     def _lower_decode(self, table: np.ndarray, index: int, width: int, logprobs: bool) -> Any:
         arguments = table, self._none(), np.int32(1), np.bool_(False)
         return device_rows.decode_rows.lower(
-            *self._with(index), *arguments, width=width, call_steps=self.sizes.steps, logprobs=self._top(logprobs)
+            *self._with(index),
+            *arguments,
+            width=width,
+            call_steps=self.sizes.steps,
+            logprobs=self._top(logprobs),
         )
 
     @property
@@ -445,7 +548,11 @@ class EngineDevice:
         return self.clients
 
     def _verify_arguments(
-        self, table: np.ndarray, width: int, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
+        self,
+        table: np.ndarray,
+        width: int,
+        rows: Sequence[int],
+        drafts: Sequence[tuple[np.ndarray, np.ndarray]],
     ) -> tuple[Any, ...]:
         """Return the arguments of `remote_drafts.verify_rows` for ``width`` rows."""
         # Out of range where there is no draft.
@@ -456,7 +563,11 @@ class EngineDevice:
         parents[:, 0], valid[:, 0] = -1, True
         for index, (draft_tokens, draft_parents) in enumerate(drafts):
             count = len(draft_tokens)
-            tokens[index, :count], parents[index, :count], valid[index, :count] = draft_tokens, draft_parents, True
+            tokens[index, :count], parents[index, :count], valid[index, :count] = (
+                draft_tokens,
+                draft_parents,
+                True,
+            )
         remote_drafter = NoDraft() if self.remote_drafter is None else self.remote_drafter
         return self.target, remote_drafter, self.state, table, padded_rows, tokens, parents, valid
 
@@ -473,7 +584,11 @@ class EngineDevice:
         """Return the positional and the keyword arguments of `specjax.decoding.rows.read_chunk`."""
         arguments = np.array(rows, np.int32), np.array(counts, np.int32), np.array(is_last)
         options = {"width": width, "logprobs": self._top(logprobs)}
-        remote_drafter = {"remote_drafter": self.remote_drafter} if for_client and self.remote_drafter is not None else {}
+        remote_drafter = (
+            {"remote_drafter": self.remote_drafter}
+            if for_client and self.remote_drafter is not None
+            else {}
+        )
         return (*self._reading, table, *arguments), options | remote_drafter
 
     def _placeholders(self, settings: dict[str, Any]) -> tuple[np.ndarray, device_rows.Text]:
@@ -486,7 +601,9 @@ class EngineDevice:
             table[row, :pages_per_row] = np.arange(pages_per_row) + row % share * pages_per_row
         max_length = max(min(sizes.capacity, pages_per_row * sizes.page), 3)
         tokens = np.ones(sizes.capacity, np.int32)
-        return table, device_rows.Text(tokens=tokens, length=np.int32(2), max_length=np.int32(max_length), **settings)
+        return table, device_rows.Text(
+            tokens=tokens, length=np.int32(2), max_length=np.int32(max_length), **settings
+        )
 
     def _begin_in_all_rows(self, text: device_rows.Text, table: np.ndarray) -> Any:
         """Admit a text to every row and prefill it, with all programs for that.
@@ -502,17 +619,23 @@ class EngineDevice:
             short, whole = self.sizes.read_widths
             for width in (short, whole) if row == 0 else (short,):
                 counts = [int(width == short)] * self.groups
-                prefix_state, _, _ = self.read(table, rows, counts, [True] * self.groups, width, logprobs=False)
+                prefix_state, _, _ = self.read(
+                    table, rows, counts, [True] * self.groups, width, logprobs=False
+                )
         return prefix_state
 
-    def _time_call(self, width: int, index: int, text: device_rows.Text, table: np.ndarray) -> float:
+    def _time_call(
+        self, width: int, index: int, text: device_rows.Text, table: np.ndarray
+    ) -> float:
         """Make a decode call with ``width`` rows, and return the seconds of one of its steps."""
         done, before = sharding.to_host((self.state.done, self.state.stats.steps), self.target.mesh)
         if done[:width].all():  # all texts have reached their pages' end, so that they begin anew
             self._begin_in_all_rows(text, table)
             before = sharding.to_host(self.state.stats.steps, self.target.mesh)
         started = time.perf_counter()
-        progress = self.decode(index, table, self._none(), _TIMED_STEPS, False, width, logprobs=False)
+        progress = self.decode(
+            index, table, self._none(), _TIMED_STEPS, False, width, logprobs=False
+        )
         steps = jax.device_get(progress).stats.steps - before
         return (time.perf_counter() - started) / int(steps.max())
 

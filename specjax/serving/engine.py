@@ -143,14 +143,24 @@ class Engine:
         if not 1 <= client_rows <= rows:
             raise InputError(f"client_rows={client_rows}: must be from 1 to rows={rows}")
         if not 0 <= client_idle_seconds < math.inf:
-            raise InputError(f"client_idle_seconds={client_idle_seconds}: must be at least 0, and finite")
+            raise InputError(
+                f"client_idle_seconds={client_idle_seconds}: must be at least 0, and finite"
+            )
         together = config.together()
         if together is not None and not together.is_first:
-            raise InputError(f"this is process {together.number}, but process 0 has the engine; call specjax.serving.follow")
+            raise InputError(
+                f"this is process {together.number}, but process 0 has the engine; call"
+                " specjax.serving.follow"
+            )
         sizes = config.sizes
         self._config, self.target, self.tokenizer = config, config.target, config.tokenizer
         self.default_sampling = config.default_sampling
-        self.page, self.chunk, self.capacity, self.widths = sizes.page, sizes.chunk, sizes.capacity, sizes.widths
+        self.page, self.chunk, self.capacity, self.widths = (
+            sizes.page,
+            sizes.chunk,
+            sizes.capacity,
+            sizes.widths,
+        )
         self.rows, self.steps = rows, steps
         self.max_logprobs, self.max_prediction = max_logprobs, max_prediction
         device = config.device(together)
@@ -222,26 +232,41 @@ class Engine:
             QueueFullError: Too many requests wait.
             EngineError: The engine has failed. The cause is the error that it failed with.
         """
-        params = SamplingParams.of(params, stated, defaults=self.default_sampling, function=self.submit)
+        params = SamplingParams.of(
+            params, stated, defaults=self.default_sampling, function=self.submit
+        )
         if isinstance(prompt, jax.Array):
             prompt = np.asarray(prompt).tolist()
         if not isinstance(prompt, Sequence | np.ndarray):
             raise InputError(f"prompt={prompt!r}: give text, a chat, or token ids")
         if self.tokenizer is None and (stop or not _is_tokens(prompt)):
-            raise InputError("prompt: an engine without a tokenizer takes token ids, and no stop strings; give tokenizer=...")
+            raise InputError(
+                "prompt: an engine without a tokenizer takes token ids, and no stop strings; give"
+                " tokenizer=..."
+            )
         self._check_output_options(params, logprobs, echo, spans)
         tokens, predicted_tokens = self.encode(prompt), self.encode_prediction(prediction)
         # With max_new_tokens=0 the row is freed after its prefill, and the one token is never
         # sampled.
         row_params = params if params.max_new_tokens else replace(params, max_new_tokens=1)
-        settings = self._config.settings(row_params, len(tokens), choice=choice, key=key, expected=predicted_tokens)
+        settings = self._config.settings(
+            row_params, len(tokens), choice=choice, key=key, expected=predicted_tokens
+        )
         stop = text.check_stop(stop)
         growing = None
         if self.tokenizer is not None:
-            is_chat = not isinstance(prompt, str) and not _is_tokens(prompt) if is_chat is None else is_chat
+            is_chat = (
+                not isinstance(prompt, str) and not _is_tokens(prompt)
+                if is_chat is None
+                else is_chat
+            )
             growing = text.GrowingText(self.tokenizer, tokens, stop, params.min_new_tokens, is_chat)
-        options = OutputOptions(logprobs=logprobs, echo=echo, spans=spans, prediction=len(predicted_tokens))
-        return self._loop.submit(tokens, params.max_new_tokens, settings, growing, options, cache_salt=cache_salt)
+        options = OutputOptions(
+            logprobs=logprobs, echo=echo, spans=spans, prediction=len(predicted_tokens)
+        )
+        return self._loop.submit(
+            tokens, params.max_new_tokens, settings, growing, options, cache_salt=cache_salt
+        )
 
     def open_row(
         self,
@@ -285,21 +310,30 @@ class Engine:
             EngineError: The engine has failed. The cause is the error that it failed with.
         """
         if self._loop.device.clients is None:
-            raise InputError("open_row: this engine has no programs for drafts of clients; give Engine(clients=ClientDrafts())")
+            raise InputError(
+                "open_row: this engine has no programs for drafts of clients; give"
+                " Engine(clients=ClientDrafts())"
+            )
         tokens = self.encode(tokens)
         length = len(tokens) if prompt_length is None else prompt_length
         params = SamplingParams.of(params, stated, function=self.open_row)
         settings = self._config.settings(params, length)
         with self._loop.wake:
             self._loop.check_open()
-            return self._loop.clients.open(tokens, length, params.max_new_tokens, known, settings, listener, owner)
+            return self._loop.clients.open(
+                tokens, length, params.max_new_tokens, known, settings, listener, owner
+            )
 
     @property
     def client_drafts(self) -> ClientDrafts | None:
         """The shapes of drafts that clients may send; None: there are no clients."""
         return self._loop.device.clients
 
-    def encode(self, prompt: str | text.Messages | Sequence[int], chat_template_kwargs: Settings | None = None) -> list[int]:
+    def encode(
+        self,
+        prompt: str | text.Messages | Sequence[int],
+        chat_template_kwargs: Settings | None = None,
+    ) -> list[int]:
         """Return the token ids of a prompt, in any form that `submit` takes.
 
         Args:
@@ -325,11 +359,15 @@ class Engine:
         if prediction is None or len(prediction) == 0:
             return []
         if not self.max_prediction:
-            raise InputError("prediction: this engine copies no predictions; give Engine(max_prediction=16)")
+            raise InputError(
+                "prediction: this engine copies no predictions; give Engine(max_prediction=16)"
+            )
         if not isinstance(prediction, str):
             return self.encode(prediction)[: self.capacity]
         if self.tokenizer is None:
-            raise InputError("prediction: an engine without a tokenizer takes token ids; give tokenizer=...")
+            raise InputError(
+                "prediction: an engine without a tokenizer takes token ids; give tokenizer=..."
+            )
         return text.encode_continuation(self.tokenizer, prediction)[: self.capacity]
 
     @property
@@ -375,27 +413,47 @@ class Engine:
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
-    def _check_output_options(self, params: SamplingParams, logprobs: int | None, echo: bool, spans: bool) -> None:
+    def _check_output_options(
+        self, params: SamplingParams, logprobs: int | None, echo: bool, spans: bool
+    ) -> None:
         if logprobs is not None and not self.max_logprobs:
-            raise InputError("logprobs: this engine reports no log-probabilities; give Engine(max_logprobs=20)")
+            raise InputError(
+                "logprobs: this engine reports no log-probabilities; give Engine(max_logprobs=20)"
+            )
         if logprobs is not None and not 0 <= logprobs <= self.max_logprobs:
-            raise InputError(f"logprobs={logprobs}: must be from 0 to max_logprobs={self.max_logprobs}")
+            raise InputError(
+                f"logprobs={logprobs}: must be from 0 to max_logprobs={self.max_logprobs}"
+            )
         if echo and logprobs is None:
-            raise InputError("echo: it reports the log-probabilities of the prompt; give logprobs, too")
+            raise InputError(
+                "echo: it reports the log-probabilities of the prompt; give logprobs, too"
+            )
         if spans and self.tokenizer is None:
-            raise InputError("spans: an engine without a tokenizer has no text to split; give tokenizer=...")
+            raise InputError(
+                "spans: an engine without a tokenizer has no text to split; give tokenizer=..."
+            )
         if params.max_new_tokens < 1 and not (echo and params.max_new_tokens == 0):
-            raise InputError(f"max_new_tokens={params.max_new_tokens}: must be at least 1; with echo, 0 reads the prompt alone")
+            raise InputError(
+                f"max_new_tokens={params.max_new_tokens}: must be at least 1; with echo, 0 reads"
+                " the prompt alone"
+            )
 
 
 _FIRST_PROCESS_ALONE = ("max_waiting", "client_rows", "client_idle_seconds", "warm")
 """Arguments of `Engine` that `follow` ignores, because only the first process uses them."""
 
 
-def follow(target: Target | pipeline.TextGenerator, drafter: Drafter | None = None, **options: Any) -> None:
+def follow(
+    target: Target | pipeline.TextGenerator, drafter: Drafter | None = None, **options: Any
+) -> None:
     """Serve the first process's `Engine` with this process's devices, until the engine is closed.
 
     Each process calls `specjax.processes.join` first. Then the first process makes the `Engine`,
@@ -416,14 +474,25 @@ def follow(target: Target | pipeline.TextGenerator, drafter: Drafter | None = No
     check_options("follow", options, Engine)
     bound = inspect.signature(Engine).bind(target, drafter, **options)
     bound.apply_defaults()
-    config = EngineConfig.of(**{name: value for name, value in bound.arguments.items() if name not in _FIRST_PROCESS_ALONE})
+    config = EngineConfig.of(
+        **{
+            name: value
+            for name, value in bound.arguments.items()
+            if name not in _FIRST_PROCESS_ALONE
+        }
+    )
     together = config.together()
     if together is None or together.is_first:
-        raise InputError("follow: only the processes after the first one of a mesh may call it; make an Engine here")
+        raise InputError(
+            "follow: only the processes after the first one of a mesh may call it; make an Engine"
+            " here"
+        )
     device = config.device(together)
     device.warm_up(config.placeholder_settings())
     over_hosts.repeat_calls(device, together)
 
 
 def _is_tokens(prompt: Any) -> bool:
-    return not isinstance(prompt, str) and all(isinstance(token, int | np.integer) for token in prompt)
+    return not isinstance(prompt, str) and all(
+        isinstance(token, int | np.integer) for token in prompt
+    )

@@ -127,7 +127,9 @@ class EngineLoop:
         shares = 0 if options.echo else None
         with self.wake:
             self.check_open()
-            request = self.scheduler.submit(tokens, max_new_tokens, shares=shares, needs=needs, salt=cache_salt)
+            request = self.scheduler.submit(
+                tokens, max_new_tokens, shares=shares, needs=needs, salt=cache_salt
+            )
             handle = Handle(self._cancel, request, settings, growing, options)
             self.handles[request] = handle
             self.wake.notify_all()
@@ -188,7 +190,10 @@ class EngineLoop:
                 with self.wake:
                     to_time = None
                     while not (self._has_work() or self.closing):
-                        if self.programs.error is not None or (to_time := self._next_to_time()) is not None:
+                        if (
+                            self.programs.error is not None
+                            or (to_time := self._next_to_time()) is not None
+                        ):
                             break
                         self.wake.wait(self._seconds_until_idle())
                     if self.closing:
@@ -197,7 +202,9 @@ class EngineLoop:
                         raise self.programs.error
                 # Time one program per turn, so that a new request waits for one at most.
                 if to_time is not None:
-                    seconds = self.device.time_decoding(self._config.placeholder_settings(), *to_time)
+                    seconds = self.device.time_decoding(
+                        self._config.placeholder_settings(), *to_time
+                    )
                     with self.wake:
                         self.choice.seconds[to_time] = seconds
                     self._pending = 0
@@ -236,7 +243,11 @@ class EngineLoop:
 
         It needs the lock.
         """
-        return self.scheduler.can_go_on() or self.clients.has_work or bool(self._undelivered or self._unread)
+        return (
+            self.scheduler.can_go_on()
+            or self.clients.has_work
+            or bool(self._undelivered or self._unread)
+        )
 
     def _seconds_until_idle(self) -> float | None:
         """Return the seconds until a waiting request may get an idle client's row; None: no limit.
@@ -252,7 +263,11 @@ class EngineLoop:
         The rows in use are limited to the widest compiled program, and requests whose programs are
         ready are not held back any more.
         """
-        ready = [width for width in self.sizes.widths if self.programs.is_ready("decode", width, self.device.plain, False)]
+        ready = [
+            width
+            for width in self.sizes.widths
+            if self.programs.is_ready("decode", width, self.device.plain, False)
+        ]
         with self.wake:
             self.scheduler.limit_rows(max(ready))
             self.scheduler.hold_back(self._held_back())
@@ -261,11 +276,15 @@ class EngineLoop:
     def _held_back(self) -> list[str]:
         """Return the needs of requests ("logprobs", "clients") whose programs are not ready."""
         needs, is_ready, sizes = [], self.programs.is_ready, self.sizes
-        if not (is_ready("read", sizes.chunk, True, False) and is_ready("decode", sizes.rows, self.device.reporting, True)):
+        if not (
+            is_ready("read", sizes.chunk, True, False)
+            and is_ready("decode", sizes.rows, self.device.reporting, True)
+        ):
             needs.append("logprobs")
         tells_remote_drafters = self.device.remote_drafter is not None
         if not all(is_ready("verify", width) for width in sizes.widths) or (
-            tells_remote_drafters and not all(is_ready("read", width, False, True) for width in sizes.read_widths)
+            tells_remote_drafters
+            and not all(is_ready("read", width, False, True) for width in sizes.read_widths)
         ):
             needs.append("clients")
         return needs
@@ -315,7 +334,11 @@ class EngineLoop:
                     for counts in vars(self._counted).values():
                         counts[read.row] = 0
                     self.device.admit(read.row, row_text, read.start, read.prefix_state)
-            echoed = [(owner, read) for read, owner, _ in chosen if isinstance(owner, Handle) and owner.output_options.echo]
+            echoed = [
+                (owner, read)
+                for read, owner, _ in chosen
+                if isinstance(owner, Handle) and owner.output_options.echo
+            ]
             prefix_state, logprobs, features = self._read(reads, table, logprobs=bool(echoed))
             self._unread += [(handle, read, self._group(read), logprobs) for handle, read in echoed]
             with self.wake:
@@ -339,8 +362,13 @@ class EngineLoop:
             owner = self.handles.get(read.request) or self.clients.rows.get(read.request)
             try:
                 if owner is None:
-                    raise RuntimeError(f"request {read.request.order}: its prompt is to be read, but it has no owner")
-                chosen.append((read, owner, self._row_text(read.request, owner) if read.is_first else None))
+                    raise RuntimeError(
+                        f"request {read.request.order}: its prompt is to be read, but it has no"
+                        " owner"
+                    )
+                chosen.append(
+                    (read, owner, self._row_text(read.request, owner) if read.is_first else None)
+                )
             except Exception as error:  # only this text ends
                 self._give_up(read.request, owner, error)
         return chosen
@@ -359,7 +387,9 @@ class EngineLoop:
             owner.admitted()
         return row_text
 
-    def _was_read(self, read: PrefillChunk, prefix_state: Any, features: dict[str, jax.Array]) -> None:
+    def _was_read(
+        self, read: PrefillChunk, prefix_state: Any, features: dict[str, jax.Array]
+    ) -> None:
         """Record that a chunk was queued on the device. Needs the lock."""
         self._counts["read"] += read.count
         self._counts["shared"] += read.start if read.is_first else 0
@@ -368,7 +398,9 @@ class EngineLoop:
         if read.is_last and read.request.state == "done":  # max_new_tokens is 0
             self._undelivered.append((self.handles.pop(read.request), RowProgress(done=True)))
 
-    def _give_up(self, request: Request, owner: Handle | ClientRow | None, error: Exception) -> None:
+    def _give_up(
+        self, request: Request, owner: Handle | ClientRow | None, error: Exception
+    ) -> None:
         """End one text with an ``error`` that concerns it alone; others continue. Needs the lock.
 
         Raises:
@@ -380,7 +412,11 @@ class EngineLoop:
         _LOGGER.error("a text ended with an error; the others continue", exc_info=error)
         self.handles.pop(request, None)
         if owner is not None:
-            owner.end("error", error, f"this text failed{f': {error}' if isinstance(error, LogitsError) else ''}")
+            owner.end(
+                "error",
+                error,
+                f"this text failed{f': {error}' if isinstance(error, LogitsError) else ''}",
+            )
         self.scheduler.cancel(request)
         self.scheduler.check()
 
@@ -388,7 +424,9 @@ class EngineLoop:
         """Return the index of the group of rows that a chunk's row belongs to."""
         return read.row // (self.sizes.rows // self._groups)
 
-    def _read(self, reads: Sequence[PrefillChunk], table: np.ndarray, logprobs: bool) -> tuple[Any, Any, dict[str, jax.Array]]:
+    def _read(
+        self, reads: Sequence[PrefillChunk], table: np.ndarray, logprobs: bool
+    ) -> tuple[Any, Any, dict[str, jax.Array]]:
         """Prefill chunks on the device, at most one per group of rows.
 
         Returns:
@@ -404,10 +442,16 @@ class EngineLoop:
             width = self.sizes.chunk  # its program is compiled first
         return self.device.read(
             table,
-            rows=[group * rows_per_group if read is None else read.row for group, read in enumerate(reads_by_group)],
+            rows=[
+                group * rows_per_group if read is None else read.row
+                for group, read in enumerate(reads_by_group)
+            ],
             counts=[0 if read is None else read.count for read in reads_by_group],
             # After its last chunk a row decodes in the next call, unless a client drafts for it.
-            is_last=[read is not None and read.is_last and not read.request.is_client for read in reads_by_group],
+            is_last=[
+                read is not None and read.is_last and not read.request.is_client
+                for read in reads_by_group
+            ],
             width=width,
             logprobs=logprobs,
             for_client=for_client,
@@ -432,9 +476,17 @@ class EngineLoop:
                 return False
             order = self._compact(width)
             requests = [scheduler.request_of(row) for row in range(self.sizes.rows)]
-            snapshot = {row: (requests[row], self.handles[requests[row]]) for row in scheduler.running}  # pyright: ignore[reportArgumentType]
+            snapshot = {}
+            for row in scheduler.running:
+                request = requests[row]
+                snapshot[row] = (request, self.handles[request])  # pyright: ignore[reportArgumentType]
             # Rows without a request, and rows whose new request is not on the device yet.
-            free = np.array([request is None or request is not self._admitted[row] for row, request in enumerate(requests)])
+            free = np.array(
+                [
+                    request is None or request is not self._admitted[row]
+                    for row, request in enumerate(requests)
+                ]
+            )
             table, until_any_done = scheduler.table.copy(), scheduler.waiting > 0
         if order is not None:
             self.device.rearrange(order)
@@ -459,19 +511,29 @@ class EngineLoop:
             seconds, self._uncharged = seconds + self._uncharged, 0.0
         # Calls with log-probabilities run another program, whose time must not count for the draft.
         seconds = None if logprobs or not nothing_compiles else seconds
-        return self._take(progress, snapshot, (width, index), seconds, is_upper_bound=is_upper_bound)
+        return self._take(
+            progress, snapshot, (width, index), seconds, is_upper_bound=is_upper_bound
+        )
 
     def _give_up_orphans(self) -> None:
         """End texts that run without an owner, which would be a bug. Needs the lock."""
         for row in self.scheduler.running:
             request = self.scheduler.request_of(row)
             if request is not None and request not in self.handles:
-                self._give_up(request, None, RuntimeError(f"request {request.order}: it runs, but it has no owner"))
+                self._give_up(
+                    request,
+                    None,
+                    RuntimeError(f"request {request.order}: it runs, but it has no owner"),
+                )
 
     def _choose(self) -> tuple[int, int, bool]:
         """Return the rows to compute, the drafter's index, and whether to report logprobs."""
         scheduler = self.scheduler
-        running = [self.handles[request] for row in scheduler.running if (request := scheduler.request_of(row))]
+        running = [
+            self.handles[request]
+            for row in scheduler.running
+            if (request := scheduler.request_of(row))
+        ]
         if any(handle.output_options.logprobs is not None for handle in running):
             return self.sizes.rows, self.device.reporting, True
         predicted = sum(handle.output_options.prediction > 0 for handle in running) / len(running)
@@ -486,7 +548,13 @@ class EngineLoop:
             width = next(width for width in widths if width >= len(running))
         indices = [index for index in range(copying + 1) if ready("decode", width, index, False)]
         is_measuring = self.programs.are_all_ready
-        return width, self.choice.choose(width, predicted, indices, plain=self.device.plain, is_measuring=is_measuring), False
+        return (
+            width,
+            self.choice.choose(
+                width, predicted, indices, plain=self.device.plain, is_measuring=is_measuring
+            ),
+            False,
+        )
 
     def _catch_up(self, table: np.ndarray) -> None:
         """Give the paused drafter its pending tokens.
@@ -512,7 +580,10 @@ class EngineLoop:
         running = self.scheduler.running
         if max(running) < width:
             return None
-        order = np.array([*running, *(row for row in range(self.sizes.rows) if row not in set(running))], np.int32)
+        order = np.array(
+            [*running, *(row for row in range(self.sizes.rows) if row not in set(running))],
+            np.int32,
+        )
         self.scheduler.swap(order.tolist())
         self._admitted = [self._admitted[row] for row in order]
         self._counted = Stats(*(counts[order] for counts in vars(self._counted).values()))
@@ -542,7 +613,9 @@ class EngineLoop:
                     copying_rows.append(row)
             # Count all rows at once, because a few numpy operations per row would delay the device.
             new = difference(progress.stats, self._counted, rows)
-            measured = difference(progress.stats, self._counted, copying_rows) if is_copying else new
+            measured = (
+                difference(progress.stats, self._counted, copying_rows) if is_copying else new
+            )
             self._counted = copies_of(progress.stats)
             self._total.add(new)
             self.choice.record(
@@ -556,10 +629,14 @@ class EngineLoop:
             )
             return bool(self.scheduler.running)
 
-    def _take_row(self, progress: device_rows.Progress, row: int, request: Request, handle: Handle) -> None:
+    def _take_row(
+        self, progress: device_rows.Progress, row: int, request: Request, handle: Handle
+    ) -> None:
         """Record the new tokens of one row. Needs the lock."""
         matched = 0 if progress.matched is None else int(progress.matched[row])
-        handle.take_stats(Stats(*(counts[row : row + 1] for counts in vars(progress.stats).values())), matched)
+        handle.take_stats(
+            Stats(*(counts[row : row + 1] for counts in vars(progress.stats).values())), matched
+        )
         if self.scheduler.request_of(row) is request:  # it was not cancelled meanwhile
             row_progress = self._row_progress(progress, row, request, handle)
             self.scheduler.decoded(row, row_progress.tokens, row_progress.done)
@@ -567,15 +644,21 @@ class EngineLoop:
                 del self.handles[request]
             self._undelivered.append((handle, row_progress))
 
-    def _row_progress(self, progress: device_rows.Progress, row: int, request: Request, handle: Handle) -> RowProgress:
+    def _row_progress(
+        self, progress: device_rows.Progress, row: int, request: Request, handle: Handle
+    ) -> RowProgress:
         """Return the tokens of a row that its request does not have yet."""
         start, length = len(request.tokens), int(progress.lengths[row])
         if not start <= length <= request.max_length:
             raise RuntimeError(
-                f"row {row}: the device has {length} tokens of a text that had {start} before and may have {request.max_length}"
+                f"row {row}: the device has {length} tokens of a text that had {start} before and"
+                f" may have {request.max_length}"
             )
         if progress.starts[row] != start:
-            raise RuntimeError(f"row {row}: the device began with {progress.starts[row]} tokens of a text that has {start}")
+            raise RuntimeError(
+                f"row {row}: the device began with {progress.starts[row]} tokens of a text that has"
+                f" {start}"
+            )
         count = length - start
         tokens, logprobs = progress.tokens[row, :count].tolist(), ()
         if handle.output_options.logprobs is not None and progress.logprobs is not None:
@@ -584,7 +667,13 @@ class EngineLoop:
         error = LogitsError([row], [length]) if progress.failed[row] else None
         if error is not None:
             _LOGGER.error("request %d: %s; the others continue", request.order, error)
-        return RowProgress(tokens, progress.accepted[row, :count].tolist(), logprobs, bool(progress.done[row]), error)
+        return RowProgress(
+            tokens,
+            progress.accepted[row, :count].tolist(),
+            logprobs,
+            bool(progress.done[row]),
+            error,
+        )
 
     def _deliver(self, wait: bool = True) -> None:
         """Detokenize the new tokens, and deliver them to the requests' owners.
@@ -600,7 +689,10 @@ class EngineLoop:
                 of_group = [np.asarray(values)[group] for values in vars(logprobs).values()]
                 _check_finite(read, of_group[0][: read.count])
                 tokens = read.request.tokens[read.start + 1 : read.start + 1 + read.count]
-                handle.prompt_read(read.start, token_logprobs(handle.output_options.logprobs or 0, tokens, *of_group))
+                handle.prompt_read(
+                    read.start,
+                    token_logprobs(handle.output_options.logprobs or 0, tokens, *of_group),
+                )
             except Exception as error:  # only this text ends
                 with self.wake:
                     self._give_up(read.request, handle, error)

@@ -214,7 +214,7 @@ class Handle:
         self._current: Stats | None = None
         self._matched_before = 0
 
-    # --- for its owner -------------------------------------------------------------------------------------------------
+    # --- for its owner ----------------------------------------------------------------------------
 
     @property
     def text(self) -> str:
@@ -270,7 +270,8 @@ class Handle:
         delivered = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: len(self._pieces) > delivered or self.finish_reason is not None)  # noqa: B023
+                while len(self._pieces) == delivered and self.finish_reason is None:
+                    self._changed.wait()
                 pieces = self._pieces[delivered:]
             if not pieces:
                 self._raise_if_broken()
@@ -308,7 +309,7 @@ class Handle:
         if self.finish_reason == "error":
             raise EngineError(self._message) from self._error
 
-    # --- for the engine ------------------------------------------------------------------------------------------------
+    # --- for the engine ---------------------------------------------------------------------------
 
     def take_stats(self, stats: Stats, matched: int = 0) -> None:
         """Store the counters of the text's row.
@@ -360,7 +361,11 @@ class Handle:
         elif news.error is not None:
             reason = "error"
         elif news.done:
-            reason = "stop" if news.tokens and news.tokens[-1] in self.settings["stop_token_ids"] else "length"
+            reason = (
+                "stop"
+                if news.tokens and news.tokens[-1] in self.settings["stop_token_ids"]
+                else "length"
+            )
         count = len(new)
         self._add(
             Piece(
@@ -375,7 +380,12 @@ class Handle:
         )
         return not stopped
 
-    def end(self, reason: FinishReason, error: BaseException | None = None, message: str = "the engine failed") -> None:
+    def end(
+        self,
+        reason: FinishReason,
+        error: BaseException | None = None,
+        message: str = "the engine failed",
+    ) -> None:
         """End the text before its regular end.
 
         Args:
@@ -421,7 +431,10 @@ class Handle:
 def _runs(news: RowProgress) -> list[tuple[list[int], bool]]:
     """Split the new tokens into runs, each with whether its tokens were accepted."""
     pairs = zip(news.tokens, news.accepted, strict=True)
-    return [([token for token, _ in run], accepted) for accepted, run in itertools.groupby(pairs, key=lambda pair: pair[1])]
+    return [
+        ([token for token, _ in run], accepted)
+        for accepted, run in itertools.groupby(pairs, key=lambda pair: pair[1])
+    ]
 
 
 def _added(before: Stats | None, current: Stats | None) -> Stats | None:

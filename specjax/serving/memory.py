@@ -58,7 +58,9 @@ def page_bytes(target: Target, drafter: Drafter | None, page: int) -> int:
         >>> page_bytes(target, specjax.PromptLookup(draft=2), page=16) == alone  # it has no cache
         True
     """
-    of_one, of_two = (_cache_bytes(target, drafter, page, 2 * page, pages=pages) for pages in (1, 2))
+    of_one, of_two = (
+        _cache_bytes(target, drafter, page, 2 * page, pages=pages) for pages in (1, 2)
+    )
     return of_two - of_one
 
 
@@ -80,7 +82,9 @@ def row_bytes(target: Target, drafter: Drafter | None, page: int, capacity: int)
         20
     """
     groups = groups_of(target.mesh)
-    of_one, of_two = (_cache_bytes(target, drafter, page, capacity, rows=times * groups) for times in (1, 2))
+    of_one, of_two = (
+        _cache_bytes(target, drafter, page, capacity, rows=times * groups) for times in (1, 2)
+    )
     return (of_two - of_one) // groups
 
 
@@ -141,15 +145,18 @@ def pages_in(
         >>> pages_in(memory, target, None, rows=2, page=8, capacity=64)
         10
     """
-    capacity = capacity or min(decoding.most_positions(target, drafter or NoDraft()), USUAL_CAPACITY)
+    capacity = capacity or min(
+        decoding.most_positions(target, drafter or NoDraft()), USUAL_CAPACITY
+    )
     sizes, least = _Sizes.of(target, drafter, rows, page, chunk, capacity), -(-capacity // page)
     pages = sizes.pages_in(gigabytes * 1e9)
     if pages < least:
         of_rows, needed = sizes.rows + sizes.prefix_states, sizes.bytes_of(least)
         beside = f" beside {of_rows:,} bytes for {rows} rows" if 20 * sizes.rows > needed else ""
         raise InputError(
-            f"cache_gb={gigabytes:g}: it holds {max(pages, 0) * page} tokens{beside}, but a text may have {capacity}; give at "
-            f"least {_rounded_up(needed / 1e9):.3g}, or a smaller capacity{' or fewer rows' if beside else ''}"
+            f"cache_gb={gigabytes:g}: it holds {max(pages, 0) * page} tokens{beside}, but a text"
+            f" may have {capacity}; give at least {_rounded_up(needed / 1e9):.3g}, or a smaller"
+            f" capacity{' or fewer rows' if beside else ''}"
         )
     return pages
 
@@ -189,7 +196,11 @@ def capacity_in(
 
     # The memory of the rows depends on the capacity, so it cannot be computed directly.
     def holds(capacity: int) -> bool:
-        return _Sizes.of(target, drafter, rows, page, chunk, capacity, of_pages).pages_in(memory) * page >= capacity
+        return (
+            _Sizes.of(target, drafter, rows, page, chunk, capacity, of_pages).pages_in(memory)
+            * page
+            >= capacity
+        )
 
     if holds(positions):
         return positions
@@ -217,14 +228,18 @@ def free_bytes(mesh: Mesh | None) -> int | None:
     memories = [device.memory_stats() or {} for device in devices]
     if not all("bytes_limit" in memory and "bytes_in_use" in memory for memory in memories):
         return None
-    return len(devices) * max(0, min(memory["bytes_limit"] - memory["bytes_in_use"] for memory in memories))
+    return len(devices) * max(
+        0, min(memory["bytes_limit"] - memory["bytes_in_use"] for memory in memories)
+    )
 
 
 def _free_on_host(root: Path = Path("/")) -> int | None:
     """Return the available memory that Linux reports, within the limit of the container."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
-        free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        free = 1024 * next(
+            int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
+        )
     except (OSError, ValueError, StopIteration):
         return None
     group = root / "sys/fs/cgroup"
@@ -276,18 +291,25 @@ class _Sizes:
         # is more.
         groups = groups_of(target.mesh)
         prefix_state, of_chunk = _prefix_state_bytes(target, drafter, page, capacity), chunk // page
-        if prefix_states_kept(prefix_state, 0, chunk=in_target // groups * of_chunk, rows=rows) is None:
+        if (
+            prefix_states_kept(prefix_state, 0, chunk=in_target // groups * of_chunk, rows=rows)
+            is None
+        ):
             return cls(of_page, of_rows, 0, 1 + groups * prefix_state / (of_chunk * of_page))
         return cls(of_page, of_rows, rows * prefix_state, 1 + in_target / 4 / of_page)
 
     def pages_in(self, memory: float) -> int:
         """Return the number of pages that fit into ``memory``."""
         room = memory - self.rows
-        return int(min((room - self.prefix_states) / self.page, room / (self.share * self.page)) + 1e-6)
+        return int(
+            min((room - self.prefix_states) / self.page, room / (self.share * self.page)) + 1e-6
+        )
 
     def bytes_of(self, pages: int) -> float:
         """Return the memory of ``pages`` pages, all rows, and the prefix states."""
-        return self.rows + max(pages * self.page + self.prefix_states, self.share * pages * self.page)
+        return self.rows + max(
+            pages * self.page + self.prefix_states, self.share * pages * self.page
+        )
 
 
 def _of_pages(target: Target, drafter: Drafter | None, page: int) -> tuple[int, int]:
@@ -302,12 +324,23 @@ def _rounded_up(value: float) -> float:
 
 
 def _cache_bytes(
-    target: Target, drafter: Drafter | None, page: int, capacity: int, *, pages: int = 1, rows: int | None = None
+    target: Target,
+    drafter: Drafter | None,
+    page: int,
+    capacity: int,
+    *,
+    pages: int = 1,
+    rows: int | None = None,
 ) -> int:
     """Return the bytes of the target's cache and the drafter's state."""
 
     def empty(target: Target, drafter: Drafter) -> Any:
-        sizes = {"rows": rows or groups_of(target.mesh), "capacity": capacity, "pages": pages, "page": page}
+        sizes = {
+            "rows": rows or groups_of(target.mesh),
+            "capacity": capacity,
+            "pages": pages,
+            "page": page,
+        }
         return device_rows.empty(target, drafter, **sizes)
 
     state = jax.eval_shape(empty, target, drafter or NoDraft())
@@ -318,7 +351,9 @@ def _prefix_state_bytes(target: Target, drafter: Drafter | None, page: int, capa
     """Return the bytes of a prefix state with a row for each group."""
 
     def fresh(target: Target, drafter: Drafter) -> Any:
-        return device_rows.empty_prefix_state(target, drafter, capacity=capacity, pages=1, page=page)
+        return device_rows.empty_prefix_state(
+            target, drafter, capacity=capacity, pages=1, page=page
+        )
 
     return _bytes(jax.eval_shape(fresh, target, drafter or NoDraft()))
 

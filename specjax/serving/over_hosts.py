@@ -141,19 +141,29 @@ class LeadingDevice(EngineDevice):
         # deque allows without a lock.
         self._forgotten: deque[int] = deque()
 
-    def warm_up(self, settings: dict[str, Any], programs: Programs | None = None) -> dict[tuple[int, int], float]:
+    def warm_up(
+        self, settings: dict[str, Any], programs: Programs | None = None
+    ) -> dict[tuple[int, int], float]:
         """Warm up as `EngineDevice.warm_up` does, and send all later calls."""
         seconds = super().warm_up(settings, programs)
         self._is_warm = True
         return seconds
 
-    def admit(self, row: int, text: device_rows.Text, start: int, prefix_state: tuple[Any, np.int32] | None) -> None:
+    def admit(
+        self,
+        row: int,
+        text: device_rows.Text,
+        start: int,
+        prefix_state: tuple[Any, np.int32] | None,
+    ) -> None:
         """Send the call, and make it as `EngineDevice.admit`."""
         if self._is_warm:
             numbered, group = prefix_state or (_NumberedState(-1, None), np.int32(0))
             fields = dict(vars(text))
             fields |= fields.pop("sampling")  # one level of names
-            packed = {name: HostArray.of(value) for name, value in fields.items() if value is not None}
+            packed = {
+                name: HostArray.of(value) for name, value in fields.items() if value is not None
+            }
             self._send(Admit(row, packed, start, numbered.index, int(group)))
             prefix_state = None if prefix_state is None else (numbered.prefix_state, group)
         super().admit(row, text, start, prefix_state)
@@ -172,8 +182,21 @@ class LeadingDevice(EngineDevice):
         if not self._is_warm:
             return super().read(table, rows, counts, is_last, width, logprobs, for_client)
         forget = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-        self._send(ReadCall(HostArray.of(table), list(rows), list(counts), list(is_last), width, logprobs, for_client, forget))
-        prefix_state, token_logprobs, features = super().read(table, rows, counts, is_last, width, logprobs, for_client)
+        self._send(
+            ReadCall(
+                HostArray.of(table),
+                list(rows),
+                list(counts),
+                list(is_last),
+                width,
+                logprobs,
+                for_client,
+                forget,
+            )
+        )
+        prefix_state, token_logprobs, features = super().read(
+            table, rows, counts, is_last, width, logprobs, for_client
+        )
         numbered = _NumberedState(self._reads, prefix_state)
         # The other processes may free theirs as soon as no prefix and no waiting chunk refers to
         # this one.
@@ -182,7 +205,10 @@ class LeadingDevice(EngineDevice):
         return numbered, token_logprobs, features
 
     def verify(
-        self, table: np.ndarray, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
+        self,
+        table: np.ndarray,
+        rows: Sequence[int],
+        drafts: Sequence[tuple[np.ndarray, np.ndarray]],
     ) -> remote_drafts.VerifiedRows:
         """Send the call, and make it as `EngineDevice.verify`."""
         packed = [(HostArray.of(tokens), HostArray.of(parents)) for tokens, parents in drafts]
@@ -190,10 +216,27 @@ class LeadingDevice(EngineDevice):
         return super().verify(table, rows, drafts)
 
     def decode(
-        self, index: int, table: np.ndarray, free: np.ndarray, steps: int, until_any_done: bool, width: int, logprobs: bool
+        self,
+        index: int,
+        table: np.ndarray,
+        free: np.ndarray,
+        steps: int,
+        until_any_done: bool,
+        width: int,
+        logprobs: bool,
     ) -> device_rows.Progress:
         """Send the call, and make it as `EngineDevice.decode`."""
-        self._send(Decode(index, HostArray.of(table), HostArray.of(free), steps, until_any_done, width, logprobs))
+        self._send(
+            Decode(
+                index,
+                HostArray.of(table),
+                HostArray.of(free),
+                steps,
+                until_any_done,
+                width,
+                logprobs,
+            )
+        )
         return super().decode(index, table, free, steps, until_any_done, width, logprobs)
 
     def catch_up(self, table: np.ndarray) -> None:
@@ -219,17 +262,32 @@ def repeat_calls(device: EngineDevice, processes: Processes) -> None:
         match _DECODER.decode(message):
             case Admit(row, packed, start, prefix_state, group):
                 fields: dict[str, Any] = {name: value.array() for name, value in packed.items()}
-                text = device_rows.Text(sampling={name: fields.pop(name) for name in SAMPLING_NAMES}, **fields)
-                device.admit(row, text, start, None if prefix_state < 0 else (prefix_states[prefix_state], np.int32(group)))
+                text = device_rows.Text(
+                    sampling={name: fields.pop(name) for name in SAMPLING_NAMES}, **fields
+                )
+                device.admit(
+                    row,
+                    text,
+                    start,
+                    None if prefix_state < 0 else (prefix_states[prefix_state], np.int32(group)),
+                )
             case ReadCall(table, rows, counts, is_last, width, logprobs, for_client, forget):
                 for index in forget:
                     prefix_states.pop(index, None)
-                prefix_states[reads], _, _ = device.read(table.array(), rows, counts, is_last, width, logprobs, for_client)
+                prefix_states[reads], _, _ = device.read(
+                    table.array(), rows, counts, is_last, width, logprobs, for_client
+                )
                 reads += 1
             case Verify(table, rows, drafts):
-                device.verify(table.array(), rows, [(tokens.array(), parents.array()) for tokens, parents in drafts])
+                device.verify(
+                    table.array(),
+                    rows,
+                    [(tokens.array(), parents.array()) for tokens, parents in drafts],
+                )
             case Decode(index, table, free, steps, until_any_done, width, logprobs):
-                device.decode(index, table.array(), free.array(), steps, until_any_done, width, logprobs)
+                device.decode(
+                    index, table.array(), free.array(), steps, until_any_done, width, logprobs
+                )
                 device.wait()  # an error of this device is raised here, and not in a later call
             case CatchUp(table):
                 device.catch_up(table.array())

@@ -96,7 +96,9 @@ class PagePool:
     @property
     def available(self) -> int:
         """The number of pages that are free, or belong to prefixes that no row uses."""
-        return len(self._free) + sum(len(prefix.pages) for prefix in self._prefixes if not prefix.holders)
+        return len(self._free) + sum(
+            len(prefix.pages) for prefix in self._prefixes if not prefix.holders
+        )
 
     def take(self, count: int) -> list[int] | None:
         """Allocate ``count`` pages, and return them.
@@ -112,7 +114,9 @@ class PagePool:
             # A row that uses a chunk also uses the chunks before it. So below an unused chunk there
             # is always an unused leaf.
             while count > len(self._free):
-                unheld = (prefix for prefix in self._prefixes if not prefix.holders and not prefix.below)
+                unheld = (
+                    prefix for prefix in self._prefixes if not prefix.holders and not prefix.below
+                )
                 self._drop(min(unheld, key=lambda prefix: prefix.used))
         pages = self._free[len(self._free) - count :][::-1]
         del self._free[len(self._free) - count :]
@@ -122,7 +126,9 @@ class PagePool:
         """Free the ``pages`` of a row. They must not belong to a prefix."""
         self._free.extend(pages)
 
-    def find(self, tokens: Sequence[int], chunk: int, max_length: int, salt: str = "") -> list[Prefix]:
+    def find(
+        self, tokens: Sequence[int], chunk: int, max_length: int, salt: str = ""
+    ) -> list[Prefix]:
         """Return the longest chain of prefixes that ``tokens`` with this ``salt`` begin with.
 
         The chain has at most ``max_length`` tokens, and its last prefix has a prefix state.
@@ -151,7 +157,9 @@ class PagePool:
         prefix.holders -= 1
         prefix.used = self._now()
 
-    def register(self, above: Prefix | None, key: ChunkKey, pages: tuple[int, ...], prefix_state: Any) -> Prefix:
+    def register(
+        self, above: Prefix | None, key: ChunkKey, pages: tuple[int, ...], prefix_state: Any
+    ) -> Prefix:
         """Make ``pages`` of a row a prefix that the row uses, and return the prefix.
 
         If a prefix of this ``key`` exists already, the row uses that one, with the new prefix
@@ -171,7 +179,9 @@ class PagePool:
 
     def forget_prefixes(self) -> None:
         """Evict all prefixes that no row uses."""
-        while unheld := [prefix for prefix in self._prefixes if not prefix.holders and not prefix.below]:
+        while unheld := [
+            prefix for prefix in self._prefixes if not prefix.holders and not prefix.below
+        ]:
             for prefix in unheld:
                 self._drop(prefix)
 
@@ -186,15 +196,23 @@ class PagePool:
             RuntimeError: A page has no owner or two, or a prefix counts another number of rows than
                 use it.
         """
-        pages = sorted([*self._free, *row_pages, *(page for prefix in self._prefixes for page in prefix.pages)])
+        pages = sorted(
+            [*self._free, *row_pages, *(page for prefix in self._prefixes for page in prefix.pages)]
+        )
         if pages != list(range(self.total)):
-            raise RuntimeError(f"pages: {len(pages)} are free or in use, but each of the {self.total} must be exactly once")
+            raise RuntimeError(
+                f"pages: {len(pages)} are free or in use, but each of the {self.total} must be"
+                " exactly once"
+            )
         holders = Counter(map(id, row_prefixes))
         if not self._prefixes.issuperset(row_prefixes):
             raise RuntimeError("prefixes: a row uses a prefix that the pool has evicted")
         for prefix in self._prefixes:
             if prefix.holders != holders[id(prefix)]:
-                raise RuntimeError(f"prefixes: {holders[id(prefix)]} rows use a prefix that counts {prefix.holders}")
+                raise RuntimeError(
+                    f"prefixes: {holders[id(prefix)]} rows use a prefix that counts"
+                    f" {prefix.holders}"
+                )
 
     def _drop_prefix_states(self) -> None:
         """Drop the least recently used prefix states until the limit holds.

@@ -98,7 +98,9 @@ class Programs:
     def wait_for(self, kind: str, *key: Any) -> bool:
         """Wait until a program is compiled, and return False if it never will be."""
         with self._wake:
-            self._wake.wait_for(lambda: self.is_ready(kind, *key) or self._is_stopped or self.error is not None)
+            self._wake.wait_for(
+                lambda: self.is_ready(kind, *key) or self._is_stopped or self.error is not None
+            )
             return self.is_ready(kind, *key)
 
     def compile_stage(self, last: int | None, message: str) -> None:
@@ -108,7 +110,9 @@ class Programs:
             last: the last stage to compile; None: all stages.
             message: the text of the progress display.
         """
-        programs = [program for program in self._uncompiled if last is None or program.stage <= last]
+        programs = [
+            program for program in self._uncompiled if last is None or program.stage <= last
+        ]
         if not programs:
             return
         threads = min(os.cpu_count() or 1, len(programs))
@@ -127,7 +131,9 @@ class Programs:
         Args:
             when_ready: a function that is called after each program, with the lock.
         """
-        self._thread = threading.Thread(target=self._run, args=(when_ready,), name="specjax-compiler", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(when_ready,), name="specjax-compiler", daemon=True
+        )
         # The interpreter would crash if it exited while a compiler runs.
         atexit.register(self._thread.join)
         self._thread.start()
@@ -170,8 +176,8 @@ class Programs:
             program.lower().compile()
         except Exception as error:
             raise RuntimeError(
-                f"the program {program.kind}{program.key} cannot be compiled ({error}); start with fewer rows, pages or "
-                "drafts, or without predictions or log-probabilities"
+                f"the program {program.kind}{program.key} cannot be compiled ({error}); start with"
+                " fewer rows, pages or drafts, or without predictions or log-probabilities"
             ) from error
         self._add(program)
 

@@ -82,7 +82,9 @@ class Request:
     tokens: list[int]
     prompt_length: int
     max_new_tokens: int
-    state: Literal["waiting", "reading", "running", "held", "suspended", "done", "cancelled", "dropped"] = "waiting"
+    state: Literal[
+        "waiting", "reading", "running", "held", "suspended", "done", "cancelled", "dropped"
+    ] = "waiting"
     row: int | None = None
     preemptions: int = 0
     shares: int | None = None
@@ -261,24 +263,41 @@ class Scheduler:
         length = len(tokens) if prompt_length is None else prompt_length
         if not tokens or max_new_tokens < 0:
             raise InputError(
-                f"prompt of {len(tokens)} tokens, max_new_tokens={max_new_tokens}: must be at least 1, and at least 0"
+                f"prompt of {len(tokens)} tokens, max_new_tokens={max_new_tokens}: must be at least"
+                " 1, and at least 0"
             )
         if length + max_new_tokens > self._capacity:
             raise InputError(
-                f"prompt ({length} tokens) plus max_new_tokens={max_new_tokens} make {length + max_new_tokens} tokens, but "
-                f"there is room for {self._capacity}; shorten the prompt, or give a larger capacity"
+                f"prompt ({length} tokens) plus max_new_tokens={max_new_tokens} make"
+                f" {length + max_new_tokens} tokens, but there is room for {self._capacity};"
+                " shorten the prompt, or give a larger capacity"
             )
         needed, total = -(-(length + max_new_tokens - 1) // self._page), self._pools[0].total
         if needed > total:
             raise InputError(
-                f"prompt ({length} tokens) plus max_new_tokens={max_new_tokens} need {needed} pages of {self._page} tokens, "
-                f"but there are {total}; shorten the prompt, or give more pages"
+                f"prompt ({length} tokens) plus max_new_tokens={max_new_tokens} need {needed} pages"
+                f" of {self._page} tokens, but there are {total}; shorten the prompt, or give more"
+                " pages"
             )
         in_use = sum(row is not None and not self._may_lose_row(row.request) for row in self._rows)
         free = max(0, self._max_rows - in_use)
-        if self._max_waiting is not None and (queue_length := self._queue_length()) >= self._max_waiting + free:
-            raise QueueFullError(f"{queue_length} requests wait, and the queue is full (max_waiting); try again later")
-        request = Request(self._next_order(), list(tokens), length, max_new_tokens, shares=shares, needs=needs, salt=salt)
+        if (
+            self._max_waiting is not None
+            and (queue_length := self._queue_length()) >= self._max_waiting + free
+        ):
+            raise QueueFullError(
+                f"{queue_length} requests wait, and the queue is full (max_waiting); try again"
+                " later"
+            )
+        request = Request(
+            self._next_order(),
+            list(tokens),
+            length,
+            max_new_tokens,
+            shares=shares,
+            needs=needs,
+            salt=salt,
+        )
         request.is_client, request.owner = is_client, owner
         self._waiting.append(request)
         return request
@@ -361,7 +380,9 @@ class Scheduler:
         if self._client_rows is None:
             return len(self._waiting)
         of_owner = Counter(request.owner for request in self._waiting if request.owner)
-        return len(self._waiting) - sum(max(0, count - self._client_rows) for count in of_owner.values())
+        return len(self._waiting) - sum(
+            max(0, count - self._client_rows) for count in of_owner.values()
+        )
 
     # --- prompts ----------------------------------------------------------------------------------
 
@@ -394,7 +415,9 @@ class Scheduler:
             above = row.prefixes[-1] if row.prefixes else None
             key = chunk_key(read.request.tokens, read.start, row.read, read.request.salt)
             count = self._chunk // self._page
-            row.prefixes.append(self._pool(read.row).register(above, key, tuple(row.pages[:count]), prefix_state))
+            row.prefixes.append(
+                self._pool(read.row).register(above, key, tuple(row.pages[:count]), prefix_state)
+            )
             del row.pages[:count]
             # The pages change if another row has cached the same chunk meanwhile.
             self._fill(read.row)
@@ -427,13 +450,20 @@ class Scheduler:
                     return
                 continue
             shards = {self._shard(row) for row in free}
-            shard = max(shards, key=lambda shard: (self._left(shard), -len(self._of_shard(shard)), -shard))
+            shard = max(
+                shards, key=lambda shard: (self._left(shard), -len(self._of_shard(shard)), -shard)
+            )
             row = next(row for row in free if self._shard(row) == shard)
             # The rows in use will grow, too. A request without enough pages for all would be
             # preempted at once.
             holders = [self._holder(index) for index in self._of_shard(shard)]
-            reserved = sum(max(0, self._missing(holder, self._goal(holder.request))) for holder in holders)
-            if holders and self._pools[shard].available < self._pages_needed(request, shard) + reserved:
+            reserved = sum(
+                max(0, self._missing(holder, self._goal(holder.request))) for holder in holders
+            )
+            if (
+                holders
+                and self._pools[shard].available < self._pages_needed(request, shard) + reserved
+            ):
                 if not self._take_client_row(self._of_shard(shard)):
                     return
                 continue
@@ -457,7 +487,11 @@ class Scheduler:
 
     def _has_all_its_rows(self, owner: str) -> bool:
         """Return whether the clients of an ``owner`` have as many rows as they may."""
-        return bool(owner) and self._client_rows is not None and len(self._rows_of(owner)) >= self._client_rows
+        return (
+            bool(owner)
+            and self._client_rows is not None
+            and len(self._rows_of(owner)) >= self._client_rows
+        )
 
     def _may_lose_row(self, request: Request) -> bool:
         """Return whether a client's row may be taken for a request that waits."""
@@ -480,7 +514,11 @@ class Scheduler:
 
     def _prefixes_of(self, request: Request, shard: int) -> list[Prefix]:
         """Return the cached prefixes that a ``request`` may share."""
-        max_reused = len(request.tokens) - 1 if request.shares is None else min(request.shares, len(request.tokens) - 1)
+        max_reused = (
+            len(request.tokens) - 1
+            if request.shares is None
+            else min(request.shares, len(request.tokens) - 1)
+        )
         return self._pools[shard].find(request.tokens, self._chunk, max_reused, request.salt)
 
     def _left(self, shard: int) -> int:
@@ -491,7 +529,9 @@ class Scheduler:
 
     def _next_read(self, shard: int, budget: int | None) -> PrefillChunk | None:
         """Return the next chunk to prefill in a ``shard``; None: none that fits the budget."""
-        reading = [row for row in self._of_shard(shard) if self._holder(row).request.state == "reading"]
+        reading = [
+            row for row in self._of_shard(shard) if self._holder(row).request.state == "reading"
+        ]
         if not reading:
             return None
         reading.sort(key=lambda row: self._holder(row).request.order)
@@ -519,7 +559,9 @@ class Scheduler:
             return None
         prefix_state = chain[-1].prefix_state if is_first and chain else None
         self._passed[shard] = 0 if index == oldest else self._passed[shard] + 1
-        return PrefillChunk(request, index, start, width, count, is_first, start + count == to_read, prefix_state)
+        return PrefillChunk(
+            request, index, start, width, count, is_first, start + count == to_read, prefix_state
+        )
 
     def _chunks_left(self, index: int) -> int:
         """Return the number of chunks left to prefill in a row, at least 1: one may be empty."""
@@ -544,7 +586,10 @@ class Scheduler:
             if row is None:  # it was preempted for an older one
                 continue
             self._grow(index, self._goal(row.request))
-        return sorted((request for request in before if request.state == "waiting"), key=lambda request: request.order)
+        return sorted(
+            (request for request in before if request.state == "waiting"),
+            key=lambda request: request.order,
+        )
 
     def make_room(self, request: Request, ahead: int) -> bool:
         """Allocate pages for ``ahead`` more tokens in a held row, within its maximal length.
@@ -578,7 +623,11 @@ class Scheduler:
 
         It works after any failure, because it makes new pools and does not use the old ones.
         """
-        for request in [*self._waiting, *self._suspended, *(row.request for row in self._rows if row is not None)]:
+        for request in [
+            *self._waiting,
+            *self._suspended,
+            *(row.request for row in self._rows if row is not None),
+        ]:
             request.state, request.row = "cancelled", None
         self._waiting.clear()
         self._suspended.clear()
@@ -593,11 +642,20 @@ class Scheduler:
             RuntimeError: Two of them contradict each other. The message says which.
         """
         orders = [request.order for request in self._waiting]
-        is_waiting = all(request.state == "waiting" and request.row is None for request in self._waiting)
+        is_waiting = all(
+            request.state == "waiting" and request.row is None for request in self._waiting
+        )
         if orders != sorted(set(orders)) or not is_waiting:
-            raise RuntimeError(f"waiting: requests {orders} must wait, without a row, in the order of their submission")
-        if any(request.state != "suspended" or request.row is not None for request in self._suspended):
-            raise RuntimeError("suspended: a request in this set still has a row, or is in another state")
+            raise RuntimeError(
+                f"waiting: requests {orders} must wait, without a row, in the order of their"
+                " submission"
+            )
+        if any(
+            request.state != "suspended" or request.row is not None for request in self._suspended
+        ):
+            raise RuntimeError(
+                "suspended: a request in this set still has a row, or is in another state"
+            )
         for shard, pool in enumerate(self._pools):
             holders = [self._holder(row) for row in self._of_shard(shard)]
             prefixes = [prefix for holder in holders for prefix in holder.prefixes]
@@ -607,7 +665,11 @@ class Scheduler:
 
     def _check_row(self, index: int, row: _RowHolder | None) -> None:
         """Raise RuntimeError if a row does not agree with its request or its line of the table."""
-        pages = [] if row is None else [*(page for prefix in row.prefixes for page in prefix.pages), *row.pages]
+        pages = (
+            []
+            if row is None
+            else [*(page for prefix in row.prefixes for page in prefix.pages), *row.pages]
+        )
         unused = self.table.shape[1] - len(pages)
         if self.table[index].tolist() != pages + [self._pool(index).total] * unused:
             raise RuntimeError(f"row {index}: the table does not have the pages {pages}")
@@ -617,10 +679,15 @@ class Scheduler:
         if request.row != index or request.state not in ("reading", "running", "held"):
             raise RuntimeError(f"row {index}: its request is {request.state}, in row {request.row}")
         if request.idle_since is not None and request.state != "held":
-            raise RuntimeError(f"row {index}: its request is {request.state}, but idle_since is set")
-        if len(request.tokens) > request.max_length or not 0 <= (row.read or 0) < max(len(request.tokens), 1):
             raise RuntimeError(
-                f"row {index}: {row.read or 0} of {len(request.tokens)} tokens are read, and the limit is {request.max_length}"
+                f"row {index}: its request is {request.state}, but idle_since is set"
+            )
+        if len(request.tokens) > request.max_length or not 0 <= (row.read or 0) < max(
+            len(request.tokens), 1
+        ):
+            raise RuntimeError(
+                f"row {index}: {row.read or 0} of {len(request.tokens)} tokens are read, and the"
+                f" limit is {request.max_length}"
             )
 
     # --- the state --------------------------------------------------------------------------------
@@ -717,7 +784,9 @@ class Scheduler:
         requests = [self._holder(row).request for row in rows]
         away = [(request.away, request) for request in requests if request.away is not None]
         idle = [
-            (request.idle_since, request) for request in requests if request.idle_since is not None and self.is_idle(request)
+            (request.idle_since, request)
+            for request in requests
+            if request.idle_since is not None and self.is_idle(request)
         ]
         if away and not (is_idle_first and idle):
             self._remove(min(away, key=lambda pair: pair[0])[1])

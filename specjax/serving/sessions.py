@@ -103,7 +103,12 @@ class RowEngine(Protocol):
     """The part of an engine that sessions use."""
 
     def open_row(
-        self, tokens: Sequence[int], params: SamplingParams, *, listener: Callable[[Any], None], **options: Any
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        *,
+        listener: Callable[[Any], None],
+        **options: Any,
     ) -> Row:
         """Request a row for a text. The engine calls the listener in another thread."""
         ...
@@ -147,13 +152,19 @@ class Terms:
     @property
     def max_of_owner(self) -> int:
         """The largest number of sessions of one API key or address."""
-        return max(1, self.sessions // 2) if self.sessions_per_owner is None else self.sessions_per_owner
+        return (
+            max(1, self.sessions // 2)
+            if self.sessions_per_owner is None
+            else self.sessions_per_owner
+        )
 
     @property
     def max_unsent_bytes(self) -> int:
         """The largest number of bytes that wait to be sent over a connection."""
         of_text = 4 * self.capacity * sum(int(np.prod(shape)) for shape in self.tells.values())
-        return min(2 * of_text + 2**20, MAX_UNSENT) if self.unsent_bytes is None else self.unsent_bytes
+        return (
+            min(2 * of_text + 2**20, MAX_UNSENT) if self.unsent_bytes is None else self.unsent_bytes
+        )
 
 
 @dataclass
@@ -241,7 +252,11 @@ class Connection:
         frame = wire.encode(message)
         if self.unsent + len(frame) > self._sessions.terms.max_unsent_bytes:
             self.lost()
-            self._close(FrameError(4408, f"{self.unsent} bytes wait to be read; the client must read faster"))
+            self._close(
+                FrameError(
+                    4408, f"{self.unsent} bytes wait to be read; the client must read faster"
+                )
+            )
             return 0
         self.unsent += len(frame)
         self._send(frame)
@@ -367,7 +382,10 @@ class Sessions:
     @property
     def is_busy(self) -> bool:
         """True while a connected client has a text that has not ended."""
-        return any(session.connection is not None and not session.over for session in self._sessions.values())
+        return any(
+            session.connection is not None and not session.over
+            for session in self._sessions.values()
+        )
 
     def connect(
         self,
@@ -433,14 +451,22 @@ class Sessions:
 
     def _open(self, connection: Connection, message: wire.OpenMessage) -> None:
         """Open a session, and have its text prefilled."""
-        before = next((old for old in self._sessions.values() if old.is_of(connection.owner, message.nonce)), None)
+        before = next(
+            (old for old in self._sessions.values() if old.is_of(connection.owner, message.nonce)),
+            None,
+        )
         if before is None and (refusal := self._refusal(message)) is not None:
             self._send(connection, wire.RefusedMessage(code=refusal[0], message=refusal[1][:1000]))
             return
         if before is not None and before.connection is connection:  # the message was repeated
             self._send(connection, self._opened(before))
             if before.is_ready:
-                self._send(connection, wire.ReadyMessage(session=before.id, epoch=before.epoch, length=len(before.text)))
+                self._send(
+                    connection,
+                    wire.ReadyMessage(
+                        session=before.id, epoch=before.epoch, length=len(before.text)
+                    ),
+                )
             return
         # This is a late copy of the message: the client has resumed the session since.
         if before is not None and before.epoch:
@@ -489,7 +515,13 @@ class Sessions:
         for name in ("target", "drafter"):
             ours, theirs = getattr(self.terms, name), getattr(message, name)
             if ours and theirs and ours != theirs:
-                return name, f"{name}={theirs}: this server has {ours}; draft with the same weights as the server has"
+                return (
+                    name,
+                    (
+                        f"{name}={theirs}: this server has {ours}; draft with the same weights as"
+                        " the server has"
+                    ),
+                )
         return None
 
     def _session_to_end(self, counted_as: str) -> _Session | None:
@@ -502,7 +534,9 @@ class Sessions:
             QueueFullError: There is no room, and all sessions are in use.
         """
         terms, sessions = self.terms, list(self._sessions.values())
-        of_owner = [session for session in sessions if counted_as and session.counted_as == counted_as]
+        of_owner = [
+            session for session in sessions if counted_as and session.counted_as == counted_as
+        ]
         if len(of_owner) >= terms.max_of_owner:
             sessions, of_whom = of_owner, " of this API key or address"
         elif len(sessions) >= terms.sessions:
@@ -511,8 +545,16 @@ class Sessions:
             return None
         may_go = [session for session in sessions if session.over or session.connection is None]
         if not may_go:
-            raise QueueFullError(f"there are {len(sessions)} sessions{of_whom}, the most allowed; end one, or wait")
-        return min(may_go, key=lambda session: (not session.over, session.quiet_since if session.over else session.away_since))
+            raise QueueFullError(
+                f"there are {len(sessions)} sessions{of_whom}, the most allowed; end one, or wait"
+            )
+        return min(
+            may_go,
+            key=lambda session: (
+                not session.over,
+                session.quiet_since if session.over else session.away_since,
+            ),
+        )
 
     def _read(self, session: _Session, sent_tokens: int) -> None:
         """Request a new row, in which the engine prefills the text.
@@ -546,15 +588,27 @@ class Sessions:
         if newest is not None and draft.sequence == newest:
             self._repeat(connection, session, draft)
         elif session.draft is not None:
-            self._refuse(connection, session, "busy", f"sequence={draft.sequence}: draft {newest} has no verdict yet; wait")
+            self._refuse(
+                connection,
+                session,
+                "busy",
+                f"sequence={draft.sequence}: draft {newest} has no verdict yet; wait",
+            )
         elif newest is not None and draft.sequence != newest + 1:
-            self._refuse(connection, session, "sequence", f"sequence={draft.sequence}: the next is {newest + 1}")
+            self._refuse(
+                connection,
+                session,
+                "sequence",
+                f"sequence={draft.sequence}: the next is {newest + 1}",
+            )
         elif not self._has(session, draft):
             self._resync(connection, session, draft)
         elif session.over:
             self._refuse(connection, session, "over", f"the text has ended ({session.over})")
         elif not session.is_ready or session.row is None:
-            self._refuse(connection, session, "not_ready", "the text is being prefilled; wait for Ready")
+            self._refuse(
+                connection, session, "not_ready", "the text is being prefilled; wait for Ready"
+            )
         else:
             self._verify(session, session.row, draft)
 
@@ -562,9 +616,14 @@ class Sessions:
         """Answer a repeated draft: with its verdict, or with Opened while it has none."""
         before = session.draft or (session.last_round and session.last_round[0])
         if before is None or msgspec.structs.replace(draft, epoch=before.epoch) != before:
-            raise FrameError(4400, f"sequence={draft.sequence}: another draft had this number; repeat the same one")
+            raise FrameError(
+                4400,
+                f"sequence={draft.sequence}: another draft had this number; repeat the same one",
+            )
         if session.draft is None and session.last_round is not None:
-            self._send(connection, msgspec.structs.replace(session.last_round[1], epoch=session.epoch))
+            self._send(
+                connection, msgspec.structs.replace(session.last_round[1], epoch=session.epoch)
+            )
         elif session.draft is not None:
             # It may wait long for a row, and the client must know that it has arrived.
             self._send(connection, self._opened(session))
@@ -583,14 +642,23 @@ class Sessions:
         text, prompt = session.text, session.prompt
         is_begun = draft.base <= len(text) and draft.digest == wire.digest(text[: draft.base])
         tail = wire.pack(text[draft.base if is_begun else prompt :], "int32")
-        self._send(connection, wire.ResyncMessage(session=session.id, epoch=session.epoch, length=len(text), tail=tail))
+        self._send(
+            connection,
+            wire.ResyncMessage(
+                session=session.id, epoch=session.epoch, length=len(text), tail=tail
+            ),
+        )
 
     def _verify(self, session: _Session, row: Row, draft: wire.DraftMessage) -> None:
         """Submit a draft to the engine."""
         tokens, parents = wire.unpack(draft.tokens), wire.unpack(draft.parents).astype(np.int32)
         parents[0] = -1
         if tokens[0] != session.text[-1]:
-            raise FrameError(4400, f"tokens[0]={tokens[0]}: the root is the newest committed token, {session.text[-1]}")
+            raise FrameError(
+                4400,
+                f"tokens[0]={tokens[0]}: the root is the newest committed token,"
+                f" {session.text[-1]}",
+            )
         row.is_away = False
         try:
             row.verify(tokens, parents)
@@ -603,7 +671,9 @@ class Sessions:
             self.statistics.round_trips += 1
             self.statistics.round_trip_seconds += self._clock() - session.answered_at
 
-    def _resume(self, connection: Connection, session: _Session, message: wire.ResumeMessage) -> None:
+    def _resume(
+        self, connection: Connection, session: _Session, message: wire.ResumeMessage
+    ) -> None:
         """Continue a session on this connection."""
         if message.epoch <= session.epoch:
             # If the message was repeated, the client waits for a sign that it has arrived.
@@ -637,8 +707,13 @@ class Sessions:
 
     def _send_ready(self, session: _Session, message: wire.ResumeMessage) -> None:
         """Send Ready if the text is prefilled, and the client lacks at most the last verdict."""
-        if session.is_ready and (message.base == len(session.text) or self._lacks_last_verdict(session, message)):
-            self._send_to_client(session, wire.ReadyMessage(session=session.id, epoch=session.epoch, length=message.base))
+        if session.is_ready and (
+            message.base == len(session.text) or self._lacks_last_verdict(session, message)
+        ):
+            self._send_to_client(
+                session,
+                wire.ReadyMessage(session=session.id, epoch=session.epoch, length=message.base),
+            )
 
     def _can_continue(self, session: _Session, message: wire.ResumeMessage) -> bool:
         """Return whether the client can continue without another prefill.
@@ -667,7 +742,12 @@ class Sessions:
             raise error if isinstance(error, FrameError) else FrameError(4400, str(error)) from None
 
     def _refuse_epoch(self, connection: Connection, session: _Session, epoch: int) -> None:
-        self._refuse(connection, session, "old_epoch", f"epoch={epoch}: the session is at {session.epoch}; resume it")
+        self._refuse(
+            connection,
+            session,
+            "old_epoch",
+            f"epoch={epoch}: the session is at {session.epoch}; resume it",
+        )
 
     def _refuse(self, connection: Connection, session: _Session, code: str, message: str) -> None:
         self._send(connection, wire.RefusedMessage(code=code, message=message, session=session.id))
@@ -685,7 +765,9 @@ class Sessions:
         if isinstance(event, clients.RowFeatures | clients.RowReady):
             # If there are unsent events, a call of `_send_next` is posted already.
             is_sending = bool(session.unsent_events)
-            session.unsent_events.extend(_pieces(event) if isinstance(event, clients.RowFeatures) else [event])
+            session.unsent_events.extend(
+                _pieces(event) if isinstance(event, clients.RowFeatures) else [event]
+            )
             if not is_sending:
                 self._send_next(session, row_index)
         elif isinstance(event, clients.DraftVerified):
@@ -706,11 +788,23 @@ class Sessions:
             session.sent_tokens = max(session.sent_tokens, event.start + event.count)
             arrays, start, count = self._packed(session, event.arrays), event.start, event.count
             self._send_to_client(
-                session, wire.ToldMessage(session=session.id, epoch=session.epoch, start=start, count=count, arrays=arrays)
+                session,
+                wire.ToldMessage(
+                    session=session.id, epoch=session.epoch, start=start, count=count, arrays=arrays
+                ),
             )
         else:
-            session.is_ready, session.sent_tokens, session.quiet_since = True, len(session.text) - 1, self._clock()
-            self._send_to_client(session, wire.ReadyMessage(session=session.id, epoch=session.epoch, length=len(session.text)))
+            session.is_ready, session.sent_tokens, session.quiet_since = (
+                True,
+                len(session.text) - 1,
+                self._clock(),
+            )
+            self._send_to_client(
+                session,
+                wire.ReadyMessage(
+                    session=session.id, epoch=session.epoch, length=len(session.text)
+                ),
+            )
         if session.unsent_events:
             self._post(partial(self._send_next, session, row_index))
 
@@ -769,7 +863,9 @@ class Sessions:
 
     def _count(self) -> None:
         self.statistics.sessions = len(self._sessions)
-        self.statistics.away = sum(session.connection is None for session in self._sessions.values())
+        self.statistics.away = sum(
+            session.connection is None for session in self._sessions.values()
+        )
 
 
 def _pieces(event: clients.RowFeatures) -> list[clients.RowFeatures]:

@@ -71,4 +71,9 @@ def copies_of(stats: Stats) -> Any:
 
 def difference(stats: Any, before: Any, rows: Sequence[int]) -> Any:
     """Return by how much ``stats`` grew in ``rows`` since ``before``."""
-    return Stats(*(now[rows] - earlier[rows] for now, earlier in zip(vars(stats).values(), vars(before).values(), strict=True)))
+    return Stats(
+        *(
+            now[rows] - earlier[rows]
+            for now, earlier in zip(vars(stats).values(), vars(before).values(), strict=True)
+        )
+    )

@@ -18,7 +18,9 @@ Encoded = tuple[Sequence[int] | np.ndarray, np.ndarray]
 """Token ids, and ``[tokens]`` bool which of them count as labels."""
 
 
-def encode(tokenizer: Any, conversations: Sequence[Sequence[Message]], responses_only: bool) -> list[Encoded]:
+def encode(
+    tokenizer: Any, conversations: Sequence[Sequence[Message]], responses_only: bool
+) -> list[Encoded]:
     """Encode conversations with the tokenizer's chat template.
 
     Args:
@@ -32,25 +34,40 @@ def encode(tokenizer: Any, conversations: Sequence[Sequence[Message]], responses
             marks no token as the assistant's.
     """
     if not tokenizer.chat_template:
-        raise ConfigError("data.tokenizer: it has no chat template; give a file with one as data.chat_template")
+        raise ConfigError(
+            "data.tokenizer: it has no chat template; give a file with one as data.chat_template"
+        )
     encoded: list[Encoded] = []
     settings = settings_of(tokenizer)
     for number, messages in enumerate(conversations, 1):
         try:
             encoding = tokenizer.apply_chat_template(
-                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=responses_only, **settings
+                list(messages),
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=responses_only,
+                **settings,
             )
-        except Exception as error:  # a template is code of the checkpoint, which may raise any error
+        except (
+            Exception
+        ) as error:  # a template is code of the checkpoint, which may raise any error
             arguments = f", given data.chat_template_kwargs={settings}," if settings else ""
-            raise ConfigError(f"data.source: the chat template{arguments} refuses conversation {number} ({error})") from None
+            raise ConfigError(
+                f"data.source: the chat template{arguments} refuses conversation {number} ({error})"
+            ) from None
         ids = list(encoding["input_ids"])
-        mask = np.array(encoding["assistant_masks"], bool) if responses_only else np.ones(len(ids), bool)
+        mask = (
+            np.array(encoding["assistant_masks"], bool)
+            if responses_only
+            else np.ones(len(ids), bool)
+        )
         encoded.append((ids, mask))
     if encoded and not any(mask.any() for _, mask in encoded):
         first_line = tokenizer.chat_template.strip().splitlines()[0][:80]
         raise ConfigError(
-            "data.tokenizer: its chat template marks no token as the assistant's, so nothing would be learnt. The template "
-            f"(it begins with {first_line!r}) must put what the assistant writes between {{% generation %}} and "
-            "{% endgeneration %}: give such a file as data.chat_template, or set data.responses_only: false"
+            "data.tokenizer: its chat template marks no token as the assistant's, so nothing would"
+            f" be learnt. The template (it begins with {first_line!r}) must put what the assistant"
+            " writes between {% generation %} and {% endgeneration %}: give such a file as"
+            " data.chat_template, or set data.responses_only: false"
         )
     return encoded

@@ -136,15 +136,25 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0 <= self.seed < 2**63:  # the range of `specjax.sampling.make_key`
-            raise ConfigError(f"seed={self.seed}: must be a whole number, at least 0 and below 2**63")
+            raise ConfigError(
+                f"seed={self.seed}: must be a whole number, at least 0 and below 2**63"
+            )
         if self.accumulate < 1 or self.data.batch % self.accumulate:
-            raise ConfigError(f"accumulate={self.accumulate}: must divide data.batch={self.data.batch}")
+            raise ConfigError(
+                f"accumulate={self.accumulate}: must divide data.batch={self.data.batch}"
+            )
         if self.data.window < 2 or self.data.batch < 1:
-            raise ConfigError(f"data.window={self.data.window}, data.batch={self.data.batch}: must be at least 2 and 1")
+            raise ConfigError(
+                f"data.window={self.data.window}, data.batch={self.data.batch}: must be at least 2"
+                " and 1"
+            )
         if not 0 < self.data.holdout < 1:
             raise ConfigError(f"data.holdout={self.data.holdout}: must be between 0 and 1")
-        if min(self.mesh) >= 1 and self.data.batch % self.mesh[0]:  # `make_mesh` raises for sizes below 1
+        if (
+            min(self.mesh) >= 1 and self.data.batch % self.mesh[0]
+        ):  # `make_mesh` raises for sizes below 1
             raise ConfigError(
-                f"data.batch={self.data.batch}: must be a multiple of the {self.mesh[0]} devices of mesh's data axis"
+                f"data.batch={self.data.batch}: must be a multiple of the {self.mesh[0]} devices of"
+                " mesh's data axis"
             )
         self.method.check(self.data.window)

@@ -141,7 +141,9 @@ class TrainingMethod:
         ``window`` is the number of inputs T of a window.
         """
         if self.needs_target and not self.target:
-            raise ConfigError("method.target='': this method learns from a target; give its directory or hub id")
+            raise ConfigError(
+                "method.target='': this method learns from a target; give its directory or hub id"
+            )
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> Student:
         """Return a student with random weights. ``key`` is consumed.
@@ -151,7 +153,9 @@ class TrainingMethod:
         """
         raise NotImplementedError
 
-    def objective(self, student: Any, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+    def objective(
+        self, student: Any, batch: Batch, target: Target | None
+    ) -> tuple[jax.Array, Metrics]:
         """Return the loss of a step, and its metrics.
 
         It must be a pure function. The target gets no gradient. The loss divides by all B*T
@@ -178,6 +182,8 @@ class TrainingMethod:
 
 def __getattr__(name: str) -> Any:
     if name == "Given":
-        warnings.warn(f"{__name__}.Given has a new name: StudentInputs", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            f"{__name__}.Given has a new name: StudentInputs", DeprecationWarning, stacklevel=2
+        )
         return StudentInputs
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

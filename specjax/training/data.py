@@ -20,7 +20,9 @@ from specjax.training.tokenizer import begin_token, encode_texts, read_tokenizer
 from specjax.training.written import WrittenTokens
 
 
-def split_documents(documents: Sequence[Document], holdout: float) -> tuple[list[Document], list[Document]]:
+def split_documents(
+    documents: Sequence[Document], holdout: float
+) -> tuple[list[Document], list[Document]]:
     """Split documents into those to train on and those that are held out.
 
     The side of a document depends on its name alone, not on the other documents.
@@ -29,11 +31,14 @@ def split_documents(documents: Sequence[Document], holdout: float) -> tuple[list
     def is_held_out(document: Document) -> bool:
         return zlib.crc32(document.name.encode()) / 2**32 < holdout
 
-    train, held_out = [d for d in documents if not is_held_out(d)], [d for d in documents if is_held_out(d)]
+    train, held_out = (
+        [d for d in documents if not is_held_out(d)],
+        [d for d in documents if is_held_out(d)],
+    )
     if not train or not held_out:
         raise ConfigError(
-            f"data.holdout={holdout}: it leaves {len(train)} documents to train on and {len(held_out)} held out; change it, or "
-            "give more documents"
+            f"data.holdout={holdout}: it leaves {len(train)} documents to train on and"
+            f" {len(held_out)} held out; change it, or give more documents"
         )
     return train, held_out
 
@@ -71,12 +76,22 @@ def pack(
     counts &= ~is_first if begin is None else ~is_first | (tokens == begin)
     windows = (len(tokens) - 1) // window
     if windows < 1:
-        raise ConfigError(f"data.window={window}: the text has only {len(tokens)} tokens; give a shorter window or more text")
+        raise ConfigError(
+            f"data.window={window}: the text has only {len(tokens)} tokens; give a shorter window"
+            " or more text"
+        )
     index = np.arange(windows)[:, None] * window + np.arange(window + 1)[None]
-    packed = {"tokens": tokens[index], "segments": segments[index], "loss_mask": counts[index[:, 1:]]}
+    packed = {
+        "tokens": tokens[index],
+        "segments": segments[index],
+        "loss_mask": counts[index[:, 1:]],
+    }
     useful = packed["loss_mask"].any(axis=1)
     if not useful.any():
-        raise ConfigError(f"data.source: none of the {windows} windows has a label that counts; give other documents")
+        raise ConfigError(
+            f"data.source: none of the {windows} windows has a label that counts; give other"
+            " documents"
+        )
     return {name: array[useful] for name, array in packed.items()}
 
 
@@ -105,8 +120,17 @@ def batches(packed: dict[str, np.ndarray], batch: int, seed: int) -> grain.Datas
     """
     windows = len(packed["tokens"])
     if windows < batch:
-        raise ConfigError(f"data.batch={batch}: the text has only {windows} windows; give a smaller batch or more text")
-    dataset = grain.MapDataset.source(PackedWindows(packed)).seed(seed).shuffle().repeat().batch(batch, drop_remainder=True)
+        raise ConfigError(
+            f"data.batch={batch}: the text has only {windows} windows; give a smaller batch or more"
+            " text"
+        )
+    dataset = (
+        grain.MapDataset.source(PackedWindows(packed))
+        .seed(seed)
+        .shuffle()
+        .repeat()
+        .batch(batch, drop_remainder=True)
+    )
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
 
@@ -131,14 +155,19 @@ def prepare(
     train, held_out = split_documents(read_documents(config.source), config.holdout)
     chats = [document for document in (*train, *held_out) if document.messages is not None]
     if chats and len(chats) < len(train) + len(held_out):
-        raise ConfigError(f"data.source={config.source!r}: it has both texts and conversations; give one kind")
+        raise ConfigError(
+            f"data.source={config.source!r}: it has both texts and conversations; give one kind"
+        )
     if chats:
         return _prepare_chats(config, train, held_out, vocab)
     tokenizer_hash = None
     if config.tokenizer:
         loaded = read_tokenizer(config.tokenizer)
         tokenizer_hash = fingerprint.of_tokenizer(loaded, chats=False)
-        tokenizer, end = loaded.backend_tokenizer, end if loaded.eos_token_id is None else loaded.eos_token_id
+        tokenizer, end = (
+            loaded.backend_tokenizer,
+            end if loaded.eos_token_id is None else loaded.eos_token_id,
+        )
     else:
         tokenizer = train_tokenizer([document.text or "" for document in train], config.vocab_size)
     begin = begin_token(tokenizer)
@@ -151,7 +180,9 @@ def prepare(
     size = vocab or tokenizer.get_vocab_size()
 
     def windows(documents: Sequence[Document]) -> dict[str, np.ndarray]:
-        return _pack(_sequences(documents, tokenizer_hash, size, config, encode), config.window, begin)
+        return _pack(
+            _sequences(documents, tokenizer_hash, size, config, encode), config.window, begin
+        )
 
     return tokenizer, windows(train), windows(held_out)
 
@@ -160,20 +191,32 @@ def _prepare_chats(
     config: DataConfig, train: Sequence[Document], held_out: Sequence[Document], vocab: int | None
 ) -> tuple[tokenizers.Tokenizer, dict[str, np.ndarray], dict[str, np.ndarray]]:
     if not config.tokenizer:
-        raise ConfigError("data.tokenizer='': conversations need a tokenizer with a chat template; name its directory")
+        raise ConfigError(
+            "data.tokenizer='': conversations need a tokenizer with a chat template; name its"
+            " directory"
+        )
     tokenizer = with_template(
-        read_tokenizer(config.tokenizer), config.chat_template, config.chat_template_kwargs, section="data."
+        read_tokenizer(config.tokenizer),
+        config.chat_template,
+        config.chat_template_kwargs,
+        section="data.",
     )
 
     def encode(documents: Sequence[Document]) -> list[chat.Encoded]:
-        return chat.encode(tokenizer, [document.messages or () for document in documents], config.responses_only)
+        return chat.encode(
+            tokenizer, [document.messages or () for document in documents], config.responses_only
+        )
 
     tokenizer_hash = fingerprint.of_tokenizer(tokenizer)
     _report_generated_tokens([*train, *held_out], tokenizer_hash, config)
     size = vocab or len(tokenizer)
 
     def windows(documents: Sequence[Document]) -> dict[str, np.ndarray]:
-        return _pack(_sequences(documents, tokenizer_hash, size, config, encode), config.window, tokenizer.bos_token_id)
+        return _pack(
+            _sequences(documents, tokenizer_hash, size, config, encode),
+            config.window,
+            tokenizer.bos_token_id,
+        )
 
     return tokenizer.backend_tokenizer, windows(train), windows(held_out)
 
@@ -194,7 +237,9 @@ def _sequences(
     They are the generated tokens of a document if it has tokens of this tokenizer. Otherwise
     ``encode`` tokenizes the document.
     """
-    encoded = iter(encode([document for document in documents if _tokens_of(tokenizer_hash, document) is None]))
+    encoded = iter(
+        encode([document for document in documents if _tokens_of(tokenizer_hash, document) is None])
+    )
     sequences: list[chat.Encoded] = []
     previous = None
     for document in documents:
@@ -215,16 +260,26 @@ def _sequences(
 
 def _tokens_of(tokenizer_hash: str | None, document: Document) -> WrittenTokens | None:
     """Return the generated tokens of a document if they are of this tokenizer, else None."""
-    return document.written if document.written is not None and document.written.tokenizer == tokenizer_hash else None
+    return (
+        document.written
+        if document.written is not None and document.written.tokenizer == tokenizer_hash
+        else None
+    )
 
 
-def _report_generated_tokens(documents: Sequence[Document], tokenizer_hash: str | None, config: DataConfig) -> None:
+def _report_generated_tokens(
+    documents: Sequence[Document], tokenizer_hash: str | None, config: DataConfig
+) -> None:
     with_tokens = [document for document in documents if document.written is not None]
     used = sum(_tokens_of(tokenizer_hash, document) is not None for document in with_tokens)
     if used:
-        say(f"data.source={config.source!r}: {used} of {len(documents)} documents are read in the tokens they were written in")
+        say(
+            f"data.source={config.source!r}: {used} of {len(documents)} documents are read in the"
+            " tokens they were written in"
+        )
     if used < len(with_tokens):
         say(
-            f"data.source={config.source!r}: {len(with_tokens) - used} of {len(documents)} documents have tokens of another "
-            "tokenizer or chat template than this run's: their text is tokenised"
+            f"data.source={config.source!r}: {len(with_tokens) - used} of {len(documents)}"
+            " documents have tokens of another tokenizer or chat template than this run's: their"
+            " text is tokenised"
         )

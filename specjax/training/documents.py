@@ -22,7 +22,16 @@ from specjax.training.written import WrittenTokens
 
 Message = dict[str, str]
 
-_STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}
+_STDLIB_SKIPPED = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
+}
 """Folders of the standard library that are left out.
 
 They are tests, which some distributions of Python lack, installed packages, and generated tables.
@@ -82,7 +91,11 @@ def find_files(source: str, argument: str = "data.source") -> list[Path]:
     """
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        files = [f for f in root.rglob("*.py") if not _STDLIB_SKIPPED.intersection(f.relative_to(root).parts)]
+        files = [
+            f
+            for f in root.rglob("*.py")
+            if not _STDLIB_SKIPPED.intersection(f.relative_to(root).parts)
+        ]
     elif Path(source).is_dir():
         files = [f for f in Path(source).rglob("*") if f.is_file()]
     else:
@@ -90,10 +103,16 @@ def find_files(source: str, argument: str = "data.source") -> list[Path]:
     if source != "stdlib":
         unfinished = [file.name for file in files if file.name.endswith(f".jsonl{written.BEGUN}")]
         if unfinished:
-            say(f"{argument}={source!r}: these files are skipped, as they are unfinished: {', '.join(sorted(unfinished))}")
+            say(
+                f"{argument}={source!r}: these files are skipped, as they are unfinished:"
+                f" {', '.join(sorted(unfinished))}"
+            )
         files = [file for file in files if not written.is_beside(file)]
     if not files:
-        raise ConfigError(f"{argument}={source!r}: it has no files; give 'stdlib', a file, a directory, a glob, hf:OWNER/NAME")
+        raise ConfigError(
+            f"{argument}={source!r}: it has no files; give 'stdlib', a file, a directory, a glob,"
+            " hf:OWNER/NAME"
+        )
     return sorted(files)
 
 
@@ -115,11 +134,19 @@ def read_documents(source: str, argument: str = "data.source") -> list[Document]
     documents: list[Document] = []
     for file in find_files(source, argument):
         if file.suffix in _NO_TEXT:
-            raise ConfigError(f"{argument}={source!r}: {file.name} is not text, JSONL or Parquet; convert it to JSON lines")
+            raise ConfigError(
+                f"{argument}={source!r}: {file.name} is not text, JSONL or Parquet; convert it to"
+                " JSON lines"
+            )
         if file.suffix in _RECORD_FILES:
             documents += _of_records(file)
         else:  # bytes that are not UTF-8 become the replacement character
-            documents.append(Document("/".join(file.parts[-2:]), text=file.read_text(encoding="utf-8", errors="replace")))
+            documents.append(
+                Document(
+                    "/".join(file.parts[-2:]),
+                    text=file.read_text(encoding="utf-8", errors="replace"),
+                )
+            )
     return documents
 
 
@@ -142,11 +169,18 @@ def parse_record(record: Any, where: str) -> Document:
         for kind in ("messages", "conversations"):
             if isinstance(record.get(kind), Sequence) and not isinstance(record[kind], str):
                 messages = tuple(_message(entry, f"{where}: {kind}") for entry in record[kind])
-                return Document(name, messages=messages, origin=origin, written=written.parse(record, where))
+                return Document(
+                    name, messages=messages, origin=origin, written=written.parse(record, where)
+                )
         if isinstance(record.get("text"), str):
-            return Document(name, text=record["text"], origin=origin, written=written.parse(record, where))
+            return Document(
+                name, text=record["text"], origin=origin, written=written.parse(record, where)
+            )
     fields = ", ".join(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
-    raise ConfigError(f"{where}: it has {fields}; a record needs text, or messages or conversations, a list of messages")
+    raise ConfigError(
+        f"{where}: it has {fields}; a record needs text, or messages or conversations, a list of"
+        " messages"
+    )
 
 
 def find_origin(document: Document) -> str:
@@ -185,14 +219,23 @@ def hash_of(content: str) -> str:
 
 def _message(entry: Any, where: str) -> Message:
     if isinstance(entry, Mapping):
-        role, content = entry.get("role", entry.get("from")), entry.get("content", entry.get("value"))
+        role, content = (
+            entry.get("role", entry.get("from")),
+            entry.get("content", entry.get("value")),
+        )
         if isinstance(content, str) and isinstance(role, str):
             if role.lower() not in _ROLES:
                 raise ConfigError(f"{where}: role {role!r}: it must be one of {', '.join(_ROLES)}")
             message = {"role": _ROLES[role.lower()], "content": content}
             thinking = entry.get("thinking")
-            return message | {"thinking": thinking} if isinstance(thinking, str) and thinking else message
-    raise ConfigError(f"{where}: a message needs role and content, or from and value, and both must be text")
+            return (
+                message | {"thinking": thinking}
+                if isinstance(thinking, str) and thinking
+                else message
+            )
+    raise ConfigError(
+        f"{where}: a message needs role and content, or from and value, and both must be text"
+    )
 
 
 def _of_records(file: Path) -> Iterator[Document]:
@@ -203,8 +246,12 @@ def _of_records(file: Path) -> Iterator[Document]:
         try:
             records = Dataset.from_parquet(str(file))
         except Exception as error:  # pyarrow and datasets raise unrelated types for damaged files
-            raise ConfigError(f"{file}: it cannot be read as Parquet ({type(error).__name__}); create it again") from None
-        yield from (parse_record(record, f"{name}:{index}") for index, record in enumerate(records, 1))
+            raise ConfigError(
+                f"{file}: it cannot be read as Parquet ({type(error).__name__}); create it again"
+            ) from None
+        yield from (
+            parse_record(record, f"{name}:{index}") for index, record in enumerate(records, 1)
+        )
         return
     for line, record in read_json_lines(file):
         yield parse_record(record, f"{name}:{line}")
@@ -218,8 +265,8 @@ def _of_hub(source: str, argument: str) -> Iterator[Document]:
         records = load_dataset(name, split=":".join(split) or "train")
     except Exception as error:  # the hub's client raises a dozen unrelated types
         raise ConfigError(
-            f"{argument}={source!r}: it cannot be loaded from the hub ({type(error).__name__}); check the spelling, the split, "
-            "the network, and for gated data the login"
+            f"{argument}={source!r}: it cannot be loaded from the hub ({type(error).__name__});"
+            " check the spelling, the split, the network, and for gated data the login"
         ) from None
     for index, record in enumerate(records):
         yield parse_record(record, f"{name}:{index}")

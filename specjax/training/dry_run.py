@@ -97,7 +97,10 @@ def abstract_run(
         target = jax.eval_shape(lambda: Target.init(shape, jax.random.key(0), compute))
     vocab = config.data.vocab_size if target is None else target.config.vocab_size
     unsharded = None if target is None else replace(target, mesh=None)
-    student = cast(place(jax.eval_shape(lambda target: _student(config, target, vocab), unsharded)), jnp.float32)
+    student = cast(
+        place(jax.eval_shape(lambda target: _student(config, target, vocab), unsharded)),
+        jnp.float32,
+    )
     optimizer = make_optimizer(config.optimizer, config.steps)
     state = abstract_state(method, student, optimizer, mesh)
     rows, width = config.data.batch, config.data.window
@@ -108,9 +111,20 @@ def abstract_run(
     }
     if mesh is not None:
         split = sharding.named(mesh, ("batch",), {"batch": rows})
-        windows = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split) for name, leaf in windows.items()}
-    rest = {"key": jax.eval_shape(lambda: jax.random.key(0)), "progress": jax.ShapeDtypeStruct((), np.float32)}
-    fixed = {"method": method, "optimizer": optimizer, "accumulate": config.accumulate, "compute_dtype": compute}
+        windows = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split)
+            for name, leaf in windows.items()
+        }
+    rest = {
+        "key": jax.eval_shape(lambda: jax.random.key(0)),
+        "progress": jax.ShapeDtypeStruct((), np.float32),
+    }
+    fixed = {
+        "method": method,
+        "optimizer": optimizer,
+        "accumulate": config.accumulate,
+        "compute_dtype": compute,
+    }
     return AbstractRun(state, {**windows, **rest}, target, fixed)
 
 
@@ -121,12 +135,26 @@ def needs(config: TrainConfig) -> Needs:
         InputError: The configuration is invalid, or the target does not exist.
     """
     run = abstract_run(config)
-    method, state, target, batch, student = config.method, run.state, run.target, run.batch, run.state.student
+    method, state, target, batch, student = (
+        config.method,
+        run.state,
+        run.target,
+        run.batch,
+        run.state.student,
+    )
     analysis = run.lower().compile().memory_analysis()
     temporary = int(analysis.temp_size_in_bytes) if analysis is not None else 0
-    paths = {name_of(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(student)}
-    trained = {name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(trainable(student, method))}
-    exported = sum(leaf.size for leaf in jax.tree.leaves(student)) * jnp.dtype(config.export_dtype).itemsize
+    paths = {
+        name_of(path): tuple(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(student)
+    }
+    trained = {
+        name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(trainable(student, method))
+    }
+    exported = (
+        sum(leaf.size for leaf in jax.tree.leaves(student))
+        * jnp.dtype(config.export_dtype).itemsize
+    )
     return Needs(
         student=paths,
         frozen=frozenset(paths) - trained,
@@ -137,7 +165,9 @@ def needs(config: TrainConfig) -> Needs:
             "target": _bytes(target),
             "student": _bytes(state.student),
             "optimiser": _bytes(state.optimizer),
-            f"inner values of a step, gradients among them, as compiled for {jax.default_backend()}": temporary,
+            f"inner values of a step, gradients among them, as compiled for {jax.default_backend()}": (
+                temporary
+            ),
         },
         disk={"two checkpoints": 2 * _bytes(state), "best and latest student": 2 * exported},
     )
@@ -145,10 +175,14 @@ def needs(config: TrainConfig) -> Needs:
 
 def _student(config: TrainConfig, target: Shapes, vocab: int) -> Any:
     # Do not use add_tokens: before tokenizers 0.23 it takes minutes for 262,144 tokens.
-    stand_in = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(vocab)}, unk_token="0"))
+    stand_in = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({str(i): i for i in range(vocab)}, unk_token="0")
+    )
     inputs = StudentInputs(stand_in, np.zeros(vocab, int), target, init_from=config.init_from)
     student = config.method.init(jax.random.key(0), inputs)
-    if isinstance(student, Drafter):  # fail as the run would, if the drafter does not fit the target
+    if isinstance(
+        student, Drafter
+    ):  # fail as the run would, if the drafter does not fit the target
         student.check(target)
     return cast(student, jnp.float32)
 
@@ -158,5 +192,9 @@ def _count(tree: Shapes) -> int:
 
 
 def _bytes(tree: Shapes) -> int:
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    leaves = [
+        leaf
+        for leaf in jax.tree.leaves(tree)
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    ]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -40,7 +40,9 @@ def of_target(target: Target | None) -> str | None:
     digest = hashlib.sha256(json.dumps(stated(target.config), sort_keys=True).encode())
     leaves = jax.tree_util.tree_leaves_with_path(target.params)
     for (path, leaf), checksum in zip(leaves, jax.tree.leaves(sums), strict=True):
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} {int(checksum)}\n".encode())
+        digest.update(
+            f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} {int(checksum)}\n".encode()
+        )
     return digest.hexdigest()[:32]
 
 
@@ -79,7 +81,9 @@ def _checksum(leaf: jax.Array) -> jax.Array:
     are exact, so the order of summation, and with it the sharding, does not matter.
     """
     if jnp.issubdtype(leaf.dtype, jnp.floating):  # a number of 8 bytes becomes 2 words
-        leaf = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * min(leaf.dtype.itemsize, 4)}"))
+        leaf = jax.lax.bitcast_convert_type(
+            leaf, jnp.dtype(f"uint{8 * min(leaf.dtype.itemsize, 4)}")
+        )
     index = jnp.zeros(leaf.shape, jnp.uint32)
     for axis in range(leaf.ndim):
         stride = jnp.uint32(math.prod(leaf.shape[axis + 1 :]) % 2**32)

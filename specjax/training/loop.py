@@ -34,7 +34,15 @@ from specjax.training import data, fingerprint, run_directory
 from specjax.training.config import TrainConfig
 from specjax.training.contract import Metrics, StudentInputs
 from specjax.training.optimizer import make_optimizer
-from specjax.training.step import TrainState, cast, evaluate, flops_of_step, initial_state, make_batch, train_step
+from specjax.training.step import (
+    TrainState,
+    cast,
+    evaluate,
+    flops_of_step,
+    initial_state,
+    make_batch,
+    train_step,
+)
 from specjax.training.tokenizer import save_tokenizer
 
 
@@ -79,14 +87,21 @@ def train(config: TrainConfig) -> Path:
     output, method = Path(config.output), config.method
     run = _prepare(config)
     state, target, iterator = run.state, run.target, run.iterator
-    noise = jax.random.fold_in(make_key(config.seed), 2**31)  # independent of the key of the initial weights
+    noise = jax.random.fold_in(
+        make_key(config.seed), 2**31
+    )  # independent of the key of the initial weights
     tokens_per_step = config.data.batch * config.data.window
     best_metric = f"held_out_{method.best_by}"
 
     def export(name: str, state: TrainState) -> None:
         state.student.save_pretrained(output / name, dtype=jnp.dtype(config.export_dtype))
         if method.whole_model and jax.process_index() == 0:
-            save_tokenizer(output / name, run.tokenizer, run.tokenizer_directory, state.student.config.max_positions)
+            save_tokenizer(
+                output / name,
+                run.tokenizer,
+                run.tokenizer_directory,
+                state.student.config.max_positions,
+            )
 
     with run_directory.open_checkpoints(output) as checkpoints:
         state = run_directory.restore(checkpoints, state, iterator)
@@ -100,23 +115,40 @@ def train(config: TrainConfig) -> Path:
             figures = _Figures(log, report, tokens_per_step)
             try:
                 for step in range(first + 1, config.steps + 1):
-                    batch = make_batch(next(iterator), jax.random.fold_in(noise, step), step / config.steps, run.mesh)
+                    batch = make_batch(
+                        next(iterator),
+                        jax.random.fold_in(noise, step),
+                        step / config.steps,
+                        run.mesh,
+                    )
                     if step == first + 1:
                         report.flops = flops_of_step(state, batch, target, **run.fixed)
-                    state, metrics = train_step(state, batch, target, **run.fixed)  # dispatched, not awaited
+                    state, metrics = train_step(
+                        state, batch, target, **run.fixed
+                    )  # dispatched, not awaited
                     figures.add(step, metrics)
                     last = step == config.steps
-                    evaluates, saves = (last or step % every == 0 for every in (config.evaluate_every, config.checkpoint_every))
+                    evaluates, saves = (
+                        last or step % every == 0
+                        for every in (config.evaluate_every, config.checkpoint_every)
+                    )
                     if not evaluates and not saves:
                         continue
                     figures.flush()
                     if evaluates:
                         wait.update(what="training, evaluating after step")
-                        evaluation = evaluate(state.student, run.held_out, config.data.batch, target, method, run.mesh)
+                        evaluation = evaluate(
+                            state.student, run.held_out, config.data.batch, target, method, run.mesh
+                        )
                         if method.goodness(evaluation[method.best_by]) > best:
                             best = method.goodness(evaluation[method.best_by])
                             export("best", state)
-                        log.write({"step": step, **{f"held_out_{name}": value for name, value in evaluation.items()}})
+                        log.write(
+                            {
+                                "step": step,
+                                **{f"held_out_{name}": value for name, value in evaluation.items()},
+                            }
+                        )
                     if saves:
                         wait.update(what="training, saving after step")
                         # Export before the checkpoint: a run that is killed here and continues from
@@ -127,7 +159,9 @@ def train(config: TrainConfig) -> Path:
             finally:  # write the metrics of the last steps even if an error ends the run
                 figures.flush()
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("specjax: trained")  # wait until the first process has written all files
+        multihost_utils.sync_global_devices(
+            "specjax: trained"
+        )  # wait until the first process has written all files
     return output / "best"
 
 
@@ -171,12 +205,18 @@ def _prepare(config: TrainConfig) -> _Run:
         data_config = replace(data_config, tokenizer=data_config.tokenizer or str(files.directory))
     end = None if target is None else next(iter(target.config.eos_token_ids), None)
     with waiting(f"reading {data_config.source}"):
-        tokenizer, packed, held_out = data.prepare(data_config, end, None if target is None else target.config.vocab_size)
+        tokenizer, packed, held_out = data.prepare(
+            data_config, end, None if target is None else target.config.vocab_size
+        )
     if target is not None:
         _check_target(config, target, tokenizer)
     vocab = tokenizer.get_vocab_size() if target is None else target.config.vocab_size
-    inputs = StudentInputs(tokenizer, data.count_labels(packed, vocab), target, mesh, config.init_from)
-    student = cast(method.init(make_key(config.seed), inputs), jnp.float32)  # also if the target is in bfloat16
+    inputs = StudentInputs(
+        tokenizer, data.count_labels(packed, vocab), target, mesh, config.init_from
+    )
+    student = cast(
+        method.init(make_key(config.seed), inputs), jnp.float32
+    )  # also if the target is in bfloat16
     if config.init_from:
         student = _warm_start(student, config.init_from)
     if isinstance(student, Drafter):
@@ -185,11 +225,18 @@ def _prepare(config: TrainConfig) -> _Run:
     optimizer = make_optimizer(config.optimizer, config.steps)
     state = initial_state(method, student, optimizer, mesh)
     iterator = data.batches(packed, config.data.batch, config.seed)
-    claim = run_directory.Claim(fingerprint.of_windows(packed, held_out), fingerprint.of_target(target))
+    claim = run_directory.Claim(
+        fingerprint.of_windows(packed, held_out), fingerprint.of_target(target)
+    )
     run_directory.claim(output, config, claim)
     if jax.process_index() == 0:
         show_batch(tokenizer, packed)
-    fixed = {"method": method, "optimizer": optimizer, "accumulate": config.accumulate, "compute_dtype": compute}
+    fixed = {
+        "method": method,
+        "optimizer": optimizer,
+        "accumulate": config.accumulate,
+        "compute_dtype": compute,
+    }
     return _Run(state, target, mesh, tokenizer, data_config.tokenizer, iterator, held_out, fixed)
 
 
@@ -198,7 +245,9 @@ def _warm_start(student: Any, path: str) -> Any:
 
     A whole model may have more positions than the earlier one, with scaled RoPE.
     """
-    earlier = type(student).from_pretrained(path, dtype=jnp.float32, mesh=student.mesh, weights=schemes.FLOATS)
+    earlier = type(student).from_pretrained(
+        path, dtype=jnp.float32, mesh=student.mesh, weights=schemes.FLOATS
+    )
     if isinstance(earlier, Target):
         earlier.check_whole()
     if isinstance(student, Target) and _is_stretched(earlier.config, student.config):
@@ -206,12 +255,15 @@ def _warm_start(student: Any, path: str) -> Any:
         earlier = replace(earlier, config=replace(earlier.config, **positions))
     if changed := differences(earlier.config, student.config):
         raise ConfigError(
-            f"init_from={path!r}: its shape differs from this run's student ({'; '.join(changed)}); set the options under "
-            "method to its values"
+            f"init_from={path!r}: its shape differs from this run's student ({'; '.join(changed)});"
+            " set the options under method to its values"
         )
-    if jax.tree.structure(earlier) != jax.tree.structure(student):  # equal configs, but other parameters
+    if jax.tree.structure(earlier) != jax.tree.structure(
+        student
+    ):  # equal configs, but other parameters
         raise ConfigError(
-            f"init_from={path!r}: its parameters differ from this run's student; set the options under method to its values"
+            f"init_from={path!r}: its parameters differ from this run's student; set the options"
+            " under method to its values"
         )
     return jax.tree.map(lambda _, leaf: leaf, student, earlier)
 
@@ -230,10 +282,16 @@ def show_batch(tokenizer: tokenizers.Tokenizer, packed: dict[str, np.ndarray]) -
     edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(tokens)]
     shown = Text()
     for begin, end in itertools.pairwise(edges):
-        shown.append(tokenizer.decode(tokens[begin:end], skip_special_tokens=False), style="green" if counts[begin] else "dim")
+        shown.append(
+            tokenizer.decode(tokens[begin:end], skip_special_tokens=False),
+            style="green" if counts[begin] else "dim",
+        )
     console = Console()
     share = packed["loss_mask"].mean()
-    console.print(f"the first window; labels that count are green, {share:.0%} of all {packed['loss_mask'].size:,}:")
+    console.print(
+        f"the first window; labels that count are green, {share:.0%} of all"
+        f" {packed['loss_mask'].size:,}:"
+    )
     console.print(shown)
 
 
@@ -241,13 +299,14 @@ def _check_target(config: TrainConfig, target: Target, tokenizer: tokenizers.Tok
     """Raise ConfigError if the frozen target cannot read the windows."""
     if tokenizer.get_vocab_size() > target.config.vocab_size:
         raise ConfigError(
-            f"data.tokenizer={config.data.tokenizer!r} has {tokenizer.get_vocab_size()} tokens and "
-            f"method.target={config.method.target!r} a vocabulary of {target.config.vocab_size}: use the target's own tokenizer"
+            f"data.tokenizer={config.data.tokenizer!r} has {tokenizer.get_vocab_size()} tokens and"
+            f" method.target={config.method.target!r} a vocabulary of {target.config.vocab_size}:"
+            " use the target's own tokenizer"
         )
     if config.data.window > target.config.max_positions:
         raise ConfigError(
-            f"data.window={config.data.window} is longer than the {target.config.max_positions} positions of "
-            f"method.target={config.method.target!r}; give a shorter window"
+            f"data.window={config.data.window} is longer than the {target.config.max_positions}"
+            f" positions of method.target={config.method.target!r}; give a shorter window"
         )
 
 
@@ -280,7 +339,9 @@ class _Figures:
 
     def _fetch(self) -> None:
         step, metrics = self._pending[0]
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}  # this waits for the step
+        values = {
+            name: float(value) for name, value in jax.device_get(metrics).items()
+        }  # this waits for the step
         self._pending.popleft()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now

@@ -22,7 +22,9 @@ def cross_entropy(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> F
 
 
 @shape_checked
-def next_token(logits: Float[Array, "B T V"], labels: Int[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+def next_token(
+    logits: Float[Array, "B T V"], labels: Int[Array, "B T"], mask: Bool[Array, "B T"]
+) -> Float[Array, ""]:
     """Return the loss of plain language modeling in nats.
 
     Examples:
@@ -37,7 +39,9 @@ def next_token(logits: Float[Array, "B T V"], labels: Int[Array, "B T"], mask: B
 
 
 @shape_checked
-def soft_cross_entropy(target_logits: Float[Array, "B T V"], logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
+def soft_cross_entropy(
+    target_logits: Float[Array, "B T V"], logits: Float[Array, "B T V"]
+) -> Float[Array, "B T"]:
     """Return ``-sum p log q`` in nats, for the target's distribution p and the student's q.
 
     Examples:
@@ -50,7 +54,9 @@ def soft_cross_entropy(target_logits: Float[Array, "B T V"], logits: Float[Array
 
 
 @shape_checked
-def forward_kl(target_logits: Float[Array, "*N V"], logits: Float[Array, "*N V"]) -> Float[Array, "*N"]:
+def forward_kl(
+    target_logits: Float[Array, "*N V"], logits: Float[Array, "*N V"]
+) -> Float[Array, "*N"]:
     """Return ``KL(target || student)`` in nats.
 
     Examples:
@@ -93,7 +99,9 @@ def log_acceptance(log_p: Float[Array, "*N V"], logits: Float[Array, "*N V"]) ->
 
 
 @shape_checked
-def hybrid(kl: Float[Array, "*N"], log_a: Float[Array, "*N"], mask: Bool[Array, "*N"], eta: float) -> Float[Array, "*N"]:
+def hybrid(
+    kl: Float[Array, "*N"], log_a: Float[Array, "*N"], mask: Bool[Array, "*N"], eta: float
+) -> Float[Array, "*N"]:
     """Return ``share KL(p || q) + (1 - share) (1 - a)``, a loss of Samarin et al. 2026.
 
     See arXiv 2602.23881. The divergence has a strong gradient if q is far from p; the acceptance
@@ -123,7 +131,9 @@ def hybrid(kl: Float[Array, "*N"], log_a: Float[Array, "*N"], mask: Bool[Array, 
 
 
 @shape_checked
-def smooth_l1(predicted: Float[Array, "B T H"], expected: Float[Array, "B T H"]) -> Float[Array, "B T"]:
+def smooth_l1(
+    predicted: Float[Array, "B T H"], expected: Float[Array, "B T H"]
+) -> Float[Array, "B T"]:
     """Return the mean over H of SmoothL1 with beta 1.
 
     SmoothL1 is half the square of a difference below 1, and otherwise the difference minus 1/2.
@@ -135,7 +145,9 @@ def smooth_l1(predicted: Float[Array, "B T H"], expected: Float[Array, "B T H"])
         [[0.125, 2.5]]
     """
     difference = jnp.abs(predicted.astype(jnp.float32) - expected.astype(jnp.float32))
-    return jnp.mean(jnp.where(difference < 1, 0.5 * difference * difference, difference - 0.5), axis=-1)
+    return jnp.mean(
+        jnp.where(difference < 1, 0.5 * difference * difference, difference - 0.5), axis=-1
+    )
 
 
 @shape_checked

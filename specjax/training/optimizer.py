@@ -27,7 +27,9 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     def matrices(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(_decays, params)
 
-    descent = optax.adamw(schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrices)
+    descent = optax.adamw(
+        schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrices
+    )
     if config.method == "muon":
         # consistent_rms scales orthogonalized updates to the size of AdamW's.
         muon = optax.contrib.muon(schedule, consistent_rms=0.2, weight_decay=config.weight_decay)

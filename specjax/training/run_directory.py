@@ -42,11 +42,14 @@ def refuse_foreign(output: Path, config: TrainConfig) -> None:
         earlier = replace(load_yaml(TrainConfig, stored), output=config.output)
         if changed := differences(earlier, config):
             raise ConfigError(
-                f"output={config.output!r} has a run with another configuration ({'; '.join(changed)}); "
-                "choose another output, or restore these values to continue that run"
+                f"output={config.output!r} has a run with another configuration"
+                f" ({'; '.join(changed)}); choose another output, or restore these values to"
+                " continue that run"
             )
     elif output.exists() and any(output.iterdir()):
-        raise ConfigError(f"output={config.output!r} is not empty and has no run; choose another directory")
+        raise ConfigError(
+            f"output={config.output!r} is not empty and has no run; choose another directory"
+        )
 
 
 @dataclass(frozen=True)
@@ -91,20 +94,24 @@ def claim(output: Path, config: TrainConfig, inputs: Claim) -> None:
         earlier = Claim(**json.loads(stored.read_text()))
     except FileNotFoundError:
         raise ConfigError(
-            f"output={config.output!r}: an older version of specjax began this run, and did not store the hash of its target; "
-            "choose another output"
+            f"output={config.output!r}: an older version of specjax began this run, and did not"
+            " store the hash of its target; choose another output"
         ) from None
     except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(f"output={config.output!r}: {stored} cannot be read ({error}); choose another output") from None
+        raise ConfigError(
+            f"output={config.output!r}: {stored} cannot be read ({error}); choose another output"
+        ) from None
     if earlier.data != inputs.data:
         raise ConfigError(
-            f"data.source={config.data.source!r}: the text has changed since the run in output={config.output!r} "
-            "began, and so have its tokens; choose another output, or restore the text"
+            f"data.source={config.data.source!r}: the text has changed since the run in"
+            f" output={config.output!r} began, and so have its tokens; choose another output, or"
+            " restore the text"
         )
     if earlier.target != inputs.target:
         raise ConfigError(
-            f"method.target={config.method.target!r}: the model there has changed since the run in output={config.output!r} "
-            "began, in its weights or its config.json; choose another output, or restore the model"
+            f"method.target={config.method.target!r}: the model there has changed since the run in"
+            f" output={config.output!r} began, in its weights or its config.json; choose another"
+            " output, or restore the model"
         )
 
 
@@ -125,7 +132,9 @@ def save(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any) -
     """Save a checkpoint for `restore` in the background."""
     checkpoints.save(
         int(state.step),
-        args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(iterator.get_state())),
+        args=ocp.args.Composite(
+            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(iterator.get_state())
+        ),
     )
 
 
@@ -144,14 +153,21 @@ def restore(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any
     for step in sorted(checkpoints.all_steps(), reverse=True):
         try:
             restored = checkpoints.restore(
-                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore())
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore()
+                ),
             )
             iterator.set_state(restored["data"])
-        except Exception as error:  # orbax, tensorstore and JSON raise unrelated types for damaged files
+        except (
+            Exception
+        ) as error:  # orbax, tensorstore and JSON raise unrelated types for damaged files
             damaged.append(step)
             reason = f"the checkpoint of step {step} cannot be read ({type(error).__name__})"
             if jax.process_count() > 1:
-                raise ConfigError(f"output: {reason}; delete it to continue from the one before") from error
+                raise ConfigError(
+                    f"output: {reason}; delete it to continue from the one before"
+                ) from error
             print(f"specjax: {reason}; the one before is used", file=sys.stderr)
             continue
         for unread in damaged:
@@ -159,8 +175,9 @@ def restore(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any
         return restored["state"]
     if damaged:
         raise ConfigError(
-            f"output: none of the checkpoints can be read ({', '.join(map(str, damaged))}); check that there is enough memory, "
-            "and that the files are readable; to start again, choose another output"
+            f"output: none of the checkpoints can be read ({', '.join(map(str, damaged))}); check"
+            " that there is enough memory, and that the files are readable; to start again, choose"
+            " another output"
         )
     return state
 
@@ -195,7 +212,9 @@ class MetricsLog:
             return
         write_text(path, "".join(f"{line}\n" for line in texts))
         self._file = path.open("a", buffering=1)  # flush each line
-        self._board = SummaryWriter(str(output / "tensorboard"), purge_step=start + 1 if start else None)
+        self._board = SummaryWriter(
+            str(output / "tensorboard"), purge_step=start + 1 if start else None
+        )
 
     def __enter__(self) -> "MetricsLog":
         return self

@@ -37,7 +37,10 @@ class TrainState:
 
 
 def initial_state(
-    method: TrainingMethod, student: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+    method: TrainingMethod,
+    student: Any,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None = None,
 ) -> TrainState:
     """Return the state before the first step."""
     # Copy all arrays: a step donates those of the state, and the student may share some with the
@@ -50,12 +53,17 @@ def initial_state(
     return replace(state, places=tuple(leaf.sharding for leaf in jax.tree.leaves(state)))
 
 
-def _first_state(method: TrainingMethod, student: Any, optimizer: optax.GradientTransformation) -> TrainState:
+def _first_state(
+    method: TrainingMethod, student: Any, optimizer: optax.GradientTransformation
+) -> TrainState:
     return TrainState(student, optimizer.init(trainable(student, method)), jnp.zeros((), jnp.int32))
 
 
 def abstract_state(
-    method: TrainingMethod, student: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+    method: TrainingMethod,
+    student: Any,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None = None,
 ) -> TrainState:
     """Return the `initial_state` as shapes, for a student of shapes.
 
@@ -64,11 +72,16 @@ def abstract_state(
     state = jax.eval_shape(lambda student: _first_state(method, student, optimizer), student)
     if mesh is None:
         return state
-    places = {name_of(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(student)}
+    places = {
+        name_of(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(student)
+    }
 
     def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         # A leaf of the optimizer's state ends with the path of its parameter, and is sharded alike.
-        parameter_place = next((place for name, place in places.items() if f".{name_of(path)}".endswith(f".{name}")), None)
+        parameter_place = next(
+            (place for name, place in places.items() if f".{name_of(path)}".endswith(f".{name}")),
+            None,
+        )
         shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parameter_place)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_place_of(mesh, shape))
 
@@ -92,13 +105,17 @@ def _place_of(mesh: Mesh, leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedShardi
     spec = place.spec if isinstance(place, NamedSharding) and place.mesh == mesh else ()
     axes = [*spec, *(None,) * (leaf.ndim - len(spec))]
     devices = mesh.shape["data"]
-    free = [axis for axis, size in enumerate(leaf.shape) if axes[axis] is None and size % devices == 0]
+    free = [
+        axis for axis, size in enumerate(leaf.shape) if axes[axis] is None and size % devices == 0
+    ]
     if leaf.ndim > 1 and devices > 1 and free:
         axes[max(free, key=lambda axis: leaf.shape[axis])] = "data"
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
-def make_batch(windows: dict[str, np.ndarray], key: jax.Array, progress: float, mesh: Mesh | None = None) -> Batch:
+def make_batch(
+    windows: dict[str, np.ndarray], key: jax.Array, progress: float, mesh: Mesh | None = None
+) -> Batch:
     """Return the `Batch` of packed windows. On a mesh its rows are sharded over ``data``."""
     batch: Batch = {**windows, "key": key, "progress": np.float32(progress)}  # pyright: ignore[reportAssignmentType]
     if mesh is None:
@@ -111,7 +128,11 @@ def make_batch(windows: dict[str, np.ndarray], key: jax.Array, progress: float, 
     return {name: sharding.put(value, place(name)) for name, value in batch.items()}
 
 
-@partial(jax.jit, static_argnames=("method", "optimizer", "accumulate", "compute_dtype"), donate_argnames="state")
+@partial(
+    jax.jit,
+    static_argnames=("method", "optimizer", "accumulate", "compute_dtype"),
+    donate_argnames="state",
+)
 def train_step(
     state: TrainState,
     batch: Batch,
@@ -146,8 +167,12 @@ def train_step(
         gradients, metrics = jax.grad(loss, has_aux=True)(trained, batch)
     else:
         parts = _parts(batch, accumulate)
-        shapes = jax.eval_shape(jax.grad(loss, has_aux=True), trained, jax.tree.map(lambda leaf: leaf[0], parts))
-        sums, _ = jax.lax.scan(add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), parts)
+        shapes = jax.eval_shape(
+            jax.grad(loss, has_aux=True), trained, jax.tree.map(lambda leaf: leaf[0], parts)
+        )
+        sums, _ = jax.lax.scan(
+            add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), parts
+        )
         gradients, metrics = jax.tree.map(lambda leaf: leaf / accumulate, sums)
     metrics = {**metrics, "gradient_norm": optax.tree.norm(gradients)}
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, trained)
@@ -157,7 +182,9 @@ def train_step(
         places = jax.tree.unflatten(jax.tree.structure(state), state.places)
         next_state = jax.lax.with_sharding_constraint(next_state, places)
         # Replicate the metrics, so that each process can fetch them without the others.
-        metrics = jax.lax.with_sharding_constraint(metrics, NamedSharding(state.places[0].mesh, PartitionSpec()))
+        metrics = jax.lax.with_sharding_constraint(
+            metrics, NamedSharding(state.places[0].mesh, PartitionSpec())
+        )
     return next_state, metrics
 
 
@@ -184,7 +211,11 @@ def cast(student: Any, dtype: Any) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding) if is_shape else leaf.astype(dtype)
+        return (
+            jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+            if is_shape
+            else leaf.astype(dtype)
+        )
 
     return jax.tree.map(cast_leaf, student)
 
@@ -193,7 +224,11 @@ def flops_of_step(state: TrainState, batch: Batch, target: Target | None, **fixe
     """Return the floating-point operations of a `train_step` on all devices, as XLA counts them."""
     # XLA counts the body of a loop once.
     analysis = train_step.lower(state, batch, target, **fixed).cost_analysis()
-    return float(analysis.get("flops", 0.0)) * fixed.get("accumulate", 1) if isinstance(analysis, dict) else 0.0
+    return (
+        float(analysis.get("flops", 0.0)) * fixed.get("accumulate", 1)
+        if isinstance(analysis, dict)
+        else 0.0
+    )
 
 
 def trainable(student: Any, method: TrainingMethod) -> Any:
@@ -222,11 +257,15 @@ def _with(trained: Any, student: Any) -> Any:
     def is_hole(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
 
-    return jax.tree.map(lambda new, old: old if is_hole(new) else new, trained, student, is_leaf=is_hole)
+    return jax.tree.map(
+        lambda new, old: old if is_hole(new) else new, trained, student, is_leaf=is_hole
+    )
 
 
 @partial(jax.jit, static_argnames="method")
-def _evaluate_batch(student: Any, batch: Batch, target: Target | None, *, method: TrainingMethod) -> Metrics:
+def _evaluate_batch(
+    student: Any, batch: Batch, target: Target | None, *, method: TrainingMethod
+) -> Metrics:
     return method.evaluation(student, batch, target)
 
 
@@ -243,5 +282,8 @@ def evaluate(
     starts = range(0, windows - batch + 1, batch) or range(1)
     parts = [{name: array[i : i + batch] for name, array in packed.items()} for i in starts]
     batches = [make_batch(part, jax.random.key(0), 1.0, mesh) for part in parts]
-    totals = [sharding.to_host(_evaluate_batch(student, part, target, method=method), mesh) for part in batches]
+    totals = [
+        sharding.to_host(_evaluate_batch(student, part, target, method=method), mesh)
+        for part in batches
+    ]
     return {name: float(np.mean([total[name] for total in totals])) for name in totals[0]}

@@ -28,9 +28,14 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> tokenizers.Tokeniz
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
-        raise ConfigError(f"data.vocab_size={vocab_size}: the text yields only {tokenizer.get_vocab_size()} tokens")
+        raise ConfigError(
+            f"data.vocab_size={vocab_size}: the text yields only {tokenizer.get_vocab_size()}"
+            " tokens"
+        )
     begin = tokenizer.token_to_id(END_OF_TEXT)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, begin)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, begin)]
+    )
     return tokenizer
 
 
@@ -44,16 +49,23 @@ def read_tokenizer(directory: str | Path) -> Any:
         InputError: The directory has no tokenizer, or a damaged one.
     """
     if not text.has_tokenizer(Path(directory)):
-        raise ConfigError(f"data.tokenizer={str(directory)!r}: {Path(directory) / 'tokenizer.json'} is missing")
+        raise ConfigError(
+            f"data.tokenizer={str(directory)!r}: {Path(directory) / 'tokenizer.json'} is missing"
+        )
     tokenizer = text.load_tokenizer(Path(directory))
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ConfigError(f"data.tokenizer={str(directory)!r}: tokenizers cannot read it; convert it to a tokenizer.json")
+        raise ConfigError(
+            f"data.tokenizer={str(directory)!r}: tokenizers cannot read it; convert it to a"
+            " tokenizer.json"
+        )
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.backend_tokenizer.no_truncation()
     return tokenizer
 
 
-def encode_texts(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], end: int | None = None) -> list[list[int]]:
+def encode_texts(
+    tokenizer: tokenizers.Tokenizer, texts: Sequence[str], end: int | None = None
+) -> list[list[int]]:
     """Return the token ids of each text.
 
     If the tokenizer adds no special token at the beginning or the end, ``end`` is appended, unless
@@ -61,7 +73,11 @@ def encode_texts(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], end: int
     """
 
     def with_end(encoding: tokenizers.Encoding) -> list[int]:
-        return encoding.ids if end is None or any(encoding.special_tokens_mask) else [*encoding.ids, end]
+        return (
+            encoding.ids
+            if end is None or any(encoding.special_tokens_mask)
+            else [*encoding.ids, end]
+        )
 
     return [with_end(encoding) for encoding in tokenizer.encode_batch(texts)]
 
@@ -72,7 +88,9 @@ def begin_token(tokenizer: tokenizers.Tokenizer) -> int | None:
     return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
 
 
-def save_tokenizer(directory: Path, tokenizer: tokenizers.Tokenizer, source: str, max_positions: int) -> None:
+def save_tokenizer(
+    directory: Path, tokenizer: tokenizers.Tokenizer, source: str, max_positions: int
+) -> None:
     """Save a tokenizer into a checkpoint directory.
 
     Args:

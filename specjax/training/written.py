@@ -54,7 +54,9 @@ class WrittenTokens:
     where: str = ""
 
     @classmethod
-    def of_turns(cls, turns: Sequence[tuple[Sequence[int], Sequence[int]]], tokenizer: str) -> "WrittenTokens":
+    def of_turns(
+        cls, turns: Sequence[tuple[Sequence[int], Sequence[int]]], tokenizer: str
+    ) -> "WrittenTokens":
         """Build the sequences from the prompt and the answer of each turn, in order."""
         tokens: list[int] = []
         spans: list[tuple[int, int]] = []
@@ -97,7 +99,10 @@ class WrittenTokens:
     def check_vocabulary(self, vocab: int) -> None:
         """Raise ConfigError if a token id is not below ``vocab``."""
         if (largest := int(self.tokens.max())) >= vocab:
-            raise ConfigError(f"{self.where}: {_TOKENS}: it has the id {largest}, but the vocabulary has only {vocab} tokens")
+            raise ConfigError(
+                f"{self.where}: {_TOKENS}: it has the id {largest}, but the vocabulary has only"
+                f" {vocab} tokens"
+            )
 
 
 def parse(record: Mapping[str, Any], where: str) -> WrittenTokens | None:
@@ -115,7 +120,10 @@ def parse(record: Mapping[str, Any], where: str) -> WrittenTokens | None:
         return None
 
     def refuse(field: str, what: str) -> ConfigError:
-        return ConfigError(f"{where}: {field}: {what}; remove the field {TOKENIZER} from the record, or generate it again")
+        return ConfigError(
+            f"{where}: {field}: {what}; remove the field {TOKENIZER} from the record, or generate"
+            " it again"
+        )
 
     tokens, spans = _whole_numbers(record[_TOKENS]), _whole_numbers(record.get(_SPANS))
     starts = _whole_numbers(record.get(_STARTS) or [0])
@@ -126,8 +134,16 @@ def parse(record: Mapping[str, Any], where: str) -> WrittenTokens | None:
     edges = spans.ravel()
     if (np.diff(edges) < 0).any() or edges[-1] > len(tokens):
         raise refuse(_SPANS, f"must be in order, and within the {len(tokens)} tokens")
-    if starts is None or starts.ndim != 1 or starts[0] or (np.diff(starts) < 1).any() or starts[-1] >= len(tokens):
-        raise refuse(_STARTS, f"must begin with 0, increase, and be within the {len(tokens)} tokens")
+    if (
+        starts is None
+        or starts.ndim != 1
+        or starts[0]
+        or (np.diff(starts) < 1).any()
+        or starts[-1] >= len(tokens)
+    ):
+        raise refuse(
+            _STARTS, f"must begin with 0, increase, and be within the {len(tokens)} tokens"
+        )
     return WrittenTokens(tokens, spans, tuple(starts.tolist()), tokenizer, where)
 
 

@@ -49,13 +49,18 @@ class ArrayBytes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """
 
     dtype: DType
-    shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=2**20)], ...], msgspec.Meta(min_length=1, max_length=4)]
+    shape: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, le=2**20)], ...],
+        msgspec.Meta(min_length=1, max_length=4),
+    ]
     data: Annotated[bytes, msgspec.Meta(max_length=MOST_ARRAY)]
 
     def __post_init__(self) -> None:
         """Raise ValueError if the length of the data does not fit the shape."""
         if len(self.data) != (expected := _length(self.dtype, self.shape)):
-            raise ValueError(f"{len(self.data)} bytes of {self.dtype} {list(self.shape)}, which takes {expected}")
+            raise ValueError(
+                f"{len(self.data)} bytes of {self.dtype} {list(self.shape)}, which takes {expected}"
+            )
 
 
 def _length(dtype: str, shape: Sequence[int]) -> int:
@@ -132,7 +137,11 @@ def unpack(packed: ArrayBytes) -> np.ndarray:
     if packed.dtype != "int8":
         return numbers.astype(np.float32)
     tokens = packed.shape[0]
-    scales = np.frombuffer(packed.data, "<f2", offset=count).reshape(tokens, _groups(packed.shape)).astype(np.float32)
+    scales = (
+        np.frombuffer(packed.data, "<f2", offset=count)
+        .reshape(tokens, _groups(packed.shape))
+        .astype(np.float32)
+    )
     scale_of_number = np.repeat(scales, GROUP, axis=1)[:, : math.prod(packed.shape[1:])]
     return numbers * scale_of_number.reshape(packed.shape)
 

@@ -39,7 +39,9 @@ NO_PARENT = 255
 
 _Count = Annotated[int, Meta(ge=0, le=2**20)]
 _Token = Annotated[int, Meta(ge=0, lt=2**31)]
-_Number = Annotated[int, Meta(ge=0, lt=2**53)]  # epochs and sequences: what JavaScript counts exactly
+_Number = Annotated[
+    int, Meta(ge=0, lt=2**53)
+]  # epochs and sequences: what JavaScript counts exactly
 _Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Digest = Annotated[bytes, Meta(min_length=8, max_length=8)]
 _Name = Annotated[str, Meta(max_length=128)]
@@ -170,10 +172,14 @@ class DraftMessage(_WireMessage, frozen=True, kw_only=True, tag="draft"):
         _check(self.tokens, "tokens", "int32", axes=1, maximum=MOST_NODES)
         _check(self.parents, "parents", "uint8", axes=1, maximum=MOST_NODES)
         if self.tokens.shape != self.parents.shape:
-            raise ValueError(f"parents: there are {self.parents.shape[0]}, for {self.tokens.shape[0]} tokens")
+            raise ValueError(
+                f"parents: there are {self.parents.shape[0]}, for {self.tokens.shape[0]} tokens"
+            )
         root, *below_root = self.parents.data
         if root != NO_PARENT or any(parent >= node for node, parent in enumerate(below_root, 1)):
-            raise ValueError("parents: a parent must come before its children, and the root must have none")
+            raise ValueError(
+                "parents: a parent must come before its children, and the root must have none"
+            )
 
 
 class ResumeMessage(_WireMessage, frozen=True, kw_only=True, tag="resume"):
@@ -237,7 +243,9 @@ class OpenedMessage(_WireMessage, frozen=True, kw_only=True, tag="opened"):
     nodes: Annotated[int, Meta(ge=1, le=MOST_NODES)]
     depth: Annotated[int, Meta(ge=0, lt=MOST_NODES)]
     capacity: _Count
-    tells: Annotated[dict[_Name, Annotated[list[_Count], Meta(max_length=3)]], Meta(max_length=MOST_ARRAYS)]
+    tells: Annotated[
+        dict[_Name, Annotated[list[_Count], Meta(max_length=3)]], Meta(max_length=MOST_ARRAYS)
+    ]
 
 
 class ToldMessage(_WireMessage, frozen=True, kw_only=True, tag="told"):
@@ -311,7 +319,9 @@ class VerdictMessage(_WireMessage, frozen=True, kw_only=True, tag="verdict"):
     session: _Id
     epoch: _Number
     sequence: _Number
-    accepted: Annotated[list[Annotated[int, Meta(ge=1, lt=MOST_NODES)]], Meta(max_length=MOST_NODES)]
+    accepted: Annotated[
+        list[Annotated[int, Meta(ge=1, lt=MOST_NODES)]], Meta(max_length=MOST_NODES)
+    ]
     token: _Token
     arrays: _Arrays = {}
     over: Literal["", "stop", "length"] = ""
@@ -390,7 +400,15 @@ class RefusedMessage(_WireMessage, frozen=True, kw_only=True, tag="refused"):
 UpMessage = OpenMessage | DraftMessage | ResumeMessage | CloseMessage
 """A message from a client."""
 
-DownMessage = OpenedMessage | ToldMessage | ReadyMessage | VerdictMessage | ResyncMessage | ForgottenMessage | RefusedMessage
+DownMessage = (
+    OpenedMessage
+    | ToldMessage
+    | ReadyMessage
+    | VerdictMessage
+    | ResyncMessage
+    | ForgottenMessage
+    | RefusedMessage
+)
 """A message from a server."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -444,17 +462,31 @@ def _decode(decoder: "msgspec.msgpack.Decoder[_Decoded]", frame: bytes, most: in
         raise FrameError(1009, f"the frame has {len(frame)} bytes; at most {most} are allowed")
     try:
         return decoder.decode(frame)
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:  # ValueError: invalid UTF-8
+    except (
+        msgspec.MsgspecError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # ValueError: invalid UTF-8
         raise FrameError(4400, str(error)) from None
 
 
-def _check(packed: ArrayBytes, name: str, dtype: str, *, axes: int, minimum: int = 1, maximum: int = 2**18) -> None:
+def _check(
+    packed: ArrayBytes, name: str, dtype: str, *, axes: int, minimum: int = 1, maximum: int = 2**18
+) -> None:
     """Raise ValueError unless an array of token ids or parents has this type and size.
 
     Token ids must not be negative.
     """
-    if packed.dtype != dtype or len(packed.shape) != axes or not minimum <= packed.shape[0] <= maximum:
-        raise ValueError(f"{name}: {packed.dtype} {list(packed.shape)}; it must be {minimum} to {maximum} of {dtype}")
+    if (
+        packed.dtype != dtype
+        or len(packed.shape) != axes
+        or not minimum <= packed.shape[0] <= maximum
+    ):
+        raise ValueError(
+            f"{name}: {packed.dtype} {list(packed.shape)}; it must be {minimum} to {maximum} of"
+            f" {dtype}"
+        )
     if dtype == "int32" and bool(np.any(unpack(packed) < 0)):
         raise ValueError(f"{name}: it has a negative number")
 
@@ -463,4 +495,6 @@ def _check_arrays(arrays: dict[str, Any], count: int) -> None:
     """Raise ValueError unless each array holds hidden states of ``count`` tokens."""
     for name, packed in arrays.items():
         if packed.dtype not in ("float32", "float16", "int8") or packed.shape[0] != count:
-            raise ValueError(f"{name}: {packed.dtype} {list(packed.shape)}; it must be floats of {count} tokens")
+            raise ValueError(
+                f"{name}: {packed.dtype} {list(packed.shape)}; it must be floats of {count} tokens"
+            )

@@ -74,7 +74,13 @@ def test_where_there_is_nothing(options: dict[str, str], word: str, capsys) -> N
 
 def test_what_json_has() -> None:
     report = TextReport(
-        text="a", tokens=(1, 2), finish_reason="length", rounds=1, accepted=1, round_trips=[0.123456], seconds=1.23456
+        text="a",
+        tokens=(1, 2),
+        finish_reason="length",
+        rounds=1,
+        accepted=1,
+        round_trips=[0.123456],
+        seconds=1.23456,
     )
     said = json.loads(json.dumps(as_json(report)))
     assert next(iter(said)) == "text"
@@ -83,9 +89,23 @@ def test_what_json_has() -> None:
 
 
 def test_the_summary() -> None:
-    assert "no token was verified; 2 provisional tokens" in summary(TextReport(provisional_tokens=(1, 2)))
-    said = summary(TextReport(tokens=(1, 2, 3), rounds=2, accepted=1, round_trips=[0.01, 0.03], provisional_tokens=(4,)))
-    assert "3 tokens" in said and "2 rounds of 1.5 tokens, 30 ms" in said and "1 tokens are not verified" in said
+    assert "no token was verified; 2 provisional tokens" in summary(
+        TextReport(provisional_tokens=(1, 2))
+    )
+    said = summary(
+        TextReport(
+            tokens=(1, 2, 3),
+            rounds=2,
+            accepted=1,
+            round_trips=[0.01, 0.03],
+            provisional_tokens=(4,),
+        )
+    )
+    assert (
+        "3 tokens" in said
+        and "2 rounds of 1.5 tokens, 30 ms" in said
+        and "1 tokens are not verified" in said
+    )
 
 
 def test_what_a_terminal_shows(monkeypatch) -> None:
@@ -94,7 +114,11 @@ def test_what_a_terminal_shows(monkeypatch) -> None:
     class Live:
         def __init__(self, **_) -> None: ...
         def __enter__(self):
-            return SimpleNamespace(update=lambda text: shown.append((text.plain, [str(span.style) for span in text.spans])))
+            return SimpleNamespace(
+                update=lambda text: shown.append(
+                    (text.plain, [str(span.style) for span in text.spans])
+                )
+            )
 
         def __exit__(self, *_) -> None: ...
 

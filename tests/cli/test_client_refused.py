@@ -8,8 +8,12 @@ import pytest
 from specjax.cli.main import main
 
 
-@pytest.mark.parametrize(("status", "why"), [(401, "a key is missing or wrong"), (404, "it takes no drafts of clients")])
-def test_a_server_that_refuses_a_client_is_told_of_in_a_line(status, why, tiny_pair, capsys) -> None:
+@pytest.mark.parametrize(
+    ("status", "why"), [(401, "a key is missing or wrong"), (404, "it takes no drafts of clients")]
+)
+def test_a_server_that_refuses_a_client_is_told_of_in_a_line(
+    status, why, tiny_pair, capsys
+) -> None:
     class Refusing(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -24,8 +28,20 @@ def test_a_server_that_refuses_a_client_is_told_of_in_a_line(status, why, tiny_p
     with HTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"ws://127.0.0.1:{server.server_port}"
-        options = ["--drafter", "prompt-lookup", "--target-parts", tiny_pair[0], "--prompt", "a b", "--capacity", "64"]
+        options = [
+            "--drafter",
+            "prompt-lookup",
+            "--target-parts",
+            tiny_pair[0],
+            "--prompt",
+            "a b",
+            "--capacity",
+            "64",
+        ]
         assert main(["client", "--server", address, *options, "--max-new-tokens", "4"]) == 2
         server.shutdown()
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("specjax: error: server='ws://127.0.0.1") and f"answers {status}; {why}" in error
+    assert (
+        error.startswith("specjax: error: server='ws://127.0.0.1")
+        and f"answers {status}; {why}" in error
+    )

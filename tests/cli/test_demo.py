@@ -20,7 +20,9 @@ def check_shown(out: str, ways: int, methods: Iterable[str]) -> None:
     figures = r"\W+([\d,]+)\W+([\d.]+)x\W+([\d.]+)"  # of one way to draw tokens
     rows = {name: re.search(rf"{name}{figures * ways}", out) for name in methods}
     assert all(rows.values()), out
-    assert [rows["plain"].group(3 * way + 2, 3 * way + 3) for way in range(ways)] == [("1.00", "1.00")] * ways
+    assert [rows["plain"].group(3 * way + 2, 3 * way + 3) for way in range(ways)] == [
+        ("1.00", "1.00")
+    ] * ways
     assert all(float(rows["draft model"].group(3 * way + 3)) > 1.5 for way in range(ways))
     text = out[: out.index("how fast each method is")]
     prompts = " ".join(demo.PROMPTS[:2]).split()
@@ -30,12 +32,22 @@ def check_shown(out: str, ways: int, methods: Iterable[str]) -> None:
 
 @pytest.mark.full
 def test_the_demo_shows_its_methods(capsys, monkeypatch, tmp_path) -> None:
-    directory = save_tiny(tmp_path / "target", num_layers=1)  # a model that drafts for itself, and is inflated: all is accepted
+    directory = save_tiny(
+        tmp_path / "target", num_layers=1
+    )  # a model that drafts for itself, and is inflated: all is accepted
     for name, kind in (("eagle3", Eagle3), ("mtp", MTP)):
-        kind.init(Target.from_pretrained(directory), jax.random.key(0)).save_pretrained(tmp_path / name)
-    monkeypatch.setattr(demo, "embedded", lambda name: tmp_path / name if name in ("eagle3", "mtp") else directory)
-    monkeypatch.setattr(demo, "FEW", (few := ("plain", "EAGLE-3", "MTP", "draft model")))  # others take as long to compile
-    monkeypatch.setattr(demo, "INFLATED", {"hidden_size": 32, "intermediate_size": 32, "num_layers": 3})
+        kind.init(Target.from_pretrained(directory), jax.random.key(0)).save_pretrained(
+            tmp_path / name
+        )
+    monkeypatch.setattr(
+        demo, "embedded", lambda name: tmp_path / name if name in ("eagle3", "mtp") else directory
+    )
+    monkeypatch.setattr(
+        demo, "FEW", (few := ("plain", "EAGLE-3", "MTP", "draft model"))
+    )  # others take as long to compile
+    monkeypatch.setattr(
+        demo, "INFLATED", {"hidden_size": 32, "intermediate_size": 32, "num_layers": 3}
+    )
     assert main(["demo", "--max-new-tokens", "16", "--repeats", "1"]) == 0
     out = capsys.readouterr().out
     check_shown(out, 1, few)
@@ -49,8 +61,12 @@ def test_the_demo_shows_its_methods(capsys, monkeypatch, tmp_path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options, ways, methods", [([], 1, demo.FEW), (["--all", "--max-new-tokens", "32"], 2, None)])
-def test_the_demo_of_the_embedded_pair(capsys, options: list[str], ways: int, methods: Iterable[str] | None) -> None:
+@pytest.mark.parametrize(
+    "options, ways, methods", [([], 1, demo.FEW), (["--all", "--max-new-tokens", "32"], 2, None)]
+)
+def test_the_demo_of_the_embedded_pair(
+    capsys, options: list[str], ways: int, methods: Iterable[str] | None
+) -> None:
     assert main(["demo", "--repeats", "1", *options]) == 0
     small = Target.from_pretrained(embedded("target"))
     check_shown(capsys.readouterr().out, ways, methods or demo.methods(small, small))

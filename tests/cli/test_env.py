@@ -75,9 +75,14 @@ def test_a_jax_that_ends_the_process(environment) -> None:
 
 
 def test_a_jax_that_waits_for_ever_is_ended_with_all_that_it_started(environment) -> None:
-    code = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import time; time.sleep(1000)'])"
+    code = (
+        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import time;"
+        " time.sleep(1000)'])"
+    )
     (environment / "jax.py").write_text(code)
-    asked = env.ask_jax(timeout=0.5)  # it returns, though the process that was started holds the pipe
+    asked = env.ask_jax(
+        timeout=0.5
+    )  # it returns, though the process that was started holds the pipe
     assert asked.error.startswith("JAX did not start within 0.5 s")
 
 
@@ -108,7 +113,9 @@ def test_what_jax_warns_of_is_printed(environment, monkeypatch) -> None:
         ((), env.Devices(error="ended"), 1),
     ],
 )
-def test_its_exit_status_says_whether_all_fits(monkeypatch, capsys, mismatches, devices, status) -> None:
+def test_its_exit_status_says_whether_all_fits(
+    monkeypatch, capsys, mismatches, devices, status
+) -> None:
     monkeypatch.setattr(env, "find_mismatches", lambda with_devices: list(mismatches))
     monkeypatch.setattr(env, "ask_jax", lambda: devices)
     assert main(["env"]) == status
@@ -116,13 +123,20 @@ def test_its_exit_status_says_whether_all_fits(monkeypatch, capsys, mismatches, 
     assert text.endswith("\nEverything fits.\n") == (status == 0)
     assert main(["env", "--json"]) == status
     report = json.loads(capsys.readouterr().out)
-    assert report["mismatches"] == [{"problem": "a is older than b", "command": f"{PIP} install a"}] * len(mismatches)
+    assert report["mismatches"] == [
+        {"problem": "a is older than b", "command": f"{PIP} install a"}
+    ] * len(mismatches)
 
 
 def test_its_columns_and_counted_devices() -> None:
     devices = ({"platform": "tpu", "kind": "TPU v5 lite"},) * 4
     report = env.EnvironmentReport(
-        "3.13.0", "/python", {"jax": "0.12.0.1"}, env.Devices(devices, "used: it is", said=("hm",)), {"it": ""}, ()
+        "3.13.0",
+        "/python",
+        {"jax": "0.12.0.1"},
+        env.Devices(devices, "used: it is", said=("hm",)),
+        {"it": ""},
+        (),
     )
     assert env.to_text(report).splitlines() == [
         "Python          3.13.0 (/python)",

@@ -31,22 +31,53 @@ TURNS = [("writing", ["def one(", "def two("]), ("rag", ["import os"])]
 @pytest.fixture
 def questions(tmp_path):
     file = tmp_path / "question.jsonl"
-    file.write_text("".join(json.dumps({"category": category, "turns": turns}) + "\n" for category, turns in TURNS))
+    file.write_text(
+        "".join(
+            json.dumps({"category": category, "turns": turns}) + "\n" for category, turns in TURNS
+        )
+    )
     return file
 
 
 @pytest.mark.full
 def test_every_method_answers_every_turn(tiny_pair, questions, tmp_path, capsys) -> None:
     target, _ = tiny_pair
-    arguments = ["--target", target, "--questions", str(questions), "--max-new-tokens", "6", "--repeats", "2"]
-    assert main(["evaluate", *arguments, "--drafter", f"{target}@chain:2", "--output", str(tmp_path / "out")]) == 0
+    arguments = [
+        "--target",
+        target,
+        "--questions",
+        str(questions),
+        "--max-new-tokens",
+        "6",
+        "--repeats",
+        "2",
+    ]
+    assert (
+        main(
+            [
+                "evaluate",
+                *arguments,
+                "--drafter",
+                f"{target}@chain:2",
+                "--output",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
     assert list(results) == ["mt-bench", "retrieval", "overall"]
     for category, answers in (("mt-bench", 2), ("retrieval", 1), ("overall", 3)):
         plain, own = (results[category][name] for name in ("plain", f"{target}@chain:2"))
         assert plain["answers"] == own["answers"] == answers
-        assert (plain["speedup"], plain["spread"], plain["acceptance_length_pooled"]) == (1.0, [1.0, 1.0], 1.0)
-        assert own["acceptance_length_pooled"] == own["acceptance_length_of_requests"] == 3  # the target drafts for itself
+        assert (plain["speedup"], plain["spread"], plain["acceptance_length_pooled"]) == (
+            1.0,
+            [1.0, 1.0],
+            1.0,
+        )
+        assert (
+            own["acceptance_length_pooled"] == own["acceptance_length_of_requests"] == 3
+        )  # the target drafts for itself
         assert len(own["acceptance_by_position"]) == 2
         assert own["spread"][0] <= own["spread"][1]
     text = (tmp_path / "out" / "results.md").read_text()
@@ -70,7 +101,15 @@ def test_every_method_answers_every_turn(tiny_pair, questions, tmp_path, capsys)
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(tiny_pair, questions, changes, words, capsys) -> None:
-    arguments = ["evaluate", "--target", tiny_pair[0], "--questions", str(questions), "--drafter", "prompt-lookup"]
+    arguments = [
+        "evaluate",
+        "--target",
+        tiny_pair[0],
+        "--questions",
+        str(questions),
+        "--drafter",
+        "prompt-lookup",
+    ]
     assert main([*arguments, *changes]) == 2
     assert words in capsys.readouterr().err
 
@@ -80,15 +119,30 @@ def verdict(margin: float = 0.0, p_value: float = 0.43) -> LosslessnessVerdict:
     partings = (Parting(1, 5, 7, 8, margin),) if margin else ()
     texts = SameTexts(texts=8, tokens=64, partings=partings, lag=margin, rounding=0.02)
     names = ("joint", "by preference", "towards the drafter")
-    drawn = Distribution(p_value, dict.fromkeys(names, p_value / 3), 25_000, 800, 0, 0.05, "independent")
-    return LosslessnessVerdict(greedy=texts, distribution=drawn, coupled=replace(texts, partings=(), lag=0.0))
+    drawn = Distribution(
+        p_value, dict.fromkeys(names, p_value / 3), 25_000, 800, 0, 0.05, "independent"
+    )
+    return LosslessnessVerdict(
+        greedy=texts, distribution=drawn, coupled=replace(texts, partings=(), lag=0.0)
+    )
 
 
 def lossless(target: str, *options: str) -> list[str]:
-    return ["evaluate", "--lossless", "--target", target, "--drafter", f"{target}@chain:2", "prompt-lookup", *options]
+    return [
+        "evaluate",
+        "--lossless",
+        "--target",
+        target,
+        "--drafter",
+        f"{target}@chain:2",
+        "prompt-lookup",
+        *options,
+    ]
 
 
-def test_lossless_pairs_have_a_verdict_in_a_line_and_exit_status_0(tiny_pair, questions, tmp_path, capsys, monkeypatch) -> None:
+def test_lossless_pairs_have_a_verdict_in_a_line_and_exit_status_0(
+    tiny_pair, questions, tmp_path, capsys, monkeypatch
+) -> None:
     asked = []
 
     def check(target, drafter, tokens, lengths, **options):
@@ -96,13 +150,39 @@ def test_lossless_pairs_have_a_verdict_in_a_line_and_exit_status_0(tiny_pair, qu
         return verdict(margin=0.003)
 
     monkeypatch.setattr(losslessness, "check", check)
-    assert main(lossless(tiny_pair[0], "--output", str(tmp_path / "out"), "--temperature", "0.7", "--top-p", "0.9")) == 0
+    assert (
+        main(
+            lossless(
+                tiny_pair[0],
+                "--output",
+                str(tmp_path / "out"),
+                "--temperature",
+                "0.7",
+                "--top-p",
+                "0.9",
+            )
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
-    assert "lossless: greedy 7 of 8 texts equal, 1 part at near-ties (margin 0.003 where rounding reaches 0.02)" in printed
-    assert "· distribution p = 0.43 (25,000 draws, rule independent) · coupled 8 of 8 texts equal" in printed
-    assert "greedy text 1 parts at token 5: 7 without the drafter, 8 with it, margin 0.003" in printed
+    assert (
+        "lossless: greedy 7 of 8 texts equal, 1 part at near-ties (margin 0.003 where rounding"
+        " reaches 0.02)" in printed
+    )
+    assert (
+        "· distribution p = 0.43 (25,000 draws, rule independent) · coupled 8 of 8 texts equal"
+        in printed
+    )
+    assert (
+        "greedy text 1 parts at token 5: 7 without the drafter, 8 with it, margin 0.003" in printed
+    )
     assert "once in 100,000 tests" in printed
-    assert json.loads((tmp_path / "out" / "lossless.json").read_text())["results"]["prompt-lookup"]["lossless"] is True
+    assert (
+        json.loads((tmp_path / "out" / "lossless.json").read_text())["results"]["prompt-lookup"][
+            "lossless"
+        ]
+        is True
+    )
     assert "## prompt-lookup" in (tmp_path / "out" / "lossless.md").read_text()
     assert asked[0][0] == Chain(2)
     assert len(asked[0][1]) == len(losslessness.PROMPTS)
@@ -118,10 +198,15 @@ def test_lossless_pairs_have_a_verdict_in_a_line_and_exit_status_0(tiny_pair, qu
         ((), SETTINGS),
         (("--top-k", "5"), (Sampling(1.0, top_k=5),)),
         (("--min-p", "0.1"), (Sampling(1.0, min_p=0.1),)),
-        (("--temperature", "0.7", "--top-k", "5", "--top-p", "0.9", "--min-p", "0.1"), (Sampling(0.7, 5, 0.9, 0.1),)),
+        (
+            ("--temperature", "0.7", "--top-k", "5", "--top-p", "0.9", "--min-p", "0.1"),
+            (Sampling(0.7, 5, 0.9, 0.1),),
+        ),
     ],
 )
-def test_every_setting_of_drawing_is_tested_for_losslessness(tiny_pair, monkeypatch, options, settings) -> None:
+def test_every_setting_of_drawing_is_tested_for_losslessness(
+    tiny_pair, monkeypatch, options, settings
+) -> None:
     asked = []
 
     def check(*_, **given):
@@ -134,13 +219,19 @@ def test_every_setting_of_drawing_is_tested_for_losslessness(tiny_pair, monkeypa
 
 
 @pytest.mark.parametrize("option", [("--top-k", "-1"), ("--min-p", "2"), ("--top-p", "0")])
-def test_settings_out_of_range_are_refused_before_anything_is_read(questions, capsys, option) -> None:
+def test_settings_out_of_range_are_refused_before_anything_is_read(
+    questions, capsys, option
+) -> None:
     assert main(["evaluate", "--target", "./nothing", "--questions", str(questions), *option]) == 2
     assert f"{option[0][2:].replace('-', '_')}={option[1]}: must be" in capsys.readouterr().err
 
 
-def test_a_pair_that_is_not_lossless_ends_with_exit_status_1(tiny_pair, capsys, monkeypatch) -> None:
-    ended = replace(verdict(), greedy=replace(verdict().greedy, partings=(Parting(1, 5, 7, -1, float("inf")),)))
+def test_a_pair_that_is_not_lossless_ends_with_exit_status_1(
+    tiny_pair, capsys, monkeypatch
+) -> None:
+    ended = replace(
+        verdict(), greedy=replace(verdict().greedy, partings=(Parting(1, 5, 7, -1, float("inf")),))
+    )
     found = iter([verdict(), verdict(margin=3.0, p_value=1e-9), ended, ended])
     monkeypatch.setattr(losslessness, "check", lambda *_, **__: next(found))
     assert main(lossless(tiny_pair[0], "--json")) == 1
@@ -173,24 +264,43 @@ def test_a_real_pair_is_tested_from_the_command_line(tiny_pair, capsys) -> None:
 
 
 @pytest.mark.full
-def test_texts_are_written_anew_whatever_the_batch_and_wherever_it_stopped(tiny_pair, tmp_path) -> None:
+def test_texts_are_written_anew_whatever_the_batch_and_wherever_it_stopped(
+    tiny_pair, tmp_path
+) -> None:
     target, _ = tiny_pair
     source = tmp_path / "texts.jsonl"
-    source.write_text("".join(json.dumps({"text": f"def function_{i}(self): pass"}) + "\n" for i in range(5)))
-    arguments = ["regenerate", "--target", target, "--source", str(source), "--max-new-tokens", "10", "--prompt-tokens", "4"]
+    source.write_text(
+        "".join(json.dumps({"text": f"def function_{i}(self): pass"}) + "\n" for i in range(5))
+    )
+    arguments = [
+        "regenerate",
+        "--target",
+        target,
+        "--source",
+        str(source),
+        "--max-new-tokens",
+        "10",
+        "--prompt-tokens",
+        "4",
+    ]
     assert main([*arguments, "--output", str(tmp_path / "whole.jsonl"), "--batch", "4"]) == 0
     whole = (tmp_path / "whole.jsonl").read_text()
     assert len(whole.splitlines()) == 5
     assert all(json.loads(line)["text"].startswith("def") for line in whole.splitlines())
     begun = tmp_path / "begun.jsonl"
-    begun.write_text("".join(whole.splitlines(keepends=True)[:2]) + '{"text": "de')  # what a kill can leave
+    begun.write_text(
+        "".join(whole.splitlines(keepends=True)[:2]) + '{"text": "de'
+    )  # what a kill can leave
     (tmp_path / "begun.yaml").write_text((tmp_path / "whole.yaml").read_text())
     assert main([*arguments, "--output", str(begun), "--batch", "2"]) == 0
     assert begun.read_text() == whole
     assert main([*arguments, "--output", str(begun), "--seed", "2"]) == 2
     (tmp_path / "begun.yaml").unlink()
     assert main([*arguments, "--output", str(begun)]) == 2
-    assert main(["regenerate", "--target", target, "--source", str(source), "--output", "here.txt"]) == 2
+    assert (
+        main(["regenerate", "--target", target, "--source", str(source), "--output", "here.txt"])
+        == 2
+    )
 
 
 def write_source(path, texts) -> None:
@@ -214,13 +324,17 @@ def test_a_rerun_writes_what_is_missing_wherever_the_source_has_it_now(tiny_pair
     write_source(source, texts)
     assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 0
     whole = output.read_text().splitlines(keepends=True)
-    assert len({json.loads(line)["text"] for line in whole[2:]}) == 2  # two equal documents, each with its own random numbers
+    assert (
+        len({json.loads(line)["text"] for line in whole[2:]}) == 2
+    )  # two equal documents, each with its own random numbers
     output.write_text("".join(whole[:2]))
     write_source(source, ["import first", *texts])
     assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 0
     assert main(of_texts(tiny_pair[0], source, "--output", str(tmp_path / "fresh.jsonl"))) == 0
     assert output.read_text().splitlines(keepends=True)[:2] == whole[:2]
-    found, fresh = (sorted(path.read_text().splitlines()) for path in (output, tmp_path / "fresh.jsonl"))
+    found, fresh = (
+        sorted(path.read_text().splitlines()) for path in (output, tmp_path / "fresh.jsonl")
+    )
     assert found == fresh
     assert len(set(found)) == 5
 
@@ -228,7 +342,9 @@ def test_a_rerun_writes_what_is_missing_wherever_the_source_has_it_now(tiny_pair
 def assert_prompts_are_on_one_side(output, count: int) -> None:
     """``count`` records, whose prompts begin with the letters a to h."""
     train, held = data.split_documents(read_documents(str(output)), 0.5)
-    train_prompts, held_prompts = ({document.text[0] for document in part} for part in (train, held))
+    train_prompts, held_prompts = (
+        {document.text[0] for document in part} for part in (train, held)
+    )
     assert len(train) + len(held) == count
     assert len(train_prompts) + len(held_prompts) == 8
     assert not train_prompts & held_prompts
@@ -239,7 +355,9 @@ def test_copies_of_a_document_are_on_one_side_of_the_split(tiny_pair, tmp_path) 
     source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
     write_source(source, [f"{letter} = 1 + 2" for letter in "abcdefgh"])
     assert main(of_texts(tiny_pair[0], source, "--output", str(output), "--copies", "3")) == 0
-    assert len({record["text"] for record in records(output)}) > 20  # other random numbers each time
+    assert (
+        len({record["text"] for record in records(output)}) > 20
+    )  # other random numbers each time
     assert_prompts_are_on_one_side(output, 24)
 
 
@@ -262,7 +380,9 @@ def test_equal_documents_are_on_one_side_of_the_split(tiny_pair, tmp_path) -> No
     write_source(source, 4 * [f"{letter} = 1 + 2" for letter in "abcdefgh"])
     assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 0
     assert_prompts_are_on_one_side(output, 32)
-    assert len({record["text"] for record in records(output)}) > 24  # and each has its own random numbers
+    assert (
+        len({record["text"] for record in records(output)}) > 24
+    )  # and each has its own random numbers
 
 
 @pytest.mark.full
@@ -275,25 +395,61 @@ def test_what_does_not_fit_is_left_out_and_counted(tiny_pair, tmp_path, capsys) 
     source = tmp_path / "chats.jsonl"
     chats = [[short], [long], [short, answer, long, answer, short], [short, answer, short]]
     source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
-    options = ["--source", str(source), "--chat-template", str(template), "--max-new-tokens", "6", "--temperature", "0"]
+    options = [
+        "--source",
+        str(source),
+        "--chat-template",
+        str(template),
+        "--max-new-tokens",
+        "6",
+        "--temperature",
+        "0",
+    ]
     outputs = []
     for batch in (2, 3):
         output = tmp_path / f"{batch}.jsonl"
-        command = ["regenerate", "--target", tiny_pair[0], "--output", str(output), *options, "--batch", str(batch)]
+        command = [
+            "regenerate",
+            "--target",
+            tiny_pair[0],
+            "--output",
+            str(output),
+            *options,
+            "--batch",
+            str(batch),
+        ]
         for _ in range(2):
             assert main(command) == 0
             printed = capsys.readouterr().out
-            assert "left out, as there is no room for max_new_tokens=6 in 512 tokens: 1 of 4" in printed
+            assert (
+                "left out, as there is no room for max_new_tokens=6 in 512 tokens: 1 of 4"
+                in printed
+            )
         outputs.append(output.read_text())
     assert outputs[0] == outputs[1]
     assert [len(record["messages"]) for record in records(output)] == [2, 2, 4]
     assert "cut before a turn" not in printed  # that was written already
     output.unlink()
     assert main(command) == 0
-    assert "cut before a turn, as there is no room for max_new_tokens=6 in 512 tokens: 1 of 4" in capsys.readouterr().out
+    assert (
+        "cut before a turn, as there is no room for max_new_tokens=6 in 512 tokens: 1 of 4"
+        in capsys.readouterr().out
+    )
     write_source(source, ["def one(): pass"])
     (tmp_path / "out.jsonl").unlink(missing_ok=True)
-    assert main(of_texts(tiny_pair[0], source, "--output", str(tmp_path / "out.jsonl"), "--max-new-tokens", "510")) == 2
+    assert (
+        main(
+            of_texts(
+                tiny_pair[0],
+                source,
+                "--output",
+                str(tmp_path / "out.jsonl"),
+                "--max-new-tokens",
+                "510",
+            )
+        )
+        == 2
+    )
     assert "no room for max_new_tokens=510 in 512 tokens" in capsys.readouterr().err
     assert not (tmp_path / "out.yaml").exists()
 
@@ -301,16 +457,24 @@ def test_what_does_not_fit_is_left_out_and_counted(tiny_pair, tmp_path, capsys) 
 def test_a_command_that_cannot_be_run_claims_nothing(tiny_pair, tmp_path, capsys) -> None:
     source, output = tmp_path / "texts.jsonl", tmp_path / "new" / "out.jsonl"
     write_source(source, ["def one(): pass"])
-    wrong = [of_texts("./mistyped", source), of_texts(tiny_pair[0], source, "--top-p", "0"), of_texts(tiny_pair[0], "nowhere")]
+    wrong = [
+        of_texts("./mistyped", source),
+        of_texts(tiny_pair[0], source, "--top-p", "0"),
+        of_texts(tiny_pair[0], "nowhere"),
+    ]
     for command in wrong:
         assert main([*command, "--output", str(output)]) == 2
         assert not output.parent.exists()
     assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 0
     assert main(of_texts(tiny_pair[0], source, "--output", str(output), "--seed", "2")) == 2
     shutil.copytree(tiny_pair[0], tmp_path / "moving")
-    assert main(of_texts(tmp_path / "moving", source, "--output", str(tmp_path / "moved.jsonl"))) == 0
+    assert (
+        main(of_texts(tmp_path / "moving", source, "--output", str(tmp_path / "moved.jsonl"))) == 0
+    )
     save_tiny(tmp_path / "moving", seed=1)
-    assert main(of_texts(tmp_path / "moving", source, "--output", str(tmp_path / "moved.jsonl"))) == 2
+    assert (
+        main(of_texts(tmp_path / "moving", source, "--output", str(tmp_path / "moved.jsonl"))) == 2
+    )
     assert "moving': the model or its data type differs" in capsys.readouterr().err
     output.write_text('{"text": "of an earlier version"}\n')
     assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 2
@@ -323,12 +487,41 @@ def test_answers_of_a_conversation_are_the_targets(tiny_pair, tmp_path) -> None:
     target, _ = tiny_pair
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
-    asked = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "no"}, {"role": "user", "content": "two?"}]
+    asked = [
+        {"role": "user", "content": "one?"},
+        {"role": "assistant", "content": "no"},
+        {"role": "user", "content": "two?"},
+    ]
     source = tmp_path / "chats.jsonl"
-    source.write_text(json.dumps({"messages": asked}) + "\n" + json.dumps({"messages": asked[:1]}) + "\n")
+    source.write_text(
+        json.dumps({"messages": asked}) + "\n" + json.dumps({"messages": asked[:1]}) + "\n"
+    )
     output = tmp_path / "out" / "chats.jsonl"
-    arguments = ["--target", target, "--source", str(source), "--output", str(output), "--chat-template", str(template)]
-    assert main(["regenerate", *arguments, "--temperature", "0", "--max-new-tokens", "6", "--batch", "2"]) == 0
+    arguments = [
+        "--target",
+        target,
+        "--source",
+        str(source),
+        "--output",
+        str(output),
+        "--chat-template",
+        str(template),
+    ]
+    assert (
+        main(
+            [
+                "regenerate",
+                *arguments,
+                "--temperature",
+                "0",
+                "--max-new-tokens",
+                "6",
+                "--batch",
+                "2",
+            ]
+        )
+        == 0
+    )
     long, short = (json.loads(line)["messages"] for line in output.read_text().splitlines())
     assert [message["role"] for message in long] == ["user", "assistant", "user", "assistant"]
     assert [message["content"] for message in long[::2]] == ["one?", "two?"]
@@ -340,8 +533,26 @@ def test_answers_of_a_conversation_are_the_targets(tiny_pair, tmp_path) -> None:
     assert generator(long[:3], max_new_tokens=6).text == long[3]["content"]
     first, stop = long[1]["content"], long[1]["content"][2:4]
     stopped = ["--output", str(tmp_path / "stopped.jsonl"), "--stop", stop]
-    assert main(["regenerate", *arguments, "--temperature", "0", "--max-new-tokens", "6", "--batch", "2", *stopped]) == 0
-    _, record = (json.loads(line)["messages"] for line in (tmp_path / "stopped.jsonl").read_text().splitlines())
+    assert (
+        main(
+            [
+                "regenerate",
+                *arguments,
+                "--temperature",
+                "0",
+                "--max-new-tokens",
+                "6",
+                "--batch",
+                "2",
+                *stopped,
+            ]
+        )
+        == 0
+    )
+    _, record = (
+        json.loads(line)["messages"]
+        for line in (tmp_path / "stopped.jsonl").read_text().splitlines()
+    )
     assert record[1]["content"] == first[: first.find(stop)]
 
 
@@ -354,25 +565,42 @@ def test_a_rerun_with_another_template_or_tokenizer_is_refused(tiny_pair, tmp_pa
     source, output = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
     asked = [{"messages": [{"role": "user", "content": content}]} for content in ("one?", "two?")]
     source.write_text("".join(json.dumps(record) + "\n" for record in asked))
-    options = ["--source", str(source), "--output", str(output), "--max-new-tokens", "6", "--batch", "2"]
+    options = [
+        "--source",
+        str(source),
+        "--output",
+        str(output),
+        "--max-new-tokens",
+        "6",
+        "--batch",
+        "2",
+    ]
     command = ["regenerate", "--target", str(target), *options, "--chat-template", str(template)]
     assert main(command) == 0
     whole = output.read_text()
     half = whole.splitlines(keepends=True)[0]
-    for file, old, new in ((template, "<assistant>", "<bot>"), (target / "tokenizer.json", "<|endoftext|>", "<|text|>")):
+    for file, old, new in (
+        (template, "<assistant>", "<bot>"),
+        (target / "tokenizer.json", "<|endoftext|>", "<|text|>"),
+    ):
         content = file.read_text()
         assert old in content
         output.write_text(half)
         file.write_text(content.replace(old, new))
         assert main(command) == 2
-        assert "its tokenizer, its chat template or the content of chat_template=" in capsys.readouterr().err
+        assert (
+            "its tokenizer, its chat template or the content of chat_template="
+            in capsys.readouterr().err
+        )
         assert output.read_text() == half
         file.write_text(content)
     assert main(command) == 0
     assert output.read_text() == whole
 
 
-def test_what_a_kill_leaves_before_the_first_record_claims_nothing(tiny_pair, tmp_path, monkeypatch, capsys) -> None:
+def test_what_a_kill_leaves_before_the_first_record_claims_nothing(
+    tiny_pair, tmp_path, monkeypatch, capsys
+) -> None:
     """The options are noted before there is an output: whole or not at all, and until there is one they bind nobody."""
     source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
     write_source(source, ["def one(): pass"])
@@ -401,7 +629,9 @@ def test_what_a_kill_leaves_before_the_first_record_claims_nothing(tiny_pair, tm
     assert output.read_text() == first
     output.write_text("")
     noted = (tmp_path / "out.yaml").read_text()
-    (tmp_path / "out.yaml").write_text(noted[: len(noted) // 2])  # as older versions of specjax may leave it
+    (tmp_path / "out.yaml").write_text(
+        noted[: len(noted) // 2]
+    )  # as older versions of specjax may leave it
     assert main([*command, "--seed", "2"]) == 0
     assert (tmp_path / "out.yaml").read_text() == noted
     output.unlink()

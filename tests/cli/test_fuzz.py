@@ -15,16 +15,84 @@ from tests.conftest import ASSETS
 
 WHOLE = ["-1", "0", "1", "2", "1_0", "٣", "9" * 5000]
 WHOLE += [f"{sign}{2**power}" for sign in ("", "-") for power in (31, 32, 63, 64, 200, 2000)]
-NUMBERS = [*WHOLE, "0.5", "-0.5", "1e-320", "1e-30", "1e30", "1e308", "1e400", "nan", "inf", "-inf", "0x10"]
-WORDS = ["", " ", "text", "🎉", "\n", "--", "-", "none", "None", "auto", "true", "[]", "{}", "x" * 5000]
-PATHS = [".", "..", "/", "/dev/null", "./missing", "/missing/file.png", "~nobody-of-that-name/x", "missing.jsonl", "tree.png"]
+NUMBERS = [
+    *WHOLE,
+    "0.5",
+    "-0.5",
+    "1e-320",
+    "1e-30",
+    "1e30",
+    "1e308",
+    "1e400",
+    "nan",
+    "inf",
+    "-inf",
+    "0x10",
+]
+WORDS = [
+    "",
+    " ",
+    "text",
+    "🎉",
+    "\n",
+    "--",
+    "-",
+    "none",
+    "None",
+    "auto",
+    "true",
+    "[]",
+    "{}",
+    "x" * 5000,
+]
+PATHS = [
+    ".",
+    "..",
+    "/",
+    "/dev/null",
+    "./missing",
+    "/missing/file.png",
+    "~nobody-of-that-name/x",
+    "missing.jsonl",
+    "tree.png",
+]
 PATHS += ["embedded", "embedded:x"]
 PATHS += [str(ASSETS), str(ASSETS / "target"), str(ASSETS / "target" / "model.safetensors")]
-NAMES = ["prompt-lookup", "prompt-lookup:0", "early-exit:", "early-exit:0", "early-exit:99", "draft-model:", "self", "::"]
-NAMES += ["chain:0", "chain:nan", "chain:4,2", "complete:", "sampled:1,x", "sampled:99,99,99", "dynamic:1,1", "dynamic:9,9,9"]
+NAMES = [
+    "prompt-lookup",
+    "prompt-lookup:0",
+    "early-exit:",
+    "early-exit:0",
+    "early-exit:99",
+    "draft-model:",
+    "self",
+    "::",
+]
+NAMES += [
+    "chain:0",
+    "chain:nan",
+    "chain:4,2",
+    "complete:",
+    "sampled:1,x",
+    "sampled:99,99,99",
+    "dynamic:1,1",
+    "dynamic:9,9,9",
+]
 VALUES = NUMBERS + WORDS + PATHS + NAMES
 TEXTS = [*VALUES, "\udc80"]  # a byte that is not UTF-8
-YAML = [*NUMBERS, "[1, 2]", "[1, x]", "{a: 1}", "{1: {2: 3}}", "null", "true", "2020-01-01", "2020-99-99", "&a [*a]", "*a"]
+YAML = [
+    *NUMBERS,
+    "[1, 2]",
+    "[1, x]",
+    "{a: 1}",
+    "{1: {2: 3}}",
+    "null",
+    "true",
+    "2020-01-01",
+    "2020-99-99",
+    "&a [*a]",
+    "*a",
+]
 YAML += ["!!python/name:os", "- 1", "[" * 1500]
 CONFIG = Path("absurd.yaml")  # written where the test runs
 
@@ -39,8 +107,24 @@ BASES = [
     ("plan", "roofline", "--target", "llama-3.1-8b", "--drafter", "llama-3.2-1b"),
     ("plan", "measure", "--prompts", __file__, *PAIR),
     ("plan", "contexts", "--prompts", __file__, "--target", "embedded", "--contexts", "64"),
-    ("plan", "compile", "--chips", "v5e:2x4", "--target", "llama-3.1-8b", "--drafter", "llama-3.2-1b"),
-    ("plan", "compile-training", "--chips", "v5e:2x4", "--train", str(ASSETS.parents[1] / "configs" / "demo_target.yaml")),
+    (
+        "plan",
+        "compile",
+        "--chips",
+        "v5e:2x4",
+        "--target",
+        "llama-3.1-8b",
+        "--drafter",
+        "llama-3.2-1b",
+    ),
+    (
+        "plan",
+        "compile-training",
+        "--chips",
+        "v5e:2x4",
+        "--train",
+        str(ASSETS.parents[1] / "configs" / "demo_target.yaml"),
+    ),
     ("train",),
 ]
 
@@ -61,8 +145,13 @@ def command_line(rng: random.Random) -> list[str]:
         CONFIG.write_text(f"{name}: {rng.choice(YAML)}\n", errors="replace")
         line += ["--config", str(CONFIG)]
     for flag in rng.sample(sorted(flags), rng.randint(0 if "--config" in line else 1, 3)):
-        fitting = {int: WHOLE, tuple: WHOLE, float: NUMBERS, str: TEXTS}.get(type(flags[flag]), VALUES)
-        line += [flag, *rng.sample(fitting if rng.random() < 0.8 else VALUES, 2 if flag == "--mesh" else 1)]
+        fitting = {int: WHOLE, tuple: WHOLE, float: NUMBERS, str: TEXTS}.get(
+            type(flags[flag]), VALUES
+        )
+        line += [
+            flag,
+            *rng.sample(fitting if rng.random() < 0.8 else VALUES, 2 if flag == "--mesh" else 1),
+        ]
     return line
 
 
@@ -93,7 +182,9 @@ def check(line: list[str], capsys) -> None:
     assert code == 2, (line, captured.err)
     assert "Traceback" not in captured.err, line
     if not by_parser:
-        errors = [text for text in captured.err.splitlines() if not text.endswith("which is greedy")]
+        errors = [
+            text for text in captured.err.splitlines() if not text.endswith("which is greedy")
+        ]
         assert len(errors) == 1 and errors[0].startswith("specjax: error: "), (line, captured.err)
 
 

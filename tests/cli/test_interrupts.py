@@ -22,12 +22,18 @@ HANGS = 60.0
 
 def start(*command: str, **variables: str) -> subprocess.Popen[str]:
     # Compiled programs are not kept: otherwise a second run has nothing left to be interrupted in.
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"} | variables
+    environment = (
+        os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"} | variables
+    )
     # Where the tests run in the background of a shell they ignore SIGINT, and what they start would, too.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(
-            [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            [sys.executable, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
     finally:
         signal.signal(signal.SIGINT, handler)
@@ -42,7 +48,9 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) 
 def handles_signals(process: subprocess.Popen[str]) -> bool:
     """Whether the process has its handlers: before that, Python itself is starting."""
     status = Path(f"/proc/{process.pid}/status").read_text()
-    (caught,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt"))
+    (caught,) = (
+        int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt")
+    )
     return all(caught >> (number - 1) & 1 for number in STATUS)
 
 
@@ -51,7 +59,9 @@ def end(process: subprocess.Popen[str], number: signal.Signals, hint: str = "") 
     process.send_signal(number)
     out, err = process.communicate(timeout=HANGS)
     status, word = STATUS[number]
-    lines = [line for line in err.splitlines() if not line.startswith("specjax: compiling")]  # waits of some seconds are told
+    lines = [
+        line for line in err.splitlines() if not line.startswith("specjax: compiling")
+    ]  # waits of some seconds are told
     assert (process.returncode, lines[-1:]) == (status, [f"specjax: {word}{hint}"]), err
     assert "Traceback" not in err and "Exception" not in err
     return out
@@ -77,7 +87,9 @@ def test_a_main_thread_that_is_in_c_does_not_keep_a_command_from_ending(tmp_path
     process = start("-c", IN_C, str(tmp_path))
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     assert end(process, number) == ""
-    assert not list(tmp_path.iterdir())  # what was half written is gone, and the directory made for it
+    assert not list(
+        tmp_path.iterdir()
+    )  # what was half written is gone, and the directory made for it
 
 
 WITH_A_LOCK = """
@@ -135,7 +147,17 @@ def test_the_library_leaves_signals_alone() -> None:
 
 # --- commands ---
 
-LONG = ("generate", "--target", "embedded", "--drafter", "embedded:eagle3", "--prompt", "class A:", "--max-new-tokens", "900")
+LONG = (
+    "generate",
+    "--target",
+    "embedded",
+    "--drafter",
+    "embedded:eagle3",
+    "--prompt",
+    "class A:",
+    "--max-new-tokens",
+    "900",
+)
 
 
 def commands(folder: Path) -> dict[str, tuple[tuple[str, ...], str]]:
@@ -143,15 +165,38 @@ def commands(folder: Path) -> dict[str, tuple[tuple[str, ...], str]]:
     prompts = folder / "prompts.txt"
     prompts.write_text("def main():\n" * 400)
     pair = ("--target", "embedded", "--drafter", "embedded:eagle3")
-    regenerate = ("regenerate", "--target", "embedded", "--source", str(prompts), "--output", str(folder / "out.jsonl"))
-    evaluate = ("evaluate", *pair, "--questions", str(prompts), "--max-new-tokens", "500", "--repeats", "50")
+    regenerate = (
+        "regenerate",
+        "--target",
+        "embedded",
+        "--source",
+        str(prompts),
+        "--output",
+        str(folder / "out.jsonl"),
+    )
+    evaluate = (
+        "evaluate",
+        *pair,
+        "--questions",
+        str(prompts),
+        "--max-new-tokens",
+        "500",
+        "--repeats",
+        "50",
+    )
     return {
         "generate": (LONG, ""),
         "demo": (("demo", "--repeats", "1000"), ""),
         "evaluate": (evaluate, ""),
         "lossless": (("evaluate", *pair, "--lossless", "--draws", "1000000"), ""),
-        "regenerate": ((*regenerate, "--max-new-tokens", "500", "--copies", "200"), "; the same command continues the run"),
-        "plan measure": (("plan", "measure", *pair, "--prompts", str(prompts), "--longest", "60"), ""),
+        "regenerate": (
+            (*regenerate, "--max-new-tokens", "500", "--copies", "200"),
+            "; the same command continues the run",
+        ),
+        "plan measure": (
+            ("plan", "measure", *pair, "--prompts", str(prompts), "--longest", "60"),
+            "",
+        ),
         "serve": (("serve", *pair, "--port", "0", "--warm", "--rows", "32"), ""),
     }
 
@@ -168,7 +213,11 @@ def interrupt(folder: Path, name: str, number: signal.Signals, seconds: float) -
         status, word = STATUS[number]
         said = err.replace("\r", "\n").splitlines()
         assert process.returncode == status, (name, seconds, err)
-        assert said[-1] == f"specjax: {word}" or said[-1] == f"specjax: {word}{hint}", (name, seconds, err)
+        assert said[-1] == f"specjax: {word}" or said[-1] == f"specjax: {word}{hint}", (
+            name,
+            seconds,
+            err,
+        )
         assert "Traceback" not in err and "Fatal" not in err, (name, seconds, err)
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     finally:
@@ -202,9 +251,15 @@ def test_commands_end_at_once_at_any_moment(tmp_path, seed) -> None:
 def test_env_ends_what_it_has_started(tmp_path) -> None:
     """JAX is asked in a process of its own, which would wait for a device for two minutes more."""
     (tmp_path / "jax.py").write_text(
-        "import pathlib, time\npathlib.Path(__file__).with_name('asked').touch()\ntime.sleep(3600)\n"
+        "import pathlib,"
+        " time\npathlib.Path(__file__).with_name('asked').touch()\ntime.sleep(3600)\n"
     )
-    process = start("-m", "specjax", "env", PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    process = start(
+        "-m",
+        "specjax",
+        "env",
+        PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+    )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     wait_until((tmp_path / "asked").exists, process)
     (child,) = children.read_text().split()

@@ -27,7 +27,11 @@ TOGETHER = ["--mesh", "1", "2"]
 
 @contextlib.contextmanager
 def commands(
-    directory: Path, *words: str, count: int = 2, port: int | None = None, numbers: Sequence[int] | None = None
+    directory: Path,
+    *words: str,
+    count: int = 2,
+    port: int | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[list[subprocess.Popen]]:
     """``specjax WORDS`` in several processes, whose outputs go to I.out and I.err; none outlives the block."""
     port = port or free_port()
@@ -38,9 +42,14 @@ def commands(
             own |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}"} if count > 1 else {}
             own |= {
                 "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1",
+                "XLA_FLAGS": (
+                    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"
+                ),
             }
-            with (directory / f"{number}.out").open("w") as out, (directory / f"{number}.err").open("w") as err:
+            with (
+                (directory / f"{number}.out").open("w") as out,
+                (directory / f"{number}.err").open("w") as err,
+            ):
                 running.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "specjax", *words],
@@ -68,7 +77,16 @@ def run(directory: Path, *words: str, count: int = 2) -> list[str]:
 
 @pytest.mark.full
 def test_generate_prints_once_what_one_process_prints(tmp_path) -> None:
-    words = ["generate", "--prompt", "def area(", "--drafter", "embedded:eagle3", "--max-new-tokens", "24", "--json"]
+    words = [
+        "generate",
+        "--prompt",
+        "def area(",
+        "--drafter",
+        "embedded:eagle3",
+        "--max-new-tokens",
+        "24",
+        "--json",
+    ]
     words += ["--temperature", "0.8", "--seed", "3", "--rule", "coupled", "--precision", "highest"]
     first, second = run(tmp_path, *words, *TOGETHER)
     (alone,) = run(tmp_path, *words, count=1)
@@ -82,7 +100,10 @@ def test_a_mesh_that_leaves_devices_out_is_refused_by_all(tmp_path) -> None:
         codes = [process.wait(120) for process in running]
     said = [(tmp_path / f"{number}.err").read_text() for number in range(2)]
     # Whichever is first to see it ends, and the other with it.
-    assert any("mesh=(1, 1): 2 processes have 2 devices; give a mesh of all of them" in each for each in said)
+    assert any(
+        "mesh=(1, 1): 2 processes have 2 devices; give a mesh of all of them" in each
+        for each in said
+    )
     assert all(codes)
 
 
@@ -111,18 +132,32 @@ def test_an_error_in_one_process_ends_the_other_soon(tmp_path) -> None:
 def test_what_runs_in_one_process_says_so(tmp_path) -> None:
     with commands(tmp_path, "regenerate", "--source", "x", "--output", "y.jsonl") as running:
         assert [process.wait(120) for process in running] == [2, 2]
-    assert "specjax regenerate runs in one process: unset JAX_COORDINATOR_ADDRESS" in (tmp_path / "1.err").read_text()
+    assert (
+        "specjax regenerate runs in one process: unset JAX_COORDINATOR_ADDRESS"
+        in (tmp_path / "1.err").read_text()
+    )
 
 
 @pytest.mark.thorough
 def test_evaluate_writes_once_and_with_the_acceptance_of_one_process(tmp_path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"prompt": "def area("}\n{"prompt": "class Tree:"}\n')
-    words = ["evaluate", "--questions", str(questions), "--drafter", "embedded:eagle3@chain:3", "--max-new-tokens", "24"]
+    words = [
+        "evaluate",
+        "--questions",
+        str(questions),
+        "--drafter",
+        "embedded:eagle3@chain:3",
+        "--max-new-tokens",
+        "24",
+    ]
     first, second = run(tmp_path, *words, "--output", str(tmp_path / "two"), *TOGETHER)
     run(tmp_path, *words, "--output", str(tmp_path / "one"), count=1)
     assert "embedded:eagle3@chain:3" in first and second == ""
-    results = [json.loads((tmp_path / name / "results.json").read_text())["results"]["overall"] for name in ("one", "two")]
+    results = [
+        json.loads((tmp_path / name / "results.json").read_text())["results"]["overall"]
+        for name in ("one", "two")
+    ]
     one, two = (each["embedded:eagle3@chain:3"]["acceptance_by_position"] for each in results)
     assert one == two and one[0] > 0
 
@@ -133,12 +168,20 @@ def test_a_training_of_which_one_process_is_killed_goes_on_to_the_same_weights(t
     save_tiny(tmp_path / "target", num_layers=1)
     (tmp_path / "text").mkdir()
     for number in range(20):
-        (tmp_path / "text" / f"{number}.py").write_text(f"def function_{number}(self): return {number}\n" * 9)
+        (tmp_path / "text" / f"{number}.py").write_text(
+            f"def function_{number}(self): return {number}\n" * 9
+        )
 
     def words(output: Path) -> list[str]:
         config = two_processes.config(tmp_path, "", (1, 2))
         file = tmp_path / "train.yaml"
-        file.write_text(dump_yaml(replace(config, steps=40, checkpoint_every=4, evaluate_every=40, output="", mesh=(1, 1))))
+        file.write_text(
+            dump_yaml(
+                replace(
+                    config, steps=40, checkpoint_every=4, evaluate_every=40, output="", mesh=(1, 1)
+                )
+            )
+        )
         return ["train", "--config", str(file), "--output", str(output), *TOGETHER]
 
     run(tmp_path, *words(tmp_path / "whole"))
@@ -147,12 +190,16 @@ def test_a_training_of_which_one_process_is_killed_goes_on_to_the_same_weights(t
         with commands(tmp_path, *words(tmp_path / "killed")) as running:
             deadline = time.monotonic() + 300
             while not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
-                assert time.monotonic() < deadline and all(process.poll() is None for process in running)
+                assert time.monotonic() < deadline and all(
+                    process.poll() is None for process in running
+                )
                 time.sleep(0.05)
             running[lost].kill()
             ends_all(running, lost)
     run(tmp_path, *words(tmp_path / "killed"))
-    whole, killed = (load_file(tmp_path / name / "latest" / "model.safetensors") for name in ("whole", "killed"))
+    whole, killed = (
+        load_file(tmp_path / name / "latest" / "model.safetensors") for name in ("whole", "killed")
+    )
     assert whole.keys() == killed.keys()
     for name, value in whole.items():
         np.testing.assert_array_equal(killed[name], value, err_msg=name)
@@ -160,9 +207,17 @@ def test_a_training_of_which_one_process_is_killed_goes_on_to_the_same_weights(t
 
 def ask(port: int, prompt: str, seed: int) -> str:
     """A text, drawn."""
-    asked = {"model": "embedded", "prompt": prompt, "max_tokens": 24, "temperature": 0.9, "seed": seed}
+    asked = {
+        "model": "embedded",
+        "prompt": prompt,
+        "max_tokens": 24,
+        "temperature": 0.9,
+        "seed": seed,
+    }
     request = urllib.request.Request(
-        f"http://localhost:{port}/v1/completions", json.dumps(asked).encode(), {"content-type": "application/json"}
+        f"http://localhost:{port}/v1/completions",
+        json.dumps(asked).encode(),
+        {"content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)["choices"][0]["text"]
@@ -171,7 +226,10 @@ def ask(port: int, prompt: str, seed: int) -> str:
 def until_ready(port: int, running: list[subprocess.Popen], seconds: float = 400) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and all(process.poll() is None for process in running):
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5):
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5),
+        ):
             return
         time.sleep(0.5)
     pytest.fail("the server did not begin")
@@ -181,8 +239,28 @@ def until_ready(port: int, running: list[subprocess.Popen], seconds: float = 400
 def test_serve_answers_as_one_process_does_ends_with_any_and_starts_again(tmp_path) -> None:
     """kill -9 of either process ends both within 30 seconds; whatever started them may start them again, at the same ports."""
     http, coordinator = free_port(), free_port()
-    words = ["serve", "--drafter", "embedded:eagle3", "--drafts", "none", "chain:3", "--rows", "2", "--capacity", "256"]
-    words += ["--port", str(http), "--max-logprobs", "0", "--max-prediction", "0", "--precision", "highest"]
+    words = [
+        "serve",
+        "--drafter",
+        "embedded:eagle3",
+        "--drafts",
+        "none",
+        "chain:3",
+        "--rows",
+        "2",
+        "--capacity",
+        "256",
+    ]
+    words += [
+        "--port",
+        str(http),
+        "--max-logprobs",
+        "0",
+        "--max-prediction",
+        "0",
+        "--precision",
+        "highest",
+    ]
     asked = [("def area(", 1), ("class Tree:", 2), ("import os\n", 3), ("for each in ", 4)]
     with commands(tmp_path, *words, count=1) as running:
         until_ready(http, running)

@@ -37,7 +37,11 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 def table(out: str) -> list[list[str]]:
     """The cells of the table's body."""
-    return [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if line.startswith("│")]
+    return [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in out.splitlines()
+        if line.startswith("│")
+    ]
 
 
 def test_the_table_of_a_cost(capsys) -> None:
@@ -45,15 +49,38 @@ def test_the_table_of_a_cost(capsys) -> None:
     assert code == 0
     rows = table(out)
     assert [row[0] for row in rows] == [str(gamma) for gamma in range(1, 17)]
-    assert rows[0] == ["1", "1.80", "1.71x", "1.14x", "0.56x", ""]  # 1.8 / 1.05, 2.05 / 1.8, 1 / 1.8
-    assert rows[3][1:5] == ["3.36", "2.80x", "1.55x", "0.30x"]  # 3.3616 / 1.2, 5.2 / 3.3616, 1 / 3.3616
+    assert rows[0] == [
+        "1",
+        "1.80",
+        "1.71x",
+        "1.14x",
+        "0.56x",
+        "",
+    ]  # 1.8 / 1.05, 2.05 / 1.8, 1 / 1.8
+    assert rows[3][1:5] == [
+        "3.36",
+        "2.80x",
+        "1.55x",
+        "0.30x",
+    ]  # 3.3616 / 1.2, 5.2 / 3.3616, 1 / 3.3616
     best = theory.best_gamma(0.8, 0.05)
     assert [row[0] for row in rows if row[5] == "best"] == [str(best.gamma)] == ["8"]
     assert "Best: chains of 8, 3.09 times as fast as plain decoding." in out
 
 
 def test_operations_are_the_cost_unless_they_are_given(capsys) -> None:
-    _, out, _ = run(capsys, "theory", "--alpha", "0.5", "--cost", "0.1", "--operations", "0.02", "--longest", "2")
+    _, out, _ = run(
+        capsys,
+        "theory",
+        "--alpha",
+        "0.5",
+        "--cost",
+        "0.1",
+        "--operations",
+        "0.02",
+        "--longest",
+        "2",
+    )
     assert [row[3] for row in table(out)] == ["1.35x", "1.74x"]  # 2.02 / 1.5, 3.04 / 1.75
 
 
@@ -67,7 +94,10 @@ def test_it_says_when_the_best_chain_is_the_longest_looked_at(capsys, longest, c
 def test_it_says_when_speculation_does_not_pay(capsys) -> None:
     code, out, _ = run(capsys, "theory", "--alpha", "0.2", "--cost", "0.3")
     assert code == 0
-    assert "Speculation does not pay: plain decoding is best, as alpha = 0.2 is not above c = 0.3." in out.splitlines()
+    assert (
+        "Speculation does not pay: plain decoding is best, as alpha = 0.2 is not above c = 0.3."
+        in out.splitlines()
+    )
     assert "best" not in [row[5] for row in table(out)]
 
 
@@ -79,14 +109,27 @@ def test_the_table_of_two_models(capsys) -> None:
     assert one == ["1", "4.52", "0.75", "4.52", "4", "2.02x", "1", "18.7"]
     best = roofline.best_gamma(pair, 256, 1024, 0.8)
     verify = 1e3 * pair.verify_time(256, 1024, best.gamma)
-    assert many[3:7] == [f"{verify:.2f}", "2", f"{best.factor:.2f}x", f"{roofline.break_even_context(pair, 256, 0.8)}"]
+    assert many[3:7] == [
+        f"{verify:.2f}",
+        "2",
+        f"{best.factor:.2f}x",
+        f"{roofline.break_even_context(pair, 256, 0.8)}",
+    ]
     assert many[7] == f"{pair.memory(256, 1024) / 1e9:.1f}"
     assert "upper bounds" in out
 
 
 def test_the_table_of_a_model_and_a_method(capsys) -> None:
     """Gemma 4 E2B with its own assistant, whose weights are a thirtieth."""
-    models = ("roofline", "--target", "gemma-4-e2b", "--drafter", "gemma4-assistant", "--chip", "tpu-v5e")
+    models = (
+        "roofline",
+        "--target",
+        "gemma-4-e2b",
+        "--drafter",
+        "gemma4-assistant",
+        "--chip",
+        "tpu-v5e",
+    )
     code, out, _ = run(capsys, *models, "--batch", "1", "8", "--longest", "4")
     assert code == 0
     one, many = table(out)
@@ -106,12 +149,17 @@ def test_no_chain_is_longer_than_the_block_of_its_drafter(capsys) -> None:
 
 
 def test_what_a_row_of_a_hybrid_takes_is_said(capsys) -> None:
-    code, out, _ = run(capsys, "roofline", "--target", "qwen3.5-9b", "--drafter", "qwen3.5-4b", "--batch", "1")
+    code, out, _ = run(
+        capsys, "roofline", "--target", "qwen3.5-9b", "--drafter", "qwen3.5-4b", "--batch", "1"
+    )
     assert code == 0
     said = " ".join(out.split())
     # 8 layers of 32 keep 4 heads of 256 numbers, twice; the others 32 tables of 128 by 128, and what 3 tokens gave.
     cached, states = 8 * 2 * 4 * 256 * 2, 24 * (32 * 128 * 128 * 4 + 3 * (2 * 16 + 32) * 128 * 2)
-    assert f"A row of the target takes {cached / 1e3:.1f} KB for each token in its cache, {states / 1e6:.1f} MB" in said
+    assert (
+        f"A row of the target takes {cached / 1e3:.1f} KB for each token in its cache,"
+        f" {states / 1e6:.1f} MB" in said
+    )
     assert "A row of the drafter takes" in said
     _, out, _ = run(capsys, *MODELS, "--batch", "1")
     assert "A row of" not in out
@@ -121,28 +169,53 @@ def test_a_draft_cache_of_a_hybrid_is_refused(capsys) -> None:
     options = ("--drafter", "self", "--draft-cache", "512")
     code, _, error = run(capsys, "roofline", "--target", "qwen3.5-9b", *options)
     assert code == 2 and "draft_cache=(512,): layers of this drafter (qwen3_5" in error
-    code, _, error = run(capsys, "roofline", "--target", "qwen3.5-9b", "--drafter", "qwen3.5-4b", "--draft-cache", "512")
+    code, _, error = run(
+        capsys,
+        "roofline",
+        "--target",
+        "qwen3.5-9b",
+        "--drafter",
+        "qwen3.5-4b",
+        "--draft-cache",
+        "512",
+    )
     assert code == 2 and "draft_cache=(512,)" in error
 
 
 def test_a_draft_cache_and_rows_that_do_not_pay_or_fit(capsys) -> None:
     options = ("--drafter", "self", "--draft-cache", "512", "--chip", "a100", "--context", "2000")
-    code, out, _ = run(capsys, "roofline", "--target", "llama-3.1-8b", *options, "--batch", "1", "16", "64", "256")
+    code, out, _ = run(
+        capsys, "roofline", "--target", "llama-3.1-8b", *options, "--batch", "1", "16", "64", "256"
+    )
     assert code == 0
     assert [row[4] for row in table(out)] == ["plain", "plain", "1", "1"]
     assert [row[3] for row in table(out)][:2] == ["-", "-"]
-    assert "Speculation does not pay at 1, 16 rows: plain decoding is best there." in out.splitlines()
+    assert (
+        "Speculation does not pay at 1, 16 rows: plain decoding is best there." in out.splitlines()
+    )
     assert [row[7] for row in table(out)] == ["16.4", "21.3", "37.1", "100.3 > 80"]
-    _, out, _ = run(capsys, "roofline", "--target", "llama-3.1-8b", *options, "--batch", "1", "--alpha", "0.1")
+    _, out, _ = run(
+        capsys, "roofline", "--target", "llama-3.1-8b", *options, "--batch", "1", "--alpha", "0.1"
+    )
     assert table(out)[0][6] == "never"
 
 
 def test_models_are_read_from_directories_without_their_weights(capsys, tmp_path) -> None:
     for name, layers in (("target", 6), ("draft", 1)):
         (tmp_path / name).mkdir()
-        content = config_json.format_config(tiny_config(num_layers=layers, max_positions=64), "float32")
+        content = config_json.format_config(
+            tiny_config(num_layers=layers, max_positions=64), "float32"
+        )
         (tmp_path / name / "config.json").write_text(json.dumps(content))
-    models = ("roofline", "--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "draft"), "--batch", "1")
+    models = (
+        "roofline",
+        "--target",
+        str(tmp_path / "target"),
+        "--drafter",
+        str(tmp_path / "draft"),
+        "--batch",
+        "1",
+    )
     code, out, _ = run(capsys, *models, "--context", "32", "--plot", str(tmp_path / "a.svg"))
     assert code == 0
     assert len(table(out)) == 1
@@ -156,9 +229,15 @@ def test_a_trained_drafter_costs_what_its_own_shape_costs(name, capsys) -> None:
     target = Target.from_pretrained("embedded", dtype=jnp.bfloat16)
     loaded = load_drafter(name, None, target.config, jnp.bfloat16)
     assert isinstance(loaded, TrainedDrafter)
-    abstract = roofline.Trained(stored_drafter(name, abstract_model(target.config, make_mesh(1, 1))), target)
+    abstract = roofline.Trained(
+        stored_drafter(name, abstract_model(target.config, make_mesh(1, 1))), target
+    )
     of_loaded = roofline.Trained(loaded, target)
-    assert abstract.parameters == of_loaded.parameters == sum(leaf.size for leaf in jax.tree.leaves(loaded.params))
+    assert (
+        abstract.parameters
+        == of_loaded.parameters
+        == sum(leaf.size for leaf in jax.tree.leaves(loaded.params))
+    )
     sizes = [
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(drafter.params))
         for drafter in (abstract.drafter, loaded)
@@ -167,7 +246,18 @@ def test_a_trained_drafter_costs_what_its_own_shape_costs(name, capsys) -> None:
     chip = replace(CHIPS["h100"], bandwidth=1e6)  # so slow that all times have digits
     assert abstract.level_time(chip, 2, 64) == of_loaded.level_time(chip, 2, 64) > 0
     assert abstract.step_time(chip, 2, 64, 4) == of_loaded.step_time(chip, 2, 64, 4)
-    code, out, _ = run(capsys, "roofline", "--target", "embedded", "--drafter", name, "--batch", "4096", "--context", "256")
+    code, out, _ = run(
+        capsys,
+        "roofline",
+        "--target",
+        "embedded",
+        "--drafter",
+        name,
+        "--batch",
+        "4096",
+        "--context",
+        "256",
+    )
     assert code == 0
     pair = roofline.Pair(target.config, CHIPS["h100"], of_loaded)
     best = roofline.best_gamma(pair, 4096, 256, 0.8)
@@ -179,9 +269,14 @@ def test_a_trained_drafter_costs_what_its_own_shape_costs(name, capsys) -> None:
 def test_a_drafter_of_blocks_is_read_by_its_tensors_shapes_alone(capsys, tmp_path) -> None:
     target = tiny_target()
     target.save_pretrained(tmp_path / "target")
-    DFlash2.init(target, jax.random.key(0), block_size=4, conv_group_size=8, selector_rank=4, selector_top_k=4).save_pretrained(
-        tmp_path / "drafter"
-    )
+    DFlash2.init(
+        target,
+        jax.random.key(0),
+        block_size=4,
+        conv_group_size=8,
+        selector_rank=4,
+        selector_top_k=4,
+    ).save_pretrained(tmp_path / "drafter")
     models = ("roofline", "--target", str(tmp_path / "target"), "--batch", "1", "--context", "32")
     code, whole, _ = run(capsys, *models, "--drafter", f"dflash2:{tmp_path / 'drafter'}")
     assert code == 0
@@ -197,7 +292,9 @@ SMALL = {  # what ``init`` is given, where the usual sizes do not fit so small a
 }
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.trained is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, method in METHODS.items() if method.trained is not None]
+)
 def test_every_trained_drafter_has_the_shapes_that_it_is_loaded_with(name, tmp_path) -> None:
     target, kind = tiny_target(), METHODS[name].trained
     assert kind is not None
@@ -206,14 +303,21 @@ def test_every_trained_drafter_has_the_shapes_that_it_is_loaded_with(name, tmp_p
     found = stored_drafter(str(tmp_path), abstract_model(target.config, make_mesh(1, 1)))
     assert type(found) is kind
     assert (found.config, found.draft) == (loaded.config, loaded.draft)
-    described = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), drafter.params) for drafter in (found, loaded)]
+    described = [
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), drafter.params)
+        for drafter in (found, loaded)
+    ]
     assert described[0] == described[1]
 
 
 def test_a_draft_model_is_named_in_every_way(capsys) -> None:
     models = ("roofline", "--target", "embedded", "--batch", "4096", "--context", "256")
     tables = []
-    for name in ("embedded:draft", "draft-model:embedded:draft", "draft-model-intersect:embedded:draft"):
+    for name in (
+        "embedded:draft",
+        "draft-model:embedded:draft",
+        "draft-model-intersect:embedded:draft",
+    ):
         code, out, _ = run(capsys, *models, "--drafter", name)
         assert code == 0
         tables.append(table(out))
@@ -228,17 +332,34 @@ def test_a_draft_model_is_named_in_every_way(capsys) -> None:
 
 def test_of_several_draft_caches_the_best_is_chosen_for_each_number_of_rows(capsys) -> None:
     """Each size has its own acceptance rate; a line is what its size alone would give, and no other size gains more."""
-    target = ("roofline", "--target", "llama-3.1-8b", "--drafter", "self", "--context", "8000", "--batch", "1", "16", "32")
+    target = (
+        "roofline",
+        "--target",
+        "llama-3.1-8b",
+        "--drafter",
+        "self",
+        "--context",
+        "8000",
+        "--batch",
+        "1",
+        "16",
+        "32",
+    )
     alphas = {"64": "0.55", "256": "0.75", "1024": "0.85", "4096": "0.9"}
     code, out, _ = run(capsys, *target, "--draft-cache", *alphas, "--alpha", *alphas.values())
     assert code == 0
     together = table(out)
     assert [row[8] for row in together] == ["-", "1,024", "1,024"]
-    alone = {size: table(run(capsys, *target, "--draft-cache", size, "--alpha", alpha)[1]) for size, alpha in alphas.items()}
+    alone = {
+        size: table(run(capsys, *target, "--draft-cache", size, "--alpha", alpha)[1])
+        for size, alpha in alphas.items()
+    }
     assert [row[1:6] for row in together[1:]] == [row[1:6] for row in alone["1024"][1:]]
     for i, row in enumerate(together):
         assert row[5] == max(lines[i][5] for lines in alone.values())
-        contexts = [int(lines[i][6].replace(",", "")) for lines in alone.values() if lines[i][6] != "never"]
+        contexts = [
+            int(lines[i][6].replace(",", "")) for lines in alone.values() if lines[i][6] != "never"
+        ]
         assert row[6] == f"{min(contexts):,}"
 
 
@@ -252,15 +373,24 @@ FAULTS = [
     (["theory", "--cost", "-0.1"], "cost=-0.1:"),
     (["theory", "--cost", "0.1", "--operations", "0"], "operations=0:"),
     (["theory", "--cost", "0.1", "--longest", "0"], "longest=0"),
-    ([*MODELS, "--chip", "h900"], "chip='h900': this chip is unknown; give one of h100, a100, tpu-v4"),
+    (
+        [*MODELS, "--chip", "h900"],
+        "chip='h900': this chip is unknown; give one of h100, a100, tpu-v4",
+    ),
     ([*MODELS, "--batch", "0"], "batch=0"),
     ([*MODELS, "--batch"], "batch=()"),
     ([*MODELS, "--context", "0"], "context=0"),
     ([*MODELS, "--context", "200000"], "context=200000: the models support 131072 tokens"),
     ([*MODELS, "--draft-cache", "0"], "draft_cache=0"),
-    ([*MODELS, "--draft-cache", "64", "256"], "alpha=(0.8,): give one acceptance rate, or one for each size"),
+    (
+        [*MODELS, "--draft-cache", "64", "256"],
+        "alpha=(0.8,): give one acceptance rate, or one for each size",
+    ),
     ([*MODELS, "--alpha", "0.7", "0.8"], "alpha=(0.7, 0.8): give one acceptance rate"),
-    ([*MODELS, "--draft-cache", "64", "64", "--alpha", "0.7", "0.8"], "draft_cache=(64, 64): give each size once"),
+    (
+        [*MODELS, "--draft-cache", "64", "64", "--alpha", "0.7", "0.8"],
+        "draft_cache=(64, 64): give each size once",
+    ),
     (["roofline", "--target", "llama-3.1-8b"], "drafter='': give a draft model"),
     (
         ["roofline", "--target", "llama-3.1-8b", "--drafter", "self"],
@@ -270,20 +400,50 @@ FAULTS = [
         ["roofline", "--target", "llama-3.1-8b", "--drafter", "eagle3", "--draft-cache", "64"],
         "draft_cache=(64,): eagle3 has no draft cache",
     ),
-    (["roofline", "--target", "embedded", "--drafter", "early-exit:4"], "drafter='early-exit:4': must be a draft model"),
-    (["roofline", "--target", "embedded", "--drafter", "snapkv"], "drafter='snapkv': must be a draft model, or a drafter"),
-    (["roofline", "--target", "llama-3.1-8b", "--drafter", "embedded:eagle3"], "was made for a target with a vocabulary of"),
-    (["roofline", "--target", "embedded", "--drafter", "embedded:eagle3", "--draft-cache", "64"], "has no draft cache"),
-    (["roofline", "--target", "embedded", "--drafter", "eagle9:somewhere"], "no method of that name"),
-    (["roofline", "--target", "llama-3.1-8b", "--drafter", "qwen3-0.6b"], "drafter has a vocabulary of 151936"),
+    (
+        ["roofline", "--target", "embedded", "--drafter", "early-exit:4"],
+        "drafter='early-exit:4': must be a draft model",
+    ),
+    (
+        ["roofline", "--target", "embedded", "--drafter", "snapkv"],
+        "drafter='snapkv': must be a draft model, or a drafter",
+    ),
+    (
+        ["roofline", "--target", "llama-3.1-8b", "--drafter", "embedded:eagle3"],
+        "was made for a target with a vocabulary of",
+    ),
+    (
+        ["roofline", "--target", "embedded", "--drafter", "embedded:eagle3", "--draft-cache", "64"],
+        "has no draft cache",
+    ),
+    (
+        ["roofline", "--target", "embedded", "--drafter", "eagle9:somewhere"],
+        "no method of that name",
+    ),
+    (
+        ["roofline", "--target", "llama-3.1-8b", "--drafter", "qwen3-0.6b"],
+        "drafter has a vocabulary of 151936",
+    ),
     (
         ["roofline", "--target", "llama-9", "--drafter", "llama-3.2-1b"],
         "target: 'llama-9' is not a published model known here; known are",
     ),
-    (["roofline", "--target", "llama-3.1-8b", "--drafter", "tiny"], "drafter: 'tiny' is not a published model"),
-    (["roofline", "--target", "./nothing", "--drafter", "llama-3.2-1b"], "'./nothing' is not a directory"),
-    (["theory", "--cost", "0.1", "--plot", "out.txt"], "plot='out.txt': the name must end in .png, .pdf, .svg"),
-    (["theory", "--cost", "0.1", "--plot", "no/such/out.png"], "plot='no/such/out.png': there is no directory 'no/such'"),
+    (
+        ["roofline", "--target", "llama-3.1-8b", "--drafter", "tiny"],
+        "drafter: 'tiny' is not a published model",
+    ),
+    (
+        ["roofline", "--target", "./nothing", "--drafter", "llama-3.2-1b"],
+        "'./nothing' is not a directory",
+    ),
+    (
+        ["theory", "--cost", "0.1", "--plot", "out.txt"],
+        "plot='out.txt': the name must end in .png, .pdf, .svg",
+    ),
+    (
+        ["theory", "--cost", "0.1", "--plot", "no/such/out.png"],
+        "plot='no/such/out.png': there is no directory 'no/such'",
+    ),
 ]
 
 
@@ -296,7 +456,10 @@ def test_bad_input_is_one_line_and_status_2(capsys, arguments, message) -> None:
     assert out == ""
 
 
-PICTURES = {"theory": ("theory", "--cost", "0.05"), "roofline": (*MODELS, "--batch", "1", "64", "--longest", "6")}
+PICTURES = {
+    "theory": ("theory", "--cost", "0.05"),
+    "roofline": (*MODELS, "--batch", "1", "64", "--longest", "6"),
+}
 
 
 @pytest.mark.parametrize("arguments", PICTURES.values(), ids=PICTURES)
@@ -334,14 +497,20 @@ def test_without_a_command_it_says_which_there_are(capsys, arguments, status) ->
     code, out, err = run(capsys, *arguments)
     assert (code, err) == (status, "")
     assert out.startswith("usage: specjax plan COMMAND ")
-    assert [line.split()[0] for line in out.splitlines() if re.match(r"  \S", line)] == list(COMMANDS)
+    assert [line.split()[0] for line in out.splitlines() if re.match(r"  \S", line)] == list(
+        COMMANDS
+    )
 
 
 @pytest.mark.parametrize("arguments", [["dance"], ["--cost", "0.1"], ["train"]])
 def test_a_word_that_is_no_command_of_plan_is_named(capsys, arguments) -> None:
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
-    assert err == f"specjax: error: {arguments[0]!r} is not a command; the commands of specjax plan are {', '.join(COMMANDS)}\n"
+    assert (
+        err
+        == f"specjax: error: {arguments[0]!r} is not a command; the commands of specjax plan are"
+        f" {', '.join(COMMANDS)}\n"
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -62,16 +62,47 @@ def test_an_end_that_the_target_wrote_is_a_token_of_its_answer(tiny_pair, tmp_pa
 
 @pytest.mark.parametrize("template", [ENDED, THOUGHTLESS])
 @pytest.mark.represents("chats with recorded tokens")
-def test_each_answer_of_a_chat_stands_after_what_it_was_written_after(tiny_pair, tmp_path, template) -> None:
+def test_each_answer_of_a_chat_stands_after_what_it_was_written_after(
+    tiny_pair, tmp_path, template
+) -> None:
     """In one sequence where the next prompt goes on from it; in one of its own where the template leaves something out, or
     the answer's text has other tokens than were written."""
-    file, source, output = (tmp_path / name for name in ("template.jinja", "chats.jsonl", "out.jsonl"))
+    file, source, output = (
+        tmp_path / name for name in ("template.jinja", "chats.jsonl", "out.jsonl")
+    )
     file.write_text(template)
-    asked = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "no"}, {"role": "user", "content": "two?"}]
+    asked = [
+        {"role": "user", "content": "one?"},
+        {"role": "assistant", "content": "no"},
+        {"role": "user", "content": "two?"},
+    ]
     chats = [asked, asked[:1], [asked[0], asked[1], *asked]]
     source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
-    options = ["--source", str(source), "--output", str(output), "--chat-template", str(file), "--temperature", "0"]
-    assert main(["regenerate", "--target", tiny_pair[0], *options, "--max-new-tokens", "6", "--batch", "2"]) == 0
+    options = [
+        "--source",
+        str(source),
+        "--output",
+        str(output),
+        "--chat-template",
+        str(file),
+        "--temperature",
+        "0",
+    ]
+    assert (
+        main(
+            [
+                "regenerate",
+                "--target",
+                tiny_pair[0],
+                *options,
+                "--max-new-tokens",
+                "6",
+                "--batch",
+                "2",
+            ]
+        )
+        == 0
+    )
     made = generator(tiny_pair[0], template)
     for record in records(output):
         starts = record.get("starts", [0])
@@ -81,7 +112,10 @@ def test_each_answer_of_a_chat_stands_after_what_it_was_written_after(tiny_pair,
             prompt = made.encode(messages[: 2 * number + 1])
             assert record["tokens"][start:begin] == prompt
             result = specjax.generate(made.target, None, [prompt], max_new_tokens=6)
-            assert record["tokens"][begin:end] == result.tokens[0, len(prompt) : result.lengths[0]].tolist()
+            assert (
+                record["tokens"][begin:end]
+                == result.tokens[0, len(prompt) : result.lengths[0]].tolist()
+            )
         assert len(record["loss_spans"]) == len(messages) // 2
         if template == THOUGHTLESS:
             assert len(starts) == len(messages) // 2
@@ -92,21 +126,41 @@ def test_training_reads_the_tokens_of_all_shards(tiny_pair, tmp_path) -> None:
     source, folder = tmp_path / "texts.jsonl", tmp_path / "out"
     write_source(source, TEXTS)
     for number in range(2):
-        assert main(of_texts(tiny_pair[0], source, "--output", str(folder), "--shard", f"{number}/2")) == 0
-    settings = DataConfig(str(folder / "*.jsonl"), tiny_pair[0], window=4, holdout=0.2, responses_only=False)
+        assert (
+            main(of_texts(tiny_pair[0], source, "--output", str(folder), "--shard", f"{number}/2"))
+            == 0
+        )
+    settings = DataConfig(
+        str(folder / "*.jsonl"), tiny_pair[0], window=4, holdout=0.2, responses_only=False
+    )
     train, _ = data.split_documents(read_documents(settings.source), 0.2)
     _, packed, _ = data.prepare(settings)
-    written = {record["document"]: record["tokens"] for file in sorted(folder.glob("*.jsonl")) for record in records(file)}
-    by_text = {record["text"]: record["tokens"] for file in folder.glob("*.jsonl") for record in records(file)}
+    written = {
+        record["document"]: record["tokens"]
+        for file in sorted(folder.glob("*.jsonl"))
+        for record in records(file)
+    }
+    by_text = {
+        record["text"]: record["tokens"]
+        for file in folder.glob("*.jsonl")
+        for record in records(file)
+    }
     assert len(written) == len(by_text) == len(TEXTS)
     expected = [token for document in train for token in by_text[document.text]]
     found = [*packed["tokens"][:, :-1].ravel().tolist(), int(packed["tokens"][-1, -1])]
     assert found == expected[: len(found)] and len(expected) - len(found) < 4
     tokenizer = generator(tiny_pair[0]).tokenizer
-    assert sum(tokenizer(text)["input_ids"] != tokens for text, tokens in by_text.items()) > len(TEXTS) / 2
+    assert (
+        sum(tokenizer(text)["input_ids"] != tokens for text, tokens in by_text.items())
+        > len(TEXTS) / 2
+    )
     assert main(["regenerate", "--output", str(folder), "--missing", "2"]) == 0
     again = DataConfig(str(folder), tiny_pair[0], window=4, holdout=0.2, responses_only=False)
-    jax.tree.map(lambda a, b: (a == b).all() or pytest.fail("the folder is read otherwise"), packed, data.prepare(again)[1])
+    jax.tree.map(
+        lambda a, b: (a == b).all() or pytest.fail("the folder is read otherwise"),
+        packed,
+        data.prepare(again)[1],
+    )
 
 
 def test_a_run_that_an_older_version_began_goes_on(tiny_pair, tmp_path) -> None:
@@ -117,7 +171,11 @@ def test_a_run_that_an_older_version_began_goes_on(tiny_pair, tmp_path) -> None:
     assert main(command) == 0
     fresh = records(output)
     older = [
-        {name: value for name, value in record.items() if name in ("text", "regenerated_from", "document", "copy")}
+        {
+            name: value
+            for name, value in record.items()
+            if name in ("text", "regenerated_from", "document", "copy")
+        }
         for record in fresh[:5]
     ]
     output.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in older))
@@ -130,10 +188,14 @@ def test_a_run_that_an_older_version_began_goes_on(tiny_pair, tmp_path) -> None:
 
 def test_what_is_written_after_records_with_tokens_is_what_it_was(tiny_pair, tmp_path) -> None:
     """The tokens are no part of what tells documents apart, nor of where they come from."""
-    source, once, bare, twice = (tmp_path / f"{name}.jsonl" for name in ("texts", "once", "bare", "twice"))
+    source, once, bare, twice = (
+        tmp_path / f"{name}.jsonl" for name in ("texts", "once", "bare", "twice")
+    )
     write_source(source, TEXTS)
     assert main(of_texts(tiny_pair[0], source, "--output", str(once))) == 0
-    kept = [{name: record[name] for name in ("text", "regenerated_from")} for record in records(once)]
+    kept = [
+        {name: record[name] for name in ("text", "regenerated_from")} for record in records(once)
+    ]
     bare.write_text("".join(json.dumps(record) + "\n" for record in kept))
     assert main(of_texts(tiny_pair[0], once, "--output", str(twice))) == 0
     found = twice.read_text()

@@ -66,7 +66,13 @@ def test_an_address_that_somebody_has(capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "word"), [(b"", "visible"), (b" short \n", "visible"), (b"two words in it", "visible"), (b"\xff" * 9, "read")]
+    ("content", "word"),
+    [
+        (b"", "visible"),
+        (b" short \n", "visible"),
+        (b"two words in it", "visible"),
+        (b"\xff" * 9, "read"),
+    ],
 )
 def test_a_key_that_is_none(content: bytes, word: str, tmp_path, capsys) -> None:
     file = tmp_path / "key"
@@ -76,7 +82,10 @@ def test_a_key_that_is_none(content: bytes, word: str, tmp_path, capsys) -> None
 
 def test_keys_a_line_each(tmp_path) -> None:
     (tmp_path / "keys").write_text("a-first-key\n\n  a-second-key \r\na-first-key\n")
-    assert read_keys(ServeConfig(api_key_file=str(tmp_path / "keys"))) == ("a-first-key", "a-second-key")
+    assert read_keys(ServeConfig(api_key_file=str(tmp_path / "keys"))) == (
+        "a-first-key",
+        "a-second-key",
+    )
     assert read_keys(ServeConfig()) == ()
 
 
@@ -98,7 +107,12 @@ def test_the_type_of_the_cache_is_handed_on(monkeypatch) -> None:
         ({}, 1, 4096, "at least 4096; the models support 40960"),
         ({}, None, 4096, "the default, as the free memory is unknown"),
         ({"capacity": 5000}, 1, 5000, "set by --capacity"),
-        ({"cache_gb": 0.5}, 1, 30_464, "in 0.5 GB of caches; the models support 40960: see --capacity"),
+        (
+            {"cache_gb": 0.5},
+            1,
+            30_464,
+            "in 0.5 GB of caches; the models support 40960: see --capacity",
+        ),
         ({"cache_gb": 1000.0}, 1, 40_960, "all that the models support"),
     ],
 )
@@ -106,7 +120,9 @@ def test_texts_may_be_as_long_as_models_and_memory_allow(
     options: dict, free: int | None, capacity: int, words: str, monkeypatch
 ) -> None:
     """A token takes 16 layers x 2 heads x 64 x 2 x 4 bytes: half a GB holds 476 pages."""
-    target = jax.eval_shape(lambda: tiny_target(num_layers=16, head_dim=64, max_positions=40_960))  # nothing is computed
+    target = jax.eval_shape(
+        lambda: tiny_target(num_layers=16, head_dim=64, max_positions=40_960)
+    )  # nothing is computed
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: free)
     generator, sizes = pipeline.TextGenerator(target, None), {"rows": 8, "page": 64, "chunk": None}
     found, why = choose_capacity(ServeConfig(**options), generator, sizes)
@@ -132,13 +148,19 @@ def test_one_key_of_several_is_none(tmp_path, capsys) -> None:
         (("clients", "chain:3"), (("chain:3",), True)),
     ],
 )
-def test_drafts_by_words_and_by_file(words: tuple[str, ...] | None, expected: object, tmp_path) -> None:
+def test_drafts_by_words_and_by_file(
+    words: tuple[str, ...] | None, expected: object, tmp_path
+) -> None:
     line = [] if words is None else ["--drafts", *words]
     assert read_drafts(parse_options(ServeConfig, line, prog="serve")) == expected
     file = tmp_path / "serve.yaml"
     file.write_text("rows: 2\n" if words is None else f"drafts: {list(words)}\n")
-    assert read_drafts(parse_options(ServeConfig, ["--config", str(file)], prog="serve")) == expected
-    assert read_drafts(parse_options(ServeConfig, ["--config", str(file), "--drafts", "auto"], prog="serve")) == (None, False)
+    assert (
+        read_drafts(parse_options(ServeConfig, ["--config", str(file)], prog="serve")) == expected
+    )
+    assert read_drafts(
+        parse_options(ServeConfig, ["--config", str(file), "--drafts", "auto"], prog="serve")
+    ) == (None, False)
 
 
 def test_the_engines_choice_is_not_among_shapes(capsys) -> None:
@@ -151,7 +173,9 @@ def test_tls_that_is_none(tmp_path, capsys) -> None:
     assert "give both" in refusal(capsys, "--tls-cert", str(file))
     assert "give both" in refusal(capsys, "--tls-key", str(file))
     assert "cannot be used" in refusal(capsys, "--tls-cert", str(file), "--tls-key", str(file))
-    assert "cannot be used" in refusal(capsys, "--tls-cert", str(tmp_path / "missing"), "--tls-key", str(file))
+    assert "cannot be used" in refusal(
+        capsys, "--tls-cert", str(tmp_path / "missing"), "--tls-key", str(file)
+    )
 
 
 def test_a_key_that_is_not_there_or_not_wanted(tmp_path, capsys) -> None:
@@ -184,7 +208,9 @@ def test_proxies_that_are_none(given: str, capsys) -> None:
     assert "10.0.0.7" in said
 
 
-@pytest.mark.parametrize("given", ["chat.example", "https://chat.example/", "https://Chat.example", ""])
+@pytest.mark.parametrize(
+    "given", ["chat.example", "https://chat.example/", "https://Chat.example", ""]
+)
 def test_origins_that_no_browser_sends(given: str, capsys) -> None:
     said = refusal(capsys, "--cors-origin", "https://chat.example", "--cors-origin", given)
     assert f"cors_origin={given!r}" in said

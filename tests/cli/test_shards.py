@@ -34,7 +34,9 @@ def by_label(*files: Path) -> dict[tuple[str, int], str]:
 
 
 @pytest.mark.full
-def test_shards_of_any_number_write_what_one_process_writes(tiny_pair, source, tmp_path, capsys) -> None:
+def test_shards_of_any_number_write_what_one_process_writes(
+    tiny_pair, source, tmp_path, capsys
+) -> None:
     command = of_texts(tiny_pair[0], source, "--copies", "2")
     assert main([*command, "--output", str(tmp_path / "whole.jsonl")]) == 0
     whole = by_label(tmp_path / "whole.jsonl")
@@ -44,7 +46,9 @@ def test_shards_of_any_number_write_what_one_process_writes(tiny_pair, source, t
         for number in range(count):
             assert main([*command, "--output", str(folder), "--shard", f"{number}/{count}"]) == 0
         files = sorted(folder.glob("*.jsonl"))
-        assert [file.name for file in files] == [f"{number:05d}-of-{count:05d}.jsonl" for number in range(count)]
+        assert [file.name for file in files] == [
+            f"{number:05d}-of-{count:05d}.jsonl" for number in range(count)
+        ]
         assert by_label(*files) == whole
         assert not list(folder.glob("*.part"))
     assert all(0 < len(records(file)) < len(whole) for file in files)
@@ -53,7 +57,9 @@ def test_shards_of_any_number_write_what_one_process_writes(tiny_pair, source, t
     assert "all 3 shards are in" in capsys.readouterr().out
 
 
-def test_a_whole_shard_is_not_written_again(tiny_pair, source, tmp_path, monkeypatch, capsys) -> None:
+def test_a_whole_shard_is_not_written_again(
+    tiny_pair, source, tmp_path, monkeypatch, capsys
+) -> None:
     command = of_texts(tiny_pair[0], source, "--output", str(tmp_path / "out"), "--shard", "0/2")
     assert main(command) == 0
     monkeypatch.setattr(pipeline, "load", lambda *_, **__: pytest.fail("the model was loaded"))
@@ -65,7 +71,9 @@ def test_a_whole_shard_is_not_written_again(tiny_pair, source, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("left", ["begun", "cut"])
-def test_a_shard_that_broke_off_is_the_same_in_the_end(tiny_pair, source, tmp_path, capsys, left) -> None:
+def test_a_shard_that_broke_off_is_the_same_in_the_end(
+    tiny_pair, source, tmp_path, capsys, left
+) -> None:
     """A process that was killed leaves a part; a file may be cut when a disk is full, or while it is copied."""
     folder = tmp_path / "out"
     command = of_texts(tiny_pair[0], source, "--output", str(folder), "--shard", "1/2")
@@ -104,7 +112,9 @@ def test_a_disk_that_is_full_is_one_line_and_the_rerun_writes_the_same_bytes(
     capsys.readouterr()
     assert main([*command, "--output", str(full)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"specjax: error: {part}: no space left on {mount_point(tmp_path)}, needs about 1 MB, has ")
+    assert line.startswith(
+        f"specjax: error: {part}: no space left on {mount_point(tmp_path)}, needs about 1 MB, has "
+    )
     assert line.endswith(" MB: make room, and run the same command again")
     assert part.read_bytes() == expected[: written[0] - 7]
     assert main(["regenerate", "--output", str(full), "--missing", "1"]) == 1
@@ -115,7 +125,19 @@ def test_a_disk_that_is_full_is_one_line_and_the_rerun_writes_the_same_bytes(
 def test_a_shard_of_no_document_is_whole_and_empty(tiny_pair, source, tmp_path) -> None:
     write_source(source, TEXTS[:1])
     for number in (0, 1, 0, 1):
-        assert main(of_texts(tiny_pair[0], source, "--output", str(tmp_path / "out"), "--shard", f"{number}/2")) == 0
+        assert (
+            main(
+                of_texts(
+                    tiny_pair[0],
+                    source,
+                    "--output",
+                    str(tmp_path / "out"),
+                    "--shard",
+                    f"{number}/2",
+                )
+            )
+            == 0
+        )
     sizes = sorted(len(records(file)) for file in (tmp_path / "out").glob("*.jsonl"))
     assert sizes == [0, 1]
     assert main(["regenerate", "--output", str(tmp_path / "out"), "--missing", "2"]) == 0
@@ -129,10 +151,16 @@ def test_what_cannot_be_is_refused(tiny_pair, source, tmp_path, capsys) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "00002-of-00004.jsonl.part").touch()
-    assert "it has 1 of 4 shards, but shard=0/2" in refused("--output", str(folder), "--shard", "0/2")
-    assert "give a data set, and a folder for the shards" in refused("--output", "out.jsonl", "--shard", "0/2")
+    assert "it has 1 of 4 shards, but shard=0/2" in refused(
+        "--output", str(folder), "--shard", "0/2"
+    )
+    assert "give a data set, and a folder for the shards" in refused(
+        "--output", "out.jsonl", "--shard", "0/2"
+    )
     assert "give a data set, and a file that ends in .jsonl" in refused("--output", str(folder))
-    assert "missing=2: give the number of all shards, their folder" in refused("--missing", "2", "--shard", "0/2")
+    assert "missing=2: give the number of all shards, their folder" in refused(
+        "--missing", "2", "--shard", "0/2"
+    )
     assert "is a file: with shard=0/2 give a folder" in refused(
         "--output", str(source.rename(tmp_path / "file")), "--shard", "0/2"
     )
@@ -156,7 +184,11 @@ SLURM = {"SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_T
         ("0/0", {}, "shard 0/0 does not exist"),
         ("3", {}, "give I/N"),
         ("-1/3", {}, "give I/N"),
-        ("auto", SLURM | {"SLURM_ARRAY_TASK_ID": "0"}, "SLURM_ARRAY_TASK_ID='0' must be a number, at least 1"),
+        (
+            "auto",
+            SLURM | {"SLURM_ARRAY_TASK_ID": "0"},
+            "SLURM_ARRAY_TASK_ID='0' must be a number, at least 1",
+        ),
     ],
 )
 def test_which_shard_a_process_writes(text, environment, found) -> None:
@@ -177,20 +209,29 @@ sys.exit(main(sys.argv[2:]))
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("in_what", ["the note", "the first records", "the last record"])
-def test_no_file_that_is_cut_by_a_limit_is_taken_for_whole(tiny_pair, source, tmp_path, in_what) -> None:
+def test_no_file_that_is_cut_by_a_limit_is_taken_for_whole(
+    tiny_pair, source, tmp_path, in_what
+) -> None:
     command = of_texts(tiny_pair[0], source, "--shard", "0/1")
     name, full = "00000-of-00001.jsonl", tmp_path / "full"
     assert main([*command, "--output", str(tmp_path / "calm")]) == 0
     expected = (tmp_path / "calm" / name).read_bytes()
     note = (tmp_path / "calm" / "00000-of-00001.yaml").stat().st_size
-    room = {"the note": note // 2, "the first records": note + 50, "the last record": len(expected) - 1}[in_what]
+    room = {
+        "the note": note // 2,
+        "the first records": note + 50,
+        "the last record": len(expected) - 1,
+    }[in_what]
     assert room < len(expected)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     options = [*command, "--output", str(full)]
     limited = [sys.executable, "-c", LIMITED, str(room), *options]
     run = subprocess.run(limited, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 2 and "Traceback" not in run.stderr
-    assert f"specjax: error: output='{full / name}.part': cannot be written (File too large): make room" in run.stderr
+    assert (
+        f"specjax: error: output='{full / name}.part': cannot be written (File too large): make"
+        " room" in run.stderr
+    )
     assert not (full / name).exists()
     assert (full / f"{name}.part").exists() == (in_what != "the note")
     assert main(options) == 0
@@ -198,7 +239,9 @@ def test_no_file_that_is_cut_by_a_limit_is_taken_for_whole(tiny_pair, source, tm
 
 
 @pytest.mark.thorough
-def test_processes_that_are_killed_at_any_moment_leave_the_same_bytes(tiny_pair, source, tmp_path) -> None:
+def test_processes_that_are_killed_at_any_moment_leave_the_same_bytes(
+    tiny_pair, source, tmp_path
+) -> None:
     write_source(source, [f"{text} # {number}" for number in range(20) for text in TEXTS])
     command = of_texts(tiny_pair[0], source, "--shard", "0/2")
     assert main([*command, "--output", str(tmp_path / "calm")]) == 0
@@ -206,7 +249,8 @@ def test_processes_that_are_killed_at_any_moment_leave_the_same_bytes(tiny_pair,
     part = tmp_path / "killed" / f"{name}.part"
     for lines in (1, 9, 33, 60):
         process = subprocess.Popen(
-            [sys.executable, "-m", "specjax", *command, "--output", str(part.parent)], env=os.environ | {"JAX_PLATFORMS": "cpu"}
+            [sys.executable, "-m", "specjax", *command, "--output", str(part.parent)],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
         )
         while process.poll() is None:
             if part.exists() and part.read_bytes().count(b"\n") >= lines:

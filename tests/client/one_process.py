@@ -19,16 +19,24 @@ from specjax.models.transformer import Target
 CAPACITY = 96
 PROMPT = (5, 3, 1, 9)
 LENGTH = 60
-PATIENCE = Patience(provisional=0.3, again=0.5, lost=2.0, connecting=2.0, retry=0.05, most_retry=0.5, server=240.0)
+PATIENCE = Patience(
+    provisional=0.3, again=0.5, lost=2.0, connecting=2.0, retry=0.05, most_retry=0.5, server=240.0
+)
 
 
 def settings(seed: int) -> dict[str, float]:
     """How a text is drawn."""
-    return {"seed": seed, "temperature": [1.0, 0.0, 0.7][seed % 3], "top_p": [1.0, 1.0, 0.9][seed % 3]}
+    return {
+        "seed": seed,
+        "temperature": [1.0, 0.0, 0.7][seed % 3],
+        "top_p": [1.0, 1.0, 0.9][seed % 3],
+    }
 
 
 def models(directory: Path) -> tuple[Target, Eagle3]:
-    return Target.from_pretrained(directory / "target"), Eagle3.from_pretrained(directory / "eagle3")
+    return Target.from_pretrained(directory / "target"), Eagle3.from_pretrained(
+        directory / "eagle3"
+    )
 
 
 def serve(directory: Path, port: int) -> int:
@@ -64,7 +72,12 @@ def write(directory: Path, port: int, seed: int) -> int:
         capacity=CAPACITY,
         patience=PATIENCE,
     )
-    options = {"max_new_tokens": LENGTH, "eos_token_ids": (), "journal": directory / f"{seed}.json", **settings(seed)}
+    options = {
+        "max_new_tokens": LENGTH,
+        "eos_token_ids": (),
+        "journal": directory / f"{seed}.json",
+        **settings(seed),
+    }
     writer = client.stream(PROMPT, **options)
     with (directory / f"{seed}.events").open("a") as said:
         print("begin", file=said, flush=True)

@@ -61,7 +61,10 @@ class Faults:
         draw = random.Random(seed)
 
         def times(most: int) -> list[float]:
-            return sorted(draw.uniform(0, 3.0 if draw.random() < 0.7 else HEALED) for _ in range(draw.randint(0, most)))
+            return sorted(
+                draw.uniform(0, 3.0 if draw.random() < 0.7 else HEALED)
+                for _ in range(draw.randint(0, most))
+            )
 
         least = draw.choice([0.001, 0.01, 0.1])
         return cls(
@@ -145,7 +148,9 @@ class Server:
         """The engine's, whose verdicts take simulated seconds."""
 
         def listen(event) -> None:
-            listener(replace(event, seconds=self._seconds) if isinstance(event, DraftVerified) else event)
+            listener(
+                replace(event, seconds=self._seconds) if isinstance(event, DraftVerified) else event
+            )
 
         return self._engine.open_row(tokens, params, listener=listen, **options)
 
@@ -172,9 +177,17 @@ class Server:
         engine = self._engine
         with engine._loop.wake:
             states = [request.state for request in engine._loop.clients.rows]
-            is_given_up = any(request.away is not None for request in engine._loop.clients.rows if request.state == "held")
+            is_given_up = any(
+                request.away is not None
+                for request in engine._loop.clients.rows
+                if request.state == "held"
+            )
             has_row = engine._loop.scheduler.occupied < engine.rows or is_given_up
-            return engine._loop.clients.has_work or "reading" in states or ("waiting" in states and has_row)
+            return (
+                engine._loop.clients.has_work
+                or "reading" in states
+                or ("waiting" in states and has_row)
+            )
 
     def receive(self, link: "SimulatedLink", frame: bytes) -> None:
         """A frame has come: whatever follows from it comes a little later."""
@@ -233,7 +246,9 @@ class SimulatedLink:
                     self.connection.sent(len(frame))
                 self._world.carry(frame, down)
 
-            self.connection = self._server.sessions.connect("me", send, lambda error: self.break_off(error.code))
+            self.connection = self._server.sessions.connect(
+                "me", send, lambda error: self.break_off(error.code)
+            )
             self._server.connections.append(self)
         return self.connection is not None
 
@@ -259,7 +274,9 @@ class SimulatedLink:
 
     def receive(self, timeout: float) -> bytes | None:
         self._check()
-        self._world.advance(self._world.now + timeout, unless=lambda: bool(self._inbox) or self._lost is not None)
+        self._world.advance(
+            self._world.now + timeout, unless=lambda: bool(self._inbox) or self._lost is not None
+        )
         if self._inbox:
             return self._inbox.pop(0)
         self._check()
@@ -328,7 +345,13 @@ class Outcome:
 
 
 def run(
-    engine, device: SlowDevice, terms: Terms, request: ExchangeRequest, seed: int, faults: Faults, expected: list[int]
+    engine,
+    device: SlowDevice,
+    terms: Terms,
+    request: ExchangeRequest,
+    seed: int,
+    faults: Faults,
+    expected: list[int],
 ) -> Outcome:
     """Write a text while things go wrong. Whatever is committed is checked at once against what is ``expected``."""
     world = World(seed, faults, most_seconds(faults, request.params.max_new_tokens))
@@ -345,19 +368,25 @@ def run(
         kills, journal, events, lives = list(faults.kills), None, [], 0
         # Impatient, but no more than the network is slow: who gives up before an answer can come never hears one.
         again, lost = max(0.5, 2 * faults.delay[1]), max(2.0, 5 * faults.delay[1])
-        patience = Patience(provisional=0.3, again=again, lost=lost, connecting=1.0, retry=0.05, most_retry=1.0)
+        patience = Patience(
+            provisional=0.3, again=again, lost=lost, connecting=1.0, retry=0.05, most_retry=1.0
+        )
         while True:
             lives += 1
             exchange = Exchange(request) if journal is None else Exchange.restored(journal)
             exchange._make_nonce = lambda: world.draw.randbytes(16)
             link = SimulatedLink(world, server)
-            writer = Writer(exchange, device, link, patience=patience, jitter=random.Random(world.draw.random()))
+            writer = Writer(
+                exchange, device, link, patience=patience, jitter=random.Random(world.draw.random())
+            )
             shown, seen = [], []  # a new process tells everything again
             was_killed = False
             for event in writer:
                 events.append(event)
                 _follow(event, seen, shown)
-                assert seen == expected[: len(seen)], f"seed {seed}: {seen} is no beginning of {expected}"
+                assert seen == expected[: len(seen)], (
+                    f"seed {seed}: {seen} is no beginning of {expected}"
+                )
                 journal = writer.exchange.snapshot()
                 if kills and world.now >= kills[0]:
                     kills.pop(0)

@@ -27,7 +27,9 @@ def test_a_drafter_that_has_nothing_to_offer_ends_the_text(looking_up) -> None:
         ({"stops": "x"}, r"stops='x': stream has no argument of that name; did you mean stop\?"),
     ],
 )
-def test_what_no_text_can_be_asked_with_is_refused_at_once(looking_up, values, message, tmp_path) -> None:
+def test_what_no_text_can_be_asked_with_is_refused_at_once(
+    looking_up, values, message, tmp_path
+) -> None:
     with pytest.raises(InputError, match=message):
         looking_up.stream([5, 3, 1], is_offline=True, journal=tmp_path / "text.json", **values)
     assert not list(tmp_path.iterdir())

@@ -5,7 +5,17 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import Chain, DraftModel, DynamicTree, Eagle3, Medusa, MixtureOfAttentions, PromptLookup, SamplingParams, decoding
+from specjax import (
+    Chain,
+    DraftModel,
+    DynamicTree,
+    Eagle3,
+    Medusa,
+    MixtureOfAttentions,
+    PromptLookup,
+    SamplingParams,
+    decoding,
+)
 from specjax.client.device import WIDTHS, ClientDevice, Settings, _pieces
 from specjax.client.trees import Tree
 from specjax.errors import InputError
@@ -17,7 +27,11 @@ PROMPT = [1, 4, 2, 7, 4, 2, 7, 9, 4, 2, 3, 6]
 TREE = DynamicTree(top_k=2, depth=3, nodes=8)
 DRAFTERS = {
     "moa": lambda target: MixtureOfAttentions.init(target, jax.random.key(5), tli=1),
-    "moa, entries": lambda target: MixtureOfAttentions.init(target, jax.random.key(5), tli=1).replace(told="entries"),
+    "moa, entries": (
+        lambda target: MixtureOfAttentions.init(target, jax.random.key(5), tli=1).replace(
+            told="entries"
+        )
+    ),
     "eagle3": lambda target: Eagle3.init(target, jax.random.key(5)),
     "draft model": lambda target: DraftModel.init(target, jax.random.key(5), num_layers=1),
 }
@@ -26,22 +40,35 @@ DRAFTERS = {
 def told(target, drafter, tokens: list[int]) -> dict[str, np.ndarray]:
     """What is told of ``tokens`` but the last."""
     output, entries = target.read(np.array([tokens]), taps=drafter.taps(target.config))
-    return {name: np.asarray(array)[0, :-1] for name, array in drafter.remote_inputs(target, output, entries).items()}
+    return {
+        name: np.asarray(array)[0, :-1]
+        for name, array in drafter.remote_inputs(target, output, entries).items()
+    }
 
 
 def heard(device: ClientDevice, target, tokens: list[int]):
-    return device.append_remote(device.start(), tokens[:-1], tokens[1:], told(target, device.drafter, tokens))
+    return device.append_remote(
+        device.start(), tokens[:-1], tokens[1:], told(target, device.drafter, tokens)
+    )
 
 
 BESIDE = [("moa", TREE), ("draft model", Chain(3))]
-MORE = [(name, shape) for name in DRAFTERS for shape in (Chain(3), TREE) if (name, shape) not in BESIDE]
+MORE = [
+    (name, shape) for name in DRAFTERS for shape in (Chain(3), TREE) if (name, shape) not in BESIDE
+]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "shape"), [*BESIDE, *(pytest.param(*each, marks=pytest.mark.thorough) for each in MORE)])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*BESIDE, *(pytest.param(*each, marks=pytest.mark.thorough) for each in MORE)],
+)
 def test_it_drafts_what_is_drafted_beside_the_target(target, name: str, shape) -> None:
     drafter = DRAFTERS[name](target).replace(draft=shape)
-    device, propose_step = ClientDevice(target, drafter, [shape], CAPACITY), jax.jit(decoding.propose_step)
+    device, propose_step = (
+        ClientDevice(target, drafter, [shape], CAPACITY),
+        jax.jit(decoding.propose_step),
+    )
     known = heard(device, target, PROMPT)
     drawn = set()
     for temperature, seed in ((0.0, 0), (1.0, 1), (1.0, 2), (0.6, 3)):
@@ -49,13 +76,20 @@ def test_it_drafts_what_is_drafted_beside_the_target(target, name: str, shape) -
         options = decoding.GenerationOptions(
             max_new_tokens=16, sampling=params.with_explicit(), key=make_key(seed), rule="coupled"
         )
-        _, state = decoding.start(target, drafter, np.array([PROMPT]), options=options, capacity=CAPACITY, mixed=True)
+        _, state = decoding.start(
+            target, drafter, np.array([PROMPT]), options=options, capacity=CAPACITY, mixed=True
+        )
         draft, _ = propose_step(target, drafter, state)
-        valid = np.ones(draft.tokens.shape, bool) if draft.valid is None else np.asarray(draft.valid)
+        valid = (
+            np.ones(draft.tokens.shape, bool) if draft.valid is None else np.asarray(draft.valid)
+        )
         parents = np.broadcast_to(draft.parents, draft.tokens.shape)
         expected = Tree.of(np.asarray(draft.tokens)[0], parents[0], valid[0])
         tree = device.propose(known, PROMPT[-1], len(PROMPT), Settings.of(params), shape.depth)
-        assert (tree.tokens.tolist(), tree.parents.tolist()) == (expected.tokens.tolist(), expected.parents.tolist())
+        assert (tree.tokens.tolist(), tree.parents.tolist()) == (
+            expected.tokens.tolist(),
+            expected.parents.tolist(),
+        )
         drawn.add(tuple(tree.tokens.tolist()))
     assert len(drawn) > 1
 
@@ -63,8 +97,15 @@ def test_it_drafts_what_is_drafted_beside_the_target(target, name: str, shape) -
 @pytest.mark.full
 def test_a_draft_model_alone_writes_its_own_text(target) -> None:
     drafter = DRAFTERS["draft model"](target)
-    expected = specjax.generate(drafter.model, None, np.array([PROMPT]), max_new_tokens=19).tokens[0].tolist()
-    device, settings = ClientDevice(target, drafter, [Chain(3)], CAPACITY), Settings.of(SamplingParams())
+    expected = (
+        specjax.generate(drafter.model, None, np.array([PROMPT]), max_new_tokens=19)
+        .tokens[0]
+        .tolist()
+    )
+    device, settings = (
+        ClientDevice(target, drafter, [Chain(3)], CAPACITY),
+        Settings.of(SamplingParams()),
+    )
     known, text = heard(device, target, PROMPT), list(PROMPT)
     for depth in (3, device.alone, 3, 3):  # each below the one before
         path = device.propose(known, text[-1], len(text), settings, depth).path
@@ -78,7 +119,10 @@ def test_a_draft_model_alone_writes_its_own_text(target) -> None:
 def test_it_hears_in_pieces_what_it_hears_at_once(target) -> None:
     tokens = np.random.default_rng(0).integers(0, 11, 101).tolist()
     drafter = DRAFTERS["moa"](target)
-    device, settings = ClientDevice(target, drafter, [Chain(3)], CAPACITY), Settings.of(SamplingParams())
+    device, settings = (
+        ClientDevice(target, drafter, [Chain(3)], CAPACITY),
+        Settings.of(SamplingParams()),
+    )
     whole, arrays = heard(device, target, tokens), told(target, drafter, tokens)
     known = device.start()
     for begin, end in ((0, 1), (1, 9), (9, 40), (40, 100)):
@@ -93,7 +137,9 @@ def test_it_hears_in_pieces_what_it_hears_at_once(target) -> None:
 def test_every_count_is_in_pieces_of_few_sizes() -> None:
     for count in range(300):
         pieces = _pieces(count)
-        covered = [place for start, width in pieces for place in range(start, min(start + width, count))]
+        covered = [
+            place for start, width in pieces for place in range(start, min(start + width, count))
+        ]
         assert covered == list(range(count))
         assert all(width in WIDTHS for _, width in pieces)
 
@@ -110,7 +156,9 @@ def test_nothing_is_compiled_after_the_warm_up(name: str) -> None:
     before = compilations()
     known = device.append_remote(device.start(), tokens[:-1], tokens[1:], arrays)
     for temperature in (0.0, 1.0):
-        settings = Settings.of(SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1, seed=5))
+        settings = Settings.of(
+            SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1, seed=5)
+        )
         for depth in (2, 3, device.alone):
             path = device.propose(known, tokens[-1], len(tokens), settings, depth).path
             device.append_unverified(known, [tokens[-1], *path[:-1]], path)
@@ -118,7 +166,11 @@ def test_nothing_is_compiled_after_the_warm_up(name: str) -> None:
 
 
 def test_what_it_must_hear(target) -> None:
-    heads = {"moa": {"means", "layer1.0", "layer1.1"}, "moa, entries": {"entries"}, "draft model": set()}
+    heads = {
+        "moa": {"means", "layer1.0", "layer1.1"},
+        "moa, entries": {"entries"},
+        "draft model": set(),
+    }
     for name, expected in heads.items():
         device = ClientDevice(target, DRAFTERS[name](target), [Chain(2)], CAPACITY)
         assert set(device.hears) == expected

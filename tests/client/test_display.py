@@ -57,7 +57,14 @@ class Reader:
         return "".join(said for _, said in self.shown)
 
 
-def drawn_events(display: Display, reader: Reader, draw: random.Random, truth: list[int], others: list[int], after) -> None:
+def drawn_events(
+    display: Display,
+    reader: Reader,
+    draw: random.Random,
+    truth: list[int],
+    others: list[int],
+    after,
+) -> None:
     """The truth is committed in pieces, with right and wrong tokens shown in between."""
     done = 0
     while done < len(truth) and not display.has_stopped:
@@ -65,7 +72,14 @@ def drawn_events(display: Display, reader: Reader, draw: random.Random, truth: l
             shown = len(display.provisional)
             right = truth[done + shown : done + shown + draw.randint(0, 6)]
             is_right = [token for token, _ in display.provisional] == truth[done : done + shown]
-            reader.read(display.show([*(right if is_right else []), *([draw.choice(others)] if draw.random() < 0.4 else [])]))
+            reader.read(
+                display.show(
+                    [
+                        *(right if is_right else []),
+                        *([draw.choice(others)] if draw.random() < 0.4 else []),
+                    ]
+                )
+            )
             after(done)
         count = min(draw.randint(1, 5), len(truth) - done)
         done += count
@@ -78,12 +92,16 @@ def test_what_is_shown_is_what_the_tokens_say(tokenizer, seed: int) -> None:
     draw = random.Random(seed)
     prompt = text.encode(tokenizer, PROMPT)
     alphabet = [BYTES, "abc def\n    ", BYTES + "import os; "][seed % 3]
-    truth = tokenizer("".join(draw.choice(alphabet) for _ in range(30)), add_special_tokens=False)["input_ids"]
+    truth = tokenizer("".join(draw.choice(alphabet) for _ in range(30)), add_special_tokens=False)[
+        "input_ids"
+    ]
     display, reader = Display(tokenizer, prompt), Reader()
 
     def said(tokens: list[int]) -> str:
         """Of some tokens after the prompt, without a character of which a part is missing."""
-        whole = tokenizer.decode([*prompt, *tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        whole = tokenizer.decode(
+            [*prompt, *tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return whole[len(PROMPT) :].rstrip(BROKEN)
 
     def check(done: int) -> None:
@@ -92,7 +110,9 @@ def test_what_is_shown_is_what_the_tokens_say(tokenizer, seed: int) -> None:
         if done < len(truth):
             # A wrong token after the first part of a character: nothing is shown of that.
             expected = said(truth[:done] + reader.shown_tokens)
-            assert (reader.text + reader.shown_text).replace(BROKEN, "") == expected.replace(BROKEN, "")
+            assert (reader.text + reader.shown_text).replace(BROKEN, "") == expected.replace(
+                BROKEN, ""
+            )
             assert reader.text == said(truth[:done])
 
     drawn_events(display, reader, draw, truth, tokenizer(BYTES + "xyz ")["input_ids"], check)
@@ -122,7 +142,12 @@ def test_without_a_tokenizer_there_are_tokens(tokenizer) -> None:
     reader.read(display.commit([3]))
     assert (reader.committed, reader.shown_tokens) == ([3], [4, 5])
     reader.read(display.commit([4, 6, 7], is_last=True))
-    assert (display.tokens, display.text, reader.committed, reader.shown) == ((3, 4, 6, 7), "", [3, 4, 6, 7], [])
+    assert (display.tokens, display.text, reader.committed, reader.shown) == (
+        (3, 4, 6, 7),
+        "",
+        [3, 4, 6, 7],
+        [],
+    )
 
 
 def test_a_text_that_is_written_alone_ends_at_a_stop_string(tokenizer) -> None:
@@ -140,10 +165,14 @@ def test_of_a_chat_in_channels_the_final_one_is_shown(said: str, answer: str) ->
     display, reader = Display(made, prompt, is_chat=True), Reader()
     for at in range(0, len(truth), 3):
         new = truth[at : at + 3]
-        reader.read(display.show([*new[:1], *prompt[:1]]))  # of which one is taken back, in whatever message it is
+        reader.read(
+            display.show([*new[:1], *prompt[:1]])
+        )  # of which one is taken back, in whatever message it is
         reader.read(display.commit(new))
     reader.read(display.commit([], is_last=True))
     assert reader.text == display.text == answer
     alone = Display(made, prompt, ["never"], is_alone=True, is_chat=True)
-    shown = "".join(event.text for event in alone.show(truth) if isinstance(event, ProvisionalEvent))
+    shown = "".join(
+        event.text for event in alone.show(truth) if isinstance(event, ProvisionalEvent)
+    )
     assert answer.startswith(shown.rstrip("\N{REPLACEMENT CHARACTER}"))

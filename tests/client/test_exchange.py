@@ -26,21 +26,32 @@ TELLS = {"hidden": [2]}
 
 
 def opened(session: bytes = SESSION, tells=TELLS) -> bytes:
-    return wire.encode(wire.OpenedMessage(session=session, epoch=0, nodes=8, depth=4, capacity=64, tells=tells))
+    return wire.encode(
+        wire.OpenedMessage(session=session, epoch=0, nodes=8, depth=4, capacity=64, tells=tells)
+    )
 
 
 def told(start: int, count: int, session: bytes = SESSION, epoch: int = 0) -> bytes:
     """Of each token its number."""
     numbers = np.repeat(np.arange(start, start + count, dtype=np.float32)[:, None], 2, axis=1)
     packed = {"hidden": wire.pack(numbers, "float32")}
-    return wire.encode(wire.ToldMessage(session=session, epoch=epoch, start=start, count=count, arrays=packed))
+    return wire.encode(
+        wire.ToldMessage(session=session, epoch=epoch, start=start, count=count, arrays=packed)
+    )
 
 
 def ready(length: int, session: bytes = SESSION, epoch: int = 0) -> bytes:
     return wire.encode(wire.ReadyMessage(session=session, epoch=epoch, length=length))
 
 
-def verdict(sequence: int, accepted=(1,), token: int = 9, over: str = "", session: bytes = SESSION, epoch: int = 0) -> bytes:
+def verdict(
+    sequence: int,
+    accepted=(1,),
+    token: int = 9,
+    over: str = "",
+    session: bytes = SESSION,
+    epoch: int = 0,
+) -> bytes:
     packed = {"hidden": wire.pack(np.zeros((1 + len(accepted), 2)), "float32")}
     return wire.encode(
         wire.VerdictMessage(
@@ -135,7 +146,9 @@ def test_nothing_is_committed_twice() -> None:
         refused("not_ready"),
         refused("over"),
         refused("unknown_thing", session=OTHER),
-        wire.encode(wire.ResyncMessage(session=OTHER, epoch=0, length=3, tail=wire.pack([], "int32"))),
+        wire.encode(
+            wire.ResyncMessage(session=OTHER, epoch=0, length=3, tail=wire.pack([], "int32"))
+        ),
     ],
 )
 def test_what_is_late_doubled_or_of_another_text_changes_nothing(make, frame) -> None:
@@ -218,7 +231,11 @@ def test_a_second_answer_to_an_open_ends_what_nobody_wants() -> None:
 def test_texts_that_differ_are_settled_by_the_clients() -> None:
     exchange = waiting()
     (resume,) = sent(
-        exchange.receive(wire.encode(wire.ResyncMessage(session=SESSION, epoch=0, length=4, tail=wire.pack([3], "int32"))))
+        exchange.receive(
+            wire.encode(
+                wire.ResyncMessage(session=SESSION, epoch=0, length=4, tail=wire.pack([3], "int32"))
+            )
+        )
     )
     assert (resume.base, resume.digest) == (3, wire.digest(PROMPT))
     assert exchange.tokens == [5, 6, 7]
@@ -274,7 +291,11 @@ def test_another_process_goes_on_from_a_snapshot() -> None:
     other = Exchange.restored(snapshot)
     assert (other.request, other.tokens, other.known) == (REQUEST, [5, 6, 7, 1, 9], 0)
     hello = wire.decode_up(other.hello())
-    assert (wire.unpack(hello.tokens).tolist(), hello.prompt, hello.known) == ([5, 6, 7, 1, 9], 3, 0)
+    assert (wire.unpack(hello.tokens).tolist(), hello.prompt, hello.known) == (
+        [5, 6, 7, 1, 9],
+        3,
+        0,
+    )
     other.end_if_whole({2})
     assert other.phase == "opening"
     other.end_if_whole({9})

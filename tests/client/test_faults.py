@@ -33,7 +33,9 @@ class Place:
         clients = ClientDrafts(drafter, nodes=8, depth=4)
         sizes = {"rows": 1, "widths": (1,), "capacity": CAPACITY, "page": 8, "chunk": 8}
         # Never idle: the engine's time is not the simulation's.
-        self.engine = Engine(target, drafts=(None,), clients=clients, client_idle_seconds=1e9, **sizes)
+        self.engine = Engine(
+            target, drafts=(None,), clients=clients, client_idle_seconds=1e9, **sizes
+        )
         self.terms = Terms(nodes=8, depth=4, capacity=CAPACITY, tells=clients.tells(target))
         self.device = SlowDevice(target, drafter, SHAPES, CAPACITY)
         self._expected: dict[ExchangeRequest, list[int]] = {}
@@ -43,7 +45,15 @@ class Place:
         if request not in self._expected:
             self._expected[request] = reference(self.engine, request)
         expected = self._expected[request]
-        outcome = run(self.engine, self.device, self.terms, request, seed, faults or Faults.drawn(seed), expected)
+        outcome = run(
+            self.engine,
+            self.device,
+            self.terms,
+            request,
+            seed,
+            faults or Faults.drawn(seed),
+            expected,
+        )
         assert outcome.tokens == expected, f"seed {seed}"
         return outcome
 
@@ -104,7 +114,9 @@ def test_so_it_is_for_ten_thousand_schedules(places, first) -> None:
 @pytest.mark.full
 def test_a_schedule_is_the_same_whenever_it_is_run(places) -> None:
     one, other = (places("draft model").check(11) for _ in range(2))
-    assert one.seconds == other.seconds and one.frames == other.frames and one.events == other.events
+    assert (
+        one.seconds == other.seconds and one.frames == other.frames and one.events == other.events
+    )
 
 
 @pytest.mark.full
@@ -129,7 +141,9 @@ def test_a_wrong_one_is_found(places, monkeypatch, wrong) -> None:
         request = drawn_request(1)
         place = places("draft model")
         expected = reference(place.engine, request)
-        other = replace(request, params=replace(request.params, seed=request.params.seed + 1, temperature=1.0))
+        other = replace(
+            request, params=replace(request.params, seed=request.params.seed + 1, temperature=1.0)
+        )
         with pytest.raises(AssertionError, match="is no beginning of"):
             run(place.engine, place.device, place.terms, other, 1, Faults(), expected)
     else:
@@ -137,7 +151,9 @@ def test_a_wrong_one_is_found(places, monkeypatch, wrong) -> None:
 
         def careless(self, message):
             if self._sent is not None:  # whichever draft the verdict is of
-                message = msgspec.structs.replace(message, sequence=self._sent.sequence, epoch=self._epoch)
+                message = msgspec.structs.replace(
+                    message, sequence=self._sent.sequence, epoch=self._epoch
+                )
             return verdict(self, message)
 
         monkeypatch.setattr(Exchange, "_verdict", careless)

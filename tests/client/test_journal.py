@@ -47,11 +47,25 @@ def test_the_file_has_the_names_that_it_always_had(file: Path) -> None:
 
 
 def test_a_file_of_an_older_client_is_gone_on_with(file: Path) -> None:
-    request = {"prompt": [5, 6], "limit": 8, "temperature": 0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 3, "eos": None}
+    request = {
+        "prompt": [5, 6],
+        "limit": 8,
+        "temperature": 0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": 3,
+        "eos": None,
+    }
     request |= {"target": "a", "drafter": "b", "precision": "int8"}
     file.write_text(json.dumps({"request": request, "committed": [7, 9]}))
     params = SamplingParams(max_new_tokens=8, seed=3)
-    assert Journal(file).open(ExchangeRequest((5, 6), params, target="a", drafter="b")).tokens == [5, 6, 7, 9]
+    assert Journal(file).open(ExchangeRequest((5, 6), params, target="a", drafter="b")).tokens == [
+        5,
+        6,
+        7,
+        9,
+    ]
     del request["limit"]
     file.write_text(json.dumps({"request": request, "committed": []}))
     with pytest.raises(InputError, match="is not a journal"):

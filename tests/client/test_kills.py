@@ -45,7 +45,14 @@ class Pair:
 
     def start(self, role: str, *arguments: int) -> None:
         port = self._port if role == "server" else self._proxy.port
-        command = [sys.executable, "-m", "tests.client.one_process", role, str(self._directory), str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.client.one_process",
+            role,
+            str(self._directory),
+            str(port),
+        ]
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(self._directory / "compiled"),
@@ -107,7 +114,10 @@ class Pair:
         return False
 
     def _logs(self) -> str:
-        return "\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in sorted(self._directory.glob("*.log")))
+        return "\n".join(
+            f"--- {log.name}\n{log.read_text()[-4000:]}"
+            for log in sorted(self._directory.glob("*.log"))
+        )
 
     def _committed(self, journal: Path, expected: list[int]) -> list[int]:
         """What the journal has at this moment."""
@@ -121,7 +131,12 @@ class Pair:
         """What a reader of the last process's events has in the end. All along every reader has a part of what is right."""
         committed: list[int] = []
         shown: list[int] = []
-        for line in (self._directory / f"{seed}.events").read_text().replace("begin", "\nbegin").splitlines():
+        for line in (
+            (self._directory / f"{seed}.events")
+            .read_text()
+            .replace("begin", "\nbegin")
+            .splitlines()
+        ):
             if line == "begin":
                 committed, shown = [], []
             if not (line.startswith("[") and line.endswith("]")):  # killed while it wrote
@@ -176,7 +191,13 @@ def test_each_is_killed(pair: Pair) -> None:
 @pytest.mark.thorough
 def test_a_hundred_kills(pair: Pair) -> None:
     draw = random.Random(1)
-    kills = iter(lambda: (draw.choice(["client", "server", "client", "server", "client server"]), draw.expovariate(4)), None)
+    kills = iter(
+        lambda: (
+            draw.choice(["client", "server", "client", "server", "client server"]),
+            draw.expovariate(4),
+        ),
+        None,
+    )
     before, seed = sum(pair.killed.values()), 0
     while (done := sum(pair.killed.values()) - before) < 100:
         seed += 1

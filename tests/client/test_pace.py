@@ -17,24 +17,39 @@ def paced(*, drafting: float, travel: float, accepted: float, rounds: int = 60) 
         pace.drafted(depth, drafting * depth)
     for number in range(rounds):
         whole = math.floor(accepted) + (number % 10 < 10 * (accepted % 1))
-        pace.round(seconds=travel, server=0.001, up=300, down=3000 + number % 7, drafted=8, accepted=int(whole))
+        pace.round(
+            seconds=travel,
+            server=0.001,
+            up=300,
+            down=3000 + number % 7,
+            drafted=8,
+            accepted=int(whole),
+        )
     return pace
 
 
 def test_deeper_when_the_network_is_slow() -> None:
-    chosen = [paced(drafting=0.004, travel=travel, accepted=5).choose() for travel in (0.002, 0.02, 0.2, 2.0)]
+    chosen = [
+        paced(drafting=0.004, travel=travel, accepted=5).choose()
+        for travel in (0.002, 0.02, 0.2, 2.0)
+    ]
     assert chosen == sorted(chosen)
     assert chosen[0] == 2 and chosen[-1] >= 8
 
 
 def test_shallower_when_drafting_is_dear() -> None:
-    chosen = [paced(drafting=drafting, travel=0.05, accepted=5).choose() for drafting in (0.0001, 0.01, 0.2)]
+    chosen = [
+        paced(drafting=drafting, travel=0.05, accepted=5).choose()
+        for drafting in (0.0001, 0.01, 0.2)
+    ]
     assert chosen == sorted(chosen, reverse=True)
     assert chosen[0] >= 8 and chosen[-1] == 2
 
 
 def test_shallower_when_little_is_accepted() -> None:
-    chosen = [paced(drafting=0.004, travel=0.05, accepted=accepted).choose() for accepted in (0.1, 1.5, 7)]
+    chosen = [
+        paced(drafting=0.004, travel=0.05, accepted=accepted).choose() for accepted in (0.1, 1.5, 7)
+    ]
     assert chosen == sorted(chosen)
     assert chosen[0] < chosen[-1]
 
@@ -47,7 +62,9 @@ def test_it_has_an_answer_before_anything_was_measured() -> None:
     for seconds in (0.0, 0.0, 1e-9, 5.0):  # the same bytes each time: there is no slope
         pace.round(seconds=seconds, server=0.0, up=0, down=0, drafted=0, accepted=0)
         assert pace.choose() in DEPTHS
-        assert all(math.isfinite(pace.seconds(depth)) and pace.seconds(depth) >= 0 for depth in DEPTHS)
+        assert all(
+            math.isfinite(pace.seconds(depth)) and pace.seconds(depth) >= 0 for depth in DEPTHS
+        )
 
 
 def test_depths_that_were_not_measured_follow_from_the_nearest() -> None:
@@ -69,7 +86,9 @@ def test_bytes_are_paid_for_where_they_take_time() -> None:
     for number in range(60):
         size = 1000 + 4000 * (number % 5)
         for pace, rate in ((wide, 1e-9), (narrow, 1e-5)):
-            pace.round(seconds=0.02 + size * rate, server=0.0, up=0, down=size, drafted=8, accepted=5)
+            pace.round(
+                seconds=0.02 + size * rate, server=0.0, up=0, down=size, drafted=8, accepted=5
+            )
     assert narrow.travel(16) - narrow.travel(2) > 1000 * (wide.travel(16) - wide.travel(2)) >= 0
     assert narrow.travel(2) > 0
 

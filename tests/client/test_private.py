@@ -27,7 +27,7 @@ def tokenizer():
     return text.load_tokenizer(embedded("target"))
 
 
-# --- which tokens ----------------------------------------------------------------------------------------------------
+# --- which tokens ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -40,16 +40,25 @@ def test_a_token_with_any_private_character_is_private(tokenizer, seed: int) -> 
     hidden = split(tokenizer, prompt, tokens, [word])
     assert len(hidden) == len(tokens)
     spans = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
-    private = {place for at in range(len(prompt)) if prompt.startswith(word, at) for place in range(at, at + len(word))}
+    private = {
+        place
+        for at in range(len(prompt))
+        if prompt.startswith(word, at)
+        for place in range(at, at + len(word))
+    }
     assert hidden == [any(place in private for place in range(*span)) for span in spans]
-    assert word not in tokenizer.decode([token for token, own in zip(tokens, hidden, strict=True) if not own])
+    assert word not in tokenizer.decode(
+        [token for token, own in zip(tokens, hidden, strict=True) if not own]
+    )
 
 
 def test_strings_that_overlap(tokenizer) -> None:
     prompt = "aaaa b"
     hidden = split(tokenizer, prompt, text.encode(tokenizer, prompt), ["aaa"])
     spans = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
-    assert hidden == [begin < min(4, end) for begin, end in spans]  # nothing of what marks the beginning
+    assert hidden == [
+        begin < min(4, end) for begin, end in spans
+    ]  # nothing of what marks the beginning
 
 
 def test_what_cannot_be_kept_back_is_refused(tokenizer) -> None:
@@ -67,7 +76,7 @@ def test_what_cannot_be_kept_back_is_refused(tokenizer) -> None:
         split(object(), prompt, tokens, ["key"])
 
 
-# --- keys at other places --------------------------------------------------------------------------------------------
+# --- keys at other places -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -95,14 +104,17 @@ def test_keys_are_turned_to_where_they_would_be(rope: Rope) -> None:
 
     before, expected = told(tokens), told(later)
     after = moved(target, before, np.array(places) - np.arange(4))
-    for name, of_first_layer in (("layer0.0", lambda array: array), ("entries", lambda array: array[:, 0])):
+    for name, of_first_layer in (
+        ("layer0.0", lambda array: array),
+        ("entries", lambda array: array[:, 0]),
+    ):
         turned = of_first_layer(after[name])
         np.testing.assert_allclose(turned, of_first_layer(expected[name])[places], atol=1e-4)
         assert np.abs(turned - of_first_layer(before[name])).max() > 0.1
     np.testing.assert_array_equal(after["layer0.1"], before["layer0.1"])
 
 
-# --- the whole way ---------------------------------------------------------------------------------------------------
+# --- the whole way --------------------------------------------------------------------------------
 
 
 class Server:
@@ -130,7 +142,8 @@ class Server:
         tokens, known = wire.unpack(message.tokens), {"session": bytes(16), "epoch": 0}
         output, entries = self.target.read(tokens[None], taps=self.drafter.taps(self.target.config))
         told = {
-            name: np.asarray(array)[0, :-1] for name, array in self.drafter.remote_inputs(self.target, output, entries).items()
+            name: np.asarray(array)[0, :-1]
+            for name, array in self.drafter.remote_inputs(self.target, output, entries).items()
         }
         shapes = {name: list(array.shape[1:]) for name, array in told.items()}
         packed = {name: wire.pack(array, "float32") for name, array in told.items()}
@@ -166,17 +179,24 @@ class Place:
         self.device = ClientDevice(self.target, self.drafter, [Chain(2)], CAPACITY)
         self.tokenizer = tokenizer
 
-    def write(self, prompt: str, private: list[str], is_there: bool = True) -> tuple[list[int], Server, list[FeaturesReceived]]:
+    def write(
+        self, prompt: str, private: list[str], is_there: bool = True
+    ) -> tuple[list[int], Server, list[FeaturesReceived]]:
         """The provisional text, the server, and what the drafter heard."""
         server = Server(self.target, self.drafter)
         server.is_there = is_there
         patience = Patience(server=5.0)
         client = Client(self.device, lambda: server, tokenizer=self.tokenizer, patience=patience)
-        writer = client.stream(prompt, private=(each for each in private), max_new_tokens=12, eos_token_ids=())
+        writer = client.stream(
+            prompt, private=(each for each in private), max_new_tokens=12, eos_token_ids=()
+        )
         heard: list[FeaturesReceived] = []
         speculation: Any = writer._writer.speculation  # pyright: ignore[reportAttributeAccessIssue]
         append_remote = speculation.append_remote
-        speculation.append_remote = lambda *news: (heard.append(FeaturesReceived(*news)), append_remote(*news))
+        speculation.append_remote = lambda *news: (
+            heard.append(FeaturesReceived(*news)),
+            append_remote(*news),
+        )
         events = list(writer)
         assert all(isinstance(event, ProvisionalEvent) for event in events)
         report = client.report
@@ -203,7 +223,10 @@ def test_no_frame_has_anything_private(place: Place) -> None:
     private = {token for token, own in zip(tokens, hidden, strict=True) if own} - set(safe)
     assert len(private) > 2
     _, server, _ = place.write(prompt, [word])
-    assert [type(wire.decode_up(frame)) for frame in server.up] == [wire.OpenMessage, wire.CloseMessage]
+    assert [type(wire.decode_up(frame)) for frame in server.up] == [
+        wire.OpenMessage,
+        wire.CloseMessage,
+    ]
     opened = wire.decode_up(server.up[0])
     assert isinstance(opened, wire.OpenMessage)
     assert wire.unpack(opened.tokens).tolist() == [*safe, safe[-1]]
@@ -222,8 +245,12 @@ def test_all_that_is_safe_is_heard_and_the_rest_is_assumed(place: Place) -> None
         hidden = split(place.tokenizer, prompt, tokens, private)
         _, _, heard = place.write(prompt, private)
         safe = [token for token, own in zip(tokens[:-1], hidden, strict=False) if not own]
-        assert [token for news in heard for token in news.tokens] == safe  # the last safe one too, where it is not the root
-        assert all(len(array) == len(news.tokens) for news in heard for array in news.arrays.values())
+        assert [
+            token for news in heard for token in news.tokens
+        ] == safe  # the last safe one too, where it is not the root
+        assert all(
+            len(array) == len(news.tokens) for news in heard for array in news.arrays.values()
+        )
 
 
 @pytest.mark.full
@@ -235,7 +262,15 @@ def test_the_drafter_sees_what_the_server_does_not(place: Place) -> None:
         texts.add(tuple(written))
         opened = wire.decode_up(server.up[0])
         assert isinstance(opened, wire.OpenMessage)
-        opens.append((wire.unpack(opened.tokens).tolist(), opened.prompt, opened.limit, opened.seed, opened.known))
+        opens.append(
+            (
+                wire.unpack(opened.tokens).tolist(),
+                opened.prompt,
+                opened.limit,
+                opened.seed,
+                opened.known,
+            )
+        )
     assert len(texts) == 3
     assert opens[0] == opens[1] == opens[2]
 
@@ -246,13 +281,19 @@ def test_all_of_it_is_private_or_nobody_is_there(place: Place) -> None:
     start = place.tokenizer.bos_token_id  # is not private, and all that there is
     opened = wire.decode_up(server.up[0])
     assert isinstance(opened, wire.OpenMessage)
-    assert (len(written), wire.unpack(opened.tokens).tolist(), len(heard)) == (12, [start, start], 1)
+    assert (len(written), wire.unpack(opened.tokens).tolist(), len(heard)) == (
+        12,
+        [start, start],
+        1,
+    )
     written, server, heard = place.write(prompt_with("hunter2"), ["hunter2"], is_there=False)
     assert (len(written), server.up, heard) == (12, [], [])
 
 
 def test_no_journal_and_no_tokens(place: Place, tmp_path) -> None:
-    client = Client(place.device, lambda: Server(place.target, place.drafter), tokenizer=place.tokenizer)
+    client = Client(
+        place.device, lambda: Server(place.target, place.drafter), tokenizer=place.tokenizer
+    )
     with pytest.raises(InputError, match="private: "):
         client.stream("hunter2", private=["hunter2"], max_new_tokens=12, journal=tmp_path / "x")
     with pytest.raises(InputError, match="private: "):
@@ -262,7 +303,9 @@ def test_no_journal_and_no_tokens(place: Place, tmp_path) -> None:
 
 def test_a_space_that_a_tokenizer_counts_to_no_token_is_private() -> None:
     """A token that begins with a space may say that it begins behind it, and a token of spaces that it has no characters."""
-    word = np.array([False, False, True, True, True, True, True, False])  # "a", " pass", " b", of which the space is private
+    word = np.array(
+        [False, False, True, True, True, True, True, False]
+    )  # "a", " pass", " b", of which the space is private
     assert _touched(word, [(0, 2), (2, 6), (7, 8)]) == [False, True, True]
     spaces = np.array([False, True, True, True, False])
     assert _touched(spaces, [(0, 1), (2, 2), (4, 4), (4, 5)]) == [False, True, True, False]

@@ -14,7 +14,14 @@ import pytest
 from benchmarks.network import Conditions, Proxy
 from specjax import SamplingParams, wire
 from specjax.cli.main import main
-from specjax.client import Client, CommittedEvent, Patience, ProvisionalEvent, RetractedEvent, connect
+from specjax.client import (
+    Client,
+    CommittedEvent,
+    Patience,
+    ProvisionalEvent,
+    RetractedEvent,
+    connect,
+)
 from specjax.client.exchange import Exchange, ExchangeRequest
 from specjax.client.link import LinkRefusedError, WebSocketLink
 from specjax.drafters import Eagle3
@@ -26,7 +33,9 @@ KEYS = ("a-key-of-the-tests", "another-key-of-them")
 PROMPT = "import os\nimport "
 CAPACITY = 96
 DRAWN = {"temperature": 0.8, "seed": 3}
-IMPATIENT = Patience(provisional=0.25, again=0.4, lost=1.0, connecting=2.0, retry=0.05, most_retry=0.3, server=60.0)
+IMPATIENT = Patience(
+    provisional=0.25, again=0.4, lost=1.0, connecting=2.0, retry=0.05, most_retry=0.3, server=60.0
+)
 
 
 class Served:
@@ -40,7 +49,11 @@ class Served:
     """
 
     def __init__(self, server: Server, directory: Path) -> None:
-        self.server, self.drafter, self.parts = server, f"eagle3:{directory / 'eagle3'}", str(directory / "parts")
+        self.server, self.drafter, self.parts = (
+            server,
+            f"eagle3:{directory / 'eagle3'}",
+            str(directory / "parts"),
+        )
         self.keys = [str(directory / f"key{number}") for number in range(2)]
         self._texts: dict[str, str] = {}
 
@@ -55,12 +68,30 @@ class Served:
     def client(self, port: int | None = None, key: str | None = KEYS[0]) -> Client:
         """One that is in a hurry."""
         url = f"ws://127.0.0.1:{port or self.server.port}"
-        return connect(url, self.drafter, self.parts, api_key=key, capacity=CAPACITY, patience=IMPATIENT)
+        return connect(
+            url, self.drafter, self.parts, api_key=key, capacity=CAPACITY, patience=IMPATIENT
+        )
 
     def command(self, capsys, *options: str) -> tuple[int, str, str]:
         """``specjax client``: its status, and what it has said."""
-        line = ["--server", f"ws://127.0.0.1:{self.server.port}", "--drafter", self.drafter, "--target-parts", self.parts]
-        line += ["--capacity", str(CAPACITY), "--prompt", PROMPT, "--max-new-tokens", "40", "--api-key-file", self.keys[0]]
+        line = [
+            "--server",
+            f"ws://127.0.0.1:{self.server.port}",
+            "--drafter",
+            self.drafter,
+            "--target-parts",
+            self.parts,
+        ]
+        line += [
+            "--capacity",
+            str(CAPACITY),
+            "--prompt",
+            PROMPT,
+            "--max-new-tokens",
+            "40",
+            "--api-key-file",
+            self.keys[0],
+        ]
         status = main(["client", *line, *options])
         return status, *capsys.readouterr()
 
@@ -69,7 +100,9 @@ class Served:
 def served(tmp_path_factory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("served")
     save_tiny(root / "target")
-    Eagle3.init(Target.from_pretrained(root / "target"), jax.random.key(5)).save_pretrained(root / "eagle3")
+    Eagle3.init(Target.from_pretrained(root / "target"), jax.random.key(5)).save_pretrained(
+        root / "eagle3"
+    )
     for number, key in enumerate(KEYS):
         (root / f"key{number}").write_text(key)
     (root / "keys").write_text("\n".join(KEYS))
@@ -82,7 +115,7 @@ def served(tmp_path_factory) -> Iterator[Served]:
         yield Served(Server(server.address, server.process, KEYS[0]), root)
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -126,8 +159,21 @@ def test_the_command_goes_on_from_its_journal(served: Served, capsys, tmp_path) 
 def test_the_command_without_a_server(served: Served, capsys) -> None:
     status, out, _ = served.command(capsys, "--offline", "--json")
     said = json.loads(out)
-    assert (status, said["text"], said["finish_reason"], len(said["provisional_tokens"])) == (0, "", "offline", 40)
-    nobody = ["--server", "ws://127.0.0.1:9", "--wait-seconds", "0.5", "--provisional-after", "0.1", "--json"]
+    assert (status, said["text"], said["finish_reason"], len(said["provisional_tokens"])) == (
+        0,
+        "",
+        "offline",
+        40,
+    )
+    nobody = [
+        "--server",
+        "ws://127.0.0.1:9",
+        "--wait-seconds",
+        "0.5",
+        "--provisional-after",
+        "0.1",
+        "--json",
+    ]
     status, out, _ = served.command(capsys, *nobody)
     assert (status, json.loads(out)["text"]) == (3, "")
     assert json.loads(out)["provisional_tokens"] == said["provisional_tokens"]
@@ -153,7 +199,7 @@ def test_the_command_without_the_key(served: Served, capsys, tmp_path) -> None:
     assert "a key is missing or wrong" in err
 
 
-# --- the network -----------------------------------------------------------------------------------------------------
+# --- the network ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -174,9 +220,16 @@ def test_a_black_hole(served: Served, proxy: Proxy) -> None:
         if provisional == 8:
             proxy.restore()
     kinds = [type(each) for each in seen]
-    first, last = kinds.index(ProvisionalEvent), len(kinds) - 1 - kinds[::-1].index(ProvisionalEvent)
+    first, last = (
+        kinds.index(ProvisionalEvent),
+        len(kinds) - 1 - kinds[::-1].index(ProvisionalEvent),
+    )
     assert CommittedEvent in kinds[:first] and CommittedEvent in kinds[last:]
-    assert "".join(each.text for each in seen if isinstance(each, CommittedEvent)) == client.report.text == served.text()
+    assert (
+        "".join(each.text for each in seen if isinstance(each, CommittedEvent))
+        == client.report.text
+        == served.text()
+    )
     taken_back = sum(len(each.tokens) for each in seen if isinstance(each, RetractedEvent))
     confirmed = sum(each.confirmed for each in seen if isinstance(each, CommittedEvent))
     assert taken_back > 0
@@ -201,7 +254,7 @@ def test_resets_and_half_frames(served: Served, proxy: Proxy) -> None:
     assert client.report.resumes >= 4
 
 
-# --- several ---------------------------------------------------------------------------------------------------------
+# --- several --------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -216,7 +269,9 @@ def test_two_clients_and_a_request_at_a_time(served: Served) -> None:
 
     def write(number: int) -> None:
         if number < 2:
-            found[number] = clients[number].generate(PROMPT, max_new_tokens=40, **asked[number]).text
+            found[number] = (
+                clients[number].generate(PROMPT, max_new_tokens=40, **asked[number]).text
+            )
         else:
             body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40} | asked[number]
             found[number] = served.server.post("/v1/completions", body)["choices"][0]["text"]
@@ -230,7 +285,7 @@ def test_two_clients_and_a_request_at_a_time(served: Served) -> None:
     assert all(client.report.resumes == 0 for client in clients)
 
 
-# --- who may ---------------------------------------------------------------------------------------------------------
+# --- who may --------------------------------------------------------------------------------------
 
 
 def talk(link: WebSocketLink, frame: bytes | None = None) -> Any:
@@ -262,13 +317,17 @@ def test_who_has_no_key_gets_nothing(served: Served) -> None:
 @pytest.mark.full
 def test_nobody_goes_on_with_the_text_of_another_key(served: Served) -> None:
     mine, other = connected(served, KEYS[0]), connected(served, KEYS[1])
-    exchange = Exchange(ExchangeRequest((5, 6, 7), SamplingParams(max_new_tokens=8, eos_token_ids=())))
+    exchange = Exchange(
+        ExchangeRequest((5, 6, 7), SamplingParams(max_new_tokens=8, eos_token_ids=()))
+    )
     session = talk(mine, exchange.hello()).session
     heard: Any = SimpleNamespace()
     while not isinstance(heard, wire.ReadyMessage):
         heard = talk(mine)
     known = {"session": session, "base": 3, "digest": wire.digest([5, 6, 7]), "known": 2}
-    assert talk(other, wire.encode(wire.ResumeMessage(epoch=1, **known))) == wire.ForgottenMessage(session=session)
+    assert talk(other, wire.encode(wire.ResumeMessage(epoch=1, **known))) == wire.ForgottenMessage(
+        session=session
+    )
     other.send(wire.encode(wire.CloseMessage(session=session)))
     again = connected(served, KEYS[0])
     assert talk(again, wire.encode(wire.ResumeMessage(epoch=1, **known))) == wire.ReadyMessage(

@@ -63,12 +63,16 @@ def test_what_is_kept_is_what_was_drafted_below_the_emitted_tokens(stretches: in
             emitted.append(draw.randrange(4))
         if draw.random() < 0.3:
             emitted = [*speculation.path, draw.randrange(4)][: draw.randint(1, 8)]
-        expected = {path[len(emitted) :] for path in before if list(path[: len(emitted)]) == emitted}
+        expected = {
+            path[len(emitted) :] for path in before if list(path[: len(emitted)]) == emitted
+        }
         speculation.tokens += emitted
         is_left = speculation.commit(emitted)
         assert is_left == bool(speculation.stretches)
         # A root alone is no draft.
-        assert (believed(speculation) if is_left else set()) == (expected if expected > {()} else set()), seed
+        assert (believed(speculation) if is_left else set()) == (
+            expected if expected > {()} else set()
+        ), seed
         if is_left:
             assert speculation.stretches[0].tree.root == emitted[-1]
             kept, hopped = kept + 1, hopped + (len(emitted) > first)

@@ -51,13 +51,19 @@ def test_depth_and_path(seed: int) -> None:
     tree = drawn(random.Random(seed))
     assert tree.depth == max(map(len, paths(tree)))
     path: tuple[int, ...] = ()
-    while children := [node for node in paths(tree).items() if len(node[0]) == len(path) + 1 and node[0][:-1] == path]:
+    while children := [
+        node
+        for node in paths(tree).items()
+        if len(node[0]) == len(path) + 1 and node[0][:-1] == path
+    ]:
         path = min(children, key=lambda child: child[1])[0]  # the first child
     assert tree.path == path
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_cut_is_the_likeliest_path_and_then_the_first_nodes_level_by_level(seed: int) -> None:
+def test_what_is_cut_is_the_likeliest_path_and_then_the_first_nodes_level_by_level(
+    seed: int,
+) -> None:
     draw = random.Random(seed)
     tree, nodes, depth = drawn(draw), draw.randint(1, 13), draw.randint(0, 5)
 
@@ -65,7 +71,9 @@ def test_what_is_cut_is_the_likeliest_path_and_then_the_first_nodes_level_by_lev
         path, place = node
         return tree.path[: len(path)] != path, len(path), place
 
-    expected = {path for path, _ in sorted(paths(tree).items(), key=rank)[:nodes] if len(path) <= depth}
+    expected = {
+        path for path, _ in sorted(paths(tree).items(), key=rank)[:nodes] if len(path) <= depth
+    }
     cut = tree.cut(nodes, depth)
     assert set(paths(cut)) == expected
     assert (cut.parents < np.arange(len(cut.parents))).all()
@@ -89,7 +97,9 @@ def test_nodes_that_are_not_valid_take_all_below_with_them(seed: int) -> None:
     tree = drawn(draw)
     valid = np.array([True, *(draw.random() < 0.7 for _ in tree.tokens[1:])])
     wrong = [path for path, node in paths(tree).items() if not valid[node]]
-    expected = {path for path in paths(tree) if not any(path[: len(each)] == each for each in wrong)}
+    expected = {
+        path for path in paths(tree) if not any(path[: len(each)] == each for each in wrong)
+    }
     kept = Tree.of(tree.tokens, tree.parents, valid)
     assert set(paths(kept)) == expected
     assert kept.parents[0] == -1

@@ -49,14 +49,22 @@ def power(exact: np.ndarray, alternative: np.ndarray, draws: int) -> float:
     unnoticed = (1 - impossible) ** draws
     expected, found = exact[exact > 0], alternative[exact > 0] / (1 - impossible)
     freedom = len(expected) - 1
-    divergence = np.sum(np.where(found > 0, found * np.log(np.where(found > 0, found, 1.0) / expected), 0.0))
-    unnoticed *= stats.ncx2.cdf(stats.chi2.isf(FALSE_ALARM, freedom), freedom, 2 * draws * max(divergence, 1e-12))
+    divergence = np.sum(
+        np.where(found > 0, found * np.log(np.where(found > 0, found, 1.0) / expected), 0.0)
+    )
+    unnoticed *= stats.ncx2.cdf(
+        stats.chi2.isf(FALSE_ALARM, freedom), freedom, 2 * draws * max(divergence, 1e-12)
+    )
     return float(1 - unnoticed)
 
 
-def weakest(exact: np.ndarray, alternatives: Mapping[str, np.ndarray], draws: int) -> tuple[float, str]:
+def weakest(
+    exact: np.ndarray, alternatives: Mapping[str, np.ndarray], draws: int
+) -> tuple[float, str]:
     """Return the power against the alternative that is noticed least, and its name."""
-    return min((power(exact, alternative, draws), name) for name, alternative in alternatives.items())
+    return min(
+        (power(exact, alternative, draws), name) for name, alternative in alternatives.items()
+    )
 
 
 def check(counts: np.ndarray, exact: np.ndarray, alternatives: Mapping[str, np.ndarray]) -> None:
@@ -69,7 +77,10 @@ def check(counts: np.ndarray, exact: np.ndarray, alternatives: Mapping[str, np.n
     """
     draws = int(counts.sum())
     sure, name = weakest(exact, alternatives, draws)
-    assert sure >= LEAST_POWER, f"{draws} draws notice {name!r} with probability {sure:.3f}: take more, or other distributions"
+    assert sure >= LEAST_POWER, (
+        f"{draws} draws notice {name!r} with probability {sure:.3f}: take more, or other"
+        " distributions"
+    )
     found = g_test(pooled(counts, exact, draws), pooled(exact, exact, draws))
     assert found >= FALSE_ALARM, f"p-value {found:.1e}"
 

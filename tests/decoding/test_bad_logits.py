@@ -49,7 +49,9 @@ RULES = {  # shape of draft, sampling, rule
     "coupled chain": (Chain(3), DRAWN, "coupled"),
     "coupled tree": (SHAPES["static"], DRAWN, "coupled"),
 }
-TABLE = np.random.default_rng(1).normal(size=(V, V)).astype(np.float32)  # of the target; the drafter's is close to it
+TABLE = (
+    np.random.default_rng(1).normal(size=(V, V)).astype(np.float32)
+)  # of the target; the drafter's is close to it
 OTHER = TABLE + 0.3 * np.random.default_rng(2).normal(size=(V, V)).astype(np.float32)
 
 
@@ -59,14 +61,28 @@ def drafted(shape, sampling, rule):
     draft_keys, keys = split_keys(jax.random.split(jax.random.key(0), ROWS), 2)
     at_depths = split_keys(draft_keys, shape.depth)
     if rule == "coupled":
-        at_depths = position_keys(draft_keys, jnp.broadcast_to(jnp.arange(shape.depth)[:, None], (shape.depth, ROWS)))
-        keys = position_keys(draft_keys, jnp.broadcast_to(jnp.arange(shape.depth + 1)[:, None], (shape.depth + 1, ROWS)))
+        at_depths = position_keys(
+            draft_keys, jnp.broadcast_to(jnp.arange(shape.depth)[:, None], (shape.depth, ROWS))
+        )
+        keys = position_keys(
+            draft_keys,
+            jnp.broadcast_to(jnp.arange(shape.depth + 1)[:, None], (shape.depth + 1, ROWS)),
+        )
     root = jnp.zeros(ROWS, jnp.int32)
 
     def read(frontier, state):
         return jnp.asarray(OTHER)[frontier.tokens], state
 
-    draft, _, _ = expand(shape, read, jnp.asarray(OTHER)[root], (), root, rows, at_depths, active=jnp.ones(ROWS, bool))
+    draft, _, _ = expand(
+        shape,
+        read,
+        jnp.asarray(OTHER)[root],
+        (),
+        root,
+        rows,
+        at_depths,
+        active=jnp.ones(ROWS, bool),
+    )
     return draft, jnp.asarray(TABLE)[draft.tokens], rows, keys
 
 
@@ -80,7 +96,10 @@ def cut_below(draft: Draft, node: jax.Array) -> Draft:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("block", "chosen tokens", "coupled tree") else pytest.mark.full)
+        pytest.param(
+            name,
+            marks=[] if name in ("block", "chosen tokens", "coupled tree") else pytest.mark.full,
+        )
         for name in RULES
     ],
 )
@@ -88,7 +107,9 @@ def test_every_rule_ends_at_a_node_without_a_distribution(name) -> None:
     """The rule goes on as if nothing had been drafted there, and tells of it if the path ends there. Other rows see nothing."""
     draft, logits, rows, keys = drafted(*RULES[name])
     run = jax.jit(verify)
-    node = jnp.arange(ROWS) % (draft.tokens.shape[1] + 1)  # the last number is none's: those rows are sound
+    node = jnp.arange(ROWS) % (
+        draft.tokens.shape[1] + 1
+    )  # the last number is none's: those rows are sound
     is_node = jnp.arange(draft.tokens.shape[1]) == node[:, None]
     expected = run(cut_below(draft, node), logits, rows, keys)
     ends = jnp.take_along_axis(expected.path, expected.count[:, None] - 1, axis=1)[:, 0] == node
@@ -98,9 +119,13 @@ def test_every_rule_ends_at_a_node_without_a_distribution(name) -> None:
         found = run(draft, jnp.where(is_node[..., None], spoil(logits), logits), rows, keys)
         assert np.array_equal(found.bad, ends), fault
         assert np.array_equal(found.count, expected.count), fault
-        assert np.array_equal(jnp.where(ends, 0, found.token), jnp.where(ends, 0, expected.token)), fault
+        assert np.array_equal(
+            jnp.where(ends, 0, found.token), jnp.where(ends, 0, expected.token)
+        ), fault
         on_path = np.arange(found.path.shape[1]) < np.asarray(found.count)[:, None]
-        assert np.array_equal(np.where(on_path, found.path, 0), np.where(on_path, expected.path, 0)), fault
+        assert np.array_equal(
+            np.where(on_path, found.path, 0), np.where(on_path, expected.path, 0)
+        ), fault
 
 
 @pytest.mark.parametrize("name", ["block", "rejection", "drawn siblings"])
@@ -111,12 +136,14 @@ def test_what_a_drafter_could_not_draw_was_not_drafted(name) -> None:
     is_node = jnp.arange(draft.tokens.shape[1]) == node[:, None]
     run = jax.jit(verify)
     expected = run(cut_below(draft, node), logits, rows, keys)
-    found = run(replace(draft, q=jnp.where(is_node[..., None], jnp.nan, draft.q)), logits, rows, keys)
+    found = run(
+        replace(draft, q=jnp.where(is_node[..., None], jnp.nan, draft.q)), logits, rows, keys
+    )
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert np.array_equal(one, other)
 
 
-# --- a whole generation ----------------------------------------------------------------------------------------------
+# --- a whole generation ---------------------------------------------------------------------------
 
 
 @struct.dataclass
@@ -153,17 +180,31 @@ def attempt(run) -> tuple[decoding.Result, dict[int, int]]:
 
 def options(rule: str) -> dict:
     sampling = Sampling(temperature=np.array([0.0, 0.7] * 4), top_p=0.95)
-    return {"rule": rule, "sampling": sampling, "key": jax.random.key(3), "max_new_tokens": NEW, "eos_token_ids": ()}
+    return {
+        "rule": rule,
+        "sampling": sampling,
+        "key": jax.random.key(3),
+        "max_new_tokens": NEW,
+        "eos_token_ids": (),
+    }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("shape", [None, "lookup", *SHAPES])
-def test_a_bad_row_ends_where_plain_decoding_would_and_the_others_go_on(sound, breaks, shape) -> None:
+def test_a_bad_row_ends_where_plain_decoding_would_and_the_others_go_on(
+    sound, breaks, shape
+) -> None:
     """The error names each row and the position; what it holds of the others is their whole text."""
     drafters = {None: None, "lookup": PromptLookup(draft=Chain(3))}
-    drafter = drafters[shape] if shape in drafters else DraftModel(tiny_target(seed=5, num_layers=1), draft=SHAPES[shape])
+    drafter = (
+        drafters[shape]
+        if shape in drafters
+        else DraftModel(tiny_target(seed=5, num_layers=1), draft=SHAPES[shape])
+    )
     texts = outputs(specjax.generate(sound, drafter, PROMPTS, **options("coupled")))
-    result, broken = attempt(lambda: specjax.generate(breaks, drafter, PROMPTS, **options("coupled")))
+    result, broken = attempt(
+        lambda: specjax.generate(breaks, drafter, PROMPTS, **options("coupled"))
+    )
     plain, _ = expected_ends(breaks)
     assert 2 <= len(broken) <= 6
     assert broken == plain
@@ -177,7 +218,9 @@ def expected_ends(breaks: Breaks) -> tuple[dict[int, int], list[list[int]]]:
     texts = outputs(specjax.generate(sound, None, PROMPTS, **options("coupled")))
     logits = breaks.forward(jnp.asarray(texts))[0].logits
     is_bad = np.asarray(jnp.isnan(logits).any(-1))[:, PROMPTS.shape[1] - 1 : -1]
-    return {row: PROMPTS.shape[1] + int(np.argmax(bad)) for row, bad in enumerate(is_bad) if bad.any()}, texts
+    return {
+        row: PROMPTS.shape[1] + int(np.argmax(bad)) for row, bad in enumerate(is_bad) if bad.any()
+    }, texts
 
 
 @pytest.mark.full
@@ -201,7 +244,12 @@ def test_no_rule_says_a_word_where_there_is_none(breaks, rule) -> None:
 def test_broken_weights_are_an_error_at_the_first_token(sound, fault) -> None:
     """NaN in any weight that every pass reads, plain and with a draft: nothing is emitted."""
     name = next((name for name in sound.params if fault in name), "embed")
-    broken = sound.replace(params={**sound.params, name: jax.tree.map(lambda x: x.at[...].set(jnp.nan), sound.params[name])})
+    broken = sound.replace(
+        params={
+            **sound.params,
+            name: jax.tree.map(lambda x: x.at[...].set(jnp.nan), sound.params[name]),
+        }
+    )
     for drafter in (None, PromptLookup(draft=Chain(3))):
         with pytest.raises(LogitsError, match=r"row 1: .* position 6") as caught:
             specjax.generate(broken, drafter, PROMPTS[:2], max_new_tokens=4)
@@ -266,7 +314,10 @@ def test_a_drafter_without_logits_changes_no_text(sound, shape) -> None:
     plain = outputs(specjax.generate(sound, None, PROMPTS, **options("coupled")))
     for part in (slice(None), slice(3, 5)):
         drafter = DraftModel(
-            small.replace(params={**small.params, "embed": small.params["embed"].at[part].set(jnp.nan)}), draft=SHAPES[shape]
+            small.replace(
+                params={**small.params, "embed": small.params["embed"].at[part].set(jnp.nan)}
+            ),
+            draft=SHAPES[shape],
         )
         assert outputs(specjax.generate(sound, drafter, PROMPTS, **options("coupled"))) == plain
         result = specjax.generate(sound, drafter, PROMPTS, **options("independent"))
@@ -287,16 +338,21 @@ def test_the_check_is_no_pass_of_its_own() -> None:
 
         def verdict(logits, *, with_check, rows=rows, keys=keys):
             found = verify(draft, logits, rows, keys)
-            return (found.count, found.token, found.bad) if with_check else (found.count, found.token)
+            return (
+                (found.count, found.token, found.bad) if with_check else (found.count, found.token)
+            )
 
         counted = [
-            jax.jit(partial(verdict, with_check=with_check)).lower(logits).compile().cost_analysis()["bytes accessed"]
+            jax.jit(partial(verdict, with_check=with_check))
+            .lower(logits)
+            .compile()
+            .cost_analysis()["bytes accessed"]
             for with_check in (True, False)
         ]
         assert counted[0] < counted[1] + 0.02 * logits.nbytes
 
 
-# --- the engine ------------------------------------------------------------------------------------------------------
+# --- the engine -----------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -305,13 +361,29 @@ def test_an_engine_ends_the_bad_texts_alone_and_serves_on(breaks, drafter) -> No
     """Each bad text keeps the tokens before the fault, and its error names the position. The server is as it was."""
     broken, texts = expected_ends(breaks)
     keys = decoding.GenerationOptions(key=options("coupled")["key"]).row_keys(len(PROMPTS))
-    sizes = {"rows": 8, "widths": (8,), "pages": 64, "page": 8, "chunk": 16, "capacity": 32, "steps": 4}
+    sizes = {
+        "rows": 8,
+        "widths": (8,),
+        "pages": 64,
+        "page": 8,
+        "chunk": 16,
+        "capacity": 32,
+        "steps": 4,
+    }
     with Engine(breaks, drafter, **sizes) as engine:
         for _ in range(2):
             handles = []
             for row, prompt in enumerate(PROMPTS):
                 sampling = {"temperature": (0.0, 0.7)[row % 2], "top_p": 0.95}
-                handles.append(engine.submit(prompt.tolist(), max_new_tokens=NEW, key=keys[row], eos_token_ids=(), **sampling))
+                handles.append(
+                    engine.submit(
+                        prompt.tolist(),
+                        max_new_tokens=NEW,
+                        key=keys[row],
+                        eos_token_ids=(),
+                        **sampling,
+                    )
+                )
             for row, handle in enumerate(handles):
                 if row in broken:
                     with pytest.raises(EngineError, match=f"position {broken[row]} are invalid"):

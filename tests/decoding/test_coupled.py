@@ -22,7 +22,9 @@ from tests.conftest import FEW_TOKENS, SHAPES, outputs, tiny_target
 
 # Every temperature with every kind of truncation, and a greedy row among them.
 SETTINGS = [(0.0, 1.0, 0, 0.0)]
-SETTINGS += [(t, *cut) for t in (0.6, 1.0, 1.5) for cut in ((1.0, 0, 0.0), (0.9, 0, 0.0), (1.0, 5, 0.05))]
+SETTINGS += [
+    (t, *cut) for t in (0.6, 1.0, 1.5) for cut in ((1.0, 0, 0.0), (0.9, 0, 0.0), (1.0, 5, 0.05))
+]
 MIXED = Sampling(*map(np.array, zip(*[(t, k, p, m) for t, p, k, m in SETTINGS], strict=True)))
 ROWS, NEW = len(SETTINGS), 24
 PROMPTS = np.random.default_rng(0).integers(0, 11, (ROWS, 6))
@@ -33,7 +35,9 @@ KEYS = jax.random.split(jax.random.key(5), ROWS)
 def drafters() -> dict:
     small = tiny_target(seed=5, num_layers=1)
     return {
-        **{f"draft model, {name}": DraftModel(small, draft=shape) for name, shape in SHAPES.items()},
+        **{
+            f"draft model, {name}": DraftModel(small, draft=shape) for name, shape in SHAPES.items()
+        },
         "prompt lookup": PromptLookup(draft=Chain(3)),
     }
 
@@ -69,12 +73,22 @@ def test_rows_differ_and_keys_matter(run, plain) -> None:
 def test_a_row_is_the_same_alone_and_in_any_batch(target, run, plain, name) -> None:
     drafter = drafters()[name] if name else None
     order = np.random.default_rng(1).permutation(ROWS)
-    settings = Sampling(*(np.asarray(getattr(MIXED, field))[order] for field in Sampling.__dataclass_fields__))
-    moved = outputs(run(drafter, PROMPTS[order], LENGTHS[order], key=KEYS[order], sampling=settings))
+    settings = Sampling(
+        *(np.asarray(getattr(MIXED, field))[order] for field in Sampling.__dataclass_fields__)
+    )
+    moved = outputs(
+        run(drafter, PROMPTS[order], LENGTHS[order], key=KEYS[order], sampling=settings)
+    )
     assert moved == [plain[row] for row in order]
     for row in (0, 2, 6) if drafter is None else (2,):
         one, (temperature, top_p, top_k, min_p) = slice(row, row + 1), SETTINGS[row]
-        alone = run(drafter, PROMPTS[one], LENGTHS[one], key=KEYS[one], sampling=Sampling(temperature, top_k, top_p, min_p))
+        alone = run(
+            drafter,
+            PROMPTS[one],
+            LENGTHS[one],
+            key=KEYS[one],
+            sampling=Sampling(temperature, top_k, top_p, min_p),
+        )
         assert outputs(alone)[0] == plain[row]
 
 
@@ -82,7 +96,9 @@ def test_a_row_is_the_same_alone_and_in_any_batch(target, run, plain, name) -> N
 @pytest.mark.parametrize("steps", [1, 3])
 def test_streaming_gives_the_same_text(target, plain, steps) -> None:
     options = {"max_new_tokens": NEW, "sampling": MIXED, "key": KEYS, "rule": "coupled"}
-    *_, last = specjax.stream(target, drafters()["draft model, static"], PROMPTS, LENGTHS, **options, steps=steps)
+    *_, last = specjax.stream(
+        target, drafters()["draft model, static"], PROMPTS, LENGTHS, **options, steps=steps
+    )
     assert outputs(last) == plain
 
 
@@ -93,7 +109,9 @@ def test_a_generation_that_is_cut_continues_with_the_same_text(run, plain) -> No
     prompts = np.zeros((ROWS, cut.max()), int)
     for row, length in enumerate(cut):
         prompts[row, :length] = plain[row][:length]
-    rest = run(drafters()["draft model, chain"], prompts, cut, key=KEYS, max_new_tokens=LENGTHS + NEW - cut)
+    rest = run(
+        drafters()["draft model, chain"], prompts, cut, key=KEYS, max_new_tokens=LENGTHS + NEW - cut
+    )
     assert outputs(rest) == plain
 
 
@@ -101,10 +119,16 @@ def test_a_generation_that_is_cut_continues_with_the_same_text(run, plain) -> No
 @pytest.mark.parametrize("draws", [25_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(None, marks=pytest.mark.thorough), "draft model", pytest.param("prompt lookup", marks=pytest.mark.thorough)],
+    [
+        pytest.param(None, marks=pytest.mark.thorough),
+        "draft model",
+        pytest.param("prompt lookup", marks=pytest.mark.thorough),
+    ],
 )
 def test_the_text_has_the_exact_distribution(name, draws) -> None:
-    conformance.check_distribution(few(), {None: None, **small()}[name], rule="coupled", draws=draws)
+    conformance.check_distribution(
+        few(), {None: None, **small()}[name], rule="coupled", draws=draws
+    )
 
 
 def few() -> specjax.Target:
@@ -113,15 +137,23 @@ def few() -> specjax.Target:
 
 def small() -> dict:
     model = tiny_target(seed=5, num_layers=1, **FEW_TOKENS)
-    return {"draft model": DraftModel(model, draft=DynamicTree(top_k=3, depth=2, nodes=7)), "prompt lookup": PromptLookup()}
+    return {
+        "draft model": DraftModel(model, draft=DynamicTree(top_k=3, depth=2, nodes=7)),
+        "prompt lookup": PromptLookup(),
+    }
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("compiled_anew")
 def test_noise_that_serves_two_positions_fails_the_distribution(monkeypatch) -> None:
     keys = loop.position_keys
-    monkeypatch.setattr(loop, "position_keys", lambda row_keys, positions: keys(row_keys, positions // 2))
-    assert max(conformance.p_values(few(), None, rule="coupled", draws=25_000)) < conformance.FALSE_ALARM
+    monkeypatch.setattr(
+        loop, "position_keys", lambda row_keys, positions: keys(row_keys, positions // 2)
+    )
+    assert (
+        max(conformance.p_values(few(), None, rule="coupled", draws=25_000))
+        < conformance.FALSE_ALARM
+    )
 
 
 @struct.dataclass
@@ -139,18 +171,25 @@ def test_a_drafter_with_noise_of_its_own_is_accepted_less_and_changes_nothing(ru
     other = run(OtherNoise(drafter.model, draft=drafter.draft_shape), PROMPTS, LENGTHS, key=KEYS)
     assert outputs(other) == plain
     same = run(drafter, PROMPTS, LENGTHS, key=KEYS)
-    assert metrics.summarise(other.stats).acceptance_length < metrics.summarise(same.stats).acceptance_length - 0.2
+    assert (
+        metrics.summarise(other.stats).acceptance_length
+        < metrics.summarise(same.stats).acceptance_length - 0.2
+    )
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sampling", [Sampling(temperature=1.0, top_k=2), Sampling(temperature=1.5, top_p=0.5)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=1.0, top_k=2), Sampling(temperature=1.5, top_p=0.5)]
+)
 def test_children_beyond_a_truncation_are_the_next_likely_ones(target, sampling) -> None:
     """What the target keeps may be what the drafter does not. Here they keep two tokens each, or about as few."""
     drafter = drafters()["draft model, static"]
     lengths = {}
     for rule in ("independent", "coupled"):
         prompts = np.tile(PROMPTS, (4, 1))
-        result = specjax.generate(target, drafter, prompts, max_new_tokens=64, sampling=sampling, rule=rule)
+        result = specjax.generate(
+            target, drafter, prompts, max_new_tokens=64, sampling=sampling, rule=rule
+        )
         lengths[rule] = metrics.summarise(result.stats).acceptance_length
     assert lengths["coupled"] > lengths["independent"], lengths
 
@@ -179,7 +218,9 @@ def test_numbers_that_draft_and_residual_share_bias_the_other_rules(monkeypatch)
     monkeypatch.setattr(loop, "_keys_of_step", shared)
     monkeypatch.setattr(verification, "split_keys", as_the_drafter_does)
     # Of the first token, which is the draft or what is drawn in its place.
-    (found,) = conformance.p_values(few(), drafter, [Sampling()], rule="rejection", draws=50_000, horizon=1)
+    (found,) = conformance.p_values(
+        few(), drafter, [Sampling()], rule="rejection", draws=50_000, horizon=1
+    )
     assert found < conformance.FALSE_ALARM
 
 
@@ -193,27 +234,40 @@ def test_the_default_rules(target) -> None:
     }
     drafter = DraftModel(tiny_target(seed=5, num_layers=1), draft=StaticTree(((0,), (1,))))
     for rule, expected in ((None, "coupled"), ("independent", "independent")):
-        _, state = decoding.start(target, drafter, [[1]], options=GenerationOptions(sampling=Sampling(), rule=rule))
+        _, state = decoding.start(
+            target, drafter, [[1]], options=GenerationOptions(sampling=Sampling(), rule=rule)
+        )
         assert state.sampling.rule == expected
 
 
 @pytest.mark.parametrize("rule", ["block", "rejection"])
 def test_rules_of_chains_are_refused_for_trees(target, rule) -> None:
     """And not replaced by another rule. Whoever compares drafters by one rule is told which of them it does not fit."""
-    model, options = tiny_target(seed=5, num_layers=1), GenerationOptions(sampling=Sampling(), rule=rule)
+    model, options = (
+        tiny_target(seed=5, num_layers=1),
+        GenerationOptions(sampling=Sampling(), rule=rule),
+    )
     for name, shape in SHAPES.items():
         if name in ("chain", "adaptive"):
             assert options.rule_for(shape) == rule
         else:
-            with pytest.raises(InputError, match=f"rule='{rule}': verifies chains, but the draft is a {name}"):
+            with pytest.raises(
+                InputError, match=f"rule='{rule}': verifies chains, but the draft is a {name}"
+            ):
                 decoding.start(target, DraftModel(model, draft=shape), [[1]], options=options)
-    assert {options.rule_for(drafter.draft_shape) for drafter in (NoDraft(), PromptLookup())} == {rule}
+    assert {options.rule_for(drafter.draft_shape) for drafter in (NoDraft(), PromptLookup())} == {
+        rule
+    }
 
 
 @pytest.mark.full
 def test_of_a_certain_q_the_rules_of_chains_come_to_matching() -> None:
     """So copied tokens, which have no q, are verified as asked: as many are accepted, as often."""
-    p, x, rows = np.random.default_rng(0).dirichlet(np.ones(5), 4).astype(np.float32), np.array([0, 1, 2]), 20_000
+    p, x, rows = (
+        np.random.default_rng(0).dirichlet(np.ones(5), 4).astype(np.float32),
+        np.array([0, 1, 2]),
+        20_000,
+    )
     p[np.arange(3), x] += 1  # accepted often
     p /= p.sum(axis=1, keepdims=True)
     reached = np.append(np.cumprod([1.0, *p[np.arange(3), x]]), 0.0)
@@ -222,8 +276,16 @@ def test_of_a_certain_q_the_rules_of_chains_come_to_matching() -> None:
     def every_row(values: np.ndarray) -> jax.Array:
         return jnp.broadcast_to(values, (rows, *values.shape))
 
-    for rule, q in (("independent", None), ("block", every_row(np.eye(5)[x])), ("rejection", every_row(np.eye(5)[x]))):
+    for rule, q in (
+        ("independent", None),
+        ("block", every_row(np.eye(5)[x])),
+        ("rejection", every_row(np.eye(5)[x])),
+    ):
         draft = Draft.chain(jnp.zeros(rows, int), every_row(x), q)
-        verdict = verification.verify(draft, jnp.log(every_row(p)), sampling.replace(rule=rule), keys)
+        verdict = verification.verify(
+            draft, jnp.log(every_row(p)), sampling.replace(rule=rule), keys
+        )
         counts = np.bincount(np.asarray(verdict.count) - 1, minlength=4)
-        assert conformance.g_test(counts, reached[:-1] - reached[1:]) >= conformance.FALSE_ALARM, rule
+        assert conformance.g_test(counts, reached[:-1] - reached[1:]) >= conformance.FALSE_ALARM, (
+            rule
+        )

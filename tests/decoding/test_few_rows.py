@@ -49,9 +49,13 @@ def test_xla_knows_the_option_and_one_that_it_does_not_know_ends_nothing() -> No
 def test_only_a_few_rows_of_float32_on_one_cpu_avoid_ynnpack(eigen_is_faster) -> None:
     target, drafter = tiny_target(), DraftModel(tiny_target(seed=5, num_layers=1))
     eigen_is_faster(True)
-    assert [rows for rows in range(100) if few_rows.avoids_ynnpack(rows, (target, drafter))] == list(range(3, 49))
+    assert [
+        rows for rows in range(100) if few_rows.avoids_ynnpack(rows, (target, drafter))
+    ] == list(range(3, 49))
     halves = Target(jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params), target.config)
-    params = target.params | {"lm_head": jnp.ones((target.config.hidden_size, target.config.vocab_size), jnp.int8)}
+    params = target.params | {
+        "lm_head": jnp.ones((target.config.hidden_size, target.config.vocab_size), jnp.int8)
+    }
     on_mesh = Target(target.params, target.config, sharding.make_mesh(1, 1))
     for other in (halves, Target(params, target.config), on_mesh):
         assert not few_rows.avoids_ynnpack(5, (other, drafter))
@@ -74,8 +78,14 @@ def test_the_compiled_loop_is_without_ynnpack_and_writes_the_same_text(eigen_is_
             "costs": costs._score.lower(target, state.cache, 5, 2),
             "drafting": costs._propose.lower(target, drafter, state, 2),
         }
-        uses[answer] = {name: "__ynn_fusion" in lowered.compile().as_text() for name, lowered in programs.items()}
-    assert uses == {answer: dict.fromkeys(("decode", "costs", "drafting"), not answer) for answer in (False, True)}
+        uses[answer] = {
+            name: "__ynn_fusion" in lowered.compile().as_text()
+            for name, lowered in programs.items()
+        }
+    assert uses == {
+        answer: dict.fromkeys(("decode", "costs", "drafting"), not answer)
+        for answer in (False, True)
+    }
     np.testing.assert_array_equal(texts[True], texts[False])
 
 

@@ -19,7 +19,15 @@ import specjax
 from specjax import decoding
 from specjax.decoding.options import GenerationOptions, bucket
 from specjax.decoding.state import PREFILL_CHUNK
-from specjax.drafters import Draft, DraftModel, Eagle, EarlyExit, Gemma4Assistant, NoDraft, PromptLookup
+from specjax.drafters import (
+    Draft,
+    DraftModel,
+    Eagle,
+    EarlyExit,
+    Gemma4Assistant,
+    NoDraft,
+    PromptLookup,
+)
 from specjax.drafts.shapes import Chain, StaticTree, halvings
 from specjax.errors import InputError
 from specjax.evaluation import conformance, metrics
@@ -48,7 +56,12 @@ def drafters() -> dict:
 
 
 NAMES = list(drafters())
-ENDINGS = ["draft model", "prompt lookup", "dynamic draft model", "static early exit"]  # of every way to draft one
+ENDINGS = [
+    "draft model",
+    "prompt lookup",
+    "dynamic draft model",
+    "static early exit",
+]  # of every way to draft one
 
 
 def greedy_oracle(target, prompt: list[int], count: int, eos=()) -> list[int]:
@@ -94,7 +107,9 @@ class DropsUnsure(DraftModel):
 
     def propose(self, target, state, root, sampling, keys, active):
         draft, state = super().propose(target, state, root, sampling, keys, active)
-        sure = jnp.take_along_axis(draft.q[:, :-1], draft.tokens[:, 1:, None], axis=2)[..., 0] >= 0.3
+        sure = (
+            jnp.take_along_axis(draft.q[:, :-1], draft.tokens[:, 1:, None], axis=2)[..., 0] >= 0.3
+        )
         kept = jnp.cumprod(sure, axis=1).astype(bool)
         return replace(draft, valid=draft.valid.at[:, 1:].set(draft.valid[:, 1:] & kept)), state
 
@@ -107,21 +122,38 @@ class DropsUnsure(DraftModel):
 @pytest.mark.parametrize("rule", ["block", "rejection"])
 def test_a_stop_rule_that_drops_the_improbable_token_fails_the_same_test(rule) -> None:
     target = tiny_target(seed=2, **FEW_TOKENS)
-    drafter = DropsUnsure(tiny_target(seed=5, num_layers=1, **FEW_TOKENS), draft=Chain(2, stop_below=0.3))
-    assert max(conformance.p_values(target, drafter, [Sampling()], rule=rule, draws=25_000)) < conformance.FALSE_ALARM
+    drafter = DropsUnsure(
+        tiny_target(seed=5, num_layers=1, **FEW_TOKENS), draft=Chain(2, stop_below=0.3)
+    )
+    assert (
+        max(conformance.p_values(target, drafter, [Sampling()], rule=rule, draws=25_000))
+        < conformance.FALSE_ALARM
+    )
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [None, pytest.param("dynamic draft model", marks=pytest.mark.thorough)])  # see conformance
+@pytest.mark.parametrize(
+    "name", [None, pytest.param("dynamic draft model", marks=pytest.mark.thorough)]
+)  # see conformance
 def test_a_row_is_the_same_alone(target, name) -> None:
     """As in any batch, which the conformance suite sees to."""
     drafter = drafters()[name] if name else None
     keys = jax.random.split(jax.random.key(3), 3)
     run = partial(specjax.generate, target, drafter, max_new_tokens=NEW)
-    together = run(PROMPTS, LENGTHS, sampling=Sampling(temperature=np.array([0.0, 1.0, 0.7]), top_p=0.9), key=keys)
+    together = run(
+        PROMPTS,
+        LENGTHS,
+        sampling=Sampling(temperature=np.array([0.0, 1.0, 0.7]), top_p=0.9),
+        key=keys,
+    )
     for row, temperature in enumerate((0.0, 1.0, 0.7)):
         one = slice(row, row + 1)
-        alone = run(PROMPTS[one], LENGTHS[one], sampling=Sampling(temperature=temperature, top_p=0.9), key=keys[one])
+        alone = run(
+            PROMPTS[one],
+            LENGTHS[one],
+            sampling=Sampling(temperature=temperature, top_p=0.9),
+            key=keys[one],
+        )
         assert outputs(alone)[0] == outputs(together)[row]
 
 
@@ -130,7 +162,9 @@ def test_end_of_sequence_inside_an_accepted_block(target, name) -> None:
     full = outputs(specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=NEW))
     drafter = drafters()[name]
     for eos in range(target.config.vocab_size):  # token 0 too
-        result = specjax.generate(target, drafter, PROMPTS, LENGTHS, max_new_tokens=NEW, eos_token_ids=(eos,))
+        result = specjax.generate(
+            target, drafter, PROMPTS, LENGTHS, max_new_tokens=NEW, eos_token_ids=(eos,)
+        )
         for row, length in enumerate(LENGTHS):
             new = full[row][length:]
             expected = new[: new.index(eos) + 1] if eos in new else new
@@ -143,8 +177,15 @@ def test_end_of_sequence_inside_an_accepted_block(target, name) -> None:
 @pytest.mark.parametrize("name", ENDINGS)
 def test_the_limit_falls_inside_an_accepted_block(target, name) -> None:
     full = outputs(specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=NEW))
-    for limits in ([1, 2, NEW], [NEW, 5, 6], [7, NEW, 3], [4, 11, NEW]):  # one shape, one compilation
-        result = specjax.generate(target, drafters()[name], PROMPTS, LENGTHS, max_new_tokens=np.array(limits))
+    for limits in (
+        [1, 2, NEW],
+        [NEW, 5, 6],
+        [7, NEW, 3],
+        [4, 11, NEW],
+    ):  # one shape, one compilation
+        result = specjax.generate(
+            target, drafters()[name], PROMPTS, LENGTHS, max_new_tokens=np.array(limits)
+        )
         for row, length in enumerate(LENGTHS):
             assert outputs(result)[row] == full[row][: length + limits[row]]
             assert metrics.summarise(result.stats, row).emitted == limits[row]
@@ -158,11 +199,21 @@ def test_full_acceptance_for_200_steps(temperature, rule) -> None:
     target = tiny_target(max_positions=1024)
     drafter = DraftModel(model=target, draft=Chain(3))
     result = specjax.generate(
-        target, drafter, PROMPTS, LENGTHS, max_new_tokens=800, sampling=Sampling(temperature=temperature), rule=rule
+        target,
+        drafter,
+        PROMPTS,
+        LENGTHS,
+        max_new_tokens=800,
+        sampling=Sampling(temperature=temperature),
+        rule=rule,
     )
     for row in range(3):
         summary = metrics.summarise(result.stats, row)
-        assert (summary.steps, summary.acceptance_length, summary.acceptance_rate) == (200, 4.0, 1.0)
+        assert (summary.steps, summary.acceptance_length, summary.acceptance_rate) == (
+            200,
+            4.0,
+            1.0,
+        )
         assert summary.histogram == (0, 0, 0, 0, 200)
         assert summary.by_position == (1.0, 1.0, 1.0)
 
@@ -200,7 +251,9 @@ class Recorder(NoDraft):
     def append_committed(self, target, state, committed):
         def put(buffer, values):
             step = jnp.arange(values.shape[1])[None]
-            slots = jnp.where(step < committed.count[:, None], state["seen"][:, None] + step, buffer.shape[1])
+            slots = jnp.where(
+                step < committed.count[:, None], state["seen"][:, None] + step, buffer.shape[1]
+            )
             return buffer.at[jnp.arange(len(buffer))[:, None], slots].set(values, mode="drop")
 
         return {
@@ -220,7 +273,9 @@ def test_a_drafter_is_told_of_every_committed_token_once(monkeypatch, chunk) -> 
     monkeypatch.setattr("specjax.decoding.state.PREFILL_CHUNK", chunk)
     target = tiny_target()
     prompts, lengths = np.random.default_rng(0).integers(0, 11, (2, 45)), np.array([45, 17])
-    _, state = decoding.start(target, Recorder(), prompts, lengths, GenerationOptions(max_new_tokens=6), capacity=64)
+    _, state = decoding.start(
+        target, Recorder(), prompts, lengths, GenerationOptions(max_new_tokens=6), capacity=64
+    )
     state = decoding.decode(target, Recorder(), state, 4)
     told, texts = state.drafter, np.asarray(state.tokens)
     whole = jax.jit(lambda target, tokens: target.forward(tokens, taps=(1, 2))[0])(target, texts)
@@ -243,16 +298,28 @@ def test_a_request_takes_the_place_of_a_finished_row(target) -> None:
     drafter = drafters()["draft model"]
     sampling = Sampling(temperature=np.array([1.0, 0.5, 0.8]), top_p=0.9)
     keys = jax.random.split(jax.random.key(3), 3)
-    options = GenerationOptions(max_new_tokens=np.array([NEW, 3, NEW]), sampling=sampling, key=keys, eos_token_ids=(2, 9))
+    options = GenerationOptions(
+        max_new_tokens=np.array([NEW, 3, NEW]), sampling=sampling, key=keys, eos_token_ids=(2, 9)
+    )
     _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, options, capacity=32, mixed=True)
     state = decoding.decode(target, drafter, state, 3)
     assert bool(state.done[1])
     fresh = GenerationOptions(max_new_tokens=NEW, eos_token_ids=())
-    _, request = decoding.start(target, drafter, [[5, 4, 5, 4]], options=fresh, capacity=32, mixed=True)
+    _, request = decoding.start(
+        target, drafter, [[5, 4, 5, 4]], options=fresh, capacity=32, mixed=True
+    )
     for row, other, message in (
         (3, request, "row=3: the state has 3 rows"),
-        (1, decoding.start(target, drafter, [[5]], options=fresh, capacity=32)[1], "with mixed=True"),
-        (1, decoding.start(target, drafter, [[5]], options=fresh, capacity=48, mixed=True)[1], "capacity=32"),
+        (
+            1,
+            decoding.start(target, drafter, [[5]], options=fresh, capacity=32)[1],
+            "with mixed=True",
+        ),
+        (
+            1,
+            decoding.start(target, drafter, [[5]], options=fresh, capacity=48, mixed=True)[1],
+            "capacity=32",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             decoding.insert(state, other, row)
@@ -269,12 +336,20 @@ def test_a_request_takes_the_place_of_a_finished_row(target) -> None:
 def test_a_coupled_request_keeps_its_text_wherever_it_is_inserted(target) -> None:
     """Its random numbers belong to its own key and positions: neither the row nor the step at which it came matters."""
     drafter = drafters()["draft model"]
-    shared = {"sampling": Sampling(temperature=0.8, top_p=0.9), "rule": "coupled", "eos_token_ids": ()}
-    options = GenerationOptions(max_new_tokens=np.array([NEW, 3, NEW]), key=jax.random.key(3), **shared)
+    shared = {
+        "sampling": Sampling(temperature=0.8, top_p=0.9),
+        "rule": "coupled",
+        "eos_token_ids": (),
+    }
+    options = GenerationOptions(
+        max_new_tokens=np.array([NEW, 3, NEW]), key=jax.random.key(3), **shared
+    )
     _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, options, capacity=32, mixed=True)
     state = decoding.decode(target, drafter, state, 3)
     fresh = GenerationOptions(max_new_tokens=NEW, key=jax.random.key(8), **shared)
-    _, request = decoding.start(target, drafter, [[5, 4, 5, 4]], options=fresh, capacity=32, mixed=True)
+    _, request = decoding.start(
+        target, drafter, [[5, 4, 5, 4]], options=fresh, capacity=32, mixed=True
+    )
     state = decoding.decode(target, drafter, decoding.insert(state, request, 1), 100)
     (alone,) = outputs(specjax.generate(target, None, [[5, 4, 5, 4]], **vars(fresh)))
     assert state.tokens[1, : state.lengths[1]].tolist() == alone
@@ -290,15 +365,22 @@ class FromElsewhere(NoDraft):
 def test_a_draft_may_come_from_elsewhere(target) -> None:
     """`advance` verifies any draft: here one that was made by hand."""
     plain = specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=4)
-    _, state = decoding.start(target, FromElsewhere(), PROMPTS, LENGTHS, GenerationOptions(max_new_tokens=4))
+    _, state = decoding.start(
+        target, FromElsewhere(), PROMPTS, LENGTHS, GenerationOptions(max_new_tokens=4)
+    )
     right = np.stack([row[length:] for row, length in zip(outputs(plain), LENGTHS, strict=True)])
     right[1, 1] = (right[1, 1] + 1) % 11
     draft = Draft.chain(state.roots, jnp.asarray(right[:, :3]))
-    _, shallow = decoding.start(target, NoDraft(), PROMPTS, LENGTHS, GenerationOptions(max_new_tokens=4))
+    _, shallow = decoding.start(
+        target, NoDraft(), PROMPTS, LENGTHS, GenerationOptions(max_new_tokens=4)
+    )
     with pytest.raises(InputError, match="3 deep, but the state was started for drafts of depth 0"):
         decoding.advance(target, NoDraft(), shallow, draft)
     grown = Draft.of_tree(jnp.zeros((3, 5), int), jnp.array([[-1, 0, 0, 1, 2]] * 3))
-    with pytest.raises(InputError, match="4 deep, but the state was started for drafts of depth 3; give the draft's levels"):
+    with pytest.raises(
+        InputError,
+        match="4 deep, but the state was started for drafts of depth 3; give the draft's levels",
+    ):
         decoding.advance(target, FromElsewhere(), state, grown)
     state, info = jax.jit(partial(decoding.advance, target, FromElsewhere()))(state, draft)
     np.testing.assert_array_equal(info.emitted, [4, 2, 4])
@@ -328,14 +410,22 @@ def test_everything_that_is_kept_of_a_tree_is_of_the_accepted_path(target) -> No
     # In one of many runs of all tests the state came without the recorder's arrays, as if from a program that was traced for
     # plain decoding. Why is not known yet; nothing that was traced before is found here.
     jax.clear_caches()
-    _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, GenerationOptions(max_new_tokens=new))
+    _, state = decoding.start(
+        target, drafter, PROMPTS, LENGTHS, GenerationOptions(max_new_tokens=new)
+    )
     assert isinstance(state.drafter, dict), (type(state.drafter), drafter)
     depths = np.array([0, 1, 1, 2, 2, 3])
-    tokens = np.where(depths > 0, (coming[:, depths - 1] + 1 + np.arange(6)) % 11, np.asarray(state.roots)[:, None])
+    tokens = np.where(
+        depths > 0,
+        (coming[:, depths - 1] + 1 + np.arange(6)) % 11,
+        np.asarray(state.roots)[:, None],
+    )
     for row, path in enumerate(paths):
         off_path = [node for node in range(1, 6) if node not in path]
         clash = tokens[row] == coming[row, depths - 1]
-        tokens[row, off_path] = np.where(clash[off_path], (tokens[row, off_path] + 1) % 11, tokens[row, off_path])
+        tokens[row, off_path] = np.where(
+            clash[off_path], (tokens[row, off_path] + 1) % 11, tokens[row, off_path]
+        )
         tokens[row, path[1:]] = coming[row, : len(path) - 1]
     draft = Draft.of_tree(jnp.asarray(tokens, jnp.int32), parents)
     state, info = jax.jit(partial(decoding.advance, target, drafter, logprobs=2))(state, draft)
@@ -345,20 +435,31 @@ def test_everything_that_is_kept_of_a_tree_is_of_the_accepted_path(target) -> No
     of_text = jax.nn.log_softmax(forward(target, whole).logits)
     for row, path in enumerate(paths):
         start, end = LENGTHS[row], LENGTHS[row] + len(path)
-        assert state.tokens[row, :end].tolist() == texts[row][:end] and info.path[row, : len(path)].tolist() == path
+        assert (
+            state.tokens[row, :end].tolist() == texts[row][:end]
+            and info.path[row, : len(path)].tolist() == path
+        )
         said = np.asarray(of_text[row, start - 1 : end - 1])
         np.testing.assert_allclose(
-            info.logprobs.chosen[row, : len(path)], said[np.arange(len(path)), texts[row][start:end]], atol=1e-4
+            info.logprobs.chosen[row, : len(path)],
+            said[np.arange(len(path)), texts[row][start:end]],
+            atol=1e-4,
         )
         np.testing.assert_array_equal(info.logprobs.ids[row, : len(path)], np.argsort(-said)[:, :2])
-        np.testing.assert_allclose(info.logprobs.values[row, : len(path)], -np.sort(-said)[:, :2], atol=1e-4)
+        np.testing.assert_allclose(
+            info.logprobs.values[row, : len(path)], -np.sort(-said)[:, :2], atol=1e-4
+        )
         assert state.cache.length[row] == end - 1
-        for held, read in zip(jax.tree.leaves(state.cache.layers), jax.tree.leaves(entries), strict=True):
+        for held, read in zip(
+            jax.tree.leaves(state.cache.layers), jax.tree.leaves(entries), strict=True
+        ):
             np.testing.assert_allclose(held[row, :, : end - 1], read[row, :, : end - 1], atol=1e-4)
         assert state.drafter["tokens"][row, : end - 1].tolist() == texts[row][: end - 1]
         assert state.drafter["following"][row, : end - 1].tolist() == texts[row][1:end]
         for name, read in (("taps", output.taps), ("keys", entries[-1][0].transpose(0, 2, 1, 3))):
-            np.testing.assert_allclose(state.drafter[name][row, : end - 1], read[row, : end - 1], atol=1e-4)
+            np.testing.assert_allclose(
+                state.drafter[name][row, : end - 1], read[row, : end - 1], atol=1e-4
+            )
 
 
 def hand_made(kind: str, roots: jax.Array, guesses: np.ndarray, drawn: bool) -> Draft:
@@ -368,24 +469,37 @@ def hand_made(kind: str, roots: jax.Array, guesses: np.ndarray, drawn: bool) -> 
     if kind != "chain" and depth:
         chosen = jnp.insert(chosen, 1, (chosen[:, 0] + 1) % 11, axis=1)
     tokens = jnp.concatenate([roots[:, None], chosen], axis=1)
-    parents = np.arange(-1, depth) if kind == "chain" else np.array([-1, 0, 0, 1, 3])[: depth + 1 + (depth > 0)]
-    children = [max(np.flatnonzero(parents == node).tolist()[:1], default=0) for node in range(len(parents))]
+    parents = (
+        np.arange(-1, depth)
+        if kind == "chain"
+        else np.array([-1, 0, 0, 1, 3])[: depth + 1 + (depth > 0)]
+    )
+    children = [
+        max(np.flatnonzero(parents == node).tolist()[:1], default=0) for node in range(len(parents))
+    ]
     q = jax.nn.one_hot(tokens[:, np.array(children)], 11) if drawn else None
     if kind == "grown tree":
-        return Draft.of_tree(tokens, jnp.broadcast_to(jnp.asarray(parents), tokens.shape), q, levels=depth)
+        return Draft.of_tree(
+            tokens, jnp.broadcast_to(jnp.asarray(parents), tokens.shape), q, levels=depth
+        )
     return Draft.of_tree(tokens, parents, q)
 
 
 _thorough = partial(pytest.param, marks=pytest.mark.thorough)
 SHALLOW = [("chain", "coupled"), ("static tree", "independent"), ("grown tree", "coupled")]
-SHALLOW += [_thorough("chain", "block"), _thorough("static tree", "coupled"), _thorough("grown tree", "independent")]
+SHALLOW += [
+    _thorough("chain", "block"),
+    _thorough("static tree", "coupled"),
+    _thorough("grown tree", "independent"),
+]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "rule"), SHALLOW)
 def test_a_draft_may_be_shallower_than_the_state(target, kind, rule) -> None:
     """Of every depth down to a root alone, in turn: the text is the same, the statistics count what was drafted, and the
-    drafter is told of every token once. Of rows that share no random numbers with another generation the greedy one counts."""
+    drafter is told of every token once. Of rows that share no random numbers with another generation the greedy one counts.
+    """
     sampling = Sampling(temperature=np.array([0.0, 1.0, 0.7]), top_p=0.9)
     shared = {"max_new_tokens": NEW, "sampling": sampling, "key": jax.random.key(7), "rule": rule}
     texts = outputs(specjax.generate(target, None, PROMPTS, LENGTHS, **shared))
@@ -408,8 +522,12 @@ def test_a_draft_may_be_shallower_than_the_state(target, kind, rule) -> None:
     for row, length in enumerate(LENGTHS):
         if rule == "coupled" or row == 0:
             assert state.tokens[row, : state.lengths[row]].tolist() == texts[row]
-        np.testing.assert_array_equal(told["tokens"][row, : length + NEW - 1], state.tokens[row, : length + NEW - 1])
-        np.testing.assert_array_equal(told["following"][row, : length + NEW - 1], state.tokens[row, 1 : length + NEW])
+        np.testing.assert_array_equal(
+            told["tokens"][row, : length + NEW - 1], state.tokens[row, : length + NEW - 1]
+        )
+        np.testing.assert_array_equal(
+            told["following"][row, : length + NEW - 1], state.tokens[row, 1 : length + NEW]
+        )
     np.testing.assert_array_equal(told["seen"], LENGTHS + NEW - 1)
     stats = state.stats
     np.testing.assert_array_equal(stats.drafted_at.sum(axis=1), levels)
@@ -425,7 +543,10 @@ def test_a_tree_from_elsewhere_is_refused_where_the_rule_verifies_chains(target,
     options = GenerationOptions(max_new_tokens=NEW, sampling=Sampling(), rule="block")
     _, state = decoding.start(target, RecorderOfDrafts(), PROMPTS, LENGTHS, options)
     tree = hand_made(kind, state.roots, np.ones((3, 2), np.int32), drawn=True)
-    with pytest.raises(InputError, match="draft: a tree, but the state was started with rule='block', which verifies chains"):
+    with pytest.raises(
+        InputError,
+        match="draft: a tree, but the state was started with rule='block', which verifies chains",
+    ):
         decoding.advance(target, RecorderOfDrafts(), state, tree)
 
 
@@ -434,14 +555,21 @@ def test_a_finished_row_holds_nobody_up(target) -> None:
     """An adaptive chain drafts as many levels beside a finished neighbour as alone, and as little of the cache is read."""
     model = drafters()["draft model"].model
     drafter = DraftModel(model=model, draft=Chain(8, stop_below=0.5))
-    levels = jax.jit(lambda state: decoding.propose_step(target, drafter, state)[0].drafted_at.any(axis=0).sum())
+    levels = jax.jit(
+        lambda state: decoding.propose_step(target, drafter, state)[0].drafted_at.any(axis=0).sum()
+    )
     options = GenerationOptions(max_new_tokens=np.array([1, NEW, NEW]))
     _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, options)
     state = state.replace(done=state.done.at[0].set(True))
-    _, alone = decoding.start(target, drafter, PROMPTS[1:], LENGTHS[1:], GenerationOptions(max_new_tokens=NEW))
+    _, alone = decoding.start(
+        target, drafter, PROMPTS[1:], LENGTHS[1:], GenerationOptions(max_new_tokens=NEW)
+    )
     compared = 0
     for seed in range(11):
-        both = (state.replace(tokens=(state.tokens + seed) % 11), alone.replace(tokens=(alone.tokens + seed) % 11))
+        both = (
+            state.replace(tokens=(state.tokens + seed) % 11),
+            alone.replace(tokens=(alone.tokens + seed) % 11),
+        )
         compared += int(levels(both[1])) < 8
         assert int(levels(both[0])) == int(levels(both[1]))
     assert compared > 3
@@ -464,7 +592,9 @@ def test_lengths_share_compiled_programs(target) -> None:
         assert outputs(drafted)[0] == greedy_oracle(target, prompt[0].tolist(), 20 + length % 7)
     sizes = len({bucket(length + 20 + length % 7) for length in TWENTY})
     widths = len({(bucket(length), bucket(length + 20 + length % 7)) for length in TWENTY})
-    assert compiled <= sizes + widths + 12  # and a few programs of a line that prepare the arguments
+    assert (
+        compiled <= sizes + widths + 12
+    )  # and a few programs of a line that prepare the arguments
 
 
 @pytest.mark.parametrize("name", [None, "dynamic draft model"])
@@ -472,7 +602,9 @@ def test_every_row_may_have_end_tokens_of_its_own(target, name) -> None:
     drafter = drafters()[name] if name else None
     full = outputs(specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=NEW))
     ends = [(full[0][10], full[0][14]), (), (full[2][9],)]
-    result = specjax.generate(target, drafter, PROMPTS, LENGTHS, max_new_tokens=NEW, eos_token_ids=ends)
+    result = specjax.generate(
+        target, drafter, PROMPTS, LENGTHS, max_new_tokens=NEW, eos_token_ids=ends
+    )
     for row, length in enumerate(LENGTHS):
         new = full[row][length:]
         stop = min((new.index(end) + 1 for end in ends[row] if end in new), default=NEW)
@@ -480,17 +612,31 @@ def test_every_row_may_have_end_tokens_of_its_own(target, name) -> None:
 
 
 def test_the_targets_own_end_tokens_are_the_default(target) -> None:
-    full = outputs(specjax.generate(target, None, PROMPTS[:1], max_new_tokens=NEW, eos_token_ids=()))[0]
+    full = outputs(
+        specjax.generate(target, None, PROMPTS[:1], max_new_tokens=NEW, eos_token_ids=())
+    )[0]
     ends = target.replace(config=replace(target.config, eos_token_ids=(full[12],)))
-    assert outputs(specjax.generate(ends, None, PROMPTS[:1], max_new_tokens=NEW))[0] == full[: 1 + full.index(full[12], 6)]
-    assert outputs(specjax.generate(ends, None, PROMPTS[:1], max_new_tokens=NEW, eos_token_ids=()))[0] == full
+    assert (
+        outputs(specjax.generate(ends, None, PROMPTS[:1], max_new_tokens=NEW))[0]
+        == full[: 1 + full.index(full[12], 6)]
+    )
+    assert (
+        outputs(specjax.generate(ends, None, PROMPTS[:1], max_new_tokens=NEW, eos_token_ids=()))[0]
+        == full
+    )
 
 
 @pytest.mark.full
 def test_keys_of_another_kind_leave_rows_alone(target) -> None:
     """Keys of the kind "rbg" make a row's numbers depend on its neighbours under vmap."""
     keys = jax.random.split(jax.random.key(3, impl="rbg"), 3)
-    run = partial(specjax.generate, target, drafters()["draft model"], max_new_tokens=NEW, sampling=Sampling(top_p=0.9))
+    run = partial(
+        specjax.generate,
+        target,
+        drafters()["draft model"],
+        max_new_tokens=NEW,
+        sampling=Sampling(top_p=0.9),
+    )
     together = outputs(run(PROMPTS, LENGTHS, key=keys))
     moved = outputs(run(PROMPTS[[2, 0, 1]], LENGTHS[[2, 0, 1]], key=keys[np.array([2, 0, 1])]))
     assert together == [moved[1], moved[2], moved[0]]
@@ -513,7 +659,11 @@ def test_a_prompt_near_the_last_position_is_served_with_a_drafter_too(target) ->
 @pytest.mark.full_except("static early exit")
 @pytest.mark.parametrize("name", ENDINGS)
 def test_stream_yields_what_generate_returns(target, name) -> None:
-    options = {"max_new_tokens": NEW, "sampling": Sampling(temperature=0.9, top_p=0.9), "key": jax.random.key(1)}
+    options = {
+        "max_new_tokens": NEW,
+        "sampling": Sampling(temperature=0.9, top_p=0.9),
+        "key": jax.random.key(1),
+    }
     whole = specjax.generate(target, drafters()[name], PROMPTS, LENGTHS, **options)
     parts = list(specjax.stream(target, drafters()[name], PROMPTS, LENGTHS, **options, steps=2))
     assert outputs(parts[-1]) == outputs(whole)
@@ -524,7 +674,10 @@ def test_stream_yields_what_generate_returns(target, name) -> None:
             assert b[: len(a)] == a
 
 
-ALIKE = ("sampled draft model", "adaptive draft model")  # conformance checks every drafter; here the whole call counts
+ALIKE = (
+    "sampled draft model",
+    "adaptive draft model",
+)  # conformance checks every drafter; here the whole call counts
 
 
 @pytest.mark.kills_alone("end-tokens-compile-another-program, truncation-compiles-another-program")
@@ -547,7 +700,9 @@ def test_five_different_requests_compile_three_programs() -> None:
         specjax.generate(target, None, prompts, max_new_tokens=6 - number, **request)
 
     first, second = tiny_target(num_layers=1), tiny_target(num_layers=1, hidden_size=24)
-    for number in range(5):  # what is not of the model, such as keys of seven rows, is compiled here
+    for number in range(
+        5
+    ):  # what is not of the model, such as keys of seven rows, is compiled here
         run(first, number)
     before = compilations()
     for number in range(5):
@@ -555,15 +710,21 @@ def test_five_different_requests_compile_three_programs() -> None:
     assert compilations() - before <= 3
 
 
-@pytest.mark.full_except("None", "draft model", "dynamic draft model", "early exit", "static early exit")
-@pytest.mark.parametrize("name", [None, *(pytest.param(n, marks=[pytest.mark.thorough] * (n in ALIKE)) for n in NAMES)])
+@pytest.mark.full_except(
+    "None", "draft model", "dynamic draft model", "early exit", "static early exit"
+)
+@pytest.mark.parametrize(
+    "name", [None, *(pytest.param(n, marks=[pytest.mark.thorough] * (n in ALIKE)) for n in NAMES)]
+)
 def test_a_second_call_compiles_nothing(target, name) -> None:
     drafter = drafters()[name] if name else None
     run = partial(specjax.generate, target, drafter, max_new_tokens=NEW)
     run(PROMPTS, LENGTHS, sampling=Sampling(temperature=0.5, top_p=0.9), key=jax.random.key(0))
     before = compilations()
     other = Sampling(temperature=np.array([0.0, 2.0, 1.0]), top_k=3)
-    run((PROMPTS + 1) % 11, np.array([1, 3, 2]), sampling=other, key=jax.random.key(9))  # all shorter: the shapes count
+    run(
+        (PROMPTS + 1) % 11, np.array([1, 3, 2]), sampling=other, key=jax.random.key(9)
+    )  # all shorter: the shapes count
     assert compilations() == before
     if name is None:  # a shape that no other test has: the counter counts
         run(np.tile(PROMPTS, (5, 1)), np.tile(LENGTHS, 5), key=jax.random.key(9))
@@ -580,15 +741,28 @@ def in_pages(state, page: int):
     """A state whose caches have pools of sixteen times as many pages as a row can hold."""
 
     def paged(node):
-        return PagedCache.like(node, pages=16 * node.capacity // page, page=page) if isinstance(node, KVCache) else node
+        return (
+            PagedCache.like(node, pages=16 * node.capacity // page, page=page)
+            if isinstance(node, KVCache)
+            else node
+        )
 
     return jax.tree.map(paged, state, is_leaf=lambda node: isinstance(node, KVCache))
 
 
 IN_PLACE = [*((name, None) for name in (None, *NAMES)), ("dynamic draft model", "independent")]
-_EVERY_TIME = [(None, None), ("draft model", None), ("dynamic draft model", "independent"), ("early exit", None)]
+_EVERY_TIME = [
+    (None, None),
+    ("draft model", None),
+    ("dynamic draft model", "independent"),
+    ("early exit", None),
+]
 IN_PLACE = [
-    pytest.param(*case, page, marks=[pytest.mark.thorough] * (case not in _EVERY_TIME or bool(page and case[0])))
+    pytest.param(
+        *case,
+        page,
+        marks=[pytest.mark.thorough] * (case not in _EVERY_TIME or bool(page and case[0])),
+    )
     for case in IN_PLACE
     for page in (None, 64)
 ]
@@ -596,7 +770,9 @@ IN_PLACE = [
 
 @pytest.mark.full_except("None-None-64", "None-None-None", "early exit-None-None")
 @pytest.mark.parametrize(("name", "rule", "page"), IN_PLACE)
-def test_the_compiled_loop_updates_caches_in_place_and_never_leaves_the_device(name, rule, page) -> None:
+def test_the_compiled_loop_updates_caches_in_place_and_never_leaves_the_device(
+    name, rule, page
+) -> None:
     """The state is aliased to the result, no buffer of a cache's shape is copied, all scratch space together is smaller than
     one layer's keys or a few times the attention scores, and nothing is sent to the host. One row: with more of them XLA finds
     the fast products by itself. In pages, too, whose pool is larger than what a row can hold: here the pages of a row are
@@ -618,23 +794,31 @@ def check_in_place(target, drafter, rule=None, page=None) -> None:
     keys = state.cache.layers[0][0]
     shapes = {",".join(map(str, part.shape)) for part in jax.tree.leaves(state.cache.layers)}
     program = compiled.as_text().splitlines()
-    assert [line for line in program if any(f"f32[{s}]" in line for s in shapes) and " copy(" in line] == []
+    assert [
+        line for line in program if any(f"f32[{s}]" in line for s in shapes) and " copy(" in line
+    ] == []
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= sum(buffer.nbytes for buffer in jax.tree.leaves(state.cache))
+    assert memory.alias_size_in_bytes >= sum(
+        buffer.nbytes for buffer in jax.tree.leaves(state.cache)
+    )
     assert memory.temp_size_in_bytes < max(keys.nbytes, 3 * scores)
     transfers = ("infeed(", "outfeed(", " send(", " recv(", "callback")
     assert [line for line in program if any(word in line for word in transfers)] == []
 
 
 ROLLED_BACK = {
-    "draft model": lambda target: DraftModel.init(target, jax.random.key(1), SHAPES["dynamic"], num_layers=2),
+    "draft model": lambda target: DraftModel.init(
+        target, jax.random.key(1), SHAPES["dynamic"], num_layers=2
+    ),
     "assistant": lambda target: Gemma4Assistant.init(target, jax.random.key(1), SHAPES["dynamic"]),
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("page", [None, pytest.param(64, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", ["draft model", pytest.param("assistant", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "name", ["draft model", pytest.param("assistant", marks=pytest.mark.thorough)]
+)
 def test_what_is_not_accepted_costs_layers_with_windows_nothing_either(name, page) -> None:
     """Nor layers that read the entries of others, which have no buffer at all."""
     wide = {"head_dim": 64, "num_kv_heads": 2}
@@ -648,14 +832,18 @@ def test_what_is_not_accepted_costs_layers_with_windows_nothing_either(name, pag
 def texts_of(kinds: str) -> dict[str, list[list[int]]]:
     """Drawn with truncation; of "all" kinds also greedy after a prompt of two chunks, and coupled by a tree."""
     cut = Sampling(temperature=np.array([0.0, 1.0, 0.7]), top_k=7, top_p=0.9, min_p=0.01)
-    run = partial(specjax.generate, tiny_target(), max_new_tokens=NEW, key=jax.random.key(4), sampling=cut)
+    run = partial(
+        specjax.generate, tiny_target(), max_new_tokens=NEW, key=jax.random.key(4), sampling=cut
+    )
     results = {"drawn": run(drafters()["draft model"], PROMPTS, LENGTHS)}
     if kinds == "all":
         long = tiny_target(max_positions=1024)
         prompt = np.random.default_rng(0).integers(0, 11, (3, PREFILL_CHUNK + 9))
         eagle = Eagle.init(long, jax.random.key(1), SHAPES["chain"])
         results["greedy"] = specjax.generate(long, eagle, prompt, max_new_tokens=5)
-        results["coupled"] = run(drafters()["dynamic draft model"], PROMPTS, LENGTHS, rule="coupled")
+        results["coupled"] = run(
+            drafters()["dynamic draft model"], PROMPTS, LENGTHS, rule="coupled"
+        )
     return {name: outputs(result) for name, result in results.items()}
 
 
@@ -663,7 +851,10 @@ def texts_of(kinds: str) -> dict[str, list[list[int]]]:
 @pytest.mark.parametrize("kinds", ["drawn", pytest.param("all", marks=pytest.mark.thorough)])
 def test_numbers_of_64_bits_change_no_text(kinds) -> None:
     """JAX_ENABLE_X64=1, which other libraries of a program may need."""
-    script = f"import json; from tests.decoding import test_loop as t; print(json.dumps(t.texts_of({kinds!r})))"
+    script = (
+        "import json; from tests.decoding import test_loop as t;"
+        f" print(json.dumps(t.texts_of({kinds!r})))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=Path(__file__).parents[2],
@@ -677,7 +868,9 @@ def test_numbers_of_64_bits_change_no_text(kinds) -> None:
 
 
 def test_statistics_agree_with_each_other(target) -> None:
-    result = specjax.generate(target, drafters()["early exit"], PROMPTS, LENGTHS, max_new_tokens=NEW)
+    result = specjax.generate(
+        target, drafters()["early exit"], PROMPTS, LENGTHS, max_new_tokens=NEW
+    )
     for row in range(3):
         stats = jax.tree.map(lambda leaf, row=row: np.asarray(leaf)[row], result.stats)
         assert stats.histogram.sum() == stats.steps
@@ -753,7 +946,11 @@ class _Reader(PromptLookup):
 def test_a_drafter_is_given_the_cache_of_exactly_the_layers_that_it_reads(layers) -> None:
     target, given = tiny_target(**LAYERED["differing"]), []
     drafter, state = decoding.start(
-        target, _Reader(layers=layers, given=given), PROMPTS, LENGTHS, options=GenerationOptions(max_new_tokens=NEW)
+        target,
+        _Reader(layers=layers, given=given),
+        PROMPTS,
+        LENGTHS,
+        options=GenerationOptions(max_new_tokens=NEW),
     )
     decoding.propose_step(target, drafter, state)
     assert len(given) == 1 and given[0].keys() == ({"cache"} if layers else set())

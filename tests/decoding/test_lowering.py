@@ -45,8 +45,20 @@ def lower(function, platform: str, *given) -> str:
 def lowered(target, drafter, platform: str, sampling: Sampling) -> str:
     shapes = jax.ShapeDtypeStruct((B,), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B))
-    stop_token_ids, tokens = jax.ShapeDtypeStruct((B, 1), jnp.int32), jax.ShapeDtypeStruct((B, P), jnp.int32)
-    given = target, drafter, tokens, shapes, shapes, keys, stop_token_ids, jax.eval_shape(lambda: sampling.rows(B))
+    stop_token_ids, tokens = (
+        jax.ShapeDtypeStruct((B, 1), jnp.int32),
+        jax.ShapeDtypeStruct((B, P), jnp.int32),
+    )
+    given = (
+        target,
+        drafter,
+        tokens,
+        shapes,
+        shapes,
+        keys,
+        stop_token_ids,
+        jax.eval_shape(lambda: sampling.rows(B)),
+    )
     state = jax.eval_shape(partial(decoding.prefill, capacity=40), *given)
     return lower(decoding.step, platform, target, drafter, state)
 
@@ -81,14 +93,22 @@ def test_attention_in_8_bits_lowers(dims, count, page, dtype, platform) -> None:
     parts = dims if len(dims) > 1 else dims * 2
     q = tuple(jnp.zeros((1, count, 4, d), dtype) for d in dims)
     own, cached = (
-        tuple(quantize(jnp.zeros((rows, 2, n, d))) for d in parts) for rows, n in ((1, count), ((page and 9) or 1, page or 100))
+        tuple(quantize(jnp.zeros((rows, 2, n, d))) for d in parts)
+        for rows, n in ((1, count), ((page and 9) or 1, page or 100))
     )
     table = jnp.arange(5)[None] if page else None
-    pieces = [Filled(cached, jnp.array([70]), table=table), (own, jnp.ones((1, count, count), bool))]
-    assert KERNELS[platform] in lower(partial(attend, values_part=2 - len(dims)), platform, q, pieces)
+    pieces = [
+        Filled(cached, jnp.array([70]), table=table),
+        (own, jnp.ones((1, count, count), bool)),
+    ]
+    assert KERNELS[platform] in lower(
+        partial(attend, values_part=2 - len(dims)), platform, q, pieces
+    )
 
 
-@pytest.mark.parametrize("page", [None, 64, *(pytest.param(page, marks=pytest.mark.thorough) for page in (16, 256))])
+@pytest.mark.parametrize(
+    "page", [None, 64, *(pytest.param(page, marks=pytest.mark.thorough) for page in (16, 256))]
+)
 @pytest.mark.parametrize("dims", [(4,), (8,), (80,), (192,), (320,), (512, 64)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_attention_lowers_for_gpus_whatever_its_sizes(dims, dtype, page) -> None:
@@ -96,7 +116,8 @@ def test_attention_lowers_for_gpus_whatever_its_sizes(dims, dtype, page) -> None
     parts = dims if len(dims) > 1 else dims * 2
     q = tuple(jnp.zeros((1, 60, 4, d)) for d in dims)
     own, cached = (
-        (tuple(jnp.zeros((rows, 2, n, d), dtype) for d in parts)) for rows, n in ((1, 60), ((page and 9) or 1, page or 100))
+        (tuple(jnp.zeros((rows, 2, n, d), dtype) for d in parts))
+        for rows, n in ((1, 60), ((page and 9) or 1, page or 100))
     )
     table = jnp.arange(5)[None] if page else None
     pieces = [Filled(cached, jnp.array([70]), table=table), (own, jnp.ones((1, 60, 60), bool))]
@@ -116,7 +137,9 @@ def test_attention_lowers_for_gpus_whatever_its_sizes(dims, dtype, page) -> None
         (1, 16, (512, 64)),  # latent attention
     ],
 )
-def test_attention_with_sinks_and_a_cap_lowers(kv_heads, group, dims, count, page, platform) -> None:
+def test_attention_with_sinks_and_a_cap_lowers(
+    kv_heads, group, dims, count, page, platform
+) -> None:
     parts = dims if len(dims) > 1 else dims * 2
     q = tuple(jnp.zeros((1, count, kv_heads * group, d), "bfloat16") for d in dims)
     own, cached = (
@@ -124,17 +147,25 @@ def test_attention_with_sinks_and_a_cap_lowers(kv_heads, group, dims, count, pag
         for rows, n in ((1, count), ((page and 9) or 1, page or 100))
     )
     table = jnp.arange(5)[None] if page else None
-    pieces = [Filled(cached, jnp.array([70]), table=table), (own, jnp.ones((1, count, count), bool))]
+    pieces = [
+        Filled(cached, jnp.array([70]), table=table),
+        (own, jnp.ones((1, count, count), bool)),
+    ]
 
     def run(q, pieces, sinks):
         return attend(q, pieces, values_part=2 - len(dims), sinks=sinks, cap=50.0)
 
-    assert KERNELS[platform] in lower(run, platform, q, pieces, jnp.zeros(kv_heads * group, "bfloat16"))
+    assert KERNELS[platform] in lower(
+        run, platform, q, pieces, jnp.zeros(kv_heads * group, "bfloat16")
+    )
 
 
 def test_a_product_of_one_row_is_one_of_two_on_a_gpu() -> None:
     x, params = jnp.arange(8.0)[None], {"w": jnp.ones((8, 4))}
-    rows = {platform: lower(partial(primitives.linear, params, "w"), platform, x) for platform in ("cuda", "cpu")}
+    rows = {
+        platform: lower(partial(primitives.linear, params, "w"), platform, x)
+        for platform in ("cuda", "cpu")
+    }
     assert "tensor<2x4xf32>" in rows["cuda"] and "tensor<2x4xf32>" not in rows["cpu"]
     np.testing.assert_array_equal(products._of_two_rows(x, params["w"]), x @ params["w"])
 
@@ -143,10 +174,14 @@ def test_a_product_of_one_row_is_one_of_two_on_a_gpu() -> None:
 def test_a_product_of_one_row_is_one_of_eight_on_a_tpu(head) -> None:
     x, weight = jnp.arange(6.0)[None], jnp.arange(24.0).reshape(6, 4)
     given = weight.T if head is primitives.embedding_logits else weight
-    run = partial(primitives.linear, {"w": weight}, "w") if head is None else lambda x: head(x, given)
+    run = (
+        partial(primitives.linear, {"w": weight}, "w") if head is None else lambda x: head(x, given)
+    )
     rows = {platform: lower(run, platform, x) for platform in ("tpu", "cpu")}
     assert "tensor<8x4xf32>" in rows["tpu"] and "tensor<8x4xf32>" not in rows["cpu"]
-    assert "tensor<8x4xf32>" not in lower(run, "tpu", jnp.ones((3, 6)))  # more rows than one are as they are
+    assert "tensor<8x4xf32>" not in lower(
+        run, "tpu", jnp.ones((3, 6))
+    )  # more rows than one are as they are
     np.testing.assert_array_equal(products._of_eight_rows(jnp.matmul, x, weight), x @ weight)
 
 
@@ -156,7 +191,11 @@ def test_heads_are_written_to_a_cache_one_by_one_on_a_tpu() -> None:
     new = tuple(jnp.ones((2, 3, 4, 8)) for _ in range(2))
 
     def append(length, count):
-        return KVCache(layers=(entry,), length=length).append((new,), count, after=jnp.ones((2, 1))).layers
+        return (
+            KVCache(layers=(entry,), length=length)
+            .append((new,), count, after=jnp.ones((2, 1)))
+            .layers
+        )
 
     given = jnp.array([3, 14]), jnp.array([2, 4])
     by_head = "scatter_indices_batching_dims = [0, 1]"
@@ -164,7 +203,10 @@ def test_heads_are_written_to_a_cache_one_by_one_on_a_tpu() -> None:
 
 
 def test_a_cache_is_the_same_however_its_heads_are_written() -> None:
-    buffer, values = jnp.arange(2 * 3 * 6 * 2.0).reshape(2, 3, 6, 2), -jnp.arange(1, 2 * 3 * 3 * 2 + 1.0).reshape(2, 3, 3, 2)
+    buffer, values = (
+        jnp.arange(2 * 3 * 6 * 2.0).reshape(2, 3, 6, 2),
+        -jnp.arange(1, 2 * 3 * 3 * 2 + 1.0).reshape(2, 3, 3, 2),
+    )
     slots = jnp.array([[4, 5, 6], [0, 6, 6]])  # 6 is out of range, and dropped
     found = cache._set_by_head(buffer, slots, values)
     np.testing.assert_array_equal(found, cache._set_by_row(buffer, slots, values))

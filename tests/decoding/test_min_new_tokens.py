@@ -30,7 +30,9 @@ def drafters(target) -> dict:
         "prompt lookup": PromptLookup(draft=3),
         "chain": DraftModel(model, draft=Chain(3)),
         "tree": DraftModel(model, draft=DynamicTree(top_k=3, depth=3, nodes=8)),
-        "EAGLE-3 of few tokens": specjax.Eagle3.init(target, jax.random.key(5), draft=Chain(3), ids=np.arange(0, 11, 2)),
+        "EAGLE-3 of few tokens": specjax.Eagle3.init(
+            target, jax.random.key(5), draft=Chain(3), ids=np.arange(0, 11, 2)
+        ),
     }
 
 
@@ -44,7 +46,9 @@ def oracle(target, prompt: np.ndarray, key: jax.Array, sampling: Sampling, least
         if number < least:
             logits[list(ENDS)] = -np.inf
         noise = position_noise(position_keys(key[None], jnp.array([[len(text)]])), 11)[0]
-        text.append(int(argmax(perturbed(jnp.asarray(logits)[None], sampling.rows(1, "coupled"), noise))[0]))
+        text.append(
+            int(argmax(perturbed(jnp.asarray(logits)[None], sampling.rows(1, "coupled"), noise))[0])
+        )
         if text[-1] in ENDS:
             break
     return text
@@ -53,8 +57,14 @@ def oracle(target, prompt: np.ndarray, key: jax.Array, sampling: Sampling, least
 @pytest.fixture(scope="module")
 def right(target) -> list[list[int]]:
     keys = jax.random.split(jax.random.key(0), ROWS)
-    settings = [Sampling(float(MIXED.temperature[row]), top_p=float(MIXED.top_p[row])) for row in range(ROWS)]
-    return [oracle(target, PROMPTS[row], keys[row], settings[row], int(LEAST[row])) for row in range(ROWS)]
+    settings = [
+        Sampling(float(MIXED.temperature[row]), top_p=float(MIXED.top_p[row]))
+        for row in range(ROWS)
+    ]
+    return [
+        oracle(target, PROMPTS[row], keys[row], settings[row], int(LEAST[row]))
+        for row in range(ROWS)
+    ]
 
 
 @pytest.mark.full
@@ -69,9 +79,18 @@ def right(target) -> list[list[int]]:
 )
 def test_every_text_is_the_oracles(target, right, name) -> None:
     keys = jax.random.split(jax.random.key(0), ROWS)
-    options = {"max_new_tokens": NEW, "min_new_tokens": LEAST, "eos_token_ids": ENDS, "sampling": MIXED}
-    result = specjax.generate(target, drafters(target)[name], PROMPTS, key=keys, rule="coupled", **options)
-    texts = [row[:length].tolist() for row, length in zip(result.tokens, result.lengths, strict=True)]
+    options = {
+        "max_new_tokens": NEW,
+        "min_new_tokens": LEAST,
+        "eos_token_ids": ENDS,
+        "sampling": MIXED,
+    }
+    result = specjax.generate(
+        target, drafters(target)[name], PROMPTS, key=keys, rule="coupled", **options
+    )
+    texts = [
+        row[:length].tolist() for row, length in zip(result.tokens, result.lengths, strict=True)
+    ]
     assert texts == right
     sizes = result.lengths - PROMPTS.shape[1]
     assert (sizes >= LEAST).all() and (sizes < NEW).any()
@@ -80,7 +99,9 @@ def test_every_text_is_the_oracles(target, right, name) -> None:
 @pytest.mark.full
 def test_without_it_texts_end_sooner_and_with_it_nothing_is_compiled_again(target, right) -> None:
     def run(least):
-        return specjax.generate(target, None, PROMPTS, max_new_tokens=NEW, min_new_tokens=least, eos_token_ids=ENDS)
+        return specjax.generate(
+            target, None, PROMPTS, max_new_tokens=NEW, min_new_tokens=least, eos_token_ids=ENDS
+        )
 
     early = run(0).lengths
     late = run(6).lengths
@@ -95,7 +116,10 @@ RULES = {
     "block": (lambda model: DraftModel(model, draft=Chain(2)), "block"),
     "rejection": (lambda model: DraftModel(model, draft=Chain(2)), "rejection"),
     "siblings": (lambda model: DraftModel(model, draft=SampledTree((2, 2))), "independent"),
-    "matching": (lambda model: DraftModel(model, draft=DynamicTree(top_k=2, depth=2, nodes=5)), "independent"),
+    "matching": (
+        lambda model: DraftModel(model, draft=DynamicTree(top_k=2, depth=2, nodes=5)),
+        "independent",
+    ),
     "coupled": (lambda model: DraftModel(model, draft=Chain(2)), "coupled"),
 }
 
@@ -106,7 +130,9 @@ def p_value(rule: str, draws: int) -> float:
     drafter, rule = RULES[rule][0](model), RULES[rule][1]
     prompt, ends, least, most, vocab = np.array([1, 3, 0, 1]), (1, 3), 2, 3, 5
     tails = np.array(list(itertools.product(range(vocab), repeat=most)))
-    output, _ = jax.jit(target.forward)(np.concatenate([np.tile(prompt, (len(tails), 1)), tails], axis=1))
+    output, _ = jax.jit(target.forward)(
+        np.concatenate([np.tile(prompt, (len(tails), 1)), tails], axis=1)
+    )
     logits = np.array(output.logits, np.float64)[:, len(prompt) - 1 : -1]
     logits[:, :least, list(ends)] = -np.inf
     p = np.exp(logits - logits.max(-1, keepdims=True))
@@ -134,7 +160,11 @@ def p_value(rule: str, draws: int) -> float:
 @pytest.mark.full
 @pytest.mark.parametrize("draws", [25_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
-    "rule", ["block", *(pytest.param(rule, marks=pytest.mark.thorough) for rule in RULES if rule != "block")]
+    "rule",
+    [
+        "block",
+        *(pytest.param(rule, marks=pytest.mark.thorough) for rule in RULES if rule != "block"),
+    ],
 )
 def test_the_distribution_is_the_one_without_ends(rule, draws) -> None:
     assert p_value(rule, draws) >= conformance.FALSE_ALARM

@@ -26,7 +26,21 @@ def test_what_is_no_number_is_refused_by_every_constructor(name) -> None:
 
 WRONG = {
     "key": (3, "k", [1, 2], True, np.zeros(2), jnp.zeros(2), {}),
-    "eos_token_ids": ("a", b"a", 3, True, {1}, {1: 2}, [1.0], ["a"], [True], [None], [[1], 2], [[[1]]], [["a"]]),
+    "eos_token_ids": (
+        "a",
+        b"a",
+        3,
+        True,
+        {1},
+        {1: 2},
+        [1.0],
+        ["a"],
+        [True],
+        [None],
+        [[1], 2],
+        [[[1]]],
+        [["a"]],
+    ),
     "rule": ("x", "", 3, True, ["block"], {}, np.array(["block", "block"])),
     "sampling": (3, "x", None, {"temperature": 1.0}, Sampling, (0.7,)),
 }
@@ -41,7 +55,9 @@ def test_what_is_of_another_type_is_refused_by_every_constructor(name) -> None:
             with pytest.raises(InputError, match=rf"^{name}="):
                 pipeline.settings(**{name: value})
     if name == "rule":
-        with pytest.raises(InputError, match=r"^rule='x': must be one of coupled, independent, block, rejection"):
+        with pytest.raises(
+            InputError, match=r"^rule='x': must be one of coupled, independent, block, rejection"
+        ):
             Sampling().rows(2, "x")
 
 
@@ -54,7 +70,13 @@ def test_what_is_no_seed_is_refused(seed) -> None:
 
 @pytest.mark.parametrize("call", [specjax.generate, specjax.stream])
 def test_calls_refuse_before_anything_is_computed(target, call) -> None:
-    for option in ({"max_new_tokens": "5"}, {"min_new_tokens": None}, {"key": 3}, {"rule": "x"}, {"sampling": 0.7}):
+    for option in (
+        {"max_new_tokens": "5"},
+        {"min_new_tokens": None},
+        {"key": 3},
+        {"rule": "x"},
+        {"sampling": 0.7},
+    ):
         with pytest.raises(InputError, match=rf"^{next(iter(option))}="):
             call(target, None, [[1, 2]], **option)
     for lengths in ("2", [True], [1, [2]], [None], 2):
@@ -84,29 +106,44 @@ def test_steps_are_a_whole_number(target, steps) -> None:
     ],
 )
 def test_end_tokens_are_ids_for_all_rows_or_for_each(target, ids, expected) -> None:
-    assert GenerationOptions(eos_token_ids=ids).check(target.config, 2).stop_token_ids.tolist() == expected
+    assert (
+        GenerationOptions(eos_token_ids=ids).check(target.config, 2).stop_token_ids.tolist()
+        == expected
+    )
 
 
-@pytest.mark.parametrize(("ids", "message"), [((11,), "outside"), ([[1], [-1]], "outside"), ([[1]], "1 sequences; give one")])
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [((11,), "outside"), ([[1], [-1]], "outside"), ([[1]], "1 sequences; give one")],
+)
 def test_end_tokens_that_do_not_fit_are_refused(target, ids, message) -> None:
     with pytest.raises(InputError, match=message):
         GenerationOptions(eos_token_ids=ids).check(target.config, 2)
 
 
 def test_keys_of_every_kind_are_taken() -> None:
-    for key in (None, jax.random.key(1), jax.random.split(jax.random.key(1)), jax.random.PRNGKey(1)):
+    for key in (
+        None,
+        jax.random.key(1),
+        jax.random.split(jax.random.key(1)),
+        jax.random.PRNGKey(1),
+    ):
         GenerationOptions(key=key)
 
 
-# --- where every token ends the text -----------------------------------------------------------------------------------
+# --- where every token ends the text --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ids", [range(11), [(3,), range(11)], [*range(11), 0, 5]])
 def test_min_new_tokens_are_refused_where_every_token_ends_the_text(target, ids) -> None:
     """Of no distribution over no token can one be drawn."""
     for least in (1, [0, 2]):
-        with pytest.raises(InputError, match=r"^min_new_tokens=.*: all 11 tokens of the vocabulary end the text"):
-            GenerationOptions(max_new_tokens=4, min_new_tokens=least, eos_token_ids=ids).check(target.config, 2)
+        with pytest.raises(
+            InputError, match=r"^min_new_tokens=.*: all 11 tokens of the vocabulary end the text"
+        ):
+            GenerationOptions(max_new_tokens=4, min_new_tokens=least, eos_token_ids=ids).check(
+                target.config, 2
+            )
     for fine in (
         {"min_new_tokens": 0, "eos_token_ids": ids},
         {"min_new_tokens": [2, 0], "eos_token_ids": [(3,), range(11)]},

@@ -46,11 +46,20 @@ def normalised(mass: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
     return mass / mass.sum() if mass.sum() > 0 else otherwise
 
 
-# --- chains ----------------------------------------------------------------------------------------------------------
+# --- chains ---------------------------------------------------------------------------------------
 
 CHAIN_QUANTITIES = {
     "rejection": ("number", "p judged", "q judged", "p residual", "q residual"),
-    "block": ("number", "p judged", "q judged", "p excess", "q excess", "p residual", "q residual", "h"),
+    "block": (
+        "number",
+        "p judged",
+        "q judged",
+        "p excess",
+        "q excess",
+        "p residual",
+        "q residual",
+        "h",
+    ),
 }
 
 
@@ -83,13 +92,18 @@ def chain_outcomes(rule: str, p: np.ndarray, q: np.ndarray, factors: Factors) ->
                 ratios[i + 1] = min(1.0, ratios[i] * judged[i])
             chances, none_longer = np.zeros(gamma + 1), 1.0
             for i in range(gamma, 0, -1):
-                excess = np.maximum(0.0, of("p excess") * ratios[i] * p[i] - of("q excess") * q_with_end[i]).sum()
+                excess = np.maximum(
+                    0.0, of("p excess") * ratios[i] * p[i] - of("q excess") * q_with_end[i]
+                ).sum()
                 h = of("h") * excess / max(excess + 1 - ratios[i], 1e-30)
                 chances[i] = none_longer * min(1.0, h / of("number"))
                 none_longer -= chances[i]
             chances[0] = none_longer
         for count, chance in enumerate(chances):
-            residual = np.maximum(0.0, of("p residual") * ratios[count] * p[count] - of("q residual") * q_with_end[count])
+            residual = np.maximum(
+                0.0,
+                of("p residual") * ratios[count] * p[count] - of("q residual") * q_with_end[count],
+            )
             outcomes[count, number] += drafted * chance * normalised(residual, p[count])
     return outcomes
 
@@ -127,14 +141,21 @@ def test_a_chain_has_the_outcomes_that_the_paper_says(rule: str) -> None:
     draft = Draft.chain(jnp.zeros(rows, jnp.int32), jnp.asarray(x, jnp.int32), every_row(q, rows))
     keys = jax.random.split(jax.random.key(0), rows)
     verdict = verified(draft, every_row(p, rows), Sampling().rows(rows, rule), keys)
-    outcome = (np.asarray(verdict.count) - 1, x @ vocab ** np.arange(gamma)[::-1], np.asarray(verdict.token))
+    outcome = (
+        np.asarray(verdict.count) - 1,
+        x @ vocab ** np.arange(gamma)[::-1],
+        np.asarray(verdict.token),
+    )
     counts = count_outcomes(outcome, (gamma + 1, vocab**gamma, vocab))
     alternatives = power.scaled(CHAIN_QUANTITIES[rule])
-    outcomes = {name: chain_outcomes(rule, p, q, factors).reshape(-1) for name, factors in alternatives.items()}
+    outcomes = {
+        name: chain_outcomes(rule, p, q, factors).reshape(-1)
+        for name, factors in alternatives.items()
+    }
     power.check(counts, chain_outcomes(rule, p, q, {}).reshape(-1), outcomes)
 
 
-# --- siblings --------------------------------------------------------------------------------------------------------
+# --- siblings -------------------------------------------------------------------------------------
 
 SIBLING_QUANTITIES = ("number", "p judged", "q judged", "p residual", "q residual", "rest")
 
@@ -160,7 +181,11 @@ def sibling_outcomes(p: np.ndarray, q: np.ndarray, count: int, factors: Factors)
         for child, token in enumerate(x):
             drafted *= own[token]
             own = normalised(np.where(np.arange(len(p)) == token, 0.0, own), own)
-            accept = of("p judged") * left[token] / max(of("number") * of("q judged") * supposed[token], 1e-30)
+            accept = (
+                of("p judged")
+                * left[token]
+                / max(of("number") * of("q judged") * supposed[token], 1e-30)
+            )
             accept = min(1.0, accept)
             outcomes[child, number, token] = waiting * accept
             waiting *= 1 - accept
@@ -182,7 +207,9 @@ def test_drawn_siblings_have_the_outcomes_that_the_papers_say() -> None:
     p, q, rows, count = np.array(SIBLINGS[0]), np.array(SIBLINGS[1]), SIBLINGS[2], 2
     vocab, settings = len(p), Sampling().rows(rows)
     draft_keys, verify_keys = split_keys(jax.random.split(jax.random.key(0), rows), 2)
-    x = np.asarray(children(jnp.log(every_row(q[None], rows)), count, settings, draft_keys)[0])[:, 0]
+    x = np.asarray(children(jnp.log(every_row(q[None], rows)), count, settings, draft_keys)[0])[
+        :, 0
+    ]
     draft = Draft.of_tree(
         jnp.asarray(np.pad(x, ((0, 0), (1, 0))), jnp.int32),
         np.array([-1] + [0] * count),
@@ -191,13 +218,18 @@ def test_drawn_siblings_have_the_outcomes_that_the_papers_say() -> None:
     verdict = verified(draft, every_row(np.tile(p, (count + 1, 1)), rows), settings, verify_keys)
     accepted = np.where(np.asarray(verdict.count) > 1, np.asarray(verdict.path)[:, 1] - 1, count)
     token = np.where(
-        accepted < count, np.take_along_axis(x, np.minimum(accepted, count - 1)[:, None], axis=1)[:, 0], verdict.token
+        accepted < count,
+        np.take_along_axis(x, np.minimum(accepted, count - 1)[:, None], axis=1)[:, 0],
+        verdict.token,
     )
     number = {siblings: i for i, siblings in enumerate(permutations(range(vocab), count))}
     outcome = (accepted, np.array([number[tuple(siblings)] for siblings in x.tolist()]), token)
     counts = count_outcomes(outcome, (count + 1, len(number), vocab))
     alternatives = power.scaled(SIBLING_QUANTITIES)
-    outcomes = {name: sibling_outcomes(p, q, count, factors).reshape(-1) for name, factors in alternatives.items()}
+    outcomes = {
+        name: sibling_outcomes(p, q, count, factors).reshape(-1)
+        for name, factors in alternatives.items()
+    }
     power.check(counts, sibling_outcomes(p, q, count, {}).reshape(-1), outcomes)
 
 
@@ -206,7 +238,7 @@ def children(logits: jax.Array, count: int, settings: RowSampling, keys: jax.Arr
     return candidates._children(logits, count, settings, keys)
 
 
-# --- noise -----------------------------------------------------------------------------------------------------------
+# --- noise ----------------------------------------------------------------------------------------
 
 LEVELS = np.log([0.5, *[0.5 / 15] * 15])
 """Logits of one likely token and fifteen alike. The size of the noise has much influence on how often the first one comes."""
@@ -226,7 +258,9 @@ def test_coupled_tokens_are_drawn_with_noise_of_the_right_size() -> None:
         p = softmax(LEVELS / factor)
         return np.array([p[0], 1 - p[0]])
 
-    power.check(likely, outcomes(1.0), {f"noise * {factor}": outcomes(factor) for factor in power.FACTORS})
+    power.check(
+        likely, outcomes(1.0), {f"noise * {factor}": outcomes(factor) for factor in power.FACTORS}
+    )
 
 
 def test_two_siblings_are_drawn_without_replacement_with_noise_of_the_right_size() -> None:
@@ -243,14 +277,20 @@ def test_two_siblings_are_drawn_without_replacement_with_noise_of_the_right_size
         second = np.sum(p[1:] * p[0] / (1 - p[1:]))
         return np.array([p[0], second, 1 - p[0] - second])
 
-    power.check(counts, outcomes(1.0), {f"noise * {factor}": outcomes(factor) for factor in power.FACTORS})
+    power.check(
+        counts, outcomes(1.0), {f"noise * {factor}": outcomes(factor) for factor in power.FACTORS}
+    )
 
 
 def test_noise_has_the_gumbel_distribution_in_a_thousand_parts() -> None:
     """Of all positions and tokens together. Each part has the same probability; noise of another size or place has not."""
     parts, positions, vocab = 1_000, 100, 10_000
-    keys = position_keys(jax.random.split(jax.random.key(0), 1), jnp.arange(positions)[:, None])[:, 0]
-    noise = np.asarray(jax.jit(position_noise, static_argnames="vocab")(keys, vocab=vocab), np.float64)
+    keys = position_keys(jax.random.split(jax.random.key(0), 1), jnp.arange(positions)[:, None])[
+        :, 0
+    ]
+    noise = np.asarray(
+        jax.jit(position_noise, static_argnames="vocab")(keys, vocab=vocab), np.float64
+    )
     bounds = -np.log(-np.log(np.arange(1, parts) / parts))
 
     def outcomes(factor: float = 1.0, shift: float = 0.0) -> np.ndarray:
@@ -259,4 +299,8 @@ def test_noise_has_the_gumbel_distribution_in_a_thousand_parts() -> None:
 
     counts = np.bincount(np.searchsorted(bounds, noise.reshape(-1)), minlength=parts)
     wrong = {f"noise * {factor}": outcomes(factor) for factor in power.FACTORS}
-    power.check(counts, outcomes(), wrong | {f"noise + {shift}": outcomes(shift=shift) for shift in (-0.05, 0.05)})
+    power.check(
+        counts,
+        outcomes(),
+        wrong | {f"noise + {shift}": outcomes(shift=shift) for shift in (-0.05, 0.05)},
+    )

@@ -30,5 +30,7 @@ def test_two_processes_find_what_one_does(tmp_path, look) -> None:
             for what, value in found.items():
                 assert value == alone[what], f"{what}, mesh over {mesh}, process {process}"
     assert len(alone["stream"]) > 2
-    assert next(iter(alone["speedups"])) == "None"  # plain decoding is fastest, which the clock of process 1 denies
+    assert (
+        next(iter(alone["speedups"])) == "None"
+    )  # plain decoding is fastest, which the clock of process 1 denies
     assert alone["survival"][0] > 0

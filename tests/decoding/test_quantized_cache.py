@@ -7,7 +7,15 @@ import pytest
 import specjax
 from specjax import conformance, decoding
 from specjax.decoding.options import GenerationOptions
-from specjax.drafters import CompressedCache, DraftModel, EarlyExit, Gemma4Assistant, MixtureOfAttentions, SnapKV, Streaming
+from specjax.drafters import (
+    CompressedCache,
+    DraftModel,
+    EarlyExit,
+    Gemma4Assistant,
+    MixtureOfAttentions,
+    SnapKV,
+    Streaming,
+)
 from specjax.models import layers
 from specjax.models.attention import by_device
 from specjax.models.attention.plain import attend_plainly
@@ -25,13 +33,23 @@ DRAFTERS = {
         in_8_bits(seed=5, num_layers=1), draft=shape, cache=Streaming(sinks=1), budget=5
     ),
     "early exit": lambda target, shape: EarlyExit(layers=1, draft=shape),
-    "streaming": lambda target, shape: CompressedCache(budget=6, scheme=Streaming(sinks=2), draft=shape),
-    "snapkv": lambda target, shape: CompressedCache(budget=4, scheme=SnapKV(window=2, pool=3), draft=shape),
+    "streaming": lambda target, shape: CompressedCache(
+        budget=6, scheme=Streaming(sinks=2), draft=shape
+    ),
+    "snapkv": lambda target, shape: CompressedCache(
+        budget=4, scheme=SnapKV(window=2, pool=3), draft=shape
+    ),
     "moa": lambda target, shape: MixtureOfAttentions.init(target, jax.random.key(3), shape, tli=1),
     "assistant": lambda target, shape: Gemma4Assistant.init(target, jax.random.key(3), shape),
 }
 ALL = [(name, shape) for name in DRAFTERS for shape in SHAPES]
-GREEDY = [("early exit", "dynamic"), ("draft model", "static"), ("moa", "chain"), ("snapkv", "chain"), ("assistant", "chain")]
+GREEDY = [
+    ("early exit", "dynamic"),
+    ("draft model", "static"),
+    ("moa", "chain"),
+    ("snapkv", "chain"),
+    ("assistant", "chain"),
+]
 
 
 @pytest.mark.full
@@ -51,21 +69,32 @@ def test_every_text_of_a_batch_is_that_of_its_row_alone() -> None:
 def test_every_drafter_that_has_or_reads_such_a_cache(name, shape) -> None:
     """Greedy and coupled, in batches and alone, and of chains rows that come and go in pages."""
     target = in_8_bits()
-    conformance.check(target, DRAFTERS[name](target, SHAPES[shape]), new_tokens=12, come_and_go=shape == "chain")
+    conformance.check(
+        target, DRAFTERS[name](target, SHAPES[shape]), new_tokens=12, come_and_go=shape == "chain"
+    )
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["sinks", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in MORE)])
+@pytest.mark.parametrize(
+    "kind", ["sinks", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in MORE)]
+)
 def test_greedy_text_of_every_kind_of_layers(kind) -> None:
     target = in_8_bits(**KINDS[kind])
-    conformance.check_greedy(target, DraftModel.init(target, jax.random.key(3), SHAPES["dynamic"]), new_tokens=12)
+    conformance.check_greedy(
+        target, DraftModel.init(target, jax.random.key(3), SHAPES["dynamic"]), new_tokens=12
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["early exit", "draft model"])
 def test_sampled_text_is_coupled_to_its_key(name) -> None:
     target = in_8_bits()
-    options = {"max_new_tokens": 24, "sampling": Sampling(temperature=0.8), "rule": "coupled", "key": jax.random.key(7)}
+    options = {
+        "max_new_tokens": 24,
+        "sampling": Sampling(temperature=0.8),
+        "rule": "coupled",
+        "key": jax.random.key(7),
+    }
     plain = specjax.generate(target, None, PROMPTS, **options)
     drafted = specjax.generate(target, DRAFTERS[name](target, SHAPES["chain"]), PROMPTS, **options)
     np.testing.assert_array_equal(plain.tokens, drafted.tokens)
@@ -74,7 +103,8 @@ def test_sampled_text_is_coupled_to_its_key(name) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("draws", [25_000, pytest.param(500_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
-    ("method", "shape"), [("draft model", "chain"), pytest.param("early exit", "sampled", marks=pytest.mark.thorough)]
+    ("method", "shape"),
+    [("draft model", "chain"), pytest.param("early exit", "sampled", marks=pytest.mark.thorough)],
 )
 def test_generated_tokens_have_its_exact_distribution(method, shape, draws) -> None:
     target = distribution_target().replace(cache_dtype="int8")
@@ -85,11 +115,16 @@ def test_generated_tokens_have_its_exact_distribution(method, shape, draws) -> N
 def test_a_target_that_sees_its_own_tokens_unrounded_fails(monkeypatch) -> None:
     """The text of a draft is then another one than plain decoding's."""
 
-    def plainly(q, pieces, sinks=None, *, values_part, kernel, cap=None):  # kernels take no entries of two kinds
+    def plainly(
+        q, pieces, sinks=None, *, values_part, kernel, cap=None
+    ):  # kernels take no entries of two kinds
         return attend_plainly(q, pieces, sinks, values_part=values_part, block=16, cap=cap)
 
     right = layers.attention
-    target, prompts = in_8_bits(seed=3, num_layers=1), np.random.default_rng(1).integers(0, 11, (32, 6))
+    target, prompts = (
+        in_8_bits(seed=3, num_layers=1),
+        np.random.default_rng(1).integers(0, 11, (32, 6)),
+    )
 
     def texts(drafter) -> np.ndarray:
         return np.asarray(specjax.generate(target, drafter, prompts, max_new_tokens=40).tokens)
@@ -98,7 +133,9 @@ def test_a_target_that_sees_its_own_tokens_unrounded_fails(monkeypatch) -> None:
     np.testing.assert_array_equal(texts(None), texts(drafter))
     with own_programs():
         monkeypatch.setattr(by_device, "_attend_by_kernel", plainly)
-        monkeypatch.setattr(layers, "attention", lambda *given: sees_its_own_tokens_unrounded(right, *given))
+        monkeypatch.setattr(
+            layers, "attention", lambda *given: sees_its_own_tokens_unrounded(right, *given)
+        )
         assert np.any(texts(None) != texts(drafter))
 
 
@@ -108,7 +145,15 @@ def test_an_engine_gives_the_text_of_each_request_alone() -> None:
     prompts = [[1, 4, 2, 4, 9], [3, 5], [7, 7, 1, 9, 1, 2, 3, 4, 5, 6, 7, 8, 9]]
     options = {"max_new_tokens": 20, "rule": "coupled", "eos_token_ids": ()}
     with Engine(
-        target, EarlyExit(layers=1), drafts=("chain:3",), rows=2, widths=(2,), pages=16, page=8, chunk=8, capacity=48
+        target,
+        EarlyExit(layers=1),
+        drafts=("chain:3",),
+        rows=2,
+        widths=(2,),
+        pages=16,
+        page=8,
+        chunk=8,
+        capacity=48,
     ) as engine:
         handles = [
             engine.submit(prompt, max_new_tokens=20, temperature=0.8, seed=i, eos_token_ids=())
@@ -117,18 +162,29 @@ def test_an_engine_gives_the_text_of_each_request_alone() -> None:
         found = [list(handle.result(60).tokens) for handle in handles]
     for i, prompt in enumerate(prompts):
         key = jax.random.fold_in(specjax.sampling.make_key(i), 0)[None]
-        alone = specjax.generate(target, None, np.array([prompt]), sampling=Sampling(temperature=0.8), key=key, **options)
+        alone = specjax.generate(
+            target, None, np.array([prompt]), sampling=Sampling(temperature=0.8), key=key, **options
+        )
         assert found[i] == alone.tokens[0, len(prompt) :].tolist()
 
 
 def test_the_loop_updates_it_in_place() -> None:
     """No array of a cache's shape is copied, neither numbers nor scales."""
     target = in_8_bits(num_heads=8, num_kv_heads=4, head_dim=32)
-    _, state = decoding.start(target, None, PROMPTS[:1], options=GenerationOptions(max_new_tokens=450))
+    _, state = decoding.start(
+        target, None, PROMPTS[:1], options=GenerationOptions(max_new_tokens=450)
+    )
     compiled = decoding.decode.lower(target, specjax.drafters.NoDraft(), state, 5).compile()
     numbers, scales = (part for part in jax.tree.leaves(state.cache.layers[0])[:2])
-    names = [f"{name}[{','.join(map(str, part.shape))}]" for name, part in (("s8", numbers), ("f32", scales))]
+    names = [
+        f"{name}[{','.join(map(str, part.shape))}]"
+        for name, part in (("s8", numbers), ("f32", scales))
+    ]
     program = compiled.as_text().splitlines()
     assert all(any(name in line for line in program) for name in names)
-    assert [line for line in program if any(name in line for name in names) and " copy(" in line] == []
-    assert compiled.memory_analysis().alias_size_in_bytes >= sum(part.nbytes for part in jax.tree.leaves(state.cache))
+    assert [
+        line for line in program if any(name in line for name in names) and " copy(" in line
+    ] == []
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(
+        part.nbytes for part in jax.tree.leaves(state.cache)
+    )

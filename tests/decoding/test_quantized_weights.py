@@ -20,19 +20,46 @@ from specjax.models.quantization.schemes import SCHEMES
 from specjax.models.transformer import Target
 from tests.conftest import compilations
 
-SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_layers": 3, "head_dim": 16}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_layers": 3,
+    "head_dim": 16,
+}
 PLAIN = ModelConfig(**SIZES, num_heads=4, num_kv_heads=2)
 SPARSE = ModelConfig(
-    **SIZES, num_heads=4, num_kv_heads=2, model_type="qwen3_moe", qk_norm=True, moe=MoE(8, 2, 32, normalise=True)
+    **SIZES,
+    num_heads=4,
+    num_kv_heads=2,
+    model_type="qwen3_moe",
+    qk_norm=True,
+    moe=MoE(8, 2, 32, normalise=True),
 )
 CONFIGS = {"dense": PLAIN, "experts": SPARSE}
 
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
-    "draft model": lambda target: specjax.DraftModel.init(target, jax.random.key(1), draft=3, num_layers=1).quantize("int8"),
+    "draft model": (
+        lambda target: specjax.DraftModel.init(
+            target, jax.random.key(1), draft=3, num_layers=1
+        ).quantize("int8")
+    ),
     "early exit": lambda target: specjax.EarlyExit(layers=1, draft=Chain(3)),
-    "eagle3": lambda target: specjax.Eagle3.init(target, jax.random.key(1), draft=DynamicTree(2, 3, 7)).quantize("int4"),
-    "dflash": lambda target: specjax.DFlash.init(target, jax.random.key(1), draft=Chain(3)).quantize("int8"),
-    "mtp": lambda target: specjax.MTP.init(target, jax.random.key(1), draft=SampledTree((2, 1))).quantize("w8a8"),
+    "eagle3": (
+        lambda target: specjax.Eagle3.init(
+            target, jax.random.key(1), draft=DynamicTree(2, 3, 7)
+        ).quantize("int4")
+    ),
+    "dflash": (
+        lambda target: specjax.DFlash.init(target, jax.random.key(1), draft=Chain(3)).quantize(
+            "int8"
+        )
+    ),
+    "mtp": (
+        lambda target: specjax.MTP.init(
+            target, jax.random.key(1), draft=SampledTree((2, 1))
+        ).quantize("w8a8")
+    ),
 }
 
 
@@ -48,12 +75,16 @@ PROMPTS = np.random.default_rng(0).integers(0, 64, size=(3, 6))
 def usual(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     """All ``cases``, of which those that are not ``kept`` are left to the thorough tests."""
     marks = {case: () if case in kept else (pytest.mark.thorough,) for case in cases}
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=own) for case, own in marks.items()]
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=own)
+        for case, own in marks.items()
+    ]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("config", "weights"), usual(product(CONFIGS, SCHEMES), [("dense", "int8"), ("dense", "int4"), ("experts", "int8")])
+    ("config", "weights"),
+    usual(product(CONFIGS, SCHEMES), [("dense", "int8"), ("dense", "int4"), ("experts", "int8")]),
 )
 def test_the_text_is_that_of_plain_decoding(config: str, weights: str) -> None:
     target = target_of(CONFIGS[config], weights)
@@ -73,7 +104,9 @@ def test_the_text_is_that_of_plain_decoding(config: str, weights: str) -> None:
 def test_quantized_drafters_pass_conformance(name: str) -> None:
     target = target_of(PLAIN, "int8")
     drafter = DRAFTERS[name](target)
-    assert name == "early exit" or any(map(is_quantized, jax.tree.leaves(drafter, is_leaf=is_quantized)))
+    assert name == "early exit" or any(
+        map(is_quantized, jax.tree.leaves(drafter, is_leaf=is_quantized))
+    )
     specjax.conformance.check(target, drafter)
 
 
@@ -83,7 +116,9 @@ def test_quantized_drafters_draft_much_as_wide_ones() -> None:
     prompts = np.random.default_rng(1).integers(0, 3000, size=(8, 12))
     lengths = {}
     for weights in ("float", "int8"):
-        drafter = specjax.Eagle3.from_pretrained(embedded("eagle3"), draft=Chain(4), weights=weights)
+        drafter = specjax.Eagle3.from_pretrained(
+            embedded("eagle3"), draft=Chain(4), weights=weights
+        )
         result = specjax.generate(target, drafter, prompts, max_new_tokens=64)
         lengths[weights] = metrics.summarise(result.stats).acceptance_length
     assert lengths["int8"] > 0.97 * lengths["float"] > 1.2
@@ -108,18 +143,26 @@ def test_a_drafters_head_is_quantized_as_the_vocabulary_is() -> None:
 
 def test_what_is_quantized_is_not_narrowed_again() -> None:
     target = target_of(PLAIN, "int8")
-    with pytest.raises(InputError, match="quantized already: load them in floats, with weights='float'"):
+    with pytest.raises(
+        InputError, match="quantized already: load them in floats, with weights='float'"
+    ):
         target.quantize("int4")
-    with pytest.raises(InputError, match="weights='int3': must be one of 'int8', 'w8a8', 'int4', 'fp8'"):
+    with pytest.raises(
+        InputError, match="weights='int3': must be one of 'int8', 'w8a8', 'int4', 'fp8'"
+    ):
         specjax.Target.init(PLAIN, jax.random.key(0)).quantize("int3")
-    with pytest.raises(InputError, match="weights='int3': must be one of 'stored', 'float', 'int8'"):
+    with pytest.raises(
+        InputError, match="weights='int3': must be one of 'stored', 'float', 'int8'"
+    ):
         specjax.load("embedded", weights="int3")
 
 
 @pytest.mark.full
 def test_a_second_call_compiles_nothing() -> None:
     target = target_of(PLAIN, "int4")
-    drafter = specjax.DraftModel.init(target, jax.random.key(1), draft=2, num_layers=1).quantize("int8")
+    drafter = specjax.DraftModel.init(target, jax.random.key(1), draft=2, num_layers=1).quantize(
+        "int8"
+    )
     specjax.generate(target, drafter, PROMPTS, max_new_tokens=8)
     before = compilations()
     specjax.generate(target, drafter, PROMPTS[::-1], max_new_tokens=8)

@@ -43,10 +43,14 @@ KINDS = {
     ),
     "moa": lambda target, shape: MixtureOfAttentions.init(target, KEY, shape, tli=1),
     "streaming": lambda target, shape: CompressedCache(budget=12, draft=shape),
-    "snapkv": lambda target, shape: CompressedCache(budget=12, scheme=SnapKV(window=3), draft=shape),
+    "snapkv": lambda target, shape: CompressedCache(
+        budget=12, scheme=SnapKV(window=3), draft=shape
+    ),
     "prompt lookup": lambda target, shape: PromptLookup(draft=shape),
 }
-OFTEN = "eagle3"  # others every time in tests/evaluation/test_conformance.py, by what becomes of their drafts
+OFTEN = (  # others every time in tests/evaluation/test_conformance.py, by what becomes of their drafts
+    "eagle3"
+)
 EVERY_KIND = [pytest.param(kind, marks=[pytest.mark.thorough] * (kind != OFTEN)) for kind in KINDS]
 
 
@@ -54,7 +58,14 @@ def make(kind: str, shape: str = "chain", target=TARGET) -> Pausable:
     return Pausable(KINDS[kind](target, SHAPES[shape]))
 
 
-def a_text(prompt, most: int, number: int = 0, temperature: float = 0.0, stop_token_ids=(), top_p: float = 0.9) -> rows.Text:
+def a_text(
+    prompt,
+    most: int,
+    number: int = 0,
+    temperature: float = 0.0,
+    stop_token_ids=(),
+    top_p: float = 0.9,
+) -> rows.Text:
     tokens = np.zeros(CAPACITY, np.int32)
     tokens[: len(prompt)] = prompt
     padded = NO_STOP_TOKENS.copy()
@@ -69,8 +80,16 @@ def a_text(prompt, most: int, number: int = 0, temperature: float = 0.0, stop_to
     )
 
 
-def some_text(rng: np.random.Generator, number: int, length: int, most: int, stop_token_ids=()) -> rows.Text:
-    return a_text(rng.integers(0, 11, length), most, number, temperature=number % 2, stop_token_ids=stop_token_ids)
+def some_text(
+    rng: np.random.Generator, number: int, length: int, most: int, stop_token_ids=()
+) -> rows.Text:
+    return a_text(
+        rng.integers(0, 11, length),
+        most,
+        number,
+        temperature=number % 2,
+        stop_token_ids=stop_token_ids,
+    )
 
 
 def alone(text: rows.Text, target=TARGET) -> list[int]:
@@ -98,7 +117,9 @@ def spoil(state, pages):
     def one(node):
         if not isinstance(node, PagedCache):
             return node
-        return node.replace(layers=jax.tree.map(lambda pool: pool.at[pages].set(jnp.nan, mode="drop"), node.layers))
+        return node.replace(
+            layers=jax.tree.map(lambda pool: pool.at[pages].set(jnp.nan, mode="drop"), node.layers)
+        )
 
     return jax.tree.map(one, state, is_leaf=lambda node: isinstance(node, PagedCache))
 
@@ -106,7 +127,14 @@ def spoil(state, pages):
 class Host:
     """A host that gives out rows and pages, of one group of each pool."""
 
-    def __init__(self, drafter: Pausable, target=TARGET, count: int = ROWS, seed: int = 0, depth: int | None = None) -> None:
+    def __init__(
+        self,
+        drafter: Pausable,
+        target=TARGET,
+        count: int = ROWS,
+        seed: int = 0,
+        depth: int | None = None,
+    ) -> None:
         self.target, self.drafter, self.paused = target, drafter, replace(drafter, paused=True)
         self.each = CAPACITY // PAGE
         self.groups = 1 if target.mesh is None else target.mesh.shape["data"]
@@ -124,15 +152,27 @@ class Host:
     def group(self, row: int) -> int:
         return row // (len(self.table) // self.groups)
 
-    def admit(self, row: int, text: rows.Text, cached: int = 0, prefix_state=None, pages=()) -> None:
+    def admit(
+        self, row: int, text: rows.Text, cached: int = 0, prefix_state=None, pages=()
+    ) -> None:
         """Pages of its own for all but the first ``cached`` tokens, which lie in ``pages``."""
         self.texts[row] = text
-        own = [self.free[self.group(row)].pop() for _ in range(-(-int(text.max_length) // PAGE) - len(pages))]
+        own = [
+            self.free[self.group(row)].pop()
+            for _ in range(-(-int(text.max_length) // PAGE) - len(pages))
+        ]
         self.table[row] = np.resize([*pages, *own, *[self.pages] * self.each], self.each)
         at_group = np.int32(0 if prefix_state is None else self.group(row))
         prefix_state = self.fresh if prefix_state is None else prefix_state
         self.state = rows.admit(
-            self.target, self.drafter, self.state, np.int32(row), text, np.int32(cached), prefix_state, at_group
+            self.target,
+            self.drafter,
+            self.state,
+            np.int32(row),
+            text,
+            np.int32(cached),
+            prefix_state,
+            at_group,
         )
 
     def read(self, *numbers: int, cached: int = 0) -> list:
@@ -155,7 +195,13 @@ class Host:
         self.admit(row, text)
         self.read(row)
 
-    def decode(self, drafter: Pausable, steps: int = 100, until_any_done: bool = False, width: int | None = None):
+    def decode(
+        self,
+        drafter: Pausable,
+        steps: int = 100,
+        until_any_done: bool = False,
+        width: int | None = None,
+    ):
         free = np.array([row not in self.texts for row in range(len(self.table))])
         self.state, progress = rows.decode_rows(
             self.target,
@@ -169,20 +215,30 @@ class Host:
             call_steps=CALL_STEPS,
         )
         tokens, accepted = self.state.tokens, self.state.accepted
-        progress, tokens, accepted = sharding.to_host((progress, tokens, accepted), self.target.mesh)
+        progress, tokens, accepted = sharding.to_host(
+            (progress, tokens, accepted), self.target.mesh
+        )
         check_report(progress, tokens, accepted)
         return progress.replace(tokens=tokens, accepted=accepted)
 
     def catch_up(self) -> None:
-        self.state = rows.catch_up(self.target, self.drafter, self.state, self.table, width=len(self.table))
+        self.state = rows.catch_up(
+            self.target, self.drafter, self.state, self.table, width=len(self.table)
+        )
 
     def leave(self, row: int) -> None:
         """The row is free, and NaN stands in what were its own pages."""
         del self.texts[row]
-        own = [int(page) for page in self.table[row] if page < self.pages and (self.table == page).sum() == 1]
+        own = [
+            int(page)
+            for page in self.table[row]
+            if page < self.pages and (self.table == page).sum() == 1
+        ]
         self.table[row] = self.pages
         self.free[self.group(row)] += own
-        self.state = spoil(self.state, np.resize([*own, *[self.pages] * self.each], self.each).astype(np.int32))
+        self.state = spoil(
+            self.state, np.resize([*own, *[self.pages] * self.each], self.each).astype(np.int32)
+        )
 
     def rearrange(self, order) -> None:
         self.state = rows.rearrange(self.state, np.array(order, np.int32))
@@ -195,7 +251,9 @@ def check_report(progress: rows.Progress, tokens: np.ndarray, accepted: np.ndarr
     for row, (start, length) in enumerate(zip(progress.starts, progress.lengths, strict=True)):
         end = min(length, start + progress.tokens.shape[1])
         np.testing.assert_array_equal(progress.tokens[row, : end - start], tokens[row, start:end])
-        np.testing.assert_array_equal(progress.accepted[row, : end - start], accepted[row, start:end])
+        np.testing.assert_array_equal(
+            progress.accepted[row, : end - start], accepted[row, start:end]
+        )
 
 
 def row_of(progress, row: int) -> list[int]:
@@ -210,7 +268,9 @@ def own_state(host: Host, row: int) -> list[np.ndarray]:
     def one(node) -> None:
         if isinstance(node, PagedCache):
             length = int(node.length[row])
-            entries = node.gather(jnp.broadcast_to(jnp.arange(CAPACITY)[None], (len(host.table), CAPACITY)))
+            entries = node.gather(
+                jnp.broadcast_to(jnp.arange(CAPACITY)[None], (len(host.table), CAPACITY))
+            )
             found.extend(np.asarray(part[row, :, :length]) for part in jax.tree.leaves(entries))
             found.append(np.asarray(length))
         else:
@@ -225,7 +285,7 @@ def assert_same(here: list[np.ndarray], there: list[np.ndarray]) -> None:
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-# --- one by one ------------------------------------------------------------------------------------------------------
+# --- one by one -----------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -233,7 +293,11 @@ def test_free_rows_do_nothing() -> None:
     host = Host(make("eagle3"))
     assert host.state.done.all() and host.state.cache.table.shape == (ROWS, CAPACITY // PAGE)
     progress = host.decode(host.drafter)
-    assert progress.done.all() and progress.lengths.tolist() == [1] * ROWS and not progress.stats.steps.any()
+    assert (
+        progress.done.all()
+        and progress.lengths.tolist() == [1] * ROWS
+        and not progress.stats.steps.any()
+    )
 
 
 @pytest.mark.full_except("16", "17", "18", "32")
@@ -259,10 +323,14 @@ def test_a_row_that_is_read_leaves_the_others_alone() -> None:
     for start in (0, CHUNK):  # half of the prompt, a few steps of the other, the other half
         count = min(CHUNK, int(second.length) - 1 - start)
         given = np.array([3], np.int32), np.array([count], np.int32), np.array([start > 0])
-        host.state, _, _, _ = rows.read_chunk(TARGET, host.drafter, host.state, host.table, *given, width=CHUNK)
+        host.state, _, _, _ = rows.read_chunk(
+            TARGET, host.drafter, host.state, host.table, *given, width=CHUNK
+        )
         if not start:
             assert_same(own_state(host, 0), before)
-            assert host.decode(host.drafter, 2).lengths[3] == 2 * CHUNK  # as long as its prompt, which is not read yet
+            assert (
+                host.decode(host.drafter, 2).lengths[3] == 2 * CHUNK
+            )  # as long as its prompt, which is not read yet
     progress = host.decode(host.drafter)
     assert [row_of(progress, row) for row in (0, 3)] == [alone(first), alone(second)]
 
@@ -290,7 +358,9 @@ def test_a_row_that_is_done_ends_the_steps_where_that_is_asked() -> None:
     progress = host.decode(host.paused, until_any_done=True)
     assert progress.done.tolist() == [False, True, False, True]
     assert progress.lengths.tolist() == [7, 7, 7, 1]
-    progress = host.decode(host.paused, 2, until_any_done=True)  # one that was done before ends nothing
+    progress = host.decode(
+        host.paused, 2, until_any_done=True
+    )  # one that was done before ends nothing
     assert progress.lengths.tolist() == [9, 7, 9, 1]
     progress = host.decode(host.paused)
     assert [row_of(progress, row) for row in range(3)] == [alone(text) for text in texts]
@@ -304,14 +374,18 @@ def test_rows_beyond_the_width_stay_as_they_are() -> None:
         host.begin(row, text)
     before = own_state(host, 3)
     progress = host.decode(host.drafter, width=2)
-    assert progress.done.tolist() == [True, True, False, False] and progress.lengths[2:].tolist() == [9, 9]
+    assert progress.done.tolist() == [True, True, False, False] and progress.lengths[
+        2:
+    ].tolist() == [9, 9]
     assert_same(own_state(host, 3), before)
     host.rearrange([3, 1, 0, 2])
     progress = host.decode(host.drafter, 2, width=2)
     assert progress.done.tolist() == [False, True, True, False]
     host.rearrange([0, 3, 1, 2])
     progress = host.decode(host.drafter, width=2)
-    assert [row_of(progress, row) for row in range(4)] == [alone(texts[number]) for number in (3, 2, 1, 0)]
+    assert [row_of(progress, row) for row in range(4)] == [
+        alone(texts[number]) for number in (3, 2, 1, 0)
+    ]
 
 
 @pytest.mark.full
@@ -378,12 +452,14 @@ def test_a_text_that_is_preempted_goes_on_as_if_nothing_had_been() -> None:
     host.begin(0, text)
     so_far = row_of(host.decode(host.paused, 6), 0)
     host.leave(0)
-    host.begin(2, replace(a_text(so_far, 0, 1, text.sampling["temperature"]), max_length=text.max_length))
+    host.begin(
+        2, replace(a_text(so_far, 0, 1, text.sampling["temperature"]), max_length=text.max_length)
+    )
     assert len(so_far) == 15
     assert row_of(host.decode(host.drafter), 2) == alone(text)
 
 
-# --- a beginning that another text has read --------------------------------------------------------------------------
+# --- a beginning that another text has read -------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
@@ -408,7 +484,7 @@ def test_a_text_goes_on_from_anothers_pages_and_border(kind) -> None:
     jax.tree.map(lambda leaf: np.testing.assert_array_equal(leaf[1], leaf[2]), progress.stats)
 
 
-# --- pausing ---------------------------------------------------------------------------------------------------------
+# --- pausing --------------------------------------------------------------------------------------
 
 
 def after_pause(host: Host, text: rows.Text, steps: list[int]) -> list[np.ndarray]:
@@ -439,7 +515,9 @@ def test_a_draft_after_a_pause_is_that_of_a_text_read_so_far() -> None:
     host.begin(0, text)
     so_far = row_of(host.decode(host.paused, 11), 0)
     host.catch_up()
-    host.begin(1, replace(a_text(so_far, 0, 1, text.sampling["temperature"]), max_length=text.max_length))
+    host.begin(
+        1, replace(a_text(so_far, 0, 1, text.sampling["temperature"]), max_length=text.max_length)
+    )
     assert_same(own_state(host, 0), own_state(host, 1))
     progress = host.decode(host.drafter)
     assert row_of(progress, 0) == row_of(progress, 1) == alone(text)
@@ -459,10 +537,13 @@ def test_a_drafter_that_was_not_caught_up_shows() -> None:
     assert row_of(host.decode(host.drafter), 0) == alone(text)
 
 
-# --- together --------------------------------------------------------------------------------------------------------
+# --- together -------------------------------------------------------------------------------------
 
 TOGETHER = [("eagle3", "chain")]
-TOGETHER += [pytest.param(*case, marks=pytest.mark.thorough) for case in (("eagle3", "dynamic"), ("mtp", "static"))]
+TOGETHER += [
+    pytest.param(*case, marks=pytest.mark.thorough)
+    for case in (("eagle3", "dynamic"), ("mtp", "static"))
+]
 LENGTHS_OF = (1, CHUNK, CHUNK + 1, 5, 2 * CHUNK, 12, 2, 27, 9)
 
 
@@ -487,7 +568,9 @@ def test_texts_that_come_and_go(kind, shape) -> None:
             host.catch_up()
             pending = 0
         pending += steps * paused
-        progress = host.decode(host.paused if paused else host.drafter, steps, bool(rng.random() < 0.5))
+        progress = host.decode(
+            host.paused if paused else host.drafter, steps, bool(rng.random() < 0.5)
+        )
         for row in list(host.texts):
             so_far, text = row_of(progress, row), host.texts[row]
             if progress.done[row]:
@@ -539,7 +622,7 @@ def test_a_second_text_compiles_nothing() -> None:
     assert compilations() == before
 
 
-# --- a mesh ----------------------------------------------------------------------------------------------------------
+# --- a mesh ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.thorough  # tests/serving/test_engine.py has a mesh every time
@@ -562,7 +645,7 @@ def test_rows_on_a_mesh_have_the_same_texts() -> None:
     assert [row_of(progress, row) for row in (1, 2, 3)] == [alone(text) for text in texts[1:]]
 
 
-# --- the last: nothing that was compiled is left after it ---------------------------------------------------------------
+# --- the last: nothing that was compiled is left after it -----------------------------------------
 
 
 @pytest.mark.full
@@ -582,12 +665,24 @@ def test_as_much_as_there_is_room_for_may_be_owed(monkeypatch) -> None:
 
 
 def test_retired_rows_are_done_and_rearranged_rows_take_along_what_is_theirs() -> None:
-    state = rows.empty(TARGET, PromptLookup(draft=2), rows=ROWS, capacity=CAPACITY, pages=8, page=PAGE)
+    state = rows.empty(
+        TARGET, PromptLookup(draft=2), rows=ROWS, capacity=CAPACITY, pages=8, page=PAGE
+    )
     committed = jnp.array([5, 9, 2, 7])
-    state = replace(state, lengths=committed + 1, done=jnp.zeros(ROWS, bool), cache=replace(state.cache, length=committed))
+    state = replace(
+        state,
+        lengths=committed + 1,
+        done=jnp.zeros(ROWS, bool),
+        cache=replace(state.cache, length=committed),
+    )
     retired = row_arrays.retire(state, np.array([False, True, False, True]))
     assert retired.done.tolist() == [False, True, False, True]
-    assert retired.lengths.tolist() == [6, 1, 3, 1] and retired.cache.length.tolist() == [5, 0, 2, 0]
+    assert retired.lengths.tolist() == [6, 1, 3, 1] and retired.cache.length.tolist() == [
+        5,
+        0,
+        2,
+        0,
+    ]
     table = np.arange(ROWS * 6).reshape(ROWS, 6)
     moved = rows.rearrange(row_arrays.with_table(retired, table), np.array([2, 0, 3, 1]))
     assert moved.lengths.tolist() == [3, 6, 1, 1] and moved.cache.length.tolist() == [2, 5, 0, 0]

@@ -17,9 +17,24 @@ from specjax.decoding import verification
 from specjax.decoding.loop import _cut, _keys_of_step
 from specjax.decoding.state import DecodeState
 from specjax.decoding.stats import Stats, StepInfo
-from specjax.decoding.verification import by_rule, descend, follow_argmax, matching, recursive_rejection, verify
+from specjax.decoding.verification import (
+    by_rule,
+    descend,
+    follow_argmax,
+    matching,
+    recursive_rejection,
+    verify,
+)
 from specjax.drafts.draft import Draft, Verdict
-from specjax.sampling import Distributions, RowSampling, Sampling, noise_of_rows, position_keys, split_keys, without_stop_tokens
+from specjax.sampling import (
+    Distributions,
+    RowSampling,
+    Sampling,
+    noise_of_rows,
+    position_keys,
+    split_keys,
+    without_stop_tokens,
+)
 
 ROWS, LENGTH, VOCAB = 60, 3, 4
 PARENTS = np.array([-1, 0, 0, 1, 0, 1, 3, 4])
@@ -55,10 +70,12 @@ def normalised(mass: np.ndarray) -> np.ndarray:
     return mass / mass.sum(axis=-1, keepdims=True)
 
 
-# --- chains ----------------------------------------------------------------------------------------------------------
+# --- chains ---------------------------------------------------------------------------------------
 
 
-def by_rejection(p: np.ndarray, q: np.ndarray, x: list[int], u: list[float]) -> tuple[int, np.ndarray]:
+def by_rejection(
+    p: np.ndarray, q: np.ndarray, x: list[int], u: list[float]
+) -> tuple[int, np.ndarray]:
     """Leviathan et al., Algorithm 1, of one chain: how many tokens are accepted, and what the next is drawn from."""
     for i, token in enumerate(x):
         if p[i, token] == 0 or u[i] >= min(1.0, p[i, token] / q[i, token]):
@@ -83,7 +100,12 @@ def test_chains_are_accepted_as_the_papers_algorithms_say(rule, drawn_from, monk
     """Of every length, and with numbers on the edge: 0 accepts no token that the target gives no chance."""
     rng = np.random.default_rng(0)
     p, q = distributions(rng, ROWS, LENGTH + 1), distributions(rng, ROWS, LENGTH + 1)
-    x = np.array([[rng.choice(VOCAB, p=normalised(of_node.astype(float))) for of_node in row[:-1]] for row in q])
+    x = np.array(
+        [
+            [rng.choice(VOCAB, p=normalised(of_node.astype(float))) for of_node in row[:-1]]
+            for row in q
+        ]
+    )
     u = (rng.random((ROWS, LENGTH)) * (rng.random((ROWS, LENGTH)) > 0.3)).astype(np.float32)
     lengths = np.arange(ROWS) % (LENGTH + 1)
     drafted = np.arange(LENGTH) < lengths[:, None]
@@ -95,7 +117,9 @@ def test_chains_are_accepted_as_the_papers_algorithms_say(rule, drawn_from, monk
     accepted, _ = judge_chain(of_target, jnp.asarray(q), jnp.asarray(x, jnp.int32), drafted, keys)
     slow = {"rejection": by_rejection, "block": by_block}[rule]
     for row, length in enumerate(lengths):
-        count, mass = slow(p[row].astype(float), q[row].astype(float), x[row, :length].tolist(), u[row].tolist())
+        count, mass = slow(
+            p[row].astype(float), q[row].astype(float), x[row, :length].tolist(), u[row].tolist()
+        )
         assert accepted[row] == count, row
         if mass.sum() > 1e-6:
             np.testing.assert_allclose(normalised(drawn_from[0][row]), normalised(mass), atol=1e-5)
@@ -114,7 +138,11 @@ def test_a_chain_is_judged_without_another_array_of_the_logits_size(rule, batch)
     shape = (batch, 9, 2**15)
     tokens = jnp.zeros(shape[:2], jnp.int32)
     draft = Draft.chain(tokens[:, 0], tokens[:, 1:], jnp.zeros((batch, 8, shape[2])))
-    rows = Sampling(temperature=0.0).rows(batch) if rule == "greedy" else Sampling(temperature=0.8).rows(batch, rule)
+    rows = (
+        Sampling(temperature=0.0).rows(batch)
+        if rule == "greedy"
+        else Sampling(temperature=0.8).rows(batch, rule)
+    )
     keys = jax.random.split(jax.random.key(0), batch)
     program = jax.jit(verify).lower(draft, jnp.zeros(shape), rows, keys).compile()
     size = 4 * math.prod(shape)
@@ -122,10 +150,12 @@ def test_a_chain_is_judged_without_another_array_of_the_logits_size(rule, batch)
     assert program.memory_analysis().temp_size_in_bytes < 0.5 * size
 
 
-# --- trees -----------------------------------------------------------------------------------------------------------
+# --- trees ----------------------------------------------------------------------------------------
 
 
-def siblings_by_rejection(p: np.ndarray, q: np.ndarray, x: list[int], u: list[float]) -> tuple[int, np.ndarray]:
+def siblings_by_rejection(
+    p: np.ndarray, q: np.ndarray, x: list[int], u: list[float]
+) -> tuple[int, np.ndarray]:
     """SpecInfer, section 4.3, of one node: which child is accepted, -1 for none, and what the next token is drawn from."""
     for child, token in enumerate(x):
         if u[child] * q[token] < p[token]:
@@ -141,8 +171,12 @@ def test_siblings_are_judged_one_after_the_other(drawn_from) -> None:
     rng = np.random.default_rng(0)
     p, q = distributions(rng, ROWS), distributions(rng, ROWS) + np.float32(0.02)
     q = normalised(q).astype(np.float32)
-    x = np.array([rng.choice(VOCAB, 3, replace=False, p=normalised(of_row.astype(float))) for of_row in q])
-    drafted = np.array([True, True, True, False])[(np.arange(ROWS)[:, None] + [1, 2, 3]) % 4] | (np.arange(3) == 0)
+    x = np.array(
+        [rng.choice(VOCAB, 3, replace=False, p=normalised(of_row.astype(float))) for of_row in q]
+    )
+    drafted = np.array([True, True, True, False])[(np.arange(ROWS)[:, None] + [1, 2, 3]) % 4] | (
+        np.arange(3) == 0
+    )
     draft = Draft.of_tree(
         jnp.asarray(np.pad(x, ((0, 0), (1, 0))), jnp.int32),
         np.array([-1, 0, 0, 0]),
@@ -151,11 +185,17 @@ def test_siblings_are_judged_one_after_the_other(drawn_from) -> None:
     )
     keys = jax.random.split(jax.random.key(0), ROWS)
     child, _ = recursive_rejection(draft, jnp.zeros(ROWS, jnp.int32), jnp.asarray(p), keys)
-    number = jax.vmap(lambda key: jax.vmap(lambda node: jax.random.uniform(jax.random.fold_in(key, node)))(jnp.arange(4)))
+    number = jax.vmap(
+        lambda key: jax.vmap(lambda node: jax.random.uniform(jax.random.fold_in(key, node)))(
+            jnp.arange(4)
+        )
+    )
     u = np.asarray(number(split_keys(keys, 2)[0]), float)
     for row in range(ROWS):
         offered = x[row, : np.cumprod(drafted[row]).sum()].tolist()
-        expected, mass = siblings_by_rejection(p[row].astype(float), q[row].astype(float), offered, u[row, 1:].tolist())
+        expected, mass = siblings_by_rejection(
+            p[row].astype(float), q[row].astype(float), offered, u[row, 1:].tolist()
+        )
         assert child[row] == (expected + 1 if expected >= 0 else -1), row
         np.testing.assert_allclose(normalised(drawn_from[0][row]), normalised(mass), atol=1e-4)
     assert set(np.asarray(child).tolist()) == {-1, 1, 2, 3}
@@ -165,7 +205,10 @@ def a_tree(
     rng: np.random.Generator, rows: int, likeliest: np.ndarray, parents: np.ndarray = PARENTS
 ) -> tuple[Draft, np.ndarray, np.ndarray]:
     """A draft of a tree, most of whose nodes hold what is ``likeliest [B, N]`` after their parents."""
-    tokens, missed = np.zeros((rows, len(parents)), np.int32), rng.random((rows, len(parents))) < 0.3
+    tokens, missed = (
+        np.zeros((rows, len(parents)), np.int32),
+        rng.random((rows, len(parents))) < 0.3,
+    )
     for node, parent in enumerate(parents[1:], 1):
         rank = sum(parents[:node] == parent)  # siblings hold different tokens
         tokens[:, node] = (likeliest[:, parent] + rank + missed[:, parent]) % VOCAB
@@ -174,11 +217,17 @@ def a_tree(
     return Draft.of_tree(jnp.asarray(tokens), parents, valid=jnp.asarray(valid)), tokens, valid
 
 
-def walk(tokens: np.ndarray, valid: np.ndarray, best: np.ndarray, parents: np.ndarray = PARENTS) -> list[int]:
+def walk(
+    tokens: np.ndarray, valid: np.ndarray, best: np.ndarray, parents: np.ndarray = PARENTS
+) -> list[int]:
     """From the root of one row to the last node that holds what is ``best [N]`` after its parent."""
     path = [0]
     while True:
-        below = [n for n in np.flatnonzero(path[-1] == parents) if valid[n] and tokens[n] == best[path[-1]]]
+        below = [
+            n
+            for n in np.flatnonzero(path[-1] == parents)
+            if valid[n] and tokens[n] == best[path[-1]]
+        ]
         if not below:
             return path
         path.append(int(below[0]))
@@ -191,10 +240,14 @@ def test_chosen_children_are_accepted_where_the_target_goes(rule) -> None:
     logits = rng.normal(size=(ROWS, len(PARENTS), VOCAB)).astype(np.float32)
     depths = np.array([0, 1, 1, 2, 1, 2, 3, 2])
     keys, depth = jax.random.split(jax.random.key(0), (4, ROWS)), depths.max()
-    sampling = Sampling(temperature=1.0).rows(ROWS, "coupled" if rule == "coupled" else "independent")
+    sampling = Sampling(temperature=1.0).rows(
+        ROWS, "coupled" if rule == "coupled" else "independent"
+    )
     shown = logits
     if rule == "coupled":
-        noise = np.stack([noise_of_rows(keys[level], VOCAB, sampling) for level in range(depth + 1)], axis=1)
+        noise = np.stack(
+            [noise_of_rows(keys[level], VOCAB, sampling) for level in range(depth + 1)], axis=1
+        )
         shown = logits + noise[:, depths]
     best = shown.argmax(axis=-1)
     draft, tokens, valid = a_tree(rng, ROWS, best)
@@ -203,7 +256,9 @@ def test_chosen_children_are_accepted_where_the_target_goes(rule) -> None:
     elif rule == "coupled":
         verdict = verify(draft, jnp.asarray(logits), sampling, keys)
     else:  # whatever is drawn, it is the only token with a chance
-        verdict = descend(draft, by_rule(matching, jnp.asarray(logits), Sampling(top_k=1).rows(ROWS), keys[0]))
+        verdict = descend(
+            draft, by_rule(matching, jnp.asarray(logits), Sampling(top_k=1).rows(ROWS), keys[0])
+        )
     emitted = np.asarray(verdict.emitted(draft))
     for row in range(ROWS):
         path = walk(tokens[row], valid[row], best[row])
@@ -218,7 +273,9 @@ def test_of_a_target_that_allows_one_token_that_one_comes_whatever_is_drafted() 
     logits = rng.normal(size=(ROWS, 3, VOCAB)).astype(np.float32)
     x = rng.integers(0, VOCAB, (ROWS, 2))
     x[::2] = logits[::2, :2].argmax(axis=-1)
-    draft = Draft.chain(jnp.zeros(ROWS, jnp.int32), jnp.asarray(x, jnp.int32), jnp.full((ROWS, 2, VOCAB), 1 / VOCAB))
+    draft = Draft.chain(
+        jnp.zeros(ROWS, jnp.int32), jnp.asarray(x, jnp.int32), jnp.full((ROWS, 2, VOCAB), 1 / VOCAB)
+    )
     keys, sampling = jax.random.split(jax.random.key(0), ROWS), Sampling(top_k=1).rows(ROWS)
     verdict = jax.jit(lambda logits: verify(draft, logits, sampling, keys))(logits)
     best, emitted = logits.argmax(axis=-1), np.asarray(verdict.emitted(draft))
@@ -230,7 +287,9 @@ def test_of_a_target_that_allows_one_token_that_one_comes_whatever_is_drafted() 
 def test_every_depth_of_a_walk_has_random_numbers_of_its_own() -> None:
     numbers = []
 
-    def rule(draft: Draft, node: jax.Array, p: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def rule(
+        draft: Draft, node: jax.Array, p: jax.Array, keys: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         numbers.append(jax.random.key_data(keys).tolist())
         return node, node
 
@@ -242,7 +301,7 @@ def test_every_depth_of_a_walk_has_random_numbers_of_its_own() -> None:
     assert numbers[1] == numbers[3] and len({str(of_depth) for of_depth in numbers}) == 3
 
 
-# --- a step ----------------------------------------------------------------------------------------------------------
+# --- a step ---------------------------------------------------------------------------------------
 
 
 def sampled(rule: str) -> RowSampling:
@@ -264,13 +323,17 @@ def test_coupled_keys_are_those_of_positions_for_drafter_and_target_alike() -> N
 
 def test_other_keys_are_used_once() -> None:
     keys = jax.random.split(jax.random.key(0), 2)
-    following, draft_keys, verify_keys = _keys_of_step(SimpleNamespace(sampling=sampled("block"), keys=keys), 3)
+    following, draft_keys, verify_keys = _keys_of_step(
+        SimpleNamespace(sampling=sampled("block"), keys=keys), 3
+    )
     of_levels = [key for level in key_data(draft_keys) for key in level]
     every = [*key_data(keys), *key_data(following), *of_levels, *key_data(verify_keys)]
     assert len({str(numbers) for numbers in every}) == len(every) == 2 + 2 + 3 * 2 + 2
 
 
-def cut(emitted: list[int], count: int, stop_token_ids: list[int], room: int, done: bool) -> tuple[int, bool]:
+def cut(
+    emitted: list[int], count: int, stop_token_ids: list[int], room: int, done: bool
+) -> tuple[int, bool]:
     """How many of a row's first ``count`` tokens stay, and whether it is done then."""
     if done:
         return 0, True
@@ -292,11 +355,17 @@ def test_a_row_ends_with_its_first_end_token_or_at_its_limit() -> None:
         max_lengths=jnp.asarray(5 + room),
         done=jnp.asarray(done),
     )
-    verdict = Verdict(path=jnp.zeros((200, 4), jnp.int32), count=jnp.asarray(count), token=jnp.zeros(200, jnp.int32))
+    verdict = Verdict(
+        path=jnp.zeros((200, 4), jnp.int32),
+        count=jnp.asarray(count),
+        token=jnp.zeros(200, jnp.int32),
+    )
     shorter, is_done, has_failed = _cut(verdict, jnp.asarray(emitted), state)
     assert not has_failed.any()
     for row in range(200):
-        expected = cut(emitted[row].tolist(), count[row], stop_token_ids[row].tolist(), room[row], done[row])
+        expected = cut(
+            emitted[row].tolist(), count[row], stop_token_ids[row].tolist(), room[row], done[row]
+        )
         assert (shorter.count[row], is_done[row]) == expected, row
         if expected[0]:
             assert shorter.token[row] == emitted[row, expected[0] - 1]
@@ -305,7 +374,10 @@ def test_a_row_ends_with_its_first_end_token_or_at_its_limit() -> None:
 def test_statistics_count_what_was_emitted() -> None:
     """Of three rows, the last of which is done, in two steps of drafts of depth 2."""
     stats = Stats.zeros(3, 2)
-    for emitted, accepted in (([1, 3, 0], [0, 2, 0]), ([2, 2, 0], [1, 2, 0])):  # in the last step the limit cut the bonus off
+    for emitted, accepted in (
+        ([1, 3, 0], [0, 2, 0]),
+        ([2, 2, 0], [1, 2, 0]),
+    ):  # in the last step the limit cut the bonus off
         info = StepInfo(
             active=jnp.array([True, True, False]),
             emitted=jnp.array(emitted),
@@ -319,11 +391,15 @@ def test_statistics_count_what_was_emitted() -> None:
         stats = stats.add(info)
     assert stats.steps.tolist() == [2, 2, 0] and stats.scored.tolist() == [6, 6, 0]
     assert stats.drafted.tolist() == [4, 4, 0] and stats.accepted.tolist() == [1, 4, 0]
-    assert stats.drafted_at.tolist() == [[2, 2], [2, 2], [0, 0]] and stats.accepted_at.tolist() == [[1, 0], [2, 2], [0, 0]]
+    assert stats.drafted_at.tolist() == [[2, 2], [2, 2], [0, 0]] and stats.accepted_at.tolist() == [
+        [1, 0],
+        [2, 2],
+        [0, 0],
+    ]
     assert stats.histogram.tolist() == [[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]]
 
 
-# --- where no text may end yet ----------------------------------------------------------------------------------------
+# --- where no text may end yet --------------------------------------------------------------------
 
 
 def test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_then_on() -> None:
@@ -332,7 +408,10 @@ def test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_th
     sampling = (
         Sampling()
         .rows(3)
-        .replace(stop_token_ids=jnp.asarray(stop_token_ids), tokens_before_stop=jnp.asarray(tokens_before_stop))
+        .replace(
+            stop_token_ids=jnp.asarray(stop_token_ids),
+            tokens_before_stop=jnp.asarray(tokens_before_stop),
+        )
     )
     logits = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
     masked = np.asarray(without_stop_tokens(jnp.asarray(logits), sampling, np.array([0, 1, 2, 1])))
@@ -341,15 +420,23 @@ def test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_th
         assert masked[row, node, token] == (-np.inf if is_early else logits[row, node, token])
     ids = jnp.array([4, 2, 0])  # of a drafter that has three of the tokens
     narrow = np.asarray(without_stop_tokens(jnp.asarray(logits[:, :1, :3]), sampling, 0, ids))
-    np.testing.assert_array_equal(narrow[:, 0] == -np.inf, [[False, True, False], [False, False, True], [False] * 3])
+    np.testing.assert_array_equal(
+        narrow[:, 0] == -np.inf, [[False, True, False], [False, False, True], [False] * 3]
+    )
 
 
 def test_a_gpu_masks_end_tokens_without_a_branch() -> None:
     """It would wait for its host to choose one. Others leave out what no row asks for."""
     sampling = (
-        Sampling().rows(2).replace(stop_token_ids=jnp.zeros((2, 1), jnp.int32), tokens_before_stop=jnp.ones(2, jnp.int32))
+        Sampling()
+        .rows(2)
+        .replace(
+            stop_token_ids=jnp.zeros((2, 1), jnp.int32), tokens_before_stop=jnp.ones(2, jnp.int32)
+        )
     )
-    traced = jax.jit(lambda logits: without_stop_tokens(logits, sampling, 0)).trace(jnp.zeros((2, 3, VOCAB)))
+    traced = jax.jit(lambda logits: without_stop_tokens(logits, sampling, 0)).trace(
+        jnp.zeros((2, 3, VOCAB))
+    )
 
     def branches(platform: str) -> int:
         """Those that choose by platform are among them, in every program."""
@@ -379,13 +466,21 @@ def test_greedy_rows_go_where_the_likeliest_token_is_that_may_come_there(shape, 
     temperature = np.where(np.arange(ROWS) < ROWS - 2, 0.0, 1.0 if greedy == "some rows" else 0.0)
     sampling = Sampling(temperature=temperature, top_k=3, top_p=0.2).rows(ROWS)
     assert sampling.greedy == (greedy == "all rows")
-    sampling = sampling.replace(stop_token_ids=jnp.asarray(stop_token_ids), tokens_before_stop=jnp.asarray(tokens_before_stop))
-    verdict = verify(draft, jnp.asarray(logits), sampling, jax.random.split(jax.random.key(0), ROWS))
+    sampling = sampling.replace(
+        stop_token_ids=jnp.asarray(stop_token_ids),
+        tokens_before_stop=jnp.asarray(tokens_before_stop),
+    )
+    verdict = verify(
+        draft, jnp.asarray(logits), sampling, jax.random.split(jax.random.key(0), ROWS)
+    )
     emitted = np.asarray(verdict.emitted(draft))
     for row in np.flatnonzero(temperature == 0):
         path = walk(tokens[row], valid[row], best[row], parents)
         assert verdict.path[row, : len(path)].tolist() == path
-        assert emitted[row, : verdict.count[row]].tolist() == [*tokens[row, path[1:]], best[row, path[-1]]]
+        assert emitted[row, : verdict.count[row]].tolist() == [
+            *tokens[row, path[1:]],
+            best[row, path[-1]],
+        ]
     assert set(np.asarray(verdict.count).tolist()) == {1, 2, 3, 4}
 
 
@@ -399,15 +494,20 @@ def test_by_every_rule_the_likeliest_token_comes_that_may_come_there(rule) -> No
     logits = rng.normal(size=(ROWS, len(parents), VOCAB)).astype(np.float32)
     stop_token_ids, tokens_before_stop = rng.integers(0, VOCAB, ROWS), rng.integers(0, 4, ROWS)
     is_early = depths[None] < tokens_before_stop[:, None]
-    best = np.where(is_early[..., None] & (np.arange(VOCAB) == stop_token_ids[:, None])[:, None], -np.inf, logits).argmax(
-        axis=-1
-    )
+    best = np.where(
+        is_early[..., None] & (np.arange(VOCAB) == stop_token_ids[:, None])[:, None],
+        -np.inf,
+        logits,
+    ).argmax(axis=-1)
     draft, tokens, _ = a_tree(rng, ROWS, best, parents)
     if is_chain or rule == "siblings":
         draft = draft.replace(q=jnp.full((*tokens.shape, VOCAB), 1 / VOCAB))
-    sampling = Sampling(top_k=1).rows(ROWS, "independent" if rule in ("siblings", "matching") else rule)
+    sampling = Sampling(top_k=1).rows(
+        ROWS, "independent" if rule in ("siblings", "matching") else rule
+    )
     sampling = sampling.replace(
-        stop_token_ids=jnp.asarray(stop_token_ids)[:, None], tokens_before_stop=jnp.asarray(tokens_before_stop)
+        stop_token_ids=jnp.asarray(stop_token_ids)[:, None],
+        tokens_before_stop=jnp.asarray(tokens_before_stop),
     )
     keys = jax.random.split(jax.random.key(0), (5, ROWS) if rule == "coupled" else ROWS)
     verdict = jax.jit(lambda logits: verify(draft, logits, sampling, keys))(logits)
@@ -426,4 +526,7 @@ def test_a_text_may_end_with_its_token_number_min_new_tokens_plus_one() -> None:
         lengths=jnp.array([7, 5]),
     )
     sampling = DecodeState.next_sampling.fget(state)
-    assert sampling.tokens_before_stop.tolist() == [2, 0] and sampling.stop_token_ids.tolist() == [[2], [3]]
+    assert sampling.tokens_before_stop.tolist() == [2, 0] and sampling.stop_token_ids.tolist() == [
+        [2],
+        [3],
+    ]

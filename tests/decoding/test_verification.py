@@ -27,10 +27,20 @@ from specjax.drafters.expansion import expand
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
 from specjax.evaluation.conformance import FALSE_ALARM, g_test
-from specjax.sampling import Distributions, RowSampling, Rule, Sampling, draw, probabilities, split_keys
+from specjax.sampling import (
+    Distributions,
+    RowSampling,
+    Rule,
+    Sampling,
+    draw,
+    probabilities,
+    split_keys,
+)
 
 V, GAMMA, HORIZON = 5, 3, 3
-TIERS = pytest.mark.parametrize("draws", [32_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
+TIERS = pytest.mark.parametrize(
+    "draws", [32_000, pytest.param(1_000_000, marks=pytest.mark.thorough)]
+)
 
 
 def logits_table(seed: int, scale: float = 1.5) -> np.ndarray:
@@ -61,7 +71,12 @@ class Case:
 
 DRAFTERS = tuple(Case(q) for q in Q_TABLES)
 SETTINGS = (
-    *(Sampling(temperature=t, top_p=top_p) for t in (0.0, 0.6, 1.0, 1.5) for top_p in (1.0, 0.85) if (t, top_p) != (1, 1)),
+    *(
+        Sampling(temperature=t, top_p=top_p)
+        for t in (0.0, 0.6, 1.0, 1.5)
+        for top_p in (1.0, 0.85)
+        if (t, top_p) != (1, 1)
+    ),
     Sampling(temperature=0.7, top_p=0.9),
     Sampling(temperature=1.3, top_k=3),
     Sampling(temperature=1.5, min_p=0.2),
@@ -84,7 +99,9 @@ SHAPES = {
 TREES = ["static", "dynamic", "sampled"]
 
 
-def propose(after: Callable, length: jax.Array, sampling: RowSampling, keys: jax.Array, how: str) -> Draft:
+def propose(
+    after: Callable, length: jax.Array, sampling: RowSampling, keys: jax.Array, how: str
+) -> Draft:
     """A draft of the Markov drafter below token 0.
 
     Args:
@@ -98,10 +115,22 @@ def propose(after: Callable, length: jax.Array, sampling: RowSampling, keys: jax
     if how in SHAPES:
         shape, active = SHAPES[how], jnp.ones(root.shape, bool)
         if how == "coupled":
-            keys, sampling = split_keys(keys, shape.depth + 1)[:-1], sampling.replace(rule="coupled")
+            keys, sampling = (
+                split_keys(keys, shape.depth + 1)[:-1],
+                sampling.replace(rule="coupled"),
+            )
         else:
             keys = split_keys(keys, shape.depth)
-        return expand(shape, lambda nodes, _: (after(nodes.tokens), ()), after(root), (), root, sampling, keys, active)[0]
+        return expand(
+            shape,
+            lambda nodes, _: (after(nodes.tokens), ()),
+            after(root),
+            (),
+            root,
+            sampling,
+            keys,
+            active,
+        )[0]
 
     def step(token: jax.Array, keys: jax.Array):
         q = probabilities(after(token), sampling)
@@ -118,7 +147,15 @@ RUNS_LONG = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_pa
 
 
 @partial(jax.jit, static_argnames=("how", "checks"), compiler_options=RUNS_LONG)
-def verified(q_tables: jax.Array, group: jax.Array, sampling: RowSampling, key: jax.Array, *, how: str, checks: tuple) -> list:
+def verified(
+    q_tables: jax.Array,
+    group: jax.Array,
+    sampling: RowSampling,
+    key: jax.Array,
+    *,
+    how: str,
+    checks: tuple,
+) -> list:
     """For each of ``checks`` the ``[B, HORIZON]`` emitted tokens, and how many there are in each row ``[B]``.
 
     A check is its name and the number of the only case whose rows it is asked about, None for all.
@@ -135,7 +172,9 @@ def verified(q_tables: jax.Array, group: jax.Array, sampling: RowSampling, key: 
     for check, number in checks:
         rows = slice(number, None, 1 if number is None else len(q_tables))
         fields = {name: getattr(draft, name) for name in ("tokens", "q", "valid", "grown")}
-        some = draft.replace(**{name: field[rows] for name, field in fields.items() if isinstance(field, jax.Array)})
+        some = draft.replace(
+            **{name: field[rows] for name, field in fields.items() if isinstance(field, jax.Array)}
+        )
         settings, keys = jax.tree.map(operator.itemgetter(rows), (sampling, verify_keys))
         verdict = CHECKS[check](some, jnp.asarray(P_TABLE)[some.tokens], settings, keys)
         results.append((verdict.emitted(some)[:, :HORIZON], verdict.count))
@@ -167,7 +206,11 @@ class Found:
     def p_values(self) -> dict[str, float]:
         """Of the tokens, and of how many there are."""
         tokens = {"tokens": g_test(self.joint, self.exact)}
-        return tokens if self.exact_counts is None else tokens | {"accepted": g_test(self.counts, self.exact_counts)}
+        return (
+            tokens
+            if self.exact_counts is None
+            else tokens | {"accepted": g_test(self.counts, self.exact_counts)}
+        )
 
     @property
     def passes(self) -> bool:
@@ -180,7 +223,9 @@ def find(how: str, draws: int, seed: int = 0) -> dict[str, dict[Case, Found]]:
     cases, checks = cases_of(draws), PROGRAMS[how]
     rows = 4_000 * len(cases)
     names = Sampling.__dataclass_fields__
-    sampling = Sampling(**{n: np.resize([getattr(case.sampling, n) for case in cases], rows) for n in names}).rows(rows)
+    sampling = Sampling(
+        **{n: np.resize([getattr(case.sampling, n) for case in cases], rows) for n in names}
+    ).rows(rows)
     group, q_tables = np.arange(rows) % len(cases), np.stack([Q_TABLES[case.q] for case in cases])
     asked = {check: (ONE_CASE[check],) if check in ONE_CASE else cases for check in checks}
     found = {
@@ -195,14 +240,18 @@ def find(how: str, draws: int, seed: int = 0) -> dict[str, dict[Case, Found]]:
         }
         for check in checks
     }
-    numbered = tuple((check, cases.index(ONE_CASE[check]) if check in ONE_CASE else None) for check in checks)
+    numbered = tuple(
+        (check, cases.index(ONE_CASE[check]) if check in ONE_CASE else None) for check in checks
+    )
     rng = np.random.default_rng(seed)
     for key in jax.random.split(jax.random.key(seed), draws // 4_000):
         results = verified(q_tables, group, sampling, key, how=how, checks=numbered)
         for check, (emitted, count) in zip(checks, jax.device_get(results), strict=True):
             for number, (case, so_far) in enumerate(found[check].items()):
                 mine = slice(number, None, len(found[check]))
-                so_far.joint += continued(emitted[mine], count[mine], table(P_TABLE, case.sampling), rng)
+                so_far.joint += continued(
+                    emitted[mine], count[mine], table(P_TABLE, case.sampling), rng
+                )
                 so_far.counts += np.bincount(count[mine], minlength=GAMMA + 2)
     return found
 
@@ -219,7 +268,9 @@ def table(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     return _table(logits.tobytes(), sampling)
 
 
-def continued(emitted: np.ndarray, count: np.ndarray, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def continued(
+    emitted: np.ndarray, count: np.ndarray, p: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
     """``[V ** HORIZON]`` how many of the rows continue in each way: where a row emitted fewer tokens, p goes on."""
     joint = np.zeros(V**HORIZON)
     for length in range(1, HORIZON + 1):
@@ -231,7 +282,7 @@ def continued(emitted: np.ndarray, count: np.ndarray, p: np.ndarray, rng: np.ran
     return joint
 
 
-# --- what is exact, by enumeration -----------------------------------------------------------------------------------
+# --- what is exact, by enumeration ----------------------------------------------------------------
 
 
 def exact_joint(p: np.ndarray) -> np.ndarray:
@@ -248,17 +299,32 @@ def exact_counts(how: str, check: str, case: Case) -> np.ndarray | None:
     if how == "coupled":
         return coupled_counts(p, q, SHAPES[how].length)
     if how == "chosen":
-        return chain_counts("matching", p, np.eye(V)[Q_TABLES[case.q].argmax(axis=1)], range(GAMMA, GAMMA + 1))
+        return chain_counts(
+            "matching", p, np.eye(V)[Q_TABLES[case.q].argmax(axis=1)], range(GAMMA, GAMMA + 1)
+        )
     if how == "ragged":
-        lengths = range(GAMMA + 1) if rule in ("block", "rejection", "as_tree") else range(GAMMA, GAMMA + 1)
-        named = {"as_tree": "rejection", "full block": "block", "full rejection": "rejection", "as_chosen": "matching"}
+        lengths = (
+            range(GAMMA + 1)
+            if rule in ("block", "rejection", "as_tree")
+            else range(GAMMA, GAMMA + 1)
+        )
+        named = {
+            "as_tree": "rejection",
+            "full block": "block",
+            "full rejection": "rejection",
+            "as_chosen": "matching",
+        }
         return chain_counts(named.get(rule, rule), p, q, lengths)
-    if how == "adaptive" and case.sampling.temperature > 0:  # greedy rows end by another probability
+    if (
+        how == "adaptive" and case.sampling.temperature > 0
+    ):  # greedy rows end by another probability
         return chain_counts(rule, p, q, [SHAPES[how].length], SHAPES[how].stop_below)
     return None
 
 
-def chain_counts(rule: str, p: np.ndarray, q: np.ndarray, lengths: Any, stop_below: float = 0.0) -> np.ndarray:
+def chain_counts(
+    rule: str, p: np.ndarray, q: np.ndarray, lengths: Any, stop_below: float = 0.0
+) -> np.ndarray:
     """Of all chains below token 0, of any of ``lengths`` alike; they may end after a token of which q is below a bound."""
     total = np.zeros(GAMMA + 2)
     for longest in lengths:
@@ -275,7 +341,10 @@ def accepted(rule: str, p: np.ndarray, q: np.ndarray, x: tuple[int, ...]) -> np.
     if rule == "block":
         return accepted_by_block(p, q, x)
     # Leviathan et al., Algorithm 1, ends with the first token that is rejected; and so does whatever asks for the target's own.
-    passes = [min(1.0, p[pair] / q[pair]) if rule == "rejection" else p[pair] for pair in pairwise((0, *x))]
+    passes = [
+        min(1.0, p[pair] / q[pair]) if rule == "rejection" else p[pair]
+        for pair in pairwise((0, *x))
+    ]
     reached = np.cumprod([1.0, *passes])
     return reached - np.append(reached[1:], 0.0)
 
@@ -299,7 +368,11 @@ def siblings_counts(p: np.ndarray, q: np.ndarray, widths: tuple[int, ...]) -> np
 
     def below(token: int, depth: int) -> np.ndarray:
         counts = np.zeros(GAMMA + 2)
-        chances = accepted_sibling(p[token], q[token], widths[depth]) if depth < len(widths) else np.zeros(V)
+        chances = (
+            accepted_sibling(p[token], q[token], widths[depth])
+            if depth < len(widths)
+            else np.zeros(V)
+        )
         counts[1] = 1 - chances.sum()
         for child in np.flatnonzero(chances):
             counts[1:] += chances[child] * below(child, depth + 1)[:-1]
@@ -321,7 +394,11 @@ def accepted_sibling(p: np.ndarray, q: np.ndarray, count: int) -> np.ndarray:
         chances[x] += q[x] * accept
         residual, rest = np.maximum(0.0, p - q), np.where(np.arange(V) == x, 0.0, q)
         if accept < 1 and rest.sum() > 0:
-            chances += q[x] * (1 - accept) * accepted_sibling(residual / residual.sum(), rest / rest.sum(), count - 1)
+            chances += (
+                q[x]
+                * (1 - accept)
+                * accepted_sibling(residual / residual.sum(), rest / rest.sum(), count - 1)
+            )
     return chances
 
 
@@ -332,7 +409,9 @@ def coupled_counts(p: np.ndarray, q: np.ndarray, length: int) -> np.ndarray:
     def below(token: int, left: int) -> np.ndarray:
         counts = np.zeros(GAMMA + 2)
         both = np.flatnonzero((p[token] > 0) & (q[token] > 0)) if left else []
-        chances = {i: 1 / np.maximum(p[token] / p[token, i], q[token] / q[token, i]).sum() for i in both}
+        chances = {
+            i: 1 / np.maximum(p[token] / p[token, i], q[token] / q[token, i]).sum() for i in both
+        }
         counts[1] = 1 - sum(chances.values())
         for i, chance in chances.items():
             counts[1:] += chance * below(i, left - 1)[:-1]
@@ -341,7 +420,7 @@ def coupled_counts(p: np.ndarray, q: np.ndarray, length: int) -> np.ndarray:
     return below(0, length)
 
 
-# --- rules, right and broken -----------------------------------------------------------------------------------------
+# --- rules, right and broken ----------------------------------------------------------------------
 
 Check = Callable[[Draft, jax.Array, RowSampling, jax.Array], Verdict]
 
@@ -355,7 +434,9 @@ def as_chosen(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.
 
 
 def coupled(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
-    return verify(draft, logits, sampling.replace(rule="coupled"), split_keys(keys, draft.depth + 1))
+    return verify(
+        draft, logits, sampling.replace(rule="coupled"), split_keys(keys, draft.depth + 1)
+    )
 
 
 CHAIN_RULES = [name for name, rule in RULES.items() if not rule.takes_trees]
@@ -413,7 +494,9 @@ def scaled(factor: float) -> tuple[Any, str, Callable[[Any], Any]]:
     """The number that judges a token is drawn alone; a token takes two."""
 
     def change(uniform: Any) -> Any:
-        def changed(key: jax.Array, shape: tuple[int, ...] = (), *rest: Any, **named: Any) -> jax.Array:
+        def changed(
+            key: jax.Array, shape: tuple[int, ...] = (), *rest: Any, **named: Any
+        ) -> jax.Array:
             return uniform(key, shape, *rest, **named) * (factor if shape == () else 1.0)
 
         return changed
@@ -421,12 +504,16 @@ def scaled(factor: float) -> tuple[Any, str, Callable[[Any], Any]]:
     return jax.random, "uniform", change
 
 
-def noise_of_the_next_position(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
+def noise_of_the_next_position(
+    draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array
+) -> Verdict:
     """Draws each token with the numbers that belong to the position below."""
     return CHECKS["coupled"](draft, logits, sampling, jnp.roll(keys, -1, axis=0))
 
 
-def ratio_on_chosen(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
+def ratio_on_chosen(
+    draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array
+) -> Verdict:
     """Divides by the drafter's own probability of tokens that it chose."""
     q = probabilities(jnp.asarray(Q_TABLES["unlike"])[draft.tokens], sampling)
     return verify(draft.replace(q=q), logits, sampling.replace(rule="rejection"), keys)
@@ -436,7 +523,12 @@ def dropping(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.A
     """A draft may end early at a token of low probability, but not without it (lessons: the stop rule)."""
     own = jnp.take_along_axis(draft.q[:, :-1], draft.tokens[:, 1:, None], axis=-1)[..., 0]
     kept = jnp.cumprod(own > 0.4, axis=1).astype(bool)
-    return verify(draft.replace(valid=jnp.pad(kept, ((0, 0), (1, 0)), constant_values=True)), logits, sampling, keys)
+    return verify(
+        draft.replace(valid=jnp.pad(kept, ((0, 0), (1, 0)), constant_values=True)),
+        logits,
+        sampling,
+        keys,
+    )
 
 
 def unwarped_bonus(real: Any) -> Any:
@@ -444,8 +536,16 @@ def unwarped_bonus(real: Any) -> Any:
         """Of the last node what the target has before it is warped, as every distribution's logits."""
         found = real(logits, sampling)
         total = jnp.sum(jnp.exp(logits[:, -1]), axis=-1)
-        numbers = {"values": logits[:, -1], "top": 0.0, "temperature": 1.0, "total": total, "is_certain": False}
-        return found.replace(**{name: getattr(found, name).at[:, -1].set(value) for name, value in numbers.items()})
+        numbers = {
+            "values": logits[:, -1],
+            "top": 0.0,
+            "temperature": 1.0,
+            "total": total,
+            "is_certain": False,
+        }
+        return found.replace(
+            **{name: getattr(found, name).at[:, -1].set(value) for name, value in numbers.items()}
+        )
 
     return unwarped
 
@@ -459,10 +559,16 @@ MUTANTS = {
     "residual without the ratio": patched(
         "full block",
         Case("zeros"),
-        (verification, "_residual", lambda real: lambda ratio, *others: real(jnp.ones_like(ratio), *others)),
+        (
+            verification,
+            "_residual",
+            lambda real: lambda ratio, *others: real(jnp.ones_like(ratio), *others),
+        ),
     ),
     "no residual": patched(
-        "full rejection", Case(), (verification, "_residual", lambda real: lambda ratio, p, q, drafted, node: p.at(node))
+        "full rejection",
+        Case(),
+        (verification, "_residual", lambda real: lambda ratio, p, q, drafted, node: p.at(node)),
     ),
     "q not renormalised": patched(
         "verify",
@@ -470,10 +576,14 @@ MUTANTS = {
         (
             verification,
             "_normalised",
-            lambda real: lambda mass, otherwise: mass if mass is otherwise else real(mass, otherwise),
+            lambda real: (
+                lambda mass, otherwise: mass if mass is otherwise else real(mass, otherwise)
+            ),
         ),
     ),
-    "bonus of the unwarped target": patched("block", WARPED, (verification, "distributions", unwarped_bonus)),
+    "bonus of the unwarped target": patched(
+        "block", WARPED, (verification, "distributions", unwarped_bonus)
+    ),
     "one key judges and draws": patched(
         "full rejection",
         Case(),
@@ -481,11 +591,19 @@ MUTANTS = {
         (
             verification,
             "_uniform",
-            lambda real: lambda keys, count: jax.vmap(lambda key: jax.random.uniform(key, (count,)))(keys),
+            lambda real: (
+                lambda keys, count: jax.vmap(lambda key: jax.random.uniform(key, (count,)))(keys)
+            ),
         ),
     ),
     "one number judges a whole chain": patched(
-        "full block", Case(), (verification, "_uniform", lambda real: lambda keys, count: jnp.tile(real(keys, 1), (1, count)))
+        "full block",
+        Case(),
+        (
+            verification,
+            "_uniform",
+            lambda real: lambda keys, count: jnp.tile(real(keys, 1), (1, count)),
+        ),
     ),
     "one number judges all siblings": patched(
         "verify", Case(), (verification, "_fold_in", lambda real: lambda keys, number: keys)
@@ -495,12 +613,20 @@ MUTANTS = {
     "drops what ends a draft": Mutant("full block", Case(), dropping),
 }
 CHECKS |= {name: mutant.check for name, mutant in MUTANTS.items()}
-ONE_CASE = {"as_tree": Case(), "as_chosen": Case("close"), **{name: mutant.case for name, mutant in MUTANTS.items()}}
+ONE_CASE = {
+    "as_tree": Case(),
+    "as_chosen": Case("close"),
+    **{name: mutant.case for name, mutant in MUTANTS.items()},
+}
 PROGRAMS = {
     "adaptive": ("block", "rejection", "bonus of the unwarped target"),
     "ragged": (
         *("block", "rejection", "as_tree", "full block", "full rejection", "as_chosen"),
-        *(name for name, mutant in MUTANTS.items() if mutant.of in ("full block", "full rejection")),
+        *(
+            name
+            for name, mutant in MUTANTS.items()
+            if mutant.of in ("full block", "full rejection")
+        ),
     ),
     "coupled": ("coupled", "noise of the next position"),
     "chosen": ("verify", "divides by q of chosen tokens"),
@@ -514,19 +640,25 @@ PROGRAMS = {
 
 
 def test_every_mutant_is_tried() -> None:
-    assert set(MUTANTS) == {check for checks in PROGRAMS.values() for check in checks} & set(MUTANTS)
+    assert set(MUTANTS) == {check for checks in PROGRAMS.values() for check in checks} & set(
+        MUTANTS
+    )
 
 
 @pytest.mark.full
 @TIERS
 @pytest.mark.parametrize("how", PROGRAMS)
-def test_every_right_rule_keeps_the_distribution_at_every_setting_and_no_mutant_does(how: str, draws: int) -> None:
+def test_every_right_rule_keeps_the_distribution_at_every_setting_and_no_mutant_does(
+    how: str, draws: int
+) -> None:
     """Whatever drafts; and as many tokens are accepted as the papers' formulas say."""
     for check, found in find(how, draws).items():
         for case in found:
             assert found[case].passes == (check not in MUTANTS), (check, case, found[case].p_values)
             if how in TREES and check == "verify" and case.sampling == Sampling():
-                assert found[case].emitted > 1.01, case  # something was accepted: the test is not about bonus tokens alone
+                assert found[case].emitted > 1.01, (
+                    case
+                )  # something was accepted: the test is not about bonus tokens alone
 
 
 @pytest.mark.full
@@ -534,7 +666,9 @@ def test_every_right_rule_keeps_the_distribution_at_every_setting_and_no_mutant_
 def test_block_accepts_at_least_as_much_as_rejection(draws: int) -> None:
     found = find("ragged", draws)
     for case in cases_of(draws):
-        block, token = (found[f"full {rule}"][case].exact_counts @ np.arange(GAMMA + 2) for rule in CHAIN_RULES)
+        block, token = (
+            found[f"full {rule}"][case].exact_counts @ np.arange(GAMMA + 2) for rule in CHAIN_RULES
+        )
         assert block > token - 1e-12, case
     assert found["full block"][Case()].emitted > found["full rejection"][Case()].emitted + 0.01
     # Whether a token is the target's own may be asked of drawn tokens too: it is as exact as it is wasteful.
@@ -546,7 +680,9 @@ def test_rejection_accepts_at_rate_sum_of_minima() -> None:
     """Leviathan et al., Theorem 3.5: the first drafted token is accepted with probability beta = sum min(p, q)."""
     for case in DRAFTERS:
         p, q = table(P_TABLE, Sampling()), table(Q_TABLES[case.q], Sampling())
-        assert chain_counts("rejection", p, q, [GAMMA])[2:].sum() == pytest.approx(np.minimum(p[0], q[0]).sum())
+        assert chain_counts("rejection", p, q, [GAMMA])[2:].sum() == pytest.approx(
+            np.minimum(p[0], q[0]).sum()
+        )
 
 
 @pytest.mark.full
@@ -563,7 +699,7 @@ def test_siblings_accept_more_than_one_token_alone() -> None:
     assert siblings > chain + 0.2  # of two levels, against the chain's three
 
 
-# --- greedy rows -----------------------------------------------------------------------------------------------------
+# --- greedy rows ----------------------------------------------------------------------------------
 
 
 def descent_of(tokens, parents, valid, best) -> tuple[list[int], int]:
@@ -571,7 +707,11 @@ def descent_of(tokens, parents, valid, best) -> tuple[list[int], int]:
     path = [0]
     while True:
         wanted = best[path[-1]]
-        below = [n for n in range(len(tokens)) if parents[n] == path[-1] and valid[n] and tokens[n] == wanted]
+        below = [
+            n
+            for n in range(len(tokens))
+            if parents[n] == path[-1] and valid[n] and tokens[n] == wanted
+        ]
         if not below:
             return path, wanted
         path.append(below[0])
@@ -581,7 +721,9 @@ def some_tree(rng: np.random.Generator, nodes: int) -> np.ndarray:
     return np.array([-1] + [rng.integers(0, n) for n in range(1, nodes)])
 
 
-@pytest.mark.parametrize("kind", ["chain", "static", "on the device", "among rows that are not greedy"])
+@pytest.mark.parametrize(
+    "kind", ["chain", "static", "on the device", "among rows that are not greedy"]
+)
 def test_greedy_rows_equal_the_oracle(kind: str) -> None:
     rng = np.random.default_rng(0)
     batches, rows, nodes, longest = (15, 20, 7, 0) if kind == "static" else (1, 300, 7, 0)
@@ -591,7 +733,9 @@ def test_greedy_rows_equal_the_oracle(kind: str) -> None:
             parents = np.tile(known, (rows, 1))
         else:
             known, parents = None, np.stack([some_tree(rng, nodes) for _ in range(rows)])
-        siblings_before = [[sum(of_row[:n] == of_row[n]) for n in range(nodes)] for of_row in parents]
+        siblings_before = [
+            [sum(of_row[:n] == of_row[n]) for n in range(nodes)] for of_row in parents
+        ]
         tokens = np.array(siblings_before, np.int32)  # siblings have different tokens
         if kind == "chain":
             tokens = rng.integers(0, 2, (rows, nodes)).astype(np.int32)
@@ -600,23 +744,33 @@ def test_greedy_rows_equal_the_oracle(kind: str) -> None:
             logits[..., 2] -= 2
         valid = rng.random((rows, nodes)) < 0.9
         valid[:, 0] = True
-        greedy = np.arange(rows) % 3 > 0 if kind == "among rows that are not greedy" else np.ones(rows, bool)
+        greedy = (
+            np.arange(rows) % 3 > 0
+            if kind == "among rows that are not greedy"
+            else np.ones(rows, bool)
+        )
         sampling = Sampling(temperature=np.where(greedy, 0.0, 1.0)).rows(rows)
         draft = Draft.of_tree(
-            tokens=jnp.asarray(tokens), parents=jnp.asarray(parents) if known is None else known, valid=jnp.asarray(valid)
+            tokens=jnp.asarray(tokens),
+            parents=jnp.asarray(parents) if known is None else known,
+            valid=jnp.asarray(valid),
         )
-        verdict = verify(draft, jnp.asarray(logits), sampling, jax.random.split(jax.random.key(0), rows))
+        verdict = verify(
+            draft, jnp.asarray(logits), sampling, jax.random.split(jax.random.key(0), rows)
+        )
         emitted, paths = np.asarray(verdict.emitted(draft)), np.asarray(verdict.path)
         for row, count in enumerate(np.asarray(verdict.count)):
             if greedy[row]:
-                path, token = descent_of(tokens[row], parents[row], valid[row], logits[row].argmax(-1))
+                path, token = descent_of(
+                    tokens[row], parents[row], valid[row], logits[row].argmax(-1)
+                )
                 assert paths[row, :count].tolist() == path
                 assert emitted[row, :count].tolist() == [*tokens[row, path[1:]], token]
         longest = max(longest, np.asarray(verdict.count).max())
     assert longest > 3
 
 
-# --- what verification makes of its arguments ------------------------------------------------------------------------
+# --- what verification makes of its arguments -----------------------------------------------------
 
 
 def a_draft(how: str, rows: int, extra: int = 0) -> tuple[Draft, jax.Array]:
@@ -629,7 +783,9 @@ def a_draft(how: str, rows: int, extra: int = 0) -> tuple[Draft, jax.Array]:
     nodes = len(parents)
     rank = np.array([sum(parents[:node] == parents[node]) for node in range(nodes)])
     rng = np.random.default_rng(0)
-    tokens = jnp.asarray((rng.integers(0, V, (rows, nodes))[:, parents] + rank) % V, jnp.int32)  # siblings differ
+    tokens = jnp.asarray(
+        (rng.integers(0, V, (rows, nodes))[:, parents] + rank) % V, jnp.int32
+    )  # siblings differ
 
     def wider(values: jax.Array) -> jax.Array:
         return jnp.pad(values, ((0, 0), (0, extra), *((0, 0),) * (values.ndim - 2)))
@@ -637,7 +793,11 @@ def a_draft(how: str, rows: int, extra: int = 0) -> tuple[Draft, jax.Array]:
     draft = Draft.of_tree(
         tokens=wider(tokens),
         parents=np.concatenate([parents, np.zeros(extra, int)]),
-        q=wider(jax.nn.softmax(jnp.asarray(Q_TABLES["close"])[tokens])) if how in ("sampled", "drawn") else None,
+        q=(
+            wider(jax.nn.softmax(jnp.asarray(Q_TABLES["close"])[tokens]))
+            if how in ("sampled", "drawn")
+            else None
+        ),
         valid=wider(jnp.ones(tokens.shape, bool)),
     )
     if how == "dynamic":
@@ -655,14 +815,23 @@ def test_a_rows_verdict_depends_on_no_other_row_and_not_on_the_number_of_nodes(h
     def verdict(some: np.ndarray, extra: int) -> Verdict:
         draft, logits = a_draft(how, rows, extra)
         draft = draft.replace(
-            **{name: None if (v := getattr(draft, name)) is None else v[some] for name in ("tokens", "q", "valid")}
+            **{
+                name: None if (v := getattr(draft, name)) is None else v[some]
+                for name in ("tokens", "q", "valid")
+            }
         )
         sampling = Sampling(temperature=temperature[some], top_p=0.95).rows(len(some))
-        return jax.jit(lambda logits, keys: verify(draft, logits, sampling, keys))(logits[some], keys[some])
+        return jax.jit(lambda logits, keys: verify(draft, logits, sampling, keys))(
+            logits[some], keys[some]
+        )
 
     together, some = verdict(np.arange(rows), 0), np.array([23, 5, 16, 2, 11, 9])
     assert len(set(np.asarray(together.count).tolist())) > 1
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a)[some], b), together, verdict(some, 3))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a)[some], b),
+        together,
+        verdict(some, 3),
+    )
 
 
 def exponentials(jaxpr) -> list:
@@ -672,7 +841,8 @@ def exponentials(jaxpr) -> list:
         if equation.primitive.name == "exp":
             arrays += [variable.aval.shape for variable in equation.outvars]
         for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: isinstance(x, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr)
+            list(equation.params.values()),
+            is_leaf=lambda x: isinstance(x, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr),
         ):
             if isinstance(inner, jax.extend.core.ClosedJaxpr):
                 arrays += exponentials(inner.jaxpr)
@@ -683,7 +853,9 @@ def exponentials(jaxpr) -> list:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("how", [*TREES, "chosen", "drawn"])
-def test_the_targets_distribution_is_formed_where_the_walk_goes_and_not_at_all_nodes(how: str, temperature: float) -> None:
+def test_the_targets_distribution_is_formed_where_the_walk_goes_and_not_at_all_nodes(
+    how: str, temperature: float
+) -> None:
     """It is what verification costs: ``[B, N, V]`` is 31 MB a row for 60 nodes and 128,000 tokens."""
     rows = 2
     sampling = Sampling(temperature=temperature, top_p=0.9).rows(rows)
@@ -696,7 +868,9 @@ def test_the_targets_distribution_is_formed_where_the_walk_goes_and_not_at_all_n
     arrays = exponentials(jax.make_jaxpr(check)(logits, draft.q).jaxpr)
     everywhere = [array for array in arrays if array == logits.shape]
     at_a_node = [array for array in arrays if array == (rows, V)]
-    assert bool(everywhere) == (how == "drawn" and temperature > 0)  # block and rejection need it along the whole chain
+    assert bool(everywhere) == (
+        how == "drawn" and temperature > 0
+    )  # block and rejection need it along the whole chain
     assert bool(at_a_node) == (temperature > 0)  # of a chain, where its last token is drawn
 
 

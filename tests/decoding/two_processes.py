@@ -30,10 +30,15 @@ PROMPTS = np.array([[1, 4, 2, 4, 2, 7], [3, 5, 9, 0, 0, 0], [8, 0, 0, 0, 0, 0], 
 LENGTHS = np.array([6, 3, 1, 6])
 NEW_TOKENS = 30
 LOOK = "look"
-SLOW, FREE = 1024.0, 2.0**-10  # seconds of the drafting passes, where every other one takes a second
+SLOW, FREE = (
+    1024.0,
+    2.0**-10,
+)  # seconds of the drafting passes, where every other one takes a second
 
 
-def decode(directory: Path, mesh: Mesh | None, drafting: float, *, choose: bool, look: bool) -> dict[str, Any]:
+def decode(
+    directory: Path, mesh: Mesh | None, drafting: float, *, choose: bool, look: bool
+) -> dict[str, Any]:
     """What the host reads of decoding over ``mesh``, as JSON.
 
     Args:
@@ -44,13 +49,19 @@ def decode(directory: Path, mesh: Mesh | None, drafting: float, *, choose: bool,
         look: whether to take a snapshot as well.
     """
     target = specjax.Target.from_pretrained(directory / "target", dtype=np.float32, mesh=mesh)
-    drafter = DraftModel.from_pretrained(directory / "draft", draft=Chain(2), dtype=np.float32, mesh=mesh)
-    options = GenerationOptions(NEW_TOKENS, Sampling(temperature=np.array([0.0, 1.0, 0.7, 0.0])), jax.random.key(3))
+    drafter = DraftModel.from_pretrained(
+        directory / "draft", draft=Chain(2), dtype=np.float32, mesh=mesh
+    )
+    options = GenerationOptions(
+        NEW_TOKENS, Sampling(temperature=np.array([0.0, 1.0, 0.7, 0.0])), jax.random.key(3)
+    )
     whole = specjax.generate(target, drafter, PROMPTS, LENGTHS, **vars(options))
     parts = list(specjax.stream(target, drafter, PROMPTS, LENGTHS, **vars(options), steps=3))
     found = {"generate": as_lists(whole), "stream": [as_lists(part) for part in parts]}
     if look:
-        found["snapshot"] = as_lists(vars(take_snapshot(target, drafter, PROMPTS[0].tolist(), steps=4)))
+        found["snapshot"] = as_lists(
+            vars(take_snapshot(target, drafter, PROMPTS[0].tolist(), steps=4))
+        )
     if not choose:
         return found
     timed = costs._timed
@@ -60,7 +71,9 @@ def decode(directory: Path, mesh: Mesh | None, drafting: float, *, choose: bool,
 
     with mock.patch.object(costs, "_timed", clock):
         greedy = GenerationOptions(NEW_TOKENS)
-        compared = compare_drafts(target, PromptLookup(), PROMPTS, LENGTHS, options=greedy, longest=2)
+        compared = compare_drafts(
+            target, PromptLookup(), PROMPTS, LENGTHS, options=greedy, longest=2
+        )
     speedups = {str(candidate.draft): candidate.speedup for candidate in compared.candidates}
     return found | {"speedups": speedups, "survival": compared.acceptance.survival}
 
@@ -79,7 +92,9 @@ def main(directory: Path, coordinator: str, process: int) -> None:
     drafting = FREE if process else SLOW
     found = {
         "data": decode(directory, make_mesh(data=2), drafting, choose=True, look=False),
-        "model": decode(directory, make_mesh(model=2), drafting, choose=False, look=(directory / LOOK).exists()),
+        "model": decode(
+            directory, make_mesh(model=2), drafting, choose=False, look=(directory / LOOK).exists()
+        ),
     }
     if process == 0:  # a model on a process's own device waits for no other process
         assert costs.agreed(np.ones(1), make_mesh(devices=jax.local_devices())) == 1

@@ -14,7 +14,9 @@ from tests.conftest import outputs, tiny_target
 SMALL = tiny_target()
 INNER = {
     "features": Eagle3.init(SMALL, jax.random.key(0), Chain(3), taps=(0, 1, 2)),
-    "keys, values and the last layer": MixtureOfAttentions.init(SMALL, jax.random.key(0), Chain(3), tli=1),
+    "keys, values and the last layer": MixtureOfAttentions.init(
+        SMALL, jax.random.key(0), Chain(3), tli=1
+    ),
     "the first layer": EarlyExit(layers=1, draft=Chain(3)),
     "the last layer's keys and values": Gemma4Assistant.init(SMALL, jax.random.key(0), Chain(3)),
 }
@@ -24,7 +26,9 @@ THOROUGH = pytest.param("keys, values and the last layer", marks=pytest.mark.tho
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("reads", ["features", THOROUGH, "the first layer", "the last layer's keys and values"])
+@pytest.mark.parametrize(
+    "reads", ["features", THOROUGH, "the first layer", "the last layer's keys and values"]
+)
 def test_it_drafts_as_on_the_small_target(reads) -> None:
     small, inner = SMALL, INNER[reads]
     inflated = inflate(small, hidden_size=24, intermediate_size=32, num_layers=3)

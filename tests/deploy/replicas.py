@@ -43,7 +43,9 @@ def nginx(directory: Path, servers: Sequence[int]) -> Iterator[int]:
         assert changed.count(f"server {written} ") == 2
         changed = changed.replace(f"server {written} ", f"server 127.0.0.1:{real} ")
     assert changed.count("listen 8080;") == 1
-    (directory / "specjax.conf").write_text(changed.replace("listen 8080;", f"listen 127.0.0.1:{port};"))
+    (directory / "specjax.conf").write_text(
+        changed.replace("listen 8080;", f"listen 127.0.0.1:{port};")
+    )
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     lines = [
         "daemon off;",
@@ -59,7 +61,13 @@ def nginx(directory: Path, servers: Sequence[int]) -> Iterator[int]:
         "}",
     ]
     (directory / "nginx.conf").write_text("\n".join(lines))
-    command = [str(shutil.which("nginx", path=_PATH)), "-p", str(directory), "-c", str(directory / "nginx.conf")]
+    command = [
+        str(shutil.which("nginx", path=_PATH)),
+        "-p",
+        str(directory),
+        "-c",
+        str(directory / "nginx.conf"),
+    ]
     command += ["-e", str(directory / "error.log")]
     tried = subprocess.run([*command, "-t"], capture_output=True, text=True, check=False)
     assert tried.returncode == 0, tried.stderr
@@ -93,7 +101,15 @@ class Replica:
 
     def start(self) -> None:
         """Begin to start."""
-        command = [sys.executable, "-m", "specjax", "serve", "--port", str(self.port), *self._options]
+        command = [
+            sys.executable,
+            "-m",
+            "specjax",
+            "serve",
+            "--port",
+            str(self.port),
+            *self._options,
+        ]
         with self._log.open("w") as output:
             self._process = subprocess.Popen(
                 command,
@@ -142,7 +158,9 @@ def ask(port: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, 
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         content = None if body is None else json.dumps(body)
-        connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
+        connection.request(
+            "GET" if body is None else "POST", path, content, {"Content-Type": "application/json"}
+        )
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
     finally:
@@ -172,7 +190,15 @@ class Outcome:
 
 def complete(port: int, seed: int, stream: bool, **more: Any) -> Outcome:
     """One text at temperature 1."""
-    body = {"model": "tiny", "prompt": "def f", "seed": seed, "temperature": 1, "ignore_eos": True, "stream": stream, **more}
+    body = {
+        "model": "tiny",
+        "prompt": "def f",
+        "seed": seed,
+        "temperature": 1,
+        "ignore_eos": True,
+        "stream": stream,
+        **more,
+    }
     begun, status, text = time.monotonic(), 0, None
     try:
         status, content = ask(port, "/v1/completions", body)
@@ -199,11 +225,15 @@ class Clients:
     ``kinds`` says in turn whether one is streamed.
     """
 
-    def __init__(self, port: int, count: int, seeds: int, kinds: Sequence[bool] = (True, False), **more: Any) -> None:
+    def __init__(
+        self, port: int, count: int, seeds: int, kinds: Sequence[bool] = (True, False), **more: Any
+    ) -> None:
         self.outcomes: list[Outcome] = []
         self._port, self._seeds, self._kinds, self._more = port, seeds, kinds, more
         self._until, self._is_over = time.monotonic() + LONGEST, threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(count)]
+        self._threads = [
+            threading.Thread(target=self._ask, args=(number,)) for number in range(count)
+        ]
         for thread in self._threads:
             thread.start()
 

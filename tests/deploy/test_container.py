@@ -14,7 +14,11 @@ from tests.documents import ROOT
 
 def steps() -> list[tuple[str, str]]:
     """The instructions: their names, and what stands after those."""
-    lines = re.sub(r"^#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ").splitlines()
+    lines = (
+        re.sub(r"^#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)
+        .replace("\\\n", " ")
+        .splitlines()
+    )
     return [(line.split()[0], line.partition(" ")[2]) for line in lines if line.strip()]
 
 
@@ -31,8 +35,15 @@ def requirements() -> list[Requirement]:
 
 def pinned() -> dict[str, str]:
     """Versions by name, in the form in which names are compared."""
-    lines = [line for line in (DEPLOY / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in (line.split("==") for line in lines)}
+    lines = [
+        line
+        for line in (DEPLOY / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    return {
+        re.sub(r"[-_.]+", "-", name).lower(): version
+        for name, version in (line.split("==") for line in lines)
+    }
 
 
 @pytest.mark.parametrize("requirement", requirements(), ids=lambda requirement: requirement.name)
@@ -55,7 +66,9 @@ def test_what_is_copied_is_there_and_is_not_ignored() -> None:
 
 def test_its_python_is_one_that_specjax_runs_with() -> None:
     image, _, tag = the("FROM").partition(":")
-    least = re.search(r'^requires-python = ">=(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    least = re.search(
+        r'^requires-python = ">=(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
     assert least and image == "python"
     numbers = re.match(r"(\d+)\.(\d+)-slim$", tag)
     assert numbers and tuple(map(int, numbers.groups())) >= tuple(map(int, least[1].split(".")))
@@ -66,7 +79,11 @@ def test_its_user_is_not_root_and_is_the_manifests() -> None:
     assert int(user) > 0
     assert any(f"useradd --uid {user} " in rest for word, rest in steps() if word == "RUN")
     for pod in pods():
-        assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": int(user), "fsGroup": int(user)}
+        assert pod["securityContext"] == {
+            "runAsNonRoot": True,
+            "runAsUser": int(user),
+            "fsGroup": int(user),
+        }
 
 
 def test_what_is_compiled_and_downloaded_is_kept_in_the_volume() -> None:

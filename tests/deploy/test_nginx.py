@@ -18,7 +18,10 @@ from tests.serving.http.test_soak import TIES
 
 pytestmark = [
     pytest.mark.thorough,
-    pytest.mark.skipif(not has_nginx(), reason="REPLICAS WERE NOT TESTED: there is no nginx; apt-get install nginx-light"),
+    pytest.mark.skipif(
+        not has_nginx(),
+        reason="REPLICAS WERE NOT TESTED: there is no nginx; apt-get install nginx-light",
+    ),
 ]
 
 SEEDS, TOKENS = 40, 160
@@ -28,7 +31,7 @@ PASSED_ON = 10
 """Seconds within which a request whose server was lost goes to another one: ``proxy_next_upstream_timeout``."""
 
 
-# --- with engines that are made up -----------------------------------------------------------------------------------
+# --- with engines that are made up ----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -52,7 +55,9 @@ def test_a_stream_comes_piece_by_piece(made_up) -> None:
     _, port = made_up
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     body = {"model": "tiny", "prompt": "ab", "max_tokens": 20, "stream": True}
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
     answer = connection.getresponse()
     times = []
     while line := answer.readline():
@@ -107,7 +112,7 @@ def test_clients_that_draft_reach_a_server_over_a_websocket(tmp_path: Path) -> N
         assert test_drafts.open_session(line)
 
 
-# --- with two servers of a small model -------------------------------------------------------------------------------
+# --- with two servers of a small model ------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +120,37 @@ def replicas(tmp_path_factory) -> Iterator[tuple[list[Replica], int, list[str]]]
     """Two servers, the port of nginx before them, and the text of every seed."""
     root = tmp_path_factory.mktemp("replicas")
     target = save_tiny(root / "target")
-    options = ("--target", str(target), "--served-model-name", "tiny", "--rows", "2", "--capacity", "256", "--page", "16")
-    options += ("--drafter", "prompt-lookup", "--drafts", "chain:2", "--max-logprobs", "0", "--max-prediction", "0")
+    options = (
+        "--target",
+        str(target),
+        "--served-model-name",
+        "tiny",
+        "--rows",
+        "2",
+        "--capacity",
+        "256",
+        "--page",
+        "16",
+    )
+    options += (
+        "--drafter",
+        "prompt-lookup",
+        "--drafts",
+        "chain:2",
+        "--max-logprobs",
+        "0",
+        "--max-prediction",
+        "0",
+    )
     found = [Replica(root / f"{number}.log", *options) for number in range(2)]
     try:
         for replica in found:
             replica.start()
         for replica in found:
             replica.wait_until_ready()
-        texts = [complete(found[0].port, seed, False, max_tokens=TOKENS).text for seed in range(SEEDS)]
+        texts = [
+            complete(found[0].port, seed, False, max_tokens=TOKENS).text for seed in range(SEEDS)
+        ]
         assert None not in texts and len(set(texts)) == SEEDS
         with nginx(root, [replica.port for replica in found]) as port:
             yield found, port, texts
@@ -140,7 +167,9 @@ def check_texts(outcomes: list[Outcome], texts: list[str]) -> None:
 
 def test_a_seed_has_one_text_whichever_server_answers(replicas) -> None:
     (_, other), port, texts = replicas
-    check_texts([complete(other.port, seed, True, max_tokens=TOKENS) for seed in range(SEEDS)], texts)
+    check_texts(
+        [complete(other.port, seed, True, max_tokens=TOKENS) for seed in range(SEEDS)], texts
+    )
     with Clients(port, 6, SEEDS, max_tokens=TOKENS) as clients:
         wait_until(lambda: len(clients.outcomes) >= 200, 120)
         check_texts(clients.stop(), texts)
@@ -160,7 +189,9 @@ def test_one_is_killed_and_the_other_goes_on(replicas) -> None:
         outcomes = streams.stop() + wholes.stop()
 
     hurt = [outcome for outcome in outcomes if outcome.text is None]
-    assert all(outcome.begun < dead and outcome.ended > killed for outcome in hurt), hurt  # only what was under way
+    assert all(outcome.begun < dead and outcome.ended > killed for outcome in hurt), (
+        hurt
+    )  # only what was under way
     assert any(outcome.was_stream for outcome in hurt)
     for outcome in hurt:
         assert outcome.status in (200, 502)  # a stream that was cut, or a bad gateway

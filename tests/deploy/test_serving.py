@@ -9,16 +9,30 @@ import yaml
 from specjax.serving.http import run
 from specjax.serving.http.app import make_app
 from specjax.serving.http.protocol import ConnectionLimits
-from tests.deploy.files import DEPLOY, command_lines, config_of, containers, of_kind, pods, templates
+from tests.deploy.files import (
+    DEPLOY,
+    command_lines,
+    config_of,
+    containers,
+    of_kind,
+    pods,
+    templates,
+)
 from tests.deploy.test_commands import CLOSING
 from tests.serving.http.made_up import MadeUpEngine
 from tests.serving.http.test_app import ask, service_of
 
-SERVE, HOSTS, SCALE = (DEPLOY / "kubernetes" / f"{name}.yaml" for name in ("serve", "hosts", "autoscale"))
+SERVE, HOSTS, SCALE = (
+    DEPLOY / "kubernetes" / f"{name}.yaml" for name in ("serve", "hosts", "autoscale")
+)
 SKY = yaml.safe_load((DEPLOY / "skypilot" / "serve.yaml").read_text())
 KEY = "a-key-of-the-tests"
 SERVERS = [container for container in containers(SERVE, HOSTS) if "ports" in container]
-PROBES = [(kind, container[kind]) for container in SERVERS for kind in ("startupProbe", "readinessProbe", "livenessProbe")]
+PROBES = [
+    (kind, container[kind])
+    for container in SERVERS
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe")
+]
 
 
 def port_of(container: dict[str, Any], name: Any) -> int:
@@ -33,11 +47,17 @@ def test_there_are_servers_with_all_probes() -> None:
 
 
 def test_a_server_that_takes_as_long_to_close_as_is_reckoned_with() -> None:
-    assert run._config(make_app(service_of(MadeUpEngine())), ConnectionLimits(), None).timeout_graceful_shutdown == CLOSING
+    assert (
+        run._config(
+            make_app(service_of(MadeUpEngine())), ConnectionLimits(), None
+        ).timeout_graceful_shutdown
+        == CLOSING
+    )
 
 
 @pytest.mark.parametrize(
-    "path", [*(probe["httpGet"]["path"] for _, probe in PROBES), SKY["service"]["readiness_probe"]["path"]]
+    "path",
+    [*(probe["httpGet"]["path"] for _, probe in PROBES), SKY["service"]["readiness_probe"]["path"]],
 )
 def test_a_probe_needs_no_key_and_says_whether_requests_are_taken(path: str) -> None:
     service = service_of(MadeUpEngine(), api_keys=(KEY,))
@@ -79,7 +99,10 @@ def test_what_selects_pods_selects_some() -> None:
     def count(selector: dict[str, str]) -> int:
         return sum(selector.items() <= each.items() for each in labels)
 
-    assert [count(service["spec"]["selector"]) for service in of_kind("Service")] == [1, 1]  # of the hosts only the leader
+    assert [count(service["spec"]["selector"]) for service in of_kind("Service")] == [
+        1,
+        1,
+    ]  # of the hosts only the leader
     for kind in ("Deployment", "PodDisruptionBudget", "PodMonitor"):
         (each,) = of_kind(kind)
         assert count(each["spec"]["selector"]["matchLabels"]) == 1
@@ -134,8 +157,14 @@ def test_the_key_is_where_the_server_reads_it(file: Any) -> None:
     assert made
     for pod in pods(file):
         (container,) = pod["containers"]
-        mounted = {volume["name"]: volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
-        places = {mount["mountPath"]: mounted.get(mount["name"]) for mount in container["volumeMounts"]}
+        mounted = {
+            volume["name"]: volume["secret"]["secretName"]
+            for volume in pod["volumes"]
+            if "secret" in volume
+        }
+        places = {
+            mount["mountPath"]: mounted.get(mount["name"]) for mount in container["volumeMounts"]
+        }
         folder, _, name = config_of(container["args"]).api_key_file.rpartition("/")
         assert (places[folder], name) == made.groups()
 
@@ -151,15 +180,23 @@ def test_a_pod_has_time_to_drain() -> None:
 def test_every_mount_has_a_volume() -> None:
     for pod in pods():
         for container in pod["containers"]:
-            assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+            assert {each["name"] for each in container["volumeMounts"]} == {
+                each["name"] for each in pod["volumes"]
+            }
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("file", [SERVE, HOSTS, DEPLOY / "kubernetes" / "regenerate.yaml"], ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", [SERVE, HOSTS, DEPLOY / "kubernetes" / "regenerate.yaml"], ids=lambda file: file.stem
+)
 def test_kubernetes_own_objects_fit_their_schemas(file: Any) -> None:
     reason = "THE MANIFESTS WERE NOT CHECKED: there are no schemas; pip install kubernetes-validate"
     validate = pytest.importorskip("kubernetes_validate", reason=reason)
-    found = [each for each in yaml.safe_load_all(file.read_text()) if ".x-k8s.io/" not in each["apiVersion"]]
+    found = [
+        each
+        for each in yaml.safe_load_all(file.read_text())
+        if ".x-k8s.io/" not in each["apiVersion"]
+    ]
     assert found
     for each in found:
         validate.validate(each, "1.30", strict=True)

@@ -26,9 +26,15 @@ if TYPE_CHECKING:  # each function imports it where it needs it: without torch, 
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, TARGET_LAYERS = 48, 32, 4, 2, 8, 6
 MASK = VOCAB - 1
-TAPS = (1, 3, 5)  # layers of the target whose *input* is read: speculators', vLLM's and our own way of counting
+TAPS = (
+    1,
+    3,
+    5,
+)  # layers of the target whose *input* is read: speculators', vLLM's and our own way of counting
 BLOCK = 5
-IDS = np.array([0, 2, 3, 5, 7, 8, 11, 13, 17, 19, 20, 23, 29, 31, 37, 41])  # what a small vocabulary can draft
+IDS = np.array(
+    [0, 2, 3, 5, 7, 8, 11, 13, 17, 19, 20, 23, 29, 31, 37, 41]
+)  # what a small vocabulary can draft
 DRAFT_THETA = 3_000.0  # of the drafter; the target has another
 
 
@@ -63,14 +69,21 @@ class Text:
     head: np.ndarray
 
 
-def make_text(directory: Path, kind: str = "qwen3", length: int = 24, taps: Sequence[int] = TAPS) -> Text:
+def make_text(
+    directory: Path, kind: str = "qwen3", length: int = 24, taps: Sequence[int] = TAPS
+) -> Text:
     """A random target, written to ``directory``, and random tokens that it has read."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     from tests.with_torch import torch
 
-    config_class, model_class = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[kind]
-    sizes = _layer_sizes(TARGET_LAYERS) | {"rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0}}
+    config_class, model_class = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[kind]
+    sizes = _layer_sizes(TARGET_LAYERS) | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0}
+    }
     torch.manual_seed(1)
     model = model_class(config_class(**sizes, tie_word_embeddings=False)).eval()
     _randomise(model, 0.15)
@@ -83,7 +96,9 @@ def make_text(directory: Path, kind: str = "qwen3", length: int = 24, taps: Sequ
     features = np.stack([output.hidden_states[tap][0].numpy() for tap in taps], axis=1)
     weights = load_file(directory / "model.safetensors")
     embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
-    return Text(directory, tokens, features, last[0][0].numpy(), output.logits[0].numpy(), embedding, head)
+    return Text(
+        directory, tokens, features, last[0][0].numpy(), output.logits[0].numpy(), embedding, head
+    )
 
 
 def _layer_sizes(layers: int) -> dict[str, Any]:
@@ -153,9 +168,15 @@ def make_drafter(
     from tests.with_torch import torch
 
     config_class, model_class = _classes(method)
-    sizes = _layer_sizes(layers) | {"rope_parameters": {"rope_type": "default", "rope_theta": DRAFT_THETA}}
+    sizes = _layer_sizes(layers) | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": DRAFT_THETA}
+    }
     if layer_types is not None:
-        sizes |= {"layer_types": list(layer_types), "sliding_window": sliding_window, "use_sliding_window": True}
+        sizes |= {
+            "layer_types": list(layer_types),
+            "sliding_window": sliding_window,
+            "use_sliding_window": True,
+        }
     layer = {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind](**sizes)
     layer._attn_implementation = "eager"
     own = {"eagle_aux_hidden_state_layer_ids": list(taps)}
@@ -170,7 +191,9 @@ def make_drafter(
             algorithm=method,
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=block_size - 1)],
             default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path=str(text.directory), architectures=[architecture["qwen3"]]),
+            verifier=VerifierConfig(
+                name_or_path=str(text.directory), architectures=[architecture["qwen3"]]
+            ),
         ),
         **own,
         **options,
@@ -223,9 +246,18 @@ def write_as(layout: str, source: Path, directory: Path, text: Text, **changes: 
         text: of the target; DeepSpec's checkpoints bring copies of its embedding and head.
         changes: fields of config.json to set beside.
     """
-    raw, tensors = json.loads((source / "config.json").read_text()), dict(load_file(source / "model.safetensors"))
+    raw, tensors = (
+        json.loads((source / "config.json").read_text()),
+        dict(load_file(source / "model.safetensors")),
+    )
     layer = raw["transformer_layer_config"]
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     names += ("head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps")
     config: dict[str, Any] = {name: layer[name] for name in names}
     config |= {
@@ -241,20 +273,47 @@ def write_as(layout: str, source: Path, directory: Path, text: Text, **changes: 
         "use_sliding_window": layer.get("sliding_window") is not None,
         "dtype": "float32",
     }
-    outputs = [tap - 1 for tap in raw["aux_hidden_state_layer_ids"]]  # of which layer the output is read
+    outputs = [
+        tap - 1 for tap in raw["aux_hidden_state_layer_ids"]
+    ]  # of which layer the output is read
     inner: dict[str, Any] = {"mask_token_id": raw["mask_token_id"], "target_layer_ids": outputs}
     if layout == "deepspec":
-        config |= {"architectures": ["Qwen3DSparkModel"], "block_size": raw["block_size"], "num_anchors": 512, **inner}
-        config |= {"markov_rank": raw.get("markov_rank", 0), "enable_confidence_head": raw.get("enable_confidence_head", False)}
-        config |= {name: raw[name] for name in ("markov_head_type", "confidence_head_with_markov") if name in raw}
+        config |= {
+            "architectures": ["Qwen3DSparkModel"],
+            "block_size": raw["block_size"],
+            "num_anchors": 512,
+            **inner,
+        }
+        config |= {
+            "markov_rank": raw.get("markov_rank", 0),
+            "enable_confidence_head": raw.get("enable_confidence_head", False),
+        }
+        config |= {
+            name: raw[name]
+            for name in ("markov_head_type", "confidence_head_with_markov")
+            if name in raw
+        }
         tensors |= {"embed_tokens.weight": text.embedding, "lm_head.weight": text.head}
     elif any("candidate_selector" in name for name in tensors):
-        inner |= {name: raw[name] for name in ("conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k")}
-        inner |= {"block_size": raw["block_size"]}  # which DFlash2's keep here, and the first DFlash's beside
-        config |= {"architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": inner}
+        inner |= {
+            name: raw[name]
+            for name in ("conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k")
+        }
+        inner |= {
+            "block_size": raw["block_size"]
+        }  # which DFlash2's keep here, and the first DFlash's beside
+        config |= {
+            "architectures": ["DFlash2DraftModel"],
+            "is_causal": False,
+            "dflash_config": inner,
+        }
     else:
         inner |= {"causal_head": True} if layout == "jetspec" else {}
-        config |= {"architectures": ["DFlashDraftModel"], "block_size": raw["block_size"], "dflash_config": inner}
+        config |= {
+            "architectures": ["DFlashDraftModel"],
+            "block_size": raw["block_size"],
+            "dflash_config": inner,
+        }
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config | changes))
     save_file(tensors, directory / "model.safetensors")
@@ -284,7 +343,9 @@ class Blocks:
     confidence: np.ndarray | None = None
 
 
-def speculators_blocks(model: Any, text: Text, anchors: Sequence[int], depth: int = BLOCK - 1) -> Blocks:
+def speculators_blocks(
+    model: Any, text: Text, anchors: Sequence[int], depth: int = BLOCK - 1
+) -> Blocks:
     """Blocks by speculators' own classes. ``depth`` is for P-EAGLE, whose blocks have no size of their own."""
     from tests.with_torch import torch
 
@@ -319,7 +380,9 @@ def _dflash_blocks(model: Any, text: Text, anchors: Sequence[int]) -> Blocks:
     batch = _batch(text, len(text.tokens) + size + 1)
     loss_mask = torch.zeros_like(batch["input_ids"])
     loss_mask[0, list(anchors)] = 1
-    hidden, logits, *_ = model._backbone_forward(**batch, loss_mask=loss_mask, max_anchors=len(anchors))
+    hidden, logits, *_ = model._backbone_forward(
+        **batch, loss_mask=loss_mask, max_anchors=len(anchors)
+    )
     hidden, logits = hidden.reshape(len(anchors), size, -1), logits.reshape(len(anchors), size, -1)
     first = 0 if config.sample_from_anchor else 1  # the first slot whose output is drafted from
     previous = batch["input_ids"][0, sorted(anchors)]
@@ -327,11 +390,22 @@ def _dflash_blocks(model: Any, text: Text, anchors: Sequence[int]) -> Blocks:
     for slot in range(first, size):
         here = logits[:, slot]
         if getattr(model, "markov_head", None) is not None:
-            tokens = torch.stack(fed, dim=1)  # of an RNN head all slots count, from 0 on: as in training
-            here = here + model.markov_head.block_bias(prev_token_ids=tokens, hidden_states=hidden[:, : slot + 1])[:, -1]
+            tokens = torch.stack(
+                fed, dim=1
+            )  # of an RNN head all slots count, from 0 on: as in training
+            here = (
+                here
+                + model.markov_head.block_bias(
+                    prev_token_ids=tokens, hidden_states=hidden[:, : slot + 1]
+                )[:, -1]
+            )
         if getattr(model, "confidence_head", None) is not None:
             seen = [hidden[:, slot]]
-            seen += [model.markov_head.prev_embeddings(previous)] if config.confidence_head_with_markov else []
+            seen += (
+                [model.markov_head.prev_embeddings(previous)]
+                if config.confidence_head_with_markov
+                else []
+            )
             confidence.append(torch.sigmoid(model.confidence_head(torch.cat(seen, dim=-1))))
         if hasattr(model, "candidate_selector"):
             tokens, scores = model.candidate_selector.select(here, hidden[:, slot], previous)
@@ -362,20 +436,32 @@ def _peagle_blocks(model: Any, text: Text, anchors: Sequence[int], depth: int) -
     pairs, count = [anchor - 1 for anchor in anchors], len(text.tokens) - 1
     length = count + depth
     batch = _batch(text, length + 1)
-    batch = {name: values[:, 1:] if name in ("input_ids",) else values[:, :-1] for name, values in batch.items()}
+    batch = {
+        name: values[:, 1:] if name in ("input_ids",) else values[:, :-1]
+        for name, values in batch.items()
+    }
     at = torch.tensor([*range(length), *(pair for deep in range(1, depth) for pair in pairs)])
     depths = torch.tensor([0] * length + [deep for deep in range(1, depth) for _ in pairs])
     seen: dict[str, torch.Tensor] = {}
     hooks = [
-        model.norm.register_forward_hook(lambda _module, _inputs, output: seen.update(states=output[0])),
-        model.lm_head.register_forward_hook(lambda _module, _inputs, output: seen.update(logits=output[0])),
+        model.norm.register_forward_hook(
+            lambda _module, _inputs, output: seen.update(states=output[0])
+        ),
+        model.lm_head.register_forward_hook(
+            lambda _module, _inputs, output: seen.update(logits=output[0])
+        ),
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "generate_cod_sample_indices", lambda **_: (at, depths))
         model(**batch, num_depths=depth, loss_config={"kl_div": (eager.kl_div_loss, 1.0)})
     for hook in hooks:
         hook.remove()
-    rows = np.array([[pair, *(length + step * len(pairs) + i for step in range(depth - 1))] for i, pair in enumerate(pairs)])
+    rows = np.array(
+        [
+            [pair, *(length + step * len(pairs) + i for step in range(depth - 1))]
+            for i, pair in enumerate(pairs)
+        ]
+    )
     states, logits = seen["states"][rows], seen["logits"][rows]
     drafted = logits.argmax(-1)
     chains = drafted if model.d2t is None else drafted + model.d2t[drafted]
@@ -402,7 +488,9 @@ def speculators_loss(model: Any, text: Text, loss_mask: np.ndarray, **options: A
     batch, mask = _batch(text, len(text.tokens)), torch.tensor(loss_mask.astype(int))[None]
     anchors = int(loss_mask[: -model.block_size].sum())
     with torch.no_grad():
-        _, loss, _ = model(**batch, loss_mask=mask, max_anchors=anchors, loss_config=config, **options)
+        _, loss, _ = model(
+            **batch, loss_mask=mask, max_anchors=anchors, loss_config=config, **options
+        )
     return float(loss)
 
 
@@ -458,7 +546,9 @@ class SlowBlock:
 
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
         """RMSNorm over the last axis."""
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps) * self.weights[f"{name}.weight"]
+        return (
+            x / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps) * self.weights[f"{name}.weight"]
+        )
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
         """``W x``, with a bias where the tensors have one."""
@@ -468,7 +558,10 @@ class SlowBlock:
     def mlp(self, layer: str, x: np.ndarray) -> np.ndarray:
         """Gate, up and down."""
         gate = self.linear(f"{layer}.mlp.gate_proj", x)
-        return self.linear(f"{layer}.mlp.down_proj", gate / (1 + np.exp(-gate)) * self.linear(f"{layer}.mlp.up_proj", x))
+        return self.linear(
+            f"{layer}.mlp.down_proj",
+            gate / (1 + np.exp(-gate)) * self.linear(f"{layer}.mlp.up_proj", x),
+        )
 
     def turned(self, x: np.ndarray, position: int) -> np.ndarray:
         """RoPE: ``[heads, dim]`` at a position; the halves of a head are the pairs."""
@@ -476,7 +569,11 @@ class SlowBlock:
         angle = position * self.theta ** (-np.arange(half) / half)
         first, second = x[:, :half], x[:, half:]
         return np.concatenate(
-            [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)], axis=-1
+            [
+                first * np.cos(angle) - second * np.sin(angle),
+                second * np.cos(angle) + first * np.sin(angle),
+            ],
+            axis=-1,
         )
 
     def key_value(self, layer: str, x: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray]:
@@ -487,7 +584,9 @@ class SlowBlock:
         value = self.linear(f"{layer}.self_attn.v_proj", x).reshape(KV_HEADS, HEAD_DIM)
         return self.turned(key, position), value
 
-    def attend(self, layer: str, x: np.ndarray, position: int, seen: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    def attend(
+        self, layer: str, x: np.ndarray, position: int, seen: list[tuple[np.ndarray, np.ndarray]]
+    ) -> np.ndarray:
         """One query over the keys and values that it sees."""
         query = self.linear(f"{layer}.self_attn.q_proj", x).reshape(HEADS, HEAD_DIM)
         if f"{layer}.self_attn.q_norm.weight" in self.weights:
@@ -497,13 +596,19 @@ class SlowBlock:
             shared = head // (HEADS // KV_HEADS)
             scores = np.array([query[head] @ key[shared] for key, _ in seen]) / np.sqrt(HEAD_DIM)
             paid = np.exp(scores - scores.max())
-            heads.append(sum(p * value[shared] for p, (_, value) in zip(paid / paid.sum(), seen, strict=True)))
+            heads.append(
+                sum(
+                    p * value[shared] for p, (_, value) in zip(paid / paid.sum(), seen, strict=True)
+                )
+            )
         return self.linear(f"{layer}.self_attn.o_proj", np.concatenate(heads))
 
     @property
     def layers(self) -> int:
         """How many there are tensors of."""
-        return 1 + max(int(name.split(".")[1]) for name in self.weights if name.startswith("layers."))
+        return 1 + max(
+            int(name.split(".")[1]) for name in self.weights if name.startswith("layers.")
+        )
 
     def own_ids(self, tokens: np.ndarray) -> np.ndarray:
         """The target's ids of drafted tokens."""
@@ -513,7 +618,9 @@ class SlowBlock:
 
     def context(self, features: np.ndarray) -> np.ndarray:
         """``[n, H]`` of features ``[T, taps, H]``: what every layer makes its keys and values of, without a norm of its own."""
-        return self.norm("hidden_norm", self.linear("fc", features.reshape(len(features), -1).astype(np.float64)))
+        return self.norm(
+            "hidden_norm", self.linear("fc", features.reshape(len(features), -1).astype(np.float64))
+        )
 
     def block(self, features: np.ndarray, anchor: int, length: int | None = None) -> np.ndarray:
         """``[D, H]`` the states of the block that begins with token ``anchor``, after the text with ``features [n, taps, H]``.
@@ -525,7 +632,10 @@ class SlowBlock:
         """
         start, size = len(features), self.block_size if length is None else length
         context = self.context(features)
-        x = self.embedding[[anchor] + [MASK] * (size - 1)].astype(np.float64) * self.embedding_factor
+        x = (
+            self.embedding[[anchor] + [MASK] * (size - 1)].astype(np.float64)
+            * self.embedding_factor
+        )
         for number in range(self.layers):
             layer = f"layers.{number}"
             kind = self.layer_types[number] if self.layer_types else "full_attention"
@@ -537,27 +647,43 @@ class SlowBlock:
             for slot in range(size):
                 first = 0
                 if kind == "sliding_attention" and self.window is not None:
-                    first = max(0, start - self.window if self.window_from == "anchor" else start + slot - self.window + 1)
+                    first = max(
+                        0,
+                        (
+                            start - self.window
+                            if self.window_from == "anchor"
+                            else start + slot - self.window + 1
+                        ),
+                    )
                 last = slot if self.causal.get(kind, False) else size - 1
-                attended.append(self.attend(layer, normed[slot], start + slot, before[first:] + own[: last + 1]))
+                attended.append(
+                    self.attend(layer, normed[slot], start + slot, before[first:] + own[: last + 1])
+                )
             x = x + after(np.stack(attended))
-            normed, after = self.convolved(f"{layer}.mlp_conv", self.norm(f"{layer}.post_attention_layernorm", x))
+            normed, after = self.convolved(
+                f"{layer}.mlp_conv", self.norm(f"{layer}.post_attention_layernorm", x)
+            )
             x = x + after(self.mlp(layer, normed))
         return self.norm("norm", x)
 
     def convolved(self, name: str, x: np.ndarray) -> tuple[np.ndarray, Any]:
         """DFlash2's convolutions around a sublayer, both with kernels that the sublayer's normed input ``x [D, H]`` says: x
-        after the first, and the second, for the sublayer's output. Without such tensors nothing is done."""
+        after the first, and the second, for the sublayer's output. Without such tensors nothing is done.
+        """
         if f"{name}.base_kernel" not in self.weights:
             return x, lambda y: y
         base = self.weights[f"{name}.base_kernel"].astype(np.float64)  # [side, lag, H]
         kernel_size = base.shape[1]
-        kernels = self.linear(f"{name}.kernel_projection", x).reshape(len(x), 2, kernel_size, -1)  # [slot, side, lag, group]
+        kernels = self.linear(f"{name}.kernel_projection", x).reshape(
+            len(x), 2, kernel_size, -1
+        )  # [slot, side, lag, group]
 
         def convolve(y: np.ndarray, side: int) -> np.ndarray:
             out = np.zeros_like(y)
             for slot in range(len(y)):
-                for lag in range(min(kernel_size, slot + 1)):  # nothing comes in from before the block
+                for lag in range(
+                    min(kernel_size, slot + 1)
+                ):  # nothing comes in from before the block
                     groups = kernels[slot, side, lag]
                     kernel = base[side, lag] + np.repeat(groups, HIDDEN // len(groups))
                     out[slot] += kernel * y[slot - lag]
@@ -579,13 +705,17 @@ class SlowBlock:
             before = None if before is None else before[previous].astype(np.float64)
             if before is not None:
                 inner, memory = self.markov_state(before, state, memory)
-                logits = logits + self.weights["markov_head.markov_w2.weight"].astype(np.float64) @ inner
+                logits = (
+                    logits + self.weights["markov_head.markov_w2.weight"].astype(np.float64) @ inner
+                )
             if slot < first:
                 continue
             if "confidence_head.proj.weight" in self.weights:
                 wide = self.weights["confidence_head.proj.weight"].shape[1] > HIDDEN
                 seen = np.concatenate([state, before]) if wide and before is not None else state
-                confidence.append(float(1 / (1 + np.exp(-self.linear("confidence_head.proj", seen)[0]))))
+                confidence.append(
+                    float(1 / (1 + np.exp(-self.linear("confidence_head.proj", seen)[0])))
+                )
             if self.top_k:
                 logits = self.selected(logits, state, previous)
             token = int(np.argmax(logits))
@@ -594,12 +724,16 @@ class SlowBlock:
             corrected.append(logits)
         return chain, np.stack(corrected), confidence
 
-    def markov_state(self, before: np.ndarray, state: np.ndarray, memory: np.ndarray | float) -> tuple[np.ndarray, Any]:
+    def markov_state(
+        self, before: np.ndarray, state: np.ndarray, memory: np.ndarray | float
+    ) -> tuple[np.ndarray, Any]:
         """What ``markov_w2`` reads, of the embedding of the token before and the slot's state; and the RNN's new memory."""
         if self.markov == "vanilla":
             return before, memory
         if self.markov == "gated":
-            gate = 1 / (1 + np.exp(-self.linear("markov_head.gate_proj", np.concatenate([state, before]))))
+            gate = 1 / (
+                1 + np.exp(-self.linear("markov_head.gate_proj", np.concatenate([state, before])))
+            )
             return gate * before, memory
         memory = memory + np.zeros_like(before)
         joint = self.linear("markov_head.joint_proj", np.concatenate([memory, before, state]))
@@ -611,14 +745,18 @@ class SlowBlock:
         """The selector's scores of the ``top_k`` likeliest tokens, -inf of all others."""
         name = "candidate_selector."
         best = np.argsort(-logits, kind="stable")[: self.top_k]
-        context = self.weights[f"{name}predecessor_codebook"][previous] * self.linear(f"{name}hidden_projection", state)
+        context = self.weights[f"{name}predecessor_codebook"][previous] * self.linear(
+            f"{name}hidden_projection", state
+        )
         scores = np.full_like(logits, -np.inf)
         scores[best] = logits[best] + self.weights[f"{name}successor_codebook"][best] @ context
         return scores
 
     # --- P-EAGLE ---
 
-    def peagle_block(self, features: np.ndarray, tokens: Sequence[int], anchor: int, depth: int) -> np.ndarray:
+    def peagle_block(
+        self, features: np.ndarray, tokens: Sequence[int], anchor: int, depth: int
+    ) -> np.ndarray:
         """``[depth, H]`` the states, after the final norm, of P-EAGLE's block.
 
         Pair p is the feature of p and the token at p + 1, so the last pair of n features holds the anchor; below it hang pairs
@@ -631,7 +769,9 @@ class SlowBlock:
             depth: tokens to draft.
         """
         mask_hidden = self.weights["mask_hidden"].reshape(1, -1)
-        rows = np.concatenate([features.reshape(len(features), -1), np.repeat(mask_hidden, depth - 1, axis=0)])
+        rows = np.concatenate(
+            [features.reshape(len(features), -1), np.repeat(mask_hidden, depth - 1, axis=0)]
+        )
         rows = self.normed_taps(rows.astype(np.float64), features.shape[1])
         fused = self.linear("fc", rows)
         x, seen_by_layer = fused, []
@@ -642,10 +782,15 @@ class SlowBlock:
                 normed = self.norm(f"{layer}.input_layernorm", x)
             else:
                 hidden = self.norm(f"{layer}.hidden_norm", x)
-                normed = np.concatenate([self.norm(f"{layer}.input_layernorm", embedded), hidden], axis=-1)
+                normed = np.concatenate(
+                    [self.norm(f"{layer}.input_layernorm", embedded), hidden], axis=-1
+                )
                 x = hidden if self.norm_before_residual else x
             seen_by_layer = [self.key_value(layer, row, place) for place, row in enumerate(normed)]
-            attended = [self.attend(layer, row, place, seen_by_layer[: place + 1]) for place, row in enumerate(normed)]
+            attended = [
+                self.attend(layer, row, place, seen_by_layer[: place + 1])
+                for place, row in enumerate(normed)
+            ]
             x = x + np.stack(attended)
             x = x + self.mlp(layer, self.norm(f"{layer}.post_attention_layernorm", x))
         return self.norm("norm", x)[-depth:]
@@ -656,7 +801,9 @@ class SlowBlock:
             return self.norm("input_norm", rows)
         if "fc_norm.0.weight" in self.weights:
             parts = np.split(rows, taps, axis=-1)
-            return np.concatenate([self.norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)], axis=-1)
+            return np.concatenate(
+                [self.norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)], axis=-1
+            )
         return rows
 
 
@@ -665,5 +812,8 @@ def slow_of(directory: Path, text: Text, **options: Any) -> SlowBlock:
     weights = dict(load_file(directory / "model.safetensors"))
     d2t = weights.get("d2t")
     ids = None if d2t is None else np.arange(len(d2t)) + d2t
-    embedding, head = weights.get("embed_tokens.weight", text.embedding), weights.get("lm_head.weight", text.head)
+    embedding, head = (
+        weights.get("embed_tokens.weight", text.embedding),
+        weights.get("lm_head.weight", text.head),
+    )
     return SlowBlock(weights, embedding, head, ids, **options)

@@ -42,7 +42,11 @@ DFLASH = {
     ),
     "causal": (  # what JetSpec is: speculators has no other way to say it
         {"layer_types": ("sliding_attention",) * 2, "sliding_window": 1000},
-        {"layer_types": ("sliding_attention",) * 2, "window": 1000, "causal": {"sliding_attention": True}},
+        {
+            "layer_types": ("sliding_attention",) * 2,
+            "window": 1000,
+            "causal": {"sliding_attention": True},
+        },
     ),
 }
 DSPARK = {
@@ -86,7 +90,9 @@ def assert_the_same(slow: SlowBlock, text: Text, blocks: Blocks) -> None:
         chain, corrected, confidence = slow.draft(features, anchor)
         assert chain == blocks.chains[i].tolist()
         np.testing.assert_allclose(corrected, blocks.corrected[i], atol=1e-4, rtol=1e-4)
-        np.testing.assert_allclose(confidence, [] if blocks.confidence is None else blocks.confidence[i], atol=1e-4)
+        np.testing.assert_allclose(
+            confidence, [] if blocks.confidence is None else blocks.confidence[i], atol=1e-4
+        )
 
 
 def test_taps_are_counted_as_ours_are(any_text) -> None:
@@ -118,17 +124,27 @@ def test_dspark(variant, text, tmp_path) -> None:
     assert blocks.chains.shape[1] == BLOCK - (not drafts_anchor)
     assert (blocks.confidence is None) == (options.get("enable_confidence_head") is False)
     slow = slow_of(
-        tmp_path / "drafter", text, sample_from_anchor=drafts_anchor, markov=options.get("markov_head_type", "vanilla")
+        tmp_path / "drafter",
+        text,
+        sample_from_anchor=drafts_anchor,
+        markov=options.get("markov_head_type", "vanilla"),
     )
     assert_the_same(slow, text, blocks)
     if options["markov_rank"]:  # the head is no ornament
-        assert (blocks.chains != slow.own_ids(blocks.logits.argmax(-1)[:, -blocks.chains.shape[1] :])).any()
+        assert (
+            blocks.chains != slow.own_ids(blocks.logits.argmax(-1)[:, -blocks.chains.shape[1] :])
+        ).any()
 
 
 @pytest.mark.parametrize("anchor_drafts", [False, True])
 def test_dflash2(anchor_drafts, text, tmp_path) -> None:
     needs_speculators()
-    sizes = {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4, "sample_from_anchor": anchor_drafts}
+    sizes = {
+        "conv_group_size": 8,
+        "selector_rank": 6,
+        "selector_top_k": 4,
+        "sample_from_anchor": anchor_drafts,
+    }
     model = make_drafter(tmp_path / "drafter", "dflash2", text, **sizes)
     blocks = speculators_blocks(model, text, ANCHORS)
     slow = slow_of(tmp_path / "drafter", text, top_k=4, sample_from_anchor=anchor_drafts)
@@ -145,9 +161,15 @@ def test_peagle(variant, any_text, tmp_path) -> None:
     needs_speculators()
     model = make_drafter(tmp_path / "drafter", "peagle", any_text, **PEAGLE[variant])
     blocks = speculators_blocks(model, any_text, ANCHORS, depth=4)
-    slow = slow_of(tmp_path / "drafter", any_text, norm_before_residual="norm_before_residual" in PEAGLE[variant])
+    slow = slow_of(
+        tmp_path / "drafter",
+        any_text,
+        norm_before_residual="norm_before_residual" in PEAGLE[variant],
+    )
     for i, at in enumerate(ANCHORS):
-        states = slow.peagle_block(any_text.features[:at], any_text.tokens[:at].tolist(), int(any_text.tokens[at]), depth=4)
+        states = slow.peagle_block(
+            any_text.features[:at], any_text.tokens[:at].tolist(), int(any_text.tokens[at]), depth=4
+        )
         np.testing.assert_allclose(states, blocks.states[i], atol=1e-4)
         logits = states @ slow.head.T
         np.testing.assert_allclose(logits, blocks.logits[i], atol=1e-4, rtol=1e-4)
@@ -161,12 +183,15 @@ def test_a_causal_block_may_be_cut(text, tmp_path) -> None:
     features, anchor = text.features[:9], int(text.tokens[9])
     for causal in (True, False):
         slow = slow_of(tmp_path / "drafter", text, causal={"full_attention": causal})
-        apart = np.abs(slow.block(features, anchor, length=3) - slow.block(features, anchor)[:3]).max()
+        apart = np.abs(
+            slow.block(features, anchor, length=3) - slow.block(features, anchor)[:3]
+        ).max()
         assert (apart < 1e-9) == causal
 
 
 @pytest.mark.parametrize(
-    "mistake", ["taps in another order", "theta", "anchor sees itself in the context", "position", "window"]
+    "mistake",
+    ["taps in another order", "theta", "anchor sees itself in the context", "position", "window"],
 )
 def test_mistakes_show(mistake, text, tmp_path) -> None:
     """What is easily wrong by one makes differences far above the bound."""
@@ -198,16 +223,23 @@ def test_layouts_hold_the_same_network(text, tmp_path) -> None:
     model = make_drafter(tmp_path / "drafter", "dflash", text)
     write_as("zlab", tmp_path / "drafter", tmp_path / "zlab", text)
     raw = json.loads((tmp_path / "zlab" / "config.json").read_text())
-    assert raw["dflash_config"] == {"mask_token_id": MASK, "target_layer_ids": [tap - 1 for tap in TAPS]}
+    assert raw["dflash_config"] == {
+        "mask_token_id": MASK,
+        "target_layer_ids": [tap - 1 for tap in TAPS],
+    }
     names = set(load_file(tmp_path / "zlab" / "model.safetensors"))
     assert not names & {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
-    DFlashConverter().convert(tmp_path / "zlab", tmp_path / "converted", base_model=str(text.directory), validate=False)
+    DFlashConverter().convert(
+        tmp_path / "zlab", tmp_path / "converted", base_model=str(text.directory), validate=False
+    )
     converted = json.loads((tmp_path / "converted" / "config.json").read_text())
     assert converted["aux_hidden_state_layer_ids"] == list(TAPS)
     again = load_file(tmp_path / "converted" / "model.safetensors")
     for name, value in load_file(tmp_path / "drafter" / "model.safetensors").items():
         np.testing.assert_array_equal(again[name], value)
-    assert_the_same(slow_of(tmp_path / "zlab", text), text, speculators_blocks(model, text, ANCHORS))
+    assert_the_same(
+        slow_of(tmp_path / "zlab", text), text, speculators_blocks(model, text, ANCHORS)
+    )
 
 
 def test_the_deepspec_layout_brings_the_targets_embedding_and_head(text, tmp_path) -> None:
@@ -215,9 +247,17 @@ def test_the_deepspec_layout_brings_the_targets_embedding_and_head(text, tmp_pat
     model = make_drafter(tmp_path / "drafter", "dspark", text, markov_rank=6)
     write_as("deepspec", tmp_path / "drafter", tmp_path / "deepspec", text)
     tensors = load_file(tmp_path / "deepspec" / "model.safetensors")
-    assert tensors["markov_head.markov_w1.weight"].shape == tensors["markov_head.markov_w2.weight"].shape == (VOCAB, 6)
+    assert (
+        tensors["markov_head.markov_w1.weight"].shape
+        == tensors["markov_head.markov_w2.weight"].shape
+        == (VOCAB, 6)
+    )
     np.testing.assert_array_equal(tensors["embed_tokens.weight"], text.embedding)
-    slow = slow_of(tmp_path / "deepspec", replace(text, embedding=text.head, head=text.embedding), sample_from_anchor=True)
+    slow = slow_of(
+        tmp_path / "deepspec",
+        replace(text, embedding=text.head, head=text.embedding),
+        sample_from_anchor=True,
+    )
     assert_the_same(slow, text, speculators_blocks(model, text, ANCHORS))
 
 
@@ -233,11 +273,15 @@ def test_dflash_loss(weighting, text, tmp_path) -> None:
     model = make_drafter(tmp_path / "drafter", "dflash", text)
     mask = np.arange(len(text.tokens)) >= 6
     mask[11] = False
-    theirs = speculators_loss(model, text, mask, gamma=3.0, per_position_loss_weight=weighting, dpace_alpha=0.3)
+    theirs = speculators_loss(
+        model, text, mask, gamma=3.0, per_position_loss_weight=weighting, dpace_alpha=0.3
+    )
     slow, total, count = slow_of(tmp_path / "drafter", text), 0.0, 0
     for anchor in np.flatnonzero(mask[:-BLOCK]):
         states = slow.block(text.features[:anchor], int(text.tokens[anchor]))
-        labels = text.logits[anchor : anchor + BLOCK - 1].argmax(-1)  # slot k stands for the token at anchor + k
+        labels = text.logits[anchor : anchor + BLOCK - 1].argmax(
+            -1
+        )  # slot k stands for the token at anchor + k
         counts = mask[anchor + 1 : anchor + BLOCK]
         chosen = softmax(states[1:] @ slow.head.T)[np.arange(BLOCK - 1), labels]
         if weighting == "dpace":
@@ -262,12 +306,16 @@ def test_dspark_loss(text, tmp_path) -> None:
         states = slow.block(text.features[:anchor], int(text.tokens[anchor]))
         before = first[text.tokens[anchor : anchor + BLOCK]]
         drafted = softmax(states @ slow.head.T + before @ second.T)
-        wanted = softmax(text.logits[anchor : anchor + BLOCK])  # slot k stands for the token at anchor + k + 1
+        wanted = softmax(
+            text.logits[anchor : anchor + BLOCK]
+        )  # slot k stands for the token at anchor + k + 1
         entropy = -np.log(drafted[np.arange(BLOCK), wanted.argmax(-1)])
         accepted = np.minimum(drafted, wanted).sum(-1)
         sure = slow.linear("confidence_head.proj", np.concatenate([states, before], axis=-1))[:, 0]
         confidence = np.log1p(np.exp(sure)) - accepted * sure
-        total += ((0.1 * entropy + 0.9 * (1 - accepted) + confidence) * np.exp(-np.arange(BLOCK) / 3.0)).sum()
+        total += (
+            (0.1 * entropy + 0.9 * (1 - accepted) + confidence) * np.exp(-np.arange(BLOCK) / 3.0)
+        ).sum()
         count += BLOCK
     assert theirs == pytest.approx(total / count, rel=1e-4)
 
@@ -275,11 +323,15 @@ def test_dspark_loss(text, tmp_path) -> None:
 def test_dflash2_loss(text, tmp_path) -> None:
     """The unary cross entropy, and beside it the selector's over its candidates, into which the label is put where it lacks."""
     needs_speculators()
-    model = make_drafter(tmp_path / "drafter", "dflash2", text, conv_group_size=8, selector_rank=6, selector_top_k=4)
+    model = make_drafter(
+        tmp_path / "drafter", "dflash2", text, conv_group_size=8, selector_rank=6, selector_top_k=4
+    )
     mask = np.arange(len(text.tokens)) >= 6
     theirs = speculators_loss(model, text, mask, gamma=3.0, selector_loss_alpha=0.6)
     slow, total, count, lacking = slow_of(tmp_path / "drafter", text, top_k=4), 0.0, 0, 0
-    codes = [slow.weights[f"candidate_selector.{name}_codebook"] for name in ("predecessor", "successor")]
+    codes = [
+        slow.weights[f"candidate_selector.{name}_codebook"] for name in ("predecessor", "successor")
+    ]
     for anchor in np.flatnonzero(mask[:-BLOCK]):
         states = slow.block(text.features[:anchor], int(text.tokens[anchor]))
         for slot in range(1, BLOCK):

@@ -35,9 +35,13 @@ def started(target, drafter, **options):
 @pytest.mark.full_except("draft1-scheme0", "draft1-scheme1")
 @pytest.mark.parametrize("scheme", [Streaming(), SnapKV(window=8)])
 @pytest.mark.parametrize("draft", [Chain(3), StaticTree(((0,), (1,), (0, 0), (0, 0, 0)))])
-def test_a_budget_that_holds_everything_drafts_the_targets_own_tokens(target, scheme, draft) -> None:
+def test_a_budget_that_holds_everything_drafts_the_targets_own_tokens(
+    target, scheme, draft
+) -> None:
     drafter = CompressedCache(budget=100, scheme=scheme, draft=draft)
-    result = specjax.generate(target, drafter, PROMPTS, LENGTHS, max_new_tokens=32, eos_token_ids=())
+    result = specjax.generate(
+        target, drafter, PROMPTS, LENGTHS, max_new_tokens=32, eos_token_ids=()
+    )
     np.testing.assert_array_equal(result.stats.accepted, 3 * result.stats.steps)
     assert result.stats.steps.tolist() == [8, 8, 8]
 
@@ -56,7 +60,9 @@ def test_streaming_drafts_as_the_target_does_when_it_sees_only_those_tokens(targ
     visible = (slots < committed) & ((slots < 3) | (slots >= committed - 9))
     assert visible.sum(axis=1).tolist() == np.minimum(committed[:, 0], 12).tolist()
     expected, _ = target.score(
-        roots, positions=state.cache.length[:, None], scratch=[(state.cache.layers, jnp.asarray(visible)[:, None])]
+        roots,
+        positions=state.cache.length[:, None],
+        scratch=[(state.cache.layers, jnp.asarray(visible)[:, None])],
     )
     np.testing.assert_allclose(found.logits, expected.logits, atol=1e-4)
 
@@ -64,7 +70,9 @@ def test_streaming_drafts_as_the_target_does_when_it_sees_only_those_tokens(targ
 @pytest.mark.full
 def test_accepted_tokens_are_copied_exactly(target) -> None:
     """After many steps every slot holds, bit for bit, what the target's cache has at its position."""
-    drafter = CompressedCache(budget=12, scheme=Streaming(sinks=3), draft=DynamicTree(top_k=3, depth=3, nodes=8))
+    drafter = CompressedCache(
+        budget=12, scheme=Streaming(sinks=3), draft=DynamicTree(top_k=3, depth=3, nodes=8)
+    )
     _, state = started(target, drafter)
     state = decoding.decode(target, drafter, state, jnp.asarray(7))
     np.testing.assert_array_equal(state.drafter.length, state.cache.length)
@@ -73,7 +81,9 @@ def test_accepted_tokens_are_copied_exactly(target) -> None:
         for row in range(3):
             slots = int(state.drafter.filled[row])
             for small, large in zip(kept, whole, strict=True):
-                np.testing.assert_array_equal(small[row, :, :slots], large[row][:, positions[row, :slots]])
+                np.testing.assert_array_equal(
+                    small[row, :, :slots], large[row][:, positions[row, :slots]]
+                )
 
 
 def attention_of_last_tokens(target, row: np.ndarray, window: int) -> dict[int, np.ndarray]:
@@ -86,7 +96,11 @@ def attention_of_last_tokens(target, row: np.ndarray, window: int) -> dict[int, 
         own, source = config.of_layer(i), config.entries_of(i)
         group = own.num_heads // own.num_kv_heads
         x = np.asarray(entering[0, :, i], np.float64)
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * np.asarray(params["input_norm"])
+        x = (
+            x
+            / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps)
+            * np.asarray(params["input_norm"])
+        )
 
         def heads(name, count, x=x, params=params, own=own):
             y = (x @ np.asarray(params[name], np.float64)).reshape(n, count, own.head_dim)
@@ -96,7 +110,10 @@ def attention_of_last_tokens(target, row: np.ndarray, window: int) -> dict[int, 
             left, right = y[..., :half], y[..., half:]
             return np.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
 
-        q, k = heads("q", own.num_heads), heads("k", own.num_kv_heads) if source == i else keys[source]
+        q, k = (
+            heads("q", own.num_heads),
+            heads("k", own.num_kv_heads) if source == i else keys[source],
+        )
         keys[i], total = k, paid.setdefault(source, np.zeros((own.num_kv_heads, n - window)))
         for head in range(own.num_heads):
             for t in range(n - window, n):
@@ -108,14 +125,18 @@ def attention_of_last_tokens(target, row: np.ndarray, window: int) -> dict[int, 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize(("block", "changes"), [(512, {}), (16, {}), (16, LAYERED["sharing"] | {"windowed_layers": ()})])
+@pytest.mark.parametrize(
+    ("block", "changes"), [(512, {}), (16, {}), (16, LAYERED["sharing"] | {"windowed_layers": ()})]
+)
 def test_snapkv_keeps_what_a_slow_reference_keeps(block, changes, monkeypatch) -> None:
     """Per row, layer and head; a row that fits the budget keeps everything."""
     target = tiny_target(**changes)
     for module in (by_device, plain):
         monkeypatch.setattr(module, "BLOCK", block)
     budget, window, pool = 20, 6, 5
-    drafter = CompressedCache(budget=budget, scheme=SnapKV(window=window, pool=pool), draft=Chain(2))
+    drafter = CompressedCache(
+        budget=budget, scheme=SnapKV(window=window, pool=pool), draft=Chain(2)
+    )
     _, state = started(target, drafter)
     for row, length in enumerate(LENGTHS - 1):
         whole = [np.asarray(entry[0][row]) for entry in state.cache.layers if entry]
@@ -125,20 +146,33 @@ def test_snapkv_keeps_what_a_slow_reference_keeps(block, changes, monkeypatch) -
                 np.testing.assert_array_equal(small[:, :length], large[:, :length])
             continue
         for small, large, paid in zip(
-            kept, whole, attention_of_last_tokens(target, PROMPTS[row, :length], window).values(), strict=True
+            kept,
+            whole,
+            attention_of_last_tokens(target, PROMPTS[row, :length], window).values(),
+            strict=True,
         ):
             padded = np.pad(paid, ((0, 0), (pool // 2, pool // 2)))
-            pooled = np.stack([padded[:, i : i + pool] for i in range(paid.shape[1])], axis=1).mean(axis=-1)
+            pooled = np.stack([padded[:, i : i + pool] for i in range(paid.shape[1])], axis=1).mean(
+                axis=-1
+            )
             for head in range(len(paid)):
                 best = np.argsort(-pooled[head], kind="stable")[: budget - window]
                 margin = np.sort(pooled[head])[::-1][budget - window - 1 : budget - window + 1]
                 assert margin[0] - margin[1] > 1e-6  # else rounding may choose
-                np.testing.assert_array_equal(small[head, : budget - window], large[head, np.sort(best)])
-                np.testing.assert_array_equal(small[head, budget - window :], large[head, length - window : length])
+                np.testing.assert_array_equal(
+                    small[head, : budget - window], large[head, np.sort(best)]
+                )
+                np.testing.assert_array_equal(
+                    small[head, budget - window :], large[head, length - window : length]
+                )
 
 
 def test_the_choice_prefers_neighbourhoods_and_never_what_comes_later() -> None:
-    share = jnp.zeros((1, 1, 20)).at[0, 0, jnp.array([4, 5, 6, 12, 19])].set(jnp.array([0.3, 0.3, 0.3, 0.5, 9.0]))
+    share = (
+        jnp.zeros((1, 1, 20))
+        .at[0, 0, jnp.array([4, 5, 6, 12, 19])]
+        .set(jnp.array([0.3, 0.3, 0.3, 0.5, 9.0]))
+    )
     assert choose(share, jnp.array([18]), 3, pool=3)[0, 0].tolist() == [4, 5, 6]
     assert choose(share, jnp.array([18]), 4, pool=1)[0, 0].tolist() == [4, 5, 6, 12]
 
@@ -154,13 +188,17 @@ def test_after_the_prompt_snapkv_replaces_only_its_newest(target) -> None:
         np.testing.assert_array_equal(new[0, :, :14], old[0, :, :14])
         length = int(state.cache.length[0])
         newest = np.asarray(whole[0])[0, :, length - 6 : length]
-        assert {new[0, 0, i].tobytes() for i in range(14, 20)} == {newest[0, i].tobytes() for i in range(6)}
+        assert {new[0, 0, i].tobytes() for i in range(14, 20)} == {
+            newest[0, i].tobytes() for i in range(6)
+        }
 
 
 @pytest.mark.full
 def test_a_draft_model_with_a_ring_is_itself_while_all_fits(target) -> None:
     model = tiny_target(seed=5, num_layers=1)
-    plain = specjax.generate(target, DraftModel(model), PROMPTS, LENGTHS, max_new_tokens=25, eos_token_ids=())
+    plain = specjax.generate(
+        target, DraftModel(model), PROMPTS, LENGTHS, max_new_tokens=25, eos_token_ids=()
+    )
     ringed = DraftModel(model, cache=Streaming(sinks=2), budget=128)
     same = specjax.generate(target, ringed, PROMPTS, LENGTHS, max_new_tokens=25, eos_token_ids=())
     np.testing.assert_array_equal(plain.stats.histogram, same.stats.histogram)
@@ -181,12 +219,16 @@ def test_a_draft_models_ring_holds_what_it_read(target) -> None:
     _, state = started(target, drafter)
     state = decoding.decode(target, drafter, state, jnp.asarray(6))
     ring = state.drafter.cache
-    _, whole = model.forward(state.tokens, KVCache.create([model.config.entry_parts(0)], batch=3, capacity=128))
+    _, whole = model.forward(
+        state.tokens, KVCache.create([model.config.entry_parts(0)], batch=3, capacity=128)
+    )
     positions = np.asarray(ring.newest_at(ring.length))
     for row in range(3):
         slots = int(ring.filled[row])
         np.testing.assert_allclose(
-            ring.layers[0][0][row, :, :slots], whole.layers[0][0][row][:, positions[row, :slots]], atol=1e-5
+            ring.layers[0][0][row, :, :slots],
+            whole.layers[0][0][row][:, positions[row, :slots]],
+            atol=1e-5,
         )
 
 
@@ -194,13 +236,28 @@ def test_a_draft_models_ring_holds_what_it_read(target) -> None:
     ("drafter", "message"),
     [
         (CompressedCache(budget=4), r"budget=4: the 4 sinks and the newest token need 5"),
-        (CompressedCache(budget=32, scheme=SnapKV()), r"budget=32: the window of 32 and one chosen token need 33"),
+        (
+            CompressedCache(budget=32, scheme=SnapKV()),
+            r"budget=32: the window of 32 and one chosen token need 33",
+        ),
         (CompressedCache(scheme=SnapKV(pool=4)), r"pool=4"),
         (CompressedCache(scheme=Streaming(sinks=-1)), r"sinks=-1"),
-        (DraftModel(tiny_target(seed=5), cache=Streaming(sinks=8), budget=8), r"budget=8: the 8 sinks"),
-        (DraftModel(tiny_target(seed=5), cache=SnapKV()), r"DraftModel\(cache=SnapKV\(window=32, pool=5\)\): give Streaming"),
-        (CompressedCache(scheme="streaming"), r"CompressedCache\(scheme='streaming'\): give Streaming\(\) or SnapKV\(\)"),
-        (OnInflated.of(CompressedCache(), tiny_target()), r"OnInflated: CompressedCache keeps the target's cache"),
+        (
+            DraftModel(tiny_target(seed=5), cache=Streaming(sinks=8), budget=8),
+            r"budget=8: the 8 sinks",
+        ),
+        (
+            DraftModel(tiny_target(seed=5), cache=SnapKV()),
+            r"DraftModel\(cache=SnapKV\(window=32, pool=5\)\): give Streaming",
+        ),
+        (
+            CompressedCache(scheme="streaming"),
+            r"CompressedCache\(scheme='streaming'\): give Streaming\(\) or SnapKV\(\)",
+        ),
+        (
+            OnInflated.of(CompressedCache(), tiny_target()),
+            r"OnInflated: CompressedCache keeps the target's cache",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(target, drafter, message) -> None:
@@ -218,7 +275,9 @@ def test_it_has_names() -> None:
     from specjax.drafters.registry import load_drafter
 
     config = tiny_target().config
-    assert load_drafter("streaming:64", Chain(2), config) == CompressedCache(64, Streaming(), Chain(2))
+    assert load_drafter("streaming:64", Chain(2), config) == CompressedCache(
+        64, Streaming(), Chain(2)
+    )
     assert load_drafter("snapkv", None, config) == CompressedCache(256, SnapKV())
     with pytest.raises(InputError, match=r"streaming:BUDGET"):
         load_drafter("streaming:many", None, config)

@@ -22,7 +22,14 @@ from specjax.models.transformer import States, Target
 from specjax.sampling import Sampling, split_keys
 from tests.conftest import tiny_target
 from tests.drafters import block_oracles
-from tests.drafters.block_oracles import Text, make_drafter, make_text, needs_speculators, slow_of, write_as
+from tests.drafters.block_oracles import (
+    Text,
+    make_drafter,
+    make_text,
+    needs_speculators,
+    slow_of,
+    write_as,
+)
 from tests.drafters.test_block_oracles import ANCHORS, DFLASH, DSPARK
 
 
@@ -41,7 +48,11 @@ def drafted(drafter, target, features, length, root):
     """States, and a greedy chain, below ``root [B]`` after the first ``length [B]`` tokens with ``features [B, T, n, H]``."""
     output = States(hidden=jnp.zeros((*features.shape[:2], 1)), taps=features)
     state = drafter.start(target, len(root), 64)
-    state = state.append(drafter.context(drafter.features(output), jnp.arange(features.shape[1])[None]), length, after=features)
+    state = state.append(
+        drafter.context(drafter.features(output), jnp.arange(features.shape[1])[None]),
+        length,
+        after=features,
+    )
     rows = Sampling(0.0).rows(len(root))
     keys = split_keys(jax.random.split(jax.random.key(0), len(root)), drafter.draft_shape.depth)
     draft, _ = drafter.propose(target, state, root, rows, keys, jnp.ones(len(root), bool))
@@ -51,7 +62,9 @@ def drafted(drafter, target, features, length, root):
 def of_anchors(drafter, target, text):
     """`drafted` of a row for each anchor: the rows have read more or less of one text."""
     features = jnp.broadcast_to(text.features[None], (len(ANCHORS), *text.features.shape))
-    return drafted(drafter, target, features, jnp.array(ANCHORS), jnp.asarray(text.tokens[list(ANCHORS)]))
+    return drafted(
+        drafter, target, features, jnp.array(ANCHORS), jnp.asarray(text.tokens[list(ANCHORS)])
+    )
 
 
 @pytest.mark.parametrize("variant", DFLASH)
@@ -68,12 +81,16 @@ def test_a_block_of_dflash_is_that_of_speculators(variant, text, target, tmp_pat
     np.testing.assert_array_equal(chains, blocks.chains)
 
 
-@pytest.mark.full_except("confidence of states alone", "no Markov head", "no confidence head", "own vocabulary")
+@pytest.mark.full_except(
+    "confidence of states alone", "no Markov head", "no confidence head", "own vocabulary"
+)
 @pytest.mark.parametrize("variant", DSPARK)
 @pytest.mark.represents("DSpark's drafts")
 def test_a_chain_of_dspark_is_that_of_speculators(variant, text, target, tmp_path) -> None:
     needs_speculators()
-    model = make_drafter(tmp_path / "drafter", "dspark", text, **{"markov_rank": 6} | DSPARK[variant])
+    model = make_drafter(
+        tmp_path / "drafter", "dspark", text, **{"markov_rank": 6} | DSPARK[variant]
+    )
     blocks = block_oracles.speculators_blocks(model, text, ANCHORS)
     drafter = load_drafter(str(tmp_path / "drafter"), None, target.config, np.float32)
     assert type(drafter) is DSpark
@@ -84,7 +101,9 @@ def test_a_chain_of_dspark_is_that_of_speculators(variant, text, target, tmp_pat
         return
     before = np.concatenate([text.tokens[list(ANCHORS)][:, None], blocks.chains[:, :-1]], axis=1)
     slots = states[:, -before.shape[1] :]
-    *_, confidence = drafter.after(drafter.logits(target, slots), slots, before, drafter.markov_memory(before.shape))
+    *_, confidence = drafter.after(
+        drafter.logits(target, slots), slots, before, drafter.markov_memory(before.shape)
+    )
     np.testing.assert_allclose(jax.nn.sigmoid(confidence), blocks.confidence, atol=1e-4)
 
     # Of all thresholds the one by which the rows' chains end at most different places.
@@ -92,7 +111,9 @@ def test_a_chain_of_dspark_is_that_of_speculators(variant, text, target, tmp_pat
         return [first_below(row, threshold) for row in blocks.confidence]
 
     threshold = max(np.unique(blocks.confidence) + 1e-4, key=lambda at: len(set(lengths(at))))
-    ending = dataclasses.replace(drafter, draft=specjax.Chain(before.shape[1], stop_below=float(threshold)))
+    ending = dataclasses.replace(
+        drafter, draft=specjax.Chain(before.shape[1], stop_below=float(threshold))
+    )
     assert ended(ending, target, text) == lengths(threshold)
     assert len(set(lengths(threshold))) > 1
 
@@ -123,18 +144,28 @@ def test_the_other_publishers_layouts_are_read_and_written(layout, text, target,
     make_drafter(tmp_path / "drafter", method, text, **options)
     write_as(layout, tmp_path / "drafter", tmp_path / layout, text)
     slow = slow_of(
-        tmp_path / layout, text, causal={"full_attention": layout == "jetspec"}, sample_from_anchor=layout == "deepspec"
+        tmp_path / layout,
+        text,
+        causal={"full_attention": layout == "jetspec"},
+        sample_from_anchor=layout == "deepspec",
     )
     drafter = load_drafter(str(tmp_path / layout), None, target.config, np.float32)
-    assert (type(drafter), drafter.config.causal) == (DSpark if layout == "deepspec" else DFlash, layout == "jetspec")
+    assert (type(drafter), drafter.config.causal) == (
+        DSpark if layout == "deepspec" else DFlash,
+        layout == "jetspec",
+    )
     assert drafter.config.taps == block_oracles.TAPS
     states, chains = of_anchors(drafter, target, text)
     for row, at in enumerate(ANCHORS):
-        np.testing.assert_allclose(states[row], slow.block(text.features[:at], int(text.tokens[at])), atol=1e-4)
+        np.testing.assert_allclose(
+            states[row], slow.block(text.features[:at], int(text.tokens[at])), atol=1e-4
+        )
         assert chains[row].tolist() == slow.draft(text.features[:at], int(text.tokens[at]))[0]
     ours = dflash_checkpoint.layout_of(CheckpointFiles(tmp_path / layout).raw)
     drafter.save_pretrained(tmp_path / "again", layout=ours)
-    read, written = (load_file(tmp_path / place / "model.safetensors") for place in (layout, "again"))
+    read, written = (
+        load_file(tmp_path / place / "model.safetensors") for place in (layout, "again")
+    )
     assert read.keys() == written.keys()
     assert all(np.array_equal(read[name], written[name]) for name in read)
     again = load_drafter(str(tmp_path / "again"), None, target.config, np.float32)
@@ -147,7 +178,9 @@ def test_the_other_publishers_layouts_are_read_and_written(layout, text, target,
 def of_tiny(kind: str, **options):
     target = tiny_target()
     if kind == "dspark":
-        return DSpark.init(target, jax.random.key(1), **{"block_size": 3, "markov_rank": 4} | options)
+        return DSpark.init(
+            target, jax.random.key(1), **{"block_size": 3, "markov_rank": 4} | options
+        )
     return DFlash.init(target, jax.random.key(1), **{"block_size": 4} | options)
 
 
@@ -164,7 +197,10 @@ SAVED = {
     "from the anchor": ("speculators", of_tiny("dflash", variant={"from_anchor": True})),
     "dspark": ("deepspec", of_tiny("dspark")),
     "dspark gated": ("deepspec", of_tiny("dspark", markov="gated", confidence=False)),
-    "dspark rnn": ("speculators", of_tiny("dspark", markov="rnn", variant={"own_embedding": False, "own_head": False})),
+    "dspark rnn": (
+        "speculators",
+        of_tiny("dspark", markov="rnn", variant={"own_embedding": False, "own_head": False}),
+    ),
     "confidence alone": ("speculators", of_tiny("dspark", markov_rank=0)),
 }
 
@@ -179,17 +215,29 @@ def test_what_is_saved_is_read_bit_for_bit(which, tmp_path) -> None:
     assert again.draft == drafter.draft == specjax.Chain(drafter.config.depth)
 
 
-NAMES_OF_SPECFORGE = {"num_target_layers", "block_size", "num_hidden_layers", "layer_types", "vocab_size", "hidden_size"}
+NAMES_OF_SPECFORGE = {
+    "num_target_layers",
+    "block_size",
+    "num_hidden_layers",
+    "layer_types",
+    "vocab_size",
+    "hidden_size",
+}
 """What SpecForge's classes of DFlash, and of DFlash2 and DSpark that follow it, take from config.json without a default."""
 
 
-@pytest.mark.parametrize("which", [which for which, (layout, _) in SAVED.items() if layout != "speculators"] + ["dflash2"])
+@pytest.mark.parametrize(
+    "which",
+    [which for which, (layout, _) in SAVED.items() if layout != "speculators"] + ["dflash2"],
+)
 def test_what_specforge_asks_for_is_written_and_kept(which, tmp_path) -> None:
     target = tiny_target()
     made = DFlash2.init(target, jax.random.key(1), block_size=4)
     layout, drafter = ("dflash", made) if which == "dflash2" else SAVED[which]
     drafter.save_pretrained(tmp_path / "first", layout=layout)
-    load_drafter(str(tmp_path / "first"), None, target.config, np.float32).save_pretrained(tmp_path / "again", layout=layout)
+    load_drafter(str(tmp_path / "first"), None, target.config, np.float32).save_pretrained(
+        tmp_path / "again", layout=layout
+    )
     for written in ("first", "again"):
         raw = json.loads((tmp_path / written / "config.json").read_text())
         assert raw.keys() >= NAMES_OF_SPECFORGE
@@ -200,12 +248,28 @@ def test_what_specforge_asks_for_is_written_and_kept(which, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("which", "layout", "message"),
     [
-        ("from the anchor", "dflash", "layout='dflash': it cannot express predictions from the anchor"),
+        (
+            "from the anchor",
+            "dflash",
+            "layout='dflash': it cannot express predictions from the anchor",
+        ),
         ("own vocabulary", "dflash", "cannot express a vocabulary of its own"),
-        ("jetspec", "speculators", "layout='speculators': it cannot express a block that is causal in every layer"),
-        ("windows of tokens", "speculators", "cannot express windows that are counted from each token"),
+        (
+            "jetspec",
+            "speculators",
+            "layout='speculators': it cannot express a block that is causal in every layer",
+        ),
+        (
+            "windows of tokens",
+            "speculators",
+            "cannot express windows that are counted from each token",
+        ),
         ("dflash", "deepspec", "layout='deepspec': it cannot express anchors that predict nothing"),
-        ("dspark", "dflash", "a DSpark drafter is written in the layouts 'deepspec', 'speculators'"),
+        (
+            "dspark",
+            "dflash",
+            "a DSpark drafter is written in the layouts 'deepspec', 'speculators'",
+        ),
     ],
 )
 def test_a_layout_that_cannot_say_it_is_refused(which, layout, message, tmp_path) -> None:
@@ -219,9 +283,15 @@ def damaged(tmp_path, which, *, without=(), beside=None, **fields):
     layout, drafter = SAVED[which]
     drafter.save_pretrained(tmp_path, layout=layout)
     raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in (raw | fields).items() if v != "absent"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({k: v for k, v in (raw | fields).items() if v != "absent"})
+    )
     tensors = load_file(tmp_path / "model.safetensors")
-    kept = {name: value for name, value in tensors.items() if not any(name.startswith(start) for start in without)}
+    kept = {
+        name: value
+        for name, value in tensors.items()
+        if not any(name.startswith(start) for start in without)
+    }
     save_file(kept | (beside or {}), tmp_path / "model.safetensors")
     return tmp_path
 
@@ -233,10 +303,30 @@ FAULTS = {
         (),
         "declares no head",
     ),
-    "a Markov head without tensors": ("dspark", {}, ("markov_head",), "there are no tensors markov_head"),
-    "half a Markov head": ("dspark", {}, ("markov_head.markov_w2",), "'markov_head.markov_w2.weight' .* is missing"),
-    "a confidence head without tensors": ("dspark", {}, ("confidence_head",), "there are no tensors confidence_head"),
-    "half a confidence head": ("dspark", {}, ("confidence_head.proj.bias",), "'confidence_head.proj.bias' .* is missing"),
+    "a Markov head without tensors": (
+        "dspark",
+        {},
+        ("markov_head",),
+        "there are no tensors markov_head",
+    ),
+    "half a Markov head": (
+        "dspark",
+        {},
+        ("markov_head.markov_w2",),
+        "'markov_head.markov_w2.weight' .* is missing",
+    ),
+    "a confidence head without tensors": (
+        "dspark",
+        {},
+        ("confidence_head",),
+        "there are no tensors confidence_head",
+    ),
+    "half a confidence head": (
+        "dspark",
+        {},
+        ("confidence_head.proj.bias",),
+        "'confidence_head.proj.bias' .* is missing",
+    ),
     "fewer layers than said": (
         "dflash",
         {"num_hidden_layers": 3, "layer_types": "absent"},
@@ -262,10 +352,20 @@ FAULTS = {
         (),
         "they must be different layers",
     ),
-    "another hidden size": ("from the anchor", {"target_hidden_size": 8}, (), "target_hidden_size=8"),
+    "another hidden size": (
+        "from the anchor",
+        {"target_hidden_size": 8},
+        (),
+        "target_hidden_size=8",
+    ),
     "no table of tokens": ("own vocabulary", {}, ("d2t",), "'d2t' is missing"),
     "no head for its own tokens": ("own vocabulary", {}, ("lm_head",), "lm_head is missing"),
-    "no room for a token": ("dflash", {"block_size": 1}, (), "block_size=1: it leaves no token to draft"),
+    "no room for a token": (
+        "dflash",
+        {"block_size": 1},
+        (),
+        "block_size=1: it leaves no token to draft",
+    ),
 }
 
 
@@ -293,7 +393,9 @@ def test_tables_of_tokens_that_contradict_each_other_are_refused(tmp_path) -> No
     ],
 )
 def test_what_cannot_serve_the_target_is_refused(changes, message) -> None:
-    drafter = of_tiny("dflash", **{name: value for name, value in changes.items() if name != "target"})
+    drafter = of_tiny(
+        "dflash", **{name: value for name, value in changes.items() if name != "target"}
+    )
     with pytest.raises(InputError, match=message):
         drafter.check(tiny_target(**changes.get("target", {})))
 
@@ -308,12 +410,19 @@ def test_taps_are_spread_as_z_lab_spreads_them() -> None:
 def test_a_causal_block_is_read_as_far_as_the_draft_is_deep() -> None:
     """And comes to what it would come to if it were read whole."""
     target = tiny_target()
-    whole, cut = (of_tiny("dflash", variant={"causal": True}, block_size=6, draft=depth) for depth in (5, 2))
+    whole, cut = (
+        of_tiny("dflash", variant={"causal": True}, block_size=6, draft=depth) for depth in (5, 2)
+    )
     state = whole.start(target, 1, 8)
-    long, short = whole.block(target, state, jnp.array([3])), cut.block(target, state, jnp.array([3]))
+    long, short = (
+        whole.block(target, state, jnp.array([3])),
+        cut.block(target, state, jnp.array([3])),
+    )
     assert (long.shape[1], short.shape[1]) == (6, 3)
     np.testing.assert_allclose(long[:, :3], short, atol=1e-5)
-    assert of_tiny("dflash", block_size=6, draft=2).block(target, state, jnp.array([3])).shape[1] == 3
+    assert (
+        of_tiny("dflash", block_size=6, draft=2).block(target, state, jnp.array([3])).shape[1] == 3
+    )
 
 
 @pytest.mark.full
@@ -321,10 +430,13 @@ def test_the_children_of_a_markov_head_s_nodes_differ() -> None:
     target, rows = tiny_target(), Sampling(0.0).rows(1)
     drafter = of_tiny("dspark", draft=specjax.StaticTree(((0,), (1,), (0, 0), (1, 0))))
     drafter = drafter.replace(
-        params=drafter.params | {name: drafter.params[name] * 200 for name in ("markov_in", "markov_out")}
+        params=drafter.params
+        | {name: drafter.params[name] * 200 for name in ("markov_in", "markov_out")}
     )
     keys = split_keys(jax.random.split(jax.random.key(0), 1), 2)
-    draft, _ = drafter.propose(target, drafter.start(target, 1, 8), jnp.array([3]), rows, keys, jnp.ones(1, bool))
+    draft, _ = drafter.propose(
+        target, drafter.start(target, 1, 8), jnp.array([3]), rows, keys, jnp.ones(1, bool)
+    )
     first, second, below_first, below_second = np.asarray(draft.tokens[0, 1:])
     assert first != second
     assert below_first != below_second
@@ -338,7 +450,9 @@ RINGED = {
     "jetspec": lambda: of_tiny("dflash", num_layers=2, variant={"causal": True}),
     "windows of tokens": lambda: of_tiny("dflash", **WINDOWS),
     "windows beyond the ring": lambda: of_tiny("dflash", **WINDOWS | {"sliding_window": 8}),
-    "windows of blocks": lambda: of_tiny("dflash", variant={"window_of_block": True, "causal_in_window": True}, **WINDOWS),
+    "windows of blocks": lambda: of_tiny(
+        "dflash", variant={"window_of_block": True, "causal_in_window": True}, **WINDOWS
+    ),
     "dspark": lambda: of_tiny("dspark", num_layers=2),
 }
 
@@ -351,7 +465,9 @@ def having_heard(drafter, target, features):
         part = jnp.asarray(features[:, before : before + width])
         count = jnp.clip(jnp.asarray(LENGTHS) - before, 0, part.shape[1])
         zeros = jnp.zeros(part.shape[:2], jnp.int32)
-        state = drafter.append_remote(target, state, RemoteFeatures(zeros, zeros, {"features": part}, count))
+        state = drafter.append_remote(
+            target, state, RemoteFeatures(zeros, zeros, {"features": part}, count)
+        )
         before += width
     return state
 
@@ -362,7 +478,9 @@ def is_seen(drafter, window, length, slot, position) -> bool:
         return False
     if window is None:
         return True
-    return position >= (length - window if drafter.config.window_of_block else length + slot - window + 1)
+    return position >= (
+        length - window if drafter.config.window_of_block else length + slot - window + 1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -379,19 +497,34 @@ def test_with_a_small_cache_a_block_sees_the_text_s_ends_alone(which, features) 
     state, root = having_heard(small, target, features), jnp.array([3, 5, 1])
     assert state.layers[0][0].shape[2] == BUDGET
     found = np.asarray(small.block(target, state, root))
-    entries = drafter.context(jnp.asarray(features), jnp.broadcast_to(jnp.arange(20), (len(LENGTHS), 20)))
+    entries = drafter.context(
+        jnp.asarray(features), jnp.broadcast_to(jnp.arange(20), (len(LENGTHS), 20))
+    )
     size = found.shape[1]
-    tokens = jnp.concatenate([root[:, None], jnp.full((3, size - 1), drafter.config.mask_token_id)], axis=1)
+    tokens = jnp.concatenate(
+        [root[:, None], jnp.full((3, size - 1), drafter.config.mask_token_id)], axis=1
+    )
     positions = jnp.asarray(LENGTHS)[:, None] + jnp.arange(size)
 
     def seen(number, window):
-        mask = [[[is_seen(drafter, window, n, slot, p) for p in range(20)] for slot in range(size)] for n in LENGTHS]
-        own = [[other <= slot or not drafter.is_causal(window) for other in range(size)] for slot in range(size)]
+        mask = [
+            [[is_seen(drafter, window, n, slot, p) for p in range(20)] for slot in range(size)]
+            for n in LENGTHS
+        ]
+        own = [
+            [other <= slot or not drafter.is_causal(window) for other in range(size)]
+            for slot in range(size)
+        ]
         if window is not None and not drafter.config.window_of_block:
-            own = [[own[slot][other] and slot - other < window for other in range(size)] for slot in range(size)]
+            own = [
+                [own[slot][other] and slot - other < window for other in range(size)]
+                for slot in range(size)
+            ]
         return jnp.asarray(own)[None], [(entries[number], jnp.asarray(mask))]
 
-    np.testing.assert_allclose(found, drafter.run(target, tokens, positions, jnp.arange(size), seen), atol=1e-5)
+    np.testing.assert_allclose(
+        found, drafter.run(target, tokens, positions, jnp.arange(size), seen), atol=1e-5
+    )
     whole = np.asarray(drafter.block(target, having_heard(drafter, target, features), root))
     np.testing.assert_allclose(found[1], whole[1], atol=1e-5)  # four tokens: all of them are kept
     assert np.abs(found[[0, 2]] - whole[[0, 2]]).max() > 1e-3
@@ -401,36 +534,53 @@ def test_with_a_small_cache_a_block_sees_the_text_s_ends_alone(which, features) 
 def test_a_small_cache_that_holds_the_text_changes_nothing(which, features) -> None:
     target, drafter = tiny_target(), with_more_weight(RINGED[which]())
     large = drafter.replace(cache=specjax.Streaming(sinks=SINKS), budget=24)
-    blocks = [one.block(target, having_heard(one, target, features), jnp.array([3, 5, 1])) for one in (drafter, large)]
+    blocks = [
+        one.block(target, having_heard(one, target, features), jnp.array([3, 5, 1]))
+        for one in (drafter, large)
+    ]
     np.testing.assert_allclose(*blocks, atol=1e-5)
 
 
 @pytest.mark.full
 def test_a_small_cache_holds_the_first_tokens_and_the_newest(features) -> None:
     target = tiny_target()
-    small = of_tiny("dflash", num_layers=2).replace(cache=specjax.Streaming(sinks=SINKS), budget=BUDGET)
+    small = of_tiny("dflash", num_layers=2).replace(
+        cache=specjax.Streaming(sinks=SINKS), budget=BUDGET
+    )
     state = having_heard(small, target, features)
-    entries = small.context(jnp.asarray(features), jnp.broadcast_to(jnp.arange(20), (len(LENGTHS), 20)))
+    entries = small.context(
+        jnp.asarray(features), jnp.broadcast_to(jnp.arange(20), (len(LENGTHS), 20))
+    )
     for row, length in enumerate(LENGTHS):
         kept = [p for p in range(length) if p < SINKS or p >= length - (BUDGET - SINKS)]
         filled = int(state.filled[row])
         assert filled == len(kept)
-        for ours, whole in zip(jax.tree.leaves(state.layers), jax.tree.leaves(entries), strict=True):
+        for ours, whole in zip(
+            jax.tree.leaves(state.layers), jax.tree.leaves(entries), strict=True
+        ):
             held = np.asarray(ours[row, :, :filled])
             np.testing.assert_allclose(held[:, :SINKS], whole[row][:, :SINKS], atol=1e-6)
-            by_value = [np.sort(np.asarray(x), axis=1) for x in (held, whole[row][:, np.array(kept)])]
+            by_value = [
+                np.sort(np.asarray(x), axis=1) for x in (held, whole[row][:, np.array(kept)])
+            ]
             np.testing.assert_allclose(*by_value, atol=1e-6)
 
 
 def with_more_weight(drafter):
-    return drafter.replace(params=jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, drafter.params))
+    return drafter.replace(
+        params=jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, drafter.params)
+    )
 
 
 @pytest.mark.parametrize(
     ("cache", "budget", "message"),
     [
         (specjax.Streaming(sinks=8), 8, r"budget=8: the 8 sinks and the newest token need 9"),
-        (specjax.SnapKV(), 64, r"DFlash\(cache=SnapKV\(window=32, pool=5\)\): give Streaming\(\), or None"),
+        (
+            specjax.SnapKV(),
+            64,
+            r"DFlash\(cache=SnapKV\(window=32, pool=5\)\): give Streaming\(\), or None",
+        ),
     ],
 )
 def test_a_small_cache_that_cannot_be_is_refused(cache, budget, message) -> None:

@@ -22,7 +22,15 @@ from specjax.models.transformer import Target
 from specjax.sampling import Sampling, noise_of_rows, split_keys
 from tests.conftest import tiny_target
 from tests.drafters import block_oracles
-from tests.drafters.block_oracles import BLOCK, Text, make_drafter, make_text, needs_speculators, slow_of, write_as
+from tests.drafters.block_oracles import (
+    BLOCK,
+    Text,
+    make_drafter,
+    make_text,
+    needs_speculators,
+    slow_of,
+    write_as,
+)
 from tests.drafters.test_block_oracles import ANCHORS
 from tests.drafters.test_dflash import having_heard, of_anchors
 
@@ -59,7 +67,11 @@ def test_a_chain_is_that_of_speculators(options, text, target, tmp_path) -> None
     np.testing.assert_allclose(scores, blocks.corrected, atol=1e-4, rtol=1e-4)
 
 
-WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
+WINDOWS = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "use_sliding_window": True,
+}
 ZLAB = {  # fields of config.json, and what they come to
     "plain": ({}, {}),
     "windows": (WINDOWS, {"window": 6, "window_from": "query"}),
@@ -78,15 +90,23 @@ def test_z_lab_s_layout_is_read_and_written(variant, text, target, tmp_path) -> 
     make_drafter(tmp_path / "drafter", "dflash2", text, **SIZES)
     write_as("zlab", tmp_path / "drafter", tmp_path / "zlab", text, **fields)
     drafter = load_drafter(str(tmp_path / "zlab"), None, target.config, np.float32)
-    assert (type(drafter), drafter.config.taps, drafter.config.block_size) == (DFlash2, block_oracles.TAPS, BLOCK)
-    slow = slow_of(tmp_path / "zlab", text, top_k=4, layer_types=tuple(fields.get("layer_types", ())), **means)
+    assert (type(drafter), drafter.config.taps, drafter.config.block_size) == (
+        DFlash2,
+        block_oracles.TAPS,
+        BLOCK,
+    )
+    slow = slow_of(
+        tmp_path / "zlab", text, top_k=4, layer_types=tuple(fields.get("layer_types", ())), **means
+    )
     states, chains = of_anchors(drafter, target, text)
     for row, at in enumerate(ANCHORS):
         anchor = int(text.tokens[at])
         np.testing.assert_allclose(states[row], slow.block(text.features[:at], anchor), atol=1e-4)
         assert chains[row].tolist() == slow.draft(text.features[:at], anchor)[0]
     drafter.save_pretrained(tmp_path / "again")
-    read, written = (load_file(tmp_path / place / "model.safetensors") for place in ("zlab", "again"))
+    read, written = (
+        load_file(tmp_path / place / "model.safetensors") for place in ("zlab", "again")
+    )
     assert read.keys() == written.keys()
     assert all(np.array_equal(read[name], written[name]) for name in read)
     again = load_drafter(str(tmp_path / "again"), None, target.config, np.float32)
@@ -109,14 +129,18 @@ FACTORS_AT = {  # fields of dflash_config, fields beside it, and what they come 
 
 @pytest.mark.parametrize("method", ["dflash", "dflash2"])
 @pytest.mark.parametrize("which", FACTORS_AT)
-def test_factors_of_embeddings_and_logits_are_those_of_z_lab(which, method, text, target, tmp_path) -> None:
+def test_factors_of_embeddings_and_logits_are_those_of_z_lab(
+    which, method, text, target, tmp_path
+) -> None:
     """Against the network written out slowly, with factors that change which tokens are drafted."""
     needs_speculators()
     inner, beside, means = FACTORS_AT[which]
     make_drafter(tmp_path / "drafter", method, text, **(SIZES if method == "dflash2" else {}))
     write_as("zlab", tmp_path / "drafter", tmp_path / "zlab", text, **beside)
     raw = json.loads((tmp_path / "zlab" / "config.json").read_text())
-    (tmp_path / "zlab" / "config.json").write_text(json.dumps(raw | {"dflash_config": raw["dflash_config"] | inner}))
+    (tmp_path / "zlab" / "config.json").write_text(
+        json.dumps(raw | {"dflash_config": raw["dflash_config"] | inner})
+    )
     factors = {
         "embedding_factor": means.get("input_embedding_scale", 1.0),
         "logit_factor": means.get("output_multiplier", 1.0),
@@ -127,7 +151,11 @@ def test_factors_of_embeddings_and_logits_are_those_of_z_lab(which, method, text
     states, chains = of_anchors(drafter, target, text)
     before = np.concatenate([text.tokens[list(ANCHORS)][:, None], chains[:, :-1]], axis=1)
     slots = states[:, -before.shape[1] :]
-    logits = drafter.expected(target, slots, before) if method == "dflash2" else drafter.logits(target, slots)
+    logits = (
+        drafter.expected(target, slots, before)
+        if method == "dflash2"
+        else drafter.logits(target, slots)
+    )
     for row, at in enumerate(ANCHORS):
         anchor = int(text.tokens[at])
         np.testing.assert_allclose(states[row], slow.block(text.features[:at], anchor), atol=1e-4)
@@ -152,7 +180,10 @@ def test_a_bound_of_the_drafter_takes_the_place_of_the_target_s() -> None:
     for factors, expected in (
         ({"final_logit_softcapping": 5.0}, 5.0 * np.tanh(products / 5.0)),
         ({"output_multiplier": 0.3}, 0.3 * products),
-        ({"output_multiplier": 0.3, "final_logit_softcapping": 5.0}, 5.0 * np.tanh(0.3 * products / 5.0)),
+        (
+            {"output_multiplier": 0.3, "final_logit_softcapping": 5.0},
+            5.0 * np.tanh(0.3 * products / 5.0),
+        ),
     ):
         changed = drafter.replace(config=replace(drafter.config, **factors))
         np.testing.assert_allclose(changed.logits(target, states), expected, atol=1e-4)
@@ -185,9 +216,13 @@ def test_speculators_reads_what_is_written(anchor_drafts, text, target, tmp_path
     drafter = lively(made)
     drafter.save_pretrained(tmp_path, layout="speculators", target=str(text.directory))
     raw = json.loads((tmp_path / "config.json").read_text())
-    raw["speculators_config"]["verifier"]["architectures"] = ["Qwen3ForCausalLM"]  # which speculators fills in itself
+    raw["speculators_config"]["verifier"]["architectures"] = [
+        "Qwen3ForCausalLM"
+    ]  # which speculators fills in itself
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    blocks = block_oracles.speculators_blocks(block_oracles.read_drafter(tmp_path, "dflash2"), text, ANCHORS)
+    blocks = block_oracles.speculators_blocks(
+        block_oracles.read_drafter(tmp_path, "dflash2"), text, ANCHORS
+    )
     states, chains = of_anchors(drafter, target, text)
     np.testing.assert_allclose(states, blocks.states, atol=1e-4)
     np.testing.assert_array_equal(chains, blocks.chains)
@@ -203,7 +238,9 @@ def test_a_convolution_is_its_sum() -> None:
         for lag in range(min(3, place[token] + 1)):
             kernel = base[lag, channel] + changes[row, token, lag, channel // 3]
             expected[row, token, channel] += kernel * x[row, token - lag, channel]
-    found = convolve(*(jnp.asarray(value, jnp.float32) for value in (x, base, changes)), jnp.asarray(place))
+    found = convolve(
+        *(jnp.asarray(value, jnp.float32) for value in (x, base, changes)), jnp.asarray(place)
+    )
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -217,25 +254,39 @@ def lively(drafter: DFlash2, by: float = 30.0) -> DFlash2:
     params |= {name: params[name] * by for name in ("predecessors", "successors", "selector")}
     params["layers"] = [
         layer
-        | {name: value + jax.random.normal(next(keys), value.shape) * 0.3 for name, value in layer.items() if "_conv" in name}
+        | {
+            name: value + jax.random.normal(next(keys), value.shape) * 0.3
+            for name, value in layer.items()
+            if "_conv" in name
+        }
         for layer in params["layers"]
     ]
     return drafter.replace(params=params)
 
 
 def of_tiny(**options) -> DFlash2:
-    given = {"block_size": 4, "selector_top_k": 4, "selector_rank": 3, "conv_group_size": 8} | options
+    given = {
+        "block_size": 4,
+        "selector_top_k": 4,
+        "selector_rank": 3,
+        "conv_group_size": 8,
+    } | options
     return lively(DFlash2.init(tiny_target(), jax.random.key(1), **given))
 
 
 def test_convolutions_begin_as_doing_nothing() -> None:
     target = tiny_target()
-    plain, new = DFlash.init(target, jax.random.key(1), block_size=4), DFlash2.init(target, jax.random.key(1), block_size=4)
+    plain, new = (
+        DFlash.init(target, jax.random.key(1), block_size=4),
+        DFlash2.init(target, jax.random.key(1), block_size=4),
+    )
     shared = {name: plain.params[name] for name in ("fc", "norm", "hidden_norm")}
     layers = [layer | plain.params["layers"][i] for i, layer in enumerate(new.params["layers"])]
     new = new.replace(params=new.params | shared | {"layers": layers})
     state, root = plain.start(target, 1, 8), jnp.array([3])
-    np.testing.assert_allclose(new.block(target, state, root), plain.block(target, state, root), atol=1e-6)
+    np.testing.assert_allclose(
+        new.block(target, state, root), plain.block(target, state, root), atol=1e-6
+    )
 
 
 def test_a_block_is_read_whole_unless_it_is_causal() -> None:
@@ -244,7 +295,9 @@ def test_a_block_is_read_whole_unless_it_is_causal() -> None:
     cut = of_tiny(variant={"causal": True}, draft=2)
     state, whole = cut.start(target, 1, 8), replace(cut, draft=specjax.Chain(3))
     assert cut.block(target, state, root).shape[1] == 3
-    np.testing.assert_allclose(whole.block(target, state, root)[:, :3], cut.block(target, state, root), atol=1e-5)
+    np.testing.assert_allclose(
+        whole.block(target, state, root)[:, :3], cut.block(target, state, root), atol=1e-5
+    )
     both_ways = of_tiny(draft=2)
     long = replace(both_ways, draft=specjax.Chain(3)).block(target, state, root)
     np.testing.assert_allclose(long[:, :3], both_ways.block(target, state, root), atol=1e-6)
@@ -259,22 +312,29 @@ def proposed(drafter, sampling, rows, rule="independent", **settings):
     keys = split_keys(jax.random.split(jax.random.key(5), rows), drafter.draft_shape.depth)
     state, root = drafter.start(target, rows, 8), jnp.full(rows, 3)
     each = replace(sampling.rows(rows, rule), **settings)
-    draft, _ = jax.jit(lambda *given: drafter.propose(target, *given))(state, root, each, keys, jnp.ones(rows, bool))
+    draft, _ = jax.jit(lambda *given: drafter.propose(target, *given))(
+        state, root, each, keys, jnp.ones(rows, bool)
+    )
     return jax.tree.map(np.asarray, draft), keys
 
 
 def slow_scores(drafter, before: int, depth: int) -> np.ndarray:
     """``[V]`` of a node with token ``before``: the selector's scores of the candidates, -inf of all others."""
     target = tiny_target()
-    states = drafter.block(target, drafter.start(target, 1, 8), jnp.array([3]))[0, 1:]  # behind the anchor
+    states = drafter.block(target, drafter.start(target, 1, 8), jnp.array([3]))[
+        0, 1:
+    ]  # behind the anchor
     state = np.asarray(states, np.float64)[depth]
     logits = np.asarray(drafter.logits(target, states[depth]), np.float64)
     before_code, after_codes, matrix = (
-        np.asarray(drafter.params[name], np.float64) for name in ("predecessors", "successors", "selector")
+        np.asarray(drafter.params[name], np.float64)
+        for name in ("predecessors", "successors", "selector")
     )
     scores = np.full(len(logits), -np.inf)
     for token in np.argsort(-logits)[: drafter.config.selector_top_k]:
-        scores[token] = logits[token] + np.sum(before_code[before] * (state @ matrix) * after_codes[token])
+        scores[token] = logits[token] + np.sum(
+            before_code[before] * (state @ matrix) * after_codes[token]
+        )
     return scores
 
 
@@ -359,7 +419,10 @@ def test_a_dynamic_tree_holds_the_best_paths() -> None:
             paths[int(first), int(second)] = log_q[first] + below[second]
     best = sorted(paths, key=lambda path: -paths[path])[:6]
     assert set(best) == paths_of(draft)
-    below = [{path[1] for path in paths if len(path) == 2 and path[0] == first} for first in {path[0] for path in paths}]
+    below = [
+        {path[1] for path in paths if len(path) == 2 and path[0] == first}
+        for first in {path[0] for path in paths}
+    ]
     assert any(children != below[0] for children in below)
 
 
@@ -369,7 +432,10 @@ def test_the_children_of_a_static_tree_s_nodes_are_the_likeliest_after_each() ->
     expected = set()
     for first in np.argsort(-slow_scores(drafter, 3, 0))[:3]:
         expected.add((int(first),))
-        expected |= {(int(first), int(second)) for second in np.argsort(-slow_scores(drafter, int(first), 1))[:2]}
+        expected |= {
+            (int(first), int(second))
+            for second in np.argsort(-slow_scores(drafter, int(first), 1))[:2]
+        }
     assert paths_of(draft) == expected
 
 
@@ -389,7 +455,10 @@ def test_an_end_that_must_not_come_yet_is_no_candidate(candidates) -> None:
     target = tiny_target()
     block = drafter.block(target, drafter.start(target, 1, 8), jnp.array([3]))[:, 1]
     likeliest = int(jnp.argmax(drafter.logits(target, block)))
-    early = {"stop_token_ids": jnp.full((200, 1), likeliest), "tokens_before_stop": jnp.ones(200, jnp.int32)}
+    early = {
+        "stop_token_ids": jnp.full((200, 1), likeliest),
+        "tokens_before_stop": jnp.ones(200, jnp.int32),
+    }
     draft, _ = proposed(drafter, Sampling(1.0), 200, **early)
     assert (draft.tokens[:, 1] != likeliest).all()
     assert (draft.q[:, 0, likeliest] == 0).all()
@@ -399,7 +468,10 @@ def test_an_end_that_must_not_come_yet_is_no_candidate(candidates) -> None:
 
 def test_more_children_than_candidates_are_refused() -> None:
     drafter = of_tiny(draft=specjax.StaticTree(tuple((i,) for i in range(5))))
-    with pytest.raises(InputError, match=r"needs 5 children of a node, but this drafter has 4 candidates at each position"):
+    with pytest.raises(
+        InputError,
+        match=r"needs 5 children of a node, but this drafter has 4 candidates at each position",
+    ):
         drafter.check(tiny_target())
     replace(drafter, draft=specjax.StaticTree(tuple((i,) for i in range(4)))).check(tiny_target())
 
@@ -410,9 +482,13 @@ def test_a_small_cache_changes_blocks_where_it_drops_tokens_alone() -> None:
     features = np.random.default_rng(0).normal(size=(3, 20, 16)).astype(np.float32)
 
     def block(drafter: DFlash2) -> np.ndarray:
-        return np.asarray(drafter.block(target, having_heard(drafter, target, features), jnp.array([3, 5, 1])))
+        return np.asarray(
+            drafter.block(target, having_heard(drafter, target, features), jnp.array([3, 5, 1]))
+        )
 
-    small, large = (whole.replace(cache=specjax.Streaming(sinks=1), budget=budget) for budget in (3, 24))
+    small, large = (
+        whole.replace(cache=specjax.Streaming(sinks=1), budget=budget) for budget in (3, 24)
+    )
     np.testing.assert_allclose(block(large), block(whole), atol=1e-5)
     assert np.abs(block(small) - block(whole)).max() > 1e-3
 
@@ -421,7 +497,11 @@ def test_of_the_codebooks_a_few_rows_are_read() -> None:
     drafter, target = of_tiny(), tiny_target()
     reads = drafter.drafting_reads(target)
     own = reads.step[0]
-    assert {"predecessors", "successors"}.isdisjoint(own) and {"selector", "layers", "fc"} <= own.keys()
+    assert {"predecessors", "successors"}.isdisjoint(own) and {
+        "selector",
+        "layers",
+        "fc",
+    } <= own.keys()
     assert reads.level == ()
 
 
@@ -436,7 +516,10 @@ SAVED = {
     "speculators'": ("speculators", {"conv_kernel_size": 3}),
     "from the anchor": ("speculators", {"variant": {"from_anchor": True}}),
     "windows of blocks": ("speculators", LAYERS | {"variant": {"window_of_block": True}}),
-    "windows of blocks, causal": ("speculators", LAYERS | {"variant": {"window_of_block": True, "causal_in_window": True}}),
+    "windows of blocks, causal": (
+        "speculators",
+        LAYERS | {"variant": {"window_of_block": True, "causal_in_window": True}},
+    ),
 }
 
 
@@ -453,12 +536,20 @@ def test_what_is_saved_is_read_bit_for_bit(which, tmp_path) -> None:
 
 def test_a_layout_that_cannot_say_it_is_refused(tmp_path) -> None:
     with pytest.raises(
-        InputError, match="layout='speculators': it cannot express factors of embeddings or logits: write it as 'dflash'"
+        InputError,
+        match=(
+            "layout='speculators': it cannot express factors of embeddings or logits: write it as"
+            " 'dflash'"
+        ),
     ):
         of_tiny(variant={"output_multiplier": 0.5}).save_pretrained(tmp_path, layout="speculators")
-    with pytest.raises(InputError, match="layout='dflash': it cannot express predictions from the anchor"):
+    with pytest.raises(
+        InputError, match="layout='dflash': it cannot express predictions from the anchor"
+    ):
         of_tiny(variant={"from_anchor": True}).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="a DFlash2 drafter is written in the layouts 'dflash', 'speculators'"):
+    with pytest.raises(
+        InputError, match="a DFlash2 drafter is written in the layouts 'dflash', 'speculators'"
+    ):
         of_tiny().save_pretrained(tmp_path, layout="deepspec")
     assert not list(tmp_path.iterdir())
 
@@ -478,33 +569,76 @@ def as_dflash(raw: dict) -> dict:
 
 
 FAULTS = {  # a change of config.json, tensors to leave out, and the error
-    "no selector": (None, ("candidate_selector",), r"no tensors candidate_selector\.\*, but selector_rank"),
-    "half a selector": (None, ("candidate_selector.hidden",), "'candidate_selector.hidden_projection.weight' .* is missing"),
+    "no selector": (
+        None,
+        ("candidate_selector",),
+        r"no tensors candidate_selector\.\*, but selector_rank",
+    ),
+    "half a selector": (
+        None,
+        ("candidate_selector.hidden",),
+        "'candidate_selector.hidden_projection.weight' .* is missing",
+    ),
     "none around attention": (
         None,
         ("layers.0.attention_conv", "layers.1.attention_conv"),
         r"no tensors attention_conv\.\*, but conv_kernel_size",
     ),
-    "none around the MLPs": (None, ("layers.0.mlp_conv", "layers.1.mlp_conv"), r"no tensors mlp_conv\.\*, but"),
-    "those of one layer": (None, ("layers.1.mlp_conv",), r"'layers\.1\.mlp_conv\.base_kernel' .* missing"),
-    "half a convolution": (None, ("layers.1.mlp_conv.base",), r"'layers\.1\.mlp_conv\.base_kernel' .* is missing"),
-    "a DFlash by its name": (as_dflash, (), r"declares no selector \(selector_rank\), but there are tensors"),
+    "none around the MLPs": (
+        None,
+        ("layers.0.mlp_conv", "layers.1.mlp_conv"),
+        r"no tensors mlp_conv\.\*, but",
+    ),
+    "those of one layer": (
+        None,
+        ("layers.1.mlp_conv",),
+        r"'layers\.1\.mlp_conv\.base_kernel' .* missing",
+    ),
+    "half a convolution": (
+        None,
+        ("layers.1.mlp_conv.base",),
+        r"'layers\.1\.mlp_conv\.base_kernel' .* is missing",
+    ),
+    "a DFlash by its name": (
+        as_dflash,
+        (),
+        r"declares no selector \(selector_rank\), but there are tensors",
+    ),
     "a DFlash by its name, with convolutions": (
         as_dflash,
         ("candidate_selector",),
-        r"declares no convolution \(conv_kernel_size\), but there are tensors layers\.0\.attention_conv",
+        (
+            r"declares no convolution \(conv_kernel_size\), but there are tensors"
+            r" layers\.0\.attention_conv"
+        ),
     ),
     "no rank": (of_field("selector_rank", None), (), "dflash_config.selector_rank is missing"),
-    "no kernel": (of_field("conv_kernel_size", 0), (), "dflash_config.conv_kernel_size=0: must be a whole number from 1"),
-    "a kernel larger than a block": (of_field("conv_kernel_size", 5), (), "conv_kernel_size=5: must be at most block_size=4"),
-    "groups that do not fit": (of_field("conv_group_size", 5), (), "conv_group_size=5: must divide the hidden size, 16"),
+    "no kernel": (
+        of_field("conv_kernel_size", 0),
+        (),
+        "dflash_config.conv_kernel_size=0: must be a whole number from 1",
+    ),
+    "a kernel larger than a block": (
+        of_field("conv_kernel_size", 5),
+        (),
+        "conv_kernel_size=5: must be at most block_size=4",
+    ),
+    "groups that do not fit": (
+        of_field("conv_group_size", 5),
+        (),
+        "conv_group_size=5: must divide the hidden size, 16",
+    ),
     "more candidates than tokens": (
         of_field("selector_top_k", 12),
         (),
         "selector_top_k=12: must be at most",
     ),
     "another rank": (of_field("selector_rank", 4), (), "candidate_selector"),
-    "another model's layers": (lambda raw: raw | {"model_type": "llama"}, (), "the layers of a DFlash2 are those of a 'qwen3'"),
+    "another model's layers": (
+        lambda raw: raw | {"model_type": "llama"},
+        (),
+        "the layers of a DFlash2 are those of a 'qwen3'",
+    ),
 }
 
 
@@ -522,7 +656,9 @@ def test_a_damaged_checkpoint_is_refused_in_a_line(fault, tmp_path) -> None:
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(change(raw) if change else raw))
     tensors = load_file(tmp_path / "model.safetensors")
-    kept = {name: value for name, value in tensors.items() if not name.startswith(without or "no such")}
+    kept = {
+        name: value for name, value in tensors.items() if not name.startswith(without or "no such")
+    }
     save_file(kept, tmp_path / "model.safetensors")
     kind = DFlash if "a DFlash" in fault else DFlash2
     with pytest.raises(CheckpointError, match=message) as error:
@@ -532,7 +668,9 @@ def test_a_damaged_checkpoint_is_refused_in_a_line(fault, tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", [DFlash, DFlash2])
 @pytest.mark.parametrize(("name", "harmless", "impossible"), FACTORS)
-def test_factors_that_change_nothing_are_as_if_they_were_not_there(kind, name, harmless, impossible, tmp_path) -> None:
+def test_factors_that_change_nothing_are_as_if_they_were_not_there(
+    kind, name, harmless, impossible, tmp_path
+) -> None:
     drafter = kind.init(tiny_target(), jax.random.key(0), block_size=4)
     drafter.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
@@ -554,14 +692,22 @@ def test_factors_that_change_nothing_are_as_if_they_were_not_there(kind, name, h
 @pytest.mark.parametrize("layout", ["speculators", "deepspec"])
 @pytest.mark.parametrize(("name", "harmless", "impossible"), FACTORS)
 def test_layouts_without_factors_refuse_them(name, harmless, impossible, layout, tmp_path) -> None:
-    brings = {"from_anchor": True, "own_embedding": True, "own_head": True} if layout == "deepspec" else {}
-    DFlash.init(tiny_target(), jax.random.key(0), block_size=4, variant=brings).save_pretrained(tmp_path, layout=layout)
+    brings = (
+        {"from_anchor": True, "own_embedding": True, "own_head": True}
+        if layout == "deepspec"
+        else {}
+    )
+    DFlash.init(tiny_target(), jax.random.key(0), block_size=4, variant=brings).save_pretrained(
+        tmp_path, layout=layout
+    )
     written = json.loads((tmp_path / "config.json").read_text())
     for value in harmless:
         (tmp_path / "config.json").write_text(json.dumps(written | {name: value}))
         DFlash.from_pretrained(tmp_path, dtype=np.float32)
     (tmp_path / "config.json").write_text(json.dumps(written | {name: 2.5}))
-    with pytest.raises(CheckpointError, match=f"config.json: {name}=2.5: must be .* in this layout"):
+    with pytest.raises(
+        CheckpointError, match=f"config.json: {name}=2.5: must be .* in this layout"
+    ):
         DFlash.from_pretrained(tmp_path, dtype=np.float32)
 
 
@@ -570,21 +716,41 @@ def test_a_checkpoint_of_the_other_kind_is_named(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"it describes a DFlash2, .* load it as a DFlash2"):
         DFlash.from_pretrained(tmp_path / "new")
     DFlash.init(tiny_target(), jax.random.key(0), block_size=4).save_pretrained(tmp_path / "old")
-    with pytest.raises(CheckpointError, match="has neither convolutions nor a selector: load it as a DFlash"):
+    with pytest.raises(
+        CheckpointError, match="has neither convolutions nor a selector: load it as a DFlash"
+    ):
         DFlash2.from_pretrained(tmp_path / "old")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"selector_rank": 0}, "selector_rank=0, .*: a DFlash2 has convolutions and a selector; each must be at least 1"),
+        (
+            {"selector_rank": 0},
+            (
+                "selector_rank=0, .*: a DFlash2 has convolutions and a selector; each must be at"
+                " least 1"
+            ),
+        ),
         ({"ids": np.array([0, 2, 3])}, "d2t: a DFlash2 drafts any of its target's tokens"),
-        ({"variant": {"confidence": True}}, "a DFlash2 has neither a Markov head nor a confidence head"),
-        ({"variant": {"output_multiplier": 0.0}}, r"output_multiplier=0\.0: must be a finite number above 0"),
-        ({"variant": {"final_logit_softcapping": math.nan}}, "final_logit_softcapping=nan: must be a finite number above 0"),
+        (
+            {"variant": {"confidence": True}},
+            "a DFlash2 has neither a Markov head nor a confidence head",
+        ),
+        (
+            {"variant": {"output_multiplier": 0.0}},
+            r"output_multiplier=0\.0: must be a finite number above 0",
+        ),
+        (
+            {"variant": {"final_logit_softcapping": math.nan}},
+            "final_logit_softcapping=nan: must be a finite number above 0",
+        ),
         (
             {"variant": {"input_embedding_scale": 2.0, "own_embedding": True}},
-            r"input_embedding_scale=2\.0: it is for a drafter that uses its target's embedding and head",
+            (
+                r"input_embedding_scale=2\.0: it is for a drafter that uses its target's embedding"
+                r" and head"
+            ),
         ),
     ],
 )

@@ -28,7 +28,11 @@ OPTIONS = GenerationOptions(max_new_tokens=40, sampling=SAMPLING)
 
 
 # Models are among the arguments: all of one shape share a program.
-step, advance, propose_step = jax.jit(decoding.step), jax.jit(decoding.advance), jax.jit(decoding.propose_step)
+step, advance, propose_step = (
+    jax.jit(decoding.step),
+    jax.jit(decoding.advance),
+    jax.jit(decoding.propose_step),
+)
 forward = jax.jit(Target.forward)
 
 
@@ -45,7 +49,9 @@ def check_q(model, state, draft, layers=None) -> None:
         text[0, :length] = state.tokens[row, :length]
         text[0, length : length + 3] = draft.tokens[row, 1:]
         logits = read_whole(model, text, layers)[:, length - 1 : length + 2]
-        np.testing.assert_allclose(draft.q[row, :3], probabilities(logits, SAMPLING.rows(1))[0], atol=1e-4)
+        np.testing.assert_allclose(
+            draft.q[row, :3], probabilities(logits, SAMPLING.rows(1))[0], atol=1e-4
+        )
 
 
 @pytest.mark.full
@@ -96,7 +102,11 @@ def test_steps_with_drafts_of_its_own_and_without_mix(target, model, kind) -> No
         _, fresh = forward(own, texts, empty, state.lengths)
         np.testing.assert_array_equal(proposed.drafter.cache.length, state.lengths)
         for row, length in enumerate(np.asarray(state.lengths)):
-            for kept, read in zip(jax.tree.leaves(proposed.drafter.cache.layers), jax.tree.leaves(fresh.layers), strict=True):
+            for kept, read in zip(
+                jax.tree.leaves(proposed.drafter.cache.layers),
+                jax.tree.leaves(fresh.layers),
+                strict=True,
+            ):
                 np.testing.assert_allclose(kept[row, :, :length], read[row, :, :length], atol=1e-4)
     assert set(behind) == ({True} if model == "the target itself" else {True, False})
 
@@ -131,14 +141,22 @@ _thorough = partial(pytest.param, marks=pytest.mark.thorough)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "padding"), [("chain", -3), ("sampled", 5), _thorough("chain", 5), _thorough("dynamic", -3)])
+@pytest.mark.parametrize(
+    ("name", "padding"),
+    [("chain", -3), ("sampled", 5), _thorough("chain", 5), _thorough("dynamic", -3)],
+)
 def test_a_vocabulary_of_another_width_serves(target, name, padding) -> None:
     """Padded beyond the target's, or short of it: the text is that of the same model without the difference."""
     same = tiny_target(seed=5, num_layers=1)
     vocab = 11 + padding
-    rows = np.resize(np.asarray(same.params["embed"]), (vocab, 16))  # what is added are copies of other tokens' rows
+    rows = np.resize(
+        np.asarray(same.params["embed"]), (vocab, 16)
+    )  # what is added are copies of other tokens' rows
     head = np.resize(np.asarray(same.params["lm_head"]).T, (vocab, 16)).T
-    other = same.replace(params=same.params | {"embed": rows, "lm_head": head}, config=replace(same.config, vocab_size=vocab))
+    other = same.replace(
+        params=same.params | {"embed": rows, "lm_head": head},
+        config=replace(same.config, vocab_size=vocab),
+    )
     prompts = np.minimum(PROMPTS, 7)  # ids that both know, and then what the target says
     texts = []
     for model in (same, other):
@@ -150,7 +168,13 @@ def test_a_vocabulary_of_another_width_serves(target, name, padding) -> None:
         if padding > 0 and model is other:  # the cut logits are the same model's
             np.testing.assert_array_equal(draft.tokens, texts[0][0])
         coupled = specjax.generate(
-            target, drafter, prompts, LENGTHS, max_new_tokens=24, sampling=Sampling(temperature=0.8, top_p=0.9), rule="coupled"
+            target,
+            drafter,
+            prompts,
+            LENGTHS,
+            max_new_tokens=24,
+            sampling=Sampling(temperature=0.8, top_p=0.9),
+            rule="coupled",
         )
         texts.append((np.asarray(draft.tokens), coupled.tokens))
     np.testing.assert_array_equal(texts[0][1], texts[1][1])
@@ -158,7 +182,9 @@ def test_a_vocabulary_of_another_width_serves(target, name, padding) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_an_adaptive_draft_is_the_fixed_one_up_to_its_first_improbable_token(target, temperature) -> None:
+def test_an_adaptive_draft_is_the_fixed_one_up_to_its_first_improbable_token(
+    target, temperature
+) -> None:
     """That token included. Rows end on their own, and their tokens and q are those of the fixed chain."""
     model, threshold = tiny_target(seed=5, num_layers=1), 0.35
     sampling = Sampling(temperature=temperature)
@@ -176,10 +202,15 @@ def test_an_adaptive_draft_is_the_fixed_one_up_to_its_first_improbable_token(tar
             text[0, : LENGTHS[row]] = state.tokens[row, : LENGTHS[row]]
             text[0, LENGTHS[row] : LENGTHS[row] + 6] = fixed.tokens[row, 1:]
             p = probabilities(read_whole(model, text), Sampling(temperature or 1.0).rows(1))[0]
-            below = [bool(p[LENGTHS[row] - 1 + i, fixed.tokens[row, 1 + i]] < threshold) for i in range(6)]
+            below = [
+                bool(p[LENGTHS[row] - 1 + i, fixed.tokens[row, 1 + i]] < threshold)
+                for i in range(6)
+            ]
             expected = below.index(True) + 1 if True in below else 6
             assert int(adaptive.length[row]) == expected
-            np.testing.assert_array_equal(adaptive.tokens[row, : expected + 1], fixed.tokens[row, : expected + 1])
+            np.testing.assert_array_equal(
+                adaptive.tokens[row, : expected + 1], fixed.tokens[row, : expected + 1]
+            )
             if temperature:
                 np.testing.assert_array_equal(adaptive.q[row, :expected], fixed.q[row, :expected])
             lengths.add(expected)
@@ -197,8 +228,14 @@ def test_the_drafting_loop_ends_with_the_last_row_that_drafts(target) -> None:
 
 
 KEPT = [(kind, name) for kind in ("unlike the target", "the target itself") for name in SHAPES]
-_EVERY_TIME = [("unlike the target", "chain"), ("unlike the target", "dynamic"), ("the target itself", "chain")]
-KEPT = [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in _EVERY_TIME)) for case in KEPT]
+_EVERY_TIME = [
+    ("unlike the target", "chain"),
+    ("unlike the target", "dynamic"),
+    ("the target itself", "chain"),
+]
+KEPT = [
+    pytest.param(*case, marks=[pytest.mark.thorough] * (case not in _EVERY_TIME)) for case in KEPT
+]
 
 
 @pytest.mark.full
@@ -211,7 +248,14 @@ def test_a_kept_cache_drafts_what_a_new_one_does(target, name, kind) -> None:
     counts, behind = set(), set()
     for _ in range(8):
         kept = propose(drafter, target, state)
-        _, anew = decoding.start(target, drafter, state.tokens, state.lengths, replace(OPTIONS, max_new_tokens=4), capacity=64)
+        _, anew = decoding.start(
+            target,
+            drafter,
+            state.tokens,
+            state.lengths,
+            replace(OPTIONS, max_new_tokens=4),
+            capacity=64,
+        )
         fresh = propose(drafter, target, anew.replace(keys=state.keys))
         np.testing.assert_array_equal(kept.tokens, fresh.tokens)
         np.testing.assert_array_equal(kept.parents, fresh.parents)
@@ -236,7 +280,9 @@ def check_tree_q(model, state, draft, parents, layers=None) -> None:
             path = paths[node, 1 : depths[node] + 1]
             text[0, length : length + len(path)] = draft.tokens[row, path]
             logits = read_whole(model, text, layers)[:, length - 1 + len(path)]
-            np.testing.assert_allclose(draft.q[row, node], probabilities(logits, SAMPLING.rows(1))[0], atol=1e-4)
+            np.testing.assert_allclose(
+                draft.q[row, node], probabilities(logits, SAMPLING.rows(1))[0], atol=1e-4
+            )
 
 
 @pytest.mark.full
@@ -245,17 +291,25 @@ def test_every_q_of_a_tree_is_the_models_own_after_its_path(kind) -> None:
     """Whatever was read beside that path: nodes see their ancestors alone, at their own positions."""
     shape = SampledTree((3, 2, 2, 1))
     target, model = tiny_target(num_layers=3), tiny_target(seed=5, num_layers=1)
-    drafter = DraftModel(model=model, draft=shape) if kind == "draft model" else EarlyExit(layers=2, draft=shape)
+    drafter = (
+        DraftModel(model=model, draft=shape)
+        if kind == "draft model"
+        else EarlyExit(layers=2, draft=shape)
+    )
     _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
     for _ in range(3):
         draft = propose(drafter, target, state)
         layers = None if kind == "draft model" else (0, 2)
-        check_tree_q(model if kind == "draft model" else target, state, draft, shape.template.parents, layers)
+        check_tree_q(
+            model if kind == "draft model" else target, state, draft, shape.template.parents, layers
+        )
         state, _ = step(target, drafter, state)
 
 
 def test_a_draft_model_made_of_a_targets_first_layers_can_be_saved(tmp_path) -> None:
-    target = tiny_target(model_type="mistral", num_layers=8, sliding_window=4, windowed_layers=tuple(range(8)))
+    target = tiny_target(
+        model_type="mistral", num_layers=8, sliding_window=4, windowed_layers=tuple(range(8))
+    )
     drafter = DraftModel.init(target, jax.random.key(0))
     drafter.save_pretrained(tmp_path)
     read = DraftModel.from_pretrained(tmp_path).model.config
@@ -265,7 +319,15 @@ def test_a_draft_model_made_of_a_targets_first_layers_can_be_saved(tmp_path) -> 
 
 def test_a_hybrid_of_too_few_layers_is_refused_and_what_is_said_then_helps() -> None:
     target = tiny_target(**(HYBRID | {"num_layers": 4, "linear_layers": (0, 1, 2)}))
-    with pytest.raises(InputError, match=r"num_layers=2: all of them would be linear.*: give 4 or more, or other"):
+    with pytest.raises(
+        InputError, match=r"num_layers=2: all of them would be linear.*: give 4 or more, or other"
+    ):
         DraftModel.init(target, jax.random.key(0), num_layers=2)
-    assert DraftModel.init(target, jax.random.key(0), num_layers=4).model.config.linear_layers == (0, 1, 2)
-    assert DraftModel.init(target, jax.random.key(0), num_layers=2, linear_layers=(0,)).model.config.linear_layers == (0,)
+    assert DraftModel.init(target, jax.random.key(0), num_layers=4).model.config.linear_layers == (
+        0,
+        1,
+        2,
+    )
+    assert DraftModel.init(
+        target, jax.random.key(0), num_layers=2, linear_layers=(0,)
+    ).model.config.linear_layers == (0,)

@@ -24,12 +24,22 @@ def turned(x: np.ndarray, position: int) -> np.ndarray:
     half = x.shape[-1] // 2
     angle = position / 10000 ** (np.arange(half) / half)
     left, right = x[:, :half], x[:, half:]
-    return np.concatenate([left * np.cos(angle) - right * np.sin(angle), right * np.cos(angle) + left * np.sin(angle)], axis=1)
+    return np.concatenate(
+        [
+            left * np.cos(angle) - right * np.sin(angle),
+            right * np.cos(angle) + left * np.sin(angle),
+        ],
+        axis=1,
+    )
 
 
-def slow_states(tensors: dict[str, np.ndarray], states: np.ndarray, embedded: np.ndarray) -> np.ndarray:
+def slow_states(
+    tensors: dict[str, np.ndarray], states: np.ndarray, embedded: np.ndarray
+) -> np.ndarray:
     """One pair after the other, a Python loop over positions and heads; ``tensors`` as they are published."""
-    layer = {name.removeprefix("layers.0."): array.astype(np.float64) for name, array in tensors.items()}
+    layer = {
+        name.removeprefix("layers.0."): array.astype(np.float64) for name, array in tensors.items()
+    }
     keys, values, found = [], [], []
     for t in range(len(states)):
         x = layer["fc.weight"] @ np.concatenate([embedded[t], states[t]]) + layer.get("fc.bias", 0)
@@ -38,9 +48,13 @@ def slow_states(tensors: dict[str, np.ndarray], states: np.ndarray, embedded: np
         values.append((layer["self_attn.v_proj.weight"] @ x).reshape(2, 4))
         heads = []
         for head in range(4):
-            scores = np.array([q[head] @ key[head // 2] for key in keys]) / 2  # the root of head_dim
+            scores = (
+                np.array([q[head] @ key[head // 2] for key in keys]) / 2
+            )  # the root of head_dim
             weights = np.exp(scores - scores.max())
-            heads.append(sum(w * v[head // 2] for w, v in zip(weights / weights.sum(), values, strict=True)))
+            heads.append(
+                sum(w * v[head // 2] for w, v in zip(weights / weights.sum(), values, strict=True))
+            )
         x = x + layer["self_attn.o_proj.weight"] @ np.concatenate(heads)
         normed = norm(x, layer["post_attention_layernorm.weight"])
         gate, up = layer["mlp.gate_proj.weight"] @ normed, layer["mlp.up_proj.weight"] @ normed
@@ -52,7 +66,11 @@ def slow_states(tensors: dict[str, np.ndarray], states: np.ndarray, embedded: np
 def random_drafter() -> Eagle:
     drafter = Eagle.init(tiny_target(), jax.random.key(0), Chain(3))
     keys = iter(jax.random.split(jax.random.key(1), 99))
-    return drafter.replace(params=jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), drafter.params))
+    return drafter.replace(
+        params=jax.tree.map(
+            lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), drafter.params
+        )
+    )
 
 
 @pytest.mark.full
@@ -68,7 +86,9 @@ def test_states_are_those_of_the_description(bias, tmp_path) -> None:
     features = target.forward(tokens[:, :-1])[0].hidden
     batch = {"tokens": tokens, "segments": jnp.zeros_like(tokens)}
     (states,) = unroll(drafter, batch, target, features, 1, detach=True)
-    expected = slow_states(tensors, np.asarray(features[0], np.float64), np.asarray(target.embed(tokens[:, 1:])[0]))
+    expected = slow_states(
+        tensors, np.asarray(features[0], np.float64), np.asarray(target.embed(tokens[:, 1:])[0])
+    )
     np.testing.assert_allclose(states[0], expected, atol=1e-4, rtol=1e-4)
 
 
@@ -96,10 +116,18 @@ def test_what_is_in_a_checkpoint_decides(tmp_path) -> None:
     assert read.config.own_embedding
     assert read.config.layer.qkv_bias
     assert np.all(read.embed(tiny_target(), np.zeros((1, 1), int)) == 1)
-    save_file({**tensors, "layers.0.input_layernorm.weight": np.ones(16, np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"'layers\.0\.input_layernorm\.weight' is no part of an EAGLE drafter"):
+    save_file(
+        {**tensors, "layers.0.input_layernorm.weight": np.ones(16, np.float32)},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"'layers\.0\.input_layernorm\.weight' is no part of an EAGLE drafter",
+    ):
         Eagle.from_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 2}))
-    with pytest.raises(CheckpointError, match="num_hidden_layers=2: an EAGLE drafter has one layer"):
+    with pytest.raises(
+        CheckpointError, match="num_hidden_layers=2: an EAGLE drafter has one layer"
+    ):
         Eagle.from_pretrained(tmp_path)

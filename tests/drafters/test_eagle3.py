@@ -75,7 +75,9 @@ def independent_model(layers: int = 1, kind: str = "llama", **flags):
     return model.eval()
 
 
-@pytest.mark.full_except("eagle-3.1", "norm_before_fc", "norm_before_residual", "qwen3 layers", "two layers")
+@pytest.mark.full_except(
+    "eagle-3.1", "norm_before_fc", "norm_before_residual", "qwen3 layers", "two layers"
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_speculators(variant, tmp_path) -> None:
     """Its own checkpoint, read here; two documents in a window, three steps of the training-time test."""
@@ -87,9 +89,14 @@ def test_logits_are_those_of_speculators(variant, tmp_path) -> None:
     assert drafter.config.taps == (0, 1, 2)
     rng = np.random.default_rng(0)
     length, documents = 9, np.array([0] * 5 + [1] * 4)
-    taps, following = rng.normal(size=(length, 3, 16)).astype(np.float32), rng.integers(0, 11, length)
+    taps, following = (
+        rng.normal(size=(length, 3, 16)).astype(np.float32),
+        rng.integers(0, 11, length),
+    )
     seen = []
-    model.lm_head.register_forward_hook(lambda _module, _inputs, output: seen.append(output.detach().numpy()[0]))
+    model.lm_head.register_forward_hook(
+        lambda _module, _inputs, output: seen.append(output.detach().numpy()[0])
+    )
     with torch.no_grad():
         model(
             torch.tensor(taps.reshape(1, length, -1)),
@@ -98,13 +105,24 @@ def test_logits_are_those_of_speculators(variant, tmp_path) -> None:
             position_ids=torch.arange(length)[None],
             ttt_steps=3,
         )
-    tokens = jnp.asarray(np.concatenate([[0], following])[None])  # the token before the first pair is read by nobody
+    tokens = jnp.asarray(
+        np.concatenate([[0], following])[None]
+    )  # the token before the first pair is read by nobody
     segments = jnp.asarray(np.append(documents, 1)[None])
     target = tiny_target()
     output = type("Output", (), {"taps": jnp.asarray(taps[None])})()
-    states = unroll(drafter, {"tokens": tokens, "segments": segments}, target, drafter.features(output), 3, detach=False)
+    states = unroll(
+        drafter,
+        {"tokens": tokens, "segments": segments},
+        target,
+        drafter.features(output),
+        3,
+        detach=False,
+    )
     for step, state in enumerate(states):
-        ours = np.asarray(drafter.logits(target, state))[0, : length - step]  # beyond, its inputs are filler
+        ours = np.asarray(drafter.logits(target, state))[
+            0, : length - step
+        ]  # beyond, its inputs are filler
         np.testing.assert_allclose(ours, seen[step][: length - step], atol=1e-4)
 
 
@@ -113,7 +131,9 @@ def drafter(**options) -> Eagle3:
 
 
 @pytest.mark.parametrize("layout", Eagle3.layouts)
-@pytest.mark.parametrize("variant", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True}])
+@pytest.mark.parametrize(
+    "variant", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True}]
+)
 def test_a_checkpoint_is_read_back_bit_for_bit(layout, variant, tmp_path) -> None:
     written = drafter(variant=variant, taps=(0, 1, 2))
     written.save_pretrained(tmp_path / "once", layout=layout)
@@ -128,8 +148,14 @@ def test_a_checkpoint_is_read_back_bit_for_bit(layout, variant, tmp_path) -> Non
 def test_the_layouts_name_layers_by_what_each_reader_expects(tmp_path) -> None:
     for layout in Eagle3.layouts:
         drafter(taps=(0, 1, 2)).save_pretrained(tmp_path / layout, layout=layout)
-    sglang, vllm = (json.loads((tmp_path / layout / "config.json").read_text()) for layout in Eagle3.layouts)
-    assert sglang["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 1]  # whose output is read
+    sglang, vllm = (
+        json.loads((tmp_path / layout / "config.json").read_text()) for layout in Eagle3.layouts
+    )
+    assert sglang["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [
+        -1,
+        0,
+        1,
+    ]  # whose output is read
     assert vllm["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]  # whose input is read
     assert vllm["norm_before_residual"] is False  # written always: the readers' defaults disagree
     names = [set(load_file(tmp_path / layout / "model.safetensors")) for layout in Eagle3.layouts]
@@ -146,7 +172,9 @@ def test_speculators_reads_what_is_written(tmp_path) -> None:
 
     tiny_target().save_pretrained(tmp_path / "target")
     written = drafter(taps=(0, 1, 2))
-    written.save_pretrained(tmp_path / "drafter", layout="speculators", target=str(tmp_path / "target"))
+    written.save_pretrained(
+        tmp_path / "drafter", layout="speculators", target=str(tmp_path / "target")
+    )
     model = Eagle3DraftModel.from_pretrained(tmp_path / "drafter")
     np.testing.assert_array_equal(model.fc.weight.detach().numpy().T, written.params["fc"])
     assert model.d2t.tolist() == written.params["d2t"].tolist()
@@ -156,20 +184,41 @@ def test_speculators_reads_what_is_written(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda tensors: tensors.pop("d2t"), "'d2t' is missing: it says which of the target's 11 tokens the drafter's 7"),
+        (
+            lambda tensors: tensors.pop("d2t"),
+            "'d2t' is missing: it says which of the target's 11 tokens the drafter's 7",
+        ),
         (lambda tensors: tensors.pop("t2d"), "'t2d' is missing"),
-        (lambda tensors: tensors.pop("norm.weight"), "'norm.weight' of an EAGLE-3 drafter .* is missing"),
-        (lambda tensors: tensors.update(extra=np.zeros(3, np.float32)), "'extra' is no part of an EAGLE-3 drafter"),
-        (lambda tensors: tensors.update(d2t=tensors["d2t"] + 9), "'d2t' must map the drafter's tokens to different tokens"),
-        (lambda tensors: tensors.update(t2d=np.roll(tensors["t2d"], 1)), "'t2d' and 'd2t' name different tokens"),
-        (lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, :5]}), "reads 5 numbers, which is no multiple"),
+        (
+            lambda tensors: tensors.pop("norm.weight"),
+            "'norm.weight' of an EAGLE-3 drafter .* is missing",
+        ),
+        (
+            lambda tensors: tensors.update(extra=np.zeros(3, np.float32)),
+            "'extra' is no part of an EAGLE-3 drafter",
+        ),
+        (
+            lambda tensors: tensors.update(d2t=tensors["d2t"] + 9),
+            "'d2t' must map the drafter's tokens to different tokens",
+        ),
+        (
+            lambda tensors: tensors.update(t2d=np.roll(tensors["t2d"], 1)),
+            "'t2d' and 'd2t' name different tokens",
+        ),
+        (
+            lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, :5]}),
+            "reads 5 numbers, which is no multiple",
+        ),
     ],
 )
 def test_a_spoiled_checkpoint_is_refused_by_name(spoil, words, tmp_path) -> None:
     drafter().save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     spoil(tensors)
-    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: np.ascontiguousarray(array) for name, array in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
     with pytest.raises(CheckpointError, match=words):
         Eagle3.from_pretrained(tmp_path)
 
@@ -180,7 +229,8 @@ def test_modelopt_leaves_out_what_follows_from_d2t(tmp_path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["t2d"]
     save_file(
-        {name.replace("midlayer.", "layers.0."): array for name, array in tensors.items()}, tmp_path / "model.safetensors"
+        {name.replace("midlayer.", "layers.0."): array for name, array in tensors.items()},
+        tmp_path / "model.safetensors",
     )
     read = Eagle3.from_pretrained(tmp_path, draft=Chain(3), dtype=np.float32)
     assert read.config == written.config
@@ -198,6 +248,8 @@ def test_a_target_that_it_was_not_made_for_is_refused() -> None:
         drafter().replace(draft=DynamicTree(top_k=8, depth=3, nodes=20)).check(tiny_target())
 
 
-@pytest.mark.parametrize(("layers", "taps"), [(32, (2, 16, 29)), (7, (2, 3, 4)), (5, (1, 3, 5)), (2, (1, 2)), (1, (1,))])
+@pytest.mark.parametrize(
+    ("layers", "taps"), [(32, (2, 16, 29)), (7, (2, 3, 4)), (5, (1, 3, 5)), (2, (1, 2)), (1, (1,))]
+)
 def test_taps_are_the_published_ones_or_spread_evenly(layers, taps) -> None:
     assert eagle3_checkpoint.default_taps(layers) == taps

@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import Chain, DraftModel, Eagle, Eagle3, Medusa, MixtureOfAttentions, PromptLookup, Sampling, Target
+from specjax import (
+    Chain,
+    DraftModel,
+    Eagle,
+    Eagle3,
+    Medusa,
+    MixtureOfAttentions,
+    PromptLookup,
+    Sampling,
+    Target,
+)
 from specjax.drafters.base import Committed, RemoteFeatures
 from tests.conftest import tiny_target
 from tests.drafters.test_vocabularies import permuted
@@ -15,13 +25,23 @@ CAPACITY = 48
 
 MADE = {
     "moa": lambda target: MixtureOfAttentions.init(target, jax.random.key(1)),
-    "moa, one layer of the target": lambda target: MixtureOfAttentions.init(target, jax.random.key(1), tli=1),
-    "moa, entries": lambda target: MixtureOfAttentions.init(target, jax.random.key(1), tli=1).replace(told="entries"),
-    "moa without layer attention": lambda target: MixtureOfAttentions.init(target, jax.random.key(1), lsa=False),
+    "moa, one layer of the target": lambda target: MixtureOfAttentions.init(
+        target, jax.random.key(1), tli=1
+    ),
+    "moa, entries": (
+        lambda target: MixtureOfAttentions.init(target, jax.random.key(1), tli=1).replace(
+            told="entries"
+        )
+    ),
+    "moa without layer attention": lambda target: MixtureOfAttentions.init(
+        target, jax.random.key(1), lsa=False
+    ),
     "eagle": lambda target: Eagle.init(target, jax.random.key(1)),
     "eagle3": lambda target: Eagle3.init(target, jax.random.key(1)),
     "draft model": lambda target: DraftModel.init(target, jax.random.key(1), num_layers=1),
-    "draft model of another tokenizer": lambda target: permuted(tiny_target(seed=5, num_layers=1), [7, 0, 10, 3, 1, 8, 4]),
+    "draft model of another tokenizer": lambda target: permuted(
+        tiny_target(seed=5, num_layers=1), [7, 0, 10, 3, 1, 8, 4]
+    ),
     "prompt lookup": lambda target: PromptLookup(),
 }
 
@@ -37,7 +57,10 @@ def with_chain(drafter, length: int):
 
 def part_of(target: Target, drafter) -> Target:
     """What a client has of the target: neither the layers that the drafter does not run, nor anything of use in their place."""
-    layers = [layer if n in drafter.reads(target.config) else {} for n, layer in enumerate(target.params["layers"])]
+    layers = [
+        layer if n in drafter.reads(target.config) else {}
+        for n, layer in enumerate(target.params["layers"])
+    ]
     return target.replace(params=target.params | {"layers": layers})
 
 
@@ -54,7 +77,8 @@ def after_prompt(target: Target, drafter):
         Committed(PROMPT, following, output, entries, count, cache),
     )
     arrays = {
-        name: np.asarray(array) for name, array in drafter.remote_inputs(target, output, entries).items()
+        name: np.asarray(array)
+        for name, array in drafter.remote_inputs(target, output, entries).items()
     }  # over the wire
     assert all(array.shape[:2] == PROMPT.shape for array in arrays.values())
     part = part_of(target, drafter)
@@ -62,15 +86,24 @@ def after_prompt(target: Target, drafter):
     for begin, end in ((0, 4), (4, 10)):  # in two pieces
         piece = {name: jnp.asarray(array[:, begin:end]) for name, array in arrays.items()}
         rest = jnp.clip(count - begin, 0, end - begin)
-        there = drafter.append_remote(part, there, RemoteFeatures(PROMPT[:, begin:end], following[:, begin:end], piece, rest))
+        there = drafter.append_remote(
+            part, there, RemoteFeatures(PROMPT[:, begin:end], following[:, begin:end], piece, rest)
+        )
     kept = part.new_cache(2, CAPACITY).of_layers(drafter.reads(target.config))
-    kept = kept.append(drafter.remote_entries(part, arrays), count, after=count) if kept.layers else None
+    kept = (
+        kept.append(drafter.remote_entries(part, arrays), count, after=count)
+        if kept.layers
+        else None
+    )
     return here, cache.of_layers(drafter.reads(target.config)), there, kept
 
 
 def propose(drafter, target, state, root, cache, depth):
     given = {"cache": cache} if drafter.reads(target.config) else {}
-    sampling, keys = Sampling(temperature=0.0).rows(2), jnp.broadcast_to(jax.random.key(0), (depth, 2))
+    sampling, keys = (
+        Sampling(temperature=0.0).rows(2),
+        jnp.broadcast_to(jax.random.key(0), (depth, 2)),
+    )
     draft, _ = drafter.propose(target, state, root, sampling, keys, jnp.ones(2, bool), **given)
     return np.asarray(draft.tokens)
 
@@ -83,7 +116,10 @@ def test_it_drafts_elsewhere_what_it_drafts_beside_its_target(target, name) -> N
     here, cache, there, kept = after_prompt(target, drafter)
     root = jnp.asarray(PROMPT[:, -1])
     expected = propose(drafter, target, here, root, cache, 3)
-    assert propose(drafter, part_of(target, drafter), there, root, kept, 3).tolist() == expected.tolist()
+    assert (
+        propose(drafter, part_of(target, drafter), there, root, kept, 3).tolist()
+        == expected.tolist()
+    )
     for one, other in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
@@ -96,9 +132,13 @@ def test_going_on_from_what_it_assumes_is_drafting_on(target, name) -> None:
     _, _, state, kept = after_prompt(target, drafter)
     part, root = part_of(target, drafter), jnp.asarray(PROMPT[:, -1])
     whole = propose(with_chain(drafter, 7), part, state, root, kept, 7)
-    assumed = np.pad(whole[:, :3], ((0, 0), (0, 2)))  # the root and two drafted ones; the rest is filler
+    assumed = np.pad(
+        whole[:, :3], ((0, 0), (0, 2))
+    )  # the root and two drafted ones; the rest is filler
     following = np.pad(whole[:, 1:4], ((0, 0), (0, 2)))
-    further, entries = drafter.append_unverified(part, state, assumed, following, jnp.array([3, 3]), kept)
+    further, entries = drafter.append_unverified(
+        part, state, assumed, following, jnp.array([3, 3]), kept
+    )
     if kept is not None:
         kept = kept.append(entries, jnp.array([3, 3]), after=entries[0][0][:, 0, 0])
     rest = propose(with_chain(drafter, 4), part, further, jnp.asarray(whole[:, 3]), kept, 4)
@@ -113,7 +153,9 @@ def test_nothing_is_assumed_in_rows_where_nothing_counts(target) -> None:
     for name in ("moa", "eagle3"):
         drafter = MADE[name](target)
         _, _, state, _ = after_prompt(target, drafter)
-        same, _ = drafter.append_unverified(target, state, PROMPT[:, :4], PROMPT[:, 1:5], jnp.array([0, 2]))
+        same, _ = drafter.append_unverified(
+            target, state, PROMPT[:, :4], PROMPT[:, 1:5], jnp.array([0, 2])
+        )
         for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(same), strict=True):
             np.testing.assert_array_equal(before[0], after[0])
             if before.dtype == jnp.int32 and before.ndim == 1 and before[1] == 9:  # a length

@@ -50,7 +50,13 @@ def grow(shape, read, table, root, keys, sampling):
         split_keys(keys, shape.depth),
         jnp.ones(root.shape[0], bool),
     )
-    return draft.tokens, jnp.broadcast_to(draft.parents, draft.tokens.shape), draft.q, draft.valid, places
+    return (
+        draft.tokens,
+        jnp.broadcast_to(draft.parents, draft.tokens.shape),
+        draft.q,
+        draft.valid,
+        places,
+    )
 
 
 def state_after(read, state: int, token: int, size: int) -> int:
@@ -58,7 +64,10 @@ def state_after(read, state: int, token: int, size: int) -> int:
 
 
 def log_probabilities(table: np.ndarray) -> np.ndarray:
-    return np.asarray(jnp.asarray(table) - jax.nn.logsumexp(jnp.asarray(table), axis=-1, keepdims=True), np.float32)
+    return np.asarray(
+        jnp.asarray(table) - jax.nn.logsumexp(jnp.asarray(table), axis=-1, keepdims=True),
+        np.float32,
+    )
 
 
 def best(scores: np.ndarray, count: int) -> list[int]:
@@ -66,7 +75,9 @@ def best(scores: np.ndarray, count: int) -> list[int]:
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
 
 
-def grow_slowly(shape: DynamicTree, read, table: np.ndarray, root: int) -> tuple[list[tuple[int, int]], int]:
+def grow_slowly(
+    shape: DynamicTree, read, table: np.ndarray, root: int
+) -> tuple[list[tuple[int, int]], int]:
     """EAGLE-2, node by node: ``(token, parent)`` of every node, and how many score as much as their parents."""
     logp = log_probabilities(table)
     candidates = []  # (score, token, parent candidate or None, state)
@@ -83,7 +94,10 @@ def grow_slowly(shape: DynamicTree, read, table: np.ndarray, root: int) -> tuple
         frontier = [(level[i][0], first + i, level[i][3]) for i in chosen]
     kept = sorted(best([score for score, *_ in candidates], shape.nodes - 1))
     number = {None: 0} | {candidate: node for node, candidate in enumerate(kept, 1)}
-    ties = sum(parent is not None and score == candidates[parent][0] for score, _, parent, _ in (candidates[i] for i in kept))
+    ties = sum(
+        parent is not None and score == candidates[parent][0]
+        for score, _, parent, _ in (candidates[i] for i in kept)
+    )
     return [(root, -1)] + [(candidates[i][1], number[candidates[i][2]]) for i in kept], ties
 
 
@@ -93,12 +107,16 @@ def tables(ties: bool) -> np.ndarray:
         # Whole numbers in every order: ties among siblings and between branches. After every other token one child is certain
         # (its log probability is 0 in float32), so that it ties with its parent.
         few = ([6, 4, 2], [6, 5, 1])
-        return np.stack([rng.permutation(np.repeat([0.0, 2.0, 60.0], few[row % 2])) for row in range(V)]).astype(np.float32)
+        return np.stack(
+            [rng.permutation(np.repeat([0.0, 2.0, 60.0], few[row % 2])) for row in range(V)]
+        ).astype(np.float32)
     return rng.normal(size=(V, V)).astype(np.float32) * 2
 
 
 @pytest.mark.parametrize(
-    "shape", [DynamicTree(3, 4, 14), DynamicTree(4, 3, 20), DynamicTree(10, 7, 60), DynamicTree(5, 1, 4)], ids=str
+    "shape",
+    [DynamicTree(3, 4, 14), DynamicTree(4, 3, 20), DynamicTree(10, 7, 60), DynamicTree(5, 1, 4)],
+    ids=str,
 )
 @pytest.mark.parametrize("ties", [False, True], ids=["random", "ties"])
 @pytest.mark.parametrize("read", [read_table, read_path])
@@ -130,14 +148,23 @@ def check_slots(parents: np.ndarray, places: np.ndarray, shape) -> None:
     np.testing.assert_array_equal(read // shape.width, depths[places >= 0] - 1)
 
 
-@pytest.mark.parametrize("choices", [EAGLE_TREE, MEDUSA_TREE, ((1,), (1, 2), (0,), (1, 2, 0))], ids=["eagle", "medusa", "gaps"])
+@pytest.mark.parametrize(
+    "choices",
+    [EAGLE_TREE, MEDUSA_TREE, ((1,), (1, 2), (0,), (1, 2, 0))],
+    ids=["eagle", "medusa", "gaps"],
+)
 @pytest.mark.parametrize("read", [read_table, read_path])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_static_tree_takes_each_rank_from_its_parent(choices, read, temperature) -> None:
     """At any temperature: children are chosen, not drawn."""
     table, shape = tables(ties=False), StaticTree(choices)
     tokens, parents, q, valid, places = grow(
-        shape, read, jnp.asarray(table), jnp.arange(V), jax.random.split(jax.random.key(0), V), temperature
+        shape,
+        read,
+        jnp.asarray(table),
+        jnp.arange(V),
+        jax.random.split(jax.random.key(0), V),
+        temperature,
     )
     assert q is None
     assert valid is None
@@ -181,8 +208,13 @@ def test_drawn_siblings_are_a_draw_without_replacement() -> None:
         children = np.asarray(tokens)[:, np.flatnonzero(np.asarray(parents[0]) == node)]
         for token in range(4):
             below = children[siblings[:, node - 1] == token]
-            assert g_test(np.bincount(below @ [4, 1], minlength=16), in_order(p[token], 2)) >= FALSE_ALARM
-        np.testing.assert_allclose(np.asarray(q)[:100, node], p[siblings[:100, node - 1]], atol=1e-6)
+            assert (
+                g_test(np.bincount(below @ [4, 1], minlength=16), in_order(p[token], 2))
+                >= FALSE_ALARM
+            )
+        np.testing.assert_allclose(
+            np.asarray(q)[:100, node], p[siblings[:100, node - 1]], atol=1e-6
+        )
 
 
 def by_depth(shape, logits, root, keys, rows, slowly=False):
@@ -198,37 +230,62 @@ def by_depth(shape, logits, root, keys, rows, slowly=False):
     return expand_by_depth(shape, logits, root, rows, keys, active)
 
 
-def test_a_dynamic_tree_of_a_drafter_that_knows_the_depth_alone_holds_the_best_of_all_paths() -> None:
+def test_a_dynamic_tree_of_a_drafter_that_knows_the_depth_alone_holds_the_best_of_all_paths() -> (
+    None
+):
     """The 36 best of all paths of up to 3 tokens, each among the 4 likeliest of its depth."""
     shape, rng = DynamicTree(4, 3, 37), np.random.default_rng(5)
     logits = jnp.asarray(rng.normal(size=(2, 3, V)) * 0.5, jnp.float32)
     rows, root = Sampling(0.0).rows(2), jnp.arange(2)
-    draft = jax.jit(partial(by_depth, shape))(logits, root, jax.random.split(jax.random.key(0), 2), rows)
+    draft = jax.jit(partial(by_depth, shape))(
+        logits, root, jax.random.split(jax.random.key(0), 2), rows
+    )
     for row in range(2):
         log_q = np.asarray(jax.nn.log_softmax(logits[row]))
         best = [np.argsort(-log_q[depth])[:4].tolist() for depth in range(3)]
         paths = [path for depth in range(1, 4) for path in itertools.product(*best[:depth])]
-        scored = sorted(paths, key=lambda path: -sum(log_q[depth, token] for depth, token in enumerate(path)))
-        tokens, parents, found = np.asarray(draft.tokens[row]), np.asarray(draft.parents[row]), {0: ()}
+        scored = sorted(
+            paths, key=lambda path: -sum(log_q[depth, token] for depth, token in enumerate(path))
+        )
+        tokens, parents, found = (
+            np.asarray(draft.tokens[row]),
+            np.asarray(draft.parents[row]),
+            {0: ()},
+        )
         for node in range(1, 37):
             found[node] = (*found[parents[node]], int(tokens[node]))
         assert set(found.values()) - {()} == set(scored[:36])
-    narrow = jax.jit(partial(by_depth, shape, slowly=True))(logits, root, jax.random.split(jax.random.key(0), 2), rows)
+    narrow = jax.jit(partial(by_depth, shape, slowly=True))(
+        logits, root, jax.random.split(jax.random.key(0), 2), rows
+    )
     assert not np.array_equal(narrow.tokens, draft.tokens)  # four a level are not enough here
 
 
-BY_DEPTH = [Chain(4), Chain(4, stop_below=0.7), StaticTree(((0,), (1,), (1, 2), (1, 0), (1, 0, 1))), DynamicTree(3, 4, 6)]
+BY_DEPTH = [
+    Chain(4),
+    Chain(4, stop_below=0.7),
+    StaticTree(((0,), (1,), (1, 2), (1, 0), (1, 0, 1))),
+    DynamicTree(3, 4, 6),
+]
 
 
 @pytest.mark.parametrize("shape", BY_DEPTH, ids=str)
 @pytest.mark.parametrize("how", ["greedy", "coupled", "drawn"])
 def test_children_that_are_taken_once_for_a_depth_are_those_of_its_every_node(shape, how) -> None:
     rng, rows = np.random.default_rng(0), 6
-    logits, root = jnp.asarray(rng.normal(size=(rows, shape.depth, V)) * 2, jnp.float32), jnp.arange(rows)
-    settings = Sampling(temperature=(0.0 if how == "greedy" else (0.7, 1.0, 0.0, 1.3, 1.0, 0.2)), top_p=0.9)
+    logits, root = (
+        jnp.asarray(rng.normal(size=(rows, shape.depth, V)) * 2, jnp.float32),
+        jnp.arange(rows),
+    )
+    settings = Sampling(
+        temperature=(0.0 if how == "greedy" else (0.7, 1.0, 0.0, 1.3, 1.0, 0.2)), top_p=0.9
+    )
     sampling = settings.rows(rows, "coupled" if how == "coupled" else "independent")
     keys = jax.random.split(jax.random.key(4), rows)
-    quick, slow = (jax.jit(partial(by_depth, shape, slowly=slowly))(logits, root, keys, sampling) for slowly in (False, True))
+    quick, slow = (
+        jax.jit(partial(by_depth, shape, slowly=slowly))(logits, root, keys, sampling)
+        for slowly in (False, True)
+    )
     seen = np.asarray(slow.valid) if slow.valid is not None else np.ones(slow.tokens.shape, bool)
     assert (quick.valid is None) == (slow.valid is None)
     assert slow.valid is None or 0 < seen[:, 1:].mean() < 1 or not getattr(shape, "stop_below", 0)
@@ -240,16 +297,22 @@ def test_children_that_are_taken_once_for_a_depth_are_those_of_its_every_node(sh
     if slow.q is not None:
         # What lies below the end of a chain is worked out here, and not there.
         read = seen[:, :-1] if isinstance(shape, Chain) else np.ones_like(seen[:, :-1])
-        np.testing.assert_allclose(quick.q[:, :-1] * read[..., None], slow.q[:, :-1] * read[..., None], atol=1e-6)
+        np.testing.assert_allclose(
+            quick.q[:, :-1] * read[..., None], slow.q[:, :-1] * read[..., None], atol=1e-6
+        )
 
 
-def test_children_that_are_drawn_once_for_a_depth_are_drawn_without_replacement_from_its_distribution() -> None:
+def test_children_that_are_drawn_once_for_a_depth_are_drawn_without_replacement_from_its_distribution() -> (
+    None
+):
     """And the draws of different depths have nothing to do with each other."""
     rows, shape = 60_000, SampledTree((2, 2))
     p = np.array([[0.5, 0.3, 0.2], [0.1, 0.3, 0.6]])
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (rows, 2, 3))
     keys = jax.random.split(jax.random.key(11), rows)
-    draft = jax.jit(partial(by_depth, shape))(logits, jnp.zeros(rows, int), keys, Sampling(1.0).rows(rows))
+    draft = jax.jit(partial(by_depth, shape))(
+        logits, jnp.zeros(rows, int), keys, Sampling(1.0).rows(rows)
+    )
     tokens = np.asarray(draft.tokens)
     parents = np.asarray(draft.parents)
     parents = parents if parents.ndim == 1 else parents[0]
@@ -257,7 +320,14 @@ def test_children_that_are_drawn_once_for_a_depth_are_drawn_without_replacement_
     expected = {}
     for a in np.ndindex(3, 3, 3, 3):
         if a[0] != a[1] and a[2] != a[3]:
-            expected[a] = p[0][a[0]] * p[0][a[1]] / (1 - p[0][a[0]]) * p[1][a[2]] * p[1][a[3]] / (1 - p[1][a[2]])
+            expected[a] = (
+                p[0][a[0]]
+                * p[0][a[1]]
+                / (1 - p[0][a[0]])
+                * p[1][a[2]]
+                * p[1][a[3]]
+                / (1 - p[1][a[2]])
+            )
     drawn = [tuple(row) for row in tokens[:, [*first, *second]].tolist()]
     assert set(drawn) <= set(expected)
     counts = np.array([drawn.count(outcome) for outcome in expected])
@@ -267,13 +337,20 @@ def test_children_that_are_drawn_once_for_a_depth_are_drawn_without_replacement_
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.01}, {"min_p": 1.0}, {}])
-def test_coupled_children_are_those_that_truncation_leaves_and_then_the_next_likely_ones(cut) -> None:
+def test_coupled_children_are_those_that_truncation_leaves_and_then_the_next_likely_ones(
+    cut,
+) -> None:
     """In the order of log p plus noise, both. The target may keep what the drafter does not."""
     rows, count = 40, 4
     logits = np.random.default_rng(0).normal(size=(rows, V)).astype(np.float32) * 2
-    keys, sampling = jax.random.split(jax.random.key(0), rows), Sampling(temperature=0.8, **cut).rows(rows, "coupled")
+    keys, sampling = (
+        jax.random.split(jax.random.key(0), rows),
+        Sampling(temperature=0.8, **cut).rows(rows, "coupled"),
+    )
     shape = StaticTree(tuple((rank,) for rank in range(count)))
-    offered = candidates.offered_by(shape, jnp.asarray(logits)[:, None], jnp.zeros((), int), sampling, keys, None)
+    offered = candidates.offered_by(
+        shape, jnp.asarray(logits)[:, None], jnp.zeros((), int), sampling, keys, None
+    )
     noisy = logits / 0.8 + np.asarray(position_noise(keys, V))
     is_kept = np.asarray(probabilities(jnp.asarray(logits), sampling)) > 0
     assert (is_kept.sum(axis=1) < count).all() == bool(cut)
@@ -285,7 +362,9 @@ def test_siblings_beyond_what_q_can_give_are_not_drafted() -> None:
     table = np.full((V, V), -np.inf, np.float32)
     table[:, [2, 7]] = 1.0
     keys = jax.random.split(jax.random.key(0), 3)
-    tokens, parents, _, valid, _ = grow(SampledTree((3, 1)), read_table, jnp.asarray(table), jnp.arange(3), keys, 1.0)
+    tokens, parents, _, valid, _ = grow(
+        SampledTree((3, 1)), read_table, jnp.asarray(table), jnp.arange(3), keys, 1.0
+    )
     for row in range(3):
         assert set(tokens[row, 1:3].tolist()) == {2, 7}
         np.testing.assert_array_equal(valid[row], [True, True, True, False, True, True, False])
@@ -294,20 +373,26 @@ def test_siblings_beyond_what_q_can_give_are_not_drafted() -> None:
 
 def test_only_a_chain_that_may_stop_asks_after_each_level_whether_to_go_on() -> None:
     """The loop of every other shape has a number of turns: a GPU does not wait for its host after each."""
-    table, root, keys = jnp.zeros((V, V)), jnp.zeros(2, jnp.int32), jax.random.split(jax.random.key(0), 2)
+    table, root, keys = (
+        jnp.zeros((V, V)),
+        jnp.zeros(2, jnp.int32),
+        jax.random.split(jax.random.key(0), 2),
+    )
     for name, shape in SHAPES.items():
         traced = jax.make_jaxpr(partial(grow, shape, read_table, sampling=0.0))(table, root, keys)
         assert ("reduce_or" in str(traced)) == (name == "adaptive"), name
 
 
-# --- the example of the docstrings -----------------------------------------------------------------------------------
+# --- the example of the docstrings ----------------------------------------------------------------
 
 EXAMPLE = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0)))
 
 
 def columns(text: str, first: str) -> dict[str, list[str]]:
     """The cells of the table whose first line begins with ``first``, by the name of their line."""
-    lines = re.search(rf"^ +{first}  .*?\n\n", text, re.MULTILINE | re.DOTALL)[0].strip().splitlines()
+    lines = (
+        re.search(rf"^ +{first}  .*?\n\n", text, re.MULTILINE | re.DOTALL)[0].strip().splitlines()
+    )
     return {name: cells for name, *cells in (re.split(r" {2,}", line.strip()) for line in lines)}
 
 
@@ -336,19 +421,34 @@ def example():
     def read(frontier, state):
         scratch, frontiers = state
         logits, scratch = expansion.read_nodes(model, cache, frontier, scratch)
-        return logits, (scratch, jax.tree.map(lambda all, new: all.at[frontier.depth - 1].set(new), frontiers, frontier))
+        return logits, (
+            scratch,
+            jax.tree.map(lambda all, new: all.at[frontier.depth - 1].set(new), frontiers, frontier),
+        )
 
     @jax.jit
     def run(root, keys):
         none, seen = jnp.zeros((2, 1, 2), jnp.int32), jnp.zeros((2, 1, 2, EXAMPLE.read_slots), bool)
-        state = model.new_scratch(1 + EXAMPLE.read_slots), expansion.Frontier(none, jnp.zeros(2, jnp.int32), none, seen)
+        state = (
+            model.new_scratch(1 + EXAMPLE.read_slots),
+            expansion.Frontier(none, jnp.zeros(2, jnp.int32), none, seen),
+        )
         sampling, active = Sampling(0.0).rows(1), jnp.ones(1, bool)
-        _, _, (scratch, frontiers) = expand(EXAMPLE, read, model.table[root], state, root, sampling, keys, active)
+        _, _, (scratch, frontiers) = expand(
+            EXAMPLE, read, model.table[root], state, root, sampling, keys, active
+        )
         return grown[0], frontiers, scratch[0][0].ravel()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expansion, "_fixed", lambda shape, growth, root: grown.append(growth) or fixed(shape, growth, root))
-        return run(jnp.zeros(1, jnp.int32), split_keys(jax.random.split(jax.random.key(0), 1), EXAMPLE.depth))
+        patch.setattr(
+            expansion,
+            "_fixed",
+            lambda shape, growth, root: grown.append(growth) or fixed(shape, growth, root),
+        )
+        return run(
+            jnp.zeros(1, jnp.int32),
+            split_keys(jax.random.split(jax.random.key(0), 1), EXAMPLE.depth),
+        )
 
 
 def test_the_numbers_of_a_template_are_those_of_its_example(example) -> None:
@@ -360,13 +460,19 @@ def test_the_numbers_of_a_template_are_those_of_its_example(example) -> None:
     assert (template.width, template.branching) == (2, 2)
     assert shown["candidate over all levels"] == ["-", *map(str, template.source)]
     assert shown["candidate within its level"] == ["-", *map(str, template.source % per_level)]
-    assert shown["place among the nodes read"] == ["-" if place < 0 else str(place) for place in template.places]
+    assert shown["place among the nodes read"] == [
+        "-" if place < 0 else str(place) for place in template.places
+    ]
     assert template.parents.tolist() == [-1, 0, 0, 1, 2, 2, 4]
     assert template.frontier.tolist() == [[0, 1], [2, 0]]
 
     growth, _, scratch = example
     tokens = [0, *growth.tokens[:, 0].ravel()[template.source].tolist()]
-    in_slots = {int(slot): token for slot, token in zip(shown["slot of scratch"], tokens, strict=True) if slot != "-"}
+    in_slots = {
+        int(slot): token
+        for slot, token in zip(shown["slot of scratch"], tokens, strict=True)
+        if slot != "-"
+    }
     filler = {4: growth.tokens[1, 0, 0]}
     assert dict(enumerate(scratch.tolist())) == in_slots | filler == {0: 0, 1: 1, 2: 2, 3: 3, 4: 2}
 
@@ -376,17 +482,26 @@ def test_what_is_held_while_the_example_grows_is_what_its_docstring_shows(exampl
     growth, frontiers, _ = example
     assert shown["after level"] == ["0", "1", "2"]
     for level in range(3):
-        np.testing.assert_array_equal(growth.tokens[level, 0], [int(cell) for cell in shown["tokens"][level].split()])
+        np.testing.assert_array_equal(
+            growth.tokens[level, 0], [int(cell) for cell in shown["tokens"][level].split()]
+        )
         scores = [float(Fraction(cell)) for cell in shown["scores"][level].split()]
         np.testing.assert_allclose(jnp.exp(growth.scores[level, 0]), scores, rtol=1e-5)
-        np.testing.assert_array_equal(growth.picked[level, 0], [int(cell) for cell in shown["picked"][level].split()])
+        np.testing.assert_array_equal(
+            growth.picked[level, 0], [int(cell) for cell in shown["picked"][level].split()]
+        )
     fields = [name for name in shown if name.startswith("frontier.")]
     assert len(fields) == 3
     for name in fields:
-        held = np.asarray(getattr(frontiers, name.removeprefix("frontier.")))[:, 0].astype(int)  # [level, F] or [level, F, R]
+        held = np.asarray(getattr(frontiers, name.removeprefix("frontier.")))[:, 0].astype(
+            int
+        )  # [level, F] or [level, F, R]
         assert len(shown[name]) == len(held) == 2
         for level, of_level in enumerate(held.reshape(2, 2, -1)):
-            assert ["".join(map(str, node)) for node in of_level] == shown[name][level].split(), (name, level)
+            assert ["".join(map(str, node)) for node in of_level] == shown[name][level].split(), (
+                name,
+                level,
+            )
 
 
 @pytest.mark.parametrize("how", ["greedy", "coupled", "drawn"])
@@ -395,8 +510,13 @@ def test_a_vocabulary_of_its_own_is_the_targets_without_the_rest(how) -> None:
     ids, rows = np.array([7, 1, 4, 10, 5]), 6
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(rows, 1, len(ids))), jnp.float32)
     whole = jnp.full((rows, 1, V), -1e9).at[..., ids].set(logits)
-    keys, shape = jax.random.split(jax.random.key(0), rows), SampledTree((3,)) if how == "drawn" else StaticTree(((0,), (1,)))
-    sampling = Sampling(0.0 if how == "greedy" else 1.0).rows(rows, "coupled" if how == "coupled" else "independent")
+    keys, shape = (
+        jax.random.split(jax.random.key(0), rows),
+        SampledTree((3,)) if how == "drawn" else StaticTree(((0,), (1,))),
+    )
+    sampling = Sampling(0.0 if how == "greedy" else 1.0).rows(
+        rows, "coupled" if how == "coupled" else "independent"
+    )
     vocabulary = candidates.Vocabulary(jnp.asarray(ids), size=V)
     few, every = (candidates.offered_by(shape, x, jnp.zeros((), int), sampling, keys, v)
                   for x, v in ((logits, vocabulary), (whole, None)))  # fmt: skip

@@ -24,17 +24,29 @@ IDS = np.array([0, 1, 3, 4, 7, 8, 10])
 
 def strong(drafter):
     """Weights so large that every key, position and state matters."""
-    return drafter.replace(params=jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, drafter.params))
+    return drafter.replace(
+        params=jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, drafter.params)
+    )
 
 
 DRAFTERS = {
     "eagle": lambda target: strong(Eagle.init(target, jax.random.key(3), Chain(3))),
-    "eagle3": lambda target: strong(Eagle3.init(target, jax.random.key(3), Chain(3), ids=IDS, taps=(0, 1))),
+    "eagle3": lambda target: strong(
+        Eagle3.init(target, jax.random.key(3), Chain(3), ids=IDS, taps=(0, 1))
+    ),
     "eagle3.1": lambda target: strong(
-        Eagle3.init(target, jax.random.key(3), Chain(3), variant={"fc_norm": True, "norm_output": True}, num_layers=2)
+        Eagle3.init(
+            target,
+            jax.random.key(3),
+            Chain(3),
+            variant={"fc_norm": True, "norm_output": True},
+            num_layers=2,
+        )
     ),
     "mtp": lambda target: strong(MTP.init(target, jax.random.key(3), Chain(4), modules=3)),
-    "mtp, deepseek": lambda target: strong(in_deepseek_layout(MTP.init(target, jax.random.key(3), Chain(3), modules=2))),
+    "mtp, deepseek": lambda target: strong(
+        in_deepseek_layout(MTP.init(target, jax.random.key(3), Chain(3), modules=2))
+    ),
 }
 
 
@@ -45,8 +57,14 @@ def moa(target) -> MixtureOfAttentions:
 
 def in_deepseek_layout(drafter: MTP) -> MTP:
     """The other way to join embedding and state, and to hand the state on; with norms that differ."""
-    modules = [{**module, "norm": module["norm"] * (1 + i)} for i, module in enumerate(drafter.params["modules"])]
-    return drafter.replace(params={"modules": modules}, config=replace(drafter.config, layout="deepseek", first_layer=2))
+    modules = [
+        {**module, "norm": module["norm"] * (1 + i)}
+        for i, module in enumerate(drafter.params["modules"])
+    ]
+    return drafter.replace(
+        params={"modules": modules},
+        config=replace(drafter.config, layout="deepseek", first_layer=2),
+    )
 
 
 WIDTH = 24  # all passes of the oracle are as wide: one program for each module. What is behind a text is not seen from it.
@@ -60,14 +78,18 @@ def read_text(drafter: FeatureDrafter, target, tokens: jax.Array) -> tuple[jax.A
 
 
 @partial(jax.jit, static_argnames="module")
-def read_pairs(drafter: FeatureDrafter, features: jax.Array, embedded: jax.Array, module: int) -> jax.Array:
+def read_pairs(
+    drafter: FeatureDrafter, features: jax.Array, embedded: jax.Array, module: int
+) -> jax.Array:
     """``[n, H]`` the states of a module at n pairs, the first of which is at position ``module``."""
     causal, nothing = jnp.tril(jnp.ones((1, WIDTH, WIDTH), bool)), ((),) * drafter.sizes.num_layers
     at = module + jnp.arange(WIDTH)[None]
     return drafter.run(features[None], embedded[None], at, causal, nothing, module)[0][0]
 
 
-def slow_states(drafter: FeatureDrafter, target, tokens: np.ndarray, known: int) -> list[tuple[jax.Array, int]]:
+def slow_states(
+    drafter: FeatureDrafter, target, tokens: np.ndarray, known: int
+) -> list[tuple[jax.Array, int]]:
     """The state ``[H]`` at each pair of a text of which the target has read ``known`` tokens, and which module came to it.
 
     Every pair is read by a pass of its own over all pairs up to it: no cache, no scratch, no mask but the causal one.
@@ -76,15 +98,23 @@ def slow_states(drafter: FeatureDrafter, target, tokens: np.ndarray, known: int)
     features, embedded = map(np.asarray, read_text(drafter, target, text))
     features = features[:known]
     last = drafter.modules - 1
-    inputs: list[list] = [[None] * module for module in range(drafter.modules)]  # the first pairs have none
+    inputs: list[list] = [
+        [None] * module for module in range(drafter.modules)
+    ]  # the first pairs have none
     states: list[list] = [[None] * module for module in range(drafter.modules)]
     for pair in range(len(tokens) - 1):
         for module in range(drafter.modules):
             if pair < module or (pair - module >= known and module < last):
                 continue  # nothing was there to be read, or nothing is any more
-            beyond = pair - module >= known  # of what the target has read: its own state is the next feature
+            beyond = (
+                pair - module >= known
+            )  # of what the target has read: its own state is the next feature
             inputs[module].append(
-                states[last][pair - 1] if beyond else features[pair] if module == 0 else states[module - 1][pair - 1]
+                states[last][pair - 1]
+                if beyond
+                else features[pair]
+                if module == 0
+                else states[module - 1][pair - 1]
             )
             read = np.stack(inputs[module][module:])
             padded = np.pad(read, ((0, WIDTH - len(read)), (0, 0)))
@@ -98,7 +128,9 @@ VARIANTS = ("eagle3.1", "mtp, deepseek")  # what they change is tested where ste
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in VARIANTS)) for n in DRAFTERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in VARIANTS)) for n in DRAFTERS]
+)
 def test_drafts_are_those_of_reading_everything_again(name) -> None:
     """Prompts of different lengths, one of a single token, and accepted tokens in between."""
     target = tiny_target()
@@ -114,10 +146,16 @@ def test_drafts_are_those_of_reading_everything_again(name) -> None:
             if len(text) == 1:
                 continue  # nothing has been read: there is no pair to draft from
             drafted = np.asarray(draft.tokens[row, 1:])
-            states = slow_states(drafter, target, np.concatenate([text, drafted[:-1]]), known=len(text) - 1)
+            states = slow_states(
+                drafter, target, np.concatenate([text, drafted[:-1]]), known=len(text) - 1
+            )
             logits = np.stack([drafter.logits(target, *state) for state in states[len(text) - 2 :]])
             vocabulary = drafter.vocabulary(target)
-            expected = logits.argmax(-1) if vocabulary is None else np.asarray(vocabulary.ids)[logits.argmax(-1)]
+            expected = (
+                logits.argmax(-1)
+                if vocabulary is None
+                else np.asarray(vocabulary.ids)[logits.argmax(-1)]
+            )
             assert drafted.tolist() == expected.tolist(), (step, row)
         state, _ = advance(target, drafter, drafting, draft)
 
@@ -127,7 +165,8 @@ TREE = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)))
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "shape"), [("eagle3", TREE), ("eagle3", DynamicTree(3, 3, 9)), ("mtp", DynamicTree(3, 4, 12))]
+    ("name", "shape"),
+    [("eagle3", TREE), ("eagle3", DynamicTree(3, 3, 9)), ("mtp", DynamicTree(3, 4, 12))],
 )
 def test_nodes_of_a_tree_hang_where_they_say(name, shape) -> None:
     """Every node is among the likeliest that reading its path alone gives: parents, positions and scratch are right."""
@@ -138,7 +177,10 @@ def test_nodes_of_a_tree_hang_where_they_say(name, shape) -> None:
     draft, _ = jax.jit(decoding.propose_step)(target, drafter, state)
     parents = np.asarray(draft.parents).reshape(-1)
     vocabulary = drafter.vocabulary(target)
-    tokens, ids = np.asarray(draft.tokens[0]), np.arange(11) if vocabulary is None else np.asarray(vocabulary.ids)
+    tokens, ids = (
+        np.asarray(draft.tokens[0]),
+        np.arange(11) if vocabulary is None else np.asarray(vocabulary.ids),
+    )
     text = np.array([1, 4, 2, 4, 2])
     for parent in set(parents[1:].tolist()):
         path, node = [], parent
@@ -152,11 +194,16 @@ def test_nodes_of_a_tree_hang_where_they_say(name, shape) -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize("name", ["mtp", *[pytest.param(name, marks=pytest.mark.thorough) for name in ("eagle3", "moa")]])
+@pytest.mark.parametrize(
+    "name", ["mtp", *[pytest.param(name, marks=pytest.mark.thorough) for name in ("eagle3", "moa")]]
+)
 def test_a_long_prompt_is_absorbed_in_parts_and_a_mesh_changes_nothing(name, monkeypatch) -> None:
     target = tiny_target()
     drafter = moa(target) if name == "moa" else DRAFTERS[name](target)
-    prompts, lengths = np.array([[1, 4, 2, 4, 2, 7, 3, 9], [5, 9, 10, 0, 0, 0, 0, 0]]), np.array([8, 3])
+    prompts, lengths = (
+        np.array([[1, 4, 2, 4, 2, 7, 3, 9], [5, 9, 10, 0, 0, 0, 0, 0]]),
+        np.array([8, 3]),
+    )
     options = GenerationOptions(max_new_tokens=16, sampling=Sampling(temperature=0.0))
     whole = specjax.generate(target, drafter, prompts, lengths, **vars(options))
     mesh = specjax.make_mesh(data=2, model=2)
@@ -180,15 +227,23 @@ def test_unrolled_steps_are_what_the_drafter_infers(name) -> None:
     drafter = DRAFTERS[name](target)
     tokens = np.random.default_rng(1).integers(0, 11, 12)
     segments = np.array([0] * 5 + [1] * 7)
-    batch = {"tokens": jnp.asarray(tokens[None]), "segments": jnp.asarray(segments[None]), "loss_mask": jnp.ones((1, 11), bool)}
+    batch = {
+        "tokens": jnp.asarray(tokens[None]),
+        "segments": jnp.asarray(segments[None]),
+        "loss_mask": jnp.ones((1, 11), bool),
+    }
     mask = jnp.tril(jnp.ones((11, 11), bool)) & (segments[:-1, None] == segments[None, :-1])
     output = target.forward(tokens[None, :-1], mask=mask[None], taps=drafter.taps(target.config))[0]
     counts = []
-    for step, states in enumerate(unroll(drafter, batch, target, drafter.features(output), 3, detach=False)):
+    for step, states in enumerate(
+        unroll(drafter, batch, target, drafter.features(output), 3, detach=False)
+    ):
         counts.append(np.flatnonzero(counted(batch, step)[0]).tolist())
         for place in counts[-1]:
             begin = 0 if place < 5 else 5
-            text = tokens[begin : place + 2 + step]  # the pair of `place`, and one more token a step
+            text = tokens[
+                begin : place + 2 + step
+            ]  # the pair of `place`, and one more token a step
             expected, _ = slow_states(drafter, target, text, known=place + 1 - begin)[-1]
             np.testing.assert_allclose(states[0, place], expected, atol=1e-3, rtol=1e-3)
     # What is read is of one document: the first has 5 tokens, and its pairs begin at 0 to 3. Token 11 is the last label.
@@ -202,7 +257,9 @@ def test_what_is_remembered_comes_from_the_target(name) -> None:
     target = tiny_target()
     drafter = moa(target) if name == "moa" else DRAFTERS[name](target)
     prompt = np.array([[1, 4, 2, 4, 2]])
-    options = GenerationOptions(max_new_tokens=20, sampling=Sampling(temperature=1.0), key=jax.random.key(4))
+    options = GenerationOptions(
+        max_new_tokens=20, sampling=Sampling(temperature=1.0), key=jax.random.key(4)
+    )
     drafter, state = decoding.start(target, drafter, prompt, None, options)
     state = decoding.decode(target, drafter, state, jnp.asarray(50))
     text = np.asarray(state.tokens[:, : int(state.lengths[0])])
@@ -214,6 +271,8 @@ def test_what_is_remembered_comes_from_the_target(name) -> None:
         assert int(after.length[0]) == length == text.shape[1] - 1
         for grown, read in zip(after.layers, afresh.layers, strict=True):
             for one, other in zip(grown, read, strict=True):
-                np.testing.assert_allclose(one[:, :, :length], other[:, :, :length], atol=1e-3, rtol=1e-3)
+                np.testing.assert_allclose(
+                    one[:, :, :length], other[:, :, :length], atol=1e-3, rtol=1e-3
+                )
     if name != "moa":
         np.testing.assert_allclose(state.drafter.newest, fresh.drafter.newest, atol=1e-3, rtol=1e-3)

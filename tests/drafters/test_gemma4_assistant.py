@@ -16,7 +16,14 @@ from specjax.models.transformer import Target
 from tests.conftest import tiny_target
 from tests.models.families import zoo
 
-HEADS = {"all tokens": {}, "centroids": {"use_ordered_embeddings": True, "num_centroids": 9, "centroid_intermediate_top_k": 2}}
+HEADS = {
+    "all tokens": {},
+    "centroids": {
+        "use_ordered_embeddings": True,
+        "num_centroids": 9,
+        "centroid_intermediate_top_k": 2,
+    },
+}
 VOCABULARY = 36  # 9 clusters of 4
 
 
@@ -32,9 +39,21 @@ def pair(head: str, directory: str):
     assert kind == "Gemma4Text"
     theirs = zoo.build(kind, fields)
     theirs.save_pretrained(f"{directory}/target")
-    none = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "use_double_wide_mlp": False}
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_kv_shared_layers": 4}
-    kinds = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "final_logit_softcapping": None}
+    none = {
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+    }
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 4,
+    }
+    kinds = {
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "final_logit_softcapping": None,
+    }
 
     # transformers 5.23 raises where all layers read the entries of others, as an assistant's do.
     sharing = Gemma4TextConfig.kv_sharing_modes
@@ -55,7 +74,12 @@ def pair(head: str, directory: str):
             assistant.masked_embedding.token_ordering.copy_(torch.randperm(VOCABULARY))
     assistant.save_pretrained(f"{directory}/assistant")
     target = Target.from_pretrained(f"{directory}/target", dtype=np.float32)
-    return theirs, assistant, target, load_drafter(f"{directory}/assistant", None, target.config, np.float32)
+    return (
+        theirs,
+        assistant,
+        target,
+        load_drafter(f"{directory}/assistant", None, target.config, np.float32),
+    )
 
 
 @pytest.fixture(params=HEADS)
@@ -73,7 +97,12 @@ def test_a_rounds_states_and_logits_are_those_of_transformers(both, read) -> Non
     (theirs, assistant, target, drafter), _ = both
     tokens = np.random.default_rng(read).integers(0, VOCABULARY, (1, read + 4))
     with torch.no_grad():
-        seen = theirs(torch.tensor(tokens[:, :read]), output_hidden_states=True, return_shared_kv_states=True, use_cache=False)
+        seen = theirs(
+            torch.tensor(tokens[:, :read]),
+            output_hidden_states=True,
+            return_shared_kv_states=True,
+            use_cache=False,
+        )
         above = seen.hidden_states[-1][:, -1:]
     output, cache = target.forward(jnp.asarray(tokens[:, :read]), target.new_cache(1, 32))
     own = output.hidden[:, -1:]
@@ -100,7 +129,9 @@ def test_google_s_layout_is_read_and_written_bit_for_bit(both, tmp_path) -> None
 
     (*_, drafter), directory = both
     drafter.save_pretrained(tmp_path)
-    theirs, ours = (load_file(place / "model.safetensors") for place in (directory / "assistant", tmp_path))
+    theirs, ours = (
+        load_file(place / "model.safetensors") for place in (directory / "assistant", tmp_path)
+    )
     assert theirs.keys() == ours.keys()
     for name, value in theirs.items():
         assert value.dtype == ours[name].dtype, name
@@ -108,29 +139,39 @@ def test_google_s_layout_is_read_and_written_bit_for_bit(both, tmp_path) -> None
     again = specjax.Gemma4Assistant.from_pretrained(tmp_path, dtype=np.float32)
     assert again.config == drafter.config
     raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"text_config": raw["text_config"] | {"num_hidden_layers": 3}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(raw | {"text_config": raw["text_config"] | {"num_hidden_layers": 3}})
+    )
     with pytest.raises(InputError, match=r"layer_types names 4 layers|num_hidden_layers"):
         specjax.Gemma4Assistant.from_pretrained(tmp_path)
 
 
-THOROUGH = [pytest.param(shape, marks=pytest.mark.thorough) for shape in (3, specjax.SampledTree((2, 2)))]
+THOROUGH = [
+    pytest.param(shape, marks=pytest.mark.thorough) for shape in (3, specjax.SampledTree((2, 2)))
+]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shape", [specjax.DynamicTree(top_k=3, depth=3, nodes=8), *THOROUGH], ids=str)
+@pytest.mark.parametrize(
+    "shape", [specjax.DynamicTree(top_k=3, depth=3, nodes=8), *THOROUGH], ids=str
+)
 def test_it_is_lossless_on_a_gemma(both, shape) -> None:
     (_, _, target, drafter), _ = both
     specjax.conformance.check(target, dataclasses.replace(drafter, draft=shape))
 
 
-WINDOWED = pytest.param({"sliding_window": 3, "windowed_layers": (0,)}, marks=pytest.mark.thorough, id="windows")
+WINDOWED = pytest.param(
+    {"sliding_window": 3, "windowed_layers": (0,)}, marks=pytest.mark.thorough, id="windows"
+)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("changes", [pytest.param({}, id="full"), WINDOWED])
 def test_it_drafts_for_an_ordinary_target(changes) -> None:
     target = tiny_target(**changes)
-    drafter = specjax.Gemma4Assistant.init(target, jax.random.key(1), draft=specjax.DynamicTree(top_k=2, depth=3, nodes=6))
+    drafter = specjax.Gemma4Assistant.init(
+        target, jax.random.key(1), draft=specjax.DynamicTree(top_k=2, depth=3, nodes=6)
+    )
     specjax.conformance.check(target, drafter)
 
 

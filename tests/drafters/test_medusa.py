@@ -20,19 +20,25 @@ from specjax.sampling import Sampling
 from tests.conftest import tiny_target
 
 
-def published(rng, heads: int = 3, blocks: int = 1, hidden: int = 16, vocab: int = 11) -> dict[str, np.ndarray]:
+def published(
+    rng, heads: int = 3, blocks: int = 1, hidden: int = 16, vocab: int = 11
+) -> dict[str, np.ndarray]:
     """Heads under the names of the authors' checkpoints."""
     tensors = {}
     for head in range(heads):
         for block in range(blocks):
-            tensors[f"{head}.{block}.linear.weight"] = rng.normal(size=(hidden, hidden)).astype(np.float32)
+            tensors[f"{head}.{block}.linear.weight"] = rng.normal(size=(hidden, hidden)).astype(
+                np.float32
+            )
             tensors[f"{head}.{block}.linear.bias"] = rng.normal(size=hidden).astype(np.float32)
         tensors[f"{head}.{blocks}.weight"] = rng.normal(size=(vocab, hidden)).astype(np.float32)
     return tensors
 
 
 def write(directory, tensors, kind: str = "safetensors", **config) -> None:
-    (directory / "config.json").write_text(json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 1} | config))
+    (directory / "config.json").write_text(
+        json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 1} | config)
+    )
     file = directory / f"medusa_lm_head.{kind}"
     if kind == "pt":
         from tests.with_torch import torch
@@ -59,7 +65,10 @@ def test_published_heads_are_read(tmp_path, kind) -> None:
     state = np.random.default_rng(1).normal(size=16).astype(np.float32)
     for head in range(3):
         np.testing.assert_allclose(
-            drafter.head(head, jnp.asarray(state)), slow_logits(tensors, state, head, blocks), rtol=2e-5, atol=2e-5
+            drafter.head(head, jnp.asarray(state)),
+            slow_logits(tensors, state, head, blocks),
+            rtol=2e-5,
+            atol=2e-5,
         )
     assert isinstance(load_drafter(str(tmp_path), Chain(2), tiny_target().config), Medusa)
     drafter.save_pretrained(tmp_path / "again")
@@ -72,14 +81,18 @@ TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shape", [pytest.param(Chain(3), marks=pytest.mark.thorough), TREE, DynamicTree(3, 3, 9)])
+@pytest.mark.parametrize(
+    "shape", [pytest.param(Chain(3), marks=pytest.mark.thorough), TREE, DynamicTree(3, 3, 9)]
+)
 def test_a_node_at_depth_d_is_among_the_best_of_head_d(tmp_path, shape) -> None:
     """Before and after a verdict, in rows of different lengths."""
     target, tensors = tiny_target(), published(np.random.default_rng(0))
     write(tmp_path, tensors)
     drafter = Medusa.from_pretrained(tmp_path, draft=shape, dtype=jnp.float32)
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
-    _, state = decoding.start(target, drafter, np.array([[1, 4, 2, 4, 2], [5, 9, 10, 0, 0]]), np.array([5, 3]), options)
+    _, state = decoding.start(
+        target, drafter, np.array([[1, 4, 2, 4, 2], [5, 9, 10, 0, 0]]), np.array([5, 3]), options
+    )
     propose, advance = jax.jit(decoding.propose_step), jax.jit(decoding.advance)
     for _ in range(3):
         draft, drafting = propose(target, drafter, state)
@@ -111,7 +124,9 @@ def test_what_is_wrong_is_refused_by_name(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"lack '0\.2\.weight'"):
         Medusa.from_pretrained(tmp_path)
     write(tmp_path, tensors, medusa_num_heads=4)
-    with pytest.raises(CheckpointError, match="medusa_num_heads=4, but there are tensors of 3 heads"):
+    with pytest.raises(
+        CheckpointError, match="medusa_num_heads=4, but there are tensors of 3 heads"
+    ):
         Medusa.from_pretrained(tmp_path)
     write(tmp_path, tensors)
     drafter = Medusa.from_pretrained(tmp_path, draft=Chain(4))

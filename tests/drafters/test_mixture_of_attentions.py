@@ -42,7 +42,11 @@ def strong(target, **options) -> MixtureOfAttentions:
     rng = np.random.default_rng(0)
 
     def larger(leaf: jax.Array) -> jax.Array:
-        return leaf * 12 if leaf.ndim == 2 else jnp.asarray(leaf + rng.uniform(0.1, 0.5, leaf.shape), leaf.dtype)
+        return (
+            leaf * 12
+            if leaf.ndim == 2
+            else jnp.asarray(leaf + rng.uniform(0.1, 0.5, leaf.shape), leaf.dtype)
+        )
 
     return drafter.replace(params=jax.tree.map(larger, drafter.params))
 
@@ -57,12 +61,25 @@ def rms(x, weight, eps):
 def turn(x: np.ndarray, position: float, rope: Rope) -> np.ndarray:
     """One head at one position."""
     half = len(x) // 2
-    angle = position / (rope.factor if rope.kind == "linear" else 1) * rope.theta ** (-np.arange(half) / half)
+    angle = (
+        position
+        / (rope.factor if rope.kind == "linear" else 1)
+        * rope.theta ** (-np.arange(half) / half)
+    )
     a, b = x[:half], x[half:]
-    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
+    return np.concatenate(
+        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)]
+    )
 
 
-def block(params, config: ModelConfig, x, position: int, past: list[tuple[np.ndarray, int]], itself: bool = True) -> np.ndarray:
+def block(
+    params,
+    config: ModelConfig,
+    x,
+    position: int,
+    past: list[tuple[np.ndarray, int]],
+    itself: bool = True,
+) -> np.ndarray:
     """A Llama block at one token; ``past`` lists the states that its keys and values are made of, and their positions."""
     sources = [*past, (x, position)] if itself else past
     normed = [(rms(state, params["input_norm"], config.norm_eps), at) for state, at in sources]
@@ -75,18 +92,25 @@ def block(params, config: ModelConfig, x, position: int, past: list[tuple[np.nda
         values = [(state @ params["v"])[here] for state, _ in normed]
         scores = np.array([q @ key for key in keys]) / np.sqrt(size)
         weights = np.exp(scores - scores.max()) if len(scores) else scores
-        attended.append(weights / weights.sum() @ np.array(values) if len(scores) else np.zeros(size))
+        attended.append(
+            weights / weights.sum() @ np.array(values) if len(scores) else np.zeros(size)
+        )
     x = x + np.concatenate(attended) @ params["o"]
     y = rms(x, params["post_norm"], config.norm_eps)
     gate = y @ params["gate"]
     return x + (gate / (1 + np.exp(-gate)) * (y @ params["up"])) @ params["down"]
 
 
-def slow_summary(drafter: MixtureOfAttentions, layers: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+def slow_summary(
+    drafter: MixtureOfAttentions, layers: list[tuple[np.ndarray, np.ndarray]]
+) -> np.ndarray:
     """Of one token, whose keys and values ``[kv_heads, d]`` each layer remembers."""
     assert drafter.config.lsa is not None
     config, params = drafter.config.lsa.block, numbers(drafter)
-    x = [np.concatenate([part for head in zip(*layer, strict=True) for part in head]) for layer in layers]
+    x = [
+        np.concatenate([part for head in zip(*layer, strict=True) for part in head])
+        for layer in layers
+    ]
     seen = []
     for i, state in enumerate(x):
         others = [(other, j) for j, other in enumerate(x) if j != i]
@@ -94,7 +118,9 @@ def slow_summary(drafter: MixtureOfAttentions, layers: list[tuple[np.ndarray, np
     return np.mean(seen, axis=0) @ params["ekv2e"] + params["ekv2e_bias"]
 
 
-LONGEST = 24  # every text is read at this length, and every draft at DEEPEST: so a target compiles once
+LONGEST = (
+    24  # every text is read at this length, and every draft at DEEPEST: so a target compiles once
+)
 DEEPEST = 5
 
 
@@ -110,11 +136,18 @@ def run_last_layers(target, rows, entries, begin, root, layers):
     index = jnp.arange(entries[0][0].shape[2])
     visible = jnp.broadcast_to((begin <= index) & (index < root), (1, DEEPEST, len(index)))
     at = root + jnp.arange(DEEPEST)[None]
-    return target.norm(target.run(rows[None], layers=layers, positions=at, scratch=[(entries, visible)])[0])[0]
+    return target.norm(
+        target.run(rows[None], layers=layers, positions=at, scratch=[(entries, visible)])[0]
+    )[0]
 
 
 def slow_chain(
-    drafter: MixtureOfAttentions, target, text: list[int], drafted: list[int], window: dict | None = None, begin: int = 0
+    drafter: MixtureOfAttentions,
+    target,
+    text: list[int],
+    drafted: list[int],
+    window: dict | None = None,
+    begin: int = 0,
 ) -> np.ndarray:
     """``[n, V]`` what it expects after the last token of ``text``, the root, and after each of ``drafted``.
 
@@ -130,19 +163,28 @@ def slow_chain(
     embeddings = np.asarray(target.params["embed"], np.float64)
     summaries = []
     for t in range(begin, root):
-        layers = [(np.asarray(k[0, :, t], np.float64), np.asarray(v[0, :, t], np.float64)) for k, v in entries]
+        layers = [
+            (np.asarray(k[0, :, t], np.float64), np.asarray(v[0, :, t], np.float64))
+            for k, v in entries
+        ]
         lsa = config.lsa is not None
-        summaries.append((slow_summary(drafter, layers) if lsa else np.asarray(hidden[t], np.float64), t))
+        summaries.append(
+            (slow_summary(drafter, layers) if lsa else np.asarray(hidden[t], np.float64), t)
+        )
     read, below, expected = text[:-1], np.zeros((DEEPEST, config.self_layer.hidden_size)), []
     for position, token in enumerate([text[-1], *drafted], start=end - 1):
         past = [(embeddings[other], at) for at, other in enumerate(read, start=begin)]
         x = block(params["self_attention"], config.self_layer, embeddings[token], position, past)
-        x = block(params["cross_attention"], config.cross_layer, x, position, summaries, itself=False)
+        x = block(
+            params["cross_attention"], config.cross_layer, x, position, summaries, itself=False
+        )
         read = [*read, token]
         if config.tli:  # all of the draft again
             below[position - root] = x
             layers, rows = drafter.tli_layers(target), jnp.asarray(below, jnp.float32)
-            x = run_last_layers(target, rows, entries[slice(*layers)], begin, root, layers)[position - root]
+            x = run_last_layers(target, rows, entries[slice(*layers)], begin, root, layers)[
+                position - root
+            ]
         expected.append(np.asarray(target.head(jnp.asarray(x, jnp.float32))))
     return np.array(expected)
 
@@ -161,7 +203,9 @@ VARIANTS = {
 
 def variants(in_suite: str):
     """All of them; those but ``in_suite``, which has every part, are thorough."""
-    return [pytest.param(name, marks=[pytest.mark.thorough] * (name != in_suite)) for name in VARIANTS]
+    return [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name != in_suite)) for name in VARIANTS
+    ]
 
 
 @pytest.mark.full
@@ -188,7 +232,9 @@ STATIC = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shape", [pytest.param(STATIC, marks=pytest.mark.thorough), DynamicTree(3, 3, 9)])
+@pytest.mark.parametrize(
+    "shape", [pytest.param(STATIC, marks=pytest.mark.thorough), DynamicTree(3, 3, 9)]
+)
 def test_nodes_of_a_tree_hang_where_they_say(shape) -> None:
     target = target_of()
     drafter = strong(target, tli=1).replace(draft=shape)
@@ -234,7 +280,9 @@ def test_nothing_is_asked_of_the_target_while_it_drafts() -> None:
     drafter = strong(target)
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
     drafter, state = decoding.start(target, drafter, np.array([[1, 4, 2, 4, 2]]), None, options)
-    lost = state.replace(cache=state.cache.replace(layers=jax.tree.map(lambda x: x * jnp.nan, state.cache.layers)))
+    lost = state.replace(
+        cache=state.cache.replace(layers=jax.tree.map(lambda x: x * jnp.nan, state.cache.layers))
+    )
     propose = jax.jit(decoding.propose_step)
     kept, without = (propose(target, drafter, each)[0] for each in (state, lost))
     np.testing.assert_array_equal(kept.tokens, without.tokens)
@@ -245,7 +293,9 @@ def test_no_cache_is_copied_in_the_compiled_loop() -> None:
     """Neither the target's nor its own."""
     target = tiny_target(num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32)
     drafter = MixtureOfAttentions.init(target, jax.random.key(0), Chain(3), tli=1, num_kv_heads=2)
-    drafter, state = decoding.start(target, drafter, np.array([[1, 4, 2]]), options=GenerationOptions(max_new_tokens=450))
+    drafter, state = decoding.start(
+        target, drafter, np.array([[1, 4, 2]]), options=GenerationOptions(max_new_tokens=450)
+    )
     program = decoding.decode.lower(target, drafter, state, 5).compile().as_text().splitlines()
     for cache in (state.cache, state.drafter.tokens, state.drafter.summaries):
         shape = ",".join(map(str, cache.layers[0][0].shape))
@@ -257,7 +307,11 @@ def test_the_default_draft_is_the_authors(tmp_path) -> None:
     target = target_of()
     drafter = MixtureOfAttentions.init(target, jax.random.key(0))
     drafter.save_pretrained(tmp_path)
-    for each in (drafter, MixtureOfAttentions.from_pretrained(tmp_path), load_drafter(str(tmp_path), None, target.config)):
+    for each in (
+        drafter,
+        MixtureOfAttentions.from_pretrained(tmp_path),
+        load_drafter(str(tmp_path), None, target.config),
+    ):
         assert each.draft == DynamicTree(top_k=8, depth=6, nodes=1 + 62)
 
 
@@ -265,8 +319,12 @@ def test_the_default_draft_is_the_authors(tmp_path) -> None:
 def test_without_layer_self_attention_a_target_with_latents_will_do() -> None:
     latent = tiny_config(mla=MLA(8, 4, 4, 4), num_kv_heads=4)
     target = specjax.Target.init(latent, jax.random.key(0))
-    target = target.replace(params=jax.tree.map(lambda leaf: leaf * 25 if leaf.ndim > 1 else leaf, target.params))
-    conformance.check_greedy(target, MixtureOfAttentions.init(target, jax.random.key(1), Chain(3), lsa=False, tli=1))
+    target = target.replace(
+        params=jax.tree.map(lambda leaf: leaf * 25 if leaf.ndim > 1 else leaf, target.params)
+    )
+    conformance.check_greedy(
+        target, MixtureOfAttentions.init(target, jax.random.key(1), Chain(3), lsa=False, tli=1)
+    )
 
 
 # --- training ---
@@ -282,7 +340,9 @@ def slow_starts(tokens: int, segments: list[int], mask: list[int], length: int) 
     starts = []
     for i in range(tokens):
         start = i
-        while start and segments[start] == segments[start - 1] and mask[start - 1] and start % length:
+        while (
+            start and segments[start] == segments[start - 1] and mask[start - 1] and start % length
+        ):
             start -= 1
         starts.append(start)
     return starts
@@ -316,12 +376,21 @@ def test_a_window_is_read_as_if_each_block_were_a_draft(name) -> None:
     student = strong(target, **VARIANTS[name])
     output, entries = score(target, BATCH)
     starts = block_starts(BATCH, jnp.array([5]))
-    whole = jax.jit(draft_blocks)(student, BATCH, target, output, entries, starts, jnp.array([False]))[0]
-    tokens, segments = np.asarray(BATCH["tokens"][0]).tolist(), np.asarray(BATCH["segments"][0]).tolist()
+    whole = jax.jit(draft_blocks)(
+        student, BATCH, target, output, entries, starts, jnp.array([False])
+    )[0]
+    tokens, segments = (
+        np.asarray(BATCH["tokens"][0]).tolist(),
+        np.asarray(BATCH["segments"][0]).tolist(),
+    )
     for i, start in enumerate(np.asarray(starts[0]).tolist()):
         begin = segments.index(segments[i])
-        expected = slow_chain(student, target, tokens[begin : start + 1], tokens[start + 1 : i + 1], BATCH, begin)[-1]
-        np.testing.assert_allclose(target.head(whole[0, i]), expected, atol=2e-3, rtol=1e-4, err_msg=str(i))
+        expected = slow_chain(
+            student, target, tokens[begin : start + 1], tokens[start + 1 : i + 1], BATCH, begin
+        )[-1]
+        np.testing.assert_allclose(
+            target.head(whole[0, i]), expected, atol=2e-3, rtol=1e-4, err_msg=str(i)
+        )
 
 
 @pytest.mark.parametrize("name", variants("no lsa, tli"))
@@ -330,7 +399,10 @@ def test_held_out_chains_are_drafts(name) -> None:
     target = target_of()
     student = strong(target, **VARIANTS[name])
     output, entries = score(target, BATCH)
-    steps = [target.head(hidden)[0] for hidden in draft_everywhere(student, BATCH, target, output, entries, 3)]
+    steps = [
+        target.head(hidden)[0]
+        for hidden in draft_everywhere(student, BATCH, target, output, entries, 3)
+    ]
     text = DOCUMENTS[0]
     for root in (0, 1, 4):
         expected = slow_chain(student, target, text[: root + 1], text[root + 1 : root + 3])
@@ -343,11 +415,15 @@ def test_held_out_windows_are_judged_by_such_chains() -> None:
     """Acceptance length and accuracies, from the definition: chains of five from every token that five tokens follow."""
     target, text = target_of(), [1, 2, 3, 4, 9, 3, 1, 2, 10, 5]
     student, batch = strong(target), batch_of([text])
-    found = MoATraining(target="here").evaluation(student, {**batch, "key": jax.random.key(0), "progress": 1.0}, target)
+    found = MoATraining(target="here").evaluation(
+        student, {**batch, "key": jax.random.key(0), "progress": 1.0}, target
+    )
     wanted = np.asarray(score(target, batch)[0].logits[0]).argmax(-1)
     lengths, right = [], []
     for root in range(1, len(text) - 5):
-        guesses = slow_chain(student, target, text[: root + 1], text[root + 1 : root + 5]).argmax(-1)
+        guesses = slow_chain(student, target, text[: root + 1], text[root + 1 : root + 5]).argmax(
+            -1
+        )
         right.append(guesses == wanted[root : root + 5])
         lengths.append(1 + np.cumprod(right[-1]).sum())
     np.testing.assert_allclose(found["acceptance_length"], np.mean(lengths), rtol=1e-5)
@@ -371,7 +447,9 @@ def test_the_staircase_hides_what_lies_before_the_block() -> None:
 
     def at(tokens, staircase):
         batch = {**BATCH, "tokens": tokens}
-        return jax.jit(draft_blocks)(student, batch, target, output, entries, starts, jnp.array([staircase]))[0][0]
+        return jax.jit(draft_blocks)(
+            student, batch, target, output, entries, starts, jnp.array([staircase])
+        )[0][0]
 
     other = BATCH["tokens"].at[0, 1].set(7)  # the target's output and entries are left as they were
     for staircase in (True, False):
@@ -383,13 +461,25 @@ def test_the_staircase_hides_what_lies_before_the_block() -> None:
 def test_the_objective_is_its_formula() -> None:
     target = target_of()
     student = strong(target, tli=1)
-    method = MoATraining(target="here", tli=1, shortest_block=5, longest_block=5, staircase_until=0.0, feature_weight=0.3)
+    method = MoATraining(
+        target="here",
+        tli=1,
+        shortest_block=5,
+        longest_block=5,
+        staircase_until=0.0,
+        feature_weight=0.3,
+    )
     batch = {**BATCH, "key": jax.random.key(0), "progress": jnp.ones(())}
     loss, metrics = jax.jit(method.objective)(student, batch, target)
     output, entries = score(target, batch, taps=(2,))
     starts = block_starts(batch, jnp.array([5]))
-    hidden, begun = draft_blocks(student, batch, target, output, entries, starts, jnp.array([False]))
-    ours, theirs = (np.asarray(jax.nn.log_softmax(x[0]), np.float64) for x in (target.head(hidden), output.logits))
+    hidden, begun = draft_blocks(
+        student, batch, target, output, entries, starts, jnp.array([False])
+    )
+    ours, theirs = (
+        np.asarray(jax.nn.log_softmax(x[0]), np.float64)
+        for x in (target.head(hidden), output.logits)
+    )
 
     def smooth(a, b):
         gap = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))
@@ -405,7 +495,9 @@ def test_the_objective_is_its_formula() -> None:
 def test_every_parameter_learns() -> None:
     target = target_of()
     method = MoATraining(target="here", tli=1, shortest_block=2, longest_block=4)
-    student = method.init(jax.random.key(0), StudentInputs(tokenizer=None, counts=np.ones(11), target=target))  # type: ignore[arg-type]
+    student = method.init(
+        jax.random.key(0), StudentInputs(tokenizer=None, counts=np.ones(11), target=target)
+    )  # type: ignore[arg-type]
     assert_all_learn(method, student, target)
 
 
@@ -415,7 +507,9 @@ def assert_all_learn(method, student, target) -> None:
     def loss(params):
         return method.objective(student.replace(params=params), batch, target)[0]
 
-    for path, gradient in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(student.params)):
+    for path, gradient in jax.tree_util.tree_leaves_with_path(
+        jax.jit(jax.grad(loss))(student.params)
+    ):
         assert np.abs(np.asarray(gradient)).max() > 0, path
 
 
@@ -427,11 +521,16 @@ def test_eagle_reads_summaries_of_all_layers() -> None:
     """The state that it drafts from, from its definition: the features of the pairs are the summaries."""
     target, text = target_of(), [1, 4, 2, 4, 2]
     drafter = EagleWithLayerAttention.init(target, jax.random.key(3), Chain(2))
-    drafter = drafter.replace(params=jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim == 2 else leaf, drafter.params))
+    drafter = drafter.replace(
+        params=jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim == 2 else leaf, drafter.params)
+    )
     entries, embedded = target.score(np.array([text]))[1], target.embed(jnp.array([text[1:]]))
     summaries = []
     for t in range(len(text) - 1):
-        layers = [(np.asarray(k[0, :, t], np.float64), np.asarray(v[0, :, t], np.float64)) for k, v in entries]
+        layers = [
+            (np.asarray(k[0, :, t], np.float64), np.asarray(v[0, :, t], np.float64))
+            for k, v in entries
+        ]
         summaries.append(slow_summary(drafter, layers))
     features = jnp.asarray(np.array(summaries), jnp.float32)[None]
     causal = jnp.tril(jnp.ones((1, len(text) - 1, len(text) - 1), bool))
@@ -442,10 +541,14 @@ def test_eagle_reads_summaries_of_all_layers() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", [Eagle1Training, pytest.param(HassTraining, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "kind", [Eagle1Training, pytest.param(HassTraining, marks=pytest.mark.thorough)]
+)
 def test_eagle_learns_to_summarise(kind, tmp_path) -> None:
     target, method = target_of(), kind(target="here", lsa=True)
-    student = method.init(jax.random.key(0), StudentInputs(tokenizer=None, counts=np.ones(11), target=target))  # type: ignore[arg-type]
+    student = method.init(
+        jax.random.key(0), StudentInputs(tokenizer=None, counts=np.ones(11), target=target)
+    )  # type: ignore[arg-type]
     assert_all_learn(method, student, target)
     assert method.evaluation(student, BATCH, target)["acceptance_length"] >= 1
     student.save_pretrained(tmp_path)
@@ -453,7 +556,9 @@ def test_eagle_learns_to_summarise(kind, tmp_path) -> None:
     assert isinstance(again, EagleWithLayerAttention)
     assert again.config == student.config
     jax.tree.map(np.testing.assert_array_equal, again.params, student.params)
-    with pytest.raises(InputError, match=r"made for a target with .* \(3, 2, 4\), but target has \(3, 4, 4\)"):
+    with pytest.raises(
+        InputError, match=r"made for a target with .* \(3, 2, 4\), but target has \(3, 4, 4\)"
+    ):
         again.check(target_of(num_kv_heads=4))
 
 
@@ -471,14 +576,20 @@ def test_it_is_saved_and_read_again(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", [EagleWithLayerAttention, MixtureOfAttentions])
-def test_heads_that_all_layers_have_in_place_of_the_model_s_are_what_is_saved(kind, tmp_path) -> None:
-    layered, other = (target_of(layers=(Layer(num_kv_heads=1, head_dim=size),) * 3) for size in (4, 6))
+def test_heads_that_all_layers_have_in_place_of_the_model_s_are_what_is_saved(
+    kind, tmp_path
+) -> None:
+    layered, other = (
+        target_of(layers=(Layer(num_kv_heads=1, head_dim=size),) * 3) for size in (4, 6)
+    )
     drafter = kind.init(layered, jax.random.key(0), Chain(2))
     drafter.save_pretrained(tmp_path)
     again = kind.from_pretrained(tmp_path, draft=Chain(2))
     assert again.config == drafter.config
     again.check(layered)
-    with pytest.raises(InputError, match=r"made for a target with .* \(3, 1, 4\), but target has \(3, 1, 6\)"):
+    with pytest.raises(
+        InputError, match=r"made for a target with .* \(3, 1, 4\), but target has \(3, 1, 6\)"
+    ):
         again.check(other)
 
 
@@ -486,10 +597,18 @@ def test_the_sizes_of_llama_3_8b_are_the_papers() -> None:
     llama = ModelConfig(
         vocab_size=64, hidden_size=32 * 128, intermediate_size=14336, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128
     )  # fmt: skip
-    drafter = jax.eval_shape(lambda key: MixtureOfAttentions.init(specjax.Target.init(llama, key), key), jax.random.key(0))
+    drafter = jax.eval_shape(
+        lambda key: MixtureOfAttentions.init(specjax.Target.init(llama, key), key),
+        jax.random.key(0),
+    )
     layer, lsa = drafter.config.self_layer, drafter.config.lsa.block
     assert (layer.num_kv_heads, layer.intermediate_size) == (4, 6144)
-    assert (lsa.hidden_size, lsa.num_heads, lsa.num_kv_heads, lsa.intermediate_size) == (2048, 32, 8, 3072)
+    assert (lsa.hidden_size, lsa.num_heads, lsa.num_kv_heads, lsa.intermediate_size) == (
+        2048,
+        32,
+        8,
+        3072,
+    )
     assert drafter.params["layer_self_attention"]["q"].shape == (2048, 2048)
     assert drafter.params["ekv2e"].shape == (2048, 4096)
 
@@ -497,16 +616,24 @@ def test_the_sizes_of_llama_3_8b_are_the_papers() -> None:
 def test_what_does_not_fit_is_refused(tmp_path) -> None:
     target = target_of()
     drafter = strong(target)
-    with pytest.raises(InputError, match=r"made for a target with .* \(11, 16, 3\), but target has \(11, 16, 2\)"):
+    with pytest.raises(
+        InputError, match=r"made for a target with .* \(11, 16, 3\), but target has \(11, 16, 2\)"
+    ):
         drafter.check(tiny_target())
     latent = tiny_config(mla=MLA(8, 4, 4, 4), num_kv_heads=4)
     with pytest.raises(InputError, match="this target stores latents"):
         MixtureOfAttentions.init(specjax.Target.init(latent, jax.random.key(0)), jax.random.key(0))
     layered = tiny_target(**LAYERED["differing"])
-    with pytest.raises(InputError, match=r"layer 1 has \(heads, size\) \(\(1, 8\), .*and layer 0 has \(\(2, 4\), \(2, 4\)\)"):
+    with pytest.raises(
+        InputError,
+        match=r"layer 1 has \(heads, size\) \(\(1, 8\), .*and layer 0 has \(\(2, 4\), \(2, 4\)\)",
+    ):
         MixtureOfAttentions.init(layered, jax.random.key(0))
     sharing = tiny_target(**LAYERED["sharing"])
-    with pytest.raises(InputError, match=r"\(tli=1\) runs layers \[3\], which read the entries of layers before layer 3"):
+    with pytest.raises(
+        InputError,
+        match=r"\(tli=1\) runs layers \[3\], which read the entries of layers before layer 3",
+    ):
         MixtureOfAttentions.init(sharing, jax.random.key(0), lsa=False, tli=1).check(sharing)
     with pytest.raises(InputError, match="tli=3: the target has 3 layers"):
         MixtureOfAttentions.init(target, jax.random.key(0), tli=3)
@@ -522,8 +649,14 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
             {"layer_self_attention": lsa | {"num_attention_heads": 3}},
             "config.json: layer_self_attention: num_attention_heads=3",
         ),
-        ({"layer_self_attention": lsa | {"target_head_dim": "4"}}, "layer_self_attention: target_head_dim='4'"),
-        ({"layer_self_attention": lsa | {"target_num_key_value_heads": 4}}, "'Ekv2E.weight' has shape"),
+        (
+            {"layer_self_attention": lsa | {"target_head_dim": "4"}},
+            "layer_self_attention: target_head_dim='4'",
+        ),
+        (
+            {"layer_self_attention": lsa | {"target_num_key_value_heads": 4}},
+            "'Ekv2E.weight' has shape",
+        ),
     ]:
         file.write_text(json.dumps(content | {"moa_config": own | change}))
         with pytest.raises(CheckpointError, match=message):
@@ -576,11 +709,16 @@ def published_tensors(bias: bool = False) -> dict[str, np.ndarray]:
         matrices = {f"self_attn.{part}_proj": (size, width) for part, size in rows.items()}
         matrices |= {"mlp.gate_proj": (intermediate, width), "mlp.up_proj": (intermediate, width)}
         matrices |= {"mlp.down_proj": (width, intermediate)}
-        tensors |= {f"{name}.{part}.weight": rng.normal(size=shape) * 0.3 for part, shape in matrices.items()}
+        tensors |= {
+            f"{name}.{part}.weight": rng.normal(size=shape) * 0.3
+            for part, shape in matrices.items()
+        }
         for part in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{name}.{part}.weight"] = rng.uniform(0.5, 1.5, width)
         if bias and name != "cross_attention":
-            tensors |= {f"{name}.self_attn.{part}_proj.bias": rng.normal(size=rows[part]) for part in "qkv"}
+            tensors |= {
+                f"{name}.self_attn.{part}_proj.bias": rng.normal(size=rows[part]) for part in "qkv"
+            }
     return {name: array.astype(np.float32) for name, array in tensors.items()}
 
 
@@ -589,10 +727,21 @@ def publish(directory, layout: str, bias: bool = False, **changes) -> None:
     content = OF_TARGET | ({"model_type": "qwen2"} if bias else {})
     if layout == "vllm":
         content = {name: value for name, value in content.items() if name not in NOT_IN_VLLM}
-        content |= {"model_type": "moa_spec", "architectures": ["MOASpecModel"], "disable_LSA": False, "kv_hidden_size": 32}
+        content |= {
+            "model_type": "moa_spec",
+            "architectures": ["MOASpecModel"],
+            "disable_LSA": False,
+            "kv_hidden_size": 32,
+        }
         content |= {"self_attention_num_key_value_heads": 2, "self_attention_intermediate_size": 40}
-        content |= {"cross_attention_num_key_value_heads": 1, "cross_attention_intermediate_size": 56}
-        content |= {"layer_self_attention_num_key_value_heads": 2, "layer_self_attention_intermediate_size": 72}
+        content |= {
+            "cross_attention_num_key_value_heads": 1,
+            "cross_attention_intermediate_size": 56,
+        }
+        content |= {
+            "layer_self_attention_num_key_value_heads": 2,
+            "layer_self_attention_intermediate_size": 72,
+        }
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(content | changes))
     save_file(published_tensors(bias), directory / "model.safetensors")
@@ -604,20 +753,34 @@ def test_published_checkpoints_are_read_and_written_back(tmp_path, layout) -> No
     publish(tmp_path / "published", layout)
     target = target_of(num_kv_heads=4)
     drafter = load_drafter(str(tmp_path / "published"), None, target.config, dtype=jnp.float32)
-    assert isinstance(drafter, MixtureOfAttentions) and drafter.draft == DynamicTree(top_k=8, depth=6, nodes=1 + 62)
+    assert isinstance(drafter, MixtureOfAttentions) and drafter.draft == DynamicTree(
+        top_k=8, depth=6, nodes=1 + 62
+    )
     drafter.check(target)
     own, cross, lsa = drafter.config.self_layer, drafter.config.cross_layer, drafter.config.lsa
     assert lsa is not None and drafter.config.tli == 0
     assert (own.num_heads, own.num_kv_heads, own.head_dim, own.intermediate_size) == (4, 2, 4, 40)
-    assert (cross.num_heads, cross.num_kv_heads, cross.head_dim, cross.intermediate_size) == (4, 1, 4, 56)
-    assert (lsa.block.num_heads, lsa.block.num_kv_heads, lsa.block.head_dim, lsa.block.intermediate_size) == (4, 2, 8, 72)
+    assert (cross.num_heads, cross.num_kv_heads, cross.head_dim, cross.intermediate_size) == (
+        4,
+        1,
+        4,
+        56,
+    )
+    assert (
+        lsa.block.num_heads,
+        lsa.block.num_kv_heads,
+        lsa.block.head_dim,
+        lsa.block.intermediate_size,
+    ) == (4, 2, 8, 72)
     assert (lsa.target_kv_heads, lsa.target_head_dim) == (4, 4)
     # Of the target the converter keeps little, and so its own number of layers is not asked for.
     assert lsa.target_layers == drafter.config.target_layers == (3 if layout == "authors" else None)
     assert own.rope == Rope(theta=100.0, kind="linear", factor=4.0, original_max_positions=512)
     assert cross.rope == lsa.block.rope == Rope(theta=100.0)
     tensors = published_tensors()
-    np.testing.assert_array_equal(drafter.params["cross_attention"]["k"], tensors["cross_attention.self_attn.k_proj.weight"].T)
+    np.testing.assert_array_equal(
+        drafter.params["cross_attention"]["k"], tensors["cross_attention.self_attn.k_proj.weight"].T
+    )
     np.testing.assert_array_equal(drafter.params["ekv2e"], tensors["Ekv2E.weight"].T)
     for again in (layout, "specjax"):
         drafter.save_pretrained(tmp_path / again, layout=again)
@@ -627,7 +790,9 @@ def test_published_checkpoints_are_read_and_written_back(tmp_path, layout) -> No
         read = MixtureOfAttentions.from_pretrained(tmp_path / again, dtype=np.float32)
         assert read.config == drafter.config
         jax.tree.map(np.testing.assert_array_equal, read.params, drafter.params)
-    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("published", layout))
+    before, after = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("published", layout)
+    )
     same = before.keys() & after.keys() - {"rope_scaling"}
     assert {name: before[name] for name in same} == {name: after[name] for name in same}
     assert {name for name in before if name not in after} <= {
@@ -636,38 +801,69 @@ def test_published_checkpoints_are_read_and_written_back(tmp_path, layout) -> No
 
 
 @pytest.mark.parametrize("layout", ["authors", "vllm"])
-def test_by_name_a_published_checkpoint_has_the_target_layer_inference_that_the_name_says(layout, tmp_path) -> None:
+def test_by_name_a_published_checkpoint_has_the_target_layer_inference_that_the_name_says(
+    layout, tmp_path
+) -> None:
     publish(tmp_path / "published", layout)
     target = target_of(num_kv_heads=4)
-    drafter = load_drafter(f"moa,tli=1:{tmp_path / 'published'}", Chain(4), target.config, dtype=jnp.float32)
-    made = MixtureOfAttentions.from_pretrained(tmp_path / "published", draft=Chain(4), dtype=jnp.float32, tli=1)
+    drafter = load_drafter(
+        f"moa,tli=1:{tmp_path / 'published'}", Chain(4), target.config, dtype=jnp.float32
+    )
+    made = MixtureOfAttentions.from_pretrained(
+        tmp_path / "published", draft=Chain(4), dtype=jnp.float32, tli=1
+    )
     assert isinstance(drafter, MixtureOfAttentions)
     assert drafter.config == made.config and drafter.config.tli == 1
     assert drafter.fingerprint() == made.fingerprint()
-    plain = load_drafter(f"moa:{tmp_path / 'published'}", Chain(4), target.config, dtype=jnp.float32)
-    assert plain.fingerprint() != made.fingerprint()  # a client and a server of which one says no tli do not fit
+    plain = load_drafter(
+        f"moa:{tmp_path / 'published'}", Chain(4), target.config, dtype=jnp.float32
+    )
+    assert (
+        plain.fingerprint() != made.fingerprint()
+    )  # a client and a server of which one says no tli do not fit
     made.save_pretrained(tmp_path / "ours")
-    with pytest.raises(InputError, match=r"tli=2: the checkpoint says that it was trained with tli=1; leave tli out"):
+    with pytest.raises(
+        InputError,
+        match=r"tli=2: the checkpoint says that it was trained with tli=1; leave tli out",
+    ):
         load_drafter(f"moa,tli=2:{tmp_path / 'ours'}", None, target.config, dtype=jnp.float32)
-    assert load_drafter(f"moa,tli=1:{tmp_path / 'ours'}", None, target.config, dtype=jnp.float32).config == made.config
+    assert (
+        load_drafter(
+            f"moa,tli=1:{tmp_path / 'ours'}", None, target.config, dtype=jnp.float32
+        ).config
+        == made.config
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "tli"),
-    [("vllm", 1), *[pytest.param(*case, marks=pytest.mark.thorough) for case in [("vllm", 0), ("authors", 2)]]],
+    [
+        ("vllm", 1),
+        *[
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in [("vllm", 0), ("authors", 2)]
+        ],
+    ],
 )
 def test_published_checkpoints_draft_by_the_definition(tmp_path, layout, tli) -> None:
     publish(tmp_path / "published", layout)
     target = target_of(num_kv_heads=4)
-    drafter = MixtureOfAttentions.from_pretrained(tmp_path / "published", draft=Chain(4), dtype=jnp.float32, tli=tli)
+    drafter = MixtureOfAttentions.from_pretrained(
+        tmp_path / "published", draft=Chain(4), dtype=jnp.float32, tli=tli
+    )
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
     drafter, state = decoding.start(target, drafter, np.array([[1, 4, 2, 4, 2]]), None, options)
-    assert [cache.layers[0][0].shape[1] for cache in (state.drafter.tokens, state.drafter.summaries)] == [2, 1]
+    assert [
+        cache.layers[0][0].shape[1] for cache in (state.drafter.tokens, state.drafter.summaries)
+    ] == [2, 1]
     propose, advance = jax.jit(decoding.propose_step), jax.jit(decoding.advance)
     for _ in range(2):
         draft, drafting = propose(target, drafter, state)
-        text, drafted = np.asarray(state.tokens[0, : int(state.lengths[0])]).tolist(), np.asarray(draft.tokens[0, 1:]).tolist()
+        text, drafted = (
+            np.asarray(state.tokens[0, : int(state.lengths[0])]).tolist(),
+            np.asarray(draft.tokens[0, 1:]).tolist(),
+        )
         assert drafted == slow_chain(drafter, target, text, drafted[:-1]).argmax(-1).tolist()
         state, _ = advance(target, drafter, drafting, draft)
 
@@ -676,7 +872,10 @@ def test_biases_of_a_published_checkpoint_are_told_by_its_tensors(tmp_path) -> N
     publish(tmp_path / "published", "authors", bias=True)
     drafter = MixtureOfAttentions.from_pretrained(tmp_path / "published", dtype=np.float32)
     config = drafter.config
-    assert config.lsa is not None and (config.self_layer.qkv_bias, config.cross_layer.qkv_bias) == (True, False)
+    assert config.lsa is not None and (config.self_layer.qkv_bias, config.cross_layer.qkv_bias) == (
+        True,
+        False,
+    )
     assert drafter.params["layer_self_attention"]["k_bias"].shape == (16,)
     for layout in MixtureOfAttentions.layouts:
         drafter.save_pretrained(tmp_path / layout, layout=layout)
@@ -703,8 +902,12 @@ def test_target_layer_inference_is_asked_for_where_a_checkpoint_does_not_say(tmp
     drafter = MixtureOfAttentions.from_pretrained(tmp_path / "authors", tli=2)
     drafter.save_pretrained(tmp_path / "ours")
     for asked in ({}, {"tli": 2}):
-        assert MixtureOfAttentions.from_pretrained(tmp_path / "ours", **asked).config == drafter.config
-    with pytest.raises(CheckpointError, match=r"config\.json: tli=0: .* trained with tli=2; leave tli out"):
+        assert (
+            MixtureOfAttentions.from_pretrained(tmp_path / "ours", **asked).config == drafter.config
+        )
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: tli=0: .* trained with tli=2; leave tli out"
+    ):
         MixtureOfAttentions.from_pretrained(tmp_path / "ours", tli=0)
 
 
@@ -721,26 +924,51 @@ def test_a_checkpoint_from_before_cross_attention_had_sizes_is_read(tmp_path) ->
 def test_what_a_published_layout_cannot_say_is_refused(tmp_path) -> None:
     publish(tmp_path / "vllm", "vllm")
     drafter = MixtureOfAttentions.from_pretrained(tmp_path / "vllm", dtype=np.float32)
-    with pytest.raises(InputError, match=r"its config\.json is the target's, .* give target=DIRECTORY"):
+    with pytest.raises(
+        InputError, match=r"its config\.json is the target's, .* give target=DIRECTORY"
+    ):
         drafter.save_pretrained(tmp_path / "no", layout="authors")
     target_of(num_kv_heads=2).save_pretrained(tmp_path / "other")
-    with pytest.raises(InputError, match=r"target=.*other': it has .* \(11, 16, 3, 4, 2, 4\), .* needs \(11, 16, 3, 4, 4, 4\)"):
+    with pytest.raises(
+        InputError,
+        match=r"target=.*other': it has .* \(11, 16, 3, 4, 2, 4\), .* needs \(11, 16, 3, 4, 4, 4\)",
+    ):
         drafter.save_pretrained(tmp_path / "no", layout="authors", target=str(tmp_path / "other"))
     target_of(num_kv_heads=4).save_pretrained(tmp_path / "target")
     drafter.save_pretrained(tmp_path / "authors", layout="authors", target=str(tmp_path / "target"))
     read = MixtureOfAttentions.from_pretrained(tmp_path / "authors", dtype=np.float32)
-    assert (read.config.self_layer, read.config.cross_layer) == (drafter.config.self_layer, drafter.config.cross_layer)
-    with pytest.raises(InputError, match=r"layout='sglang': a Mixture of Attentions drafter .* 'specjax', 'authors', 'vllm'"):
+    assert (read.config.self_layer, read.config.cross_layer) == (
+        drafter.config.self_layer,
+        drafter.config.cross_layer,
+    )
+    with pytest.raises(
+        InputError,
+        match=r"layout='sglang': a Mixture of Attentions drafter .* 'specjax', 'authors', 'vllm'",
+    ):
         drafter.save_pretrained(tmp_path / "no", layout="sglang")
-    odd = MixtureOfAttentions.init(target_of(num_heads=6, num_kv_heads=2, head_dim=4), jax.random.key(0))
-    with pytest.raises(InputError, match=r"layout='vllm': all blocks need the target's number of query heads, .* \[6, 6, 4\]"):
+    odd = MixtureOfAttentions.init(
+        target_of(num_heads=6, num_kv_heads=2, head_dim=4), jax.random.key(0)
+    )
+    with pytest.raises(
+        InputError,
+        match=r"layout='vllm': all blocks need the target's number of query heads, .* \[6, 6, 4\]",
+    ):
         odd.save_pretrained(tmp_path / "no", layout="vllm")
     for changes, message in [
-        ({"self_attention_num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
-        ({"cross_attention_intermediate_size": 57}, "'cross_attention.mlp.down_proj.weight' has shape"),
+        (
+            {"self_attention_num_key_value_heads": 3},
+            "num_heads=4 is not a multiple of num_kv_heads=3",
+        ),
+        (
+            {"cross_attention_intermediate_size": 57},
+            "'cross_attention.mlp.down_proj.weight' has shape",
+        ),
         ({"kv_hidden_size": 36}, "reads 36 numbers, which are no keys and values of size 4"),
         ({"disable_LSA": True}, "is no part of a Mixture of Attentions drafter"),
-        ({"layer_self_attention_intermediate_size": "72"}, "layer_self_attention_intermediate_size='72'"),
+        (
+            {"layer_self_attention_intermediate_size": "72"},
+            "layer_self_attention_intermediate_size='72'",
+        ),
     ]:
         publish(tmp_path / message[:9], "vllm", **changes)
         with pytest.raises(CheckpointError, match=message):
@@ -751,8 +979,14 @@ def test_what_a_published_layout_cannot_say_is_refused(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (MoATraining(target="here", shortest_block=4, longest_block=3), "shortest_block=4, method.longest_block=3"),
-        (MoATraining(target="here", longest_block=9), "longest_block=9: must be from 1 to data.window=8"),
+        (
+            MoATraining(target="here", shortest_block=4, longest_block=3),
+            "shortest_block=4, method.longest_block=3",
+        ),
+        (
+            MoATraining(target="here", longest_block=9),
+            "longest_block=9: must be from 1 to data.window=8",
+        ),
         (MoATraining(target="here", longest_block=8, staircase_until=2.0), "staircase_until=2.0"),
         (MoATraining(target="here", longest_block=8, tli=-1), "tli=-1"),
     ],

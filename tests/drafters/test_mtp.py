@@ -34,7 +34,9 @@ def beside_its_target(tmp_path, target):
     drafter = MTP.init(target, jax.random.key(1), modules=2, qkv_bias=True, model_type="qwen2")
     target.save_pretrained(tmp_path)
     drafter.save_pretrained(tmp_path / "mtp")
-    tensors = load_file(tmp_path / "model.safetensors") | load_file(tmp_path / "mtp" / "model.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors") | load_file(
+        tmp_path / "mtp" / "model.safetensors"
+    )
     save_file(tensors, tmp_path / "model.safetensors")
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 2}))
@@ -50,7 +52,10 @@ def assert_same(one: MTP, other: MTP) -> None:
 def test_modules_are_read_from_beside_their_target(beside_its_target, target) -> None:
     directory, drafter = beside_its_target
     names = set(load_file(directory / "model.safetensors"))
-    assert {"model.mtp_layers.1.input_proj.weight", "model.mtp_layers.0.token_layernorm.weight"} < names
+    assert {
+        "model.mtp_layers.1.input_proj.weight",
+        "model.mtp_layers.0.token_layernorm.weight",
+    } < names
     read = MTP.from_pretrained(directory, dtype=jnp.float32)
     assert_same(read, drafter)
     assert isinstance(load_drafter(str(directory), Chain(2), target.config), MTP)
@@ -78,8 +83,20 @@ SIZES = {
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
 }
-LATENT = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10}
-EXPERTS = {"moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+LATENT = {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+EXPERTS = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
 PUBLISHED = {  # transformers' name of the family, its sizes, and how the module's tensors are called
     "mimo": (
         "Qwen2",
@@ -105,12 +122,20 @@ def published(request, tmp_path):
 
     family, sizes, prefix, names = PUBLISHED[request.param]
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SIZES | sizes)).eval()
-    extra = {name: torch.randn(32) * 0.3 + 1 for name in names} | {names[2]: torch.randn(32, 64) * 0.2}
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(**SIZES | sizes)
+    ).eval()
+    extra = {name: torch.randn(32) * 0.3 + 1 for name in names} | {
+        names[2]: torch.randn(32, 64) * 0.2
+    }
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 37, (1, 12)))
 
     def norm(x, name):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps) * extra[name]
+        return (
+            x
+            * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps)
+            * extra[name]
+        )
 
     with torch.no_grad():
         for key, value in model.state_dict().items():
@@ -119,10 +144,24 @@ def published(request, tmp_path):
         inner = model.model
 
         def read(states, following):
-            count, parts = states.shape[1], [norm(states, names[0]), norm(inner.embed_tokens(following), names[1])]
-            x = torch.cat(parts if request.param == "mimo" else parts[::-1], dim=-1) @ extra[names[2]].T
-            mask, places = torch.full((count, count), float("-inf")).triu(1)[None, None], torch.arange(count)[None]
-            x = inner.layers[2](x, attention_mask=mask, position_ids=places, position_embeddings=inner.rotary_emb(x, places))
+            count, parts = (
+                states.shape[1],
+                [norm(states, names[0]), norm(inner.embed_tokens(following), names[1])],
+            )
+            x = (
+                torch.cat(parts if request.param == "mimo" else parts[::-1], dim=-1)
+                @ extra[names[2]].T
+            )
+            mask, places = (
+                torch.full((count, count), float("-inf")).triu(1)[None, None],
+                torch.arange(count)[None],
+            )
+            x = inner.layers[2](
+                x,
+                attention_mask=mask,
+                position_ids=places,
+                position_embeddings=inner.rotary_emb(x, places),
+            )
             return x[0] if isinstance(x, tuple) else x
 
         hidden = inner.norm(model(tokens[:, :-1], output_hidden_states=True).hidden_states[2])
@@ -131,19 +170,27 @@ def published(request, tmp_path):
         # Drafting goes on with the module's own state: MiMo hands it on after its norm, DeepSeek before.
         handed_on = norm(first, names[3]) if request.param == "mimo" else first
         drafted = logits[:, -1:].argmax(-1)
-        second = read(torch.cat([hidden, handed_on[:, -1:]], 1), torch.cat([tokens[:, 1:], drafted], 1))
+        second = read(
+            torch.cat([hidden, handed_on[:, -1:]], 1), torch.cat([tokens[:, 1:], drafted], 1)
+        )
         following = (norm(second[:, -1], names[3]) @ model.lm_head.weight.T).argmax(-1)
     model.save_pretrained(tmp_path)
     tensors = {
-        name.replace("model.layers.2.", prefix): value for name, value in load_file(tmp_path / "model.safetensors").items()
+        name.replace("model.layers.2.", prefix): value
+        for name, value in load_file(tmp_path / "model.safetensors").items()
     }
     tensors |= {f"{prefix}{name}.weight": value.numpy() for name, value in extra.items()}
     if request.param == "deepseek_v3":  # which repeats what the modules share
         tensors |= {f"{prefix}embed_tokens.weight": tensors["model.embed_tokens.weight"]}
         tensors |= {f"{prefix}shared_head.head.weight": tensors["lm_head.weight"]}
     save_file(tensors, tmp_path / "model.safetensors")
-    raw = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 2, "model_type": request.param}
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 1, "layer_types": None}))
+    raw = json.loads((tmp_path / "config.json").read_text()) | {
+        "num_hidden_layers": 2,
+        "model_type": request.param,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(raw | {"num_nextn_predict_layers": 1, "layer_types": None})
+    )
     return tmp_path, tokens.numpy(), logits.numpy(), [int(drafted), int(following)]
 
 
@@ -157,7 +204,9 @@ def test_published_modules_say_what_the_published_network_says(published) -> Non
     )
     output = target.forward(tokens[:, :-1])[0]
     causal, positions = jnp.tril(jnp.ones((1, 11, 11), bool)), jnp.arange(11)[None]
-    states, _ = drafter.run(drafter.features(output), drafter.embed(target, tokens[:, 1:]), positions, causal, ((),))
+    states, _ = drafter.run(
+        drafter.features(output), drafter.embed(target, tokens[:, 1:]), positions, causal, ((),)
+    )
     np.testing.assert_allclose(drafter.logits(target, states), expected, atol=1e-4)
     prompts = np.concatenate([tokens, tokens])
     options = GenerationOptions(max_new_tokens=8, sampling=Sampling(temperature=0.0))
@@ -166,7 +215,9 @@ def test_published_modules_say_what_the_published_network_says(published) -> Non
     assert draft.tokens[0, 1:].tolist() == drafted
     assert draft.tokens[1, 1] == expected[0, 5].argmax()
     plain = specjax.generate(target, None, prompts, max_new_tokens=8)
-    np.testing.assert_array_equal(specjax.generate(target, drafter, prompts, max_new_tokens=8).tokens, plain.tokens)
+    np.testing.assert_array_equal(
+        specjax.generate(target, drafter, prompts, max_new_tokens=8).tokens, plain.tokens
+    )
 
 
 def test_a_tensor_that_no_module_has_is_refused(published) -> None:
@@ -184,11 +235,17 @@ def test_what_is_wrong_is_refused_by_name(beside_its_target, target) -> None:
     tensors = load_file(directory / "model.safetensors")
 
     def keep(*left_out: str) -> None:
-        kept = {name: value for name, value in tensors.items() if not any(part in name for part in left_out)}
+        kept = {
+            name: value
+            for name, value in tensors.items()
+            if not any(part in name for part in left_out)
+        }
         save_file(kept, directory / "model.safetensors")
 
     keep("mtp_layers.1.")
-    with pytest.raises(CheckpointError, match="num_nextn_predict_layers=2, but there are tensors of 1 modules"):
+    with pytest.raises(
+        CheckpointError, match="num_nextn_predict_layers=2, but there are tensors of 1 modules"
+    ):
         MTP.from_pretrained(directory)
     keep("mtp_layers.1.input_proj")
     with pytest.raises(CheckpointError, match=r"mtp_layers\.1\.input_proj\.weight' .*missing"):
@@ -199,7 +256,9 @@ def test_what_is_wrong_is_refused_by_name(beside_its_target, target) -> None:
     keep()
     raw = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 1}))
-    with pytest.raises(CheckpointError, match="num_nextn_predict_layers=1, but there are tensors of 2 modules"):
+    with pytest.raises(
+        CheckpointError, match="num_nextn_predict_layers=1, but there are tensors of 2 modules"
+    ):
         MTP.from_pretrained(directory)
     with pytest.raises(InputError, match="count=3: there are 2 modules"):
         drafter.first(3)
@@ -211,4 +270,6 @@ def test_the_first_modules_alone(target) -> None:
     drafter = MTP.init(target, jax.random.key(1), Chain(3), modules=3)
     alone = drafter.first(2)
     assert alone.modules == 2
-    jax.tree.map(np.testing.assert_array_equal, alone.params["modules"], drafter.params["modules"][:2])
+    jax.tree.map(
+        np.testing.assert_array_equal, alone.params["modules"], drafter.params["modules"][:2]
+    )

@@ -28,7 +28,13 @@ from tests.models.families import zoo
 
 LENGTH, DEPTH = 9, 3
 TEXT = np.random.default_rng(3).integers(0, zoo.VOCABULARY, LENGTH)
-NAMES = ("qwen3_next", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen3_5 with biases", "qwen3_5_moe")))
+NAMES = (
+    "qwen3_next",
+    *(
+        pytest.param(name, marks=pytest.mark.thorough)
+        for name in ("qwen3_5 with biases", "qwen3_5_moe")
+    ),
+)
 
 
 @dataclass
@@ -51,7 +57,9 @@ class Published:
         of_module = zoo.build(kind, fields | alone, seed=5)
         torch.manual_seed(7)
         norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-        extra = {f"mtp.{norm}.weight": torch.randn(32) * 0.3 for norm in norms} | {"mtp.fc.weight": torch.randn(32, 64) * 0.2}
+        extra = {f"mtp.{norm}.weight": torch.randn(32) * 0.3 for norm in norms} | {
+            "mtp.fc.weight": torch.randn(32, 64) * 0.2
+        }
         return cls(model, of_module, extra)
 
     def norm(self, name: str, x: Any) -> Any:
@@ -65,9 +73,19 @@ class Published:
         from tests.with_torch import torch
 
         embedded = self.model.model.embed_tokens(tokens)
-        joined = torch.cat([self.norm("pre_fc_norm_embedding", embedded), self.norm("pre_fc_norm_hidden", states)], dim=-1)
-        x, inner, count = joined @ self.extra["mtp.fc.weight"].T, self.of_module.model, tokens.shape[1]
-        mask, places = torch.full((count, count), float("-inf")).triu(1)[None, None], torch.arange(count)[None]
+        joined = torch.cat(
+            [self.norm("pre_fc_norm_embedding", embedded), self.norm("pre_fc_norm_hidden", states)],
+            dim=-1,
+        )
+        x, inner, count = (
+            joined @ self.extra["mtp.fc.weight"].T,
+            self.of_module.model,
+            tokens.shape[1],
+        )
+        mask, places = (
+            torch.full((count, count), float("-inf")).triu(1)[None, None],
+            torch.arange(count)[None],
+        )
         turned = inner.rotary_emb(x, places)
         x = inner.layers[0](x, attention_mask=mask, position_ids=places, position_embeddings=turned)
         return self.norm("norm", x[0] if isinstance(x, tuple) else x)
@@ -78,19 +96,29 @@ class Published:
 
         tokens, found = TEXT.tolist(), []
         with torch.no_grad():
-            states = self.model.model(torch.tensor([tokens[:known]])).last_hidden_state[:, : known - 1]
+            states = self.model.model(torch.tensor([tokens[:known]])).last_hidden_state[
+                :, : known - 1
+            ]
             for depth in range(len(drafted)):
                 following = torch.tensor([tokens[1:known] + drafted[:depth]])
                 out = self.read(states, following)
                 found.append((out[0, -1] @ self.model.lm_head.weight.T).softmax(-1).numpy())
-                states = torch.cat([states, out[:, -1:]], dim=1)  # the next pair has what was handed on
+                states = torch.cat(
+                    [states, out[:, -1:]], dim=1
+                )  # the next pair has what was handed on
         return np.stack(found)
 
-    def save(self, directory: Path, *, nested: str = "", one_by_one: bool = False, counted: bool = True) -> None:
+    def save(
+        self, directory: Path, *, nested: str = "", one_by_one: bool = False, counted: bool = True
+    ) -> None:
         """As published: the module's tensors among the target's."""
         self.of_module.save_pretrained(directory / "module")
         own = load_file(directory / "module" / "model.safetensors")
-        own = {name.replace("model.", "mtp."): value for name, value in own.items() if ".layers." in name}
+        own = {
+            name.replace("model.", "mtp."): value
+            for name, value in own.items()
+            if ".layers." in name
+        }
         own = split_experts(own) if one_by_one else join_experts(own)
         self.model.save_pretrained(directory)
         tensors = load_file(directory / "model.safetensors")
@@ -98,7 +126,10 @@ class Published:
         if counted:
             raw["mtp_num_hidden_layers"] = 1
         if nested:
-            tensors = {name.replace("model.", "model.language_model."): value for name, value in tensors.items()}
+            tensors = {
+                name.replace("model.", "model.language_model."): value
+                for name, value in tensors.items()
+            }
             tensors["model.visual.merger.norm.weight"] = np.ones(3, np.float32)
             raw = {"model_type": nested, "text_config": raw, "vision_config": {}}
         tensors |= own | {name: value.numpy() for name, value in self.extra.items()}
@@ -115,8 +146,15 @@ def split_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             found[name] = value
             continue
         for i, own in enumerate(value):
-            parts = {"down": own} if joined == "down_proj" else dict(zip(("gate", "up"), np.split(own, 2), strict=True))
-            found |= {f"{stem}.{i}.{part}_proj.weight": np.ascontiguousarray(matrix) for part, matrix in parts.items()}
+            parts = (
+                {"down": own}
+                if joined == "down_proj"
+                else dict(zip(("gate", "up"), np.split(own, 2), strict=True))
+            )
+            found |= {
+                f"{stem}.{i}.{part}_proj.weight": np.ascontiguousarray(matrix)
+                for part, matrix in parts.items()
+            }
     return found
 
 
@@ -130,16 +168,22 @@ def join_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             found[name] = value
     for stem, own in experts.items():
         numbers = sorted({number for number, _ in own})
-        found[f"{stem}.gate_up_proj"] = np.stack([np.concatenate([own[i, "gate"], own[i, "up"]]) for i in numbers])
+        found[f"{stem}.gate_up_proj"] = np.stack(
+            [np.concatenate([own[i, "gate"], own[i, "up"]]) for i in numbers]
+        )
         found[f"{stem}.down_proj"] = np.stack([own[i, "down"] for i in numbers])
     return found
 
 
-def drafted_by(directory: Path, known: np.ndarray) -> tuple[np.ndarray, np.ndarray, specjax.Target, MTP]:
+def drafted_by(
+    directory: Path, known: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, specjax.Target, MTP]:
     """The chains that the engine drafts after so many tokens of the text and a root, and what they were drawn from."""
     target = specjax.Target.from_pretrained(directory, dtype=np.float32)
     drafter = MTP.from_pretrained(directory, draft=Chain(DEPTH), dtype=np.float32)
-    options = GenerationOptions(max_new_tokens=8, sampling=Sampling(temperature=1.0), eos_token_ids=())
+    options = GenerationOptions(
+        max_new_tokens=8, sampling=Sampling(temperature=1.0), eos_token_ids=()
+    )
     drafter, state = decoding.start(target, drafter, np.tile(TEXT, (len(known), 1)), known, options)
     draft, _ = jax.jit(decoding.propose_step)(target, drafter, state)
     return np.asarray(draft.tokens)[:, 1:], np.asarray(draft.q)[:, :DEPTH], target, drafter
@@ -156,19 +200,30 @@ def test_drafts_are_drawn_from_what_the_published_network_says(tmp_path, name) -
     published.save(tmp_path, counted=name != "qwen3_next")
     tokens, q, target, drafter = drafted_by(tmp_path, KNOWN)
     for row, known in enumerate(KNOWN):
-        np.testing.assert_allclose(q[row], published.expected(known, tokens[row].tolist()), atol=2e-5)
+        np.testing.assert_allclose(
+            q[row], published.expected(known, tokens[row].tolist()), atol=2e-5
+        )
     output = target.forward(TEXT[None, :-1])[0]
-    causal, positions = jnp.tril(jnp.ones((1, LENGTH - 1, LENGTH - 1), bool)), jnp.arange(LENGTH - 1)[None]
-    states, _ = drafter.run(drafter.features(output), drafter.embed(target, TEXT[None, 1:]), positions, causal, ((),))
+    causal, positions = (
+        jnp.tril(jnp.ones((1, LENGTH - 1, LENGTH - 1), bool)),
+        jnp.arange(LENGTH - 1)[None],
+    )
+    states, _ = drafter.run(
+        drafter.features(output), drafter.embed(target, TEXT[None, 1:]), positions, causal, ((),)
+    )
     probabilities = jax.nn.softmax(drafter.logits(target, states))[0]
     for known in range(2, LENGTH + 1):
-        np.testing.assert_allclose(probabilities[known - 2], published.expected(known, [0])[0], atol=2e-5)
+        np.testing.assert_allclose(
+            probabilities[known - 2], published.expected(known, [0])[0], atol=2e-5
+        )
     assert drafter.config.layer.gated_attention and drafter.config.layer.norm_offset == 1
     assert (drafter.config.layer.moe is not None) == (name in ("qwen3_5_moe", "qwen3_next"))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "nested"), [("qwen3_5", "qwen3_5"), ("qwen3_5_moe", "qwen3_5_moe")])
+@pytest.mark.parametrize(
+    ("name", "nested"), [("qwen3_5", "qwen3_5"), ("qwen3_5_moe", "qwen3_5_moe")]
+)
 def test_modules_of_models_that_see(tmp_path, name, nested) -> None:
     published = Published.make(name)
     published.save(tmp_path, nested=nested, one_by_one=True)
@@ -188,7 +243,9 @@ def test_modules_alone_are_read_as_they_were_written(tmp_path, name, one_by_one)
     again = MTP.from_pretrained(tmp_path / "alone", dtype=np.float32)
     assert again.config == read.config
     jax.tree.map(np.testing.assert_array_equal, again.params, read.params)
-    before, after = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "alone"))
+    before, after = (
+        load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "alone")
+    )
     assert set(after) == {each for each in before if each.startswith("mtp.")}
     jax.tree.map(np.testing.assert_array_equal, {each: before[each] for each in after}, after)
 
@@ -202,7 +259,9 @@ def test_new_modules_have_the_names_of_the_published_ones(tmp_path, name) -> Non
     drafter = MTP.init(target, jax.random.key(1))
     assert drafter.config == MTP.from_pretrained(tmp_path).config
     drafter.save_pretrained(tmp_path / "alone")
-    before, after = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "alone"))
+    before, after = (
+        load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "alone")
+    )
     assert {each: value.shape for each, value in after.items()} == {
         each: value.shape for each, value in before.items() if each.startswith("mtp.")
     }
@@ -220,23 +279,44 @@ def test_more_modules_than_there_are_names_for_are_plain() -> None:
 def test_what_is_wrong_is_refused_by_name(tmp_path) -> None:
     published = Published.make("qwen3_5")
     published.save(tmp_path)
-    raw, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    raw, tensors = (
+        json.loads((tmp_path / "config.json").read_text()),
+        load_file(tmp_path / "model.safetensors"),
+    )
     (tmp_path / "config.json").write_text(json.dumps(raw | {"mtp_num_hidden_layers": 2}))
     with pytest.raises(CheckpointError, match="modules=2: Qwen's checkpoints have names for one"):
         MTP.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    save_file(tensors | {"mtp.layers.1.input_layernorm.weight": np.zeros(32, np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="mtp_num_hidden_layers=1, but there are tensors of 2 modules"):
+    save_file(
+        tensors | {"mtp.layers.1.input_layernorm.weight": np.zeros(32, np.float32)},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(
+        CheckpointError, match="mtp_num_hidden_layers=1, but there are tensors of 2 modules"
+    ):
         MTP.from_pretrained(tmp_path)
-    save_file(tensors | {"mtp.embed_tokens.weight": np.zeros((37, 32), np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"mtp\.embed_tokens\.weight. is no part of the MTP modules"):
+    save_file(
+        tensors | {"mtp.embed_tokens.weight": np.zeros((37, 32), np.float32)},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(
+        CheckpointError, match=r"mtp\.embed_tokens\.weight. is no part of the MTP modules"
+    ):
         MTP.from_pretrained(tmp_path)
-    save_file({name: value for name, value in tensors.items() if "mtp" not in name}, tmp_path / "model.safetensors")
+    save_file(
+        {name: value for name, value in tensors.items() if "mtp" not in name},
+        tmp_path / "model.safetensors",
+    )
     with pytest.raises(CheckpointError, match="num_nextn_predict_layers"):
         MTP.from_pretrained(tmp_path)
-    assert isinstance(load_drafter(str(tmp_path), Chain(2), config_json.read_config(CheckpointFiles(tmp_path))), DraftModel)
+    assert isinstance(
+        load_drafter(str(tmp_path), Chain(2), config_json.read_config(CheckpointFiles(tmp_path))),
+        DraftModel,
+    )
     llama = {"model_type": "llama", **{key: raw[key] for key in zoo.SIZES if key in raw}}
     (tmp_path / "config.json").write_text(json.dumps(llama))
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model_type='llama': only Qwen3\.5 and Qwen3-Next have modules"):
+    with pytest.raises(
+        CheckpointError, match=r"model_type='llama': only Qwen3\.5 and Qwen3-Next have modules"
+    ):
         MTP.from_pretrained(tmp_path)

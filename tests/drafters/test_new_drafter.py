@@ -100,9 +100,16 @@ class Wizard(TrainedDrafter):
     )
 
     @classmethod
-    def init(cls, target: Target, key: jax.Array, draft: DraftShape = Chain(3), *, rungs: int = 1) -> "Wizard":
+    def init(
+        cls, target: Target, key: jax.Array, draft: DraftShape = Chain(3), *, rungs: int = 1
+    ) -> "Wizard":
         config = WizardConfig(target.config.hidden_size, target.config.vocab_size, rungs)
-        return cls(params=cls._initialise(config, key, target), config=config, draft=draft, mesh=target.mesh)
+        return cls(
+            params=cls._initialise(config, key, target),
+            config=config,
+            draft=draft,
+            mesh=target.mesh,
+        )
 
     def check(self, target: Target) -> None:
         check_mesh(self.mesh, target)
@@ -114,7 +121,13 @@ class Wizard(TrainedDrafter):
         return committed.newest(committed.output.hidden, state)
 
     def propose(
-        self, target: Target, state: jax.Array, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+        self,
+        target: Target,
+        state: jax.Array,
+        root: jax.Array,
+        sampling: RowSampling,
+        keys: jax.Array,
+        active: jax.Array,
     ) -> tuple[Draft, jax.Array]:
         def climb(states: jax.Array, tokens: jax.Array) -> jax.Array:
             embedded = target.embed(tokens)
@@ -127,12 +140,16 @@ class Wizard(TrainedDrafter):
             return (states @ self.params["lm_head"]).astype(jnp.float32)
 
         def read(frontier: Frontier, above: jax.Array) -> tuple[jax.Array, jax.Array]:
-            states = climb(jnp.take_along_axis(above, frontier.parents[..., None], axis=1), frontier.tokens)
+            states = climb(
+                jnp.take_along_axis(above, frontier.parents[..., None], axis=1), frontier.tokens
+            )
             return logits(states), states
 
         first = climb(state[:, None], root[:, None])
         above = jnp.broadcast_to(first, (root.shape[0], self.draft_shape.width, first.shape[-1]))
-        draft, _, _ = expand(self.draft_shape, read, logits(first)[:, 0], above, root, sampling, keys, active)
+        draft, _, _ = expand(
+            self.draft_shape, read, logits(first)[:, 0], above, root, sampling, keys, active
+        )
         return draft, state
 
 
@@ -141,7 +158,9 @@ class Wizard(TrainedDrafter):
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch) -> None:
-    monkeypatch.setattr(registry, "METHODS", {"wizard": DraftingMethod.of("wizard", Wizard)} | registry.METHODS)
+    monkeypatch.setattr(
+        registry, "METHODS", {"wizard": DraftingMethod.of("wizard", Wizard)} | registry.METHODS
+    )
 
 
 # --- what follows ---
@@ -158,7 +177,9 @@ def assert_same(one: TrainedDrafter, other: TrainedDrafter) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shape", [Chain(3), pytest.param(DynamicTree(3, 3, 9), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "shape", [Chain(3), pytest.param(DynamicTree(3, 3, 9), marks=pytest.mark.thorough)]
+)
 def test_it_keeps_the_contract(target, wizard, shape) -> None:
     conformance.check(target, wizard.replace(draft=shape))
 
@@ -180,14 +201,24 @@ def test_it_is_converted(wizard, tmp_path, capsys) -> None:
     wizard.save_pretrained(tmp_path / "hat", dtype=jnp.bfloat16)
     arguments = ("convert", "--drafter", str(tmp_path / "hat"), "--output", str(tmp_path / "robe"))
     assert main([*arguments, "--to", "robe"]) == 0
-    assert "layout robe, bfloat16; rungs are called robe" in " ".join(capsys.readouterr().out.split())
-    arguments = ("convert", "--drafter", f"wizard:{tmp_path / 'robe'}", "--output", str(tmp_path / "again"))
+    assert "layout robe, bfloat16; rungs are called robe" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    arguments = (
+        "convert",
+        "--drafter",
+        f"wizard:{tmp_path / 'robe'}",
+        "--output",
+        str(tmp_path / "again"),
+    )
     assert main([*arguments, "--to", "hat"]) == 0
     for file in (tmp_path / "hat").iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
     capsys.readouterr()
     assert main([*arguments, "--to", "scarf"]) == 2
-    assert "to='scarf': a wizard is written as hat, robe: give one of these" in " ".join(capsys.readouterr().err.split())
+    assert "to='scarf': a wizard is written as hat, robe: give one of these" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_what_is_wrong_with_a_checkpoint_is_said_in_its_words(wizard, tmp_path) -> None:
@@ -195,10 +226,15 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_its_words(wizard, tmp_path) 
     file = tmp_path / "config.json"
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"wizard_rungs": 9_999}))
-    with pytest.raises(CheckpointError, match="wizard_rungs=9999, but there are tensors of 2 rungs"):
+    with pytest.raises(
+        CheckpointError, match="wizard_rungs=9999, but there are tensors of 2 rungs"
+    ):
         Wizard.from_pretrained(tmp_path)
     file.write_text(json.dumps(content | {"vocab_size": 12}))
-    with pytest.raises(CheckpointError, match=r"'lm_head\.weight' has shape \(11, 16\), but in a wizard with this config"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"'lm_head\.weight' has shape \(11, 16\), but in a wizard with this config",
+    ):
         Wizard.from_pretrained(tmp_path)
 
 
@@ -206,11 +242,28 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_its_words(wizard, tmp_path) 
 def test_it_is_planned_for_chips_that_are_not_there(tmp_path, capsys, monkeypatch) -> None:
     """``specjax plan compile``, with four CPU devices in place of a TPU's; and what a step must read at least."""
     chip = Chip("toy", flops=1e12, bandwidth=1e11, memory=1e9, source="made up", links=1e10)
-    monkeypatch.setattr(plan_compile, "find_mesh", lambda topology, data, model, slices: (make_mesh(data, model), chip))
+    monkeypatch.setattr(
+        plan_compile,
+        "find_mesh",
+        lambda topology, data, model, slices: (make_mesh(data, model), chip),
+    )
     shape = tiny_config(vocab_size=64, hidden_size=32, intermediate_size=64)
     (tmp_path / "config.json").write_text(json.dumps(config_json.format_config(shape, "float32")))
-    options = ("--target", str(tmp_path), "--drafter", "wizard", "--draft", "chain:2", "--batch", "4", "--context", "24")
-    assert main(["plan", "compile", "--chips", "v5e:2x2", "--mesh", "2", "2", "--json", *options]) == 0
+    options = (
+        "--target",
+        str(tmp_path),
+        "--drafter",
+        "wizard",
+        "--draft",
+        "chain:2",
+        "--batch",
+        "4",
+        "--context",
+        "24",
+    )
+    assert (
+        main(["plan", "compile", "--chips", "v5e:2x2", "--mesh", "2", "2", "--json", *options]) == 0
+    )
     plain, drafted = json.loads(capsys.readouterr().out)["steps"]
     assert (plain["drafter"], drafted["drafter"]) == ("plain", "wizard")
     # In each of two levels its own weights and state, and, unless it says otherwise, the target's head: in bfloat16, of which a
@@ -219,6 +272,12 @@ def test_it_is_planned_for_chips_that_are_not_there(tmp_path, capsys, monkeypatc
     assert drafted["must_read_bytes"] - plain["must_read_bytes"] == 2 * 2 * (own + head + state)
     target = abstract.abstract_model(shape, make_mesh(2, 2))
     placed = abstract.abstract_drafter("wizard", None, target)
-    real = Wizard.init(Target.init(shape, jax.random.key(0), jnp.bfloat16, make_mesh(2, 2)), jax.random.key(1))
+    real = Wizard.init(
+        Target.init(shape, jax.random.key(0), jnp.bfloat16, make_mesh(2, 2)), jax.random.key(1)
+    )
     for found, wanted in zip(jax.tree.leaves(placed), jax.tree.leaves(real), strict=True):
-        assert (found.shape, found.dtype, found.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)
+        assert (found.shape, found.dtype, found.sharding) == (
+            wanted.shape,
+            wanted.dtype,
+            wanted.sharding,
+        )

@@ -57,7 +57,9 @@ def of(tmp_path_factory):
         for row, length in zip(PROMPTS, LENGTHS, strict=True):
             ids = torch.tensor(row[None, :length])
             mask = torch.ones_like(ids)
-            found = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+            found = model.generate(
+                ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0
+            )
             texts.append(found[0].tolist())
         return specjax.Target.from_pretrained(directory), texts
 
@@ -66,17 +68,24 @@ def of(tmp_path_factory):
 
 def thoroughly(cases, often):
     """All ``cases``, of which those that are not ``often`` run wait for the thorough tests."""
-    return [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in often)) for case in cases]
+    return [
+        pytest.param(*case, marks=[pytest.mark.thorough] * (case not in often)) for case in cases
+    ]
 
 
 def written(target, drafter, rows=(0, 1)) -> list[list[int]]:
     prompts, lengths = PROMPTS[list(rows)], LENGTHS[list(rows)]
     prompts = prompts[:, : lengths.max()]
-    result = specjax.generate(target, drafter, prompts, lengths, max_new_tokens=NEW, eos_token_ids=())
-    return [row[:length].tolist() for row, length in zip(np.asarray(result.tokens), np.asarray(result.lengths), strict=True)]
+    result = specjax.generate(
+        target, drafter, prompts, lengths, max_new_tokens=NEW, eos_token_ids=()
+    )
+    return [
+        row[:length].tolist()
+        for row, length in zip(np.asarray(result.tokens), np.asarray(result.lengths), strict=True)
+    ]
 
 
-# --- greedy texts are those of transformers -------------------------------------------------------------------------------
+# --- greedy texts are those of transformers -------------------------------------------------------
 
 FREE = {
     "plain": lambda target: None,
@@ -94,7 +103,10 @@ GREEDY_OFTEN = [
 
 
 @pytest.mark.full_except("plain-olmo3", "plain-phi3", "plain-phi3 turned in part", "plain-smollm3")
-@pytest.mark.parametrize(("method", "name"), thoroughly([(method, name) for method in FREE for name in NAMES], GREEDY_OFTEN))
+@pytest.mark.parametrize(
+    ("method", "name"),
+    thoroughly([(method, name) for method in FREE for name in NAMES], GREEDY_OFTEN),
+)
 def test_a_batch_of_greedy_texts_is_what_transformers_writes(of, method, name) -> None:
     target, texts = of(name)
     assert written(target, FREE[method](target)) == texts
@@ -102,14 +114,17 @@ def test_a_batch_of_greedy_texts_is_what_transformers_writes(of, method, name) -
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("method", "name"), thoroughly([(method, name) for method in FREE for name in NAMES], [("draft model, tree", "gemma4 E2B")])
+    ("method", "name"),
+    thoroughly(
+        [(method, name) for method in FREE for name in NAMES], [("draft model, tree", "gemma4 E2B")]
+    ),
 )
 def test_a_greedy_text_alone_is_what_transformers_writes(of, method, name) -> None:
     target, texts = of(name)
     assert written(target, FREE[method](target), rows=[1]) == texts[1:]
 
 
-# --- every drafter keeps what every drafter must --------------------------------------------------------------------------
+# --- every drafter keeps what every drafter must --------------------------------------------------
 
 TRAINED = {
     "eagle": lambda target: Eagle.init(target, jax.random.key(3), Chain(2)),
@@ -117,17 +132,31 @@ TRAINED = {
     "mtp": lambda target: MTP.init(target, jax.random.key(3), Chain(3), modules=2),
     "medusa": lambda target: Medusa.init(target, jax.random.key(3), Chain(2), heads=2),
     "moa": lambda target: MixtureOfAttentions.init(target, jax.random.key(3), Chain(2)),
-    "moa without lsa": lambda target: MixtureOfAttentions.init(target, jax.random.key(3), Chain(2), lsa=False),
-    "moa with tli": lambda target: MixtureOfAttentions.init(target, jax.random.key(3), Chain(2), lsa=False, tli=1),
-    "eagle with lsa": lambda target: EagleWithLayerAttention.init(target, jax.random.key(3), Chain(2)),
-    "peagle": lambda target: PEagle.init(target, jax.random.key(3), Chain(3), ids=np.arange(0, 37, 2)),
+    "moa without lsa": lambda target: MixtureOfAttentions.init(
+        target, jax.random.key(3), Chain(2), lsa=False
+    ),
+    "moa with tli": lambda target: MixtureOfAttentions.init(
+        target, jax.random.key(3), Chain(2), lsa=False, tli=1
+    ),
+    "eagle with lsa": lambda target: EagleWithLayerAttention.init(
+        target, jax.random.key(3), Chain(2)
+    ),
+    "peagle": lambda target: PEagle.init(
+        target, jax.random.key(3), Chain(3), ids=np.arange(0, 37, 2)
+    ),
     "dflash": lambda target: DFlash.init(target, jax.random.key(3), TREE, block_size=4),
-    "dspark": lambda target: DSpark.init(target, jax.random.key(3), Chain(3), block_size=3, markov_rank=4),
+    "dspark": lambda target: DSpark.init(
+        target, jax.random.key(3), Chain(3), block_size=3, markov_rank=4
+    ),
     "assistant": lambda target: Gemma4Assistant.init(target, jax.random.key(3), TREE),
     "streaming": lambda target: CompressedCache(budget=6, scheme=Streaming(sinks=2), draft=TREE),
-    "snapkv": lambda target: CompressedCache(budget=4, scheme=SnapKV(window=2, pool=3), draft=Chain(3)),
+    "snapkv": lambda target: CompressedCache(
+        budget=4, scheme=SnapKV(window=2, pool=3), draft=Chain(3)
+    ),
 }
-UNLIKE = [name for name in NAMES if name.startswith("gemma4")]  # layers whose entries are of several sizes
+UNLIKE = [
+    name for name in NAMES if name.startswith("gemma4")
+]  # layers whose entries are of several sizes
 REFUSED = [(method, name) for method in ("moa", "eagle with lsa") for name in UNLIKE]
 REFUSED += [("moa with tli", "gemma3"), ("moa with tli", "gemma4 E2B")]
 KEPT = [(method, name) for method in TRAINED for name in NAMES if (method, name) not in REFUSED]
@@ -163,19 +192,24 @@ def test_a_drafter_keeps_its_contract(of, method, name) -> None:
 @pytest.mark.parametrize(("method", "name"), REFUSED)
 def test_what_a_drafter_cannot_read_is_refused_in_a_line(of, method, name) -> None:
     target, _ = of(name)
-    with pytest.raises(InputError, match=r"^(target: layer self-attention|drafter: target layer inference)[^\n]*$"):
+    with pytest.raises(
+        InputError, match=r"^(target: layer self-attention|drafter: target layer inference)[^\n]*$"
+    ):
         TRAINED[method](target).check(target)
 
 
 def test_no_drafted_state_is_finished_by_layers_that_are_given_inputs() -> None:
     target = tiny_target(per_layer_inputs=6, per_layer_vocab_size=11)
     drafter = MixtureOfAttentions.init(target, jax.random.key(3), Chain(2), tli=1)
-    with pytest.raises(InputError, match=r"tli=1\) runs the target's last layers on states that belong to no token.*tli=0$"):
+    with pytest.raises(
+        InputError,
+        match=r"tli=1\) runs the target's last layers on states that belong to no token.*tli=0$",
+    ):
         drafter.check(target)
     MixtureOfAttentions.init(target, jax.random.key(3), Chain(2)).check(target)
 
 
-# --- what they draft ------------------------------------------------------------------------------------------------------
+# --- what they draft ------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -184,7 +218,9 @@ def test_the_target_itself_drafts_its_own_tokens(of, name) -> None:
     """Drafted one by one behind a cache and scratch, and scored at once."""
     target, _ = of(name)
     drafter = DraftModel(target, draft=Chain(3))
-    result = specjax.generate(target, drafter, PROMPTS, LENGTHS, max_new_tokens=16, eos_token_ids=())
+    result = specjax.generate(
+        target, drafter, PROMPTS, LENGTHS, max_new_tokens=16, eos_token_ids=()
+    )
     np.testing.assert_array_equal(result.stats.accepted, 3 * result.stats.steps)
 
 
@@ -205,20 +241,32 @@ def test_snapkv_keeps_what_the_models_own_attention_chooses(of, name) -> None:
     config, model = target.config, zoo.make(name)
     budget, window, pool = 12, 7, 3
     tokens = np.random.default_rng(3).integers(0, zoo.VOCABULARY, 26).astype(np.int32)
-    drafter = CompressedCache(budget=budget, scheme=SnapKV(window=window, pool=pool), draft=Chain(2))
+    drafter = CompressedCache(
+        budget=budget, scheme=SnapKV(window=window, pool=pool), draft=Chain(2)
+    )
     _, state = decoding.start(
-        target, drafter, tokens[None], np.array([26]), GenerationOptions(max_new_tokens=4, eos_token_ids=())
+        target,
+        drafter,
+        tokens[None],
+        np.array([26]),
+        GenerationOptions(max_new_tokens=4, eos_token_ids=()),
     )
     read = tokens[:-1]  # the newest is the first root
     paid: dict[int, np.ndarray] = {}
     for layer, of_heads in enumerate(attention_of_last(model, name, read, window)):
         source = config.entries_of(layer)
-        by_group = of_heads.reshape(config.of_layer(source).num_kv_heads, -1, of_heads.shape[-1]).sum(1)
+        by_group = of_heads.reshape(
+            config.of_layer(source).num_kv_heads, -1, of_heads.shape[-1]
+        ).sum(1)
         paid[source] = paid.get(source, 0) + by_group
     for layer, share in paid.items():
         padded = np.pad(share, ((0, 0), (1, 1)))
-        pooled = np.stack([padded[:, i : i + pool] for i in range(share.shape[1])], axis=1).mean(axis=-1)
-        small, whole = (np.asarray(cache.layers[layer][0][0]) for cache in (state.drafter, state.cache))
+        pooled = np.stack([padded[:, i : i + pool] for i in range(share.shape[1])], axis=1).mean(
+            axis=-1
+        )
+        small, whole = (
+            np.asarray(cache.layers[layer][0][0]) for cache in (state.drafter, state.cache)
+        )
         for head, scores in enumerate(pooled):
             best = np.sort(-scores)[budget - window - 1 : budget - window + 1]
             assert best[1] - best[0] > 1e-6 or best[0] == 0  # else rounding may choose
@@ -226,26 +274,38 @@ def test_snapkv_keeps_what_the_models_own_attention_chooses(of, name) -> None:
             np.testing.assert_array_equal(small[head, : budget - window], whole[head, chosen])
 
 
-# --- their layers are plain -----------------------------------------------------------------------------------------------
+# --- their layers are plain -----------------------------------------------------------------------
 
 
-def test_a_drafters_layer_is_a_plain_one_with_the_rope_of_layers_that_read_the_whole_text(of) -> None:
+def test_a_drafters_layer_is_a_plain_one_with_the_rope_of_layers_that_read_the_whole_text(
+    of,
+) -> None:
     ropes = {name: layer_like(of(name)[0].config).rope for name in ("gemma3", "gemma4", "gpt_oss")}
     assert ropes["gemma3"] == Rope(theta=1e6, kind="linear", factor=8.0, original_max_positions=128)
     assert ropes["gemma4"] == Rope(theta=1e6)  # of proportional RoPE the theta alone
     assert ropes["gpt_oss"].kind == "yarn" and ropes["gpt_oss"].factor == 8.0
-    unpositioned = tiny_target(layers=(Layer(rope=Rope(kind="none")), Layer(rope=Rope(theta=300.0)))).config
+    unpositioned = tiny_target(
+        layers=(Layer(rope=Rope(kind="none")), Layer(rope=Rope(theta=300.0)))
+    ).config
     assert layer_like(unpositioned).rope == Rope(theta=300.0)
     for name in ("gemma2", "gemma4 26B-A4B", "gpt_oss"):
         target = of(name)[0].config
         own = layer_like(target)
-        kept = {name: getattr(target, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "norm_eps")}
-        kept |= {name: getattr(target, name) for name in ("num_heads", "num_kv_heads", "head_dim", "max_positions")}
+        kept = {
+            name: getattr(target, name)
+            for name in ("vocab_size", "hidden_size", "intermediate_size", "norm_eps")
+        }
+        kept |= {
+            name: getattr(target, name)
+            for name in ("num_heads", "num_kv_heads", "head_dim", "max_positions")
+        }
         assert own == ModelConfig(num_layers=1, rope=own.rope, **kept)
 
 
 @pytest.mark.full_except("draft model, chain", "eagle", "moa without lsa", "mtp")
-@pytest.mark.parametrize("make", ["eagle3", "eagle", "mtp", "moa without lsa", "draft model, chain"])
+@pytest.mark.parametrize(
+    "make", ["eagle3", "eagle", "mtp", "moa without lsa", "draft model, chain"]
+)
 def test_what_is_saved_for_gemma_4_is_read_back(of, make, tmp_path) -> None:
     target, texts = of("gemma4")
     drafter = {**TRAINED, **FREE}[make](target)
@@ -264,7 +324,7 @@ def test_layer_attention_of_gemma_3_is_read_back(of, tmp_path) -> None:
     assert MixtureOfAttentions.from_pretrained(tmp_path).config == drafter.config
 
 
-# --- EAGLE-3 drafters for gpt-oss, in the layouts in which they are published ---------------------------------------------
+# --- EAGLE-3 drafters for gpt-oss, in the layouts in which they are published ---------------------
 
 _LLAMA = {
     "model_type": "llama",
@@ -281,7 +341,12 @@ _LLAMA = {
     "attention_bias": False,
     "tie_word_embeddings": False,
 }
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "truncate": False,
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -293,7 +358,11 @@ _HALF = {"draft_vocab_size": 19}  # every other token of 37
 PUBLISHED = {
     "SpecForge": (
         "midlayer.",
-        {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}} | _HALF,
+        {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
+        }
+        | _HALF,
     ),
     "ModelOpt": (
         "layers.0.",
@@ -395,7 +464,11 @@ def test_an_eagle3_for_gpt_oss_is_read_as_published(of, which, tmp_path) -> None
     kind = {"ModelOpt": "llama3", "speculators": "yarn"}.get(which, "default")
     assert drafter.sizes.rope.kind == kind
     output, _ = target.forward(PROMPTS, taps=drafter.taps(target.config))
-    states = np.asarray(output.hidden if which == "without head and fc" else np.concatenate(np.split(output.taps, 3, 2), -1))
+    states = np.asarray(
+        output.hidden
+        if which == "without head and fc"
+        else np.concatenate(np.split(output.taps, 3, 2), -1)
+    )
     if which == "without head and fc":
         np.testing.assert_array_equal(drafter.features(output), states)
         np.testing.assert_allclose(
@@ -407,7 +480,9 @@ def test_an_eagle3_for_gpt_oss_is_read_as_published(of, which, tmp_path) -> None
         joined = states[:, :, 0]
         if "input_norm.weight" in tensors:
             joined = normed(joined, tensors["input_norm.weight"])
-        np.testing.assert_allclose(drafter.features(output), joined @ tensors["fc.weight"].T, atol=1e-4)
+        np.testing.assert_allclose(
+            drafter.features(output), joined @ tensors["fc.weight"].T, atol=1e-4
+        )
     if which in ("NVIDIA v3", "without head and fc"):
         assert written(target, drafter) == texts
 
@@ -425,7 +500,10 @@ def test_a_drafter_without_head_and_fc_is_read_back(tmp_path) -> None:
     again = Eagle3.from_pretrained(tmp_path / "twice")
     assert again.config == drafter.config
     jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
-    with pytest.raises(InputError, match="layout='speculators': it needs fc and lm_head, but this drafter lacks one"):
+    with pytest.raises(
+        InputError,
+        match="layout='speculators': it needs fc and lm_head, but this drafter lacks one",
+    ):
         drafter.save_pretrained(tmp_path / "thrice", layout="speculators")
 
 
@@ -434,13 +512,20 @@ def test_what_eagle_config_says_and_is_not_read_is_refused(tmp_path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["eagle_config"]["eh_proj_before_attn"] = True
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"eagle_config\.eh_proj_before_attn=True: must be left out, or false"):
+    with pytest.raises(
+        CheckpointError, match=r"eagle_config\.eh_proj_before_attn=True: must be left out, or false"
+    ):
         Eagle3.from_pretrained(tmp_path)
 
 
 def test_experts_in_a_drafter_are_refused(tmp_path) -> None:
     publish(tmp_path, "SpecForge")
-    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "gpt_oss", "num_local_experts": 16}
+    config = json.loads((tmp_path / "config.json").read_text()) | {
+        "model_type": "gpt_oss",
+        "num_local_experts": 16,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="model_type='gpt_oss': this drafter's layers must have ordinary"):
+    with pytest.raises(
+        CheckpointError, match="model_type='gpt_oss': this drafter's layers must have ordinary"
+    ):
         Eagle3.from_pretrained(tmp_path)

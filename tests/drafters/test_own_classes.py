@@ -48,19 +48,32 @@ def test_a_class_that_can_be_imported_is_named_with_its_checkpoint(checkpoint) -
 
 
 def test_without_its_class_a_checkpoint_names_the_remedy(checkpoint) -> None:
-    with pytest.raises(InputError, match=f"if a package has its class, write package.module:Class@{checkpoint}"):
+    with pytest.raises(
+        InputError, match=f"if a package has its class, write package.module:Class@{checkpoint}"
+    ):
         load_drafter(str(checkpoint), None, tiny_config())
-    with pytest.raises(InputError, match=r"package\.module:Class@DIRECTORY for a class of your own"):
+    with pytest.raises(
+        InputError, match=r"package\.module:Class@DIRECTORY for a class of your own"
+    ):
         load_drafter("wizard", None, tiny_config())
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("not.a_module:Wizard@x", r"not\.a_module cannot be imported \(ModuleNotFoundError: .*PYTHONPATH"),
+        (
+            "not.a_module:Wizard@x",
+            r"not\.a_module cannot be imported \(ModuleNotFoundError: .*PYTHONPATH",
+        ),
         ("tests.drafters.test_new_drafter:Wizzard@x", "has no Wizzard; did you mean [Ww]izard[?]"),
-        ("tests.drafters.test_new_drafter:WizardConfig@x", "give a subclass of specjax.drafters.TrainedDrafter"),
-        ("tests.drafters.test_new_drafter:json@x", "give a subclass of specjax.drafters.TrainedDrafter"),
+        (
+            "tests.drafters.test_new_drafter:WizardConfig@x",
+            "give a subclass of specjax.drafters.TrainedDrafter",
+        ),
+        (
+            "tests.drafters.test_new_drafter:json@x",
+            "give a subclass of specjax.drafters.TrainedDrafter",
+        ),
         (f"{CLASS}@./nothing", "'./nothing' is not a directory"),
     ],
 )
@@ -74,13 +87,19 @@ def test_code_beside_a_checkpoint_is_not_run(checkpoint, monkeypatch) -> None:
     for name in ("modeling.py", "__init__.py", "config.py"):
         (checkpoint / name).write_text("raise SystemExit('it was run')")
     file = checkpoint / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": {"AutoModel": "modeling.Wizard"}}))
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"auto_map": {"AutoModel": "modeling.Wizard"}})
+    )
     with pytest.raises(InputError, match="belongs to no known method"):
         load_drafter(str(checkpoint), None, tiny_config())
-    assert isinstance(load_drafter(f"{CLASS}@{checkpoint}", None, tiny_config(), jnp.float32), Wizard)
+    assert isinstance(
+        load_drafter(f"{CLASS}@{checkpoint}", None, tiny_config(), jnp.float32), Wizard
+    )
 
 
-def test_an_entry_point_is_a_method_and_recognises_its_checkpoints(checkpoint, monkeypatch, tmp_path) -> None:
+def test_an_entry_point_is_a_method_and_recognises_its_checkpoints(
+    checkpoint, monkeypatch, tmp_path
+) -> None:
     install(monkeypatch, tmp_path / "site", f"wizard = {CLASS}")
     for name in (f"wizard:{checkpoint}", str(checkpoint)):
         assert isinstance(load_drafter(name, None, tiny_config(), jnp.float32), Wizard)
@@ -100,9 +119,19 @@ def test_an_entry_point_may_be_a_method_as_the_library_has_them(monkeypatch, tmp
     assert load_drafter("one-layer", None, tiny_config()) == specjax.EarlyExit(layers=1)
 
 
-def test_a_package_that_is_broken_is_named_and_does_not_keep_others_from_working(checkpoint, monkeypatch, tmp_path) -> None:
-    install(monkeypatch, tmp_path / "site", f"broken = broken_magic:Magic\nwizard = {CLASS}", broken_magic="1 / 0")
-    with pytest.raises(InputError, match=r"broken_magic:Magic, of the entry points .* \(ZeroDivisionError: division by zero\)"):
+def test_a_package_that_is_broken_is_named_and_does_not_keep_others_from_working(
+    checkpoint, monkeypatch, tmp_path
+) -> None:
+    install(
+        monkeypatch,
+        tmp_path / "site",
+        f"broken = broken_magic:Magic\nwizard = {CLASS}",
+        broken_magic="1 / 0",
+    )
+    with pytest.raises(
+        InputError,
+        match=r"broken_magic:Magic, of the entry points .* \(ZeroDivisionError: division by zero\)",
+    ):
         load_drafter("broken:x", None, tiny_config())
     assert isinstance(load_drafter(str(checkpoint), None, tiny_config(), jnp.float32), Wizard)
 
@@ -118,15 +147,33 @@ def test_the_command_line_takes_a_class(tmp_path, tiny_pair) -> None:
     target = specjax.Target.from_pretrained(tiny_pair[0])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "drafters.py").write_text(
-        "import specjax\nfrom flax import struct\n\n\n@struct.dataclass\nclass Mine(specjax.Eagle3):\n    pass\n"
+        "import specjax\nfrom flax import struct\n\n\n@struct.dataclass\nclass"
+        " Mine(specjax.Eagle3):\n    pass\n"
     )
     specjax.Eagle3.init(target, jax.random.key(3)).save_pretrained(tmp_path / "drafter", target="t")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "specjax", "generate", "--target", tiny_pair[0], "--prompt", "x", "--max-new-tokens", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "specjax",
+        "generate",
+        "--target",
+        tiny_pair[0],
+        "--prompt",
+        "x",
+        "--max-new-tokens",
+        "4",
+    ]
     texts = []
     for drafter in ("none", f"mine.drafters:Mine@{tmp_path / 'drafter'}"):
         environment = os.environ | {"PYTHONPATH": path}
-        done = subprocess.run([*command, "--drafter", drafter], capture_output=True, text=True, env=environment, check=False)
+        done = subprocess.run(
+            [*command, "--drafter", drafter],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         texts.append(done.stdout)
     assert texts[0] == texts[1]
@@ -185,7 +232,9 @@ class Undecorated(Right):
 
 BROKEN = {
     Undecorated: r"is no pytree: decorate its class with flax.struct.dataclass",
-    WithoutRows: r"start\(\)\['number'\] has shape \[\]: each array of the state must have rows first",
+    WithoutRows: (
+        r"start\(\)\['number'\] has shape \[\]: each array of the state must have rows first"
+    ),
     RowsLast: r"start\(\) has shape \[5, 2\]: each array of the state must have rows first",
     Floats: r"drafts tokens of type float32: token ids must be integers",
     Deep: r"drafts 3 deep, but draft=Chain.*: drafts must have that depth",
@@ -196,7 +245,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
 def test_a_drafter_that_breaks_a_rule_is_told_the_rule_and_the_page(kind) -> None:
-    with pytest.raises(InputError, match=rf"^{kind.__name__}: .*{BROKEN[kind]}.* \(see docs/extend/drafter.md\)"):
+    with pytest.raises(
+        InputError, match=rf"^{kind.__name__}: .*{BROKEN[kind]}.* \(see docs/extend/drafter.md\)"
+    ):
         specjax.generate(tiny_target(), kind(), np.array([[1, 2], [3, 4]]), max_new_tokens=4)
 
 
@@ -210,10 +261,16 @@ def test_a_drafter_without_the_field_draft_is_refused_when_it_is_made() -> None:
     class Shapeless(Drafter):
         size: int = 3
 
-    with pytest.raises(InputError, match=r"^Shapeless: the class has no field draft, .* \(see docs/extend/drafter.md\)"):
+    with pytest.raises(
+        InputError,
+        match=r"^Shapeless: the class has no field draft, .* \(see docs/extend/drafter.md\)",
+    ):
         Shapeless()
 
 
 def test_the_page_that_errors_name_exists() -> None:
     assert (Path(specjax.__file__).parents[1] / registry.RULES_PAGE).is_file()
-    assert TrainedDrafter.__name__ in (Path(specjax.__file__).parents[1] / registry.RULES_PAGE).read_text()
+    assert (
+        TrainedDrafter.__name__
+        in (Path(specjax.__file__).parents[1] / registry.RULES_PAGE).read_text()
+    )

@@ -84,14 +84,20 @@ def heard(one: PEagle, target: Target, tokens: np.ndarray, count: int, pieces=()
     state = one.start(target, 1, len(tokens) + 2)
     for begin, end in zip((0, *pieces), (*pieces, count), strict=True):
         told = {name: array[:, begin:end] for name, array in arrays.items()}
-        read, following = (jnp.asarray(tokens[first : first + end - begin])[None] for first in (begin, begin + 1))
-        state = one.append_remote(target, state, RemoteFeatures(read, following, told, jnp.array([end - begin])))
+        read, following = (
+            jnp.asarray(tokens[first : first + end - begin])[None] for first in (begin, begin + 1)
+        )
+        state = one.append_remote(
+            target, state, RemoteFeatures(read, following, told, jnp.array([end - begin]))
+        )
     return state
 
 
 def chain_of(one: PEagle, target: Target, state, root: int) -> list[int]:
     keys = jnp.broadcast_to(jax.random.key(0), (one.draft_shape.depth, 1))
-    draft, _ = one.propose(target, state, jnp.array([root]), Sampling(temperature=0.0).rows(1), keys, jnp.ones(1, bool))
+    draft, _ = one.propose(
+        target, state, jnp.array([root]), Sampling(temperature=0.0).rows(1), keys, jnp.ones(1, bool)
+    )
     return np.asarray(draft.tokens)[0, 1:].tolist()
 
 
@@ -101,9 +107,13 @@ def assert_drafts_as(one: PEagle, target: Target, text: Text, blocks) -> None:
         for pieces in ((), (1, at - 1)):
             state = heard(one, target, text.tokens, at, pieces)
             states = one.block(target, state)
-            normed = states if one.config.norm_output else rms_norm(states, one.params["norm"], 1e-5)
+            normed = (
+                states if one.config.norm_output else rms_norm(states, one.params["norm"], 1e-5)
+            )
             np.testing.assert_allclose(normed[0], blocks.states[i], atol=1e-4)
-            np.testing.assert_allclose(one.logits(target, states)[0], blocks.logits[i], atol=1e-4, rtol=1e-4)
+            np.testing.assert_allclose(
+                one.logits(target, states)[0], blocks.logits[i], atol=1e-4, rtol=1e-4
+            )
             assert chain_of(one, target, state, int(text.tokens[at])) == blocks.chains[i].tolist()
 
 
@@ -113,13 +123,19 @@ def test_it_drafts_as_speculators_does(variant, text, target, tmp_path) -> None:
     needs_speculators()
     model = make_drafter(tmp_path / "drafter", "peagle", text, **VARIANTS[variant])
     one = PEagle.from_pretrained(tmp_path / "drafter", draft=DEPTH, dtype=np.float32)
-    assert (one.config.taps, one.config.mask_token_id, one.sizes.rope.theta) == (TAPS, MASK, DRAFT_THETA)
+    assert (one.config.taps, one.config.mask_token_id, one.sizes.rope.theta) == (
+        TAPS,
+        MASK,
+        DRAFT_THETA,
+    )
     one.check(target)
     assert_drafts_as(one, target, text, speculators_blocks(model, text, ANCHORS, depth=DEPTH))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("variant", ["own vocabulary", "norm_before_residual", "a norm for each tap", "windows, llama"])
+@pytest.mark.parametrize(
+    "variant", ["own vocabulary", "norm_before_residual", "a norm for each tap", "windows, llama"]
+)
 def test_speculators_drafts_as_what_is_written(variant, text, target, tmp_path) -> None:
     needs_speculators()
     make_drafter(tmp_path / "theirs", "peagle", text, **VARIANTS[variant])
@@ -135,9 +151,14 @@ def test_speculators_drafts_as_what_is_written(variant, text, target, tmp_path) 
 def test_windows_are_no_ornament(text, target, tmp_path) -> None:
     one = drafter(target).replace(draft=Chain(DEPTH))
     near = one.replace(config=_windowed(one.config))
-    states = [np.asarray(which.block(target, heard(which, target, text.tokens, 16))) for which in (one, near)]
+    states = [
+        np.asarray(which.block(target, heard(which, target, text.tokens, 16)))
+        for which in (one, near)
+    ]
     assert np.abs(states[0] - states[1]).max() > 1e-2
-    with pytest.raises(InputError, match=r"6 deep, but layers of this drafter see only the newest 5 pairs"):
+    with pytest.raises(
+        InputError, match=r"6 deep, but layers of this drafter see only the newest 5 pairs"
+    ):
         near.replace(draft=Chain(6)).check(target)
 
 
@@ -146,28 +167,42 @@ def _windowed(config):
 
 
 @pytest.mark.parametrize("layout", PEagle.layouts)
-@pytest.mark.parametrize("variant", [{}, {"norm_before_fc": True, "norm_before_residual": True}, {"fc_norm": True}])
+@pytest.mark.parametrize(
+    "variant", [{}, {"norm_before_fc": True, "norm_before_residual": True}, {"fc_norm": True}]
+)
 @pytest.mark.represents("P-EAGLE's drafts")
 @pytest.mark.full_except("variant0-speculators")
 def test_it_drafts_as_the_network_written_out(layout, variant, text, target, tmp_path) -> None:
     """In both layouts, and without speculators."""
     drafter(target, variant=variant).save_pretrained(tmp_path / "drafter", layout=layout)
     one = PEagle.from_pretrained(tmp_path / "drafter", draft=DEPTH, dtype=np.float32)
-    slow = slow_of(tmp_path / "drafter", text, norm_before_residual="norm_before_residual" in variant, theta=20_000.0)
+    slow = slow_of(
+        tmp_path / "drafter",
+        text,
+        norm_before_residual="norm_before_residual" in variant,
+        theta=20_000.0,
+    )
     for at in ANCHORS:
         state = heard(one, target, text.tokens, at)
         tokens = text.tokens[:at].tolist()
         states = slow.peagle_block(text.features[:at], tokens, int(text.tokens[at]), depth=DEPTH)
         logits = states @ slow.head.T
-        np.testing.assert_allclose(one.logits(target, one.block(target, state))[0], logits, atol=1e-4, rtol=1e-4)
-        assert chain_of(one, target, state, int(text.tokens[at])) == slow.own_ids(logits.argmax(-1)).tolist()
+        np.testing.assert_allclose(
+            one.logits(target, one.block(target, state))[0], logits, atol=1e-4, rtol=1e-4
+        )
+        assert (
+            chain_of(one, target, state, int(text.tokens[at]))
+            == slow.own_ids(logits.argmax(-1)).tolist()
+        )
 
 
 @pytest.mark.full
 def test_a_draft_is_a_prefix_of_a_deeper_one(text, target) -> None:
     """Each depth sees those before it alone: so no more of them are run than the draft is deep."""
     state = heard(drafter(target), target, text.tokens, 9)
-    chains = [chain_of(drafter(target, draft), target, state, int(text.tokens[9])) for draft in (1, 2, 6)]
+    chains = [
+        chain_of(drafter(target, draft), target, state, int(text.tokens[9])) for draft in (1, 2, 6)
+    ]
     assert chains[0] == chains[1][:1]
     assert chains[1] == chains[2][:2]
 
@@ -176,7 +211,9 @@ STATIC = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shape", [pytest.param(STATIC, marks=pytest.mark.thorough), DynamicTree(3, 3, 9)])
+@pytest.mark.parametrize(
+    "shape", [pytest.param(STATIC, marks=pytest.mark.thorough), DynamicTree(3, 3, 9)]
+)
 def test_all_nodes_of_a_depth_offer_the_same(shape, text, target) -> None:
     """Before and after a verdict, in rows of different lengths."""
     one = drafter(target, shape)
@@ -188,7 +225,9 @@ def test_all_nodes_of_a_depth_offer_the_same(shape, text, target) -> None:
         draft, drafting = propose(target, one, state)
         for row in range(2):
             known = np.asarray(state.tokens[row, : int(state.lengths[row])])
-            logits = one.logits(target, one.block(target, heard(one, target, known, len(known) - 1)))[0]
+            logits = one.logits(
+                target, one.block(target, heard(one, target, known, len(known) - 1))
+            )[0]
             parents = np.broadcast_to(np.asarray(draft.parents), draft.tokens.shape)[row]
             depths = np.broadcast_to(np.asarray(draft.depths), draft.tokens.shape)[row]
             for parent in set(parents[1:].tolist()):
@@ -203,7 +242,8 @@ def test_all_nodes_of_a_depth_offer_the_same(shape, text, target) -> None:
 
 @pytest.mark.parametrize("layout", PEagle.layouts)
 @pytest.mark.parametrize(
-    "options", [{}, {"ids": None}, {"variant": {"fc_norm": True}}, {"model_type": "qwen3", "qk_norm": True}]
+    "options",
+    [{}, {"ids": None}, {"variant": {"fc_norm": True}}, {"model_type": "qwen3", "qk_norm": True}],
 )
 def test_a_checkpoint_is_read_back_bit_for_bit(layout, options, target, tmp_path) -> None:
     written = drafter(target, **options)
@@ -225,24 +265,40 @@ def test_windows_are_written_and_read(target, tmp_path) -> None:
     written = written.replace(config=_windowed(written.config))
     written.save_pretrained(tmp_path)
     assert PEagle.from_pretrained(tmp_path).config == written.config
-    with pytest.raises(InputError, match=r"layout='specforge': it has Llama's layers without windows"):
+    with pytest.raises(
+        InputError, match=r"layout='specforge': it has Llama's layers without windows"
+    ):
         written.save_pretrained(tmp_path / "other", layout="specforge")
 
 
 def test_layers_are_named_as_each_reader_counts_them(target, tmp_path) -> None:
     for layout in PEagle.layouts:
         drafter(target).save_pretrained(tmp_path / layout, layout=layout)
-    vllm, specforge = (json.loads((tmp_path / layout / "config.json").read_text()) for layout in PEagle.layouts)
+    vllm, specforge = (
+        json.loads((tmp_path / layout / "config.json").read_text()) for layout in PEagle.layouts
+    )
     assert vllm["eagle_aux_hidden_state_layer_ids"] == list(TAPS)
-    assert specforge["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [tap - 1 for tap in TAPS]
+    assert specforge["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [
+        tap - 1 for tap in TAPS
+    ]
     assert vllm["mask_token_id"] == specforge["mask_token_id"] == MASK
     assert vllm["norm_before_residual"] is False  # written always: the readers' defaults disagree
-    assert (vllm["speculators_model_type"], specforge["architectures"]) == ("peagle", ["PEagleDraftModel"])
+    assert (vllm["speculators_model_type"], specforge["architectures"]) == (
+        "peagle",
+        ["PEagleDraftModel"],
+    )
     names = [set(load_file(tmp_path / layout / "model.safetensors")) for layout in PEagle.layouts]
     assert (
         names[0]
         == names[1]
-        >= {"mask_hidden", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "layers.0.hidden_norm.weight"}
+        >= {
+            "mask_hidden",
+            "embed_tokens.weight",
+            "lm_head.weight",
+            "d2t",
+            "t2d",
+            "layers.0.hidden_norm.weight",
+        }
     )
 
 
@@ -252,8 +308,12 @@ def test_it_is_recognised_before_eagle3(layout, made, target, tmp_path) -> None:
     method, _ = registry.resolve(str(tmp_path))
     assert method.trained is PEagle
     raw = json.loads((tmp_path / "config.json").read_text())
-    assert PEagle.checkpoint_format.recognises(raw, ())  # of the hub's, whose tensors are not there yet
-    assert PEagle.checkpoint_format.recognises({"architectures": ["LlamaForCausalLMEagle3"]}, ["mask_hidden"])
+    assert PEagle.checkpoint_format.recognises(
+        raw, ()
+    )  # of the hub's, whose tensors are not there yet
+    assert PEagle.checkpoint_format.recognises(
+        {"architectures": ["LlamaForCausalLMEagle3"]}, ["mask_hidden"]
+    )
     Eagle3.init(tiny_target(), jax.random.key(0)).save_pretrained(tmp_path / "eagle3")
     assert registry.resolve(str(tmp_path / "eagle3"))[0].trained is Eagle3
 
@@ -262,11 +322,16 @@ def change(directory: Path, copy: Path, spoil=None, drop=(), **fields) -> Path:
     """A copy of a checkpoint with other tensors and other fields of config.json."""
     copy.mkdir()
     raw = json.loads((directory / "config.json").read_text()) | fields
-    (copy / "config.json").write_text(json.dumps({name: value for name, value in raw.items() if name not in drop}))
+    (copy / "config.json").write_text(
+        json.dumps({name: value for name, value in raw.items() if name not in drop})
+    )
     tensors = dict(load_file(directory / "model.safetensors"))
     if spoil is not None:
         spoil(tensors)
-    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, copy / "model.safetensors")
+    save_file(
+        {name: np.ascontiguousarray(array) for name, array in tensors.items()},
+        copy / "model.safetensors",
+    )
     return copy
 
 
@@ -308,10 +373,14 @@ def test_a_table_without_a_head_is_refused(target, tmp_path) -> None:
 
 def test_the_mask_token_must_be_known(made, tmp_path) -> None:
     without = change(made, tmp_path / "without", drop=["mask_token_id"])
-    with pytest.raises(CheckpointError, match=r"mask_token_id is missing.*from_pretrained\(\.\.\., mask_token_id="):
+    with pytest.raises(
+        CheckpointError, match=r"mask_token_id is missing.*from_pretrained\(\.\.\., mask_token_id="
+    ):
         PEagle.from_pretrained(without)
     assert PEagle.from_pretrained(without, mask_token_id=7).config.mask_token_id == 7
-    with pytest.raises(CheckpointError, match="mask_token_id=48: must be a token of the target, from 0 to 47"):
+    with pytest.raises(
+        CheckpointError, match="mask_token_id=48: must be a token of the target, from 0 to 47"
+    ):
         PEagle.from_pretrained(without, mask_token_id=48)
     vllm = change(made, tmp_path / "vllm", drop=["mask_token_id"], pard_token=9)
     assert PEagle.from_pretrained(vllm).config.mask_token_id == 9
@@ -322,23 +391,39 @@ def test_the_mask_token_must_be_known(made, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention', but there is no sliding_window"),
-        ({"layer_types": ["chunked"] * 2}, "layer_types has 'chunked': only 'full_attention' and 'sliding_attention'"),
-        ({"layer_types": ["sliding_attention"], "sliding_window": 4}, "layer_types names 1 layers of 2"),
+        (
+            {"layer_types": ["sliding_attention"] * 2},
+            "layer_types has 'sliding_attention', but there is no sliding_window",
+        ),
+        (
+            {"layer_types": ["chunked"] * 2},
+            "layer_types has 'chunked': only 'full_attention' and 'sliding_attention'",
+        ),
+        (
+            {"layer_types": ["sliding_attention"], "sliding_window": 4},
+            "layer_types names 1 layers of 2",
+        ),
     ],
 )
 def test_windows_that_make_no_sense_are_refused(layer, words, made, tmp_path) -> None:
     described = json.loads((made / "config.json").read_text())["transformer_layer_config"]
     with pytest.raises(CheckpointError, match=words):
-        PEagle.from_pretrained(change(made, tmp_path / "spoilt", transformer_layer_config=described | layer))
+        PEagle.from_pretrained(
+            change(made, tmp_path / "spoilt", transformer_layer_config=described | layer)
+        )
 
 
 def test_a_target_that_it_was_not_made_for_is_refused(target) -> None:
     one = drafter(target)
-    with pytest.raises(InputError, match="this PEagle was made for a target with a vocabulary of 48 tokens, but target has 11"):
+    with pytest.raises(
+        InputError,
+        match="this PEagle was made for a target with a vocabulary of 48 tokens, but target has 11",
+    ):
         one.check(tiny_target())
     with pytest.raises(InputError, match="a node has 17 children, but the vocabulary has 16"):
         one.replace(draft=DynamicTree(top_k=17, depth=3, nodes=20)).check(target)
-    with pytest.raises(InputError, match="mask_token_id=48: must be a token of the target, from 0 to 47"):
+    with pytest.raises(
+        InputError, match="mask_token_id=48: must be a token of the target, from 0 to 47"
+    ):
         drafter(target, mask_token_id=48)
     assert not one.drafts_elsewhere

@@ -53,7 +53,9 @@ def test_the_state_follows_the_text(target) -> None:
     """After every step the drafter's own copy of the text is the engine's, for each row's own length."""
     drafter = PromptLookup(draft=Chain(3))
     prompts = np.array([[1, 4, 2, 4, 2, 7], [3, 3, 0, 0, 0, 0]])
-    _, state = decoding.start(target, drafter, prompts, np.array([6, 2]), GenerationOptions(max_new_tokens=30))
+    _, state = decoding.start(
+        target, drafter, prompts, np.array([6, 2]), GenerationOptions(max_new_tokens=30)
+    )
     advance = jax.jit(lambda state: decoding.step(target, drafter, state))
     accepted = 0
     for _ in range(15):
@@ -61,7 +63,9 @@ def test_the_state_follows_the_text(target) -> None:
         accepted += int(info.accepted.sum())
         np.testing.assert_array_equal(state.drafter.lengths, state.lengths - 1)  # all but the root
         for row, length in enumerate(np.asarray(state.lengths)):
-            np.testing.assert_array_equal(state.drafter.tokens[row, : length - 1], state.tokens[row, : length - 1])
+            np.testing.assert_array_equal(
+                state.drafter.tokens[row, : length - 1], state.tokens[row, : length - 1]
+            )
     assert accepted > 0
 
 
@@ -71,9 +75,16 @@ def test_the_root_is_the_first_node() -> None:
 
 def look_up(text: list[int], length: int) -> list[int]:
     """What is drafted after ``text``, its last token first."""
-    state = PromptLookupState(tokens=jnp.array([[*text[:-1], 0]]), lengths=jnp.array([len(text) - 1]))
+    state = PromptLookupState(
+        tokens=jnp.array([[*text[:-1], 0]]), lengths=jnp.array([len(text) - 1])
+    )
     draft, _ = PromptLookup(draft=Chain(length)).propose(
-        None, state, jnp.array(text[-1:]), GREEDY.rows(1), jax.random.split(jax.random.key(0), 1), jnp.ones(1, bool)
+        None,
+        state,
+        jnp.array(text[-1:]),
+        GREEDY.rows(1),
+        jax.random.split(jax.random.key(0), 1),
+        jnp.ones(1, bool),
     )
     return draft.tokens[0][: 1 + int(draft.length[0])].tolist()
 

@@ -17,7 +17,9 @@ from tests.conftest import tiny_config, tiny_target
 def test_methods_without_a_checkpoint() -> None:
     target = tiny_config()
     assert load_drafter("prompt-lookup", None, target) == PromptLookup()
-    assert load_drafter("prompt-lookup:5", Chain(2), target) == PromptLookup(max_ngram=5, draft=Chain(2))
+    assert load_drafter("prompt-lookup:5", Chain(2), target) == PromptLookup(
+        max_ngram=5, draft=Chain(2)
+    )
     assert load_drafter("early-exit:2", Chain(3), target) == EarlyExit(layers=2, draft=Chain(3))
 
 
@@ -37,14 +39,21 @@ def test_a_checkpoint_named_or_recognised(checkpoint) -> None:
 
 def test_drafters_that_read_the_target_are_recognised_in_every_layout(tmp_path) -> None:
     target = tiny_target()
-    made = {"eagle": Eagle.init(target, jax.random.key(0)), "eagle3": Eagle3.init(target, jax.random.key(0))}
+    made = {
+        "eagle": Eagle.init(target, jax.random.key(0)),
+        "eagle3": Eagle3.init(target, jax.random.key(0)),
+    }
     made["eagle"].save_pretrained(tmp_path / "eagle")
     made["eagle3"].save_pretrained(tmp_path / "eagle3")
     made["eagle3"].save_pretrained(tmp_path / "speculators", layout="speculators")
     for place, kind in (("eagle", Eagle), ("eagle3", Eagle3), ("speculators", Eagle3)):
         assert type(load_drafter(str(tmp_path / place), Chain(2), target.config)) is kind
     file = tmp_path / "eagle" / "config.json"
-    published = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("bias", "qkv_bias")}
+    published = {
+        name: value
+        for name, value in json.loads(file.read_text()).items()
+        if name not in ("bias", "qkv_bias")
+    }
     file.write_text(json.dumps(published))  # as SafeAILab's for Vicuna: nothing in it says EAGLE
     assert type(load_drafter(str(tmp_path / "eagle"), Chain(2), target.config)) is Eagle
     assert load_drafter(f"eagle3:{tmp_path / 'eagle3'}", None, target.config).draft == DynamicTree()
@@ -57,13 +66,17 @@ def test_a_new_method_is_one_line_in_the_table(monkeypatch, tmp_path, checkpoint
         made.append(request.where)
         return PromptLookup(**request.draft_given)
 
-    wizard = DraftingMethod("wizard:DIRECTORY", make, recognises=lambda config, _: "wizard_layers" in config)
+    wizard = DraftingMethod(
+        "wizard:DIRECTORY", make, recognises=lambda config, _: "wizard_layers" in config
+    )
     monkeypatch.setattr(registry, "METHODS", {"wizard": wizard} | registry.METHODS)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "wizard_layers": 2}))
     assert load_drafter(str(tmp_path), Chain(2), tiny_config()) == PromptLookup(draft=Chain(2))
     load_drafter("wizard:some/where", None, tiny_config())
     assert made == [str(tmp_path), "some/where"]
-    assert isinstance(load_drafter(checkpoint, Chain(2), tiny_config()), DraftModel)  # its config.json lacks the field
+    assert isinstance(
+        load_drafter(checkpoint, Chain(2), tiny_config()), DraftModel
+    )  # its config.json lacks the field
     with pytest.raises(InputError, match="methods: wizard:DIRECTORY; prompt-lookup"):
         load_drafter("witch:3", None, tiny_config())
 
@@ -77,14 +90,29 @@ def test_a_checkpoint_that_no_method_knows(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("moa,tli:runs/best", "tli must be a whole number of at most nine digits; write moa:DIRECTORY"),
+        (
+            "moa,tli:runs/best",
+            "tli must be a whole number of at most nine digits; write moa:DIRECTORY",
+        ),
         ("moa,tli=-1:runs/best", "tli must be a whole number"),
         ("moa,tli=one:runs/best", "tli must be a whole number"),
         ("moa,tli=1,tli=2:runs/best", "'tli=2' is given twice"),
-        ("moa,tl=1:runs/best", r"'tl=1' is no setting of moa; did you mean tli\?; write .* or moa,tli=NUMBER:DIRECTORY"),
+        (
+            "moa,tl=1:runs/best",
+            (
+                r"'tl=1' is no setting of moa; did you mean tli\?; write .* or"
+                r" moa,tli=NUMBER:DIRECTORY"
+            ),
+        ),
         ("moa,:runs/best", "'' is no setting of moa"),
-        ("eagle3,tli=1:runs/best", "'tli=1' is no setting of eagle3; write eagle3:DIRECTORY or eagle3:OWNER/NAME$"),
-        ("early-exit,layers=1:2", "'layers=1' is no setting of early-exit; write early-exit:LAYERS$"),
+        (
+            "eagle3,tli=1:runs/best",
+            "'tli=1' is no setting of eagle3; write eagle3:DIRECTORY or eagle3:OWNER/NAME$",
+        ),
+        (
+            "early-exit,layers=1:2",
+            "'layers=1' is no setting of early-exit; write early-exit:LAYERS$",
+        ),
         ("moa,tli=1:", "write moa:DIRECTORY"),
         ("moo,tli=1:runs/best", r"no method of that name, .*; did you mean moa\?"),
     ],

@@ -41,10 +41,13 @@ def permuted(model: Target, ids: list[int], **settings) -> DraftModel:
     parts = {"embed": model.params["embed"][rows]}
     if not model.config.tie_embeddings:
         parts["lm_head"] = model.params["lm_head"][:, rows]
-    own = model.replace(params=model.params | parts, config=replace(model.config, vocab_size=len(ids)))
+    own = model.replace(
+        params=model.params | parts, config=replace(model.config, vocab_size=len(ids))
+    )
     texts = {i: f"token {i}".encode() for i in range(model.config.vocab_size)}
     shared = SharedVocabulary.of(
-        VocabularyTokens(texts, {}), VocabularyTokens({i: texts[token] for i, token in enumerate(ids)}, {})
+        VocabularyTokens(texts, {}),
+        VocabularyTokens({i: texts[token] for i, token in enumerate(ids)}, {}),
     )
     return DraftModel(own, shared=shared, **settings)
 
@@ -53,7 +56,7 @@ def shuffled(tokens) -> list[int]:
     return np.random.default_rng(0).permutation(sorted(tokens)).tolist()
 
 
-# --- the target's own weights under another vocabulary ---------------------------------------------------------------
+# --- the target's own weights under another vocabulary --------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +69,9 @@ def varied() -> Target:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("shape", ["chain", "static"])
 @pytest.mark.represents("drafters with another vocabulary")
-def test_every_draft_is_accepted_where_the_text_keeps_to_shared_tokens(varied, shape, temperature) -> None:
+def test_every_draft_is_accepted_where_the_text_keeps_to_shared_tokens(
+    varied, shape, temperature
+) -> None:
     sampling = Sampling(temperature=temperature)
     plain = run(varied, None, PROMPTS, LENGTHS, sampling=sampling)
     used = {token for row in outputs(plain) for token in row}
@@ -74,18 +79,26 @@ def test_every_draft_is_accepted_where_the_text_keeps_to_shared_tokens(varied, s
     drafter = permuted(varied, shuffled(set(range(200)) - dropped), draft=SHAPES[shape])
     result = run(varied, drafter, PROMPTS, LENGTHS, sampling=sampling)
     assert outputs(result) == outputs(plain)
-    assert result.stats.steps.tolist() == [NEW / 4] * 3  # three drafted tokens and one more, in every step
+    assert (
+        result.stats.steps.tolist() == [NEW / 4] * 3
+    )  # three drafted tokens and one more, in every step
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "shape", [pytest.param(s, marks=[pytest.mark.thorough] * (s not in ("chain", "dynamic"))) for s in SHAPES]
+    "shape",
+    [
+        pytest.param(s, marks=[pytest.mark.thorough] * (s not in ("chain", "dynamic")))
+        for s in SHAPES
+    ],
 )
 def test_text_with_tokens_that_the_drafter_lacks_is_the_targets_too(varied, shape) -> None:
     sampling = Sampling(temperature=np.array([0.8, 0.0, 1.3]), top_p=np.array([1.0, 1.0, 0.9]))
     plain = run(varied, None, PROMPTS, LENGTHS, sampling=sampling)
     used = {token for row in outputs(plain) for token in row}
-    drafter = permuted(varied, shuffled(set(range(200)) - set(shuffled(used)[::6])), draft=SHAPES[shape])
+    drafter = permuted(
+        varied, shuffled(set(range(200)) - set(shuffled(used)[::6])), draft=SHAPES[shape]
+    )
     result = run(varied, drafter, PROMPTS, LENGTHS, sampling=sampling)
     assert outputs(result) == outputs(plain)
     assert NEW / 4 < result.stats.steps.max() < NEW and result.stats.accepted.min() > 0
@@ -101,8 +114,12 @@ def test_what_it_drafts_and_reads(varied) -> None:
     assert shared.ids.tolist() == list(range(0, 200, 2))
     tokens = jnp.array([[2, 8, 150, 6]])
     logits = drafter.model.forward(shared.read(tokens))[0].logits
-    np.testing.assert_allclose(shared.narrow(logits), varied.forward(tokens)[0].logits[..., shared.ids], atol=1e-4)
-    lacking = shared.read(jnp.array([3, 199, 4_000]))  # a token, the last one, and what is only padding
+    np.testing.assert_allclose(
+        shared.narrow(logits), varied.forward(tokens)[0].logits[..., shared.ids], atol=1e-4
+    )
+    lacking = shared.read(
+        jnp.array([3, 199, 4_000])
+    )  # a token, the last one, and what is only padding
     assert lacking.tolist() == [shared.unknown] * 3
 
 
@@ -113,7 +130,9 @@ def test_it_goes_with_what_goes_with_draft_models(varied, kind) -> None:
     plain = run(varied, None, PROMPTS, LENGTHS, sampling=sampling)
     drafter = permuted(varied, shuffled(range(0, 200, 2)), draft=Chain(3))
     if kind == "with a prediction":
-        predicted = [row[length : length + 12] for row, length in zip(outputs(plain), LENGTHS, strict=True)]
+        predicted = [
+            row[length : length + 12] for row, length in zip(outputs(plain), LENGTHS, strict=True)
+        ]
         drafter = WithPrediction(drafter, jnp.asarray(predicted), longest=3)
     else:
         drafter = replace(drafter, cache=Streaming(sinks=1), budget=12)
@@ -122,15 +141,21 @@ def test_it_goes_with_what_goes_with_draft_models(varied, kind) -> None:
     assert result.stats.accepted.sum() > 0
 
 
-# --- the contract, and the exact distribution ------------------------------------------------------------------------
+# --- the contract, and the exact distribution -----------------------------------------------------
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "shape", ["chain", *(pytest.param(each, marks=pytest.mark.thorough) for each in SHAPES if each != "chain")]
+    "shape",
+    [
+        "chain",
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in SHAPES if each != "chain"),
+    ],
 )
 def test_the_contract(target, shape) -> None:
-    drafter = permuted(tiny_target(seed=5, num_layers=1), [7, 0, 10, 3, 1, 8, 4], draft=SHAPES[shape])
+    drafter = permuted(
+        tiny_target(seed=5, num_layers=1), [7, 0, 10, 3, 1, 8, 4], draft=SHAPES[shape]
+    )
     conformance.check(target, drafter, come_and_go=False)
 
 
@@ -141,7 +166,10 @@ def test_texts_may_come_and_go(target) -> None:
 
 
 DRAWN: list = [(Chain(2), "independent")]
-DRAWN += [pytest.param(Chain(2), rule, marks=pytest.mark.thorough) for rule in ("rejection", "block", "coupled")]
+DRAWN += [
+    pytest.param(Chain(2), rule, marks=pytest.mark.thorough)
+    for rule in ("rejection", "block", "coupled")
+]
 DRAWN += [pytest.param(SampledTree((3, 2)), "independent", marks=pytest.mark.thorough)]
 
 
@@ -155,7 +183,7 @@ def test_drawn_tokens_keep_the_exact_distribution(shape: DraftShape, rule, draws
     conformance.check_distribution(few, drafter, rule=rule, draws=draws)
 
 
-# --- two tokenizers --------------------------------------------------------------------------------------------------
+# --- two tokenizers -------------------------------------------------------------------------------
 
 
 def save(model: Target, tokenizer, directory: Path) -> str:
@@ -169,7 +197,10 @@ def pair(tmp_path_factory) -> tuple[str, str]:
     """Directories of a target with byte-level BPE and of a draft model with SentencePiece's kind; their words are alike."""
     root = tmp_path_factory.mktemp("two")
     ours, theirs = byte_level(eos_token="<end>"), sentence_piece(bos_token="<s>", eos_token="</s>")
-    target, draft = tiny_target(vocab_size=304), tiny_target(seed=5, num_layers=1, vocab_size=len(theirs))
+    target, draft = (
+        tiny_target(vocab_size=304),
+        tiny_target(seed=5, num_layers=1, vocab_size=len(theirs)),
+    )
     return save(target, ours, root / "target"), save(draft, theirs, root / "draft")
 
 
@@ -190,7 +221,10 @@ def foreign(pair, tmp_path_factory) -> str:
     )
 
 
-SAID = r"tokenizers differ: drafting with \d+ tokens that both have: \d+% of the drafter's \d+, \d+% of the target's 293"
+SAID = (
+    r"tokenizers differ: drafting with \d+ tokens that both have: \d+% of the drafter's \d+, \d+%"
+    r" of the target's 293"
+)
 
 
 @pytest.mark.full
@@ -201,7 +235,13 @@ def test_sampled_text_of_different_tokenizers_is_plain_text(pair) -> None:
         drafted = specjax.load(target, draft, draft="chain:3")
     assert drafted.drafter.shared.overlap > 0.5
     for temperature in (0.8, 0.0):
-        options = {"max_new_tokens": 20, "temperature": temperature, "key": KEYS[0], "rule": "coupled", "eos_token_ids": ()}
+        options = {
+            "max_new_tokens": 20,
+            "temperature": temperature,
+            "key": KEYS[0],
+            "rule": "coupled",
+            "eos_token_ids": (),
+        }
         expected = plain("the cat sat on a café\n", **options)
         made = drafted("the cat sat on a café\n", **options)
         assert made.tokens == expected.tokens and made.text == expected.text
@@ -212,12 +252,17 @@ def test_sampled_text_of_different_tokenizers_is_plain_text(pair) -> None:
 def test_through_generate(pair) -> None:
     target = Target.from_pretrained(pair[0], dtype=np.float32)
     drafter = DraftModel.from_pretrained(
-        pair[1], draft=SHAPES["dynamic"], dtype=np.float32, tokenizer=pair[0], vocabulary="intersect"
+        pair[1],
+        draft=SHAPES["dynamic"],
+        dtype=np.float32,
+        tokenizer=pair[0],
+        vocabulary="intersect",
     )
     assert drafter.shared.ids.shape[0] == drafter.shared.columns.shape[0] < 304
     for temperature in (0.0, 0.8):
         made, plain = (
-            run(target, each, PROMPTS, LENGTHS, sampling=Sampling(temperature=temperature)) for each in (drafter, None)
+            run(target, each, PROMPTS, LENGTHS, sampling=Sampling(temperature=temperature))
+            for each in (drafter, None)
         )
         assert outputs(made) == outputs(plain)
 
@@ -227,17 +272,27 @@ def test_ends_of_texts_are_translated(pair) -> None:
     shared = share(ours, theirs, "intersect")
     (at,) = np.flatnonzero(np.asarray(shared.ids) == ours.eos_token_id)
     assert shared.columns[at] == theirs.eos_token_id
-    assert shared.read(jnp.array(ours.encode(" the cat"))).tolist() == theirs.encode(" the cat", add_special_tokens=False)
+    assert shared.read(jnp.array(ours.encode(" the cat"))).tolist() == theirs.encode(
+        " the cat", add_special_tokens=False
+    )
 
 
 @pytest.mark.full
 def test_a_token_that_ends_the_text_too_early_is_not_drafted(pair) -> None:
     """``min_new_tokens`` reaches the draft model's column of the target's end."""
     target = Target.from_pretrained(pair[0], dtype=np.float32)
-    drafter = DraftModel.from_pretrained(pair[1], dtype=np.float32, tokenizer=pair[0], vocabulary="intersect")
-    settings = {"eos_token_ids": tuple(range(0, 304, 2)), "min_new_tokens": 10, "sampling": Sampling(temperature=0.8)}
+    drafter = DraftModel.from_pretrained(
+        pair[1], dtype=np.float32, tokenizer=pair[0], vocabulary="intersect"
+    )
+    settings = {
+        "eos_token_ids": tuple(range(0, 304, 2)),
+        "min_new_tokens": 10,
+        "sampling": Sampling(temperature=0.8),
+    }
     made, plain = (
-        specjax.generate(target, each, PROMPTS, LENGTHS, max_new_tokens=NEW, key=KEYS, rule="coupled", **settings)
+        specjax.generate(
+            target, each, PROMPTS, LENGTHS, max_new_tokens=NEW, key=KEYS, rule="coupled", **settings
+        )
         for each in (drafter, None)
     )
     assert outputs(made) == outputs(plain)
@@ -250,9 +305,10 @@ def test_few_tokens_in_common_are_refused_unless_asked_for(pair, foreign, tmp_pa
     (unread / "config.json").write_bytes((Path(foreign) / "config.json").read_bytes())
     (unread / "model.safetensors").write_bytes(b"never read")
     message = (
-        "tokenizers: 3 tokens that both have: 43% of the drafter's 7, 1% of the target's 293. Below 50% of the smaller "
-        "vocabulary few drafts are accepted: take a drafter of the target's family, or ask for this one by name, "
-        '--drafter draft-model-intersect:WHERE (vocabulary="intersect" in Python)'
+        "tokenizers: 3 tokens that both have: 43% of the drafter's 7, 1% of the target's 293. Below"
+        " 50% of the smaller vocabulary few drafts are accepted: take a drafter of the target's"
+        " family, or ask for this one by name, --drafter draft-model-intersect:WHERE"
+        ' (vocabulary="intersect" in Python)'
     )
     for refused in (
         lambda: load_drafter(str(unread), None, config, tokenizer=tokenizer),
@@ -263,8 +319,12 @@ def test_few_tokens_in_common_are_refused_unless_asked_for(pair, foreign, tmp_pa
         with pytest.raises(InputError) as caught:
             refused()
         assert str(caught.value) == message
-    named = load_drafter(f"draft-model-intersect:{foreign}", Chain(2), config, tokenizer=tokenizer)  # and nothing is warned of
-    loaded = DraftModel.from_pretrained(foreign, draft=Chain(2), tokenizer=tokenizer, vocabulary="intersect")
+    named = load_drafter(
+        f"draft-model-intersect:{foreign}", Chain(2), config, tokenizer=tokenizer
+    )  # and nothing is warned of
+    loaded = DraftModel.from_pretrained(
+        foreign, draft=Chain(2), tokenizer=tokenizer, vocabulary="intersect"
+    )
     for drafter in (named, loaded):
         assert drafter.shared.ids.shape == (3,) and drafter.shared.overlap == pytest.approx(3 / 7)
     with pytest.raises(InputError, match="no token in common"):
@@ -281,23 +341,41 @@ def test_one_tokenizer_is_no_translation(tiny_pair, tmp_path) -> None:
     config = Target.from_pretrained(tiny_pair[0]).config
     for name in (tiny_pair[1], f"draft-model-intersect:{tiny_pair[1]}"):
         assert load_drafter(name, None, config, tokenizer=tokenizer).shared is None
-    assert DraftModel.from_pretrained(tiny_pair[1], tokenizer=tiny_pair[0], vocabulary="intersect").shared is None
+    assert (
+        DraftModel.from_pretrained(
+            tiny_pair[1], tokenizer=tiny_pair[0], vocabulary="intersect"
+        ).shared
+        is None
+    )
 
 
 def test_bad_arguments_are_refused_by_name(pair, foreign) -> None:
     with pytest.raises(InputError, match=r"vocabulary='union': give \"intersect\", or None"):
         DraftModel.from_pretrained(pair[1], tokenizer=pair[0], vocabulary="union")
     with pytest.raises(
-        InputError, match=r"vocabulary='intersect': give tokenizer=TARGET, the directory or hub id of the target"
+        InputError,
+        match=(
+            r"vocabulary='intersect': give tokenizer=TARGET, the directory or hub id of the target"
+        ),
     ):
         DraftModel.from_pretrained(pair[1], vocabulary="intersect")
-    drafter = DraftModel.from_pretrained(pair[1], dtype=np.float32, tokenizer=pair[0], vocabulary="intersect")
+    drafter = DraftModel.from_pretrained(
+        pair[1], dtype=np.float32, tokenizer=pair[0], vocabulary="intersect"
+    )
     with pytest.raises(
-        InputError, match=r"tokenizer: target has a vocabulary of 11 tokens, but its tokenizer has an id \d+: give"
+        InputError,
+        match=(
+            r"tokenizer: target has a vocabulary of 11 tokens, but its tokenizer has an id \d+:"
+            r" give"
+        ),
     ):
         specjax.generate(tiny_target(), drafter, [[1]])
     few = DraftModel.from_pretrained(
-        foreign, draft=SHAPES["dynamic"], dtype=np.float32, tokenizer=pair[0], vocabulary="intersect"
+        foreign,
+        draft=SHAPES["dynamic"],
+        dtype=np.float32,
+        tokenizer=pair[0],
+        vocabulary="intersect",
     )
     few = replace(few, draft=specjax.DynamicTree(top_k=4, depth=2, nodes=6))
     with pytest.raises(InputError, match="3 tokens"):
@@ -307,7 +385,16 @@ def test_bad_arguments_are_refused_by_name(pair, foreign) -> None:
 @pytest.mark.full
 def test_the_command_line_says_it_in_a_line(pair, foreign, capsys, monkeypatch) -> None:
     monkeypatch.setattr(progress, "_display", progress._Nothing())
-    command = ["generate", "--target", pair[0], "--prompt", "the cat", "--max-new-tokens", "4", "--drafter"]
+    command = [
+        "generate",
+        "--target",
+        pair[0],
+        "--prompt",
+        "the cat",
+        "--max-new-tokens",
+        "4",
+        "--drafter",
+    ]
     assert main([*command, pair[1]]) == 0
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if "tokenizers differ" in line]
@@ -321,7 +408,7 @@ def test_the_command_line_says_it_in_a_line(pair, foreign, capsys, monkeypatch) 
     assert "ask for this one by name" in capsys.readouterr().err
 
 
-# --- chats -----------------------------------------------------------------------------------------------------------
+# --- chats ----------------------------------------------------------------------------------------
 
 TURNS = ("<|im_start|>", "<|im_end|>")
 SAME_WORDS = [f"w{i}" for i in range(60)]
@@ -333,7 +420,9 @@ CHAT = (
 
 def of_chats(order: list[str], **special: str) -> PreTrainedTokenizerFast:
     """A tokenizer of words and of what begins and ends a turn, whose ids are their places in ``order``."""
-    model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(order)}, unk_token="<unk>"))
+    model = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(order)}, unk_token="<unk>")
+    )
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", **special)
     tokenizer.add_special_tokens({"additional_special_tokens": list(TURNS)})
@@ -343,7 +432,9 @@ def of_chats(order: list[str], **special: str) -> PreTrainedTokenizerFast:
 
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_in_a_chat_special_tokens_that_both_have_are_read_and_drafted(temperature, tmp_path, monkeypatch) -> None:
+def test_in_a_chat_special_tokens_that_both_have_are_read_and_drafted(
+    temperature, tmp_path, monkeypatch
+) -> None:
     """The draft model is the target itself under other ids: what it accepts less than all of is what it could not read."""
     words_of_target = ["<unk>", *TURNS, "user", "assistant", *SAME_WORDS]
     order = np.random.default_rng(3).permutation(len(words_of_target) - 1) + 1
@@ -351,10 +442,15 @@ def test_in_a_chat_special_tokens_that_both_have_are_read_and_drafted(temperatur
     model = tiny_target(vocab_size=len(words_of_target))
     own = permuted(model, [0, *order.tolist()]).model
     ends = {"eos_token": TURNS[1]}
-    target, draft = save(model, of_chats(words_of_target, **ends), tmp_path / "target"), tmp_path / "draft"
+    target, draft = (
+        save(model, of_chats(words_of_target, **ends), tmp_path / "target"),
+        tmp_path / "draft",
+    )
     save(own, of_chats(words_of_draft, **ends), draft)
     turns = ["w3 w9 w17", "w4 w40", "w11 w3 w3 w25"]
-    messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)
+    ]
     options = {
         "max_new_tokens": NEW, "temperature": temperature, "key": KEYS[0], "rule": "coupled", "eos_token_ids": (),
     }  # fmt: skip
@@ -369,11 +465,13 @@ def test_in_a_chat_special_tokens_that_both_have_are_read_and_drafted(temperatur
 
     assert steps() == NEW // 4  # every drafted token is accepted
     by_roles_alone = VocabularyTokens.of
-    monkeypatch.setattr(VocabularyTokens, "of", lambda *given: replace(by_roles_alone(*given), written={}))
+    monkeypatch.setattr(
+        VocabularyTokens, "of", lambda *given: replace(by_roles_alone(*given), written={})
+    )
     assert steps() > NEW // 4 + 3
 
 
-# --- trained models --------------------------------------------------------------------------------------------------
+# --- trained models -------------------------------------------------------------------------------
 
 
 @pytest.mark.thorough
@@ -381,10 +479,15 @@ def test_in_a_chat_special_tokens_that_both_have_are_read_and_drafted(temperatur
 def test_trained_models_of_different_tokenizers() -> None:
     """Python source by byte-level BPE, drafted for by a model of stories with SentencePiece."""
     plain = specjax.load("embedded")
-    with pytest.warns(UserWarning, match="drafting with 376 tokens that both have: 89% of the drafter's 422"):
+    with pytest.warns(
+        UserWarning, match="drafting with 376 tokens that both have: 89% of the drafter's 422"
+    ):
         drafted = specjax.load("embedded", str(SHARED / "stories260k"), draft="chain:3")
     options = {"max_new_tokens": 40, "temperature": 0.8, "key": KEYS[0], "rule": "coupled"}
-    assert drafted("import os\nimport ", **options).tokens == plain("import os\nimport ", **options).tokens
+    assert (
+        drafted("import os\nimport ", **options).tokens
+        == plain("import os\nimport ", **options).tokens
+    )
 
 
 @pytest.mark.skipif(not (SHARED / "stories260k").is_dir(), reason="needs ../shared/data")
@@ -392,7 +495,10 @@ def test_trained_models_of_different_tokenizers() -> None:
 def test_a_trained_model_drafts_for_itself_in_another_vocabulary(tmp_path) -> None:
     """Its tokens have other ids, and those that it does not need are gone, from its tokenizer too."""
     directory = SHARED / "stories260k"
-    model, tokenizer = Target.from_pretrained(directory, dtype=np.float32), text.load_tokenizer(directory)
+    model, tokenizer = (
+        Target.from_pretrained(directory, dtype=np.float32),
+        text.load_tokenizer(directory),
+    )
     prompt = np.array([text.encode(tokenizer, "Once upon a time, there was a little girl")])
     plain = specjax.generate(model, None, prompt, max_new_tokens=60, eos_token_ids=())
     kept = set(outputs(plain)[0]) | set(range(0, 512, 2)) | {0, 1, 2}
@@ -401,12 +507,16 @@ def test_a_trained_model_drafts_for_itself_in_another_vocabulary(tmp_path) -> No
     names = {i: token for token, i in content["model"]["vocab"].items()}
     content["model"]["vocab"] = {names[old]: new for new, old in enumerate(order)}
     known = content["model"]["vocab"]
-    merges = [each if isinstance(each, list) else each.split(" ") for each in content["model"]["merges"]]
+    merges = [
+        each if isinstance(each, list) else each.split(" ") for each in content["model"]["merges"]
+    ]
     content["model"]["merges"] = [each for each in merges if {*each, "".join(each)} <= known.keys()]
     own = permuted(model, order).model
     own.save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    (tmp_path / "tokenizer_config.json").write_bytes((directory / "tokenizer_config.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_bytes(
+        (directory / "tokenizer_config.json").read_bytes()
+    )
     drafter = DraftModel.from_pretrained(
         tmp_path, draft=Chain(4), dtype=np.float32, tokenizer=directory, vocabulary="intersect"
     )

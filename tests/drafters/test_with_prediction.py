@@ -29,14 +29,19 @@ def varied() -> specjax.Target:
 @pytest.fixture(scope="module")
 def text(varied) -> np.ndarray:
     sampling = Sampling(temperature=1.0)
-    return specjax.generate(varied, None, PROMPT, max_new_tokens=NEW, sampling=sampling, rule="coupled").tokens[
-        0, PROMPT.size :
-    ]
+    return specjax.generate(
+        varied, None, PROMPT, max_new_tokens=NEW, sampling=sampling, rule="coupled"
+    ).tokens[0, PROMPT.size :]
 
 
 def generate(target, prediction, longest: int = 8, drafter=NoDraft(), **options) -> specjax.Result:
     drafter = WithPrediction(drafter, jnp.asarray(prediction, jnp.int32), longest=longest)
-    named = {"max_new_tokens": NEW, "sampling": Sampling(temperature=1.0), "rule": "coupled", **options}
+    named = {
+        "max_new_tokens": NEW,
+        "sampling": Sampling(temperature=1.0),
+        "rule": "coupled",
+        **options,
+    }
     return specjax.generate(target, drafter, PROMPT, **named)
 
 
@@ -66,7 +71,9 @@ def test_the_search_equals_the_oracle(vocab) -> None:
     places, points = map(np.asarray, _search(*given))
     found = 0
     for row in range(rows):
-        best, most = oracle(tokens[row, : lengths[row]].tolist(), newest[row].tolist(), int(certain[row]))
+        best, most = oracle(
+            tokens[row, : lengths[row]].tolist(), newest[row].tolist(), int(certain[row])
+        )
         assert points[row] == most
         if most >= FEWEST_POINTS:
             assert places[row] == best
@@ -101,7 +108,11 @@ def test_after_a_mismatch_the_copy_goes_on(varied, text, edit) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "kind", ["draft model", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("EAGLE-3", "prompt lookup"))]
+    "kind",
+    [
+        "draft model",
+        *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("EAGLE-3", "prompt lookup")),
+    ],
 )
 def test_the_contract(target, kind) -> None:
     """Predictions that are right here and there, beside drafters of every kind."""
@@ -119,7 +130,9 @@ def test_the_contract(target, kind) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("draws", [10_000, pytest.param(500_000, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("rule", ["independent", pytest.param("rejection", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "rule", ["independent", pytest.param("rejection", marks=pytest.mark.thorough)]
+)
 def test_the_distribution_is_the_targets(rule, draws) -> None:
     """Some rows copy while others draw: q is one-hot in the first, and the drafter's in the others."""
     few = tiny_target(seed=2, vocab_size=5)
@@ -133,9 +146,13 @@ def test_rows_without_a_prediction_draft_as_always(varied) -> None:
     prompts = np.tile(PROMPT, (2, 1))
     inner = PromptLookup(draft=4)
     drafter = WithPrediction(inner, jnp.zeros((2, 8), jnp.int32), jnp.array([0, 8]), longest=4)
-    one, both = (specjax.generate(varied, each, prompts, max_new_tokens=30) for each in (inner, drafter))
+    one, both = (
+        specjax.generate(varied, each, prompts, max_new_tokens=30) for each in (inner, drafter)
+    )
     assert np.array_equal(one.tokens, both.tokens)
-    assert one.stats.steps[0] == both.stats.steps[0] and one.stats.drafted[0] == both.stats.drafted[0]
+    assert (
+        one.stats.steps[0] == both.stats.steps[0] and one.stats.drafted[0] == both.stats.drafted[0]
+    )
 
 
 @pytest.mark.full
@@ -143,7 +160,9 @@ def test_a_drafter_that_keeps_the_state_changes_nothing(varied, text) -> None:
     """``longest=0`` takes turns with one that copies: it drafts as the other drafter, and knows where the text is."""
     inner = PromptLookup(draft=4)
     silent = WithPrediction(inner, jnp.asarray(text, jnp.int32), longest=0)
-    one, both = (specjax.generate(varied, each, PROMPT, max_new_tokens=20) for each in (inner, silent))
+    one, both = (
+        specjax.generate(varied, each, PROMPT, max_new_tokens=20) for each in (inner, silent)
+    )
     assert np.array_equal(one.tokens, both.tokens) and one.stats.steps[0] == both.stats.steps[0]
     assert silent.draft_shape == inner.draft_shape
 

@@ -15,8 +15,15 @@ from specjax.drafters.pausable import Pausable
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafters.wrapper import Wrapper
 
-OF_EVERY_DRAFTER = {"draft_shape", "draft", "shown_fields", *_OLD_METHODS}  # these follow from the wrapper's own fields
-HOOKS = [name for name in vars(Drafter) if not name.startswith("_") and name not in OF_EVERY_DRAFTER]
+OF_EVERY_DRAFTER = {
+    "draft_shape",
+    "draft",
+    "shown_fields",
+    *_OLD_METHODS,
+}  # these follow from the wrapper's own fields
+HOOKS = [
+    name for name in vars(Drafter) if not name.startswith("_") and name not in OF_EVERY_DRAFTER
+]
 PROPERTIES = [name for name in HOOKS if not callable(getattr(Drafter, name))]
 METHODS = [name for name in HOOKS if name not in PROPERTIES]
 RETURN_STATES = {"append_committed", "append_remote", "prompts_read", "update", "from_prefix_state"}
@@ -60,9 +67,20 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_the_base_has_every_hook() -> None:
-    assert {"check", "taps", "reads", "start", "append_committed", "propose", "update", "max_positions"} < set(HOOKS)
+    assert {
+        "check",
+        "taps",
+        "reads",
+        "start",
+        "append_committed",
+        "propose",
+        "update",
+        "max_positions",
+    } < set(HOOKS)
     assert set(METHODS) >= RETURN_STATES | RETURN_STATE_FIRST | RETURN_STATE_SECOND
-    assert all(name in vars(Wrapper) for name in HOOKS), "a hook that the base of wrappers does not pass on"
+    assert all(name in vars(Wrapper) for name in HOOKS), (
+        "a hook that the base of wrappers does not pass on"
+    )
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
@@ -76,7 +94,10 @@ def test_a_property_is_the_wrapped_drafters(name: str) -> None:
 def test_a_method_is_passed_on_with_its_arguments_and_the_wrapped_drafters_state(name: str) -> None:
     inner = Recorder()
     names = parameters(getattr(Drafter, name))
-    given = {each: State("own state", count=3) if each in ("state", "fresh") else f"the {each}" for each in names}
+    given = {
+        each: State("own state", count=3) if each in ("state", "fresh") else f"the {each}"
+        for each in names
+    }
     result = getattr(Plain(inner), name)(*given.values())
     ((called, arguments, named),) = inner.calls
     expected = ["own state" if isinstance(value, State) else value for value in given.values()]
@@ -94,7 +115,9 @@ def test_a_method_is_passed_on_with_its_arguments_and_the_wrapped_drafters_state
 
 def test_a_cache_reaches_the_wrapped_drafters_propose() -> None:
     inner = Recorder()
-    Plain(inner).propose("target", State("own"), "root", "sampling", "keys", "active", cache="the cache")  # pyright: ignore
+    Plain(inner).propose(
+        "target", State("own"), "root", "sampling", "keys", "active", cache="the cache"
+    )  # pyright: ignore
     assert inner.calls[0][2] == {"cache": "the cache"}
 
 
@@ -104,7 +127,9 @@ def test_an_override_takes_what_the_hook_takes(kind: type) -> None:
     for name in METHODS:
         if name in vars(kind):
             own = parameters(getattr(kind, name))
-            assert own[: len(parameters(getattr(Drafter, name)))] == parameters(getattr(Drafter, name)), name
+            assert own[: len(parameters(getattr(Drafter, name)))] == parameters(
+                getattr(Drafter, name)
+            ), name
 
 
 def test_a_wrapper_says_what_its_drafter_reads_and_grows(target) -> None:

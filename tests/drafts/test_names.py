@@ -39,9 +39,14 @@ def test_every_drafter_takes_a_number(target) -> None:
         (PromptLookup(draft=2), PromptLookup(draft=Chain(2))),
     ]
     for given, meant in pairs:
-        ours, theirs = (specjax.generate(target, drafter, prompt, max_new_tokens=9) for drafter in (given, meant))
+        ours, theirs = (
+            specjax.generate(target, drafter, prompt, max_new_tokens=9)
+            for drafter in (given, meant)
+        )
         assert given == meant
-        assert jax.tree.structure(given) == jax.tree.structure(meant)  # one compiled program serves both
+        assert jax.tree.structure(given) == jax.tree.structure(
+            meant
+        )  # one compiled program serves both
         assert ours.stats.steps == theirs.stats.steps
         np.testing.assert_array_equal(ours.tokens, theirs.tokens)
     with pytest.raises(InputError, match=r"draft=Chain\(length=0\)"):

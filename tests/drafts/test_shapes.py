@@ -4,7 +4,14 @@ import pytest
 
 from specjax.drafts import tree
 from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
-from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree, complete_tree, halvings
+from specjax.drafts.shapes import (
+    Chain,
+    DynamicTree,
+    SampledTree,
+    StaticTree,
+    complete_tree,
+    halvings,
+)
 from specjax.drafts.tree import chain_parents
 from specjax.errors import InputError
 
@@ -127,7 +134,12 @@ def test_a_template_that_is_no_tree_is_refused(choices, message) -> None:
 
 @pytest.mark.parametrize(
     ("numbers", "message"),
-    [((0, 2, 3), "at least 1"), ((2, 0, 3), "at least 1"), ((2, 3, 12), "at most 11"), ((4, 5, 5), "at least depth")],
+    [
+        ((0, 2, 3), "at least 1"),
+        ((2, 0, 3), "at least 1"),
+        ((2, 3, 12), "at most 11"),
+        ((4, 5, 5), "at least depth"),
+    ],
 )
 def test_a_dynamic_tree_that_cannot_be_is_refused(numbers, message) -> None:
     with pytest.raises(InputError, match=message):

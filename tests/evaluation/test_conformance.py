@@ -48,8 +48,12 @@ METHODS = {
     "draft model": lambda shape: DraftModel(tiny_target(seed=5, num_layers=1), draft=shape),
     "early exit": lambda shape: EarlyExit(layers=1, draft=shape),
     "eagle": lambda shape: Eagle.init(tiny_target(), jax.random.key(3), shape),
-    "eagle3": lambda shape: Eagle3.init(tiny_target(), jax.random.key(3), shape, ids=np.array([0, 1, 3, 4, 7, 8, 10])),
-    "peagle": lambda shape: PEagle.init(tiny_target(), jax.random.key(3), shape, ids=np.array([0, 1, 3, 4, 7, 8, 10])),
+    "eagle3": lambda shape: Eagle3.init(
+        tiny_target(), jax.random.key(3), shape, ids=np.array([0, 1, 3, 4, 7, 8, 10])
+    ),
+    "peagle": lambda shape: PEagle.init(
+        tiny_target(), jax.random.key(3), shape, ids=np.array([0, 1, 3, 4, 7, 8, 10])
+    ),
     "mtp": lambda shape: MTP.init(tiny_target(), jax.random.key(3), shape, modules=2),
     "medusa": lambda shape: Medusa.init(tiny_target(), jax.random.key(3), shape),
     "moa": lambda shape: MixtureOfAttentions.init(tiny_target(), jax.random.key(3), shape, tli=1),
@@ -60,16 +64,35 @@ METHODS = {
     ),
     "assistant": lambda shape: Gemma4Assistant.init(tiny_target(), jax.random.key(3), shape),
     "dflash": lambda shape: DFlash.init(tiny_target(), jax.random.key(3), shape, block_size=4),
-    "jetspec": lambda shape: DFlash.init(tiny_target(), jax.random.key(3), shape, block_size=5, variant={"causal": True}),
-    "dspark": lambda shape: DSpark.init(tiny_target(), jax.random.key(3), shape, block_size=4, markov_rank=4, markov="rnn"),
-    "dflash2": lambda shape: of_dflash2(tiny_target(), shape, block_size=4, conv_group_size=8, selector_top_k=4),
-    "dflash in a ring": lambda shape: DFlash.init(
-        tiny_target(), jax.random.key(3), shape, block_size=4, num_layers=2, sliding_window=3, windowed_layers=(1,)
-    ).replace(cache=Streaming(sinks=1), budget=5),
+    "jetspec": lambda shape: DFlash.init(
+        tiny_target(), jax.random.key(3), shape, block_size=5, variant={"causal": True}
+    ),
+    "dspark": lambda shape: DSpark.init(
+        tiny_target(), jax.random.key(3), shape, block_size=4, markov_rank=4, markov="rnn"
+    ),
+    "dflash2": lambda shape: of_dflash2(
+        tiny_target(), shape, block_size=4, conv_group_size=8, selector_top_k=4
+    ),
+    "dflash in a ring": (
+        lambda shape: DFlash.init(
+            tiny_target(),
+            jax.random.key(3),
+            shape,
+            block_size=4,
+            num_layers=2,
+            sliding_window=3,
+            windowed_layers=(1,),
+        ).replace(cache=Streaming(sinks=1), budget=5)
+    ),
     "prompt lookup": lambda shape: PromptLookup(draft=shape),
 }
 ONE_SHAPE = {"plain", "prompt lookup"}
-ALL_CASES = [(method, shape) for method in METHODS for shape in SHAPES if method not in ONE_SHAPE or shape == "chain"]
+ALL_CASES = [
+    (method, shape)
+    for method in METHODS
+    for shape in SHAPES
+    if method not in ONE_SHAPE or shape == "chain"
+]
 GROWN_ALIKE = [  # by code that others show: every drafter and every shape is among those that are left
     *[("draft model", shape) for shape in SHAPES if shape != "chain"],
     *[("early exit", shape) for shape in SHAPES if shape != "sampled"],
@@ -89,7 +112,9 @@ GROWN_ALIKE = [  # by code that others show: every drafter and every shape is am
     *[("snapkv", shape) for shape in SHAPES],  # as streaming, but for what is kept of a prompt
     *[("draft model in a ring", shape) for shape in SHAPES],  # both parts are shown by others
 ]
-CASES = [pytest.param(*case, marks=[pytest.mark.thorough] * (case in GROWN_ALIKE)) for case in ALL_CASES]
+CASES = [
+    pytest.param(*case, marks=[pytest.mark.thorough] * (case in GROWN_ALIKE)) for case in ALL_CASES
+]
 
 
 @pytest.mark.full_except("eagle3-dynamic", "plain-chain")
@@ -114,8 +139,13 @@ THOROUGHLY = {  # the others every time: EAGLE-3 in tests/decoding/test_rows.py
         "peagle",
     ),
 }
-COME_AND_GO = [pytest.param(method, Chain(1), marks=[pytest.mark.thorough] * (method in THOROUGHLY)) for method in METHODS]
-COME_AND_GO += [pytest.param(method, SHAPES[shape], marks=pytest.mark.thorough) for method, shape in ALL_CASES]
+COME_AND_GO = [
+    pytest.param(method, Chain(1), marks=[pytest.mark.thorough] * (method in THOROUGHLY))
+    for method in METHODS
+]
+COME_AND_GO += [
+    pytest.param(method, SHAPES[shape], marks=pytest.mark.thorough) for method, shape in ALL_CASES
+]
 
 
 @pytest.mark.full
@@ -132,7 +162,10 @@ def test_texts_come_and_go_in_every_group_of_a_mesh() -> None:
     conformance.check_rows_that_come_and_go(target, PromptLookup(draft=2))
 
 
-WINDOWED = [pytest.param(m, marks=pytest.mark.thorough) for m in ("plain", "draft model", "eagle3", "streaming", "snapkv")]
+WINDOWED = [
+    pytest.param(m, marks=pytest.mark.thorough)
+    for m in ("plain", "draft model", "eagle3", "streaming", "snapkv")
+]
 
 
 @pytest.mark.full
@@ -147,12 +180,22 @@ def test_a_target_with_windows_is_rolled_back_like_any_other(method) -> None:
 
 
 OVER_LAYERS = {
-    "draft model": lambda target: DraftModel.init(target, jax.random.key(3), SHAPES["dynamic"], num_layers=3),
-    "early exit": lambda target: EarlyExit(layers=target.config.num_layers - 1, draft=SHAPES["static"]),
+    "draft model": lambda target: DraftModel.init(
+        target, jax.random.key(3), SHAPES["dynamic"], num_layers=3
+    ),
+    "early exit": lambda target: EarlyExit(
+        layers=target.config.num_layers - 1, draft=SHAPES["static"]
+    ),
     "eagle3": lambda target: Eagle3.init(target, jax.random.key(3), SHAPES["chain"]),
-    "moa": lambda target: MixtureOfAttentions.init(target, jax.random.key(3), SHAPES["chain"], lsa=False),
-    "streaming": lambda target: CompressedCache(budget=6, scheme=Streaming(sinks=2), draft=SHAPES["dynamic"]),
-    "snapkv": lambda target: CompressedCache(budget=4, scheme=SnapKV(window=2, pool=3), draft=SHAPES["chain"]),
+    "moa": lambda target: MixtureOfAttentions.init(
+        target, jax.random.key(3), SHAPES["chain"], lsa=False
+    ),
+    "streaming": lambda target: CompressedCache(
+        budget=6, scheme=Streaming(sinks=2), draft=SHAPES["dynamic"]
+    ),
+    "snapkv": lambda target: CompressedCache(
+        budget=4, scheme=SnapKV(window=2, pool=3), draft=SHAPES["chain"]
+    ),
 }
 
 
@@ -174,7 +217,10 @@ def test_greedy_text_over_layers_that_differ_and_share(method) -> None:
 @pytest.mark.full
 def test_target_layer_inference_over_layers_that_differ() -> None:
     target = tiny_target(**LAYERED["differing"])
-    conformance.check_greedy(target, MixtureOfAttentions.init(target, jax.random.key(3), SHAPES["chain"], lsa=False, tli=1))
+    conformance.check_greedy(
+        target,
+        MixtureOfAttentions.init(target, jax.random.key(3), SHAPES["chain"], lsa=False, tli=1),
+    )
 
 
 SMALL = {  # two levels: with the bonus token, the three tokens that are compared
@@ -190,16 +236,29 @@ LOSSLESS = [
     ("prompt lookup", "chain", "independent"),
 ]
 # The rules themselves are tested where they are; this says that the engine hands them what they need.
-LOSSLESS += [pytest.param("draft model", shape, "rejection", marks=pytest.mark.thorough) for shape in ("chain", "adaptive")]
+LOSSLESS += [
+    pytest.param("draft model", shape, "rejection", marks=pytest.mark.thorough)
+    for shape in ("chain", "adaptive")
+]
 OTHERS = [
     *[("draft model", shape) for shape in SMALL if shape != "chain"],
     *[("early exit", shape) for shape in ("chain", "sampled", "dynamic")],
 ]
 OTHERS += [*[("eagle", shape) for shape in SMALL], ("eagle3", "chain"), ("eagle3", "dynamic")]
-OTHERS += [(method, shape) for method in ("assistant", "dflash", "dflash2", "jetspec", "dspark", "peagle") for shape in SMALL]
-OTHERS += [("mtp", shape) for shape in SMALL] + [("medusa", shape) for shape in SMALL] + [("moa", shape) for shape in SMALL]
 OTHERS += [
-    (method, shape) for method in ("streaming", "snapkv", "draft model in a ring", "dflash in a ring") for shape in SMALL
+    (method, shape)
+    for method in ("assistant", "dflash", "dflash2", "jetspec", "dspark", "peagle")
+    for shape in SMALL
+]
+OTHERS += (
+    [("mtp", shape) for shape in SMALL]
+    + [("medusa", shape) for shape in SMALL]
+    + [("moa", shape) for shape in SMALL]
+)
+OTHERS += [
+    (method, shape)
+    for method in ("streaming", "snapkv", "draft model in a ring", "dflash in a ring")
+    for shape in SMALL
 ]
 LOSSLESS += [pytest.param(*case, "independent", marks=pytest.mark.thorough) for case in OTHERS]
 
@@ -222,13 +281,25 @@ def small_drafter(method: str, shape: DraftShape) -> Drafter:
         return MTP.init(distribution_target(), jax.random.key(3), shape, modules=2)
     if method in ("dflash", "dflash in a ring", "jetspec"):
         variant = {"causal": method == "jetspec"}
-        drafter = DFlash.init(distribution_target(), jax.random.key(3), shape, block_size=3, variant=variant)
-        return drafter.replace(cache=Streaming(sinks=1) if method == "dflash in a ring" else None, budget=3)
+        drafter = DFlash.init(
+            distribution_target(), jax.random.key(3), shape, block_size=3, variant=variant
+        )
+        return drafter.replace(
+            cache=Streaming(sinks=1) if method == "dflash in a ring" else None, budget=3
+        )
     if method == "dflash2":  # of the four tokens one is never a candidate
-        return of_dflash2(distribution_target(), shape, block_size=3, conv_group_size=4, selector_top_k=3)
+        return of_dflash2(
+            distribution_target(), shape, block_size=3, conv_group_size=4, selector_top_k=3
+        )
     if method == "dspark":
-        drafter = DSpark.init(distribution_target(), jax.random.key(3), shape, block_size=2, markov_rank=3)
-        heads = {name: value * 50 for name, value in drafter.params.items() if name.startswith(("markov", "confidence"))}
+        drafter = DSpark.init(
+            distribution_target(), jax.random.key(3), shape, block_size=2, markov_rank=3
+        )
+        heads = {
+            name: value * 50
+            for name, value in drafter.params.items()
+            if name.startswith(("markov", "confidence"))
+        }
         return drafter.replace(params=drafter.params | heads)  # which begin as next to nothing
     if method == "moa":
         return MixtureOfAttentions.init(distribution_target(), jax.random.key(3), shape, tli=1)
@@ -245,9 +316,13 @@ def small_drafter(method: str, shape: DraftShape) -> Drafter:
 @pytest.mark.parametrize("draws", [25_000, pytest.param(500_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("method", "shape", "rule"), LOSSLESS)
 @pytest.mark.represents("the distribution of several tokens together")
-def test_three_generated_tokens_have_the_exact_joint_distribution(method, shape, rule, draws) -> None:
+def test_three_generated_tokens_have_the_exact_joint_distribution(
+    method, shape, rule, draws
+) -> None:
     target = distribution_target()
-    conformance.check_distribution(target, small_drafter(method, SMALL[shape]), rule=rule, draws=draws)
+    conformance.check_distribution(
+        target, small_drafter(method, SMALL[shape]), rule=rule, draws=draws
+    )
 
 
 def test_the_distributions_are_far_from_certain() -> None:
@@ -257,7 +332,7 @@ def test_the_distributions_are_far_from_certain() -> None:
         assert 0.05 < exact.max() < 0.9
 
 
-# --- drafters that break the contract --------------------------------------------------------------------------------
+# --- drafters that break the contract -------------------------------------------------------------
 
 
 @struct.dataclass
@@ -307,7 +382,9 @@ class RepeatsItself(Altered):
 class DeeperThanItSays(Altered):
     """Masks are made for the depth that a draft says it has."""
 
-    draft: DynamicTree = struct.field(pytree_node=False, default=DynamicTree(top_k=2, depth=2, nodes=4))
+    draft: DynamicTree = struct.field(
+        pytree_node=False, default=DynamicTree(top_k=2, depth=2, nodes=4)
+    )
 
     def alter(self, draft):
         return draft.replace(grown=jnp.broadcast_to(jnp.arange(-1, 3), draft.tokens.shape))
@@ -331,7 +408,9 @@ class ForgetsItsNeighbours(DraftModel):
     """All rows draft with the first row's key."""
 
     def propose(self, target, state, root, sampling, keys, active):
-        return super().propose(target, state, root, sampling, jnp.broadcast_to(keys[:, :1], keys.shape), active)
+        return super().propose(
+            target, state, root, sampling, jnp.broadcast_to(keys[:, :1], keys.shape), active
+        )
 
 
 @pytest.mark.parametrize(
@@ -363,7 +442,9 @@ class ForgetsPrefixStates(DraftModel):
     """What it gives to another text lacks the newest tokens."""
 
     def to_prefix_state(self, state):
-        return replace(state, cache=replace(state.cache, length=jnp.maximum(state.cache.length - 4, 0)))
+        return replace(
+            state, cache=replace(state.cache, length=jnp.maximum(state.cache.length - 4, 0))
+        )
 
 
 @struct.dataclass
@@ -407,12 +488,18 @@ def test_a_cache_that_writes_to_the_last_page_where_it_has_none_is_found(monkeyp
 def test_the_wrong_pairing_fails_the_distribution() -> None:
     model = small_drafter("draft model", Chain(1)).model
     drafter = ClaimsToHaveDrawn(model, draft=SMALL["dynamic"])
-    assert max(conformance.p_values(distribution_target(), drafter, draws=25_000)) < conformance.FALSE_ALARM
+    assert (
+        max(conformance.p_values(distribution_target(), drafter, draws=25_000))
+        < conformance.FALSE_ALARM
+    )
 
 
 def test_one_wrong_setting_fails_and_is_named(monkeypatch) -> None:
     monkeypatch.setattr("specjax.evaluation.exact.p_values", lambda *_, **__: [1e-8, 2e-10])
-    with pytest.raises(AssertionError, match=r"top_p=0.9.*: this is not the target's distribution: a G-test .* p = 2.0e-10"):
+    with pytest.raises(
+        AssertionError,
+        match=r"top_p=0.9.*: this is not the target's distribution: a G-test .* p = 2.0e-10",
+    ):
         conformance.check_distribution(distribution_target(), NoDraft(), draws=7)
     conformance.check_distribution(distribution_target(), NoDraft(), false_alarm=1e-10)
 
@@ -420,12 +507,22 @@ def test_one_wrong_setting_fails_and_is_named(monkeypatch) -> None:
 def test_p_values_of_exact_draws_are_as_common_as_they_say() -> None:
     """Of distributions with many rare outcomes, too, and with few draws; and 2% more of one outcome in five are seen."""
     rng = np.random.default_rng(0)
-    for exact, draws in ((rng.dirichlet(np.full(125, 0.3)), 25_000), (np.array([0.2, 0.5, 0.3, 0.0]), 50_000)):
-        found = np.array([conformance.g_test(counts, exact) for counts in rng.multinomial(draws, exact, 4_000)])
+    for exact, draws in (
+        (rng.dirichlet(np.full(125, 0.3)), 25_000),
+        (np.array([0.2, 0.5, 0.3, 0.0]), 50_000),
+    ):
+        found = np.array(
+            [conformance.g_test(counts, exact) for counts in rng.multinomial(draws, exact, 4_000)]
+        )
         for level in (0.01, 0.1, 0.5, 0.9):
-            assert np.mean(found < level) == pytest.approx(level, abs=5 * np.sqrt(level * (1 - level) / len(found)))
+            assert np.mean(found < level) == pytest.approx(
+                level, abs=5 * np.sqrt(level * (1 - level) / len(found))
+            )
         more = exact * np.where(np.arange(len(exact)) % 5, 1.0, 1.02)
-        assert conformance.g_test(rng.multinomial(10_000_000, more / more.sum()), exact) < conformance.FALSE_ALARM
+        assert (
+            conformance.g_test(rng.multinomial(10_000_000, more / more.sum()), exact)
+            < conformance.FALSE_ALARM
+        )
 
 
 def test_a_draw_of_what_is_impossible_has_no_chance_and_a_certain_one_tells_nothing() -> None:
@@ -448,6 +545,8 @@ def test_keys_matter(target) -> None:
     import specjax
 
     def run(seed: int):
-        return specjax.generate(target, drafter, [[1, 2]], sampling=Sampling(temperature=1.5), key=jax.random.key(seed)).tokens
+        return specjax.generate(
+            target, drafter, [[1, 2]], sampling=Sampling(temperature=1.5), key=jax.random.key(seed)
+        ).tokens
 
     assert not np.array_equal(run(0), run(1))

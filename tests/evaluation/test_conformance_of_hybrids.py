@@ -33,7 +33,9 @@ from specjax.models.states import State
 from tests.conftest import FEW_TOKENS, HYBRID, SHAPES, tiny_target
 from tests.evaluation.test_conformance import of_dflash2
 
-OTHERWISE = {"moa": {"linear_layers": (0, 1)}}  # it runs the target's last layer, which must have attention then
+OTHERWISE = {
+    "moa": {"linear_layers": (0, 1)}
+}  # it runs the target's last layer, which must have attention then
 
 
 @cache
@@ -46,7 +48,9 @@ def target():
     return target_for()
 
 
-FEW = FEW_TOKENS | {"linear": LinearAttention(key_heads=1, value_heads=2, key_dim=4, value_dim=4, kernel=3)}
+FEW = FEW_TOKENS | {
+    "linear": LinearAttention(key_heads=1, value_heads=2, key_dim=4, value_dim=4, kernel=3)
+}
 
 
 def lively_hybrid(seed: int = 0, **changes):
@@ -62,25 +66,41 @@ IDS = np.array([0, 1, 3, 4, 7, 8, 10])
 METHODS = {
     "plain": lambda target, shape: NoDraft(),
     "prompt lookup": lambda target, shape: PromptLookup(draft=shape),
-    "early exit": lambda target, shape: EarlyExit(layers=1, draft=shape),  # the layer that keeps a state, and no other
+    "early exit": lambda target, shape: EarlyExit(
+        layers=1, draft=shape
+    ),  # the layer that keeps a state, and no other
     "draft model": lambda target, shape: DraftModel(hybrid_like(target), draft=shape),
     "dense draft model": lambda target, shape: DraftModel(dense_like(target), draft=shape),
     "draft model in a ring": lambda target, shape: DraftModel(
         hybrid_like(target), draft=shape, cache=Streaming(sinks=1), budget=5
     ),
     "eagle": lambda target, shape: Eagle.init(target, jax.random.key(3), shape),
-    "eagle3": lambda target, shape: Eagle3.init(target, jax.random.key(3), shape, ids=known_to(target)),
+    "eagle3": lambda target, shape: Eagle3.init(
+        target, jax.random.key(3), shape, ids=known_to(target)
+    ),
     "mtp": lambda target, shape: MTP.init(target, jax.random.key(3), shape),
     "two modules": lambda target, shape: MTP.init(target, jax.random.key(3), shape, modules=2),
     "medusa": lambda target, shape: Medusa.init(target, jax.random.key(3), shape),
-    "moa": lambda target, shape: MixtureOfAttentions.init(target, jax.random.key(3), shape, lsa=False, tli=1),
-    "peagle": lambda target, shape: PEagle.init(target, jax.random.key(3), shape, ids=known_to(target)),
+    "moa": lambda target, shape: MixtureOfAttentions.init(
+        target, jax.random.key(3), shape, lsa=False, tli=1
+    ),
+    "peagle": lambda target, shape: PEagle.init(
+        target, jax.random.key(3), shape, ids=known_to(target)
+    ),
     "dflash": lambda target, shape: DFlash.init(target, jax.random.key(3), shape, block_size=4),
-    "jetspec": lambda target, shape: DFlash.init(target, jax.random.key(3), shape, block_size=4, variant={"causal": True}),
-    "dspark": lambda target, shape: DSpark.init(target, jax.random.key(3), shape, block_size=4, markov_rank=4),
-    "dflash2": lambda target, shape: of_dflash2(target, shape, block_size=4, conv_group_size=8, selector_top_k=3),
+    "jetspec": lambda target, shape: DFlash.init(
+        target, jax.random.key(3), shape, block_size=4, variant={"causal": True}
+    ),
+    "dspark": lambda target, shape: DSpark.init(
+        target, jax.random.key(3), shape, block_size=4, markov_rank=4
+    ),
+    "dflash2": lambda target, shape: of_dflash2(
+        target, shape, block_size=4, conv_group_size=8, selector_top_k=3
+    ),
     "assistant": lambda target, shape: Gemma4Assistant.init(target, jax.random.key(3), shape),
-    "prediction": lambda target, shape: WithPrediction(PromptLookup(draft=shape), jnp.arange(9) % 4, longest=3),
+    "prediction": lambda target, shape: WithPrediction(
+        PromptLookup(draft=shape), jnp.arange(9) % 4, longest=3
+    ),
 }
 
 
@@ -89,14 +109,21 @@ def hybrid_like(target):
 
 
 def dense_like(target):
-    return tiny_target(seed=5, num_layers=1, **{name: getattr(target.config, name) for name in FEW_TOKENS})
+    return tiny_target(
+        seed=5, num_layers=1, **{name: getattr(target.config, name) for name in FEW_TOKENS}
+    )
 
 
 def known_to(target):
     return IDS[target.config.vocab_size > IDS]
 
 
-ALL = [(m, s) for m in METHODS for s in SHAPES if m not in ("plain", "prompt lookup", "prediction") or s == "chain"]
+ALL = [
+    (m, s)
+    for m in METHODS
+    for s in SHAPES
+    if m not in ("plain", "prompt lookup", "prediction") or s == "chain"
+]
 OFTEN = [("mtp", "static")]
 CASES = [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in OFTEN)) for case in ALL]
 
@@ -115,7 +142,7 @@ def test_texts_of_every_drafter_may_come_and_go(method) -> None:
     conformance.check_rows_that_come_and_go(target, METHODS[method](target, Chain(1)))
 
 
-# --- distributions --------------------------------------------------------------------------------------------------------
+# --- distributions --------------------------------------------------------------------------------
 
 SMALL = {
     "chain": Chain(2),
@@ -135,7 +162,11 @@ def distribution_target(**changes):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("method", "shape"), [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in DRAWN_OFTEN)) for case in DRAWN]
+    ("method", "shape"),
+    [
+        pytest.param(*case, marks=[pytest.mark.thorough] * (case not in DRAWN_OFTEN))
+        for case in DRAWN
+    ],
 )
 def test_three_generated_tokens_have_the_exact_joint_distribution(method, shape) -> None:
     target = distribution_target(**OTHERWISE.get(method, {}))
@@ -155,12 +186,14 @@ def test_the_state_matters_to_the_distribution() -> None:
         assert 0.05 < exact.max() < 0.9 and np.abs(exact - without).sum() > 0.1
 
 
-# --- states that are wrong ------------------------------------------------------------------------------------------------
+# --- states that are wrong ------------------------------------------------------------------------
 
 
 def writes_a_rejected_node(append):
     def wrong(self, entry, count):
-        return append(self, entry, jnp.where(count > 0, jnp.minimum(count + 1, entry[0].shape[2]), 0))
+        return append(
+            self, entry, jnp.where(count > 0, jnp.minimum(count + 1, entry[0].shape[2]), 0)
+        )
 
     return wrong
 
@@ -191,18 +224,28 @@ WRONG = [writes_a_rejected_node, ignores_the_count, keeps_the_convolutions_newes
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "wrong", [pytest.param(each, marks=[pytest.mark.thorough] * (each != writes_a_rejected_node)) for each in WRONG]
+    "wrong",
+    [
+        pytest.param(each, marks=[pytest.mark.thorough] * (each != writes_a_rejected_node))
+        for each in WRONG
+    ],
 )
 @pytest.mark.usefixtures("compiled_anew")
-def test_a_state_that_takes_more_than_was_accepted_changes_the_text(monkeypatch, target, wrong) -> None:
+def test_a_state_that_takes_more_than_was_accepted_changes_the_text(
+    monkeypatch, target, wrong
+) -> None:
     monkeypatch.setattr(State, "append", wrong(State.append))
     with pytest.raises(AssertionError, match=r"greedy tokens .* are not plain decoding's"):
         conformance.check_greedy(target, PromptLookup(draft=Chain(3)))
 
 
-@pytest.mark.parametrize("wrong", [pytest.param(each, marks=pytest.mark.thorough) for each in WRONG])
+@pytest.mark.parametrize(
+    "wrong", [pytest.param(each, marks=pytest.mark.thorough) for each in WRONG]
+)
 @pytest.mark.usefixtures("compiled_anew")
-def test_a_state_that_takes_more_than_was_accepted_fails_the_distribution(monkeypatch, wrong) -> None:
+def test_a_state_that_takes_more_than_was_accepted_fails_the_distribution(
+    monkeypatch, wrong
+) -> None:
     monkeypatch.setattr(State, "append", wrong(State.append))
     target = distribution_target()
     drafter = PromptLookup(draft=Chain(2))
@@ -210,19 +253,31 @@ def test_a_state_that_takes_more_than_was_accepted_fails_the_distribution(monkey
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("forgotten", ["rule", pytest.param("convolution", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "forgotten", ["rule", pytest.param("convolution", marks=pytest.mark.thorough)]
+)
 @pytest.mark.usefixtures("compiled_anew")
-def test_nodes_that_see_those_of_other_branches_change_the_text(monkeypatch, target, forgotten) -> None:
+def test_nodes_that_see_those_of_other_branches_change_the_text(
+    monkeypatch, target, forgotten
+) -> None:
     read, of = delta_rule.read_tree, linear_attention.Ancestry.of
 
     def everything(state, tokens, mask, before=None, **options):
         count = tokens.q.shape[2]
-        return read(state, tokens, None if mask is None else jnp.tril(jnp.ones((1, count, count), bool)), before, **options)
+        return read(
+            state,
+            tokens,
+            None if mask is None else jnp.tril(jnp.ones((1, count, count), bool)),
+            before,
+            **options,
+        )
 
     def in_order(mask, drafted, kernel):
         ancestry = of(mask, drafted, kernel)
         return (
-            ancestry if ancestry.newest is None else replace(ancestry, newest=jnp.sort(_last(ancestry.newest, kernel), axis=-1))
+            ancestry
+            if ancestry.newest is None
+            else replace(ancestry, newest=jnp.sort(_last(ancestry.newest, kernel), axis=-1))
         )
 
     def _last(newest, kernel):

@@ -24,10 +24,14 @@ PLAIN = (Sampling(),)
 
 
 def drafter(shape=Chain(3), kind: type[DraftModel] = DraftModel, **options) -> DraftModel:
-    return kind(tiny_target(seed=5, num_layers=1, vocab_size=VOCAB, scale=12.0), draft=shape, **options)
+    return kind(
+        tiny_target(seed=5, num_layers=1, vocab_size=VOCAB, scale=12.0), draft=shape, **options
+    )
 
 
-def drawn(made, draws: int, seed: int = 0, settings=PLAIN, rule=None, rounding: float = 1e-4) -> drawn_texts.Distribution:
+def drawn(
+    made, draws: int, seed: int = 0, settings=PLAIN, rule=None, rounding: float = 1e-4
+) -> drawn_texts.Distribution:
     return drawn_texts.draw_and_test(
         tiny_target(**TARGET),
         made,
@@ -92,7 +96,11 @@ def test_a_right_pair_passes(shape) -> None:
     assert 1e-7 < verdict.greedy.rounding < 1e-3
     assert verdict.distribution.draws >= 4_000
     assert verdict.distribution.rule == ("independent" if shape == Chain(3) else "coupled")
-    assert set(verdict.distribution.p_values) - {"drafts against q"} == {"joint", "by preference", "towards the drafter"}
+    assert set(verdict.distribution.p_values) - {"drafts against q"} == {
+        "joint",
+        "by preference",
+        "towards the drafter",
+    }
     assert 0 < verdict.distribution.detectable < 0.5
 
 
@@ -108,7 +116,9 @@ def test_a_rule_that_accepts_too_often_fails(accepting) -> None:
     accepting(0.1)
     found = drawn(drafter(), 16_000, rule="rejection")
     assert not found.passes
-    assert found.p_values["towards the drafter"] < min(found.p_values["joint"], found.p_values["by preference"])
+    assert found.p_values["towards the drafter"] < min(
+        found.p_values["joint"], found.p_values["by preference"]
+    )
 
 
 @pytest.mark.full
@@ -136,7 +146,11 @@ def test_tails_of_a_skewed_score(more: int) -> None:
     places, miss = 400, 0.05
     deviation = np.sqrt(places * miss * (1 - miss))
     others = places * miss + more * np.arange(2, 5) * deviation
-    above = stats.binom.sf(others - 0.5, places, miss) if more > 0 else stats.binom.cdf(others + 0.5, places, miss)
+    above = (
+        stats.binom.sf(others - 0.5, places, miss)
+        if more > 0
+        else stats.binom.cdf(others + 0.5, places, miss)
+    )
     skewness = -(1 - 2 * miss) / deviation  # more of the others make the score smaller
     found = [drawn_texts._tails(-more * size, skewness) for size in np.arange(2, 5)]
     normal = [drawn_texts._tails(-more * size, 0.0) for size in np.arange(2, 5)]
@@ -150,7 +164,9 @@ def test_texts_that_part_are_judged_by_their_margin() -> None:
     parted = replace(equal, partings=(same_texts.Parting(0, 3, 1, 2, margin=0.01),), lag=0.01)
     assert not parted.passes
     assert replace(parted, rounding=0.02).passes
-    assert not replace(parted, rounding=0.02, lag=3.0).passes  # wrong after the place where they part
+    assert not replace(
+        parted, rounding=0.02, lag=3.0
+    ).passes  # wrong after the place where they part
 
 
 def test_where_two_texts_part() -> None:
@@ -165,10 +181,12 @@ def test_what_cannot_be_tested_is_refused() -> None:
     with pytest.raises(InputError, match="draws=10"):
         losslessness.check(tiny_target(**TARGET), drafter(), PROMPTS, draws=10)
     with pytest.raises(InputError, match="temperature 0"):
-        losslessness.check(tiny_target(**TARGET), drafter(), PROMPTS, settings=(Sampling(temperature=0.0),))
+        losslessness.check(
+            tiny_target(**TARGET), drafter(), PROMPTS, settings=(Sampling(temperature=0.0),)
+        )
 
 
-# --- longer: power and false alarms ----------------------------------------------------------------------------------
+# --- longer: power and false alarms ---------------------------------------------------------------
 
 
 @pytest.mark.thorough
@@ -179,7 +197,12 @@ def test_what_cannot_be_tested_is_refused() -> None:
         (-0.05, Chain(3), "rejection", 50_000),
         (0.05, SampledTree((3, 2)), None, 50_000),
         (0.03, Chain(3), "rejection", 150_000),
-        (0.1, Chain(3), "block", 200_000),  # block judges jointly: the same share changes the text less
+        (
+            0.1,
+            Chain(3),
+            "block",
+            200_000,
+        ),  # block judges jointly: the same share changes the text less
     ],
 )
 def test_small_faults_of_a_rule_fail(accepting, share, shape, rule, draws) -> None:
@@ -198,7 +221,11 @@ def test_another_text_fails_by_its_margin(monkeypatch, temperature) -> None:
     def at_another_node(draft, logits, sampling, keys):
         return rule.verify(draft, jnp.roll(logits, 1, axis=1), sampling, keys)
 
-    monkeypatch.setattr(verification, "follow_argmax", lambda draft, best, good: follow(draft, jnp.roll(best, 1, axis=1), good))
+    monkeypatch.setattr(
+        verification,
+        "follow_argmax",
+        lambda draft, best, good: follow(draft, jnp.roll(best, 1, axis=1), good),
+    )
     monkeypatch.setitem(verification.RULES, "coupled", replace(rule, verify=at_another_node))
     # without a drafter there is one node, which rolling leaves as it is
     options = {"max_new_tokens": 12, "key": jax.random.key(0), "rounding": 1e-3}
@@ -208,14 +235,18 @@ def test_another_text_fails_by_its_margin(monkeypatch, temperature) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", [{"temperature": 1.3}, {"temperature": 0.8}, {"halves": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.3}, {"temperature": 0.8}, {"halves": True}], ids=str
+)
 @pytest.mark.parametrize("shape", [Chain(3), SampledTree((3, 2))], ids=str)
 def test_every_wrong_q_fails(shape, options) -> None:
     assert not drawn(drafter(shape, WrongQ, **options), 100_000).passes
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("shape", [Chain(3), DynamicTree(top_k=3, depth=2, nodes=7), SampledTree((3, 2))], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Chain(3), DynamicTree(top_k=3, depth=2, nodes=7), SampledTree((3, 2))], ids=str
+)
 def test_p_values_of_right_pairs_are_spread_evenly(shape) -> None:
     """Over 40 keys: the Kolmogorov distance of 40 even numbers exceeds 0.30 once in 1,000."""
     found = [drawn(drafter(shape), 12_000, seed) for seed in range(40)]
@@ -225,7 +256,9 @@ def test_p_values_of_right_pairs_are_spread_evenly(shape) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("settings", [(Sampling(0.6),), (Sampling(1.0, top_k=4),), (Sampling(1.5, min_p=0.1),)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [(Sampling(0.6),), (Sampling(1.0, top_k=4),), (Sampling(1.5, min_p=0.1),)], ids=str
+)
 def test_right_pairs_pass_at_other_settings(settings) -> None:
     for made in (drafter(), drafter(DynamicTree(top_k=3, depth=2, nodes=7)), PromptLookup(draft=3)):
         assert drawn(made, 20_000, settings=settings).passes
@@ -239,6 +272,10 @@ def test_the_embedded_pair_passes(shape) -> None:
     made = DraftModel.from_pretrained(pair.draft_path, draft=shape, dtype=np.float32)
     verdict = losslessness.check(pair.target, made, tokens, lengths, max_new_tokens=32, draws=8_000)
     assert verdict.lossless, verdict
-    wrong = WrongQ(**{each.name: getattr(made, each.name) for each in fields(made)}, temperature=1.5)
+    wrong = WrongQ(
+        **{each.name: getattr(made, each.name) for each in fields(made)}, temperature=1.5
+    )
     if shape == Chain(4):
-        assert not losslessness.check(pair.target, wrong, tokens, lengths, max_new_tokens=8, draws=8_000).lossless
+        assert not losslessness.check(
+            pair.target, wrong, tokens, lengths, max_new_tokens=8, draws=8_000
+        ).lossless

@@ -16,7 +16,9 @@ def test_overlap_by_hand() -> None:
 def test_overlap_is_what_total_variation_leaves() -> None:
     """beta = 1 - (1/2) sum |p - q|."""
     p, q = jnp.asarray(np.random.default_rng(0).dirichlet(np.ones(9), (2, 50)), jnp.float32)
-    np.testing.assert_allclose(metrics.overlap(p, q), 1 - 0.5 * jnp.sum(jnp.abs(p - q), axis=-1), atol=1e-6)
+    np.testing.assert_allclose(
+        metrics.overlap(p, q), 1 - 0.5 * jnp.sum(jnp.abs(p - q), axis=-1), atol=1e-6
+    )
 
 
 def test_summary_by_hand() -> None:
@@ -45,8 +47,18 @@ def test_summary_by_hand() -> None:
             **unobserved,
         )
     )
-    first, second, both = metrics.summarise(stats, 0), metrics.summarise(stats, 1), metrics.summarise(stats)
-    assert (first.steps, first.emitted, first.drafted, first.accepted, first.scored) == (2, 4, 4, 2, 6)
+    first, second, both = (
+        metrics.summarise(stats, 0),
+        metrics.summarise(stats, 1),
+        metrics.summarise(stats),
+    )
+    assert (first.steps, first.emitted, first.drafted, first.accepted, first.scored) == (
+        2,
+        4,
+        4,
+        2,
+        6,
+    )
     assert (first.acceptance_length, first.acceptance_rate) == (2.0, 0.5)
     assert (first.by_position, first.histogram) == ((0.5, 0.5), (0, 1, 0, 1))
     assert (second.by_position, second.histogram) == ((1.0, None), (0, 0, 1, 0))

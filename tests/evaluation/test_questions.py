@@ -34,11 +34,16 @@ def test_prompts_are_questions_of_one_turn(tmp_path) -> None:
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"text": "two"}\n')
     for name in ("prompts.txt", "prompts.jsonl"):
-        assert read_questions("questions", str(tmp_path / name)) == [Question(GENERAL, ("one",)), Question(GENERAL, ("two",))]
+        assert read_questions("questions", str(tmp_path / name)) == [
+            Question(GENERAL, ("one",)),
+            Question(GENERAL, ("two",)),
+        ]
     assert len(read_questions("questions", str(tmp_path / "prompts.txt"), 1)) == 1
 
 
-@pytest.mark.parametrize("line", ['{"turns": []}', '{"turns": "a"}', '{"turns": [1]}', "{", '{"category": "a"}'])
+@pytest.mark.parametrize(
+    "line", ['{"turns": []}', '{"turns": "a"}', '{"turns": [1]}', "{", '{"category": "a"}']
+)
 def test_a_line_that_is_no_question_is_named(line, tmp_path) -> None:
     (tmp_path / "question.jsonl").write_text('{"turns": ["fine"]}\n' + line + "\n")
     with pytest.raises(InputError, match=r"question\.jsonl:2: (it is )?not (a )?JSON"):

@@ -1,5 +1,6 @@
 """Compiles the drafting of one step for an accelerator that is not there, with drafts of several depths, and prints what each
-costs as JSON. The drafters are of their published sizes, for Qwen3-8B; one row with 1,024 tokens of context."""
+costs as JSON. The drafters are of their published sizes, for Qwen3-8B; one row with 1,024 tokens of context.
+"""
 
 import json
 import sys
@@ -43,11 +44,21 @@ for depth in map(int, depths):
         return jax.tree.map(lambda leaf: row(leaf.shape, leaf.dtype), tree)
 
     state = placed(jax.eval_shape(lambda drafter=drafter: drafter.start(target, 1, CAPACITY)))
-    keys = placed(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (depth, 1))))  # noqa: B023
+    keys = placed(jax.eval_shape(partial(jax.random.split, num=(depth, 1)), jax.random.key(0)))
     sampling = placed(Sampling(temperature=0.0).rows(1))
     root, active = row((1,), jnp.int32), row((1,), bool)
     lowered = jax.jit(kind.propose).lower(drafter, target, state, root, sampling, keys, active)
-    compiled, _ = compile_program(f"{name}, {depth} deep", lowered, mesh, turns=lambda _, depth=depth: max(1, depth - 1))
-    seconds = {"memory": compiled.bytes / chip.bandwidth, "cycles": compiled.cycles / chip.clock if compiled.cycles else 0.0}
-    found[depth] = {"bytes": compiled.bytes, "cycles": compiled.cycles, "kernels": compiled.kernels, "seconds": seconds}
+    compiled, _ = compile_program(
+        f"{name}, {depth} deep", lowered, mesh, turns=lambda _, depth=depth: max(1, depth - 1)
+    )
+    seconds = {
+        "memory": compiled.bytes / chip.bandwidth,
+        "cycles": compiled.cycles / chip.clock if compiled.cycles else 0.0,
+    }
+    found[depth] = {
+        "bytes": compiled.bytes,
+        "cycles": compiled.cycles,
+        "kernels": compiled.kernels,
+        "seconds": seconds,
+    }
 print(json.dumps(found))

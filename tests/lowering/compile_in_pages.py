@@ -20,7 +20,9 @@ draft = None if drafter == "none" else parse_shape("dynamic:10,4,32")
 model = abstract.abstract_drafter(drafter, draft, target)
 found = {}
 for name, size in (("contiguous", None), ("pages", int(page))):
-    decode = compile_step(Setup(target, mesh, chip, BATCH, int(context), page=size), model, drafter).decode
+    decode = compile_step(
+        Setup(target, mesh, chip, BATCH, int(context), page=size), model, drafter
+    ).decode
     found[name] = {
         "copies": decode.cache_copies,
         "bytes": decode.bytes,

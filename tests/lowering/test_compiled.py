@@ -51,13 +51,18 @@ def mesh():
 
 
 def setup_on(mesh) -> Setup:
-    return Setup(abstract.abstract_model(CONFIG, mesh, jnp.float32), mesh, CHIP, BATCH, CONTEXT, NEW)
+    return Setup(
+        abstract.abstract_model(CONFIG, mesh, jnp.float32), mesh, CHIP, BATCH, CONTEXT, NEW
+    )
 
 
 def layout(tree) -> list:
     """Path, shape and place of every array."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path), leaf.shape, leaf.sharding.shard_shape(leaf.shape)) for path, leaf in leaves]
+    return [
+        (jax.tree_util.keystr(path), leaf.shape, leaf.sharding.shard_shape(leaf.shape))
+        for path, leaf in leaves
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.trained])
@@ -73,22 +78,32 @@ def test_an_abstract_drafter_is_laid_out_as_a_real_one(mesh, name) -> None:
 def test_a_step_is_compiled_from_shapes_as_it_is_from_arrays(mesh) -> None:
     """What a program is given, as XLA counts it, is what the arrays of a real state take on one device."""
     setup = setup_on(mesh)
-    drafter = DraftModel(abstract.abstract_model(replace(CONFIG, num_layers=1), mesh, jnp.float32), draft=Chain(3))
+    drafter = DraftModel(
+        abstract.abstract_model(replace(CONFIG, num_layers=1), mesh, jnp.float32), draft=Chain(3)
+    )
     step = compile_step(setup, drafter, "draft model")
     target = Target.init(CONFIG, jax.random.key(0), mesh=mesh)
     real = DraftModel.init(target, jax.random.key(1), Chain(3), num_layers=1)
     options = decoding.GenerationOptions(max_new_tokens=NEW)
-    _, state = decoding.start(target, real, np.ones((BATCH, CONTEXT), np.int32), options=options, capacity=CONTEXT + NEW)
+    _, state = decoding.start(
+        target, real, np.ones((BATCH, CONTEXT), np.int32), options=options, capacity=CONTEXT + NEW
+    )
     used = abstract.bytes_of_one((target, real, state))
     keys = 8 * BATCH // 2
-    unread = abstract.bytes_of_one((state.sampling, state.stop_token_ids))  # greedy rows have settings that nothing asks for
+    unread = abstract.bytes_of_one(
+        (state.sampling, state.stop_token_ids)
+    )  # greedy rows have settings that nothing asks for
     assert used - unread <= step.decode.memory.arguments <= used + keys + 4
 
     exchanges = step.decode.collectives
-    assert exchanges["all-reduce"] >= 2 * (3 + 3 * 1)  # two sums a layer: of the target, and of the draft model at each level
+    assert exchanges["all-reduce"] >= 2 * (
+        3 + 3 * 1
+    )  # two sums a layer: of the target, and of the draft model at each level
     assert set(exchanges) <= {"all-reduce", "all-gather", "collective-permute"}
     of_pass = abstract.bytes_of_pass
-    assert step.floor == of_pass(target, state.cache.layers) + 3 * of_pass(real.model, state.drafter)
+    assert step.floor == of_pass(target, state.cache.layers) + 3 * of_pass(
+        real.model, state.drafter
+    )
     assert step.decode.bytes >= of_pass(target, state.cache.layers)
     assert step.seconds(CHIP, 4) == max(step.limits(CHIP, 4).values()) > 0
 
@@ -102,26 +117,36 @@ def test_all_of_a_long_cache_is_counted(mesh) -> None:
     assert step.decode.bytes > step.floor
 
 
-def test_rows_that_are_drawn_are_verified_by_the_rule_that_generate_takes(mesh, monkeypatch) -> None:
+def test_rows_that_are_drawn_are_verified_by_the_rule_that_generate_takes(
+    mesh, monkeypatch
+) -> None:
     """Trees are coupled by default: another program than the one of independent draws."""
     setup = replace(setup_on(mesh), sampling=Sampling(temperature=1.0))
     drafters = {
-        name: DraftModel(abstract.abstract_model(replace(CONFIG, num_layers=1), mesh, jnp.float32), draft=shape)
+        name: DraftModel(
+            abstract.abstract_model(replace(CONFIG, num_layers=1), mesh, jnp.float32), draft=shape
+        )
         for name, shape in SHAPES.items()
     }
     drafters["plain"] = NoDraft()
-    rules = {name: compiled._arguments(setup, drafter)[-1].rule for name, drafter in drafters.items()}
+    rules = {
+        name: compiled._arguments(setup, drafter)[-1].rule for name, drafter in drafters.items()
+    }
     options = decoding.GenerationOptions(sampling=setup.sampling)
-    assert rules == {name: options.rule_for(drafter.draft_shape) for name, drafter in drafters.items()}
+    assert rules == {
+        name: options.rule_for(drafter.draft_shape) for name, drafter in drafters.items()
+    }
     assert len(set(rules.values())) > 1
 
 
 def test_plain_decoding_exchanges_two_sums_a_layer(mesh) -> None:
     step = compile_step(setup_on(mesh), NoDraft(), "plain")
-    beyond = (
-        6  # the embedding that is looked up; and for the likeliest token a CPU exchanges a few small arrays more than others
+    beyond = 6  # the embedding that is looked up; and for the likeliest token a CPU exchanges a few small arrays more than others
+    assert (
+        2 * CONFIG.num_layers
+        <= step.decode.collectives["all-reduce"]
+        <= 2 * CONFIG.num_layers + beyond
     )
-    assert 2 * CONFIG.num_layers <= step.decode.collectives["all-reduce"] <= 2 * CONFIG.num_layers + beyond
     assert not step.decode.cache_copies
 
 
@@ -131,13 +156,17 @@ def test_of_a_hybrid_states_and_the_entries_of_drafts_are_counted(data, model) -
     """As its arrays take them on one device; a pass reads the states, and nothing copies them."""
     mesh = make_mesh(data, model)
     config = tiny_config(**HYBRID, vocab_size=64, hidden_size=32, intermediate_size=64)
-    setup = Setup(abstract.abstract_model(config, mesh, jnp.float32), mesh, CHIP, BATCH, CONTEXT, NEW)
+    setup = Setup(
+        abstract.abstract_model(config, mesh, jnp.float32), mesh, CHIP, BATCH, CONTEXT, NEW
+    )
     target = Target.init(config, jax.random.key(0), mesh=mesh)
     cache, held = target.new_cache(BATCH, CONTEXT + NEW), abstract.bytes_of_one
     for drafter, nodes in ((NoDraft(), 1), (PromptLookup(draft=6), 7)):
         step = compile_step(setup, drafter, "none" if nodes == 1 else "lookup")
         assert (step.cache, step.states) == (held(cache.layers), held(cache.states))
-        assert step.drafted == held(jax.jit(target.new_scratch, static_argnums=(0, 1))(BATCH, nodes))
+        assert step.drafted == held(
+            jax.jit(target.new_scratch, static_argnums=(0, 1))(BATCH, nodes)
+        )
         assert step.floor == held(target.weights_of_pass) + step.cache + step.states
         assert step.decode.bytes > step.floor
         assert not step.decode.cache_copies
@@ -150,12 +179,18 @@ def test_a_copy_of_a_state_is_named(monkeypatch) -> None:
 
     def copying(self, entry, count):
         turned = jax.lax.optimization_barrier(jnp.swapaxes(self.table, 2, 3).copy())
-        return append(replace(self, table=jnp.swapaxes(jax.lax.optimization_barrier(turned), 2, 3)), entry, count)
+        return append(
+            replace(self, table=jnp.swapaxes(jax.lax.optimization_barrier(turned), 2, 3)),
+            entry,
+            count,
+        )
 
     monkeypatch.setattr(State, "append", copying)
     mesh = make_mesh(1, 1)
     target = abstract.abstract_model(tiny_config(**HYBRID, vocab_size=64), mesh, jnp.float32)
-    step = compile_step(Setup(target, mesh, CHIP, BATCH, CONTEXT, NEW), PromptLookup(draft=5), "copying")
+    step = compile_step(
+        Setup(target, mesh, CHIP, BATCH, CONTEXT, NEW), PromptLookup(draft=5), "copying"
+    )
     assert step.decode.cache_copies
 
 
@@ -165,7 +200,11 @@ def test_a_step_with_caches_in_pages_is_given_as_much(drafter) -> None:
     """On a mesh, whose parts of the rows have their own pages: a table beside what contiguous caches take, and no copy."""
     setup = setup_on(make_mesh(2, 1))
     whole, paged = (
-        compile_step(replace(setup, page=page), abstract.abstract_drafter(drafter, None, setup.target), drafter)
+        compile_step(
+            replace(setup, page=page),
+            abstract.abstract_drafter(drafter, None, setup.target),
+            drafter,
+        )
         for page in (None, 8)
     )
     tables = (1 + (drafter != "none")) * 4 * (BATCH // 2) * (CONTEXT + NEW) // 8
@@ -175,7 +214,7 @@ def test_a_step_with_caches_in_pages_is_given_as_much(drafter) -> None:
     assert not paged.decode.cache_copies
 
 
-# --- what drafting must read ------------------------------------------------------------------------------------------
+# --- what drafting must read ----------------------------------------------------------------------
 
 
 def drafting_bytes(drafter, target) -> int:
@@ -190,14 +229,21 @@ def test_mixture_of_attentions_reads_the_layers_that_finish_a_prediction(tli) ->
     drafter = MixtureOfAttentions.init(target, jax.random.key(1), Chain(3), tli=tli)
     first = CONFIG.num_layers - tli
     blocks = size((drafter.params["self_attention"], drafter.params["cross_attention"]))
-    remembered = size((drafter.start(target, BATCH, CONTEXT), target.new_cache(BATCH, CONTEXT).layers[first:]))
+    remembered = size(
+        (drafter.start(target, BATCH, CONTEXT), target.new_cache(BATCH, CONTEXT).layers[first:])
+    )
     of_target = size((target.params["layers"][first:], target.params["lm_head"]))
-    assert drafting_bytes(drafter, target) == 3 * (blocks + remembered + of_target) + size(drafter.params) - blocks
+    assert (
+        drafting_bytes(drafter, target)
+        == 3 * (blocks + remembered + of_target) + size(drafter.params) - blocks
+    )
 
 
 def test_eagle_reads_the_weights_of_summaries_once_a_step() -> None:
     target, size = Target.init(CONFIG, jax.random.key(0)), abstract.bytes_of_one
-    plain, summaries = (kind.init(target, jax.random.key(1), Chain(3)) for kind in (Eagle, EagleWithLayerAttention))
+    plain, summaries = (
+        kind.init(target, jax.random.key(1), Chain(3)) for kind in (Eagle, EagleWithLayerAttention)
+    )
     beside = size(summaries.params) - size(plain.params)
     assert drafting_bytes(summaries, target) == drafting_bytes(plain, target) + beside
 
@@ -205,17 +251,25 @@ def test_eagle_reads_the_weights_of_summaries_once_a_step() -> None:
 def test_an_assistant_with_centroids_reads_the_tokens_that_its_rows_look_at() -> None:
     """Of its head no more, in every level, and of the target's entries those of its last layer."""
     target, size = Target.init(CONFIG, jax.random.key(0)), abstract.bytes_of_one
-    drafter = Gemma4Assistant.init(target, jax.random.key(1), Chain(3), centroids=16, centroids_kept=2)
+    drafter = Gemma4Assistant.init(
+        target, jax.random.key(1), Chain(3), centroids=16, centroids_kept=2
+    )
     embed = size(drafter.params["embed"])
-    own = size(drafter.params) - embed + BATCH * 2 * 4 * embed // CONFIG.vocab_size  # two clusters of four
-    remembered = size((drafter.start(target, BATCH, CONTEXT), target.new_cache(BATCH, CONTEXT).layers[-1:]))
+    own = (
+        size(drafter.params) - embed + BATCH * 2 * 4 * embed // CONFIG.vocab_size
+    )  # two clusters of four
+    remembered = size(
+        (drafter.start(target, BATCH, CONTEXT), target.new_cache(BATCH, CONTEXT).layers[-1:])
+    )
     assert drafting_bytes(drafter, target) == 3 * (own + remembered)
 
 
 def test_what_an_assistant_with_centroids_reads_is_split_over_a_mesh(mesh) -> None:
     target = setup_on(mesh).target
     made = jax.eval_shape(
-        lambda target: Gemma4Assistant.init(target, jax.random.key(1), centroids=16, centroids_kept=2),
+        lambda target: Gemma4Assistant.init(
+            target, jax.random.key(1), centroids=16, centroids_kept=2
+        ),
         replace(target, mesh=None),
     )
     assistant = abstract.place_model(made, mesh)
@@ -223,7 +277,7 @@ def test_what_an_assistant_with_centroids_reads_is_split_over_a_mesh(mesh) -> No
     assert 0 < abstract.bytes_of_draft(assistant, target) < abstract.bytes_of_draft(whole, target)
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -237,7 +291,11 @@ def directory(tmp_path):
 def run(capsys, monkeypatch, command: str, *arguments: str) -> str:
     """What a command of ``specjax plan`` prints, with four CPU devices in place of a TPU's."""
     for module in (plan_compile, compile_training):
-        monkeypatch.setattr(module, "find_mesh", lambda topology, data, model, slices: (make_mesh(data, model), CHIP))
+        monkeypatch.setattr(
+            module,
+            "find_mesh",
+            lambda topology, data, model, slices: (make_mesh(data, model), CHIP),
+        )
     assert main(["plan", command, "--chips", "v5e:2x2", "--mesh", "2", "2", *arguments]) == 0
     return capsys.readouterr().out
 
@@ -248,7 +306,9 @@ def test_the_tables_of_a_step(capsys, monkeypatch, directory) -> None:
     out = run(capsys, monkeypatch, "compile", "--target", directory, *shape)
     for program in ("prefill, plain", "decode, plain", "prefill, eagle3", "decode, eagle3"):
         assert program in out
-    assert "fits" in out and "moved / must be read" in out and "loops of a step, decode, eagle3" in out
+    assert (
+        "fits" in out and "moved / must be read" in out and "loops of a step, decode, eagle3" in out
+    )
     assert "At alpha = 0.8 it emits 2.44 tokens" in out  # (1 - 0.8^3) / 0.2
 
 
@@ -267,7 +327,9 @@ def test_the_json_of_a_step_says_what_the_tables_say(capsys, monkeypatch, direct
 def test_the_table_of_a_hybrid_has_its_states(capsys, monkeypatch, tmp_path) -> None:
     config = tiny_config(**HYBRID, vocab_size=64, hidden_size=32, intermediate_size=64)
     (tmp_path / "config.json").write_text(json.dumps(config_json.format_config(config, "float32")))
-    out = run(capsys, monkeypatch, "compile", "--target", str(tmp_path), "--batch", "4", "--context", "24")
+    out = run(
+        capsys, monkeypatch, "compile", "--target", str(tmp_path), "--batch", "4", "--context", "24"
+    )
     for line in ("its states, MB", "entries of a draft, MB", "copies of the cache or states"):
         assert line in out
 
@@ -280,7 +342,7 @@ def test_a_step_of_training(capsys, monkeypatch, directory) -> None:
     assert "a training step, eagle3" in out and "all-reduce" in out
 
 
-# --- what cannot be compiled -----------------------------------------------------------------------------------------
+# --- what cannot be compiled ----------------------------------------------------------------------
 
 
 def refused(capsys, *arguments: str) -> str:
@@ -303,7 +365,10 @@ TREE = ("--drafter", "llama-3.2-1b", "--draft", "complete:2")
         (("--chips", "v5e:2x4", "--mesh", "0", "8"), "each axis must be at least 1"),
         (("--chips", "v5e:2x4", "--draft", "chain:4"), "draft=chain:4: it needs --drafter"),
         (("--chips", "v5e:2x4", "--alpha", "0.8"), "alpha=0.8: it needs --drafter"),
-        (("--chips", "v5e:2x4", *TREE, "--alpha", "0.8"), "alpha=0.8: it applies to chains, but the draft is a static tree"),
+        (
+            ("--chips", "v5e:2x4", *TREE, "--alpha", "0.8"),
+            "alpha=0.8: it applies to chains, but the draft is a static tree",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(capsys, monkeypatch, arguments, reason) -> None:
@@ -320,7 +385,9 @@ def test_what_cannot_be_compiled_is_refused(capsys, monkeypatch, arguments, reas
     ],
 )
 def test_names_are_looked_up_before_any_compiler_is(capsys, monkeypatch, arguments, reason) -> None:
-    monkeypatch.setattr(plan_compile, "find_mesh", lambda *_: pytest.fail("the compiler was asked for"))
+    monkeypatch.setattr(
+        plan_compile, "find_mesh", lambda *_: pytest.fail("the compiler was asked for")
+    )
     assert reason in refused(capsys, "--chips", "v5e:2x4", *arguments)
 
 
@@ -334,15 +401,23 @@ def test_a_program_of_another_version_is_one_line(mesh) -> None:
         def as_text(self):
             raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: unknown proto\nand a trace")
 
-    with pytest.raises(InputError, match=r"^a pass: cannot be compiled .* \(INVALID_ARGUMENT: unknown proto\)$"):
+    with pytest.raises(
+        InputError, match=r"^a pass: cannot be compiled .* \(INVALID_ARGUMENT: unknown proto\)$"
+    ):
         compile_program("a pass", Foreign(), mesh)
 
 
-@pytest.mark.parametrize(("topology", "extra"), [("v5e:2x4", "specjax[compile]"), ("h100", "specjax[compile-cuda]")])
+@pytest.mark.parametrize(
+    ("topology", "extra"), [("v5e:2x4", "specjax[compile]"), ("h100", "specjax[compile-cuda]")]
+)
 def test_a_compiler_that_is_missing_is_named(capsys, monkeypatch, topology, extra) -> None:
     find = importlib.util.find_spec
     missing = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in missing else find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name in missing else find(name, *rest),
+    )
     assert f"pip install '{extra}'" in refused(capsys, "--chips", topology)
 
 
@@ -354,16 +429,21 @@ def test_a_shape_that_the_mesh_does_not_divide_is_named(mesh) -> None:
         Setup(abstract.abstract_model(CONFIG, mesh), mesh, CHIP, 3, CONTEXT)
     with pytest.raises(InputError, match="page=0: must be at least 1"):
         replace(setup_on(mesh), page=0)
-    with pytest.raises(InputError, match="context=500: with 256 new tokens too long for the target's 512"):
+    with pytest.raises(
+        InputError, match="context=500: with 256 new tokens too long for the target's 512"
+    ):
         Setup(abstract.abstract_model(CONFIG, mesh), mesh, CHIP, BATCH, 500)
 
 
-# --- budgets ---------------------------------------------------------------------------------------------------------
+# --- budgets --------------------------------------------------------------------------------------
 
 needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'specjax[compile]'"
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs libtpu: pip install 'specjax[compile]'",
 )
-needs_cuda = pytest.mark.skipif(not topologies.cuda_directory(), reason="needs pip install 'specjax[compile-cuda]'")
+needs_cuda = pytest.mark.skipif(
+    not topologies.cuda_directory(), reason="needs pip install 'specjax[compile-cuda]'"
+)
 V5E, V5P = ("v5e:2x4", "llama-3.1-8b", 32), ("v5p:2x2x2", "llama-3.1-70b", 80)
 DRAFT_LAYERS = {"llama-3.2-1b": 16, "eagle3": 1}
 PROJECT = Path(__file__).parents[2]
@@ -377,9 +457,15 @@ def planned(*arguments: str) -> dict:
 def printed(*arguments: str) -> dict:
     """The JSON in the last line of what a Python process prints."""
     command = [sys.executable, *arguments]
-    environment = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=f"{PROJECT}:{os.environ.get('PYTHONPATH', '')}")
-    environment.pop("XLA_FLAGS", None)  # the tests' own flags change what a TPU's compiler makes of 4-bit weights
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=PROJECT)
+    environment = dict(
+        os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=f"{PROJECT}:{os.environ.get('PYTHONPATH', '')}"
+    )
+    environment.pop(
+        "XLA_FLAGS", None
+    )  # the tests' own flags change what a TPU's compiler makes of 4-bit weights
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, cwd=PROJECT
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -398,10 +484,23 @@ def printed(*arguments: str) -> dict:
 )
 def test_budgets_of_decoding_on_a_tpu(place, drafter, draft, levels) -> None:
     """Eight rows with 1,024 tokens each, weights split over eight chips. Prefill and step fit; nothing as large as the cache is
-    copied or made; what is moved is what must be read; and a layer takes two sums over chips, with a few for the vocabulary."""
+    copied or made; what is moved is what must be read; and a layer takes two sums over chips, with a few for the vocabulary.
+    """
     topology, target, layers = place
     shape = ("--draft", draft, "--batch", "8", "--context", "1024")
-    found = planned("compile", "--chips", topology, "--mesh", "1", "8", "--target", target, "--drafter", drafter, *shape)
+    found = planned(
+        "compile",
+        "--chips",
+        topology,
+        "--mesh",
+        "1",
+        "8",
+        "--target",
+        target,
+        "--drafter",
+        drafter,
+        *shape,
+    )
     for step, of_drafter in zip(found["steps"], (0, DRAFT_LAYERS[drafter]), strict=True):
         decode = step["decode"]
         for program in (step["prefill"], decode):
@@ -412,7 +511,9 @@ def test_budgets_of_decoding_on_a_tpu(place, drafter, draft, levels) -> None:
         if (place, drafter, draft) == (V5E, "llama-3.2-1b", "chain:4"):
             # By the compiler's cycles a pass costs little more than its bytes do: a plain step, the verification (with the
             # drafter's first pass), a level of drafting. EAGLE-3's levels move next to nothing, and trees are wide.
-            assert [turn["turns"] for turn in decode["turns"]] == ([1, levels - 1] if of_drafter else [1])
+            assert [turn["turns"] for turn in decode["turns"]] == (
+                [1, levels - 1] if of_drafter else [1]
+            )
             for turn in decode["turns"]:
                 by_bytes = turn["bytes"] / found["chip"]["bandwidth"] * found["chip"]["clock"]
                 assert 0 < turn["cycles"] <= (1.3 if turn["turns"] > 1 else 1.1) * by_bytes
@@ -421,7 +522,9 @@ def test_budgets_of_decoding_on_a_tpu(place, drafter, draft, levels) -> None:
         sums = decode["a_step"]["collectives"]["all-reduce"]
         assert sums <= 2 * (layers + levels * of_drafter) + 6 * passes + 10 * bool(of_drafter)
         # The likeliest tokens are gathered from the chips' parts of a vocabulary, and nothing is laid out anew.
-        others = {kind: n for kind, n in decode["a_step"]["collectives"].items() if kind != "all-reduce"}
+        others = {
+            kind: n for kind, n in decode["a_step"]["collectives"].items() if kind != "all-reduce"
+        }
         assert set(others) <= {"all-gather"} and sum(others.values()) <= 4 * passes
 
 
@@ -431,18 +534,38 @@ def test_budgets_of_decoding_on_a_tpu(place, drafter, draft, levels) -> None:
 def test_budgets_of_decoding_on_a_gpu(draft) -> None:
     """A large and a small model on one H100: no cache is copied, and what is moved is what must be read."""
     shape = ("--draft", draft, "--batch", "8", "--context", "4096")
-    found = planned("compile", "--chips", "h100", "--target", "llama-3.2-3b", "--drafter", "llama-3.2-1b", *shape)
+    found = planned(
+        "compile",
+        "--chips",
+        "h100",
+        "--target",
+        "llama-3.2-3b",
+        "--drafter",
+        "llama-3.2-1b",
+        *shape,
+    )
     for step in found["steps"]:
         assert not step["decode"]["cache_copies"]
         assert step["decode"]["a_step"]["bytes"] <= 1.3 * step["must_read_bytes"]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)])
+@pytest.mark.parametrize(
+    "chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)]
+)
 def test_budgets_of_an_assistant(chips) -> None:
     """Gemma 4 E2B and its own assistant, one row: a level reads its layers, some entries and few rows of its head."""
     shape = ("--draft", "chain:4", "--batch", "1", "--context", "1024")
-    found = planned("compile", "--chips", chips, "--target", "gemma-4-e2b", "--drafter", "gemma4-assistant", *shape)
+    found = planned(
+        "compile",
+        "--chips",
+        chips,
+        "--target",
+        "gemma-4-e2b",
+        "--drafter",
+        "gemma4-assistant",
+        *shape,
+    )
     for step in found["steps"]:
         assert sum(step["decode"]["memory"].values()) < found["chip"]["memory"]
         assert not step["decode"]["cache_copies"]
@@ -453,15 +576,30 @@ def test_budgets_of_an_assistant(chips) -> None:
     assert level["bytes"] < 40e6  # of the 157 MB that it has
     assert drafting["largest"] < 8e6  # no array is made of the whole embedding
     if chips != "h100":  # a TPU's compiler: one row costs no more than its bytes
-        assert plain["a_step"]["cycles"] <= plain["a_step"]["bytes"] / found["chip"]["bandwidth"] * found["chip"]["clock"]
+        assert (
+            plain["a_step"]["cycles"]
+            <= plain["a_step"]["bytes"] / found["chip"]["bandwidth"] * found["chip"]["clock"]
+        )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("weights", ["int8", "w8a8", "int4", "fp8"])
-@pytest.mark.parametrize("chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)])
+@pytest.mark.parametrize(
+    "chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)]
+)
 def test_budgets_of_quantized_weights(chips, weights) -> None:
     """A plain step of Llama-3.1-8B, one row: it moves the quantized weights and the cache, and no floats made of them."""
-    asked = ("compile", "--chips", chips, "--target", "llama-3.1-8b", "--batch", "1", "--context", "1024")
+    asked = (
+        "compile",
+        "--chips",
+        chips,
+        "--target",
+        "llama-3.1-8b",
+        "--batch",
+        "1",
+        "--context",
+        "1024",
+    )
     (quantized,) = planned(*asked, "--weights", weights)["steps"]
     # A GPU writes the sums of each group of inputs, and adds them up in a kernel of its own.
     most = 1.01 if chips != "h100" else 1.12 if weights == "int4" else 1.03
@@ -469,12 +607,16 @@ def test_budgets_of_quantized_weights(chips, weights) -> None:
     # A v5e has few units that convert FP8, so its cycles are not bounded here.
     if chips != "h100" and weights != "fp8":
         (floats,) = planned(*asked)["steps"]
-        assert quantized["decode"]["a_step"]["cycles"] <= 0.605 * floats["decode"]["a_step"]["cycles"]
+        assert (
+            quantized["decode"]["a_step"]["cycles"] <= 0.605 * floats["decode"]["a_step"]["cycles"]
+        )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("draft", ["chain:4", "chain:59"])
-@pytest.mark.parametrize("chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)])
+@pytest.mark.parametrize(
+    "chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)]
+)
 def test_budgets_of_a_hybrid(tmp_path, chips, draft) -> None:
     """An eighth of Qwen3.5-9B: three layers with a state and one with attention, and an eighth of the head. A pass over a few
     drafted tokens costs little more than one over a token, no state is copied, and what is kept of a draft is small beside
@@ -498,12 +640,16 @@ def test_budgets_of_a_hybrid(tmp_path, chips, draft) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["dflash", "jetspec", "dspark", "dflash2", "peagle"])
-@pytest.mark.parametrize("chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)])
+@pytest.mark.parametrize(
+    "chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)]
+)
 def test_drafting_sixteen_tokens_in_one_pass_costs_little_more_than_one(chips, name) -> None:
     """For Qwen3-8B, one row: half as much more at most, by what is moved, and by the cycles that a TPU's compiler expects."""
     few = "2" if name == "peagle" else "1"  # it has its first token without a pass
     found = printed(str(Path(__file__).with_name("compile_drafting.py")), chips, name, few, "16")
-    assert 0 < 0.99 * found[few]["bytes"] <= found["16"]["bytes"] <= 1.5 * found[few]["bytes"]  # P-EAGLE: 0.1% less on a v5e
+    assert (
+        0 < 0.99 * found[few]["bytes"] <= found["16"]["bytes"] <= 1.5 * found[few]["bytes"]
+    )  # P-EAGLE: 0.1% less on a v5e
     assert found["16"]["cycles"] <= 1.5 * found[few]["cycles"]
     assert chips == "h100" or found["16"]["cycles"] > 0
 
@@ -512,7 +658,9 @@ def test_drafting_sixteen_tokens_in_one_pass_costs_little_more_than_one(chips, n
 @pytest.mark.thorough
 def test_one_row_on_a_mesh_of_gpus_is_not_sent_the_whole_embedding() -> None:
     shape = ("--batch", "1", "--context", "1024")
-    found = planned("compile", "--chips", "h100", "--mesh", "1", "4", "--target", "qwen3-0.6b", *shape)
+    found = planned(
+        "compile", "--chips", "h100", "--mesh", "1", "4", "--target", "qwen3-0.6b", *shape
+    )
     (step,) = found["steps"]
     assert step["decode"]["a_step"]["collective_bytes"] < 10e6  # it has 311 MB
 
@@ -521,11 +669,23 @@ def test_one_row_on_a_mesh_of_gpus_is_not_sent_the_whole_embedding() -> None:
 @pytest.mark.thorough
 def test_a_cache_with_several_heads_on_a_tpu_is_not_laid_out_anew() -> None:
     """Eight heads of keys on one chip: written as they are read, and no copy of them in fast memory either."""
-    found = planned("compile", "--chips", "v5e:2x2", "--target", "qwen3-0.6b", "--batch", "8", "--context", "1024")
+    found = planned(
+        "compile",
+        "--chips",
+        "v5e:2x2",
+        "--target",
+        "qwen3-0.6b",
+        "--batch",
+        "8",
+        "--context",
+        "1024",
+    )
     (step,) = found["steps"]
     assert step["decode"]["a_step"]["bytes"] <= 1.1 * step["must_read_bytes"]
     (turn,) = step["decode"]["turns"]
-    assert not [kind for kind in turn["cycles_by_kind"] if kind.startswith("copy") and "1280,128" in kind]
+    assert not [
+        kind for kind in turn["cycles_by_kind"] if kind.startswith("copy") and "1280,128" in kind
+    ]
 
 
 @needs_libtpu
@@ -533,7 +693,9 @@ def test_a_cache_with_several_heads_on_a_tpu_is_not_laid_out_anew() -> None:
 def test_of_a_mixture_on_a_tpu_every_expert_is_read_once() -> None:
     """gpt-oss-20b on eight chips, which hold four experts of each layer."""
     shape = ("--batch", "8", "--context", "1024")
-    found = planned("compile", "--chips", "v5e:2x4", "--mesh", "1", "8", "--target", "gpt-oss-20b", *shape)
+    found = planned(
+        "compile", "--chips", "v5e:2x4", "--mesh", "1", "8", "--target", "gpt-oss-20b", *shape
+    )
     (step,) = found["steps"]
     assert not step["decode"]["cache_copies"]
     assert step["decode"]["a_step"]["bytes"] <= 1.05 * step["must_read_bytes"]
@@ -550,7 +712,9 @@ def test_of_a_mixture_on_a_tpu_every_expert_is_read_once() -> None:
         pytest.param("h100", "1x1", "llama-3.2-3b", "eagle3", 4096, 64, marks=needs_cuda),
     ],
 )
-def test_pages_cost_no_more_than_a_seventh_beside_contiguous_caches(topology, mesh, target, drafter, context, page) -> None:
+def test_pages_cost_no_more_than_a_seventh_beside_contiguous_caches(
+    topology, mesh, target, drafter, context, page
+) -> None:
     """Plain, and with a tree of EAGLE-3: no pool is copied, and no more is exchanged."""
     script = str(Path(__file__).with_name("compile_in_pages.py"))
     found = printed(script, topology, mesh, target, drafter, str(context), str(page))
@@ -566,7 +730,16 @@ def test_pages_cost_no_more_than_a_seventh_beside_contiguous_caches(topology, me
 @pytest.mark.thorough
 def test_budgets_of_a_training_step_on_a_tpu() -> None:
     """EAGLE-3 for Llama-3.1-8B, 8 windows of 2,048 tokens on eight v5p: it fits, and no logits are whole on any chip."""
-    place = ("compile-training", "--chips", "v5p:2x2x2", "--mesh", "2", "4", "--target", "llama-3.1-8b")
+    place = (
+        "compile-training",
+        "--chips",
+        "v5p:2x2x2",
+        "--mesh",
+        "2",
+        "4",
+        "--target",
+        "llama-3.1-8b",
+    )
     found = planned(*place, "--train", "configs/eagle3_llama3_8b.yaml")
     assert sum(found["step"]["memory"].values()) < found["chip"]["memory"]
     whole_logits = 4 * (8 // 2) * 2048 * 128_256

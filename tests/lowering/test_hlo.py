@@ -13,7 +13,10 @@ ROW = 4 * 1024  # bytes
 
 
 def compiled(function, *shapes, **options) -> HloProgram:
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) if isinstance(shape, tuple) else shape for shape in shapes]
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.float32) if isinstance(shape, tuple) else shape
+        for shape in shapes
+    ]
     return HloProgram(jax.jit(function, **options).lower(*shapes).compile().as_text())
 
 
@@ -29,7 +32,9 @@ def test_what_goes_in_and_comes_out_is_moved() -> None:
 
 
 def test_a_row_that_is_looked_up_is_all_that_is_read_of_a_table() -> None:
-    program = compiled(lambda table, i: jnp.sin(table[i]), (5000, 1024), jax.ShapeDtypeStruct((), jnp.int32))
+    program = compiled(
+        lambda table, i: jnp.sin(table[i]), (5000, 1024), jax.ShapeDtypeStruct((), jnp.int32)
+    )
     (turn,) = step(program)
     assert 2 * ROW <= program.bytes_moved(turn.operations) < 5 * ROW
 
@@ -78,10 +83,17 @@ def test_of_a_stack_of_experts_one_is_read_where_a_fusion_inside_a_fusion_takes_
 
 def test_of_what_is_updated_in_place_the_update_is_moved() -> None:
     def fill(table, row):
-        return jax.lax.fori_loop(0, 7, lambda i, table: jax.lax.dynamic_update_slice(table, (row + i)[None], (i, 0)), table)
+        return jax.lax.fori_loop(
+            0,
+            7,
+            lambda i, table: jax.lax.dynamic_update_slice(table, (row + i)[None], (i, 0)),
+            table,
+        )
 
     program = compiled(fill, (5000, 1024), (1024,), donate_argnums=0)
-    turn = step(program)[-1]  # the loop; newer compilers for CPUs wrap it, so that it is not the only one
+    turn = step(program)[
+        -1
+    ]  # the loop; newer compilers for CPUs wrap it, so that it is not the only one
     assert ROW <= program.bytes_moved(turn.operations) < 8 * ROW
     assert not program.copies(turn.operations, [(ROW, ())])
 
@@ -90,7 +102,9 @@ def test_turns_of_loops_inside_a_step() -> None:
     def two(x, enough):
         def body(x):
             x = jax.lax.fori_loop(0, 7, lambda i, x: jnp.sin(x) @ jnp.eye(64), x)
-            return jax.lax.while_loop(lambda x: jnp.sum(x) < enough, lambda x: jnp.exp(x) @ jnp.eye(64), x)
+            return jax.lax.while_loop(
+                lambda x: jnp.sum(x) < enough, lambda x: jnp.exp(x) @ jnp.eye(64), x
+            )
 
         return jax.lax.while_loop(lambda x: x[0, 0] < 1.0, body, x)
 
@@ -101,7 +115,9 @@ def test_turns_of_loops_inside_a_step() -> None:
 
 def test_exchanges_between_devices() -> None:
     mesh = make_mesh(1, 4)
-    rows, columns = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("model",), (None, "model")))
+    rows, columns = (
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("model",), (None, "model"))
+    )
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=columns)
     weight = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=rows)
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -131,15 +147,23 @@ ENTRY %main (x: bf16[8,64], w: bf16[64,64], k: bf16[8,512,64]) -> bf16[8,64] {
   %again = bf16[8,512,64]{1,2,0:T(8,128)(2,1)} copy(%k), metadata={op_name="jit(step)/copy"}
   ROOT %f = bf16[8,64]{1,0:T(8,128)(2,1)} fusion(%x, %copy-done), kind=kOutput, calls=%fused, metadata={op_name="jit(step)/dot"}, backend_config={"estimated_cycles":"1234"}
 }
-"""  # noqa: E501
+"""
 
 
 def test_what_lies_in_fast_memory_is_not_moved_and_prefetches_are() -> None:
     program = HloProgram(TPU)
     (turn,) = step(program)
-    moved = {operation.name: read + written for operation, read, written in program.moved(turn.operations)}
+    moved = {
+        operation.name: read + written
+        for operation, read, written in program.moved(turn.operations)
+    }
     weight, cache = 2 * 64 * 64, 2 * 8 * 512 * 64
-    assert moved == {"%slice-start": weight // 2, "%copy-start": weight, "%again": 2 * cache, "%f": 2 * 8 * 64}
+    assert moved == {
+        "%slice-start": weight // 2,
+        "%copy-start": weight,
+        "%again": 2 * cache,
+        "%f": 2 * 8 * 64,
+    }
     assert [operation.cycles for operation in turn.operations if operation.cycles] == [1234]
     assert hlo.kernels(turn.operations) == 2
 
@@ -202,10 +226,17 @@ ENTRY %main (t: s32[64], q: bf16[8,64], k: bf16[128,16,64]) -> bf16[8,64] {
     [
         ("", 2 * 128 * 16 * 64),
         (
-            ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"1","bytes_accessed":"5000000"}}}',
+            (
+                ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"1","bytes_accessed":"5000000"}}}'
+            ),
             2 * 128 * 16 * 64,
         ),
-        (', backend_config={"custom_call_config":{"cost_estimate":{"flops":"1","bytes_accessed":"70000"}}}', 70_000 - 4 * 64),
+        (
+            (
+                ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"1","bytes_accessed":"70000"}}}'
+            ),
+            70_000 - 4 * 64,
+        ),
     ],
 )
 def test_a_pool_that_a_kernel_is_given_several_times_is_read_once(config, of_pool) -> None:
@@ -220,8 +251,20 @@ def test_a_pool_that_a_kernel_is_given_several_times_is_read_once(config, of_poo
         ("%a = f32[8,32]{1,0} all-reduce(%x), to_apply=%add", 4 * 8 * 32),
         ("%a = (f32[1024]{0}, f32[4]{0}) all-reduce-start(%x, %y), to_apply=%add", 4 * 1028),
         ("%a = (f32[64]{0}, f32[512]{0}) all-gather-start(%x), dimensions={0}", 4 * 512),
-        ("%a = ((f32[64]{0}, s8[8]{0}), (f32[512]{0}, s8[64]{0})) all-gather-start(%x, %y), dimensions={0}", 4 * 512 + 64),
-        ("%a = (f32[256]{0}, f32[256]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x)", 4 * 256),
+        (
+            (
+                "%a = ((f32[64]{0}, s8[8]{0}), (f32[512]{0}, s8[64]{0})) all-gather-start(%x, %y),"
+                " dimensions={0}"
+            ),
+            4 * 512 + 64,
+        ),
+        (
+            (
+                "%a = (f32[256]{0}, f32[256]{0}, u32[]{:S(2)}, u32[]{:S(2)})"
+                " collective-permute-start(%x)"
+            ),
+            4 * 256,
+        ),
         ("%a = f8e4m3fn[100]{0} all-to-all(%x), dimensions={0}", 100),
     ],
 )
@@ -243,7 +286,7 @@ ENTRY %main (x: bf16[32,4096]) -> bf16[32,4096] {
   %recv-done = (bf16[32,4096]{1,0}, token[]) recv-done(%recv), channel_id=4, is_host_transfer=true
   ROOT %result = bf16[32,4096]{1,0} get-tuple-element(%recv-done), index=0
 }
-"""  # noqa: E501  as the compiler prints it
+"""
 
 
 def test_what_goes_to_another_slice_is_told_from_what_goes_to_another_chip() -> None:

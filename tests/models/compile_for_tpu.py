@@ -30,7 +30,9 @@ def shaped(tree):
 
 target = abstract_model(config, mesh)
 params = target.params
-cache = shaped(jax.eval_shape(lambda: abstract_model(config, mesh).replace(mesh=None).new_cache(BATCH, SLOTS)))
+cache = shaped(
+    jax.eval_shape(lambda: abstract_model(config, mesh).replace(mesh=None).new_cache(BATCH, SLOTS))
+)
 shares = {}
 for count in (1, 5, 60):
     x = jax.ShapeDtypeStruct((BATCH, count, config.hidden_size), jnp.bfloat16, sharding=everywhere)
@@ -42,8 +44,18 @@ for count in (1, 5, 60):
     shares[count] = moved / (bytes_of_one(params["layers"]) + bytes_of_one(cache.layers))
 PAGE = 256
 widest = [(8, 8, (128,), 512, None), (1, 128, (512, 64), 60, None)]
-widest += [(8, 8, (64,), 512, None), (4, 8, (512,), 512, None), (4, 8, (512,), 16, None), (8, 7, (128,), 100, None)]
-of_pages = [(8, 4, (64,), 5, PAGE), (8, 4, (128,), 1, PAGE), (8, 8, (128,), 512, PAGE), (1, 128, (512, 64), 60, PAGE)]
+widest += [
+    (8, 8, (64,), 512, None),
+    (4, 8, (512,), 512, None),
+    (4, 8, (512,), 16, None),
+    (8, 7, (128,), 100, None),
+]
+of_pages = [
+    (8, 4, (64,), 5, PAGE),
+    (8, 4, (128,), 1, PAGE),
+    (8, 8, (128,), 512, PAGE),
+    (1, 128, (512, 64), 60, PAGE),
+]
 of_pages += [(4, 8, (512,), 16, PAGE)]
 
 
@@ -52,8 +64,12 @@ def part(shape, dtype):
     return shaped(jax.eval_shape(quantize, floats) if dtype == jnp.int8 else floats)
 
 
-for (kv_heads, group, sizes, count, page), kept in itertools.product(widest + of_pages, (jnp.bfloat16, jnp.float32, jnp.int8)):
-    if kept == jnp.float32 and sizes != (512,):  # whose blocks are narrower where they would not fit
+for (kv_heads, group, sizes, count, page), kept in itertools.product(
+    widest + of_pages, (jnp.bfloat16, jnp.float32, jnp.int8)
+):
+    if kept == jnp.float32 and sizes != (
+        512,
+    ):  # whose blocks are narrower where they would not fit
         continue
     dtype = jnp.bfloat16 if kept == jnp.int8 else kept
     q = tuple(shaped(jax.ShapeDtypeStruct((1, count, kv_heads * group, d), dtype)) for d in sizes)
@@ -64,7 +80,11 @@ for (kv_heads, group, sizes, count, page), kept in itertools.product(widest + of
     filled = Filled(entry, shaped(jax.ShapeDtypeStruct((1,), jnp.int32)), table=table, mesh=mesh)
     own = tuple(part((1, kv_heads, count, d), kept) for d in parts)
     mask = shaped(jax.ShapeDtypeStruct((1, count, count), bool))
-    sinks = shaped(jax.ShapeDtypeStruct((kv_heads * group,), dtype))  # it takes more with them than without
+    sinks = shaped(
+        jax.ShapeDtypeStruct((kv_heads * group,), dtype)
+    )  # it takes more with them than without
     run = partial(attend, values_part=2 - len(q), cap=50.0)
-    jax.jit(lambda q, sinks, *pieces, run=run: run(q, pieces, sinks=sinks)).lower(q, sinks, filled, (own, mask)).compile()
+    jax.jit(lambda q, sinks, *pieces, run=run: run(q, pieces, sinks=sinks)).lower(
+        q, sinks, filled, (own, mask)
+    ).compile()
 print(json.dumps(shares))

@@ -36,7 +36,8 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 def plain(q, keys, values, visible, scale, sinks=None, cap=None):
     """In float64, of ``q [B, T, heads, d]``, keys and values ``[B, kv, S, d]`` and ``visible [B, T, S]``: what is attended to,
-    zeros where nothing is seen; and ``[B, kv, S]`` the attention paid to each slot. Sinks are one more column of scores."""
+    zeros where nothing is seen; and ``[B, kv, S]`` the attention paid to each slot. Sinks are one more column of scores.
+    """
     out = np.zeros((*q.shape[:3], values.shape[-1]))
     paid = np.zeros((q.shape[0], keys.shape[1], keys.shape[2]))
     for b, t, head in np.ndindex(*q.shape[:3]):
@@ -98,33 +99,50 @@ KERNELS = {  # to settle on small sizes
     ("count", "window", "beside"),
     [
         (1, 10, "nothing"),
-        pytest.param(1, None, "each its own", marks=pytest.mark.thorough),  # which pages are read with, below
+        pytest.param(
+            1, None, "each its own", marks=pytest.mark.thorough
+        ),  # which pages are read with, below
         (5, 10, "scratch and own"),
         (60, None, "scratch and own"),
         pytest.param(60, 10, "each its own", marks=pytest.mark.thorough),
     ],
 )
-def test_kernels_find_what_plain_attention_finds(count, window, beside, device, monkeypatch) -> None:
+def test_kernels_find_what_plain_attention_finds(
+    count, window, beside, device, monkeypatch
+) -> None:
     """Interpreted; with NaN where nothing is filled, and in two parts as latent attention has it."""
     module, sizes = KERNELS[device]
     for name, size in {"BLOCK": 16, **sizes}.items():
         monkeypatch.setattr(module, name, size)
     (whole, scratch, own), _, _ = pieces(count, window)
-    others = {"nothing": [], "scratch and own": [scratch, own], "each its own": [scratch, (own[0], None)]}[beside]
+    others = {
+        "nothing": [],
+        "scratch and own": [scratch, own],
+        "each its own": [scratch, (own[0], None)],
+    }[beside]
     beyond = jnp.arange(SLOTS)[:, None] >= whole.count[:, None, None, None]
-    damaged = whole.replace(entry=jax.tree.map(lambda part: jnp.where(beyond, jnp.nan, part), whole.entry))
+    damaged = whole.replace(
+        entry=jax.tree.map(lambda part: jnp.where(beyond, jnp.nan, part), whole.entry)
+    )
     q = jnp.asarray(normal(0, B, KV, count, GROUP, DIM))
     for parts, values_part in (((q,), 1), ((q, 2 * q), 0)):
-        expected = plain_attention.attend_plainly(parts, [whole, *others], values_part=values_part, block=16)
+        expected = plain_attention.attend_plainly(
+            parts, [whole, *others], values_part=values_part, block=16
+        )
         found = by_device._attend_by_kernel(
-            parts, [damaged, *others], values_part=values_part, kernel=module.attend_in_kernel, interpret=True
+            parts,
+            [damaged, *others],
+            values_part=values_part,
+            kernel=module.attend_in_kernel,
+            interpret=True,
         )
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def in_pages(whole: Filled, page: int, groups: int = 1) -> Filled:
     """The same in pages, which lie in any order and of which some are free. NaN stands in free ones, and beyond what is filled
-    in the others, and of whole numbers the largest. Each of so many groups of rows has its own part of the pool."""
+    in the others, and of whole numbers the largest. Each of so many groups of rows has its own part of the pool.
+    """
     order, columns = np.random.default_rng(page), -(-SLOTS // page)
     counts = np.split(np.asarray(whole.count), groups)
     pages = len(counts[0]) * columns + 2
@@ -146,12 +164,15 @@ def in_pages(whole: Filled, page: int, groups: int = 1) -> Filled:
                     at = group * pages + table[row, column]
                     pool[at, :, : there.stop - there.start] = part[row, :, there]
             row += 1
-    return whole.replace(entry=jax.tree.unflatten(structure, map(jnp.asarray, pools)), table=jnp.asarray(table))
+    return whole.replace(
+        entry=jax.tree.unflatten(structure, map(jnp.asarray, pools)), table=jnp.asarray(table)
+    )
 
 
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
 @pytest.mark.parametrize(
-    "page", [pytest.param(8, marks=pytest.mark.thorough), 16, pytest.param(32, marks=pytest.mark.thorough)]
+    "page",
+    [pytest.param(8, marks=pytest.mark.thorough), 16, pytest.param(32, marks=pytest.mark.thorough)],
 )
 @pytest.mark.parametrize(
     ("count", "window", "beside"),
@@ -168,15 +189,25 @@ def test_pages_are_read_as_one_text(count, window, beside, page, device, monkeyp
     for name, size in {"BLOCK": 16, **sizes}.items():
         monkeypatch.setattr(module, name, size)
     (whole, scratch, own), _, _ = pieces(count, window)
-    others = {"nothing": [], "scratch and own": [scratch, own], "each its own": [scratch, (own[0], None)]}[beside]
+    others = {
+        "nothing": [],
+        "scratch and own": [scratch, own],
+        "each its own": [scratch, (own[0], None)],
+    }[beside]
     q = jnp.asarray(normal(0, B, KV, count, GROUP, DIM))
     paged = in_pages(whole, page)
     for parts, values_part in (((q,), 1), ((q, 2 * q), 0)):
-        expected = plain_attention.attend_plainly(parts, [whole, *others], values_part=values_part, block=16)
+        expected = plain_attention.attend_plainly(
+            parts, [whole, *others], values_part=values_part, block=16
+        )
         if device == "plain":
-            found = plain_attention.attend_plainly(parts, [paged, *others], values_part=values_part, block=16)
+            found = plain_attention.attend_plainly(
+                parts, [paged, *others], values_part=values_part, block=16
+            )
         else:
-            run = partial(by_device._attend_by_kernel, kernel=module.attend_in_kernel, interpret=True)
+            run = partial(
+                by_device._attend_by_kernel, kernel=module.attend_in_kernel, interpret=True
+            )
             found = run(parts, [paged, *others], values_part=values_part)
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -202,24 +233,38 @@ def test_a_tpu_fetches_no_page_that_a_row_does_not_hold(monkeypatch) -> None:
     def call(kernel, *, grid_spec, **options):
         def run(*given):
             scalars = [np.asarray(x) for x in given[:4]]
-            places = [spec.index_map for spec in grid_spec.in_specs if spec.block_shape[2:3] == (8,)]
+            places = [
+                spec.index_map for spec in grid_spec.in_specs if spec.block_shape[2:3] == (8,)
+            ]
             blocks = grid_spec.grid[3]
-            asked.extend([[int(p(b, 0, 0, i, *scalars)[0]) for p in places] for b in range(B) for i in range(blocks)])
+            asked.extend(
+                [
+                    [int(p(b, 0, 0, i, *scalars)[0]) for p in places]
+                    for b in range(B)
+                    for i in range(blocks)
+                ]
+            )
             return whole_call(kernel, grid_spec=grid_spec, **options)(*given)
 
         return run
 
     monkeypatch.setattr(tpu.pl, "pallas_call", call)
     q = (jnp.asarray(normal(0, B, KV, 1, GROUP, DIM)),)
-    by_device._attend_by_kernel(q, [paged], values_part=1, kernel=tpu.attend_in_kernel, interpret=True)
+    by_device._attend_by_kernel(
+        q, [paged], values_part=1, kernel=tpu.attend_in_kernel, interpret=True
+    )
     table, k = np.asarray(paged.table), 8
-    assert len(asked) == 2 * B and all(len(pages) == 2 * k for pages in asked)  # 9 pages of a row, in two blocks; keys, values
+    assert len(asked) == 2 * B and all(
+        len(pages) == 2 * k for pages in asked
+    )  # 9 pages of a row, in two blocks; keys, values
     for row, count in enumerate(COUNTS):
         held, blocks = list(table[row, : -(-count // 8)]), asked[2 * row : 2 * row + 2]
         for pages in (*(pages[:k] for pages in blocks), *(pages[k:] for pages in blocks)):
             assert set(pages) <= set(held) or not held
         changed = sum(a != b for a, b in zip(*blocks, strict=True))
-        assert changed == 2 * max(0, len(held) - k)  # fetched by the second block: what it shows, and nothing else
+        assert changed == 2 * max(
+            0, len(held) - k
+        )  # fetched by the second block: what it shows, and nothing else
 
 
 @pytest.mark.parametrize("dim", [4, 16, 80])
@@ -231,7 +276,9 @@ def test_the_gpus_kernel_takes_heads_of_every_size(dim, programs, monkeypatch) -
     given, _, _ = pieces(5, 10, dim)
     q = (jnp.asarray(normal(0, B, KV, 5, GROUP, dim)),)
     expected = plain_attention.attend_plainly(q, given, values_part=1, block=16)
-    found = by_device._attend_by_kernel(q, given, values_part=1, kernel=gpu.attend_in_kernel, interpret=True)
+    found = by_device._attend_by_kernel(
+        q, given, values_part=1, kernel=gpu.attend_in_kernel, interpret=True
+    )
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -247,13 +294,17 @@ def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie(kv_heads, beside, pa
     q = (jnp.asarray(normal(0, B, kv_heads, 5, GROUP, DIM)),)
     expected = plain_attention.attend_plainly(q, [whole, *others], values_part=1, block=16)
     on_mesh = (in_pages(whole, page, groups=2) if page else whole).replace(mesh=make_mesh(2, 2))
-    run = partial(by_device._attend_by_kernel, values_part=1, kernel=module.attend_in_kernel, interpret=True)
+    run = partial(
+        by_device._attend_by_kernel, values_part=1, kernel=module.attend_in_kernel, interpret=True
+    )
     found = jax.jit(run)(q, [on_mesh, *others])
-    assert found.sharding.shard_shape(found.shape)[1:4] == ((1, 5, GROUP) if kv_heads == KV else (1, 5, GROUP // 2))
+    assert found.sharding.shard_shape(found.shape)[1:4] == (
+        (1, 5, GROUP) if kv_heads == KV else (1, 5, GROUP // 2)
+    )
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-# --- in 8 bits -------------------------------------------------------------------------------------------------------
+# --- in 8 bits ------------------------------------------------------------------------------------
 
 
 def in_8_bits(given) -> list:
@@ -278,7 +329,9 @@ def in_8_bits(given) -> list:
         pytest.param(60, None, "each its own", 2, 32, 2.0, marks=pytest.mark.thorough),
     ],
 )
-def test_entries_in_8_bits_are_read_as_floats_would_be(count, window, beside, group, page, cap, device, monkeypatch) -> None:
+def test_entries_in_8_bits_are_read_as_floats_would_be(
+    count, window, beside, group, page, cap, device, monkeypatch
+) -> None:
     """Against floats that have been rounded: every form, with sinks, and of two parts; NaN in the scales of what is empty."""
     run = by_kernels_or_plainly(device, monkeypatch)
     given = in_8_bits(pieces(count, window)[0])
@@ -288,12 +341,22 @@ def test_entries_in_8_bits_are_read_as_floats_would_be(count, window, beside, gr
     others = [] if beside == "nothing" else [scratch, own]
     q = jnp.asarray(normal(0, B, KV, count, group, DIM))
     sinks = jnp.asarray(drawn_sinks(KV * group).reshape(KV, group))
-    floats = jax.tree.map(dequantize, [whole, *others], is_leaf=lambda node: isinstance(node, QuantizedPart))
+    floats = jax.tree.map(
+        dequantize, [whole, *others], is_leaf=lambda node: isinstance(node, QuantizedPart)
+    )
     beyond = jnp.arange(SLOTS) >= whole.count[:, None, None]
-    damaged = tuple(part.replace(scales=jnp.where(beyond, jnp.nan, part.scales)) for part in whole.entry)
-    read = in_pages(whole, page) if page else whole.replace(entry=whole.entry if device == "plain" else damaged)
+    damaged = tuple(
+        part.replace(scales=jnp.where(beyond, jnp.nan, part.scales)) for part in whole.entry
+    )
+    read = (
+        in_pages(whole, page)
+        if page
+        else whole.replace(entry=whole.entry if device == "plain" else damaged)
+    )
     for parts, values_part in (((q,), 1), ((q, 2 * q), 0)):
-        expected = plain_attention.attend_plainly(parts, floats, sinks, values_part=values_part, block=16, cap=cap)
+        expected = plain_attention.attend_plainly(
+            parts, floats, sinks, values_part=values_part, block=16, cap=cap
+        )
         found = run(parts, [read, *others], sinks, values_part=values_part, cap=cap)
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -305,7 +368,9 @@ def test_scales_lie_on_a_mesh_where_their_numbers_do(page, module) -> None:
     q = (jnp.asarray(normal(0, B, KV, 5, GROUP, DIM)),)
     expected = plain_attention.attend_plainly(q, [whole, *others], values_part=1, block=16)
     on_mesh = (in_pages(whole, page, groups=2) if page else whole).replace(mesh=make_mesh(2, 2))
-    run = partial(by_device._attend_by_kernel, values_part=1, kernel=module.attend_in_kernel, interpret=True)
+    run = partial(
+        by_device._attend_by_kernel, values_part=1, kernel=module.attend_in_kernel, interpret=True
+    )
     found = jax.jit(run)(q, [on_mesh, *others])
     assert found.sharding.shard_shape(found.shape)[:2] == (B // 2, 1)
     np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -313,9 +378,13 @@ def test_scales_lie_on_a_mesh_where_their_numbers_do(page, module) -> None:
 
 def test_what_is_paid_to_slots_in_8_bits() -> None:
     whole, *others = in_8_bits(pieces(5, 10)[0])
-    floats = jax.tree.map(dequantize, [whole, *others], is_leaf=lambda node: isinstance(node, QuantizedPart))
+    floats = jax.tree.map(
+        dequantize, [whole, *others], is_leaf=lambda node: isinstance(node, QuantizedPart)
+    )
     q = jnp.asarray(normal(0, B, 5, KV * GROUP, DIM) * 3)
-    np.testing.assert_allclose(attention_paid(q, whole, others), attention_paid(q, floats[0], floats[1:]), atol=1e-5)
+    np.testing.assert_allclose(
+        attention_paid(q, whole, others), attention_paid(q, floats[0], floats[1:]), atol=1e-5
+    )
 
 
 def test_a_query_may_see_its_own_slot_alone() -> None:
@@ -334,7 +403,9 @@ def test_blocks_before_every_window_are_skipped_and_none_that_is_seen() -> None:
     entry = tuple(normal(seed, B, KV, SLOTS, DIM) for seed in (1, 2))
     positions = counts[:, None] + np.arange(3)
     for window in (1, 4, 6, 18, 19, 20, 36, 52, 60):
-        first = min((positions.min() - window + 1) // 16 * 16, SLOTS - 16)  # where the last block begins
+        first = min(
+            (positions.min() - window + 1) // 16 * 16, SLOTS - 16
+        )  # where the last block begins
         damaged = tuple(jnp.asarray(part).at[:, :, : max(first, 0)].set(jnp.nan) for part in entry)
         seen = np.arange(SLOTS) > positions[..., None] - window
         seen &= np.arange(SLOTS) < counts[:, None, None]
@@ -358,7 +429,9 @@ def test_queries_of_two_parts_attend_to_the_first() -> None:
     latents, turned = normal(1, B, 1, SLOTS, 6), normal(2, B, 1, SLOTS, 4)
     q = normal(3, B, 5, 4, 6), normal(4, B, 5, 4, 4)
     seen = np.broadcast_to(np.arange(SLOTS) < COUNTS[:, None, None], (B, 5, SLOTS))
-    expected, _ = plain(np.concatenate(q, -1), np.concatenate([latents, turned], -1), latents, seen, 0.3)
+    expected, _ = plain(
+        np.concatenate(q, -1), np.concatenate([latents, turned], -1), latents, seen, 0.3
+    )
     filled = Filled((jnp.asarray(latents), jnp.asarray(turned)), jnp.asarray(COUNTS))
     found = jax.jit(partial(attend, scale=0.3, values_part=0))(tuple(map(jnp.asarray, q)), [filled])
     np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -375,22 +448,32 @@ def test_what_is_paid_to_each_slot(window) -> None:
 
 def test_what_lies_beyond_what_is_filled_is_never_read() -> None:
     """Blocks without a filled slot are not even multiplied: with NaN there, nothing changes."""
-    entry = tuple(jnp.asarray(normal(seed, B, KV, SLOTS, DIM)).at[:, :, 48:].set(jnp.nan) for seed in (1, 2))
+    entry = tuple(
+        jnp.asarray(normal(seed, B, KV, SLOTS, DIM)).at[:, :, 48:].set(jnp.nan) for seed in (1, 2)
+    )
     count = jnp.asarray([40, 3, 41, 0])
     q = jnp.asarray(normal(0, B, 5, KV * GROUP, DIM))
     clean = tuple(jnp.nan_to_num(part) for part in entry)
-    np.testing.assert_array_equal(attend(q, [Filled(entry, count)]), attend(q, [Filled(clean, count)]))
+    np.testing.assert_array_equal(
+        attend(q, [Filled(entry, count)]), attend(q, [Filled(clean, count)])
+    )
 
 
 def test_gradients_are_those_of_a_softmax() -> None:
     keys, values = (jnp.asarray(normal(seed, B, KV, 9, DIM)) for seed in (1, 2))
     q = jnp.asarray(normal(0, B, 9, KV * GROUP, DIM))
-    mask = jnp.tril(jnp.ones((1, 9, 9), bool), k=-1).at[0, 3, 3].set(True)  # the first query sees nothing
+    mask = (
+        jnp.tril(jnp.ones((1, 9, 9), bool), k=-1).at[0, 3, 3].set(True)
+    )  # the first query sees nothing
 
     def softmax(q, keys, values):
         grouped = q.reshape(B, 9, KV, GROUP, DIM) * DIM**-0.5
-        scores = jnp.where(mask[:, None, :, None], jnp.einsum("btkgd,bksd->bktgs", grouped, keys), -jnp.inf)
-        weights = jax.nn.softmax(jnp.where(jnp.any(mask, axis=-1)[:, None, :, None, None], scores, 0.0))
+        scores = jnp.where(
+            mask[:, None, :, None], jnp.einsum("btkgd,bksd->bktgs", grouped, keys), -jnp.inf
+        )
+        weights = jax.nn.softmax(
+            jnp.where(jnp.any(mask, axis=-1)[:, None, :, None, None], scores, 0.0)
+        )
         found = jnp.einsum("bktgs,bksd->btkgd", weights, values).reshape(B, 9, -1)
         return jnp.where(jnp.any(mask, axis=-1)[..., None], found, 0.0)
 
@@ -399,8 +482,12 @@ def test_gradients_are_those_of_a_softmax() -> None:
         return attend(q, half)
 
     weights = 10 * jnp.asarray(normal(8, B, 9, KV * GROUP * DIM))
-    expected = jax.jit(jax.grad(lambda *args: jnp.sum(softmax(*args) * weights), argnums=(0, 1, 2)))(q, keys, values)
-    found = jax.jit(jax.grad(lambda *args: jnp.sum(ours(*args) * weights), argnums=(0, 1, 2)))(q, keys, values)
+    expected = jax.jit(
+        jax.grad(lambda *args: jnp.sum(softmax(*args) * weights), argnums=(0, 1, 2))
+    )(q, keys, values)
+    found = jax.jit(jax.grad(lambda *args: jnp.sum(ours(*args) * weights), argnums=(0, 1, 2)))(
+        q, keys, values
+    )
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
@@ -416,7 +503,9 @@ def drawn_sinks(heads: int = KV * GROUP) -> np.ndarray:
 @pytest.mark.parametrize("blocks", ["some", "one"])
 @pytest.mark.parametrize(("with_sinks", "cap"), SINKS_AND_CAPS)
 @pytest.mark.parametrize(("count", "window"), [(1, None), (5, 10)])
-def test_a_sink_is_one_more_score_without_a_value(count, window, with_sinks, cap, blocks, monkeypatch) -> None:
+def test_a_sink_is_one_more_score_without_a_value(
+    count, window, with_sinks, cap, blocks, monkeypatch
+) -> None:
     if blocks == "one":
         monkeypatch.setattr(by_device, "BLOCK", 128)
     given, (keys, values), seen = pieces(count, window)
@@ -425,7 +514,9 @@ def test_a_sink_is_one_more_score_without_a_value(count, window, with_sinks, cap
     of_heads = None if sinks is None else jnp.asarray(sinks)
     found = jax.jit(partial(attend, scale=0.5, cap=cap))(jnp.asarray(q), given, sinks=of_heads)
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    without, _ = plain(q, keys, values, seen, 0.5, sinks if cap else None)  # that the cases could tell
+    without, _ = plain(
+        q, keys, values, seen, 0.5, sinks if cap else None
+    )  # that the cases could tell
     assert np.abs(without - expected).max() > 0.1
 
 
@@ -445,22 +536,38 @@ def by_kernels_or_plainly(device: str, monkeypatch):
     [
         (1, None, "nothing", 4, None, True, None),
         (5, 10, "scratch and own", 2, None, True, 2.0),
-        (60, 10, "scratch and own", 3, None, True, None),  # tiles of 16 queries begin anywhere in a group of 3
+        (
+            60,
+            10,
+            "scratch and own",
+            3,
+            None,
+            True,
+            None,
+        ),  # tiles of 16 queries begin anywhere in a group of 3
         (5, 33, "each its own", 3, 16, True, 2.0),
         (1, 10, "nothing", 1, 16, False, 2.0),
         pytest.param(60, None, "each its own", 2, 8, True, 2.0, marks=pytest.mark.thorough),
         pytest.param(5, None, "scratch and own", 4, 32, True, None, marks=pytest.mark.thorough),
     ],
 )
-def test_every_form_knows_sinks_and_caps(count, window, beside, group, page, with_sinks, cap, device, monkeypatch) -> None:
+def test_every_form_knows_sinks_and_caps(
+    count, window, beside, group, page, with_sinks, cap, device, monkeypatch
+) -> None:
     """With many tiles, blocks and splits, a sink counts once; and of two parts, as latent attention has them."""
     run = by_kernels_or_plainly(device, monkeypatch)
     (whole, scratch, own), (keys, values), seen = pieces(count, window)
     n = {"nothing": SLOTS, "scratch and own": keys.shape[2], "each its own": keys.shape[2]}[beside]
     if beside == "each its own":
         own = (own[0], None)
-        seen = np.concatenate([seen[..., :-count], np.broadcast_to(np.eye(count, dtype=bool), (B, count, count))], axis=2)
-    given = [in_pages(whole, page) if page else whole, *([] if beside == "nothing" else [scratch, own])]
+        seen = np.concatenate(
+            [seen[..., :-count], np.broadcast_to(np.eye(count, dtype=bool), (B, count, count))],
+            axis=2,
+        )
+    given = [
+        in_pages(whole, page) if page else whole,
+        *([] if beside == "nothing" else [scratch, own]),
+    ]
     keys, values, seen = keys[:, :, :n], values[:, :, :n], seen[..., :n]
     q = normal(0, B, KV, count, group, DIM)
     sinks = drawn_sinks(KV * group) if with_sinks else None
@@ -469,7 +576,9 @@ def test_every_form_knows_sinks_and_caps(count, window, beside, group, page, wit
         met = keys if len(parts) == 1 else np.concatenate([keys, values], -1)
         flat = np.concatenate(parts, -1).transpose(0, 2, 1, 3, 4).reshape(B, count, KV * group, -1)
         expected, _ = plain(flat, met, (keys, values)[values_part], seen, 1.0, sinks, cap)
-        found = run(tuple(map(jnp.asarray, parts)), given, of_heads, values_part=values_part, cap=cap)
+        found = run(
+            tuple(map(jnp.asarray, parts)), given, of_heads, values_part=values_part, cap=cap
+        )
         found = np.asarray(found).transpose(0, 2, 1, 3, 4).reshape(B, count, -1)
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -480,7 +589,8 @@ def test_sinks_and_caps_of_bfloat16(device, monkeypatch) -> None:
     given, (keys, values), seen = pieces(5, 10)
     given = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, given)
     q, keys, values = (
-        np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in (normal(0, B, 5, KV * GROUP, DIM), keys, values)
+        np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
+        for x in (normal(0, B, 5, KV * GROUP, DIM), keys, values)
     )
     sinks = jnp.asarray(drawn_sinks(), jnp.bfloat16)
     expected, _ = plain(q, keys, values, seen, 1.0, np.asarray(sinks, np.float32), 2.0)
@@ -500,39 +610,65 @@ def test_with_a_sink_who_sees_nothing_finds_zeros(device, monkeypatch) -> None:
     q = jnp.asarray(normal(0, B, 2, KV * GROUP, DIM))
     sinks = np.array([80.0, -np.inf, -80.0, 0.0], np.float32)
     grouped = plain_attention.group_queries((q,), given, None)
-    found = run(grouped, given, plain_attention.group_sinks(jnp.asarray(sinks), grouped), values_part=1)
+    found = run(
+        grouped, given, plain_attention.group_sinks(jnp.asarray(sinks), grouped), values_part=1
+    )
     found = np.asarray(found).transpose(0, 2, 1, 3, 4).reshape(B, 2, -1)
-    expected, _ = plain(q, keys[:, :, :SLOTS], values[:, :, :SLOTS], seen[..., :SLOTS], DIM**-0.5, sinks)
+    expected, _ = plain(
+        q, keys[:, :, :SLOTS], values[:, :, :SLOTS], seen[..., :SLOTS], DIM**-0.5, sinks
+    )
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert COUNTS[3] == 0 and not found[3].any() and np.abs(found[:, :, :DIM]).max() < 1e-20 and found[0, :, DIM:].all()
+    assert (
+        COUNTS[3] == 0
+        and not found[3].any()
+        and np.abs(found[:, :, :DIM]).max() < 1e-20
+        and found[0, :, DIM:].all()
+    )
 
 
 @pytest.mark.parametrize("module", [tpu, gpu])
 @pytest.mark.parametrize("kv_heads", [KV, 1])
 def test_on_a_mesh_sinks_lie_where_their_heads_do(kv_heads, module) -> None:
     (whole, *others), (keys, values), seen = pieces(5, 10)
-    whole = whole.replace(entry=tuple(part[:, :kv_heads] for part in whole.entry), mesh=make_mesh(2, 2))
+    whole = whole.replace(
+        entry=tuple(part[:, :kv_heads] for part in whole.entry), mesh=make_mesh(2, 2)
+    )
     others = [(tuple(part[:, :kv_heads] for part in entry), mask) for entry, mask in others]
     q, sinks = normal(0, B, 5, kv_heads * 4, DIM) * 3, drawn_sinks(kv_heads * 4)
     expected, _ = plain(q, keys[:, :kv_heads], values[:, :kv_heads], seen, DIM**-0.5, sinks, 2.0)
     grouped = plain_attention.group_queries((jnp.asarray(q),), [whole], None)
     of_heads = plain_attention.group_sinks(jnp.asarray(sinks), grouped)
-    run = partial(by_device._attend_by_kernel, values_part=1, kernel=module.attend_in_kernel, cap=2.0, interpret=True)
+    run = partial(
+        by_device._attend_by_kernel,
+        values_part=1,
+        kernel=module.attend_in_kernel,
+        cap=2.0,
+        interpret=True,
+    )
     found = jax.jit(run)(grouped, [whole, *others], of_heads)
-    assert found.sharding.shard_shape(found.shape)[1:4] == ((1, 5, 4) if kv_heads == KV else (1, 5, 2))
-    np.testing.assert_allclose(np.asarray(found).transpose(0, 2, 1, 3, 4).reshape(B, 5, -1), expected, atol=1e-5)
+    assert found.sharding.shard_shape(found.shape)[1:4] == (
+        (1, 5, 4) if kv_heads == KV else (1, 5, 2)
+    )
+    np.testing.assert_allclose(
+        np.asarray(found).transpose(0, 2, 1, 3, 4).reshape(B, 5, -1), expected, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("module", [tpu, gpu])
 def test_attention_without_sinks_and_caps_does_not_pay_for_them(module) -> None:
     given, _, _ = pieces(5, None)
-    q, sinks = (jnp.asarray(normal(0, B, KV, 5, GROUP, DIM)),), jnp.asarray(drawn_sinks().reshape(KV, GROUP))
+    q, sinks = (
+        (jnp.asarray(normal(0, B, KV, 5, GROUP, DIM)),),
+        jnp.asarray(drawn_sinks().reshape(KV, GROUP)),
+    )
     run = partial(by_device._attend_by_kernel, values_part=1, kernel=module.attend_in_kernel)
 
     def kernel(sinks=None, cap=None) -> tuple[int, bool]:
         """How many arrays it is given, and whether it takes a tanh."""
         traced = jax.make_jaxpr(partial(run, cap=cap))(q, given, sinks)
-        call = next(call for call in traced.eqns if call.primitive.name == "pallas_call")  # a second one merges
+        call = next(
+            call for call in traced.eqns if call.primitive.name == "pallas_call"
+        )  # a second one merges
         return len(call.invars), "tanh" in str(call)
 
     operands, has_tanh = kernel()
@@ -547,7 +683,9 @@ def test_what_is_paid_to_each_slot_beside_sinks(with_sinks, cap) -> None:
     q, sinks = normal(0, B, 5, KV * GROUP, DIM) * 3, drawn_sinks() if with_sinks else None
     _, expected = plain(q, keys, values, seen, 0.5, sinks, cap)
     of_heads = None if sinks is None else jnp.asarray(sinks)
-    found = jax.jit(partial(attention_paid, scale=0.5, cap=cap))(jnp.asarray(q), given[0], given[1:], sinks=of_heads)
+    found = jax.jit(partial(attention_paid, scale=0.5, cap=cap))(
+        jnp.asarray(q), given[0], given[1:], sinks=of_heads
+    )
     np.testing.assert_allclose(found, expected[..., :SLOTS], atol=1e-5)
 
 
@@ -576,8 +714,12 @@ def test_gradients_with_sinks_and_caps_are_those_of_a_softmax(with_sinks, cap) -
 
     weights = 10 * jnp.asarray(normal(8, B, 5, KV * GROUP * DIM))
     given = (q, keys, values, sinks)
-    expected = jax.jit(jax.grad(lambda *args: jnp.sum(softmax(*args) * weights), argnums=range(4)))(*given)
-    found = jax.jit(jax.grad(lambda *args: jnp.sum(ours(*args) * weights), argnums=range(4)))(*given)
+    expected = jax.jit(jax.grad(lambda *args: jnp.sum(softmax(*args) * weights), argnums=range(4)))(
+        *given
+    )
+    found = jax.jit(jax.grad(lambda *args: jnp.sum(ours(*args) * weights), argnums=range(4)))(
+        *given
+    )
     assert with_sinks == bool(jnp.all(jnp.abs(expected[3]) > 1e-3))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)

@@ -21,7 +21,10 @@ TRITON = "__gpu$xla.gpu.triton"
 
 H100 = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
 
-WARNING = "The Pallas Triton backend is deprecated and will be removed in a future JAX version. To keep using Pallas on GPU"
+WARNING = (
+    "The Pallas Triton backend is deprecated and will be removed in a future JAX version. To keep"
+    " using Pallas on GPU"
+)
 """What JAX 0.12 says at every kernel that it lowers; 0.10 says nothing."""
 
 
@@ -54,7 +57,7 @@ def said(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("specjax")]
 
 
-# --- what is used ----------------------------------------------------------------------------------------------------
+# --- what is used ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,13 +72,17 @@ def said(caplog) -> list[str]:
         ("cpu", None, False, "TPUs and GPUs only"),
     ],
 )
-def test_the_status_says_whether_a_kernel_is_used_and_why(platform, capability, is_used, reason) -> None:
+def test_the_status_says_whether_a_kernel_is_used_and_why(
+    platform, capability, is_used, reason
+) -> None:
     status = kernels_status(platform, capability)
     assert (status.platform, status.is_used) == (platform, is_used)
     assert reason in status.reason
 
 
-def test_without_pallas_triton_the_status_of_gpus_says_so_and_that_of_tpus_stays(monkeypatch) -> None:
+def test_without_pallas_triton_the_status_of_gpus_says_so_and_that_of_tpus_stays(
+    monkeypatch,
+) -> None:
     monkeypatch.setattr(kernels, "triton", None)
     monkeypatch.setattr(kernels, "WHY_NO_TRITON", "JAX 9 has no Pallas Triton")
     assert not kernels_status("cuda").is_used
@@ -94,7 +101,9 @@ def test_without_pallas_triton_the_status_of_gpus_says_so_and_that_of_tpus_stays
         ([SimpleNamespace(platform="cpu")], "cpu", False),
     ],
 )
-def test_without_a_platform_the_status_is_that_of_this_process(devices, platform, is_used, monkeypatch) -> None:
+def test_without_a_platform_the_status_is_that_of_this_process(
+    devices, platform, is_used, monkeypatch
+) -> None:
     monkeypatch.setattr(kernels.jax, "devices", lambda *_: devices)
     status = kernels_status()
     assert (status.platform, status.is_used) == (platform, is_used)
@@ -110,7 +119,9 @@ def test_on_gpus_of_another_maker_the_log_says_so_once(local_gpus, caplog) -> No
     local_gpus(gpu("gfx942"))
     for count in (1, 2):
         assert TRITON not in lowered(count)
-    assert said(caplog) == [f"attention uses plain JAX on GPUs, without a kernel: {kernels._ONLY_NVIDIA}"]
+    assert said(caplog) == [
+        f"attention uses plain JAX on GPUs, without a kernel: {kernels._ONLY_NVIDIA}"
+    ]
 
 
 def test_another_platform_is_refused() -> None:
@@ -118,24 +129,31 @@ def test_another_platform_is_refused() -> None:
         kernels_status("metal")
 
 
-# --- what is lowered -------------------------------------------------------------------------------------------------
+# --- what is lowered ------------------------------------------------------------------------------
 
 
-def test_on_a_gpu_that_is_too_old_attention_is_lowered_to_plain_jax_and_the_log_says_so_once(local_gpus, caplog) -> None:
+def test_on_a_gpu_that_is_too_old_attention_is_lowered_to_plain_jax_and_the_log_says_so_once(
+    local_gpus, caplog
+) -> None:
     local_gpus(gpu("7.5"))
     for count in (1, 2, 3):
         text = lowered(count)
         assert TRITON not in text and "dot_general" in text
     (line,) = said(caplog)
-    assert line == (
-        "attention uses plain JAX on GPUs, without a kernel: Triton compiles for GPUs of compute capability 8.0 and "
-        "newer, and this one has 7.5"
+    assert (
+        line
+        == "attention uses plain JAX on GPUs, without a kernel: Triton compiles for GPUs of compute"
+        " capability 8.0 and newer, and this one has 7.5"
     )
-    assert [record.levelno for record in caplog.records if record.name.startswith("specjax")] == [logging.WARNING]
+    assert [record.levelno for record in caplog.records if record.name.startswith("specjax")] == [
+        logging.WARNING
+    ]
 
 
 @pytest.mark.parametrize("devices", [[gpu("8.0")], [gpu("9.0"), gpu("12.0")], []])
-def test_on_gpus_that_are_new_enough_or_not_there_it_is_lowered_to_the_kernel(devices, local_gpus, caplog) -> None:
+def test_on_gpus_that_are_new_enough_or_not_there_it_is_lowered_to_the_kernel(
+    devices, local_gpus, caplog
+) -> None:
     local_gpus(*devices)
     assert TRITON in lowered()
     assert not said(caplog)
@@ -172,11 +190,19 @@ print(json.dumps([at_import, lines, ["triton" in text for text in texts], ["dot_
 """
 
 
-def test_a_jax_without_pallas_triton_imports_and_lowers_to_plain_jax_with_one_line_in_the_log() -> None:
-    run = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=True)
+def test_a_jax_without_pallas_triton_imports_and_lowers_to_plain_jax_with_one_line_in_the_log() -> (
+    None
+):
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=True
+    )
     at_import, lines, calls_triton, multiplies, reason = json.loads(run.stdout.splitlines()[-1])
     assert not at_import
-    assert re.match(rf"JAX {re.escape(jax.__version__)} has no Pallas Triton \(.*jax.experimental.pallas.triton", reason)
+    assert re.match(
+        rf"JAX {re.escape(jax.__version__)} has no Pallas Triton"
+        r" \(.*jax.experimental.pallas.triton",
+        reason,
+    )
     text = f"attention uses plain JAX on GPUs, without a kernel: {reason}"
     assert lines == [["specjax.models.attention.kernels", "WARNING", text]]
     assert calls_triton == [False, False] and multiplies == [True, True]
@@ -189,7 +215,7 @@ def test_a_pallas_triton_that_lacks_what_the_kernel_needs_is_none(monkeypatch) -
     assert module is None and reason == f"Pallas Triton of JAX {jax.__version__} has no store"
 
 
-# --- what JAX warns of -----------------------------------------------------------------------------------------------
+# --- what JAX warns of ----------------------------------------------------------------------------
 
 
 def test_where_warnings_are_errors_that_of_tritons_end_is_none_and_others_are() -> None:
@@ -197,9 +223,13 @@ def test_where_warnings_are_errors_that_of_tritons_end_is_none_and_others_are() 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert TRITON in lowered(4)
-        warnings.warn_explicit(WARNING, DeprecationWarning, "pallas_call.py", 1, module="jax._src.pallas.pallas_call")
+        warnings.warn_explicit(
+            WARNING, DeprecationWarning, "pallas_call.py", 1, module="jax._src.pallas.pallas_call"
+        )
         with pytest.raises(DeprecationWarning, match="something else"):
-            warnings.warn_explicit("something else is deprecated", DeprecationWarning, "pallas_call.py", 1)
+            warnings.warn_explicit(
+                "something else is deprecated", DeprecationWarning, "pallas_call.py", 1
+            )
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX 0.10 does not warn")

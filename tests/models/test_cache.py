@@ -5,7 +5,14 @@ import pytest
 
 from specjax import sharding
 from specjax.models.attention.pieces import Filled
-from specjax.models.cache import KVCache, PagedCache, RingCache, empty_entries, gather_entries, place_entries
+from specjax.models.cache import (
+    KVCache,
+    PagedCache,
+    RingCache,
+    empty_entries,
+    gather_entries,
+    place_entries,
+)
 
 B, S = 3, 8
 PARTS = ((1, 2), (1, 2))
@@ -14,11 +21,15 @@ PARTS = ((1, 2), (1, 2))
 def filled(length) -> KVCache:
     """A cache whose slot s of row b holds the number 100 b + s everywhere."""
     cache = KVCache.create([PARTS] * 2, batch=B, capacity=S)
-    return KVCache(layers=tuple((numbers(S), -numbers(S)) for _ in cache.layers), length=jnp.asarray(length))
+    return KVCache(
+        layers=tuple((numbers(S), -numbers(S)) for _ in cache.layers), length=jnp.asarray(length)
+    )
 
 
 def numbers(count: int) -> jax.Array:
-    return jnp.broadcast_to((100.0 * jnp.arange(B)[:, None] + jnp.arange(count))[:, None, :, None], (B, 1, count, 2))
+    return jnp.broadcast_to(
+        (100.0 * jnp.arange(B)[:, None] + jnp.arange(count))[:, None, :, None], (B, 1, count, 2)
+    )
 
 
 def test_appending_the_entries_of_a_path() -> None:
@@ -51,7 +62,10 @@ def test_an_entry_may_have_parts_of_different_sizes() -> None:
     cache = KVCache.create([((1, 6), (1, 2))], batch=2, capacity=4)
     new = [(jnp.ones((2, 1, 1, 6)), jnp.full((2, 1, 1, 2), 2.0))]
     written = cache.append(new, jnp.array([1, 0]), after=jnp.zeros(2))
-    assert [part[:, 0, 0].tolist() for part in written.layers[0]] == [[[1.0] * 6, [0.0] * 6], [[2.0] * 2, [0.0] * 2]]
+    assert [part[:, 0, 0].tolist() for part in written.layers[0]] == [
+        [[1.0] * 6, [0.0] * 6],
+        [[2.0] * 2, [0.0] * 2],
+    ]
 
 
 def test_scratch_holds_drafted_tokens_level_by_level() -> None:
@@ -67,8 +81,13 @@ def test_scratch_is_written_after_it_was_read() -> None:
     scratch, new = (empty_entries([PARTS], batch=B, slots=slots) for slots in (5, 1))
     traced = jax.make_jaxpr(place_entries)(scratch, new, 3, jnp.zeros(B))
     barrier, *updates = traced.eqns
-    assert barrier.primitive.name == "optimization_barrier" and traced.jaxpr.invars[-1] in barrier.invars
-    assert len(updates) >= 2 and traced.jaxpr.invars[-2] not in [name for update in updates for name in update.invars]
+    assert (
+        barrier.primitive.name == "optimization_barrier"
+        and traced.jaxpr.invars[-1] in barrier.invars
+    )
+    assert len(updates) >= 2 and traced.jaxpr.invars[-2] not in [
+        name for update in updates for name in update.invars
+    ]
 
 
 @pytest.mark.parametrize("page", [None, 64])
@@ -85,7 +104,11 @@ def test_appending_copies_no_buffer(page) -> None:
     compiled = jax.jit(keep, donate_argnums=0).lower(cache, new, path, count).compile()
     buffer = cache.layers[0][0]
     shape = ",".join(map(str, buffer.shape))
-    assert [line for line in compiled.as_text().splitlines() if f"f32[{shape}]" in line and " copy(" in line] == []
+    assert [
+        line
+        for line in compiled.as_text().splitlines()
+        if f"f32[{shape}]" in line and " copy(" in line
+    ] == []
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers))
     assert memory.temp_size_in_bytes < buffer.nbytes / 50
@@ -97,7 +120,9 @@ def ring(slots: int = 6, kept: int = 2) -> RingCache:
     return RingCache.around(KVCache.create([PARTS] * 2, batch=B, capacity=slots), kept)
 
 
-@pytest.mark.parametrize("parts", [[(1, 1, 1)] * 17, [(3, 1, 2)] * 9, [(17, 5, 0)], [(11, 2, 9), (12, 3, 12)]])
+@pytest.mark.parametrize(
+    "parts", [[(1, 1, 1)] * 17, [(3, 1, 2)] * 9, [(17, 5, 0)], [(11, 2, 9), (12, 3, 12)]]
+)
 def test_a_ring_holds_the_first_tokens_and_the_newest(parts) -> None:
     """Given in parts of any size, also larger than the ring: exactly the kept ones and the last of each row."""
     cache, given = ring(), np.zeros(B, int)
@@ -114,10 +139,12 @@ def test_a_ring_holds_the_first_tokens_and_the_newest(parts) -> None:
         held = np.asarray(cache.layers[1][0])[row, 0, :slots, 0] - 1
         assert sorted(held.astype(int)) == sorted(expected)
         np.testing.assert_array_equal(held, cache.newest_at(cache.length)[row, :slots])
-        np.testing.assert_array_equal(np.asarray(cache.layers[1][1])[row], -np.asarray(cache.layers[1][0])[row])
+        np.testing.assert_array_equal(
+            np.asarray(cache.layers[1][1])[row], -np.asarray(cache.layers[1][0])[row]
+        )
 
 
-# --- pages -----------------------------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 
 PAGES, PAGE, NONE = 8, 4, 8  # a row of S = 8 slots has two pages; NONE is out of range
 TABLE = np.array([[6, 0], [3, 7], [5, NONE]])
@@ -127,27 +154,40 @@ TWO_HEADS = [((2, 3), (2, 5)), ((2, 3), (2, 5))]
 def drawn(rows: int, count: int, seed: int = 0) -> tuple:
     """Entries of ``count`` tokens a row, no two numbers of which are alike."""
     rng = np.random.default_rng(seed)
-    return tuple(tuple(jnp.asarray(rng.normal(size=(rows, h, count, d)), jnp.float32) for h, d in parts) for parts in TWO_HEADS)
+    return tuple(
+        tuple(jnp.asarray(rng.normal(size=(rows, h, count, d)), jnp.float32) for h, d in parts)
+        for parts in TWO_HEADS
+    )
 
 
 def both(table: np.ndarray = TABLE, mesh=None) -> tuple[KVCache, PagedCache]:
     """Empty caches of the same rows. All that has not been written in pages is NaN."""
     plain = KVCache.create(TWO_HEADS, batch=len(table), capacity=S)
-    paged = PagedCache.like(plain, pages=PAGES, page=PAGE, mesh=mesh).with_table(jnp.asarray(table, jnp.int32))
-    return plain, paged.replace(layers=jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), paged.layers))
+    paged = PagedCache.like(plain, pages=PAGES, page=PAGE, mesh=mesh).with_table(
+        jnp.asarray(table, jnp.int32)
+    )
+    return plain, paged.replace(
+        layers=jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), paged.layers)
+    )
 
 
 def appended(cache, rounds):
     for seed, counts in enumerate(rounds):
-        cache = cache.append(drawn(len(counts), 3, seed), jnp.array(counts), after=jnp.zeros(len(counts)))
+        cache = cache.append(
+            drawn(len(counts), 3, seed), jnp.array(counts), after=jnp.zeros(len(counts))
+        )
     return cache
 
 
 def written(cache: PagedCache) -> list[set[tuple[int, int]]]:
     """(page, place) that hold something, of every pool."""
     pools = [np.isfinite(np.asarray(pool)) for pool in jax.tree.leaves(cache.layers)]
-    assert all(np.array_equal(pool.any((1, 3)), pool.all((1, 3))) for pool in pools), "a token is written whole"
-    return [{(int(page), int(place)) for page, place in np.argwhere(pool.all((1, 3)))} for pool in pools]
+    assert all(np.array_equal(pool.any((1, 3)), pool.all((1, 3))) for pool in pools), (
+        "a token is written whole"
+    )
+    return [
+        {(int(page), int(place)) for page, place in np.argwhere(pool.all((1, 3)))} for pool in pools
+    ]
 
 
 def places(table: np.ndarray, lengths) -> set[tuple[int, int]]:
@@ -179,18 +219,26 @@ def test_pages_are_read_in_the_order_of_the_table_and_nan_stays_out() -> None:
         expected, as_visible = Filled.of(plain, 1).block(start, width)
         np.testing.assert_array_equal(visible, as_visible)
         assert np.asarray(visible).any()
-        jax.tree.map(np.testing.assert_array_equal, found, expected)  # zeros where nothing is filled, as in `plain`
+        jax.tree.map(
+            np.testing.assert_array_equal, found, expected
+        )  # zeros where nothing is filled, as in `plain`
 
 
 def test_what_has_no_page_is_dropped() -> None:
     """Beyond the capacity, beyond a row's pages, and where the table names no page: the last page, -1 to numpy, stays free."""
     table = np.array([[6, 0], [3, 2], [5, NONE]])
-    plain, cache = (appended(cache, [[3, 3, 3]] * 3) for cache in both(table))  # nine tokens, of which eight have slots
+    plain, cache = (
+        appended(cache, [[3, 3, 3]] * 3) for cache in both(table)
+    )  # nine tokens, of which eight have slots
     np.testing.assert_array_equal(cache.length, [9, 9, 9])
     assert written(cache) == [places(table, [9, 9, 9])] * 4
     assert PAGES - 1 not in {page for page, _ in written(cache)[0]}
-    given = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), *(drawn(B, 3, seed) for seed in range(3)))
-    at = jnp.array([np.arange(S), np.arange(S), np.arange(S) % PAGE])  # of the third row's eight slots four have a page
+    given = jax.tree.map(
+        lambda *parts: jnp.concatenate(parts, axis=2), *(drawn(B, 3, seed) for seed in range(3))
+    )
+    at = jnp.array(
+        [np.arange(S), np.arange(S), np.arange(S) % PAGE]
+    )  # of the third row's eight slots four have a page
     for found in (cache, plain):  # what came too late is written over nothing
         jax.tree.map(np.testing.assert_array_equal, found.gather(at), gather_entries(given, at))
     _, nothing = both(np.full((B, 2), NONE))
@@ -207,7 +255,9 @@ def test_layers_of_pages_are_picked_with_their_table() -> None:
     assert (picked.page, picked.capacity) == (PAGE, S)
 
 
-GROUPED = np.array([[6, 0], [3, 7], [6, 1], [0, NONE]])  # two rows a group; page 6 and page 0 are other ones in each
+GROUPED = np.array(
+    [[6, 0], [3, 7], [6, 1], [0, NONE]]
+)  # two rows a group; page 6 and page 0 are other ones in each
 ROUNDS = [[3, 2, 1, 3], [1, 3, 3, 3], [3, 3, 0, 1]]
 
 
@@ -221,14 +271,19 @@ def test_groups_of_rows_number_their_pages_apart_and_exchange_nothing() -> None:
     assert grouped.layers[0][0].sharding.shard_shape(pool.shape) == (PAGES, 1, PAGE, 3)
 
     def spread(values):
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, shard(jnp.asarray(leaf), mesh)), values)
+        return jax.tree.map(
+            lambda leaf: jax.device_put(leaf, shard(jnp.asarray(leaf), mesh)), values
+        )
 
     append, gather = jax.jit(PagedCache.append), jax.jit(PagedCache.gather)
     read = jax.jit(lambda cache: Filled.of(cache, 1, mesh=mesh).block(0, S))
     for seed, counts in enumerate(ROUNDS):
         given = spread((drawn(4, 3, seed), jnp.array(counts), jnp.zeros(4)))
         appending = append.lower(grouped, *given)
-        grouped, plain = append(grouped, *given), plain.append(drawn(4, 3, seed), jnp.array(counts), after=jnp.zeros(4))
+        grouped, plain = (
+            append(grouped, *given),
+            plain.append(drawn(4, 3, seed), jnp.array(counts), after=jnp.zeros(4)),
+        )
     global_table = GROUPED + np.where(GROUPED < PAGES, [[0], [0], [PAGES], [PAGES]], 2 * PAGES)
     assert written(grouped)[0] == {
         (int(row[slot // PAGE]), slot % PAGE)
@@ -237,13 +292,23 @@ def test_groups_of_rows_number_their_pages_apart_and_exchange_nothing() -> None:
         if row[slot // PAGE] < 2 * PAGES
     }
     at = spread(jnp.array([[0, 6], [7, 5], [3, 0], [2, 3]]))
-    by_head = spread(jnp.array([[[0, 5], [3, 4]], [[2, 1], [5, 7]], [[3, 0], [1, 2]], [[0, 1], [3, 3]]]))
+    by_head = spread(
+        jnp.array([[[0, 5], [3, 4]], [[2, 1], [5, 7]], [[3, 0], [1, 2]], [[0, 1], [3, 3]]])
+    )
     for positions in (at, by_head):
-        jax.tree.map(np.testing.assert_array_equal, gather(grouped, positions), plain.gather(positions))
+        jax.tree.map(
+            np.testing.assert_array_equal, gather(grouped, positions), plain.gather(positions)
+        )
     (found, visible), (expected, as_visible) = read(grouped), Filled.of(plain, 1).block(0, S)
     np.testing.assert_array_equal(visible, as_visible)
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[:3], y[:3]), found, expected)  # the last row lacks a page
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[3:, :, :PAGE], y[3:, :, :PAGE]), found, expected)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(x[:3], y[:3]), found, expected
+    )  # the last row lacks a page
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(x[3:, :, :PAGE], y[3:, :, :PAGE]),
+        found,
+        expected,
+    )
     for program in (gather.lower(grouped, at), gather.lower(grouped, by_head), read.lower(grouped)):
         text = program.compile().as_text()
         assert [word for word in COLLECTIVES if word in text] == []
@@ -252,7 +317,14 @@ def test_groups_of_rows_number_their_pages_apart_and_exchange_nothing() -> None:
     assert [word for word in COLLECTIVES if word in text] in ([], ["all-gather"])
 
 
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-permute",
+    "reduce-scatter",
+    "collective-broadcast",
+)
 
 
 def shard(leaf: jax.Array, mesh) -> jax.sharding.NamedSharding:

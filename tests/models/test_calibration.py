@@ -49,25 +49,42 @@ def test_each_layer_sees_what_the_quantized_ones_before_it_hand_on(monkeypatch, 
     quantized = calibrate(target, INT4, TOKENS)
     for layer, params in enumerate(target.params["layers"]):
         seen = moments_of(quantized_up_to(target, quantized, layer), TOKENS, monkeypatch)
-        matrices = {name: value for name, value in quantized.params["layers"][layer].items() if is_quantized(value)}
+        matrices = {
+            name: value
+            for name, value in quantized.params["layers"][layer].items()
+            if is_quantized(value)
+        }
         assert set(matrices) == {"q", "k", "v", "o", "gate", "up", "down"}
         for name, found in matrices.items():
-            expected = gptq(params[name], jnp.asarray(seen[id(params[name])], jnp.float32), found.form)
+            expected = gptq(
+                params[name], jnp.asarray(seen[id(params[name])], jnp.float32), found.form
+            )
             np.testing.assert_allclose(found.scales, expected.scales, rtol=1e-4)
             # sums of float32 in another order: a near tie may part, and then what follows from it in its column
             columns = (np.asarray(found.values) == np.asarray(expected.values)).all(axis=(0, 2))
             assert columns.mean() > 0.9, (layer, name)
-            assert not np.array_equal(found.values, target.quantize(INT4).params["layers"][layer][name].values)
+            assert not np.array_equal(
+                found.values, target.quantize(INT4).params["layers"][layer][name].values
+            )
 
 
-MODELS = {"plain": {}, "tied": {"tie_embeddings": True, "qkv_bias": True}, "hybrid": HYBRID, **LAYERED, **MIXTURES}
+MODELS = {
+    "plain": {},
+    "tied": {"tie_embeddings": True, "qkv_bias": True},
+    "hybrid": HYBRID,
+    **LAYERED,
+    **MIXTURES,
+}
 
 
 OFTEN = ("hybrid", "sharing", "qwen3_moe")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in OFTEN)) for name in MODELS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name not in OFTEN)) for name in MODELS],
+)
 def test_models_of_every_kind_come_closer_to_what_they_were_in_floats(name) -> None:
     """On the text itself, of random models: the squared error of what enters the head, with 4 bits."""
     target = tiny_target(**MODELS[name], hidden_size=32, scale=8.0)
@@ -75,11 +92,18 @@ def test_models_of_every_kind_come_closer_to_what_they_were_in_floats(name) -> N
     nearest, calibrated = target.quantize(scheme), calibrate(target, scheme, TOKENS)
     assert jax.tree.structure(calibrated) == jax.tree.structure(nearest)
     jax.tree.map(
-        lambda one, other: np.testing.assert_equal((one.shape, one.dtype), (other.shape, other.dtype)), calibrated, nearest
+        lambda one, other: np.testing.assert_equal(
+            (one.shape, one.dtype), (other.shape, other.dtype)
+        ),
+        calibrated,
+        nearest,
     )
     tokens = jnp.asarray(TOKENS)
     expected = target.forward(tokens)[0].hidden
-    errors = [float(jnp.square(each.forward(tokens)[0].hidden - expected).mean()) for each in (nearest, calibrated)]
+    errors = [
+        float(jnp.square(each.forward(tokens)[0].hidden - expected).mean())
+        for each in (nearest, calibrated)
+    ]
     assert errors[1] < errors[0]
 
 
@@ -89,7 +113,10 @@ def test_models_of_every_kind_come_closer_to_what_they_were_in_floats(name) -> N
 def test_every_family_comes_closer_to_what_it_was_in_floats(name, tmp_path) -> None:
     """As above, one model of each, such as transformers makes it."""
     zoo.save(name, tmp_path)
-    target, tokens = Target.from_pretrained(tmp_path, dtype=np.float32), jnp.asarray(TOKENS % zoo.VOCABULARY)
+    target, tokens = (
+        Target.from_pretrained(tmp_path, dtype=np.float32),
+        jnp.asarray(TOKENS % zoo.VOCABULARY),
+    )
     scheme = Scheme(Form("int4"), None)
     expected = target.forward(tokens)[0].hidden
     nearest, calibrated = (
@@ -113,20 +140,26 @@ def test_windows_are_spread_over_all_texts() -> None:
 @pytest.mark.full
 def test_experts_that_no_token_chose_are_said_and_rounded_to_the_nearest_numbers() -> None:
     target = tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32, num_layers=1)
-    alike = target.params["layers"][0] | {"router": jnp.zeros((32, 8))}  # so the first two are chosen
+    alike = target.params["layers"][0] | {
+        "router": jnp.zeros((32, 8))
+    }  # so the first two are chosen
     target = target.replace(params={**target.params, "layers": [alike]})
     with pytest.warns(UserWarning, match="18 matrices of experts without a token of the text"):
         quantized = calibrate(target, INT4, TOKENS)
     found, nearest = quantized.params["layers"][0], target.quantize(INT4).params["layers"][0]
     for name in ("experts_gate", "experts_up", "experts_down"):
-        same = (np.asarray(found[name].values) == np.asarray(nearest[name].values)).all(axis=(1, 2, 3))
+        same = (np.asarray(found[name].values) == np.asarray(nearest[name].values)).all(
+            axis=(1, 2, 3)
+        )
         np.testing.assert_array_equal(same, np.arange(8) >= 2)
 
 
 @pytest.mark.full
 def test_what_cannot_be_calibrated_is_refused() -> None:
     target = tiny_target()
-    with pytest.raises(InputError, match="tokens: 8 tokens, fewer than the 24 inputs of the widest matrix"):
+    with pytest.raises(
+        InputError, match="tokens: 8 tokens, fewer than the 24 inputs of the widest matrix"
+    ):
         calibrate(target, "int4", TOKENS[:1, :8])
     with pytest.raises(InputError, match="weights='int3': must be one of"):
         calibrate(target, "int3", TOKENS)
@@ -154,14 +187,18 @@ def test_a_trained_model_loses_less_on_text_that_it_was_not_calibrated_on(weight
 
     target = Target.from_pretrained("embedded", dtype=jnp.float32)
     tokenizer = text.load_tokenizer(embedded("target"))
-    of_text, others = (np.asarray(text.encode(tokenizer, inspect.getsource(each))) for each in (argparse, heapq))
+    of_text, others = (
+        np.asarray(text.encode(tokenizer, inspect.getsource(each))) for each in (argparse, heapq)
+    )
     calibrated = calibrate(target, weights, windows([of_text.tolist()])[:32])
     held = jnp.asarray(others[: len(others) // 256 * 256].reshape(-1, 256))
 
     @jax.jit
     def divergence(quantized: Target) -> jax.Array:
         """From the model in floats, of the next token, in nats."""
-        floats, found = (jax.nn.log_softmax(each.forward(held)[0].logits) for each in (target, quantized))
+        floats, found = (
+            jax.nn.log_softmax(each.forward(held)[0].logits) for each in (target, quantized)
+        )
         return jnp.mean(jnp.sum(jnp.exp(floats) * (floats - found), axis=-1))
 
     assert float(divergence(calibrated)) < float(divergence(target.quantize(weights)))

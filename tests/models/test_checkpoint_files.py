@@ -34,7 +34,10 @@ def _watch(event: str, arguments: tuple) -> None:
     if not _state["watching"] or event != "open" or not isinstance(arguments[0], str | os.PathLike):
         return
     frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in ("specjax", *OTHERS):
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in (
+        "specjax",
+        *OTHERS,
+    ):
         frame = frame.f_back
     reader = "" if frame is None else frame.f_globals["__name__"].partition(".")[0]
     _opened.append((reader, os.fspath(arguments[0])))
@@ -65,7 +68,11 @@ def reads(monkeypatch):
         finally:
             _state["watching"] = False
         ours = Counter(Path(path) for reader, path in _opened if reader not in OTHERS)
-        return {str(path.relative_to(root)): number for path, number in ours.items() if path.is_relative_to(root)}
+        return {
+            str(path.relative_to(root)): number
+            for path, number in ours.items()
+            if path.is_relative_to(root)
+        }
 
     return count
 
@@ -91,7 +98,10 @@ EAGLE = once("eagle3/config.json", "eagle3/model.safetensors")
     [
         (lambda: specjax.load("embedded", "embedded:eagle3"), TARGET | TOKENIZER | EAGLE),
         (lambda: specjax.load("embedded", "eagle3:embedded:eagle3"), TARGET | TOKENIZER | EAGLE),
-        (lambda: specjax.load("embedded", "embedded:draft"), TARGET | TOKENIZER | DRAFT | once("draft/tokenizer_config.json")),
+        (
+            lambda: specjax.load("embedded", "embedded:draft"),
+            TARGET | TOKENIZER | DRAFT | once("draft/tokenizer_config.json"),
+        ),
         (lambda: specjax.load("embedded", "early-exit:2", weights="int8"), TARGET | TOKENIZER),
         (lambda: Target.from_pretrained("embedded"), TARGET),
         (lambda: Target.from_pretrained("embedded", layers=(1, 2)), TARGET),
@@ -99,14 +109,32 @@ EAGLE = once("eagle3/config.json", "eagle3/model.safetensors")
         (lambda: specjax.Eagle3.abstract_from("embedded:eagle3", dtype=np.float32), EAGLE),
         (lambda: specjax.DraftModel.from_pretrained("embedded:draft"), DRAFT),
     ],
-    ids=["pair", "named", "draft model", "quantized", "target", "part", "drafter", "abstract", "whole drafter"],
+    ids=[
+        "pair",
+        "named",
+        "draft model",
+        "quantized",
+        "target",
+        "part",
+        "drafter",
+        "abstract",
+        "whole drafter",
+    ],
 )
 def test_a_load_reads_every_file_once(reads, load, expected) -> None:
     assert reads(ASSETS, load) == expected
 
 
 def test_so_does_a_conversion(reads, tmp_path) -> None:
-    line = ["convert", "--drafter", "embedded:eagle3", "--to", "speculators", "--output", str(tmp_path / "out")]
+    line = [
+        "convert",
+        "--drafter",
+        "embedded:eagle3",
+        "--to",
+        "speculators",
+        "--output",
+        str(tmp_path / "out"),
+    ]
     assert reads(ASSETS, lambda: main(line)) == EAGLE
 
 
@@ -114,9 +142,15 @@ def sharded(target: Target, directory: Path) -> None:
     """Write a checkpoint of two files and an index."""
     target.save_pretrained(directory)
     tensors = load_file(directory / WEIGHTS)
-    shards = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(tensors)}
+    shards = {
+        name: f"model-0000{1 + number % 2}-of-00002.safetensors"
+        for number, name in enumerate(tensors)
+    }
     for file in set(shards.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if shards[name] == file}, directory / file)
+        save_file(
+            {name: tensor for name, tensor in tensors.items() if shards[name] == file},
+            directory / file,
+        )
     (directory / INDEX).write_text(json.dumps({"weight_map": shards}))
     (directory / WEIGHTS).unlink()
 
@@ -138,7 +172,9 @@ def test_a_reader_that_reads_again_is_noticed(reads, monkeypatch) -> None:
         return parse(files)
 
     monkeypatch.setattr(config_json, "read_part", read_past)
-    assert reads(ASSETS, lambda: Target.from_pretrained("embedded")) == TARGET | {"target/config.json": 2}
+    assert reads(ASSETS, lambda: Target.from_pretrained("embedded")) == TARGET | {
+        "target/config.json": 2
+    }
 
     def open_anew(files):
         fields.read_json(files.directory / "config.json")
@@ -152,15 +188,24 @@ def test_a_reader_that_reads_again_is_noticed(reads, monkeypatch) -> None:
 
 def test_what_is_read_is_what_the_files_hold() -> None:
     files, directory = hub.open_checkpoint("embedded"), ASSETS / "target"
-    content, tensors = json.loads((directory / "config.json").read_text()), load_file(directory / WEIGHTS)
-    assert (files.directory, str(files), files.file) == (directory, "embedded", str(directory / "config.json"))
+    content, tensors = (
+        json.loads((directory / "config.json").read_text()),
+        load_file(directory / WEIGHTS),
+    )
+    assert (files.directory, str(files), files.file) == (
+        directory,
+        "embedded",
+        str(directory / "config.json"),
+    )
     assert files.raw == files.json("config.json") == content
     assert files.shapes == {name: tensor.shape for name, tensor in tensors.items()}
     assert set(files.tensor_names) == set(tensors) and files.forms == {}
     assert files.weight_bytes == (directory / WEIGHTS).stat().st_size
     for name, tensor in files.tensors.items():
         np.testing.assert_array_equal(tensor[(slice(None),) * tensors[name].ndim], tensors[name])
-    assert files.json("generation_config.json", {}) == json.loads((directory / "generation_config.json").read_text())
+    assert files.json("generation_config.json", {}) == json.loads(
+        (directory / "generation_config.json").read_text()
+    )
     assert files.json("none.json", {"default": 1}) == {"default": 1}
     with pytest.raises(CheckpointError, match=r"none\.json is missing"):
         files.json("none.json")
@@ -180,12 +225,19 @@ def test_a_checkpoint_that_is_written_anew_is_read_anew(tmp_path) -> None:
     first, second = tiny_target(), tiny_target(num_layers=1)
     first.save_pretrained(tmp_path)
     opened = hub.open_checkpoint(tmp_path)
-    assert len(opened.shapes) > len(second.params) and opened.raw["num_hidden_layers"] == first.config.num_layers
+    assert (
+        len(opened.shapes) > len(second.params)
+        and opened.raw["num_hidden_layers"] == first.config.num_layers
+    )
     second.save_pretrained(tmp_path)
     read = Target.from_pretrained(tmp_path, dtype=np.float32)
-    assert read.config == second.config and jax.tree.all(jax.tree.map(np.array_equal, read.params, second.params))
+    assert read.config == second.config and jax.tree.all(
+        jax.tree.map(np.array_equal, read.params, second.params)
+    )
     earlier = Target.from_pretrained(opened, dtype=np.float32)
-    assert earlier.config == first.config and jax.tree.all(jax.tree.map(np.array_equal, earlier.params, first.params))
+    assert earlier.config == first.config and jax.tree.all(
+        jax.tree.map(np.array_equal, earlier.params, first.params)
+    )
 
 
 def test_a_file_that_comes_later_is_found(tmp_path) -> None:
@@ -193,7 +245,9 @@ def test_a_file_that_comes_later_is_found(tmp_path) -> None:
     shutil.copyfile(ASSETS / "target" / "config.json", tmp_path / "config.json")
     files = CheckpointFiles(tmp_path)
     assert list(files.tensor_names) == [] and files.json("generation_config.json", {}) == {}
-    with pytest.raises(CheckpointError, match=r"lacks model\.safetensors: download the checkpoint again"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks model\.safetensors: download the checkpoint again"
+    ):
         _ = files.shapes
     for name in (WEIGHTS, "generation_config.json"):
         shutil.copyfile(ASSETS / "target" / name, tmp_path / name)
@@ -228,5 +282,9 @@ def test_open_files_are_closed_with_the_last_that_needs_them(tmp_path) -> None:
 
 def test_only_one_module_opens_files_with_weights() -> None:
     """Others would not be counted above."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("specjax") and hasattr(module, "safe_open")]
+    modules = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("specjax") and hasattr(module, "safe_open")
+    ]
     assert modules == [checkpoint_files]

@@ -26,7 +26,21 @@ from tests.conftest import MIXTURES, tiny_target
 from tests.models.families import zoo
 
 NUMBERS = [0, 1, -1, 2, 3, 7, 16, 2**31, 2**63, -(2**63), 10**400, 0.5, 16.0, 1e-45, 1e308, -1e308]
-NOT_NUMBERS = [float("nan"), float("inf"), float("-inf"), None, True, False, "", "16", "float32", "\n", "\u2028x", "../x", "\0"]
+NOT_NUMBERS = [
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    None,
+    True,
+    False,
+    "",
+    "16",
+    "float32",
+    "\n",
+    "\u2028x",
+    "../x",
+    "\0",
+]
 NESTED = [[], [1], ["a"], [None], [[1]], {}, {"a": 1}, {"rope_type": "yarn"}, {"": None}]
 VALUES = NUMBERS + NOT_NUMBERS + NESTED
 ROPES = [
@@ -56,22 +70,32 @@ def originals(tmp_path_factory) -> list[dict[str, bytes]]:
         index = {"metadata": {}, "weight_map": dict.fromkeys(CheckpointFiles(path).shapes, SHARD)}
         weights = files.pop("model.safetensors")
         found.append(files | {"model.safetensors": weights})
-        found.append(files | {SHARD: weights, "model.safetensors.index.json": json.dumps(index).encode()})
+        found.append(
+            files | {SHARD: weights, "model.safetensors.index.json": json.dumps(index).encode()}
+        )
     return found
 
 
 def quantized_ones(path) -> list[Target]:
     """Targets whose checkpoints have quantized weights: as they are, packed with and without zeros, and in two schemes."""
     tiny_target(hidden_size=32, eos_token_ids=(3, 4)).save_pretrained(path)
-    found = [Target.from_pretrained(path, weights=weights, dtype=np.float32) for weights in ("w8a8", "int4", "fp8")]
+    found = [
+        Target.from_pretrained(path, weights=weights, dtype=np.float32)
+        for weights in ("w8a8", "int4", "fp8")
+    ]
     layer = dict(found[1].params["layers"][0])
     for name in ("q", "up"):
         groups, outputs, size = layer[name].values.shape
-        values, scales = (layer[name].values.reshape(4, outputs, size // 4), layer[name].scales.repeat(4, axis=0))
+        values, scales = (
+            layer[name].values.reshape(4, outputs, size // 4),
+            layer[name].scales.repeat(4, axis=0),
+        )
         zeros, order = np.ones((4, outputs), np.int8), np.arange(32, dtype=np.int32)[::-1]
         layer[name] = layer[name].replace(values=values, scales=scales, zeros=zeros, order=order)
         assert groups == 1
-    asymmetric = found[1].replace(params={**found[1].params, "layers": [layer, *found[1].params["layers"][1:]]})
+    asymmetric = found[1].replace(
+        params={**found[1].params, "layers": [layer, *found[1].params["layers"][1:]]}
+    )
     return [*found, asymmetric]
 
 
@@ -79,18 +103,30 @@ def of_families() -> list[ModelConfig]:
     """The configurations of the models of the zoo."""
     found = []
     for kind, fields in zoo.MODELS.values():
-        (family,) = [one for one in FAMILIES.values() if one.architecture == f"{kind.removesuffix('Text')}ForCausalLM"][:1]
+        (family,) = [
+            one
+            for one in FAMILIES.values()
+            if one.architecture == f"{kind.removesuffix('Text')}ForCausalLM"
+        ][:1]
         raw = {name: value for name, value in fields.items() if value is not None}
         raw |= {"model_type": family.model_type, "eos_token_id": [3, 4], "bos_token_id": 1}
         if "use_sliding_window" in fields:  # transformers says it in what it writes
-            raw["layer_types"] = [(FULL, WINDOWED)[not turned] for turned in fields["no_rope_layers"]]
+            raw["layer_types"] = [
+                (FULL, WINDOWED)[not turned] for turned in fields["no_rope_layers"]
+            ]
         found.append(config_json.parse_config(raw))
     return found
 
 
 def places(node, path=()):
     """Every place in a JSON value that can be changed, as the keys that lead there."""
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    items = (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else ()
+    )
     for key, value in items:
         yield (*path, key)
         yield from places(value, (*path, key))
@@ -109,7 +145,11 @@ def change_value(rng: random.Random, content):
         case 1 if isinstance(node, dict):
             node[rng.choice(["", "\n", "x", str(last) * 2])] = node.pop(last, None)
         case 2:
-            node[last] = rng.choice([[node.get(last)], {"a": node.get(last)}]) if isinstance(node, dict) else [node[last]]
+            node[last] = (
+                rng.choice([[node.get(last)], {"a": node.get(last)}])
+                if isinstance(node, dict)
+                else [node[last]]
+            )
         case 3:
             node[last] = str(node.get(last)) if isinstance(node, dict) else "text"
         case _:
@@ -129,7 +169,19 @@ def change_bytes(rng: random.Random, content: bytes) -> bytes:
         case 2:
             return content[:at] + garbage + content[at:]
         case 3:
-            return rng.choice([b"", garbage, b"null", b"[]", b'"text"', b"7", b"[" * 100_000, b"\xff\xfe{}", b"\xef\xbb\xbf{}"])
+            return rng.choice(
+                [
+                    b"",
+                    garbage,
+                    b"null",
+                    b"[]",
+                    b'"text"',
+                    b"7",
+                    b"[" * 100_000,
+                    b"\xff\xfe{}",
+                    b"\xef\xbb\xbf{}",
+                ]
+            )
         case _:
             return content[at:]
 
@@ -152,20 +204,31 @@ def change_tensors(rng: random.Random, content: bytes) -> bytes:
         case 0:
             return change_bytes(rng, content)
         case 1:
-            return struct.pack("<Q", rng.choice([0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1])) + content[8:]
+            return (
+                struct.pack(
+                    "<Q", rng.choice([0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1])
+                )
+                + content[8:]
+            )
         case 2:  # types of the same size and shapes of the same number of values, which the format itself cannot see
             table = json.loads(header)
             entry = table[rng.choice([name for name in table if name != "__metadata__"])]
             if rng.random() < 0.5:
-                entry["dtype"] = rng.choice(["I32", "U32", "F16", "F8_E4M3", "F4", "C64", "nonsense"])
+                entry["dtype"] = rng.choice(
+                    ["I32", "U32", "F16", "F8_E4M3", "F4", "C64", "nonsense"]
+                )
             else:
-                entry["shape"] = rng.choice([entry["shape"][::-1], [1, *entry["shape"]], [int(np.prod(entry["shape"]))], []])
+                entry["shape"] = rng.choice(
+                    [entry["shape"][::-1], [1, *entry["shape"]], [int(np.prod(entry["shape"]))], []]
+                )
             header = json.dumps(table).encode()
         case 3:
             table = json.loads(header)
             name = rng.choice([name for name in table if name != "__metadata__"])
             layer = f"model.layers.{'9' * rng.choice([1, 5, 30, 5000])}.x"
-            table[rng.choice(["", "\n", "x", f"{name}.bias", layer, "lm_head.weight"])] = table.pop(name)
+            table[rng.choice(["", "\n", "x", f"{name}.bias", layer, "lm_head.weight"])] = table.pop(
+                name
+            )
             header = json.dumps(table).encode()
         case _:
             header = change_json(rng, header)
@@ -184,7 +247,9 @@ def damaged(rng: random.Random, files: dict[str, bytes]) -> dict[str, bytes]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("cases", [800, pytest.param(60_000, marks=pytest.mark.thorough)])
-@pytest.mark.filterwarnings("ignore:.*the stored head is used")  # a flipped bit makes it differ from the embedding
+@pytest.mark.filterwarnings(
+    "ignore:.*the stored head is used"
+)  # a flipped bit makes it differ from the embedding
 def test_a_damaged_checkpoint_loads_or_is_refused_in_a_line(originals, tmp_path, cases) -> None:
     loaded, reasons = 0, set()
     for case in range(cases):
@@ -207,7 +272,9 @@ def test_a_damaged_checkpoint_loads_or_is_refused_in_a_line(originals, tmp_path,
             assert len(message) < 1000, f"case {case}: {message!r}"
             reasons.add(message.replace(str(tmp_path), "")[:60])
         except Exception as error:
-            raise AssertionError(f"case {case} ended in a {type(error).__name__}: {error}") from error
+            raise AssertionError(
+                f"case {case} ended in a {type(error).__name__}: {error}"
+            ) from error
     # The cases are worth something: some of the changes are harmless, and most are refused for many reasons.
     assert 0.05 * cases < loaded < 0.5 * cases, loaded
     assert len(reasons) > 100, len(reasons)

@@ -19,6 +19,12 @@ def test_a_client_drafts_with_a_part_what_it_drafts_with_the_whole(target) -> No
         part, trees = target.part(layers=(first, count)), []
         for model in (target, part):
             device = ClientDevice(model, drafter, [specjax.Chain(2)], capacity=16)
-            arrays = {name: np.ones((3, *shape), np.float32) for name, shape in device.hears.items()}
-            trees.append(device.propose(device.append_remote(device.start(), *texts, arrays), 2, 4, settings, depth=2))
+            arrays = {
+                name: np.ones((3, *shape), np.float32) for name, shape in device.hears.items()
+            }
+            trees.append(
+                device.propose(
+                    device.append_remote(device.start(), *texts, arrays), 2, 4, settings, depth=2
+                )
+            )
         np.testing.assert_array_equal(*[tree.tokens for tree in trees])

@@ -5,17 +5,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.delta_rule import CHUNK, DeltaRuleInputs, Node, read_chain, read_documents, read_tree, write
+from specjax.models.delta_rule import (
+    CHUNK,
+    DeltaRuleInputs,
+    Node,
+    read_chain,
+    read_documents,
+    read_tree,
+    write,
+)
 
 HEADS, GROUP, DK, DV = 2, 3, 8, 5
 TOLERANCE = 1e-5
 READ, WRITE = jax.jit(read_tree), jax.jit(write)
 
 
-# --- the oracle: numpy, float64, token by token -------------------------------------------------------------------------------
+# --- the oracle: numpy, float64, token by token ---------------------------------------------------
 
 
-def drawn(rng: np.random.Generator, rows: int, count: int, dk: int = DK, dv: int = DV) -> tuple[np.ndarray, DeltaRuleInputs]:
+def drawn(
+    rng: np.random.Generator, rows: int, count: int, dk: int = DK, dv: int = DV
+) -> tuple[np.ndarray, DeltaRuleInputs]:
     """A state, and tokens; some heads forget nearly all at every token, and others hardly anything."""
 
     def unit(*shape: int) -> np.ndarray:
@@ -43,18 +53,33 @@ def one_token(state: np.ndarray, q, k, v, beta, log_alpha) -> tuple[np.ndarray, 
     return state, state @ q
 
 
-def by_paths(state: np.ndarray, tokens: DeltaRuleInputs, paths: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+def by_paths(
+    state: np.ndarray, tokens: DeltaRuleInputs, paths: list[list[int]]
+) -> tuple[np.ndarray, np.ndarray]:
     """What the last token of each of the ``paths`` comes to, ``[B, h, paths, dv]``, and the state there,
     ``[B, h, paths, dk, dv]``: each path is read from its beginning."""
     q, k, v, beta, log_alpha = (np.asarray(x, np.float64) for x in tokens)
     rows, heads = v.shape[:2]
     found = np.zeros((rows, heads, len(paths), v.shape[-1]))
     states = np.zeros((rows, heads, len(paths), *state.shape[2:]))
-    for row, head, (number, path) in ((b, h, p) for b in range(rows) for h in range(heads) for p in enumerate(paths)):
-        now, y, of_keys = state[row, head].astype(np.float64).T, np.zeros(v.shape[-1]), (row, head // (heads // q.shape[1]))
+    for row, head, (number, path) in (
+        (b, h, p) for b in range(rows) for h in range(heads) for p in enumerate(paths)
+    ):
+        now, y, of_keys = (
+            state[row, head].astype(np.float64).T,
+            np.zeros(v.shape[-1]),
+            (row, head // (heads // q.shape[1])),
+        )
         for i in path:
             of_values = row, head, i
-            now, y = one_token(now, q[*of_keys, i], k[*of_keys, i], v[of_values], beta[of_values], log_alpha[of_values])
+            now, y = one_token(
+                now,
+                q[*of_keys, i],
+                k[*of_keys, i],
+                v[of_values],
+                beta[of_values],
+                log_alpha[of_values],
+            )
         found[row, head, number], states[row, head, number] = y, now.T
     return found, states
 
@@ -65,7 +90,10 @@ def by_token(state: np.ndarray, tokens: DeltaRuleInputs) -> tuple[np.ndarray, np
     now, found, states = state.astype(np.float64), [], []
     q, k = (np.repeat(x, v.shape[1] // x.shape[1], axis=1) for x in (q, k))
     for i in range(v.shape[2]):
-        forgets = np.eye(k.shape[-1]) - beta[:, :, i, None, None] * k[:, :, i, :, None] * k[:, :, i, None, :]
+        forgets = (
+            np.eye(k.shape[-1])
+            - beta[:, :, i, None, None] * k[:, :, i, :, None] * k[:, :, i, None, :]
+        )
         kept = np.exp(log_alpha[:, :, i])[..., None, None] * forgets @ now
         now = kept + beta[:, :, i, None, None] * k[:, :, i, :, None] * v[:, :, i, None, :]
         found.append(np.einsum("bhk,bhkv->bhv", q[:, :, i], now))
@@ -107,7 +135,7 @@ def test_two_oracles_agree() -> None:
     assert near(y, expected, 1e-12) and near(states, at, 1e-12)
 
 
-# --- trees --------------------------------------------------------------------------------------------------------------------
+# --- trees ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 17, 40])
@@ -118,12 +146,16 @@ def test_a_tree_in_one_pass_is_as_each_of_its_paths(count) -> None:
     y, node = READ(state, tokens, np.stack([mask_of(paths) for paths in trees]))
     for row, paths in enumerate(trees):
         own = slice(row, row + 1)
-        expected, states = by_paths(state[own], jax.tree.map(lambda x, own=own: x[own], tokens), paths)
+        expected, states = by_paths(
+            state[own], jax.tree.map(lambda x, own=own: x[own], tokens), paths
+        )
         assert near(y[own], expected)
         for number in {0, count // 2, count - 1}:
             padded = np.resize(paths[number], count)
             path = Node(*(x[own][:, :, padded] for x in map(np.asarray, node)))
-            assert near(WRITE(state[own], path, np.array([len(paths[number])])), states[:, :, number])
+            assert near(
+                WRITE(state[own], path, np.array([len(paths[number])])), states[:, :, number]
+            )
 
 
 def ancestors(paths: list[list[int]]) -> np.ndarray:
@@ -138,11 +170,23 @@ def test_a_tree_level_by_level_is_as_each_of_its_paths() -> None:
     paths = paths_of(parents)
     expected, _ = by_paths(state, tokens, paths)
     depths = np.array([len(path) for path in paths])
-    slots = Node(*(np.full((2, *shape), 7.0, np.float32) for shape in ((HEADS, 40, DK), (6, 40, DV), (6, 40))))
+    slots = Node(
+        *(
+            np.full((2, *shape), 7.0, np.float32)
+            for shape in ((HEADS, 40, DK), (6, 40, DV), (6, 40))
+        )
+    )
     for depth in range(1, depths.max() + 1):
         level = np.flatnonzero(depths == depth)
-        wide = np.resize(level, 40)  # some of them several times, so that all levels share a program
-        y, node = READ(state, DeltaRuleInputs(*(x[:, :, wide] for x in tokens)), None, (slots, ancestors(paths)[None, wide]))
+        wide = np.resize(
+            level, 40
+        )  # some of them several times, so that all levels share a program
+        y, node = READ(
+            state,
+            DeltaRuleInputs(*(x[:, :, wide] for x in tokens)),
+            None,
+            (slots, ancestors(paths)[None, wide]),
+        )
         assert near(y[:, :, : len(level)], expected[:, :, level])
         for slot, new in zip(slots, node, strict=True):
             slot[:, :, level] = new[:, :, : len(level)]
@@ -156,13 +200,18 @@ def test_a_tree_below_drafted_tokens_is_as_each_of_its_paths() -> None:
     mask = mask_of(paths)
     _, node = READ(state, part(tokens, 0, split), mask[None, :split, :split])
     # Slots of which no token sees anything may hold any number.
-    slots = Node(*(np.concatenate([x, np.full_like(x[:, :, :unused], 7.0)], 2) for x in map(np.asarray, node)))
+    slots = Node(
+        *(
+            np.concatenate([x, np.full_like(x[:, :, :unused], 7.0)], 2)
+            for x in map(np.asarray, node)
+        )
+    )
     seen = np.pad(mask[split:, :split], ((0, 0), (0, unused)))[None]
     y, _ = READ(state, part(tokens, split, 24), mask[None, split:, split:], (slots, seen))
     assert near(y, by_paths(state, tokens, paths)[0][:, :, split:])
 
 
-# --- chains -------------------------------------------------------------------------------------------------------------------
+# --- chains ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
@@ -170,7 +219,10 @@ def test_a_chain_is_as_token_by_token(length) -> None:
     state, tokens = drawn(np.random.default_rng(length), 2, length)
     expected, states = by_token(state, tokens)
     y, node, after = jax.jit(read_chain)(state, tokens)
-    assert y.shape == expected.shape and node.k.shape[2] == node.u.shape[2] == node.log_alpha.shape[2] == length
+    assert (
+        y.shape == expected.shape
+        and node.k.shape[2] == node.u.shape[2] == node.log_alpha.shape[2] == length
+    )
     assert near(y, expected) and near(after, states[:, :, -1])
     some = np.array([length, length // 2])
     for row, count in enumerate(some):
@@ -189,7 +241,9 @@ def test_rows_count_as_many_of_their_tokens_as_they_are_told(length) -> None:
     np.testing.assert_array_equal(written[0], state[0])
     for row, count in enumerate(counts[1:], start=1):
         assert near(y[row, :, :count], expected[row, :, :count])
-        assert near(after[row], states[row, :, count - 1]) and near(written[row], states[row, :, count - 1])
+        assert near(after[row], states[row, :, count - 1]) and near(
+            written[row], states[row, :, count - 1]
+        )
 
 
 def test_what_does_not_count_leaves_no_trace() -> None:
@@ -200,9 +254,13 @@ def test_what_does_not_count_leaves_no_trace() -> None:
     for name in ("k", "u", "log_alpha"):
         part = np.array(getattr(node, name))
         part[:, :, 2:], part[1] = np.inf, np.nan
-        np.testing.assert_array_equal(WRITE(state, node._replace(**{name: part}), counts), WRITE(state, node, counts))
+        np.testing.assert_array_equal(
+            WRITE(state, node._replace(**{name: part}), counts), WRITE(state, node, counts)
+        )
     other = drawn(np.random.default_rng(3), 2, 6)[1]
-    changed = DeltaRuleInputs(*(np.concatenate([a[:, :, :2], b[:, :, 2:]], 2) for a, b in zip(tokens, other, strict=True)))
+    changed = DeltaRuleInputs(
+        *(np.concatenate([a[:, :, :2], b[:, :, 2:]], 2) for a, b in zip(tokens, other, strict=True))
+    )
     np.testing.assert_array_equal(read(state, changed, counts)[2], after)
 
 
@@ -212,7 +270,9 @@ def test_a_path_written_in_pieces_is_as_at_once() -> None:
     _, states = by_token(state, tokens)
     now, start = jnp.asarray(state), 0
     for size in (1, 7, 64, 60, 18):
-        _, node = READ(now, part(tokens, start, start + size), np.tril(np.ones((1, size, size), bool)))
+        _, node = READ(
+            now, part(tokens, start, start + size), np.tril(np.ones((1, size, size), bool))
+        )
         now, start = WRITE(now, node), start + size
         assert near(now, states[:, :, start - 1])
     assert start == 150
@@ -227,7 +287,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     np.testing.assert_array_equal(together[2][1:2], alone[2])
 
 
-# --- precision ----------------------------------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [512, pytest.param(4096, marks=pytest.mark.thorough)])
@@ -240,9 +300,14 @@ def test_over_a_long_text_few_digits_are_lost(length) -> None:
     read = jax.jit(read_chain)
     (y, _, after), (coarse, _, coarse_after) = read(state, tokens), read(state, rounded)
 
-    def error(y: jax.Array, after: jax.Array, expected: tuple[np.ndarray, np.ndarray]) -> tuple[float, float]:
+    def error(
+        y: jax.Array, after: jax.Array, expected: tuple[np.ndarray, np.ndarray]
+    ) -> tuple[float, float]:
         of_all, last = expected[0], expected[1][:, :, -1]
-        return np.abs(y - of_all).max() / np.abs(of_all).max(), np.abs(after - last).max() / np.abs(last).max()
+        return (
+            np.abs(y - of_all).max() / np.abs(of_all).max(),
+            np.abs(after - last).max() / np.abs(last).max(),
+        )
 
     exact, of_rounding = error(y, after, expected), error(coarse, coarse_after, expected)
     print(f"{length} tokens, output and state: float32 {exact}, bfloat16 {of_rounding}")
@@ -252,7 +317,7 @@ def test_over_a_long_text_few_digits_are_lost(length) -> None:
     assert late.mean() < 1.5 * early.mean()
 
 
-# --- wrong readings -----------------------------------------------------------------------------------------------------------
+# --- wrong readings -------------------------------------------------------------------------------
 
 
 def test_wrong_readings_are_far_from_the_oracle() -> None:
@@ -269,8 +334,12 @@ def test_wrong_readings_are_far_from_the_oracle() -> None:
 
     siblings_seen, _ = READ(state, tokens, np.tril(np.ones((1, 12, 12), bool)))
     assert not near(siblings_seen, expected, far)
-    assert not near(WRITE(state, path._replace(log_alpha=0 * path.log_alpha)), states[:, :, longest], far)  # nothing forgotten
-    last_alone = np.where(np.arange(len(paths[longest])) < len(paths[longest]) - 1, 0, path.log_alpha)  # not along the path
+    assert not near(
+        WRITE(state, path._replace(log_alpha=0 * path.log_alpha)), states[:, :, longest], far
+    )  # nothing forgotten
+    last_alone = np.where(
+        np.arange(len(paths[longest])) < len(paths[longest]) - 1, 0, path.log_alpha
+    )  # not along the path
     assert not near(WRITE(state, path._replace(log_alpha=last_alone)), states[:, :, longest], far)
     assert not near(WRITE(state, node), states[:, :, longest], far)  # the rejected ones too
 
@@ -281,7 +350,9 @@ def test_gradients_are_those_of_the_rule() -> None:
     state, tokens = drawn(rng, 1, CHUNK + 3)
     paths = paths_of([-1, *range(CHUNK + 2)])
     weights = rng.normal(size=(1, HEADS * GROUP, CHUNK + 3, DV))
-    direction = jax.tree.map(lambda x: rng.normal(size=x.shape) * np.abs(np.asarray(x)).mean(), tokens)
+    direction = jax.tree.map(
+        lambda x: rng.normal(size=x.shape) * np.abs(np.asarray(x)).mean(), tokens
+    )
 
     def moved(step: float) -> float:
         there = jax.tree.map(lambda x, d: np.asarray(x, np.float64) + step * d, tokens, direction)
@@ -291,8 +362,13 @@ def test_gradients_are_those_of_the_rule() -> None:
     mask = jnp.asarray(mask_of(paths)[None])
     readings = (lambda x: read_chain(state, x)[0], lambda x: read_tree(state, x, mask)[0])
     for reading in readings:
-        gradient = jax.jit(jax.grad(lambda x, reading=reading: jnp.sum(weights.astype(np.float32) * reading(x))))(tokens)
-        found = sum(float(np.sum(np.asarray(g, np.float64) * d)) for g, d in zip(gradient, direction, strict=True))
+        gradient = jax.jit(
+            jax.grad(lambda x, reading=reading: jnp.sum(weights.astype(np.float32) * reading(x)))
+        )(tokens)
+        found = sum(
+            float(np.sum(np.asarray(g, np.float64) * d))
+            for g, d in zip(gradient, direction, strict=True)
+        )
         assert abs(found - expected) < 1e-3 * abs(expected)
 
 

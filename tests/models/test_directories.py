@@ -11,15 +11,33 @@ from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
 from tests.conftest import tiny_target
 
-QUANTIZED = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+QUANTIZED = {
+    "producer": {"name": "modelopt"},
+    "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"},
+}
 OTHERS = [  # files that are there, and what is said
-    ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "is a LoRA adapter .*: merge it into its base model"),
-    ({"model-Q4_K_M.gguf": ""}, r"holds 'model-Q4_K_M.gguf': GGUF is not supported: give the model"),
-    ({"config.json": "{}", "model.GGUF": ""}, "GGUF is not supported"),
-    ({"config.json": "{}", "model-00001-of-00002.safetensors": ""}, r"without model\.safetensors\.index\.json.*: download"),
-    ({"config.json": "{}", "hf_quant_config.json": json.dumps(QUANTIZED)}, "quantization.quant_algo='NVFP4': ModelOpt"),
     (
-        {"config.json": "{}", "hf_quant_config.json": json.dumps({"quantization": {"kv_cache_quant_algo": "FP8"}})},
+        {"adapter_config.json": "{}", "adapter_model.safetensors": ""},
+        "is a LoRA adapter .*: merge it into its base model",
+    ),
+    (
+        {"model-Q4_K_M.gguf": ""},
+        r"holds 'model-Q4_K_M.gguf': GGUF is not supported: give the model",
+    ),
+    ({"config.json": "{}", "model.GGUF": ""}, "GGUF is not supported"),
+    (
+        {"config.json": "{}", "model-00001-of-00002.safetensors": ""},
+        r"without model\.safetensors\.index\.json.*: download",
+    ),
+    (
+        {"config.json": "{}", "hf_quant_config.json": json.dumps(QUANTIZED)},
+        "quantization.quant_algo='NVFP4': ModelOpt",
+    ),
+    (
+        {
+            "config.json": "{}",
+            "hf_quant_config.json": json.dumps({"quantization": {"kv_cache_quant_algo": "FP8"}}),
+        },
         "quantization.kv_cache_quant_algo='FP8': ModelOpt's quantization is not supported",
     ),
     ({"config.json": "{}", "hf_quant_config.json": "[]"}, "must hold a JSON object"),
@@ -41,7 +59,10 @@ def test_what_is_no_checkpoint_is_named(tmp_path, files, message, read) -> None:
 
 
 def test_a_file_in_place_of_a_directory_is_named(tmp_path) -> None:
-    for name, message in (("model.gguf", "GGUF is not supported: give"), ("model.safetensors", "is a file: give the")):
+    for name, message in (
+        ("model.gguf", "GGUF is not supported: give"),
+        ("model.safetensors", "is a file: give the"),
+    ):
         (tmp_path / name).write_text("")
         with pytest.raises(CheckpointError, match=message):
             Target.from_pretrained(tmp_path / name)
@@ -49,5 +70,7 @@ def test_a_file_in_place_of_a_directory_is_named(tmp_path) -> None:
 
 def test_what_modelopt_has_not_quantized_is_read(tmp_path) -> None:
     tiny_target().save_pretrained(tmp_path)
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
+    (tmp_path / "hf_quant_config.json").write_text(
+        json.dumps({"quantization": {"quant_algo": None}})
+    )
     assert Target.from_pretrained(tmp_path).config == tiny_target().config

@@ -27,7 +27,13 @@ SHAPES = {
 }
 
 
-def fused(shape: tuple[int, ...], axes: tuple[str | None, ...], name: str, *within: int, transposed: bool = False) -> Param:
+def fused(
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    name: str,
+    *within: int,
+    transposed: bool = False,
+) -> Param:
     return Param(shape, axes, name, transposed=transposed, within=Within(*within))
 
 
@@ -85,16 +91,25 @@ def directory(tmp_path):
 def equal_bits(found: Any, expected: Any) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert (np.asarray(found[name]).dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert (np.asarray(found[name]).dtype, found[name].shape) == (
+            value.dtype,
+            value.shape,
+        ), name
         assert np.asarray(found[name]).tobytes() == np.ascontiguousarray(value).tobytes(), name
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_parts_are_those_of_numpy_and_make_the_same_tensors_again(tmp_path, dtype) -> None:
     save_file(tensors(dtype), tmp_path / WEIGHTS)
-    assert checkpoint.stored_type(CheckpointFiles(tmp_path)) == checkpoint.type_of(CheckpointFiles(tmp_path), "halves") == dtype
+    assert (
+        checkpoint.stored_type(CheckpointFiles(tmp_path))
+        == checkpoint.type_of(CheckpointFiles(tmp_path), "halves")
+        == dtype
+    )
     assert CheckpointFiles(tmp_path).shapes == SHAPES
-    assert {name: param.stored_shape for param in DECLARED.values() for name in param.stored_names} == SHAPES
+    assert {
+        name: param.stored_shape for param in DECLARED.values() for name in param.stored_names
+    } == SHAPES
     read = checkpoint.load(CheckpointFiles(tmp_path), DECLARED, dtype, WHAT)
     equal_bits(read, reference(tensors(dtype)))
     checkpoint.save(tmp_path / "again", DECLARED, read, {})
@@ -104,15 +119,25 @@ def test_the_parts_are_those_of_numpy_and_make_the_same_tensors_again(tmp_path, 
 def test_parts_are_read_from_a_file_of_pytorch_too(tmp_path) -> None:
     from tests.with_torch import torch
 
-    torch.save({name: torch.tensor(tensor) for name, tensor in tensors().items()}, tmp_path / TORCH_WEIGHTS)
-    equal_bits(checkpoint.load(CheckpointFiles(tmp_path), DECLARED, jnp.float32, WHAT), reference(tensors()))
+    torch.save(
+        {name: torch.tensor(tensor) for name, tensor in tensors().items()}, tmp_path / TORCH_WEIGHTS
+    )
+    equal_bits(
+        checkpoint.load(CheckpointFiles(tmp_path), DECLARED, jnp.float32, WHAT),
+        reference(tensors()),
+    )
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 4), (1, 8)])
 def test_on_a_mesh_there_is_the_same(directory, sizes) -> None:
     whole = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)
     split = checkpoint.load(
-        CheckpointFiles(directory), DECLARED, jnp.float32, WHAT, mesh=sharding.make_mesh(*sizes), units=UNITS
+        CheckpointFiles(directory),
+        DECLARED,
+        jnp.float32,
+        WHAT,
+        mesh=sharding.make_mesh(*sizes),
+        units=UNITS,
     )
     equal_bits(split, {name: np.asarray(value) for name, value in whole.items()})
     if sizes[1] == 2:
@@ -129,7 +154,9 @@ def test_any_slice_of_a_part_is_that_slice(directory, name) -> None:
     values = checkpoint.reader(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)
     for _ in range(20):
         ends = [sorted(rng.integers(0, size + 1, 2)) for size in expected.shape]
-        part = tuple(slice(int(start), int(stop)) if stop > start else slice(None) for start, stop in ends)
+        part = tuple(
+            slice(int(start), int(stop)) if stop > start else slice(None) for start, stop in ends
+        )
         np.testing.assert_array_equal(values(DECLARED[name], part), expected[part])
 
 
@@ -165,14 +192,26 @@ def test_no_more_is_read_than_is_asked_for(directory, monkeypatch) -> None:
         ("kv_bias", (slice(2, 3),), [("qkv.bias", 1)]),
         ("second", np.s_[1:3, :, 3:4], [("halves", 2 * HIDDEN)]),
         ("odd", np.s_[1:2, 0:3, 1:3], [("interleaved", 3 * 3)]),
-        ("stacked_second", np.s_[1:3, 2:4, :], [("one.1.weight", 2 * MLP), ("one.2.weight", 2 * MLP)]),
+        (
+            "stacked_second",
+            np.s_[1:3, 2:4, :],
+            [("one.1.weight", 2 * MLP), ("one.2.weight", 2 * MLP)],
+        ),
     ]:
         asked.clear()
         values(DECLARED[name], part)
         assert asked == numbers
     asked.clear()
     mesh = sharding.make_mesh(1, 2)
-    checkpoint.load(CheckpointFiles(directory), {"q": DECLARED["q"]}, jnp.float32, WHAT, ignored=("*",), mesh=mesh, units=UNITS)
+    checkpoint.load(
+        CheckpointFiles(directory),
+        {"q": DECLARED["q"]},
+        jnp.float32,
+        WHAT,
+        ignored=("*",),
+        mesh=mesh,
+        units=UNITS,
+    )
     assert asked == [("qkv.weight", 4 * HIDDEN)] * 2
 
 
@@ -201,12 +240,17 @@ FAULTS = [
         lambda t: t.update({"halves": t["halves"].astype(jnp.float8_e4m3fn)}),
         "'halves' is of type F8_E4M3, .*: use the unquantized checkpoint",
     ),
-    (lambda t: t.update({"q.weight": np.zeros((8, 6), np.float32)}), "'q.weight' is no part of a fused layer"),
+    (
+        lambda t: t.update({"q.weight": np.zeros((8, 6), np.float32)}),
+        "'q.weight' is no part of a fused layer",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("edit", "message"), FAULTS)
-def test_tensors_that_are_not_the_declared_ones_are_refused_by_name(directory, edit, message, monkeypatch) -> None:
+def test_tensors_that_are_not_the_declared_ones_are_refused_by_name(
+    directory, edit, message, monkeypatch
+) -> None:
     found = tensors()
     edit(found)
     save_file(found, directory / WEIGHTS)
@@ -216,8 +260,13 @@ def test_tensors_that_are_not_the_declared_ones_are_refused_by_name(directory, e
 
 
 def test_parts_of_one_tensor_that_disagree_about_its_shape_are_refused(directory) -> None:
-    declared = DECLARED | {"k": fused((HIDDEN, 4), (None, "kv_heads"), "qkv.weight", 0, 20, 8, transposed=True)}
-    with pytest.raises(CheckpointError, match=r"'qkv.weight' has shape \(16, 6\), but in a fused layer it is \(20, 6\)"):
+    declared = DECLARED | {
+        "k": fused((HIDDEN, 4), (None, "kv_heads"), "qkv.weight", 0, 20, 8, transposed=True)
+    }
+    with pytest.raises(
+        CheckpointError,
+        match=r"'qkv.weight' has shape \(16, 6\), but in a fused layer it is \(20, 6\)",
+    ):
         checkpoint.load(CheckpointFiles(directory), declared, jnp.float32, WHAT)
 
 
@@ -237,21 +286,31 @@ def one(name: str = "a", *within: int) -> Param:
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        ([one("a", 0, 5), one("a", 0, 5, 2)], r"indices that belong to no parameter, or to several: \[4\]"),
-        ([one("a", 0, 4), one("a", 0, 4, 1)], r"indices that belong to no parameter, or to several: \[1 3\]"),
+        (
+            [one("a", 0, 5), one("a", 0, 5, 2)],
+            r"indices that belong to no parameter, or to several: \[4\]",
+        ),
+        (
+            [one("a", 0, 4), one("a", 0, 4, 1)],
+            r"indices that belong to no parameter, or to several: \[1 3\]",
+        ),
         ([one("a", 0, 4), one("a", 0, 5, 2)], "declared in several ways"),
         ([one("a", 1, 6), one("a", 0, 4, 2)], "declared in several ways"),
         ([one("a", 0, 2), one("a")], "declared both as a whole and in parts"),
         ([one("a"), one("a", 0, 2)], "declared in several ways"),
     ],
 )
-def test_declarations_that_do_not_make_up_a_tensor_are_a_mistake_of_ours(tmp_path, declared, message) -> None:
+def test_declarations_that_do_not_make_up_a_tensor_are_a_mistake_of_ours(
+    tmp_path, declared, message
+) -> None:
     with pytest.raises(AssertionError, match=message):
         checkpoint.save(tmp_path / "new", declared, [np.ones((2, 3), np.float32)] * 2, {})
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("within", [(2, 9), (0, 1), (0, 3, 2), (0, 2, 0, 2), (0, 5, -1), (0, 5, 0, 0), (-1, 9)])
+@pytest.mark.parametrize(
+    "within", [(2, 9), (0, 1), (0, 3, 2), (0, 2, 0, 2), (0, 5, -1), (0, 5, 0, 0), (-1, 9)]
+)
 def test_a_part_that_does_not_fit_is_a_mistake_of_ours(within) -> None:
     with pytest.raises(AssertionError):
         one("a", *within)
@@ -268,13 +327,19 @@ def test_rows_of_a_matrix_in_fp8_are_dequantized_with_their_own_scales(tmp_path)
         "k": fused((130, 130), (None, None), "qk.weight", 0, 300, 170, transposed=True),
     }
     equal_bits(
-        checkpoint.load(CheckpointFiles(tmp_path), halves, jnp.float32, WHAT), {"q": expected[:170].T, "k": expected[170:].T}
+        checkpoint.load(CheckpointFiles(tmp_path), halves, jnp.float32, WHAT),
+        {"q": expected[:170].T, "k": expected[170:].T},
     )
     every_second = {
         "q": fused((130, 150), (None, "mlp"), "qk.weight", 0, 300, 0, 2, transposed=True),
         "k": fused((130, 150), (None, None), "qk.weight", 0, 300, 1, 2, transposed=True),
     }
     read = checkpoint.load(
-        CheckpointFiles(tmp_path), every_second, jnp.float32, WHAT, mesh=sharding.make_mesh(1, 2), units={"mlp": 150}
+        CheckpointFiles(tmp_path),
+        every_second,
+        jnp.float32,
+        WHAT,
+        mesh=sharding.make_mesh(1, 2),
+        units={"mlp": 150},
     )
     equal_bits(read, {"q": expected[::2].T, "k": expected[1::2].T})

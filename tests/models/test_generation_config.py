@@ -23,9 +23,21 @@ QWEN3 = {
     "top_p": 0.95,
     "transformers_version": "4.51.0",
 }
-GEMMA3 = {"cache_implementation": "hybrid", "do_sample": True, "eos_token_id": [1, 106], "top_k": 64, "top_p": 0.95}
+GEMMA3 = {
+    "cache_implementation": "hybrid",
+    "do_sample": True,
+    "eos_token_id": [1, 106],
+    "top_k": 64,
+    "top_p": 0.95,
+}
 QWEN25 = QWEN3 | {"temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.05}
-LLAMA31_BASE = {"bos_token_id": 128000, "eos_token_id": 128001, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+LLAMA31_BASE = {
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_p": 0.9,
+}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +47,10 @@ LLAMA31_BASE = {"bos_token_id": 128000, "eos_token_id": 128001, "do_sample": Tru
         (GEMMA3, Sampling(1.0, 64, 0.95)),
         (LLAMA31_BASE, Sampling(0.6, 0, 0.9)),  # and not the 50 likeliest tokens
         ({"do_sample": True}, Sampling(1.0)),
-        ({"do_sample": True, "min_p": 0.1, "temperature": None, "top_k": None, "top_p": None}, Sampling(1.0, min_p=0.1)),
+        (
+            {"do_sample": True, "min_p": 0.1, "temperature": None, "top_k": None, "top_p": None},
+            Sampling(1.0, min_p=0.1),
+        ),
         ({"do_sample": True, "top_k": -1}, Sampling(1.0)),
         ({"do_sample": True, "top_k": 0, "temperature": 2}, Sampling(2.0)),
         ({"do_sample": True, "top_k": 20.0}, Sampling(1.0, 20)),
@@ -81,7 +96,10 @@ def test_a_bad_value_is_refused_with_file_field_value_and_remedy(name, tmp_path)
 @pytest.mark.parametrize("content", ["[]", "{", "", "3"])
 def test_a_damaged_file_is_refused_by_name(content, tmp_path) -> None:
     (tmp_path / FILE).write_text(content)
-    with pytest.raises(InputError, match=r"generation_config\.json (is not valid JSON|must hold a JSON object).*download it"):
+    with pytest.raises(
+        InputError,
+        match=r"generation_config\.json (is not valid JSON|must hold a JSON object).*download it",
+    ):
         read_defaults(tmp_path)
 
 
@@ -89,7 +107,9 @@ def test_without_a_file_nothing_is_stated(tmp_path) -> None:
     assert read_defaults(tmp_path) == GenerationDefaults(sampling=None, not_applied={})
 
 
-def test_a_damaged_file_gives_settings_that_can_be_drawn_with_or_is_refused_in_a_line(tmp_path) -> None:
+def test_a_damaged_file_gives_settings_that_can_be_drawn_with_or_is_refused_in_a_line(
+    tmp_path,
+) -> None:
     content = json.dumps(QWEN25 | {"min_p": 0.01, "suppress_tokens": [3]}).encode()
     read, refused = 0, 0
     for case in range(250):
@@ -142,7 +162,13 @@ def test_a_field_that_would_change_the_text_is_named(name, value) -> None:
 def test_values_that_change_nothing_are_not_named() -> None:
     """Those that transformers stands for absent fields, as older versions wrote them into every file."""
     usual = GenerationConfig._get_default_generation_params()
-    usual |= {"max_new_tokens": 2048, "max_length": 4096, "presence_penalty": 0, "frequency_penalty": 0.0, "use_cache": True}
+    usual |= {
+        "max_new_tokens": 2048,
+        "max_length": 4096,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "use_cache": True,
+    }
     usual |= {"do_sample": True, "suppress_tokens": [], "bad_words_ids": [], "guidance_scale": 1}
     defaults = parse_defaults(usual)
     assert defaults.sampling == Sampling(1.0, 50) and not defaults.not_applied
@@ -152,19 +178,65 @@ def test_every_field_of_transformers_that_would_change_the_text_is_known() -> No
     """Whoever adds a field there decides here: it changes the text, or it does not."""
     harmless = set()
     for names in (
-        ("max_length", "max_new_tokens", "early_stopping", "max_time", "length_penalty", "num_return_sequences"),
-        ("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size"),
-        ("compile_config", "disable_compile", "continuous_batching_config", "low_memory", "use_mtp"),
-        ("renormalize_logits", "remove_invalid_values"),  # of a distribution, and of NaN, which is an error here
-        ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+        (
+            "max_length",
+            "max_new_tokens",
+            "early_stopping",
+            "max_time",
+            "length_penalty",
+            "num_return_sequences",
+        ),
+        (
+            "use_cache",
+            "cache_implementation",
+            "cache_config",
+            "max_cache_len",
+            "prefill_chunk_size",
+        ),
+        (
+            "compile_config",
+            "disable_compile",
+            "continuous_batching_config",
+            "low_memory",
+            "use_mtp",
+        ),
+        (
+            "renormalize_logits",
+            "remove_invalid_values",
+        ),  # of a distribution, and of NaN, which is an error here
+        (
+            "output_attentions",
+            "output_hidden_states",
+            "output_scores",
+            "output_logits",
+            "return_dict_in_generate",
+        ),
         ("pad_token_id", "bos_token_id", "eos_token_id", "transformers_version"),
-        ("encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "decoder_start_token_id"),  # of encoders
-        ("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-        ("prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind"),
+        (
+            "encoder_no_repeat_ngram_size",
+            "encoder_repetition_penalty",
+            "decoder_start_token_id",
+        ),  # of encoders
+        (
+            "is_assistant",
+            "num_assistant_tokens",
+            "num_assistant_tokens_schedule",
+            "assistant_confidence_threshold",
+        ),
+        (
+            "prompt_lookup_num_tokens",
+            "max_matching_ngram_size",
+            "assistant_early_exit",
+            "assistant_lookbehind",
+        ),
         ("target_lookbehind", "assistant_ensemble_weight", "speculation_type"),
     ):
         harmless |= set(names)
     theirs = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - harmless
     theirs -= {"do_sample", "temperature", "top_k", "top_p", "min_p"}
-    unknown = [name for name in sorted(theirs) if not parse_defaults({"do_sample": True, name: ["some"]}).not_applied]
+    unknown = [
+        name
+        for name in sorted(theirs)
+        if not parse_defaults({"do_sample": True, name: ["some"]}).not_applied
+    ]
     assert not unknown

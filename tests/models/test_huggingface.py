@@ -34,21 +34,30 @@ def edit_config(path, **changes) -> None:
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_export_gives_back_the_same_bits(tmp_path, name) -> None:
     Target.from_pretrained(ASSETS / name, dtype=jnp.bfloat16).save_pretrained(tmp_path)
-    original, exported = load_file(ASSETS / name / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    original, exported = (
+        load_file(ASSETS / name / "model.safetensors"),
+        load_file(tmp_path / "model.safetensors"),
+    )
     assert original.keys() == exported.keys()
     for key, value in original.items():
         assert value.dtype == exported[key].dtype
         np.testing.assert_array_equal(value.view(np.uint16), exported[key].view(np.uint16))
-    assert config_json.read_config(CheckpointFiles(tmp_path)) == config_json.read_config(CheckpointFiles(ASSETS / name))
+    assert config_json.read_config(CheckpointFiles(tmp_path)) == config_json.read_config(
+        CheckpointFiles(ASSETS / name)
+    )
 
 
 CONFIGS = [
     tiny_config(),
-    tiny_config(model_type="qwen2", qkv_bias=True, tie_embeddings=True, eos_token_ids=(3, 4), bos_token_id=0),
+    tiny_config(
+        model_type="qwen2", qkv_bias=True, tie_embeddings=True, eos_token_ids=(3, 4), bos_token_id=0
+    ),
     tiny_config(model_type="qwen3", qk_norm=True, head_dim=8),
     tiny_config(model_type="mistral", eos_token_ids=(2,)),
     tiny_config(rope=Rope(theta=5e5, kind="llama3", factor=8.0, original_max_positions=32)),
-    tiny_config(rope=Rope(kind="yarn", factor=4.0, original_max_positions=64, mscale=1.0, truncate=False)),
+    tiny_config(
+        rope=Rope(kind="yarn", factor=4.0, original_max_positions=64, mscale=1.0, truncate=False)
+    ),
     tiny_config(rope=Rope(kind="linear", factor=2.0, original_max_positions=512)),
     *[tiny_config(**changes) for changes in MIXTURES.values()],
     tiny_config(
@@ -56,10 +65,18 @@ CONFIGS = [
         num_kv_heads=4,
         qkv_bias=True,
         output_bias=True,
-        mla=MLA(kv_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8, rope_interleaved=False),
+        mla=MLA(
+            kv_lora_rank=6,
+            qk_nope_head_dim=6,
+            qk_rope_head_dim=4,
+            v_head_dim=8,
+            rope_interleaved=False,
+        ),
         moe=MoE(6, 2, 8, scoring="sigmoid", corrected=True),
     ),
-    tiny_config(model_type="qwen3_moe", qk_norm=True, num_layers=4, moe=MoE(6, 2, 8, dense_layers=(1, 3))),
+    tiny_config(
+        model_type="qwen3_moe", qk_norm=True, num_layers=4, moe=MoE(6, 2, 8, dense_layers=(1, 3))
+    ),
 ]
 
 
@@ -92,19 +109,34 @@ BESIDE = [  # what stands in config.json, and the same said by rope_parameters a
 ]
 BESIDE += [
     (
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "original_max_position_embeddings": 24},
+        {
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+            "original_max_position_embeddings": 24,
+        },
         {"rope_type": "linear", "factor": 2.0},
     ),
     (
         {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
             "rope_theta": 1e6,
         },
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e6},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 1e6,
+        },
     ),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, {"rope_type": "default"}),
-    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, {"rope_type": "default"}),
+    (
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"rope_type": "default"},
+    ),
 ]
 
 
@@ -112,8 +144,14 @@ BESIDE += [
 def test_a_rope_is_read_as_transformers_reads_it(fields, same) -> None:
     """Where the fields of config.json stand beside each other; that the numbers are transformers' is shown elsewhere."""
     raw = config_json.format_config(tiny_config(), "float32")
-    plain = {name: value for name, value in raw.items() if name not in ("rope_theta", "rope_scaling", "rope_parameters")}
-    assert config_json.parse_config(plain | fields) == config_json.parse_config(plain | {"rope_parameters": same})
+    plain = {
+        name: value
+        for name, value in raw.items()
+        if name not in ("rope_theta", "rope_scaling", "rope_parameters")
+    }
+    assert config_json.parse_config(plain | fields) == config_json.parse_config(
+        plain | {"rope_parameters": same}
+    )
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -128,10 +166,14 @@ def test_transformers_reads_what_we_write(checkpoint) -> None:
     from tests.with_torch import torch
 
     tokens = np.arange(10)[None]
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, trust_remote_code=False
+    )
     with torch.no_grad():
         expected = model(torch.tensor(tokens)).logits.numpy()
-    np.testing.assert_allclose(tiny_target().forward(jnp.asarray(tokens))[0].logits, expected, atol=1e-4)
+    np.testing.assert_allclose(
+        tiny_target().forward(jnp.asarray(tokens))[0].logits, expected, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,8 +194,15 @@ def test_a_stored_head_that_differs_from_the_embedding_is_used(tmp_path, monkeyp
     assert Target.from_pretrained(tmp_path).config == tied.config
 
     head[-1] += 1.0  # the last row alone, which is compared last
-    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.warns(UserWarning, match=r"tie_word_embeddings is true, but 'lm_head.weight' differs .* stored head is used"):
+    save_file(
+        tensors | {"lm_head.weight": head},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.warns(
+        UserWarning,
+        match=r"tie_word_embeddings is true, but 'lm_head.weight' differs .* stored head is used",
+    ):
         target = Target.from_pretrained(tmp_path)
     assert not target.config.tie_embeddings
     tokens = np.arange(10)[None]
@@ -167,7 +216,10 @@ def test_a_stored_head_that_differs_from_the_embedding_is_used(tmp_path, monkeyp
     assert Target.from_pretrained(tmp_path / "again").config == target.config
 
     save_file(tensors | {"lm_head.weight": head[:-1]}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"'lm_head\.weight' has shape"), pytest.warns(UserWarning):
+    with (
+        pytest.raises(CheckpointError, match=r"'lm_head\.weight' has shape"),
+        pytest.warns(UserWarning),
+    ):
         Target.from_pretrained(tmp_path)
 
 
@@ -181,7 +233,9 @@ def test_shards_are_read_like_one_file(checkpoint) -> None:
     for file in set(weight_map.values()):
         save_file({n: t for n, t in tensors.items() if weight_map[n] == file}, checkpoint / file)
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    jax.tree.map(np.testing.assert_array_equal, whole.params, Target.from_pretrained(checkpoint).params)
+    jax.tree.map(
+        np.testing.assert_array_equal, whole.params, Target.from_pretrained(checkpoint).params
+    )
 
     with pytest.raises(CheckpointError, match="holds a sharded checkpoint"):
         tiny_target(seed=1).save_pretrained(checkpoint)
@@ -198,25 +252,49 @@ CONFIG_FAULTS = [
         "'granitemoehybrid' is not supported: its layers keep a state .* of the types llama",
     ),
     ({"model_type": ["llama"]}, r"model_type=\['llama'\]"),
-    ({"hidden_size": "remove"}, "hidden_size is missing: it must be a whole number from 1 to 1,000,000"),
+    (
+        {"hidden_size": "remove"},
+        "hidden_size is missing: it must be a whole number from 1 to 1,000,000",
+    ),
     ({"hidden_size": [16]}, r"hidden_size=\[16\]: must be a whole number"),
     ({"hidden_size": True}, "hidden_size=True"),
     ({"hidden_size": -16}, "hidden_size=-16"),
     ({"vocab_size": 0}, "vocab_size=0: must be a whole number from 1 to 10,000,000"),
-    ({"num_hidden_layers": 2**63}, "num_hidden_layers=9223372036854775808: must be a whole number from 1 to 10,000"),
+    (
+        {"num_hidden_layers": 2**63},
+        "num_hidden_layers=9223372036854775808: must be a whole number from 1 to 10,000",
+    ),
     ({"max_position_embeddings": float("inf")}, "max_position_embeddings=inf"),
-    ({"head_dim": None, "num_attention_heads": 3}, "hidden_size=16 is not a multiple of num_attention_heads=3: give head_dim"),
-    ({"hidden_act": "relu"}, "hidden_act='relu': must be one of silu, swish, gelu, gelu_pytorch_tanh, gelu_new"),
+    (
+        {"head_dim": None, "num_attention_heads": 3},
+        "hidden_size=16 is not a multiple of num_attention_heads=3: give head_dim",
+    ),
+    (
+        {"hidden_act": "relu"},
+        "hidden_act='relu': must be one of silu, swish, gelu, gelu_pytorch_tanh, gelu_new",
+    ),
     ({"rms_norm_eps": None}, "rms_norm_eps=None: must be a number"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false': must be true or false"),
     ({"rope_theta": "10000"}, "rope_theta='10000': must be a number"),
-    ({"rope_parameters": "remove", "rope_scaling": "linear"}, "rope_scaling='linear': must be an object"),
-    ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type='longrope': must be one of default, linear"),
+    (
+        {"rope_parameters": "remove", "rope_scaling": "linear"},
+        "rope_scaling='linear': must be an object",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rope_parameters.rope_type='longrope': must be one of default, linear",
+    ),
     ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_parameters.rope_type=\['yarn'\]"),
     ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' needs factor"),
-    ({"rope_parameters": {"rope_type": "linear", "factor": float("nan")}}, "rope_parameters.factor=nan"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 32}}, "beta_slow=32: must be below beta_fast=32.0"),
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": float("nan")}},
+        "rope_parameters.factor=nan",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 32}},
+        "beta_slow=32: must be below beta_fast=32.0",
+    ),
     (
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
         "rope_parameters.partial_rotary_factor=0.5: must be 1 with rope type 'linear'",
@@ -232,22 +310,34 @@ CONFIG_FAULTS = [
             "rope_scaling": {"rope_type": "linear", "factor": 2.0},
             "rope_parameters": {"rope_theta": 1e6},
         },
-        "rope_parameters.rope_theta=1000000.0: rope_scaling is present .* with rope_theta=10000.0: write the whole rope",
+        (
+            "rope_parameters.rope_theta=1000000.0: rope_scaling is present .* with"
+            " rope_theta=10000.0: write the whole rope"
+        ),
     ),
     (
-        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"partial_rotary_factor": 0.5}},
+        {
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_parameters": {"partial_rotary_factor": 0.5},
+        },
         "rope_parameters.partial_rotary_factor=0.5: rope_scaling is present",
     ),
     (
         {"quantization_config": {}},
-        "quantization_config.quant_method=None: must be one of fp8, mxfp4, .*: use the checkpoint without",
+        (
+            "quantization_config.quant_method=None: must be one of fp8, mxfp4, .*: use the"
+            " checkpoint without"
+        ),
     ),
     ({"quantization_config": []}, r"quantization_config=\[\]: must be an object"),
     (
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
         "quant_method='bitsandbytes': must be one of",
     ),
-    ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "quantization_config.bits=3: must be 4 or 8"),
+    (
+        {"quantization_config": {"quant_method": "gptq", "bits": 3}},
+        "quantization_config.bits=3: must be 4 or 8",
+    ),
     (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
         r"weight_block_size=\[64, 64\]: .*128, 128",
@@ -256,12 +346,23 @@ CONFIG_FAULTS = [
     ({"dtype": 32}, "dtype=32: must be one of float32"),
     ({"bos_token_id": "<s>"}, "bos_token_id='<s>'"),
     ({"pad_token_id": []}, r"pad_token_id=\[\]"),
-    ({"eos_token_id": {"id": 1}}, "eos_token_id={'id': 1}: must be a token id from 0 to 9,999,999, or a list of them"),
+    (
+        {"eos_token_id": {"id": 1}},
+        "eos_token_id={'id': 1}: must be a token id from 0 to 9,999,999, or a list of them",
+    ),
     ({"eos_token_id": [1, "2"]}, "eos_token_id="),
     ({"eos_token_id": 11}, "eos_token_id=11: must be below the model's vocab_size=11"),
-    ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention', but no sliding_window is in use"),
     (
-        {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"]},
+        {"layer_types": ["sliding_attention"] * 2},
+        "layer_types has 'sliding_attention', but no sliding_window is in use",
+    ),
+    (
+        {
+            "model_type": "qwen3",
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["full_attention"],
+        },
         "layer_types names 1 layers of num_hidden_layers=2",
     ),
     ({"layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'"),
@@ -270,7 +371,9 @@ CONFIG_FAULTS = [
 
 
 @pytest.mark.parametrize(("change", "message"), CONFIG_FAULTS)
-def test_a_config_that_is_not_supported_is_refused_before_any_weight(checkpoint, change, message) -> None:
+def test_a_config_that_is_not_supported_is_refused_before_any_weight(
+    checkpoint, change, message
+) -> None:
     (checkpoint / "model.safetensors").write_bytes(b"never read")
     edit_config(checkpoint, **change)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -285,7 +388,9 @@ def test_a_config_that_is_not_supported_is_refused_before_any_weight(checkpoint,
         {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
     ],
 )
-def test_quantizations_that_are_read_are_no_part_of_the_configuration(checkpoint, quantization) -> None:
+def test_quantizations_that_are_read_are_no_part_of_the_configuration(
+    checkpoint, quantization
+) -> None:
     plain = config_json.read_config(CheckpointFiles(checkpoint))
     edit_config(checkpoint, quantization_config=quantization)
     assert config_json.read_config(CheckpointFiles(checkpoint)) == plain
@@ -309,8 +414,14 @@ def test_sizes_are_compared_with_the_headers(checkpoint, monkeypatch, change, me
 
 GENERATION_FAULTS = [
     ("[]", "generation_config.json must hold a JSON object, not a list"),
-    ('{"eos_token_id": "</s>"}', "generation_config.json: eos_token_id='</s>': must be a token id from 0 to 9,999,999"),
-    ('{"eos_token_id": [3, 11]}', "generation_config.json: eos_token_id=11: must be below the model's vocab_size=11"),
+    (
+        '{"eos_token_id": "</s>"}',
+        "generation_config.json: eos_token_id='</s>': must be a token id from 0 to 9,999,999",
+    ),
+    (
+        '{"eos_token_id": [3, 11]}',
+        "generation_config.json: eos_token_id=11: must be below the model's vocab_size=11",
+    ),
 ]
 
 
@@ -328,7 +439,10 @@ INDEX_FAULTS = [
     ("{}", "weight_map=None: must map every tensor to a file"),
     ('{"weight_map": ["model.safetensors"]}', r"weight_map=\['model.safetensors'\]"),
     ('{"weight_map": {"lm_head.weight": 1}}', "weight_map={'lm_head.weight': 1}"),
-    ('{"weight_map": {"lm_head.weight": "../outside.safetensors"}}', r"lacks \.\./outside\.safetensors"),
+    (
+        '{"weight_map": {"lm_head.weight": "../outside.safetensors"}}',
+        r"lacks \.\./outside\.safetensors",
+    ),
 ]
 
 
@@ -342,26 +456,61 @@ def test_an_index_of_the_wrong_form_is_refused(checkpoint, content, message) -> 
 
 WINDOWS = [
     ({"model_type": "mistral", "sliding_window": 64}, 64, (0, 1)),
-    ({"model_type": "mistral", "sliding_window": "remove", "max_position_embeddings": 8192}, 4096, (0, 1)),  # the family's
+    (
+        {"model_type": "mistral", "sliding_window": "remove", "max_position_embeddings": 8192},
+        4096,
+        (0, 1),
+    ),  # the family's
     ({"model_type": "mistral", "sliding_window": 512}, None, ()),  # as many as there are positions
     (  # yarn makes the context longer than the window
         {
             "model_type": "mistral",
             "sliding_window": 512,
-            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
         },
         512,
         (0, 1),
     ),
-    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, 64, (1,)),
     (
-        {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0, "max_position_embeddings": 8192},
+        {
+            "model_type": "qwen2",
+            "use_sliding_window": True,
+            "sliding_window": 64,
+            "max_window_layers": 1,
+        },
+        64,
+        (1,),
+    ),
+    (
+        {
+            "model_type": "qwen3",
+            "use_sliding_window": True,
+            "max_window_layers": 0,
+            "max_position_embeddings": 8192,
+        },
         4096,
         (0, 1),
     ),
-    ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1}, None, ()),
+    (
+        {
+            "model_type": "qwen2",
+            "use_sliding_window": False,
+            "sliding_window": 64,
+            "max_window_layers": 1,
+        },
+        None,
+        (),
+    ),
     *[
-        ({"model_type": name, "sliding_window": 64, "layer_types": kinds}, 64, (0, 1))  # which transformers does not read there
+        (
+            {"model_type": name, "sliding_window": 64, "layer_types": kinds},
+            64,
+            (0, 1),
+        )  # which transformers does not read there
         for name in ("mistral", "ministral3", "phi3")
         for kinds in (["full_attention"] * 2, ["full_attention", "sliding_attention"])
     ],
@@ -371,17 +520,25 @@ WINDOWS = [
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_moe"])
 def test_windows_that_a_family_cannot_have_are_not_written(family) -> None:
-    config = tiny_config(**MIXTURES.get(family, {}) | {"model_type": family}, sliding_window=4, windowed_layers=(1,))
-    with pytest.raises(CheckpointError, match=rf"windowed_layers=\(1,\): a {family} checkpoint cannot express this"):
+    config = tiny_config(
+        **MIXTURES.get(family, {}) | {"model_type": family}, sliding_window=4, windowed_layers=(1,)
+    )
+    with pytest.raises(
+        CheckpointError, match=rf"windowed_layers=\(1,\): a {family} checkpoint cannot express this"
+    ):
         config_json.format_config(config, "float32")
 
 
 @pytest.mark.parametrize(("change", "window", "layers"), WINDOWS)
 def test_which_layers_have_windows(checkpoint, change, window, layers) -> None:
     raw = json.loads((checkpoint / "config.json").read_text()) | change
-    config = config_json.parse_config({name: value for name, value in raw.items() if value != "remove"})
+    config = config_json.parse_config(
+        {name: value for name, value in raw.items() if value != "remove"}
+    )
     assert (config.sliding_window, config.windowed_layers) == (window, layers)
-    assert [config.window_of(layer) for layer in (0, 1)] == [window if layer in layers else None for layer in (0, 1)]
+    assert [config.window_of(layer) for layer in (0, 1)] == [
+        window if layer in layers else None for layer in (0, 1)
+    ]
 
 
 def truncate(path):
@@ -400,19 +557,37 @@ WEIGHT_FAULTS = [
     (lambda path: (path / "model.safetensors").unlink(), "lacks model.safetensors"),
     (lambda path: (path / "config.json").unlink(), "config.json is missing"),
     (lambda path: (path / "config.json").write_text("{"), "config.json is not valid JSON"),
-    (lambda path: (path / "config.json").write_text("[" * 100_000), "config.json is not valid JSON"),
-    (lambda path: (path / "config.json").write_text('{"vocab_size": 1' + "0" * 5000 + "}"), "config.json is not valid JSON"),
-    (lambda path: change_tensors(path, lambda t: t.pop("model.norm.weight")), "'model.norm.weight'"),
     (
-        lambda path: change_tensors(path, lambda t: t.update({"lm_head.weight": np.zeros((3, 16), np.float32)})),
-        r"'lm_head.weight' has shape \(3, 16\), but in a llama model with this config.json it is \(11, 16\)",
+        lambda path: (path / "config.json").write_text("[" * 100_000),
+        "config.json is not valid JSON",
     ),
     (
-        lambda path: change_tensors(path, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(16)})),
+        lambda path: (path / "config.json").write_text('{"vocab_size": 1' + "0" * 5000 + "}"),
+        "config.json is not valid JSON",
+    ),
+    (
+        lambda path: change_tensors(path, lambda t: t.pop("model.norm.weight")),
+        "'model.norm.weight'",
+    ),
+    (
+        lambda path: change_tensors(
+            path, lambda t: t.update({"lm_head.weight": np.zeros((3, 16), np.float32)})
+        ),
+        (
+            r"'lm_head.weight' has shape \(3, 16\), but in a llama model with this config.json it"
+            r" is \(11, 16\)"
+        ),
+    ),
+    (
+        lambda path: change_tensors(
+            path, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(16)})
+        ),
         "'model.layers.0.self_attn.q_proj.bias' is no part of a llama model",
     ),
     (
-        lambda path: change_tensors(path, lambda t: t.update({"model.norm.weight": np.zeros(16, np.int8)})),
+        lambda path: change_tensors(
+            path, lambda t: t.update({"model.norm.weight": np.zeros(16, np.int8)})
+        ),
         "'model.norm.weight' is of type I8, .*: use the unquantized checkpoint",
     ),
 ]
@@ -435,9 +610,13 @@ def test_a_path_that_is_nothing_is_refused(tmp_path) -> None:
 
 def test_a_dtype_that_is_none_is_refused(checkpoint) -> None:
     for dtype in ("nonsense", "int32"):
-        with pytest.raises(CheckpointError, match=f"dtype='{dtype}': must be a floating-point type"):
+        with pytest.raises(
+            CheckpointError, match=f"dtype='{dtype}': must be a floating-point type"
+        ):
             Target.from_pretrained(checkpoint, dtype=dtype)
-        with pytest.raises(CheckpointError, match=f"dtype='{dtype}': must be a floating-point type"):
+        with pytest.raises(
+            CheckpointError, match=f"dtype='{dtype}': must be a floating-point type"
+        ):
             tiny_target().save_pretrained(checkpoint, dtype=dtype)
     with pytest.raises(TypeError, match="positional"):
         Target.from_pretrained(checkpoint, np.float32)

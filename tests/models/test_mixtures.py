@@ -58,13 +58,23 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 1.2,
 }
-QWEN = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+QWEN = {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+}
 CASES = {
     "DeepseekV3": DEEPSEEK | {"rope_parameters": YARN},
-    "DeepseekV3 without q_lora": DEEPSEEK | {"q_lora_rank": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    "DeepseekV3 without q_lora": (
+        DEEPSEEK | {"q_lora_rank": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
+    ),
     "DeepseekV3 biased": DEEPSEEK | {"attention_bias": True, "rope_interleave": False},
     "Qwen3Moe": QWEN | {"norm_topk_prob": True, "mlp_only_layers": [1]},
-    "Qwen3Moe biased": QWEN | {"attention_bias": True, "decoder_sparse_step": 2, "rope_parameters": YARN},
+    "Qwen3Moe biased": (
+        QWEN | {"attention_bias": True, "decoder_sparse_step": 2, "rope_parameters": YARN}
+    ),
 }
 TOKENS = np.random.default_rng(0).integers(0, 37, (2, 60))
 
@@ -73,7 +83,10 @@ THOROUGH = ("DeepseekV3 biased", "Qwen3Moe biased")
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH)) for name in CASES]
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH)) for name in CASES
+    ],
 )
 def case(request, tmp_path_factory):
     """A random transformers model with random norms, biases and routing, saved; and its logits of TOKENS."""
@@ -119,15 +132,18 @@ def test_what_is_written_is_what_was_read_and_transformers_reads_it(case, tmp_pa
     path, expected = case
     target = Target.from_pretrained(path, dtype=np.float32)
     target.save_pretrained(tmp_path)
-    original, written = load_file(path / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    original, written = (
+        load_file(path / "model.safetensors"),
+        load_file(tmp_path / "model.safetensors"),
+    )
     assert original.keys() == written.keys()
     for name, value in original.items():
         np.testing.assert_array_equal(value, written[name], err_msg=name)
     assert config_json.read_config(CheckpointFiles(tmp_path)) == target.config
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, trust_remote_code=False)(
-            torch.tensor(TOKENS)
-        ).logits
+        logits = AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype=torch.float32, trust_remote_code=False
+        )(torch.tensor(TOKENS)).logits
     np.testing.assert_allclose(logits.numpy(), expected, atol=1e-5)
 
 
@@ -138,7 +154,9 @@ def target(request) -> Target:
 
 def test_the_cache_holds_latents() -> None:
     """6 + 4 numbers of a token in a layer, whatever the number of heads; ordinary attention has 2 x 4 heads x 8."""
-    cache = KVCache.create([tiny_config(**MIXTURES["deepseek_v3"]).entry_parts(0)], batch=2, capacity=16)
+    cache = KVCache.create(
+        [tiny_config(**MIXTURES["deepseek_v3"]).entry_parts(0)], batch=2, capacity=16
+    )
     assert [part.shape for part in cache.layers[0]] == [(2, 1, 16, 6), (2, 1, 16, 4)]
 
 
@@ -147,7 +165,9 @@ def test_the_cache_holds_latents() -> None:
     ("target", "drafter"),
     [
         ("deepseek_v3", EarlyExit(layers=1, draft=specjax.Chain(2))),
-        pytest.param("qwen3_moe", EarlyExit(layers=1, draft=specjax.Chain(2)), marks=pytest.mark.thorough),
+        pytest.param(
+            "qwen3_moe", EarlyExit(layers=1, draft=specjax.Chain(2)), marks=pytest.mark.thorough
+        ),
         pytest.param("deepseek_v3", PromptLookup(), marks=pytest.mark.thorough),
         pytest.param("qwen3_moe", PromptLookup(), marks=pytest.mark.thorough),
     ],
@@ -185,7 +205,12 @@ def test_a_drafter_of_features_has_a_plain_layer(target) -> None:
 
 def test_a_drafter_for_deepseek_has_as_many_heads_as_fit_its_hidden_size() -> None:
     layer = layer_like(published("deepseek-v3"))
-    assert (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.intermediate_size) == (56, 8, 128, 18432)
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.intermediate_size) == (
+        56,
+        8,
+        128,
+        18432,
+    )
 
 
 def test_logits_are_the_same_on_a_mesh(target, tmp_path) -> None:
@@ -197,7 +222,9 @@ def test_logits_are_the_same_on_a_mesh(target, tmp_path) -> None:
     assert held.addressable_shards[0].data.shape == (2, *held.shape[1:])
     tokens = np.random.default_rng(2).integers(0, 11, (2, 9))
     forward = jax.jit(Target.forward)
-    np.testing.assert_allclose(forward(split, tokens)[0].logits, forward(target, tokens)[0].logits, atol=1e-4)
+    np.testing.assert_allclose(
+        forward(split, tokens)[0].logits, forward(target, tokens)[0].logits, atol=1e-4
+    )
 
 
 @pytest.mark.thorough
@@ -208,12 +235,16 @@ def test_greedy_tokens_are_the_same_on_a_mesh(target) -> None:
     split = target.replace(params=jax.device_put(target.params, places), mesh=mesh)
     tokens = np.random.default_rng(2).integers(0, 11, (2, 9))
     greedy = {"max_new_tokens": 12, "sampling": specjax.Sampling(temperature=0.0)}
-    found = specjax.generate(split, EarlyExit(layers=1, draft=specjax.Chain(2)), tokens, **greedy).tokens
+    found = specjax.generate(
+        split, EarlyExit(layers=1, draft=specjax.Chain(2)), tokens, **greedy
+    ).tokens
     logits = target.forward(found)[0].logits
     np.testing.assert_array_equal(found[:, 9:], logits[:, 8:-1].argmax(axis=-1))
 
 
-@pytest.mark.parametrize("target", ["deepseek_v3", pytest.param("qwen3_moe", marks=pytest.mark.thorough)], indirect=True)
+@pytest.mark.parametrize(
+    "target", ["deepseek_v3", pytest.param("qwen3_moe", marks=pytest.mark.thorough)], indirect=True
+)
 def test_gradients_reach_every_parameter_but_the_bias_of_the_choice(target) -> None:
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, 11, (2, 17)))
 
@@ -228,7 +259,7 @@ def test_gradients_reach_every_parameter_but_the_bias_of_the_choice(target) -> N
         assert (np.abs(leaf).max() > 0) == ("correction" not in str(path)), path
 
 
-# --- what comes along in published checkpoints ------------------------------------------------------------------------
+# --- what comes along in published checkpoints ----------------------------------------------------
 
 
 def edit(path, change_config: dict, change_tensors) -> None:
@@ -253,25 +284,47 @@ def test_deepseeks_weights_in_fp8_and_its_module_for_a_further_token(tmp_path) -
         tensors["model.layers.2.mlp.experts.7.up_proj.weight"] = np.zeros((8, 16), np.float32)
         saved.update(tensors)
 
-    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
     edit(tmp_path, {"num_nextn_predict_layers": 1, "quantization_config": quantization}, quantize)
     read = Target.from_pretrained(tmp_path, dtype=np.float32)
     assert read.config == target.config
     name = "model.layers.1.mlp.experts.5.down_proj.weight"
-    np.testing.assert_array_equal(read.params["layers"][1]["experts_down"][5], saved[name].astype(np.float32).T * 0.5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.07, atol=0.01), read.params, target.params)
+    np.testing.assert_array_equal(
+        read.params["layers"][1]["experts_down"][5], saved[name].astype(np.float32).T * 0.5
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0.07, atol=0.01),
+        read.params,
+        target.params,
+    )
     assert Target.from_pretrained(tmp_path).params["layers"][1]["correction"].dtype == np.float32
 
     saved.pop(f"{name}_scale_inv")
     save_file(saved, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"'{name}' is quantized, and '{name}_scale_inv', which goes with it, is missing"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"'{name}' is quantized, and '{name}_scale_inv', which goes with it, is missing",
+    ):
         Target.from_pretrained(tmp_path)
 
 
 def test_what_does_not_belong_to_the_model_is_refused(tmp_path) -> None:
     tiny_target(**MIXTURES["deepseek_v3"]).save_pretrained(tmp_path)
-    edit(tmp_path, {}, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": np.zeros((16, 32), np.float32)}))
-    with pytest.raises(CheckpointError, match="num_hidden_layers=2, but the tensors are of 3 layers"):
+    edit(
+        tmp_path,
+        {},
+        lambda tensors: tensors.update(
+            {"model.layers.2.eh_proj.weight": np.zeros((16, 32), np.float32)}
+        ),
+    )
+    with pytest.raises(
+        CheckpointError, match="num_hidden_layers=2, but the tensors are of 3 layers"
+    ):
         Target.from_pretrained(tmp_path)
     edit(tmp_path, {"num_nextn_predict_layers": 1, "n_routed_experts": 12}, lambda tensors: None)
     with pytest.raises(CheckpointError, match="it says 12 experts, but the tensors are of 8"):
@@ -282,17 +335,25 @@ def test_mimo_is_a_qwen2_model_with_modules_beside_it(tmp_path) -> None:
     target = tiny_target(model_type="qwen2", qkv_bias=True)
     target.save_pretrained(tmp_path)
     extra = {"model.mtp_layers.0.input_proj.weight": np.zeros((16, 32), np.float32)}
-    edit(tmp_path, {"model_type": "mimo", "num_nextn_predict_layers": 1}, lambda tensors: tensors.update(extra))
+    edit(
+        tmp_path,
+        {"model_type": "mimo", "num_nextn_predict_layers": 1},
+        lambda tensors: tensors.update(extra),
+    )
     read = Target.from_pretrained(tmp_path, dtype=np.float32)
     assert read.config == target.config
     jax.tree.map(np.testing.assert_array_equal, read.params, target.params)
     edit(tmp_path, {"model_type": "qwen2"}, lambda tensors: None)
-    with pytest.raises(CheckpointError, match=r"'model.mtp_layers.0.input_proj.weight' is no part of a qwen2 model"):
+    with pytest.raises(
+        CheckpointError, match=r"'model.mtp_layers.0.input_proj.weight' is no part of a qwen2 model"
+    ):
         Target.from_pretrained(tmp_path)
 
 
 def test_such_a_model_cannot_be_inflated(target) -> None:
-    with pytest.raises(InputError, match=f"a model of type '{target.config.model_type}' cannot be inflated"):
+    with pytest.raises(
+        InputError, match=f"a model of type '{target.config.model_type}' cannot be inflated"
+    ):
         inflate(target, hidden_size=32, intermediate_size=48, num_layers=4)
 
 
@@ -302,11 +363,19 @@ def test_bfloat16_survives_a_round_trip(tmp_path, family) -> None:
     target.save_pretrained(tmp_path, dtype=jnp.bfloat16)
     once = Target.from_pretrained(tmp_path, dtype=jnp.bfloat16)
     once.save_pretrained(tmp_path / "again")
-    first, second = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "again"))
+    first, second = (
+        load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "again")
+    )
     assert first.keys() == second.keys()
     for name, value in first.items():
-        assert value.dtype == second[name].dtype == (np.float32 if "correction" in name else jnp.bfloat16)
-        np.testing.assert_array_equal(value.view(np.uint8), second[name].view(np.uint8), err_msg=name)
+        assert (
+            value.dtype
+            == second[name].dtype
+            == (np.float32 if "correction" in name else jnp.bfloat16)
+        )
+        np.testing.assert_array_equal(
+            value.view(np.uint8), second[name].view(np.uint8), err_msg=name
+        )
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -316,18 +385,29 @@ def test_a_drafter_of_such_layers_is_refused(tmp_path, family) -> None:
     raw = json.loads((tmp_path / "config.json").read_text())
     other = config_json.format_config(tiny_config(num_layers=1, **MIXTURES[family]), "float32")
     (tmp_path / "config.json").write_text(json.dumps(raw | other))
-    with pytest.raises(CheckpointError, match=f"model_type='{family}': this drafter's layers must have ordinary attention"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"model_type='{family}': this drafter's layers must have ordinary attention",
+    ):
         Eagle3.from_pretrained(tmp_path)
 
 
 @pytest.mark.thorough
 def test_the_compiled_loop_copies_neither_caches_nor_experts(target) -> None:
-    _, state = decoding.start(target, None, np.arange(8)[None], options=GenerationOptions(max_new_tokens=450))
+    _, state = decoding.start(
+        target, None, np.arange(8)[None], options=GenerationOptions(max_new_tokens=450)
+    )
     compiled = decoding.decode.lower(target, NoDraft(), state, 5).compile()
     layer = target.params["layers"][1]
     for buffer in (*state.cache.layers[1], layer["experts_gate"], layer["experts_down"]):
         shape = ",".join(map(str, buffer.shape))
-        copies = [line for line in compiled.as_text().splitlines() if f"f32[{shape}]" in line and " copy(" in line]
+        copies = [
+            line
+            for line in compiled.as_text().splitlines()
+            if f"f32[{shape}]" in line and " copy(" in line
+        ]
         assert copies == []
     buffers = jax.tree.leaves(state.cache)
-    assert compiled.memory_analysis().alias_size_in_bytes >= sum(buffer.nbytes for buffer in buffers)
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(
+        buffer.nbytes for buffer in buffers
+    )

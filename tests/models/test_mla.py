@@ -23,9 +23,14 @@ def test_scores_are_those_of_pairs_turned_as_complex_numbers(interleaved) -> Non
     queries, keys = jax.random.normal(jax.random.key(0), (2, 2, 3, 1, 6))
     turn = rotations(Rope(theta=50.0), 6, jnp.asarray(POSITIONS))
     sizes = replace(SIZES, rope_interleaved=interleaved)
-    scores = jnp.einsum("bthd,bshd->bts", mla._rotate(sizes, queries, turn), mla._rotate(sizes, keys, turn))
+    scores = jnp.einsum(
+        "bthd,bshd->bts", mla._rotate(sizes, queries, turn), mla._rotate(sizes, keys, turn)
+    )
     pairs = [np.asarray(x[:, :, 0], np.float64) for x in (queries, keys)]
-    q, k = (x[..., 0::2] + 1j * x[..., 1::2] if interleaved else x[..., :3] + 1j * x[..., 3:] for x in pairs)
+    q, k = (
+        x[..., 0::2] + 1j * x[..., 1::2] if interleaved else x[..., :3] + 1j * x[..., 3:]
+        for x in pairs
+    )
     angles = (POSITIONS[:, :, None] - POSITIONS[:, None])[..., None] * 50.0 ** (-np.arange(3) / 3)
     expected = (q[:, :, None] * np.conj(k[:, None]) * np.exp(1j * angles)).real.sum(axis=-1)
     np.testing.assert_allclose(scores, expected, atol=1e-5)

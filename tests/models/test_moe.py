@@ -16,7 +16,13 @@ KINDS = {
     "deepseek": MIXTURES["deepseek_v3"]["moe"],
     "qwen": MIXTURES["qwen3_moe"]["moe"],
     "plain": MoE(num_experts=6, experts_per_token=3, intermediate_size=8),
-    "one": MoE(num_experts=12, experts_per_token=1, intermediate_size=8, scoring="sigmoid", shared_experts=2),
+    "one": MoE(
+        num_experts=12,
+        experts_per_token=1,
+        intermediate_size=8,
+        scoring="sigmoid",
+        shared_experts=2,
+    ),
 }
 
 
@@ -38,11 +44,17 @@ def mlp(x, gate, up, down):
 def slow_route(kind: MoE, layer, token) -> dict[int, float]:
     """The experts of one token and their weights, by the words of the DeepSeek-V3 report, section 2.1.2."""
     logits = token @ layer["router"]
-    scores = 1 / (1 + np.exp(-logits)) if kind.scoring == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+    scores = (
+        1 / (1 + np.exp(-logits))
+        if kind.scoring == "sigmoid"
+        else np.exp(logits) / np.exp(logits).sum()
+    )
     biased = scores + (layer["correction"] if kind.corrected else 0)
     size = kind.num_experts // kind.groups
     groups = [range(size * group, size * (group + 1)) for group in range(kind.groups)]
-    groups = sorted(groups, key=lambda group: -sum(sorted(biased[e] for e in group)[-2:]))[: kind.groups_kept]
+    groups = sorted(groups, key=lambda group: -sum(sorted(biased[e] for e in group)[-2:]))[
+        : kind.groups_kept
+    ]
     allowed = [expert for group in groups for expert in group]
     chosen = sorted(allowed, key=lambda expert: -biased[expert])[: kind.experts_per_token]
     total = sum(scores[expert] for expert in chosen) if kind.normalise else 1.0
@@ -55,7 +67,10 @@ def slow_mixture(kind: MoE, layer, tokens: np.ndarray) -> np.ndarray:
     for token in tokens.astype(np.float64):
         weights = slow_route(kind, layer, token)
         experts = [layer[f"experts_{name}"] for name in ("gate", "up", "down")]
-        y = sum(weight * mlp(token, *(part[expert] for part in experts)) for expert, weight in weights.items())
+        y = sum(
+            weight * mlp(token, *(part[expert] for part in experts))
+            for expert, weight in weights.items()
+        )
         if kind.shared_experts:
             y = y + mlp(token, *(layer[f"shared_{name}"] for name in ("gate", "up", "down")))
         rows.append(y)
@@ -100,14 +115,18 @@ def test_an_expert_that_overflows_on_other_tokens_harms_none() -> None:
     assert np.isfinite(gradient[0, spared]).all()
 
 
-@pytest.mark.parametrize(("kind", "mesh"), [("deepseek", (2, 4)), ("one", (1, 4)), ("plain", (2, 2)), ("plain", (2, 4))])
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [("deepseek", (2, 4)), ("one", (1, 4)), ("plain", (2, 2)), ("plain", (2, 4))]
+)
 def test_experts_run_where_they_lie(kind, mesh) -> None:
     config, layer = layer_of(KINDS[kind])
     x = jax.random.normal(jax.random.key(2), (2, 3, config.hidden_size))
     run = jax.jit(moe.mixture, static_argnums=(1, 3))
     expected = run(layer, config, x)
     mesh = sharding.make_mesh(*mesh)
-    split = jax.device_put(layer, params.shardings(params.declare_layer(config, "", 1), mesh, config.axis_units))
+    split = jax.device_put(
+        layer, params.shardings(params.declare_layer(config, "", 1), mesh, config.axis_units)
+    )
     held, devices = config.moe.num_experts, mesh.shape["model"]
     held = held if held % devices else held // devices  # the 6 of "plain" stay whole on 4 devices
     assert split["experts_up"].addressable_shards[0].data.shape[0] == held
@@ -121,10 +140,14 @@ def test_gradients_are_the_same_on_a_mesh() -> None:
     config, layer = layer_of(KINDS["deepseek"])
     x = jax.random.normal(jax.random.key(2), (2, 3, config.hidden_size))
     mesh = sharding.make_mesh(2, 4)
-    split = jax.device_put(layer, params.shardings(params.declare_layer(config, "", 1), mesh, config.axis_units))
+    split = jax.device_put(
+        layer, params.shardings(params.declare_layer(config, "", 1), mesh, config.axis_units)
+    )
 
     def gradient(layer, mesh):
-        return jax.jit(jax.grad(lambda layer: jnp.sum(jnp.tanh(moe.mixture(layer, config, x, mesh)))))(layer)
+        return jax.jit(
+            jax.grad(lambda layer: jnp.sum(jnp.tanh(moe.mixture(layer, config, x, mesh))))
+        )(layer)
 
     expected, found = gradient(layer, None), gradient(split, mesh)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
@@ -145,11 +168,15 @@ def test_gradients_are_those_of_running_all_experts(count) -> None:
         return y + moe.mlp(layer, x[0], "shared_")
 
     def loss(function):
-        return jax.jit(jax.grad(lambda layer, x: jnp.sum(jnp.tanh(function(layer, x))), argnums=(0, 1)))(layer, x)
+        return jax.jit(
+            jax.grad(lambda layer, x: jnp.sum(jnp.tanh(function(layer, x))), argnums=(0, 1))
+        )(layer, x)
 
     expected, found = loss(dense), loss(lambda layer, x: moe.mixture(layer, config, x)[0])
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected)) > 0.1
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-3), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-3), found, expected
+    )
 
 
 def test_the_unit_of_gpt_oss_is_its_formula() -> None:
@@ -158,4 +185,6 @@ def test_the_unit_of_gpt_oss_is_its_formula() -> None:
     gate, up = np.random.default_rng(0).normal(size=(2, 5, 8)) * 3
     result = moe._gated(config, jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32))
     gate, up = np.minimum(gate, 2.0), np.clip(up, -2.0, 2.0)
-    np.testing.assert_allclose(result, gate / (1 + np.exp(-1.702 * gate)) * (up + 1), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        result, gate / (1 + np.exp(-1.702 * gate)) * (up + 1), rtol=1e-4, atol=1e-6
+    )

@@ -22,4 +22,7 @@ def test_names_are_unique_and_the_count_is_right() -> None:
     assert len(names) == len(set(names))
     attention = 16 * 16 * 2 + 2 * 8 * 16
     layer = attention + 3 * 16 * 24 + 2 * 16
-    assert params.count(params.initialise(params.declare(config), jax.random.key(0))) == 11 * 16 + 2 * layer + 16
+    assert (
+        params.count(params.initialise(params.declare(config), jax.random.key(0)))
+        == 11 * 16 + 2 * layer + 16
+    )

@@ -34,7 +34,9 @@ def last_logits(target: Target, layers: tuple[int, int]) -> jax.Array:
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
-def test_a_part_computes_what_the_whole_computes_and_is_read_back_to_the_bit(changes, tmp_path) -> None:
+def test_a_part_computes_what_the_whole_computes_and_is_read_back_to_the_bit(
+    changes, tmp_path
+) -> None:
     target = tiny_target(num_layers=3, **changes)
     layers = (2, 3)
     part = target.part(layers=layers)
@@ -61,16 +63,23 @@ def test_layers_of_several_kinds_keep_their_numbers() -> None:
 def shard(directory) -> None:
     """Cut a checkpoint into two files and an index."""
     tensors = load_file(directory / WEIGHTS)
-    files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
+    files = {
+        name: f"model-0000{1 + i % 2}-of-00002.safetensors"
+        for i, name in enumerate(sorted(tensors))
+    }
     for file in set(files.values()):
-        save_file({name: tensors[name] for name in tensors if files[name] == file}, directory / file)
+        save_file(
+            {name: tensors[name] for name in tensors if files[name] == file}, directory / file
+        )
     (directory / INDEX).write_text(json.dumps({"weight_map": files}))
     (directory / WEIGHTS).unlink()
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("changes", [{}, MIXTURES["deepseek_v3"]], ids=["llama", "deepseek_v3"])
-def test_a_part_of_a_whole_checkpoint_is_what_is_cut_in_memory(changes, sharded, tmp_path, monkeypatch) -> None:
+def test_a_part_of_a_whole_checkpoint_is_what_is_cut_in_memory(
+    changes, sharded, tmp_path, monkeypatch
+) -> None:
     """Also in what it is a part of, for which a few rows of the other layers are read, and no more."""
     target = tiny_target(num_layers=3, **changes)
     target.save_pretrained(tmp_path)
@@ -80,10 +89,16 @@ def test_a_part_of_a_whole_checkpoint_is_what_is_cut_in_memory(changes, sharded,
     loaded = Target.from_pretrained(tmp_path, dtype=np.float32, layers=(2, 3))
     assert jax.tree.structure(loaded) == jax.tree.structure(part)
     assert jax.tree.all(jax.tree.map(np.array_equal, loaded.params, part.params))
-    matrices = {name: share for name, share in read.items() if ".layers." in name and name.endswith("_proj.weight")}
+    matrices = {
+        name: share
+        for name, share in read.items()
+        if ".layers." in name and name.endswith("_proj.weight")
+    }
     assert len(matrices) > 20
     for name, (numbers, size) in matrices.items():
-        assert numbers >= size if ".layers.2." in name else numbers <= size * fingerprint.ROWS // 6, name
+        assert (
+            numbers >= size if ".layers.2." in name else numbers <= size * fingerprint.ROWS // 6
+        ), name
 
 
 def count_reads(monkeypatch) -> dict[str, tuple[int, int]]:
@@ -101,7 +116,9 @@ def count_reads(monkeypatch) -> dict[str, tuple[int, int]]:
             counted[self.name] = (numbers + self.tensor[part].size, size)
             return self.tensor[part]
 
-    counting = cached_property(lambda files: {name: Counted(name, tensor) for name, tensor in open_tensors(files).items()})
+    counting = cached_property(
+        lambda files: {name: Counted(name, tensor) for name, tensor in open_tensors(files).items()}
+    )
     counting.__set_name__(CheckpointFiles, "tensors")
     monkeypatch.setattr(CheckpointFiles, "tensors", counting)
     return counted
@@ -114,7 +131,9 @@ def test_a_part_is_as_large_as_what_it_holds(tmp_path) -> None:
     tensors = {name: load_file(tmp_path / name / WEIGHTS) for name in ("whole", "last", "none")}
     ends = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert tensors["none"].keys() == ends
-    assert tensors["last"].keys() == ends | {name for name in tensors["whole"] if ".layers.3." in name}
+    assert tensors["last"].keys() == ends | {
+        name for name in tensors["whole"] if ".layers.3." in name
+    }
     header = 4000  # at most
     for name, held in tensors.items():
         numbers = sum(tensor.nbytes for tensor in held.values())
@@ -129,7 +148,10 @@ def test_a_part_of_a_part_is_of_the_same_whole(tmp_path) -> None:
     assert (again.held, again.part_of) == ((2, 3), target.fingerprint())
     assert part.part(layers=(1, 1)).held == part.part(layers=(3, 3)).held == (3, 3)
     with pytest.raises(
-        InputError, match=r"layers=\(0, 2\): this is a part .* and layers 1 to 2 of 3\): cut it out of the whole"
+        InputError,
+        match=(
+            r"layers=\(0, 2\): this is a part .* and layers 1 to 2 of 3\): cut it out of the whole"
+        ),
     ):
         part.part(layers=(0, 2))
     for wrong in ((-1, 2), (2, 1), (0, 4)):
@@ -137,7 +159,7 @@ def test_a_part_of_a_part_is_of_the_same_whole(tmp_path) -> None:
             target.part(layers=wrong)
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def test_a_part_is_refused_where_the_whole_is_needed(tmp_path, target) -> None:
@@ -151,13 +173,21 @@ def test_a_part_is_refused_where_the_whole_is_needed(tmp_path, target) -> None:
     )
     for use in refusals:
         with pytest.raises(
-            InputError, match=r"target: this is a part of a target .*: give the whole target that it was cut from"
+            InputError,
+            match=(
+                r"target: this is a part of a target .*: give the whole target that it was cut from"
+            ),
         ):
             use()
-    with pytest.raises(InputError, match=r"layers=\(0, \d\): this is a part of a target .*: give the whole target"):
+    with pytest.raises(
+        InputError, match=r"layers=\(0, \d\): this is a part of a target .*: give the whole target"
+    ):
         jax.eval_shape(lambda part: part.read(jnp.zeros((1, 2), jnp.int32)), part)
     part.save_pretrained(tmp_path)
-    for load in (lambda: specjax.load(tmp_path), lambda: specjax.load(tmp_path, "none", tokenizer="embedded")):
+    for load in (
+        lambda: specjax.load(tmp_path),
+        lambda: specjax.load(tmp_path, "none", tokenizer="embedded"),
+    ):
         with pytest.raises(InputError, match=f"{tmp_path}: this is a part of a target"):
             load()
 
@@ -181,19 +211,27 @@ def test_a_damaged_part_is_refused(fields, tmp_path) -> None:
     tiny_target(num_layers=3).part(layers=(2, 3)).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-    with pytest.raises(CheckpointError, match=f"{tmp_path}.*(specjax_layers|specjax_part_of|is missing)"):
+    with pytest.raises(
+        CheckpointError, match=f"{tmp_path}.*(specjax_layers|specjax_part_of|is missing)"
+    ):
         Target.from_pretrained(tmp_path)
 
 
-# --- fingerprints ----------------------------------------------------------------------------------------------------
+# --- fingerprints ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
 def test_a_fingerprint_is_of_the_checkpoint_and_not_of_how_it_was_loaded(changes, tmp_path) -> None:
     tiny_target(num_layers=2, **changes).save_pretrained(tmp_path, dtype=np.float32)
     loads = [Target.from_pretrained(tmp_path, dtype=dtype) for dtype in (np.float32, jnp.bfloat16)]
-    loads += [Target.from_pretrained(tmp_path, dtype=dtype, layers=(1, 2)) for dtype in (np.float32, jnp.bfloat16)]
-    loads += [loads[0].part(layers=(2, 2)), Target.from_pretrained(tmp_path, dtype=np.float32, mesh=specjax.make_mesh(2, 2))]
+    loads += [
+        Target.from_pretrained(tmp_path, dtype=dtype, layers=(1, 2))
+        for dtype in (np.float32, jnp.bfloat16)
+    ]
+    loads += [
+        loads[0].part(layers=(2, 2)),
+        Target.from_pretrained(tmp_path, dtype=np.float32, mesh=specjax.make_mesh(2, 2)),
+    ]
     assert len({load.fingerprint() for load in loads}) == 1
     assert len(loads[0].fingerprint()) == 32
 
@@ -207,9 +245,13 @@ def test_a_fingerprint_tells_models_apart() -> None:
         "a norm": [layers[0], {**layers[1], "input_norm": layers[1]["input_norm"].at[0].add(0.01)}],
         "their order": [layers[1], layers[0]],
     }
-    others = [replace(target, params={**target.params, "layers": each}) for each in changed.values()]
+    others = [
+        replace(target, params={**target.params, "layers": each}) for each in changed.values()
+    ]
     others.append(tiny_target(num_layers=2, norm_eps=2e-5))
-    assert len({target.fingerprint(), *(other.fingerprint() for other in others)}) == 1 + len(others)
+    assert len({target.fingerprint(), *(other.fingerprint() for other in others)}) == 1 + len(
+        others
+    )
 
 
 def test_drafters_have_fingerprints_too(target, tmp_path) -> None:

@@ -41,7 +41,11 @@ def states(rows: int, inputs: int, seed: int = 1) -> jax.Array:
 def by_hand(x: jax.Array, weight: QuantizedMatrix) -> np.ndarray:
     """Output by output and group by group, in whole numbers of any size; in float64 where the scales come in."""
     values, scales = np.asarray(weight.values, np.int64), np.asarray(weight.scales, np.float64)
-    zeros = np.zeros_like(scales, np.int64) if weight.zeros is None else np.asarray(weight.zeros, np.int64)
+    zeros = (
+        np.zeros_like(scales, np.int64)
+        if weight.zeros is None
+        else np.asarray(weight.zeros, np.int64)
+    )
     x = x if weight.order is None else x[:, weight.order]
     limbs, steps = jax.jit(products._limbs, static_argnums=1)(x, weight.activations)
     numbers = np.asarray(limbs, np.int64)
@@ -52,7 +56,9 @@ def by_hand(x: jax.Array, weight: QuantizedMatrix) -> np.ndarray:
     for group in range(groups):
         own = numbers[:, group * size : (group + 1) * size]
         for output in range(outputs):
-            found[:, output] += own @ (values[group, output] - zeros[group, output]) * scales[group, output]
+            found[:, output] += (
+                own @ (values[group, output] - zeros[group, output]) * scales[group, output]
+            )
     return found * np.asarray(steps, np.float64)
 
 
@@ -87,28 +93,45 @@ def test_with_zeros_and_an_order() -> None:
         bits=4,
     )
     x = states(6, 32)
-    np.testing.assert_allclose(products.quantized_product(x, weight), by_hand(x, weight), rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(products.quantized_product(x, weight), x @ dequantize_matrix(weight), rtol=1e-3, atol=0.05)
+    np.testing.assert_allclose(
+        products.quantized_product(x, weight), by_hand(x, weight), rtol=1e-5, atol=1e-4
+    )
+    np.testing.assert_allclose(
+        products.quantized_product(x, weight), x @ dequantize_matrix(weight), rtol=1e-3, atol=0.05
+    )
 
 
 @pytest.mark.full_except("257-1152-int8 in groups", "257-1152-w8a8")
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize(("inputs", "outputs"), [(192, 512), (129, 65), (257, 1152), (1056, 260), (256, 2304)])
-def test_a_row_gives_the_same_bits_among_any_number_of_rows(form: Form, inputs: int, outputs: int) -> None:
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(192, 512), (129, 65), (257, 1152), (1056, 260), (256, 2304)]
+)
+def test_a_row_gives_the_same_bits_among_any_number_of_rows(
+    form: Form, inputs: int, outputs: int
+) -> None:
     weight, x = matrix(form, inputs, outputs), states(64, inputs)
     bias = jnp.asarray(np.random.default_rng(4).normal(size=outputs), jnp.float32)
     run = jax.jit(lambda x: linear({"w": weight, "w_bias": bias}, "w", x))
     whole = np.asarray(run(x))
     for rows in range(1, 64) if inputs in (129, 192) else (1, 2, 3, 4, 5, 8, 31):
-        np.testing.assert_array_equal(np.asarray(run(x[:rows])), whole[:rows], err_msg=f"{rows} rows")
-        np.testing.assert_array_equal(np.asarray(run(x[rows:])), whole[rows:], err_msg=f"the last {64 - rows} rows")
+        np.testing.assert_array_equal(
+            np.asarray(run(x[:rows])), whole[:rows], err_msg=f"{rows} rows"
+        )
+        np.testing.assert_array_equal(
+            np.asarray(run(x[rows:])), whole[rows:], err_msg=f"the last {64 - rows} rows"
+        )
 
 
 def test_floats_do_not_give_the_same_bits() -> None:
     """What the test above would say of them: it can fail."""
-    weight, x = jnp.asarray(np.random.default_rng(0).normal(size=(192, 512)), jnp.float32), states(64, 192)
+    weight, x = (
+        jnp.asarray(np.random.default_rng(0).normal(size=(192, 512)), jnp.float32),
+        states(64, 192),
+    )
     run = jax.jit(lambda x: linear({"w": weight}, "w", x))
-    assert any((np.asarray(run(x[:rows])) != np.asarray(run(x))[:rows]).any() for rows in range(1, 64))
+    assert any(
+        (np.asarray(run(x[:rows])) != np.asarray(run(x))[:rows]).any() for rows in range(1, 64)
+    )
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 2e-2), (16, 1e-4)])
@@ -134,7 +157,9 @@ def test_where_the_device_converts_weights(form: Form) -> None:
     weight, x = matrix(form, 64, 33), states(3, 64)
     for rows in (1, 3):
         found = products._by_converted(x[:rows], weight)
-        np.testing.assert_allclose(found, x[:rows] @ dequantize_matrix(weight), rtol=1e-5, atol=1e-3)
+        np.testing.assert_allclose(
+            found, x[:rows] @ dequantize_matrix(weight), rtol=1e-5, atol=1e-3
+        )
 
 
 def test_the_derivative_is_that_of_floats() -> None:
@@ -154,42 +179,67 @@ def test_an_embedding_is_looked_up_and_multiplied_with(form: Form) -> None:
     order = jnp.asarray(rng.permutation(64), jnp.int32)
     for each in (table, replace(table, zeros=zeros), replace(table, zeros=zeros, order=order)):
         wide = np.asarray(dequantize_matrix(each)).T
-        np.testing.assert_allclose(rows_of(each, jnp.array([[3, 5]]), jnp.float32), wide[[[3, 5]]], rtol=1e-6)
+        np.testing.assert_allclose(
+            rows_of(each, jnp.array([[3, 5]]), jnp.float32), wide[[[3, 5]]], rtol=1e-6
+        )
         x = states(2, 64)[:, None]
         np.testing.assert_array_equal(embedding_logits(x, each), vocabulary_logits(x, each))
         if form.activations == 16:
-            np.testing.assert_allclose(embedding_logits(x, each), x @ wide.T, rtol=1e-3, atol=2e-2 * float(jnp.abs(x).max()))
+            np.testing.assert_allclose(
+                embedding_logits(x, each),
+                x @ wide.T,
+                rtol=1e-3,
+                atol=2e-2 * float(jnp.abs(x).max()),
+            )
 
 
 def test_weights_that_are_not_finite_stay_so() -> None:
     floats = np.ones((32, 3), np.float32)
     floats[4, 1] = np.nan
     for form in (Form("int8"), Form("int4", group=16), Form("fp8")):
-        wide = np.asarray(dequantize_matrix(jax.tree.map(jnp.asarray, quantize_matrix(floats, form))))
+        wide = np.asarray(
+            dequantize_matrix(jax.tree.map(jnp.asarray, quantize_matrix(floats, form)))
+        )
         assert np.isnan(wide[4, 1]) and np.isfinite(wide[:, [0, 2]]).all()
 
 
-@pytest.mark.parametrize(("inputs", "outputs", "sums"), [(256, 512, "s32[2,512]"), (768, 2304, "s32[1152,4]")])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "sums"), [(256, 512, "s32[2,512]"), (768, 2304, "s32[1152,4]")]
+)
 def test_a_cpu_converts_no_weights(inputs: int, outputs: int, sums: str) -> None:
     """The compiled program has no floats of the size of the weights."""
     weight = matrix(Form("int8"), inputs, outputs)
-    compiled = jax.jit(products.quantized_product).lower(states(1, inputs), weight).compile().as_text()
-    sizes = [np.prod([int(length) for length in shape.split(",")]) for shape in re.findall(r"f32\[([\d,]+)\]", compiled)]
+    compiled = (
+        jax.jit(products.quantized_product).lower(states(1, inputs), weight).compile().as_text()
+    )
+    sizes = [
+        np.prod([int(length) for length in shape.split(",")])
+        for shape in re.findall(r"f32\[([\d,]+)\]", compiled)
+    ]
     assert sizes and max(sizes) < inputs * outputs
     assert sums in compiled
 
 
-@pytest.mark.parametrize(("sharded", "outputs"), [("inputs", 512), ("outputs", 512), ("outputs", 514), ("outputs", 516)])
+@pytest.mark.parametrize(
+    ("sharded", "outputs"), [("inputs", 512), ("outputs", 512), ("outputs", 514), ("outputs", 516)]
+)
 def test_joined_outputs_are_cut_where_the_weights_are(sharded: str, outputs: int) -> None:
     """On a mesh of CPUs no device gets weights of another, and the sums are the same."""
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     rng = np.random.default_rng(0)
-    rows, values = rng.integers(-127, 128, (1, 1024), np.int8), rng.integers(-127, 128, (outputs, 1024), np.int8)
+    rows, values = (
+        rng.integers(-127, 128, (1, 1024), np.int8),
+        rng.integers(-127, 128, (outputs, 1024), np.int8),
+    )
     spec = jax.P(None, "model") if sharded == "inputs" else jax.P("model", None)
     placed = jax.device_put(values, jax.sharding.NamedSharding(mesh, spec))
     compiled = jax.jit(products._sums_on_cpu).lower(rows, placed).compile()
     np.testing.assert_array_equal(compiled(rows, placed), rows.astype(int) @ values.T.astype(int))
-    moved = [line for line in compiled.as_text().splitlines() if "all-" in line or "collective-permute" in line]
+    moved = [
+        line
+        for line in compiled.as_text().splitlines()
+        if "all-" in line or "collective-permute" in line
+    ]
     assert not [line for line in moved if "s8[" in line]
 
 
@@ -198,8 +248,16 @@ def test_weights_are_read_where_they_lie(rows: int) -> None:
     """The compiled program rearranges nothing as large as the weights. It did, and took five times as long."""
     given = jnp.zeros((rows, 768), jnp.int8), jnp.zeros((2304, 768), jnp.int8)
     compiled = jax.jit(products._sums_on_cpu).lower(*given).compile().as_text() or ""
-    made = [line.split(" = ")[1] for line in compiled[compiled.index("ENTRY") :].splitlines() if " = s8[" in line]
-    large = [line for line in made if np.prod([int(n) for n in line[3 : line.index("]")].split(",")]) >= given[1].size]
+    made = [
+        line.split(" = ")[1]
+        for line in compiled[compiled.index("ENTRY") :].splitlines()
+        if " = s8[" in line
+    ]
+    large = [
+        line
+        for line in made
+        if np.prod([int(n) for n in line[3 : line.index("]")].split(",")]) >= given[1].size
+    ]
     assert large
     assert all("parameter(" in line or " bitcast(" in line for line in large)
     # The weights stand on the left. For three rows that needs the barrier.

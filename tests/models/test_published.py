@@ -86,7 +86,9 @@ def test_the_counts_are_those_of_the_model_cards(name) -> None:
 def test_e2b_reads_little_of_what_it_has() -> None:
     config = PUBLISHED["gemma-4-e2b"]
     looked_up = config.per_layer_vocab_size * config.num_layers * config.per_layer_inputs
-    assert (parameter_count(config) - looked_up) / 1e9 == pytest.approx(2.3, rel=0.01)  # its model card's "effective"
+    assert (parameter_count(config) - looked_up) / 1e9 == pytest.approx(
+        2.3, rel=0.01
+    )  # its model card's "effective"
 
 
 _LLAMA_3_ROPE = {
@@ -105,7 +107,11 @@ _GEMMA_4 = {
     "model_type": "gemma4_text",
     "rms_norm_eps": 1e-06,
     "rope_parameters": {
-        _FULL: {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        _FULL: {
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1000000.0,
+            "rope_type": "proportional",
+        },
         _WINDOWED: {"rope_theta": 10000.0, "rope_type": "default"},
     },
     "tie_word_embeddings": True,
@@ -271,7 +277,11 @@ CONFIGS = {  # the fields of each config.json that make up the shape
         "num_hidden_layers": 64,
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-06,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+        },
         "tie_word_embeddings": False,
         "vocab_size": 248320,
     },
@@ -289,7 +299,11 @@ CONFIGS = {  # the fields of each config.json that make up the shape
         "num_hidden_layers": 40,
         "num_key_value_heads": 2,
         "rms_norm_eps": 1e-06,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+        },
         "shared_expert_intermediate_size": 512,
         "tie_word_embeddings": False,
         "vocab_size": 248320,
@@ -377,80 +391,88 @@ CONFIGS = {  # the fields of each config.json that make up the shape
     },
     "gemma-4-e2b": {
         "model_type": "gemma4",
-        "text_config": _GEMMA_4
-        | {
-            "hidden_size": 1536,
-            "hidden_size_per_layer_input": 256,
-            "intermediate_size": 6144,
-            "layer_types": ([_WINDOWED] * 4 + [_FULL]) * 7,
-            "max_position_embeddings": 131072,
-            "num_attention_heads": 8,
-            "num_hidden_layers": 35,
-            "num_key_value_heads": 1,
-            "num_kv_shared_layers": 20,
-            "sliding_window": 512,
-            "use_double_wide_mlp": True,
-            "vocab_size_per_layer_input": 262144,
-        },
+        "text_config": (
+            _GEMMA_4
+            | {
+                "hidden_size": 1536,
+                "hidden_size_per_layer_input": 256,
+                "intermediate_size": 6144,
+                "layer_types": ([_WINDOWED] * 4 + [_FULL]) * 7,
+                "max_position_embeddings": 131072,
+                "num_attention_heads": 8,
+                "num_hidden_layers": 35,
+                "num_key_value_heads": 1,
+                "num_kv_shared_layers": 20,
+                "sliding_window": 512,
+                "use_double_wide_mlp": True,
+                "vocab_size_per_layer_input": 262144,
+            }
+        ),
     },
     "gemma-4-e4b": {
         "model_type": "gemma4",
-        "text_config": _GEMMA_4
-        | {
-            "hidden_size": 2560,
-            "hidden_size_per_layer_input": 256,
-            "intermediate_size": 10240,
-            "layer_types": ([_WINDOWED] * 5 + [_FULL]) * 7,
-            "max_position_embeddings": 131072,
-            "num_attention_heads": 8,
-            "num_global_key_value_heads": None,
-            "num_hidden_layers": 42,
-            "num_key_value_heads": 2,
-            "num_kv_shared_layers": 18,
-            "sliding_window": 512,
-            "use_double_wide_mlp": False,
-            "vocab_size_per_layer_input": 262144,
-        },
+        "text_config": (
+            _GEMMA_4
+            | {
+                "hidden_size": 2560,
+                "hidden_size_per_layer_input": 256,
+                "intermediate_size": 10240,
+                "layer_types": ([_WINDOWED] * 5 + [_FULL]) * 7,
+                "max_position_embeddings": 131072,
+                "num_attention_heads": 8,
+                "num_global_key_value_heads": None,
+                "num_hidden_layers": 42,
+                "num_key_value_heads": 2,
+                "num_kv_shared_layers": 18,
+                "sliding_window": 512,
+                "use_double_wide_mlp": False,
+                "vocab_size_per_layer_input": 262144,
+            }
+        ),
     },
     "gemma-4-26b-a4b": {
         "model_type": "gemma4",
-        "text_config": _GEMMA_4
-        | {
-            "attention_k_eq_v": True,
-            "enable_moe_block": True,
-            "hidden_size_per_layer_input": 0,
-            "hidden_size": 2816,
-            "intermediate_size": 2112,
-            "layer_types": ([_WINDOWED] * 5 + [_FULL]) * 5,
-            "max_position_embeddings": 262144,
-            "moe_intermediate_size": 704,
-            "num_attention_heads": 16,
-            "num_experts": 128,
-            "num_global_key_value_heads": 2,
-            "num_hidden_layers": 30,
-            "num_key_value_heads": 8,
-            "sliding_window": 1024,
-            "top_k_experts": 8,
-            "use_bidirectional_attention": "vision",
-        },
+        "text_config": (
+            _GEMMA_4
+            | {
+                "attention_k_eq_v": True,
+                "enable_moe_block": True,
+                "hidden_size_per_layer_input": 0,
+                "hidden_size": 2816,
+                "intermediate_size": 2112,
+                "layer_types": ([_WINDOWED] * 5 + [_FULL]) * 5,
+                "max_position_embeddings": 262144,
+                "moe_intermediate_size": 704,
+                "num_attention_heads": 16,
+                "num_experts": 128,
+                "num_global_key_value_heads": 2,
+                "num_hidden_layers": 30,
+                "num_key_value_heads": 8,
+                "sliding_window": 1024,
+                "top_k_experts": 8,
+                "use_bidirectional_attention": "vision",
+            }
+        ),
     },
     "gemma-4-31b": {
         "model_type": "gemma4",
-        "text_config": _GEMMA_4
-        | {
-            "attention_k_eq_v": True,
-            "hidden_size": 5376,
-            "hidden_size_per_layer_input": 0,
-            "intermediate_size": 21504,
-            "layer_types": ([_WINDOWED] * 5 + [_FULL]) * 10,
-            "max_position_embeddings": 262144,
-            "num_attention_heads": 32,
-            "num_global_key_value_heads": 4,
-            "num_hidden_layers": 60,
-            "num_key_value_heads": 16,
-            "num_kv_shared_layers": 0,
-            "sliding_window": 1024,
-        },
+        "text_config": (
+            _GEMMA_4
+            | {
+                "attention_k_eq_v": True,
+                "hidden_size": 5376,
+                "hidden_size_per_layer_input": 0,
+                "intermediate_size": 21504,
+                "layer_types": ([_WINDOWED] * 5 + [_FULL]) * 10,
+                "max_position_embeddings": 262144,
+                "num_attention_heads": 32,
+                "num_global_key_value_heads": 4,
+                "num_hidden_layers": 60,
+                "num_key_value_heads": 16,
+                "num_kv_shared_layers": 0,
+                "sliding_window": 1024,
+            }
+        ),
     },
     "gpt-oss-20b": {
         "model_type": "gpt_oss",
@@ -623,5 +645,8 @@ def test_names_are_found_in_any_case() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(InputError, match=r"'gpt-2' is not a published model known here; known are llama-2-7b, .*qwen3-32b"):
+    with pytest.raises(
+        InputError,
+        match=r"'gpt-2' is not a published model known here; known are llama-2-7b, .*qwen3-32b",
+    ):
         published("gpt-2")

@@ -13,7 +13,14 @@ from specjax.models import layers, params
 from specjax.models.attention import by_device
 from specjax.models.attention.plain import attend_plainly
 from specjax.models.cache import PagedCache
-from specjax.models.quantized_cache import QuantizedPart, dequantize, operand, quantize, quantized_as, rescaled
+from specjax.models.quantized_cache import (
+    QuantizedPart,
+    dequantize,
+    operand,
+    quantize,
+    quantized_as,
+    rescaled,
+)
 from specjax.models.transformer import Target
 from specjax.serving import memory
 from tests.conftest import LAYERED, MIXTURES, own_programs, tiny_config, tiny_target
@@ -21,7 +28,12 @@ from tests.conftest import LAYERED, MIXTURES, own_programs, tiny_config, tiny_ta
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 9))
 KINDS = {  # changes of `tiny_config`
     "plain": {},
-    "windows": {"num_layers": 3, "sliding_window": 4, "windowed_layers": (0, 2), "qk_norm": True},  # as Gemma 3
+    "windows": {
+        "num_layers": 3,
+        "sliding_window": 4,
+        "windowed_layers": (0, 2),
+        "qk_norm": True,
+    },  # as Gemma 3
     "sinks": {"sinks": True, "sliding_window": 4, "windowed_layers": (0,)},  # as gpt-oss
     "caps": {"score_cap": 2.0},
     "latents": MIXTURES["deepseek_v3"],
@@ -48,14 +60,20 @@ def test_vectors_are_rounded_to_127_steps_each(scale, dtype) -> None:
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 5, 8)) * scale, dtype)
     part = quantize(x)
     wide = np.asarray(x, np.float32)
-    assert part.numbers.dtype == jnp.int8 and part.scales.dtype == jnp.float32 and part.scales.shape == (2, 3, 5)
+    assert (
+        part.numbers.dtype == jnp.int8
+        and part.scales.dtype == jnp.float32
+        and part.scales.shape == (2, 3, 5)
+    )
     assert part.shape == x.shape
     np.testing.assert_array_equal(np.abs(part.numbers).max(axis=-1), np.full((2, 3, 5), 127))
     step = np.abs(wide).max(axis=-1, keepdims=True) / 127
     assert np.all(np.abs(dequantize(part) - wide) <= step * 0.50005)
     is_tie = np.abs(np.abs(wide / step) % 1 - 0.5) < 1e-4  # which may be rounded either way
     assert is_tie.mean() < 0.05
-    np.testing.assert_allclose(np.where(is_tie, 0, dequantize(part)), np.where(is_tie, 0, rounded_by_hand(wide)), rtol=1e-5)
+    np.testing.assert_allclose(
+        np.where(is_tie, 0, dequantize(part)), np.where(is_tie, 0, rounded_by_hand(wide)), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("empty", [0.0, 1e-38])
@@ -76,7 +94,9 @@ def test_a_part_becomes_as_another_is_stored() -> None:
     part = quantize(floats)
     assert quantized_as(part, part) is part
     np.testing.assert_array_equal(quantized_as(floats, part).numbers, part.numbers)
-    np.testing.assert_array_equal(quantized_as(part, floats.astype(jnp.bfloat16)), dequantize(part).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(
+        quantized_as(part, floats.astype(jnp.bfloat16)), dequantize(part).astype(jnp.bfloat16)
+    )
     again = quantize(dequantize(part))  # what a client is told of, it stores as the server does
     np.testing.assert_array_equal(again.numbers, part.numbers)
     np.testing.assert_allclose(again.scales, part.scales, rtol=1e-6)
@@ -90,7 +110,10 @@ def test_a_pass_sees_keys_and_values_rounded_by_hand(kind, monkeypatch) -> None:
     found, unrounded = small.forward(TOKENS)[0].logits, plain.forward(TOKENS)[0].logits
 
     def by_hand(entry, cache_dtype):
-        return tuple(jax.pure_callback(rounded_by_hand, jax.ShapeDtypeStruct(x.shape, x.dtype), x) for x in entry)
+        return tuple(
+            jax.pure_callback(rounded_by_hand, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+            for x in entry
+        )
 
     with own_programs():
         monkeypatch.setattr(layers, "_remembered", by_hand)
@@ -122,7 +145,9 @@ def test_a_pass_over_many_tokens_is_many_passes(kind, paged) -> None:
     assert farthest(in_8_bits(**KINDS[kind]), paged) < 1e-4
 
 
-def sees_its_own_tokens_unrounded(right, params, config, x, rotations, mask, past=(), cache_dtype="float"):
+def sees_its_own_tokens_unrounded(
+    right, params, config, x, rotations, mask, past=(), cache_dtype="float"
+):
     """A layer that is wrong: it rounds what it remembers, and sees the call's own tokens in floats."""
     found, own = right(params, config, x, rotations, mask, past)
     return found, layers._remembered(own, cache_dtype)
@@ -132,25 +157,33 @@ def sees_its_own_tokens_unrounded(right, params, config, x, rotations, mask, pas
 @pytest.mark.parametrize("kind", ["plain", "latents"])
 def test_who_sees_its_own_tokens_unrounded_is_found(kind, monkeypatch) -> None:
 
-    def plainly(q, pieces, sinks=None, *, values_part, kernel, cap=None):  # kernels take no entries of two kinds
+    def plainly(
+        q, pieces, sinks=None, *, values_part, kernel, cap=None
+    ):  # kernels take no entries of two kinds
         return attend_plainly(q, pieces, sinks, values_part=values_part, block=16, cap=cap)
 
     with own_programs():
         monkeypatch.setattr(by_device, "_attend_by_kernel", plainly)
-        monkeypatch.setattr(layers, "attention", partial(sees_its_own_tokens_unrounded, layers.attention))
+        monkeypatch.setattr(
+            layers, "attention", partial(sees_its_own_tokens_unrounded, layers.attention)
+        )
         assert farthest(in_8_bits(**KINDS[kind])) > 1e-3
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(jnp.float32, 0.30), (jnp.bfloat16, 0.55)])
 def test_it_takes_a_quarter_of_float32_and_half_of_bfloat16(dtype, most) -> None:
-    floats = jax.eval_shape(partial(Target.init, tiny_config(head_dim=64), jax.random.key(0), dtype))
+    floats = jax.eval_shape(
+        partial(Target.init, tiny_config(head_dim=64), jax.random.key(0), dtype)
+    )
     small = floats.replace(cache_dtype="int8")
 
     def size(target: Target) -> int:
         cache = jax.eval_shape(partial(target.new_cache, 1, 4096))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache.layers))
 
-    assert size(small) == 2 * 2 * 2 * 4096 * (64 + 4)  # layers, parts, heads, slots: numbers and a scale
+    assert size(small) == 2 * 2 * 2 * 4096 * (
+        64 + 4
+    )  # layers, parts, heads, slots: numbers and a scale
     assert size(small) / size(floats) < most
     pages = [memory.page_bytes(target, None, 64) for target in (small, floats)]
     assert pages[0] / pages[1] < most
@@ -189,14 +222,20 @@ def test_it_is_asked_for_as_a_checkpoint_is_read(target, tmp_path) -> None:
     assert read.cache_dtype == part.cache_dtype == read.part((0, 1)).cache_dtype == "int8"
     assert read.fingerprint() == target.fingerprint() == part.fingerprint()
     np.testing.assert_allclose(
-        read.forward(TOKENS)[0].logits, target.replace(cache_dtype="int8").forward(TOKENS)[0].logits, atol=1e-5
+        read.forward(TOKENS)[0].logits,
+        target.replace(cache_dtype="int8").forward(TOKENS)[0].logits,
+        atol=1e-5,
     )
 
 
 def test_scales_are_multiplied_with_scores_as_if_the_numbers_were_floats() -> None:
     keys = quantize(jnp.asarray(np.random.default_rng(3).normal(size=(2, 3, 5, 4)), jnp.float32))
     queries = jnp.asarray(np.random.default_rng(4).normal(size=(2, 3, 7, 4)), jnp.float32)
-    scores = rescaled(jnp.einsum("bhtd,bhsd->bhts", queries, operand(keys, jnp.float32)), keys, (2,))
-    np.testing.assert_allclose(scores, jnp.einsum("bhtd,bhsd->bhts", queries, dequantize(keys)), rtol=1e-5, atol=1e-6)
+    scores = rescaled(
+        jnp.einsum("bhtd,bhsd->bhts", queries, operand(keys, jnp.float32)), keys, (2,)
+    )
+    np.testing.assert_allclose(
+        scores, jnp.einsum("bhtd,bhsd->bhts", queries, dequantize(keys)), rtol=1e-5, atol=1e-6
+    )
     floats = dequantize(keys)
     assert operand(floats, jnp.bfloat16) is floats and rescaled(scores, floats, (2,)) is scores

@@ -24,11 +24,15 @@ def test_pairs_are_turned(way, dtype) -> None:
     wanted = np.concatenate([turned.real, turned.imag], axis=-1)
     assert found.dtype == dtype
     tolerance = 1e-5 if dtype == jnp.float32 else 2**-7
-    np.testing.assert_allclose(np.asarray(found, np.float64), wanted, atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), wanted, atol=tolerance, rtol=tolerance
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("heads", "positions"), [(4, POSITIONS), (1, POSITIONS), (4, POSITIONS[:1])])
+@pytest.mark.parametrize(
+    ("heads", "positions"), [(4, POSITIONS), (1, POSITIONS), (4, POSITIONS[:1])]
+)
 def test_both_ways_give_the_same_bits(dtype, heads, positions) -> None:
     """Operation by operation: a compiler may round less often."""
     x = jax.random.normal(jax.random.key(0), (2, 3, heads, 64), dtype)
@@ -40,7 +44,8 @@ def test_both_ways_have_the_same_gradient() -> None:
     x, down = jax.random.normal(jax.random.key(0), (2, 2, 3, 4, 10))
     turn = rope.rotations(Rope(), 10, POSITIONS)[:2]
     (halves,), (product,) = (
-        jax.vjp(lambda x, way=way: way(x, *turn), x)[1](down) for way in (rope._rotate_halves, rope._rotate_by_product)
+        jax.vjp(lambda x, way=way: way(x, *turn), x)[1](down)
+        for way in (rope._rotate_halves, rope._rotate_by_product)
     )
     np.testing.assert_allclose(product, halves, atol=1e-6)
 
@@ -50,7 +55,12 @@ def test_the_product_is_a_tpus_and_rounds_nothing() -> None:
     x, turn = jnp.ones((1, 2, 4, 10)), rope.rotations(Rope(), 10, jnp.array([[3, 4]]))[:2]
     with jax.default_matmul_precision("bfloat16"):
         lowered = {
-            platform: jax.jit(lambda x: rope.rotate(x, *turn)).trace(x).lower(lowering_platforms=(platform,)).as_text()
+            platform: (
+                jax.jit(lambda x: rope.rotate(x, *turn))
+                .trace(x)
+                .lower(lowering_platforms=(platform,))
+                .as_text()
+            )
             for platform in ("tpu", "cpu", "cuda")
         }
     (product,) = [line for line in lowered["tpu"].splitlines() if "stablehlo.dot_general" in line]
@@ -59,33 +69,47 @@ def test_the_product_is_a_tpus_and_rounds_nothing() -> None:
 
 
 def test_queries_grow_with_their_position_and_keys_do_not() -> None:
-    turn = rope.rotations(Rope(original_max_positions=4, query_growth=0.5), 4, jnp.array([[0, 3, 4, 11]]))
+    turn = rope.rotations(
+        Rope(original_max_positions=4, query_growth=0.5), 4, jnp.array([[0, 3, 4, 11]])
+    )
     x = jnp.ones((1, 4, 2, 4))
     grown = np.asarray(turn.turn_queries(x) / turn.turn_keys(x))
     expected = 1 + 0.5 * np.log([1, 1, 2, 3])
-    np.testing.assert_allclose(grown, np.broadcast_to(expected[None, :, None, None], grown.shape), rtol=1e-5)
+    np.testing.assert_allclose(
+        grown, np.broadcast_to(expected[None, :, None, None], grown.shape), rtol=1e-5
+    )
     with pytest.raises(InputError, match=r"query_growth=0\.5: it needs original_max_positions"):
         Rope(query_growth=0.5)
 
 
-# --- scalings, pair by pair from the words of their papers -------------------------------------------------------------
+# --- scalings, pair by pair from the words of their papers ----------------------------------------
 
 
 def by_llama3(pair: float, rope: Rope) -> float:
     """A wavelength above the context divided by low_freq_factor is stretched, one below that by high_freq_factor is kept."""
     wavelength = 2 * np.pi / pair
-    longest, shortest = (rope.original_max_positions / bound for bound in (rope.low_freq_factor, rope.high_freq_factor))
+    longest, shortest = (
+        rope.original_max_positions / bound
+        for bound in (rope.low_freq_factor, rope.high_freq_factor)
+    )
     if wavelength > longest:
         return pair / rope.factor
     if wavelength < shortest:
         return pair
-    share = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    share = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
     return (1 - share) * pair / rope.factor + share * pair
 
 
 def test_llama3_stretches_long_wavelengths_and_keeps_short_ones() -> None:
     scaled = Rope(
-        theta=10000.0, kind="llama3", factor=8.0, original_max_positions=64, low_freq_factor=1.5, high_freq_factor=5.0
+        theta=10000.0,
+        kind="llama3",
+        factor=8.0,
+        original_max_positions=64,
+        low_freq_factor=1.5,
+        high_freq_factor=5.0,
     )
     base = 10000.0 ** (-np.arange(16) / 16)
     result, factor = rope.inverse_frequencies(scaled, 32)
@@ -98,9 +122,18 @@ def test_llama3_stretches_long_wavelengths_and_keeps_short_ones() -> None:
 @pytest.mark.parametrize("truncate", [True, False])
 def test_yarn_interpolates_by_how_often_a_pair_turns_in_the_original_context(truncate) -> None:
     """Fewer turns than beta_slow: divided by the factor; more than beta_fast: kept; between, a ramp over the pairs' numbers."""
-    scaled = Rope(theta=500.0, kind="yarn", factor=4.0, original_max_positions=256, beta_fast=20.0, truncate=truncate)
+    scaled = Rope(
+        theta=500.0,
+        kind="yarn",
+        factor=4.0,
+        original_max_positions=256,
+        beta_fast=20.0,
+        truncate=truncate,
+    )
     base = 500.0 ** (-np.arange(16) / 16)
-    turning = [16 * np.log(256 / (2 * np.pi * turns)) / np.log(500.0) for turns in (20.0, 1.0)]  # the pairs that turn so often
+    turning = [
+        16 * np.log(256 / (2 * np.pi * turns)) / np.log(500.0) for turns in (20.0, 1.0)
+    ]  # the pairs that turn so often
     first, last = (np.floor(turning[0]), np.ceil(turning[1])) if truncate else turning
     assert 0 < first < last < 15
     share = np.clip((np.arange(16) - first) / (last - first), 0, 1)
@@ -108,11 +141,14 @@ def test_yarn_interpolates_by_how_often_a_pair_turns_in_the_original_context(tru
     np.testing.assert_allclose(result, share * base / 4 + (1 - share) * base, rtol=1e-5)
     assert factor == pytest.approx(0.1 * np.log(4.0) + 1)
     _, of_deepseek = rope.inverse_frequencies(
-        Rope(kind="yarn", factor=4.0, original_max_positions=256, mscale=0.7, mscale_all_dim=1.2), 32
+        Rope(kind="yarn", factor=4.0, original_max_positions=256, mscale=0.7, mscale_all_dim=1.2),
+        32,
     )
     assert of_deepseek == pytest.approx((0.07 * np.log(4.0) + 1) / (0.12 * np.log(4.0) + 1))
 
 
 def test_gemma4_turns_a_share_of_the_pairs_at_the_speeds_of_a_whole_head() -> None:
-    result, _ = rope.inverse_frequencies(Rope(theta=100.0, kind="proportional", turned=0.25, factor=2.0), 16)
+    result, _ = rope.inverse_frequencies(
+        Rope(theta=100.0, kind="proportional", turned=0.25, factor=2.0), 16
+    )
     np.testing.assert_allclose(result, [0.5, 0.5 * 100.0 ** (-1 / 8), *[0] * 6], rtol=1e-6)

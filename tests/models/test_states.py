@@ -60,14 +60,22 @@ THOROUGH = {"plain", "early exit", "dynamic tree"}
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.thorough if name in THOROUGH else ()) for name in DRAFTERS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name in THOROUGH else ())
+        for name in DRAFTERS
+    ],
 )
 def test_after_a_generation_the_states_are_those_of_the_text_read_at_once(hybrid, name) -> None:
     state = generated(hybrid, DRAFTERS[name]())
-    assert np.array_equal(state.lengths, LENGTHS + 30) and np.array_equal(state.cache.length, LENGTHS + 29)
+    assert np.array_equal(state.lengths, LENGTHS + 30) and np.array_equal(
+        state.cache.length, LENGTHS + 29
+    )
     np.testing.assert_array_equal(state.tokens, generated(hybrid, None).tokens)
     if name != "plain":
-        assert state.stats.accepted.sum() > 0 and np.sum(state.stats.drafted) > np.sum(state.stats.accepted)
+        assert state.stats.accepted.sum() > 0 and np.sum(state.stats.drafted) > np.sum(
+            state.stats.accepted
+        )
     expected = at_once(hybrid, state.tokens, state.cache.length)
     check_states(state.cache.states, expected.states)
 
@@ -92,8 +100,13 @@ def test_a_row_alone_is_as_in_a_batch(hybrid, name) -> None:
     for row in range(2):
         alone = generated(hybrid, DRAFTERS[name](), PROMPTS[[row, row]], LENGTHS[[row, row]])
         np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
-        of_row, in_batch = (jax.tree.map(lambda x, r=r: x[r], s.cache.states) for s, r in ((alone, 0), (together, row)))
-        check_states(of_row, in_batch)  # to the bit where passes have the same width, which a row's neighbours may widen
+        of_row, in_batch = (
+            jax.tree.map(lambda x, r=r: x[r], s.cache.states)
+            for s, r in ((alone, 0), (together, row))
+        )
+        check_states(
+            of_row, in_batch
+        )  # to the bit where passes have the same width, which a row's neighbours may widen
 
 
 @pytest.mark.full
@@ -112,7 +125,9 @@ def test_with_a_cache_in_8_bits_the_text_is_that_of_plain_decoding(hybrid) -> No
 @pytest.mark.parametrize("cache_dtype", ["float", "int8"])
 def test_what_is_not_float32_is_of_the_type_of_the_activations(cache_dtype) -> None:
     """Wherever a state comes from, and in what is remembered of drafted tokens: the programs for one serve all."""
-    target = Target.init(tiny_config(**HYBRID), jax.random.key(0), jnp.bfloat16).replace(cache_dtype=cache_dtype)
+    target = Target.init(tiny_config(**HYBRID), jax.random.key(0), jnp.bfloat16).replace(
+        cache_dtype=cache_dtype
+    )
     empty, scratch = target.new_cache(2, 8), target.new_scratch(2, 3)
     read = at_once(target, PROMPTS, LENGTHS)
     for states in (empty.states, read.states):
@@ -137,12 +152,20 @@ def test_wide_numbers_that_jax_is_told_to_make_change_nothing(hybrid) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"mask": np.ones((1, 8, 8), bool)}, {"cache": True}, {"commit": LENGTHS}, {"scratch": [((), None)]}]
+    "given",
+    [
+        {"mask": np.ones((1, 8, 8), bool)},
+        {"cache": True},
+        {"commit": LENGTHS},
+        {"scratch": [((), None)]},
+    ],
 )
 def test_documents_are_refused_beside_what_they_stand_in_place_of(hybrid, given) -> None:
     if "cache" in given:
         given = {"cache": hybrid.new_cache(2, 8)}
-    with pytest.raises(InputError, match="documents: cannot be combined with mask, cache, scratch and commit"):
+    with pytest.raises(
+        InputError, match="documents: cannot be combined with mask, cache, scratch and commit"
+    ):
         hybrid.read(PROMPTS, documents=np.zeros((2, 8), int), **given)
 
 
@@ -167,11 +190,14 @@ def test_generating_again_compiles_nothing(hybrid) -> None:
     assert compilations() == before
 
 
-# --- the state by itself ------------------------------------------------------------------------------------------------------
+# --- the state by itself --------------------------------------------------------------------------
 
 
 def random_entry(rng: np.random.Generator, sizes: LinearAttention, count: int):
-    entry = [rng.normal(size=part.shape).astype(np.float32) for part in empty_nodes(sizes, 3, count, jnp.float32)]
+    entry = [
+        rng.normal(size=part.shape).astype(np.float32)
+        for part in empty_nodes(sizes, 3, count, jnp.float32)
+    ]
     entry[2] = -np.abs(entry[2])  # logarithms of shares
     return entry
 
@@ -179,12 +205,16 @@ def random_entry(rng: np.random.Generator, sizes: LinearAttention, count: int):
 def test_appending_moves_the_newest_tokens_along() -> None:
     sizes = LinearAttention(key_heads=1, value_heads=2, key_dim=2, value_dim=3)
     rng = np.random.default_rng(0)
-    start = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), State.zeros(sizes, 3, jnp.float32))
+    start = jax.tree.map(
+        lambda x: rng.normal(size=x.shape).astype(np.float32), State.zeros(sizes, 3, jnp.float32)
+    )
     entry = random_entry(rng, sizes, 5)
     after = jax.jit(State.append)(start, entry, np.array([0, 2, 5]))
     for old, new, own in zip(start.newest, after.newest, entry[3:], strict=True):
         np.testing.assert_array_equal(new[0], old[0])
-        np.testing.assert_array_equal(new[1], np.concatenate([old[1][:, 2:], own[1][:, :2]], axis=1))
+        np.testing.assert_array_equal(
+            new[1], np.concatenate([old[1][:, 2:], own[1][:, :2]], axis=1)
+        )
         np.testing.assert_array_equal(new[2], own[2][:, 2:])
     np.testing.assert_array_equal(after.table[0], start.table[0])
     assert not np.array_equal(after.table[1], start.table[1])
@@ -198,12 +228,18 @@ def test_a_prompt_committed_at_once_is_as_its_entries_appended(hybrid) -> None:
     appended = empty.append(new, count, after=states.hidden)
     committed = jax.jit(hybrid.commit)(tokens, empty, count)[1]
     check_states(committed.states, appended.states)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE), committed.layers, appended.layers)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE),
+        committed.layers,
+        appended.layers,
+    )
 
 
 def test_layers_are_chosen_with_their_states(hybrid) -> None:
     cache = hybrid.new_cache(2, 8)
-    assert [len(entry) for entry in cache.layers] == [0, 2, 0] and [s is None for s in cache.states] == [False, True, False]
+    assert [len(entry) for entry in cache.layers] == [0, 2, 0] and [
+        s is None for s in cache.states
+    ] == [False, True, False]
     part = cache.of_layers((1, 2))
     assert [len(entry) for entry in part.layers] == [2, 0] and part.states[1] is cache.states[2]
     assert KVCache.create([((1, 2), (1, 2))], batch=1, capacity=2).states == ()
@@ -219,5 +255,7 @@ def test_a_draft_takes_a_few_hundredths_of_what_copies_of_the_states_would(dtype
 
     entries = size_of(jax.eval_shape(lambda: empty_nodes(sizes, 1, 60, dtype)))
     state = size_of(jax.eval_shape(lambda: State.zeros(sizes, 1, dtype)))
-    print(f"{dtype}: {entries / 60} bytes a node, {state} bytes a state: {entries / (60 * state):.2%}")
+    print(
+        f"{dtype}: {entries / 60} bytes a node, {state} bytes a state: {entries / (60 * state):.2%}"
+    )
     assert entries < share * 60 * state

@@ -49,7 +49,10 @@ def test_a_drafter_is_read_from_a_bin_file(tmp_path) -> None:
     drafter = Eagle.init(tiny_target(), jax.random.key(0), Chain(3))
     drafter.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    torch.save({name: torch.tensor(array) for name, array in tensors.items()}, tmp_path / "pytorch_model.bin")
+    torch.save(
+        {name: torch.tensor(array) for name, array in tensors.items()},
+        tmp_path / "pytorch_model.bin",
+    )
     (tmp_path / "model.safetensors").unlink()
     read = Eagle.from_pretrained(tmp_path, draft=Chain(3))
     jax.tree.map(np.testing.assert_array_equal, read.params, drafter.params)
@@ -74,7 +77,9 @@ def archive(path, content) -> None:
 
 def test_no_code_in_a_file_is_run(tmp_path) -> None:
     archive(tmp_path / "model.bin", pickle.dumps({"weight": Harmful(tmp_path / "ran")}))
-    with pytest.raises(CheckpointError, match=r"system', which is not a tensor: such a file could run any code"):
+    with pytest.raises(
+        CheckpointError, match=r"system', which is not a tensor: such a file could run any code"
+    ):
         TorchFile(tmp_path / "model.bin")
     assert not (tmp_path / "ran").exists()
 
@@ -118,16 +123,24 @@ def test_attributes_of_a_dictionary_are_not_used(state, tmp_path) -> None:
         TorchFile(tmp_path / "none.bin")
 
 
-@pytest.mark.parametrize("state", [{"shape": (9,)}, (None, {"shape": (9,)}), (None, {"_replace": 3}), 3])
+@pytest.mark.parametrize(
+    "state", [{"shape": (9,)}, (None, {"shape": (9,)}), (None, {"_replace": 3}), 3]
+)
 def test_a_tensor_cannot_be_changed_once_it_is_checked(state, tmp_path) -> None:
     weight = torch.arange(6.0)
     arguments = (weight.storage(), 0, (6,), (1,), False, OrderedDict())
-    torch.save({"weight": Built(torch._utils._rebuild_tensor_v2, arguments, state)}, tmp_path / "model.bin")
-    with pytest.raises(CheckpointError, match=r"is not a PyTorch file of version .*, or is damaged"):
+    torch.save(
+        {"weight": Built(torch._utils._rebuild_tensor_v2, arguments, state)}, tmp_path / "model.bin"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"is not a PyTorch file of version .*, or is damaged"
+    ):
         TorchFile(tmp_path / "model.bin")
 
 
-@pytest.mark.parametrize("state", [b"}X\x05\x00\x00\x00extraK\x01sb", b"N}X\x0c\x00\x00\x00__defaults__(K\x01ts\x86b"])
+@pytest.mark.parametrize(
+    "state", [b"}X\x05\x00\x00\x00extraK\x01sb", b"N}X\x0c\x00\x00\x00__defaults__(K\x01ts\x86b"]
+)
 def test_a_file_leaves_the_reader_as_it_is(state, tmp_path) -> None:
     """What it sets of the functions that it is given is gone with it."""
     archive(tmp_path / "model.bin", b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n" + state + b".")

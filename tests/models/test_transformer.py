@@ -34,7 +34,11 @@ FAMILIES = {
     "qwen2 tied": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 12},
     "mistral windows": {"sliding_window": 7},
-    "qwen2 windows from a layer": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen2 windows from a layer": {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
     "qwen3 alternating": {
         "head_dim": 12,
         "use_sliding_window": True,
@@ -54,7 +58,12 @@ ROPES = {
         "original_max_position_embeddings": 32,
         "rope_theta": 10000.0,
     },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 10000.0,
+    },
     "yarn mscale": {
         "rope_type": "yarn",
         "factor": 8.0,
@@ -77,7 +86,10 @@ ROPES = {
 forward = jax.jit(Target.forward, static_argnames=("taps", "layers"))
 
 CASES = [(family, "default") for family in FAMILIES] + [
-    (family, rope) for family in ("llama", "mistral", "qwen2", "qwen3") for rope in ROPES if rope != "default"
+    (family, rope)
+    for family in ("llama", "mistral", "qwen2", "qwen3")
+    for rope in ROPES
+    if rope != "default"
 ]
 
 
@@ -87,7 +99,9 @@ def reference(family: str, rope: str, path):
 
     from tests.with_torch import torch
 
-    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family.split(maxsplit=1)[0]]
+    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[
+        family.split(maxsplit=1)[0]
+    ]
     settings = SIZES | FAMILIES[family] | {"rope_parameters": ROPES[rope]}
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**settings)
@@ -119,7 +133,12 @@ def test_logits_equal_transformers(tmp_path, family, rope) -> None:
 @pytest.mark.full_except("plain", "windows")
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"sliding_window": 6, "windowed_layers": (1,)}, *LAYERED.values(), LAYERED["sharing"] | {"qk_norm": True}],
+    [
+        {},
+        {"sliding_window": 6, "windowed_layers": (1,)},
+        *LAYERED.values(),
+        LAYERED["sharing"] | {"qk_norm": True},
+    ],
     ids=["plain", "windows", *LAYERED, "sharing, with norms"],
 )
 def test_pieces_with_a_cache_equal_the_whole(changes) -> None:
@@ -150,7 +169,9 @@ def test_rejected_entries_are_never_seen() -> None:
 def test_taps_are_what_enters_a_layer() -> None:
     target = tiny_target()
     output, _ = forward(target, jnp.array([[1, 2, 3]]), taps=(0, 1))
-    np.testing.assert_array_equal(output.taps[:, :, 0], target.params["embed"][jnp.array([[1, 2, 3]])])
+    np.testing.assert_array_equal(
+        output.taps[:, :, 0], target.params["embed"][jnp.array([[1, 2, 3]])]
+    )
     shorter, _ = forward(target, jnp.array([[1, 2, 3]]), taps=(1,), layers=(0, 1))
     np.testing.assert_array_equal(output.taps[:, :, 1], shorter.taps[:, :, 0])
 
@@ -160,19 +181,22 @@ def test_a_mask_decides_what_tokens_of_a_call_see() -> None:
     target = tiny_target()
     mask = jnp.array([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], bool)
     positions = jnp.array([[0, 1, 1, 2]])
-    tree, _ = forward(target, jnp.array([[5, 6, 7, 8]]), target.new_cache(1, 8), positions=positions, mask=mask)
+    tree, _ = forward(
+        target, jnp.array([[5, 6, 7, 8]]), target.new_cache(1, 8), positions=positions, mask=mask
+    )
     left, _ = forward(target, jnp.array([[5, 6]]))
     right, _ = forward(target, jnp.array([[5, 7, 8]]))
     np.testing.assert_allclose(tree.logits[:, 1], left.logits[:, 1], atol=1e-4)
     np.testing.assert_allclose(tree.logits[:, 2:], right.logits[:, 1:], atol=1e-4)
 
 
-# --- layers that differ ----------------------------------------------------------------------------------------------
+# --- layers that differ ---------------------------------------------------------------------------
 
 
 def slow_logits(target: Target, tokens: np.ndarray) -> np.ndarray:
     """``[n, V]`` of one text: every layer by its own sizes, in float64, head by head and query by query. A layer that reads
-    another one's entries has the keys and values that this layer makes of the states that enter it."""
+    another one's entries has the keys and values that this layer makes of the states that enter it.
+    """
     config = target.config
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), target.params)
     x, kept = params["embed"][tokens], []
@@ -185,7 +209,11 @@ def slow_logits(target: Target, tokens: np.ndarray) -> np.ndarray:
         angles = np.arange(len(x))[:, None] / theta ** (np.arange(half) / half)
         left, right = x[:, :half], x[:, half:]
         return np.concatenate(
-            [left * np.cos(angles) - right * np.sin(angles), right * np.cos(angles) + left * np.sin(angles)], 1
+            [
+                left * np.cos(angles) - right * np.sin(angles),
+                right * np.cos(angles) + left * np.sin(angles),
+            ],
+            1,
         )
 
     for number, (layer, own) in enumerate(zip(params["layers"], config.layers, strict=True)):
@@ -194,7 +222,9 @@ def slow_logits(target: Target, tokens: np.ndarray) -> np.ndarray:
         h = norm(x, layer["input_norm"])
         if own.entries_of is None:
             k, v = ((h @ layer[name]).reshape(len(h), kv_heads, size) for name in "kv")
-            kept.append((np.stack([turned(k[:, head], theta) for head in range(kv_heads)], axis=1), v))
+            kept.append(
+                (np.stack([turned(k[:, head], theta) for head in range(kv_heads)], axis=1), v)
+            )
         else:
             kept.append(kept[own.entries_of])
         k, v = kept[number]
@@ -202,7 +232,9 @@ def slow_logits(target: Target, tokens: np.ndarray) -> np.ndarray:
         for head in range(heads):
             of_head, kv_head = turned(q[:, head], theta), head * kv_heads // heads
             for i in range(len(h)):
-                first = max(0, i + 1 - config.sliding_window) if number in config.windowed_layers else 0
+                first = (
+                    max(0, i + 1 - config.sliding_window) if number in config.windowed_layers else 0
+                )
                 scores = k[first : i + 1, kv_head] @ of_head[i] / size**0.5
                 weights = np.exp(scores - scores.max())
                 found[i, head] = weights @ v[first : i + 1, kv_head] / weights.sum()
@@ -224,25 +256,43 @@ def test_each_layer_has_its_own_sizes_and_may_read_anothers_entries(which) -> No
 
 def test_a_layer_that_reads_anothers_entries_has_and_remembers_none() -> None:
     target = tiny_target(**LAYERED["sharing"])
-    assert [sorted({"k", "v"} & layer.keys()) for layer in target.params["layers"]] == [["k", "v"], ["k", "v"], [], []]
+    assert [sorted({"k", "v"} & layer.keys()) for layer in target.params["layers"]] == [
+        ["k", "v"],
+        ["k", "v"],
+        [],
+        [],
+    ]
     cache = target.new_cache(2, 16)
-    assert [[part.shape for part in entry] for entry in cache.layers] == [[(2, 2, 16, 4)] * 2, [(2, 1, 16, 8)] * 2, [], []]
+    assert [[part.shape for part in entry] for entry in cache.layers] == [
+        [(2, 2, 16, 4)] * 2,
+        [(2, 1, 16, 8)] * 2,
+        [],
+        [],
+    ]
     assert [target.config.entries_of(layer) for layer in range(4)] == [0, 1, 0, 1]
     assert [target.config.entry_size(layer) for layer in range(4)] == [16, 16, 0, 0]
     assert cache.of_layers((1, 2)).layers == (cache.layers[1], ())
-    with pytest.raises(InputError, match="begins with layer 1, and its layer 2 reads the entries of layer 0"):
+    with pytest.raises(
+        InputError, match="begins with layer 1, and its layer 2 reads the entries of layer 0"
+    ):
         target.score(jnp.array([[1, 2]]), layers=(1, 4))
 
 
 LAYER_FAULTS = [
     ({"layers": (Layer(),)}, r"layers: 1 of num_layers=2 are described: describe all or none"),
-    ({"layers": (Layer(num_heads=3), Layer())}, r"layers\[0\]: num_heads=3 is not a multiple of num_kv_heads=2"),
+    (
+        {"layers": (Layer(num_heads=3), Layer())},
+        r"layers\[0\]: num_heads=3 is not a multiple of num_kv_heads=2",
+    ),
     ({"layers": (Layer(), Layer(head_dim=3))}, r"layers\[1\]: head_dim=3: must be even"),
     (
         {"layers": (Layer(entries_of=1), Layer())},
         r"layers\[0\]: entries_of=1: must be an earlier layer that has entries of its own",
     ),
-    ({"layers": (Layer(), Layer(entries_of=-1))}, r"layers\[1\]: entries_of=-1: must be an earlier layer"),
+    (
+        {"layers": (Layer(), Layer(entries_of=-1))},
+        r"layers\[1\]: entries_of=-1: must be an earlier layer",
+    ),
     (
         {"num_layers": 3, "layers": (Layer(), Layer(entries_of=0), Layer(entries_of=1))},
         r"layers\[2\]: entries_of=1: must be an earlier layer",
@@ -251,7 +301,10 @@ LAYER_FAULTS = [
         {"layers": (Layer(head_dim=8), Layer(entries_of=0))},
         r"layers\[1\]: entries_of=0, which has 2 key/value heads of 8, but this layer needs 2 of 4",
     ),
-    ({"mla": MLA(8, 4, 4, 4), "num_kv_heads": 4, "layers": (Layer(), Layer())}, "all layers are alike with latent attention"),
+    (
+        {"mla": MLA(8, 4, 4, 4), "num_kv_heads": 4, "layers": (Layer(), Layer())},
+        "all layers are alike with latent attention",
+    ),
 ]
 
 
@@ -266,7 +319,13 @@ def test_a_configuration_by_layer() -> None:
     assert isinstance(hash(config), int)
     assert config.of_layer(0) == tiny_config(num_layers=3, sliding_window=5, windowed_layers=(0,))
     own = config.of_layer(1)
-    assert (own.num_heads, own.num_kv_heads, own.head_dim, own.rope, own.layers) == (2, 1, 8, Rope(theta=300.0), ())
+    assert (own.num_heads, own.num_kv_heads, own.head_dim, own.rope, own.layers) == (
+        2,
+        1,
+        8,
+        Rope(theta=300.0),
+        (),
+    )
     assert config.first(2).layers == config.layers[:2] and config.first(2).num_layers == 2
     alike = tiny_config()
     assert alike.of_layer(1) is alike

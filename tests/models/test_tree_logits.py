@@ -29,7 +29,12 @@ def static_parents() -> np.ndarray:
 def dynamic_parents() -> jax.Array:
     """Another tree in every row, as deep as chance has it."""
     rng = np.random.default_rng(1)
-    return jnp.asarray([[-1] + [int(rng.integers(max(0, node - 4), node)) for node in range(1, 12)] for _ in LENGTHS])
+    return jnp.asarray(
+        [
+            [-1] + [int(rng.integers(max(0, node - 4), node)) for node in range(1, 12)]
+            for _ in LENGTHS
+        ]
+    )
 
 
 @pytest.mark.full_except(
@@ -50,7 +55,9 @@ def test_tree_logits_are_those_of_each_path_alone(model, parents) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("pair", REAL_PAIRS)
-@pytest.mark.parametrize("parents", [pytest.param(static_parents, marks=pytest.mark.thorough), dynamic_parents])
+@pytest.mark.parametrize(
+    "parents", [pytest.param(static_parents, marks=pytest.mark.thorough), dynamic_parents]
+)
 def test_tree_logits_of_trained_models_are_those_of_each_path_alone(pair, parents) -> None:
     trained = pair()
     check(trained.target, trained.prompts(3, 9)[0], parents())
@@ -59,7 +66,9 @@ def test_tree_logits_of_trained_models_are_those_of_each_path_alone(pair, parent
 def check(target, prompts, parents) -> None:
     """Prompts of LENGTHS, and a tree with these ``parents`` below each."""
     nodes = parents.shape[-1]
-    tokens = np.random.default_rng(2).integers(0, target.config.vocab_size, (3, nodes)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(2).integers(0, target.config.vocab_size, (3, nodes)).astype(np.int32)
+    )
     tokens[:, 0] = prompts[np.arange(3), LENGTHS - 1]  # the root is the prompt's last token
     cache, _ = read_prompts(target, NoDraft(), prompts, LENGTHS, 9 + nodes)
     draft = Draft.of_tree(tokens=jnp.asarray(tokens), parents=parents)

@@ -15,14 +15,18 @@ def test_the_newest_token_sees_itself_and_the_two_before_it_and_no_more(cached) 
     """With one layer, what is seen at all is seen directly."""
     target = tiny_target(num_layers=1, sliding_window=WINDOW, windowed_layers=(0,))
     text = np.array([1, 2, 3, 4, 5, 6, 7, 8])
-    texts = np.stack([text, *(np.where(np.arange(LENGTH) == place, 9, text) for place in range(LENGTH))])
+    texts = np.stack(
+        [text, *(np.where(np.arange(LENGTH) == place, 9, text) for place in range(LENGTH))]
+    )
 
     @jax.jit
     def newest(tokens: jax.Array) -> jax.Array:
         if not cached:
             return target.forward(tokens)[0].logits[:, -1]
         cache = target.commit(tokens[:, :cached], target.new_cache(len(texts), LENGTH))[1]
-        return target.score(tokens[:, cached:], cache, positions=jnp.full((len(texts), 1), cached))[0].logits[:, -1]
+        return target.score(tokens[:, cached:], cache, positions=jnp.full((len(texts), 1), cached))[
+            0
+        ].logits[:, -1]
 
     logits = np.asarray(newest(jnp.asarray(texts)))
     differs = [np.abs(of_text - logits[0]).max() > 1e-3 for of_text in logits[1:]]

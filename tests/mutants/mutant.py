@@ -1,21 +1,23 @@
-"""A mutant: one line of the library, changed."""
+"""A mutant: a line of the library, or a few that follow each other, changed."""
 
 import ast
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of one line that makes the library wrong, and the tests that must fail with it.
+    """A change of one expression that makes the library wrong, and the tests that must fail then.
 
     Attributes:
-        name: short, unique.
-        file: from the root of the repository.
-        old: the line, without indentation. Exactly one line of the file reads so.
-        new: what stands in its place, with the same indentation.
+        name: a short name, unique in the catalogue.
+        file: the path from the root of the repository.
+        old: the line, or the lines that follow each other, without common indentation. The file
+            has them exactly once.
+        new: the lines that replace them, with the same indentation.
         tests: pytest's node ids, of tests that `make test` runs.
-        breaks: what is wrong then, in a sentence.
+        breaks: a sentence that says what is wrong then.
     """
 
     name: str
@@ -26,33 +28,49 @@ class Mutant:
     breaks: str
 
     def line_in(self, source: str) -> int:
-        """Return the number of the line in ``source``, from 1.
+        """Return the number of the first of the old lines in ``source``, from 1.
 
         Raises:
-            ValueError: no line, or more than one, reads as `old`.
+            ValueError: the old lines occur nowhere, or more than once.
         """
-        numbers = [number for number, line in enumerate(source.splitlines(), 1) if line.strip() == self.old]
+        lines, count = source.splitlines(), len(self.old.split("\n"))
+        numbers = [
+            start + 1
+            for start in range(len(lines) - count + 1)
+            if textwrap.dedent("\n".join(lines[start : start + count])) == self.old
+        ]
         if len(numbers) != 1:
             where = f"lines {numbers}" if numbers else "no line"
-            raise ValueError(f"mutant {self.name}: {where} of {self.file} read {self.old!r}: choose a line that is there once")
+            raise ValueError(
+                f"mutant {self.name}: {where} of {self.file} read {self.old!r}: choose lines that"
+                " occur once"
+            )
         return numbers[0]
 
     def applied_to(self, source: str) -> str:
-        """Return ``source`` with the line changed.
+        """Return ``source`` with the lines changed.
 
         Raises:
-            ValueError: as in `line_in`; or the line does not change, or is no Python afterwards.
+            ValueError: as in `line_in`; or nothing changes, or the result is not valid Python.
         """
         number = self.line_in(source)
-        if self.new == self.old or len(self.new.splitlines()) != 1:
-            raise ValueError(f"mutant {self.name}: {self.new!r}: give one line that differs from the old one")
-        lines = source.splitlines(keepends=True)
-        lines[number - 1] = lines[number - 1].replace(self.old, self.new)
-        changed = "".join(lines)
+        if self.new == self.old or not self.new.strip():
+            raise ValueError(
+                f"mutant {self.name}: {self.new!r}: give lines that differ from the old ones"
+            )
+        lines = source.splitlines()
+        first = lines[number - 1]
+        indentation = first[: len(first) - len(first.lstrip())]
+        new_lines = textwrap.indent(self.new, indentation).splitlines()
+        lines[number - 1 : number - 1 + len(self.old.split("\n"))] = new_lines
+        changed = "\n".join(lines) + "\n"
         try:
             ast.parse(changed)
         except SyntaxError as error:
-            raise ValueError(f"mutant {self.name}: {self.new!r}: {self.file} is no Python with it: {error}") from error
+            raise ValueError(
+                f"mutant {self.name}: {self.new!r}: {self.file} is not valid Python with it:"
+                f" {error}"
+            ) from error
         return changed
 
     def apply(self, root: Path) -> None:

@@ -80,13 +80,19 @@ class Copy:
     @property
     def fast(self) -> str:
         """The tests of `make test`, as an expression of pytest's markers: it refuses a marker that is not registered."""
-        registered = tomllib.loads((self.path / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
+        registered = tomllib.loads((self.path / "pyproject.toml").read_text())["tool"]["pytest"][
+            "ini_options"
+        ]["markers"]
         names = {line.partition(":")[0].strip() for line in registered}
         return " and ".join(f"not {name}" for name in NOT_IN_MAKE_TEST if name in names)
 
     def run(self, tests: Sequence[str], keep_bytecode: bool = False) -> Outcome:
         """Run ``tests`` up to the first failure, on the copy as it stands."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "XLA_FLAGS", "JAX_"))}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTEST_", "XLA_FLAGS", "JAX_"))
+        }
         environment = inherited | {"PYTHONPATH": str(self.path), "COLUMNS": "300"}
         if not keep_bytecode:  # of a mutated file none may stay
             environment["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -109,7 +115,9 @@ class Copy:
 
     def check(self, mutants: Sequence[Mutant]) -> None:
         """Run the tests of all ``mutants`` together, without any: where all of them pass, so do those of each."""
-        outcome = self.run(sorted({test for mutant in mutants for test in mutant.tests}), keep_bytecode=True)
+        outcome = self.run(
+            sorted({test for mutant in mutants for test in mutant.tests}), keep_bytecode=True
+        )
         if outcome.code == 0:
             self.unchanged.update({mutant.tests: outcome for mutant in mutants})
 
@@ -119,7 +127,9 @@ class Copy:
             self.unchanged[mutant.tests] = self.run(mutant.tests, keep_bytecode=True)
         before = self.unchanged[mutant.tests]
         if before.code != 0:
-            return Trial(mutant, before, f"its tests do not pass without it (exit code {before.code})")
+            return Trial(
+                mutant, before, f"its tests do not pass without it (exit code {before.code})"
+            )
         mutant.apply(self.path)
         try:
             outcome = self.run(mutant.tests)
@@ -129,7 +139,11 @@ class Copy:
             return Trial(mutant, outcome)
         if outcome.code == 0:
             return Trial(mutant, outcome, "survives")
-        how = f"took more than {TIME_LIMIT:.0f} s" if outcome.code is None else f"ended with exit code {outcome.code}"
+        how = (
+            f"took more than {TIME_LIMIT:.0f} s"
+            if outcome.code is None
+            else f"ended with exit code {outcome.code}"
+        )
         return Trial(mutant, outcome, f"no test fails: the run {how}, or with an error")
 
 
@@ -148,7 +162,11 @@ class Trial:
     problem: str | None = None
 
     def __str__(self) -> str:
-        end = f"killed by {self.outcome.failed}" if self.problem is None else f"NOT KILLED: {self.problem}"
+        end = (
+            f"killed by {self.outcome.failed}"
+            if self.problem is None
+            else f"NOT KILLED: {self.problem}"
+        )
         return f"{self.mutant.name} ({self.outcome.seconds:.0f} s): {end}"
 
 
@@ -176,9 +194,14 @@ def try_all(mutants: Sequence[Mutant], jobs: int = 1) -> Iterator[Trial]:
         by_file: dict[str, list[Mutant]] = {}
         for mutant in mutants:
             by_file.setdefault(mutant.tests[0].partition("::")[0], []).append(mutant)
-        for checked in [pool.submit(in_some_copy, partial(Copy.check, mutants=group)) for group in by_file.values()]:
+        for checked in [
+            pool.submit(in_some_copy, partial(Copy.check, mutants=group))
+            for group in by_file.values()
+        ]:
             checked.result()
-        trials = [pool.submit(in_some_copy, partial(Copy.try_mutant, mutant=mutant)) for mutant in mutants]
+        trials = [
+            pool.submit(in_some_copy, partial(Copy.try_mutant, mutant=mutant)) for mutant in mutants
+        ]
         for future in as_completed(trials):
             yield future.result()
 
@@ -191,6 +214,21 @@ def table_of(trials: Iterable[Trial], root: Path = ROOT) -> str:
         line = mutant.line_in((root / mutant.file).read_text())
         end = f"`{trial.outcome.failed}`" if trial.problem is None else trial.problem
         seconds = f"{trial.outcome.seconds:.0f}"
-        rows.append((mutant.file, line, [mutant.name, mutant.breaks, f"`{mutant.file}:{line}`", end, seconds]))
+        rows.append(
+            (
+                mutant.file,
+                line,
+                [mutant.name, mutant.breaks, f"`{mutant.file}:{line}`", end, seconds],
+            )
+        )
     lines = ["| Mutant | What is wrong | Line | Killed by | Seconds |", "|---|---|---|---|---:|"]
-    return "\n".join(lines + ["| " + " | ".join(cells) + " |" for _, _, cells in sorted(rows, key=lambda row: row[:2])]) + "\n"
+    return (
+        "\n".join(
+            lines
+            + [
+                "| " + " | ".join(cells) + " |"
+                for _, _, cells in sorted(rows, key=lambda row: row[:2])
+            ]
+        )
+        + "\n"
+    )

@@ -11,7 +11,12 @@ from specjax.decoding.options import GenerationOptions
 from specjax.drafters import DraftModel, PromptLookup
 from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.planning import choice, theory
-from specjax.planning.choice import DraftComparison, TrialAcceptance, compare_drafts, measure_acceptance
+from specjax.planning.choice import (
+    DraftComparison,
+    TrialAcceptance,
+    compare_drafts,
+    measure_acceptance,
+)
 from specjax.planning.costs import Costs
 from specjax.sampling import Sampling, probabilities
 from tests.conftest import tiny_target
@@ -24,7 +29,10 @@ def with_costs(monkeypatch, verify_time, draft_time) -> None:
 
     def measured(target, drafter, *, nodes=(), **_):
         counts = sorted({1, *drafter.node_counts, *nodes})
-        return Costs(verify={count: verify_time(count) for count in counts}, draft_time=draft_time(drafter.draft_shape.width))
+        return Costs(
+            verify={count: verify_time(count) for count in counts},
+            draft_time=draft_time(drafter.draft_shape.width),
+        )
 
     monkeypatch.setattr(choice, "measure_costs", measured)
 
@@ -61,15 +69,25 @@ def test_a_second_best_that_is_often_right_asks_for_a_tree(monkeypatch) -> None:
     )
     assert found.best.tokens == pytest.approx(best, rel=0.05)
     # The reckoning against the engine itself, with the chosen tree.
-    result = decoding.generate(tiny_target(), replace(drafter, draft=found.best.draft), PROMPTS, max_new_tokens=300)
-    emitted = float(np.asarray(result.lengths).sum() - PROMPTS.size) / float(np.asarray(result.stats.steps).sum())
+    result = decoding.generate(
+        tiny_target(), replace(drafter, draft=found.best.draft), PROMPTS, max_new_tokens=300
+    )
+    emitted = float(np.asarray(result.lengths).sum() - PROMPTS.size) / float(
+        np.asarray(result.stats.steps).sum()
+    )
     assert emitted == pytest.approx(found.best.tokens, rel=0.35)
 
 
 def test_a_dynamic_tree_that_emits_most_is_chosen_for_what_it_costs(monkeypatch) -> None:
-    with_costs(monkeypatch, verify_time=lambda n: 1.0 + n / 100, draft_time=lambda width: 0.01 * width)
+    with_costs(
+        monkeypatch, verify_time=lambda n: 1.0 + n / 100, draft_time=lambda width: 0.01 * width
+    )
     tree, drafter = DynamicTree(4, 3, 13), DraftModel(tiny_target(seed=5, num_layers=1))
-    chances = {"survival": (0.7, 0.5, 0.4), "by_rank": (0.7, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), "sampled": {}}
+    chances = {
+        "survival": (0.7, 0.5, 0.4),
+        "by_rank": (0.7, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+        "sampled": {},
+    }
 
     def compared(emitted: float, nodes: int = 33) -> DraftComparison:
         acceptance = TrialAcceptance(**chances, dynamic={tree: emitted})
@@ -80,7 +98,9 @@ def test_a_dynamic_tree_that_emits_most_is_chosen_for_what_it_costs(monkeypatch)
     assert best.seconds == pytest.approx(3 * 0.04 + 1.13)  # levels of 4 nodes, and a pass over 13
     assert best.speedup == pytest.approx(3.9 * 1.01 / best.seconds)
     assert compared(1.5).best.draft != tree
-    assert tree not in [candidate.draft for candidate in compared(3.9, nodes=9).candidates]  # it is larger
+    assert tree not in [
+        candidate.draft for candidate in compared(3.9, nodes=9).candidates
+    ]  # it is larger
 
 
 def test_two_dynamic_trees_are_tried_as_deep_as_chains_survive() -> None:
@@ -102,15 +122,25 @@ def test_what_a_dynamic_tree_emits_is_what_the_engine_emits_with_it(temperature)
     for shape, emitted in found.items():
         keys = jax.random.split(jax.random.key(9), len(prompts))
         result = decoding.generate(
-            target, replace(drafter, draft=shape), prompts, max_new_tokens=60, sampling=sampling, key=keys
+            target,
+            replace(drafter, draft=shape),
+            prompts,
+            max_new_tokens=60,
+            sampling=sampling,
+            key=keys,
         )
         steps = float(np.asarray(result.stats.steps).sum())
-        assert emitted == pytest.approx(1 + float(np.asarray(result.stats.accepted).sum()) / steps, rel=0.1)
+        assert emitted == pytest.approx(
+            1 + float(np.asarray(result.stats.accepted).sum()) / steps, rel=0.1
+        )
 
 
 @pytest.mark.full
 def test_a_rule_of_chains_is_asked_about_chains_alone() -> None:
-    drafter, options = DraftModel(tiny_target(seed=5, num_layers=1)), GenerationOptions(sampling=Sampling(), rule="block")
+    drafter, options = (
+        DraftModel(tiny_target(seed=5, num_layers=1)),
+        GenerationOptions(sampling=Sampling(), rule="block"),
+    )
     found = measure_acceptance(tiny_target(), drafter, PROMPTS, options=options, longest=1)
     assert (len(found.survival), found.by_rank, found.sampled, found.dynamic) == (1, (), {}, {})
 
@@ -130,13 +160,22 @@ def test_chances_by_rank_are_those_of_the_models(temperature, rule, tolerance) -
     sampling = Sampling(temperature=temperature)
     prompts = np.tile(PROMPTS, (100, 1))
     found = measure_acceptance(
-        target, drafter, prompts, options=GenerationOptions(max_new_tokens=300, sampling=sampling, rule=rule), longest=3
+        target,
+        drafter,
+        prompts,
+        options=GenerationOptions(max_new_tokens=300, sampling=sampling, rule=rule),
+        longest=3,
     )
     by_rank = found.by_rank
     assert bool(found.sampled) == (temperature > 0 and rule != "coupled")
     assert sum(by_rank) <= 1
     result = decoding.generate(
-        target, None, prompts, max_new_tokens=60, sampling=sampling, key=jax.random.split(jax.random.key(7), len(prompts))
+        target,
+        None,
+        prompts,
+        max_new_tokens=60,
+        sampling=sampling,
+        key=jax.random.split(jax.random.key(7), len(prompts)),
     )
     forward = jax.jit(lambda model, tokens: model.forward(tokens)[0].logits)
     p = np.asarray(probabilities(forward(target, result.tokens), sampling.rows(len(prompts))))
@@ -165,7 +204,13 @@ def test_close_to_the_last_position_drafts_are_cut_and_then_given_up(monkeypatch
     for room, deepest in ((4, 3), (1, 0)):
         prompts = np.tile(PROMPTS, (1, 11))[:, : 64 - room]
         found = compare_drafts(target, drafter, prompts)
-        assert max((candidate.draft.depth for candidate in found.candidates if candidate.draft), default=0) == deepest
+        assert (
+            max(
+                (candidate.draft.depth for candidate in found.candidates if candidate.draft),
+                default=0,
+            )
+            == deepest
+        )
 
 
 @pytest.mark.full

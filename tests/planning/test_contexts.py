@@ -27,7 +27,9 @@ def example() -> MeasuredContexts:
     contexts, batches, budgets = (512, 4096, 32_768), (1, 4, 16), (128, 512)
     return MeasuredContexts(
         costs={(c, b): costs(c, b) for c in contexts for b in batches},
-        draft_times={(budget, b): 10 + b + b * budget / 1024 for budget in budgets for b in batches},
+        draft_times={
+            (budget, b): 10 + b + b * budget / 1024 for budget in budgets for b in batches
+        },
         survival={
             (c, budget): tuple((0.8 if budget == 128 else 0.9) ** i for i in range(1, 7))
             for c in contexts
@@ -55,7 +57,9 @@ def test_more_rows_gain_more_with_long_contexts_and_less_with_short_ones() -> No
     assert best(32_768) == sorted(best(32_768))
     critical = measured.critical_context()
     assert critical is not None and 512 < critical < 32_768
-    short = replace(measured, costs={key: costs for key, costs in measured.costs.items() if key[0] == 512})
+    short = replace(
+        measured, costs={key: costs for key, costs in measured.costs.items() if key[0] == 512}
+    )
     assert short.critical_context() is None
 
 
@@ -65,17 +69,35 @@ def test_a_tiny_model_is_measured() -> None:
     target = tiny_target(num_layers=1)
     options = GenerationOptions(max_new_tokens=16, eos_token_ids=())
     measured = measure_contexts(
-        target, CompressedCache(), texts, contexts=(16, 48), batches=(2,), budgets=(8, 20), longest=2, options=options
+        target,
+        CompressedCache(),
+        texts,
+        contexts=(16, 48),
+        batches=(2,),
+        budgets=(8, 20),
+        longest=2,
+        options=options,
     )
     assert set(measured.costs) == {(16, 2), (48, 2)}
-    assert set(measured.survival) == {(16, 8), (48, 8), (48, 20)}  # a budget of 20 would hold a context of 16
-    assert all(len(survival) == 2 and 1 >= survival[0] >= survival[1] >= 0 for survival in measured.survival.values())
+    assert set(measured.survival) == {
+        (16, 8),
+        (48, 8),
+        (48, 20),
+    }  # a budget of 20 would hold a context of 16
+    assert all(
+        len(survival) == 2 and 1 >= survival[0] >= survival[1] >= 0
+        for survival in measured.survival.values()
+    )
     assert all(seconds > 0 for seconds in measured.draft_times.values())
     assert [gain.speedup for gain in measured.gains(48, 2)] == sorted(
         (gain.speedup for gain in measured.gains(48, 2)), reverse=True
     )
-    with pytest.raises(InputError, match="texts: they have 48 tokens; the longest context needs 49"):
-        measure_contexts(target, CompressedCache(), texts, contexts=(49,), batches=(1,), budgets=(8,))
+    with pytest.raises(
+        InputError, match="texts: they have 48 tokens; the longest context needs 49"
+    ):
+        measure_contexts(
+            target, CompressedCache(), texts, contexts=(49,), batches=(1,), budgets=(8,)
+        )
 
 
 def test_auto_tries_budgets_of_a_compressed_cache(monkeypatch) -> None:

@@ -27,7 +27,9 @@ def stats_of(*rows: tuple[list[int], int, int]) -> Stats:
     drafted_at = zeros + np.array([[row[1], 0, 0, 0] for row in rows])  # only their sum counts
     steps = np.array([len(emitted) for emitted, _, _ in rows])
     drafted, scored = np.array([row[1] for row in rows]), np.array([row[2] for row in rows])
-    return Stats(steps, drafted, histogram @ np.arange(6) - steps, scored, drafted_at, zeros, histogram)
+    return Stats(
+        steps, drafted, histogram @ np.arange(6) - steps, scored, drafted_at, zeros, histogram
+    )
 
 
 def test_the_prediction_is_magicdecs_quotient() -> None:
@@ -52,7 +54,9 @@ def test_a_dynamic_tree_is_charged_all_its_levels() -> None:
 
 
 def test_between_measured_widths_lies_a_line() -> None:
-    assert Costs(verify={1: 1.0, 3: 2.0, 9: 5.0}, draft_time=0.0).verification(6) == pytest.approx(3.5)
+    assert Costs(verify={1: 1.0, 3: 2.0, 9: 5.0}, draft_time=0.0).verification(6) == pytest.approx(
+        3.5
+    )
 
 
 @pytest.mark.thorough
@@ -90,14 +94,27 @@ def test_choosing_by_a_trial_leaves_the_text_alone() -> None:
     """Of many generations, those whose trial accepted much are distributed as all are. With the generation's own key as the
     trial's the same choice is biased: it has seen the text.
     """
-    sizes = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_kv_heads": 1}
+    sizes = {
+        "vocab_size": 4,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+    }
     target = tiny_target(seed=2, num_layers=1, **sizes)
     drafter = DraftModel(tiny_target(seed=5, num_layers=1, **sizes), draft=Chain(2))
     prompt, rows = np.array([1, 3, 0, 1]), 50_000
     keys = jax.random.split(jax.random.key(0), rows)
 
     def run(keys):
-        return decoding.generate(target, drafter, np.tile(prompt, (rows, 1)), max_new_tokens=3, sampling=Sampling(), key=keys)
+        return decoding.generate(
+            target,
+            drafter,
+            np.tile(prompt, (rows, 1)),
+            max_new_tokens=3,
+            sampling=Sampling(),
+            key=keys,
+        )
 
     text = run(keys)
     joint = text.tokens[:, len(prompt) :] @ np.array([16, 4, 1])

@@ -43,19 +43,28 @@ def test_they_are_the_sizes_of_the_arrays() -> None:
     accepted = np.array([[1, 4, 2]])
     output, entries = target.score(accepted)
     drafter = MixtureOfAttentions.init(target, jax.random.key(0), tli=2)
-    mean = layer_attention.mean_over_layers(drafter.params, drafter.config.lsa, layer_attention.by_token(entries))
+    mean = layer_attention.mean_over_layers(
+        drafter.params, drafter.config.lsa, layer_attention.by_token(entries)
+    )
     last = entries[slice(*drafter.config.tli_layers_of(target.config.num_layers))]
     tokens = accepted.astype(np.int32).nbytes
 
     def down(reader, tli=0):
-        return message_sizes(reader, target.config, nodes=5, accepted=3, tli=tli, number_bytes=4).down - tokens
+        return (
+            message_sizes(reader, target.config, nodes=5, accepted=3, tli=tli, number_bytes=4).down
+            - tokens
+        )
 
     def size(arrays):
         return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
 
     assert down("moa") == mean.nbytes
     assert down("moa", tli=2) == mean.nbytes + size(last)
-    assert down("moa, layers on the client") == down("moa, layers on the client", tli=2) == size(entries)
+    assert (
+        down("moa, layers on the client")
+        == down("moa, layers on the client", tli=2)
+        == size(entries)
+    )
     assert down("eagle") == Eagle.init(target, jax.random.key(0)).features(output).nbytes
     draft = np.zeros(5, np.int32).nbytes + np.zeros(5, np.int16).nbytes
     assert message_sizes("moa", target.config, nodes=5, accepted=3).up == draft
@@ -82,12 +91,17 @@ def test_latents_cannot_be_sent() -> None:
         message_sizes("moa", latent, nodes=1, accepted=1)
 
 
-@pytest.mark.parametrize(("reader", "tli"), [("moa", 0), ("moa, layers on the client", 0), ("moa, no layers", 1)])
+@pytest.mark.parametrize(
+    ("reader", "tli"), [("moa", 0), ("moa, layers on the client", 0), ("moa, no layers", 1)]
+)
 def test_states_cannot_be_sent(reader, tli) -> None:
     hybrid = tiny_config(**HYBRID)
     with pytest.raises(InputError, match=r"target: its layers \[.*2\] keep a state"):
         message_sizes(reader, hybrid, nodes=1, accepted=1, tli=tli)
-    assert message_sizes("moa, no layers", hybrid, nodes=1, accepted=1).down == 4 + 2 * hybrid.hidden_size
+    assert (
+        message_sizes("moa, no layers", hybrid, nodes=1, accepted=1).down
+        == 4 + 2 * hybrid.hidden_size
+    )
 
 
 def test_layers_that_differ_are_counted_one_by_one_and_cannot_be_summarised() -> None:

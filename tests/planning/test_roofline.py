@@ -22,12 +22,18 @@ SELF = Pair(LLAMA, CHIPS["a100"], draft_cache=512)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 SHAPE = tiny_config(
-    vocab_size=1000, hidden_size=64, intermediate_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
 )
 TOY = Chip("toy", flops=1e9, bandwidth=1e8, memory=1e6, source="made up")
 
 
-# --- one forward pass, by hand ---------------------------------------------------------------------------------------
+# --- one forward pass, by hand --------------------------------------------------------------------
 
 LAYER = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 256
 WEIGHTS = 2 * LAYER + 64 * 1000  # the head; the embedding is looked up
@@ -39,7 +45,10 @@ def test_work_by_hand() -> None:
     products = work.product_work(SHAPE, rows=12)
     assert (products.flops, products.bytes) == (2 * WEIGHTS * 12, 2 * WEIGHTS)
     attention = work.attention_work(SHAPE, batch=3, tokens=4, context=100)
-    assert (attention.flops, attention.bytes) == (4 * 3 * 4 * 100 * 4 * 16 * 2, 3 * 100 * CACHE_BYTES)
+    assert (attention.flops, attention.bytes) == (
+        4 * 3 * 4 * 100 * 4 * 16 * 2,
+        3 * 100 * CACHE_BYTES,
+    )
     assert work.cache_bytes(SHAPE) == CACHE_BYTES
 
 
@@ -55,10 +64,15 @@ def test_experts_and_latents_by_hand() -> None:
     experts = 58 * 256 * 3 * 7168 * 2048
     assert one.flops / 2 == pytest.approx(37e9, rel=0.02)
     assert many.flops == pytest.approx(10_000 * one.flops)
-    assert (one.bytes, many.bytes) == pytest.approx((one.flops, 2 * (one.flops / 2 + experts * 31 / 32)))
+    assert (one.bytes, many.bytes) == pytest.approx(
+        (one.flops, 2 * (one.flops / 2 + experts * 31 / 32))
+    )
     assert work.cache_bytes(config) == 61 * (512 + 64) * 2
     attention = work.attention_work(config, batch=1, tokens=3, context=100)
-    assert (attention.flops, attention.bytes) == (2 * 3 * 100 * 128 * (512 + 64 + 512) * 61, 100 * 61 * 576 * 2)
+    assert (attention.flops, attention.bytes) == (
+        2 * 3 * 100 * 128 * (512 + 64 + 512) * 61,
+        100 * 61 * 576 * 2,
+    )
 
 
 def test_layers_that_differ_by_hand() -> None:
@@ -68,24 +82,35 @@ def test_layers_that_differ_by_hand() -> None:
     assert work.cache_bytes(config) == (16 + 16) * 2
     attention = work.attention_work(config, batch=3, tokens=4, context=100)
     products = 5 * (4 * 2 * 4 + 2 * 2 * 4) + 100 * (4 * 2 * 8 + 4 * 2 * 8)
-    assert (attention.flops, attention.bytes) == (2 * 3 * 4 * products, 3 * 2 * (5 * 16 + 100 * 16) * 2)
+    assert (attention.flops, attention.bytes) == (
+        2 * 3 * 4 * products,
+        3 * 2 * (5 * 16 + 100 * 16) * 2,
+    )
 
 
 def test_forward_time_by_hand() -> None:
     """Four tokens: the products wait for arithmetic (4.49 ms), attention for memory (0.77 ms). One token: both for memory."""
-    assert work.forward_time(SHAPE, TOY, 3, 4, 100) == pytest.approx(2 * WEIGHTS * 12 / 1e9 + 3 * 100 * CACHE_BYTES / 1e8)
+    assert work.forward_time(SHAPE, TOY, 3, 4, 100) == pytest.approx(
+        2 * WEIGHTS * 12 / 1e9 + 3 * 100 * CACHE_BYTES / 1e8
+    )
     assert work.forward_time(SHAPE, TOY, 3, 4, 100) == pytest.approx(5.25312e-3)
-    assert work.forward_time(SHAPE, TOY, 3, 1, 100) == pytest.approx(2 * WEIGHTS / 1e8 + 3 * 100 * CACHE_BYTES / 1e8)
+    assert work.forward_time(SHAPE, TOY, 3, 1, 100) == pytest.approx(
+        2 * WEIGHTS / 1e8 + 3 * 100 * CACHE_BYTES / 1e8
+    )
     assert work.forward_time(SHAPE, TOY, 3, 1, 100) == pytest.approx(4.5056e-3)
     eight_bits = work.forward_time(SHAPE, TOY, 3, 1, 100, weight_bytes=1, kv_bytes=1)
     assert eight_bits == pytest.approx(4.5056e-3 / 2)
-    many = work.forward_time(SHAPE, TOY, 3, 40, 100)  # enough queries a key for arithmetic to hold attention up
+    many = work.forward_time(
+        SHAPE, TOY, 3, 40, 100
+    )  # enough queries a key for arithmetic to hold attention up
     assert many == pytest.approx((2 * WEIGHTS * 120 + 4 * 3 * 40 * 100 * 4 * 16 * 2) / 1e9)
 
 
 def test_a_known_model_on_a_known_chip() -> None:
     """Llama-3.1-8B on an H100: 15.0 GB of weights and 0.13 GB of cache at 3.35 TB/s."""
-    assert work.forward_time(LLAMA, CHIPS["h100"], 1, 1, 1024) == pytest.approx((15.009e9 + 0.1342e9) / 3.35e12, rel=1e-4)
+    assert work.forward_time(LLAMA, CHIPS["h100"], 1, 1, 1024) == pytest.approx(
+        (15.009e9 + 0.1342e9) / 3.35e12, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("name", CHIPS)
@@ -93,29 +118,40 @@ def test_chips(name) -> None:
     chip = find_chip(name.upper())
     assert chip is CHIPS[name]
     assert chip.source.startswith("https://")
-    assert 100 < chip.flops / chip.bandwidth < 600  # operations a byte; a wrong power of ten would show
+    assert (
+        100 < chip.flops / chip.bandwidth < 600
+    )  # operations a byte; a wrong power of ten would show
     assert 15e9 <= chip.memory <= 100e9
 
 
-# --- the three times -------------------------------------------------------------------------------------------------
+# --- the three times ------------------------------------------------------------------------------
 
 
 def test_the_three_times_by_hand() -> None:
-    weights, cache = 2 * WEIGHTS / 1e8, 3 * CACHE_BYTES / 1e8  # seconds of reading; the latter a token of context
+    weights, cache = (
+        2 * WEIGHTS / 1e8,
+        3 * CACHE_BYTES / 1e8,
+    )  # seconds of reading; the latter a token of context
     pair = Pair(SHAPE, TOY, draft_cache=40, selection=0.5)
     assert pair.target_time(3, 100) == pytest.approx(weights + 100 * cache)
     assert pair.verify_time(3, 100, gamma=3) == pytest.approx(5.25312e-3)
     assert pair.verify_time(3, 100, gamma=0) == pair.target_time(3, 100)
     assert pair.draft_time(3, 100) == pytest.approx(weights + 40 * cache + 0.5 * 100 * cache)
-    assert pair.draft_time(3, 40) == pytest.approx(weights + 40 * cache)  # everything is kept: nothing to select
+    assert pair.draft_time(3, 40) == pytest.approx(
+        weights + 40 * cache
+    )  # everything is kept: nothing to select
     assert replace(pair, selection=0.0).draft_time(3, 100) == pytest.approx(weights + 40 * cache)
-    assert replace(pair, draft_cache=None).draft_time(3, 100) == pytest.approx(weights + 100 * cache)
+    assert replace(pair, draft_cache=None).draft_time(3, 100) == pytest.approx(
+        weights + 100 * cache
+    )
 
 
 def test_speedup_is_magicdecs_equation_2() -> None:
     pair, gamma, alpha = Pair(LLAMA, CHIPS["h100"], SMALL), 3, 0.7
     target, draft = pair.target_time(8, 4000), pair.draft_time(8, 4000)
-    slowdown = (gamma * draft / target + pair.verify_time(8, 4000, gamma) / target) / (1 + 0.7 + 0.7**2 + 0.7**3)
+    slowdown = (gamma * draft / target + pair.verify_time(8, 4000, gamma) / target) / (
+        1 + 0.7 + 0.7**2 + 0.7**3
+    )
     assert roofline.chain_speedup(pair, 8, 4000, gamma, alpha) == pytest.approx(1 / slowdown)
     assert roofline.chain_speedup(pair, 8, 4000, 0, alpha) == 1
 
@@ -132,7 +168,7 @@ def test_memory_by_hand() -> None:
     assert pair.memory(full - 1, 100) <= TOY.memory < pair.memory(full, 100)
 
 
-# --- what the papers found -------------------------------------------------------------------------------------------
+# --- what the papers found ------------------------------------------------------------------------
 
 
 def rising(values: list[float]) -> bool:
@@ -158,7 +194,9 @@ def test_with_a_short_context_a_larger_batch_gains_less(chip) -> None:
 
 @pytest.mark.parametrize("chip", ["a100", "h100"])
 @pytest.mark.parametrize("context", [8000, 32_000, 100_000])
-def test_with_a_long_context_and_a_compressed_draft_cache_a_larger_batch_gains_more(chip, context) -> None:
+def test_with_a_long_context_and_a_compressed_draft_cache_a_larger_batch_gains_more(
+    chip, context
+) -> None:
     pair = replace(SELF, chip=CHIPS[chip])
     assert rising([roofline.chain_speedup(pair, rows, context, 3, 0.8) for rows in BATCHES])
     assert roofline.chain_speedup(pair, 1, context, 3, 0.8) < 1.2
@@ -172,10 +210,19 @@ def test_magicdecs_critical_length_lies_where_the_paper_puts_it() -> None:
     assert rising([roofline.chain_speedup(SELF, rows, 4500, 3, 0.8) for rows in large])
 
 
-def test_a_draft_model_with_its_whole_cache_gains_less_from_length_than_one_with_a_part_of_it() -> None:
-    whole, part = Pair(LLAMA, CHIPS["h100"], SMALL), Pair(LLAMA, CHIPS["h100"], SMALL, draft_cache=512)
-    assert roofline.chain_speedup(whole, 64, 32_000, 3, 0.8) < roofline.chain_speedup(whole, 64, 1000, 3, 0.8)
-    assert roofline.chain_speedup(part, 64, 32_000, 3, 0.8) > roofline.chain_speedup(part, 64, 1000, 3, 0.8)
+def test_a_draft_model_with_its_whole_cache_gains_less_from_length_than_one_with_a_part_of_it() -> (
+    None
+):
+    whole, part = (
+        Pair(LLAMA, CHIPS["h100"], SMALL),
+        Pair(LLAMA, CHIPS["h100"], SMALL, draft_cache=512),
+    )
+    assert roofline.chain_speedup(whole, 64, 32_000, 3, 0.8) < roofline.chain_speedup(
+        whole, 64, 1000, 3, 0.8
+    )
+    assert roofline.chain_speedup(part, 64, 32_000, 3, 0.8) > roofline.chain_speedup(
+        part, 64, 1000, 3, 0.8
+    )
 
 
 MEASURED = [  # MagicDec, tables 1 and 2: target, K, rows, context, gamma, tokens a step, speed-up measured on H100
@@ -187,14 +234,22 @@ MEASURED = [  # MagicDec, tables 1 and 2: target, K, rows, context, gamma, token
 ]
 
 
-@pytest.mark.parametrize(("target", "entries", "rows", "context", "gamma", "tokens", "measured"), MEASURED)
-def test_measured_speedups_stay_below_the_roofline(target, entries, rows, context, gamma, tokens, measured) -> None:
+@pytest.mark.parametrize(
+    ("target", "entries", "rows", "context", "gamma", "tokens", "measured"), MEASURED
+)
+def test_measured_speedups_stay_below_the_roofline(
+    target, entries, rows, context, gamma, tokens, measured
+) -> None:
     pair = Pair(PUBLISHED[target], CHIPS["h100"], draft_cache=entries)
-    times = pair.target_time(rows, context), pair.draft_time(rows, context), pair.verify_time(rows, context, gamma)
+    times = (
+        pair.target_time(rows, context),
+        pair.draft_time(rows, context),
+        pair.verify_time(rows, context, gamma),
+    )
     assert measured < theory.speedup_from_times(*times, gamma, tokens) < 2 * measured
 
 
-# --- searches --------------------------------------------------------------------------------------------------------
+# --- searches -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [1, 16, 256])
@@ -202,7 +257,9 @@ def test_measured_speedups_stay_below_the_roofline(target, entries, rows, contex
 def test_best_gamma_is_the_best_of_all(rows, alpha) -> None:
     pair = Pair(LLAMA, CHIPS["h100"], SMALL)
     factors = [roofline.chain_speedup(pair, rows, 1000, gamma, alpha) for gamma in range(13)]
-    assert roofline.best_gamma(pair, rows, 1000, alpha, 12) == theory.Choice(factors.index(max(factors)), max(factors))
+    assert roofline.best_gamma(pair, rows, 1000, alpha, 12) == theory.Choice(
+        factors.index(max(factors)), max(factors)
+    )
     forced = roofline.best_gamma(pair, rows, 1000, alpha, 12, shortest=1)
     assert forced == theory.Choice(factors.index(max(factors[1:])), max(factors[1:]))
 
@@ -211,7 +268,9 @@ PAIRS = {
     "self": SELF,
     "self with selection": replace(SELF, selection=0.25),
     "draft model": Pair(LLAMA, CHIPS["a100"], SMALL),
-    "draft model with selection": Pair(LLAMA, CHIPS["a100"], SMALL, draft_cache=4096, selection=1.0),  # pays twice at 128 rows
+    "draft model with selection": Pair(
+        LLAMA, CHIPS["a100"], SMALL, draft_cache=4096, selection=1.0
+    ),  # pays twice at 128 rows
     "draft model with a part of its cache": Pair(LLAMA, CHIPS["tpu-v5e"], SMALL, draft_cache=256),
 }
 
@@ -230,7 +289,10 @@ def test_break_even_is_the_crossing(pair, alpha) -> None:
             assert not any(gains(context) for context in range(1, pair.longest_context, 4999))
         else:
             assert gains(found)
-            assert not any(gains(context) for context in {*range(1, found, max(found // 20, 1)), found - 1} - {0})
+            assert not any(
+                gains(context)
+                for context in {*range(1, found, max(found // 20, 1)), found - 1} - {0}
+            )
             crossings += found > 1
     assert crossings >= 1
 
@@ -239,7 +301,9 @@ def test_break_even_at_the_ends() -> None:
     assert roofline.break_even_context(Pair(LLAMA, CHIPS["h100"], SMALL), 1, 0.8) == 1
     assert roofline.break_even_context(SELF, 1, 0.1) is None
     assert roofline.break_even_context(replace(SELF, draft_cache=None), 64, 0.99) is None
-    assert roofline.break_even_context(SELF, 64, 0.8, longest=1) == roofline.break_even_context(SELF, 64, 0.8)
+    assert roofline.break_even_context(SELF, 64, 0.8, longest=1) == roofline.break_even_context(
+        SELF, 64, 0.8
+    )
 
 
 def test_best_cache_is_the_best_of_all() -> None:
@@ -248,16 +312,24 @@ def test_best_cache_is_the_best_of_all() -> None:
     for rows, context in ((16, 8000), (64, 32_000), (256, 100_000)):
         choice = roofline.best_cache(SELF, rows, context, alphas, longest=10)
         grid = {
-            (entries, gamma): roofline.chain_speedup(replace(SELF, draft_cache=entries), rows, context, gamma, alpha)
+            (entries, gamma): roofline.chain_speedup(
+                replace(SELF, draft_cache=entries), rows, context, gamma, alpha
+            )
             for entries, alpha in alphas.items()
             for gamma in range(11)
         }
         assert grid[choice.draft_cache, choice.gamma] == choice.factor == max(grid.values())
-    assert roofline.best_cache(SELF, 64, 4000, alphas).draft_cache < roofline.best_cache(SELF, 64, 100_000, alphas).draft_cache
+    assert (
+        roofline.best_cache(SELF, 64, 4000, alphas).draft_cache
+        < roofline.best_cache(SELF, 64, 100_000, alphas).draft_cache
+    )
 
 
 FAULTS = [
-    (lambda: find_chip("h900"), "chip='h900': this chip is unknown; give one of h100, a100, tpu-v4"),
+    (
+        lambda: find_chip("h900"),
+        "chip='h900': this chip is unknown; give one of h100, a100, tpu-v4",
+    ),
     (lambda: work.forward_time(LLAMA, TOY, 0, 1, 1), "batch=0"),
     (lambda: work.forward_time(LLAMA, TOY, 1, 0, 1), "tokens=0"),
     (lambda: SELF.target_time(1, 0), "context=0"),
@@ -281,7 +353,9 @@ def test_embeddings_that_are_looked_up_are_not_read() -> None:
     read = work.product_work(config, rows=1, weight_bytes=1.0).bytes
     assert read / 1e9 == pytest.approx(2.28, rel=0.01)  # of the 4.63 that it has
     of_experts = work.product_work(PUBLISHED["gpt-oss-20b"], rows=1, weight_bytes=1.0).bytes
-    assert of_experts / 1e9 == pytest.approx(3.6, rel=0.01)  # its model card's active parameters, which have the head
+    assert of_experts / 1e9 == pytest.approx(
+        3.6, rel=0.01
+    )  # its model card's active parameters, which have the head
 
 
 def test_layers_with_a_window_read_no_more_than_that() -> None:
@@ -295,10 +369,12 @@ def test_layers_with_a_window_read_no_more_than_that() -> None:
 def test_layers_that_share_entries_read_them_and_keep_none() -> None:
     config, context = PUBLISHED["gemma-4-e2b"], 8192
     assert work.cache_bytes(config, 1.0) == 2 * (12 * 256 + 3 * 512)
-    assert work.attention_work(config, 1, 1, context, 1.0).bytes == 2 * (28 * 256 * 512 + 7 * 512 * context)
+    assert work.attention_work(config, 1, 1, context, 1.0).bytes == 2 * (
+        28 * 256 * 512 + 7 * 512 * context
+    )
 
 
-# --- drafters that are trained for their target ------------------------------------------------------------------------
+# --- drafters that are trained for their target ---------------------------------------------------
 
 
 def trained(name: str, target: str) -> Trained:
@@ -316,7 +392,9 @@ ASSISTANTS = {  # parameters in millions, as their model cards and files count t
 
 @pytest.mark.parametrize("target", ASSISTANTS)
 def test_assistants_have_their_published_sizes(target) -> None:
-    assert trained("gemma4-assistant", target).parameters / 1e6 == pytest.approx(ASSISTANTS[target], rel=0.003)
+    assert trained("gemma4-assistant", target).parameters / 1e6 == pytest.approx(
+        ASSISTANTS[target], rel=0.003
+    )
 
 
 @pytest.mark.parametrize(("name", "longest"), [("dflash", 15), ("dspark", 7)])
@@ -332,14 +410,21 @@ def test_drafters_of_blocks_have_their_published_sizes(name, longest) -> None:
 def test_a_level_of_an_assistant_by_hand() -> None:
     """E2B's: four layers of 256, heads of 256 and 512, 4,096 tokens of its head, and no more of the target's entries than its
     layer with a window sees."""
-    found, rows, context, fast = trained("gemma4-assistant", "gemma-4-e2b"), 8, 4096, replace(TOY, flops=1e30)
+    found, rows, context, fast = (
+        trained("gemma4-assistant", "gemma-4-e2b"),
+        8,
+        4096,
+        replace(TOY, flops=1e30),
+    )
     queries, mlps = 2 * (3 * 256 * 4 * 256 + 256 * 4 * 512), 4 * 3 * 256 * 2048
     projections = (2 * 1536 + 1536) * 256 + 2048 * 256
     norms = 4 * (4 * 256 + 1) + 3 * 256 + 512 + 256 + 262_144  # and the order of its tokens
     entries = 2 * 256 * 512 + 2 * 512 * context
     weights = queries + mlps + projections + norms + 4096 * 256
     of_rows = rows * (entries + 1536) + (rows - 1) * 4096 * 256
-    assert found.level_time(fast, rows, context) == pytest.approx(2 * (weights + of_rows) / fast.bandwidth)
+    assert found.level_time(fast, rows, context) == pytest.approx(
+        2 * (weights + of_rows) / fast.bandwidth
+    )
     assert (found.step_time(fast, rows, context, 4), found.kept(rows, context)) == (0, rows * 1536)
 
 
@@ -382,12 +467,18 @@ def test_a_chain_that_is_drafted_at_once_is_paid_once() -> None:
     assert roofline.chain_speedup(pair, 8, 1024, 0, 0.8) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(("target", "name"), [("gemma-4-e2b", "gemma4-assistant"), ("gpt-oss-20b", "eagle3")])
+@pytest.mark.parametrize(
+    ("target", "name"), [("gemma-4-e2b", "gemma4-assistant"), ("gpt-oss-20b", "eagle3")]
+)
 def test_a_trained_drafter_is_cheaper_than_its_target_and_its_step_counts(target, name) -> None:
     pair = Pair(PUBLISHED[target], CHIPS["h100"], trained(name, target))
     one, once = pair.draft_time(1, 1024), pair.once_time(1, 1024)
     assert 0 < one < 0.2 * pair.target_time(1, 1024)
-    gain = theory.expected_tokens(0.8, 4) * pair.target_time(1, 1024) / (4 * one + once + pair.verify_time(1, 1024, 4))
+    gain = (
+        theory.expected_tokens(0.8, 4)
+        * pair.target_time(1, 1024)
+        / (4 * one + once + pair.verify_time(1, 1024, 4))
+    )
     assert roofline.chain_speedup(pair, 1, 1024, 4, 0.8) == pytest.approx(gain)
     assert pair.memory(1, 1024) > Pair(PUBLISHED[target], CHIPS["h100"]).memory(1, 1024)
     assert pair.longest_context == 131_072

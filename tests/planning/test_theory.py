@@ -57,7 +57,9 @@ def five_errors(samples: np.ndarray) -> float:
     return 5 * samples.std() / math.sqrt(len(samples))
 
 
-def assert_confirmed(closed_form: float, off_by_one: list[float], simulated: float, bound: float) -> None:
+def assert_confirmed(
+    closed_form: float, off_by_one: list[float], simulated: float, bound: float
+) -> None:
     assert abs(closed_form - simulated) <= bound
     for wrong in off_by_one:
         assert abs(wrong - simulated) > bound
@@ -79,9 +81,15 @@ def test_walltime(alpha, gamma, cost) -> None:
     run = simulate(alpha, gamma)
     simulated = run.tokens.mean() / (run.drafter_steps * cost + run.target_forwards)
     tokens = theory.expected_tokens(alpha, gamma)
-    wrong = [tokens / (gamma * cost), tokens / ((gamma + 1) * cost + 1), tokens / ((gamma - 1) * cost + 1)]
+    wrong = [
+        tokens / (gamma * cost),
+        tokens / ((gamma + 1) * cost + 1),
+        tokens / ((gamma - 1) * cost + 1),
+    ]
     wrong += [theory.expected_tokens(alpha, g) / (gamma * cost + 1) for g in (gamma - 1, gamma + 1)]
-    assert_confirmed(theory.walltime_factor(alpha, gamma, cost), wrong, simulated, run.error(simulated))
+    assert_confirmed(
+        theory.walltime_factor(alpha, gamma, cost), wrong, simulated, run.error(simulated)
+    )
 
 
 @pytest.mark.parametrize("operations", COSTS)
@@ -92,8 +100,13 @@ def test_operations(alpha, gamma, operations) -> None:
     simulated = (run.drafter_steps * operations + run.scored) / run.tokens.mean()
     tokens = theory.expected_tokens(alpha, gamma)
     wrong = [(gamma * operations + gamma) / tokens, ((gamma + 1) * operations + gamma + 1) / tokens]
-    wrong += [(gamma * operations + gamma + 1) / theory.expected_tokens(alpha, g) for g in (gamma - 1, gamma + 1)]
-    assert_confirmed(theory.operations_factor(alpha, gamma, operations), wrong, simulated, run.error(simulated))
+    wrong += [
+        (gamma * operations + gamma + 1) / theory.expected_tokens(alpha, g)
+        for g in (gamma - 1, gamma + 1)
+    ]
+    assert_confirmed(
+        theory.operations_factor(alpha, gamma, operations), wrong, simulated, run.error(simulated)
+    )
 
 
 @pytest.mark.parametrize(("alpha", "gamma"), SETTINGS)
@@ -105,7 +118,9 @@ def test_memory_traffic(alpha, gamma) -> None:
     assert_confirmed(theory.memory_factor(alpha, gamma), wrong, simulated, run.error(simulated))
 
 
-@pytest.mark.parametrize(("alpha", "cost"), [(0.8, 0.05), (0.5, 0.1), (0.9, 0.2), (0.6, 0.4), (0.3, 0.3), (0.2, 0.5)])
+@pytest.mark.parametrize(
+    ("alpha", "cost"), [(0.8, 0.05), (0.5, 0.1), (0.9, 0.2), (0.6, 0.4), (0.3, 0.3), (0.2, 0.5)]
+)
 def test_best_gamma(alpha, cost) -> None:
     """It is the best of all in closed form, and in simulation no neighbour beats it by more than the error."""
     best = theory.best_gamma(alpha, cost)
@@ -118,7 +133,9 @@ def test_best_gamma(alpha, cost) -> None:
     for gamma in {max(best.gamma - 1, 0), best.gamma + 1}:
         other, bound = simulated_factor(alpha, gamma, cost)
         assert own >= other - own_bound - bound
-    beside, bound = simulated_factor(alpha, best.gamma + 4, cost)  # the simulation can tell a wrong choice
+    beside, bound = simulated_factor(
+        alpha, best.gamma + 4, cost
+    )  # the simulation can tell a wrong choice
     assert own > beside + own_bound + bound
 
 
@@ -146,7 +163,9 @@ def test_a_chain_of_one_gains_where_alpha_is_above_the_cost(alpha, cost) -> None
 
 
 @pytest.mark.parametrize(("alpha", "cost"), [(0.3, 0.3), (0.2, 0.5), (0.0, 0.01), (1.0, 1.0)])
-def test_where_alpha_is_not_above_the_cost_no_chain_is_faster_than_plain_decoding(alpha, cost) -> None:
+def test_where_alpha_is_not_above_the_cost_no_chain_is_faster_than_plain_decoding(
+    alpha, cost
+) -> None:
     assert theory.best_gamma(alpha, cost) == theory.Choice(0, 1.0)
     for gamma in (1, 2, 5, 12):
         factor, bound = simulated_factor(alpha, gamma, cost)
@@ -158,18 +177,29 @@ def test_magicdec_time_per_token(alpha, gamma) -> None:
     """Seconds on a clock where verification is slower than a decoding step, as it is in a large batch."""
     target_time, draft_time, verify_time = 12e-3, 2.5e-3, 17e-3
     run = simulate(alpha, gamma)
-    simulated = (run.drafter_steps * draft_time + run.target_forwards * verify_time) / run.tokens.mean()
+    simulated = (
+        run.drafter_steps * draft_time + run.target_forwards * verify_time
+    ) / run.tokens.mean()
     omega = theory.expected_tokens(alpha, gamma)
     closed = theory.time_per_token(draft_time, verify_time, gamma, omega)
-    wrong = [theory.time_per_token(draft_time, verify_time, g, omega) for g in (gamma - 1, gamma + 1)]
-    wrong += [(gamma * draft_time + verify_time) / theory.expected_tokens(alpha, g) for g in (gamma - 1, gamma + 1)]
+    wrong = [
+        theory.time_per_token(draft_time, verify_time, g, omega) for g in (gamma - 1, gamma + 1)
+    ]
+    wrong += [
+        (gamma * draft_time + verify_time) / theory.expected_tokens(alpha, g)
+        for g in (gamma - 1, gamma + 1)
+    ]
     assert_confirmed(closed, wrong, simulated, run.error(simulated))
-    assert theory.speedup_from_times(target_time, draft_time, verify_time, gamma, omega) == pytest.approx(target_time / closed)
+    assert theory.speedup_from_times(
+        target_time, draft_time, verify_time, gamma, omega
+    ) == pytest.approx(target_time / closed)
 
 
 def test_magicdec_is_leviathan_where_verification_costs_one_forward() -> None:
     tokens = theory.expected_tokens(0.7, 5)
-    assert theory.speedup_from_times(10.0, 1.5, 10.0, 5, tokens) == pytest.approx(theory.walltime_factor(0.7, 5, 0.15))
+    assert theory.speedup_from_times(10.0, 1.5, 10.0, 5, tokens) == pytest.approx(
+        theory.walltime_factor(0.7, 5, 0.15)
+    )
 
 
 MEASURED = [  # MagicDec, tables 1 and 2: gamma, gamma T_D, T_V and T_T in ms, tokens a step, measured speed-up
@@ -182,9 +212,13 @@ MEASURED = [  # MagicDec, tables 1 and 2: gamma, gamma T_D, T_V and T_T in ms, t
 
 
 @pytest.mark.parametrize(("gamma", "drafting", "verify", "target", "tokens", "measured"), MEASURED)
-def test_speedup_from_measured_times_is_the_measured_one(gamma, drafting, verify, target, tokens, measured) -> None:
+def test_speedup_from_measured_times_is_the_measured_one(
+    gamma, drafting, verify, target, tokens, measured
+) -> None:
     """The published times leave out some 1 to 4 % of a step, such as sampling: the formula is a little above."""
-    factor = theory.speedup_from_times(target / 1e3, drafting / gamma / 1e3, verify / 1e3, gamma, tokens)
+    factor = theory.speedup_from_times(
+        target / 1e3, drafting / gamma / 1e3, verify / 1e3, gamma, tokens
+    )
     assert measured <= factor <= 1.04 * measured
 
 
@@ -206,7 +240,9 @@ def test_the_ends_of_alpha() -> None:
     assert theory.operations_factor(0.0, 4, 0.5) == 7
     assert theory.operations_factor(1.0, 4, 0.5) == 7 / 5
     assert theory.memory_factor(1.0, 4) == 5
-    assert theory.expected_tokens(1 - 1e-12, 6) == pytest.approx(7, rel=1e-11)  # the quotient loses five digits here
+    assert theory.expected_tokens(1 - 1e-12, 6) == pytest.approx(
+        7, rel=1e-11
+    )  # the quotient loses five digits here
 
 
 NAN, INF = float("nan"), float("inf")
@@ -244,8 +280,16 @@ ACCEPTANCE = (0.55, 0.2, 0.1, 0.05)
 
 def likeliest_nodes(acceptance, nodes: int, depth: int) -> set[tuple[int, ...]]:
     """With positional acceptance the best tree simply holds the nodes that are likeliest to be reached."""
-    paths = [path for level in range(1, depth + 1) for path in itertools.product(range(len(acceptance)), repeat=level)]
-    return set(sorted(paths, key=lambda path: (-math.prod(acceptance[rank] for rank in path), path))[: nodes - 1])
+    paths = [
+        path
+        for level in range(1, depth + 1)
+        for path in itertools.product(range(len(acceptance)), repeat=level)
+    ]
+    return set(
+        sorted(paths, key=lambda path: (-math.prod(acceptance[rank] for rank in path), path))[
+            : nodes - 1
+        ]
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -260,7 +304,9 @@ def test_the_best_tree_holds_the_likeliest_nodes(nodes, depth) -> None:
         key=lambda tree: theory.tree_tokens(ACCEPTANCE, tree),
     )
     expected = likeliest_nodes(ACCEPTANCE, nodes, depth)
-    assert theory.tree_tokens(ACCEPTANCE, best) == pytest.approx(theory.tree_tokens(ACCEPTANCE, tuple(expected)))
+    assert theory.tree_tokens(ACCEPTANCE, best) == pytest.approx(
+        theory.tree_tokens(ACCEPTANCE, tuple(expected))
+    )
     StaticTree(best)  # parents before children
 
 
@@ -273,7 +319,9 @@ def test_every_tree_of_the_programme_has_the_nodes_and_depth_it_is_listed_under(
 
 
 def test_tree_tokens_of_a_chain_is_the_closed_form() -> None:
-    assert theory.tree_tokens((0.7,), Chain(5).choices) == pytest.approx(theory.expected_tokens(0.7, 5))
+    assert theory.tree_tokens((0.7,), Chain(5).choices) == pytest.approx(
+        theory.expected_tokens(0.7, 5)
+    )
 
 
 def test_tree_tokens_is_what_a_simulation_emits() -> None:
@@ -286,7 +334,9 @@ def test_tree_tokens_is_what_a_simulation_emits() -> None:
             path = (*path, int(rng.choice(5, p=[*ACCEPTANCE, 1 - sum(ACCEPTANCE)])))
             if path not in tree:
                 break
-    assert emitted / 40_000 == pytest.approx(theory.tree_tokens(ACCEPTANCE, tree), abs=5 * 1.5 / 200)
+    assert emitted / 40_000 == pytest.approx(
+        theory.tree_tokens(ACCEPTANCE, tree), abs=5 * 1.5 / 200
+    )
 
 
 @pytest.mark.parametrize("acceptance", [(), (0.5, -0.1), (0.7, 0.6)])

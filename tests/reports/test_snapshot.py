@@ -22,28 +22,40 @@ class Letters:
 @pytest.mark.full
 def test_a_perfect_drafter_is_shown_as_accepted_to_the_end(target) -> None:
     shot = take_snapshot(target, DraftModel(target, draft=Chain(3)), PROMPT)
-    plain = np.asarray(specjax.generate(target, None, [PROMPT], max_new_tokens=4).tokens)[0].tolist()
+    plain = np.asarray(specjax.generate(target, None, [PROMPT], max_new_tokens=4).tokens)[
+        0
+    ].tolist()
     assert shot.path == (0, 1, 2, 3)
-    assert [*shot.tokens, shot.bonus] == plain[len(PROMPT) - 1 :]  # the first step's: later ones accept no more
+    assert [*shot.tokens, shot.bonus] == plain[
+        len(PROMPT) - 1 :
+    ]  # the first step's: later ones accept no more
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "draft", [StaticTree(((0,), (1,), (0, 0))), DynamicTree(top_k=3, depth=3, nodes=9)], ids=["static", "dynamic"]
+    "draft",
+    [StaticTree(((0,), (1,), (0, 0))), DynamicTree(top_k=3, depth=3, nodes=9)],
+    ids=["static", "dynamic"],
 )
 def test_the_accepted_path_is_part_of_the_text(target, draft) -> None:
-    shot = take_snapshot(target, DraftModel(tiny_target(seed=5, num_layers=1), draft=draft), PROMPT, steps=8)
+    shot = take_snapshot(
+        target, DraftModel(tiny_target(seed=5, num_layers=1), draft=draft), PROMPT, steps=8
+    )
     assert shot.path[0] == 0
     assert len(shot.path) > 1
     assert [int(shot.parents[node]) for node in shot.path[1:]] == list(shot.path[:-1])
-    text = np.asarray(specjax.generate(target, None, [PROMPT], max_new_tokens=40).tokens)[0].tolist()
+    text = np.asarray(specjax.generate(target, None, [PROMPT], max_new_tokens=40).tokens)[
+        0
+    ].tolist()
     shown = [int(shot.tokens[node]) for node in shot.path] + [shot.bonus]
     assert any(text[i : i + len(shown)] == shown for i in range(len(text)))
 
 
 @pytest.mark.full
 def test_the_picture_names_every_node(target) -> None:
-    shot = take_snapshot(target, DraftModel(tiny_target(seed=5, num_layers=1), draft=DynamicTree(3, 3, 9)), PROMPT)
+    shot = take_snapshot(
+        target, DraftModel(tiny_target(seed=5, num_layers=1), draft=DynamicTree(3, 3, 9)), PROMPT
+    )
     figure = shot.draw(Letters())
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert len(texts) == 9 + 1  # the bonus token

@@ -14,9 +14,21 @@ THEMES = {"light": style.LIGHT, "dark": style.DARK}
 
 VISION = {  # Machado, Oliveira and Fernandes 2009, table 1, severity 1: on linear RGB
     "normal": np.eye(3),
-    "protanope": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deuteranope": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "tritanope": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    "protanope": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranope": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanope": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
 }
 
 
@@ -34,7 +46,9 @@ def oklab(values: np.ndarray) -> np.ndarray:
 
 def contrast(one: str, other: str) -> float:
     """As WCAG defines it."""
-    dark, light = sorted(float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (one, other))
+    dark, light = sorted(
+        float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (one, other)
+    )
     return (light + 0.05) / (dark + 0.05)
 
 
@@ -42,7 +56,9 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("vision", VISION)
 def test_no_two_series_look_alike(theme, vision) -> None:
     seen = {colour: oklab(np.array(VISION[vision]) @ linear(colour)) for colour in theme.series}
-    distances = {pair: np.linalg.norm(seen[pair[0]] - seen[pair[1]]) for pair in combinations(seen, 2)}
+    distances = {
+        pair: np.linalg.norm(seen[pair[0]] - seen[pair[1]]) for pair in combinations(seen, 2)
+    }
     assert min(distances.values()) > 0.1, min(distances, key=lambda pair: distances[pair])
 
 
@@ -60,18 +76,24 @@ def test_a_picture_is_light_unless_its_caller_asks_for_dark(monkeypatch) -> None
     def draw():
         return draw_by_length("a title", {"alpha = 0.8": (1.0, 1.5, 1.7)}, strong="alpha = 0.8")
 
-    monkeypatch.setitem(mpl.rcParams, "axes.facecolor", "#ff0000")  # what else the process draws with
+    monkeypatch.setitem(
+        mpl.rcParams, "axes.facecolor", "#ff0000"
+    )  # what else the process draws with
     with style.use(style.DARK):
         dark = draw()
     light = draw()
     for figure, theme in ((dark, style.DARK), (light, style.LIGHT)):
-        assert to_hex(figure.get_facecolor()) == to_hex(figure.axes[0].get_facecolor()) == theme.paper
+        assert (
+            to_hex(figure.get_facecolor()) == to_hex(figure.axes[0].get_facecolor()) == theme.paper
+        )
         assert to_hex(figure.axes[0].xaxis.label.get_color()) == theme.ink
     assert mpl.rcParams["axes.facecolor"] == "#ff0000"
 
 
 def test_labels_beside_lines_that_end_together_do_not_overlap() -> None:
-    figure = draw_by_length("a title", {f"line {i}": (1.0, 2.0 + i / 100) for i in range(4)}, strong="line 0")
+    figure = draw_by_length(
+        "a title", {f"line {i}": (1.0, 2.0 + i / 100) for i in range(4)}, strong="line 0"
+    )
     figure.draw_without_rendering()
     axes = figure.axes[0]
     boxes = [label.get_window_extent() for label in axes.texts]
@@ -96,7 +118,9 @@ def test_places_are_moved_apart_and_no_further(places, found) -> None:
 
 
 def test_a_long_title_is_broken_into_lines_and_a_dollar_is_a_dollar() -> None:
-    figure = draw_by_length("owner/a-model-with-$ and $ in its name, " * 3, {"a": (1.0, 2.0)}, strong="a")
+    figure = draw_by_length(
+        "owner/a-model-with-$ and $ in its name, " * 3, {"a": (1.0, 2.0)}, strong="a"
+    )
     figure.draw_without_rendering()
     title = figure._suptitle
     assert title.get_text().count("\n") == 1

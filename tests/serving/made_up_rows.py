@@ -35,7 +35,9 @@ def told_of(text: Sequence[int]) -> list[float]:
 class MadeUpRow:
     """A row."""
 
-    def __init__(self, engine: "MadeUpRows", tokens: list[int], limit: int, listener: Callable[[Any], None]) -> None:
+    def __init__(
+        self, engine: "MadeUpRows", tokens: list[int], limit: int, listener: Callable[[Any], None]
+    ) -> None:
         self.engine, self.tokens, self.limit, self.listener = engine, tokens, limit, listener
         self.is_away = self.is_closed = self.is_dropped = False
         self.owner = ""
@@ -58,7 +60,9 @@ class MadeUpRow:
             self.tokens.append(token)
             if len(self.tokens) == self.limit:
                 over = "length"
-            children = [i for i in range(1, len(tokens)) if parents[i] == node and tokens[i] == token]
+            children = [
+                i for i in range(1, len(tokens)) if parents[i] == node and tokens[i] == token
+            ]
             if over or not children:
                 break
             node = children[0]
@@ -93,10 +97,23 @@ class MadeUpRows:
         """What is told of the tokens of a text from start to before stop."""
         if not self.tells:
             return {}
-        return {"hidden": np.array([told_of(text[: i + 1]) for i in range(start, stop)], np.float32).reshape(-1, 2)}
+        return {
+            "hidden": (
+                np.array([told_of(text[: i + 1]) for i in range(start, stop)], np.float32).reshape(
+                    -1, 2
+                )
+            )
+        }
 
     def open_row(
-        self, tokens: Sequence[int], params: SamplingParams, *, prompt_length: int, known: int, listener, owner: str = ""
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt_length: int,
+        known: int,
+        listener,
+        owner: str = "",
     ):
         if self.error is not None:
             raise self.error

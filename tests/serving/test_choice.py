@@ -24,7 +24,14 @@ def tokens_of(draft: DraftShape | None, chance: float) -> float:
 
 
 def tell(
-    choice: DraftChoice, width: int, number: int, chance: float, *, seconds: float, steps: int = STEPS, **named: bool
+    choice: DraftChoice,
+    width: int,
+    number: int,
+    chance: float,
+    *,
+    seconds: float,
+    steps: int = STEPS,
+    **named: bool,
 ) -> None:
     """What a call comes to on average, without chance."""
     row_steps, depth = width * steps, depth_of(choice.drafts[number])
@@ -32,21 +39,37 @@ def tell(
     accepted = np.pad(survival, (0, max(map(depth_of, choice.drafts)) - depth))
     emitted = round(row_steps + survival.sum())
     choice.record(
-        width, number, seconds=seconds * steps, steps=steps, row_steps=row_steps, emitted=emitted, accepted_at=accepted, **named
+        width,
+        number,
+        seconds=seconds * steps,
+        steps=steps,
+        row_steps=row_steps,
+        emitted=emitted,
+        accepted_at=accepted,
+        **named,
     )
 
 
 def costs(width: int, drafts: Sequence[DraftShape | None] = DRAFTS, free: int = 16) -> list[float]:
     """Seconds of a step: the pass takes longer beyond so many ``free`` tokens, and each drafted level takes a while."""
     nodes = [width * (1 if draft is None else draft.nodes) for draft in drafts]
-    return [0.01 * max(1.0, n / free) + 0.001 * depth_of(draft) for n, draft in zip(nodes, drafts, strict=True)]
+    return [
+        0.01 * max(1.0, n / free) + 0.001 * depth_of(draft)
+        for n, draft in zip(nodes, drafts, strict=True)
+    ]
 
 
-def seconds_by(widths: Sequence[int], drafts: Sequence[DraftShape | None] = DRAFTS) -> dict[tuple[int, int], float]:
-    return {(width, number): seconds for width in widths for number, seconds in enumerate(costs(width, drafts))}
+def seconds_by(
+    widths: Sequence[int], drafts: Sequence[DraftShape | None] = DRAFTS
+) -> dict[tuple[int, int], float]:
+    return {
+        (width, number): seconds
+        for width in widths
+        for number, seconds in enumerate(costs(width, drafts))
+    }
 
 
-# --- the rule ----------------------------------------------------------------------------------------------------------
+# --- the rule -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chance", [0.05, 0.3, 0.6, 0.8, 0.95])
@@ -57,8 +80,13 @@ def test_what_is_taken_has_the_most_tokens_a_second(width, chance) -> None:
         tell(choice, width, number, chance, seconds=costs(width)[number], steps=5000)
     for number, draft in enumerate(DRAFTS):
         assert choice.tokens_a_step(number) == pytest.approx(tokens_of(draft, chance), rel=0.02)
-        assert choice.rate(width, number) == pytest.approx(choice.tokens_a_step(number) / costs(width)[number])
-    rates = [tokens_of(draft, chance) / seconds for draft, seconds in zip(DRAFTS, costs(width), strict=True)]
+        assert choice.rate(width, number) == pytest.approx(
+            choice.tokens_a_step(number) / costs(width)[number]
+        )
+    rates = [
+        tokens_of(draft, chance) / seconds
+        for draft, seconds in zip(DRAFTS, costs(width), strict=True)
+    ]
     assert rates[choice.choose(width)] == max(rates)
 
 
@@ -86,7 +114,7 @@ def test_there_is_nothing_to_choose_of_one() -> None:
             tell(choice, 1, 0, 0.5, seconds=0.01)
 
 
-# --- learning ----------------------------------------------------------------------------------------------------------
+# --- learning -------------------------------------------------------------------------------------
 
 
 def calls_until(choice: DraftChoice, width: int, wanted: int, chance: float) -> int:
@@ -150,7 +178,7 @@ def test_a_machine_that_stood_still_once_changes_little() -> None:
     assert choice.seconds[4, 1] <= 0.01 * (1 + 3 / 20) + 1e-9
 
 
-# --- trials ------------------------------------------------------------------------------------------------------------
+# --- trials ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [1, 16, 64])
@@ -166,23 +194,37 @@ def test_others_are_tried_for_a_share_of_the_time_and_no_longer(width) -> None:
     assert 0.8 * TRIALS < share <= TRIALS
     assert min(spent) > 0
     assert sum(choice.decisions.values()) == 20_000
-    assert [choice.decisions[width, number] * choice.seconds[width, number] for number in range(4)] == pytest.approx(spent)
+    assert [
+        choice.decisions[width, number] * choice.seconds[width, number] for number in range(4)
+    ] == pytest.approx(spent)
 
 
 def test_the_table_says_what_it_goes_by() -> None:
-    choice = DraftChoice((None, Chain(3)), {(8, 1): 0.05, (8, 0): 0.02, (1, 0): 0.01, (1, 1): 0.012})
+    choice = DraftChoice(
+        (None, Chain(3)), {(8, 1): 0.05, (8, 0): 0.02, (1, 0): 0.01, (1, 1): 0.012}
+    )
     taken = [choice.choose(8) for _ in range(3)]
     table = choice.table()
-    assert [(line["rows"], line["draft"]) for line in table] == [(1, "none"), (1, "chain of 3"), (8, "none"), (8, "chain of 3")]
+    assert [(line["rows"], line["draft"]) for line in table] == [
+        (1, "none"),
+        (1, "chain of 3"),
+        (8, "none"),
+        (8, "chain of 3"),
+    ]
     assert [line["taken"] for line in table] == [0, 0, taken.count(0), taken.count(1)]
     for line, number in zip(table, (0, 1, 0, 1), strict=True):
-        assert line["tokens_a_second"] == choice.tokens_a_step(number) / choice.seconds[line["rows"], number]  # pyright: ignore[reportArgumentType]
+        assert (
+            line["tokens_a_second"]
+            == choice.tokens_a_step(number) / choice.seconds[line["rows"], number]
+        )  # pyright: ignore[reportArgumentType]
 
 
-# --- a machine that is made up -----------------------------------------------------------------------------------------
+# --- a machine that is made up --------------------------------------------------------------------
 
 
-def simulate(choice: DraftChoice, chances: Sequence[float], width: int, calls: int, seed: int) -> tuple[float, list[int]]:
+def simulate(
+    choice: DraftChoice, chances: Sequence[float], width: int, calls: int, seed: int
+) -> tuple[float, list[int]]:
     """Tokens a second of a machine whose clock is not exact and whose texts are accepted by chance, and what was taken."""
     draw, seconds_of = np.random.default_rng(seed), costs(width, choice.drafts)
     tokens, spent, taken = 0, 0.0, []
@@ -218,7 +260,9 @@ def best_rate(chances: Sequence[float], width: int) -> float:
 def test_it_is_as_fast_as_the_best_draft_at_every_load(width, seed) -> None:
     draw = random.Random(seed)
     chances = [draw.uniform(0.1, 0.95)] * 3 + [draw.uniform(0.1, 0.95)]
-    rate, _ = simulate(DraftChoice(DRAFTS, seconds_by([width])), chances, width, calls=600, seed=seed)
+    rate, _ = simulate(
+        DraftChoice(DRAFTS, seconds_by([width])), chances, width, calls=600, seed=seed
+    )
     assert rate > 0.97 * best_rate(chances, width)
 
 
@@ -226,20 +270,30 @@ def test_it_is_as_fast_as_the_best_draft_when_loads_come_and_go() -> None:
     widths, chances, draw = (1, 4, 16, 64), [0.7] * 3 + [0.85], random.Random(0)
     choice = DraftChoice(DRAFTS, seconds_by(widths))
     loads = draw.choices(widths, k=60)
-    rates = [simulate(choice, chances, width, calls=30, seed=period)[0] for period, width in enumerate(loads)]
+    rates = [
+        simulate(choice, chances, width, calls=30, seed=period)[0]
+        for period, width in enumerate(loads)
+    ]
     assert sum(rates) > 0.97 * sum(best_rate(chances, width) for width in loads)
 
 
 def test_the_same_calls_have_the_same_choices() -> None:
-    first, again = (simulate(DraftChoice(DRAFTS, seconds_by([4])), [0.5] * 4, 4, calls=300, seed=1) for _ in range(2))
+    first, again = (
+        simulate(DraftChoice(DRAFTS, seconds_by([4])), [0.5] * 4, 4, calls=300, seed=1)
+        for _ in range(2)
+    )
     assert first == again
     assert set(first[1]) <= set(range(len(DRAFTS)))
 
 
 def test_as_long_as_something_compiles_the_first_draft_that_is_ready_is_used() -> None:
     choice = DraftChoice(DRAFTS, {})
-    assert [choice.choose(1, ready=ready, is_measuring=False) for ready in ([0], [0, 2], [0, 1, 2])] == [0, 2, 1]
-    assert {choice.choose(1) for _ in range(3 * TRY_UNKNOWN)} == {0}  # what seconds are measured against comes first
+    assert [
+        choice.choose(1, ready=ready, is_measuring=False) for ready in ([0], [0, 2], [0, 1, 2])
+    ] == [0, 2, 1]
+    assert {choice.choose(1) for _ in range(3 * TRY_UNKNOWN)} == {
+        0
+    }  # what seconds are measured against comes first
     for _ in range(5):  # calls whose seconds are not known
         choice.record(1, 0, seconds=None, steps=8, row_steps=8, emitted=8, accepted_at=np.zeros(7))
     assert choice.seconds == {}
@@ -269,7 +323,9 @@ def test_drafts_are_tried_once_in_a_while_until_their_seconds_are_known() -> Non
     for slow in (10.0, 1.0):  # the first call of a program takes longer, and is not counted
         tell(choice, 1, 0, 0.5, seconds=slow * seconds[0])
     assert choice.seconds == {(1, 0): pytest.approx(seconds[0])}
-    assert {choice.choose(1, ready=[0, 1, 2], is_measuring=False) for _ in range(3 * TRY_UNKNOWN)} == {0}
+    assert {
+        choice.choose(1, ready=[0, 1, 2], is_measuring=False) for _ in range(3 * TRY_UNKNOWN)
+    } == {0}
     taken = []
     for _ in range(8 * TRY_UNKNOWN):
         taken.append(choice.choose(1, ready=[0, 1, 2]))

@@ -22,7 +22,14 @@ from specjax import sharding
 from specjax.drafters import MTP, MixtureOfAttentions, NoDraft, PromptLookup
 from specjax.errors import InputError
 from specjax.models import params
-from specjax.serving.clients import ClientRow, DraftVerified, RowDropped, RowEvent, RowFeatures, RowReady
+from specjax.serving.clients import (
+    ClientRow,
+    DraftVerified,
+    RowDropped,
+    RowEvent,
+    RowFeatures,
+    RowReady,
+)
 from specjax.serving.device import ClientDrafts
 from specjax.serving.engine import Engine
 from specjax.serving.handle import EngineError
@@ -61,12 +68,33 @@ def drafting(target, remote_drafter) -> Iterator[Engine]:
 def drafting_engine(target, remote_drafter, *drafts: str | None, **options) -> Engine:
     own = specjax.Eagle3.init(target, jax.random.key(5))
     clients = ClientDrafts(remote_drafter, nodes=NODES, depth=DEPTH)
-    return Engine(target, own, drafts=drafts, rows=4, widths=(2, 4), pages=16, clients=clients, **SIZES, **options)
+    return Engine(
+        target,
+        own,
+        drafts=drafts,
+        rows=4,
+        widths=(2, 4),
+        pages=16,
+        clients=clients,
+        **SIZES,
+        **options,
+    )
 
 
 def plain_engine(target, **options) -> Engine:
     clients = ClientDrafts(nodes=NODES, depth=DEPTH)
-    return Engine(target, **{"rows": 2, "widths": (2,), "pages": 16, "steps": 4, "clients": clients, **SIZES, **options})
+    return Engine(
+        target,
+        **{
+            "rows": 2,
+            "widths": (2,),
+            "pages": 16,
+            "steps": 4,
+            "clients": clients,
+            **SIZES,
+            **options,
+        },
+    )
 
 
 @pytest.fixture
@@ -82,7 +110,9 @@ Draft = tuple[list[int], list[int]]
 class Client:
     """Drafts below what it knows, and keeps what it is told."""
 
-    def __init__(self, engine: Engine, request: Request, tokens: Sequence[int] = (), owner: str = "") -> None:
+    def __init__(
+        self, engine: Engine, request: Request, tokens: Sequence[int] = (), owner: str = ""
+    ) -> None:
         self.engine, self.request, self.owner = engine, request, owner
         self.tokens = list(tokens or request.prompt)
         self.told: list[dict[str, np.ndarray]] = []
@@ -129,7 +159,9 @@ class Client:
 
     def note(self, arrays: dict[str, np.ndarray], count: int) -> None:
         assert all(len(array) == count for array in arrays.values())
-        self.told += [{name: array[place] for name, array in arrays.items()} for place in range(count)]
+        self.told += [
+            {name: array[place] for name, array in arrays.items()} for place in range(count)
+        ]
 
     def ready(self) -> "Client":
         while not self.is_ready:
@@ -176,7 +208,11 @@ def accepted_of(draft: Draft, right: Sequence[int]) -> tuple[int, ...]:
     tokens, parents = draft
     path = [0]
     for token in right[:-1]:
-        below = [node for node in range(1, len(tokens)) if parents[node] == path[-1] and tokens[node] == token]
+        below = [
+            node
+            for node in range(1, len(tokens))
+            if parents[node] == path[-1] and tokens[node] == token
+        ]
         if not below:
             break
         path.append(below[-1])
@@ -230,12 +266,16 @@ def run(engine: Engine, target, clients: list[Client], rng: random.Random) -> No
                     client.open()
 
 
-# --- texts -------------------------------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 9))])
-def test_every_text_is_that_of_its_request_and_is_unsent_features_once(drafting, target, remote_drafter, seed) -> None:
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 9))]
+)
+def test_every_text_is_that_of_its_request_and_is_unsent_features_once(
+    drafting, target, remote_drafter, seed
+) -> None:
     """Beside requests whose drafts are the engine's, with too few pages for all. Nothing is compiled for it."""
     rng = random.Random(seed)
     requests = [some_request(rng, number) for number in range(14)]
@@ -250,7 +290,9 @@ def test_every_text_is_that_of_its_request_and_is_unsent_features_once(drafting,
     assert compilations() == before
     for client in clients:
         check_tokens(target, client.request, client.text, is_whole=True)
-        assert client.over == ("stop" if client.text[-1] in client.request.eos_token_ids else "length")
+        assert client.over == (
+            "stop" if client.text[-1] in client.request.eos_token_ids else "length"
+        )
         check_told(target, remote_drafter, client)
     statistics = drafting.statistics.clients
     # Some were dropped with their rows.
@@ -262,14 +304,20 @@ def test_every_text_is_that_of_its_request_and_is_unsent_features_once(drafting,
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 5))])
-def test_texts_of_clients_that_lose_their_rows_and_come_back_are_those_of_their_requests(target, remote_drafter, seed) -> None:
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 5))]
+)
+def test_texts_of_clients_that_lose_their_rows_and_come_back_are_those_of_their_requests(
+    target, remote_drafter, seed
+) -> None:
     """What is read again is not told again."""
     rng = random.Random(seed)
     requests = [some_request(rng, number) for number in range(20)]
     with drafting_engine(target, remote_drafter, "chain:3", client_idle_seconds=0.0) as engine:
         handles = [request.submit(engine) for request in requests[:8]]
-        clients = [Client(engine, request, owner=rng.choice(["", "me"])) for request in requests[8:]]
+        clients = [
+            Client(engine, request, owner=rng.choice(["", "me"])) for request in requests[8:]
+        ]
         run(engine, target, clients, rng)
         for request, handle in zip(requests, handles, strict=False):
             check_tokens(target, request, handle.result(PATIENCE).tokens, is_whole=True)
@@ -281,7 +329,9 @@ def test_texts_of_clients_that_lose_their_rows_and_come_back_are_those_of_their_
 
 
 @pytest.mark.thorough
-def test_a_drafter_that_is_paused_and_catches_up_leaves_clients_rows_alone(target, remote_drafter) -> None:
+def test_a_drafter_that_is_paused_and_catches_up_leaves_clients_rows_alone(
+    target, remote_drafter
+) -> None:
     requests = [some_request(random.Random(seed), seed) for seed in range(16)]
     with drafting_engine(target, remote_drafter, None, "chain:3") as engine:
         handles = [request.submit(engine) for request in requests[:8]]
@@ -315,7 +365,11 @@ def test_a_right_draft_is_accepted_to_its_end(plain, target) -> None:
     assert checked.seconds > 0
     statistics = plain.statistics.clients
     assert (statistics.rows, statistics.calls, statistics.drafts) == (1, 1, 1)
-    assert (statistics.drafted, statistics.accepted, statistics.generated) == (DEPTH, DEPTH, DEPTH + 1)
+    assert (statistics.drafted, statistics.accepted, statistics.generated) == (
+        DEPTH,
+        DEPTH,
+        DEPTH + 1,
+    )
 
 
 @pytest.mark.parametrize("place", [0, 2, 4])
@@ -344,7 +398,11 @@ def test_a_text_as_long_as_there_is_room_for(plain, target) -> None:
     while not client.over:
         after = list(right[len(client.text) :][:DEPTH])
         client.ask(([client.tokens[-1], *after], list(range(-1, len(after)))))
-    assert (client.row.length, client.row.max_length, tuple(client.text)) == (CAPACITY, CAPACITY, right)
+    assert (client.row.length, client.row.max_length, tuple(client.text)) == (
+        CAPACITY,
+        CAPACITY,
+        right,
+    )
 
 
 @pytest.mark.full
@@ -360,7 +418,9 @@ def test_a_text_that_is_opened_in_its_middle_goes_on(drafting, target, remote_dr
     second.told = first.told[:20]
     second.open()
     second.ready()
-    assert drafting.statistics.prompt_tokens_shared - read.prompt_tokens_shared == CHUNK  # the 20 that it knows, in chunks
+    assert (
+        drafting.statistics.prompt_tokens_shared - read.prompt_tokens_shared == CHUNK
+    )  # the 20 that it knows, in chunks
     check_told(target, remote_drafter, second)
     while not second.over:
         second.ask(second.root())
@@ -368,7 +428,9 @@ def test_a_text_that_is_opened_in_its_middle_goes_on(drafting, target, remote_dr
 
 
 @pytest.mark.full
-def test_what_a_client_is_told_is_computed_whoever_read_it_before(drafting, target, remote_drafter) -> None:
+def test_what_a_client_is_told_is_computed_whoever_read_it_before(
+    drafting, target, remote_drafter
+) -> None:
     request = Request((1, 2, 3, 4) * 8, 4)
     request.submit(drafting).result(PATIENCE)
     before = drafting.statistics
@@ -383,7 +445,7 @@ def test_what_a_client_is_told_is_computed_whoever_read_it_before(drafting, targ
     assert drafting.statistics.prompt_tokens_shared > after.prompt_tokens_shared
 
 
-# --- rows --------------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def test_all_drafts_that_wait_are_verified_in_one_call(plain) -> None:
@@ -435,7 +497,9 @@ def test_a_completion_does_not_wait_for_clients_that_do_nothing(target, settings
             for client in (client for client in clients if not client.over):
                 client.ask(client.root())
         after = engine.statistics
-        assert after.prompt_tokens_shared > before.prompt_tokens_shared  # their prompts were not computed again
+        assert (
+            after.prompt_tokens_shared > before.prompt_tokens_shared
+        )  # their prompts were not computed again
         assert (after.clients.dropped, after.clients.rows) == (0, 0)
         check_at_rest(engine)
     assert [tuple(client.text) for client in clients] == rights
@@ -467,7 +531,9 @@ def test_clients_and_requests_take_turns(target) -> None:
         assert [len(handle.result(PATIENCE).tokens) for handle in handles] == [12] * 3
         assert engine.statistics.clients.preempted >= len(clients) - 2
         check_at_rest(engine)
-    assert [tuple(client.text) for client in clients] == [expected(target, request) for request in requests]
+    assert [tuple(client.text) for client in clients] == [
+        expected(target, request) for request in requests
+    ]
 
 
 @pytest.mark.parametrize(("seconds", "share"), [(0.0, 1), (1e6, 4)], ids=["idle", "drafting"])
@@ -580,7 +646,9 @@ def test_a_listener_that_fails_loses_its_row_and_nobody_else_does(plain, caplog)
         raise ValueError(f"not {event}")
 
     plain.open_row(list(PROMPT), max_new_tokens=8, listener=fail)
-    wait_until(lambda: not plain.statistics.clients.rows and "not RowReady(length=6)" in caplog.text)
+    wait_until(
+        lambda: not plain.statistics.clients.rows and "not RowReady(length=6)" in caplog.text
+    )
     Client(plain, Request(PROMPT, 8)).ready()
 
 
@@ -648,7 +716,7 @@ def test_a_full_line_refuses_clients_too(target) -> None:
         Client(engine, Request(PROMPT, 8)).ready()
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -722,7 +790,10 @@ def test_an_engine_without_clients_refuses_them(target) -> None:
     [
         (ClientDrafts(nodes=4, depth=4), "nodes=4 and depth=4"),
         (ClientDrafts(nodes=4, depth=0), "nodes=4 and depth=0"),
-        (ClientDrafts(specjax.Eagle3.init(tiny_target(vocab_size=12), jax.random.key(0))), "vocabulary of 12"),
+        (
+            ClientDrafts(specjax.Eagle3.init(tiny_target(vocab_size=12), jax.random.key(0))),
+            "vocabulary of 12",
+        ),
         (ClientDrafts(MTP.init(tiny_target(), jax.random.key(0), modules=2)), "a MTP of this kind"),
     ],
 )
@@ -735,8 +806,12 @@ def test_drafts_that_cannot_be_served_are_refused(target, drafts, message) -> No
 def test_a_mesh_that_splits_the_model_gives_the_same_texts(target) -> None:
     mesh = sharding.make_mesh(model=2)
     places = params.shardings(params.declare(target.config), mesh, target.config.axis_units)
-    with plain_engine(target.replace(params=jax.device_put(target.params, places), mesh=mesh)) as engine:
-        requests = [Request(PROMPT, 16, settings, seed=seed) for seed, settings in enumerate(({}, WARM))]
+    with plain_engine(
+        target.replace(params=jax.device_put(target.params, places), mesh=mesh)
+    ) as engine:
+        requests = [
+            Request(PROMPT, 16, settings, seed=seed) for seed, settings in enumerate(({}, WARM))
+        ]
         clients = [Client(engine, request) for request in requests]
         run(engine, target, clients, random.Random(0))
     for client in clients:
@@ -752,7 +827,9 @@ def test_drafts_that_do_not_fit_a_frame_are_refused(target, remote_drafter, monk
     ClientDrafts(nodes=255).check(target)
     with pytest.raises(InputError, match=r"nodes=256.* 255"):
         ClientDrafts(nodes=256).check(target)
-    largest = max(4 * int(np.prod(shape)) for shape in ClientDrafts(remote_drafter).tells(target).values())
+    largest = max(
+        4 * int(np.prod(shape)) for shape in ClientDrafts(remote_drafter).tells(target).values()
+    )
     monkeypatch.setattr("specjax.wire.MOST_ARRAY", 5 * largest)
     ClientDrafts(remote_drafter, depth=4).check(target)
     with pytest.raises(InputError, match=r"depth=5.*smaller depth"):

@@ -41,7 +41,7 @@ PATIENCE = 60.0
 """Seconds after which a test fails in place of waiting for good."""
 
 
-# --- what a request's text must be -----------------------------------------------------------------------------------
+# --- what a request's text must be ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,10 @@ class Request:
     choice: int = 0
 
     def submit(self, engine: Engine) -> Handle:
-        named = {name: getattr(self, name) for name in ("max_new_tokens", "eos_token_ids", "seed", "choice")}
+        named = {
+            name: getattr(self, name)
+            for name in ("max_new_tokens", "eos_token_ids", "seed", "choice")
+        }
         return engine.submit(list(self.prompt), **named, **self.settings)
 
     @property
@@ -75,7 +78,13 @@ def expected(target, request: Request) -> tuple[int, ...]:
     prompt[0, : len(request.prompt)] = request.prompt
     options = {"max_new_tokens": MOST, "rule": "coupled", "eos_token_ids": ()}
     result = specjax.generate(
-        target, None, prompt, [len(request.prompt)], sampling=request.sampling, key=request.key[None], **options
+        target,
+        None,
+        prompt,
+        [len(request.prompt)],
+        sampling=request.sampling,
+        key=request.key[None],
+        **options,
     )
     text = result.tokens[0, len(request.prompt) :][: request.max_new_tokens].tolist()
     ends = [place for place, token in enumerate(text) if token in request.eos_token_ids]
@@ -89,19 +98,27 @@ def is_near_tie(target, request: Request, text: Sequence[int], place: int) -> bo
     output, _ = target.forward(jnp.array([tokens]))
     logits = output.logits[0, -1]
     moved = logits + np.random.default_rng(0).uniform(-1e-4, 1e-4, (512, VOCABULARY))
-    noise = position_noise(position_keys(request.key[None], jnp.array([[len(tokens)]])), VOCABULARY)[0, 0]
-    drawn = jnp.argmax(perturbed(moved, request.sampling.rows(512, "coupled"), jnp.tile(noise, (512, 1))), axis=-1)
+    noise = position_noise(
+        position_keys(request.key[None], jnp.array([[len(tokens)]])), VOCABULARY
+    )[0, 0]
+    drawn = jnp.argmax(
+        perturbed(moved, request.sampling.rows(512, "coupled"), jnp.tile(noise, (512, 1))), axis=-1
+    )
     return len(np.unique(drawn)) > 1
 
 
 def check_tokens(target, request: Request, tokens: Sequence[int], is_whole: bool) -> None:
     """``tokens`` are the request's text, or its beginning. Where they part from it, two tokens were nearly equally likely."""
     right = expected(target, request)
-    place = next((i for i, (one, other) in enumerate(zip(tokens, right, strict=False)) if one != other), None)
+    place = next(
+        (i for i, (one, other) in enumerate(zip(tokens, right, strict=False)) if one != other), None
+    )
     if place is not None:
         assert is_near_tie(target, request, right, place), f"{request}: {tokens} is not {right}"
     else:
-        assert len(tokens) == len(right) if is_whole else len(tokens) <= len(right), f"{request}: {tokens} is not {right}"
+        assert len(tokens) == len(right) if is_whole else len(tokens) <= len(right), (
+            f"{request}: {tokens} is not {right}"
+        )
 
 
 def check_text(target, request: Request, handle: Handle) -> None:
@@ -147,19 +164,23 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-# --- engines ---------------------------------------------------------------------------------------------------------
+# --- engines --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def drafting(target) -> Iterator[Engine]:
     """An engine whose drafts change, with too few pages: two texts of full length fill them."""
     drafter = specjax.Eagle3.init(target, jax.random.key(5))
-    with Engine(target, drafter, drafts=(None, "chain:3", TREE), rows=4, widths=(2, 4), pages=16, **SIZES) as engine:
+    with Engine(
+        target, drafter, drafts=(None, "chain:3", TREE), rows=4, widths=(2, 4), pages=16, **SIZES
+    ) as engine:
         yield engine
 
 
 def plain_engine(target, **options) -> Engine:
-    return Engine(target, **{"rows": 2, "widths": (2,), "pages": 16, "steps": 4, **SIZES, **options})
+    return Engine(
+        target, **{"rows": 2, "widths": (2,), "pages": 16, "steps": 4, **SIZES, **options}
+    )
 
 
 @pytest.fixture
@@ -173,7 +194,11 @@ class Gate:
     """Stands before an engine's decode calls, and lets them through one by one, or all."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._decode, self._allowed = engine, engine._loop._decode, threading.Semaphore(0)
+        self._engine, self._decode, self._allowed = (
+            engine,
+            engine._loop._decode,
+            threading.Semaphore(0),
+        )
         self._is_open, self._is_here, self._passed = False, False, 0
         engine._loop._decode = self._pass
 
@@ -223,22 +248,40 @@ def gated(engine: Engine) -> Iterator[Gate]:
         gate.open()
 
 
-# --- random schedules ------------------------------------------------------------------------------------------------
+# --- random schedules -----------------------------------------------------------------------------
 
 
 def random_request(random: np.random.Generator, beginnings: Sequence[Sequence[int]]) -> Request:
     begun = beginnings[random.integers(len(beginnings))][: random.integers(LONGEST_PROMPT)]
-    prompt = [*begun, *random.integers(0, VOCABULARY, random.integers(0, 6))][:LONGEST_PROMPT] or [3]
+    prompt = [*begun, *random.integers(0, VOCABULARY, random.integers(0, 6))][:LONGEST_PROMPT] or [
+        3
+    ]
     if random.random() < 0.4:
         settings = {}
     else:
-        settings = {"temperature": float(random.choice([0.7, 1.0, 1.5])), "top_p": float(random.choice([0.8, 1.0]))}
-    ends = random.choice(VOCABULARY, random.integers(1, 4), replace=False).tolist() if random.random() < 0.3 else []
+        settings = {
+            "temperature": float(random.choice([0.7, 1.0, 1.5])),
+            "top_p": float(random.choice([0.8, 1.0])),
+        }
+    ends = (
+        random.choice(VOCABULARY, random.integers(1, 4), replace=False).tolist()
+        if random.random() < 0.3
+        else []
+    )
     most = int(random.integers(1, MOST + 1))
-    return Request(tuple(map(int, prompt)), most, settings, tuple(ends), int(random.integers(5)), int(random.integers(3)))
+    return Request(
+        tuple(map(int, prompt)),
+        most,
+        settings,
+        tuple(ends),
+        int(random.integers(5)),
+        int(random.integers(3)),
+    )
 
 
-def run_schedule(engine: Engine, seed: int, count: int = 8, clients: int = 3) -> list[tuple[Request, Handle, bool]]:
+def run_schedule(
+    engine: Engine, seed: int, count: int = 8, clients: int = 3
+) -> list[tuple[Request, Handle, bool]]:
     """Requests of several threads, some of which are cancelled at random moments: each with its handle, and whether it was
     cancelled. All are over."""
     whole = np.random.default_rng(seed)
@@ -276,18 +319,25 @@ def counted(engine: Engine) -> tuple[int, int, int]:
 
 
 def check_schedules(target, engine: Engine, seeds: Sequence[int], count: int, monkeypatch) -> None:
-    GREEDY.submit(engine).result(PATIENCE)  # what makes keys may have been freed, to make room for other tests' programs
+    GREEDY.submit(engine).result(
+        PATIENCE
+    )  # what makes keys may have been freed, to make room for other tests' programs
     before, ended, totals = compilations(), [], counted(engine)
     for seed in seeds:
         random = np.random.default_rng((seed, 99))
         monkeypatch.setattr(engine, "steps", int(random.choice([1, 3, 8])))
-        monkeypatch.setattr(engine._loop.choice, "choose", lambda *_, random=random, **__: int(random.integers(3)))
+        monkeypatch.setattr(
+            engine._loop.choice, "choose", lambda *_, random=random, **__: int(random.integers(3))
+        )
         ended += run_schedule(engine, seed, count)
         check_at_rest(engine)
     assert compilations() == before
     # Rows change their texts and their places, and give way: what the engine has counted is what the texts have.
     of_texts = [handle.acceptance for _, handle, _ in ended if handle.acceptance is not None]
-    sums = [sum(numbers) for numbers in zip(*((a.emitted, a.drafted, a.accepted) for a in of_texts), strict=True)]
+    sums = [
+        sum(numbers)
+        for numbers in zip(*((a.emitted, a.drafted, a.accepted) for a in of_texts), strict=True)
+    ]
     assert [after - first for after, first in zip(counted(engine), totals, strict=True)] == sums
     for request, handle, is_cancelled in ended:
         if is_cancelled and handle.finish_reason == "cancelled":
@@ -300,7 +350,9 @@ def check_schedules(target, engine: Engine, seeds: Sequence[int], count: int, mo
 
 
 @pytest.mark.full
-def test_every_text_of_random_schedules_is_that_of_its_request_alone(target, drafting, monkeypatch) -> None:
+def test_every_text_of_random_schedules_is_that_of_its_request_alone(
+    target, drafting, monkeypatch
+) -> None:
     before = drafting.statistics
     check_schedules(target, drafting, range(24), 8, monkeypatch)
     after = drafting.statistics
@@ -311,10 +363,12 @@ def test_every_text_of_random_schedules_is_that_of_its_request_alone(target, dra
 @pytest.mark.thorough
 @pytest.mark.parametrize("part", range(4))
 def test_every_text_of_thousands(target, drafting, monkeypatch, part) -> None:
-    check_schedules(target, drafting, range(1000 * part + 1000, 1000 * part + 1050), 24, monkeypatch)
+    check_schedules(
+        target, drafting, range(1000 * part + 1000, 1000 * part + 1050), 24, monkeypatch
+    )
 
 
-# --- the handle ------------------------------------------------------------------------------------------------------
+# --- the handle -----------------------------------------------------------------------------------
 
 GREEDY = Request((1, 2, 3))
 DRAWN = Request((4, 5), settings={"temperature": 1.0}, seed=7)
@@ -326,14 +380,20 @@ def test_it_is_iterated_over_in_a_thread_and_again(target, plain) -> None:
         handle = request.submit(plain)
         pieces = list(handle)
         assert len(pieces) >= 4  # of 16 tokens, at most 4 steps a call
-        assert tuple(token for piece in pieces for token in piece.tokens) == expected(target, request) == handle.tokens
+        assert (
+            tuple(token for piece in pieces for token in piece.tokens)
+            == expected(target, request)
+            == handle.tokens
+        )
         assert list(handle) == pieces
         assert handle.finish_reason == "length" and handle.text == ""
 
 
 @pytest.mark.full
 def test_more_coroutines_read_than_a_pool_has_threads(target, plain) -> None:
-    requests = [Request((1 + i % 10, i % 7), settings={"temperature": 1.0}, seed=i) for i in range(60)]
+    requests = [
+        Request((1 + i % 10, i % 7), settings={"temperature": 1.0}, seed=i) for i in range(60)
+    ]
 
     async def read(handle: Handle) -> tuple[int, ...]:
         return tuple([token async for piece in handle for token in piece.tokens])
@@ -441,7 +501,9 @@ def test_it_is_cancelled_while_it_is_read(target, plain) -> None:
     check_text(target, long, long.submit(plain))
 
 
-def test_a_cancelled_prompt_keeps_the_device_for_no_more_than_it_is_at(target, plain, monkeypatch) -> None:
+def test_a_cancelled_prompt_keeps_the_device_for_no_more_than_it_is_at(
+    target, plain, monkeypatch
+) -> None:
     """The device takes its time: it has done what it was asked for when this test says so."""
     is_done, engine_waits, starts = threading.Semaphore(0), threading.Event(), []
     read = plain._loop._read
@@ -509,7 +571,7 @@ def test_it_ends_at_a_token_or_at_its_limit(target, plain) -> None:
     assert handle.result(PATIENCE).tokens == text[:1] and handle.finish_reason == "length"
 
 
-# --- text ------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -549,10 +611,14 @@ def test_texts_and_stop_strings_are_the_generators(of_words) -> None:
         ("the <0xE8> <0xAA>", "語", "<0x9E> <0x20> b a", 1),  # the prompt ends within a character
     ],
 )
-def test_what_was_held_back_ends_where_the_stop_string_was_complete(of_words, prompt, stop, tokens, kept) -> None:
+def test_what_was_held_back_ends_where_the_stop_string_was_complete(
+    of_words, prompt, stop, tokens, kept
+) -> None:
     """The bytes of a run are text when it ends. The stop string may have been complete before, and the tokens end there."""
     generator, engine = of_words
-    prompt, tokens = (generator.tokenizer.convert_tokens_to_ids(each.split()) for each in (prompt, tokens))
+    prompt, tokens = (
+        generator.tokenizer.convert_tokens_to_ids(each.split()) for each in (prompt, tokens)
+    )
     with gated(engine) as gate:
         handle = engine.submit(prompt, max_new_tokens=24, stop=[stop])
         gate.wait()
@@ -566,7 +632,9 @@ def test_what_was_held_back_ends_where_the_stop_string_was_complete(of_words, pr
 
 
 @pytest.mark.full
-def test_of_a_chat_of_a_model_with_channels_the_final_one_is_the_text(of_words, monkeypatch) -> None:
+def test_of_a_chat_of_a_model_with_channels_the_final_one_is_the_text(
+    of_words, monkeypatch
+) -> None:
     generator, engine = of_words
     asked: list[bool] = []
     make = text.GrowingText
@@ -587,19 +655,31 @@ def test_of_a_chat_of_a_model_with_channels_the_final_one_is_the_text(of_words, 
     generator([chat, "a the"], max_new_tokens=1)
     list(generator.stream(chat, max_new_tokens=1))
     assert asked == [False, True, True, False, False, True, False, True]
-    assert engine.encode(chat, {"more": "b"}) == [*engine.encode(chat), *generator.tokenizer.convert_tokens_to_ids(["b"])]
+    assert engine.encode(chat, {"more": "b"}) == [
+        *engine.encode(chat),
+        *generator.tokenizer.convert_tokens_to_ids(["b"]),
+    ]
 
 
-# --- several choices, errors -----------------------------------------------------------------------------------------
+# --- several choices, errors ----------------------------------------------------------------------
 
 
 def test_choices_of_one_seed_are_the_rows_of_a_batch(target, plain) -> None:
     prompt, seed = (5, 6, 7), 11
     settings = {"temperature": 1.0}
-    handles = [Request(prompt, settings=settings, seed=seed, choice=choice).submit(plain) for choice in range(4)]
+    handles = [
+        Request(prompt, settings=settings, seed=seed, choice=choice).submit(plain)
+        for choice in range(4)
+    ]
     texts = [handle.result(PATIENCE).tokens for handle in handles]
     batch = specjax.generate(
-        target, None, [prompt] * 4, max_new_tokens=16, sampling=Sampling(1.0), key=make_key(seed), rule="coupled"
+        target,
+        None,
+        [prompt] * 4,
+        max_new_tokens=16,
+        sampling=Sampling(1.0),
+        key=make_key(seed),
+        rule="coupled",
     )
     assert texts == [tuple(row[3:].tolist()) for row in batch.tokens]
     assert len(set(texts)) == 4
@@ -609,8 +689,15 @@ def test_choices_of_one_seed_are_the_rows_of_a_batch(target, plain) -> None:
 
 
 def test_prompts_may_be_arrays(target, plain) -> None:
-    for prompt in (GREEDY.prompt, list(GREEDY.prompt), np.array(GREEDY.prompt), jnp.array(GREEDY.prompt)):
-        assert plain.submit(prompt, max_new_tokens=16, eos_token_ids=()).result(PATIENCE).tokens == expected(target, GREEDY)
+    for prompt in (
+        GREEDY.prompt,
+        list(GREEDY.prompt),
+        np.array(GREEDY.prompt),
+        jnp.array(GREEDY.prompt),
+    ):
+        assert plain.submit(prompt, max_new_tokens=16, eos_token_ids=()).result(
+            PATIENCE
+        ).tokens == expected(target, GREEDY)
 
 
 BAD_ENGINES = {
@@ -644,9 +731,14 @@ def test_a_generator_has_its_own_drafter_and_a_mesh_no_widths(target, of_words) 
     with pytest.raises(InputError, match="drafter: the generator brings its own drafter"):
         Engine(generator, specjax.PromptLookup())
     on_mesh = target.replace(mesh=sharding.make_mesh(2, 1))
-    with pytest.raises(InputError, match=r"rows=3: must be at least 1, and a multiple of the mesh's data axis \(2\)"):
+    with pytest.raises(
+        InputError,
+        match=r"rows=3: must be at least 1, and a multiple of the mesh's data axis \(2\)",
+    ):
         plain_engine(on_mesh, rows=3)
-    with pytest.raises(InputError, match=r"widths=\(1, 2\): on a mesh that splits rows, give \(2,\)"):
+    with pytest.raises(
+        InputError, match=r"widths=\(1, 2\): on a mesh that splits rows, give \(2,\)"
+    ):
         plain_engine(on_mesh, widths=(1, 2))
 
 
@@ -656,7 +748,9 @@ BAD_REQUESTS = {
     r"prompt: an engine without a tokenizer takes token ids": {"prompt": "words"},
     r"prompt=None: give text, a chat, or token ids": {"prompt": None},
     r"no stop strings; give tokenizer": {"stop": ["x"]},
-    r"prompt \(60 tokens\) plus max_new_tokens=8 make 68 tokens, but there is room for 64": {"prompt": [1] * 60},
+    r"prompt \(60 tokens\) plus max_new_tokens=8 make 68 tokens, but there is room for 64": {
+        "prompt": [1] * 60
+    },
     r"max_new_tokens=0: must be at least 1": {"max_new_tokens": 0},
     r"max_new_tokens=\[5\]: give one number": {"max_new_tokens": [5]},
     r"temperature=-1: must be at least 0": {"temperature": -1},
@@ -682,7 +776,9 @@ def test_what_cannot_be_asked_for_is_named(drafting, message) -> None:
 def test_stop_strings_are_strings_and_not_empty(of_words) -> None:
     _, engine = of_words
     for stop in ("", [""], [3]):
-        with pytest.raises(InputError, match="give a string or a sequence of strings, none of them empty"):
+        with pytest.raises(
+            InputError, match="give a string or a sequence of strings, none of them empty"
+        ):
             engine.submit("the", stop=stop)
 
 
@@ -690,7 +786,9 @@ def test_stop_strings_are_strings_and_not_empty(of_words) -> None:
 def test_a_text_that_needs_more_pages_than_there_are_is_refused(target) -> None:
     with (
         plain_engine(target, pages=7) as engine,  # as another test has it
-        pytest.raises(InputError, match=r"need 8 pages of 8 tokens, but there are 7; shorten the prompt"),
+        pytest.raises(
+            InputError, match=r"need 8 pages of 8 tokens, but there are 7; shorten the prompt"
+        ),
     ):
         engine.submit([1] * LONGEST_PROMPT, max_new_tokens=MOST)
 
@@ -722,7 +820,11 @@ def test_whoever_waits_learns_of_a_failure(target, where) -> None:
             async for _ in handles[0]:
                 pass
 
-        for wait in (lambda: handles[1].result(PATIENCE), lambda: list(handles[2]), lambda: asyncio.run(read())):
+        for wait in (
+            lambda: handles[1].result(PATIENCE),
+            lambda: list(handles[2]),
+            lambda: asyncio.run(read()),
+        ):
             with pytest.raises(EngineError) as caught:
                 wait()
             assert str(caught.value.__cause__) == "the device is gone"
@@ -787,13 +889,17 @@ def test_a_use_of_the_scheduler_without_the_lock_is_found_out(plain, unguarded_u
     for name in ("cancel", "running", "table", "dropped"):
         with plain._loop.wake:
             getattr(plain._loop.scheduler, name)
-        with pytest.raises(AssertionError, match=f"Scheduler.{name} is used without the engine's lock"):
+        with pytest.raises(
+            AssertionError, match=f"Scheduler.{name} is used without the engine's lock"
+        ):
             getattr(plain._loop.scheduler, name)
-    assert unguarded_uses == [f"Scheduler.{name} by MainThread" for name in ("cancel", "running", "table", "dropped")]
+    assert unguarded_uses == [
+        f"Scheduler.{name} by MainThread" for name in ("cancel", "running", "table", "dropped")
+    ]
     unguarded_uses.clear()
 
 
-# --- the error of one text -------------------------------------------------------------------------------------------
+# --- the error of one text ------------------------------------------------------------------------
 
 
 def fail(*_, **named):
@@ -813,7 +919,9 @@ def failing_for(request, method, place: int):
 
 def make_a_method_fail(name: str, place: int):
     def make(engine: Engine, handle: Handle, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(engine._loop, name, failing_for(handle.request, getattr(engine._loop, name), place))
+        patch.setattr(
+            engine._loop, name, failing_for(handle.request, getattr(engine._loop, name), place)
+        )
 
     return make
 
@@ -836,10 +944,14 @@ def make_the_device_lose_tokens(engine: Engine, handle: Handle, patch: pytest.Mo
 
 def forget_who_asked(engine: Engine, handle: Handle, patch: pytest.MonkeyPatch) -> None:
     engine._loop.handles.pop(handle.request)
-    handle.end("error", ValueError("no such token"))  # a handle that the engine has lost learns of nothing
+    handle.end(
+        "error", ValueError("no such token")
+    )  # a handle that the engine has lost learns of nothing
 
 
-def forget_who_asked_once_it_runs(engine: Engine, handle: Handle, patch: pytest.MonkeyPatch) -> None:
+def forget_who_asked_once_it_runs(
+    engine: Engine, handle: Handle, patch: pytest.MonkeyPatch
+) -> None:
     give_up = engine._loop._give_up_orphans
 
     def forget_first() -> None:
@@ -869,7 +981,9 @@ def test_a_text_whose_own_state_is_broken_ends_alone(target, plain, monkeypatch,
         FAULTS_OF_ONE_TEXT[fault](plain, first, monkeypatch)
     with pytest.raises(EngineError) as caught:
         first.result(PATIENCE)
-    assert str(caught.value.__cause__).startswith(("no such token", "row 0: the device has 1 tokens of a text that had 3"))
+    assert str(caught.value.__cause__).startswith(
+        ("no such token", "row 0: the device has 1 tokens of a text that had 3")
+    )
     check_text(target, DRAWN, second)
     check_text(target, GREEDY, third)
     assert plain.state == "running"
@@ -879,7 +993,9 @@ def test_a_text_whose_own_state_is_broken_ends_alone(target, plain, monkeypatch,
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_the_error_of_one_text_is_everybodys_where_pages_are_in_disorder(target, monkeypatch) -> None:
+def test_the_error_of_one_text_is_everybodys_where_pages_are_in_disorder(
+    target, monkeypatch
+) -> None:
     with plain_engine(target) as engine:
         with engine._loop.wake:
             first, second = submit_together(engine, [GREEDY, DRAWN])
@@ -900,10 +1016,17 @@ def test_the_error_of_one_text_is_everybodys_where_pages_are_in_disorder(target,
 
 @pytest.mark.parametrize("choice", [0, 1, 2**31, 2**32 - 1])
 def test_a_choice_has_the_key_that_is_folded_from_its_number(target, choice) -> None:
-    sizes: dict[str, Any] = dict.fromkeys(("drafts", "capacity", "pages", "page", "chunk", "tokenizer", "widths", "clients"))
-    setup = EngineConfig.of(target, None, rows=1, steps=8, max_logprobs=0, max_prediction=0, **sizes)
+    sizes: dict[str, Any] = dict.fromkeys(
+        ("drafts", "capacity", "pages", "page", "chunk", "tokenizer", "widths", "clients")
+    )
+    setup = EngineConfig.of(
+        target, None, rows=1, steps=8, max_logprobs=0, max_prediction=0, **sizes
+    )
     found = setup.settings(SamplingParams(seed=7), prompt=2, choice=choice)["key"]
-    assert found.tolist() == jax.random.key_data(jax.random.fold_in(jax.random.key(7), np.uint32(choice))).tolist()
+    assert (
+        found.tolist()
+        == jax.random.key_data(jax.random.fold_in(jax.random.key(7), np.uint32(choice))).tolist()
+    )
 
 
 def test_a_key_may_lie_anywhere_and_compiles_nothing(target, plain) -> None:
@@ -959,11 +1082,17 @@ print(handles[-1].finish_reason)
 @pytest.mark.thorough
 def test_a_program_ends_that_has_not_closed_its_engine() -> None:
     for _ in range(3):
-        ended = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=PATIENCE, check=False)
+        ended = subprocess.run(
+            [sys.executable, "-c", LEFT_OPEN],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
         assert (ended.returncode, ended.stdout) == (0, "None\n"), ended.stderr
 
 
-# --- pages, and what is read -----------------------------------------------------------------------------------------
+# --- pages, and what is read ----------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -979,20 +1108,29 @@ def test_a_common_beginning_is_read_once_and_lies_once(target) -> None:
             while not all(handle.finish_reason for handle in handles):
                 gate.let_through()
                 with engine._loop.wake:
-                    held = {int(page) for line in engine._loop.scheduler.table for page in line if page < 12}
+                    held = {
+                        int(page)
+                        for line in engine._loop.scheduler.table
+                        for page in line
+                        if page < 12
+                    }
                     most_held = max(most_held, len(held))
         for request, handle in zip(requests, handles, strict=True):
             check_text(target, request, handle)
         statistics = engine.statistics
     assert statistics.preemptions == 0
-    assert statistics.prompt_tokens_read == 2 * CHUNK + count * 2  # the last token of a prompt is read by decoding
+    assert (
+        statistics.prompt_tokens_read == 2 * CHUNK + count * 2
+    )  # the last token of a prompt is read by decoding
     assert statistics.prompt_tokens_shared == (count - 1) * 2 * CHUNK
     assert most_held <= 12 and most_held > 4
 
 
 @pytest.mark.parametrize("length", [1, CHUNK + 1, LONGEST_PROMPT])
 def test_the_first_token_comes_soon_where_a_row_is_free(target, length) -> None:
-    request = Request(tuple(np.random.default_rng(length).integers(0, VOCABULARY, length).tolist()), 4)
+    request = Request(
+        tuple(np.random.default_rng(length).integers(0, VOCABULARY, length).tolist()), 4
+    )
     with plain_engine(target) as engine, gated(engine) as gate:
         other = Request((1, 2, 3), MOST).submit(engine)
         gate.wait()
@@ -1012,7 +1150,10 @@ def check_turns(target, engine: Engine, patch: pytest.MonkeyPatch) -> None:
     random, read, order = np.random.default_rng(6), engine._loop._read, []
     lengths = (LONGEST_PROMPT, 6, CHUNK + 2, 5)
     prompts = [tuple(random.integers(0, VOCABULARY, length).tolist()) for length in lengths]
-    long, *shorter = (Request(prompt, 12, {"temperature": 0.7 * (i % 2)}, seed=i) for i, prompt in enumerate(prompts))
+    long, *shorter = (
+        Request(prompt, 12, {"temperature": 0.7 * (i % 2)}, seed=i)
+        for i, prompt in enumerate(prompts)
+    )
     shorter = shorter[: engine.rows - 1]
     handles: list[Handle] = []
 
@@ -1042,7 +1183,13 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(target, plain, monkeypatch)
 @pytest.mark.full
 def test_prompts_take_turns_also_where_the_target_keeps_states(monkeypatch) -> None:
     hybrid = tiny_target(**HYBRID)
-    options = {"drafter": specjax.PromptLookup(), "drafts": ("chain:3",), "rows": 4, "widths": (4,), "pages": 32}
+    options = {
+        "drafter": specjax.PromptLookup(),
+        "drafts": ("chain:3",),
+        "rows": 4,
+        "widths": (4,),
+        "pages": 32,
+    }
     with plain_engine(hybrid, **options) as engine:
         check_turns(hybrid, engine, monkeypatch)
 
@@ -1052,13 +1199,22 @@ def test_texts_of_a_target_with_states_begin_alike_and_go_on_from_each_others_st
     hybrid = tiny_target(**HYBRID)
     random = np.random.default_rng(4)
     beginning = random.integers(0, VOCABULARY, 2 * CHUNK).tolist()
-    prompts = [(*beginning, 5, i) for i in range(6)] + [(*beginning[:CHUNK], 7, i, i) for i in range(4)]
-    requests = [Request(prompt, 12, {"temperature": 0.7 * (i % 2)}, seed=i) for i, prompt in enumerate(prompts)]
+    prompts = [(*beginning, 5, i) for i in range(6)] + [
+        (*beginning[:CHUNK], 7, i, i) for i in range(4)
+    ]
+    requests = [
+        Request(prompt, 12, {"temperature": 0.7 * (i % 2)}, seed=i)
+        for i, prompt in enumerate(prompts)
+    ]
     with plain_engine(hybrid, drafter=specjax.PromptLookup(), drafts=("chain:3",)) as engine:
-        assert engine._loop.device.most_prefix_states() is not None  # a state is larger than a chunk of this small model
+        assert (
+            engine._loop.device.most_prefix_states() is not None
+        )  # a state is larger than a chunk of this small model
         for handle in submit_together(engine, requests):
             handle.result(PATIENCE)
-        handles = submit_together(engine, requests)  # in other rows, and now all find what the first ones read
+        handles = submit_together(
+            engine, requests
+        )  # in other rows, and now all find what the first ones read
         for request, handle in zip(requests, handles, strict=True):
             check_text(hybrid, request, handle)
         check_at_rest(engine)
@@ -1074,10 +1230,14 @@ def test_who_is_preempted_is_counted_and_goes_on(target) -> None:
         for request, handle in zip(requests, handles, strict=True):
             check_text(target, request, handle)
         check_at_rest(engine)
-        assert engine.statistics.preemptions == sum(handle.request.preemptions for handle in handles) >= 1
+        assert (
+            engine.statistics.preemptions
+            == sum(handle.request.preemptions for handle in handles)
+            >= 1
+        )
 
 
-# --- meshes, drafters ------------------------------------------------------------------------------------------------
+# --- meshes, drafters -----------------------------------------------------------------------------
 
 
 def check_a_few(target, engine: Engine, count: int = 8) -> None:
@@ -1110,7 +1270,10 @@ DRAFTERS = {
         specjax.DraftModel.init(target, key, num_layers=1),
         (DynamicTree(top_k=2, depth=2, nodes=4),),
     ),
-    "mixture of attentions": lambda target, key: (specjax.MixtureOfAttentions.init(target, key, tli=1), (None, Chain(2))),
+    "mixture of attentions": lambda target, key: (
+        specjax.MixtureOfAttentions.init(target, key, tli=1),
+        (None, Chain(2)),
+    ),
 }
 
 

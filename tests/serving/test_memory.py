@@ -32,7 +32,11 @@ def bytes_of(tree) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-KINDS = [(kind, is_hybrid) for kind in ("none", "lookup", "model", "ring", "hybrid") for is_hybrid in (False, True)]
+KINDS = [
+    (kind, is_hybrid)
+    for kind in ("none", "lookup", "model", "ring", "hybrid")
+    for is_hybrid in (False, True)
+]
 
 
 @pytest.mark.parametrize(("kind", "is_hybrid"), KINDS)
@@ -44,7 +48,10 @@ def test_pages_and_rows_take_what_is_said(kind: str, is_hybrid: bool) -> None:
         state = device_rows.empty(target, drafter or NoDraft(), **sizes)
         return bytes_of((state.cache, state.drafter))
 
-    page, row = memory.page_bytes(target, drafter, PAGE), memory.row_bytes(target, drafter, PAGE, CAPACITY)
+    page, row = (
+        memory.page_bytes(target, drafter, PAGE),
+        memory.row_bytes(target, drafter, PAGE, CAPACITY),
+    )
     assert taken(12, 2) - taken(4, 2) == 8 * page
     assert taken(4, 5) - taken(4, 2) == 3 * row
     assert (row > page) == (is_hybrid or kind in ("ring", "hybrid"))
@@ -52,53 +59,86 @@ def test_pages_and_rows_take_what_is_said(kind: str, is_hybrid: bool) -> None:
 
 @pytest.mark.parametrize(("kind", "is_hybrid"), KINDS)
 @pytest.mark.parametrize("pages", [5, 2000])
-def test_an_engine_takes_the_memory_that_it_is_given(kind: str, is_hybrid: bool, pages: int) -> None:
+def test_an_engine_takes_the_memory_that_it_is_given(
+    kind: str, is_hybrid: bool, pages: int
+) -> None:
     check_memory(tiny_target(**HYBRID if is_hybrid else {}), drafter_of(kind), pages)
 
 
 @pytest.mark.parametrize("pages", [5, 2000])
 def test_an_engine_on_a_mesh_takes_the_memory_that_it_is_given(pages: int) -> None:
     """A prefix state has a row for each group of rows."""
-    check_memory(Target.init(tiny_config(**HYBRID), jax.random.key(0), mesh=make_mesh(2, 1)), None, pages)
+    check_memory(
+        Target.init(tiny_config(**HYBRID), jax.random.key(0), mesh=make_mesh(2, 1)), None, pages
+    )
 
 
 def check_memory(target: Target, drafter: Drafter | None, pages: int) -> None:
     """With what prefixes keep at their ends, where that is limited: with few pages one for each row, and else a quarter."""
 
     def device(pages: int) -> EngineDevice:
-        sizes = Sizes(rows=2, widths=(2,), capacity=CAPACITY, pages=pages, page=PAGE, chunk=CHUNK, steps=8, max_logprobs=0)
+        sizes = Sizes(
+            rows=2,
+            widths=(2,),
+            capacity=CAPACITY,
+            pages=pages,
+            page=PAGE,
+            chunk=CHUNK,
+            steps=8,
+            max_logprobs=0,
+        )
         return EngineDevice(target, [drafter or NoDraft()], sizes)
 
     def needed(device: EngineDevice) -> int:
         """With the prefix states of all chunks, where all are kept."""
         kept, chunks = device.most_prefix_states(), device.sizes.pages / (CHUNK // PAGE)
         prefix_states = device.groups * (chunks if kept is None else kept)
-        return bytes_of((device.state.cache, device.state.drafter)) + prefix_states * bytes_of(device._empty_prefix_state)
+        return bytes_of((device.state.cache, device.state.drafter)) + prefix_states * bytes_of(
+            device._empty_prefix_state
+        )
 
     made = device(pages)
-    given, prefix_state = needed(made), bytes_of(made._empty_prefix_state) if made.most_prefix_states() else 0
-    found = memory.pages_in(given / 1e9, target, drafter, rows=2, page=PAGE, chunk=CHUNK, capacity=CAPACITY)
-    assert needed(device(found)) <= given
-    assert not made.most_prefix_states() or 4 * prefix_state > memory.page_bytes(target, None, PAGE) // made.groups * (
-        CHUNK // PAGE
+    given, prefix_state = (
+        needed(made),
+        bytes_of(made._empty_prefix_state) if made.most_prefix_states() else 0,
     )
+    found = memory.pages_in(
+        given / 1e9, target, drafter, rows=2, page=PAGE, chunk=CHUNK, capacity=CAPACITY
+    )
+    assert needed(device(found)) <= given
+    assert not made.most_prefix_states() or 4 * prefix_state > memory.page_bytes(
+        target, None, PAGE
+    ) // made.groups * (CHUNK // PAGE)
     # A quarter of the pages' memory is no whole number of prefix states, which nobody knows before.
-    assert 0 <= (pages - found) * memory.page_bytes(target, drafter, PAGE) <= prefix_state * made.groups
+    assert (
+        0
+        <= (pages - found) * memory.page_bytes(target, drafter, PAGE)
+        <= prefix_state * made.groups
+    )
 
 
 def test_memory_on_a_mesh_is_that_of_all_groups() -> None:
     config = tiny_config(**HYBRID)
-    alone, split = (Target.init(config, jax.random.key(0), mesh=mesh) for mesh in (None, make_mesh(2, 1)))
-    assert memory.row_bytes(split, None, PAGE, CAPACITY) == memory.row_bytes(alone, None, PAGE, CAPACITY)
+    alone, split = (
+        Target.init(config, jax.random.key(0), mesh=mesh) for mesh in (None, make_mesh(2, 1))
+    )
+    assert memory.row_bytes(split, None, PAGE, CAPACITY) == memory.row_bytes(
+        alone, None, PAGE, CAPACITY
+    )
     assert memory.page_bytes(split, None, PAGE) == 2 * memory.page_bytes(alone, None, PAGE)
 
 
 def test_memory_for_less_than_a_text_is_refused() -> None:
     target = tiny_target()
-    each, rows = memory.page_bytes(target, None, PAGE), 2 * memory.row_bytes(target, None, PAGE, CAPACITY)
+    each, rows = (
+        memory.page_bytes(target, None, PAGE),
+        2 * memory.row_bytes(target, None, PAGE, CAPACITY),
+    )
     sizes = {"rows": 2, "page": PAGE, "capacity": CAPACITY}
     assert memory.pages_in((rows + 4 * each) / 1e9, target, None, **sizes) == 4
-    with pytest.raises(InputError, match=r"cache_gb=\S+ it holds 24 tokens, .* have 32; give at least .* capacity$") as said:
+    with pytest.raises(
+        InputError, match=r"cache_gb=\S+ it holds 24 tokens, .* have 32; give at least .* capacity$"
+    ) as said:
         memory.pages_in((rows + 3.9 * each) / 1e9, target, None, **sizes)
     (enough,) = re.findall(r"give at least (\S+),", str(said.value))
     assert 4 <= memory.pages_in(float(enough), target, None, **sizes) <= 5
@@ -106,7 +146,9 @@ def test_memory_for_less_than_a_text_is_refused() -> None:
 
 def test_memory_for_less_than_the_rows_is_refused() -> None:
     target = tiny_target(**HYBRID)
-    with pytest.raises(InputError, match=r"0 tokens beside [\d,]+ bytes for 9 rows, .* or fewer rows"):
+    with pytest.raises(
+        InputError, match=r"0 tokens beside [\d,]+ bytes for 9 rows, .* or fewer rows"
+    ):
         memory.pages_in(1e-6, target, None, rows=9, page=PAGE, capacity=CAPACITY)
 
 
@@ -120,11 +162,17 @@ def test_the_longest_text_that_memory_holds_has_its_pages_there(kind: str, is_hy
 
     def holds(given: float, capacity: int) -> bool:
         try:
-            return memory.pages_in(given / 1e9, target, drafter, **sizes, capacity=capacity) * PAGE >= capacity
+            return (
+                memory.pages_in(given / 1e9, target, drafter, **sizes, capacity=capacity) * PAGE
+                >= capacity
+            )
         except InputError:
             return False
 
-    rows, each = 2 * memory.row_bytes(target, drafter, PAGE, positions), memory.page_bytes(target, drafter, PAGE)
+    rows, each = (
+        2 * memory.row_bytes(target, drafter, PAGE, positions),
+        memory.page_bytes(target, drafter, PAGE),
+    )
     given = 2 * rows + 30 * each
     capacity = memory.capacity_in(given, target, drafter, **sizes)
     assert holds(given, capacity)
@@ -132,13 +180,20 @@ def test_the_longest_text_that_memory_holds_has_its_pages_there(kind: str, is_hy
 
 
 def test_memory_that_holds_nothing_is_left_to_who_refuses_it() -> None:
-    assert memory.capacity_in(1.0, tiny_target(max_positions=2 * PAGE), None, rows=2, page=PAGE, chunk=CHUNK) == PAGE
+    assert (
+        memory.capacity_in(
+            1.0, tiny_target(max_positions=2 * PAGE), None, rows=2, page=PAGE, chunk=CHUNK
+        )
+        == PAGE
+    )
 
 
 def test_free_memory_is_what_linux_and_the_container_leave(tmp_path) -> None:
     assert memory._free_on_host(tmp_path) is None
     (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 64 kB\nMemFree: 3 kB\nMemAvailable:      10 kB\n")
+    (tmp_path / "proc/meminfo").write_text(
+        "MemTotal: 64 kB\nMemFree: 3 kB\nMemAvailable:      10 kB\n"
+    )
     assert memory._free_on_host(tmp_path) == 10_240
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)

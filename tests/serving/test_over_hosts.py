@@ -23,7 +23,9 @@ def directory(tmp_path):
 def test_two_processes_serve_the_texts_that_one_does(directory) -> None:
     """Rows over ``data`` and params over ``model``: chunks, shared prefixes, log-probabilities, predictions and clients."""
     with processes(two_processes.__name__, directory) as running:
-        with Engine(*two_processes.models(directory, None), **two_processes.options(None)) as engine:
+        with Engine(
+            *two_processes.models(directory, None), **two_processes.options(None)
+        ) as engine:
             alone = json.loads(json.dumps(two_processes.serve(engine)))
         wait(running, directory)
     together = json.loads((directory / "texts.json").read_text())

@@ -48,7 +48,11 @@ def test_who_has_read_a_chunk_that_is_known_holds_that_one_and_its_own_pages_are
     pool = PagePool(4)
     made = registered(pool, [1, 2, 3])
     assert registered(pool, [1, 2, 3]) is made
-    assert (pool.find([1, 2, 3], CHUNK, max_length=2), made.holders, pool.available) == ([made], 2, 3)
+    assert (pool.find([1, 2, 3], CHUNK, max_length=2), made.holders, pool.available) == (
+        [made],
+        2,
+        3,
+    )
 
 
 def test_what_nobody_holds_stays_until_its_pages_are_needed() -> None:
@@ -108,11 +112,14 @@ def test_all_that_nobody_holds_is_forgotten_at_once() -> None:
     for prefix in (third, second, first):
         pool.let_go(prefix)
     pool.forget_prefixes()
-    assert (pool.find([1, 2, 3], CHUNK, max_length=2), pool.find([9, 9, 9], CHUNK, max_length=2)) == ([], [held])
+    assert (
+        pool.find([1, 2, 3], CHUNK, max_length=2),
+        pool.find([9, 9, 9], CHUNK, max_length=2),
+    ) == ([], [held])
     assert sorted(pool.take(4) or []) == sorted(set(range(5)) - set(held.pages))
 
 
-# --- prefix states ----------------------------------------------------------------------------------------------------------
+# --- prefix states --------------------------------------------------------------------------------
 
 
 def has_states(*prefixes: Prefix) -> list[bool]:
@@ -136,7 +143,9 @@ def test_a_chain_ends_with_a_border() -> None:
     third = registered(pool, [5, 6, 7], above=second)
     assert has_states(first, second, third) == [False, True, True]
     assert pool.find([1, 2, 3, 4, 5, 6, 7], CHUNK, max_length=6) == [first, second, third]
-    assert pool.find([1, 2, 3, 4, 9], CHUNK, max_length=4) == []  # from the end of the first nobody can go on
+    assert (
+        pool.find([1, 2, 3, 4, 9], CHUNK, max_length=4) == []
+    )  # from the end of the first nobody can go on
     # Who reads the first chunk anew brings its prefix state back, and that of the next one goes, which was made longest ago.
     assert registered(pool, [1, 2, 3]) is first
     assert has_states(first, second, third) == [True, False, True]
@@ -161,7 +170,9 @@ def test_of_a_text_that_ended_the_last_border_outlives_the_others() -> None:
     pool = PagePool(9, prefix_states=3)
     chain: list[Prefix] = []
     for token in (1, 3, 5):
-        chain.append(registered(pool, [token, token + 1, token + 2], above=chain[-1] if chain else None))
+        chain.append(
+            registered(pool, [token, token + 1, token + 2], above=chain[-1] if chain else None)
+        )
     for prefix in chain[::-1]:
         pool.let_go(prefix)
     others = [registered(pool, [token, 0, 0]) for token in (7, 8)]

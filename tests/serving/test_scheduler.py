@@ -40,12 +40,14 @@ def finish(made: Scheduler, request: Request) -> None:
     made.decoded(request.row, [0], done=True)
 
 
-# --- who has a row -----------------------------------------------------------------------------------------------------
+# --- who has a row --------------------------------------------------------------------------------
 
 
 def test_rows_are_given_in_the_order_of_submission() -> None:
     made = scheduler()
-    first, second, third, fourth = (made.submit([token, token], max_new_tokens=2) for token in range(4))
+    first, second, third, fourth = (
+        made.submit([token, token], max_new_tokens=2) for token in range(4)
+    )
     read_all(made)
     assert [first.row, second.row, third.row, fourth.row] == [0, 1, None, None]
     assert (made.waiting, made.running, made.occupied) == (2, [0, 1], 2)
@@ -62,7 +64,9 @@ def test_nobody_passes_the_head_of_the_line() -> None:
     running = made.submit([1] * 6, max_new_tokens=2)
     read_all(made)
     assert len(pages_of(made, 0)) == 3
-    long = made.submit([2] * 5, max_new_tokens=2)  # two pages for a chunk, one after it, and one for the text that runs
+    long = made.submit(
+        [2] * 5, max_new_tokens=2
+    )  # two pages for a chunk, one after it, and one for the text that runs
     short = made.submit([3], max_new_tokens=1)
     assert read_all(made) == []
     assert (long.state, short.state, made.waiting) == ("waiting", "waiting", 2)
@@ -103,15 +107,25 @@ def test_nobody_is_passed_more_often_than_is_said() -> None:
         (read,) = made.next_reads()
         made.was_read(read, None)
         order.append(read.request is long)
-    assert order == [*[False, False, False, True] * 2, True]  # at last it has as few pieces left as they, and is older
+    assert order == [
+        *[False, False, False, True] * 2,
+        True,
+    ]  # at last it has as few pieces left as they, and is older
 
 
 def test_whose_beginning_is_known_has_fewer_pieces_left() -> None:
     made = scheduler(rows=2, pages=32)
     text = list(range(13))
     finish(made, (made.submit(text, max_new_tokens=1), read_all(made))[0])
-    middle, known = made.submit([1] * 7, max_new_tokens=1), made.submit([*text, 7], max_new_tokens=1)
-    assert [(read.request, read.start) for read in read_all(made)] == [(known, 12), (middle, 0), (middle, 4)]
+    middle, known = (
+        made.submit([1] * 7, max_new_tokens=1),
+        made.submit([*text, 7], max_new_tokens=1),
+    )
+    assert [(read.request, read.start) for read in read_all(made)] == [
+        (known, 12),
+        (middle, 0),
+        (middle, 4),
+    ]
 
 
 def test_a_prompt_that_waits_for_its_turn_moves_with_its_row() -> None:
@@ -157,7 +171,7 @@ def test_the_budget_is_kept_and_the_oldest_prompt_is_not_passed() -> None:
     assert (read.request, read.width) == (narrow, 1)
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -210,7 +224,7 @@ def test_rows_that_are_not_given_out_yet_do_not_make_the_line_longer() -> None:
     made.submit([3], max_new_tokens=1)
 
 
-# --- pages -------------------------------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 
 
 def test_unused_entries_of_the_table_are_out_of_range() -> None:
@@ -246,14 +260,24 @@ def test_the_newest_gives_way_and_is_read_again_with_its_tokens() -> None:
         made.decoded(row, [8, 9], done=False)
     later = made.submit([3], max_new_tokens=1)
     assert made.reserve(5) == [new]
-    assert (new.state, new.row, new.preemptions, new.tokens) == ("waiting", None, 1, [2] * 5 + [8, 9])
+    assert (new.state, new.row, new.preemptions, new.tokens) == (
+        "waiting",
+        None,
+        1,
+        [2] * 5 + [8, 9],
+    )
     assert (old.preemptions, made.running, made.waiting) == (0, [0], 2)
     finish(made, old)
     reads = read_all(made)
     # It is before those that came later, and its first chunk is where it was left.
-    assert [(read.request, read.start, read.count) for read in reads] == [(new, 4, 2), (later, 0, 0)]
+    assert [(read.request, read.start, read.count) for read in reads] == [
+        (new, 4, 2),
+        (later, 0, 0),
+    ]
     made.reserve(100)
-    assert len(pages_of(made, new.row or 0)) == 4  # of 5 + 4 - 1 entries: the limit stays where it was
+    assert (
+        len(pages_of(made, new.row or 0)) == 4
+    )  # of 5 + 4 - 1 entries: the limit stays where it was
 
 
 def test_who_gave_way_is_the_head_of_the_line_again() -> None:
@@ -300,7 +324,9 @@ def test_a_newcomer_leaves_to_those_who_run_what_they_need_next() -> None:
     made.reserve(4)  # 2 pages each
     for row in made.running:
         made.decoded(row, [7, 7, 7], done=False)
-    third = made.submit([3] * 4, max_new_tokens=2)  # 4 pages are free: it needs 3, and each of the others 2 more
+    third = made.submit(
+        [3] * 4, max_new_tokens=2
+    )  # 4 pages are free: it needs 3, and each of the others 2 more
     read_all(made)
     assert third.state == "waiting"
     finish(made, made.request_of(0) or pytest.fail("the row is free"))
@@ -308,7 +334,7 @@ def test_a_newcomer_leaves_to_those_who_run_what_they_need_next() -> None:
     assert third.state == "running"
 
 
-# --- prefixes ----------------------------------------------------------------------------------------------------------
+# --- prefixes -------------------------------------------------------------------------------------
 
 
 def starts(reads: Sequence[PrefillChunk]) -> list[tuple[int, Any]]:
@@ -331,7 +357,11 @@ def test_a_prefix_holds_only_where_the_token_after_it_is_the_same() -> None:
     made = scheduler(rows=4)
     for after in (5, 6, 5):
         made.submit([1, 2, 3, 4, after, 9], max_new_tokens=2)
-    assert starts(read_all(made)) == [(0, None), (4, (1, 2, 3, 4)), (0, None)]  # the third one has less left to read
+    assert starts(read_all(made)) == [
+        (0, None),
+        (4, (1, 2, 3, 4)),
+        (0, None),
+    ]  # the third one has less left to read
     assert pages_of(made, 0)[:2] == pages_of(made, 2)[:2] != pages_of(made, 1)[:2]
 
 
@@ -352,7 +382,13 @@ def test_a_prompt_that_is_known_is_not_read_at_all() -> None:
         made.submit([1, 2, 3, 4, 5], max_new_tokens=2)
     first, second = read_all(made)
     assert (first.start, first.count) == (0, 4)
-    assert (second.start, second.count, second.width, second.is_first, second.is_last) == (4, 0, 1, True, True)
+    assert (second.start, second.count, second.width, second.is_first, second.is_last) == (
+        4,
+        0,
+        1,
+        True,
+        True,
+    )
 
 
 def test_a_prompt_that_is_read_anew_has_its_borders_again_from_then_on() -> None:
@@ -362,7 +398,7 @@ def test_a_prompt_that_is_read_anew_has_its_borders_again_from_then_on() -> None
 
     def begins_at(tokens: list[int]) -> int:
         request = made.submit(tokens, max_new_tokens=1)
-        (first, *_) = read_all(made)
+        first, *_ = read_all(made)
         finish(made, request)
         return first.start
 
@@ -403,25 +439,37 @@ def test_prefixes_go_when_pages_are_needed_and_never_one_that_is_held() -> None:
     assert starts(read_all(made)) == [(0, None)]
 
 
-# --- cancelling --------------------------------------------------------------------------------------------------------
+# --- cancelling -----------------------------------------------------------------------------------
 
 
 def test_requests_are_cancelled_in_every_state_and_twice() -> None:
     made = scheduler(rows=3, chunk=2)
-    done, running, reading, waiting = (made.submit([token] * 3, max_new_tokens=4) for token in range(4))
+    done, running, reading, waiting = (
+        made.submit([token] * 3, max_new_tokens=4) for token in range(4)
+    )
     for _ in range(2):
         made.was_read(*made.next_reads(), prefix_state=None)
     finish(made, done)
     made.cancel(waiting)
     (read,) = made.next_reads()
-    assert (read.request, done.state, running.state, reading.state) == (reading, "done", "running", "reading")
+    assert (read.request, done.state, running.state, reading.state) == (
+        reading,
+        "done",
+        "running",
+        "reading",
+    )
     for request in (done, running, reading, waiting):
         before = made.free_pages, request.row is not None
         made.cancel(request)
         assert made.free_pages == before[0] + before[1]
         made.cancel(request)
         assert (request.row, made.free_pages) == (None, sum(before))
-    assert [request.state for request in (done, running, reading, waiting)] == ["done", "cancelled", "cancelled", "cancelled"]
+    assert [request.state for request in (done, running, reading, waiting)] == [
+        "done",
+        "cancelled",
+        "cancelled",
+        "cancelled",
+    ]
     assert (made.idle, made.free_pages, made.waiting) == (True, 16, 0)
     made.was_read(read, prefix_state=None)  # the device had begun
     assert (made.idle, made.running, made.free_pages) == (True, [], 16)
@@ -446,7 +494,7 @@ def test_what_is_read_of_a_cancelled_request_is_not_told_of_the_next_in_its_row(
     assert starts(read_all(made)) == [(0, None)]
 
 
-# --- rows that are rearranged, and shards ------------------------------------------------------------------------------
+# --- rows that are rearranged, and shards ---------------------------------------------------------
 
 
 def test_rows_are_rearranged_with_all_that_they_have() -> None:
@@ -534,7 +582,7 @@ def test_where_a_shard_is_short_of_pages_the_other_gives_nobody_up() -> None:
     assert made.running == [1, 3]
 
 
-# --- clients -----------------------------------------------------------------------------------------------------------
+# --- clients --------------------------------------------------------------------------------------
 
 
 def held(made: Scheduler, *requests: Request) -> None:
@@ -546,7 +594,13 @@ def test_a_client_holds_its_row_and_is_not_decoded() -> None:
     made = scheduler()
     request = made.submit([1] * 6, max_new_tokens=4, is_client=True)
     held(made, request)
-    assert (made.running, made.held, made.occupied, made.idle, made.can_go_on()) == ([], [0], 1, True, False)
+    assert (made.running, made.held, made.occupied, made.idle, made.can_go_on()) == (
+        [],
+        [0],
+        1,
+        True,
+        False,
+    )
     assert made.make_room(request, ahead=3)
     assert len(pages_of(made, 0)) == 4  # of 5 + 3 entries
     made.decoded(0, [2, 3], done=False)
@@ -598,7 +652,9 @@ def test_only_so_much_is_shared_as_may_be() -> None:
 
 def test_the_client_that_is_away_for_the_longest_is_dropped_for_who_waits() -> None:
     made = scheduler(rows=3)
-    first, second, third = (made.submit([token, token], max_new_tokens=2, is_client=True) for token in range(3))
+    first, second, third = (
+        made.submit([token, token], max_new_tokens=2, is_client=True) for token in range(3)
+    )
     held(made, first, second, third)
     waiting = made.submit([4, 4], max_new_tokens=2)
     assert not made.can_go_on()  # they are all there
@@ -628,7 +684,10 @@ def test_a_client_that_is_away_is_dropped_for_pages() -> None:
 
 def test_a_running_text_does_not_give_way_to_clients_that_do_nothing() -> None:
     made = scheduler(pages=8)
-    client, running = made.submit([1] * 6, max_new_tokens=4, is_client=True), made.submit([2] * 2, max_new_tokens=12)
+    client, running = (
+        made.submit([1] * 6, max_new_tokens=4, is_client=True),
+        made.submit([2] * 2, max_new_tokens=12),
+    )
     read_all(made)
     assert made.reserve(8) == []
     assert (client.state, running.state) == ("held", "running")
@@ -638,7 +697,10 @@ def test_a_running_text_does_not_give_way_to_clients_that_do_nothing() -> None:
 
 def test_a_newer_text_gives_way_to_a_client() -> None:
     made = scheduler(pages=8)
-    client, running = made.submit([1] * 6, max_new_tokens=8, is_client=True), made.submit([2] * 6, max_new_tokens=4)
+    client, running = (
+        made.submit([1] * 6, max_new_tokens=8, is_client=True),
+        made.submit([2] * 6, max_new_tokens=4),
+    )
     read_all(made)
     assert made.make_room(client, ahead=8)
     assert (client.state, running.state, made.dropped) == ("held", "waiting", [])
@@ -648,7 +710,10 @@ def test_a_newer_text_gives_way_to_a_client() -> None:
 
 def test_a_client_gives_way_to_what_is_older() -> None:
     made = scheduler(pages=8)
-    running, client = made.submit([2] * 6, max_new_tokens=8), made.submit([1] * 6, max_new_tokens=4, is_client=True)
+    running, client = (
+        made.submit([2] * 6, max_new_tokens=8),
+        made.submit([1] * 6, max_new_tokens=4, is_client=True),
+    )
     read_all(made)
     made.reserve(5)
     assert not made.make_room(client, ahead=8)
@@ -663,7 +728,12 @@ def test_a_client_whose_text_is_being_read_is_preempted() -> None:
     (read,) = made.next_reads()
     made.was_read(read, None)
     assert made.reserve(12) == [client]
-    assert (client.state, client.preemptions, made.dropped, running.state) == ("waiting", 1, [], "running")
+    assert (client.state, client.preemptions, made.dropped, running.state) == (
+        "waiting",
+        1,
+        [],
+        "running",
+    )
 
 
 def test_rows_of_clients_that_are_away_count_as_free_for_those_who_wait() -> None:
@@ -676,7 +746,7 @@ def test_rows_of_clients_that_are_away_count_as_free_for_those_who_wait() -> Non
     made.submit([2], max_new_tokens=1)
 
 
-# --- clients that do nothing -------------------------------------------------------------------------------------------
+# --- clients that do nothing ----------------------------------------------------------------------
 
 
 class Clock:
@@ -730,7 +800,9 @@ def test_a_client_that_was_suspended_comes_back_with_its_text_behind_those_who_w
     clock.now += 100.0
     finish(made, waiting)
     reads = read_all(made)
-    assert [(read.request, read.start, read.count) for read in reads] == [(client, 4, 3)]  # its prompt was read already
+    assert [(read.request, read.start, read.count) for read in reads] == [
+        (client, 4, 3)
+    ]  # its prompt was read already
     assert (client.state, client.tokens) == ("held", [0] * 6 + [8, 9])
     another = made.submit([5, 5], max_new_tokens=2)
     clock.now += 100.0
@@ -780,7 +852,10 @@ def test_of_one_owners_clients_the_idle_one_goes_before_the_one_that_is_away() -
     """It loses nothing, and the other one its session, although rows are free."""
     clock = Clock()
     made = scheduler(rows=4, client_rows=2, clock=clock)
-    away, idle = (made.submit([token] * 6, max_new_tokens=6, is_client=True, owner="one") for token in range(2))
+    away, idle = (
+        made.submit([token] * 6, max_new_tokens=6, is_client=True, owner="one")
+        for token in range(2)
+    )
     held(made, away, idle)
     made.may_draft(idle)
     made.set_away(away, True)
@@ -839,7 +914,9 @@ def test_two_clients_that_take_turns_with_one_row_both_come_to_their_ends() -> N
         assert request is not None
         turns.append(request)
         if request.is_client:
-            made.decoded(0, [1], done=len(request.tokens) + 1 == request.max_length)  # one verdict for each turn
+            made.decoded(
+                0, [1], done=len(request.tokens) + 1 == request.max_length
+            )  # one verdict for each turn
             made.may_draft(request)
             clock.now += 1.0
         else:
@@ -856,16 +933,24 @@ def test_two_clients_that_take_turns_with_one_row_both_come_to_their_ends() -> N
         assert max(second - first for first, second in pairwise(places)) == 3
 
 
-# --- owners of clients -------------------------------------------------------------------------------------------------
+# --- owners of clients ----------------------------------------------------------------------------
 
 
 def test_clients_of_one_owner_have_so_many_rows_and_others_pass_them() -> None:
     made = scheduler(rows=4, pages=32, client_rows=2)
-    mine = [made.submit([token] * 2, max_new_tokens=2, is_client=True, owner="me") for token in range(3)]
+    mine = [
+        made.submit([token] * 2, max_new_tokens=2, is_client=True, owner="me") for token in range(3)
+    ]
     yours = made.submit([4, 4], max_new_tokens=2, is_client=True, owner="you")
     plain = made.submit([5, 5], max_new_tokens=2)
     read_all(made)
-    assert [request.state for request in (*mine, yours, plain)] == ["held", "held", "waiting", "held", "running"]
+    assert [request.state for request in (*mine, yours, plain)] == [
+        "held",
+        "held",
+        "waiting",
+        "held",
+        "running",
+    ]
     nobodys = made.submit([6, 6], max_new_tokens=2, is_client=True)
     finish(made, plain)
     read_all(made)
@@ -878,7 +963,9 @@ def test_clients_of_one_owner_have_so_many_rows_and_others_pass_them() -> None:
 def test_an_idle_client_of_the_same_owner_makes_way_though_a_row_is_free() -> None:
     clock = Clock()
     made = scheduler(rows=3, client_rows=1, clock=clock)
-    first, second = (made.submit([token] * 2, max_new_tokens=2, is_client=True, owner="me") for token in range(2))
+    first, second = (
+        made.submit([token] * 2, max_new_tokens=2, is_client=True, owner="me") for token in range(2)
+    )
     other = made.submit([2, 2], max_new_tokens=2, is_client=True, owner="you")
     read_all(made)
     made.may_draft(first)
@@ -900,7 +987,7 @@ def test_one_owner_does_not_fill_the_line_for_others() -> None:
     assert [request.state for request in running] == ["running"] * 4
 
 
-# --- all of it, under random schedules ---------------------------------------------------------------------------------
+# --- all of it, under random schedules ------------------------------------------------------------
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -939,10 +1026,20 @@ class Device:
         self.chunk = self.page * draw.randint(1, 2)
         self.pages = draw.randint(4, 14)
         self.last_widths = draw.choice([(), (1,)])
-        sizes = {"rows": self.rows, "pages": self.pages, "page": self.page, "chunk": self.chunk, "shards": self.shards}
-        self.scheduler = Scheduler(**sizes, last_widths=self.last_widths, capacity=28, **self.options())
+        sizes = {
+            "rows": self.rows,
+            "pages": self.pages,
+            "page": self.page,
+            "chunk": self.chunk,
+            "shards": self.shards,
+        }
+        self.scheduler = Scheduler(
+            **sizes, last_widths=self.last_widths, capacity=28, **self.options()
+        )
         self.memory: dict[tuple[int, int, int], int] = {}
-        self.begun: dict[Request, int] = {}  # how much of its prompt has been read, since it has its row
+        self.begun: dict[
+            Request, int
+        ] = {}  # how much of its prompt has been read, since it has its row
         self.expectations: dict[Request, Expectation] = {}
         self.started: list[int] = []
         self.seen: Counter[str] = Counter()
@@ -971,13 +1068,17 @@ class Device:
 
     def check_cache(self, row: int, tokens: Sequence[int], count: int) -> None:
         for position in range(count):
-            assert self.memory.get(self.place(row, position)) == entry(tokens, position), "the cache is not the text's"
+            assert self.memory.get(self.place(row, position)) == entry(tokens, position), (
+                "the cache is not the text's"
+            )
 
     def read(self, read: PrefillChunk, budget: int | None) -> None:
         tokens, end = read.request.tokens, read.start + read.count
         assert tokens == self.expectations[read.request].text, "tokens are lost"
         assert read.start % self.chunk == 0, "off the grid"
-        assert read.width == min(width for width in (*self.last_widths, self.chunk) if width >= read.count)
+        assert read.width == min(
+            width for width in (*self.last_widths, self.chunk) if width >= read.count
+        )
         assert budget is None or read.width <= budget
         assert read.is_last == (end == len(tokens) - 1)
         assert read.is_last or read.count == self.chunk, "off the grid"
@@ -1008,20 +1109,30 @@ class Device:
             new.append(next_token(tokens + new))
         self.write(row, tokens + new, len(tokens) - 1, len(tokens) + len(new) - 1)
         expectation.shown += new
-        self.scheduler.decoded(row, new, done=len(expectation.text) == max_length or self.draw.random() < 0.03)
+        self.scheduler.decoded(
+            row, new, done=len(expectation.text) == max_length or self.draw.random() < 0.03
+        )
 
     # What happens.
 
     def submit(self) -> None:
         draw = self.draw
-        prompt = draw.choice(self.common)[: draw.randint(1, 13)] + [draw.randrange(7) for _ in range(draw.randint(0, 2))]
+        prompt = draw.choice(self.common)[: draw.randint(1, 13)] + [
+            draw.randrange(7) for _ in range(draw.randint(0, 2))
+        ]
         max_new_tokens = min(draw.randint(1, 12), self.pages * self.page - len(prompt) + 1)
         if max_new_tokens >= 1:
-            self.expectations[self.scheduler.submit(prompt, max_new_tokens)] = Expectation(prompt, max_new_tokens)
+            self.expectations[self.scheduler.submit(prompt, max_new_tokens)] = Expectation(
+                prompt, max_new_tokens
+            )
 
     def swap(self) -> None:
         share = self.rows // self.shards
-        order = [row for first in range(0, self.rows, share) for row in self.draw.sample(range(first, first + share), share)]
+        order = [
+            row
+            for first in range(0, self.rows, share)
+            for row in self.draw.sample(range(first, first + share), share)
+        ]
         self.scheduler.swap(order)
 
     def step(self) -> None:
@@ -1038,7 +1149,9 @@ class Device:
                 self.read(read, budget)
         before, ahead = self.holders(), draw.randint(1, 6)
         given_up = scheduler.reserve(ahead)
-        assert given_up == sorted((each for each in before if each.state == "waiting"), key=lambda request: request.order)
+        assert given_up == sorted(
+            (each for each in before if each.state == "waiting"), key=lambda request: request.order
+        )
         self.check_order(before)
         if draw.random() < 0.2:
             self.swap()
@@ -1074,13 +1187,21 @@ class Device:
         after = self.holders()
         new = sorted(request.order for request in after if request.order not in self.started)
         self.started += new
-        passed = [each for each in self.expectations if each.order < max(self.started, default=0) and each.state == "waiting"]
+        passed = [
+            each
+            for each in self.expectations
+            if each.order < max(self.started, default=0) and each.state == "waiting"
+        ]
         assert all(request.order in self.started for request in passed), "the head is passed"
         assert self.started == sorted(self.started), "the head is passed"
-        in_line = [each.order for each in self.expectations if each.state == "waiting" and each not in before]
-        assert all(request.order < min(in_line, default=9**9) for request in after if request not in before), (
-            "the head is passed"
-        )
+        in_line = [
+            each.order
+            for each in self.expectations
+            if each.state == "waiting" and each not in before
+        ]
+        assert all(
+            request.order < min(in_line, default=9**9) for request in after if request not in before
+        ), "the head is passed"
         for request, shard in before.items():
             if request.row is None:
                 self.seen["for pages"] += 1
@@ -1100,9 +1221,13 @@ class Device:
             count = Counter(page for pages in used for page in pages)
             shared = shared_pages(self.scheduler, shard)
             own = [page for page in count.elements() if page not in shared]
-            assert sorted([*pool._free, *shared, *own]) == list(range(self.pages)), "a page has not one owner"
+            assert sorted([*pool._free, *shared, *own]) == list(range(self.pages)), (
+                "a page has not one owner"
+            )
             for prefix in pool._prefixes:
-                assert {count[page] for page in prefix.pages} == {prefix.holders}, "not as many show it as hold it"
+                assert {count[page] for page in prefix.pages} == {prefix.holders}, (
+                    "not as many show it as hold it"
+                )
             unheld = sum(len(prefix.pages) for prefix in pool._prefixes if not prefix.holders)
             assert pool.available == len(pool._free) + unheld
 
@@ -1162,7 +1287,9 @@ class WithClients(Device):
             self.seen["dropped"] += 1
             self.seen["dropped, being there"] += request.away is None
             if request.away is None:
-                left = [other for other in after if after[other] == before[request] and other in before]
+                left = [
+                    other for other in after if after[other] == before[request] and other in before
+                ]
                 assert all(other.away is None for other in left), "one that is away stays"
         self.scheduler.dropped.clear()
         for request in before:
@@ -1177,7 +1304,11 @@ class WithIdleClients(WithClients):
     def options(self) -> dict[str, Any]:
         self.clock, self.client_rows = Clock(), self.draw.randint(1, self.rows)
         self.drafts: set[Request] = set()
-        return {"clock": self.clock, "idle_seconds": self.draw.choice([0.0, 1.0, 5.0]), "client_rows": self.client_rows}
+        return {
+            "clock": self.clock,
+            "idle_seconds": self.draw.choice([0.0, 1.0, 5.0]),
+            "client_rows": self.client_rows,
+        }
 
     def submit(self) -> None:
         before = set(self.expectations)
@@ -1191,7 +1322,11 @@ class WithIdleClients(WithClients):
         for request in [request for request in self.expectations if request.is_client]:
             if self.draw.random() < 0.05:
                 self.scheduler.set_away(request, self.draw.random() < 0.5)
-            if request.state == "held" and request not in self.drafts and request.idle_since is None:
+            if (
+                request.state == "held"
+                and request not in self.drafts
+                and request.idle_since is None
+            ):
                 self.scheduler.may_draft(request)
             if request.state == "suspended" or request.idle_since is not None:
                 if self.draw.random() < 0.4:
@@ -1205,25 +1340,41 @@ class WithIdleClients(WithClients):
         self.scheduler.check()
 
     def is_over(self) -> bool:
-        return super().is_over() and not any(request.state == "suspended" for request in self.expectations)
+        return super().is_over() and not any(
+            request.state == "suspended" for request in self.expectations
+        )
 
     def check_order(self, before: dict[Request, int]) -> None:
         super().check_order(before)
         owners = Counter(request.owner for request in self.holders() if request.owner)
         assert max(owners.values(), default=0) <= self.client_rows, "an owner has too many rows"
-        in_line = [request for request in self.expectations if request.state == "waiting" and request not in before]
+        in_line = [
+            request
+            for request in self.expectations
+            if request.state == "waiting" and request not in before
+        ]
         for request in self.holders():
-            passed = [other for other in in_line if other.order < request.order and request not in before]
-            assert all(owners[other.owner] == self.client_rows for other in passed if other.owner), "the head is passed"
+            passed = [
+                other for other in in_line if other.order < request.order and request not in before
+            ]
+            assert all(
+                owners[other.owner] == self.client_rows for other in passed if other.owner
+            ), "the head is passed"
             assert all(other.owner for other in passed), "the head is passed"
 
     def check_left(self, before: dict[Request, int]) -> None:
         for request, place in before.items():
             if request.state == "suspended":
-                assert request.is_client and request not in self.drafts, "a client that drafts loses its row"
+                assert request.is_client and request not in self.drafts, (
+                    "a client that drafts loses its row"
+                )
                 self.seen["suspended"] += 1
             if request.state == "dropped" and request.away is None:
-                left = [other for other, shard in self.holders().items() if shard == place and other in before]
+                left = [
+                    other
+                    for other, shard in self.holders().items()
+                    if shard == place and other in before
+                ]
                 assert not any(self.scheduler.is_idle(other) for other in left), "an idle one stays"
         super().check_left(before)
 
@@ -1251,12 +1402,39 @@ def test_random_schedules_lose_nothing_and_mix_nothing() -> None:
 
 def test_random_schedules_with_clients_lose_nothing_and_mix_nothing() -> None:
     seen = run_schedules(range(1000), WithClients)
-    assert min(seen[what] for what in ("done", "cancelled", "shared", "for pages", "dropped", "dropped, being there")) > 30
+    assert (
+        min(
+            seen[what]
+            for what in (
+                "done",
+                "cancelled",
+                "shared",
+                "for pages",
+                "dropped",
+                "dropped, being there",
+            )
+        )
+        > 30
+    )
 
 
 def test_random_schedules_with_idle_clients_lose_nothing_and_starve_nobody() -> None:
     seen = run_schedules(range(600), WithIdleClients)
-    assert min(seen[what] for what in ("done", "cancelled", "shared", "for pages", "dropped", "suspended", "comes back")) > 30
+    assert (
+        min(
+            seen[what]
+            for what in (
+                "done",
+                "cancelled",
+                "shared",
+                "for pages",
+                "dropped",
+                "suspended",
+                "comes back",
+            )
+        )
+        > 30
+    )
 
 
 class Checking(WithClients):
@@ -1271,11 +1449,14 @@ def test_a_scheduler_that_is_right_never_contradicts_itself() -> None:
     run_schedules(range(2000, 2100), Checking)
 
 
-# --- a scheduler that contradicts itself -------------------------------------------------------------------------------
+# --- a scheduler that contradicts itself ----------------------------------------------------------
 
 Change = Callable[[Scheduler, Request, Request], object]
 CONTRADICTIONS: dict[str, tuple[Change, str]] = {
-    "a page twice": (lambda made, running, _: made._pools[0]._free.append(pages_of(made, 0)[0]), "pages: 17 are"),
+    "a page twice": (
+        lambda made, running, _: made._pools[0]._free.append(pages_of(made, 0)[0]),
+        "pages: 17 are",
+    ),
     "a page is lost": (lambda made, running, _: made._pools[0]._free.pop(), "pages: 15 are"),
     "a prefix that is dropped": (
         lambda made, running, _: made._pools[0]._drop(made._holder(running.row or 0).prefixes[0]),
@@ -1285,17 +1466,35 @@ CONTRADICTIONS: dict[str, tuple[Change, str]] = {
         lambda made, running, _: setattr(made._holder(running.row or 0).prefixes[0], "holders", 2),
         "1 rows use a prefix that counts 2",
     ),
-    "another page in the table": (lambda made, running, _: made.table.__setitem__((running.row, 0), 9), "row 0: the table"),
-    "a free row with pages": (lambda made, *_: made.table.__setitem__((1, 0), 3), "row 1: the table"),
-    "another row": (lambda made, running, _: setattr(running, "row", 1), "row 0: its request is running, in row 1"),
-    "ended, with a row": (lambda made, running, _: setattr(running, "state", "done"), "row 0: its request is done"),
+    "another page in the table": (
+        lambda made, running, _: made.table.__setitem__((running.row, 0), 9),
+        "row 0: the table",
+    ),
+    "a free row with pages": (
+        lambda made, *_: made.table.__setitem__((1, 0), 3),
+        "row 1: the table",
+    ),
+    "another row": (
+        lambda made, running, _: setattr(running, "row", 1),
+        "row 0: its request is running, in row 1",
+    ),
+    "ended, with a row": (
+        lambda made, running, _: setattr(running, "state", "done"),
+        "row 0: its request is done",
+    ),
     "more tokens than it may have": (
         lambda made, running, _: running.tokens.extend([1] * 30),
         "row 0: 5 of 36 tokens are read, and the limit is 8",
     ),
-    "more is read than there is": (lambda made, running, _: running.tokens.clear(), "row 0: 5 of 0 tokens are read"),
+    "more is read than there is": (
+        lambda made, running, _: running.tokens.clear(),
+        "row 0: 5 of 0 tokens are read",
+    ),
     "waits with a row": (lambda made, _, waiting: setattr(waiting, "row", 1), "waiting: requests"),
-    "waits and is cancelled": (lambda made, _, waiting: setattr(waiting, "state", "cancelled"), "waiting: requests"),
+    "waits and is cancelled": (
+        lambda made, _, waiting: setattr(waiting, "state", "cancelled"),
+        "waiting: requests",
+    ),
     "waits twice": (lambda made, _, waiting: made._waiting.append(waiting), "waiting: requests"),
 }
 
@@ -1314,14 +1513,19 @@ def test_a_contradiction_is_named_and_clearing_helps(name) -> None:
         made.check()
     made.clear()
     made.check()
-    assert (running.state, running.row, waiting.state, waiting.row) == ("cancelled", None, "cancelled", None)
+    assert (running.state, running.row, waiting.state, waiting.row) == (
+        "cancelled",
+        None,
+        "cancelled",
+        None,
+    )
     assert (made.idle, made.occupied, made.free_pages) == (True, 0, 16)
     following = made.submit([1] * 6, max_new_tokens=2)
     assert starts(read_all(made)) == [(0, None)]
     assert following.state == "running"
 
 
-# --- schedulers that are wrong, and are found out ----------------------------------------------------------------------
+# --- schedulers that are wrong, and are found out -------------------------------------------------
 
 
 def without_the_token_after(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1337,7 +1541,9 @@ def without_the_token_after(monkeypatch: pytest.MonkeyPatch) -> None:
         return chain
 
     monkeypatch.setattr(PagePool, "find", find)
-    monkeypatch.setattr(PagePool, "register", lambda pool, above, key, *rest: register(pool, above, key[:-1], *rest))
+    monkeypatch.setattr(
+        PagePool, "register", lambda pool, above, key, *rest: register(pool, above, key[:-1], *rest)
+    )
 
 
 def freeing_what_another_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1367,7 +1573,12 @@ def reading_into_shared_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     def again(made, read, prefix_state):
         was_read(made, read, prefix_state)
         row = made._rows[read.row]
-        if row is not None and row.request is read.request and read.count == made._chunk and not read.is_last:
+        if (
+            row is not None
+            and row.request is read.request
+            and read.count == made._chunk
+            and not read.is_last
+        ):
             row.read = read.start
 
     monkeypatch.setattr(Scheduler, "was_read", again)
@@ -1412,7 +1623,12 @@ def with_the_border_of_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def first(made, shard, budget):
         read = next_read(made, shard, budget)
-        return read and replace(read, prefix_state=made._rows[read.row].prefixes[0].prefix_state if read.prefix_state else None)
+        return read and replace(
+            read,
+            prefix_state=(
+                made._rows[read.row].prefixes[0].prefix_state if read.prefix_state else None
+            ),
+        )
 
     monkeypatch.setattr(Scheduler, "_next_read", first)
 
@@ -1436,7 +1652,10 @@ def without_pages_for_what_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         (freeing_what_another_holds, "a page has not one owner|the cache is not the text's"),
         (dropping_what_is_held, "a page has not one owner|the cache is not the text's"),
         (reading_into_shared_pages, "a shared page is written"),
-        (with_unused_entries_of_zero, "an unused entry is not out of range|a page has not one owner|not as many show it"),
+        (
+            with_unused_entries_of_zero,
+            "an unused entry is not out of range|a page has not one owner|not as many show it",
+        ),
         (losing_what_was_generated, "tokens are lost"),
         (with_a_grid_from_the_hit, "off the grid"),
         (with_the_border_of_the_first_chunk, "prefix_state"),
@@ -1472,10 +1691,18 @@ def test_no_more_rows_are_given_out_than_the_limit_allows() -> None:
     made.limit_rows(1)
     first, second, third = (made.submit([1, 2], 4) for _ in range(3))
     read_all(made)
-    assert [request.state for request in (first, second, third)] == ["running", "waiting", "waiting"]
+    assert [request.state for request in (first, second, third)] == [
+        "running",
+        "waiting",
+        "waiting",
+    ]
     made.limit_rows(2)
     read_all(made)
-    assert [request.state for request in (first, second, third)] == ["running", "running", "waiting"]
+    assert [request.state for request in (first, second, third)] == [
+        "running",
+        "running",
+        "waiting",
+    ]
     made.limit_rows(1)  # whoever has a row keeps it
     finish(made, first)
     read_all(made)

@@ -71,7 +71,9 @@ class Wire:
             self.connection.sent(len(frame))
         return [wire.decode_down(frame) for frame in frames]
 
-    def open(self, tokens: Any = PROMPT, prompt: int = len(PROMPT), limit: int = 40, **more: Any) -> bytes:
+    def open(
+        self, tokens: Any = PROMPT, prompt: int = len(PROMPT), limit: int = 40, **more: Any
+    ) -> bytes:
         """A session that is ready."""
         self.say(opening(tokens=wire.pack(tokens, "int32"), prompt=prompt, limit=limit, **more))
         opened, *_, ready = self.heard()
@@ -88,7 +90,9 @@ def chain(text: list[int], right: int, wrong: int = 0) -> tuple[list[int], list[
     return tokens, [255, *range(len(tokens) - 1)]
 
 
-def draft(session: bytes, text: list[int], sequence: int = 1, epoch: int = 0, right: int = 2, **more: Any) -> wire.DraftMessage:
+def draft(
+    session: bytes, text: list[int], sequence: int = 1, epoch: int = 0, right: int = 2, **more: Any
+) -> wire.DraftMessage:
     tokens, parents = chain(text, right, 1)
     return wire.DraftMessage(
         **{
@@ -109,17 +113,21 @@ def opening(**fields: Any) -> wire.OpenMessage:
     return wire.OpenMessage(nonce=random.randbytes(16), **fields)
 
 
-def resume(session: bytes, text: list[int], known: int | None = None, epoch: int = 0) -> wire.ResumeMessage:
+def resume(
+    session: bytes, text: list[int], known: int | None = None, epoch: int = 0
+) -> wire.ResumeMessage:
     """A Resume by who has used an epoch."""
     known = len(text) - 1 if known is None else known
-    return wire.ResumeMessage(session=session, epoch=epoch + 1, base=len(text), digest=wire.digest(text), known=known)
+    return wire.ResumeMessage(
+        session=session, epoch=epoch + 1, base=len(text), digest=wire.digest(text), known=known
+    )
 
 
 TEXT = whole(PROMPT, 40)
 AFTER = TEXT[: len(PROMPT) + 3]  # after a draft with two right tokens
 
 
-# --- a session -------------------------------------------------------------------------------------------------------
+# --- a session ------------------------------------------------------------------------------------
 
 
 def test_a_text_is_opened_told_and_ready():
@@ -148,7 +156,12 @@ def test_a_verdict():
     session = line.open()
     line.say(draft(session, PROMPT))
     (verdict,) = line.heard()
-    assert (verdict.sequence, verdict.accepted, verdict.token, verdict.over) == (1, [1, 2], AFTER[-1], "")
+    assert (verdict.sequence, verdict.accepted, verdict.token, verdict.over) == (
+        1,
+        [1, 2],
+        AFTER[-1],
+        "",
+    )
     told = wire.unpack(verdict.arrays["hidden"])
     assert told.tolist() == [told_of(TEXT[:count]) for count in range(len(PROMPT), len(AFTER))]
     line.say(draft(session, AFTER, 2))
@@ -174,7 +187,7 @@ def test_a_text_that_ends_needs_no_row_and_its_last_verdict_is_kept():
     assert len(world.rows.rows) == 1
 
 
-# --- again, or not at all --------------------------------------------------------------------------------------------
+# --- again, or not at all -------------------------------------------------------------------------
 
 
 def test_the_same_draft_again_has_the_same_verdict_byte_for_byte():
@@ -182,7 +195,9 @@ def test_the_same_draft_again_has_the_same_verdict_byte_for_byte():
     line = Wire(world)
     session = line.open()
     line.say(draft(session, PROMPT))
-    line.say(draft(session, PROMPT))  # while it is verified: it was heard, and the answer comes once
+    line.say(
+        draft(session, PROMPT)
+    )  # while it is verified: it was heard, and the answer comes once
     world.settle()
     opened, first = line.frames
     assert isinstance(wire.decode_down(opened), wire.OpenedMessage)
@@ -255,7 +270,7 @@ def test_drafts_that_cannot_be():
     assert isinstance(line.heard()[0], wire.VerdictMessage)
 
 
-# --- connections come and go -----------------------------------------------------------------------------------------
+# --- connections come and go ----------------------------------------------------------------------
 
 
 def test_a_session_goes_on_over_another_connection():
@@ -314,7 +329,11 @@ def test_an_answer_comes_over_the_connection_that_there_is():
     first.say(draft(session, PROMPT))
     second.say(resume(session, PROMPT))
     second.say(draft(session, PROMPT, epoch=1))
-    assert [type(each) for each in second.heard()] == [wire.ReadyMessage, wire.OpenedMessage, wire.VerdictMessage]
+    assert [type(each) for each in second.heard()] == [
+        wire.ReadyMessage,
+        wire.OpenedMessage,
+        wire.VerdictMessage,
+    ]
     assert first.heard() == []
 
 
@@ -326,7 +345,11 @@ def test_what_a_client_was_not_told_is_told_in_another_row():
     first.heard()
     second.say(resume(session, AFTER, known=5))
     *told, ready = second.heard()
-    assert [(each.start, each.count, each.epoch) for each in told] == [(5, 1, 1), (6, 3, 1), (9, 1, 1)]
+    assert [(each.start, each.count, each.epoch) for each in told] == [
+        (5, 1, 1),
+        (6, 3, 1),
+        (9, 1, 1),
+    ]
     assert ready.length == len(AFTER)
     assert [row.is_closed for row in world.rows.rows] == [True, False]
     second.say(draft(session, AFTER, 2, epoch=1))
@@ -342,7 +365,9 @@ def test_a_client_that_has_less_of_the_text_has_it_again():
         first.say(draft(session, text, sequence))
         text = TEXT[: len(text) + 3]
         first.heard()
-    second.say(resume(session, AFTER))  # two drafts behind would be none; it is one behind, with the answer kept
+    second.say(
+        resume(session, AFTER)
+    )  # two drafts behind would be none; it is one behind, with the answer kept
     assert second.heard() == [wire.ReadyMessage(session=session, epoch=1, length=len(AFTER))]
     second.say(resume(session, PROMPT, epoch=1))
     assert second.heard()[-1] == wire.ReadyMessage(session=session, epoch=2, length=len(PROMPT))
@@ -371,7 +396,11 @@ def test_an_open_and_a_resume_that_come_twice():
     for _ in range(2):
         other.say(resume(bytes(16), PROMPT))
         assert other.heard() == [wire.ReadyMessage(session=bytes(16), epoch=1, length=len(PROMPT))]
-    assert (len(world.rows.rows), world.sessions.statistics.opened, world.sessions.statistics.resumes) == (1, 1, 1)
+    assert (
+        len(world.rows.rows),
+        world.sessions.statistics.opened,
+        world.sessions.statistics.resumes,
+    ) == (1, 1, 1)
 
 
 def test_who_asks_again_while_the_text_is_read_hears_so():
@@ -385,7 +414,9 @@ def test_who_asks_again_while_the_text_is_read_hears_so():
     second.say(resume(bytes(16), PROMPT, known=0))
     assert second.frames == []
     second.say(resume(bytes(16), PROMPT, known=0))
-    assert [wire.decode_down(frame) for frame in second.frames] == [msgspec.structs.replace(opened, epoch=1)]
+    assert [wire.decode_down(frame) for frame in second.frames] == [
+        msgspec.structs.replace(opened, epoch=1)
+    ]
     assert second.heard()[-1] == wire.ReadyMessage(session=bytes(16), epoch=1, length=len(PROMPT))
     assert len(world.rows.rows) == 1
 
@@ -397,7 +428,11 @@ def test_while_a_prompt_is_read_the_connection_changes():
     world.settle(1)
     second.say(resume(bytes(16), PROMPT, known=3))
     told = second.heard()
-    assert [(getattr(each, "start", None), each.epoch) for each in told] == [(3, 1), (6, 1), (None, 1)]
+    assert [(getattr(each, "start", None), each.epoch) for each in told] == [
+        (3, 1),
+        (6, 1),
+        (None, 1),
+    ]
     assert len(world.rows.rows) == 1
 
 
@@ -465,7 +500,7 @@ def test_who_is_connected_and_sends_no_draft_keeps_its_session():
     assert len(world.rows.rows) == 1
 
 
-# --- who may, and how much -------------------------------------------------------------------------------------------
+# --- who may, and how much ------------------------------------------------------------------------
 
 
 def test_a_session_of_somebody_else_does_not_exist():
@@ -608,7 +643,10 @@ def test_one_owner_has_so_many_sessions_and_another_one_has_room():
 
 def test_who_has_no_key_is_counted_by_the_address_and_a_trusted_proxy_is_not():
     world = World(replace(TERMS, sessions=9, sessions_per_owner=1))
-    by_address = [Wire(world, owner="", counted_as=address) for address in ("10.0.0.1/32", "10.0.0.2/32", "", "")]
+    by_address = [
+        Wire(world, owner="", counted_as=address)
+        for address in ("10.0.0.1/32", "10.0.0.2/32", "", "")
+    ]
     for line in by_address:
         line.open()
     again = Wire(world, owner="", counted_as="10.0.0.1/32")
@@ -665,7 +703,9 @@ def test_between_two_frames_of_what_is_told_others_are_served(monkeypatch):
     known = told[-1].start + 1
     second.say(resume(bytes(16), PROMPT, known=known))  # the rest comes over another connection
     *rest, ready = second.heard()
-    assert [(each.start, each.count, each.epoch) for each in rest] == [(i, 1, 1) for i in range(known, len(PROMPT) - 1)]
+    assert [(each.start, each.count, each.epoch) for each in rest] == [
+        (i, 1, 1) for i in range(known, len(PROMPT) - 1)
+    ]
     assert ready == wire.ReadyMessage(session=bytes(16), epoch=1, length=len(PROMPT))
     assert len(world.rows.rows) == 1
 
@@ -674,7 +714,7 @@ def test_what_may_wait_is_bounded_whatever_is_told():
     assert Terms(capacity=4096, tells={"entries": (64, 1024)}).max_unsent_bytes == 2**28
 
 
-# --- whole texts over a bad link -------------------------------------------------------------------------------------
+# --- whole texts over a bad link ------------------------------------------------------------------
 
 
 class Client:
@@ -692,7 +732,13 @@ class Client:
         """What is said first over a connection, or after a silence."""
         if self.session is None:
             tokens, known = wire.pack(self.text, "int32"), len(self.told)
-            return wire.OpenMessage(nonce=self.nonce, tokens=tokens, prompt=len(self.prompt), limit=self.limit, known=known)
+            return wire.OpenMessage(
+                nonce=self.nonce,
+                tokens=tokens,
+                prompt=len(self.prompt),
+                limit=self.limit,
+                known=known,
+            )
         self.epoch += 1
         return resume(self.session, self.text, len(self.told), self.epoch - 1)
 
@@ -727,7 +773,9 @@ class Client:
                 return self._draft()
             return self.begin()
         elif isinstance(message, wire.ResyncMessage):
-            raise AssertionError("a client that follows the protocol has the server's text, or less")
+            raise AssertionError(
+                "a client that follows the protocol has the server's text, or less"
+            )
         elif self.waiting is not None and message.sequence == self.sequence:
             return self._follow(message)
         return None
@@ -753,12 +801,16 @@ class Link:
         self.frames: list[tuple[int, int, Any]] = []
 
     def put(self, now: int, item: Any) -> None:
-        for _ in range(self.rng.choices((1, 0, 2), (1 - self.badness, self.badness / 2, self.badness / 2))[0]):
+        for _ in range(
+            self.rng.choices((1, 0, 2), (1 - self.badness, self.badness / 2, self.badness / 2))[0]
+        ):
             late = self.rng.randrange(8) if self.rng.random() < self.badness else 1
             self.frames.append((now + late, len(self.frames), item))
 
     def take(self, now: int) -> list[Any]:
-        here = sorted((frame for frame in self.frames if frame[0] <= now), key=lambda frame: frame[:2])
+        here = sorted(
+            (frame for frame in self.frames if frame[0] <= now), key=lambda frame: frame[:2]
+        )
         self.frames = [frame for frame in self.frames if frame[0] > now]
         return [item for _, _, item in here]
 
@@ -766,14 +818,20 @@ class Link:
 def play(seed: int, badness: float) -> tuple[list[int], list[int], World]:
     """A client's text over a link of some badness, and what it should be."""
     rng = random.Random(seed)
-    world = World(replace(TERMS, sessions=1000))  # some connections are lost, and the server does not notice
+    world = World(
+        replace(TERMS, sessions=1000)
+    )  # some connections are lost, and the server does not notice
     prompt = [rng.randrange(49) for _ in range(rng.randrange(1, 9))]
     client = Client(rng, prompt, rng.randrange(1, 60))
     up, down = Link(rng, badness), Link(rng, badness)
 
     def connect() -> Any:
         made: list[Any] = []
-        made.append(world.sessions.connect("me", lambda frame: down.put(now, (made[0], frame)), lambda error: None))
+        made.append(
+            world.sessions.connect(
+                "me", lambda frame: down.put(now, (made[0], frame)), lambda error: None
+            )
+        )
         return made[0]
 
     now, line = 0, None
@@ -788,7 +846,11 @@ def play(seed: int, badness: float) -> tuple[list[int], list[int], World]:
             connection.receive(frame)
         if rng.random() < 0.7:
             world.settle(rng.randrange(3))
-        answers = [client.hear(wire.decode_down(frame)) for connection, frame in down.take(now) if connection is line]
+        answers = [
+            client.hear(wire.decode_down(frame))
+            for connection, frame in down.take(now)
+            if connection is line
+        ]
         client.silent = 0 if answers else client.silent + 1
         for answer in filter(None, answers):
             up.put(now, (line, wire.encode(answer)))

@@ -51,7 +51,9 @@ def serving(**options: Any) -> Iterator[Served]:
     sizes = {"rows": 2, "widths": (2,), "capacity": 48, "page": 8, "chunk": 8}
     with Engine(target, drafts=(None,), clients=clients, **sizes, **options) as engine:
         tells = clients.tells(engine.target)
-        sessions = Sessions(engine, Terms(nodes=6, depth=4, capacity=48, tells=tells), post=work.put)
+        sessions = Sessions(
+            engine, Terms(nodes=6, depth=4, capacity=48, tells=tells), post=work.put
+        )
         yield Served(engine, sessions, work)
         sessions.close()
 
@@ -96,7 +98,13 @@ class Client:
         known = len(self.told)
         self.say(
             wire.OpenMessage(
-                nonce=os.urandom(16), tokens=tokens, prompt=len(PROMPT), limit=LIMIT, known=known, eos=[], **self.sampling
+                nonce=os.urandom(16),
+                tokens=tokens,
+                prompt=len(PROMPT),
+                limit=LIMIT,
+                known=known,
+                eos=[],
+                **self.sampling,
             )
         )
         assert self.until_ready() == len(self.text)
@@ -104,7 +112,15 @@ class Client:
     def resume(self) -> int:
         known, digest = len(self.told), wire.digest(self.text)
         self.epoch += 1
-        self.say(wire.ResumeMessage(session=self.session, epoch=self.epoch, base=len(self.text), digest=digest, known=known))
+        self.say(
+            wire.ResumeMessage(
+                session=self.session,
+                epoch=self.epoch,
+                base=len(self.text),
+                digest=digest,
+                known=known,
+            )
+        )
         return self.until_ready()
 
     def draft(self, ahead: list[int]) -> wire.DraftMessage:
@@ -143,7 +159,10 @@ def test_a_text_is_the_engines_own(served: Served, sampling: dict[str, Any]):
     client.open()
     while not over:
         at = len(client.text)
-        ahead = [token if rng.random() < 0.7 else (token + 1) % 11 for token in [*expected[at : at + 3], 0][:3]]
+        ahead = [
+            token if rng.random() < 0.7 else (token + 1) % 11
+            for token in [*expected[at : at + 3], 0][:3]
+        ]
         draft = client.draft(ahead)
         client.say(draft)
         how = rng.random()
@@ -165,7 +184,9 @@ def test_a_text_is_the_engines_own(served: Served, sampling: dict[str, Any]):
     again = Client(served, **sampling)  # read at once, it is told the same
     again.text = expected[:-1]
     again.open()
-    np.testing.assert_allclose(np.stack(client.told)[: len(again.told)], np.stack(again.told), atol=1e-4)
+    np.testing.assert_allclose(
+        np.stack(client.told)[: len(again.told)], np.stack(again.told), atol=1e-4
+    )
     again.say(wire.CloseMessage(session=again.session))
 
 
@@ -174,7 +195,10 @@ def test_sessions_that_take_each_others_row_hear_nothing_of_it_and_have_their_te
     """One key has one of the two rows. Each draft takes it from the other session, which is idle."""
     samplings: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 5}]
     with serving(client_idle_seconds=0.0) as served:
-        handles = [served.engine.submit(PROMPT, max_new_tokens=LIMIT, eos_token_ids=(), **each) for each in samplings]
+        handles = [
+            served.engine.submit(PROMPT, max_new_tokens=LIMIT, eos_token_ids=(), **each)
+            for each in samplings
+        ]
         expected = [[*PROMPT, *handle.result().tokens] for handle in handles]
         clients = [Client(served, **each) for each in samplings]
         for client in clients:

@@ -72,14 +72,18 @@ def drafter_of(target) -> specjax.Eagle3:
 
 @pytest.fixture(scope="module")
 def one_row(target) -> Iterator[Engine]:
-    with Engine(target, drafter_of(target), drafts=(None, "chain:3"), rows=1, steps=1, **SIZES) as engine:
+    with Engine(
+        target, drafter_of(target), drafts=(None, "chain:3"), rows=1, steps=1, **SIZES
+    ) as engine:
         yield engine
 
 
 @pytest.mark.full_except("greedy")
 @pytest.mark.represents("texts that begin while programs are compiled")
 @pytest.mark.parametrize("settings", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_text_is_the_same_wherever_drafting_becomes_possible(one_row, monkeypatch, settings) -> None:
+def test_a_text_is_the_same_wherever_drafting_becomes_possible(
+    one_row, monkeypatch, settings
+) -> None:
     engine, programs = one_row, one_row._loop.programs
     chosen: list[tuple[int, ...]] = []
 
@@ -107,7 +111,9 @@ def test_a_text_is_the_same_wherever_drafting_becomes_possible(one_row, monkeypa
 
         programs._ready = set(first)
         monkeypatch.setattr(engine._loop, "_choose", choose)
-        assert engine.submit(PROMPT, max_new_tokens=MOST, **settings).result(PATIENCE).tokens == warm
+        assert (
+            engine.submit(PROMPT, max_new_tokens=MOST, **settings).result(PATIENCE).tokens == warm
+        )
         assert chosen[:place] == [(0,)] * place
         assert set(chosen[place:]) == {(0, 1)}
 
@@ -115,7 +121,9 @@ def test_a_text_is_the_same_wherever_drafting_becomes_possible(one_row, monkeypa
 @pytest.mark.full
 def test_rows_and_drafts_and_logprobs_wait_for_their_programs(target, gate) -> None:
     sizes: dict[str, Any] = {**SIZES, "rows": 2, "widths": (1, 2), "steps": 1, "max_logprobs": 2}
-    with Engine(target, drafter_of(target), drafts=(None, "chain:3"), warm=False, **sizes) as engine:
+    with Engine(
+        target, drafter_of(target), drafts=(None, "chain:3"), warm=False, **sizes
+    ) as engine:
         occupied: list[int] = []
         decode = engine._loop.device.decode
 
@@ -150,11 +158,15 @@ def test_rows_and_drafts_and_logprobs_wait_for_their_programs(target, gate) -> N
         assert with_logprobs.result(PATIENCE).tokens == results[0]
         assert engine.statistics.drafts == []
         gate.compile_all()
-        wait_until(lambda: len(engine.statistics.drafts) == 4)  # timed while nobody asks for anything
+        wait_until(
+            lambda: len(engine.statistics.drafts) == 4
+        )  # timed while nobody asks for anything
         assert engine.statistics.compiled == engine.statistics.programs
         shared = engine.statistics.prompt_tokens_shared
         assert engine.submit(PROMPT, max_new_tokens=MOST).result(PATIENCE).tokens == results[0]
-        assert engine.statistics.prompt_tokens_shared > shared  # timing left what pages hold as it is
+        assert (
+            engine.statistics.prompt_tokens_shared > shared
+        )  # timing left what pages hold as it is
 
 
 @pytest.mark.full
@@ -188,7 +200,10 @@ def test_the_thread_compiles_everything_and_its_error_is_the_engines(target, mon
         with pytest.raises(EngineError) as caught:
             engine.submit(PROMPT)
         assert "no memory" in str(caught.value.__cause__)
-        assert re.search("the program [a-z_]+\\(.*\\) cannot be compiled .*; start with fewer", str(caught.value.__cause__))
+        assert re.search(
+            "the program [a-z_]+\\(.*\\) cannot be compiled .*; start with fewer",
+            str(caught.value.__cause__),
+        )
 
 
 def test_who_waits_for_a_program_goes_on_where_it_never_comes() -> None:
@@ -198,7 +213,9 @@ def test_who_waits_for_a_program_goes_on_where_it_never_comes() -> None:
     programs = Programs([EngineProgram("decode", (1,), 0, fail)], threading.Condition())
     programs.start(lambda: None)
     assert not programs.wait_for("decode", 1)
-    assert "the program decode(1,) cannot be compiled (made up); start with fewer" in str(programs.error)
+    assert "the program decode(1,) cannot be compiled (made up); start with fewer" in str(
+        programs.error
+    )
     programs.stop()
 
 

@@ -14,7 +14,9 @@ def stats_of(rows: int, depth: int, count: int) -> Stats:
     def counts(*shape: int) -> np.ndarray:
         return np.full((rows, *shape), count, np.int32)
 
-    return Stats(counts(), counts(), counts(), counts(), counts(depth), counts(depth), counts(depth + 2))
+    return Stats(
+        counts(), counts(), counts(), counts(), counts(depth), counts(depth), counts(depth + 2)
+    )
 
 
 def test_sums_of_rows_and_of_calls_do_not_overflow() -> None:
@@ -25,7 +27,13 @@ def test_sums_of_rows_and_of_calls_do_not_overflow() -> None:
     assert (totals.drafted, totals.accepted, totals.drafted_steps) == (once, once, once)
     assert (totals.drafted_at, totals.accepted_at) == ([once] * 2, [once] * 2)
     assert totals.generated == (0 + 1 + 2 + 3) * once
-    numbers = [totals.generated, totals.drafted, totals.accepted, *totals.drafted_at, *totals.accepted_at]
+    numbers = [
+        totals.generated,
+        totals.drafted,
+        totals.accepted,
+        *totals.drafted_at,
+        *totals.accepted_at,
+    ]
     assert {type(number) for number in numbers} == {int}
 
 

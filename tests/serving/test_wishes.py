@@ -28,13 +28,22 @@ TREE = StaticTree(((0,), (1,), (0, 0), (0, 1)))
 def engine(target) -> Iterator[Engine]:
     drafter = specjax.Eagle3.init(target, jax.random.key(5))
     options = {"drafts": (None, TREE), "rows": 3, "widths": (3,), "pages": 12, **SIZES}
-    with Engine(target, drafter, max_logprobs=TOP, max_prediction=4, tokenizer=of_bytes_and_spaces("t5"), **options) as engine:
+    with Engine(
+        target,
+        drafter,
+        max_logprobs=TOP,
+        max_prediction=4,
+        tokenizer=of_bytes_and_spaces("t5"),
+        **options,
+    ) as engine:
         yield engine
 
 
 def directly(target, tokens: list[int]) -> np.ndarray:
     """``[T, V]`` the target's log-probabilities after each of ``tokens``, all read at once."""
-    return np.asarray(jax.nn.log_softmax(target.forward(jnp.array([tokens]))[0].logits[0].astype(jnp.float32)))
+    return np.asarray(
+        jax.nn.log_softmax(target.forward(jnp.array([tokens]))[0].logits[0].astype(jnp.float32))
+    )
 
 
 def check_logprobs(said: list, of: np.ndarray, tokens: list[int], top: int) -> None:
@@ -43,10 +52,14 @@ def check_logprobs(said: list, of: np.ndarray, tokens: list[int], top: int) -> N
         assert one.token == token
         assert abs(one.logprob - right[token]) < 1e-4
         assert len(one.top) == top
-        assert [logprob for _, logprob in one.top] == sorted((logprob for _, logprob in one.top), reverse=True)
+        assert [logprob for _, logprob in one.top] == sorted(
+            (logprob for _, logprob in one.top), reverse=True
+        )
         for token_id, logprob in one.top:
             assert abs(logprob - right[token_id]) < 1e-4
-        assert np.allclose([logprob for _, logprob in one.top], np.sort(right)[::-1][:top], atol=1e-4)
+        assert np.allclose(
+            [logprob for _, logprob in one.top], np.sort(right)[::-1][:top], atol=1e-4
+        )
 
 
 def pieces_of(handle: Handle) -> tuple[list[int], list[bool], list]:
@@ -62,8 +75,18 @@ def pieces_of(handle: Handle) -> tuple[list[int], list[bool], list]:
 @pytest.mark.full
 @pytest.mark.parametrize(("temperature", "top"), [(0.0, 3), (0.8, 0), (1.0, TOP)])
 def test_logprobs_are_the_targets_own(engine, target, temperature, top) -> None:
-    handle = engine.submit(PROMPT, max_new_tokens=20, temperature=temperature, top_k=3, seed=1, eos_token_ids=(), logprobs=top)
-    alone = engine.submit(PROMPT, max_new_tokens=20, temperature=temperature, top_k=3, seed=1, eos_token_ids=())
+    handle = engine.submit(
+        PROMPT,
+        max_new_tokens=20,
+        temperature=temperature,
+        top_k=3,
+        seed=1,
+        eos_token_ids=(),
+        logprobs=top,
+    )
+    alone = engine.submit(
+        PROMPT, max_new_tokens=20, temperature=temperature, top_k=3, seed=1, eos_token_ids=()
+    )
     tokens, accepted, said = pieces_of(handle)
     assert tuple(tokens) == alone.result(PATIENCE).tokens
     of = directly(target, [*PROMPT, *tokens])[len(PROMPT) - 1 : -1]
@@ -72,9 +95,18 @@ def test_logprobs_are_the_targets_own(engine, target, temperature, top) -> None:
 
 
 @pytest.mark.full
-def test_many_with_and_without_logprobs_side_by_side_and_nothing_is_compiled(engine, target) -> None:
+def test_many_with_and_without_logprobs_side_by_side_and_nothing_is_compiled(
+    engine, target
+) -> None:
     """More than fit the pages: some are preempted, and report each token once."""
-    wishes = [{"logprobs": 2}, {}, {"logprobs": 0, "echo": True}, {"spans": True}, {"prediction": [4, 2, 7, 1, 5, 5]}, {}]
+    wishes = [
+        {"logprobs": 2},
+        {},
+        {"logprobs": 0, "echo": True},
+        {"spans": True},
+        {"prediction": [4, 2, 7, 1, 5, 5]},
+        {},
+    ]
 
     def results(number: int, length: int) -> list[Handle]:
         """The handles of so many requests at once, when all are done."""
@@ -93,7 +125,9 @@ def test_many_with_and_without_logprobs_side_by_side_and_nothing_is_compiled(eng
             handle.result(PATIENCE)
         return handles
 
-    results(12, 2)  # the small programs of every kind of request, which may have been freed since the engine was made
+    results(
+        12, 2
+    )  # the small programs of every kind of request, which may have been freed since the engine was made
     before = compilations()
     handles = results(24, 30)
     assert compilations() == before
@@ -119,7 +153,12 @@ def test_an_echo_reads_the_prompt_and_no_more(engine, target) -> None:
     first.result(PATIENCE)
     handle = engine.submit(prompt, max_new_tokens=0, logprobs=2, echo=True)
     generation = handle.result(PATIENCE)
-    assert (generation.text, generation.tokens, handle.finish_reason, handle.cached_tokens) == ("", (), "length", 0)
+    assert (generation.text, generation.tokens, handle.finish_reason, handle.cached_tokens) == (
+        "",
+        (),
+        "length",
+        0,
+    )
     check_logprobs(handle.prompt_logprobs, directly(target, prompt)[:-1], prompt[1:], 2)
     again = engine.submit(prompt, max_new_tokens=1, eos_token_ids=())
     assert again.result(PATIENCE).tokens == first.tokens
@@ -131,7 +170,9 @@ def test_an_echo_reads_the_prompt_and_no_more(engine, target) -> None:
 
 @pytest.mark.full
 def test_spans_are_the_text_in_parts(engine) -> None:
-    handle = engine.submit("abc", max_new_tokens=24, temperature=0.5, seed=4, eos_token_ids=(), spans=True)
+    handle = engine.submit(
+        "abc", max_new_tokens=24, temperature=0.5, seed=4, eos_token_ids=(), spans=True
+    )
     generation = handle.result(PATIENCE)
     pieces = list(handle)
     assert all("".join(text for text, _ in piece.spans) == piece.text for piece in pieces)
@@ -162,7 +203,9 @@ def test_no_text_ends_too_early(engine, target) -> None:
     end = free.tokens[4]
     short = engine.submit(PROMPT, eos_token_ids=(end,), **request)
     assert len(short.result(PATIENCE).tokens) <= 5 and short.finish_reason == "stop"
-    long = engine.submit(PROMPT, eos_token_ids=(end,), min_new_tokens=20, **request).result(PATIENCE)
+    long = engine.submit(PROMPT, eos_token_ids=(end,), min_new_tokens=20, **request).result(
+        PATIENCE
+    )
     assert len(long.tokens) >= 20 and end not in long.tokens[:20]
     same = specjax.generate(
         target, None, [PROMPT], max_new_tokens=30, min_new_tokens=20, eos_token_ids=(end,), sampling=specjax.Sampling(),
@@ -185,9 +228,14 @@ def test_stop_strings_are_looked_for_behind_the_least_length(engine) -> None:
 
 @pytest.mark.full
 def test_totals_are_those_of_all_texts(engine) -> None:
-    engine.submit(PROMPT, max_new_tokens=1).result(PATIENCE)  # of texts that were stopped nothing is counted afterwards
+    engine.submit(PROMPT, max_new_tokens=1).result(
+        PATIENCE
+    )  # of texts that were stopped nothing is counted afterwards
     before = engine.statistics
-    handles = [engine.submit(PROMPT, max_new_tokens=20, seed=i, temperature=0.5, eos_token_ids=()) for i in range(4)]
+    handles = [
+        engine.submit(PROMPT, max_new_tokens=20, seed=i, temperature=0.5, eos_token_ids=())
+        for i in range(4)
+    ]
     found = [handle.result(PATIENCE).statistics for handle in handles]
     after = engine.statistics
     assert after.generated - before.generated == 80
@@ -250,7 +298,9 @@ def test_a_prompt_whose_logprobs_cannot_be_handed_out_ends_alone(engine, monkeyp
     assert engine.state == "running"
 
 
-def test_who_asks_for_a_prompt_alone_is_answered_while_more_of_them_come(engine, monkeypatch) -> None:
+def test_who_asks_for_a_prompt_alone_is_answered_while_more_of_them_come(
+    engine, monkeypatch
+) -> None:
     """Whenever a prompt is read the next one comes, until the first one is answered."""
     request = {"max_new_tokens": 0, "logprobs": 2, "echo": True}
     read, handles = engine._loop._read, []
@@ -267,4 +317,6 @@ def test_who_asks_for_a_prompt_alone_is_answered_while_more_of_them_come(engine,
         handle.result(PATIENCE)
     assert len(handles) < 10
     assert {len(handle.prompt_logprobs) for handle in handles} == {len(PROMPT) - 1}
-    assert all(list(handle.prompt_logprobs) == list(handles[0].prompt_logprobs) for handle in handles)
+    assert all(
+        list(handle.prompt_logprobs) == list(handles[0].prompt_logprobs) for handle in handles
+    )

@@ -26,7 +26,15 @@ from specjax.sharding import make_mesh
 
 DIES = "dies"
 MESHES = {"data": (2, 1), "model": (1, 2)}
-SIZES = {"rows": 4, "widths": (4,), "capacity": 64, "page": 8, "chunk": 16, "steps": 4, "drafts": (None, Chain(2))}
+SIZES = {
+    "rows": 4,
+    "widths": (4,),
+    "capacity": 64,
+    "page": 8,
+    "chunk": 16,
+    "steps": 4,
+    "drafts": (None, Chain(2)),
+}
 ASKED = {"max_logprobs": 2, "max_prediction": 3}
 LONG = [int(token) for token in np.random.default_rng(3).integers(1, 12, 40)]  # some chunks
 REQUESTS: list[dict[str, Any]] = [
@@ -38,13 +46,20 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": [2, 3, 4, 5], "max_new_tokens": 9, "eos_token_ids": (5, 6)},
     {"prompt": LONG[:20], "max_new_tokens": 4, "logprobs": 1, "echo": True},
 ]
-GOES_ON = {"prompt": [*LONG, 7], "max_new_tokens": 8, "temperature": 0.7, "seed": 9}  # after the pages of another text
+GOES_ON = {
+    "prompt": [*LONG, 7],
+    "max_new_tokens": 8,
+    "temperature": 0.7,
+    "seed": 9,
+}  # after the pages of another text
 CLIENT = ([3, 5, 9, 1], [5, 5, 5])  # a text and what a client drafts below its newest token
 
 
 def models(directory: Path, mesh: jax.sharding.Mesh | None) -> tuple[specjax.Target, DraftModel]:
     target = specjax.Target.from_pretrained(directory / "target", dtype=np.float32, mesh=mesh)
-    return target, DraftModel.from_pretrained(directory / "draft", draft=Chain(2), dtype=np.float32, mesh=mesh)
+    return target, DraftModel.from_pretrained(
+        directory / "draft", draft=Chain(2), dtype=np.float32, mesh=mesh
+    )
 
 
 def options(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:

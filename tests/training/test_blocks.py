@@ -13,7 +13,12 @@ from specjax.config import ConfigError
 from specjax.drafters import DFlash, DFlash2, DSpark
 from specjax.models.transformer import Target
 from specjax.training.contract import StudentInputs
-from specjax.training.methods import DFlash2Training, DFlashTraining, DSparkTraining, JetSpecTraining
+from specjax.training.methods import (
+    DFlash2Training,
+    DFlashTraining,
+    DSparkTraining,
+    JetSpecTraining,
+)
 from specjax.training.objectives import blocks
 from specjax.training.objectives.ahead import counted
 from specjax.training.objectives.blocks import draw_places, read_blocks, read_everywhere
@@ -32,7 +37,9 @@ SIZE = 4
 WINDOWED = {"sliding_window": 3, "windowed_layers": (0,)}
 STUDENTS = {
     "dflash": lambda target: DFlash.init(target, jax.random.key(1), block_size=SIZE, num_layers=2),
-    "jetspec": lambda target: DFlash.init(target, jax.random.key(1), block_size=SIZE, num_layers=2, variant={"causal": True}),
+    "jetspec": lambda target: DFlash.init(
+        target, jax.random.key(1), block_size=SIZE, num_layers=2, variant={"causal": True}
+    ),
     "windows of blocks": lambda target: DFlash.init(
         target,
         jax.random.key(1),
@@ -41,16 +48,30 @@ STUDENTS = {
         variant={"window_of_block": True, "causal_in_window": True},
         **WINDOWED,
     ),
-    "windows of tokens": lambda target: DFlash.init(target, jax.random.key(1), block_size=SIZE, num_layers=2, **WINDOWED),
-    "dspark": lambda target: DSpark.init(target, jax.random.key(1), block_size=SIZE - 1, markov_rank=3),
-    "dspark rnn": lambda target: DSpark.init(target, jax.random.key(1), block_size=SIZE - 1, markov_rank=3, markov="rnn"),
-    "dflash2": lambda target: DFlash2.init(target, jax.random.key(1), block_size=SIZE, num_layers=2, **SELECTOR),
+    "windows of tokens": lambda target: DFlash.init(
+        target, jax.random.key(1), block_size=SIZE, num_layers=2, **WINDOWED
+    ),
+    "dspark": lambda target: DSpark.init(
+        target, jax.random.key(1), block_size=SIZE - 1, markov_rank=3
+    ),
+    "dspark rnn": lambda target: DSpark.init(
+        target, jax.random.key(1), block_size=SIZE - 1, markov_rank=3, markov="rnn"
+    ),
+    "dflash2": lambda target: DFlash2.init(
+        target, jax.random.key(1), block_size=SIZE, num_layers=2, **SELECTOR
+    ),
     "dflash2 factors": lambda target: DFlash2.init(
         target, jax.random.key(1), block_size=SIZE, num_layers=2, variant=FACTORS, **SELECTOR
     ),
-    "dflash factors": lambda target: DFlash.init(target, jax.random.key(1), block_size=SIZE, num_layers=2, variant=FACTORS),
+    "dflash factors": lambda target: DFlash.init(
+        target, jax.random.key(1), block_size=SIZE, num_layers=2, variant=FACTORS
+    ),
 }
-FACTORS: dict[str, Any] = {"input_embedding_scale": 1.6, "output_multiplier": 0.5, "final_logit_softcapping": 4.0}
+FACTORS: dict[str, Any] = {
+    "input_embedding_scale": 1.6,
+    "output_multiplier": 0.5,
+    "final_logit_softcapping": 4.0,
+}
 SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 4}
 DEPTH = SIZE - 1
 
@@ -59,7 +80,10 @@ def strong(drafter):
     """All matrices and kernels larger, and none of zeros."""
     leaves, tree = jax.tree.flatten(drafter.params)
     keys = jax.random.split(jax.random.key(7), len(leaves))
-    grown = [x + jax.random.normal(key, x.shape) * 0.3 if x.ndim > 1 else x for key, x in zip(keys, leaves, strict=True)]
+    grown = [
+        x + jax.random.normal(key, x.shape) * 0.3 if x.ndim > 1 else x
+        for key, x in zip(keys, leaves, strict=True)
+    ]
     return drafter.replace(params=jax.tree.unflatten(tree, grown))
 
 
@@ -89,7 +113,9 @@ def block_after(target, student, text, read, root):
 def drafted(student, place, target=TARGET):
     document, read = place_of(place)
     padded = jnp.asarray([document + [0] * (9 - len(document))])
-    return np.asarray(block_after(target, student, padded, jnp.array([read]), padded[0, read][None]))
+    return np.asarray(
+        block_after(target, student, padded, jnp.array([read]), padded[0, read][None])
+    )
 
 
 @pytest.mark.full_except("dflash", "dspark rnn", "windows of blocks", "windows of tokens")
@@ -141,7 +167,10 @@ METHODS = {
     "dflash2": (DFlash2Training(target="here", gamma=2.0, selector_weight=0.6), "dflash2"),
     "dflash2 target": (DFlash2Training(target="here", gamma=2.0, labels="target"), "dflash2"),
     "dflash2 dpace": (DFlash2Training(target="here", dpace=0.5), "dflash2"),
-    "dflash2 factors": (DFlash2Training(target="here", gamma=2.0, selector_weight=0.6), "dflash2 factors"),
+    "dflash2 factors": (
+        DFlash2Training(target="here", gamma=2.0, selector_weight=0.6),
+        "dflash2 factors",
+    ),
 }
 
 
@@ -164,15 +193,28 @@ def predictions(student, target=TARGET) -> Iterator[list[Prediction]]:
         if not depths:
             continue
         states = jnp.asarray(drafted(student, place, target))
-        logits, memory, said = np.asarray(student.logits(target, states), np.float64), None, [0.0] * DEPTH
+        logits, memory, said = (
+            np.asarray(student.logits(target, states), np.float64),
+            None,
+            [0.0] * DEPTH,
+        )
         if isinstance(student, DSpark):
             memory = student.markov_memory((1,))
             for d in range(DEPTH):
                 before = jnp.asarray([tokens[min(place + 1 + d, 13)]])
-                after, memory, confidence = student.after(jnp.asarray(logits[d])[None], states[d][None], before, memory)
+                after, memory, confidence = student.after(
+                    jnp.asarray(logits[d])[None], states[d][None], before, memory
+                )
                 logits[d], said[d] = np.asarray(after[0], np.float64), float(confidence[0])
         yield [
-            Prediction(theirs[place + 1 + d], logits[d], tokens[place + 2 + d], said[d], tokens[place + 1 + d], states[d])
+            Prediction(
+                theirs[place + 1 + d],
+                logits[d],
+                tokens[place + 2 + d],
+                said[d],
+                tokens[place + 1 + d],
+                states[d],
+            )
             for d in range(depths)
         ]
 
@@ -197,7 +239,9 @@ def slow_loss(method, student, target=TARGET) -> tuple[float, int]:
                 log_p, log_q = log_softmax(theirs / 2), log_softmax(logits / 2)
                 expected += 4 * np.exp(log_p) @ (log_p - log_q)
             elif isinstance(method, DSparkTraining):
-                expected += np.exp(-d / 3) * (-0.1 * log_q[label] + 0.9 * np.abs(p - q).sum() + confidence_loss(p, q, said))
+                expected += np.exp(-d / 3) * (
+                    -0.1 * log_q[label] + 0.9 * np.abs(p - q).sum() + confidence_loss(p, q, said)
+                )
             elif method.labels == "target":
                 expected -= np.exp(-d / 2) * (p @ log_q)
             else:
@@ -215,7 +259,9 @@ def test_the_loss_is_its_formula_summed_over_blocks_drafted_one_by_one(name) -> 
     np.testing.assert_allclose(loss, expected, rtol=2e-4)
     assert {"loss"} <= set(metrics)
     if isinstance(student, DFlash2):
-        assert 0 < lacking < sum(counted_depths().values())  # a label that is no candidate is put among them
+        assert (
+            0 < lacking < sum(counted_depths().values())
+        )  # a label that is no candidate is put among them
         assert {"token_loss", "selector_loss"} <= set(metrics)
 
 
@@ -224,7 +270,9 @@ def weights_of(method, chances: list[float]) -> list[float]:
     if method.dpace < 0:
         return [np.exp(-d / method.gamma) for d in range(len(chances))]
     smooth = [(1 - method.dpace) * chance + method.dpace for chance in chances]
-    return [sum(np.prod(smooth[: m + 1]) for m in range(d, len(chances))) for d in range(len(chances))]
+    return [
+        sum(np.prod(smooth[: m + 1]) for m in range(d, len(chances))) for d in range(len(chances))
+    ]
 
 
 def slow_selector(student, prediction: Prediction, labels: str) -> tuple[float, bool]:
@@ -235,17 +283,31 @@ def slow_selector(student, prediction: Prediction, labels: str) -> tuple[float, 
     lacks = label not in best
     if lacks:
         best[-1] = label
-    codes = {name: np.asarray(student.params[name], np.float64) for name in ("predecessors", "successors", "selector")}
-    context = codes["predecessors"][before] * (np.asarray(prediction.state, np.float64) @ codes["selector"])
+    codes = {
+        name: np.asarray(student.params[name], np.float64)
+        for name in ("predecessors", "successors", "selector")
+    }
+    context = codes["predecessors"][before] * (
+        np.asarray(prediction.state, np.float64) @ codes["selector"]
+    )
     scores = np.array([logits[token] + codes["successors"][token] @ context for token in best])
     return -log_softmax(scores)[best.index(label)], lacks
 
 
 OF_ACCEPTANCE = {
-    "dflash hybrid": (DFlashTraining(target="here", gamma=2.0, labels="target", loss="hybrid"), "dflash"),
+    "dflash hybrid": (
+        DFlashTraining(target="here", gamma=2.0, labels="target", loss="hybrid"),
+        "dflash",
+    ),
     "dflash text hybrid": (DFlashTraining(target="here", gamma=2.0, loss="hybrid"), "dflash"),
-    "dflash dpace acceptance": (DFlashTraining(target="here", dpace=0.5, labels="target", loss="acceptance"), "dflash"),
-    "jetspec acceptance": (JetSpecTraining(target="here", temperature=2.0, loss="acceptance"), "jetspec"),
+    "dflash dpace acceptance": (
+        DFlashTraining(target="here", dpace=0.5, labels="target", loss="acceptance"),
+        "dflash",
+    ),
+    "jetspec acceptance": (
+        JetSpecTraining(target="here", temperature=2.0, loss="acceptance"),
+        "jetspec",
+    ),
     "jetspec hybrid": (JetSpecTraining(target="here", loss="hybrid", eta=1.0), "jetspec"),
     "dspark hybrid": (DSparkTraining(target="here", gamma=3.0, loss="hybrid"), "dspark"),
     "dspark acceptance": (DSparkTraining(target="here", gamma=3.0, loss="acceptance"), "dspark"),
@@ -262,10 +324,16 @@ def test_a_loss_of_acceptance_is_its_formula_too(name) -> None:
     for block in predictions(student):
         chances = [np.minimum(softmax(each.theirs), softmax(each.logits)).sum() for each in block]
         for d, (theirs, logits, label, said, *_) in enumerate(block):
-            weight = {"dflash": np.exp(-d / 2), "jetspec": 1.0, "dspark": 0.9 * np.exp(-d / 3)}[kind]
+            weight = {"dflash": np.exp(-d / 2), "jetspec": 1.0, "dspark": 0.9 * np.exp(-d / 3)}[
+                kind
+            ]
             if name == "dflash dpace acceptance":
                 weight = weights_of(method, chances)[d]
-            wanted = np.where(np.arange(11) == label, 1e3, 0.0) if name == "dflash text hybrid" else theirs / heat
+            wanted = (
+                np.where(np.arange(11) == label, 1e3, 0.0)
+                if name == "dflash text hybrid"
+                else theirs / heat
+            )
             if kind == "dspark":
                 p, q = softmax(theirs), softmax(logits)
                 expected += np.exp(-d / 3) * (-0.1 * np.log(q[label]) + confidence_loss(p, q, said))
@@ -273,7 +341,9 @@ def test_a_loss_of_acceptance_is_its_formula_too(name) -> None:
             weights[d].append(weight)
     for of_depth, weight in zip(pairs, weights, strict=True):
         expected += np.dot(weight, losses_of_acceptance(method.loss, of_depth, method.eta))
-    np.testing.assert_allclose(jax.jit(method.objective)(student, BATCH, TARGET)[0], expected / (13 * DEPTH), rtol=2e-4)
+    np.testing.assert_allclose(
+        jax.jit(method.objective)(student, BATCH, TARGET)[0], expected / (13 * DEPTH), rtol=2e-4
+    )
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -299,8 +369,16 @@ def test_the_sum_over_blocks_is_that_of_speculators(tmp_path) -> None:
     mask = np.zeros(count, bool)
     mask[5:14] = True
     for kind, method, options in (
-        ("dflash", DFlashTraining(target="here", gamma=4.0, labels="target"), {"losses": {"kl_div": 1.0}}),
-        ("dspark", DSparkTraining(target="here", gamma=4.0, token_weight=0.0), {"losses": {"tv": 1.8}}),
+        (
+            "dflash",
+            DFlashTraining(target="here", gamma=4.0, labels="target"),
+            {"losses": {"kl_div": 1.0}},
+        ),
+        (
+            "dspark",
+            DSparkTraining(target="here", gamma=4.0, token_weight=0.0),
+            {"losses": {"tv": 1.8}},
+        ),
         (
             "dflash2",
             DFlash2Training(target="here", gamma=4.0, labels="target", selector_weight=0.6),
@@ -317,7 +395,10 @@ def test_the_sum_over_blocks_is_that_of_speculators(tmp_path) -> None:
         output, _ = target.score(jnp.asarray(text.tokens[None]), taps=student.taps(target.config))
         anchors = np.flatnonzero(mask[:-5])
         total = places = 0.0
-        batch = {"tokens": jnp.asarray(np.append(text.tokens, 0)[None]), "segments": jnp.zeros((1, count + 1), int)}
+        batch = {
+            "tokens": jnp.asarray(np.append(text.tokens, 0)[None]),
+            "segments": jnp.zeros((1, count + 1), int),
+        }
         states = read_blocks(student, target, batch, output, jnp.asarray(anchors[None] - 1))
         for row, anchor in enumerate(anchors):
             slots = range(first, 5)
@@ -332,7 +413,9 @@ def test_the_sum_over_blocks_is_that_of_speculators(tmp_path) -> None:
                 jnp.asarray(counts)[None, None],
             )
             terms = method.each(student, target, piece)
-            total += sum(float(jnp.sum(jnp.where(counts, term[0, 0], 0.0))) for term in terms.values())
+            total += sum(
+                float(jnp.sum(jnp.where(counts, term[0, 0], 0.0))) for term in terms.values()
+            )
             if kind != "dspark":  # a cross entropy and a KL differ by the target's own entropy
                 p = np.asarray(jax.nn.softmax(output.logits[0, after]), np.float64)
                 weights = np.exp(-np.arange(4) / 4.0)
@@ -357,7 +440,9 @@ def test_gradients_reach_every_parameter_and_the_loss_falls(name) -> None:
     moved = jax.tree.map(lambda x, g: x - 0.005 * g, student.params, gradient)
     assert loss(moved) < value
     again = jax.grad(lambda p: loss(p, dataclasses.replace(method, remat=True)))(student.params)
-    tolerance = max(1e-5, moved_by_last_bits(lambda params: differentiate(params)[1], student.params))
+    tolerance = max(
+        1e-5, moved_by_last_bits(lambda params: differentiate(params)[1], student.params)
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), again, gradient)
 
 
@@ -372,9 +457,13 @@ def test_a_loss_of_acceptance_raises_it() -> None:
         return method.objective(student.replace(params=params), batch, TARGET)[0]
 
     def chance(params):
-        return method.evaluation(student.replace(params=params), batch, TARGET)["acceptance_length_sampled"]
+        return method.evaluation(student.replace(params=params), batch, TARGET)[
+            "acceptance_length_sampled"
+        ]
 
-    descend = jax.jit(lambda params: jax.tree.map(lambda x, g: x - 0.5 * g, params, jax.grad(objective)(params)))
+    descend = jax.jit(
+        lambda params: jax.tree.map(lambda x, g: x - 0.5 * g, params, jax.grad(objective)(params))
+    )
     params = student.params
     for _ in range(20):
         params = descend(params)
@@ -382,7 +471,12 @@ def test_a_loss_of_acceptance_raises_it() -> None:
 
 
 def test_anchors_are_drawn_among_the_places_that_count() -> None:
-    valid = jnp.asarray([[False, True, True, False, True, True, True], [False, False, True, False, False, False, False]])
+    valid = jnp.asarray(
+        [
+            [False, True, True, False, True, True, True],
+            [False, False, True, False, False, False, False],
+        ]
+    )
     drawn = [np.asarray(draw_places(jax.random.key(i), valid, 3)) for i in range(40)]
     for places in drawn:
         assert all(len(set(row)) == 3 for row in places.tolist())
@@ -398,7 +492,9 @@ def test_anchors_are_drawn_among_the_places_that_count() -> None:
         ("dflash2", DFlash2Training(target="here"), "predecessors"),
     ],
 )
-def test_what_a_draft_would_be_worth_is_simulated_with_the_text_s_tokens_before_each(kind, method, name) -> None:
+def test_what_a_draft_would_be_worth_is_simulated_with_the_text_s_tokens_before_each(
+    kind, method, name
+) -> None:
     """A Markov head and a selector know the token before: given another one their logits differ."""
     student = strong(STUDENTS[kind](TARGET))
     batch = {**batch_of([[1, 2, 3, 4, 9, 3, 1, 5, 6, 7, 8, 2, 1, 4]]), "key": jax.random.key(0)}
@@ -407,7 +503,10 @@ def test_what_a_draft_would_be_worth_is_simulated_with_the_text_s_tokens_before_
     assert f"accuracy_{DEPTH - 1}" in found
     assert f"accuracy_{DEPTH}" not in found
     blind = student.replace(params=student.params | {name: jnp.zeros_like(student.params[name])})
-    assert method.evaluation(blind, batch, TARGET)["acceptance_length_sampled"] != found["acceptance_length_sampled"]
+    assert (
+        method.evaluation(blind, batch, TARGET)["acceptance_length_sampled"]
+        != found["acceptance_length_sampled"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -417,22 +516,46 @@ def test_what_a_draft_would_be_worth_is_simulated_with_the_text_s_tokens_before_
         (DFlashTraining(target="here", block_size=1), r"method\.block_size=1: must be at least 2"),
         (DFlashTraining(target="here", gamma=-1.0), r"method\.gamma=-1\.0"),
         (DFlashTraining(target="here", dpace=2.0), r"method\.dpace=2\.0"),
-        (DFlashTraining(target="here", loss="acceptance"), r"method\.labels='text': this is the cross entropy"),
-        (DFlashTraining(target="here", loss="kl"), r"method\.loss='kl': must be one of cross_entropy, acceptance, hybrid"),  # type: ignore[arg-type]
-        (JetSpecTraining(target="here", loss="tv"), r"method\.loss='tv': must be one of kl, acceptance, hybrid"),  # type: ignore[arg-type]
-        (DSparkTraining(target="here", loss="kl"), r"method\.loss='kl': must be one of distance, acceptance, hybrid"),  # type: ignore[arg-type]
+        (
+            DFlashTraining(target="here", loss="acceptance"),
+            r"method\.labels='text': this is the cross entropy",
+        ),
+        (
+            DFlashTraining(target="here", loss="kl"),
+            r"method\.loss='kl': must be one of cross_entropy, acceptance, hybrid",
+        ),  # type: ignore[arg-type]
+        (
+            JetSpecTraining(target="here", loss="tv"),
+            r"method\.loss='tv': must be one of kl, acceptance, hybrid",
+        ),  # type: ignore[arg-type]
+        (
+            DSparkTraining(target="here", loss="kl"),
+            r"method\.loss='kl': must be one of distance, acceptance, hybrid",
+        ),  # type: ignore[arg-type]
         (JetSpecTraining(target="here", eta=-1.0), r"method\.eta=-1\.0"),
         (JetSpecTraining(target="here", anchors=0), r"method\.anchors=0"),
         (JetSpecTraining(target="here", mask_token_id=-2), r"method\.mask_token_id=-2"),
         (DSparkTraining(target="here", markov_rank=-1), r"method\.markov_rank=-1"),
         (DSparkTraining(target="here", token_weight=-1.0), r"token_weight"),
-        (DFlash2Training(target="here", conv_kernel_size=9), r"method\.conv_kernel_size=9: must be at least 1, and at most"),
+        (
+            DFlash2Training(target="here", conv_kernel_size=9),
+            r"method\.conv_kernel_size=9: must be at least 1, and at most",
+        ),
         (DFlash2Training(target="here", selector_top_k=0), r"method\.selector_top_k=0"),
         (DFlash2Training(target="here", selector_weight=-1.0), r"method\.selector_weight=-1\.0"),
         (DFlash2Training(target="here", dpace=2.0), r"method\.dpace=2\.0"),
-        (DFlashTraining(target="here", output_multiplier=0.0), r"method\.output_multiplier=0\.0: must be a finite number"),
-        (DFlashTraining(target="here", final_logit_softcapping=-1.0), r"method\.final_logit_softcapping=-1\.0"),
-        (DFlash2Training(target="here", input_embedding_scale=-1.0), r"method\.input_embedding_scale=-1\.0"),
+        (
+            DFlashTraining(target="here", output_multiplier=0.0),
+            r"method\.output_multiplier=0\.0: must be a finite number",
+        ),
+        (
+            DFlashTraining(target="here", final_logit_softcapping=-1.0),
+            r"method\.final_logit_softcapping=-1\.0",
+        ),
+        (
+            DFlash2Training(target="here", input_embedding_scale=-1.0),
+            r"method\.input_embedding_scale=-1\.0",
+        ),
     ],
 )
 def test_options_out_of_range_are_refused(method, message) -> None:
@@ -442,22 +565,36 @@ def test_options_out_of_range_are_refused(method, message) -> None:
 
 def test_embedding_and_head_of_dspark_stay_unless_asked() -> None:
     method = DSparkTraining(target="here")
-    assert method.frozen("params.embed") and method.frozen("params.lm_head") and not method.frozen("params.markov_in")
+    assert (
+        method.frozen("params.embed")
+        and method.frozen("params.lm_head")
+        and not method.frozen("params.markov_in")
+    )
     assert not dataclasses.replace(method, freeze_head=False).frozen("params.embed")
 
 
 @pytest.mark.parametrize(
-    "method", [DFlashTraining(target="here", layers=1, **FACTORS), DFlash2Training(target="here", **FACTORS)]
+    "method",
+    [DFlashTraining(target="here", layers=1, **FACTORS), DFlash2Training(target="here", **FACTORS)],
 )
 def test_a_student_and_its_config_json_have_the_factors_of_the_method(method, tmp_path) -> None:
     """So that a run can begin with a published drafter which has them, and what it writes drafts as it learnt."""
     method = dataclasses.replace(
-        method, block_size=SIZE, **({"conv_group_size": 8, "selector_top_k": 4} if "2" in method.name else {})
+        method,
+        block_size=SIZE,
+        **({"conv_group_size": 8, "selector_top_k": 4} if "2" in method.name else {}),
     )
     student = method.init(jax.random.key(0), StudentInputs(None, np.ones(11), TARGET))  # type: ignore[arg-type]
     assert student.config.changed_factors == FACTORS
     student.save_pretrained(tmp_path)
     again = type(student).from_pretrained(tmp_path, dtype=np.float32)
     assert again.config == student.config
-    plain = dataclasses.replace(method, input_embedding_scale=1.0, output_multiplier=1.0, final_logit_softcapping=0.0)
-    assert plain.init(jax.random.key(0), StudentInputs(None, np.ones(11), TARGET)).config.changed_factors == {}  # type: ignore[arg-type]
+    plain = dataclasses.replace(
+        method, input_embedding_scale=1.0, output_multiplier=1.0, final_logit_softcapping=0.0
+    )
+    assert (
+        plain.init(
+            jax.random.key(0), StudentInputs(None, np.ones(11), TARGET)
+        ).config.changed_factors
+        == {}
+    )  # type: ignore[arg-type]

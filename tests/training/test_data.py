@@ -17,7 +17,9 @@ from tests.conftest import ASSETS
 def test_the_standard_library_is_found_without_tests_and_tables() -> None:
     names = {"/".join(file.parts) for file in documents.find_files("stdlib")}
     assert any(name.endswith("/json/decoder.py") for name in names)
-    assert not any("site-packages" in name or "/test/" in name or "/encodings/" in name for name in names)
+    assert not any(
+        "site-packages" in name or "/test/" in name or "/encodings/" in name for name in names
+    )
 
 
 def test_the_split_is_by_name_alone() -> None:
@@ -71,10 +73,19 @@ def test_bad_sources_are_refused_by_name(tmp_path) -> None:
         data.prepare(DataConfig(source=str(tmp_path)))
 
 
-# --- the tokens of a source ------------------------------------------------------------------------------------------
+# --- the tokens of a source -----------------------------------------------------------------------
 
-TEXTS = [f"def function_{i}(self): return [{i}, self.value, {{'name': other}}, None]\n" * 2 for i in range(40)]
-PADDED = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+TEXTS = [
+    f"def function_{i}(self): return [{i}, self.value, {{'name': other}}, None]\n" * 2
+    for i in range(40)
+]
+PADDED = {
+    "strategy": {"Fixed": 64},
+    "direction": "Right",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
+}
 CUT = {"direction": "Right", "max_length": 20, "strategy": "LongestFirst", "stride": 0}
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>"
@@ -103,10 +114,17 @@ def flat(packed: dict[str, np.ndarray]) -> list[int]:
     return [*packed["tokens"][:, :-1].ravel().tolist(), int(packed["tokens"][-1, -1])]
 
 
-@pytest.mark.parametrize("left_on", [{"padding": {**PADDED, "pad_token": "<|endoftext|>"}}, {"truncation": CUT}])
+@pytest.mark.parametrize(
+    "left_on", [{"padding": {**PADDED, "pad_token": "<|endoftext|>"}}, {"truncation": CUT}]
+)
 def test_texts_have_the_tokens_that_generation_gives_them(left_on, tmp_path) -> None:
-    directory, source = tokenizer_with(tmp_path / "tokenizer", **left_on), write_texts(tmp_path / "texts")
-    _, packed, _ = data.prepare(DataConfig(source=source, tokenizer=str(directory), window=8, holdout=0.2))
+    directory, source = (
+        tokenizer_with(tmp_path / "tokenizer", **left_on),
+        write_texts(tmp_path / "texts"),
+    )
+    _, packed, _ = data.prepare(
+        DataConfig(source=source, tokenizer=str(directory), window=8, holdout=0.2)
+    )
     train, _ = data.split_documents(documents.read_documents(source), 0.2)
     generation = text.load_tokenizer(directory)
     expected = [token for document in train for token in text.encode(generation, document.text)]
@@ -115,24 +133,38 @@ def test_texts_have_the_tokens_that_generation_gives_them(left_on, tmp_path) -> 
     assert len(expected) - len(flat(packed)) < 8  # the window that is not full
 
 
-@pytest.mark.parametrize("left_on", [{"padding": {**PADDED, "pad_token": "<|endoftext|>"}}, {"truncation": CUT}])
+@pytest.mark.parametrize(
+    "left_on", [{"padding": {**PADDED, "pad_token": "<|endoftext|>"}}, {"truncation": CUT}]
+)
 def test_chats_have_the_tokens_that_generation_gives_them(left_on, tmp_path) -> None:
-    directory, template = tokenizer_with(tmp_path / "tokenizer", **left_on), tmp_path / "template.jinja"
+    directory, template = (
+        tokenizer_with(tmp_path / "tokenizer", **left_on),
+        tmp_path / "template.jinja",
+    )
     template.write_text(TEMPLATE)
-    chats = [[{"role": "user", "content": each}, {"role": "assistant", "content": each}] for each in TEXTS]
+    chats = [
+        [{"role": "user", "content": each}, {"role": "assistant", "content": each}]
+        for each in TEXTS
+    ]
     source = tmp_path / "chats.jsonl"
     source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
-    settings = DataConfig(str(source), str(directory), chat_template=str(template), window=8, holdout=0.2)
+    settings = DataConfig(
+        str(source), str(directory), chat_template=str(template), window=8, holdout=0.2
+    )
     tokenizer, packed, _ = data.prepare(replace(settings, responses_only=False))
     train, _ = data.split_documents(documents.read_documents(str(source)), 0.2)
     generation = text.load_tokenizer(directory)
     generation.chat_template = TEMPLATE
-    expected = [token for document in train for token in text.encode_chat(generation, document.messages)]
+    expected = [
+        token for document in train for token in text.encode_chat(generation, document.messages)
+    ]
     assert flat(packed) == expected[: len(flat(packed))]
-    assert tokenizer.encode(TEXTS[0]).ids == text.encode(generation, TEXTS[0])  # what the encoder is handed on as
+    assert tokenizer.encode(TEXTS[0]).ids == text.encode(
+        generation, TEXTS[0]
+    )  # what the encoder is handed on as
 
 
-# --- where a document ends -------------------------------------------------------------------------------------------
+# --- where a document ends ------------------------------------------------------------------------
 
 
 def labels_across(packed: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -142,8 +174,13 @@ def labels_across(packed: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray
 
 
 def test_texts_of_a_tokenizer_that_begins_none_end_with_an_end_token(tmp_path) -> None:
-    directory, source = tokenizer_with(tmp_path / "tokenizer", post_processor=None), write_texts(tmp_path / "texts")
-    _, packed, _ = data.prepare(DataConfig(source=source, tokenizer=str(directory), window=8, holdout=0.2))
+    directory, source = (
+        tokenizer_with(tmp_path / "tokenizer", post_processor=None),
+        write_texts(tmp_path / "texts"),
+    )
+    _, packed, _ = data.prepare(
+        DataConfig(source=source, tokenizer=str(directory), window=8, holdout=0.2)
+    )
     tokens, counts = labels_across(packed)
     assert len(tokens) > 20
     assert not counts.any()
@@ -155,7 +192,10 @@ def test_texts_of_a_tokenizer_that_begins_none_end_with_an_end_token(tmp_path) -
 
 
 def test_the_end_token_is_the_targets_where_the_tokenizer_has_none(tmp_path) -> None:
-    directory, source = tokenizer_with(tmp_path / "tokenizer", post_processor=None), write_texts(tmp_path / "texts")
+    directory, source = (
+        tokenizer_with(tmp_path / "tokenizer", post_processor=None),
+        write_texts(tmp_path / "texts"),
+    )
     (directory / "tokenizer_config.json").write_text("{}")
     settings = DataConfig(source=source, tokenizer=str(directory), window=8, holdout=0.2)
     for given, expected in ((7, 7), (None, None)):
@@ -171,15 +211,24 @@ def test_a_begin_token_goes_on_being_learnt_as_the_end_of_the_text_before(tmp_pa
     tokens, counts = labels_across(packed)
     assert len(tokens) > 20 and set(tokens.tolist()) == {0} and counts.all()
     assert packed["loss_mask"].all()
-    assert 7 not in flat(packed)[:1] and sum(np.diff(np.flatnonzero(np.array(flat(packed)) == 0)) == 1) == 0
+    assert (
+        7 not in flat(packed)[:1]
+        and sum(np.diff(np.flatnonzero(np.array(flat(packed)) == 0)) == 1) == 0
+    )
 
 
 def test_a_conversation_is_no_label_of_the_one_before(tmp_path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
     source = tmp_path / "chats.jsonl"
-    source.write_text("".join(json.dumps({"messages": [{"role": "user", "content": each}]}) + "\n" for each in TEXTS))
-    settings = DataConfig(str(source), str(ASSETS / "target"), chat_template=str(template), window=8, holdout=0.2)
+    source.write_text(
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": each}]}) + "\n" for each in TEXTS
+        )
+    )
+    settings = DataConfig(
+        str(source), str(ASSETS / "target"), chat_template=str(template), window=8, holdout=0.2
+    )
     for begins in (False, True):
         template.write_text(("{{ bos_token }}" if begins else "") + TEMPLATE)
         _, packed, _ = data.prepare(replace(settings, responses_only=False))

@@ -20,7 +20,8 @@ MESSAGES = [
     {"role": "assistant", "content": "Seven, I think."},
 ]
 SHAREGPT = [
-    {"from": {"user": "human", "assistant": "gpt"}[message["role"]], "value": message["content"]} for message in MESSAGES
+    {"from": {"user": "human", "assistant": "gpt"}[message["role"]], "value": message["content"]}
+    for message in MESSAGES
 ]
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>"
@@ -49,14 +50,24 @@ def test_what_was_thought_before_an_answer_is_kept(tmp_path) -> None:
 
 
 def test_equal_documents_have_one_origin_and_what_is_written_after_them_keeps_it(tmp_path) -> None:
-    write_jsonl(tmp_path / "chats.jsonl", [{"messages": MESSAGES}, {"conversations": SHAREGPT}, {"messages": MESSAGES[:1]}])
+    write_jsonl(
+        tmp_path / "chats.jsonl",
+        [{"messages": MESSAGES}, {"conversations": SHAREGPT}, {"messages": MESSAGES[:1]}],
+    )
     read = documents.read_documents(str(tmp_path / "chats.jsonl"))
     origins = [documents.find_origin(document) for document in read]
     assert origins[0] == origins[1] != origins[2]
     assert len(set(documents.identities(read))) == 3
-    write_jsonl(tmp_path / "again.jsonl", [{"messages": MESSAGES[:2], documents.REGENERATED_FROM: each} for each in origins])
+    write_jsonl(
+        tmp_path / "again.jsonl",
+        [{"messages": MESSAGES[:2], documents.REGENERATED_FROM: each} for each in origins],
+    )
     again = documents.read_documents(str(tmp_path / "again.jsonl"))
-    assert [documents.find_origin(document) for document in again] == [document.name for document in again] == origins
+    assert (
+        [documents.find_origin(document) for document in again]
+        == [document.name for document in again]
+        == origins
+    )
     assert len(set(documents.identities(again))) == 3
 
 
@@ -66,7 +77,9 @@ def test_parquet_and_jsonl_hold_the_same(tmp_path) -> None:
     records = [{"text": f"story {i}\u2028 with a line of its own"} for i in range(5)]
     write_jsonl(tmp_path / "texts.jsonl", records)
     Dataset.from_list(records).to_parquet(str(tmp_path / "texts.parquet"))
-    jsonl, parquet = (documents.read_documents(str(tmp_path / f"texts.{kind}")) for kind in ("jsonl", "parquet"))
+    jsonl, parquet = (
+        documents.read_documents(str(tmp_path / f"texts.{kind}")) for kind in ("jsonl", "parquet")
+    )
     assert [document.text for document in jsonl] == [document.text for document in parquet]
     Dataset.from_list([{"messages": MESSAGES}]).to_parquet(str(tmp_path / "chats.parquet"))
     (read,) = documents.read_documents(str(tmp_path / "chats.parquet"))
@@ -78,8 +91,14 @@ def test_parquet_and_jsonl_hold_the_same(tmp_path) -> None:
     [
         ("{", "data.jsonl:2: not JSON"),
         ('{"prompt": "a"}', "data.jsonl:2: it has prompt; a record needs text, or messages"),
-        ('{"messages": [{"role": "user"}]}', "data.jsonl:2: messages: a message needs role and content"),
-        ('{"messages": [{"role": "judge", "content": "a"}]}', "role 'judge': it must be one of human, user, gpt"),
+        (
+            '{"messages": [{"role": "user"}]}',
+            "data.jsonl:2: messages: a message needs role and content",
+        ),
+        (
+            '{"messages": [{"role": "judge", "content": "a"}]}',
+            "role 'judge': it must be one of human, user, gpt",
+        ),
         ("[1]", "data.jsonl:2: it has list"),
     ],
 )
@@ -102,7 +121,9 @@ def test_the_hub_is_named_where_it_fails(monkeypatch) -> None:
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert list(documents.read_documents("hf:some/chats:test")[0].messages) == MESSAGES
-    with pytest.raises(ConfigError, match=r"data\.source='hf:no/chats': it cannot be loaded from the hub"):
+    with pytest.raises(
+        ConfigError, match=r"data\.source='hf:no/chats': it cannot be loaded from the hub"
+    ):
         documents.read_documents("hf:no/chats")
     assert asked == [("some/chats", "test"), ("no/chats", "train")]
 
@@ -123,7 +144,9 @@ def test_the_assistants_words_are_what_counts(tokenizer) -> None:
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_the_projects_templates_mark_what_the_assistant_says(tokenizer, name) -> None:
-    tokenizer = with_template(tokenizer, str(ASSETS.parents[1] / "configs" / "templates" / f"{name}.jinja"))
+    tokenizer = with_template(
+        tokenizer, str(ASSETS.parents[1] / "configs" / "templates" / f"{name}.jinja")
+    )
     ((ids, mask),) = chat.encode(tokenizer, [MESSAGES], responses_only=True)
     learnt, whole = tokenizer.decode(np.array(ids)[mask]), tokenizer.decode(ids)
     end = {"llama3": "<|eot_id|>", "qwen3": "<|im_end|>"}[name]
@@ -138,7 +161,10 @@ def test_the_projects_templates_mark_what_the_assistant_says(tokenizer, name) ->
 def test_a_template_without_marks_is_refused_with_its_first_line(tokenizer, tmp_path) -> None:
     plain = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     tokenizer.chat_template = plain
-    with pytest.raises(ConfigError, match=r"marks no token as the assistant's, .* begins with .\{% for m in messages %\}"):
+    with pytest.raises(
+        ConfigError,
+        match=r"marks no token as the assistant's, .* begins with .\{% for m in messages %\}",
+    ):
         chat.encode(tokenizer, [MESSAGES], responses_only=True)
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     mended = with_template(tokenizer, str(tmp_path / "template.jinja"))
@@ -153,7 +179,12 @@ def test_a_template_without_marks_is_refused_with_its_first_line(tokenizer, tmp_
 def test_conversations_are_packed_with_their_mask(tmp_path) -> None:
     write_jsonl(tmp_path / "chats.jsonl", [{"conversations": SHAREGPT}] * 40)
     (tmp_path / "template.jinja").write_text(TEMPLATE)
-    settings = {"source": str(tmp_path / "chats.jsonl"), "tokenizer": str(ASSETS / "target"), "window": 24, "holdout": 0.2}
+    settings = {
+        "source": str(tmp_path / "chats.jsonl"),
+        "tokenizer": str(ASSETS / "target"),
+        "window": 24,
+        "holdout": 0.2,
+    }
     config = DataConfig(**settings, chat_template=str(tmp_path / "template.jinja"))
     tokenizer, packed, held = data.prepare(config)
     assert len(packed["tokens"]) > len(held["tokens"]) > 0

@@ -21,7 +21,10 @@ from tests.conftest import tiny_target
 from tests.training.test_methods import batch_of
 
 TARGET = tiny_target(num_layers=1)
-BATCH = {**batch_of([[1, 2, 3, 4, 9, 3, 1], [5, 6, 7, 8]], [0, 1, 1, 1, 0, 1, 1, 1, 1, 1]), "key": jax.random.key(0)}
+BATCH = {
+    **batch_of([[1, 2, 3, 4, 9, 3, 1], [5, 6, 7, 8]], [0, 1, 1, 1, 0, 1, 1, 1, 1, 1]),
+    "key": jax.random.key(0),
+}
 COUNTED = {  # by step, the positions whose pairs are of one document and whose label is under the mask
     0: [0, 1, 2, 4, 5, 7, 8],
     1: [0, 1, 3, 4, 7],
@@ -33,7 +36,9 @@ JUDGED = Eagle1Training(target="here")
 
 
 def strong(drafter):
-    return drafter.replace(params=jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, drafter.params))
+    return drafter.replace(
+        params=jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, drafter.params)
+    )
 
 
 def parts(student, steps):
@@ -41,11 +46,20 @@ def parts(student, steps):
     output = forward(TARGET, BATCH, student.taps(TARGET.config))
     states = list(unroll(student, BATCH, TARGET, student.features(output), steps, detach=True))
     ours = [np.asarray(student.logits(TARGET, state)[0], np.float64) for state in states]
-    return [np.asarray(state[0]) for state in states], ours, np.asarray(output.hidden[0]), np.asarray(output.logits[0])
+    return (
+        [np.asarray(state[0]) for state in states],
+        ours,
+        np.asarray(output.hidden[0]),
+        np.asarray(output.logits[0]),
+    )
 
 
 def log_softmax(x):
-    return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
+    return (
+        x
+        - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - x.max(-1, keepdims=True)
+    )
 
 
 class Recorder:
@@ -63,9 +77,19 @@ class Recorder:
         """The state of call c at pair t is 10 (c + 1) + t; an entry is the number of its call."""
         call, count = len(self.calls), positions.shape[1]
         own = np.eye(count, dtype=bool) if mask is None else np.asarray(mask[0])
-        pieces = [(entry, np.eye(count, dtype=bool) if seen is None else np.asarray(seen[0])) for entry, seen in past[0]]
-        seen = [{(entry, u) for entry, m in [(call, own), *pieces] for u in range(count) if m[t, u]} for t in range(count)]
-        read = np.stack([states[0, :, 0], embedded[0, :, 0], positions[0]], axis=1).astype(int).tolist()
+        pieces = [
+            (entry, np.eye(count, dtype=bool) if seen is None else np.asarray(seen[0]))
+            for entry, seen in past[0]
+        ]
+        seen = [
+            {(entry, u) for entry, m in [(call, own), *pieces] for u in range(count) if m[t, u]}
+            for t in range(count)
+        ]
+        read = (
+            np.stack([states[0, :, 0], embedded[0, :, 0], positions[0]], axis=1)
+            .astype(int)
+            .tolist()
+        )
         self.calls.append((module, read, seen))
         return jnp.arange(count)[None, :, None] + 10 * (call + 1.0), (call,)
 
@@ -97,7 +121,10 @@ def test_what_is_read_at_each_step_is_as_the_table_has_it(modules) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "steps", "top_weight"),
-    [(Eagle1Training(target="here", noise=0.0), 1, 0.0), (HassTraining(target="here", noise=0.0, top_k=3), 3, 1.0)],
+    [
+        (Eagle1Training(target="here", noise=0.0), 1, 0.0),
+        (HassTraining(target="here", noise=0.0, top_k=3), 3, 1.0),
+    ],
 )
 def test_features_and_tokens_are_learnt(method, steps, top_weight) -> None:
     student = strong(Eagle.init(TARGET, jax.random.key(1), Chain(3)))
@@ -107,12 +134,19 @@ def test_features_and_tokens_are_learnt(method, steps, top_weight) -> None:
     for step in range(steps):
         for t in COUNTED[step]:
             gap = np.abs(states[step][t] - hidden[t + 1 + step])
-            p, log_q = np.exp(log_softmax(theirs[t + 1 + step].astype(np.float64))), log_softmax(ours[step][t])
+            p, log_q = (
+                np.exp(log_softmax(theirs[t + 1 + step].astype(np.float64))),
+                log_softmax(ours[step][t]),
+            )
             best = np.argsort(-p)[:3]
             expected += (
-                np.where(gap < 1, gap**2 / 2, gap - 0.5).mean() - 0.1 * (p @ log_q) - top_weight * (p[best] @ log_q[best])
+                np.where(gap < 1, gap**2 / 2, gap - 0.5).mean()
+                - 0.1 * (p @ log_q)
+                - top_weight * (p[best] @ log_q[best])
             )
-    np.testing.assert_allclose(loss, expected / 10 / steps, rtol=1e-4)  # over all 10 positions, counted or not
+    np.testing.assert_allclose(
+        loss, expected / 10 / steps, rtol=1e-4
+    )  # over all 10 positions, counted or not
     assert set(metrics) >= {"loss", "feature_loss_0", f"token_loss_{steps - 1}"}
 
 
@@ -123,10 +157,16 @@ def test_noise_is_of_the_width_that_was_asked_for(monkeypatch) -> None:
                         static_argnums=0)  # fmt: skip
     seen = []
     with monkeypatch.context() as patched:
-        patched.setattr(feature_loss, "unroll", lambda student, batch, target, features, *a, **k: seen.append(features) or [])
+        patched.setattr(
+            feature_loss,
+            "unroll",
+            lambda student, batch, target, features, *a, **k: seen.append(features) or [],
+        )
         for noise in (0.0, 0.2):
             Eagle1Training(target="here", noise=noise).objective(student, BATCH, TARGET)
-    gap = np.abs(seen[1] - seen[0]).max()  # uniform, and for a window of 512 tokens; this one has 10
+    gap = np.abs(
+        seen[1] - seen[0]
+    ).max()  # uniform, and for a window of 512 tokens; this one has 10
     assert 0.9 < gap / (0.2 / 2 * 512 / 10) <= 1
     quiet, noisy = objective(0.0, BATCH), objective(0.2, BATCH)
     assert quiet != noisy
@@ -145,7 +185,10 @@ def losses_of_acceptance(loss, pairs, eta=3.0):
     if loss == "acceptance":
         return [-np.log(chance) for chance in chances]
     share = np.exp(-eta * np.mean(chances)) if chances else 1.0
-    return [share * kl + (1 - share) * (1 - chance) for kl, chance in zip(divergences, chances, strict=True)]
+    return [
+        share * kl + (1 - share) * (1 - chance)
+        for kl, chance in zip(divergences, chances, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "acceptance", "hybrid"])
@@ -153,7 +196,9 @@ def losses_of_acceptance(loss, pairs, eta=3.0):
 def test_tokens_are_learnt_at_every_step_within_the_draft_vocabulary(kind) -> None:
     ids = np.array([0, 2, 3, 4, 6, 8, 10])
     student = strong(Eagle3.init(TARGET, jax.random.key(1), Chain(3), ids=ids))
-    loss, _ = jax.jit(Eagle3Training(target="here", steps=3, loss=kind, eta=2.0).objective)(student, BATCH, TARGET)
+    loss, _ = jax.jit(Eagle3Training(target="here", steps=3, loss=kind, eta=2.0).objective)(
+        student, BATCH, TARGET
+    )
     _, ours, _, theirs = parts(student, 3)
     expected, left_out = 0.0, 0
     for step in range(3):
@@ -165,7 +210,10 @@ def test_tokens_are_learnt_at_every_step_within_the_draft_vocabulary(kind) -> No
                 continue
             pairs.append((wanted, ids, ours[step][t]))
         if kind == "cross_entropy":
-            each = [-np.exp(log_softmax(wanted[ids].astype(np.float64))) @ log_softmax(q) for wanted, ids, q in pairs]
+            each = [
+                -np.exp(log_softmax(wanted[ids].astype(np.float64))) @ log_softmax(q)
+                for wanted, ids, q in pairs
+            ]
         else:
             each = losses_of_acceptance(kind, pairs, eta=2.0)
         expected += 0.8**step * sum(each)
@@ -187,19 +235,27 @@ def test_a_loss_of_acceptance_raises_it(kind) -> None:
     @jax.jit
     def descend(params):
         gradient = jax.grad(objective, allow_int=True)(params)
-        return jax.tree.map(lambda x, g: x if x.dtype == jnp.int32 else x - 0.3 * g, params, gradient)
+        return jax.tree.map(
+            lambda x, g: x if x.dtype == jnp.int32 else x - 0.3 * g, params, gradient
+        )
 
     params = student.params
     for _ in range(30):
         params = descend(params)
-    before, after = (method.evaluation(student.replace(params=p), batch, TARGET) for p in (student.params, params))
+    before, after = (
+        method.evaluation(student.replace(params=p), batch, TARGET)
+        for p in (student.params, params)
+    )
     assert after["acceptance_length_sampled"] > before["acceptance_length_sampled"] + 0.1
 
 
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (Eagle3Training(target="here", loss="kl"), r"method\.loss='kl': must be one of cross_entropy, acceptance, hybrid"),  # type: ignore[arg-type]
+        (
+            Eagle3Training(target="here", loss="kl"),
+            r"method\.loss='kl': must be one of cross_entropy, acceptance, hybrid",
+        ),  # type: ignore[arg-type]
         (Eagle3Training(target="here", eta=-1.0), r"method\.eta=-1\.0: must be at least 0"),
     ],
 )
@@ -209,7 +265,9 @@ def test_losses_that_are_none_are_refused(method, message) -> None:
 
 
 @pytest.mark.full
-def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass(monkeypatch) -> None:
+def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass(
+    monkeypatch,
+) -> None:
     """The first step's state is changed a little: does the loss of the third know? And what each method asks for."""
 
     def sensitivity(student, detach):
@@ -226,17 +284,28 @@ def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass
     asked = {}
     for module, method, student in (
         (feature_loss, HassTraining(target="here"), eagle),
-        (eagle3, Eagle3Training(target="here", steps=2), Eagle3.init(TARGET, jax.random.key(1), Chain(3))),
+        (
+            eagle3,
+            Eagle3Training(target="here", steps=2),
+            Eagle3.init(TARGET, jax.random.key(1), Chain(3)),
+        ),
     ):
         with monkeypatch.context() as patched:
-            patched.setattr(module, "unroll", lambda *_, detach, **__: asked.update({method.name: detach}) or [])  # noqa: B023
+            name = method.name
+            patched.setattr(
+                module,
+                "unroll",
+                lambda *_, detach, name=name, **__: asked.update({name: detach}) or [],
+            )
             method.objective(student, BATCH, TARGET)
     assert asked == {"hass": True, "eagle3": False}
     rematerialised = Eagle3Training(target="here", steps=2, remat=True)
     kept = Eagle3Training(target="here", steps=2)
     student = Eagle3.init(TARGET, jax.random.key(1), Chain(3))
     gradients = [
-        jax.grad(lambda p, m=method: m.objective(student.replace(params=p), BATCH, TARGET)[0])(student.params)
+        jax.grad(lambda p, m=method: m.objective(student.replace(params=p), BATCH, TARGET)[0])(
+            student.params
+        )
         for method in (rematerialised, kept)
     ]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *gradients)
@@ -250,14 +319,18 @@ def test_a_drafter_that_says_what_the_target_says_is_simulated_as_always_right(m
     assert 1 <= unsure["acceptance_length"] < 1 + SIMULATED_STEPS
     output = forward(TARGET, batch)
 
-    def oracle(self, target, states, module):  # the target's own logits, shifted as far as the step is
+    def oracle(
+        self, target, states, module
+    ):  # the target's own logits, shifted as far as the step is
         oracle.step += 1
         return jnp.roll(output.logits, -oracle.step, axis=1)
 
     oracle.step = 0
     monkeypatch.setattr(Eagle, "logits", oracle)
     sure = JUDGED.evaluation(student, batch, TARGET)
-    assert sure["acceptance_length"] == sure["accuracy_4"] * SIMULATED_STEPS + 1 == 1 + SIMULATED_STEPS
+    assert (
+        sure["acceptance_length"] == sure["accuracy_4"] * SIMULATED_STEPS + 1 == 1 + SIMULATED_STEPS
+    )
     np.testing.assert_allclose(sure["acceptance_length_sampled"], 1 + SIMULATED_STEPS, rtol=1e-5)
 
 
@@ -275,8 +348,12 @@ def test_chains_are_simulated_where_all_their_tokens_count() -> None:
 def test_the_draft_vocabulary_is_what_is_said_most() -> None:
     counts = np.array([5, 0, 9, 5, 1, 0, 0, 7, 0, 0, 0])
     assert most_frequent(counts, 4).tolist() == [0, 2, 3, 7]
-    student = Eagle3Training(target="here", draft_vocab_size=4).init(jax.random.key(0), StudentInputs(None, counts, TARGET))
+    student = Eagle3Training(target="here", draft_vocab_size=4).init(
+        jax.random.key(0), StudentInputs(None, counts, TARGET)
+    )
     assert student.vocabulary(TARGET).ids.tolist() == [0, 2, 3, 7]
-    np.testing.assert_array_equal(student.params["lm_head"], TARGET.params["lm_head"][:, np.array([0, 2, 3, 7])])
+    np.testing.assert_array_equal(
+        student.params["lm_head"], TARGET.params["lm_head"][:, np.array([0, 2, 3, 7])]
+    )
     assert Eagle3Training(target="here", freeze_head=True).frozen("params.lm_head")
     assert not Eagle3Training(target="here").frozen("params.lm_head")

@@ -34,7 +34,10 @@ def of_gemma(directory) -> Target:
 TINY = {"full": {}, "windows": {"sliding_window": 2, "windowed_layers": (0,)}, "hybrid": HYBRID}
 
 
-@pytest.fixture(params=["full", "windows", "gemma4", pytest.param("hybrid", marks=pytest.mark.thorough)], scope="module")
+@pytest.fixture(
+    params=["full", "windows", "gemma4", pytest.param("hybrid", marks=pytest.mark.thorough)],
+    scope="module",
+)
 def target(request, tmp_path_factory):
     if request.param == "gemma4":
         return of_gemma(tmp_path_factory.mktemp("gemma4"))
@@ -43,20 +46,28 @@ def target(request, tmp_path_factory):
 
 def strong(target, **shape):
     drafter = Gemma4Assistant.init(target, jax.random.key(1), **shape)
-    return drafter.replace(params=jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, drafter.params))
+    return drafter.replace(
+        params=jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, drafter.params)
+    )
 
 
 def drafted(target, student, document, read):
     """Logits ``[V]`` of each step of a chain along ``document``, of which the target has ``read`` so many tokens."""
     padded = jnp.asarray(document + [0] * (7 + STEPS - len(document)))
-    chain = drafted_chain(target, student, padded[None, :7], jnp.array([read]), jnp.roll(padded, -read)[:STEPS])
+    chain = drafted_chain(
+        target, student, padded[None, :7], jnp.array([read]), jnp.roll(padded, -read)[:STEPS]
+    )
     return [np.asarray(logits, np.float64) for logits in chain[: len(document) - read]]
 
 
 @jax.jit
 def drafted_chain(target, student, text, read, tokens):
     output, cache = target.forward(text, target.new_cache(1, 16), read)
-    state, cache, found = output.hidden[:, read[0] - 1][:, None], cache.of_layers(student.reads(target.config)), []
+    state, cache, found = (
+        output.hidden[:, read[0] - 1][:, None],
+        cache.of_layers(student.reads(target.config)),
+        [],
+    )
     for token in tokens:
         logits, state = student.read(target, token[None, None], state, cache)
         found.append(logits[0, 0])
@@ -72,7 +83,10 @@ def places():
 def test_every_place_drafts_as_the_assistant_does(target) -> None:
     student = strong(target)
     output, entries = score(target, BATCH)
-    along = [np.asarray(student.logits(x)[0]) for x in draft_along(student, BATCH, target, output, entries, STEPS)]
+    along = [
+        np.asarray(student.logits(x)[0])
+        for x in draft_along(student, BATCH, target, output, entries, STEPS)
+    ]
     compared = 0
     for place, (document, read) in enumerate(places()[:-1]):
         for step, logits in enumerate(drafted(target, student, document, read)):
@@ -84,12 +98,16 @@ def test_every_place_drafts_as_the_assistant_does(target) -> None:
 @pytest.mark.full_except("windows")
 def test_the_target_s_distribution_is_learnt_at_every_step(target) -> None:
     student = strong(target)
-    loss, metrics = jax.jit(Gemma4AssistantTraining(target="here", steps=STEPS).objective)(student, BATCH, target)
+    loss, metrics = jax.jit(Gemma4AssistantTraining(target="here", steps=STEPS).objective)(
+        student, BATCH, target
+    )
     theirs, expected = np.asarray(score(target, BATCH)[0].logits[0], np.float64), 0.0
     for step in range(STEPS):
         for place in COUNTED[step]:
             ours = drafted(target, student, *places()[place])[step]
-            expected -= 0.8**step * np.exp(log_softmax(theirs[place + 1 + step])) @ log_softmax(ours)
+            expected -= (
+                0.8**step * np.exp(log_softmax(theirs[place + 1 + step])) @ log_softmax(ours)
+            )
     np.testing.assert_allclose(loss, expected / 10, rtol=1e-4)
     assert set(metrics) == {"loss", "loss_0", "loss_1", "loss_2"}
 
@@ -104,13 +122,20 @@ def test_clusters_are_learnt_beside_all_tokens() -> None:
     loss, _ = one.objective(student, BATCH, target)
     output, entries = score(target, BATCH)
     (x,) = draft_along(student, BATCH, target, output, entries, 1)
-    everything, theirs = np.asarray(student.all_logits(x)[0], np.float64), np.asarray(output.logits[0], np.float64)
+    everything, theirs = (
+        np.asarray(student.all_logits(x)[0], np.float64),
+        np.asarray(output.logits[0], np.float64),
+    )
     of_clusters = np.asarray(x[0] @ student.params["centroids"], np.float64)
     expected = 0.0
     for place in COUNTED[0]:
         p = np.exp(log_softmax(theirs[place + 1]))
-        shares = [sum(p[token] for token in order[3 * cluster : 3 * cluster + 3]) for cluster in range(4)]
-        expected -= p @ log_softmax(everything[place]) + np.array(shares) @ log_softmax(of_clusters[place])
+        shares = [
+            sum(p[token] for token in order[3 * cluster : 3 * cluster + 3]) for cluster in range(4)
+        ]
+        expected -= p @ log_softmax(everything[place]) + np.array(shares) @ log_softmax(
+            of_clusters[place]
+        )
     np.testing.assert_allclose(loss, expected / 10, rtol=1e-4)
     without = dataclasses.replace(one, centroid_weight=0.0).objective(student, BATCH, target)[0]
     assert without < loss
@@ -127,12 +152,16 @@ def test_gradients_reach_every_parameter_through_all_steps(remat) -> None:
         return method.objective(student.replace(params=params), BATCH, target)[0]
 
     gradient = jax.grad(loss, allow_int=True)(student.params)
-    gradient["layers"][-1].pop("scalar")  # a norm follows: how long the last layer's states are makes no difference
+    gradient["layers"][-1].pop(
+        "scalar"
+    )  # a norm follows: how long the last layer's states are makes no difference
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         assert leaf.dtype == jax.dtypes.float0 or np.abs(leaf).max() > 1e-6, path
     kept = jax.grad(lambda p: dataclasses.replace(method, remat=False).objective(student.replace(params=p), BATCH, target)[0],
                     allow_int=True)(student.params)  # fmt: skip
-    np.testing.assert_allclose(gradient["post"], kept["post"], atol=1e-5)  # which the first step's loss does not depend on
+    np.testing.assert_allclose(
+        gradient["post"], kept["post"], atol=1e-5
+    )  # which the first step's loss does not depend on
     assert method.frozen("params.embed") is False
     assert dataclasses.replace(method, freeze_head=True).frozen("params.embed")
 
@@ -146,11 +175,18 @@ def test_what_it_would_be_worth_is_simulated(target) -> None:
 
 def test_an_earlier_assistant_s_shape_is_kept(tmp_path) -> None:
     target = tiny_target()
-    earlier = Gemma4Assistant.init(target, jax.random.key(3), num_layers=2, hidden_size=24, num_heads=4, intermediate_size=20)
+    earlier = Gemma4Assistant.init(
+        target, jax.random.key(3), num_layers=2, hidden_size=24, num_heads=4, intermediate_size=20
+    )
     earlier.save_pretrained(tmp_path)
     given = StudentInputs(None, np.ones(11), target, init_from=str(tmp_path))  # type: ignore[arg-type]
-    assert Gemma4AssistantTraining(target="here").init(jax.random.key(0), given).config == earlier.config
-    with pytest.raises(ConfigError, match=r"init_from=.*its shape is kept; leave out method\.hidden_size"):
+    assert (
+        Gemma4AssistantTraining(target="here").init(jax.random.key(0), given).config
+        == earlier.config
+    )
+    with pytest.raises(
+        ConfigError, match=r"init_from=.*its shape is kept; leave out method\.hidden_size"
+    ):
         Gemma4AssistantTraining(target="here", hidden_size=24).init(jax.random.key(0), given)
 
 

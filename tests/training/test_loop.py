@@ -34,14 +34,22 @@ from specjax.training.optimizer import make_optimizer
 from tests.conftest import ASSETS, tiny_target
 
 SIZES = ModelSizes(
-    hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=64
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_positions=64,
 )
 
 
 def write_texts(path: Path, lines: int) -> str:
     """Thirty texts of so many lines, into a folder."""
     for i in range(30):
-        (path / f"{i}.txt").write_text("".join(f"line {i} says {j % 7} and then {j % 5}\n" for j in range(lines)))
+        (path / f"{i}.txt").write_text(
+            "".join(f"line {i} says {j % 7} and then {j % 5}\n" for j in range(lines))
+        )
     return str(path)
 
 
@@ -118,16 +126,22 @@ def test_a_killed_run_continues_bit_for_bit(source, finished, tmp_path) -> None:
     first = subprocess.Popen(running, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log = output / "metrics.jsonl"
     deadline = time.time() + 120
-    while time.time() < deadline and not any(path.name.isdigit() for path in (output / "checkpoints").glob("*")):
+    while time.time() < deadline and not any(
+        path.name.isdigit() for path in (output / "checkpoints").glob("*")
+    ):
         time.sleep(0.02)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    assert json.loads(log.read_text().splitlines()[-2])["step"] < 40, "the run was too fast to be killed"
+    assert json.loads(log.read_text().splitlines()[-2])["step"] < 40, (
+        "the run was too fast to be killed"
+    )
     before = log.read_text().splitlines()[:4]
     with log.open("a") as torn:
         torn.write('{"step": 39')  # what a kill can leave: half a line
     assert main(command) == 0
-    assert log.read_text().splitlines()[:4] == before  # speeds and all: these steps were not run again
+    assert (
+        log.read_text().splitlines()[:4] == before
+    )  # speeds and all: these steps were not run again
     assert_same_runs(output, finished)
 
 
@@ -138,10 +152,14 @@ def test_a_finished_run_is_not_trained_again(source, finished) -> None:
 
 
 def test_a_directory_of_another_run_is_refused(source, finished, tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"another configuration \(seed: 0 -> 1; optimizer\.clip: 1\.0 -> 2\.0\)"):
+    with pytest.raises(
+        ConfigError, match=r"another configuration \(seed: 0 -> 1; optimizer\.clip: 1\.0 -> 2\.0\)"
+    ):
         run = config(source, finished, seed=1)
         loop.train(replace(run, optimizer=replace(run.optimizer, clip=2.0)))
-    with pytest.raises(ConfigError, match=r"another configuration \(method\.name: 'lm' -> 'distill'\)"):
+    with pytest.raises(
+        ConfigError, match=r"another configuration \(method\.name: 'lm' -> 'distill'\)"
+    ):
         loop.train(config(source, finished, method=Distill(target="here", model=SIZES)))
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="is not empty and has no run"):
@@ -161,19 +179,32 @@ def test_a_run_does_not_continue_on_another_text(source, finished) -> None:
 
 
 @pytest.mark.full
-def test_a_run_does_not_continue_with_another_target(source, finished, tmp_path, monkeypatch) -> None:
+def test_a_run_does_not_continue_with_another_target(
+    source, finished, tmp_path, monkeypatch
+) -> None:
     """The target's directory is overwritten between two halves: one weight changed a little, another epsilon."""
     target = tmp_path / "target"
     shutil.copytree(finished / "best", target)
-    run = config(source, tmp_path / "draft", method=Distill(target=str(target), model=SIZES), steps=8, checkpoint_every=4)
+    run = config(
+        source,
+        tmp_path / "draft",
+        method=Distill(target=str(target), model=SIZES),
+        steps=8,
+        checkpoint_every=4,
+    )
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(loop, "train_step", stopping_at(6))
         loop.train(run)
     weights = load_file(target / "model.safetensors")
     changed = {name: array.copy() for name, array in weights.items()}
-    changed["model.norm.weight"][3] = np.nextafter(changed["model.norm.weight"][3], 9, dtype=np.float32)
+    changed["model.norm.weight"][3] = np.nextafter(
+        changed["model.norm.weight"][3], 9, dtype=np.float32
+    )
     swapped = {**weights, "model.norm.weight": weights["model.norm.weight"][::-1].copy()}
-    message = r"method\.target='.*target': the model there has changed since the run in output=.*choose another output"
+    message = (
+        r"method\.target='.*target': the model there has changed since the run in output=.*choose"
+        r" another output"
+    )
     for other in (changed, swapped):
         save_file(other, target / "model.safetensors")
         with pytest.raises(ConfigError, match=message):
@@ -194,22 +225,31 @@ def test_a_run_that_did_not_note_its_target_is_refused(source, finished, tmp_pat
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run" / "claim.json").unlink()
     (tmp_path / "run" / "data.sha256").write_text("0" * 32)
-    with pytest.raises(ConfigError, match=r"output=.*: an older version .* began this run.*choose another output"):
+    with pytest.raises(
+        ConfigError, match=r"output=.*: an older version .* began this run.*choose another output"
+    ):
         loop.train(config(source, tmp_path / "run"))
 
 
 def test_a_targets_fingerprint_is_the_same_on_any_mesh() -> None:
     target = tiny_target(vocab_size=12)
-    places = [NamedSharding(make_mesh(2, 2), PartitionSpec(*axes)) for axes in (("data",), (None, "model"))]
+    places = [
+        NamedSharding(make_mesh(2, 2), PartitionSpec(*axes))
+        for axes in (("data",), (None, "model"))
+    ]
     alone = fingerprint.of_target(target)
     for place in places:
 
         def spread(leaf, place=place):
-            return jax.device_put(leaf, place if leaf.ndim == 2 else NamedSharding(place.mesh, PartitionSpec()))
+            return jax.device_put(
+                leaf, place if leaf.ndim == 2 else NamedSharding(place.mesh, PartitionSpec())
+            )
 
         params = jax.tree.map(spread, target.params)
         assert fingerprint.of_target(target.replace(params=params, mesh=place.mesh)) == alone
-    half = target.replace(params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), target.params))
+    half = target.replace(
+        params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), target.params)
+    )
     assert fingerprint.of_target(half) != alone
     layers = target.params["layers"]
     swapped = target.replace(params={**target.params, "layers": [layers[1], layers[0]]})
@@ -233,10 +273,18 @@ def test_a_targets_fingerprint_outlives_new_fields_of_its_configuration() -> Non
 
     def later(bend: float = 0.0, **changes) -> str | None:
         rope = LaterRope(**vars(target.config.rope), bend=bend)
-        return fingerprint.of_target(target.replace(config=LaterConfig(**{**vars(target.config), "rope": rope, **changes})))
+        return fingerprint.of_target(
+            target.replace(config=LaterConfig(**{**vars(target.config), "rope": rope, **changes}))
+        )
 
     assert later() == alone
-    others = [later(bend=1.0), later(echo=(1,)), later(norm_eps=2e-5), later(rope=Rope(theta=301.0)), later(rope=Rope())]
+    others = [
+        later(bend=1.0),
+        later(echo=(1,)),
+        later(norm_eps=2e-5),
+        later(rope=Rope(theta=301.0)),
+        later(rope=Rope()),
+    ]
     assert len({alone, *others}) == 6
 
 
@@ -253,9 +301,13 @@ def test_distilling_raises_acceptance(source, finished, tmp_path) -> None:
 def test_windows_that_the_target_cannot_read_are_refused(source, finished, tmp_path) -> None:
     method = Distill(target=str(finished / "best"), model=replace(SIZES, max_positions=128))
     run = config(source, tmp_path / "draft", method=method)
-    with pytest.raises(ConfigError, match=r"has 3072 tokens and method\.target=.* a vocabulary of 290"):
+    with pytest.raises(
+        ConfigError, match=r"has 3072 tokens and method\.target=.* a vocabulary of 290"
+    ):
         loop.train(replace(run, data=replace(run.data, tokenizer=str(ASSETS / "target"))))
-    with pytest.raises(ConfigError, match=r"data\.window=128 is longer than the 64 positions of method\.target="):
+    with pytest.raises(
+        ConfigError, match=r"data\.window=128 is longer than the 64 positions of method\.target="
+    ):
         loop.train(replace(run, data=replace(run.data, window=128)))
     assert not (tmp_path / "draft").exists()  # nothing is claimed by a run that cannot start
 
@@ -298,16 +350,21 @@ def test_every_bit_of_a_seed_counts(source, tmp_path, monkeypatch) -> None:
     for found in (begun, keys, first):
         assert len({np.asarray(each).tobytes() for each in found.values()}) == 3
     np.testing.assert_array_equal(
-        keys[7], jax.random.key_data(jax.random.fold_in(jax.random.fold_in(jax.random.key(7), 2**31), 1))
+        keys[7],
+        jax.random.key_data(jax.random.fold_in(jax.random.fold_in(jax.random.key(7), 2**31), 1)),
     )
 
 
 @pytest.mark.full
-def test_a_mesh_trains_the_same_and_resumes_bit_for_bit(source, finished, tmp_path, monkeypatch) -> None:
+def test_a_mesh_trains_the_same_and_resumes_bit_for_bit(
+    source, finished, tmp_path, monkeypatch
+) -> None:
     loop.train(config(source, tmp_path / "whole", mesh=(2, 2)))
     one, four = metrics_of(finished), metrics_of(tmp_path / "whole")
     for name in ("loss", "accuracy", "gradient_norm"):  # later, rounding has had time to grow
-        np.testing.assert_allclose([line[name] for line in four[:6]], [line[name] for line in one[:6]], rtol=1e-4)
+        np.testing.assert_allclose(
+            [line[name] for line in four[:6]], [line[name] for line in one[:6]], rtol=1e-4
+        )
     np.testing.assert_allclose(four[-1]["held_out_loss"], one[-1]["held_out_loss"], atol=0.05)
 
     mesh, seen = make_mesh(2, 2), []
@@ -317,7 +374,9 @@ def test_a_mesh_trains_the_same_and_resumes_bit_for_bit(source, finished, tmp_pa
             raise KeyboardInterrupt
         assert batch["tokens"].sharding.shard_shape((4, 33)) == (2, 33)
         state, metrics = step.train_step(state, batch, *arguments, **options)
-        gates = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (16, 32)]  # "gate", "up" and their moments
+        gates = [
+            leaf for leaf in jax.tree.leaves(state) if leaf.shape == (16, 32)
+        ]  # "gate", "up" and their moments
         seen.append([leaf.sharding.shard_shape((16, 32)) for leaf in gates])
         assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(state))
         return state, metrics
@@ -326,7 +385,9 @@ def test_a_mesh_trains_the_same_and_resumes_bit_for_bit(source, finished, tmp_pa
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(loop, "train_step", watched_step)
         loop.train(run)
-    assert seen == [[(8, 16)] * 4] * 6  # a quarter on each device: units over "model", and the rest over "data"
+    assert (
+        seen == [[(8, 16)] * 4] * 6
+    )  # a quarter on each device: units over "model", and the rest over "data"
     loop.train(run)
     assert_same_runs(tmp_path / "whole", tmp_path / "resumed")
 
@@ -345,7 +406,10 @@ class Head:
 
     def save_pretrained(self, path: str | Path, *, dtype: Any = None) -> None:
         path.mkdir(exist_ok=True)
-        save_file({name: np.asarray(array) for name, array in self.params.items()}, path / "model.safetensors")
+        save_file(
+            {name: np.asarray(array) for name, array in self.params.items()},
+            path / "model.safetensors",
+        )
 
 
 @dataclass(frozen=True)
@@ -378,10 +442,20 @@ def test_a_drafter_trains_as_a_whole_model_does(source, finished, tmp_path) -> N
     method = TrainHead(target=str(finished / "best"))
     target = Target.from_pretrained(method.target)
     student = method.init(jax.random.key(0), StudentInputs(None, None, target))
-    run = config(source, tmp_path / "head", method=method, optimizer=OptimizerConfig(learning_rate=3e-2, warmup_steps=2))
+    run = config(
+        source,
+        tmp_path / "head",
+        method=method,
+        optimizer=OptimizerConfig(learning_rate=3e-2, warmup_steps=2),
+    )
     state = step.initial_state(method, student, make_optimizer(run.optimizer, run.steps))
     sizes = sorted(leaf.size for leaf in jax.tree.leaves(state.optimizer))
-    assert sizes == [1, 1, student.params["fuse"].size, student.params["fuse"].size]  # counts, and Adam's two moments
+    assert sizes == [
+        1,
+        1,
+        student.params["fuse"].size,
+        student.params["fuse"].size,
+    ]  # counts, and Adam's two moments
 
     directory = loop.train(run)
     lines = [line["loss"] for line in metrics_of(tmp_path / "head") if "loss" in line]
@@ -391,10 +465,12 @@ def test_a_drafter_trains_as_a_whole_model_does(source, finished, tmp_path) -> N
     assert trained["embed"].tobytes() == np.asarray(student.params["embed"]).tobytes()
     assert trained["ids"].tolist() == [0, 1, 2]
     assert np.all(trained["fuse"] != student.params["fuse"])
-    np.testing.assert_array_equal(target.params["embed"], student.params["embed"])  # its array was not given away
+    np.testing.assert_array_equal(
+        target.params["embed"], student.params["embed"]
+    )  # its array was not given away
 
 
-# --- two steps at once ------------------------------------------------------------------------------------------------
+# --- two steps at once ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -437,11 +513,20 @@ def test_a_step_runs_while_the_next_ones_data_are_made(source, tmp_path, monkeyp
 
     monkeypatch.setattr(loop.data, "batches", SlowBatches)
     monkeypatch.setattr(loop, "train_step", watched_step)
-    run = config(source, tmp_path / "run", method=SlowLm(model=SIZES), steps=16, evaluate_every=16, checkpoint_every=16)
+    run = config(
+        source,
+        tmp_path / "run",
+        method=SlowLm(model=SIZES),
+        steps=16,
+        evaluate_every=16,
+        checkpoint_every=16,
+    )
     loop.train(run)
     assert len(still_running) == 15
     assert np.mean(still_running) > 0.7
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     reported = np.array([4 * 32 / line["tokens_per_s"] for line in lines if "tokens_per_s" in line])
     assert len(reported) == 16
     # The speeds that are reported add up to the time that passed: from the third batch, when the first step has just been
@@ -449,30 +534,40 @@ def test_a_step_runs_while_the_next_ones_data_are_made(source, tmp_path, monkeyp
     np.testing.assert_allclose(sum(reported[1:-2]), times[-1] - times[2], rtol=0.1)
 
 
-def test_metrics_of_the_steps_that_finished_are_written_where_a_run_is_interrupted(source, tmp_path, monkeypatch) -> None:
+def test_metrics_of_the_steps_that_finished_are_written_where_a_run_is_interrupted(
+    source, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(loop, "train_step", stopping_at(6))
     with pytest.raises(KeyboardInterrupt):
         loop.train(config(source, tmp_path / "run"))
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
-# --- what else a run leaves, and how else it can be run ---------------------------------------------------------------
+# --- what else a run leaves, and how else it can be run -------------------------------------------
 
 
 def test_the_best_student_is_kept_beside_the_latest(source, tmp_path, monkeypatch) -> None:
     """Held-out losses that were made up: the second evaluation is the best of three."""
     made_up = iter([3.0, 1.0, 2.0])
     monkeypatch.setattr(loop, "evaluate", lambda *_: {"loss": next(made_up)})
-    directory = loop.train(config(source, tmp_path / "run", steps=6, evaluate_every=2, checkpoint_every=2))
+    directory = loop.train(
+        config(source, tmp_path / "run", steps=6, evaluate_every=2, checkpoint_every=2)
+    )
     assert directory == tmp_path / "run" / "best"
-    best, latest = (load_file(tmp_path / "run" / name / "model.safetensors") for name in ("best", "latest"))
+    best, latest = (
+        load_file(tmp_path / "run" / name / "model.safetensors") for name in ("best", "latest")
+    )
     assert not np.array_equal(best["model.norm.weight"], latest["model.norm.weight"])
-    assert [line["held_out_loss"] for line in metrics_of(tmp_path / "run") if "held_out_loss" in line] == [3.0, 1.0, 2.0]
+    assert [
+        line["held_out_loss"] for line in metrics_of(tmp_path / "run") if "held_out_loss" in line
+    ] == [3.0, 1.0, 2.0]
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
 
 
 @pytest.mark.full
-def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(source, finished, tmp_path, monkeypatch, capsys) -> None:
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
+    source, finished, tmp_path, monkeypatch, capsys
+) -> None:
     run = config(source, tmp_path / "run", checkpoint_every=4)
     steps = []
 
@@ -503,22 +598,40 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(source, fin
 
 
 def test_a_warm_start_begins_with_the_weights_and_nothing_else(source, finished, tmp_path) -> None:
-    run = config(source, tmp_path / "run", init_from=str(finished / "best"), steps=2, evaluate_every=1, checkpoint_every=1)
+    run = config(
+        source,
+        tmp_path / "run",
+        init_from=str(finished / "best"),
+        steps=2,
+        evaluate_every=1,
+        checkpoint_every=1,
+    )
     loop.train(run)
     first = metrics_of(tmp_path / "run")[0]
     assert first["step"] == 1
     assert first["loss"] < metrics_of(finished)[0]["loss"] - 0.5
-    other = replace(run, output=str(tmp_path / "other"), method=Lm(model=replace(SIZES, intermediate_size=16)))
-    with pytest.raises(ConfigError, match=r"its shape differs from this run's student \(intermediate_size: 32 -> 16\)"):
+    other = replace(
+        run, output=str(tmp_path / "other"), method=Lm(model=replace(SIZES, intermediate_size=16))
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"its shape differs from this run's student \(intermediate_size: 32 -> 16\)",
+    ):
         loop.train(other)
 
 
 @pytest.mark.full
 def test_parts_of_a_batch_and_bfloat16_learn_the_same(source, finished, tmp_path) -> None:
     loop.train(config(source, tmp_path / "parts", accumulate=2, steps=6, evaluate_every=6))
-    loop.train(config(source, tmp_path / "bf16", compute_dtype="bfloat16", steps=6, evaluate_every=6))
+    loop.train(
+        config(source, tmp_path / "bf16", compute_dtype="bfloat16", steps=6, evaluate_every=6)
+    )
     whole = [line["loss"] for line in metrics_of(finished)[:3]]
-    np.testing.assert_allclose([line["loss"] for line in metrics_of(tmp_path / "parts")[:3]], whole, rtol=1e-4)
-    np.testing.assert_allclose([line["loss"] for line in metrics_of(tmp_path / "bf16")[:3]], whole, rtol=2e-2)
+    np.testing.assert_allclose(
+        [line["loss"] for line in metrics_of(tmp_path / "parts")[:3]], whole, rtol=1e-4
+    )
+    np.testing.assert_allclose(
+        [line["loss"] for line in metrics_of(tmp_path / "bf16")[:3]], whole, rtol=2e-2
+    )
     with pytest.raises(ConfigError, match=r"accumulate=3: must divide data\.batch=4"):
         loop.train(config(source, tmp_path / "thirds", accumulate=3))

@@ -24,7 +24,9 @@ def test_cross_entropy_equals_torch() -> None:
     expected = torch.nn.functional.cross_entropy(
         as_torch(LOGITS).flatten(0, 1), as_torch(LABELS).flatten().long(), reduction="none"
     )
-    np.testing.assert_allclose(jax.jit(losses.cross_entropy)(LOGITS, LABELS).reshape(-1), expected, atol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(losses.cross_entropy)(LOGITS, LABELS).reshape(-1), expected, atol=1e-4
+    )
 
 
 def test_forward_kl_equals_torch() -> None:
@@ -73,28 +75,40 @@ def test_the_chance_of_acceptance_is_what_p_and_q_have_in_common(ids) -> None:
 
 def test_the_losses_of_acceptance_are_those_of_speculators() -> None:
     """Of all tokens; theirs gives each position its own share of the divergence, so here each is a batch of its own."""
-    eager = pytest.importorskip("speculators.losses.eager", reason="speculators 0.9 is not installed")
+    eager = pytest.importorskip(
+        "speculators.losses.eager", reason="speculators 0.9 is not installed"
+    )
     log_a = losses.log_acceptance(jax.nn.log_softmax(SHARP_TARGET), SHARP)
     kl = losses.forward_kl(SHARP_TARGET, SHARP)
     ours, theirs = as_torch(SHARP), as_torch(SHARP_TARGET)
     np.testing.assert_allclose(-log_a, eager.neg_log_acceptance_loss(ours, theirs), atol=1e-5)
     np.testing.assert_allclose(1 - jnp.exp(log_a), eager.tv_loss(ours, theirs), atol=1e-5)
-    alone = jax.vmap(jax.vmap(lambda kl, log_a: losses.hybrid(kl[None], log_a[None], jnp.ones(1, bool), 3.0)[0]))(kl, log_a)
+    alone = jax.vmap(
+        jax.vmap(lambda kl, log_a: losses.hybrid(kl[None], log_a[None], jnp.ones(1, bool), 3.0)[0])
+    )(kl, log_a)
     np.testing.assert_allclose(alone, eager.lk_hybrid_loss(ours, theirs, eta=3.0), atol=1e-5)
 
 
 def test_a_hybrid_has_one_share_of_the_divergence_for_all_that_count() -> None:
     kl, a = np.array([2.0, 1.0, 7.0]), np.array([0.5, 0.7, 0.1])
     share = np.exp(-2.0 * 0.6)
-    found = losses.hybrid(jnp.asarray(kl), jnp.log(jnp.asarray(a)), jnp.array([True, True, False]), 2.0)
+    found = losses.hybrid(
+        jnp.asarray(kl), jnp.log(jnp.asarray(a)), jnp.array([True, True, False]), 2.0
+    )
     np.testing.assert_allclose(found, share * kl + (1 - share) * (1 - a), rtol=1e-5)
-    np.testing.assert_allclose(losses.hybrid(jnp.asarray(kl), jnp.log(jnp.asarray(a)), jnp.zeros(3, bool), 2.0), kl)
+    np.testing.assert_allclose(
+        losses.hybrid(jnp.asarray(kl), jnp.log(jnp.asarray(a)), jnp.zeros(3, bool), 2.0), kl
+    )
 
 
 @pytest.mark.parametrize("loss", ["acceptance", "hybrid"])
 def test_gradients_are_those_of_finite_differences(loss) -> None:
     """In NumPy with 64 bits; of the hybrid the share is held where it is."""
-    log_p, p, mask = jax.nn.log_softmax(SHARP_TARGET)[..., PART], softmax(SHARP_TARGET)[..., PART], jnp.ones((3, 5), bool)
+    log_p, p, mask = (
+        jax.nn.log_softmax(SHARP_TARGET)[..., PART],
+        softmax(SHARP_TARGET)[..., PART],
+        jnp.ones((3, 5), bool),
+    )
     start = np.asarray(SHARP[..., PART], np.float64)
 
     def chance(x):
@@ -106,18 +120,27 @@ def test_gradients_are_those_of_finite_differences(loss) -> None:
         if loss == "acceptance":
             return -np.log(chance(x)).sum()
         scaled = p / p.sum(axis=-1, keepdims=True)
-        return (share * (scaled * np.log(scaled / softmax(x))).sum(axis=-1) + (1 - share) * (1 - chance(x))).sum()
+        return (
+            share * (scaled * np.log(scaled / softmax(x))).sum(axis=-1)
+            + (1 - share) * (1 - chance(x))
+        ).sum()
 
     def fast(x):
         log_a = losses.log_acceptance(log_p, x)
-        return jnp.sum(-log_a if loss == "acceptance" else losses.hybrid(losses.forward_kl(log_p, x), log_a, mask, 3.0))
+        return jnp.sum(
+            -log_a
+            if loss == "acceptance"
+            else losses.hybrid(losses.forward_kl(log_p, x), log_a, mask, 3.0)
+        )
 
     value, found = jax.value_and_grad(fast)(SHARP[..., PART])
     np.testing.assert_allclose(value, slow(start), rtol=1e-5)
     for index in [(0, 0, 0), (0, 3, 2), (1, 1, 4), (2, 4, 1), (2, 0, 3)]:
         step = np.zeros_like(start)
         step[index] = 1e-5
-        np.testing.assert_allclose(found[index], (slow(start + step) - slow(start - step)) / 2e-5, atol=2e-4)
+        np.testing.assert_allclose(
+            found[index], (slow(start + step) - slow(start - step)) / 2e-5, atol=2e-4
+        )
 
 
 def test_where_the_drafter_is_right_nothing_moves_and_where_it_is_far_off_it_still_learns() -> None:
@@ -126,12 +149,16 @@ def test_where_the_drafter_is_right_nothing_moves_and_where_it_is_far_off_it_sti
     np.testing.assert_allclose(gradient(SHARP_TARGET), 0.0, atol=1e-6)
     sure, wrong = jnp.array([200.0, 0.0, -200.0]), jnp.array([0.0, 200.0, -200.0])
     log_a = losses.log_acceptance(jax.nn.log_softmax(sure), wrong)
-    np.testing.assert_allclose(log_a, np.log(2) - 200.0, rtol=1e-5)  # a chance that 32 bits would round to 0
+    np.testing.assert_allclose(
+        log_a, np.log(2) - 200.0, rtol=1e-5
+    )  # a chance that 32 bits would round to 0
     push = jax.grad(lambda x: losses.log_acceptance(jax.nn.log_softmax(sure), x))(wrong)
     # Half of the chance lies at token 0, where q is the smaller one, the other half at token 1, where p is.
     np.testing.assert_allclose(push, [0.5, -0.5, 0.0], atol=1e-5)
 
 
 def test_no_gradient_reaches_the_target() -> None:
-    pull = jax.grad(lambda x: jnp.sum(losses.log_acceptance(jax.nn.log_softmax(x), SHARP)))(SHARP_TARGET)
+    pull = jax.grad(lambda x: jnp.sum(losses.log_acceptance(jax.nn.log_softmax(x), SHARP)))(
+        SHARP_TARGET
+    )
     assert not np.any(pull)

@@ -17,7 +17,11 @@ def batch_of(documents: list[list[int]], mask: list[int] | None = None) -> dict:
     tokens = [t for d in documents for t in d]
     owner = [i for i, d in enumerate(documents) for _ in d]
     counted = np.ones(len(tokens) - 1, bool) if mask is None else np.array(mask, bool)
-    return {"tokens": jnp.array([tokens]), "segments": jnp.array([owner]), "loss_mask": jnp.asarray(counted[None])}
+    return {
+        "tokens": jnp.array([tokens]),
+        "segments": jnp.array([owner]),
+        "loss_mask": jnp.asarray(counted[None]),
+    }
 
 
 def test_documents_of_a_window_do_not_see_each_other() -> None:

@@ -32,20 +32,33 @@ def of_labels(labels: str, theirs: np.ndarray, ours: np.ndarray, step: int, t: i
 @pytest.mark.parametrize("labels", ["text", "target"])
 def test_each_head_learns_the_token_that_far_ahead(labels) -> None:
     student = strong(Medusa.init(TARGET, jax.random.key(1), heads=3))
-    blocks = [{**head, "blocks": [{"linear": jnp.eye(16), "linear_bias": jnp.ones(16)}]} for head in student.params["heads"]]
+    blocks = [
+        {**head, "blocks": [{"linear": jnp.eye(16), "linear_bias": jnp.ones(16)}]}
+        for head in student.params["heads"]
+    ]
     student = student.replace(params={"heads": blocks})
-    loss, metrics = jax.jit(MedusaTraining(target="here", heads=3, labels=labels).objective)(student, BATCH, TARGET)
+    loss, metrics = jax.jit(MedusaTraining(target="here", heads=3, labels=labels).objective)(
+        student, BATCH, TARGET
+    )
     output = forward(TARGET, BATCH)
     theirs = np.asarray(output.logits[0])
     expected = [
-        sum(of_labels(labels, theirs, np.asarray(student.head(head, output.hidden)[0]), head, t) for t in COUNTED[head]) / 10
+        sum(
+            of_labels(labels, theirs, np.asarray(student.head(head, output.hidden)[0]), head, t)
+            for t in COUNTED[head]
+        )
+        / 10
         for head in range(3)
     ]
     np.testing.assert_allclose([metrics[f"loss_{head}"] for head in range(3)], expected, rtol=1e-4)
-    np.testing.assert_allclose(loss, 0.8 * expected[0] + 0.64 * expected[1] + 0.512 * expected[2], rtol=1e-4)
+    np.testing.assert_allclose(
+        loss, 0.8 * expected[0] + 0.64 * expected[1] + 0.512 * expected[2], rtol=1e-4
+    )
 
 
-@pytest.mark.parametrize(("labels", "modules", "steps"), [("text", 3, 0), ("target", 3, 0), ("target", 2, 3)])
+@pytest.mark.parametrize(
+    ("labels", "modules", "steps"), [("text", 3, 0), ("target", 3, 0), ("target", 2, 3)]
+)
 def test_each_module_learns_one_token_further(labels, modules, steps) -> None:
     """Three tokens, the last one by the second module again, where there are two. `test_features` compares the states with
     reading token by token."""
@@ -57,7 +70,13 @@ def test_each_module_learns_one_token_further(labels, modules, steps) -> None:
     states = list(unroll(student, BATCH, TARGET, output.hidden, 3, detach=False))
     expected = [
         sum(
-            of_labels(labels, theirs, np.asarray(student.logits(TARGET, states[m], min(m, modules - 1))[0]), m, t)
+            of_labels(
+                labels,
+                theirs,
+                np.asarray(student.logits(TARGET, states[m], min(m, modules - 1))[0]),
+                m,
+                t,
+            )
             for t in COUNTED[m]
         )
         / 10
@@ -71,28 +90,48 @@ def test_a_later_module_teaches_the_ones_before_it() -> None:
     student = MTP.init(TARGET, jax.random.key(1), modules=2)
 
     def second(params):
-        return MTPTraining(target="here", modules=2).objective(student.replace(params=params), BATCH, TARGET)[1]["loss_1"]
+        return MTPTraining(target="here", modules=2).objective(
+            student.replace(params=params), BATCH, TARGET
+        )[1]["loss_1"]
 
     first, last = jax.jit(jax.grad(second))(student.params)["modules"]
     assert all(np.abs(module["fc"]).max() > 0 for module in (first, last))
 
 
-@pytest.mark.parametrize("method", [Lm(), MedusaTraining(target="here", heads=2), MTPTraining(target="here", modules=2)])
+@pytest.mark.parametrize(
+    "method", [Lm(), MedusaTraining(target="here", heads=2), MTPTraining(target="here", modules=2)]
+)
 def test_no_prediction_is_held_against_the_next_document(method) -> None:
     """Two windows that differ in their last token alone, with which another document begins."""
     students = {"lm": TARGET, "medusa": Medusa.init(TARGET, jax.random.key(1), heads=2)}
-    student = students[method.name] if method.name in students else MTP.init(TARGET, jax.random.key(1), modules=2)
+    student = (
+        students[method.name]
+        if method.name in students
+        else MTP.init(TARGET, jax.random.key(1), modules=2)
+    )
     objective = jax.jit(method.objective)
 
     def loss(begin: int | None, other: int) -> float:
-        return float(objective(student, data.pack([[1, 2, 3, 4, 9, 3, 1], [other, 6]], window=7, begin=begin), TARGET)[0])
+        return float(
+            objective(
+                student,
+                data.pack([[1, 2, 3, 4, 9, 3, 1], [other, 6]], window=7, begin=begin),
+                TARGET,
+            )[0]
+        )
 
     assert loss(None, 5) == loss(None, 8)
     assert loss(5, 5) != loss(8, 8)  # unless it is what separates documents
 
 
 SIZES = ModelSizes(
-    hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=32
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_positions=32,
 )
 
 
@@ -104,29 +143,48 @@ def test_model_and_modules_are_trained_together() -> None:
     alone = Lm(model=SIZES).init(jax.random.key(0), given)
     jax.tree.map(np.testing.assert_array_equal, student.model.params, alone.params)
     batch = batch_of([list(range(1, 9)), [3, 4, 5]])
-    objective = jax.jit(lambda student, progress: method.objective(student, {**batch, "progress": progress}, None))
+    objective = jax.jit(
+        lambda student, progress: method.objective(student, {**batch, "progress": progress}, None)
+    )
     reported = {progress: objective(student, progress) for progress in (0.1, 0.9)}
     own = losses.mean_over_positions(
-        losses.cross_entropy(forward(student.model, batch).logits, batch["tokens"][:, 1:]), batch["loss_mask"]
+        losses.cross_entropy(forward(student.model, batch).logits, batch["tokens"][:, 1:]),
+        batch["loss_mask"],
     )
     for progress, weight in ((0.1, 0.3), (0.9, 0.1)):
         loss, metrics = reported[progress]
         np.testing.assert_allclose(metrics["lm_loss"], own, rtol=1e-6)
-        np.testing.assert_allclose(loss, own + weight * (metrics["loss_0"] + metrics["loss_1"]) / 2, rtol=1e-5)
-    judged = jax.jit(lambda student: method.evaluation(student, {**batch, "progress": 1.0}, None))(student)
+        np.testing.assert_allclose(
+            loss, own + weight * (metrics["loss_0"] + metrics["loss_1"]) / 2, rtol=1e-5
+        )
+    judged = jax.jit(lambda student: method.evaluation(student, {**batch, "progress": 1.0}, None))(
+        student
+    )
     np.testing.assert_allclose(judged["loss"], own, rtol=1e-6)
-    gradient = jax.jit(jax.grad(lambda model: objective(student.replace(model=model), 0.1)[1]["loss_0"]))(student.model)
+    gradient = jax.jit(
+        jax.grad(lambda model: objective(student.replace(model=model), 0.1)[1]["loss_0"])
+    )(student.model)
     assert np.abs(gradient.params["layers"][0]["q"]).max() > 0  # the modules teach the model
 
 
 def test_model_and_modules_are_saved_together(tmp_path) -> None:
     method = LmMTP(model=SIZES, modules=2)
-    student = method.init(jax.random.key(0), StudentInputs(train_tokenizer(["abc"] * 4, 259), np.ones(259)))
+    student = method.init(
+        jax.random.key(0), StudentInputs(train_tokenizer(["abc"] * 4, 259), np.ones(259))
+    )
     student.save_pretrained(tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, Target.from_pretrained(tmp_path).params, student.model.params)
-    jax.tree.map(np.testing.assert_array_equal, MTP.from_pretrained(tmp_path / "mtp").params, student.mtp.params)
+    jax.tree.map(
+        np.testing.assert_array_equal, Target.from_pretrained(tmp_path).params, student.model.params
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        MTP.from_pretrained(tmp_path / "mtp").params,
+        student.mtp.params,
+    )
     again = type(student).from_pretrained(tmp_path, dtype=np.float32)
-    jax.tree.map(np.testing.assert_array_equal, again, student)  # also of one structure, as a warm start needs
+    jax.tree.map(
+        np.testing.assert_array_equal, again, student
+    )  # also of one structure, as a warm start needs
 
 
 @pytest.mark.parametrize(
@@ -134,8 +192,16 @@ def test_model_and_modules_are_saved_together(tmp_path) -> None:
     [
         (MTPTraining(target="here", modules=7), 8, "modules=7: data.window=8 is too short"),
         (MTPTraining(target="here", modules=0), 8, "modules=0: must be at least 1"),
-        (MTPTraining(target="here", modules=2, steps=1), 8, "steps=1: must be 0, or from method.modules=2 to 6"),
-        (MTPTraining(target="here", steps=7), 8, "steps=7: must be 0, or from method.modules=1 to 6"),
+        (
+            MTPTraining(target="here", modules=2, steps=1),
+            8,
+            "steps=1: must be 0, or from method.modules=2 to 6",
+        ),
+        (
+            MTPTraining(target="here", steps=7),
+            8,
+            "steps=7: must be 0, or from method.modules=1 to 6",
+        ),
         (LmMTP(model=SIZES, modules=8), 8, "modules=8: data.window=8 is too short"),
         (LmMTP(model=SIZES, weight=-1.0), 8, "weight=-1.0"),
         (LmMTP(model=SIZES, falls_at=67), 8, "falls_at=67"),

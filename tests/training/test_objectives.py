@@ -21,7 +21,9 @@ BATCH = {
 }
 
 
-def test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_label_is_under_the_mask() -> None:
+def test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_label_is_under_the_mask() -> (
+    None
+):
     """Label t + 2 + k is under the mask at its input, token t + 1 + k; it may be of the next document."""
     for step in range(4):
         counts = np.asarray(counted(BATCH, step))
@@ -32,7 +34,10 @@ def test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_
 
 
 def test_documents_see_themselves_alone_and_know_their_places() -> None:
-    visible, place = np.asarray(document_mask(BATCH["segments"])), np.asarray(places(BATCH["segments"]))
+    visible, place = (
+        np.asarray(document_mask(BATCH["segments"])),
+        np.asarray(places(BATCH["segments"])),
+    )
     for row in range(2):
         for t in range(11):
             document = [u for u in range(t + 1) if OWNERS[row, u] == OWNERS[row, t]]
@@ -58,7 +63,9 @@ def test_later_steps_weigh_less_and_are_compared_where_the_target_says_it() -> N
     total, metrics = decayed(BATCH, states, loss_of, 0.5)
     assert total == 1 + 0.5 * 10 + 0.25 * 100 and metrics["loss_2"] == 100
     for step, mask in enumerate(compared):
-        np.testing.assert_array_equal(mask[:, 1 + step :], np.asarray(counted(BATCH, step))[:, : 9 - step])
+        np.testing.assert_array_equal(
+            mask[:, 1 + step :], np.asarray(counted(BATCH, step))[:, : 9 - step]
+        )
         assert not mask[:, : 1 + step].any()
 
 
@@ -70,14 +77,18 @@ def test_weights_of_dpace_are_what_the_length_loses_without_a_depth(alpha) -> No
     weights = dpace(jnp.asarray(right), jnp.asarray(valid), alpha)
     for row, block in np.ndindex(2, 3):
         count = depths[row, block]
-        smooth = [(1 - alpha) * chance + alpha for chance in right[row, block, :count].astype(float)]
+        smooth = [
+            (1 - alpha) * chance + alpha for chance in right[row, block, :count].astype(float)
+        ]
         slow = [sum(np.prod(smooth[: m + 1]) for m in range(d, count)) for d in range(count)]
         np.testing.assert_allclose(weights[row, block, :count], slow, rtol=1e-5)
         assert not np.any(weights[row, block, count:])
 
 
 def test_weights_fall_from_one_by_depth() -> None:
-    np.testing.assert_allclose(falling((2, 4), 2.0), np.tile(np.exp([0, -0.5, -1, -1.5]), (2, 1)), rtol=1e-6)
+    np.testing.assert_allclose(
+        falling((2, 4), 2.0), np.tile(np.exp([0, -0.5, -1, -1.5]), (2, 1)), rtol=1e-6
+    )
     np.testing.assert_array_equal(falling((2, 4), 0.0), np.ones((2, 4)))
 
 
@@ -98,11 +109,28 @@ def test_a_block_is_compared_with_what_comes_after_its_anchor() -> None:
 def test_a_token_is_accepted_with_its_chance_among_all_tokens() -> None:
     """The drafter has three of the target's five."""
     rng = np.random.default_rng(0)
-    whole, ours, ids = rng.normal(size=(1, 2, 5)) * 2, rng.normal(size=(1, 2, 3)) * 2, np.array([0, 2, 3])
+    whole, ours, ids = (
+        rng.normal(size=(1, 2, 5)) * 2,
+        rng.normal(size=(1, 2, 3)) * 2,
+        np.array([0, 2, 3]),
+    )
     total = np.log(np.exp(whole).sum(-1))
-    arguments = jnp.asarray(whole[..., ids], jnp.float32), jnp.asarray(total, jnp.float32), jnp.asarray(ours, jnp.float32)
-    p, q = np.exp(whole - total[..., None])[..., ids], np.exp(ours) / np.exp(ours).sum(-1, keepdims=True)
+    arguments = (
+        jnp.asarray(whole[..., ids], jnp.float32),
+        jnp.asarray(total, jnp.float32),
+        jnp.asarray(ours, jnp.float32),
+    )
+    p, q = (
+        np.exp(whole - total[..., None])[..., ids],
+        np.exp(ours) / np.exp(ours).sum(-1, keepdims=True),
+    )
     mask = jnp.ones((1, 2), bool)
-    np.testing.assert_allclose(token_loss("acceptance", *arguments, mask, 0.0), -np.log(np.minimum(p, q).sum(-1)), rtol=1e-5)
+    np.testing.assert_allclose(
+        token_loss("acceptance", *arguments, mask, 0.0),
+        -np.log(np.minimum(p, q).sum(-1)),
+        rtol=1e-5,
+    )
     scaled = p / p.sum(-1, keepdims=True)
-    np.testing.assert_allclose(token_loss("cross_entropy", *arguments, mask, 0.0), -(scaled * np.log(q)).sum(-1), rtol=1e-5)
+    np.testing.assert_allclose(
+        token_loss("cross_entropy", *arguments, mask, 0.0), -(scaled * np.log(q)).sum(-1), rtol=1e-5
+    )

@@ -41,7 +41,13 @@ from tests.training.test_methods import batch_of
 
 NAMES = ("gemma4 E2B", "gemma4 31B", "gpt_oss", "gemma3", "smollm3")
 SIZES = ModelSizes(
-    hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=32
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_positions=32,
 )
 STEPS, HEADS, BLOCK = 3, 3, 3
 METHODS: dict[str, TrainingMethod] = {
@@ -50,13 +56,24 @@ METHODS: dict[str, TrainingMethod] = {
     "eagle3": Eagle3Training(target="here", steps=STEPS, draft_vocab_size=25),
     "mtp": MTPTraining(target="here", steps=STEPS),
     "medusa": MedusaTraining(target="here", heads=HEADS, labels="target"),
-    "moa": MoATraining(target="here", shortest_block=BLOCK, longest_block=BLOCK, staircase_until=0.0, feature_weight=0.0),
+    "moa": MoATraining(
+        target="here",
+        shortest_block=BLOCK,
+        longest_block=BLOCK,
+        staircase_until=0.0,
+        feature_weight=0.0,
+    ),
     "distill": Distill(target="here", model=SIZES),
 }
 METHODS["moa without lsa"] = MoATraining(**vars(METHODS["moa"]) | {"lsa": False})
 METHODS["moa with tli"] = MoATraining(**vars(METHODS["moa"]) | {"lsa": False, "tli": 1})
 # Layers of several sizes have no summary, and the target's last layers finish nothing where they have windows or inputs.
-REFUSED = [("moa", "gemma4 E2B"), ("moa", "gemma4 31B"), ("moa with tli", "gemma4 E2B"), ("moa with tli", "gemma3")]
+REFUSED = [
+    ("moa", "gemma4 E2B"),
+    ("moa", "gemma4 31B"),
+    ("moa with tli", "gemma4 E2B"),
+    ("moa with tli", "gemma3"),
+]
 LEARNS = [(method, name) for method in METHODS for name in NAMES if (method, name) not in REFUSED]
 LEARNS_OFTEN = [
     ("eagle1", "gemma4 31B"),
@@ -85,7 +102,11 @@ def begins_of(method: TrainingMethod) -> tuple[int, ...]:
 def batch_for(method: TrainingMethod) -> dict:
     begins = begins_of(method)
     documents = [TEXT[begin:end].tolist() for begin, end in pairwise(begins)]
-    return {**batch_of(documents, MASK.tolist()), "key": jax.random.key(0), "progress": jnp.ones(())}
+    return {
+        **batch_of(documents, MASK.tolist()),
+        "key": jax.random.key(0),
+        "progress": jnp.ones(()),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +122,14 @@ def of(tmp_path_factory):
     return make
 
 
-# --- the oracle: what a drafter expects while it drafts, from decoding's own code -----------------------------------------
+# --- the oracle: what a drafter expects while it drafts, from decoding's own code -----------------
 
 
 @dataclass(frozen=True)
 class Drafting:
     """A row that has read ``known`` tokens of the document that begins at ``begin``, and drafts: so far ``depth`` tokens of it
-    below its root, which is the next one. What it expects comes behind those; ``level`` says at which level of its draft."""
+    below its root, which is the next one. What it expects comes behind those; ``level`` says at which level of its draft.
+    """
 
     begin: int
     known: int
@@ -140,10 +162,16 @@ def draftings(method: TrainingMethod) -> Iterator[Drafting]:
                 starts.append(i if alone else starts[-1])
             rows = [Drafting(begin, start, i - start) for i, start in enumerate(starts)]
         elif isinstance(method, MedusaTraining):
-            rows = [Drafting(begin, 1 + place, level=head) for place in range(length) for head in range(HEADS)]
+            rows = [
+                Drafting(begin, 1 + place, level=head)
+                for place in range(length)
+                for head in range(HEADS)
+            ]
         else:
             steps = 1 if isinstance(method, Eagle1Training) else STEPS
-            rows = [Drafting(begin, 1 + place, step) for place in range(length) for step in range(steps)]
+            rows = [
+                Drafting(begin, 1 + place, step) for place in range(length) for step in range(steps)
+            ]
         for row in rows:
             # What the target says behind a document's last token counts, and a drafter reads no other document.
             if row.expects <= end and row.expects < len(TEXT) and MASK[row.expects - 1]:
@@ -168,7 +196,9 @@ def draft_on(target: Target, drafter: Drafter, state, tokens, following, count, 
     return draft.q, kept
 
 
-def while_drafting(target: Target, drafter: Drafter, rows: list[Drafting]) -> tuple[np.ndarray, object]:
+def while_drafting(
+    target: Target, drafter: Drafter, rows: list[Drafting]
+) -> tuple[np.ndarray, object]:
     """``[R, V]`` the logarithm of what is expected in each row, and the drafter's state in it.
 
     Every row is a text of its own, which `decoding.start` reads as a prompt. Each token below its root is then read alone, with
@@ -181,14 +211,22 @@ def while_drafting(target: Target, drafter: Drafter, rows: list[Drafting]) -> tu
         text = TEXT[row.begin :]
         prompts[i, : row.known + 1] = text[: row.known + 1]
         drafted[i, : row.depth + 1] = text[row.known : row.known + row.depth + 1]
-    known, count = np.array([row.known for row in rows]), np.array([row.depth for row in rows], np.int32)
+    known, count = (
+        np.array([row.known for row in rows]),
+        np.array([row.depth for row in rows], np.int32),
+    )
     options = GenerationOptions(max_new_tokens=8, eos_token_ids=())
     drafter, state = decoding.start(target, drafter, prompts, known + 1, options)
     roots = drafted[np.arange(len(rows)), count]
-    q, kept = draft_on(target, drafter, state, drafted[:, :-1], drafted[:, 1:], count, roots, deepest)
+    q, kept = draft_on(
+        target, drafter, state, drafted[:, :-1], drafted[:, 1:], count, roots, deepest
+    )
     levels = np.array([row.level for row in rows])
     with np.errstate(divide="ignore"):  # of tokens that cannot be drafted
-        return log_softmax(HOT * np.log(np.asarray(q, np.float64)[np.arange(len(rows)), levels])), kept
+        return (
+            log_softmax(HOT * np.log(np.asarray(q, np.float64)[np.arange(len(rows)), levels])),
+            kept,
+        )
 
 
 @jax.jit
@@ -212,7 +250,9 @@ def slow_loss(method: TrainingMethod, target: Target, student) -> float:
     """The objective's formula over what the drafter expects while it drafts."""
     rows = list(draftings(method))
     said = said_by(target, jnp.asarray(TEXT.reshape(len(begins_of(method)) - 1, -1)))
-    hidden, logits = (np.asarray(part, np.float64).swapaxes(0, 1).reshape(len(TEXT), -1) for part in said)
+    hidden, logits = (
+        np.asarray(part, np.float64).swapaxes(0, 1).reshape(len(TEXT), -1) for part in said
+    )
     before = np.array([row.expects for row in rows]) - 1  # where the target has said the same
     p = np.exp(log_softmax(logits[before]))
     step = np.array([row.step for row in rows])
@@ -243,7 +283,7 @@ def slow_loss(method: TrainingMethod, target: Target, student) -> float:
     return each.sum() / len(MASK)
 
 
-# --- a few steps of training ----------------------------------------------------------------------------------------------
+# --- a few steps of training ----------------------------------------------------------------------
 
 
 def begin(method: TrainingMethod, target: Target):
@@ -255,7 +295,9 @@ def begin(method: TrainingMethod, target: Target):
 
     def larger(path, leaf):
         name = jax.tree_util.keystr(path)
-        if not jnp.issubdtype(leaf.dtype, jnp.floating) or any(part in name for part in ("lm_head", "output", "embed")):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or any(
+            part in name for part in ("lm_head", "output", "embed")
+        ):
             return leaf
         noise = rng.normal(0, 0.2, leaf.shape)
         return jnp.asarray(leaf * 5 + noise if leaf.ndim == 2 else leaf + noise, leaf.dtype)
@@ -267,17 +309,26 @@ def learn(trained: TrainingMethod, target: Target):
     """A student after a few steps: its first loss is that of its drafts, and falls; all that is learnt moves, and no more."""
     student = begin(trained, target)
     expected = slow_loss(trained, target, student)
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=3e-3, warmup_steps=1, weight_decay=0.0), 10)
+    optimizer = make_optimizer(
+        OptimizerConfig(learning_rate=3e-3, warmup_steps=1, weight_decay=0.0), 10
+    )
     state, batch, losses = initial_state(trained, student, optimizer), batch_for(trained), []
     for _ in range(8):
         state, metrics = train_step(state, batch, target, method=trained, optimizer=optimizer)
         losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses[0], expected, rtol=1e-4)
     assert losses[-1] < 0.95 * losses[0]
-    learnt = {name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(trainable(student, trained))}
+    learnt = {
+        name_of(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(trainable(student, trained))
+    }
     before, after = (jax.tree_util.tree_leaves_with_path(each) for each in (student, state.student))
     # Decay is off, and Adam takes a step wherever there is a gradient.
-    moved = {name_of(path) for (path, old), (_, new) in zip(before, after, strict=True) if not np.array_equal(old, new)}
+    moved = {
+        name_of(path)
+        for (path, old), (_, new) in zip(before, after, strict=True)
+        if not np.array_equal(old, new)
+    }
     assert moved == learnt
     if isinstance(trained, Eagle3Training):
         assert {name_of(path) for path, _ in before} - learnt == {"params.d2t"}
@@ -286,7 +337,11 @@ def learn(trained: TrainingMethod, target: Target):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("method", "name"), [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in LEARNS_OFTEN)) for case in LEARNS]
+    ("method", "name"),
+    [
+        pytest.param(*case, marks=[pytest.mark.thorough] * (case not in LEARNS_OFTEN))
+        for case in LEARNS
+    ],
 )
 def test_a_method_learns_what_its_drafter_does(of, method, name) -> None:
     learn(METHODS[method], of(name))
@@ -296,7 +351,10 @@ def check_refused(method: TrainingMethod, target: Target) -> None:
     """Before anything is trained, and by a dry run too."""
     with pytest.raises(InputError) as caught:
         abstract_run(TrainConfig(method=method), target=target)
-    assert re.fullmatch(r"(target: layer self-attention|drafter: target layer inference) .*: give .*", str(caught.value))
+    assert re.fullmatch(
+        r"(target: layer self-attention|drafter: target layer inference) .*: give .*",
+        str(caught.value),
+    )
 
 
 @pytest.mark.parametrize(("method", "name"), REFUSED)

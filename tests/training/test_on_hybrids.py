@@ -48,10 +48,12 @@ def source(tmp_path_factory) -> str:
 
 def thoroughly(cases, often):
     """All ``cases``, of which those that are not ``often`` run wait for the thorough tests."""
-    return [pytest.param(case, marks=[pytest.mark.thorough] * (case not in often)) for case in cases]
+    return [
+        pytest.param(case, marks=[pytest.mark.thorough] * (case not in often)) for case in cases
+    ]
 
 
-# --- documents of a window ------------------------------------------------------------------------------------------------
+# --- documents of a window ------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -73,12 +75,14 @@ def test_what_a_drafter_reads_of_a_document_is_as_of_the_document_alone(hybrid) 
         alone = np.asarray(read(batch_of([[*document, 0]])))[:length]
         here = slice(begin, begin + length)
         np.testing.assert_allclose(packed[here], alone, atol=1e-4 * np.abs(alone).max())
-        if begin:  # what enters layer 1 depends on the text before through the state of layer 0 alone
+        if (
+            begin
+        ):  # what enters layer 1 depends on the text before through the state of layer 0 alone
             assert np.abs(as_one[here, 1] - alone[:, 1]).max() > 0.1 * np.abs(alone[:, 1]).max()
         begin += length
 
 
-# --- what a step minimises ------------------------------------------------------------------------------------------------
+# --- what a step minimises ------------------------------------------------------------------------
 
 METHODS: dict[str, TrainingMethod] = {
     **on_families.METHODS,
@@ -93,7 +97,10 @@ METHODS: dict[str, TrainingMethod] = {
         ),
     ),
 }
-REFUSED = ("moa", "moa with tli")  # summaries of keys and values, and layers that would go on from states
+REFUSED = (
+    "moa",
+    "moa with tli",
+)  # summaries of keys and values, and layers that would go on from states
 LEARNS = [method for method in METHODS if method not in REFUSED]
 
 
@@ -130,7 +137,7 @@ def test_what_cannot_be_learnt_from_states_is_refused_in_a_line(hybrid, method) 
     on_families.check_refused(METHODS[method], hybrid)
 
 
-# --- what comes of it -----------------------------------------------------------------------------------------------------
+# --- what comes of it -----------------------------------------------------------------------------
 
 LENGTH, NEW, STEPS = 4, 28, 200
 REAL = {
@@ -154,7 +161,9 @@ def write(target, drafter, prompts):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", thoroughly(REAL, often=("mtp",)))
-def test_what_was_trained_is_read_back_and_halves_the_steps(hybrid, written, name, tmp_path) -> None:
+def test_what_was_trained_is_read_back_and_halves_the_steps(
+    hybrid, written, name, tmp_path
+) -> None:
     """Trained on the target's own texts."""
     method, texts = REAL[name], np.asarray(written.tokens)
     batch = {
@@ -166,7 +175,9 @@ def test_what_was_trained_is_read_back_and_halves_the_steps(hybrid, written, nam
     }
     given = StudentInputs(None, np.bincount(texts.ravel(), minlength=zoo.VOCABULARY), hybrid)
     student = method.init(jax.random.key(1), given)
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2, warmup_steps=2, weight_decay=0.0), STEPS)
+    optimizer = make_optimizer(
+        OptimizerConfig(learning_rate=1e-2, warmup_steps=2, weight_decay=0.0), STEPS
+    )
     state, losses = initial_state(method, student, optimizer), []
     for _ in range(STEPS):
         state, metrics = train_step(state, batch, hybrid, method=method, optimizer=optimizer)
@@ -182,10 +193,16 @@ def test_what_was_trained_is_read_back_and_halves_the_steps(hybrid, written, nam
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("joined", [False, True])
-def test_training_goes_on_from_the_module_in_the_targets_own_checkpoint(tmp_path, source, joined) -> None:
+def test_training_goes_on_from_the_module_in_the_targets_own_checkpoint(
+    tmp_path, source, joined
+) -> None:
     """It is written as it was named, its experts in as many tensors. Its target has more end tokens than config.json says."""
     zoo.save("qwen3_5_moe", tmp_path / "sizes")
-    config = replace(config_json.read_config(CheckpointFiles(tmp_path / "sizes")), vocab_size=3072, eos_token_ids=(2, 3))
+    config = replace(
+        config_json.read_config(CheckpointFiles(tmp_path / "sizes")),
+        vocab_size=3072,
+        eos_token_ids=(2, 3),
+    )
     target, directory = Target.init(config, jax.random.key(0)), tmp_path / "target"
     target.save_pretrained(directory)
     MTP.init(target, jax.random.key(1)).save_pretrained(directory / "module")
@@ -201,23 +218,36 @@ def test_training_goes_on_from_the_module_in_the_targets_own_checkpoint(tmp_path
         init_from=str(directory),
         steps=1,
         export_dtype="float32",
-        data=DataConfig(source=source, tokenizer=str(ASSETS / "target"), window=16, batch=2, holdout=0.2),
+        data=DataConfig(
+            source=source, tokenizer=str(ASSETS / "target"), window=16, batch=2, holdout=0.2
+        ),
         optimizer=OptimizerConfig(learning_rate=rate, warmup_steps=1),
     )
     best = loop.train(run)
     written = load_file(best / "model.safetensors")
     assert set(written) == set(own) and ("mtp.layers.0.mlp.experts.gate_up_proj" in own) == joined
-    for name, value in written.items():  # Adam's first step is no larger than its rate, and decay adds a part of it
+    for (
+        name,
+        value,
+    ) in (
+        written.items()
+    ):  # Adam's first step is no larger than its rate, and decay adds a part of it
         np.testing.assert_allclose(value, own[name], atol=2 * rate, err_msg=name)
 
 
-# --- a hybrid and its module together -------------------------------------------------------------------------------------
+# --- a hybrid and its module together -------------------------------------------------------------
 
 
 def tiny_run(output, source) -> TrainConfig:
     """`configs/lm_mtp_hybrid.yaml`, made small."""
     run = load_yaml(TrainConfig, ASSETS.parents[1] / "configs" / "lm_mtp_hybrid.yaml")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "head_dim": 8, "num_heads": 2, "num_kv_heads": 1}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "head_dim": 8,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+    }
     sizes |= {"num_layers": 3, "linear_layers": (0, 1), "max_positions": 64}
     sizes["linear"] = LinearAttention(key_heads=1, value_heads=2, key_dim=4, value_dim=6)
     return replace(
@@ -241,7 +271,10 @@ def test_a_hybrid_and_its_module_go_on_as_if_never_stopped(tmp_path, source, mon
         loop.train(tiny_run(tmp_path / "stopped", source))
     best = loop.train(tiny_run(tmp_path / "stopped", source))
     assert_same_runs(tmp_path / "whole", tmp_path / "stopped")
-    modules = [load_file(tmp_path / run / "best" / "mtp" / "model.safetensors") for run in ("whole", "stopped")]
+    modules = [
+        load_file(tmp_path / run / "best" / "mtp" / "model.safetensors")
+        for run in ("whole", "stopped")
+    ]
     jax.tree.map(np.testing.assert_array_equal, *modules)
     assert "mtp.pre_fc_norm_hidden.weight" in modules[0]
 
@@ -254,6 +287,10 @@ def test_a_hybrid_and_its_module_go_on_as_if_never_stopped(tmp_path, source, mon
 
 def test_a_model_that_could_not_be_written_is_refused_before_it_is_trained() -> None:
     sizes = ModelSizes(rope=Rope(turned=0.25))
-    with pytest.raises(ConfigError, match=r"method\.model: .*partial_rotary_factor=0.25: must be 1"):
+    with pytest.raises(
+        ConfigError, match=r"method\.model: .*partial_rotary_factor=0.25: must be 1"
+    ):
         sizes.check(window=8)
-    replace(sizes, rope=Rope(), linear=LinearAttention(1, 1, 4, 4)).check(window=8)  # of which a llama reads nothing
+    replace(sizes, rope=Rope(), linear=LinearAttention(1, 1, 4, 4)).check(
+        window=8
+    )  # of which a llama reads nothing

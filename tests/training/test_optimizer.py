@@ -11,7 +11,9 @@ from specjax.training.optimizer import make_optimizer
 def test_decay_touches_matrices_only(method) -> None:
     layer = {"q": jnp.ones((2, 2)), "mlp_conv_base": jnp.ones((2, 2, 2))}
     params = {"embed": jnp.ones((3, 2)), "layers": [layer], "norm": jnp.ones(2)}
-    optimizer = make_optimizer(OptimizerConfig(method=method, learning_rate=0.1, warmup_steps=1, weight_decay=0.5), 10)
+    optimizer = make_optimizer(
+        OptimizerConfig(method=method, learning_rate=0.1, warmup_steps=1, weight_decay=0.5), 10
+    )
     state = optimizer.init(params)
     zeros = jax.tree.map(jnp.zeros_like, params)
     update = jax.jit(optimizer.update)
@@ -20,4 +22,6 @@ def test_decay_touches_matrices_only(method) -> None:
     assert np.all(updates["layers"][0]["q"] < 0)
     assert np.all(updates["embed"] < 0)
     assert np.all(updates["norm"] == 0)
-    assert np.all(updates["layers"][0]["mlp_conv_base"] == 0)  # DFlash2's kernels: 1 is where they do nothing
+    assert np.all(
+        updates["layers"][0]["mlp_conv_base"] == 0
+    )  # DFlash2's kernels: 1 is where they do nothing

@@ -34,16 +34,22 @@ KINDS = {
 
 
 def strong(**options) -> PEagle:
-    drafter = PEagle.init(TARGET, jax.random.key(1), DEPTHS, mask_token_id=10, num_layers=2, **options)
+    drafter = PEagle.init(
+        TARGET, jax.random.key(1), DEPTHS, mask_token_id=10, num_layers=2, **options
+    )
     # Over so few places the states of all depths are alike with weights near 0.
-    return drafter.replace(params=jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, drafter.params))
+    return drafter.replace(
+        params=jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, drafter.params)
+    )
 
 
 @jax.jit
 def block_logits(student: PEagle, text, read):
     """Logits ``[D, Vd]`` of the block that it writes when the target has ``read`` so many tokens of a text."""
     output, entries = TARGET.read(text, taps=student.taps(TARGET.config))
-    told = RemoteFeatures(text, jnp.roll(text, -1, axis=1), student.remote_inputs(TARGET, output, entries), read[None])
+    told = RemoteFeatures(
+        text, jnp.roll(text, -1, axis=1), student.remote_inputs(TARGET, output, entries), read[None]
+    )
     state = student.append_remote(TARGET, student.start(TARGET, 1, 16), told)
     return student.logits(TARGET, student.block(TARGET, state))[0]
 
@@ -65,7 +71,10 @@ def learnt(batch, sizes) -> dict[int, list[int]]:
     places, reach = (np.asarray(array)[0] for array in draw(batch, sizes))
     for depth, size in enumerate(sizes, 1):  # all of a depth are among the first
         assert not np.any(reach[size:] >= depth)
-    return {0: COUNTED[0], **{depth: places[reach >= depth].tolist() for depth in range(1, len(sizes) + 1)}}
+    return {
+        0: COUNTED[0],
+        **{depth: places[reach >= depth].tolist() for depth in range(1, len(sizes) + 1)},
+    }
 
 
 @pytest.mark.full_except("windows")
@@ -86,7 +95,10 @@ def test_every_place_drafts_as_the_drafter_does(kind) -> None:
                 np.testing.assert_allclose(logits, expected[place, depth], atol=2e-4)
                 compared += 1
     assert compared > 20
-    others = np.abs(expected[2, 1] - expected[3, 1]).max(), np.abs(expected[3, 1] - expected[3, 2]).max()
+    others = (
+        np.abs(expected[2, 1] - expected[3, 1]).max(),
+        np.abs(expected[3, 1] - expected[3, 2]).max(),
+    )
     assert min(others) > 1e-2  # places and depths differ
 
 
@@ -118,25 +130,37 @@ def test_the_target_s_distribution_is_learnt_at_every_depth(kind, remat, loss) -
                 continue
             pairs.append((wanted, ids, ours[place, depth]))
         if loss == "cross_entropy":
-            terms[depth] = [-np.exp(log_softmax(wanted[ids])) @ log_softmax(q) for wanted, _, q in pairs]
+            terms[depth] = [
+                -np.exp(log_softmax(wanted[ids])) @ log_softmax(q) for wanted, _, q in pairs
+            ]
         else:
             terms[depth] = losses_of_acceptance(loss, pairs)
     assert (left_out > 0) == (kind == "own vocabulary")
     assert all(terms[depth] for depth in (0, 1))
     np.testing.assert_allclose(value, sum(map(sum, terms.values())) / sum(sizes), rtol=1e-4)
     for depth, each in terms.items():
-        np.testing.assert_allclose(metrics[f"loss_{depth}"], np.mean(each) if each else 0.0, rtol=1e-4)
+        np.testing.assert_allclose(
+            metrics[f"loss_{depth}"], np.mean(each) if each else 0.0, rtol=1e-4
+        )
 
 
 def test_all_places_are_learnt_where_none_are_dropped() -> None:
     everything = learnt(BATCH, (PLACES, PLACES))
     # A place has depth 2 only if it has depth 1: place 2 has not, for the label between is not under the mask.
-    assert {depth: sorted(places) for depth, places in everything.items()} == {0: COUNTED[0], 1: COUNTED[1], 2: [0, 3]}
+    assert {depth: sorted(places) for depth, places in everything.items()} == {
+        0: COUNTED[0],
+        1: COUNTED[1],
+        2: [0, 3],
+    }
 
 
 def test_places_are_drawn_fairly_and_go_on_together() -> None:
     """Of 5 places that count 3 go on to depth 1, and of those 1 to depth 2, if it counts there."""
-    drawing, chosen, deeper = jax.jit(lambda key: draw({**BATCH, "key": key}, (3, 1))), Counter(), Counter()
+    drawing, chosen, deeper = (
+        jax.jit(lambda key: draw({**BATCH, "key": key}, (3, 1))),
+        Counter(),
+        Counter(),
+    )
     for seed in range(600):
         places, reach = (np.asarray(array)[0].tolist() for array in drawing(jax.random.key(seed)))
         assert len(set(places)) == 3
@@ -154,7 +178,10 @@ def test_nothing_is_learnt_across_a_document_s_end() -> None:
     """Other tokens in the second document, and another target's say on them: the first one's loss is the same."""
     method = PEagleTraining(target="here", depths=DEPTHS, kept=1.0)
     student, mask = strong(), [1] * 6 + [0] * 4
-    batches = [{**batch_of([DOCUMENTS[0], other], mask), "key": jax.random.key(0)} for other in (DOCUMENTS[1], [9, 9, 2, 0])]
+    batches = [
+        {**batch_of([DOCUMENTS[0], other], mask), "key": jax.random.key(0)}
+        for other in (DOCUMENTS[1], [9, 9, 2, 0])
+    ]
     losses = [method.objective(student, batch, TARGET)[0] for batch in batches]
     assert losses[0] == losses[1] > 0
     alone = [batch_of([DOCUMENTS[0]], mask[:6])]
@@ -165,15 +192,20 @@ def test_nothing_is_learnt_across_a_document_s_end() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("remat", [False, True])
 def test_gradients_reach_every_parameter(remat) -> None:
-    method, student = PEagleTraining(target="here", depths=DEPTHS, remat=remat), strong(**KINDS["norms"])
-    gradient = jax.jit(jax.grad(lambda params: method.objective(student.replace(params=params), BATCH, TARGET)[0]))(
-        student.params
+    method, student = (
+        PEagleTraining(target="here", depths=DEPTHS, remat=remat),
+        strong(**KINDS["norms"]),
     )
+    gradient = jax.jit(
+        jax.grad(lambda params: method.objective(student.replace(params=params), BATCH, TARGET)[0])
+    )(student.params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         assert np.abs(leaf).max() > 1e-7, path
     assert np.abs(gradient["embed"][10]).max() > 1e-7  # the mask token's row, which no text has
     shallow = dataclasses.replace(method, depths=1)
-    first = jax.grad(lambda params: shallow.objective(student.replace(params=params), BATCH, TARGET)[0])(student.params)
+    first = jax.grad(
+        lambda params: shallow.objective(student.replace(params=params), BATCH, TARGET)[0]
+    )(student.params)
     assert not np.any(first["mask_hidden"])  # placeholders begin at depth 1
 
 
@@ -186,7 +218,9 @@ def test_the_head_may_stay_as_it_is() -> None:
 def test_what_it_would_be_worth_is_simulated() -> None:
     method = PEagleTraining(target="here")
     student = strong(ids=IDS)
-    found = jax.jit(method.evaluation)(student, {**batch_of([list(range(1, 11))]), "key": jax.random.key(0)}, TARGET)
+    found = jax.jit(method.evaluation)(
+        student, {**batch_of([list(range(1, 11))]), "key": jax.random.key(0)}, TARGET
+    )
     assert 1 <= found["acceptance_length"] < 1 + SIMULATED_STEPS
     assert 1 < found["acceptance_length_sampled"] < 1 + SIMULATED_STEPS
     assert "accuracy_4" in found
@@ -194,10 +228,16 @@ def test_what_it_would_be_worth_is_simulated() -> None:
 
 def test_a_student_is_as_its_options_say() -> None:
     given = StudentInputs(None, np.arange(11), TARGET)  # type: ignore[arg-type]
-    method = PEagleTraining(target="here", draft_vocab_size=4, layers=3, depths=6, mask_token_id=5, fc_norm=True)
+    method = PEagleTraining(
+        target="here", draft_vocab_size=4, layers=3, depths=6, mask_token_id=5, fc_norm=True
+    )
     student = method.init(jax.random.key(0), given)
     assert student.vocabulary(TARGET).ids.tolist() == [7, 8, 9, 10]
-    assert (student.config.mask_token_id, student.sizes.num_layers, student.draft_shape.depth) == (5, 3, 6)
+    assert (student.config.mask_token_id, student.sizes.num_layers, student.draft_shape.depth) == (
+        5,
+        3,
+        6,
+    )
     assert student.config.fc_norm
     np.testing.assert_array_equal(student.params["lm_head"], TARGET.params["lm_head"][:, 7:])
     np.testing.assert_array_equal(student.params["embed"], TARGET.params["embed"])

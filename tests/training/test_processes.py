@@ -18,13 +18,17 @@ def directory(tmp_path):
     save_tiny(tmp_path / "target", num_layers=1)
     (tmp_path / "text").mkdir()
     for i in range(20):
-        (tmp_path / "text" / f"{i}.py").write_text("".join(f"def function_{i}_{j}(self): return {j}\n" for j in range(9)))
+        (tmp_path / "text" / f"{i}.py").write_text(
+            "".join(f"def function_{i}_{j}(self): return {j}\n" for j in range(9))
+        )
     return tmp_path
 
 
 def curve(directory, output) -> list[list[float]]:
     """What a run reported of its loss, on both kinds of windows."""
-    lines = [json.loads(line) for line in (directory / output / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (directory / output / "metrics.jsonl").read_text().splitlines()
+    ]
     names = ("loss", "gradient_norm", "held_out_acceptance_length_sampled")
     return [[line[name] for line in lines if name in line] for name in names]
 
@@ -35,7 +39,9 @@ def assert_same_runs(directory: Path, output: str) -> None:
     assert len(alone[0]) == 6
     for expected, found in zip(alone, curve(directory, output), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-3, err_msg=output)
-    weights, found = (load_file(directory / run / "latest" / "model.safetensors") for run in ("one", output))
+    weights, found = (
+        load_file(directory / run / "latest" / "model.safetensors") for run in ("one", output)
+    )
     assert found.keys() == weights.keys()
     np.testing.assert_array_equal(found["d2t"], weights["d2t"])
     np.testing.assert_allclose(found["fc.weight"], weights["fc.weight"], atol=2e-3, err_msg=output)

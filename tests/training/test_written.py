@@ -80,19 +80,29 @@ def written_chats(tokenizer) -> list[dict]:
 
 def config(source: Path, template: Path | None = None) -> DataConfig:
     named = "" if template is None else str(template)
-    return DataConfig(str(source), str(ASSETS / "target"), chat_template=named, window=8, holdout=0.2)
+    return DataConfig(
+        str(source), str(ASSETS / "target"), chat_template=named, window=8, holdout=0.2
+    )
 
 
 def without_tokens(records: list[dict]) -> list[dict]:
-    return [{name: record[name] for name in ("text", "messages") if name in record} for record in records]
+    return [
+        {name: record[name] for name in ("text", "messages") if name in record}
+        for record in records
+    ]
 
 
 def test_answers_stand_after_the_tokens_that_they_were_written_after() -> None:
     goes_on = WrittenTokens.of_turns([([1, 2], [3, 4]), ([1, 2, 3, 4, 5], (6,))], "t")
     assert goes_on.tokens.tolist() == [1, 2, 3, 4, 5, 6] and goes_on.starts == (0,)
     assert goes_on.loss_spans.tolist() == [[2, 4], [5, 6]]
-    left_out = WrittenTokens.of_turns([([1, 2], [3, 4]), ([1, 2, 4, 5], [6]), ([1, 2, 4, 5, 6, 7], [8])], "t")
-    found = [(tokens.tolist(), np.flatnonzero(counts).tolist()) for tokens, counts in left_out.sequences(True)]
+    left_out = WrittenTokens.of_turns(
+        [([1, 2], [3, 4]), ([1, 2, 4, 5], [6]), ([1, 2, 4, 5, 6, 7], [8])], "t"
+    )
+    found = [
+        (tokens.tolist(), np.flatnonzero(counts).tolist())
+        for tokens, counts in left_out.sequences(True)
+    ]
     assert found == [([1, 2, 3, 4], [2, 3]), ([1, 2, 4, 5, 6, 7, 8], [4, 6])]
     everything = [np.flatnonzero(counts).tolist() for _, counts in left_out.sequences(False)]
     assert everything == [[1, 2, 3], [4, 6]]
@@ -117,8 +127,13 @@ def test_texts_give_the_same_windows_as_their_tokens(tokenizer, tmp_path, said) 
         place = [place for document in train for place in range(len(document.written.tokens))]
         labels = np.array(place[1 : packed["loss_mask"].size + 1])
         # The text before may have been cut, so that another one begins is no label of it.
-        assert packed["loss_mask"].ravel().tolist() == (labels >= (3 if responses_only else 1)).tolist()
-    assert said == 2 * [f"data.source='{own}': 40 of 40 documents are read in the tokens they were written in"]
+        assert (
+            packed["loss_mask"].ravel().tolist()
+            == (labels >= (3 if responses_only else 1)).tolist()
+        )
+    assert said == 2 * [
+        f"data.source='{own}': 40 of 40 documents are read in the tokens they were written in"
+    ]
 
 
 def test_chats_give_the_same_windows_as_their_tokens(tokenizer, tmp_path, said) -> None:
@@ -131,16 +146,27 @@ def test_chats_give_the_same_windows_as_their_tokens(tokenizer, tmp_path, said) 
     expected = data.prepare(config(source, template))[1:]
     assert len(said) == 1
     for ours, theirs in zip(found, expected, strict=True):
-        assert {name: array.tolist() for name, array in ours.items()} == {name: a.tolist() for name, a in theirs.items()}
+        assert {name: array.tolist() for name, array in ours.items()} == {
+            name: a.tolist() for name, a in theirs.items()
+        }
     template.write_text(TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
     with pytest.raises(ConfigError, match="marks no token as the assistant's"):
         data.prepare(config(source, template))
-    unmarked = fingerprint.of_tokenizer(with_template(text.load_tokenizer(ASSETS / "target"), str(template)))
-    write(source, [record | {TOKENIZER: unmarked} for record in records])  # their spans say what the marks would
-    assert data.prepare(config(source, template))[1]["loss_mask"].tolist() == expected[0]["loss_mask"].tolist()
+    unmarked = fingerprint.of_tokenizer(
+        with_template(text.load_tokenizer(ASSETS / "target"), str(template))
+    )
+    write(
+        source, [record | {TOKENIZER: unmarked} for record in records]
+    )  # their spans say what the marks would
+    assert (
+        data.prepare(config(source, template))[1]["loss_mask"].tolist()
+        == expected[0]["loss_mask"].tolist()
+    )
 
 
-def test_tokens_that_the_text_does_not_say_are_those_that_are_trained_on(tokenizer, tmp_path) -> None:
+def test_tokens_that_the_text_does_not_say_are_those_that_are_trained_on(
+    tokenizer, tmp_path
+) -> None:
     records = written_texts(tokenizer, by_letters)
     source = write(tmp_path / "texts.jsonl", records)
     _, packed, _ = data.prepare(config(source))
@@ -154,17 +180,23 @@ def test_tokens_that_the_text_does_not_say_are_those_that_are_trained_on(tokeniz
 
 def test_records_with_and_without_tokens_stand_in_their_order(tokenizer, tmp_path, said) -> None:
     records = written_texts(tokenizer, by_letters)
-    mixed = [record if number % 2 else {"text": record["text"]} for number, record in enumerate(records)]
+    mixed = [
+        record if number % 2 else {"text": record["text"]} for number, record in enumerate(records)
+    ]
     source = write(tmp_path / "texts.jsonl", mixed)
     _, packed, _ = data.prepare(config(source))
     train, _ = data.split_documents(documents.read_documents(str(source)), 0.2)
     expected = [
         token
         for document in train
-        for token in (text.encode if document.written is None else by_letters)(tokenizer, document.text)
+        for token in (text.encode if document.written is None else by_letters)(
+            tokenizer, document.text
+        )
     ]
     assert flat(packed) == expected[: len(flat(packed))]
-    assert said == [f"data.source='{source}': 20 of 40 documents are read in the tokens they were written in"]
+    assert said == [
+        f"data.source='{source}': 20 of 40 documents are read in the tokens they were written in"
+    ]
 
 
 def test_tokens_of_another_tokenizer_or_template_are_not_used(tokenizer, tmp_path, said) -> None:
@@ -172,17 +204,22 @@ def test_tokens_of_another_tokenizer_or_template_are_not_used(tokenizer, tmp_pat
     source = write(tmp_path / "texts.jsonl", records)
     _, packed, _ = data.prepare(config(source))
     assert said == [
-        f"data.source='{source}': 40 of 40 documents have tokens of another tokenizer or chat template than this run's: "
-        "their text is tokenised"
+        f"data.source='{source}': 40 of 40 documents have tokens of another tokenizer or chat"
+        " template than this run's: their text is tokenised"
     ]
     write(source, without_tokens(records))
     _, expected, _ = data.prepare(config(source))
-    assert {name: array.tolist() for name, array in packed.items()} == {name: a.tolist() for name, a in expected.items()}
+    assert {name: array.tolist() for name, array in packed.items()} == {
+        name: a.tolist() for name, a in expected.items()
+    }
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE.replace("<end>", "<stop>"))
     write(source, written_chats(tokenizer))
     tokenizer_read, packed, _ = data.prepare(config(source, template))
-    assert "<stop>" in tokenizer_read.decode(flat(packed)) and "30 of 30 documents have tokens of another" in said[-1]
+    assert (
+        "<stop>" in tokenizer_read.decode(flat(packed))
+        and "30 of 30 documents have tokens of another" in said[-1]
+    )
 
 
 def test_a_tokenizer_trained_here_has_no_tokens_of_records(tokenizer, tmp_path, said) -> None:
@@ -193,7 +230,10 @@ def test_a_tokenizer_trained_here_has_no_tokens_of_records(tokenizer, tmp_path, 
 
 
 def test_what_other_data_sets_call_tokens_is_not_looked_at(tmp_path) -> None:
-    source = write(tmp_path / "texts.jsonl", [{"text": "a", "tokens": 57}, {"text": "b", "tokens": ["b"], "loss_spans": "c"}])
+    source = write(
+        tmp_path / "texts.jsonl",
+        [{"text": "a", "tokens": 57}, {"text": "b", "tokens": ["b"], "loss_spans": "c"}],
+    )
     assert [document.written for document in documents.read_documents(str(source))] == [None, None]
 
 
@@ -205,7 +245,10 @@ def test_what_other_data_sets_call_tokens_is_not_looked_at(tmp_path) -> None:
         ({"tokens": [0, -1, 6]}, "tokens: must be a list of token ids"),
         ({"tokens": [0, [1], 6]}, "tokens: must be a list of token ids"),
         ({"tokens": []}, "tokens: must be a list of token ids"),
-        ({"tokens": [0, 3072] * 8}, r"tokens: it has the id 3072, but the vocabulary has only 3072 tokens"),
+        (
+            {"tokens": [0, 3072] * 8},
+            r"tokens: it has the id 3072, but the vocabulary has only 3072 tokens",
+        ),
         ({"loss_spans": None}, "loss_spans: must be a list of pairs of begin and end"),
         ({"loss_spans": [1, 1, 0]}, "loss_spans: must be a list of pairs of begin and end"),
         ({"loss_spans": [[0, 9999]]}, "loss_spans: must be in order, and within the 7 tokens"),
@@ -216,13 +259,20 @@ def test_what_other_data_sets_call_tokens_is_not_looked_at(tmp_path) -> None:
 )
 def test_damaged_tokens_are_refused_by_their_line(tokenizer, tmp_path, changed, words) -> None:
     own = fingerprint.of_tokenizer(tokenizer, chats=False)
-    whole = {"text": "abcdef", TOKENIZER: own, "tokens": [0, 5, 6, 7, 8, 9, 10], "loss_spans": [[3, 7]]}
+    whole = {
+        "text": "abcdef",
+        TOKENIZER: own,
+        "tokens": [0, 5, 6, 7, 8, 9, 10],
+        "loss_spans": [[3, 7]],
+    }
     source = write(tmp_path / "texts.jsonl", [whole, whole | changed, *40 * [whole]])
     with pytest.raises(ConfigError, match=rf"{tmp_path.name}/texts.jsonl:2: {words}"):
         data.prepare(config(source))
 
 
-def test_ids_that_the_target_has_and_the_tokenizer_has_not_are_the_targets(tokenizer, tmp_path) -> None:
+def test_ids_that_the_target_has_and_the_tokenizer_has_not_are_the_targets(
+    tokenizer, tmp_path
+) -> None:
     """Published targets have more rows than their tokenizer has tokens, and may write what no text stands for."""
     records = written_texts(tokenizer, text.encode)
     for record in records:
@@ -230,31 +280,49 @@ def test_ids_that_the_target_has_and_the_tokenizer_has_not_are_the_targets(token
     source = write(tmp_path / "texts.jsonl", records)
     _, packed, _ = data.prepare(config(source), vocab=3076)
     assert (packed["tokens"] == 3075).sum() > 20
-    with pytest.raises(ConfigError, match="it has the id 3075, but the vocabulary has only 3075 tokens"):
+    with pytest.raises(
+        ConfigError, match="it has the id 3075, but the vocabulary has only 3075 tokens"
+    ):
         data.prepare(config(source), vocab=3075)
 
 
-def test_a_folder_is_read_without_what_is_not_whole_and_without_notes(tokenizer, tmp_path, said) -> None:
+def test_a_folder_is_read_without_what_is_not_whole_and_without_notes(
+    tokenizer, tmp_path, said
+) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     write(folder / "00001-of-00003.jsonl", [{"text": "second"}])
     write(folder / "00000-of-00003.jsonl", [{"text": "first"}])
     write(folder / "00002-of-00003.jsonl.part", [{"text": "third"}])
     for number in range(3):
-        (folder / f"{number:05d}-of-00003.yaml").write_text("# written by the target of the fingerprint ab\ntarget: embedded\n")
+        (folder / f"{number:05d}-of-00003.yaml").write_text(
+            "# written by the target of the fingerprint ab\ntarget: embedded\n"
+        )
     (folder / ".00002-of-00003.yaml.tmp").write_text("# written by the tar")
     (folder / "my.yaml").write_text("a: text of one's own")
     for source in (str(folder), f"{folder}/*", f"{folder}/*.jsonl"):
         read = [document.text for document in documents.read_documents(source)]
-        assert read == ["first", "second", *(["a: text of one's own"] if "jsonl" not in source else [])]
-    assert len(said) == 2 and all("as they are unfinished: 00002-of-00003.jsonl.part" in line for line in said)
+        assert read == [
+            "first",
+            "second",
+            *(["a: text of one's own"] if "jsonl" not in source else []),
+        ]
+    assert len(said) == 2 and all(
+        "as they are unfinished: 00002-of-00003.jsonl.part" in line for line in said
+    )
 
 
 def test_a_fingerprint_is_of_what_decides_the_tokens(tokenizer, tmp_path) -> None:
-    whole, texts = fingerprint.of_tokenizer(tokenizer), fingerprint.of_tokenizer(tokenizer, chats=False)
+    whole, texts = (
+        fingerprint.of_tokenizer(tokenizer),
+        fingerprint.of_tokenizer(tokenizer, chats=False),
+    )
     tokenizer("a", truncation=True, max_length=5)  # leaves it on
     assert fingerprint.of_tokenizer(tokenizer) == whole
-    for name, left_on in (("padded", {"padding": {**PADDED, "pad_token": "<|endoftext|>"}}), ("cut", {"truncation": CUT})):
+    for name, left_on in (
+        ("padded", {"padding": {**PADDED, "pad_token": "<|endoftext|>"}}),
+        ("cut", {"truncation": CUT}),
+    ):
         directory = tokenizer_with(tmp_path / name, **left_on)
         generates, trains = text.load_tokenizer(directory), read_tokenizer(directory)
         assert fingerprint.of_tokenizer(generates) == fingerprint.of_tokenizer(trains)

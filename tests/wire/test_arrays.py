@@ -12,7 +12,9 @@ from specjax.wire.arrays import GROUP
 RNG = np.random.default_rng(0)
 
 
-@pytest.mark.parametrize("shape", [(1,), (5,), (3, 7), (2, 64), (2, 65), (4, 3, 50), (0, 8), (3, 0), (2, 2, 2, 2)])
+@pytest.mark.parametrize(
+    "shape", [(1,), (5,), (3, 7), (2, 64), (2, 65), (4, 3, 50), (0, 8), (3, 0), (2, 2, 2, 2)]
+)
 def test_what_is_lost(shape: tuple[int, ...]):
     array = RNG.normal(size=shape).astype(np.float32)
     for precision, most in (("float32", 0.0), ("float16", 2**-11), ("int8", None)):
@@ -21,16 +23,25 @@ def test_what_is_lost(shape: tuple[int, ...]):
         if most is not None:
             assert np.all(np.abs(back - array) <= most * np.abs(array))
             continue
-        for token, returned in zip(array, back, strict=True):  # half a step of its group, and what float16 rounds of the step
+        for token, returned in zip(
+            array, back, strict=True
+        ):  # half a step of its group, and what float16 rounds of the step
             flat, other = np.ravel(token), np.ravel(returned)
             for start in range(0, flat.size, GROUP):
                 group = flat[start : start + GROUP]
-                assert np.all(np.abs(other[start : start + GROUP] - group) <= np.abs(group).max() / 127 * (0.5 + 127 * 2**-11))
+                assert np.all(
+                    np.abs(other[start : start + GROUP] - group)
+                    <= np.abs(group).max() / 127 * (0.5 + 127 * 2**-11)
+                )
 
 
 def test_bytes_of_a_number():
     array = np.zeros((4, 128))
-    assert [len(pack(array, dtype).data) / 512 for dtype in ("float32", "float16", "int8")] == [4, 2, 1 + 2 / GROUP]
+    assert [len(pack(array, dtype).data) / 512 for dtype in ("float32", "float16", "int8")] == [
+        4,
+        2,
+        1 + 2 / GROUP,
+    ]
 
 
 def test_numbers_that_are_too_large_or_none():
@@ -59,14 +70,25 @@ def test_tokens():
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "length"),
-    [("int32", [2], 7), ("int32", [2], 9), ("int8", [1, 64], 64), ("float16", [2, 2], 16), ("int64", [1], 8), ("int32", [], 4)],
+    [
+        ("int32", [2], 7),
+        ("int32", [2], 9),
+        ("int8", [1, 64], 64),
+        ("float16", [2, 2], 16),
+        ("int64", [1], 8),
+        ("int32", [], 4),
+    ],
 )
 def test_bytes_that_do_not_fit(dtype: str, shape: list[int], length: int):
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode([dtype, shape, bytes(length)]), type=ArrayBytes)
+        msgspec.msgpack.decode(
+            msgspec.msgpack.encode([dtype, shape, bytes(length)]), type=ArrayBytes
+        )
 
 
-@pytest.mark.parametrize("shape", [[-1], [2**21], [2**20, 2**20, 2**20, 2**20], [1, 1, 1, 1, 1], [2.0], ["2"]])
+@pytest.mark.parametrize(
+    "shape", [[-1], [2**21], [2**20, 2**20, 2**20, 2**20], [1, 1, 1, 1, 1], [2.0], ["2"]]
+)
 def test_shapes_that_are_none(shape: list):
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(["uint8", shape, b""]), type=ArrayBytes)
@@ -74,4 +96,8 @@ def test_shapes_that_are_none(shape: list):
 
 def test_a_digest_is_of_little_endian_bytes():
     assert digest([1, 258]) == hashlib.sha256(bytes([1, 0, 0, 0, 2, 1, 0, 0])).digest()[:8]
-    assert digest(np.array([1, 258], np.int64)) == digest(np.array([1, 258], ">i4")) == digest([1, 258])
+    assert (
+        digest(np.array([1, 258], np.int64))
+        == digest(np.array([1, 258], ">i4"))
+        == digest([1, 258])
+    )

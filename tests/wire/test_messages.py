@@ -11,7 +11,14 @@ from specjax.wire import FrameError, pack
 
 ID = bytes(range(16))
 OPEN = wire.OpenMessage(
-    nonce=ID, tokens=pack([5, 6, 7], "int32"), prompt=2, limit=9, seed=2**63 - 1, eos=[2], precision="int8", known=1
+    nonce=ID,
+    tokens=pack([5, 6, 7], "int32"),
+    prompt=2,
+    limit=9,
+    seed=2**63 - 1,
+    eos=[2],
+    precision="int8",
+    known=1,
 )
 DRAFT = wire.DraftMessage(
     session=ID,
@@ -24,12 +31,22 @@ DRAFT = wire.DraftMessage(
 )
 RESUME = wire.ResumeMessage(session=ID, epoch=0, base=3, digest=bytes(8), known=2)
 UP = [OPEN, DRAFT, RESUME, wire.CloseMessage(session=ID)]
-TOLD = wire.ToldMessage(session=ID, epoch=0, start=0, count=2, arrays={"hidden": pack(np.ones((2, 4)), "float16")})
+TOLD = wire.ToldMessage(
+    session=ID, epoch=0, start=0, count=2, arrays={"hidden": pack(np.ones((2, 4)), "float16")}
+)
 VERDICT = wire.VerdictMessage(
-    session=ID, epoch=0, sequence=1, accepted=[1, 3], token=4, arrays={"hidden": pack(np.ones((3, 4)), "int8")}, seconds=0.5
+    session=ID,
+    epoch=0,
+    sequence=1,
+    accepted=[1, 3],
+    token=4,
+    arrays={"hidden": pack(np.ones((3, 4)), "int8")},
+    seconds=0.5,
 )
 DOWN = [
-    wire.OpenedMessage(session=ID, epoch=0, nodes=64, depth=16, capacity=4096, tells={"hidden": [4], "last": []}),
+    wire.OpenedMessage(
+        session=ID, epoch=0, nodes=64, depth=16, capacity=4096, tells={"hidden": [4], "last": []}
+    ),
     TOLD,
     wire.ReadyMessage(session=ID, epoch=0, length=3),
     VERDICT,
@@ -56,7 +73,9 @@ def test_down_and_back(message: Any):
 def test_a_draft_is_small():
     nodes = range(62)
     parents = pack([255, *nodes[:-1]], "uint8")
-    draft = msgspec.structs.replace(DRAFT, tokens=pack([150_000 + node for node in nodes], "int32"), parents=parents)
+    draft = msgspec.structs.replace(
+        DRAFT, tokens=pack([150_000 + node for node in nodes], "int32"), parents=parents
+    )
     assert len(wire.encode(draft)) < 450
 
 
@@ -77,7 +96,10 @@ def raw(array: Any, dtype: Any = "int32") -> Any:
         (OPEN, {"type": "draft"}),
         (OPEN, {"type": 3}),
         (OPEN, {"nonce": bytes(15)}),
-        *((OPEN, {"temperature": value}) for value in (-1.0, float("nan"), float("inf"), "1", None)),
+        *(
+            (OPEN, {"temperature": value})
+            for value in (-1.0, float("nan"), float("inf"), "1", None)
+        ),
         *((OPEN, {"top_p": value}) for value in (-0.1, 1.1, float("nan"))),
         *((OPEN, {"min_p": value}) for value in (-0.1, 1.1, float("nan"))),
         *((OPEN, {"top_k": value}) for value in (-1, 2**31, 1.5)),
@@ -141,7 +163,8 @@ def test_what_is_refused_of_servers(message: Any, values: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    "frame", [b"", b"\xc1", b"\x91" * 10_000, b"\x80", wire.encode(OPEN)[:-1], wire.encode(OPEN) + b"\x00"]
+    "frame",
+    [b"", b"\xc1", b"\x91" * 10_000, b"\x80", wire.encode(OPEN)[:-1], wire.encode(OPEN) + b"\x00"],
 )
 def test_what_is_no_message(frame: bytes):
     with pytest.raises(FrameError) as error:
@@ -150,7 +173,11 @@ def test_what_is_no_message(frame: bytes):
 
 
 def test_names_that_are_no_text():
-    frame = wire.encode(OPEN).replace(b"\xa4int8", b"\xa4\xff\xff\xff\xff").replace(b"seed", b"\xff\xfe\xfd\xfc")
+    frame = (
+        wire.encode(OPEN)
+        .replace(b"\xa4int8", b"\xa4\xff\xff\xff\xff")
+        .replace(b"seed", b"\xff\xfe\xfd\xfc")
+    )
     with pytest.raises(FrameError):
         wire.decode_up(frame)
 

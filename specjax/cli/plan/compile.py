@@ -88,20 +88,43 @@ def run_compile(config: CompileConfig) -> None:
 
     mesh, chip = find_mesh(config.chips, *config.mesh, config.slices)
     target = abstract.abstract_model(shape, mesh, weights=config.weights)
-    setup = Setup(target, mesh, chip, config.batch, config.context, sampling=sampling, page=config.page)
-    drafters = [abstract.abstract_drafter(name, None if name == "none" else draft, target, config.weights) for name in names]
+    setup = Setup(
+        target, mesh, chip, config.batch, config.context, sampling=sampling, page=config.page
+    )
+    drafters = [
+        abstract.abstract_drafter(name, None if name == "none" else draft, target, config.weights)
+        for name in names
+    ]
     is_chain = isinstance(drafters[-1].draft, Chain)
     if config.alpha is not None and not is_chain:
-        raise InputError(f"alpha={alpha:g}: it applies to chains, but the draft is a {drafters[-1].draft}; leave it out")
+        raise InputError(
+            f"alpha={alpha:g}: it applies to chains, but the draft is a {drafters[-1].draft}; leave"
+            " it out"
+        )
     console, steps = new_console(), []
     for name, drafter in zip(names, drafters, strict=True):
         title = "plain" if name == "none" else name
         steps.append(compile_step(setup, drafter, title))
     if config.json:
-        print(json.dumps({"chip": asdict(chip), "chips": mesh.size, "steps": [_as_json(s, chip, mesh.size) for s in steps]}))
+        print(
+            json.dumps(
+                {
+                    "chip": asdict(chip),
+                    "chips": mesh.size,
+                    "steps": [_as_json(s, chip, mesh.size) for s in steps],
+                }
+            )
+        )
         return
-    where = f"{config.target} on {mesh.size} x {chip.name}, {config.batch} rows, context of {config.context:,} tokens"
-    console.print(memory_table(where, [program for step in steps for program in (step.prefill, step.decode)], chip))
+    where = (
+        f"{config.target} on {mesh.size} x {chip.name}, {config.batch} rows, context of"
+        f" {config.context:,} tokens"
+    )
+    console.print(
+        memory_table(
+            where, [program for step in steps for program in (step.prefill, step.decode)], chip
+        )
+    )
     console.print(_step_table(steps, chip, mesh.size, config.slices))
     console.print(_loop_table(steps[-1].decode))
     if len(steps) > 1:
@@ -109,8 +132,13 @@ def run_compile(config: CompileConfig) -> None:
 
 
 def _step_table(steps: list[Step], chip: Chip, chips: int, slices: int) -> Table:
-    table = table_of_numbers("a step, on one chip", "", *(step.drafter for step in steps), named=True)
-    limits, has_states = [step.limits(chip, chips) for step in steps], any(step.states for step in steps)
+    table = table_of_numbers(
+        "a step, on one chip", "", *(step.drafter for step in steps), named=True
+    )
+    limits, has_states = (
+        [step.limits(chip, chips) for step in steps],
+        any(step.states for step in steps),
+    )
     lines: dict[str, list[str]] = {
         "the target's cache, GB": [f"{step.cache / 1e9:.2f}" for step in steps],
         **(_lines_of_states(steps) if has_states else {}),
@@ -118,15 +146,25 @@ def _step_table(steps: list[Step], chip: Chip, chips: int, slices: int) -> Table
         "must be read, GB": [f"{step.floor / 1e9:.2f}" for step in steps],
         "moved / must be read": [f"{step.decode.bytes / step.floor:.2f}" for step in steps],
         "exchanges": [exchanges_of(step.decode) for step in steps],
-        f"exchanged{' in a slice' * (slices > 1)}, MB": [f"{step.decode.collective_bytes / 1e6:.2f}" for step in steps],
-        **({"sent to other slices, MB": [f"{step.decode.slice_bytes / 1e6:.2f}" for step in steps]} if slices > 1 else {}),
-        f"copies of the cache{' or states' * has_states}": [f"{len(step.decode.cache_copies)}" for step in steps],
+        f"exchanged{' in a slice' * (slices > 1)}, MB": [
+            f"{step.decode.collective_bytes / 1e6:.2f}" for step in steps
+        ],
+        **(
+            {"sent to other slices, MB": [f"{step.decode.slice_bytes / 1e6:.2f}" for step in steps]}
+            if slices > 1
+            else {}
+        ),
+        f"copies of the cache{' or states' * has_states}": [
+            f"{len(step.decode.cache_copies)}" for step in steps
+        ],
         "largest new array, MB": [f"{step.decode.largest / 1e6:.2f}" for step in steps],
         "kernels": [f"{step.decode.kernels:,}" for step in steps],
     }
     if any(step.decode.cycles for step in steps):
         lines["cycles by the compiler, M"] = [f"{step.decode.cycles / 1e6:.2f}" for step in steps]
-        lines["cycles by bytes, M"] = [f"{1e-6 * step.decode.bytes / chip.bandwidth * chip.clock:.2f}" for step in steps]
+        lines["cycles by bytes, M"] = [
+            f"{1e-6 * step.decode.bytes / chip.bandwidth * chip.clock:.2f}" for step in steps
+        ]
     for name in limits[0]:
         lines[f"ms, by {name}"] = [f"{1e3 * limit[name]:.2f}" for limit in limits]
     for name, cells in lines.items():
@@ -155,26 +193,41 @@ def _loop_table(program: Compiled) -> Table:
         alike[key] = replace(turn, turns=turn.turns + (alike[key].turns if key in alike else 0))
     for turn in alike.values():
         if turn.bytes > 1e5 or turn.kernels > 20:
-            top = "; ".join(f"{cycles:,} {kind}" for kind, cycles in list(turn.cycles_by_kind.items())[:3])
+            top = "; ".join(
+                f"{cycles:,} {kind}" for kind, cycles in list(turn.cycles_by_kind.items())[:3]
+            )
             exchanges = str(sum(turn.collectives.values()))
-            table.add_row(str(turn.turns), f"{turn.bytes / 1e6:,.1f}", exchanges, f"{turn.kernels:,}", f"{turn.cycles:,}", top)
+            table.add_row(
+                str(turn.turns),
+                f"{turn.bytes / 1e6:,.1f}",
+                exchanges,
+                f"{turn.kernels:,}",
+                f"{turn.cycles:,}",
+                top,
+            )
     table.columns[-1].justify = "left"
     return table
 
 
-def _say_gain(console: Console, plain: Step, step: Step, chip: Chip, chips: int, alpha: float | None) -> None:
+def _say_gain(
+    console: Console, plain: Step, step: Step, chip: Chip, chips: int, alpha: float | None
+) -> None:
     """Print how many plain steps a step with the drafter takes, and what chains gain."""
-    ratios = {"memory, arithmetic and links": step.seconds(chip, chips) / plain.seconds(chip, chips)}
+    ratios = {
+        "memory, arithmetic and links": step.seconds(chip, chips) / plain.seconds(chip, chips)
+    }
     if plain.decode.cycles:
         ratios["the compiler's cycles"] = step.decode.cycles / plain.decode.cycles
     for by, ratio in ratios.items():
         console.out(
-            f"By {by}, a step with {step.drafter} takes {ratio:.2f} plain steps: it gains if it emits more tokens than that."
+            f"By {by}, a step with {step.drafter} takes {ratio:.2f} plain steps: it gains if it"
+            " emits more tokens than that."
         )
         if alpha is not None:
             tokens = theory.expected_tokens(alpha, step.depth)
             console.out(
-                f"  At alpha = {alpha:g} it emits {tokens:.2f} tokens: {tokens / ratio:.2f} times as fast as plain decoding."
+                f"  At alpha = {alpha:g} it emits {tokens:.2f} tokens: {tokens / ratio:.2f} times"
+                " as fast as plain decoding."
             )
 
 

@@ -44,27 +44,38 @@ class CompileTrainingConfig:
 def run_compile_training(config: CompileTrainingConfig) -> None:
     """Run ``specjax plan compile-training``."""
     if not Path(config.train).is_file():
-        raise InputError(f"train={config.train!r}: no such file; give the configuration file of a training")
+        raise InputError(
+            f"train={config.train!r}: no such file; give the configuration file of a training"
+        )
     training = replace(load_yaml(TrainConfig, config.train), mesh=config.mesh)
     data, model = config.mesh
     if data < 1 or training.data.batch % data:
         raise InputError(
-            f"mesh={data} {model}: data must divide the {training.data.batch} rows of data.batch in {config.train!r}"
+            f"mesh={data} {model}: data must divide the {training.data.batch} rows of data.batch in"
+            f" {config.train!r}"
         )
     target = find_model("target", config.target) if config.target else None
     if target is None and training.method.target:
         target = config_json.read_config(hub.open_checkpoint(training.method.target, weights=False))
 
     mesh, chip = find_mesh(config.chips, *config.mesh, config.slices)
-    placed = None if target is None else abstract.abstract_model(target, mesh, training.compute_dtype)
+    placed = (
+        None if target is None else abstract.abstract_model(target, mesh, training.compute_dtype)
+    )
     run = abstract_run(training, mesh, placed, lambda student: abstract.place_model(student, mesh))
     compiled, _ = compile_program(f"a training step, {training.method.name}", run.lower(), mesh)
     if config.json:
-        print(json.dumps({"chip": asdict(chip), "chips": mesh.size, "step": program_as_json(compiled)}))
+        print(
+            json.dumps(
+                {"chip": asdict(chip), "chips": mesh.size, "step": program_as_json(compiled)}
+            )
+        )
         return
     console = new_console()
     console.print(memory_table(f"{config.train} on {mesh.size} x {chip.name}", [compiled], chip))
     exchanged = f"{exchanges_of(compiled)}, {compiled.collective_bytes / 1e6:,.1f} MB"
     if config.slices > 1:
         exchanged += f" in a slice, and {compiled.slice_bytes / 1e6:,.1f} MB to other slices"
-    console.out(f"A step moves {compiled.bytes / 1e9:,.2f} GB on each chip. Exchanged: {exchanged}.")
+    console.out(
+        f"A step moves {compiled.bytes / 1e9:,.2f} GB on each chip. Exchanged: {exchanged}."
+    )

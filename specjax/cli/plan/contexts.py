@@ -37,14 +37,23 @@ def run_contexts(config: ContextsConfig) -> None:
     """Run ``specjax plan contexts``."""
     if min(config.contexts, default=0) < 2 or min(config.budgets, default=0) < 1:
         raise InputError(
-            f"contexts={config.contexts}, budgets={config.budgets}: give numbers of tokens, and at least one budget"
+            f"contexts={config.contexts}, budgets={config.budgets}: give numbers of tokens, and at"
+            " least one budget"
         )
     pair, prompts, options = config.load("contexts")
     if not isinstance(pair.drafter, CompressedCache):
-        raise InputError(f"drafter={config.drafter!r}: contexts needs a compressed cache: give streaming or snapkv")
-    texts = [ids for prompt in prompts if len(ids := pair.encode(prompt)) >= max(config.contexts)][:_PROMPTS]
+        raise InputError(
+            f"drafter={config.drafter!r}: contexts needs a compressed cache: give streaming or"
+            " snapkv"
+        )
+    texts = [ids for prompt in prompts if len(ids := pair.encode(prompt)) >= max(config.contexts)][
+        :_PROMPTS
+    ]
     if not texts:
-        raise InputError(f"prompts={config.prompts!r}: no prompt has {max(config.contexts)} tokens, the longest of --contexts")
+        raise InputError(
+            f"prompts={config.prompts!r}: no prompt has {max(config.contexts)} tokens, the longest"
+            " of --contexts"
+        )
     measured = measure_contexts(
         pair.target,
         pair.drafter,
@@ -59,17 +68,33 @@ def run_contexts(config: ContextsConfig) -> None:
     console.print(contexts_table(config.title, measured))
     critical = measured.critical_context()
     if critical is not None:
-        console.out(f"Critical context: about {critical:,.0f} tokens; beyond it, more rows gain more.")
+        console.out(
+            f"Critical context: about {critical:,.0f} tokens; beyond it, more rows gain more."
+        )
     if config.plot:
-        best = {c: {b: measured.gains(c, b)[0].speedup for b in measured.batches} for c in measured.contexts}
-        figure = draw_by_batch(f"{config.target}, drafter {config.drafter}", best, critical=critical)
+        best = {
+            c: {b: measured.gains(c, b)[0].speedup for b in measured.batches}
+            for c in measured.contexts
+        }
+        figure = draw_by_batch(
+            f"{config.target}, drafter {config.drafter}", best, critical=critical
+        )
         save_plot(console, figure, config.plot)
 
 
 def contexts_table(title: str, measured: MeasuredContexts) -> Table:
     """Return a table of the best gain for each context and number of rows, with its times."""
     table = table_of_numbers(
-        title, "context", "rows", "T_T ms", "budget", "gamma", "T_D ms", "T_V ms", "tokens a step", "speed-up"
+        title,
+        "context",
+        "rows",
+        "T_T ms",
+        "budget",
+        "gamma",
+        "T_D ms",
+        "T_V ms",
+        "tokens a step",
+        "speed-up",
     )
     for context in measured.contexts:
         for batch in measured.batches:
@@ -86,6 +111,7 @@ def contexts_table(title: str, measured: MeasuredContexts) -> Table:
                 f"{best.speedup:.2f}x",
             )
     table.caption = (
-        "T_T: a step of plain decoding. T_D: a drafted token. T_V: a verification. Each line has its best budget and chain."
+        "T_T: a step of plain decoding. T_D: a drafted token. T_V: a verification. Each line has"
+        " its best budget and chain."
     )
     return table

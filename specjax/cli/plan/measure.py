@@ -34,19 +34,34 @@ def run_measure(config: MeasureConfig) -> None:
     console = new_console()
     prompts_read = text.pad([pair.encode(prompt) for prompt in prompts[:_PROMPTS]])
     comparisons = {}
-    options = replace(options, max_new_tokens=target.config.max_positions)  # the only limit of a trial
-    acceptance = measure_acceptance(target, drafter, *prompts_read, options=options, longest=longest)
+    options = replace(
+        options, max_new_tokens=target.config.max_positions
+    )  # the only limit of a trial
+    acceptance = measure_acceptance(
+        target, drafter, *prompts_read, options=options, longest=longest
+    )
     for rows in config.batch:
         comparisons[rows] = compare_drafts(
-            target, drafter, *prompts_read, batch=rows, options=options, longest=longest, acceptance=acceptance
+            target,
+            drafter,
+            *prompts_read,
+            batch=rows,
+            options=options,
+            longest=longest,
+            acceptance=acceptance,
         )
         console.print(_table(config, rows, comparisons[rows]))
         best = comparisons[rows].best
-        console.out(f"Best with {count_rows(rows)}: {best.draft or 'plain decoding'}, expected {best.speedup:.2f}x.")
+        console.out(
+            f"Best with {count_rows(rows)}: {best.draft or 'plain decoding'}, expected"
+            f" {best.speedup:.2f}x."
+        )
         if isinstance(best.draft, StaticTree):
             console.out(f"  StaticTree({best.draft.choices})")
         if isinstance(best.draft, DynamicTree):
-            console.out(f"  --draft dynamic:{best.draft.top_k},{best.draft.depth},{best.draft.nodes}")
+            console.out(
+                f"  --draft dynamic:{best.draft.top_k},{best.draft.depth},{best.draft.nodes}"
+            )
     if config.plot:
         panels = {rows: _fastest_by_nodes(comparison) for rows, comparison in comparisons.items()}
         save_plot(console, draw_by_nodes(config.title, panels), config.plot)
@@ -54,11 +69,18 @@ def run_measure(config: MeasureConfig) -> None:
 
 def _table(config: MeasureConfig, rows: int, comparison: DraftComparison) -> Table:
     """Return a table of the fastest drafts, the best chain and dynamic tree, and plain decoding."""
-    title = f"{config.target}, drafter {config.drafter}; {count_rows(rows)}, temperature {config.temperature:g}"
+    title = (
+        f"{config.target}, drafter {config.drafter}; {count_rows(rows)}, temperature"
+        f" {config.temperature:g}"
+    )
     table = table_of_numbers(title, "draft", "tokens a step", "step ms", "speed-up", "", named=True)
-    chains = [candidate for candidate in comparison.candidates if isinstance(candidate.draft, Chain)]
+    chains = [
+        candidate for candidate in comparison.candidates if isinstance(candidate.draft, Chain)
+    ]
     plain = [candidate for candidate in comparison.candidates if candidate.draft is None]
-    dynamic = [candidate for candidate in comparison.candidates if isinstance(candidate.draft, DynamicTree)]
+    dynamic = [
+        candidate for candidate in comparison.candidates if isinstance(candidate.draft, DynamicTree)
+    ]
     shown = dict.fromkeys([*comparison.candidates[:_SHOWN], *chains[:1], *dynamic[:1], *plain])
     for candidate in sorted(shown, key=lambda candidate: -candidate.speedup):
         table.add_row(
@@ -80,7 +102,11 @@ def _table(config: MeasureConfig, rows: int, comparison: DraftComparison) -> Tab
 
 def _fastest_by_nodes(comparison: DraftComparison) -> Mapping[str, Mapping[int, float]]:
     """Return the speed-ups of chains, and of the fastest static and dynamic trees, by nodes."""
-    fastest: dict[str, dict[int, float]] = {"chains": {}, "fastest static tree": {}, "fastest dynamic tree": {}}
+    fastest: dict[str, dict[int, float]] = {
+        "chains": {},
+        "fastest static tree": {},
+        "fastest dynamic tree": {},
+    }
     for kind, of_kind in zip((Chain, StaticTree, DynamicTree), fastest.values(), strict=True):
         for candidate in comparison.candidates:  # the fastest first
             if isinstance(candidate.draft, kind):

@@ -54,5 +54,7 @@ class OnPrompts:
         prompts = text.read_prompts("prompts", self.prompts)
         options = pipeline.settings(temperature=self.temperature, rule=self.rule)
         options.sampling.rows(1)
-        pair = pipeline.load(self.target, self.drafter, draft=Chain(self.longest), generation_config=None)
+        pair = pipeline.load(
+            self.target, self.drafter, draft=Chain(self.longest), generation_config=None
+        )
         return pair, prompts, options

@@ -22,7 +22,9 @@ _MAX_ROWS, _LONGEST_CHAIN = 2**20, 256
 def check_batch(batch: Sequence[int]) -> None:
     """Refuse invalid numbers of rows."""
     if min(batch, default=0) < 1:
-        raise InputError(f"batch={min(batch, default=())}: give at least one number of rows, each at least 1")
+        raise InputError(
+            f"batch={min(batch, default=())}: give at least one number of rows, each at least 1"
+        )
     if max(batch) > _MAX_ROWS:
         raise InputError(f"batch={max(batch)}: give at most {_MAX_ROWS} rows")
 
@@ -52,7 +54,9 @@ def save_plot(console: Console, figure: "Figure", plot: str) -> None:
 
 def is_checkpoint(name: str) -> bool:
     """Return True if a name is a checkpoint, alone or after a method, and not a published model."""
-    is_place = name == "embedded" or ":" in name or "/" in name or os.path.isdir(os.path.expanduser(name))
+    is_place = (
+        name == "embedded" or ":" in name or "/" in name or os.path.isdir(os.path.expanduser(name))
+    )
     return is_place and name.lower() not in PUBLISHED
 
 
@@ -63,4 +67,6 @@ def find_model(argument: str, name: str) -> ModelConfig:
     try:
         return published(name)
     except InputError as error:
-        raise InputError(f"{argument}: {error}; or give a directory or a hub id owner/name") from None
+        raise InputError(
+            f"{argument}: {error}; or give a directory or a hub id owner/name"
+        ) from None

@@ -13,7 +13,14 @@ from specjax.reports.tables import table_of_numbers
 
 def memory_table(title: str, programs: Sequence[Compiled], chip: Chip) -> Table:
     """Return a table of the memory of each program on one chip."""
-    headers = ("program", "compiled s", "given GB", "inner GB", "all GB", f"of {chip.memory / 1e9:.0f} GB")
+    headers = (
+        "program",
+        "compiled s",
+        "given GB",
+        "inner GB",
+        "all GB",
+        f"of {chip.memory / 1e9:.0f} GB",
+    )
     table = table_of_numbers(title, *headers, named=True)
     for program in programs:
         memory = program.memory
@@ -30,7 +37,10 @@ def memory_table(title: str, programs: Sequence[Compiled], chip: Chip) -> Table:
 
 def exchanges_of(program: Compiled) -> str:
     """Return the number of collectives of each kind, such as "64 all-reduce"."""
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(program.collectives.items())) or "none"
+    return (
+        ", ".join(f"{count} {kind}" for kind, count in sorted(program.collectives.items()))
+        or "none"
+    )
 
 
 def program_as_json(program: Compiled) -> dict[str, Any]:
@@ -39,4 +49,6 @@ def program_as_json(program: Compiled) -> dict[str, Any]:
         name: getattr(program, name)
         for name in ("bytes", "collectives", "collective_bytes", "slice_bytes", "kernels", "cycles")
     }
-    return {name: value for name, value in asdict(program).items() if name != "text"} | {"a_step": totals}
+    return {name: value for name, value in asdict(program).items() if name != "text"} | {
+        "a_step": totals
+    }

@@ -8,7 +8,15 @@ import numpy as np
 from rich.table import Table
 
 from specjax.chips import find_chip
-from specjax.cli.plan.options import check_batch, check_longest, check_plot, find_model, is_checkpoint, new_console, save_plot
+from specjax.cli.plan.options import (
+    check_batch,
+    check_longest,
+    check_plot,
+    find_model,
+    is_checkpoint,
+    new_console,
+    save_plot,
+)
 from specjax.drafters import TrainedDrafter, check_vocabulary
 from specjax.drafters.registry import METHODS, resolve
 from specjax.errors import InputError
@@ -64,19 +72,27 @@ def run_roofline(config: RooflineConfig) -> None:
     pair, alphas, longest = _load_pair(config), _alphas(config), config.longest
     if isinstance(pair.drafter, roofline.Trained):
         config = replace(config, longest=pair.drafter.longest_chain(longest))
-    best = {rows: roofline.best_cache(pair, rows, config.context, alphas, config.longest) for rows in config.batch}
+    best = {
+        rows: roofline.best_cache(pair, rows, config.context, alphas, config.longest)
+        for rows in config.batch
+    }
     console = new_console()
     console.print(_table(config, pair, alphas, best))
     for name, model in {"target": pair.target, "drafter": pair.drafter}.items():
         if isinstance(model, ModelConfig) and model.linear_layers:
             console.out(_memory_line(name, model))
     if plain := [f"{rows}" for rows, choice in best.items() if choice.gamma == 0]:
-        console.out(f"Speculation does not pay at {', '.join(plain)} rows: plain decoding is best there.")
+        console.out(
+            f"Speculation does not pay at {', '.join(plain)} rows: plain decoding is best there."
+        )
     if config.longest < longest:
         console.out(f"Drafts of this drafter have at most {config.longest} tokens.")
     elif config.longest == max(choice.gamma for choice in best.values()):
         console.out(f"A chain of more than {config.longest} may be better still: raise --longest.")
-    console.out("Real programs do not reach the peak FLOPs and bandwidth, so the speed-ups are upper bounds.")
+    console.out(
+        "Real programs do not reach the peak FLOPs and bandwidth, so the speed-ups are upper"
+        " bounds."
+    )
     if config.plot:
         save_plot(console, _draw(config, pair, alphas), config.plot)
 
@@ -85,7 +101,10 @@ def _alphas(config: RooflineConfig) -> dict[int | None, float]:
     """Return the acceptance rate for each size of the draft cache; None is the whole cache."""
     sizes: tuple[int | None, ...] = config.draft_cache or (None,)
     if len(config.alpha) != len(sizes):
-        raise InputError(f"alpha={config.alpha}: give one acceptance rate, or one for each size of --draft-cache, in order")
+        raise InputError(
+            f"alpha={config.alpha}: give one acceptance rate, or one for each size of"
+            " --draft-cache, in order"
+        )
     if len(set(sizes)) < len(sizes):
         raise InputError(f"draft_cache={config.draft_cache}: give each size once")
     return dict(zip(sizes, config.alpha, strict=True))
@@ -103,21 +122,33 @@ def _load_pair(config: RooflineConfig) -> roofline.Pair:
     if not config.drafter:
         raise InputError("drafter='': give a draft model, or \"self\" with --draft-cache ENTRIES")
     if config.drafter == "self" and not config.draft_cache:
-        raise InputError("drafter='self': a target that drafts with its whole cache gains nothing; give --draft-cache ENTRIES")
+        raise InputError(
+            "drafter='self': a target that drafts with its whole cache gains nothing; give"
+            " --draft-cache ENTRIES"
+        )
     target = find_model("target", config.target)
     drafter = _find_drafter(config, target)
-    if config.draft_cache and isinstance(cut := drafter or target, ModelConfig) and cut.linear_layers:
+    if (
+        config.draft_cache
+        and isinstance(cut := drafter or target, ModelConfig)
+        and cut.linear_layers
+    ):
         raise InputError(
-            f"draft_cache={config.draft_cache}: layers of this drafter ({cut.model_type}) have a state, and no part of it "
-            "can be dropped: leave the option out, or give a drafter with ordinary attention"
+            f"draft_cache={config.draft_cache}: layers of this drafter ({cut.model_type}) have a"
+            " state, and no part of it can be dropped: leave the option out, or give a drafter"
+            " with ordinary attention"
         )
     pair = roofline.Pair(target, chip, drafter)
     if config.context > pair.longest_context:
-        raise InputError(f"context={config.context}: the models support {pair.longest_context} tokens")
+        raise InputError(
+            f"context={config.context}: the models support {pair.longest_context} tokens"
+        )
     return pair
 
 
-def _find_drafter(config: RooflineConfig, target: ModelConfig) -> ModelConfig | roofline.Trained | None:
+def _find_drafter(
+    config: RooflineConfig, target: ModelConfig
+) -> ModelConfig | roofline.Trained | None:
     """Return the shapes of the drafter; None for the target itself."""
     if config.drafter == "self":
         return None
@@ -132,18 +163,27 @@ def _find_drafter(config: RooflineConfig, target: ModelConfig) -> ModelConfig | 
         return model
     if method.trained is None:
         raise InputError(
-            f"drafter={name!r}: must be a draft model, or a drafter that is trained for its target; "
-            'or give "self" with --draft-cache ENTRIES for the target with a small cache'
+            f"drafter={name!r}: must be a draft model, or a drafter that is trained for its target;"
+            ' or give "self" with --draft-cache ENTRIES for the target with a small cache'
         )
     if config.draft_cache:
-        raise InputError(f"draft_cache={config.draft_cache}: {name} has no draft cache; leave it out")
-    drafter = abstract.stored_drafter(name, on_one) if is_checkpoint(name) else abstract.abstract_drafter(name, None, on_one)
+        raise InputError(
+            f"draft_cache={config.draft_cache}: {name} has no draft cache; leave it out"
+        )
+    drafter = (
+        abstract.stored_drafter(name, on_one)
+        if is_checkpoint(name)
+        else abstract.abstract_drafter(name, None, on_one)
+    )
     assert isinstance(drafter, TrainedDrafter)
     return roofline.Trained(drafter, on_one)
 
 
 def _table(
-    config: RooflineConfig, pair: roofline.Pair, alphas: Mapping[int | None, float], best: Mapping[int, roofline.CacheChoice]
+    config: RooflineConfig,
+    pair: roofline.Pair,
+    alphas: Mapping[int | None, float],
+    best: Mapping[int, roofline.CacheChoice],
 ) -> Table:
     """Return the table: for each number of rows the times, the best chain, its gain, and memory."""
     room, several = f"{pair.chip.memory / 1e9:.0f}", len(alphas) > 1
@@ -152,23 +192,28 @@ def _table(
     table = table_of_numbers(_title(config, pair), *headers, *["K"] * several)
     what = "drafting the best chain at once" if is_at_once else "a drafting step"
     table.caption = (
-        f"T_T: a decoding step. T_D: {what}. T_V: a verification of the best chain. gain: over plain decoding. "
-        f"pays from: the smallest context, in tokens, at which speculation pays. The chip has {room} GB."
-        + several
-        * " K: entries of the best draft cache."
+        f"T_T: a decoding step. T_D: {what}. T_V: a verification of the best chain. gain: over"
+        " plain decoding. pays from: the smallest context, in tokens, at which speculation pays."
+        f" The chip has {room} GB." + several * " K: entries of the best draft cache."
     )
     for rows, choice in best.items():
         chosen = replace(pair, draft_cache=choice.draft_cache)
         break_even = _break_even(config, pair, rows, alphas)
         draft = (
-            chosen.once_time(rows, config.context, choice.gamma or 1) if is_at_once else chosen.draft_time(rows, config.context)
+            chosen.once_time(rows, config.context, choice.gamma or 1)
+            if is_at_once
+            else chosen.draft_time(rows, config.context)
         )
         memory = f"{chosen.memory(rows, config.context) / 1e9:,.1f}"
         table.add_row(
             str(rows),
             f"{1e3 * chosen.target_time(rows, config.context):.2f}",
             f"{1e3 * draft:.2f}",
-            f"{1e3 * chosen.verify_time(rows, config.context, choice.gamma):.2f}" if choice.gamma else "-",
+            (
+                f"{1e3 * chosen.verify_time(rows, config.context, choice.gamma):.2f}"
+                if choice.gamma
+                else "-"
+            ),
             str(choice.gamma) if choice.gamma else "plain",
             f"{choice.factor:.2f}x",
             "never" if break_even is None else f"{break_even:,}",
@@ -181,13 +226,15 @@ def _table(
 def _memory_line(name: str, model: ModelConfig) -> str:
     """Return a line with the memory of a row of a model with states."""
     return (
-        f"A row of the {name} takes {work.cache_bytes(model) / 1e3:.1f} KB for each token in its cache, "
-        f"{work.state_bytes(model) / 1e6:.1f} MB for its states at any length, and "
-        f"{work.node_bytes(model) / 1e6:.2f} MB for each drafted token until it is verified."
+        f"A row of the {name} takes {work.cache_bytes(model) / 1e3:.1f} KB for each token in its"
+        f" cache, {work.state_bytes(model) / 1e6:.1f} MB for its states at any length, and"
+        f" {work.node_bytes(model) / 1e6:.2f} MB for each drafted token until it is verified."
     )
 
 
-def _break_even(config: RooflineConfig, pair: roofline.Pair, rows: int, alphas: Mapping[int | None, float]) -> int | None:
+def _break_even(
+    config: RooflineConfig, pair: roofline.Pair, rows: int, alphas: Mapping[int | None, float]
+) -> int | None:
     """Return the smallest context at which speculation pays with any of the draft caches."""
     break_evens = [
         roofline.break_even_context(replace(pair, draft_cache=entries), rows, alpha, config.longest)
@@ -200,10 +247,15 @@ def _title(config: RooflineConfig, pair: roofline.Pair) -> str:
     entries = " or ".join(f"{entries:,}" for entries in config.draft_cache)
     cache = f" with {entries} cache entries" if entries else ""
     place = f"{pair.chip.name}, context of {config.context:,} tokens"
-    return f"{config.target}, drafter {config.drafter}{cache}; {place}; alpha = {' or '.join(f'{a:g}' for a in config.alpha)}"
+    return (
+        f"{config.target}, drafter {config.drafter}{cache}; {place}; alpha ="
+        f" {' or '.join(f'{a:g}' for a in config.alpha)}"
+    )
 
 
-def _draw(config: RooflineConfig, pair: roofline.Pair, alphas: Mapping[int | None, float]) -> "Figure":
+def _draw(
+    config: RooflineConfig, pair: roofline.Pair, alphas: Mapping[int | None, float]
+) -> "Figure":
     """Draw speed-up over chain length, and the best speed-up over context, for each number of rows.
 
     With several draft caches, each point is that of the best cache.
@@ -214,14 +266,22 @@ def _draw(config: RooflineConfig, pair: roofline.Pair, alphas: Mapping[int | Non
     by_length, by_context, fits_until = {}, {}, {}
     for rows in config.batch:
         by_length[rows] = [
-            max(roofline.chain_speedup(variant, rows, config.context, gamma, alpha) for variant, alpha in sized)
+            max(
+                roofline.chain_speedup(variant, rows, config.context, gamma, alpha)
+                for variant, alpha in sized
+            )
             for gamma in range(longest + 1)
         ]
         by_context[rows] = [
-            max(roofline.best_gamma(variant, rows, context, alpha, longest, shortest=1).factor for variant, alpha in sized)
+            max(
+                roofline.best_gamma(variant, rows, context, alpha, longest, shortest=1).factor
+                for variant, alpha in sized
+            )
             for context in contexts
         ]
         fits_until[rows] = sum(
             any(variant.fits(rows, context) for variant, _ in sized) for context in contexts
         )  # memory grows with context
-    return draw_by_length_and_context(_title(config, pair), by_length, contexts, by_context, fits_until, config.context)
+    return draw_by_length_and_context(
+        _title(config, pair), by_length, contexts, by_context, fits_until, config.context
+    )

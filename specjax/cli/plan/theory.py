@@ -36,22 +36,35 @@ class TheoryConfig:
 def run_theory(config: TheoryConfig) -> None:
     """Run ``specjax plan theory``."""
     if config.cost is None:
-        raise InputError("cost: give --cost C, or compute it from two models with specjax plan roofline")
+        raise InputError(
+            "cost: give --cost C, or compute it from two models with specjax plan roofline"
+        )
     check_longest(config.longest)
     check_plot(config.plot)
     console, cost = new_console(), config.cost
     best = theory.best_gamma(config.alpha, cost, config.longest)
     console.print(_table(config, cost, best))
     if best.gamma:
-        console.out(f"Best: chains of {best.gamma}, {best.factor:.2f} times as fast as plain decoding.")
+        console.out(
+            f"Best: chains of {best.gamma}, {best.factor:.2f} times as fast as plain decoding."
+        )
     else:
-        console.out(f"Speculation does not pay: plain decoding is best, as alpha = {config.alpha:g} is not above c = {cost:g}.")
+        console.out(
+            f"Speculation does not pay: plain decoding is best, as alpha = {config.alpha:g} is not"
+            f" above c = {cost:g}."
+        )
     if best.gamma == config.longest:
         console.out(f"A chain of more than {best.gamma} may be better still: raise --longest.")
     if config.plot:
-        alphas = [alpha for alpha in (round(config.alpha + step, 6) for step in _NEARBY) if 0 <= alpha <= 1]
+        alphas = [
+            alpha
+            for alpha in (round(config.alpha + step, 6) for step in _NEARBY)
+            if 0 <= alpha <= 1
+        ]
         lines = {
-            f"alpha = {alpha:g}": [theory.walltime_factor(alpha, gamma, cost) for gamma in range(config.longest + 1)]
+            f"alpha = {alpha:g}": [
+                theory.walltime_factor(alpha, gamma, cost) for gamma in range(config.longest + 1)
+            ]
             for alpha in alphas
         }
         title = f"drafting step over target forward c = {cost:g}"
@@ -63,7 +76,9 @@ def _table(config: TheoryConfig, cost: float, best: theory.Choice) -> Table:
     """Return a table of tokens, speed-up, operations and target reads. It marks the best length."""
     alpha, operations = config.alpha, cost if config.operations is None else config.operations
     title = f"alpha = {alpha:g}, c = {cost:g}, c-hat = {operations:g}"
-    table = table_of_numbers(title, "gamma", "tokens a step", "speed-up", "operations", "target reads", "")
+    table = table_of_numbers(
+        title, "gamma", "tokens a step", "speed-up", "operations", "target reads", ""
+    )
     table.caption = "operations, target reads: per token, relative to plain decoding"
     for gamma in range(1, config.longest + 1):
         table.add_row(

@@ -22,13 +22,22 @@ from specjax.errors import InputError
 from specjax.models import config_json
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
-from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, number, text, whole
+from specjax.models.fields import (
+    CheckpointError,
+    Field,
+    check_fields,
+    flag,
+    mapping,
+    number,
+    text,
+    whole,
+)
 
 Kind = Literal["dflash", "dspark", "dflash2"]
 """The kind of drafter of a checkpoint."""
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def layout_of(raw: Mapping[str, Any]) -> str | None:
@@ -59,7 +68,11 @@ def kind_of(raw: Mapping[str, Any]) -> Kind | None:
 
 def _layer_numbers(lowest: int) -> Field:
     def accepts(value: Any) -> bool:
-        return type(value) is list and 0 < len(value) <= 64 and all(type(i) is int and lowest <= i < 10_000 for i in value)
+        return (
+            type(value) is list
+            and 0 < len(value) <= 64
+            and all(type(i) is int and lowest <= i < 10_000 for i in value)
+        )
 
     return Field("a list of at most 64 layer numbers", accepts, None)
 
@@ -76,7 +89,12 @@ _OF_DFLASH2: dict[str, Field] = {
     "selector_rank": whole(1, 1_000_000),
     "selector_top_k": whole(1, 10_000_000),
 }
-_PUBLISHED = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+_PUBLISHED = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+}
 _FIELDS: dict[str, dict[str, Field]] = {
     "dflash": {
         "block_size": whole(1, 4096, default=None),
@@ -112,7 +130,9 @@ _FACTORS: dict[str, Field] = {  # z-lab's code looks for them in dflash_config f
     "input_embedding_scale": number(1e-6, 1e6, default=None),
     "output_multiplier": number(1e-6, 1e6, default=None),
     "final_logit_softcapping": Field(
-        "null, 0 or a number from 1e-06 to 1e+06", lambda value: type(value) in (int, float) and _is_cap(value), None
+        "null, 0 or a number from 1e-06 to 1e+06",
+        lambda value: type(value) in (int, float) and _is_cap(value),
+        None,
     ),
 }
 _NO_FACTORS: dict[str, Field] = {  # for layouts whose own code does not read these fields
@@ -145,9 +165,16 @@ def read_config(stored: CheckpointFiles) -> DFlashConfig:
     """
     layout = layout_of(stored.raw)
     if layout is None:
-        raise CheckpointError(f"{stored.file}: it names no architecture of a DFlash drafter: give the checkpoint of one")
+        raise CheckpointError(
+            f"{stored.file}: it names no architecture of a DFlash drafter: give the checkpoint"
+            " of one"
+        )
     fields = check_fields(stored.raw, _FIELDS[layout], stored.file)
-    config_fields = _read_speculators(fields, stored) if layout == "speculators" else _read_qwen3(fields, stored, layout)
+    config_fields = (
+        _read_speculators(fields, stored)
+        if layout == "speculators"
+        else _read_qwen3(fields, stored, layout)
+    )
     if layout == "dflash":
         config_fields |= _read_factors(stored)
     else:
@@ -155,7 +182,9 @@ def read_config(stored: CheckpointFiles) -> DFlashConfig:
     layer: ModelConfig = config_fields["layer"]
     stored.check_count("num_hidden_layers", layer.num_layers, stored.numbered("layers."), "layers")
     windows = {"sliding_window": layer.sliding_window, "windowed_layers": layer.windowed_layers}
-    config_fields["layer"] = replace(config_json.with_switches(layer, stored.shapes, "layers.0."), **windows)
+    config_fields["layer"] = replace(
+        config_json.with_switches(layer, stored.shapes, "layers.0."), **windows
+    )
     _check_parts(config_fields, stored)
     config = DFlashConfig(
         **config_fields,
@@ -166,39 +195,69 @@ def read_config(stored: CheckpointFiles) -> DFlashConfig:
     width, hidden = stored.shapes.get("fc.weight", (0, 0))[-1], config.layer.hidden_size
     if width != len(config.taps) * hidden:
         raise CheckpointError(
-            f"{stored.file}: fc.weight reads {width} numbers, but {len(config.taps)} layers of the target with {hidden} each "
-            f"are {len(config.taps) * hidden}: give the configuration and the weights of one model, of the target's hidden size"
+            f"{stored.file}: fc.weight reads {width} numbers, but {len(config.taps)} layers of the"
+            f" target with {hidden} each are {len(config.taps) * hidden}: give the configuration"
+            " and the weights of one model, of the target's hidden size"
         )
     if config.draft_vocab_size != config.layer.vocab_size:
-        DraftVocabulary(config.draft_vocab_size, config.layer.vocab_size).check_stored(stored.shapes, stored.directory)
+        DraftVocabulary(config.draft_vocab_size, config.layer.vocab_size).check_stored(
+            stored.shapes, stored.directory
+        )
     return config
 
 
 def _read_qwen3(fields: dict[str, Any], stored: CheckpointFiles, layout: str) -> dict[str, Any]:
     """Return the configuration's fields for the layouts of z-lab and DeepSpec."""
     layer = config_json.parse_drafter_config(dict(stored.raw), stored.file)
-    layout_fields = _read_zlab(fields, layer, stored) if layout == "dflash" else _read_deepspec(fields, stored)
-    return {"layer": layer, "draft_vocab_size": layer.vocab_size, "target_layers": fields["num_target_layers"], **layout_fields}
+    layout_fields = (
+        _read_zlab(fields, layer, stored) if layout == "dflash" else _read_deepspec(fields, stored)
+    )
+    return {
+        "layer": layer,
+        "draft_vocab_size": layer.vocab_size,
+        "target_layers": fields["num_target_layers"],
+        **layout_fields,
+    }
 
 
-def _read_zlab(fields: dict[str, Any], layer: ModelConfig, stored: CheckpointFiles) -> dict[str, Any]:
+def _read_zlab(
+    fields: dict[str, Any], layer: ModelConfig, stored: CheckpointFiles
+) -> dict[str, Any]:
     is_dflash2 = kind_of(stored.raw) == "dflash2"
-    nested = check_fields(fields["dflash_config"], _NESTED | (_OF_DFLASH2 if is_dflash2 else {}), stored.file, "dflash_config.")
+    nested = check_fields(
+        fields["dflash_config"],
+        _NESTED | (_OF_DFLASH2 if is_dflash2 else {}),
+        stored.file,
+        "dflash_config.",
+    )
     _check_hidden(nested["target_hidden_size"], layer, stored)
     size, layer_ids = fields["block_size"] or nested["block_size"], nested["target_layer_ids"]
     if size is None:
-        raise CheckpointError(f"{stored.file}: block_size is missing: give the number of tokens in a block")
+        raise CheckpointError(
+            f"{stored.file}: block_size is missing: give the number of tokens in a block"
+        )
     if layer_ids is None and fields["num_target_layers"] is None:
         raise CheckpointError(
-            f"{stored.file}: dflash_config.target_layer_ids is missing, and so is num_target_layers: give one of the two"
+            f"{stored.file}: dflash_config.target_layer_ids is missing, and so is"
+            " num_target_layers: give one of the two"
         )
-    causal_flags = [value for value in (fields["is_causal"], nested["causal"], nested["causal_head"]) if value is not None]
+    causal_flags = [
+        value
+        for value in (fields["is_causal"], nested["causal"], nested["causal_head"])
+        if value is not None
+    ]
     return {
         "block_size": size,
         "mask_token_id": nested["mask_token_id"],
-        "taps": default_taps(fields["num_target_layers"], layer.num_layers) if layer_ids is None else _taps(layer_ids),
+        "taps": (
+            default_taps(fields["num_target_layers"], layer.num_layers)
+            if layer_ids is None
+            else _taps(layer_ids)
+        ),
         "causal": any(causal_flags),
-        "causal_in_window": not causal_flags and bool(layer.windowed_layers),  # the default of z-lab's code
+        "causal_in_window": (
+            not causal_flags and bool(layer.windowed_layers)
+        ),  # the default of z-lab's code
         **{name: nested[name] for name in _OF_DFLASH2 if is_dflash2},
     }
 
@@ -211,7 +270,9 @@ def _read_factors(stored: CheckpointFiles) -> dict[str, float | None]:
     nested = stored.raw["dflash_config"]
     inner = {name: field for name, field in _FACTORS.items() if name in nested}
     outer = {name: field for name, field in _FACTORS.items() if name not in nested}
-    values = check_fields(nested, inner, stored.file, "dflash_config.") | check_fields(stored.raw, outer, stored.file)
+    values = check_fields(nested, inner, stored.file, "dflash_config.") | check_fields(
+        stored.raw, outer, stored.file
+    )
     return {
         "input_embedding_scale": float(values["input_embedding_scale"] or 1.0),
         "output_multiplier": float(values["output_multiplier"] or 1.0),
@@ -221,8 +282,14 @@ def _read_factors(stored: CheckpointFiles) -> dict[str, float | None]:
 
 def _read_deepspec(fields: dict[str, Any], stored: CheckpointFiles) -> dict[str, Any]:
     if fields["target_layer_ids"] is None:
-        raise CheckpointError(f"{stored.file}: target_layer_ids is missing: give the target's layers that are read")
-    config_fields = {"block_size": fields["block_size"], "mask_token_id": fields["mask_token_id"], "from_anchor": True}
+        raise CheckpointError(
+            f"{stored.file}: target_layer_ids is missing: give the target's layers that are read"
+        )
+    config_fields = {
+        "block_size": fields["block_size"],
+        "mask_token_id": fields["mask_token_id"],
+        "from_anchor": True,
+    }
     return config_fields | {"taps": _taps(fields["target_layer_ids"])} | _read_heads(fields)
 
 
@@ -238,7 +305,10 @@ def _read_speculators(fields: dict[str, Any], stored: CheckpointFiles) -> dict[s
     kind = kind_of(stored.raw)
     _check_hidden(fields["target_hidden_size"], layer, stored)
     if fields["aux_hidden_state_layer_ids"] is None:
-        raise CheckpointError(f"{stored.file}: aux_hidden_state_layer_ids is missing: give the target's layers that are read")
+        raise CheckpointError(
+            f"{stored.file}: aux_hidden_state_layer_ids is missing: give the target's layers that"
+            " are read"
+        )
     by_kind = check_fields(stored.raw, _speculators_fields(kind), stored.file)
     return {
         "layer": layer,
@@ -248,7 +318,9 @@ def _read_speculators(fields: dict[str, Any], stored: CheckpointFiles) -> dict[s
         "draft_vocab_size": fields["draft_vocab_size"],
         "from_anchor": by_kind["sample_from_anchor"],
         "window_of_block": bool(layer.windowed_layers),
-        "causal_in_window": bool(layer.windowed_layers) and not by_kind["sliding_window_non_causal"],
+        "causal_in_window": (
+            bool(layer.windowed_layers) and not by_kind["sliding_window_non_causal"]
+        ),
         **(_read_heads(by_kind) if kind == "dspark" else {}),
         **({name: by_kind[name] for name in _OF_DFLASH2} if kind == "dflash2" else {}),
     }
@@ -256,12 +328,24 @@ def _read_speculators(fields: dict[str, Any], stored: CheckpointFiles) -> dict[s
 
 def _speculators_fields(kind: Kind | None) -> dict[str, Field]:
     """Return the fields whose defaults depend on the kind of drafter."""
-    fields = {"sample_from_anchor": flag(kind == "dspark"), "sliding_window_non_causal": flag(kind == "dflash2")}
+    fields = {
+        "sample_from_anchor": flag(kind == "dspark"),
+        "sliding_window_non_causal": flag(kind == "dflash2"),
+    }
     if kind == "dspark":
         ranks = {"markov_rank": whole(0, 1_000_000, default=256)}
-        fields |= _HEADS | ranks | {name: flag(True) for name in ("enable_confidence_head", "confidence_head_with_markov")}
+        fields |= (
+            _HEADS
+            | ranks
+            | {
+                name: flag(True)
+                for name in ("enable_confidence_head", "confidence_head_with_markov")
+            }
+        )
     if kind == "dflash2":
-        fields |= {name: replace(field, default=_PUBLISHED[name]) for name, field in _OF_DFLASH2.items()}
+        fields |= {
+            name: replace(field, default=_PUBLISHED[name]) for name, field in _OF_DFLASH2.items()
+        }
     return fields
 
 
@@ -271,7 +355,11 @@ def _with_windows(raw: dict[str, Any]) -> dict[str, Any]:
     All other fields about windows are ignored. A window that is longer than any text still makes
     blocks causal, so it stays, cut to the length of the longest text.
     """
-    kinds, window, longest = raw.get("layer_types"), raw.get("sliding_window"), raw.get("max_position_embeddings", 32_768)
+    kinds, window, longest = (
+        raw.get("layer_types"),
+        raw.get("sliding_window"),
+        raw.get("max_position_embeddings", 32_768),
+    )
     if not isinstance(kinds, list) or "sliding_attention" not in kinds:
         return raw
     if type(window) is int and type(longest) is int:
@@ -284,15 +372,18 @@ def _read_heads(fields: dict[str, Any]) -> dict[str, Any]:
         "markov_rank": fields["markov_rank"],
         "markov": fields["markov_head_type"],
         "confidence": fields["enable_confidence_head"],
-        "confidence_of_token": fields["enable_confidence_head"] and fields["confidence_head_with_markov"],
+        "confidence_of_token": (
+            fields["enable_confidence_head"] and fields["confidence_head_with_markov"]
+        ),
     }
 
 
 def _check_hidden(size: int | None, layer: ModelConfig, stored: CheckpointFiles) -> None:
     if size not in (None, layer.hidden_size):
         raise CheckpointError(
-            f"{stored.file}: target_hidden_size={size}, but the drafter's hidden_size is {layer.hidden_size}: give a drafter "
-            "of its target's hidden size, whose embedding and head it can use"
+            f"{stored.file}: target_hidden_size={size}, but the drafter's hidden_size is"
+            f" {layer.hidden_size}: give a drafter of its target's hidden size, whose embedding and"
+            " head it can use"
         )
 
 
@@ -303,46 +394,61 @@ def _check_parts(config_fields: Mapping[str, Any], stored: CheckpointFiles) -> N
     """
     for field, what, part, is_declared in (
         ("markov_rank", "head", "markov_head.", config_fields.get("markov_rank", 0) > 0),
-        ("enable_confidence_head", "head", "confidence_head.", config_fields.get("confidence", False)),
+        (
+            "enable_confidence_head",
+            "head",
+            "confidence_head.",
+            config_fields.get("confidence", False),
+        ),
         ("selector_rank", "selector", "candidate_selector.", "selector_rank" in config_fields),
         ("conv_kernel_size", "convolution", "attention_conv.", "conv_kernel_size" in config_fields),
         ("conv_kernel_size", "convolution", "mlp_conv.", "conv_kernel_size" in config_fields),
     ):
-        tensors = sorted(name for name in stored.shapes if name.startswith(part) or f".{part}" in name)
+        tensors = sorted(
+            name for name in stored.shapes if name.startswith(part) or f".{part}" in name
+        )
         if tensors and not is_declared:
             raise CheckpointError(
-                f"{stored.file}: it declares no {what} ({field}), but there are tensors {', '.join(tensors)}: give the "
-                "configuration and the weights of one model"
+                f"{stored.file}: it declares no {what} ({field}), but there are tensors"
+                f" {', '.join(tensors)}: give the configuration and the weights of one model"
             )
         if is_declared and not tensors:
             raise CheckpointError(
-                f"{stored.directory}: there are no tensors {part}*, but {field} in config.json declares a {what}: give the "
-                "configuration and the weights of one model"
+                f"{stored.directory}: there are no tensors {part}*, but {field} in config.json"
+                f" declares a {what}: give the configuration and the weights of one model"
             )
 
 
 def _read_dflash(stored: CheckpointFiles) -> DFlashConfig:
     config = read_config(stored)
     if config.has_selector:
-        raise CheckpointError(f"{stored.file}: it describes a DFlash2, and a DFlash has no convolutions: load it as a DFlash2")
+        raise CheckpointError(
+            f"{stored.file}: it describes a DFlash2, and a DFlash has no convolutions: load it as a"
+            " DFlash2"
+        )
     return config
 
 
 def _read_dflash2(stored: CheckpointFiles) -> DFlashConfig:
     config = read_config(stored)
     if not config.has_selector:
-        raise CheckpointError(f"{stored.file}: it has neither convolutions nor a selector: load it as a DFlash")
+        raise CheckpointError(
+            f"{stored.file}: it has neither convolutions nor a selector: load it as a DFlash"
+        )
     return config
 
 
 def _read_dspark(stored: CheckpointFiles) -> DFlashConfig:
     config = read_config(stored)
     if not config.has_heads:
-        raise CheckpointError(f"{stored.file}: it has neither a Markov head nor a confidence head: load it as a DFlash")
+        raise CheckpointError(
+            f"{stored.file}: it has neither a Markov head nor a confidence head: load it as a"
+            " DFlash"
+        )
     return config
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
@@ -358,19 +464,38 @@ def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str)
         return _speculators_config(config, dtype, target)
     unsupported = [name for name, applies in _unsaid(config, layout).items() if applies]
     if unsupported:
-        raise InputError(f"layout={layout!r}: it cannot express {', '.join(unsupported)}: write it as 'speculators'")
-    nested: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": [tap - 1 for tap in config.taps]}
+        raise InputError(
+            f"layout={layout!r}: it cannot express {', '.join(unsupported)}: write it as"
+            " 'speculators'"
+        )
+    nested: dict[str, Any] = {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": [tap - 1 for tap in config.taps],
+    }
     raw, size = config_json.format_config(config.layer, dtype), {"block_size": config.block_size}
     if config.target_layers is not None:  # SpecForge needs it even if the layers are named
         raw |= {"num_target_layers": config.target_layers}
     if layout == "deepspec":
-        return raw | size | nested | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512} | _heads_of(config)
+        return (
+            raw
+            | size
+            | nested
+            | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
+            | _heads_of(config)
+        )
     nested |= {"causal_head": True} if config.causal else {}  # JetSpec's name for it
     nested |= config.changed_factors
     raw |= {"is_causal": config.causal} if config.causal or not config.causal_in_window else {}
     if config.has_selector:
         # Both places need the block size: SpecForge reads one, z-lab's own files have the other.
-        return raw | size | {"architectures": ["DFlash2DraftModel"], "dflash_config": size | nested | _dflash2_of(config)}
+        return (
+            raw
+            | size
+            | {
+                "architectures": ["DFlash2DraftModel"],
+                "dflash_config": size | nested | _dflash2_of(config),
+            }
+        )
     return raw | size | {"architectures": ["DFlashDraftModel"], "dflash_config": nested}
 
 
@@ -382,7 +507,10 @@ def _unsaid(config: DFlashConfig, layout: str) -> dict[str, bool]:
     }
     if layout == "dflash":
         has_own = config.own_embedding or config.own_head
-        return properties | {"predictions from the anchor": config.from_anchor, "an embedding or a head of its own": has_own}
+        return properties | {
+            "predictions from the anchor": config.from_anchor,
+            "an embedding or a head of its own": has_own,
+        }
     uses_targets = not (config.own_embedding and config.own_head)
     return properties | {
         "blocks that are causal": config.causal or config.causal_in_window,
@@ -406,10 +534,17 @@ def _dflash2_of(config: DFlashConfig) -> dict[str, int]:
 
 def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> dict[str, Any]:
     if config.causal or (config.layer.windowed_layers and not config.window_of_block):
-        what = "a block that is causal in every layer" if config.causal else "windows that are counted from each token"
+        what = (
+            "a block that is causal in every layer"
+            if config.causal
+            else "windows that are counted from each token"
+        )
         raise InputError(f"layout='speculators': it cannot express {what}: write it as 'dflash'")
     if config.changed_factors:
-        raise InputError("layout='speculators': it cannot express factors of embeddings or logits: write it as 'dflash'")
+        raise InputError(
+            "layout='speculators': it cannot express factors of embeddings or logits: write it as"
+            " 'dflash'"
+        )
     kind, architecture = "dflash", "DFlashSpeculator"
     if config.has_selector:
         kind, architecture = "dflash2", "DFlash2DraftModel"
@@ -440,7 +575,7 @@ def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> dict[s
     }
 
 
-# --- the formats -----------------------------------------------------------------------------------------------------
+# --- the formats ----------------------------------------------------------------------------------
 
 DFLASH = CheckpointFormat(
     title="a DFlash drafter",
@@ -450,7 +585,11 @@ DFLASH = CheckpointFormat(
     declare=declare,
     axis_units=lambda config: config.layer.axis_units | {"draft_vocab": config.draft_vocab_size},
     format_config=format_config,
-    left_over=lambda config, stored: (*LEFT_OVER, "verifier_norm.weight", "verifier_lm_head.weight"),
+    left_over=lambda config, stored: (
+        *LEFT_OVER,
+        "verifier_norm.weight",
+        "verifier_lm_head.weight",
+    ),
     reduced_vocabulary=DraftVocabulary.of,
 )
 DFLASH2: CheckpointFormat = replace(

@@ -89,20 +89,35 @@ class DFlashConfig:
 
     def __post_init__(self) -> None:
         if self.block_size < 1 + (not self.from_anchor):
-            raise InputError(f"block_size={self.block_size}: it leaves no token to draft; give more")
+            raise InputError(
+                f"block_size={self.block_size}: it leaves no token to draft; give more"
+            )
         if not 0 <= self.mask_token_id < self.layer.vocab_size:
-            raise InputError(f"mask_token_id={self.mask_token_id}: must be one of the target's {self.layer.vocab_size} tokens")
+            raise InputError(
+                f"mask_token_id={self.mask_token_id}: must be one of the target's"
+                f" {self.layer.vocab_size} tokens"
+            )
         if not self.taps or list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0:
-            raise InputError(f"taps={self.taps}: they must be different layers of the target, ascending")
+            raise InputError(
+                f"taps={self.taps}: they must be different layers of the target, ascending"
+            )
         if self.own_ids and not self.own_head:
-            raise InputError("lm_head is missing: a drafter with a vocabulary of its own needs a head of its own")
+            raise InputError(
+                "lm_head is missing: a drafter with a vocabulary of its own needs a head of its own"
+            )
         if self.confidence_of_token and not (self.confidence and self.markov_rank):
-            raise InputError("confidence_head_with_markov: it needs a confidence head, and a Markov head of a rank above 0")
+            raise InputError(
+                "confidence_head_with_markov: it needs a confidence head, and a Markov head of a"
+                " rank above 0"
+            )
         for name, value in self.changed_factors.items():
             if value is None or not 0 < value < math.inf:
                 raise InputError(f"{name}={value}: must be a finite number above 0")
             if self.own_embedding or self.own_head:
-                raise InputError(f"{name}={value}: it is for a drafter that uses its target's embedding and head; leave it out")
+                raise InputError(
+                    f"{name}={value}: it is for a drafter that uses its target's embedding and"
+                    " head; leave it out"
+                )
         if any(self._of_dflash2.values()):
             self._check_dflash2()
 
@@ -115,19 +130,36 @@ class DFlashConfig:
         size, group, _, top_k = self._of_dflash2.values()
         if min(self._of_dflash2.values()) < 1:
             stated = ", ".join(f"{name}={value}" for name, value in self._of_dflash2.items())
-            raise InputError(f"{stated}: a DFlash2 has convolutions and a selector; each must be at least 1")
+            raise InputError(
+                f"{stated}: a DFlash2 has convolutions and a selector; each must be at least 1"
+            )
         if size > self.block_size:
-            raise InputError(f"conv_kernel_size={size}: must be at most block_size={self.block_size}")
+            raise InputError(
+                f"conv_kernel_size={size}: must be at most block_size={self.block_size}"
+            )
         if self.layer.hidden_size % group:
-            raise InputError(f"conv_group_size={group}: must divide the hidden size, {self.layer.hidden_size}")
+            raise InputError(
+                f"conv_group_size={group}: must divide the hidden size, {self.layer.hidden_size}"
+            )
         if top_k > self.layer.vocab_size:
-            raise InputError(f"selector_top_k={top_k}: must be at most the number of tokens, {self.layer.vocab_size}")
+            raise InputError(
+                f"selector_top_k={top_k}: must be at most the number of tokens,"
+                f" {self.layer.vocab_size}"
+            )
         if self.layer.model_type != "qwen3":
-            raise InputError(f"model_type={self.layer.model_type!r}: the layers of a DFlash2 are those of a 'qwen3'")
+            raise InputError(
+                f"model_type={self.layer.model_type!r}: the layers of a DFlash2 are those of a"
+                " 'qwen3'"
+            )
         if self.own_ids:
-            raise InputError("d2t: a DFlash2 drafts any of its target's tokens, and has no vocabulary of its own")
+            raise InputError(
+                "d2t: a DFlash2 drafts any of its target's tokens, and has no vocabulary of its own"
+            )
         if self.has_heads:
-            raise InputError("a DFlash2 has neither a Markov head nor a confidence head: its selector is in their place")
+            raise InputError(
+                "a DFlash2 has neither a Markov head nor a confidence head: its selector is in"
+                " their place"
+            )
 
     @property
     def depth(self) -> int:
@@ -137,8 +169,16 @@ class DFlashConfig:
     @property
     def changed_factors(self) -> dict[str, float]:
         """The factors and bounds of embeddings and logits that have an effect, by name."""
-        unchanged = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
-        return {name: getattr(self, name) for name, value in unchanged.items() if getattr(self, name) != value}
+        unchanged = {
+            "input_embedding_scale": 1.0,
+            "output_multiplier": 1.0,
+            "final_logit_softcapping": None,
+        }
+        return {
+            name: getattr(self, name)
+            for name, value in unchanged.items()
+            if getattr(self, name) != value
+        }
 
     @property
     def scales_logits(self) -> bool:
@@ -169,7 +209,9 @@ def default_taps(layers: int, count: int) -> tuple[int, ...]:
     if count == 1:
         return (layers // 2 + 1,)
     first, last = (1, layers - 3) if layers >= 7 else (0, layers - 1)
-    return tuple(sorted({1 + round(first + i * (last - first) / (count - 1)) for i in range(count)}))
+    return tuple(
+        sorted({1 + round(first + i * (last - first) / (count - 1)) for i in range(count)})
+    )
 
 
 def declare(config: DFlashConfig, layout: str) -> Params:
@@ -189,32 +231,52 @@ def declare(config: DFlashConfig, layout: str) -> Params:
     if config.own_ids:
         tree["d2t"] = declare_d2t(config.draft_vocab_size)
     if rank:
-        tree["markov_in"] = Param((layer.vocab_size, rank), ("vocab", None), "markov_head.markov_w1.weight")
-        tree["markov_out"] = matrix("markov_head.markov_w2", (rank, None), (config.draft_vocab_size, "draft_vocab"))
+        tree["markov_in"] = Param(
+            (layer.vocab_size, rank), ("vocab", None), "markov_head.markov_w1.weight"
+        )
+        tree["markov_out"] = matrix(
+            "markov_head.markov_w2", (rank, None), (config.draft_vocab_size, "draft_vocab")
+        )
     if rank and config.markov != "vanilla":
         name, inputs, outputs = ("gate", 1, 1) if config.markov == "gated" else ("joint", 2, 3)
         tensor = f"markov_head.{name}_proj"
-        tree[f"markov_{name}"] = matrix(tensor, (hidden + inputs * rank, None), (outputs * rank, None))
+        tree[f"markov_{name}"] = matrix(
+            tensor, (hidden + inputs * rank, None), (outputs * rank, None)
+        )
         tree[f"markov_{name}_bias"] = Param((outputs * rank,), (None,), f"{tensor}.bias", "zeros")
     if config.confidence:
-        tree["confidence"] = matrix("confidence_head.proj", (hidden + rank * config.confidence_of_token, None), (1, None))
+        tree["confidence"] = matrix(
+            "confidence_head.proj", (hidden + rank * config.confidence_of_token, None), (1, None)
+        )
         tree["confidence_bias"] = Param((1,), (None,), "confidence_head.proj.bias", "zeros")
     if config.has_selector:
         name, codebook = "candidate_selector", (layer.vocab_size, config.selector_rank)
         tree["predecessors"] = Param(codebook, ("vocab", None), f"{name}.predecessor_codebook")
         tree["successors"] = Param(codebook, ("vocab", None), f"{name}.successor_codebook")
-        tree["selector"] = matrix(f"{name}.hidden_projection", inputs_hidden, (config.selector_rank, None))
+        tree["selector"] = matrix(
+            f"{name}.hidden_projection", inputs_hidden, (config.selector_rank, None)
+        )
     return tree
 
 
 def _declare_layer(config: DFlashConfig, index: int) -> Params:
-    prefix, hidden, kernel_size = f"layers.{index}.", config.layer.hidden_size, config.conv_kernel_size
+    prefix, hidden, kernel_size = (
+        f"layers.{index}.",
+        config.layer.hidden_size,
+        config.conv_kernel_size,
+    )
     declared: Params = declarations.declare_layer(config.layer, prefix, index)
     if not kernel_size:
         return declared
-    kernels = 2 * kernel_size * (hidden // config.conv_group_size)  # for the convolutions before and after the part
+    kernels = (
+        2 * kernel_size * (hidden // config.conv_group_size)
+    )  # for the convolutions before and after the part
     for part in ("attention", "mlp"):
         name = f"{prefix}{part}_conv"
-        declared[f"{part}_conv"] = replace(matrix(f"{name}.kernel_projection", (hidden, None), (kernels, None)), init="zeros")
-        declared[f"{part}_conv_base"] = Param((2, kernel_size, hidden), (None, None, None), f"{name}.base_kernel", "zeros")
+        declared[f"{part}_conv"] = replace(
+            matrix(f"{name}.kernel_projection", (hidden, None), (kernels, None)), init="zeros"
+        )
+        declared[f"{part}_conv_base"] = Param(
+            (2, kernel_size, hidden), (None, None, None), f"{name}.base_kernel", "zeros"
+        )
     return declared

@@ -69,19 +69,32 @@ class Eagle3Config:
 
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.fc_norm:
-            raise InputError("norm_before_fc and fc_norm exclude each other: give one norm over all taps, or one for each")
+            raise InputError(
+                "norm_before_fc and fc_norm exclude each other: give one norm over all taps, or one"
+                " for each"
+            )
         if self.taps is not None and len(self.taps) != self.tap_count:
-            raise InputError(f"taps={self.taps}: the weights are made for {self.tap_count} layers of the target")
+            raise InputError(
+                f"taps={self.taps}: the weights are made for {self.tap_count} layers of the target"
+            )
         if self.layer.hidden_size != self.target_hidden_size and not self.own_embedding:
             raise InputError(
-                f"hidden_size={self.layer.hidden_size}, but the target's is {self.target_hidden_size}: such a drafter needs an "
-                "embedding of its own"
+                f"hidden_size={self.layer.hidden_size}, but the target's is"
+                f" {self.target_hidden_size}: such a drafter needs an embedding of its own"
             )
         sizes = (self.layer.hidden_size, self.draft_vocab_size, self.own_ids)
         if not self.own_head and sizes != (self.target_hidden_size, self.layer.vocab_size, False):
-            raise InputError("lm_head is missing: the target's serves only the target's hidden size and vocabulary")
-        if not self.tap_count and (self.layer.hidden_size != self.target_hidden_size or self.norm_before_fc or self.fc_norm):
-            raise InputError("fc is missing: without it the hidden size must be the target's, and no norm may come before it")
+            raise InputError(
+                "lm_head is missing: the target's serves only the target's hidden size and"
+                " vocabulary"
+            )
+        if not self.tap_count and (
+            self.layer.hidden_size != self.target_hidden_size or self.norm_before_fc or self.fc_norm
+        ):
+            raise InputError(
+                "fc is missing: without it the hidden size must be the target's, and no norm may"
+                " come before it"
+            )
 
     def taps_of(self, layers: int) -> tuple[int, ...]:
         """Return the taps of a target with ``layers`` layers, in the order of joining.
@@ -112,7 +125,10 @@ def declare(config: Eagle3Config, layout: str) -> Params:
     layer, hidden = config.layer, config.layer.hidden_size
     first, fused = _FIRST_LAYER[layout], config.tap_count * config.target_hidden_size
 
-    layers = [declarations.declare_layer(layer, f"layers.{i}." if i else first) for i in range(layer.num_layers)]
+    layers = [
+        declarations.declare_layer(layer, f"layers.{i}." if i else first)
+        for i in range(layer.num_layers)
+    ]
     layers[0]["hidden_norm"] = norm(f"{first}hidden_norm", hidden)
     for name in ("q", "k", "v"):  # they read the embedding and the state
         inputs, outputs = layers[0][name].shape
@@ -124,11 +140,15 @@ def declare(config: Eagle3Config, layout: str) -> Params:
     if config.tap_count:
         tree["fc"] = matrix("fc", (fused, None), (hidden, None))
     if config.own_head:
-        tree["lm_head"] = matrix("lm_head", (hidden, None), (config.draft_vocab_size, "draft_vocab"))
+        tree["lm_head"] = matrix(
+            "lm_head", (hidden, None), (config.draft_vocab_size, "draft_vocab")
+        )
     if config.norm_before_fc:
         tree["input_norm"] = norm("input_norm", fused)
     if config.fc_norm:
-        tree["fc_norm"] = [norm(f"fc_norm.{i}", config.target_hidden_size) for i in range(config.tap_count)]
+        tree["fc_norm"] = [
+            norm(f"fc_norm.{i}", config.target_hidden_size) for i in range(config.tap_count)
+        ]
     if config.own_embedding:
         tree["embed"] = Param((layer.vocab_size, hidden), ("vocab", None), "embed_tokens.weight")
     if config.own_ids:
@@ -136,13 +156,15 @@ def declare(config: Eagle3Config, layout: str) -> Params:
     return tree
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
     """Return whether a checkpoint is an EAGLE-3 drafter's; see `CheckpointFormat`."""
     architectures = raw.get("architectures")
-    by_name = isinstance(architectures, list) and any("eagle3" in str(name).lower() for name in architectures)
+    by_name = isinstance(architectures, list) and any(
+        "eagle3" in str(name).lower() for name in architectures
+    )
     return by_name or raw.get("speculators_model_type") == "eagle3" or "draft_vocab_size" in raw
 
 
@@ -153,7 +175,11 @@ def layout_of(stored: CheckpointFiles) -> str:
 
 def _ids(default: Any = None) -> Field:
     def accepts(value: Any) -> bool:
-        return isinstance(value, list) and 0 < len(value) <= 64 and all(type(i) is int and -1 <= i < 10_000 for i in value)
+        return (
+            isinstance(value, list)
+            and 0 < len(value) <= 64
+            and all(type(i) is int and -1 <= i < 10_000 for i in value)
+        )
 
     return Field("a list of at most 64 layer numbers", accepts, default)
 
@@ -163,7 +189,8 @@ def _is_no(value: Any) -> bool:
 
 
 _FLAGS: dict[str, Field] = {
-    name: flag(default=False) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    name: flag(default=False)
+    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 }
 _FIELDS: dict[str, Field] = {
     "draft_vocab_size": whole(1, 10_000_000, default=None),
@@ -175,9 +202,15 @@ _FIELDS: dict[str, Field] = {
 _NESTED: dict[str, Field] = {  # the fields in eagle_config
     "use_aux_hidden_state": flag(default=True),
     "return_hidden_post_norm": flag(default=False),
-    "eh_proj_before_attn": Field("left out, or false: one projection of state and embedding is another drafter", _is_no, False),
+    "eh_proj_before_attn": Field(
+        "left out, or false: one projection of state and embedding is another drafter",
+        _is_no,
+        False,
+    ),
 }
-_LAYER_DEFAULTS: dict[str, dict[str, Any]] = {  # speculators omits values that equal transformers' defaults
+_LAYER_DEFAULTS: dict[
+    str, dict[str, Any]
+] = {  # speculators omits values that equal transformers' defaults
     "llama": {
         "vocab_size": 32000,
         "hidden_size": 4096,
@@ -207,7 +240,12 @@ def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> E
         CheckpointError: A field is invalid, a count does not match the tensors, or ``d2t`` or
             ``t2d`` is missing.
     """
-    raw, source, shapes, layout = stored.raw if raw is None else raw, stored.file, stored.shapes, layout_of(stored)
+    raw, source, shapes, layout = (
+        stored.raw if raw is None else raw,
+        stored.file,
+        stored.shapes,
+        layout_of(stored),
+    )
     fields = check_fields(raw, _FIELDS, source)
     nested, layer_fields = fields["eagle_config"] or {}, fields["transformer_layer_config"]
     flags = check_fields({**nested, **raw}, _FLAGS, source)
@@ -218,13 +256,14 @@ def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> E
     else:
         kind = layer_fields.get("model_type", "qwen3")  # as speculators reads it
         layer = config_json.parse_drafter_config(
-            {**_LAYER_DEFAULTS.get(kind, {}), "model_type": kind, **layer_fields}, f"{source}: transformer_layer_config"
+            {**_LAYER_DEFAULTS.get(kind, {}), "model_type": kind, **layer_fields},
+            f"{source}: transformer_layer_config",
         )
     first = _FIRST_LAYER[layout]
     if f"{first}self_attn.q_proj.weight" not in shapes:
         raise CheckpointError(
-            f"{source}: there is no 'midlayer.self_attn.q_proj.weight' and no 'layers.0.self_attn.q_proj.weight': "
-            "give the weights of an EAGLE-3 drafter"
+            f"{source}: there is no 'midlayer.self_attn.q_proj.weight' and no"
+            " 'layers.0.self_attn.q_proj.weight': give the weights of an EAGLE-3 drafter"
         )
     # In the layout `eagle3` the first layer has a name instead of an index.
     count = stored.numbered("layers.") + (layout == "eagle3")
@@ -234,8 +273,8 @@ def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> E
     fused = shapes.get("fc.weight", (0, 0))[-1] if options["use_aux_hidden_state"] else 0
     if options["use_aux_hidden_state"] and (fused == 0 or fused % target_hidden):
         raise CheckpointError(
-            f"{source}: fc.weight reads {fused} numbers, which is no multiple of the target's hidden size {target_hidden}: "
-            "set target_hidden_size"
+            f"{source}: fc.weight reads {fused} numbers, which is no multiple of the target's"
+            f" hidden size {target_hidden}: set target_hidden_size"
         )
     config = Eagle3Config(
         layer=layer,
@@ -250,20 +289,25 @@ def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> E
     )
     if config.fc_norm and (norms := stored.numbered("fc_norm.")) != config.tap_count:
         raise CheckpointError(
-            f"{source}: fc.weight joins {config.tap_count} layers of the target, but there are tensors of {norms} norms "
-            "fc_norm.*, one for each: give the configuration and the weights of one model"
+            f"{source}: fc.weight joins {config.tap_count} layers of the target, but there are"
+            f" tensors of {norms} norms fc_norm.*, one for each: give the configuration and the"
+            " weights of one model"
         )
     if config.draft_vocab_size != layer.vocab_size or {"d2t", "t2d"} & shapes.keys():
         # ModelOpt omits t2d, because it follows from d2t; the eagle3 layout always has both.
         needed = ("d2t", "t2d") if layout == "eagle3" else ("d2t",)
-        DraftVocabulary(config.draft_vocab_size, layer.vocab_size).check_stored(shapes, stored.directory, needed)
+        DraftVocabulary(config.draft_vocab_size, layer.vocab_size).check_stored(
+            shapes, stored.directory, needed
+        )
     return config
 
 
 _NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 
 
-def _read_taps(fields: Mapping[str, Any], nested: Mapping[str, Any], source: str) -> tuple[int, ...] | None:
+def _read_taps(
+    fields: Mapping[str, Any], nested: Mapping[str, Any], source: str
+) -> tuple[int, ...] | None:
     """Return the layers whose input is read.
 
     ``eagle_config`` names the layers whose output is read.
@@ -271,7 +315,9 @@ def _read_taps(fields: Mapping[str, Any], nested: Mapping[str, Any], source: str
     if (inputs := fields["eagle_aux_hidden_state_layer_ids"]) is not None:
         return tuple(inputs)
     table = {"eagle_aux_hidden_state_layer_ids": _ids()}
-    outputs = check_fields(nested, table, source, "eagle_config.")["eagle_aux_hidden_state_layer_ids"]
+    outputs = check_fields(nested, table, source, "eagle_config.")[
+        "eagle_aux_hidden_state_layer_ids"
+    ]
     return None if outputs is None else tuple(layer + 1 for layer in outputs)
 
 
@@ -281,7 +327,7 @@ def left_over(config: Eagle3Config, stored: CheckpointFiles) -> Collection[str]:
     return (*LEFT_OVER, "verifier_norm.weight", "verifier_lm_head.weight", *unread)
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
@@ -309,14 +355,20 @@ def format_eagle3(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     if not config.tap_count:
         content["eagle_config"] = {"use_aux_hidden_state": False}
     elif (outputs := _left(config)) is not None:
-        content["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs}
+        content["eagle_config"] = {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": outputs,
+        }
     return content
 
 
 def format_speculators(config: Eagle3Config, dtype: str, target: str) -> dict[str, Any]:
     """Return the fields of config.json in the layout ``speculators``."""
     if not (config.own_head and config.tap_count):
-        raise InputError("layout='speculators': it needs fc and lm_head, but this drafter lacks one: write it as 'eagle3'")
+        raise InputError(
+            "layout='speculators': it needs fc and lm_head, but this drafter lacks one: write it as"
+            " 'eagle3'"
+        )
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -342,7 +394,10 @@ def describe(drafter: TrainedDrafter, layout: str) -> str:
     config: Eagle3Config = drafter.config
     if layout == "speculators":
         return f"eagle_aux_hidden_state_layer_ids={_entered(config)}: the layers that are entered"
-    return f"eagle_config.eagle_aux_hidden_state_layer_ids={_left(config)}: the layers whose output is read"
+    return (
+        f"eagle_config.eagle_aux_hidden_state_layer_ids={_left(config)}: the layers whose output is"
+        " read"
+    )
 
 
 def _entered(config: Eagle3Config) -> list[int] | None:

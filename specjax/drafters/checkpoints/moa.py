@@ -60,21 +60,30 @@ class MoAConfig:
         names = ("vocab_size", "hidden_size")
         if any(getattr(self.self_layer, name) != getattr(self.cross_layer, name) for name in names):
             raise InputError(
-                "self_layer and cross_layer have different hidden sizes or vocabularies: both must be the target's"
+                "self_layer and cross_layer have different hidden sizes or vocabularies: both must"
+                " be the target's"
             )
 
     def tli_layers_of(self, layers: int) -> tuple[int, int]:
         """Return the range of layers that complete a prediction, of ``layers`` layers."""
         if not 0 <= self.tli < layers:
-            raise InputError(f"tli={self.tli}: the target has {layers} layers; give from 0 to {layers - 1}")
+            raise InputError(
+                f"tli={self.tli}: the target has {layers} layers; give from 0 to {layers - 1}"
+            )
         return layers - self.tli, layers
 
     @property
     def axis_units(self) -> dict[str, int]:
         """The units by which a mesh may split all blocks, as in `ModelConfig.axis_units`."""
-        blocks = [self.self_layer, self.cross_layer, *([] if self.lsa is None else [self.lsa.block])]
+        blocks = [
+            self.self_layer,
+            self.cross_layer,
+            *([] if self.lsa is None else [self.lsa.block]),
+        ]
         units = [block.axis_units for block in blocks]
-        shared = {axis: math.gcd(*(block_units[axis] for block_units in units)) for axis in units[0]}
+        shared = {
+            axis: math.gcd(*(block_units[axis] for block_units in units)) for axis in units[0]
+        }
         return shared | {"vocab": self.self_layer.vocab_size}
 
 
@@ -97,13 +106,15 @@ def declare(config: MoAConfig, layout: str) -> Params:
     return tree
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
     """Return whether a checkpoint is a Mixture of Attentions; see `CheckpointFormat`."""
     architectures = raw.get("architectures")
-    by_name = isinstance(architectures, list) and any(str(name).startswith("MOASpec") for name in architectures)
+    by_name = isinstance(architectures, list) and any(
+        str(name).startswith("MOASpec") for name in architectures
+    )
     return "moa_config" in raw or raw.get("model_type") == "moa_spec" or by_name
 
 
@@ -123,15 +134,18 @@ def read_config(stored: CheckpointFiles, tli: int | None = None) -> MoAConfig:
     if "moa_config" in stored.raw:
         config = _read_own(stored)
         if tli not in (None, config.tli):
-            raise InputError(f"tli={tli}: the checkpoint says that it was trained with tli={config.tli}; leave tli out")
+            raise InputError(
+                f"tli={tli}: the checkpoint says that it was trained with tli={config.tli}; leave"
+                " tli out"
+            )
     elif stored.raw.get("model_type") == "moa_spec":
         config = _read_vllm(stored, tli or 0)
     elif recognises(stored.raw, ()):
         config = _read_authors(stored, tli or 0)
     else:
         raise CheckpointError(
-            f"{stored.file}: it has no moa_config, no model_type 'moa_spec' and no architecture 'MOASpec': give the checkpoint "
-            "of a Mixture of Attentions"
+            f"{stored.file}: it has no moa_config, no model_type 'moa_spec' and no architecture"
+            " 'MOASpec': give the checkpoint of a Mixture of Attentions"
         )
     names = stored.shapes  # q, k and v have biases in drafters for Qwen2
     lsa = config.lsa
@@ -151,23 +165,34 @@ _OWN: dict[str, Field] = {
     "cross_attention": mapping(default=None),
     "layer_self_attention": mapping(default=None),
 }
-_SIZES: dict[str, Field] = {"num_key_value_heads": whole(1, 100_000), "intermediate_size": whole(1, 10_000_000)}
+_SIZES: dict[str, Field] = {
+    "num_key_value_heads": whole(1, 100_000),
+    "intermediate_size": whole(1, 10_000_000),
+}
 
 
 def _read_own(stored: CheckpointFiles) -> MoAConfig:
     outer = check_fields(stored.raw, {"moa_config": mapping()}, stored.file)["moa_config"]
     fields = check_fields(outer, _OWN, f"{stored.file}: moa_config")
-    layer = config_json.with_switches(config_json.parse_drafter_config(stored.raw, stored.file), stored.shapes, _SELF)
+    layer = config_json.with_switches(
+        config_json.parse_drafter_config(stored.raw, stored.file), stored.shapes, _SELF
+    )
     cross = {}
     if (sizes := fields["cross_attention"]) is not None:
-        kv_heads, intermediate = check_fields(sizes, _SIZES, f"{stored.file}: moa_config", "cross_attention.").values()
+        kv_heads, intermediate = check_fields(
+            sizes, _SIZES, f"{stored.file}: moa_config", "cross_attention."
+        ).values()
         cross = {"num_kv_heads": kv_heads, "intermediate_size": intermediate}
     lsa_fields = fields["layer_self_attention"]
     return MoAConfig(
         self_layer=layer,
         cross_layer=cross_like(layer, **cross),
         target_layers=fields["target_num_hidden_layers"],
-        lsa=None if lsa_fields is None else layer_attention.parse(lsa_fields, layer, f"{stored.file}: layer_self_attention"),
+        lsa=(
+            None
+            if lsa_fields is None
+            else layer_attention.parse(lsa_fields, layer, f"{stored.file}: layer_self_attention")
+        ),
         tli=fields["target_layer_inference"],
     )
 
@@ -178,7 +203,12 @@ def _read_authors(stored: CheckpointFiles, tli: int) -> MoAConfig:
     lsa = None
     if any(name.startswith(_LAYERS) for name in stored.shapes):
         size = _shape(stored, f"{_LAYERS}self_attn.q_proj.weight")[1]
-        lsa = _layer_attention(target, target.num_layers, size, **_stored_sizes(stored, _LAYERS, size // target.num_heads))
+        lsa = _layer_attention(
+            target,
+            target.num_layers,
+            size,
+            **_stored_sizes(stored, _LAYERS, size // target.num_heads),
+        )
     cross = _stored_sizes(stored, _CROSS, target.head_dim)
     return MoAConfig(layer, cross_like(layer, **cross), target.num_layers, lsa, tli, target)
 
@@ -187,18 +217,21 @@ def _shape(stored: CheckpointFiles, name: str) -> tuple[int, ...]:
     """Return the shape of a matrix, or raise CheckpointError if there is no such matrix."""
     if len(shape := stored.shapes.get(name, ())) != 2:
         raise CheckpointError(
-            f"{stored.directory}: {name!r} is missing, or is no matrix: give the weights of a Mixture of Attentions drafter"
+            f"{stored.directory}: {name!r} is missing, or is no matrix: give the weights of a"
+            " Mixture of Attentions drafter"
         )
     return shape
 
 
 def _stored_sizes(stored: CheckpointFiles, prefix: str, head_dim: int) -> dict[str, int]:
     """Return the sizes of a block that follow from the shapes of its tensors."""
-    keys, intermediate = (_shape(stored, f"{prefix}{name}.weight")[0] for name in ("self_attn.k_proj", "mlp.up_proj"))
+    keys, intermediate = (
+        _shape(stored, f"{prefix}{name}.weight")[0] for name in ("self_attn.k_proj", "mlp.up_proj")
+    )
     if head_dim < 1 or keys % head_dim:
         raise CheckpointError(
-            f"{stored.file}: '{prefix}self_attn.k_proj.weight' has {keys} rows, which are no heads of {head_dim} numbers: give "
-            "the configuration and the weights of one model"
+            f"{stored.file}: '{prefix}self_attn.k_proj.weight' has {keys} rows, which are no heads"
+            f" of {head_dim} numbers: give the configuration and the weights of one model"
         )
     return {"num_kv_heads": keys // head_dim, "intermediate_size": intermediate}
 
@@ -212,9 +245,15 @@ def _layer_attention(
     """
     heads, rest = divmod(size, 2 * target.head_dim)
     if rest or not heads:
-        raise InputError(f"layer self-attention reads {size} numbers, which are no keys and values of size {target.head_dim}")
+        raise InputError(
+            f"layer self-attention reads {size} numbers, which are no keys and values of size"
+            f" {target.head_dim}"
+        )
     return LayerAttention(
-        block_like(target, size, target.num_heads, num_kv_heads, intermediate_size), layers, heads, target.head_dim
+        block_like(target, size, target.num_heads, num_kv_heads, intermediate_size),
+        layers,
+        heads,
+        target.head_dim,
     )
 
 
@@ -230,7 +269,9 @@ def _read_vllm(stored: CheckpointFiles, tli: int) -> MoAConfig:
     raw, source = stored.raw, stored.file
     kv_heads, intermediate = check_fields(raw, _VLLM_SELF, source).values()
     sizes = {"num_key_value_heads": kv_heads, "intermediate_size": intermediate}
-    layer = config_json.parse_drafter_config(raw | sizes | {"model_type": "llama", "num_hidden_layers": 1}, source)
+    layer = config_json.parse_drafter_config(
+        raw | sizes | {"model_type": "llama", "num_hidden_layers": 1}, source
+    )
     kv_heads, intermediate = check_fields(raw, _VLLM_CROSS, source).values()
     cross, lsa = cross_like(layer, num_kv_heads=kv_heads, intermediate_size=intermediate), None
     if not check_fields(raw, {"disable_LSA": flag(default=False)}, source)["disable_LSA"]:
@@ -238,7 +279,7 @@ def _read_vllm(stored: CheckpointFiles, tli: int) -> MoAConfig:
     return MoAConfig(layer, cross, None, lsa, tli)
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
@@ -255,13 +296,18 @@ def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str)
         return _format_own(config, dtype)
     first, cross = config.self_layer, config.cross_layer
     further = [cross, *([] if config.lsa is None else [config.lsa.block])]
-    if any(block.num_heads != first.num_heads for block in further) or cross.head_dim != first.head_dim:
+    if (
+        any(block.num_heads != first.num_heads for block in further)
+        or cross.head_dim != first.head_dim
+    ):
         raise InputError(
-            f"layout={layout!r}: all blocks need the target's number of query heads, but this drafter's have "
-            f"{[block.num_heads for block in (first, *further)]}, of sizes {[block.head_dim for block in (first, *further)]}: "
-            "write it as 'specjax'"
+            f"layout={layout!r}: all blocks need the target's number of query heads, but this"
+            f" drafter's have {[block.num_heads for block in (first, *further)]}, of sizes"
+            f" {[block.head_dim for block in (first, *further)]}: write it as 'specjax'"
         )
-    return _format_vllm(config, dtype) if layout == "vllm" else _format_authors(config, dtype, target)
+    return (
+        _format_vllm(config, dtype) if layout == "vllm" else _format_authors(config, dtype, target)
+    )
 
 
 def _format_own(config: MoAConfig, dtype: str) -> dict[str, Any]:
@@ -287,17 +333,36 @@ def _format_authors(config: MoAConfig, dtype: str, name: str) -> dict[str, Any]:
         target = config_json.read_config(hub.open_checkpoint(name, weights=False))
     if target is None:
         raise InputError(
-            "layout='authors': its config.json is the target's, which is not known here: give target=DIRECTORY or OWNER/NAME"
+            "layout='authors': its config.json is the target's, which is not known here: give"
+            " target=DIRECTORY or OWNER/NAME"
         )
-    lsa, layers = config.lsa, target.num_layers if config.target_layers is None else config.target_layers
+    lsa, layers = (
+        config.lsa,
+        target.num_layers if config.target_layers is None else config.target_layers,
+    )
     kv_heads = target.num_kv_heads if lsa is None else lsa.target_kv_heads
-    expected = (layer.vocab_size, layer.hidden_size, layers, layer.num_heads, kv_heads, layer.head_dim, layer.rope)
-    sizes = (target.vocab_size, target.hidden_size, target.num_layers, target.num_heads, target.num_kv_heads, target.head_dim)
+    expected = (
+        layer.vocab_size,
+        layer.hidden_size,
+        layers,
+        layer.num_heads,
+        kv_heads,
+        layer.head_dim,
+        layer.rope,
+    )
+    sizes = (
+        target.vocab_size,
+        target.hidden_size,
+        target.num_layers,
+        target.num_heads,
+        target.num_kv_heads,
+        target.head_dim,
+    )
     if (*sizes, layer_like(target).rope) != expected:
         raise InputError(
-            f"target={name!r}: it has (vocabulary, hidden size, layers, heads, key/value heads, head size) {sizes}, but layout "
-            f"'authors' needs {expected[:-1]} and the same RoPE: give the target that the drafter was trained with, or write "
-            "the drafter as 'specjax'"
+            f"target={name!r}: it has (vocabulary, hidden size, layers, heads, key/value heads,"
+            f" head size) {sizes}, but layout 'authors' needs {expected[:-1]} and the same RoPE:"
+            " give the target that the drafter was trained with, or write the drafter as 'specjax'"
         )
     return config_json.format_config(target, dtype) | {"architectures": ["MOASpec"]}
 
@@ -315,11 +380,17 @@ _NOT_IN_VLLM = (
 def _format_vllm(config: MoAConfig, dtype: str) -> dict[str, Any]:
     content = config_json.format_config(config.self_layer, dtype)
     content = {name: value for name, value in content.items() if name not in _NOT_IN_VLLM}
-    content |= {"model_type": "moa_spec", "architectures": ["MOASpecModel"], "disable_LSA": config.lsa is None}
+    content |= {
+        "model_type": "moa_spec",
+        "architectures": ["MOASpecModel"],
+        "disable_LSA": config.lsa is None,
+    }
     content |= zip(_VLLM_SELF, _sizes(config.self_layer), strict=True)
     content |= zip(_VLLM_CROSS, _sizes(config.cross_layer), strict=True)
     if config.lsa is not None:
-        content |= zip(_VLLM_LAYERS, (config.lsa.block.hidden_size, *_sizes(config.lsa.block)), strict=True)
+        content |= zip(
+            _VLLM_LAYERS, (config.lsa.block.hidden_size, *_sizes(config.lsa.block)), strict=True
+        )
     return content
 
 

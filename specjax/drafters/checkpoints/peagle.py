@@ -21,8 +21,11 @@ from specjax.models.fields import CheckpointError, Field, check_fields, texts, w
 from specjax.models.params import Param, Params
 
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
-_MASK_FIELDS: dict[str, Field] = {  # both layouts have the first, and vLLM has two more names for it
-    name: whole(0, 9_999_999, default=None) for name in ("mask_token_id", "pard_token", "ptd_token_id")
+_MASK_FIELDS: dict[
+    str, Field
+] = {  # both layouts have the first, and vLLM has two more names for it
+    name: whole(0, 9_999_999, default=None)
+    for name in ("mask_token_id", "pard_token", "ptd_token_id")
 }
 
 
@@ -41,17 +44,22 @@ class PEagleConfig(Eagle3Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.tap_count:
-            raise InputError("fc is missing: mask_hidden takes the place of target layers, so the drafter must read some")
+            raise InputError(
+                "fc is missing: mask_hidden takes the place of target layers, so the drafter must"
+                " read some"
+            )
         if not 0 <= self.mask_token_id < self.layer.vocab_size:
             raise InputError(
-                f"mask_token_id={self.mask_token_id}: must be a token of the target, from 0 to {self.layer.vocab_size - 1}"
+                f"mask_token_id={self.mask_token_id}: must be a token of the target, from 0 to"
+                f" {self.layer.vocab_size - 1}"
             )
 
     @classmethod
     def of(cls, config: Eagle3Config, mask_token_id: int) -> "PEagleConfig":
         """Return ``config`` with a mask token."""
         return cls(
-            **{field.name: getattr(config, field.name) for field in fields_of(Eagle3Config)}, mask_token_id=mask_token_id
+            **{field.name: getattr(config, field.name) for field in fields_of(Eagle3Config)},
+            mask_token_id=mask_token_id,
         )
 
 
@@ -68,13 +76,15 @@ def declare_mask_hidden(config: PEagleConfig) -> Params:
     return {"mask_hidden": Param((1, 1, joined), (None, None, None), "mask_hidden", stddev=1.0)}
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
     """Return whether a checkpoint is a P-EAGLE drafter's; see `CheckpointFormat`."""
     architectures = raw.get("architectures")
-    by_name = isinstance(architectures, list) and any("peagle" in str(name).lower() for name in architectures)
+    by_name = isinstance(architectures, list) and any(
+        "peagle" in str(name).lower() for name in architectures
+    )
     return by_name or raw.get("speculators_model_type") == "peagle" or "mask_hidden" in tensors
 
 
@@ -91,26 +101,33 @@ def read_config(stored: CheckpointFiles, mask_token_id: int | None = None) -> PE
     """
     if eagle3_checkpoint.layout_of(stored) == "eagle3":
         raise CheckpointError(
-            f"{stored.directory}: the first layer's tensors begin with 'midlayer.', but P-EAGLE's with 'layers.0.': give a "
-            "checkpoint as speculators or SpecForge write it"
+            f"{stored.directory}: the first layer's tensors begin with 'midlayer.', but P-EAGLE's"
+            " with 'layers.0.': give a checkpoint as speculators or SpecForge write it"
         )
     if "mask_hidden" not in stored.shapes:
         raise CheckpointError(
-            f"{stored.directory}: 'mask_hidden' is missing, which a P-EAGLE drafter reads in place of the target's layers: "
-            "give the checkpoint of one, or load it as eagle3"
+            f"{stored.directory}: 'mask_hidden' is missing, which a P-EAGLE drafter reads in place"
+            " of the target's layers: give the checkpoint of one, or load it as eagle3"
         )
     mask = _mask_token(stored, mask_token_id)
     layer_fields = stored.raw.get("transformer_layer_config")
-    plain, windows = _without_windows(stored.raw if layer_fields is None else layer_fields, stored.file)
+    plain, windows = _without_windows(
+        stored.raw if layer_fields is None else layer_fields, stored.file
+    )
     raw = plain if layer_fields is None else {**stored.raw, "transformer_layer_config": plain}
     config = PEagleConfig.of(eagle3_checkpoint.read_config(stored, raw), mask)
     kinds, window = windows
     if not kinds:
         return config
     if len(kinds) != config.layer.num_layers:
-        raise CheckpointError(f"{stored.file}: layer_types names {len(kinds)} layers of {config.layer.num_layers}: name each")
+        raise CheckpointError(
+            f"{stored.file}: layer_types names {len(kinds)} layers of {config.layer.num_layers}:"
+            " name each"
+        )
     windowed = tuple(index for index, kind in enumerate(kinds) if kind == _WINDOWED)
-    return replace(config, layer=replace(config.layer, sliding_window=window, windowed_layers=windowed))
+    return replace(
+        config, layer=replace(config.layer, sliding_window=window, windowed_layers=windowed)
+    )
 
 
 def _mask_token(stored: CheckpointFiles, requested: int | None) -> int:
@@ -118,13 +135,14 @@ def _mask_token(stored: CheckpointFiles, requested: int | None) -> int:
     tokens = {token for token in (*stated.values(), requested) if token is not None}
     if not tokens:
         raise CheckpointError(
-            f"{stored.file}: mask_token_id is missing, the token at positions without a drafted token: add the one that the "
-            "drafter was trained with, or give it as from_pretrained(..., mask_token_id=...)"
+            f"{stored.file}: mask_token_id is missing, the token at positions without a drafted"
+            " token: add the one that the drafter was trained with, or give it as"
+            " from_pretrained(..., mask_token_id=...)"
         )
     if len(tokens) > 1:
         raise CheckpointError(
-            f"{stored.file}: mask_token_id is stated as {' and '.join(map(str, sorted(tokens)))}: give only the one that the "
-            "drafter was trained with"
+            f"{stored.file}: mask_token_id is stated as {' and '.join(map(str, sorted(tokens)))}:"
+            " give only the one that the drafter was trained with"
         )
     return tokens.pop()
 
@@ -139,21 +157,33 @@ def _without_windows(layer_fields: Any, source: str) -> tuple[Any, tuple[list[st
     if not isinstance(layer_fields, Mapping):
         return layer_fields, ([], None)  # the reader of all fields refuses it
     stated = check_fields(
-        layer_fields, {"layer_types": texts(default=None), "sliding_window": whole(1, 10**9, default=None)}, source
+        layer_fields,
+        {"layer_types": texts(default=None), "sliding_window": whole(1, 10**9, default=None)},
+        source,
     )
-    plain = {name: value for name, value in layer_fields.items() if name not in ("layer_types", "sliding_window")}
+    plain = {
+        name: value
+        for name, value in layer_fields.items()
+        if name not in ("layer_types", "sliding_window")
+    }
     plain |= {"use_sliding_window": False} if "use_sliding_window" in layer_fields else {}
     kinds = stated["layer_types"] or []
     if unknown := sorted(set(kinds) - {_FULL, _WINDOWED}):
-        raise CheckpointError(f"{source}: layer_types has {unknown[0]!r}: only {_FULL!r} and {_WINDOWED!r} are supported")
+        raise CheckpointError(
+            f"{source}: layer_types has {unknown[0]!r}: only {_FULL!r} and {_WINDOWED!r} are"
+            " supported"
+        )
     if _WINDOWED not in kinds:
         return plain, ([], None)
     if stated["sliding_window"] is None:
-        raise CheckpointError(f"{source}: layer_types has {_WINDOWED!r}, but there is no sliding_window: write its size")
+        raise CheckpointError(
+            f"{source}: layer_types has {_WINDOWED!r}, but there is no sliding_window: write its"
+            " size"
+        )
     return plain, (kinds, stated["sliding_window"])
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
@@ -170,15 +200,30 @@ def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str)
     plain = replace(config, layer=replace(config.layer, sliding_window=None, windowed_layers=()))
     if layout == "specforge":
         if windowed or config.layer.model_type != "llama" or not config.own_head:
-            raise InputError("layout='specforge': it has Llama's layers without windows, and a head: write it as 'speculators'")
-        return eagle3_checkpoint.format_eagle3(plain, dtype) | mask | {"architectures": ["PEagleDraftModel"]}
+            raise InputError(
+                "layout='specforge': it has Llama's layers without windows, and a head: write it as"
+                " 'speculators'"
+            )
+        return (
+            eagle3_checkpoint.format_eagle3(plain, dtype)
+            | mask
+            | {"architectures": ["PEagleDraftModel"]}
+        )
     raw = eagle3_checkpoint.format_speculators(plain, dtype, target) | mask
     if windowed:
-        kinds = [_WINDOWED if index in windowed else _FULL for index in range(config.layer.num_layers)]
-        raw["transformer_layer_config"] |= {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}
+        kinds = [
+            _WINDOWED if index in windowed else _FULL for index in range(config.layer.num_layers)
+        ]
+        raw["transformer_layer_config"] |= {
+            "layer_types": kinds,
+            "sliding_window": window,
+            "use_sliding_window": True,
+        }
     raw["speculators_config"] |= {
         "algorithm": "peagle",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafter.draft_shape.depth}],
+        "proposal_methods": [
+            {"proposal_type": "greedy", "speculative_tokens": drafter.draft_shape.depth}
+        ],
     }
     return raw | {
         "architectures": ["PEagleSpeculator"],

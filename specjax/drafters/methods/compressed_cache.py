@@ -59,26 +59,34 @@ class CompressedCache(Drafter[RingCache]):
 
     def check(self, target: Target) -> None:
         if not isinstance(self.scheme, Streaming | SnapKV):
-            raise InputError(f"CompressedCache(scheme={self.scheme!r}): give Streaming() or SnapKV()")
+            raise InputError(
+                f"CompressedCache(scheme={self.scheme!r}): give Streaming() or SnapKV()"
+            )
         self.scheme.check(self.budget)
         if target.config.mla is not None:
             raise InputError(
-                f"CompressedCache(scheme={self.scheme}): the target ({target.config.model_type}) stores latents, which are "
-                "small already, and not keys and values: give a target with ordinary attention, or another drafter"
+                f"CompressedCache(scheme={self.scheme}): the target ({target.config.model_type})"
+                " stores latents, which are small already, and not keys and values: give a target"
+                " with ordinary attention, or another drafter"
             )
         if target.config.linear_layers:
             raise InputError(
-                f"CompressedCache(scheme={self.scheme}): layers of the target ({target.config.model_type}) have a recurrent "
-                "state, which cannot be compressed: give a target with ordinary attention, or another drafter"
+                f"CompressedCache(scheme={self.scheme}): layers of the target"
+                f" ({target.config.model_type}) have a recurrent state, which cannot be compressed:"
+                " give a target with ordinary attention, or another drafter"
             )
 
     def start(self, target: Target, batch: int, capacity: int) -> RingCache:
         return target.new_ring(batch, self.budget, self.scheme.kept(self.budget))
 
-    def prompts_read(self, target: Target, state: RingCache, tokens: jax.Array, cache: KVCache | PagedCache) -> RingCache:
+    def prompts_read(
+        self, target: Target, state: RingCache, tokens: jax.Array, cache: KVCache | PagedCache
+    ) -> RingCache:
         length = cache.length
         if isinstance(self.scheme, SnapKV):
-            state = replace(state, base=jnp.where(length > self.budget, length - self.scheme.window, state.kept))
+            state = replace(
+                state, base=jnp.where(length > self.budget, length - self.scheme.window, state.kept)
+            )
         slots = jnp.clip(state.newest_at(length), 0, cache.capacity - 1)
         if isinstance(self.scheme, Streaming) or self.budget >= tokens.shape[1]:
             return replace(state, layers=cache.gather(slots), length=length)
@@ -88,7 +96,9 @@ class CompressedCache(Drafter[RingCache]):
             if not entry:  # this layer reads the entries of another one
                 layers.append(entry)
                 continue
-            chosen = choose(attention[layer], length - self.scheme.window, state.kept, self.scheme.pool)
+            chosen = choose(
+                attention[layer], length - self.scheme.window, state.kept, self.scheme.pool
+            )
             newest = jnp.broadcast_to(slots[:, None], (*chosen.shape[:2], self.budget))
             compressed = jnp.concatenate([chosen, newest[..., state.kept :]], axis=-1)
             positions = jnp.where((length > self.budget)[:, None, None], compressed, newest)
@@ -96,11 +106,19 @@ class CompressedCache(Drafter[RingCache]):
         return replace(state, layers=tuple(layers), length=length)
 
     def propose(
-        self, target: Target, state: RingCache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+        self,
+        target: Target,
+        state: RingCache,
+        root: jax.Array,
+        sampling: RowSampling,
+        keys: jax.Array,
+        active: jax.Array,
     ) -> tuple[Draft, RingCache]:
         return draft_with(target, state, self.draft_shape, root, sampling, keys, active), state
 
-    def update(self, target: Target, state: RingCache, draft: Draft, verdict: Verdict, committed: Committed) -> RingCache:
+    def update(
+        self, target: Target, state: RingCache, draft: Draft, verdict: Verdict, committed: Committed
+    ) -> RingCache:
         return state.append(committed.entries, committed.count, after=committed.output.hidden)
 
     def to_prefix_state(self, state: RingCache) -> tuple[()]:
@@ -109,12 +127,16 @@ class CompressedCache(Drafter[RingCache]):
     def from_prefix_state(self, fresh: RingCache, kept: Any) -> RingCache:
         return fresh
 
-    def drafting_reads(self, target: Target, state: RingCache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+    def drafting_reads(
+        self, target: Target, state: RingCache | tuple[()] = (), cache: Sequence[Entry] = ()
+    ) -> DraftingReads:
         """Return the arrays of a level: the target's weights and the small cache."""
         return DraftingReads(level=(target.weights_of_pass, state))
 
 
-def _paid_by_last(target: Target, tokens: jax.Array, cache: KVCache | PagedCache, count: int) -> dict[int, jax.Array]:
+def _paid_by_last(
+    target: Target, tokens: jax.Array, cache: KVCache | PagedCache, count: int
+) -> dict[int, jax.Array]:
     """Return the attention that the last ``count`` tokens pay to the slots before them.
 
     It is ``[B, kv_heads, S]`` for each layer that has entries, summed over all layers that read the
@@ -125,7 +147,9 @@ def _paid_by_last(target: Target, tokens: jax.Array, cache: KVCache | PagedCache
     before = replace(cache, length=jnp.maximum(cache.length - count, 0))
     positions = before.length[:, None] + jnp.arange(count)[None]
     last = jnp.take_along_axis(tokens, jnp.minimum(positions, tokens.shape[1] - 1), axis=1)
-    _, entering, new_entries = target.run(target.embed(last), before, tokens=last, taps=range(config.num_layers))
+    _, entering, new_entries = target.run(
+        target.embed(last), before, tokens=last, taps=range(config.num_layers)
+    )
     causal = jnp.tril(jnp.ones((1, count, count), bool))
 
     attention: dict[int, jax.Array] = {}
@@ -135,8 +159,16 @@ def _paid_by_last(target: Target, tokens: jax.Array, cache: KVCache | PagedCache
         q = queries(params, sizes, normed(params, "input_norm", sizes, entering[:, :, i]), turn)
         window = config.window_of(i)
         filled = target.cache_piece(before, source, positions, window)
-        visible = causal if window is None else causal & (positions[:, :, None] - positions[:, None] < window)
-        options = {"scale": sizes.attention_scale, "sinks": params.get("sinks"), "cap": sizes.score_cap}
+        visible = (
+            causal
+            if window is None
+            else causal & (positions[:, :, None] - positions[:, None] < window)
+        )
+        options = {
+            "scale": sizes.attention_scale,
+            "sinks": params.get("sinks"),
+            "cap": sizes.score_cap,
+        }
         share = attention_paid(q, filled, [(new_entries[source], visible)], **options)
         attention[source] = attention[source] + share if source in attention else share
     return attention

@@ -148,27 +148,35 @@ class DFlash(TrainedDrafter[Cache]):
         params |= draft_vocabulary.initial_params(target, ids, config.own_head)
         if config.own_embedding:
             params["embed"] = target.embedding
-        return cls(params=params, config=config, draft=cls.default_draft(config) if draft is None else draft, mesh=target.mesh)
+        return cls(
+            params=params,
+            config=config,
+            draft=cls.default_draft(config) if draft is None else draft,
+            mesh=target.mesh,
+        )
 
     # --- drafting ---
 
     def check(self, target: Target) -> None:
         config, target_config = self.config, target.config
-        if (config.layer.hidden_size, config.layer.vocab_size) != (target_config.hidden_size, target_config.vocab_size):
+        if (config.layer.hidden_size, config.layer.vocab_size) != (
+            target_config.hidden_size,
+            target_config.vocab_size,
+        ):
             raise InputError(
-                f"drafter: {self.title} was made for a target of hidden size {config.layer.hidden_size} with "
-                f"{config.layer.vocab_size} tokens, but target has {target_config.hidden_size} and {target_config.vocab_size}: "
-                "that it was made for"
+                f"drafter: {self.title} was made for a target of hidden size"
+                f" {config.layer.hidden_size} with {config.layer.vocab_size} tokens, but target has"
+                f" {target_config.hidden_size} and {target_config.vocab_size}: that it was made for"
             )
         if config.taps[-1] > target_config.num_layers:
             raise InputError(
-                f"drafter: it reads the target's layers {config.taps}, but target has {target_config.num_layers}: give the "
-                "target that it was made for"
+                f"drafter: it reads the target's layers {config.taps}, but target has"
+                f" {target_config.num_layers}: give the target that it was made for"
             )
         if self.draft_shape.depth > config.depth:
             raise InputError(
-                f"draft={self.draft}: it is {self.draft_shape.depth} deep, but a block of this drafter has room for "
-                f"{config.depth}; give at most as many"
+                f"draft={self.draft}: it is {self.draft_shape.depth} deep, but a block of this"
+                f" drafter has room for {config.depth}; give at most as many"
             )
         self.draft_shape.check(config.draft_vocab_size)
         check_own_cache(type(self).__name__, self.cache, self.budget)
@@ -182,8 +190,12 @@ class DFlash(TrainedDrafter[Cache]):
         parts = [layer.entry_parts(index) for index in range(layer.num_layers)]
         if self.cache is not None:
             capacity = self.budget
-        cache = KVCache.create(parts, batch=batch, capacity=capacity, dtype=self._dtype, mesh=self.mesh)
-        return cache if self.cache is None else RingCache.around(cache, self.cache.kept(self.budget))
+        cache = KVCache.create(
+            parts, batch=batch, capacity=capacity, dtype=self._dtype, mesh=self.mesh
+        )
+        return (
+            cache if self.cache is None else RingCache.around(cache, self.cache.kept(self.budget))
+        )
 
     def features(self, output: States) -> jax.Array:
         """Return the features ``[B, T, H]``, from which the layers compute keys and values.
@@ -191,7 +203,9 @@ class DFlash(TrainedDrafter[Cache]):
         ``output`` has the target's states at T tokens.
         """
         taps = output.taps.reshape(*output.taps.shape[:2], -1).astype(self._dtype)
-        return normed(self.params, "hidden_norm", self.config.layer, linear(self.params, "fc", taps))
+        return normed(
+            self.params, "hidden_norm", self.config.layer, linear(self.params, "fc", taps)
+        )
 
     def context(self, features: jax.Array, positions: jax.Array) -> tuple[Entry, ...]:
         """Return each layer's keys and values at tokens with ``features [B, T, H]``.
@@ -201,10 +215,16 @@ class DFlash(TrainedDrafter[Cache]):
         entries = []
         for index, params in enumerate(self.params["layers"]):
             layer = self.config.layer.of_layer(index)
-            entries.append(keys_values(params, layer, features, rotations(layer.rope, layer.head_dim, positions)))
+            entries.append(
+                keys_values(
+                    params, layer, features, rotations(layer.rope, layer.head_dim, positions)
+                )
+            )
         return tuple(entries)
 
-    def remote_inputs(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+    def remote_inputs(
+        self, target: Target, output: States, entries: Sequence[Entry]
+    ) -> dict[str, jax.Array]:
         return {"features": self.features(output)}
 
     def append_remote(self, target: Target, state: Cache, told: RemoteFeatures) -> Cache:
@@ -212,7 +232,14 @@ class DFlash(TrainedDrafter[Cache]):
         positions = state.length[:, None] + jnp.arange(features.shape[1])[None]
         return state.append(self.context(features, positions), told.count, after=features)
 
-    def run(self, target: Target, tokens: jax.Array, positions: jax.Array, offset: jax.Array, attends_to: Seen) -> jax.Array:
+    def run(
+        self,
+        target: Target,
+        tokens: jax.Array,
+        positions: jax.Array,
+        offset: jax.Array,
+        attends_to: Seen,
+    ) -> jax.Array:
         """Return the final states ``[B, T, H]`` at the tokens of blocks.
 
         The blocks of a row lie one behind the other.
@@ -225,7 +252,9 @@ class DFlash(TrainedDrafter[Cache]):
             attends_to: what the tokens attend to in each layer.
         """
         x = self.params["embed"][tokens] if "embed" in self.params else target.embed(tokens)
-        if self.config.input_embedding_scale != 1.0:  # in float32, so that only the product is rounded
+        if (
+            self.config.input_embedding_scale != 1.0
+        ):  # in float32, so that only the product is rounded
             x = x.astype(jnp.float32) * self.config.input_embedding_scale
         x = x.astype(self._dtype)
         for index, params in enumerate(self.params["layers"]):
@@ -267,9 +296,15 @@ class DFlash(TrainedDrafter[Cache]):
                 it.
         """
         is_visible = back >= (0 if self.is_causal(window) else -self.config.block_size)
-        return is_visible if window is None or self.config.window_of_block else is_visible & (back < window)
+        return (
+            is_visible
+            if window is None or self.config.window_of_block
+            else is_visible & (back < window)
+        )
 
-    def reach(self, window: int | None, positions: jax.Array, anchors: jax.Array) -> jax.Array | None:
+    def reach(
+        self, window: int | None, positions: jax.Array, anchors: jax.Array
+    ) -> jax.Array | None:
         """Return the first visible position for each token of blocks, in a layer with a ``window``.
 
         Args:
@@ -300,7 +335,9 @@ class DFlash(TrainedDrafter[Cache]):
 
         def attends_to(index: int, window: int | None) -> tuple[jax.Array, Sequence[Piece]]:
             mask = self.sees(window, offset[:, None] - offset)
-            return mask[None], [_before(state, index, self.reach(window, positions, anchors), self.mesh)]
+            return mask[None], [
+                _before(state, index, self.reach(window, positions, anchors), self.mesh)
+            ]
 
         return self.run(target, tokens, positions, offset, attends_to)[:, : first + depth]
 
@@ -309,7 +346,9 @@ class DFlash(TrainedDrafter[Cache]):
 
         A causal block ends with the draft, because no token sees the tokens behind it.
         """
-        windows = [self.config.layer.window_of(index) for index in range(self.config.layer.num_layers)]
+        windows = [
+            self.config.layer.window_of(index) for index in range(self.config.layer.num_layers)
+        ]
         is_causal = all(self.is_causal(window) for window in windows)
         return length + (not self.config.from_anchor) if is_causal else self.config.block_size
 
@@ -322,19 +361,34 @@ class DFlash(TrainedDrafter[Cache]):
         config = self.config
         if config.own_head:
             axes = ("batch", *(None,) * (states.ndim - 2), "draft_vocab")
-            return sharding.constrain(vocabulary_logits(states, self.params["lm_head"]), axes, self.units, self.mesh)
+            return sharding.constrain(
+                vocabulary_logits(states, self.params["lm_head"]), axes, self.units, self.mesh
+            )
         if not config.scales_logits:
             return target.head(states.astype(target.dtype))
         products = target.head_products(states.astype(target.dtype))
         return capped(products * config.output_multiplier, config.final_logit_softcapping)
 
     def propose(
-        self, target: Target, state: Cache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+        self,
+        target: Target,
+        state: Cache,
+        root: jax.Array,
+        sampling: RowSampling,
+        keys: jax.Array,
+        active: jax.Array,
     ) -> tuple[Draft, Cache]:
         logits = self.logits(target, self.block(target, state, root)[:, -self.draft_shape.depth :])
-        return expand_by_depth(self.draft_shape, logits, root, sampling, keys, active, self.vocabulary(target)), state
+        return (
+            expand_by_depth(
+                self.draft_shape, logits, root, sampling, keys, active, self.vocabulary(target)
+            ),
+            state,
+        )
 
-    def drafting_reads(self, target: Target, state: Cache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+    def drafting_reads(
+        self, target: Target, state: Cache | tuple[()] = (), cache: Sequence[Entry] = ()
+    ) -> DraftingReads:
         """Return the arrays of one pass: all weights, and the target's head if it is used."""
         head = () if self.config.own_head else target.head_as_stored
         return DraftingReads(step=(self.own_weights, state, head))
@@ -350,4 +404,6 @@ def _before(cache: Cache, layer: int, since: jax.Array | None, mesh: Mesh | None
     # The slots of a ring are not in the order of positions, so a window is no range of slots: each
     # slot needs a flag of its own.
     positions, slots = cache.newest_at(cache.length)[:, None], jnp.arange(cache.slots)
-    return cache.layers[layer], (slots < cache.filled[:, None, None]) & (positions >= since[..., None])
+    return cache.layers[layer], (slots < cache.filled[:, None, None]) & (
+        positions >= since[..., None]
+    )

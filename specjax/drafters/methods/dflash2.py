@@ -107,9 +107,14 @@ class DFlash2(DFlash):
             "selector_top_k": min(selector_top_k, target.config.vocab_size),
         }
         variant = fields | dict(variant or {})
-        drafter = super().init(target, key, draft, block_size=block_size, variant=variant, **options)
+        drafter = super().init(
+            target, key, draft, block_size=block_size, variant=variant, **options
+        )
         for layer in drafter.params["layers"]:
-            layer |= {name: layer[name].at[:, 0].set(1.0) for name in ("attention_conv_base", "mlp_conv_base")}
+            layer |= {
+                name: layer[name].at[:, 0].set(1.0)
+                for name in ("attention_conv_base", "mlp_conv_base")
+            }
         return drafter
 
     def check(self, target: Target) -> None:
@@ -117,8 +122,8 @@ class DFlash2(DFlash):
         children, candidates = self.draft_shape.branching, self.config.selector_top_k
         if children > candidates:
             raise InputError(
-                f"draft={self.draft}: it needs {children} children of a node, but this drafter has {candidates} candidates "
-                "at each position (selector_top_k); give at most as many"
+                f"draft={self.draft}: it needs {children} children of a node, but this drafter has"
+                f" {candidates} candidates at each position (selector_top_k); give at most as many"
             )
 
     # --- the block ---
@@ -148,7 +153,9 @@ class DFlash2(DFlash):
         """Return the selector's input ``[..., r]`` for the block's ``states [..., H]``."""
         return linear(self.params, "selector", states)
 
-    def selected(self, scores: jax.Array, ids: jax.Array, context: jax.Array, before: jax.Array) -> jax.Array:
+    def selected(
+        self, scores: jax.Array, ids: jax.Array, context: jax.Array, before: jax.Array
+    ) -> jax.Array:
         """Return the selector's float32 logits ``[..., K]`` of the candidates after a token.
 
         Args:
@@ -158,7 +165,9 @@ class DFlash2(DFlash):
             before: ``[...]``, the token before.
         """
         query = self.params["predecessors"][before] * context
-        bonus = jnp.sum(query[..., None, :] * self.params["successors"][ids], axis=-1, dtype=jnp.float32)
+        bonus = jnp.sum(
+            query[..., None, :] * self.params["successors"][ids], axis=-1, dtype=jnp.float32
+        )
         return scores + bonus
 
     def expected(self, target: Target, states: jax.Array, before: jax.Array) -> jax.Array:
@@ -169,36 +178,62 @@ class DFlash2(DFlash):
         logits = self.logits(target, states)
         scores, ids = self.candidates(logits)
         scores = self.selected(scores, ids, self.selector_context(states), before)
-        return jnp.put_along_axis(jnp.full_like(logits, -jnp.inf), ids, scores, axis=-1, inplace=False)
+        return jnp.put_along_axis(
+            jnp.full_like(logits, -jnp.inf), ids, scores, axis=-1, inplace=False
+        )
 
     def propose(
-        self, target: Target, state: Cache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+        self,
+        target: Target,
+        state: Cache,
+        root: jax.Array,
+        sampling: RowSampling,
+        keys: jax.Array,
+        active: jax.Array,
     ) -> tuple[Draft, Cache]:
         shape, vocab = self.draft_shape, target.config.vocab_size
         states = self.block(target, state, root)[:, -shape.depth :]
         # A stop token that is not allowed yet must not take a candidate's place.
-        scores, ids = self.candidates(without_stop_tokens(self.logits(target, states), sampling, jnp.arange(shape.depth)))
+        scores, ids = self.candidates(
+            without_stop_tokens(self.logits(target, states), sampling, jnp.arange(shape.depth))
+        )
         context = self.selector_context(states)
 
         def children_after(depth: jax.Array, before: jax.Array) -> CandidateTokens:
-            scores_here, ids_here, context_here = (jnp.take(values, depth, axis=1) for values in (scores, ids, context))
-            logits = self.selected(scores_here[:, None], ids_here[:, None], context_here[:, None], before)
-            return offered_by(shape, logits, depth, sampling, keys[depth], Candidates(ids_here, vocab))
+            scores_here, ids_here, context_here = (
+                jnp.take(values, depth, axis=1) for values in (scores, ids, context)
+            )
+            logits = self.selected(
+                scores_here[:, None], ids_here[:, None], context_here[:, None], before
+            )
+            return offered_by(
+                shape, logits, depth, sampling, keys[depth], Candidates(ids_here, vocab)
+            )
 
         def read(frontier: Frontier, state: tuple[()]) -> tuple[CandidateTokens, tuple[()]]:
             return children_after(frontier.depth, frontier.tokens), state
 
         first = children_after(jnp.zeros((), jnp.int32), root[:, None])
         draft, _, _ = expand(shape, read, first, (), root, sampling, keys, active)
-        if draft.q is not None:  # over the candidates of each node's depth; leaves have no children and a q of zeros
+        if (
+            draft.q is not None
+        ):  # over the candidates of each node's depth; leaves have no children and a q of zeros
             node_ids = ids[:, np.minimum(draft.depths, shape.depth - 1)]
             zeros = jnp.zeros((*draft.q.shape[:2], vocab), draft.q.dtype)
-            draft = replace(draft, q=jnp.put_along_axis(zeros, node_ids, draft.q, axis=-1, inplace=False))
+            draft = replace(
+                draft, q=jnp.put_along_axis(zeros, node_ids, draft.q, axis=-1, inplace=False)
+            )
         return draft, state
 
-    def drafting_reads(self, target: Target, state: Cache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+    def drafting_reads(
+        self, target: Target, state: Cache | tuple[()] = (), cache: Sequence[Entry] = ()
+    ) -> DraftingReads:
         """Return all weights but the codebooks, of which a pass reads only a few rows."""
-        weights = {name: value for name, value in self.own_weights.items() if name not in ("predecessors", "successors")}
+        weights = {
+            name: value
+            for name, value in self.own_weights.items()
+            if name not in ("predecessors", "successors")
+        }
         head = () if self.config.own_head else target.head_as_stored
         return DraftingReads(step=(weights, state, head))
 
@@ -214,25 +249,34 @@ def _convolved_layer(
     before: Sequence[Piece],
 ) -> jax.Array:
     """Run a Qwen3 decoder layer with convolutions around attention and MLP."""
-    branch, finish = _around(params, "attention_conv", normed(params, "input_norm", config, x), offset)
+    branch, finish = _around(
+        params, "attention_conv", normed(params, "input_norm", config, x), offset
+    )
     x = x + finish(attention(params, config, branch, rotations, mask, before)[0])
     branch, finish = _around(params, "mlp_conv", normed(params, "post_norm", config, x), offset)
     return x + finish(mlp(params, branch, activation=config.activation))
 
 
-def _around(params: Params, name: str, x: jax.Array, offset: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+def _around(
+    params: Params, name: str, x: jax.Array, offset: jax.Array
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """Apply the convolution before attention or MLP, and return the one after it as a function.
 
     The kernels of both depend on the input ``x [B, T, H]``.
     """
     base = params[f"{name}_base"]  # [2, kernel_size, H]
     changes = linear(params, name, x).reshape(*x.shape[:2], *base.shape[:2], -1)
-    return convolve(x, base[0], changes[:, :, 0], offset), lambda y: convolve(y, base[1], changes[:, :, 1], offset)
+    return convolve(x, base[0], changes[:, :, 0], offset), lambda y: convolve(
+        y, base[1], changes[:, :, 1], offset
+    )
 
 
 @shape_checked
 def convolve(
-    x: Float[Array, "B T H"], base: Float[Array, "K H"], changes: Float[Array, "B T K G"], offset: Int[Array, " T"]
+    x: Float[Array, "B T H"],
+    base: Float[Array, "K H"],
+    changes: Float[Array, "B T K G"],
+    offset: Int[Array, " T"],
 ) -> Float[Array, "B T H"]:
     """Convolve the tokens of blocks, each with a kernel of its own and within its block.
 

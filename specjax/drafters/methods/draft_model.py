@@ -51,9 +51,10 @@ def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
     """
     if abs(own.vocab_size - target.vocab_size) >= MAX_PADDING:
         raise InputError(
-            f"drafter has a vocabulary of {own.vocab_size} tokens and target one of {target.vocab_size}: "
-            "a draft model must share the target's tokenizer, or both tokenizers must be at hand, to draft the tokens that both"
-            " have (DraftModel.from_pretrained(tokenizer=TARGET))"
+            f"drafter has a vocabulary of {own.vocab_size} tokens and target one of"
+            f" {target.vocab_size}: a draft model must share the target's tokenizer, or both"
+            " tokenizers must be at hand, to draft the tokens that both have"
+            " (DraftModel.from_pretrained(tokenizer=TARGET))"
         )
 
 
@@ -168,19 +169,24 @@ class DraftModel(Drafter[DraftModelState]):
             raise InputError(f'vocabulary={vocabulary!r}: give "intersect", or None')
         if tokenizer is None and vocabulary is not None:
             raise InputError(
-                f"vocabulary={vocabulary!r}: give tokenizer=TARGET, the directory or hub id of the target, as well"
+                f"vocabulary={vocabulary!r}: give tokenizer=TARGET, the directory or hub id of the"
+                " target, as well"
             )
         if tokenizer is not None:
             if isinstance(tokenizer, str | Path):
                 tokenizer = text.load_tokenizer(hub.locate(tokenizer, weights=False))
             path = hub.open_checkpoint(path, weights=False)
             size = config_json.read_config(path).vocab_size
-            shared = share(tokenizer, text.load_tokenizer(path.directory), vocabulary, sizes=(None, size))
+            shared = share(
+                tokenizer, text.load_tokenizer(path.directory), vocabulary, sizes=(None, size)
+            )
         model = Target.from_pretrained(path, dtype=dtype, mesh=mesh, weights=weights)
         return cls(model=model, draft=draft, shared=shared)
 
     @classmethod
-    def init(cls, target: Target, key: jax.Array, draft: DraftShape | int = Chain(4), **sizes: Any) -> "DraftModel":
+    def init(
+        cls, target: Target, key: jax.Array, draft: DraftShape | int = Chain(4), **sizes: Any
+    ) -> "DraftModel":
         """Return a draft model with random weights that fits ``target``.
 
         Args:
@@ -196,8 +202,8 @@ class DraftModel(Drafter[DraftModelState]):
         if count > 0 and set(range(count)) <= set(linear):
             least = next(layer for layer in range(len(linear) + 1) if layer not in linear) + 1
             raise InputError(
-                f"num_layers={count}: all of them would be linear-attention layers, but one with ordinary attention is needed: "
-                f"give {least} or more, or other linear_layers"
+                f"num_layers={count}: all of them would be linear-attention layers, but one with"
+                f" ordinary attention is needed: give {least} or more, or other linear_layers"
             )
         config = target.config.first(count, **sizes)
         return cls(model=Target.init(config, key, target.dtype, target.mesh), draft=draft)
@@ -235,13 +241,17 @@ class DraftModel(Drafter[DraftModelState]):
             cache = self.model.new_cache(batch, capacity)
         else:
             cache = self.model.new_ring(batch, self.budget, self.cache.kept(self.budget))
-        return DraftModelState(cache=cache, last=jnp.zeros(batch, jnp.int32), behind=jnp.zeros(batch, bool))
+        return DraftModelState(
+            cache=cache, last=jnp.zeros(batch, jnp.int32), behind=jnp.zeros(batch, bool)
+        )
 
     @property
     def drafts_elsewhere(self) -> bool:
         return True
 
-    def append_remote(self, target: Target, state: DraftModelState, told: RemoteFeatures) -> DraftModelState:
+    def append_remote(
+        self, target: Target, state: DraftModelState, told: RemoteFeatures
+    ) -> DraftModelState:
         # The token that a row has not read yet comes first. If there is no room for all tokens
         # then, the last one stays unread.
         before = jnp.concatenate([state.last[:, None], told.tokens[:, :-1]], axis=1)
@@ -265,21 +275,32 @@ class DraftModel(Drafter[DraftModelState]):
         count = jnp.where(active, 1 + state.behind, 0)
         output, cache = self.model.forward(self._known(unread), state.cache, count)
         root_index = state.behind.astype(jnp.int32)[:, None, None]
-        logits = jnp.take_along_axis(output.logits, root_index, axis=1)[:, 0]  # within each row: no exchange on a mesh
+        logits = jnp.take_along_axis(output.logits, root_index, axis=1)[
+            :, 0
+        ]  # within each row: no exchange on a mesh
 
-        def read(frontier: Frontier, scratch: tuple[Entry, ...]) -> tuple[jax.Array, tuple[Entry, ...]]:
+        def read(
+            frontier: Frontier, scratch: tuple[Entry, ...]
+        ) -> tuple[jax.Array, tuple[Entry, ...]]:
             translated = replace(frontier, tokens=self._known(frontier.tokens))
             logits, scratch = read_nodes(self.model, cache, translated, scratch)
             return self._offered(logits, target), scratch
 
         scratch = self.model.new_scratch(root.shape[0], self.draft_shape.read_slots)
         root_logits, vocabulary = self._offered(logits, target), self._vocabulary(target)
-        draft, places, entries = expand(self.draft_shape, read, root_logits, scratch, root, sampling, keys, active, vocabulary)
+        draft, places, entries = expand(
+            self.draft_shape, read, root_logits, scratch, root, sampling, keys, active, vocabulary
+        )
         drafted = DraftedEntries(entries, jnp.broadcast_to(places, draft.tokens.shape))
         return draft, replace(state, cache=cache, drafted=drafted)
 
     def update(
-        self, target: Target, state: DraftModelState, draft: Draft, verdict: Verdict, committed: Committed
+        self,
+        target: Target,
+        state: DraftModelState,
+        draft: Draft,
+        verdict: Verdict,
+        committed: Committed,
     ) -> DraftModelState:
         drafted = state.drafted
         if drafted is None:  # another drafter's draft, of which this model has read nothing
@@ -318,7 +339,11 @@ class DraftModel(Drafter[DraftModelState]):
 
     def _offered(self, logits: jax.Array, target: Target) -> jax.Array:
         """Return the logits of the draft model over `_vocabulary`."""
-        return _fit(logits, target.config.vocab_size) if self.shared is None else self.shared.narrow(logits)
+        return (
+            _fit(logits, target.config.vocab_size)
+            if self.shared is None
+            else self.shared.narrow(logits)
+        )
 
     def _vocabulary(self, target: Target) -> Vocabulary | None:
         return None if self.shared is None else self.shared.vocabulary(target.config.vocab_size)

@@ -90,7 +90,10 @@ class DSpark(DFlash):
             options: as in `DFlash.init`.
         """
         if not markov_rank and not confidence:
-            raise InputError("markov_rank=0, confidence=False: a DSpark has at least one of the two heads; use DFlash instead")
+            raise InputError(
+                "markov_rank=0, confidence=False: a DSpark has at least one of the two heads; use"
+                " DFlash instead"
+            )
         heads = {"markov_rank": markov_rank, "markov": markov, "confidence": confidence}
         heads["confidence_of_token"] = confidence and markov_rank > 0
         defaults = {"from_anchor": True, "own_embedding": True, "own_head": True}
@@ -123,37 +126,61 @@ class DSpark(DFlash):
             probability that the next token is accepted.
         """
         if not self.config.markov_rank:
-            return jnp.broadcast_to(logits, (*tokens.shape, logits.shape[-1])), memory, self._confidence([states])
+            return (
+                jnp.broadcast_to(logits, (*tokens.shape, logits.shape[-1])),
+                memory,
+                self._confidence([states]),
+            )
         vector = self.params["markov_in"][tokens].astype(self._dtype)
-        states = jnp.broadcast_to(states, (*vector.shape[:-1], states.shape[-1])).astype(self._dtype)
+        states = jnp.broadcast_to(states, (*vector.shape[:-1], states.shape[-1])).astype(
+            self._dtype
+        )
         inputs = [states, vector] if self.config.confidence_of_token else [states]
         if self.config.markov == "gated":
             joined = jnp.concatenate([states, vector], axis=-1)
             latent = jax.nn.sigmoid(linear(self.params, "markov_gate", joined)) * vector
         elif self.config.markov == "rnn":
-            joint = linear(self.params, "markov_joint", jnp.concatenate([memory, vector, states], axis=-1))
+            joint = linear(
+                self.params, "markov_joint", jnp.concatenate([memory, vector, states], axis=-1)
+            )
             gate, candidate, output = jnp.split(joint, 3, axis=-1)
             gate = jax.nn.sigmoid(gate)
             memory, latent = gate * memory + (1 - gate) * jnp.tanh(candidate), jnp.tanh(output)
         else:
             latent = vector
-        return logits + vocabulary_logits(latent, self.params["markov_out"]), memory, self._confidence(inputs)
+        return (
+            logits + vocabulary_logits(latent, self.params["markov_out"]),
+            memory,
+            self._confidence(inputs),
+        )
 
     def _confidence(self, inputs: Sequence[jax.Array]) -> jax.Array | None:
         if not self.config.confidence:
             return None
-        return linear(self.params, "confidence", jnp.concatenate(inputs, axis=-1))[..., 0].astype(jnp.float32)
+        return linear(self.params, "confidence", jnp.concatenate(inputs, axis=-1))[..., 0].astype(
+            jnp.float32
+        )
 
     def propose(
-        self, target: Target, state: Cache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+        self,
+        target: Target,
+        state: Cache,
+        root: jax.Array,
+        sampling: RowSampling,
+        keys: jax.Array,
+        active: jax.Array,
     ) -> tuple[Draft, Cache]:
         shape, vocabulary = self.draft_shape, self.vocabulary(target)
         slots = self.block(target, state, root)
         states = slots[:, -shape.depth :]
         logits_by_depth = self.logits(target, states)
 
-        def children_after(depth: jax.Array, tokens: jax.Array, memory: jax.Array) -> tuple[CandidateTokens, jax.Array]:
-            logits, states_here = (jnp.take(values, depth, axis=1)[:, None] for values in (logits_by_depth, states))
+        def children_after(
+            depth: jax.Array, tokens: jax.Array, memory: jax.Array
+        ) -> tuple[CandidateTokens, jax.Array]:
+            logits, states_here = (
+                jnp.take(values, depth, axis=1)[:, None] for values in (logits_by_depth, states)
+            )
             logits, memory, confidence = self.after(logits, states_here, tokens, memory)
             children = offered_by(shape, logits, depth, sampling, keys[depth], vocabulary)
             if children.confidence is not None and confidence is not None:
@@ -172,7 +199,9 @@ class DSpark(DFlash):
         draft, _, _ = expand(shape, read, first, memory, root, sampling, keys, active, vocabulary)
         return draft, state
 
-    def drafting_reads(self, target: Target, state: Cache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+    def drafting_reads(
+        self, target: Target, state: Cache | tuple[()] = (), cache: Sequence[Entry] = ()
+    ) -> DraftingReads:
         """Return all weights, read once, but the Markov head, which every level reads.
 
         Of its first matrix a node reads one row, which is not counted.

@@ -60,7 +60,9 @@ def read_layer(stored: CheckpointFiles) -> EagleConfig:
     """Return the configuration of a checkpoint's layer and of its ``fc``."""
     layer = config_json.parse_drafter_config(stored.raw, stored.file)
     if layer.num_layers != 1:
-        raise CheckpointError(f"{stored.file}: num_hidden_layers={layer.num_layers}: an EAGLE drafter has one layer")
+        raise CheckpointError(
+            f"{stored.file}: num_hidden_layers={layer.num_layers}: an EAGLE drafter has one layer"
+        )
     return EagleConfig(
         layer=config_json.with_switches(layer, stored.shapes, "layers.0."),
         fc_bias="fc.bias" in stored.shapes,
@@ -72,8 +74,8 @@ def read_config(stored: CheckpointFiles) -> EagleConfig:
     """Return the configuration of a checkpoint. Raises `CheckpointError`."""
     if stored.raw.get("layer_self_attention") is not None:
         raise CheckpointError(
-            f"{stored.file}: layer_self_attention: this drafter reads summaries of the target's layers; load it with "
-            "EagleWithLayerAttention, or as eagle-lsa:DIRECTORY"
+            f"{stored.file}: layer_self_attention: this drafter reads summaries of the target's"
+            " layers; load it with EagleWithLayerAttention, or as eagle-lsa:DIRECTORY"
         )
     return read_layer(stored)
 
@@ -94,7 +96,10 @@ def declare(config: EagleConfig, layout: str) -> Params:
 def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
     """Return the fields of config.json."""
     layer = drafter.config.layer
-    return config_json.format_config(layer, dtype) | {"bias": drafter.config.fc_bias, "qkv_bias": layer.qkv_bias}
+    return config_json.format_config(layer, dtype) | {
+        "bias": drafter.config.fc_bias,
+        "qkv_bias": layer.qkv_bias,
+    }
 
 
 FORMAT = CheckpointFormat(
@@ -137,7 +142,9 @@ class Eagle(FeatureDrafter):
     checkpoint_format: ClassVar[CheckpointFormat] = FORMAT
 
     @classmethod
-    def init(cls, target: Target, key: jax.Array, draft: DraftShape | int = DynamicTree(), **sizes: Any) -> Self:
+    def init(
+        cls, target: Target, key: jax.Array, draft: DraftShape | int = DynamicTree(), **sizes: Any
+    ) -> Self:
         """Return a drafter for ``target`` with random weights.
 
         Args:
@@ -147,7 +154,12 @@ class Eagle(FeatureDrafter):
             sizes: fields of the layer's `ModelConfig`; the default is the target's sizes.
         """
         config = EagleConfig(layer_like(target.config, **sizes))
-        return cls(params=cls._initialise(config, key, target), config=config, draft=draft, mesh=target.mesh)
+        return cls(
+            params=cls._initialise(config, key, target),
+            config=config,
+            draft=draft,
+            mesh=target.mesh,
+        )
 
     @property
     def sizes(self) -> ModelConfig:
@@ -170,7 +182,9 @@ class Eagle(FeatureDrafter):
         x = linear(self.params, "fc", jnp.concatenate([embedded, states], axis=-1))
         attended, entry = attention(layer, config, x, turn, mask, past[0])
         x = x + attended
-        return x + mlp(layer, rms_norm(x, layer["post_norm"], config.norm_eps), activation=config.activation), (entry,)
+        return x + mlp(
+            layer, rms_norm(x, layer["post_norm"], config.norm_eps), activation=config.activation
+        ), (entry,)
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
         return target.head(states)

@@ -73,7 +73,11 @@ class Eagle3(FeatureDrafter):
 
     @classmethod
     def usual_sizes(cls, target: Target) -> dict[str, Any]:
-        return {"ids": np.arange(USUAL_VOCABULARY)} if target.config.vocab_size > USUAL_VOCABULARY else {}
+        return (
+            {"ids": np.arange(USUAL_VOCABULARY)}
+            if target.config.vocab_size > USUAL_VOCABULARY
+            else {}
+        )
 
     @classmethod
     def init(
@@ -130,8 +134,9 @@ class Eagle3(FeatureDrafter):
         layers, taps = target.config.num_layers, self.config.taps_of(target.config.num_layers)
         if len(taps) != self.config.tap_count or not all(0 <= tap <= layers for tap in taps):
             raise InputError(
-                f"drafter: this Eagle3 reads {self.config.tap_count} layers of the target, but for a target of {layers} layers "
-                f"they would be {taps}: give the target that it was trained with"
+                f"drafter: this Eagle3 reads {self.config.tap_count} layers of the target, but for"
+                f" a target of {layers} layers they would be {taps}: give the target that it was"
+                " trained with"
             )
 
     def taps(self, config: ModelConfig) -> tuple[int, ...]:
@@ -152,7 +157,10 @@ class Eagle3(FeatureDrafter):
     def joined(self, taps: Sequence[jax.Array]) -> jax.Array:
         """Return the features ``[B, T, H]`` that ``fc`` makes of ``taps``, each ``[B, T, Ht]``."""
         if self.config.fc_norm:
-            taps = [rms_norm(x, weight, self.sizes.norm_eps) for x, weight in zip(taps, self.params["fc_norm"], strict=True)]
+            taps = [
+                rms_norm(x, weight, self.sizes.norm_eps)
+                for x, weight in zip(taps, self.params["fc_norm"], strict=True)
+            ]
         joined = jnp.concatenate(taps, axis=-1)
         if self.config.norm_before_fc:
             joined = rms_norm(joined, self.params["input_norm"], self.sizes.norm_eps)
@@ -172,14 +180,20 @@ class Eagle3(FeatureDrafter):
         first, *rest = self.params["layers"]
         normed = rms_norm(states, first["hidden_norm"], eps)
         joined = jnp.concatenate([rms_norm(embedded, first["input_norm"], eps), normed], axis=-1)
-        attended, entry = attention(first, config, joined, turn, *self.seen(0, positions, mask, past[0]))
+        attended, entry = attention(
+            first, config, joined, turn, *self.seen(0, positions, mask, past[0])
+        )
         x = (normed if self.config.norm_before_residual else states) + attended
         x = x + mlp(first, rms_norm(x, first["post_norm"], eps), activation=config.activation)
         entries = [entry]
         for index, (layer, before) in enumerate(zip(rest, past[1:], strict=True), 1):
-            x, entry = decoder_layer(layer, config, x, turn, *self.seen(index, positions, mask, before))
+            x, entry = decoder_layer(
+                layer, config, x, turn, *self.seen(index, positions, mask, before)
+            )
             entries.append(entry)
-        return (rms_norm(x, self.params["norm"], eps) if self.config.norm_output else x), tuple(entries)
+        return (rms_norm(x, self.params["norm"], eps) if self.config.norm_output else x), tuple(
+            entries
+        )
 
     def seen(
         self, layer: int, positions: jax.Array, mask: jax.Array | None, past: tuple[Piece, ...]
@@ -191,8 +205,16 @@ class Eagle3(FeatureDrafter):
         return mask, past
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
-        x = states if self.config.norm_output else rms_norm(states, self.params["norm"], self.sizes.norm_eps)
-        return self._split(vocabulary_logits(x, self.params["lm_head"])) if self.config.own_head else target.head(x)
+        x = (
+            states
+            if self.config.norm_output
+            else rms_norm(states, self.params["norm"], self.sizes.norm_eps)
+        )
+        return (
+            self._split(vocabulary_logits(x, self.params["lm_head"]))
+            if self.config.own_head
+            else target.head(x)
+        )
 
     def drafted_logits(self, target: Target, hidden: jax.Array) -> jax.Array:
         """Return the target's logits ``[..., Vd]`` of the tokens that the drafter can draft.
@@ -204,12 +226,16 @@ class Eagle3(FeatureDrafter):
         assert vocabulary is not None
         # Select columns of the head and not of the logits: there are far more logits, and on a mesh
         # the devices would have to exchange them.
-        return self._split(target.finish_logits(vocabulary_logits(hidden, target.head_weights[:, vocabulary.ids])))
+        return self._split(
+            target.finish_logits(vocabulary_logits(hidden, target.head_weights[:, vocabulary.ids]))
+        )
 
     def _split(self, logits: jax.Array) -> jax.Array:
         """Return ``logits [..., Vd]``, split over the devices of the mesh."""
         units = {"vocab": logits.shape[-1]}
-        return sharding.constrain(logits, ("batch", *(None,) * (logits.ndim - 2), "vocab"), units, self.mesh)
+        return sharding.constrain(
+            logits, ("batch", *(None,) * (logits.ndim - 2), "vocab"), units, self.mesh
+        )
 
     def drafting_reads(
         self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()

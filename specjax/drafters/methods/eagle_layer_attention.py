@@ -48,7 +48,9 @@ def _read_config(stored: CheckpointFiles) -> EagleLayerAttentionConfig:
 
 
 def _declare(config: EagleLayerAttentionConfig, layout: str) -> Params:
-    return eagle.declare(config, layout) | layer_attention.declare(config.lsa, config.layer.hidden_size)
+    return eagle.declare(config, layout) | layer_attention.declare(
+        config.lsa, config.layer.hidden_size
+    )
 
 
 def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
@@ -79,10 +81,17 @@ class EagleWithLayerAttention(Eagle):
     )
 
     @classmethod
-    def init(cls, target: Target, key: jax.Array, draft: DraftShape | int = DynamicTree(), **sizes: Any) -> Self:
+    def init(
+        cls, target: Target, key: jax.Array, draft: DraftShape | int = DynamicTree(), **sizes: Any
+    ) -> Self:
         lsa = LayerAttention.for_target(target.config)
         config = EagleLayerAttentionConfig(layer_like(target.config, **sizes), lsa=lsa)
-        return cls(params=cls._initialise(config, key, target), config=config, draft=draft, mesh=target.mesh)
+        return cls(
+            params=cls._initialise(config, key, target),
+            config=config,
+            draft=draft,
+            mesh=target.mesh,
+        )
 
     def check(self, target: Target) -> None:
         super().check(target)

@@ -46,7 +46,10 @@ class EarlyExit(Drafter[tuple[()]]):
     def check(self, target: Target) -> None:
         layers = target.config.num_layers
         if not 1 <= self.layers < layers:
-            raise InputError(f"EarlyExit(layers={self.layers}): the target has {layers} layers; give from 1 to {layers - 1}")
+            raise InputError(
+                f"EarlyExit(layers={self.layers}): the target has {layers} layers; give from 1 to"
+                f" {layers - 1}"
+            )
 
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
         return tuple(range(self.layers))
@@ -62,8 +65,28 @@ class EarlyExit(Drafter[tuple[()]]):
         cache: KVCache | None = None,
     ) -> tuple[Draft, tuple[()]]:
         assert cache is not None
-        return draft_with(target, cache, self.draft_shape, root, sampling, keys, active, layers=(0, self.layers)), state
+        return (
+            draft_with(
+                target,
+                cache,
+                self.draft_shape,
+                root,
+                sampling,
+                keys,
+                active,
+                layers=(0, self.layers),
+            ),
+            state,
+        )
 
-    def drafting_reads(self, target: Target, state: tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+    def drafting_reads(
+        self, target: Target, state: tuple[()] = (), cache: Sequence[Entry] = ()
+    ) -> DraftingReads:
         """Return the arrays of a level: the first layers, their part of the cache, and the head."""
-        return DraftingReads(level=(target.params["layers"][: self.layers], cache[: self.layers], target.head_as_stored))
+        return DraftingReads(
+            level=(
+                target.params["layers"][: self.layers],
+                cache[: self.layers],
+                target.head_as_stored,
+            )
+        )

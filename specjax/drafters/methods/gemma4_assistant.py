@@ -75,13 +75,19 @@ class AssistantConfig:
     centroids_kept: int = 32
 
     def __post_init__(self) -> None:
-        if self.centroids and (self.model.vocab_size % self.centroids or not 1 <= self.centroids_kept <= self.centroids):
+        if self.centroids and (
+            self.model.vocab_size % self.centroids or not 1 <= self.centroids_kept <= self.centroids
+        ):
             raise InputError(
-                f"num_centroids={self.centroids}, centroid_intermediate_top_k={self.centroids_kept}: the clusters must divide "
-                f"the {self.model.vocab_size} tokens, and centroid_intermediate_top_k must be from 1 to num_centroids"
+                f"num_centroids={self.centroids},"
+                f" centroid_intermediate_top_k={self.centroids_kept}: the clusters must divide the"
+                f" {self.model.vocab_size} tokens, and centroid_intermediate_top_k must be from 1"
+                " to num_centroids"
             )
         if self.model.per_layer_inputs or self.model.moe is not None:
-            raise InputError("text_config: an assistant's layers have one MLP, and no inputs of their own")
+            raise InputError(
+                "text_config: an assistant's layers have one MLP, and no inputs of their own"
+            )
 
 
 def read_config(stored: CheckpointFiles) -> AssistantConfig:
@@ -97,9 +103,13 @@ def read_config(stored: CheckpointFiles) -> AssistantConfig:
     # All layers read the cache of another model, so the field about shared layers has no meaning.
     text = {**fields["text_config"], "model_type": "gemma4_text", "num_kv_shared_layers": 0}
     model = config_json.parse_drafter_config(text, stored.file)
-    stored.check_count("num_hidden_layers", model.num_layers, stored.numbered("model.layers."), "layers")
+    stored.check_count(
+        "num_hidden_layers", model.num_layers, stored.numbered("model.layers."), "layers"
+    )
     centroids = fields["num_centroids"] if fields["use_ordered_embeddings"] else 0
-    return AssistantConfig(model, fields["backbone_hidden_size"], centroids, fields["centroid_intermediate_top_k"])
+    return AssistantConfig(
+        model, fields["backbone_hidden_size"], centroids, fields["centroid_intermediate_top_k"]
+    )
 
 
 def declare(config: AssistantConfig, layout: str) -> Params:
@@ -109,9 +119,14 @@ def declare(config: AssistantConfig, layout: str) -> Params:
     """
     model, hidden = config.model, (config.model.hidden_size, None)
     declared = declarations.declare(replace(model, tie_embeddings=True))
-    layers = [{name: param for name, param in layer.items() if name not in _NOT_HELD} for layer in declared["layers"]]
+    layers = [
+        {name: param for name, param in layer.items() if name not in _NOT_HELD}
+        for layer in declared["layers"]
+    ]
     tree = declared | {
-        "embed": replace(declared["embed"], is_product=False),  # with centroids, selected rows are multiplied as well
+        "embed": replace(
+            declared["embed"], is_product=False
+        ),  # with centroids, selected rows are multiplied as well
         "layers": layers,
         "pre": matrix("pre_projection", (2 * config.target_hidden_size, None), hidden),
         "post": matrix("post_projection", hidden, (config.target_hidden_size, None)),
@@ -119,7 +134,9 @@ def declare(config: AssistantConfig, layout: str) -> Params:
     if config.centroids:
         tree["centroids"] = matrix("masked_embedding.centroids", hidden, (config.centroids, None))
         name = "masked_embedding.token_ordering"
-        tree["order"] = Param((model.vocab_size,), (None,), name, "zeros", dtype="int32", stored_dtype="int64")
+        tree["order"] = Param(
+            (model.vocab_size,), (None,), name, "zeros", dtype="int32", stored_dtype="int64"
+        )
     return tree
 
 
@@ -182,7 +199,9 @@ class Gemma4Assistant(NewestStateDrafter):
     checkpoint_format: ClassVar[CheckpointFormat] = CheckpointFormat(
         title="a Gemma 4 assistant",
         layouts=("google",),
-        recognises=lambda raw, tensors: raw.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant"),
+        recognises=lambda raw, tensors: (
+            raw.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant")
+        ),
         read_config=read_config,
         declare=declare,
         axis_units=lambda config: config.model.axis_units,
@@ -197,8 +216,18 @@ class Gemma4Assistant(NewestStateDrafter):
         if target_config.model_type != "gemma4_text" or target_config.vocab_size != _VOCABULARY:
             return {}
         if target_config.per_layer_inputs:  # E2B and E4B
-            return {"hidden_size": 256, "intermediate_size": 2048, "num_heads": 4, "centroids": 2048, "centroids_kept": 32}
-        return {"hidden_size": 1024, "intermediate_size": 8192, "num_heads": target_config.num_heads}
+            return {
+                "hidden_size": 256,
+                "intermediate_size": 2048,
+                "num_heads": 4,
+                "centroids": 2048,
+                "centroids_kept": 32,
+            }
+        return {
+            "hidden_size": 1024,
+            "intermediate_size": 8192,
+            "num_heads": target_config.num_heads,
+        }
 
     @classmethod
     def init(
@@ -226,7 +255,9 @@ class Gemma4Assistant(NewestStateDrafter):
         return cls(params=params, config=config, draft=draft, mesh=target.mesh)
 
     @staticmethod
-    def config_for(of_target: ModelConfig, *, centroids: int = 0, centroids_kept: int = 32, **sizes: Any) -> AssistantConfig:
+    def config_for(
+        of_target: ModelConfig, *, centroids: int = 0, centroids_kept: int = 32, **sizes: Any
+    ) -> AssistantConfig:
         """Return the configuration of an assistant for a target.
 
         Args:
@@ -238,7 +269,9 @@ class Gemma4Assistant(NewestStateDrafter):
                 as wide as the target.
         """
         if of_target.mla is not None:
-            raise InputError("target: an assistant reads keys and values, but this target stores latents (MLA)")
+            raise InputError(
+                "target: an assistant reads keys and values, but this target stores latents (MLA)"
+            )
         windowed, full = _sources(of_target)
         kinds = ([windowed] * 3 + [full]) if windowed is not None else [full] * 4
         count = sizes.pop("num_layers", len(kinds))
@@ -249,7 +282,11 @@ class Gemma4Assistant(NewestStateDrafter):
         full_layer = Layer(head_dim=last.head_dim, rope=last.rope)
         if last.num_kv_heads != base.num_kv_heads:  # in Gemma's files the two come together
             full_layer = replace(full_layer, num_kv_heads=last.num_kv_heads, keys_are_values=True)
-        fields: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_heads": last.num_heads} | sizes
+        fields: dict[str, Any] = {
+            "hidden_size": hidden,
+            "intermediate_size": 4 * hidden,
+            "num_heads": last.num_heads,
+        } | sizes
         model = ModelConfig(
             model_type="gemma4_text",
             **FAMILIES["gemma4_text"].switches,
@@ -275,22 +312,32 @@ class Gemma4Assistant(NewestStateDrafter):
 
     def check(self, target: Target) -> None:
         config, target_config = self.config, target.config
-        if (config.target_hidden_size, config.model.vocab_size) != (target_config.hidden_size, target_config.vocab_size):
+        if (config.target_hidden_size, config.model.vocab_size) != (
+            target_config.hidden_size,
+            target_config.vocab_size,
+        ):
             raise InputError(
-                f"drafter: this assistant was made for a target of hidden size {config.target_hidden_size} with "
-                f"{config.model.vocab_size} tokens, but target has {target_config.hidden_size} and "
-                f"{target_config.vocab_size}: give the target that it was made for"
+                "drafter: this assistant was made for a target of hidden size"
+                f" {config.target_hidden_size} with {config.model.vocab_size} tokens, but target"
+                f" has {target_config.hidden_size} and {target_config.vocab_size}: give the target"
+                " that it was made for"
             )
         if target_config.mla is not None:
-            raise InputError("drafter: an assistant reads keys and values, but this target stores latents (MLA)")
+            raise InputError(
+                "drafter: an assistant reads keys and values, but this target stores latents (MLA)"
+            )
         for layer, source in enumerate(self._read_by(target_config)):
             if source is None:
-                raise InputError("drafter: this assistant has layers with a window, but no layer of the target has one")
+                raise InputError(
+                    "drafter: this assistant has layers with a window, but no layer of the target"
+                    " has one"
+                )
             reader, owner = config.model.of_layer(layer), target_config.of_layer(source)
             if reader.head_dim != owner.head_dim or reader.num_heads % owner.num_kv_heads:
                 raise InputError(
-                    f"drafter: layer {layer} of this assistant has {reader.num_heads} heads of {reader.head_dim}, "
-                    f"but the target's layer {source} has {owner.num_kv_heads} of {owner.head_dim}: give its own target"
+                    f"drafter: layer {layer} of this assistant has {reader.num_heads} heads of"
+                    f" {reader.head_dim}, but the target's layer {source} has {owner.num_kv_heads}"
+                    f" of {owner.head_dim}: give its own target"
                 )
         self.draft_shape.check(config.model.vocab_size)
         check_mesh(self.mesh, target)
@@ -299,7 +346,10 @@ class Gemma4Assistant(NewestStateDrafter):
         """Return the target layer whose entries each layer of the assistant reads."""
         windowed, full = _sources(config)
         model = self.config.model
-        return [windowed if layer in model.windowed_layers else full for layer in range(model.num_layers)]
+        return [
+            windowed if layer in model.windowed_layers else full
+            for layer in range(model.num_layers)
+        ]
 
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
         return tuple(sorted({layer for layer in self._read_by(config) if layer is not None}))
@@ -322,7 +372,10 @@ class Gemma4Assistant(NewestStateDrafter):
         Returns:
             The float32 logits ``[B, F, V]`` after each node, and the nodes' states ``[B, F, H]``.
         """
-        reads, positions = self.reads(target.config), jnp.broadcast_to(cache.length[:, None], tokens.shape)
+        reads, positions = (
+            self.reads(target.config),
+            jnp.broadcast_to(cache.length[:, None], tokens.shape),
+        )
 
         def attends_to(layer: int, back: int | None) -> Piece:
             return target.cache_piece(cache, reads.index(layer), positions, back)
@@ -331,7 +384,12 @@ class Gemma4Assistant(NewestStateDrafter):
         return self.logits(x), states
 
     def run(
-        self, target: Target, embedded: jax.Array, above: jax.Array, positions: jax.Array, attends_to: Seen
+        self,
+        target: Target,
+        embedded: jax.Array,
+        above: jax.Array,
+        positions: jax.Array,
+        attends_to: Seen,
     ) -> tuple[jax.Array, jax.Array]:
         """Run the layers on T tokens per row, none of which sees another.
 
@@ -356,7 +414,15 @@ class Gemma4Assistant(NewestStateDrafter):
             # it. The token's own position, which counts too, makes it `window + 2`.
             back = None if (window := model.window_of(layer)) is None else window + 2
             turn = rotations(config.rope, config.head_dim, positions)
-            x, _ = decoder_layer(self.params["layers"][layer], config, x, turn, None, [attends_to(source, back)], self.mesh)
+            x, _ = decoder_layer(
+                self.params["layers"][layer],
+                config,
+                x,
+                turn,
+                None,
+                [attends_to(source, back)],
+                self.mesh,
+            )
         x = normed(self.params, "norm", model, x)
         return x, linear(self.params, "post", x)
 
@@ -370,11 +436,17 @@ class Gemma4Assistant(NewestStateDrafter):
             return self.all_logits(x)
         flat, vocab = x.reshape(-1, x.shape[-1]), self.config.model.vocab_size
         best = jax.lax.top_k(linear(self.params, "centroids", flat), self.config.centroids_kept)[1]
-        tokens = self.params["order"].reshape(self.config.centroids, -1)[best].reshape(len(flat), -1)
+        tokens = (
+            self.params["order"].reshape(self.config.centroids, -1)[best].reshape(len(flat), -1)
+        )
         multiply = partial(jnp.einsum, "rth,rnh->rtn", preferred_element_type=jnp.float32)
         best_logits = product_on_device(multiply, flat[:, None], self.params["embed"][tokens])[:, 0]
         logits = jnp.broadcast_to(best_logits.min(axis=-1, keepdims=True) - 1.0, (len(flat), vocab))
-        return logits.at[jnp.arange(len(flat))[:, None], tokens].set(best_logits).reshape(*x.shape[:-1], vocab)
+        return (
+            logits.at[jnp.arange(len(flat))[:, None], tokens]
+            .set(best_logits)
+            .reshape(*x.shape[:-1], vocab)
+        )
 
     def all_logits(self, x: jax.Array) -> jax.Array:
         """Return the float32 logits ``[..., V]`` of all tokens, in any cluster, for training."""
@@ -397,11 +469,17 @@ class Gemma4Assistant(NewestStateDrafter):
             above = jnp.take_along_axis(states, frontier.parents[..., None], axis=1)
             return self.read(target, frontier.tokens, above, cache)
 
-        states = jnp.broadcast_to(root_states, (root.shape[0], self.draft_shape.width, root_states.shape[-1]))
-        draft, _, _ = expand(self.draft_shape, read, logits[:, 0], states, root, sampling, keys, active)
+        states = jnp.broadcast_to(
+            root_states, (root.shape[0], self.draft_shape.width, root_states.shape[-1])
+        )
+        draft, _, _ = expand(
+            self.draft_shape, read, logits[:, 0], states, root, sampling, keys, active
+        )
         return draft, state
 
-    def drafting_reads(self, target: Target, state: jax.Array | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+    def drafting_reads(
+        self, target: Target, state: jax.Array | tuple[()] = (), cache: Sequence[Entry] = ()
+    ) -> DraftingReads:
         """Return the arrays of a level: the weights, and the target's cache of the layers it reads.
 
         Of a head with centroids they are the centroids, and for each row the tokens of one node's
@@ -410,8 +488,14 @@ class Gemma4Assistant(NewestStateDrafter):
         params, config = dict(self.params), self.config
         if config.centroids:
             embed, size = params["embed"], config.model.vocab_size
-            tokens = config.centroids_kept * (size // config.centroids) * (1 if isinstance(state, tuple) else state.shape[0])
-            params["embed"] = jax.ShapeDtypeStruct((min(tokens, size), embed.shape[1]), embed.dtype, sharding=embed.sharding)
+            tokens = (
+                config.centroids_kept
+                * (size // config.centroids)
+                * (1 if isinstance(state, tuple) else state.shape[0])
+            )
+            params["embed"] = jax.ShapeDtypeStruct(
+                (min(tokens, size), embed.shape[1]), embed.dtype, sharding=embed.sharding
+            )
         entries = [cache[layer] for layer in self.reads(target.config)] if cache else []
         return DraftingReads(level=(params, entries, state))
 
@@ -423,7 +507,11 @@ def _sources(config: ModelConfig) -> tuple[int | None, int]:
     full layer. If all layers have windows, it is the last layer, and the first is None.
     """
     windowed = [layer for layer in range(config.num_layers) if layer in config.windowed_layers]
-    full = [layer for layer in range(config.num_layers) if layer not in (*config.windowed_layers, *config.linear_layers)]
+    full = [
+        layer
+        for layer in range(config.num_layers)
+        if layer not in (*config.windowed_layers, *config.linear_layers)
+    ]
     if not full:
         return None, config.entries_of(windowed[-1])
     return config.entries_of(windowed[-1]) if windowed else None, config.entries_of(full[-1])

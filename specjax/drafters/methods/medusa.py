@@ -57,15 +57,20 @@ def read_config(stored: CheckpointFiles) -> MedusaConfig:
     blocks, output = fields["medusa_num_layers"], f"0.{fields['medusa_num_layers']}.weight"
     if len(stored.shapes.get(output, ())) != 2:
         raise CheckpointError(
-            f"{stored.directory}: the weights lack {output!r}, the output of the first head after medusa_num_layers={blocks} "
-            "blocks: give the weights of Medusa heads that this config.json describes"
+            f"{stored.directory}: the weights lack {output!r}, the output of the first head after"
+            f" medusa_num_layers={blocks} blocks: give the weights of Medusa heads that this"
+            " config.json describes"
         )
     vocab, hidden = stored.shapes[output]
     heads = stored.numbered("")
-    if heads < fields["medusa_num_heads"]:  # published files may have more heads than their config.json states
+    if (
+        heads < fields["medusa_num_heads"]
+    ):  # published files may have more heads than their config.json states
         stored.check_count("medusa_num_heads", fields["medusa_num_heads"], heads, "heads")
     for head in range(heads):
-        stored.check_count("medusa_num_layers", blocks, stored.numbered(f"{head}.") - 1, f"blocks in head {head}")
+        stored.check_count(
+            "medusa_num_layers", blocks, stored.numbered(f"{head}.") - 1, f"blocks in head {head}"
+        )
     return MedusaConfig(hidden, vocab, heads, blocks)
 
 
@@ -78,7 +83,10 @@ def declare(config: MedusaConfig, layout: str) -> Params:
 
     def declare_block(name: str) -> Params:  # begins as the identity
         weight = replace(matrix(name, hidden, hidden), init="zeros")
-        return {"linear": weight, "linear_bias": Param((config.hidden_size,), (None,), f"{name}.bias", "zeros")}
+        return {
+            "linear": weight,
+            "linear_bias": Param((config.hidden_size,), (None,), f"{name}.bias", "zeros"),
+        }
 
     def declare_head(head: int) -> Params:
         return {
@@ -138,7 +146,13 @@ class Medusa(NewestStateDrafter):
 
     @classmethod
     def init(
-        cls, target: Target, key: jax.Array, draft: DraftShape | int | None = None, *, heads: int = 5, blocks: int = 1
+        cls,
+        target: Target,
+        key: jax.Array,
+        draft: DraftShape | int | None = None,
+        *,
+        heads: int = 5,
+        blocks: int = 1,
     ) -> Self:
         """Return heads for ``target``, which start as copies of its own head, as the authors' do.
 
@@ -160,12 +174,14 @@ class Medusa(NewestStateDrafter):
         config, sizes = self.config, (target.config.hidden_size, target.config.vocab_size)
         if (config.hidden_size, config.vocab_size) != sizes:
             raise InputError(
-                f"drafter: these Medusa heads were made for a target of hidden size {config.hidden_size} with "
-                f"{config.vocab_size} tokens, but target has {sizes[0]} and {sizes[1]}: give the target that they were made for"
+                "drafter: these Medusa heads were made for a target of hidden size"
+                f" {config.hidden_size} with {config.vocab_size} tokens, but target has {sizes[0]}"
+                f" and {sizes[1]}: give the target that they were made for"
             )
         if self.draft_shape.depth > config.heads:
             raise InputError(
-                f"draft={self.draft}: {self.draft_shape.depth} deep, but there are {config.heads} heads; give at most as many"
+                f"draft={self.draft}: {self.draft_shape.depth} deep, but there are {config.heads}"
+                " heads; give at most as many"
             )
         self.draft_shape.check(config.vocab_size)
         check_mesh(self.mesh, target)
@@ -184,11 +200,21 @@ class Medusa(NewestStateDrafter):
         return self.config.hidden_size
 
     def propose(
-        self, target: Target, state: jax.Array, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+        self,
+        target: Target,
+        state: jax.Array,
+        root: jax.Array,
+        sampling: RowSampling,
+        keys: jax.Array,
+        active: jax.Array,
     ) -> tuple[Draft, jax.Array]:
-        logits = jnp.stack([self.head(i, state) for i in range(self.draft_shape.depth)], axis=1)  # [B, D, V]
+        logits = jnp.stack(
+            [self.head(i, state) for i in range(self.draft_shape.depth)], axis=1
+        )  # [B, D, V]
         return expand_by_depth(self.draft_shape, logits, root, sampling, keys, active), state
 
-    def drafting_reads(self, target: Target, state: jax.Array | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+    def drafting_reads(
+        self, target: Target, state: jax.Array | tuple[()] = (), cache: Sequence[Entry] = ()
+    ) -> DraftingReads:
         """Return all weights, read once: all levels are drafted in one pass."""
         return DraftingReads(step=self.own_weights)

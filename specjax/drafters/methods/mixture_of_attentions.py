@@ -21,7 +21,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax.drafters import layer_attention
-from specjax.drafters.base import Drafter, DraftingReads, RemoteFeatures, check_mesh, remote_entry_arrays
+from specjax.drafters.base import (
+    Drafter,
+    DraftingReads,
+    RemoteFeatures,
+    check_mesh,
+    remote_entry_arrays,
+)
 from specjax.drafters.checkpoints import moa as moa_checkpoint
 from specjax.drafters.checkpoints.moa import MoAConfig
 from specjax.drafters.expansion import Frontier, expand
@@ -51,8 +57,15 @@ def _default_sizes(target: ModelConfig) -> dict[str, int]:
     They have half of the target's key/value heads, and 3/7 of its MLP, rounded down to a multiple
     of 8. For Llama-3-8B these are the authors' sizes, 4 and 6144.
     """
-    kv_heads = max(count for count in range(1, max(target.num_kv_heads // 2, 1) + 1) if target.num_heads % count == 0)
-    return {"num_kv_heads": kv_heads, "intermediate_size": max(target.intermediate_size * 3 // 7 // 8, 1) * 8}
+    kv_heads = max(
+        count
+        for count in range(1, max(target.num_kv_heads // 2, 1) + 1)
+        if target.num_heads % count == 0
+    )
+    return {
+        "num_kv_heads": kv_heads,
+        "intermediate_size": max(target.intermediate_size * 3 // 7 // 8, 1) * 8,
+    }
 
 
 @struct.dataclass
@@ -136,7 +149,9 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         Raises:
             CheckpointError: A file, a field, a tensor or ``tli`` is invalid.
         """
-        return super().from_pretrained(path, draft=draft, dtype=dtype, mesh=mesh, weights=weights, tli=tli)
+        return super().from_pretrained(
+            path, draft=draft, dtype=dtype, mesh=mesh, weights=weights, tli=tli
+        )
 
     @classmethod
     def init(
@@ -170,7 +185,12 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             tli=tli,
             target=target_config,
         )
-        return cls(params=cls._initialise(config, key, target), config=config, draft=draft, mesh=target.mesh)
+        return cls(
+            params=cls._initialise(config, key, target),
+            config=config,
+            draft=draft,
+            mesh=target.mesh,
+        )
 
     def check(self, target: Target) -> None:
         config, layers = self.config, target.config.num_layers
@@ -179,31 +199,36 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         target_sizes = (target.config.vocab_size, target.config.hidden_size, layers)
         if sizes != target_sizes:
             raise InputError(
-                f"drafter: this Mixture of Attentions was made for a target with (vocabulary, hidden size, layers) {sizes}, "
-                f"but target has {target_sizes}: give the target that it was trained with"
+                "drafter: this Mixture of Attentions was made for a target with (vocabulary,"
+                f" hidden size, layers) {sizes}, but target has {target_sizes}: give the target"
+                " that it was trained with"
             )
         if config.lsa is not None:
             config.lsa.check(target.config)
         first, last = self.tli_layers(target)
         if windowed := set(range(first, last)) & set(target.config.windowed_layers):
             raise InputError(
-                f"drafter: target layer inference (tli={config.tli}) runs layers {sorted(windowed)}, which have a sliding "
-                "window, but it supports full layers only: give a drafter with tli=0"
+                f"drafter: target layer inference (tli={config.tli}) runs layers"
+                f" {sorted(windowed)}, which have a sliding window, but it supports full layers"
+                " only: give a drafter with tli=0"
             )
         if linear := set(range(first, last)) & set(target.config.linear_layers):
             raise InputError(
-                f"drafter: target layer inference (tli={config.tli}) runs layers {sorted(linear)}, which have a recurrent "
-                "state instead of KV entries: give a drafter with tli=0"
+                f"drafter: target layer inference (tli={config.tli}) runs layers {sorted(linear)},"
+                " which have a recurrent state instead of KV entries: give a drafter with tli=0"
             )
-        if outside := [layer for layer in range(first, last) if target.config.entries_of(layer) < first]:
+        if outside := [
+            layer for layer in range(first, last) if target.config.entries_of(layer) < first
+        ]:
             raise InputError(
-                f"drafter: target layer inference (tli={config.tli}) runs layers {outside}, which read the entries "
-                f"of layers before layer {first}: give a drafter with tli=0"
+                f"drafter: target layer inference (tli={config.tli}) runs layers {outside}, which"
+                f" read the entries of layers before layer {first}: give a drafter with tli=0"
             )
         if config.tli and target.config.per_layer_inputs:
             raise InputError(
-                f"drafter: target layer inference (tli={config.tli}) runs the target's last layers on states that belong to no "
-                "token, but the layers of this target need an input for each token: give a drafter with tli=0"
+                f"drafter: target layer inference (tli={config.tli}) runs the target's last layers"
+                " on states that belong to no token, but the layers of this target need an input"
+                " for each token: give a drafter with tli=0"
             )
         self.draft_shape.check(config.self_layer.vocab_size)
         check_mesh(self.mesh, target)
@@ -236,12 +261,18 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         """
         return self._remember(self.config.cross_layer, "cross_attention", summaries, positions)
 
-    def _remember(self, config: ModelConfig, name: str, x: jax.Array, positions: jax.Array) -> Entry:
+    def _remember(
+        self, config: ModelConfig, name: str, x: jax.Array, positions: jax.Array
+    ) -> Entry:
         params, turn = self.params[name], rotations(config.rope, config.head_dim, positions)
         return keys_values(params, config, rms_norm(x, params["input_norm"], config.norm_eps), turn)
 
     def self_attend(
-        self, embedded: jax.Array, positions: jax.Array, mask: jax.Array | None, past: Sequence[Piece] = ()
+        self,
+        embedded: jax.Array,
+        positions: jax.Array,
+        mask: jax.Array | None,
+        past: Sequence[Piece] = (),
     ) -> tuple[jax.Array, Entry]:
         """Run self-attention on embedded tokens.
 
@@ -249,7 +280,9 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         """
         layer = self.config.self_layer
         turn = rotations(layer.rope, layer.head_dim, positions)
-        return decoder_layer(self.params["self_attention"], layer, embedded, turn, mask, past, self.mesh)
+        return decoder_layer(
+            self.params["self_attention"], layer, embedded, turn, mask, past, self.mesh
+        )
 
     def cross_attend(self, x: jax.Array, positions: jax.Array, summaries: Piece) -> jax.Array:
         """Return the states ``[B, T, H]`` after cross-attention.
@@ -260,9 +293,19 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             summaries: the entries of `remember_summaries`, and which of them each state sees. At
                 the beginning of a text that is none.
         """
-        config, params, eps = self.config.cross_layer, self.params["cross_attention"], self.config.cross_layer.norm_eps
+        config, params, eps = (
+            self.config.cross_layer,
+            self.params["cross_attention"],
+            self.config.cross_layer.norm_eps,
+        )
         turn = rotations(config.rope, config.head_dim, positions)
-        x = x + linear(params, "o", attend(queries(params, config, rms_norm(x, params["input_norm"], eps), turn), [summaries]))
+        x = x + linear(
+            params,
+            "o",
+            attend(
+                queries(params, config, rms_norm(x, params["input_norm"], eps), turn), [summaries]
+            ),
+        )
         return x + mlp(params, rms_norm(x, params["post_norm"], eps), activation=config.activation)
 
     def tli_layers(self, target: Target) -> tuple[int, int]:
@@ -299,27 +342,41 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         if not self.config.tli:
             return x, ()
         layers = self.tli_layers(target)
-        x, _, new = target.run(x, cache, layers=layers, positions=positions, mask=mask, scratch=scratch)
+        x, _, new = target.run(
+            x, cache, layers=layers, positions=positions, mask=mask, scratch=scratch
+        )
         return target.norm(x), new
 
     # --- the contract ---
 
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
-        return tuple(range(*self.config.tli_layers_of(config.num_layers)))  # these run with their cache
+        return tuple(
+            range(*self.config.tli_layers_of(config.num_layers))
+        )  # these run with their cache
 
     def start(self, target: Target, batch: int, capacity: int) -> MixtureState:
         """Return empty caches of self-attention and cross-attention."""
 
         def empty(block: ModelConfig) -> KVCache:
-            return KVCache.create([block.entry_parts(0)], batch=batch, capacity=capacity, dtype=self._dtype, mesh=self.mesh)
+            return KVCache.create(
+                [block.entry_parts(0)],
+                batch=batch,
+                capacity=capacity,
+                dtype=self._dtype,
+                mesh=self.mesh,
+            )
 
-        return MixtureState(tokens=empty(self.config.self_layer), summaries=empty(self.config.cross_layer))
+        return MixtureState(
+            tokens=empty(self.config.self_layer), summaries=empty(self.config.cross_layer)
+        )
 
     @property
     def drafts_elsewhere(self) -> bool:
         return True
 
-    def remote_inputs(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+    def remote_inputs(
+        self, target: Target, output: States, entries: Sequence[Entry]
+    ) -> dict[str, jax.Array]:
         """Return the means over the layers, which are smaller than summaries, or all KV entries.
 
         See `layer_attention.mean_over_layers`. The entries of the target layers that run in TLI
@@ -331,7 +388,9 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         remembered = layer_attention.by_token(entries)
         if self.told == "entries":
             return {"entries": remembered}  # they include the layers that it reads
-        means = layer_attention.mean_over_layers(self.params, self.config.lsa, remembered, self.mesh)
+        means = layer_attention.mean_over_layers(
+            self.params, self.config.lsa, remembered, self.mesh
+        )
         return {"means": means, **layer_entries}
 
     def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
@@ -342,7 +401,9 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         layers = [jnp.swapaxes(by_head[:, :, layer], 1, 2) for layer in self.reads(target.config)]
         return tuple((entry[..., :dim], entry[..., dim:]) for entry in layers)
 
-    def append_remote(self, target: Target, state: MixtureState, told: RemoteFeatures) -> MixtureState:
+    def append_remote(
+        self, target: Target, state: MixtureState, told: RemoteFeatures
+    ) -> MixtureState:
         positions = state.tokens.length[:, None] + jnp.arange(told.tokens.shape[1])[None]
         summaries = self._summaries(told.arrays)
         token_entry = self.remember_tokens(target.embed(told.tokens), positions)
@@ -357,7 +418,9 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         if self.config.lsa is None:
             return arrays["hidden"].astype(self._dtype)
         if self.told == "entries":
-            means = layer_attention.mean_over_layers(self.params, self.config.lsa, arrays["entries"], self.mesh)
+            means = layer_attention.mean_over_layers(
+                self.params, self.config.lsa, arrays["entries"], self.mesh
+            )
         else:
             means = arrays["means"].astype(self._dtype)
         return layer_attention.project(self.params, means)
@@ -375,7 +438,9 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         positions = state.tokens.length[:, None] + jnp.arange(tokens.shape[1])[None]
         causal = np.tril(np.ones((1, tokens.shape[1], tokens.shape[1]), bool))
         past = [Filled.of(state.tokens, 0, mesh=self.mesh)]
-        x, token_entry = self.self_attend(target.embed(tokens), positions, jnp.asarray(causal), past)
+        x, token_entry = self.self_attend(
+            target.embed(tokens), positions, jnp.asarray(causal), past
+        )
         entries: tuple[Entry, ...] = ()
         if self.config.tli:
             x = self.cross_attend(x, positions, Filled.of(state.summaries, 0, mesh=self.mesh))
@@ -392,7 +457,9 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         active: jax.Array,
         cache: KVCache | None = None,
     ) -> tuple[Draft, MixtureState]:
-        tokens_read, summaries = (Filled.of(store, 0, mesh=self.mesh) for store in (state.tokens, state.summaries))
+        tokens_read, summaries = (
+            Filled.of(store, 0, mesh=self.mesh) for store in (state.tokens, state.summaries)
+        )
 
         def read(
             tokens: jax.Array, depth: Any, visible: jax.Array, scratch: tuple[Entry, ...]
@@ -407,23 +474,42 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             x = self.cross_attend(x, positions, summaries)
             # The nodes of one level are siblings or cousins: none is an ancestor of another.
             self_only = np.eye(tokens.shape[1], dtype=bool)[None]
-            hidden, new = self.finish(target, x, positions, self_only, cache=cache, scratch=[(scratch[1:], visible)])
+            hidden, new = self.finish(
+                target, x, positions, self_only, cache=cache, scratch=[(scratch[1:], visible)]
+            )
             return hidden, (token_entry, *new)
 
-        def read_frontier(frontier: Frontier, scratch: tuple[Entry, ...]) -> tuple[jax.Array, tuple[Entry, ...]]:
+        def read_frontier(
+            frontier: Frontier, scratch: tuple[Entry, ...]
+        ) -> tuple[jax.Array, tuple[Entry, ...]]:
             below_root = jnp.pad(frontier.visible, ((0, 0), (0, 0), (1, 0)), constant_values=True)
             hidden, new = read(frontier.tokens, frontier.depth, below_root, scratch)
-            return target.head(hidden), place_entries(scratch, new, 1 + frontier.offset, after=hidden)
+            return target.head(hidden), place_entries(
+                scratch, new, 1 + frontier.offset, after=hidden
+            )
 
         # The root takes the first slot of the scratch; the nodes follow it.
         batch, slots = root.shape[0], 1 + self.draft_shape.read_slots
         token_scratch = empty_entries(
-            [self.config.self_layer.entry_parts(0)], batch=batch, slots=slots, dtype=self._dtype, mesh=self.mesh
+            [self.config.self_layer.entry_parts(0)],
+            batch=batch,
+            slots=slots,
+            dtype=self._dtype,
+            mesh=self.mesh,
         )
         scratch = token_scratch + target.new_scratch(batch, slots, self.tli_layers(target))
         hidden, new = read(root[:, None], 0, jnp.zeros((batch, 1, slots), bool), scratch)
         scratch = place_entries(scratch, new, 0, after=hidden)
-        draft, _, _ = expand(self.draft_shape, read_frontier, target.head(hidden)[:, 0], scratch, root, sampling, keys, active)
+        draft, _, _ = expand(
+            self.draft_shape,
+            read_frontier,
+            target.head(hidden)[:, 0],
+            scratch,
+            root,
+            sampling,
+            keys,
+            active,
+        )
         return draft, state
 
     def drafting_reads(
@@ -448,5 +534,8 @@ def with_told(drafter: Drafter, told: Literal["summaries", "entries"]) -> Drafte
         InputError: The drafter is no Mixture of Attentions.
     """
     if not isinstance(drafter, MixtureOfAttentions):
-        raise InputError(f"told={told!r}: needs Mixture of Attentions, and drafter is {type(drafter).__name__}; leave it out")
+        raise InputError(
+            f"told={told!r}: needs Mixture of Attentions, and drafter is {type(drafter).__name__};"
+            " leave it out"
+        )
     return drafter.replace(told=told)  # pyright: ignore[reportAttributeAccessIssue]

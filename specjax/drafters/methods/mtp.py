@@ -35,7 +35,11 @@ from specjax.models.transformer import States, Target
 
 Layout = Literal["mimo", "deepseek", "qwen"]
 
-_PREFIX: dict[Layout, str] = {"mimo": MIMO_MODULES, "deepseek": "model.layers.", "qwen": delta_net.MODULES}
+_PREFIX: dict[Layout, str] = {
+    "mimo": MIMO_MODULES,
+    "deepseek": "model.layers.",
+    "qwen": delta_net.MODULES,
+}
 _NAMES: dict[Layout, dict[str, str]] = {
     "mimo": {
         "hidden_norm": "hidden_layernorm",
@@ -43,8 +47,18 @@ _NAMES: dict[Layout, dict[str, str]] = {
         "fc": "input_proj",
         "norm": "final_layernorm",
     },
-    "deepseek": {"hidden_norm": "hnorm", "embed_norm": "enorm", "fc": "eh_proj", "norm": "shared_head.norm"},
-    "qwen": {"hidden_norm": "pre_fc_norm_hidden", "embed_norm": "pre_fc_norm_embedding", "fc": "fc", "norm": "norm"},
+    "deepseek": {
+        "hidden_norm": "hnorm",
+        "embed_norm": "enorm",
+        "fc": "eh_proj",
+        "norm": "shared_head.norm",
+    },
+    "qwen": {
+        "hidden_norm": "pre_fc_norm_hidden",
+        "embed_norm": "pre_fc_norm_embedding",
+        "fc": "fc",
+        "norm": "norm",
+    },
 }
 """The names of the tensors of a module, except those of its decoder layer."""
 
@@ -79,13 +93,17 @@ class MTPConfig:
         if self.modules < 1:
             raise InputError(f"modules={self.modules}: must be at least 1")
         if self.layout == "qwen" and self.modules > 1:
-            raise InputError(f"modules={self.modules}: Qwen's checkpoints have names for one: give 1")
+            raise InputError(
+                f"modules={self.modules}: Qwen's checkpoints have names for one: give 1"
+            )
 
     def prefix(self, module: int) -> str:
         """Return the prefix of the tensor names of ``module``."""
         if self.layout == "qwen":
             return _PREFIX["qwen"]
-        return f"{self.numbered}{self.first_layer + module if self.layout == 'deepseek' else module}."
+        return (
+            f"{self.numbered}{self.first_layer + module if self.layout == 'deepseek' else module}."
+        )
 
     def layer_prefix(self, module: int) -> str:
         """Return the prefix of the tensor names of the decoder layer of ``module``."""
@@ -106,14 +124,16 @@ def _read_qwen(stored: CheckpointFiles) -> MTPConfig:
     whole_model = config_json.parse_drafter_config(stored.raw, stored.file)
     if not whole_model.gated_attention:
         raise CheckpointError(
-            f"{stored.file}: model_type={whole_model.model_type!r}: only Qwen3.5 and Qwen3-Next have modules with tensors "
-            f"'{_PREFIX['qwen']}*': give a checkpoint of one of these"
+            f"{stored.file}: model_type={whole_model.model_type!r}: only Qwen3.5 and Qwen3-Next"
+            f" have modules with tensors '{_PREFIX['qwen']}*': give a checkpoint of one of these"
         )
     inner = _fields_of_text(stored.raw)
     count = check_fields(inner, {_QWEN_COUNT: whole(1, 100, default=1)}, stored.file)[_QWEN_COUNT]
     mlp = f"{_PREFIX['qwen']}layers.0.mlp."
     layer = _attention_layer(whole_model, is_sparse=f"{mlp}gate.weight" in stored.shapes)
-    config = MTPConfig(layer, count, "qwen", experts_joined=f"{mlp}experts.gate_up_proj" in stored.shapes)
+    config = MTPConfig(
+        layer, count, "qwen", experts_joined=f"{mlp}experts.gate_up_proj" in stored.shapes
+    )
     _check_counts(stored, config)
     return config
 
@@ -124,7 +144,13 @@ def _attention_layer(config: ModelConfig, is_sparse: bool, **sizes: Any) -> Mode
     It has no end-of-sequence ids, because the target's apply.
     """
     moe = replace(config.moe, dense_layers=()) if config.moe is not None and is_sparse else None
-    plain: dict[str, Any] = {"num_layers": 1, "linear": None, "linear_layers": (), "moe": moe, "tie_embeddings": False}
+    plain: dict[str, Any] = {
+        "num_layers": 1,
+        "linear": None,
+        "linear_layers": (),
+        "moe": moe,
+        "tie_embeddings": False,
+    }
     plain |= {"bos_token_id": None, "eos_token_ids": ()}
     return replace(config, **(plain | sizes))
 
@@ -137,11 +163,17 @@ def _check_counts(stored: CheckpointFiles, config: MTPConfig) -> None:
     count = stored.numbered(config.numbered, config.first_layer)
     field = _QWEN_COUNT if config.layout == "qwen" else "num_nextn_predict_layers"
     stored.check_count(field, config.modules, count, "modules")
-    if (moe := config.layer.moe) is None or not config.layer.is_sparse(config.first_layer) or config.experts_joined:
+    if (
+        (moe := config.layer.moe) is None
+        or not config.layer.is_sparse(config.first_layer)
+        or config.experts_joined
+    ):
         return
     for module in range(config.modules):
         count = stored.numbered(f"{config.layer_prefix(module)}mlp.experts.")
-        stored.check_count("the number of experts", moe.num_experts, count, f"experts in module {module}")
+        stored.check_count(
+            "the number of experts", moe.num_experts, count, f"experts in module {module}"
+        )
 
 
 def _fields_of_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -166,7 +198,9 @@ def _left_over(config: MTPConfig, stored: CheckpointFiles) -> Collection[str]:
         if not name.startswith(prefix):
             return name.startswith(("model.", "lm_head."))
         number = number_after(prefix, name)
-        is_layer = config.layout == "deepseek" and number is not None and number < config.first_layer
+        is_layer = (
+            config.layout == "deepseek" and number is not None and number < config.first_layer
+        )
         is_copy = config.layout != "qwen" and name.endswith(copies)
         return is_layer or is_copy or name.endswith("rotary_emb.inv_freq")
 
@@ -181,7 +215,9 @@ def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
     """
     if tensors and _has_qwens(tensors):
         return True
-    has_modules = any(name.startswith(_PREFIX["mimo"]) or name.endswith(".eh_proj.weight") for name in tensors)
+    has_modules = any(
+        name.startswith(_PREFIX["mimo"]) or name.endswith(".eh_proj.weight") for name in tensors
+    )
     if not tensors and _fields_of_text(raw).get(_QWEN_COUNT):
         return True
     return bool(raw.get("num_nextn_predict_layers")) and (has_modules or not tensors)
@@ -194,17 +230,25 @@ def read_config(stored: CheckpointFiles) -> MTPConfig:
     names, rules = stored.shapes, {"num_nextn_predict_layers": whole(1, 100)}
     count = check_fields(stored.raw, rules, stored.file)["num_nextn_predict_layers"]
     layer = config_json.parse_drafter_config(stored.raw, stored.file)
-    layout: Layout = "mimo" if any(name.startswith(_PREFIX["mimo"]) for name in names) else "deepseek"
+    layout: Layout = (
+        "mimo" if any(name.startswith(_PREFIX["mimo"]) for name in names) else "deepseek"
+    )
     config = MTPConfig(layer, count, layout, layer.num_layers if layout == "deepseek" else 0)
     if f"{config.prefix(0)}{_NAMES[layout]['fc']}.weight" not in names:
         raise CheckpointError(
-            f"{stored.directory}: it lacks 'model.mtp_layers.0.input_proj.weight' and "
-            f"'model.layers.{layer.num_layers}.eh_proj.weight': MTP modules were left out; give a checkpoint with them"
+            f"{stored.directory}: it lacks 'model.mtp_layers.0.input_proj.weight' and"
+            f" 'model.layers.{layer.num_layers}.eh_proj.weight': MTP modules were left out; give a"
+            " checkpoint with them"
         )
     _check_counts(stored, config)
     one_layer = replace(layer, num_layers=1)
     is_plain = one_layer.mla is None and one_layer.moe is None
-    return replace(config, layer=config_json.with_switches(one_layer, names, config.prefix(0)) if is_plain else one_layer)
+    return replace(
+        config,
+        layer=(
+            config_json.with_switches(one_layer, names, config.prefix(0)) if is_plain else one_layer
+        ),
+    )
 
 
 def declare(config: MTPConfig, layout: str) -> Params:
@@ -213,7 +257,9 @@ def declare(config: MTPConfig, layout: str) -> Params:
 
     def declare_module(module: int) -> Params:
         prefix, offset = config.prefix(module), config.layer.norm_offset
-        layer = declarations.declare_layer(config.layer, config.layer_prefix(module), config.first_layer)
+        layer = declarations.declare_layer(
+            config.layer, config.layer_prefix(module), config.first_layer
+        )
         return {
             "hidden_norm": norm(prefix + names["hidden_norm"], hidden, offset),
             "embed_norm": norm(prefix + names["embed_norm"], hidden, offset),
@@ -281,7 +327,13 @@ class MTP(FeatureDrafter):
 
     @classmethod
     def init(
-        cls, target: Target, key: jax.Array, draft: DraftShape | int = Chain(4), *, modules: int = 1, **sizes: Any
+        cls,
+        target: Target,
+        key: jax.Array,
+        draft: DraftShape | int = Chain(4),
+        *,
+        modules: int = 1,
+        **sizes: Any,
     ) -> Self:
         """Return modules for ``target`` with random weights.
 
@@ -299,7 +351,12 @@ class MTP(FeatureDrafter):
             config = MTPConfig(_attention_layer(target.config, True, **sizes), modules, "qwen")
         else:
             config = MTPConfig(layer_like(target.config, **sizes), modules)
-        return cls(params=cls._initialise(config, key, target), config=config, draft=draft, mesh=target.mesh)
+        return cls(
+            params=cls._initialise(config, key, target),
+            config=config,
+            draft=draft,
+            mesh=target.mesh,
+        )
 
     def first(self, count: int) -> "MTP":
         """Return the drafter with its first ``count`` modules alone.
@@ -307,7 +364,9 @@ class MTP(FeatureDrafter):
         The last of them continues with its own states.
         """
         if not 1 <= count <= self.modules:
-            raise InputError(f"count={count}: there are {self.modules} modules; give 1 to {self.modules}")
+            raise InputError(
+                f"count={count}: there are {self.modules} modules; give 1 to {self.modules}"
+            )
         params = {"modules": self.params["modules"][:count]}
         return replace(self, params=params, config=replace(self.config, modules=count))
 
@@ -332,10 +391,21 @@ class MTP(FeatureDrafter):
         module: int = 0,
     ) -> tuple[jax.Array, tuple[Entry, ...]]:
         config, params = self.sizes, self.params["modules"][module]
-        parts = [normed(params, "hidden_norm", config, states), normed(params, "embed_norm", config, embedded)]
+        parts = [
+            normed(params, "hidden_norm", config, states),
+            normed(params, "embed_norm", config, embedded),
+        ]
         joined = jnp.concatenate(parts if self.config.layout == "mimo" else parts[::-1], axis=-1)
         turn = rotations(config.rope, config.head_dim, positions)
-        x, entry = decoder_layer(params["layers"][0], config, linear(params, "fc", joined), turn, mask, past[0], self.mesh)
+        x, entry = decoder_layer(
+            params["layers"][0],
+            config,
+            linear(params, "fc", joined),
+            turn,
+            mask,
+            past[0],
+            self.mesh,
+        )
         return (normed(params, "norm", config, x) if self._hands_on_normed else x), (entry,)
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
@@ -348,8 +418,14 @@ class MTP(FeatureDrafter):
         self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
     ) -> DraftingReads:
         """Return the arrays of a level: one of the modules with its part of the cache."""
-        module_state = (state.cache.layers[: self.sizes.num_layers], state.cache.length, state.newest) if state else ()
-        return DraftingReads(level=(self.params["modules"][-1], module_state, target.head_as_stored))
+        module_state = (
+            (state.cache.layers[: self.sizes.num_layers], state.cache.length, state.newest)
+            if state
+            else ()
+        )
+        return DraftingReads(
+            level=(self.params["modules"][-1], module_state, target.head_as_stored)
+        )
 
     @property
     def _hands_on_normed(self) -> bool:

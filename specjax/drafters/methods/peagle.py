@@ -103,11 +103,17 @@ class PEagle(Eagle3):
         flags = {"own_embedding": True, **(variant or {})}
         eagle3 = Eagle3.init(target, key, ids=ids, taps=taps, variant=flags, **sizes)
         eagle3_config = eagle3.config
-        config = PEagleConfig.of(eagle3_config, eagle3_config.layer.vocab_size - 1 if mask_token_id is None else mask_token_id)
+        config = PEagleConfig.of(
+            eagle3_config,
+            eagle3_config.layer.vocab_size - 1 if mask_token_id is None else mask_token_id,
+        )
         declared = peagle_checkpoint.declare_mask_hidden(config)
         mask_hidden = declarations.initialise(declared, mask_key, target.dtype, target.mesh, {})
         params = eagle3.params | mask_hidden
-        if eagle3_config.own_embedding and eagle3_config.layer.hidden_size == target.config.hidden_size:
+        if (
+            eagle3_config.own_embedding
+            and eagle3_config.layer.hidden_size == target.config.hidden_size
+        ):
             params["embed"] = target.embedding
         return cls(params=params, config=config, draft=draft, mesh=target.mesh)
 
@@ -118,8 +124,8 @@ class PEagle(Eagle3):
         window = self.sizes.sliding_window
         if self.sizes.windowed_layers and window is not None and self.draft_shape.depth > window:
             raise InputError(
-                f"draft={self.draft}: it is {self.draft_shape.depth} deep, but layers of this drafter see only the newest "
-                f"{window} pairs; give a draft of at most that depth"
+                f"draft={self.draft}: it is {self.draft_shape.depth} deep, but layers of this"
+                f" drafter see only the newest {window} pairs; give a draft of at most that depth"
             )
 
     # A client could receive the features, but it could not draft while it waits for a verdict: at
@@ -142,7 +148,9 @@ class PEagle(Eagle3):
 
         def in_window(piece: Piece) -> Piece:
             if isinstance(piece, Filled):
-                return replace(piece, since=first if piece.since is None else jnp.maximum(piece.since, first))
+                return replace(
+                    piece, since=first if piece.since is None else jnp.maximum(piece.since, first)
+                )
             entry, visible = piece
             if visible is None:
                 return piece
@@ -153,7 +161,9 @@ class PEagle(Eagle3):
 
     def placeholders(self, target: Target, batch: int, count: int) -> tuple[jax.Array, jax.Array]:
         """Return the states and embedded tokens of ``count`` placeholders, each ``[B, T, H]``."""
-        taps = self.params["mask_hidden"].reshape(1, 1, self.config.tap_count, self.config.target_hidden_size)
+        taps = self.params["mask_hidden"].reshape(
+            1, 1, self.config.tap_count, self.config.target_hidden_size
+        )
         feature = self.joined([taps[:, :, tap] for tap in range(self.config.tap_count)])
         embedded = self.embed(target, jnp.full((1, 1), self.config.mask_token_id))
         return (
@@ -169,14 +179,27 @@ class PEagle(Eagle3):
         # The newest pair in the cache is the root's, so the placeholders come right after it.
         positions = state.cache.length[:, None] + jnp.arange(below)
         causal = jnp.tril(jnp.ones((1, below, below), bool))
-        states, _ = self.run(*self.placeholders(target, batch, below), positions, causal, self._past(state.cache, 0))
+        states, _ = self.run(
+            *self.placeholders(target, batch, below), positions, causal, self._past(state.cache, 0)
+        )
         return jnp.concatenate([state.newest, states.astype(state.newest.dtype)], axis=1)
 
     def propose(
-        self, target: Target, state: FeatureState, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+        self,
+        target: Target,
+        state: FeatureState,
+        root: jax.Array,
+        sampling: RowSampling,
+        keys: jax.Array,
+        active: jax.Array,
     ) -> tuple[Draft, FeatureState]:
         logits = self.logits(target, self.block(target, state))
-        return expand_by_depth(self.draft_shape, logits, root, sampling, keys, active, self.vocabulary(target)), state
+        return (
+            expand_by_depth(
+                self.draft_shape, logits, root, sampling, keys, active, self.vocabulary(target)
+            ),
+            state,
+        )
 
     def tokens_at_once(self, length: int) -> int:
         """Return ``length``: each token of the draft has a position of its own."""
@@ -186,4 +209,6 @@ class PEagle(Eagle3):
         self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
     ) -> DraftingReads:
         """Return the arrays of one pass: all weights, and the target's head if it is used."""
-        return DraftingReads(step=(self.own_weights, state, () if self.config.own_head else target.head_as_stored))
+        return DraftingReads(
+            step=(self.own_weights, state, () if self.config.own_head else target.head_as_stored)
+        )

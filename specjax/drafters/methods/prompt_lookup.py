@@ -54,31 +54,43 @@ class PromptLookup(Drafter[PromptLookupState]):
 
     @property
     def node_counts(self) -> tuple[int, ...]:
-        return (1, *halvings(self.draft_shape.nodes))  # 1: the root alone, if no suffix occurs earlier
+        return (
+            1,
+            *halvings(self.draft_shape.nodes),
+        )  # 1: the root alone, if no suffix occurs earlier
 
     def check(self, target: Target) -> None:
         if not 1 <= self.max_ngram <= LONGEST_NGRAM:
-            raise InputError(f"PromptLookup(max_ngram={self.max_ngram}): must be from 1 to {LONGEST_NGRAM}")
+            raise InputError(
+                f"PromptLookup(max_ngram={self.max_ngram}): must be from 1 to {LONGEST_NGRAM}"
+            )
         self.check_draft()
 
     def check_draft(self) -> None:
         """Raise an InputError unless the draft is a chain without ``stop_below``."""
         if not isinstance(self.draft_shape, Chain):
-            raise InputError(f"PromptLookup(draft={self.draft_shape}): prompt lookup copies one continuation; give a Chain")
+            raise InputError(
+                f"PromptLookup(draft={self.draft_shape}): prompt lookup copies one continuation;"
+                " give a Chain"
+            )
         if self.draft_shape.stop_below:
             raise InputError(
-                f"PromptLookup(draft=Chain(stop_below={self.draft_shape.stop_below:g})): copied tokens have no probability; "
-                "leave it out"
+                f"PromptLookup(draft=Chain(stop_below={self.draft_shape.stop_below:g})): copied"
+                " tokens have no probability; leave it out"
             )
 
     def start(self, target: Target, batch: int, capacity: int) -> PromptLookupState:
-        return PromptLookupState(tokens=jnp.zeros((batch, capacity), jnp.int32), lengths=jnp.zeros(batch, jnp.int32))
+        return PromptLookupState(
+            tokens=jnp.zeros((batch, capacity), jnp.int32), lengths=jnp.zeros(batch, jnp.int32)
+        )
 
     @property
     def drafts_elsewhere(self) -> bool:
         return True
 
-    def append_remote(self, target: Target, state: PromptLookupState, told: RemoteFeatures) -> PromptLookupState:
+    def append_remote(
+        self, target: Target, state: PromptLookupState, told: RemoteFeatures
+    ) -> PromptLookupState:
         return PromptLookupState(
             tokens=append_tokens(state.tokens, state.lengths, told.tokens, told.count),
             lengths=state.lengths + told.count,
@@ -93,7 +105,10 @@ class PromptLookup(Drafter[PromptLookupState]):
         keys: jax.Array,
         active: jax.Array,
     ) -> tuple[Draft, PromptLookupState]:
-        tokens, lengths = append_tokens(state.tokens, state.lengths, root[:, None], active), state.lengths + 1
+        tokens, lengths = (
+            append_tokens(state.tokens, state.lengths, root[:, None], active),
+            state.lengths + 1,
+        )
         rows = jnp.arange(tokens.shape[0])[:, None]
         position = jnp.arange(tokens.shape[1])[None]
         # overlap[b, i]: the number of tokens right before position i that equal the text's last
@@ -101,7 +116,9 @@ class PromptLookup(Drafter[PromptLookupState]):
         overlap = jnp.zeros_like(tokens)
         equal = jnp.ones(tokens.shape, bool)
         for back in range(1, self.max_ngram + 1):
-            suffix = tokens[rows, lengths[:, None] - back]  # a negative index wraps around; `position >= back` discards it
+            suffix = tokens[
+                rows, lengths[:, None] - back
+            ]  # a negative index wraps around; `position >= back` discards it
             equal = equal & (jnp.roll(tokens, back, axis=1) == suffix) & (position >= back)
             overlap = overlap + equal
         overlap = jnp.where(position < lengths[:, None], overlap, 0)

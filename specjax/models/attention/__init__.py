@@ -5,4 +5,14 @@ from specjax.models.attention.kernels import KernelStatus, kernels_status
 from specjax.models.attention.pieces import BLOCK, LOOP, Filled, Piece, block_width
 from specjax.models.attention.plain import attention_paid
 
-__all__ = ["BLOCK", "LOOP", "Filled", "KernelStatus", "Piece", "attend", "attention_paid", "block_width", "kernels_status"]
+__all__ = [
+    "BLOCK",
+    "LOOP",
+    "Filled",
+    "KernelStatus",
+    "Piece",
+    "attend",
+    "attention_paid",
+    "block_width",
+    "kernels_status",
+]

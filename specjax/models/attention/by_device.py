@@ -67,12 +67,20 @@ def attend(
     grouped_sinks = group_sinks(sinks, grouped)
     by_triton = all(takes_triton(piece.mesh) for piece in pieces if isinstance(piece, Filled))
     output = _attend_grouped(
-        grouped, tuple(pieces), grouped_sinks, values_part=values_part, block=BLOCK, cap=cap, by_triton=by_triton
+        grouped,
+        tuple(pieces),
+        grouped_sinks,
+        values_part=values_part,
+        block=BLOCK,
+        cap=cap,
+        by_triton=by_triton,
     )
     return output.transpose(0, 2, 1, 3, 4).reshape(batch, count, -1)
 
 
-@functools.partial(jax.jit, static_argnames=("values_part", "block", "cap", "by_triton"), inline=True)
+@functools.partial(
+    jax.jit, static_argnames=("values_part", "block", "cap", "by_triton"), inline=True
+)
 def _attend_grouped(
     q: tuple[jax.Array, ...],
     pieces: tuple[Piece, ...],
@@ -95,7 +103,9 @@ def _attend_grouped(
         pieces,
         sinks,
         tpu=functools.partial(by_kernel, kernel=tpu.attend_in_kernel) if has_cache else plainly,
-        cuda=functools.partial(by_kernel, kernel=gpu.attend_in_kernel) if has_cache and by_triton else plainly,
+        cuda=functools.partial(by_kernel, kernel=gpu.attend_in_kernel)
+        if has_cache and by_triton
+        else plainly,
         default=plainly,
     )
 
@@ -138,9 +148,21 @@ def _attend_by_kernel(
         shape = q[0].shape
         rows = tuple(part.reshape(*shape[:2], -1, part.shape[-1]) for part in q)
         by_query = functools.partial(jnp.repeat, repeats=shape[3], axis=1)
-        beside = [(entry_beside, by_query(mask)) for entry_beside, mask in zip(extra_entries, masks, strict=True)]
+        beside = [
+            (entry_beside, by_query(mask))
+            for entry_beside, mask in zip(extra_entries, masks, strict=True)
+        ]
         output = kernel(
-            rows, entry, count, by_query(since), beside, table, sinks, values_part=values_part, cap=cap, interpret=interpret
+            rows,
+            entry,
+            count,
+            by_query(since),
+            beside,
+            table,
+            sinks,
+            values_part=values_part,
+            cap=cap,
+            interpret=interpret,
         )
         return output.reshape(*shape[:-1], -1)
 
@@ -158,7 +180,16 @@ def _attend_by_kernel(
         run = jax.shard_map(
             run,
             mesh=filled.mesh,
-            in_specs=(by_head, by_kv_head, by_row, by_row, by_row, by_kv_head, by_row, place(("kv_heads", "heads"))),
+            in_specs=(
+                by_head,
+                by_kv_head,
+                by_row,
+                by_row,
+                by_row,
+                by_kv_head,
+                by_row,
+                place(("kv_heads", "heads")),
+            ),
             out_specs=by_head,
             check_vma=False,  # Pallas kernels do not say along which axes their output varies
         )

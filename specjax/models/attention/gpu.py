@@ -77,7 +77,10 @@ def attend_in_kernel(
         inputs.append(sinks)
     split_shape = (batch, kv_heads, splits, rows)
     merged_shape = jax.ShapeDtypeStruct((batch, kv_heads, rows, dim), q[0].dtype)
-    split_outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (split_shape, split_shape, (*split_shape, dim))]
+    split_outputs = [
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in (split_shape, split_shape, (*split_shape, dim))
+    ]
     outputs = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -97,7 +100,9 @@ def attend_in_kernel(
         out_shape=merged_shape if splits == 1 else split_outputs,
         # Stages of the fetch pipeline: two blocks in flight for few queries, and one for many,
         # which keep a program busy for longer.
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3 if tile == 16 and padded_dim == 128 else 2),
+        compiler_params=plt.CompilerParams(
+            num_warps=4, num_stages=3 if tile == 16 and padded_dim == 128 else 2
+        ),
         interpret=interpret,
         name="attend",
     )(*inputs)
@@ -136,15 +141,27 @@ def _kernel(
     q_refs, entry_refs, refs = refs[:parts], refs[parts : parts + arrays], refs[parts + arrays :]
     extra_refs, out_refs = refs[: num_extra * (1 + arrays)], refs[num_extra * (1 + arrays) :]
     sinks_ref, out_refs = (out_refs[0], out_refs[1:]) if has_sinks else (None, out_refs)
-    b, h, first_row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2) * tile, pl.program_id(3)
+    b, h, first_row, split = (
+        pl.program_id(0),
+        pl.program_id(1),
+        pl.program_id(2) * tile,
+        pl.program_id(3),
+    )
     rows = q_refs[0].shape[2]
     is_row = first_row + jnp.arange(tile) < rows
     q = [_load(ref, (b, h), first_row, is_row) for ref in q_refs]
-    since = plt.load(since_ref.at[b, pl.ds(first_row, tile)], mask=is_row, other=jnp.iinfo(jnp.int32).max)
+    since = plt.load(
+        since_ref.at[b, pl.ds(first_row, tile)], mask=is_row, other=jnp.iinfo(jnp.int32).max
+    )
     count, earliest = count_ref[b], jnp.min(since)
 
     def add(
-        sums: tuple[jax.Array, ...], refs: Any, start: Any, is_slot: jax.Array, visible: jax.Array, at: Any = b
+        sums: tuple[jax.Array, ...],
+        refs: Any,
+        start: Any,
+        is_slot: jax.Array,
+        visible: jax.Array,
+        at: Any = b,
     ) -> tuple[jax.Array, ...]:
         top, mass, total = sums
         entry = _load_entry(refs, entry_parts, (at, h), start, is_slot)
@@ -153,14 +170,18 @@ def _kernel(
         # Online softmax: earlier sums are rescaled to the new largest score.
         largest = jnp.maximum(top, jnp.max(scores, axis=1))
         weights, decay = jnp.exp(scores - largest[:, None]), jnp.exp(top - largest)
-        total = total * decay[:, None] + _dot(_scaled(weights, entry[values_part]).astype(values.dtype), values, 0)
+        total = total * decay[:, None] + _dot(
+            _scaled(weights, entry[values_part]).astype(values.dtype), values, 0
+        )
         return largest, mass * decay + jnp.sum(weights, axis=1), total
 
     def attend_block(block: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         slot = block * width + jnp.arange(width)
         is_filled = (slot < count) & (slot >= earliest)
         at, start = _place_of(block * width, b, table_ref, entry_refs[0].shape)
-        return add(sums, entry_refs, start, is_filled, is_filled[None] & (slot[None] >= since[:, None]), at)
+        return add(
+            sums, entry_refs, start, is_filled, is_filled[None] & (slot[None] >= since[:, None]), at
+        )
 
     def attend_extra(sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         # The defaults bind this iteration's values, as a closure over loop variables would not.
@@ -195,7 +216,9 @@ def _kernel(
     dim = _power_of_two(entry_refs[values_part].shape[3])
     start = _before_all_keys(tile, dim, sinks_ref, h, first_row, split, splits)
     begin = first + split * share
-    top, mass, total = sums = jax.lax.fori_loop(begin, jnp.minimum(begin + share, last), attend_block, start)
+    top, mass, total = sums = jax.lax.fori_loop(
+        begin, jnp.minimum(begin + share, last), attend_block, start
+    )
     if num_extra:
         top, mass, total = jax.lax.cond(split == splits - 1, attend_extra, lambda sums: sums, sums)
     if splits > 1:
@@ -217,11 +240,19 @@ def _before_all_keys(
     In the last share the sinks, if there are any, are counted in: each with a weight of 1 and no
     value.
     """
-    top, mass, total = jnp.full(tile, LEAST, jnp.float32), jnp.zeros(tile, jnp.float32), jnp.zeros((tile, dim), jnp.float32)
+    top, mass, total = (
+        jnp.full(tile, LEAST, jnp.float32),
+        jnp.zeros(tile, jnp.float32),
+        jnp.zeros((tile, dim), jnp.float32),
+    )
     if sinks_ref is None:
         return top, mass, total
     row_sinks = plt.load(sinks_ref.at[head, (first_row + jnp.arange(tile)) % sinks_ref.shape[1]])
-    return jnp.where(split == splits - 1, row_sinks, top), jnp.where(split == splits - 1, jnp.ones_like(mass), mass), total
+    return (
+        jnp.where(split == splits - 1, row_sinks, top),
+        jnp.where(split == splits - 1, jnp.ones_like(mass), mass),
+        total,
+    )
 
 
 def _place_of(slot: Any, row: Any, table_ref: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -256,7 +287,9 @@ def _load(ref: Any, head: tuple[Any, ...], start: Any, is_row: jax.Array) -> jax
     return plt.load(ref.at[at], mask=mask, other=0.0)
 
 
-def _load_entry(refs: Any, parts: int, head: tuple[Any, Any], start: Any, is_row: jax.Array) -> list[Part]:
+def _load_entry(
+    refs: Any, parts: int, head: tuple[Any, Any], start: Any, is_row: jax.Array
+) -> list[Part]:
     """Load the parts of an entry, ``[n, d]`` each, as `_load` does.
 
     If there are more arrays than parts, the rest are the scales ``[n]`` of parts in 8 bits.
@@ -264,16 +297,24 @@ def _load_entry(refs: Any, parts: int, head: tuple[Any, Any], start: Any, is_row
     numbers = [_load(ref, head, start, is_row) for ref in refs[:parts]]
     row_slice = pl.ds(start, is_row.size)
     scales = [plt.load(ref.at[*head, row_slice], mask=is_row, other=0.0) for ref in refs[parts:]]
-    return [QuantizedPart(*pair) for pair in zip(numbers, scales, strict=True)] if scales else [*numbers]
+    return (
+        [QuantizedPart(*pair) for pair in zip(numbers, scales, strict=True)]
+        if scales
+        else [*numbers]
+    )
 
 
-def _store(ref: Any, head: tuple[Any, ...], start: Any, is_row: jax.Array, values: jax.Array) -> None:
+def _store(
+    ref: Any, head: tuple[Any, ...], start: Any, is_row: jax.Array, values: jax.Array
+) -> None:
     """Store the values of rows; the inverse of `_load`."""
     at, mask = _window(ref, head, start, is_row)
     plt.store(ref.at[at], values.astype(ref.dtype), mask=mask)
 
 
-def _window(ref: Any, head: tuple[Any, ...], start: Any, is_row: jax.Array) -> tuple[tuple[Any, ...], jax.Array]:
+def _window(
+    ref: Any, head: tuple[Any, ...], start: Any, is_row: jax.Array
+) -> tuple[tuple[Any, ...], jax.Array]:
     dim = ref.shape[-1]
     at = (*head, *_rows_and_numbers(start, is_row.size, _numbers(dim)))
     return at, is_row[:, None] & (jnp.arange(_power_of_two(dim)) < dim)[None]
@@ -306,7 +347,10 @@ def _arrays(entry: Entry) -> list[jax.Array]:
 
 def _scores(q: Sequence[jax.Array], entry: Sequence[Part]) -> jax.Array:
     """Return the products of queries and keys, ``[rows, n]`` float32, summed over the parts."""
-    products = [_scaled(_dot(query, operand(keys, query.dtype), 1), keys) for query, keys in zip(q, entry, strict=False)]
+    products = [
+        _scaled(_dot(query, operand(keys, query.dtype), 1), keys)
+        for query, keys in zip(q, entry, strict=False)
+    ]
     return functools.reduce(jnp.add, products)
 
 
@@ -322,7 +366,9 @@ def _dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
     """
     dtype = jnp.promote_types(a.dtype, b.dtype)
     axes = (((1,), (axis,)), ((), ()))
-    return jax.lax.dot_general(a.astype(dtype), b.astype(dtype), axes, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        a.astype(dtype), b.astype(dtype), axes, preferred_element_type=jnp.float32
+    )
 
 
 def _power_of_two(number: int, least: int = 16) -> int:

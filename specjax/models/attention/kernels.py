@@ -62,7 +62,9 @@ class KernelStatus:
 _ONLY_NVIDIA = "the GPU kernel supports NVIDIA GPUs only"
 
 
-def kernels_status(platform: str | None = None, capability: tuple[int, int] | None = None) -> KernelStatus:
+def kernels_status(
+    platform: str | None = None, capability: tuple[int, int] | None = None
+) -> KernelStatus:
     """Return whether attention to a cache is a Pallas kernel on a platform, and why.
 
     Args:
@@ -82,20 +84,29 @@ def kernels_status(platform: str | None = None, capability: tuple[int, int] | No
         False
     """
     if capability is not None and platform != "cuda":
-        raise InputError(f"capability={capability}: it belongs to an NVIDIA GPU; give platform='cuda' with it, or leave it out")
+        raise InputError(
+            f"capability={capability}: it belongs to an NVIDIA GPU; give platform='cuda' with it,"
+            " or leave it out"
+        )
     if platform is None:
         platform = _platform_of(jax.devices()[0])
         capability = lowest_capability(jax.devices())
     if platform == "cuda":
         reason = _why_not_on_cuda(capability)
-        return KernelStatus(platform, not reason, reason or "Pallas Triton, which JAX has deprecated and will remove")
+        return KernelStatus(
+            platform,
+            not reason,
+            reason or "Pallas Triton, which JAX has deprecated and will remove",
+        )
     if platform == "tpu":
         return KernelStatus(platform, True, "Pallas for TPUs")
     if platform == "rocm":
         return KernelStatus(platform, False, _ONLY_NVIDIA)
     if platform == "cpu":
         return KernelStatus(platform, False, "Pallas compiles for TPUs and GPUs only")
-    raise InputError(f"platform={platform!r}: give cuda, rocm, tpu or cpu, or None for this process's platform")
+    raise InputError(
+        f"platform={platform!r}: give cuda, rocm, tpu or cpu, or None for this process's platform"
+    )
 
 
 def takes_triton(mesh: Mesh | None) -> bool:
@@ -116,15 +127,24 @@ def takes_triton(mesh: Mesh | None) -> bool:
         # outside of our code. We chose the kernel in full knowledge of it, so users who turn
         # warnings into errors should not fail on one that only we can fix. The filter is set here,
         # not at import: pytest resets filters that were set before a test.
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        warnings.filterwarnings(
+            "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
+        )
     return not reason
 
 
 def lowest_capability(devices: Iterable[Any]) -> tuple[int, int] | None:
     """Return the lowest compute capability of the NVIDIA GPUs among ``devices``, or None."""
-    versions = [str(getattr(device, "compute_capability", "")).split(".") for device in devices if device.platform == "gpu"]
+    versions = [
+        str(getattr(device, "compute_capability", "")).split(".")
+        for device in devices
+        if device.platform == "gpu"
+    ]
     # On AMD GPUs the attribute is the name of an architecture, such as gfx942.
-    return min(((int(major), int(*minor or "0")) for major, *minor in versions if major.isdigit()), default=None)
+    return min(
+        ((int(major), int(*minor or "0")) for major, *minor in versions if major.isdigit()),
+        default=None,
+    )
 
 
 def _why_not_on_cuda(capability: tuple[int, int] | None) -> str:
@@ -132,7 +152,10 @@ def _why_not_on_cuda(capability: tuple[int, int] | None) -> str:
         return WHY_NO_TRITON
     if capability is not None and capability < OLDEST_GPU:
         has, needs = (".".join(map(str, version)) for version in (capability, OLDEST_GPU))
-        return f"Triton compiles for GPUs of compute capability {needs} and newer, and this one has {has}"
+        return (
+            f"Triton compiles for GPUs of compute capability {needs} and newer, and this one has"
+            f" {has}"
+        )
     return ""
 
 

@@ -44,7 +44,9 @@ class Filled:
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
-    def of(cls, cache: Cache, layer: int, since: jax.Array | None = None, mesh: Mesh | None = None) -> "Filled":
+    def of(
+        cls, cache: Cache, layer: int, since: jax.Array | None = None, mesh: Mesh | None = None
+    ) -> "Filled":
         """Return the slots of one layer of a cache; ``layer`` is an index of ``cache.layers``."""
         table = cache.table if isinstance(cache, PagedCache) else None
         return cls(cache.layers[layer], cache.filled, since, table, mesh)
@@ -80,7 +82,9 @@ class Filled:
         if self.since is not None:
             visible &= number >= self.since[..., None]
         if self.table is None:
-            return jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, first, width, axis=2), self.entry), visible
+            return jax.tree.map(
+                lambda part: jax.lax.dynamic_slice_in_dim(part, first, width, axis=2), self.entry
+            ), visible
         page = self.entry[0].shape[2]
         pages = jax.lax.dynamic_slice_in_dim(self.table, first // page, width // page, axis=1)
 
@@ -88,7 +92,9 @@ class Filled:
             tokens = by_group(read_pages, groups_of(self.mesh), pool, pages)
             # A page may hold stale values of another text beyond the filled slots. They may be NaN,
             # and a weight of 0 does not remove these, since 0 times NaN is NaN.
-            return jnp.where(is_filled.reshape(len(tokens), 1, width, *(1,) * (tokens.ndim - 3)), tokens, 0)
+            return jnp.where(
+                is_filled.reshape(len(tokens), 1, width, *(1,) * (tokens.ndim - 3)), tokens, 0
+            )
 
         return jax.tree.map(read, self.entry), visible
 

@@ -66,7 +66,9 @@ def attend_plainly(
     """
     attended = _attend_all(q, pieces, sinks, values_part, block, cap)
     # A query that sees no key has mass 0, and its output is 0.
-    return (attended.total / jnp.where(attended.mass > 0, attended.mass, 1.0)[..., None]).astype(q[0].dtype)
+    return (attended.total / jnp.where(attended.mass > 0, attended.mass, 1.0)[..., None]).astype(
+        q[0].dtype
+    )
 
 
 def attention_paid(
@@ -95,16 +97,23 @@ def attention_paid(
 
     def add(block: jax.Array | int, paid: jax.Array) -> jax.Array:
         entry, visible = filled.block(block * width, width)
-        weights = jnp.exp(_scores(grouped, entry, visible, cap) - attended.top[..., None]) / attended.mass[..., None]
+        weights = (
+            jnp.exp(_scores(grouped, entry, visible, cap) - attended.top[..., None])
+            / attended.mass[..., None]
+        )
         first = jnp.minimum(block * width, filled.slots - width)
         before = jax.lax.dynamic_slice_in_dim(paid, first, width, axis=2)
-        return jax.lax.dynamic_update_slice_in_dim(paid, before + weights.sum(axis=(2, 3)), first, axis=2)
+        return jax.lax.dynamic_update_slice_in_dim(
+            paid, before + weights.sum(axis=(2, 3)), first, axis=2
+        )
 
     zeros = jnp.zeros((*grouped[0].shape[:2], filled.slots), jnp.float32)
     return jax.lax.fori_loop(0, -(-jnp.max(filled.count) // width), add, zeros)
 
 
-def group_queries(q: tuple[jax.Array, ...], pieces: Sequence[Piece], scale: float | None) -> tuple[jax.Array, ...]:
+def group_queries(
+    q: tuple[jax.Array, ...], pieces: Sequence[Piece], scale: float | None
+) -> tuple[jax.Array, ...]:
     """Scale queries ``[B, T, heads, d]`` and group them as ``[B, kv_heads, T, G, d]``.
 
     The G queries that share one KV head are neighbours. The axes are in the order in which the
@@ -115,7 +124,11 @@ def group_queries(q: tuple[jax.Array, ...], pieces: Sequence[Piece], scale: floa
     kv_heads = first[0].shape[1]
     factor = d**-0.5 if scale is None else scale
     return tuple(
-        part.reshape(batch, count, kv_heads, heads // kv_heads, part.shape[-1]).transpose(0, 2, 1, 3, 4) * factor for part in q
+        part.reshape(batch, count, kv_heads, heads // kv_heads, part.shape[-1]).transpose(
+            0, 2, 1, 3, 4
+        )
+        * factor
+        for part in q
     )
 
 
@@ -128,7 +141,12 @@ def group_sinks(sinks: jax.Array | None, q: tuple[jax.Array, ...]) -> jax.Array 
 
 
 def _attend_all(
-    q: tuple[jax.Array, ...], pieces: Sequence[Piece], sinks: jax.Array | None, values_part: int, block: int, cap: float | None
+    q: tuple[jax.Array, ...],
+    pieces: Sequence[Piece],
+    sinks: jax.Array | None,
+    values_part: int,
+    block: int,
+    cap: float | None,
 ) -> Attended:
     """Attend to all pieces, a cache in blocks of its `Filled.block_width`, and to the sinks."""
     attended = [
@@ -140,12 +158,18 @@ def _attend_all(
     if sinks is not None:
         # Sinks are like one more key without a value: a mass of exp(0) at their own score.
         top = jnp.broadcast_to(sinks[:, None], attended[0].top.shape)
-        attended.append(Attended(top=top, mass=jnp.ones_like(top), total=jnp.zeros_like(attended[0].total)))
+        attended.append(
+            Attended(top=top, mass=jnp.ones_like(top), total=jnp.zeros_like(attended[0].total))
+        )
     return functools.reduce(Attended.merge, attended)
 
 
 def _attend_piece(
-    q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array | None, values_part: int, cap: float | None
+    q: tuple[jax.Array, ...],
+    entry: Entry,
+    visible: jax.Array | None,
+    values_part: int,
+    cap: float | None,
 ) -> Attended:
     """Attend to a piece as a whole."""
     if visible is None:  # each query sees one token: its own
@@ -170,13 +194,19 @@ def _products(equation: str, entry: Entry, q: tuple[jax.Array, ...]) -> jax.Arra
     """
 
     def product(keys: Part, part: jax.Array) -> jax.Array:
-        products = jnp.einsum(equation, operand(keys, part.dtype), part, preferred_element_type=jnp.float32)
+        products = jnp.einsum(
+            equation, operand(keys, part.dtype), part, preferred_element_type=jnp.float32
+        )
         return rescaled(products, keys, range(3, products.ndim))
 
-    return functools.reduce(jnp.add, [product(keys, part) for keys, part in zip(entry, q, strict=False)])
+    return functools.reduce(
+        jnp.add, [product(keys, part) for keys, part in zip(entry, q, strict=False)]
+    )
 
 
-def _scores(q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array, cap: float | None) -> jax.Array:
+def _scores(
+    q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array, cap: float | None
+) -> jax.Array:
     """Return the scores of queries and all keys of a piece, ``[B, kv_heads, T, G, S]`` float32."""
     # Keys first: with the queries first XLA's CPU backend would transpose all keys, not the scores.
     scores = capped(_products("bksd,bktgd->bkstg", entry, q).transpose(0, 1, 3, 4, 2), cap)
@@ -185,7 +215,9 @@ def _scores(q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array, cap: flo
     return jnp.where(visible[:, None, :, None], scores, 2 * LEAST)
 
 
-def _attend_in_blocks(q: tuple[jax.Array, ...], filled: Filled, values_part: int, width: int, cap: float | None) -> Attended:
+def _attend_in_blocks(
+    q: tuple[jax.Array, ...], filled: Filled, values_part: int, width: int, cap: float | None
+) -> Attended:
     """Attend to a cache block by block.
 
     It starts at the first block that any query sees, and ends with the last that any row has
@@ -210,4 +242,6 @@ def _attend_in_blocks(q: tuple[jax.Array, ...], filled: Filled, values_part: int
         since = jnp.where(filled.count[:, None] > 0, filled.since, filled.slots)
         first = (jnp.maximum(jnp.min(since), 0) // width).astype(blocks.dtype)
     with jax.named_scope(LOOP):
-        return jax.lax.fori_loop(first, blocks, lambda block, sums: sums.merge(attend_at(block * width)), empty)
+        return jax.lax.fori_loop(
+            first, blocks, lambda block, sums: sums.merge(attend_at(block * width)), empty
+        )

@@ -101,41 +101,75 @@ def attend_in_kernel(
     def map_rows(b: Any, h: Any, r: Any, i: Any, *_: Any) -> tuple[Any, ...]:
         return b, h, r, 0
 
-    def map_block(b: Any, h: Any, r: Any, i: Any, count: Any, first: Any, last: Any) -> tuple[Any, ...]:
+    def map_block(
+        b: Any, h: Any, r: Any, i: Any, count: Any, first: Any, last: Any
+    ) -> tuple[Any, ...]:
         # The chip fetches nothing if the index is that of the block before. So blocks outside of
         # the visible range cost no bandwidth.
         return b, h, jnp.clip(i, first[b], last[b]), 0
 
-    def map_page(number: int, b: Any, h: Any, r: Any, i: Any, count: Any, first: Any, last: Any, table: Any) -> tuple[Any, ...]:
+    def map_page(
+        number: int, b: Any, h: Any, r: Any, i: Any, count: Any, first: Any, last: Any, table: Any
+    ) -> tuple[Any, ...]:
         column = jnp.clip(i, first[b], last[b]) * pages + number
         # Beyond the row's last page, repeat the page of the block before, which is not fetched
         # again.
         filled_pages = -(-count[b] // page)
-        column = jnp.clip(jnp.where(column < filled_pages, column, column - pages), 0, jnp.maximum(filled_pages - 1, 0))
+        column = jnp.clip(
+            jnp.where(column < filled_pages, column, column - pages),
+            0,
+            jnp.maximum(filled_pages - 1, 0),
+        )
         return table[b * (slots // page) + column], h, 0, 0
 
-    index_maps = [map_block] if table is None else [functools.partial(map_page, number) for number in range(pages)]
+    index_maps = (
+        [map_block]
+        if table is None
+        else [functools.partial(map_page, number) for number in range(pages)]
+    )
     inputs = [since[..., None], *q, *(part for part in (*stored, *scales) for _ in index_maps)]
     in_specs = [pl.BlockSpec((1, tile, 1), lambda b, h, r, i, *_: (b, r, 0))]
     in_specs += [pl.BlockSpec((1, 1, tile, part.shape[3]), map_rows) for part in q]
-    in_specs += [pl.BlockSpec((1, 1, width // pages, part.shape[3]), at) for part in stored for at in index_maps]
-    in_specs += [pl.BlockSpec((1, kv_heads, width // pages), _of_scales(at)) for _ in scales for at in index_maps]
+    in_specs += [
+        pl.BlockSpec((1, 1, width // pages, part.shape[3]), at)
+        for part in stored
+        for at in index_maps
+    ]
+    in_specs += [
+        pl.BlockSpec((1, kv_heads, width // pages), _of_scales(at))
+        for _ in scales
+        for at in index_maps
+    ]
     if extra:
         extra_entry, visible = _joined(extra)
         beside, (extra_arrays, extra_scales) = visible.shape[2], _arrays(extra_entry)
         inputs += [visible, *extra_arrays, *extra_scales]
         in_specs += [pl.BlockSpec((1, tile, beside), lambda b, h, r, i, *_: (b, r, 0))]
-        in_specs += [pl.BlockSpec((1, 1, beside, part.shape[3]), lambda b, h, r, i, *_: (b, h, 0, 0)) for part in extra_arrays]
-        in_specs += [pl.BlockSpec((1, kv_heads, beside), lambda b, h, r, i, *_: (b, 0, 0)) for _ in extra_scales]
+        in_specs += [
+            pl.BlockSpec((1, 1, beside, part.shape[3]), lambda b, h, r, i, *_: (b, h, 0, 0))
+            for part in extra_arrays
+        ]
+        in_specs += [
+            pl.BlockSpec((1, kv_heads, beside), lambda b, h, r, i, *_: (b, 0, 0))
+            for _ in extra_scales
+        ]
     if sinks is not None:
         # One array serves all tiles if every tile begins with the first query of a group.
         is_aligned = tile % sinks.shape[1] == 0
-        inputs.append(jnp.tile(sinks, (1, (tile if is_aligned else rows) // sinks.shape[1]))[..., None])
-        in_specs.append(pl.BlockSpec((1, tile, 1), lambda b, h, r, i, *_: (h, 0 if is_aligned else r, 0)))
+        inputs.append(
+            jnp.tile(sinks, (1, (tile if is_aligned else rows) // sinks.shape[1]))[..., None]
+        )
+        in_specs.append(
+            pl.BlockSpec((1, tile, 1), lambda b, h, r, i, *_: (h, 0 if is_aligned else r, 0))
+        )
     pairs = batch * kv_heads * rows * slots
     # A paged cache counts as its rows' pages, not as the whole pool each time that it is passed.
     cache_bytes = batch * kv_heads * slots * slot_bytes
-    other_bytes = sum(part.size * part.dtype.itemsize for part in inputs if not any(part is x for x in (*stored, *scales)))
+    other_bytes = sum(
+        part.size * part.dtype.itemsize
+        for part in inputs
+        if not any(part is x for x in (*stored, *scales))
+    )
     return pl.pallas_call(
         functools.partial(
             _kernel, parts=len(q), entry_parts=len(entry), pages=pages, width=width, blocks=blocks, values_part=values_part,
@@ -194,7 +228,9 @@ def _joined(extra: Sequence[Other]) -> Other:
         return jnp.concatenate([*parts, filler], axis=2)
 
     entry = jax.tree.map(join, *(entry for entry, _ in extra))
-    return entry, jnp.pad(jnp.concatenate([visible for _, visible in extra], axis=2), ((0, 0), (0, 0), (0, missing)))
+    return entry, jnp.pad(
+        jnp.concatenate([visible for _, visible in extra], axis=2), ((0, 0), (0, 0), (0, missing))
+    )
 
 
 def _kernel(
@@ -219,27 +255,48 @@ def _kernel(
     since_ref, *input_refs, out_ref, top_ref, mass_ref, total_ref = refs
     arrays = entry_parts * (1 + has_scales)
     cache_end = parts + arrays * pages
-    q_refs, entry_refs, extra_refs = input_refs[:parts], input_refs[parts:cache_end], input_refs[cache_end:]
+    q_refs, entry_refs, extra_refs = (
+        input_refs[:parts],
+        input_refs[parts:cache_end],
+        input_refs[cache_end:],
+    )
     row, head, block = pl.program_id(0), pl.program_id(1), pl.program_id(3)
     count = count_ref[row]
 
     def entry_in(refs: Sequence[Any], pages: int) -> list[Part]:
         """Return an entry's parts from its pages: numbers ``[n, d]`` and scales ``[1, n]``."""
         split = [
-            [ref[0, 0] if i < entry_parts else ref[0, pl.ds(head, 1)] for ref in refs[i * pages : (i + 1) * pages]]
+            [
+                ref[0, 0] if i < entry_parts else ref[0, pl.ds(head, 1)]
+                for ref in refs[i * pages : (i + 1) * pages]
+            ]
             for i in range(arrays)
         ]
         # In registers: the concatenation moves nothing.
-        whole = [jnp.concatenate(pieces, axis=i // entry_parts) if pages > 1 else pieces[0] for i, pieces in enumerate(split)]
+        whole = [
+            jnp.concatenate(pieces, axis=i // entry_parts) if pages > 1 else pieces[0]
+            for i, pieces in enumerate(split)
+        ]
         numbers, scales = whole[:entry_parts], whole[entry_parts:]
-        return [QuantizedPart(*pair) for pair in zip(numbers, scales, strict=True)] if has_scales else [*numbers]
+        return (
+            [QuantizedPart(*pair) for pair in zip(numbers, scales, strict=True)]
+            if has_scales
+            else [*numbers]
+        )
 
     def product(q: jax.Array, keys: Part) -> jax.Array:
-        products = jax.lax.dot_general(q, operand(keys, q.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        products = jax.lax.dot_general(
+            q, operand(keys, q.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
         return products * keys.scales if isinstance(keys, QuantizedPart) else products
 
     def scores_of(keys: Sequence[Part]) -> jax.Array:
-        return capped(functools.reduce(jnp.add, [product(q[0, 0], part) for q, part in zip(q_refs, keys, strict=False)]), cap)
+        return capped(
+            functools.reduce(
+                jnp.add, [product(q[0, 0], part) for q, part in zip(q_refs, keys, strict=False)]
+            ),
+            cap,
+        )
 
     def add(scores: jax.Array, visible: jax.Array, part: Part) -> None:
         values = operand(part, q_refs[0].dtype)
@@ -263,7 +320,11 @@ def _kernel(
         if has_others:
             visible_ref, *entry_refs_beside = extra_refs[: 1 + arrays]
             extra_entry = entry_in(entry_refs_beside, pages=1)
-            add(scores_of(extra_entry), visible_ref[0].astype(jnp.int32) > 0, extra_entry[values_part])
+            add(
+                scores_of(extra_entry),
+                visible_ref[0].astype(jnp.int32) > 0,
+                extra_entry[values_part],
+            )
 
     @pl.when((block >= first_ref[row]) & (block <= last_ref[row]) & (count > 0))
     def _() -> None:
@@ -277,7 +338,11 @@ def _kernel(
             return jnp.where(is_slot, array, jnp.zeros_like(array))
 
         part = entry[values_part]
-        values = QuantizedPart(part.numbers, clean(part.scales, 1)) if isinstance(part, QuantizedPart) else clean(part, 0)
+        values = (
+            QuantizedPart(part.numbers, clean(part.scales, 1))
+            if isinstance(part, QuantizedPart)
+            else clean(part, 0)
+        )
         add(scores, (slot < count) & (slot >= since_ref[0]), values)
 
     @pl.when(block == blocks - 1)

@@ -58,9 +58,18 @@ _MIXES_STREAMS = "its residual streams (AltUp) and low-rank residual (LAuReL) ar
 _OTHER_EXPERTS = "its experts are routed or stored in a way that is not implemented"
 
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "bamba", "zamba2", "nemotron_h"), _KEEPS_A_STATE),
-    **dict.fromkeys(("granitemoehybrid", "lfm2", "lfm2_moe", "recurrent_gemma", "kimi_linear", "rwkv"), _KEEPS_A_STATE),
+    **dict.fromkeys(
+        ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "bamba", "zamba2", "nemotron_h"),
+        _KEEPS_A_STATE,
+    ),
+    **dict.fromkeys(
+        ("granitemoehybrid", "lfm2", "lfm2_moe", "recurrent_gemma", "kimi_linear", "rwkv"),
+        _KEEPS_A_STATE,
+    ),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _MIXES_STREAMS),
-    **dict.fromkeys(("llama4", "llama4_text", "mixtral", "granitemoe", "phimoe", "glm4_moe", "deepseek_v2"), _OTHER_EXPERTS),
+    **dict.fromkeys(
+        ("llama4", "llama4_text", "mixtral", "granitemoe", "phimoe", "glm4_moe", "deepseek_v2"),
+        _OTHER_EXPERTS,
+    ),
 }
 """The known model types that cannot be loaded, and the reason."""

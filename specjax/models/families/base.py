@@ -53,10 +53,14 @@ class Fused:
             size, start = sum(param.shape[along] for param in whole), 0
             for i, param in enumerate(whole):
                 transposed = param.transposed if self.transposed is None else self.transposed
-                axis = len(param.shape) - (2 if transposed else 1) if self.axis is None else self.axis
+                axis = (
+                    len(param.shape) - (2 if transposed else 1) if self.axis is None else self.axis
+                )
                 place = (i, len(whole)) if self.interleaved else (start, 1)
                 within = None if len(whole) == 1 else Within(axis, size, *place)
-                stored[param.name] = replace(param, name=prefix + self.name, within=within, transposed=transposed)
+                stored[param.name] = replace(
+                    param, name=prefix + self.name, within=within, transposed=transposed
+                )
                 start += param.shape[along]
         return stored
 
@@ -69,13 +73,25 @@ def _beside(prefix: str) -> str:
 PREFIX = "model."
 """The prefix of the declared names of a model's tensors, except for the head's."""
 
-_NULL_IS_LEFT_OUT = ("rope_parameters", "tie_word_embeddings", "query_pre_attn_scalar", "num_kv_shared_layers")
+_NULL_IS_LEFT_OUT = (
+    "rope_parameters",
+    "tie_word_embeddings",
+    "query_pre_attn_scalar",
+    "num_kv_shared_layers",
+)
 """Fields of config.json for which null means that the field is left out.
 
 For all other fields null means that there is no such thing.
 """
 
-_OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+_OF_THE_WHOLE = (
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+)
 """Fields of config.json that are beside ``text_config`` and apply to the text model."""
 
 
@@ -163,21 +179,31 @@ class Family:
 
     def said_of_whole(self, raw: Mapping[str, Any]) -> set[str]:
         """Return the fields that are read outside of the ``nested`` object, not within it."""
-        return {name for name in _OF_THE_WHOLE if raw.get(name) is not None} if self.nested is not None else set()
+        return (
+            {name for name in _OF_THE_WHOLE if raw.get(name) is not None}
+            if self.nested is not None
+            else set()
+        )
 
     def complete(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a config.json, with the family's defaults."""
         if self.nested is not None:
             inner = raw.get(self.nested)
             if not isinstance(inner, dict):
-                raise CheckpointError(f"{self.nested}={show(inner)}: must be an object with the text model's fields")
+                raise CheckpointError(
+                    f"{self.nested}={show(inner)}: must be an object with the text model's fields"
+                )
             raw = inner | {name: raw[name] for name in self.said_of_whole(raw)}
         named = {name: raw[alias] for alias, name in self.aliases.items() if alias in raw}
         fields = {**named, **raw}
         defaults = dict(self.defaults)
         if fields.get("rope_scaling"):  # the older field, which a default must not hide
             defaults.pop("rope_parameters", None)
-        return defaults | {name: value for name, value in fields.items() if value is not None or name not in _NULL_IS_LEFT_OUT}
+        return defaults | {
+            name: value
+            for name, value in fields.items()
+            if value is not None or name not in _NULL_IS_LEFT_OUT
+        }
 
     def prefix_in(self, stored: Collection[str]) -> str:
         """Return which of its ``prefixes`` a checkpoint's tensors have.
@@ -195,7 +221,9 @@ class Family:
         prefix = self.prefix_in(stored)
         return f"{prefix}embed_tokens.weight", f"{_beside(prefix)}lm_head.weight"
 
-    def store(self, declared: Params, prefix: str | None = None, names: Collection[str] = ()) -> Params:
+    def store(
+        self, declared: Params, prefix: str | None = None, names: Collection[str] = ()
+    ) -> Params:
         """Declare a model's parameters as parts of the tensors of its checkpoints.
 
         Args:
@@ -207,7 +235,11 @@ class Family:
         beside = _beside(prefix)
         params, tree = jax.tree.flatten(declared)
         stored = {param.name: param for param in params}
-        present = [fused for fused in self.fused_where_stored if any(name.endswith(fused.name) for name in names)]
+        present = [
+            fused
+            for fused in self.fused_where_stored
+            if any(name.endswith(fused.name) for name in names)
+        ]
         for fused in (*self.fused, *present):
             stored |= fused.store(stored)
 
@@ -216,6 +248,11 @@ class Family:
             name = param.name
             for ours, theirs in self.names.items():
                 name = name.replace(ours, theirs)
-            return replace(param, name=prefix + name.removeprefix(PREFIX) if name.startswith(PREFIX) else beside + name)
+            return replace(
+                param,
+                name=prefix + name.removeprefix(PREFIX)
+                if name.startswith(PREFIX)
+                else beside + name,
+            )
 
         return jax.tree.unflatten(tree, [renamed(param) for param in params])

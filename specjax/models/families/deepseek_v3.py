@@ -13,7 +13,8 @@ _FIELDS: dict[str, Field] = {
     "q_lora_rank": whole(1, 1_000_000, default=None),
     "qk_nope_head_dim": whole(1, 100_000),
     "qk_rope_head_dim": Field(
-        "an even number from 2 to 100,000", lambda v: type(v) is int and 2 <= v <= 100_000 and v % 2 == 0
+        "an even number from 2 to 100,000",
+        lambda v: type(v) is int and 2 <= v <= 100_000 and v % 2 == 0,
     ),
     "v_head_dim": whole(1, 100_000),
     "rope_interleave": flag(default=True),
@@ -52,7 +53,9 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
         groups=fields["n_group"],
         groups_kept=fields["topk_group"],
         corrected=True,
-        dense_layers=tuple(range(min(fields["first_k_dense_replace"], fields["num_hidden_layers"]))),
+        dense_layers=tuple(
+            range(min(fields["first_k_dense_replace"], fields["num_hidden_layers"]))
+        ),
     )
     return {"mla": mla, "moe": moe, "head_dim": mla.qk_rope_head_dim}
 

@@ -56,13 +56,17 @@ def parse(fields: Mapping[str, Any], *, by_key_head: bool) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that all of these families have."""
     kinds, interval = fields["layer_types"], fields["full_attention_interval"]
     if kinds is None:
-        kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(fields["num_hidden_layers"])]
+        kinds = [
+            LINEAR if (layer + 1) % interval else FULL
+            for layer in range(fields["num_hidden_layers"])
+        ]
     if kinds == [LINEAR] * fields["num_hidden_layers"]:
         raise CheckpointError(f"layer_types: all are {LINEAR!r}: at least one must be {FULL!r}")
     if fields["linear_num_value_heads"] % fields["linear_num_key_heads"]:
         raise CheckpointError(
-            f"linear_num_value_heads={fields['linear_num_value_heads']}: must be a multiple of "
-            f"linear_num_key_heads={fields['linear_num_key_heads']}: each head of keys serves an equal group of value heads"
+            f"linear_num_value_heads={fields['linear_num_value_heads']}: must be a multiple of"
+            f" linear_num_key_heads={fields['linear_num_key_heads']}: each head of keys serves an"
+            " equal group of value heads"
         )
     check_turned(fields)
     linear = LinearAttention(
@@ -80,7 +84,9 @@ def parse(fields: Mapping[str, Any], *, by_key_head: bool) -> dict[str, Any]:
 def format_fields(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json that `parse` reads."""
     fields = {
-        "layer_types": [LINEAR if config.is_linear(layer) else FULL for layer in range(config.num_layers)],
+        "layer_types": [
+            LINEAR if config.is_linear(layer) else FULL for layer in range(config.num_layers)
+        ],
         "partial_rotary_factor": config.rope.turned,
     }
     if (sizes := config.linear) is None:  # as in a module of one layer

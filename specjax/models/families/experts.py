@@ -28,7 +28,10 @@ DENSE_FIELDS: dict[str, Field] = {
     "decoder_sparse_step": whole(1, 10_000, default=1),
     "mlp_only_layers": Field(
         "a list of layers, counted from 0",
-        lambda value: type(value) is list and all(type(layer) is int and 0 <= layer < 10_000 for layer in value),
+        lambda value: (
+            type(value) is list
+            and all(type(layer) is int and 0 <= layer < 10_000 for layer in value)
+        ),
         default=None,
     ),
 }
@@ -38,7 +41,11 @@ DENSE_FIELDS: dict[str, Field] = {
 def dense_layers(fields: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the layers without experts, from `DENSE_FIELDS`."""
     dense, step = fields["mlp_only_layers"] or (), fields["decoder_sparse_step"]
-    return tuple(layer for layer in range(fields["num_hidden_layers"]) if layer in dense or (layer + 1) % step)
+    return tuple(
+        layer
+        for layer in range(fields["num_hidden_layers"])
+        if layer in dense or (layer + 1) % step
+    )
 
 
 # --- Qwen's experts, and one shared expert with a gate -------------------------------------------
@@ -52,7 +59,10 @@ SHARED_FIELDS: dict[str, Field] = {
 SHARED_DEFAULTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 SHARED_NAMES = {"mlp.shared_experts.": "mlp.shared_expert."}
 FUSED = (
-    Fused("mlp.experts.gate_up_proj", ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
+    Fused(
+        "mlp.experts.gate_up_proj",
+        ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    ),
     Fused("mlp.experts.down_proj", ("mlp.experts.{}.down_proj.weight",)),
 )
 """Tensors of all experts, which some files have; other files have a tensor for each expert."""
@@ -62,7 +72,10 @@ def parse_shared(fields: Mapping[str, Any], dense_layers: tuple[int, ...] = ()) 
     """Return the experts that `SHARED_FIELDS` describe."""
     size, shared = fields["moe_intermediate_size"], fields["shared_expert_intermediate_size"]
     if shared % size:
-        raise InputError(f"shared_expert_intermediate_size={shared}: must be a multiple of moe_intermediate_size={size}")
+        raise InputError(
+            f"shared_expert_intermediate_size={shared}: must be a multiple of"
+            f" moe_intermediate_size={size}"
+        )
     return MoE(
         num_experts=fields["num_experts"],
         experts_per_token=fields["num_experts_per_tok"],
@@ -78,5 +91,8 @@ def format_shared(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json that `parse_shared` reads."""
     if (moe := config.moe) is None:
         return {}
-    sizes = {"num_experts": moe.num_experts, "shared_expert_intermediate_size": moe.shared_experts * moe.intermediate_size}
+    sizes = {
+        "num_experts": moe.num_experts,
+        "shared_expert_intermediate_size": moe.shared_experts * moe.intermediate_size,
+    }
     return format_experts(moe) | sizes

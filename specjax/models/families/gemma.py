@@ -18,7 +18,9 @@ FIELDS: dict[str, Field] = {
     **COMMON_FIELDS,
     "attn_logit_softcapping": number(1e-6, 1e6, default=None),
     "query_pre_attn_scalar": number(1e-6, 1e9, default=256),
-    "use_bidirectional_attention": Field("left out, or false: text alone is read", lambda v: v is False, default=None),
+    "use_bidirectional_attention": Field(
+        "left out, or false: text alone is read", lambda v: v is False, default=None
+    ),
 }
 """The fields of config.json that Gemma 2 and 3 have."""
 
@@ -40,12 +42,19 @@ SWITCHES: dict[str, Any] = {"activation": "gelu_tanh", "norms": "both", "norm_of
 
 def parse_common(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that all Gemma families have."""
-    return {"embedding_scale": fields["hidden_size"] ** 0.5, "logit_cap": fields["final_logit_softcapping"]}
+    return {
+        "embedding_scale": fields["hidden_size"] ** 0.5,
+        "logit_cap": fields["final_logit_softcapping"],
+    }
 
 
 def format_common(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json that all Gemma families have."""
-    return {"hidden_act": GELU, "hidden_activation": GELU, "final_logit_softcapping": config.logit_cap}
+    return {
+        "hidden_act": GELU,
+        "hidden_activation": GELU,
+        "final_logit_softcapping": config.logit_cap,
+    }
 
 
 def parse(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,10 +68,15 @@ def parse(fields: Mapping[str, Any]) -> dict[str, Any]:
 def format_fields(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json that Gemma 2 and 3 have."""
     if config.attention_scale is None:
-        raise CheckpointError(f"attention_scale=None: a {config.model_type} checkpoint needs it: give head_dim ** -0.5")
+        raise CheckpointError(
+            f"attention_scale=None: a {config.model_type} checkpoint needs it: give head_dim **"
+            " -0.5"
+        )
     scalar = config.attention_scale**-2
     # Write a whole number if it gives the same scale: rounding in ** must not change the scale.
     return format_common(config) | {
-        "query_pre_attn_scalar": round(scalar) if round(scalar) ** -0.5 == config.attention_scale else scalar,
+        "query_pre_attn_scalar": (
+            round(scalar) if round(scalar) ** -0.5 == config.attention_scale else scalar
+        ),
         "attn_logit_softcapping": config.score_cap,
     }

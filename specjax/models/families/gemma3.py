@@ -7,7 +7,13 @@ from typing import Any
 from specjax.models.config import Layer, ModelConfig, Rope
 from specjax.models.families import gemma
 from specjax.models.families.base import Family
-from specjax.models.families.ropes import FULL, WINDOWED, format_by_kind, layers_by_kind, parse_by_kind
+from specjax.models.families.ropes import (
+    FULL,
+    WINDOWED,
+    format_by_kind,
+    layers_by_kind,
+    parse_by_kind,
+)
 from specjax.models.fields import Field, number, whole
 
 _ROPES = {FULL: Rope(theta=1e6), WINDOWED: Rope(theta=1e4)}
@@ -32,7 +38,8 @@ def _format(config: ModelConfig) -> dict[str, Any]:
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    defaults=gemma.DEFAULTS | {"vocab_size": 262_208, "max_position_embeddings": 131_072, "sliding_window": 4096},
+    defaults=gemma.DEFAULTS
+    | {"vocab_size": 262_208, "max_position_embeddings": 131_072, "sliding_window": 4096},
     switches=gemma.SWITCHES | {"qk_norm": True},
     biases={"attention_bias": ("qkv_bias", "output_bias")},
     windows="any",
@@ -45,6 +52,8 @@ GEMMA3_TEXT = Family(
 )
 
 GEMMA3 = replace(
-    GEMMA3_TEXT, nested="text_config", prefixes=("model.language_model.", "language_model.model.", "language_model.")
+    GEMMA3_TEXT,
+    nested="text_config",
+    prefixes=("model.language_model.", "language_model.model.", "language_model."),
 )
 """The text model inside a model with a vision tower, which is not read."""

@@ -21,7 +21,9 @@ _ROPES = {FULL: Rope(theta=1e6, kind="proportional", turned=0.25), WINDOWED: Rop
 _FIELDS: dict[str, Field] = {
     **gemma.COMMON_FIELDS,
     "use_bidirectional_attention": Field(
-        "left out, or 'vision', which text does not meet", lambda v: v in ("vision", False), default=None
+        "left out, or 'vision', which text does not meet",
+        lambda v: v in ("vision", False),
+        default=None,
     ),
     "global_head_dim": whole(2, 100_000, default=None),
     "num_global_key_value_heads": whole(1, 100_000, default=None),
@@ -45,25 +47,37 @@ _OVERRIDES: dict[str, Field] = {
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     if fields["layer_types"][-1] != FULL:
         raise InputError(
-            f"layer_types: the last is {fields['layer_types'][-1]!r}: the last layer must be {FULL!r} in this model_type"
+            f"layer_types: the last is {fields['layer_types'][-1]!r}: the last layer must be"
+            f" {FULL!r} in this model_type"
         )
     if fields["rope_scaling"]:
         raise InputError(
-            f"rope_scaling={show(fields['rope_scaling'])}: this model_type reads rope_parameters alone: write it there"
+            f"rope_scaling={show(fields['rope_scaling'])}: this model_type reads rope_parameters"
+            " alone: write it there"
         )
     ropes, moe = parse_by_kind({**fields, "rope_theta": None}, _ROPES), None  # nor is rope_theta
     if fields["enable_moe_block"]:
-        sizes = {name: fields[name] for name in ("num_experts", "top_k_experts", "moe_intermediate_size")}
+        sizes = {
+            name: fields[name] for name in ("num_experts", "top_k_experts", "moe_intermediate_size")
+        }
         if missing := [name for name, value in sizes.items() if value is None]:
             raise InputError(f"{missing[0]} is missing: enable_moe_block needs it")
         experts, chosen, size = sizes.values()
-        moe = MoE(num_experts=experts, experts_per_token=chosen, intermediate_size=size, normalise=True, beside_mlp=True)
+        moe = MoE(
+            num_experts=experts,
+            experts_per_token=chosen,
+            intermediate_size=size,
+            normalise=True,
+            beside_mlp=True,
+        )
     return gemma.parse_common(fields) | {
         "rope": ropes[WINDOWED],
         "layers": _parse_layers(fields, ropes[FULL]),
         "moe": moe,
         "per_layer_inputs": fields["hidden_size_per_layer_input"],
-        "per_layer_vocab_size": fields["vocab_size_per_layer_input"] if fields["hidden_size_per_layer_input"] else 0,
+        "per_layer_vocab_size": (
+            fields["vocab_size_per_layer_input"] if fields["hidden_size_per_layer_input"] else 0
+        ),
     }
 
 
@@ -71,20 +85,31 @@ def _parse_layers(fields: Mapping[str, Any], rope: Rope) -> tuple[Layer, ...]:
     kinds, shared = fields["layer_types"], fields["num_kv_shared_layers"]
     num_own = len(kinds) - shared
     if shared and (num_own < 1 or set(kinds[:num_own]) != set(kinds)):
-        raise InputError(f"num_kv_shared_layers={shared}: a layer of every kind must come before them: they read its entries")
+        raise InputError(
+            f"num_kv_shared_layers={shared}: a layer of every kind must come before them: they read"
+            " its entries"
+        )
     wide = 2 * fields["intermediate_size"] if fields["use_double_wide_mlp"] else None
     full: dict[str, Any] = {"rope": rope, "keys_are_values": fields["attention_k_eq_v"] or None}
     if fields["per_layer_config"] is None:
         full["head_dim"] = fields["global_head_dim"] or 512
-        full["num_kv_heads"] = fields["num_global_key_value_heads"] if fields["attention_k_eq_v"] else None
+        full["num_kv_heads"] = (
+            fields["num_global_key_value_heads"] if fields["attention_k_eq_v"] else None
+        )
     # Layer 5 is "5", or "05" where there are more than ten.
-    overrides = {name.lstrip("0") or "0": override for name, override in (fields["per_layer_config"] or {}).items()}
+    overrides = {
+        name.lstrip("0") or "0": override
+        for name, override in (fields["per_layer_config"] or {}).items()
+    }
     layers = []
     for index, kind in enumerate(kinds):
         layer = dict(full) if kind == FULL else {}
         layer |= _override(overrides.get(str(index)), index)
         if index >= num_own:
-            layer |= {"entries_of": num_own - 1 - kinds[:num_own][::-1].index(kind), "intermediate_size": wide}
+            layer |= {
+                "entries_of": num_own - 1 - kinds[:num_own][::-1].index(kind),
+                "intermediate_size": wide,
+            }
         layers.append(Layer(**layer))
     return tuple(layers)
 
@@ -97,7 +122,9 @@ def _override(override: Any, layer: int) -> dict[str, Any]:
     if override is None:
         return {}
     if not isinstance(override, dict) or override.keys() - _OVERRIDES.keys():
-        raise InputError(f"per_layer_config.{layer}: must be an object with {' and '.join(_OVERRIDES)}")
+        raise InputError(
+            f"per_layer_config.{layer}: must be an object with {' and '.join(_OVERRIDES)}"
+        )
     values = check_fields(override, _OVERRIDES, "config.json", f"per_layer_config.{layer}.")
     names = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
     return {names[name]: value for name, value in values.items() if value is not None}

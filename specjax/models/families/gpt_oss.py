@@ -77,7 +77,11 @@ GPT_OSS = Family(
             interleaved=True,
             transposed=False,
         ),
-        Fused("experts.gate_up_proj_bias", ("experts.{}.gate_proj.bias", "experts.{}.up_proj.bias"), interleaved=True),
+        Fused(
+            "experts.gate_up_proj_bias",
+            ("experts.{}.gate_proj.bias", "experts.{}.up_proj.bias"),
+            interleaved=True,
+        ),
         Fused("experts.down_proj", ("experts.{}.down_proj.weight",), transposed=False),
         Fused("experts.down_proj_bias", ("experts.{}.down_proj.bias",)),
     ),

@@ -31,7 +31,10 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     if not _GROWTH.accepts(beta):
         raise CheckpointError(f"rope_parameters.{_BETA}={show(beta)}: must be {_GROWTH.expected}")
     if beta and rope.original_max_positions is None:
-        raise CheckpointError(f"rope_parameters.{_BETA}={beta}: it needs original_max_position_embeddings: give rope type yarn")
+        raise CheckpointError(
+            f"rope_parameters.{_BETA}={beta}: it needs original_max_position_embeddings: give rope"
+            " type yarn"
+        )
     return {"rope": replace(rope, query_growth=float(beta))}
 
 

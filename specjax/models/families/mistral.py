@@ -11,7 +11,9 @@ MISTRAL = Family(
     windows="all",
 )
 
-MISTRAL_THAT_SEES = replace(MISTRAL, nested="text_config", prefixes=("model.language_model.", "language_model.model."))
+MISTRAL_THAT_SEES = replace(
+    MISTRAL, nested="text_config", prefixes=("model.language_model.", "language_model.model.")
+)
 """The text model of Mistral Small 3.1 and 3.2, whose files are of type ``mistral3``.
 
 The vision tower is not read.

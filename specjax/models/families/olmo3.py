@@ -8,7 +8,13 @@ from typing import Any
 
 from specjax.models.config import Layer, Rope
 from specjax.models.families.base import Family
-from specjax.models.families.ropes import FULL, WINDOWED, format_by_kind, layers_by_kind, parse_by_kind
+from specjax.models.families.ropes import (
+    FULL,
+    WINDOWED,
+    format_by_kind,
+    layers_by_kind,
+    parse_by_kind,
+)
 from specjax.models.fields import CheckpointError
 
 _ROPE = Rope(theta=500_000.0)
@@ -29,8 +35,9 @@ def _check_one_theta(fields: Mapping[str, Any]) -> None:
     has_theta = isinstance(windowed, dict) and windowed.get("rope_theta") is not None
     if theta not in (None, _ROPE.theta) and not has_theta and WINDOWED in fields["layer_types"]:
         raise CheckpointError(
-            f"rope_theta={theta}: transformers 5 ignores it in layers with a window, and transformers 4 did not: give "
-            f"rope_parameters of {FULL!r} and {WINDOWED!r}, each with the rope_theta that the model was trained with"
+            f"rope_theta={theta}: transformers 5 ignores it in layers with a window, and"
+            f" transformers 4 did not: give rope_parameters of {FULL!r} and {WINDOWED!r}, each with"
+            " the rope_theta that the model was trained with"
         )
 
 

@@ -16,11 +16,15 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope_fields.get("rope_type") or rope_fields.get("type") or "default"
     if kind in ("longrope", "su", "yarn"):  # Phi-3's "yarn" means longrope
         raise CheckpointError(
-            f"rope type {kind!r} of Phi-3 is not supported: its factors depend on the length of the whole text, and would "
-            "change keys that are cached already: give a model without it, such as phi-4 or Phi-3-mini-4k-instruct"
+            f"rope type {kind!r} of Phi-3 is not supported: its factors depend on the length of the"
+            " whole text, and would change keys that are cached already: give a model without it,"
+            " such as phi-4 or Phi-3-mini-4k-instruct"
         )
     if kind != "default":
-        raise CheckpointError("rope_scaling: must be left out: Phi-3 supports only longrope there, which is not supported here")
+        raise CheckpointError(
+            "rope_scaling: must be left out: Phi-3 supports only longrope there, which is not"
+            " supported here"
+        )
     check_turned(fields)
     return {}
 
@@ -33,7 +37,12 @@ def _format(config: ModelConfig) -> dict[str, Any]:
 PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32_000},
+    defaults={
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 32_000,
+    },
     windows="all",
     turns_parts=True,
     fields=_FIELDS,

@@ -45,7 +45,10 @@ QWEN3_5_TEXT = Family(
     prefixes=(PREFIX, _NESTED),
     fused=(
         delta_net.CONVOLUTION,
-        Fused("linear_attn.in_proj_qkv.weight", tuple(f"linear_attn.{name}_proj.weight" for name in "qkv")),
+        Fused(
+            "linear_attn.in_proj_qkv.weight",
+            tuple(f"linear_attn.{name}_proj.weight" for name in "qkv"),
+        ),
     ),
 )
 

@@ -30,7 +30,11 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _format(config: ModelConfig) -> dict[str, Any]:
     if (moe := config.moe) is None:
         return {}
-    sizes = {"num_experts": moe.num_experts, "decoder_sparse_step": 1, "mlp_only_layers": list(moe.dense_layers)}
+    sizes = {
+        "num_experts": moe.num_experts,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(moe.dense_layers),
+    }
     return experts.format_experts(moe) | sizes
 
 

@@ -5,14 +5,26 @@ from dataclasses import replace
 from typing import Any
 
 from specjax.models.config import Layer, ModelConfig, Rope
-from specjax.models.fields import CheckpointError, Field, check_fields, flag, number, show, text, whole
+from specjax.models.fields import (
+    CheckpointError,
+    Field,
+    check_fields,
+    flag,
+    number,
+    show,
+    text,
+    whole,
+)
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
 """The kinds of layers, as ``layer_types`` names them."""
 
 _NUMBERS: dict[str, tuple[str, Field]] = {  # Hugging Face's name -> ours
     "factor": ("factor", number(0.001, 1e6, default=None)),
-    "original_max_position_embeddings": ("original_max_positions", whole(1, 1_000_000_000, default=None)),
+    "original_max_position_embeddings": (
+        "original_max_positions",
+        whole(1, 1_000_000_000, default=None),
+    ),
     "low_freq_factor": ("low_freq_factor", number(0.001, 1e6, default=None)),
     "high_freq_factor": ("high_freq_factor", number(0.001, 1e6, default=None)),
     "beta_fast": ("beta_fast", number(0.001, 1e6, default=None)),
@@ -39,7 +51,9 @@ _FIELDS: dict[str, Field] = {
 }
 
 
-def parse_rope(fields: Mapping[str, Any], theta: float = 10000.0, turns_parts: bool = False) -> Rope:
+def parse_rope(
+    fields: Mapping[str, Any], theta: float = 10000.0, turns_parts: bool = False
+) -> Rope:
     """Parse both layouts: ``rope_theta`` with ``rope_scaling``, or ``rope_parameters``.
 
     The second layout is that of transformers 5. If both are present, ``rope_scaling`` is read, as
@@ -58,10 +72,17 @@ def parse_rope(fields: Mapping[str, Any], theta: float = 10000.0, turns_parts: b
     place, raw = said_of_rope(fields)
     theta, turned = fields["rope_theta"] or theta, fields["partial_rotary_factor"]
     if place == "rope_scaling":
-        _check_not_lost(fields["rope_parameters"] or {}, {"rope_theta": theta, "partial_rotary_factor": turned, **raw})
+        _check_not_lost(
+            fields["rope_parameters"] or {},
+            {"rope_theta": theta, "partial_rotary_factor": turned, **raw},
+        )
     rope = _parse(raw, f"{place}.", theta, fields["max_position_embeddings"], turned, turns_parts)
     original = fields["original_max_position_embeddings"]
-    return replace(rope, original_max_positions=original) if original and rope.kind in ("llama3", "yarn") else rope
+    return (
+        replace(rope, original_max_positions=original)
+        if original and rope.kind in ("llama3", "yarn")
+        else rope
+    )
 
 
 def said_of_rope(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -86,14 +107,19 @@ def _check_not_lost(parameters: Mapping[str, Any], read: Mapping[str, Any]) -> N
     for name in _ONLY_OF_A_MODEL:
         if (value := parameters.get(name)) is not None and read.get(name) != value:
             raise CheckpointError(
-                f"rope_parameters.{name}={show(value)}: rope_scaling is present as well, and transformers then "
-                f"reads rope_scaling alone, with {name}={show(read.get(name))}: write the whole rope into "
-                "rope_parameters, and leave rope_scaling out"
+                f"rope_parameters.{name}={show(value)}: rope_scaling is present as well, and"
+                f" transformers then reads rope_scaling alone, with {name}={show(read.get(name))}:"
+                " write the whole rope into rope_parameters, and leave rope_scaling out"
             )
 
 
 def _parse(
-    raw: Mapping[str, Any], place: str, theta: float, positions: int, turned: float | None = None, turns_parts: bool = False
+    raw: Mapping[str, Any],
+    place: str,
+    theta: float,
+    positions: int,
+    turned: float | None = None,
+    turns_parts: bool = False,
 ) -> Rope:
     scaling = check_fields(raw, _FIELDS, "config.json", place)
     kind = scaling["rope_type"] or scaling["type"] or "default"
@@ -103,23 +129,31 @@ def _parse(
     if share != 1.0 and kind != "proportional" and not turns_parts:
         if kind != "default":
             raise CheckpointError(
-                f"{place}partial_rotary_factor={share}: must be 1 with rope type {kind!r}: this model_type rotates whole heads"
+                f"{place}partial_rotary_factor={share}: must be 1 with rope type {kind!r}: this"
+                " model_type rotates whole heads"
             )
         share = 1.0  # transformers does not read the field in this model_type
     # With latent attention it would scale the scores.
     if kind == "dynamic" and scaling["mscale_all_dim"]:
-        raise CheckpointError(f"{place}mscale_all_dim={scaling['mscale_all_dim']}: not supported with rope type 'dynamic'")
+        raise CheckpointError(
+            f"{place}mscale_all_dim={scaling['mscale_all_dim']}: not supported with rope type"
+            " 'dynamic'"
+        )
     theta = float(scaling["rope_theta"] or theta)
     # Dynamic scaling starts beyond max_position_embeddings, and no text here is longer.
     if kind in ("default", "dynamic"):
         return Rope(theta=theta, turned=float(share))
-    parameters = {ours: scaling[name] for name, (ours, _) in _NUMBERS.items() if scaling[name] is not None}
+    parameters = {
+        ours: scaling[name] for name, (ours, _) in _NUMBERS.items() if scaling[name] is not None
+    }
     if kind != "proportional":
         parameters.setdefault("original_max_positions", positions)
     rope = Rope(theta=theta, kind=kind, turned=float(share), **parameters)
     for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
         if getattr(rope, low) >= getattr(rope, high):
-            raise CheckpointError(f"{place}{low}={getattr(rope, low)}: must be below {high}={getattr(rope, high)}")
+            raise CheckpointError(
+                f"{place}{low}={getattr(rope, low)}: must be below {high}={getattr(rope, high)}"
+            )
     return rope
 
 
@@ -132,15 +166,25 @@ def check_turned(fields: Mapping[str, Any]) -> None:
     share = raw.get("partial_rotary_factor") or fields["partial_rotary_factor"] or 1.0
     size = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
     # `parse_rope` refuses other values.
-    if type(share) in (int, float) and 0 < share <= 1 and (int(size * share) < 2 or int(size * share) % 2):
-        raise CheckpointError(f"partial_rotary_factor={share}: must rotate an even number of a head's {size} numbers")
+    if (
+        type(share) in (int, float)
+        and 0 < share <= 1
+        and (int(size * share) < 2 or int(size * share) % 2)
+    ):
+        raise CheckpointError(
+            f"partial_rotary_factor={share}: must rotate an even number of a head's {size} numbers"
+        )
 
 
 def format_rope(rope: Rope) -> dict[str, Any]:
     """Return the ``rope_parameters`` that `parse_rope` reads."""
     raw: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.kind != "default":
-        raw |= {name: value for name, (ours, _) in _NUMBERS.items() if (value := getattr(rope, ours)) is not None}
+        raw |= {
+            name: value
+            for name, (ours, _) in _NUMBERS.items()
+            if (value := getattr(rope, ours)) is not None
+        }
     return raw | ({} if rope.turned == 1.0 else {"partial_rotary_factor": rope.turned})
 
 
@@ -161,7 +205,10 @@ def parse_by_kind(fields: Mapping[str, Any], defaults: Mapping[str, Rope]) -> di
     """
     rope_parameters, positions = fields["rope_parameters"] or {}, fields["max_position_embeddings"]
     if rope_parameters and not {FULL, WINDOWED} & rope_parameters.keys():
-        raise CheckpointError(f"rope_parameters: must have {FULL!r} and {WINDOWED!r}: this model_type has a rope for each kind")
+        raise CheckpointError(
+            f"rope_parameters: must have {FULL!r} and {WINDOWED!r}: this model_type has a rope for"
+            " each kind"
+        )
     thetas = {FULL: fields["rope_theta"], WINDOWED: fields.get("rope_local_base_freq")}
     ropes = {}
     for kind, default in defaults.items():
@@ -178,8 +225,8 @@ def parse_by_kind(fields: Mapping[str, Any], defaults: Mapping[str, Rope]) -> di
             ropes[kind] = _parse(raw, place, theta or default.theta, positions)
         if not ropes[kind].truncate:
             raise CheckpointError(
-                f"{place}truncate=False: transformers does not read it if each kind of layer has its own rope: "
-                "leave it out, or give a model of another type"
+                f"{place}truncate=False: transformers does not read it if each kind of layer has"
+                " its own rope: leave it out, or give a model of another type"
             )
     return ropes
 
@@ -188,14 +235,15 @@ def _rescaled(rope_parameters: Mapping[str, Any], scaling: Mapping[str, Any]) ->
     """Return ``rope_parameters`` of the full layers, updated with ``rope_scaling``."""
     if rope_parameters and rope_parameters.get(FULL) is None:
         raise CheckpointError(
-            f"rope_scaling={show(scaling)}: rope_parameters lacks {FULL!r}, and this is the rope of those layers: write it "
-            "there"
+            f"rope_scaling={show(scaling)}: rope_parameters lacks {FULL!r}, and this is the rope of"
+            " those layers: write it there"
         )
     whole = {"rope_type": "default", **(rope_parameters.get(FULL) or {}), **scaling}
     if scaling.get("type") not in (None, whole["rope_type"]):
         raise CheckpointError(
-            f"rope_scaling.type={show(scaling['type'])}: transformers reads rope_type={show(whole['rope_type'])} in its place "
-            "in this model_type: write rope_type"
+            f"rope_scaling.type={show(scaling['type'])}: transformers reads"
+            f" rope_type={show(whole['rope_type'])} in its place in this model_type: write"
+            " rope_type"
         )
     return whole
 
@@ -213,7 +261,9 @@ def ropes_of(config: ModelConfig) -> dict[str, Rope]:
 
     Windowed layers have the model's. If all layers are windowed, both kinds have it.
     """
-    full = [config.of_layer(i).rope for i in range(config.num_layers) if i not in config.windowed_layers]
+    full = [
+        config.of_layer(i).rope for i in range(config.num_layers) if i not in config.windowed_layers
+    ]
     return {FULL: full[0] if full else config.rope, WINDOWED: config.rope}
 
 

@@ -14,6 +14,10 @@ SEED_OSS = Family(
         "bos_token_id": 0,
         "eos_token_id": 2,
     },
-    biases={"attention_bias": ("qkv_bias",), "attention_out_bias": ("output_bias",), "mlp_bias": ("mlp_bias",)},
+    biases={
+        "attention_bias": ("qkv_bias",),
+        "attention_out_bias": ("output_bias",),
+        "mlp_bias": ("mlp_bias",),
+    },
     fields={"attention_out_bias": flag(default=None)},
 )

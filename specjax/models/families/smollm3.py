@@ -10,7 +10,9 @@ from specjax.models.fields import CheckpointError, Field, whole
 _FIELDS: dict[str, Field] = {
     "no_rope_layers": Field(
         "a list with 1 for each layer with RoPE and 0 for each other",
-        lambda value: type(value) is list and all(type(item) is int and item in (0, 1) for item in value),
+        lambda value: (
+            type(value) is list and all(type(item) is int and item in (0, 1) for item in value)
+        ),
         default=None,
     ),
     "no_rope_layer_interval": whole(1, 10_000, default=4),
@@ -19,16 +21,29 @@ _NO_POSITIONS = Layer(rope=Rope(kind="none"))
 
 
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
-    count, every, turned = fields["num_hidden_layers"], fields["no_rope_layer_interval"], fields["no_rope_layers"]
+    count, every, turned = (
+        fields["num_hidden_layers"],
+        fields["no_rope_layer_interval"],
+        fields["no_rope_layers"],
+    )
     if turned is None:
         turned = [(layer + 1) % every for layer in range(count)]
     if len(turned) < count:
-        raise CheckpointError(f"no_rope_layers names {len(turned)} layers of num_hidden_layers={count}: name each")
+        raise CheckpointError(
+            f"no_rope_layers names {len(turned)} layers of num_hidden_layers={count}: name each"
+        )
     windows: dict[str, Any] = {}
     # Without layer_types the layers without RoPE have a window, if any layers do.
     if fields["layer_types"] is None:
-        windowed = tuple(layer for layer in range(count) if not turned[layer]) if _has_windows(fields) else ()
-        windows = {"sliding_window": fields["sliding_window"] if windowed else None, "windowed_layers": windowed}
+        windowed = (
+            tuple(layer for layer in range(count) if not turned[layer])
+            if _has_windows(fields)
+            else ()
+        )
+        windows = {
+            "sliding_window": fields["sliding_window"] if windowed else None,
+            "windowed_layers": windowed,
+        }
     layers = tuple(Layer() if has_rope else _NO_POSITIONS for has_rope in turned[:count])
     return windows | {"layers": () if all(turned[:count]) else layers}
 

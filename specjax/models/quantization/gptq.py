@@ -69,7 +69,9 @@ class Watched:
 
 
 @partial(jax.jit, static_argnames="form")
-def gptq(weights: Float[Array, "... n m"], moments: Float[Array, "... n n"], form: Form) -> QuantizedMatrix:
+def gptq(
+    weights: Float[Array, "... n m"], moments: Float[Array, "... n n"], form: Form
+) -> QuantizedMatrix:
     """Quantize a matrix so that its products with its inputs change little.
 
     The scales of a group are computed when its first row is reached, from the weights as they are
@@ -88,7 +90,9 @@ def gptq(weights: Float[Array, "... n m"], moments: Float[Array, "... n n"], for
     follow, rows = followings(moments), form.group or math.gcd(inputs, _ROWS)
     whole = scales_of(weights.T, form)
 
-    def round_block(lost: jax.Array, first: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def round_block(
+        lost: jax.Array, first: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Round the rows from ``first`` on.
 
         ``lost [in, out]`` has the errors of all rows before, and 0 from there on.
@@ -100,20 +104,28 @@ def gptq(weights: Float[Array, "... n m"], moments: Float[Array, "... n n"], for
         scales = whole
         # The scales fit the rows as they would be after compensation without rounding.
         if form.group:
-            as_floats = original + jax.scipy.linalg.solve_triangular(within.T, shift, lower=True, unit_diagonal=True)
+            as_floats = original + jax.scipy.linalg.solve_triangular(
+                within.T, shift, lower=True, unit_diagonal=True
+            )
             scales = scales_of(as_floats.T, form)
 
         def round_row(errors: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-            target = original[row] + shift[row] + jnp.matmul(within[:, row], errors, precision=_HIGHEST)
+            target = (
+                original[row] + shift[row] + jnp.matmul(within[:, row], errors, precision=_HIGHEST)
+            )
             value = rounded(target[:, None], scales, form)[:, 0]
             return errors.at[row].set(original[row] - value.astype(jnp.float32) * scales), value
 
         errors, values = jax.lax.scan(round_row, jnp.zeros_like(original), jnp.arange(rows))
         return jax.lax.dynamic_update_slice_in_dim(lost, errors, first, axis=0), (values, scales)
 
-    _, (values, scales) = jax.lax.scan(round_block, jnp.zeros_like(weights), jnp.arange(0, inputs, rows))
+    _, (values, scales) = jax.lax.scan(
+        round_block, jnp.zeros_like(weights), jnp.arange(0, inputs, rows)
+    )
     values = values.reshape(inputs // size, size, outputs).swapaxes(1, 2)
-    return QuantizedMatrix(values, scales if form.group else whole[None], bits=form.bits, activations=form.activations)
+    return QuantizedMatrix(
+        values, scales if form.group else whole[None], bits=form.bits, activations=form.activations
+    )
 
 
 def followings(moments: Float[Array, "n n"]) -> Float[Array, "n n"]:

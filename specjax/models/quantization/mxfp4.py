@@ -50,14 +50,18 @@ class Mxfp4Tensor(StoredMatrix):
         return "BF16"
 
     def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
-        experts, inputs, outputs = (range(size)[piece] for size, piece in zip(self.get_shape(), part, strict=True))
+        experts, inputs, outputs = (
+            range(size)[piece] for size, piece in zip(self.get_shape(), part, strict=True)
+        )
         first = inputs.start // BLOCK
         of_blocks = slice(first, -(-inputs.stop // BLOCK))
         within = slice(inputs.start - first * BLOCK, inputs.stop - first * BLOCK, inputs.step)
         weights = np.empty((len(experts), len(inputs), len(outputs)), jnp.bfloat16)
         for slot, expert in enumerate(experts):  # one by one, so that little is unpacked at a time
             place = (slice(expert, expert + 1), part[2], of_blocks)
-            weights[slot] = unpack(self._blocks[*place, slice(None)][0], self._scales[place][0])[:, within].T
+            weights[slot] = unpack(self._blocks[*place, slice(None)][0], self._scales[place][0])[
+                :, within
+            ].T
         return weights
 
     def shape_of(self, role: str) -> list[int]:
@@ -83,7 +87,9 @@ def doubled(blocks: np.ndarray) -> np.ndarray:
         >>> mxfp4.doubled(np.full((1, 16), 0x97, np.uint8))[0, :4].tolist()
         [12, -1, 12, -1]
     """
-    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 2 * blocks.shape[-1])
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(
+        *blocks.shape[:-1], 2 * blocks.shape[-1]
+    )
     return (2 * _numbers()).astype(np.int8)[codes]
 
 
@@ -138,24 +144,31 @@ def unpacked(tensors: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     unpacked_tensors = dict(tensors)
     for name, tensor in tensors.items():
         whole, shape = name.removesuffix("_blocks"), tuple(tensor.get_shape())
-        if whole == name or whole in tensors or tensor.get_dtype() != "U8" or len(shape) != 4 or 0 in shape:
+        if (
+            whole == name
+            or whole in tensors
+            or tensor.get_dtype() != "U8"
+            or len(shape) != 4
+            or 0 in shape
+        ):
             continue
         if shape[-1] != _BYTES:
             raise CheckpointError(
-                f"{directory}: {show(name)} has shape {shape}: each block of MXFP4 must have {_BYTES} bytes: "
-                "use the unquantized checkpoint"
+                f"{directory}: {show(name)} has shape {shape}: each block of MXFP4 must have"
+                f" {_BYTES} bytes: use the unquantized checkpoint"
             )
         scales = tensors.get(f"{whole}_scales")
         if scales is None:
             raise CheckpointError(
-                f"{directory}: {show(name)} is in MXFP4, and its scales, {show(f'{whole}_scales')}, are missing: "
-                "download the checkpoint again, or use the unquantized one"
+                f"{directory}: {show(name)} is in MXFP4, and its scales, {show(f'{whole}_scales')},"
+                " are missing: download the checkpoint again, or use the unquantized one"
             )
         scales_shape = tuple(scales.get_shape())
         if scales_shape != shape[:-1] or scales.get_dtype() != "U8":
             raise CheckpointError(
-                f"{directory}: {show(f'{whole}_scales')} is {scales.get_dtype()} of shape {scales_shape}: it must be "
-                f"U8 of shape {shape[:-1]}, one for each block of {show(name)}: use the unquantized checkpoint"
+                f"{directory}: {show(f'{whole}_scales')} is {scales.get_dtype()} of shape"
+                f" {scales_shape}: it must be U8 of shape {shape[:-1]}, one for each block of"
+                f" {show(name)}: use the unquantized checkpoint"
             )
         del unpacked_tensors[name], unpacked_tensors[f"{whole}_scales"]
         unpacked_tensors[whole] = Mxfp4Tensor(tensor, scales)

@@ -18,7 +18,9 @@ def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
         >>> packed(np.arange(8)[None], 4).tolist() == [[0x76543210]]
         True
     """
-    octets = np.ascontiguousarray(packed, "<i4").view(np.uint8).reshape(len(packed), 4 * packed.shape[1])
+    octets = (
+        np.ascontiguousarray(packed, "<i4").view(np.uint8).reshape(len(packed), 4 * packed.shape[1])
+    )
     if bits == 8:
         return octets
     assert bits == 4, bits

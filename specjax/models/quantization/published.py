@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from specjax.models.fields import CheckpointError, show
-from specjax.models.quantization.stored import Awq, Gptq, PackedMatrix, PlainMatrix, Ragged, StoredMatrix, is_neighbourly
+from specjax.models.quantization.stored import (
+    Awq,
+    Gptq,
+    PackedMatrix,
+    PlainMatrix,
+    Ragged,
+    StoredMatrix,
+    is_neighbourly,
+)
 from specjax.models.quantization.weights import BLOCK, Form
 
 ADVICE = "use the checkpoint without quantization, and weights='int8' or 'int4'"
@@ -44,7 +52,9 @@ class _Need:
     def __call__(self, condition: bool, field: str, value: Any, expected: str) -> None:
         if not condition:
             name = f"quantization_config.{field}" if field else "quantization_config"
-            raise CheckpointError(f"{self._source}: {name}={show(value)}: must be {expected}: {ADVICE}")
+            raise CheckpointError(
+                f"{self._source}: {name}={show(value)}: must be {expected}: {ADVICE}"
+            )
 
     def one_of(self, field: str, value: Any, *choices: Any) -> None:
         """Check that ``value`` is one of ``choices``, of the same type: 8.0 is not 8."""
@@ -66,11 +76,25 @@ def check_config(raw: Any, source: str) -> None:
     if method == "fp8":
         need.one_of("fmt", raw.get("fmt", "e4m3"), "e4m3")
         block = raw.get("weight_block_size")
-        need(block in (None, [BLOCK, BLOCK]), "weight_block_size", block, f"[{BLOCK}, {BLOCK}], or left out")
+        need(
+            block in (None, [BLOCK, BLOCK]),
+            "weight_block_size",
+            block,
+            f"[{BLOCK}, {BLOCK}], or left out",
+        )
     if method in ("awq", "gptq"):
         size = raw.get("group_size", 128)
-        need(type(size) is int and (size == -1 or size >= 1), "group_size", size, "a whole number from 1, or -1")
-        need.one_of("bits", raw.get("bits", 4 if method == "awq" else None), *((4,) if method == "awq" else (4, 8)))
+        need(
+            type(size) is int and (size == -1 or size >= 1),
+            "group_size",
+            size,
+            "a whole number from 1, or -1",
+        )
+        need.one_of(
+            "bits",
+            raw.get("bits", 4 if method == "awq" else None),
+            *((4,) if method == "awq" else (4, 8)),
+        )
     if method == "awq":
         version = raw.get("version") or raw.get("format") or "gemm"
         need(str(version).lower() == "gemm", "version", version, "gemm")
@@ -100,9 +124,19 @@ def _check_compressed(raw: Mapping[str, Any], need: _Need) -> None:
     sparsity, transform = raw.get("sparsity_config") or {}, raw.get("transform_config") or {}
     is_dense = isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
     need(is_dense, "sparsity_config", sparsity, "dense, or left out")
-    need(isinstance(transform, dict) and not transform.get("config_groups"), "transform_config", transform, "left out")
+    need(
+        isinstance(transform, dict) and not transform.get("config_groups"),
+        "transform_config",
+        transform,
+        "left out",
+    )
     groups = raw.get("config_groups")
-    need(isinstance(groups, dict) and bool(groups), "config_groups", groups, "an object with a group or more")
+    need(
+        isinstance(groups, dict) and bool(groups),
+        "config_groups",
+        groups,
+        "an object with a group or more",
+    )
     assert isinstance(groups, dict)
     for name, group in groups.items():
         of = f"config_groups.{name}" if str(name).isidentifier() else "config_groups[...]"
@@ -123,25 +157,52 @@ def _check_group(group: Mapping[str, Any], need: _Need, of: str, is_packed: bool
     weights, inputs = group.get("weights"), group.get("input_activations") or {}
     need(isinstance(weights, dict), f"{of}.weights", weights, "an object")
     assert isinstance(weights, dict)
-    need.one_of(f"{of}.weights.type", weights.get("type", "int"), *(("int",) if is_packed else ("int", "float")))
-    need.one_of(f"{of}.weights.num_bits", weights.get("num_bits", 8), *((4, 8) if is_packed else (8,)))
+    need.one_of(
+        f"{of}.weights.type",
+        weights.get("type", "int"),
+        *(("int",) if is_packed else ("int", "float")),
+    )
+    need.one_of(
+        f"{of}.weights.num_bits", weights.get("num_bits", 8), *((4, 8) if is_packed else (8,))
+    )
     size = weights.get("group_size")
-    need(size is None or (type(size) is int and (size == -1 or size >= 1)), f"{of}.weights.group_size", size, "a number from 1")
+    need(
+        size is None or (type(size) is int and (size == -1 or size >= 1)),
+        f"{of}.weights.group_size",
+        size,
+        "a number from 1",
+    )
     strategy = _strategy(weights)
     is_float = weights.get("type") == "float"
-    strategies = ("channel", "group") if is_packed else ("tensor", "channel", "block" if is_float else "group")
+    strategies = (
+        ("channel", "group")
+        if is_packed
+        else ("tensor", "channel", "block" if is_float else "group")
+    )
     need.one_of(f"{of}.weights.strategy", strategy, *strategies)
-    need(strategy != "group" or type(size) is int, f"{of}.weights.group_size", size, "a number from 1")
+    need(
+        strategy != "group" or type(size) is int,
+        f"{of}.weights.group_size",
+        size,
+        "a number from 1",
+    )
     if strategy == "block":
         block = weights.get("block_structure")
-        need(block in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"), f"{of}.weights.block_structure", block, f"[{BLOCK}, {BLOCK}]")
+        need(
+            block in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"),
+            f"{of}.weights.block_structure",
+            block,
+            f"[{BLOCK}, {BLOCK}]",
+        )
     need(isinstance(inputs, dict), f"{of}.input_activations", inputs, "an object, or left out")
     need.one_of(f"{of}.input_activations.num_bits", inputs.get("num_bits", 8), 8)
 
 
 def _is_target(target: Any) -> bool:
     try:
-        return isinstance(target, str) and bool(re.compile(target.removeprefix("re:")) if target.startswith("re:") else target)
+        return isinstance(target, str) and bool(
+            re.compile(target.removeprefix("re:")) if target.startswith("re:") else target
+        )
     except (re.error, OverflowError, RecursionError):
         return False
 
@@ -152,13 +213,17 @@ def _strategy(weights: Mapping[str, Any]) -> Any:
     If the field is absent, compressed-tensors derives it from the group size.
     """
     size = weights.get("group_size")
-    return weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    return weights.get("strategy") or (
+        "tensor" if size is None else "channel" if size == -1 else "group"
+    )
 
 
 # --- tensors --------------------------------------------------------------------------------------
 
 
-def matrices(tensors: Mapping[str, Any], raw: Mapping[str, Any], directory: Path) -> tuple[dict[str, StoredMatrix], set[str]]:
+def matrices(
+    tensors: Mapping[str, Any], raw: Mapping[str, Any], directory: Path
+) -> tuple[dict[str, StoredMatrix], set[str]]:
     """Return the quantized matrices of a checkpoint, except those of MXFP4.
 
     Args:
@@ -190,7 +255,10 @@ def matrices(tensors: Mapping[str, Any], raw: Mapping[str, Any], directory: Path
         else:
             continue
         if base in tensors and base not in names:
-            raise CheckpointError(f"{directory}: it holds both {show(base)} and {show(name)}: download the checkpoint again")
+            raise CheckpointError(
+                f"{directory}: it holds both {show(base)} and {show(name)}: download the checkpoint"
+                " again"
+            )
         matrix_by_name[base] = matrix
         used |= names
     return matrix_by_name, used
@@ -206,20 +274,23 @@ class _Parts:
     def __init__(self, tensors: Mapping[str, Any], raw: Mapping[str, Any], directory: Path) -> None:
         self.tensors, self.raw, self.directory = tensors, raw, directory
 
-    def get(self, name: str, whole: str, *shapes: tuple[int, ...], kinds: tuple[str, ...] = _FLOATS) -> Any:
+    def get(
+        self, name: str, whole: str, *shapes: tuple[int, ...], kinds: tuple[str, ...] = _FLOATS
+    ) -> Any:
         """Return the tensor ``name`` of the matrix ``whole``, which must have one of ``shapes``."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise CheckpointError(
-                f"{self.directory}: {show(whole)} is quantized, and {show(name)}, which goes with it, is missing: "
-                "download the checkpoint again"
+                f"{self.directory}: {show(whole)} is quantized, and {show(name)}, which goes with"
+                " it, is missing: download the checkpoint again"
             )
         shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
         if shape not in shapes or kind not in kinds:
             expected = " or ".join(map(str, dict.fromkeys(shapes)))
             raise CheckpointError(
-                f"{self.directory}: {show(name)} is {kind} of shape {shape}: to go with {show(whole)} it must be "
-                f"{' or '.join(kinds)} of shape {expected}: download the checkpoint again"
+                f"{self.directory}: {show(name)} is {kind} of shape {shape}: to go with"
+                f" {show(whole)} it must be {' or '.join(kinds)} of shape {expected}: download the"
+                " checkpoint again"
             )
         return tensor
 
@@ -227,7 +298,9 @@ class _Parts:
         """Return the shape of the tensor ``name``, which must have two axes."""
         shape = tuple(self.tensors[name].get_shape())
         if len(shape) != 2 or 0 in shape:
-            self.refuse(f"{show(name)} has shape {shape}: {show(whole)} is quantized, and must be a matrix")
+            self.refuse(
+                f"{show(name)} has shape {shape}: {show(whole)} is quantized, and must be a matrix"
+            )
         self.get(name, whole, shape, kinds=(kind,))
         return shape[0], shape[1]
 
@@ -239,7 +312,10 @@ class _Parts:
     def group_count(self, size: int, inputs: int, whole: str) -> int:
         """Return the number of groups of ``size`` among the inputs."""
         if inputs % size:
-            self.refuse(f"quantization_config says groups of {size}, which do not divide the {inputs} inputs of {show(whole)}")
+            self.refuse(
+                f"quantization_config says groups of {size}, which do not divide the {inputs}"
+                f" inputs of {show(whole)}"
+            )
         return inputs // size
 
     def refuse(self, what: str) -> None:
@@ -256,12 +332,19 @@ class _Parts:
         kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
         by_name = [group for group in groups if module in group["targets"]]
         by_pattern = [
-            group for group in groups if any(re.match(target[3:], module) for target in group["targets"] if target[:3] == "re:")
+            group
+            for group in groups
+            if any(
+                re.match(target[3:], module) for target in group["targets"] if target[:3] == "re:"
+            )
         ]
         by_class = [group for group in groups if kind in group["targets"]]
         matching = by_name or by_pattern or by_class or groups[:1] * (len(groups) == 1)
         if not matching:
-            self.refuse(f"{show(matrix)} is quantized, and config.json does not say how: none of its config_groups is for it")
+            self.refuse(
+                f"{show(matrix)} is quantized, and config.json does not say how: none of its"
+                " config_groups is for it"
+            )
         return matching[0]
 
 
@@ -276,7 +359,9 @@ def _size_of_groups(weights: Mapping[str, Any]) -> int:
     return weights["group_size"] if _strategy(weights) == "group" else 0
 
 
-def _scale_shapes(strategy: str, outputs: int, groups: int, blocks: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+def _scale_shapes(
+    strategy: str, outputs: int, groups: int, blocks: tuple[int, int]
+) -> tuple[tuple[int, ...], ...]:
     return {
         "tensor": ((1,), (), (1, 1)),
         "channel": ((outputs, 1), (outputs,)),
@@ -293,14 +378,28 @@ def _of_float8(parts: _Parts, name: str) -> Found:
     else:
         scale = f"{name}_scale" if f"{name}_scale" in parts.tensors else f"{name}_scale_inv"
         block = parts.raw.get("weight_block_size")
-        strategies = ("block",) if block else ("tensor", "channel") if parts.raw else ("block", "tensor", "channel")
-    shapes = {shape: strategy for strategy in strategies for shape in _scale_shapes(strategy, outputs, 1, blocks)}
+        strategies = (
+            ("block",)
+            if block
+            else ("tensor", "channel")
+            if parts.raw
+            else ("block", "tensor", "channel")
+        )
+    shapes = {
+        shape: strategy
+        for strategy in strategies
+        for shape in _scale_shapes(strategy, outputs, 1, blocks)
+    }
     scales = parts.get(scale, name, *shapes)
     if shapes[tuple(scales.get_shape())] != "block":
         return name, PlainMatrix(parts.tensors[name], scales, Form("fp8")), {name, scale}
     if blocks[1] > 1 and inputs % BLOCK:
         return name, Ragged(parts.tensors[name], scales), {name, scale}
-    return name, PlainMatrix(parts.tensors[name], scales, Form("fp8", BLOCK if blocks[1] > 1 else 0), BLOCK), {name, scale}
+    return (
+        name,
+        PlainMatrix(parts.tensors[name], scales, Form("fp8", BLOCK if blocks[1] > 1 else 0), BLOCK),
+        {name, scale},
+    )
 
 
 def _of_int8(parts: _Parts, name: str) -> Found:
@@ -309,9 +408,14 @@ def _of_int8(parts: _Parts, name: str) -> Found:
     size = _size_of_groups(group["weights"])
     groups = parts.group_count(size or inputs, inputs, name)
     scale, zero = f"{name}_scale", f"{name}_zero_point"
-    scales = parts.get(scale, name, *_scale_shapes(_strategy(group["weights"]), outputs, groups, (0, 0)))
+    scales = parts.get(
+        scale, name, *_scale_shapes(_strategy(group["weights"]), outputs, groups, (0, 0))
+    )
     if zero in parts.tensors or group["weights"].get("symmetric", True) is not True:
-        parts.refuse(f"{show(zero)}: 8-bit numbers that are not packed must be symmetric, without zero points")
+        parts.refuse(
+            f"{show(zero)}: 8-bit numbers that are not packed must be symmetric, without zero"
+            " points"
+        )
     form = Form("int8", 0 if groups == 1 else size, activations=_activations(group))
     return name, PlainMatrix(parts.tensors[name], scales, form), {name, scale}
 
@@ -320,7 +424,10 @@ def _of_packed(parts: _Parts, name: str) -> Found:
     base = name.removesuffix("_packed")
     outputs, words = parts.matrix(name, base, "I32")
     if method_of(parts.raw) != "compressed-tensors":
-        parts.refuse(f"{show(name)} is packed, and config.json does not say how: quant_method must be compressed-tensors")
+        parts.refuse(
+            f"{show(name)} is packed, and config.json does not say how: quant_method must be"
+            " compressed-tensors"
+        )
     group = parts.group_of(base)
     weights = group["weights"]
     bits = weights.get("num_bits", 8)
@@ -329,20 +436,33 @@ def _of_packed(parts: _Parts, name: str) -> Found:
     inputs = stored_shape[1]
     if stored_shape[0] != outputs or inputs < 1 or -(-inputs * bits // 32) != words:
         raise CheckpointError(
-            f"{parts.directory}: {show(f'{base}_shape')} is {stored_shape}, but {show(name)}, of shape {(outputs, words)}, is "
-            f"no matrix of that shape in numbers of {bits} bits: download the checkpoint again"
+            f"{parts.directory}: {show(f'{base}_shape')} is {stored_shape}, but {show(name)}, of"
+            f" shape {(outputs, words)}, is no matrix of that shape in numbers of {bits} bits:"
+            " download the checkpoint again"
         )
     groups = parts.group_count(_size_of_groups(weights) or inputs, inputs, base)
     scales = parts.get(f"{base}_scale", base, (outputs, groups))
     zeros = order = None
     if f"{base}_zero_point" in parts.tensors or weights.get("symmetric", True) is not True:
-        zeros = parts.get(f"{base}_zero_point", base, (-(-outputs * bits // 32), groups), kinds=("I32",))
+        zeros = parts.get(
+            f"{base}_zero_point", base, (-(-outputs * bits // 32), groups), kinds=("I32",)
+        )
     if f"{base}_g_idx" in parts.tensors:
         order = _order(parts, f"{base}_g_idx", base, inputs, groups)
     size = 0 if groups == 1 else inputs // groups
-    form = Form("int4" if bits == 4 else "int8", size, zeros is not None, order is not None, _activations(group))
+    form = Form(
+        "int4" if bits == 4 else "int8",
+        size,
+        zeros is not None,
+        order is not None,
+        _activations(group),
+    )
     names = {name, *(f"{base}_{part}" for part in ("shape", "scale", "zero_point", "g_idx"))}
-    return base, PackedMatrix(parts.tensors[name], scales, zeros, order, form, inputs), names & parts.tensors.keys()
+    return (
+        base,
+        PackedMatrix(parts.tensors[name], scales, zeros, order, form, inputs),
+        names & parts.tensors.keys(),
+    )
 
 
 def _order(parts: _Parts, name: str, whole: str, inputs: int, groups: int) -> Any:
@@ -354,8 +474,8 @@ def _order(parts: _Parts, name: str, whole: str, inputs: int, groups: int) -> An
     in_range = of_input.min() >= 0 and of_input.max() < groups
     if not in_range or (np.bincount(of_input, minlength=groups) != inputs // groups).any():
         raise CheckpointError(
-            f"{parts.directory}: {show(name)}: its {groups} groups must have {inputs // groups} inputs each: "
-            "download the checkpoint again"
+            f"{parts.directory}: {show(name)}: its {groups} groups must have {inputs // groups}"
+            " inputs each: download the checkpoint again"
         )
     return None if is_neighbourly(of_input, inputs // groups) else tensor
 
@@ -364,18 +484,28 @@ def _of_qweight(parts: _Parts, name: str) -> Found:
     stem, raw = name.removesuffix("qweight"), parts.raw
     base, method = f"{stem}weight", method_of(raw)
     if method not in ("awq", "gptq"):
-        parts.refuse(f"{show(name)} is packed, and config.json does not say how: quant_method must be awq or gptq")
+        parts.refuse(
+            f"{show(name)} is packed, and config.json does not say how: quant_method must be awq or"
+            " gptq"
+        )
     bits, size = raw.get("bits", 4), raw.get("group_size", 128)
     rows, columns = parts.matrix(name, base, "I32")
     inputs, outputs = (rows, columns * 8) if method == "awq" else (rows * 32 // bits, columns)
     groups = parts.group_count(inputs if size == -1 else size, inputs, base)
     scales = parts.get(f"{stem}scales", base, (groups, outputs))
     zeros = parts.get(f"{stem}qzeros", base, (groups, -(-outputs * bits // 32)), kinds=("I32",))
-    names = {name, *(f"{stem}{part}" for part in ("scales", "qzeros", "g_idx"))} & parts.tensors.keys()
+    names = {
+        name,
+        *(f"{stem}{part}" for part in ("scales", "qzeros", "g_idx")),
+    } & parts.tensors.keys()
     form = Form("int4" if bits == 4 else "int8", 0 if groups == 1 else size, has_zeros=True)
     if method == "awq":
         return base, Awq(parts.tensors[name], scales, zeros, form), names - {f"{stem}g_idx"}
-    order = _order(parts, f"{stem}g_idx", base, inputs, groups) if f"{stem}g_idx" in parts.tensors else None
+    order = (
+        _order(parts, f"{stem}g_idx", base, inputs, groups)
+        if f"{stem}g_idx" in parts.tensors
+        else None
+    )
     add, form = 1 if _gptq_format(raw) == "gptq" else 0, replace(form, is_ordered=order is not None)
     return base, Gptq(parts.tensors[name], scales, zeros, order, form, add, raw.get("sym")), names
 
@@ -389,6 +519,14 @@ def idle_biases(tensors: Mapping[str, Any], declared: Collection[str]) -> list[s
         tensors: the tensors of a checkpoint, with its `matrices`.
         declared: the names of the model's tensors.
     """
-    beside = {f"{name.removesuffix('weight')}bias" for name, tensor in tensors.items() if isinstance(tensor, Gptq)}
+    beside = {
+        f"{name.removesuffix('weight')}bias"
+        for name, tensor in tensors.items()
+        if isinstance(tensor, Gptq)
+    }
     names = [name for name in beside - set(declared) if name in tensors]
-    return [name for name in names if not np.any(tensors[name][(slice(None),) * len(tensors[name].get_shape())])]
+    return [
+        name
+        for name in names
+        if not np.any(tensors[name][(slice(None),) * len(tensors[name].get_shape())])
+    ]

@@ -30,21 +30,31 @@ def compressed(arrays: Mapping[str, np.ndarray], declared: Any) -> dict[str, np.
                 continue  # several parameters share this tensor, and the first one has moved it
             if not name.endswith(".weight"):
                 raise CheckpointError(
-                    f"{name} is quantized, and compressed-tensors has no names for its parts: load the model with "
-                    "weights='float' to save it"
+                    f"{name} is quantized, and compressed-tensors has no names for its parts: load"
+                    " the model with weights='float' to save it"
                 )
-            parts = {role: tensors.pop(f"{name}:{role}", None) for role in ("values", "scales", "zeros", "order")}
+            parts = {
+                role: tensors.pop(f"{name}:{role}", None)
+                for role in ("values", "scales", "zeros", "order")
+            }
             tensors |= _compressed(name, parts, quantized.form)
     return tensors
 
 
-def _compressed(name: str, parts: Mapping[str, np.ndarray | None], form: Form) -> dict[str, np.ndarray]:
+def _compressed(
+    name: str, parts: Mapping[str, np.ndarray | None], form: Form
+) -> dict[str, np.ndarray]:
     values, scales, zeros, order = (parts[role] for role in ("values", "scales", "zeros", "order"))
     assert values is not None and scales is not None
     groups, outputs, size = values.shape
     rows = np.ascontiguousarray(np.moveaxis(values, 0, 1).reshape(outputs, groups * size))
     if form.kind == "fp8":
-        return {name: rows, f"{name}_scale": _of_blocks(name, scales) if form.group else np.ascontiguousarray(scales.T)}
+        return {
+            name: rows,
+            f"{name}_scale": (
+                _of_blocks(name, scales) if form.group else np.ascontiguousarray(scales.T)
+            ),
+        }
     tensors = {f"{name}_scale": np.ascontiguousarray(scales.T)}
     if _is_plain(form):
         return {name: rows, **tensors}
@@ -55,7 +65,9 @@ def _compressed(name: str, parts: Mapping[str, np.ndarray | None], form: Form) -
         rows = rows[:, places]
         tensors[f"{name}_g_idx"] = (places // size).astype(np.int32)
     if zeros is not None:
-        tensors[f"{name}_zero_point"] = np.ascontiguousarray(packed(zeros.astype(np.int32) + half, form.bits).T)
+        tensors[f"{name}_zero_point"] = np.ascontiguousarray(
+            packed(zeros.astype(np.int32) + half, form.bits).T
+        )
     tensors[f"{name}_packed"] = packed(rows, form.bits)
     tensors[f"{name}_shape"] = np.array([outputs, groups * size], np.int64)
     return tensors
@@ -74,7 +86,8 @@ def _of_blocks(name: str, scales: np.ndarray) -> np.ndarray:
     blocks = scales[:, ::BLOCK]
     if (np.repeat(blocks, BLOCK, axis=1)[:, : scales.shape[1]] != scales).any():
         raise CheckpointError(
-            f"{name} is in FP8 with scales that differ within a block: load the model with weights='float' to save it"
+            f"{name} is in FP8 with scales that differ within a block: load the model with"
+            " weights='float' to save it"
         )
     return np.ascontiguousarray(blocks.T)
 
@@ -91,7 +104,11 @@ def format_config(declared: Any) -> dict[str, Any] | None:
             names = [name.removesuffix(".weight:values") for name in leaf.values.stored_names]
             modules.setdefault(leaf.form, []).extend(names)
         elif isinstance(leaf, Param) and len(leaf.shape) > 1 and not leaf.is_rows:
-            floats += [name.removesuffix(".weight") for name in leaf.stored_names if name.endswith(".weight")]
+            floats += [
+                name.removesuffix(".weight")
+                for name in leaf.stored_names
+                if name.endswith(".weight")
+            ]
     if not modules:
         return None
     if not any(name.endswith("lm_head") for names in (floats, *modules.values()) for name in names):
@@ -99,15 +116,29 @@ def format_config(declared: Any) -> dict[str, Any] | None:
         floats.append("lm_head")
     usual = max(modules, key=lambda form: len(modules[form]))
     groups = {}
-    for index, (form, names) in enumerate(sorted(modules.items(), key=lambda item: item[0] != usual)):
+    for index, (form, names) in enumerate(
+        sorted(modules.items(), key=lambda item: item[0] != usual)
+    ):
         embeddings = [name for name in names if name.endswith("embed_tokens")]
-        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+        inputs = {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "token",
+            "dynamic": True,
+        }
         groups[f"group_{index}"] = {
             "targets": ["Linear", *embeddings] if form == usual else list(dict.fromkeys(names)),
             "weights": _weights(form),
             "input_activations": inputs if form.activations == 8 else None,
             "output_activations": None,
-            "format": "float-quantized" if form.kind == "fp8" else "int-quantized" if _is_plain(form) else "pack-quantized",
+            "format": (
+                "float-quantized"
+                if form.kind == "fp8"
+                else "int-quantized"
+                if _is_plain(form)
+                else "pack-quantized"
+            ),
         }
     layouts = {group["format"] for group in groups.values()}
     return {

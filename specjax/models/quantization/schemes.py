@@ -75,7 +75,9 @@ def scheme_of(weights: Weights) -> Scheme:
     return weights if isinstance(weights, Scheme) else SCHEMES[weights]
 
 
-def check_weights(weights: Weights, options: Sequence[str] = (AS_STORED, FLOATS), name: str = "weights") -> None:
+def check_weights(
+    weights: Weights, options: Sequence[str] = (AS_STORED, FLOATS), name: str = "weights"
+) -> None:
     """Refuse, with an InputError, a name that is neither a scheme nor in ``options``.
 
     ``name`` is the name of the argument.
@@ -112,7 +114,9 @@ def common(forms: Iterable[Form | None]) -> Form | None:
     first = forms[0]
     if first is None or any(form is None or _essence(form) != _essence(first) for form in forms):
         return None
-    has_zeros, is_ordered = (any(getattr(form, name) for form in forms) for name in ("has_zeros", "is_ordered"))
+    has_zeros, is_ordered = (
+        any(getattr(form, name) for form in forms) for name in ("has_zeros", "is_ordered")
+    )
     return replace(first, has_zeros=has_zeros, is_ordered=is_ordered)
 
 
@@ -137,7 +141,9 @@ def declare(declared: Any, form_of: FormOf, mesh: Mesh | None = None) -> Any:
     return jax.tree.map(quantized, declared)
 
 
-def quantize_params(declared: Any, params: Any, form_of: FormOf, mesh: Mesh | None, units: Mapping[str, int]) -> Any:
+def quantize_params(
+    declared: Any, params: Any, form_of: FormOf, mesh: Mesh | None, units: Mapping[str, int]
+) -> Any:
     """Return ``params`` with every matrix that ``form_of`` gives a form quantized, one by one.
 
     A `Watched` matrix is quantized with its recorded moments. ``declared`` must not have a
@@ -147,7 +153,9 @@ def quantize_params(declared: Any, params: Any, form_of: FormOf, mesh: Mesh | No
 
     def quantize(param: Param, target: Any, value: Any) -> Any:
         if isinstance(value, QuantizedMatrix):
-            raise InputError("weights: they are quantized already: load them in floats, with weights='float'")
+            raise InputError(
+                "weights: they are quantized already: load them in floats, with weights='float'"
+            )
         if not isinstance(target, QuantizedMatrix):
             return value
         if isinstance(value, Watched):
@@ -158,7 +166,11 @@ def quantize_params(declared: Any, params: Any, form_of: FormOf, mesh: Mesh | No
 
         def put(part: Param, numbers: np.ndarray) -> jax.Array:
             numbers = np.asarray(numbers, jnp.dtype(part.dtype))
-            return jnp.asarray(numbers) if mesh is None else sharding.put(numbers, part.place(mesh, units))
+            return (
+                jnp.asarray(numbers)
+                if mesh is None
+                else sharding.put(numbers, part.place(mesh, units))
+            )
 
         return jax.tree.map(put, target, matrix)
 
@@ -169,12 +181,20 @@ def declare_like(declared: Any, params: Any) -> Any:
     """Declare a `QuantizedMatrix` wherever ``params`` have one."""
 
     def declare_one(value: Any, param: Param) -> Any:
-        return value.form.declare(param, value.values.dtype) if isinstance(value, QuantizedMatrix) else param
+        return (
+            value.form.declare(param, value.values.dtype)
+            if isinstance(value, QuantizedMatrix)
+            else param
+        )
 
     return jax.tree.map(declare_one, params, declared, is_leaf=is_quantized)
 
 
 def narrow(model: Any, weights: Weights) -> Any:
     """Quantize the weights of a target or drafter: the old name of the method, which warns."""
-    warnings.warn(f"{type(model).__name__}.narrow has a new name: call it quantize", DeprecationWarning, stacklevel=2)
+    warnings.warn(
+        f"{type(model).__name__}.narrow has a new name: call it quantize",
+        DeprecationWarning,
+        stacklevel=2,
+    )
     return model.quantize(weights)

@@ -51,7 +51,12 @@ class Role:
 
     def get_dtype(self) -> str:
         """Return the type as a header names it."""
-        kinds = {"values": _STORED_TYPES[self._parts.form.kind], "scales": "F32", "zeros": "I8", "order": "I32"}
+        kinds = {
+            "values": _STORED_TYPES[self._parts.form.kind],
+            "scales": "F32",
+            "zeros": "I8",
+            "order": "I32",
+        }
         return kinds[self._role]
 
     def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
@@ -146,7 +151,12 @@ class OneMatrix(StoredMatrix):
         """Return the shape of a part."""
         outputs, inputs = self.shape
         of_group = [self.groups, outputs]
-        return {"values": [*of_group, self.size], "scales": of_group, "zeros": of_group, "order": [inputs]}[role]
+        return {
+            "values": [*of_group, self.size],
+            "scales": of_group,
+            "zeros": of_group,
+            "order": [inputs],
+        }[role]
 
     def read(self, role: str, part: tuple[slice, ...]) -> np.ndarray:
         """Return a slice of a part."""
@@ -162,7 +172,10 @@ class OneMatrix(StoredMatrix):
             return self.numbers(outputs, places)[None][groups]
         if self._of_input is None:
             first, last, _ = groups.indices(self.groups)
-            rows, within = self.numbers(outputs, slice(first * self.size, last * self.size)), slice(None)
+            rows, within = (
+                self.numbers(outputs, slice(first * self.size, last * self.size)),
+                slice(None),
+            )
         else:
             rows, within = self.numbers(outputs, slice(None))[:, self.order()], groups
         grouped = np.moveaxis(rows.reshape(len(rows), rows.shape[1] // self.size, self.size), 1, 0)
@@ -188,7 +201,9 @@ class PlainMatrix(OneMatrix):
         return self._stored[outputs, inputs]
 
     def scales(self, outputs: slice) -> np.ndarray:
-        stored = np.asarray(self._scales[(slice(None),) * len(self._scales.get_shape())], np.float32)
+        stored = np.asarray(
+            self._scales[(slice(None),) * len(self._scales.get_shape())], np.float32
+        )
         rows = np.arange(self.shape[0])[outputs] // self._block
         if stored.size == 1:  # one scale for the whole matrix
             return np.full((len(rows), self.groups), stored.item(), np.float32)
@@ -221,7 +236,11 @@ class _PackedFormat(OneMatrix):
         """Return the int32 that hold some inputs, and the position of the inputs in them."""
         indices, count = range(self.shape[1])[inputs], 32 // self.form.bits
         first = indices.start // count
-        within = slice(indices.start - first * count, max(indices.stop, indices.start) - first * count, indices.step)
+        within = slice(
+            indices.start - first * count,
+            max(indices.stop, indices.start) - first * count,
+            indices.step,
+        )
         return slice(first, max(-(-indices.stop // count), first)), within
 
 
@@ -240,13 +259,17 @@ class PackedMatrix(_PackedFormat):
         inputs: the number of inputs; the last int32 may be padded.
     """
 
-    def __init__(self, packed: Any, scales: Any, zeros: Any, of_input: Any, form: Form, inputs: int) -> None:
+    def __init__(
+        self, packed: Any, scales: Any, zeros: Any, of_input: Any, form: Form, inputs: int
+    ) -> None:
         super().__init__(form, (packed.get_shape()[0], inputs), of_input)
         self._stored, self._scales, self._zeros = packed, scales, zeros
 
     def numbers(self, outputs: slice, inputs: slice) -> np.ndarray:
         words, within = self._words(inputs)
-        return _signed(unpacked(self._stored[outputs, words], self.form.bits)[:, within], self.form.bits)
+        return _signed(
+            unpacked(self._stored[outputs, words], self.form.bits)[:, within], self.form.bits
+        )
 
     def scales(self, outputs: slice) -> np.ndarray:
         return np.asarray(self._scales[outputs, slice(None)], np.float32)
@@ -254,7 +277,9 @@ class PackedMatrix(_PackedFormat):
     def zeros(self, outputs: slice) -> np.ndarray:
         if self._zeros is None:
             return super().zeros(outputs)
-        numbers = unpacked(self._zeros[slice(None), slice(None)].T, self.form.bits)[:, : self.shape[0]]
+        numbers = unpacked(self._zeros[slice(None), slice(None)].T, self.form.bits)[
+            :, : self.shape[0]
+        ]
         return _signed(numbers.T[outputs], self.form.bits)
 
 
@@ -275,7 +300,14 @@ class Gptq(_PackedFormat):
     """
 
     def __init__(
-        self, packed: Any, scales: Any, zeros: Any, of_input: Any, form: Form, add: int, is_symmetric: bool | None = None
+        self,
+        packed: Any,
+        scales: Any,
+        zeros: Any,
+        of_input: Any,
+        form: Form,
+        add: int,
+        is_symmetric: bool | None = None,
     ) -> None:
         rows, outputs = packed.get_shape()
         super().__init__(form, (outputs, rows * 32 // form.bits), of_input)
@@ -291,14 +323,18 @@ class Gptq(_PackedFormat):
 
     def numbers(self, outputs: slice, inputs: slice) -> np.ndarray:
         words, within = self._words(inputs)
-        return _signed(unpacked(self._stored[words, outputs].T, self.form.bits)[:, within], self.form.bits)
+        return _signed(
+            unpacked(self._stored[words, outputs].T, self.form.bits)[:, within], self.form.bits
+        )
 
     def scales(self, outputs: slice) -> np.ndarray:
         return np.asarray(self._scales[slice(None), outputs], np.float32).T
 
     def zeros(self, outputs: slice) -> np.ndarray:
         bits = self.form.bits
-        numbers = unpacked(self._zeros[slice(None), slice(None)], bits)[:, : self.shape[0]] + np.uint8(self._add)
+        numbers = unpacked(self._zeros[slice(None), slice(None)], bits)[
+            :, : self.shape[0]
+        ] + np.uint8(self._add)
         numbers &= np.uint8((1 << bits) - 1)  # GPTQ's own kernels wrap around, too
         return _signed(numbers[:, outputs].T, bits)
 
@@ -334,8 +370,14 @@ class Awq(OneMatrix):
         indices = range(stored.get_shape()[1] * 8)[outputs]
         words = slice(indices.start // 8, max(-(-indices.stop // 8), indices.start // 8))
         numbers = unpacked(stored[rows, words], 4)
-        numbers = numbers.reshape(len(numbers), numbers.shape[1] // 8, 8)[..., AWQ_NIBBLES].reshape(numbers.shape)
-        within = slice(indices.start - words.start * 8, max(indices.stop, indices.start) - words.start * 8, indices.step)
+        numbers = numbers.reshape(len(numbers), numbers.shape[1] // 8, 8)[..., AWQ_NIBBLES].reshape(
+            numbers.shape
+        )
+        within = slice(
+            indices.start - words.start * 8,
+            max(indices.stop, indices.start) - words.start * 8,
+            indices.step,
+        )
         return _signed(numbers[:, within].T, 4)
 
 
@@ -357,7 +399,9 @@ class Rounded(Parts):
         self._floats, self._turned, self.form = floats, turned, form
         self._scales: dict[str, np.ndarray] = {}  # the scales of parts whose values were read
         shape = tuple(floats.get_shape())
-        *self._lead, self._outputs, self._inputs = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+        *self._lead, self._outputs, self._inputs = (
+            (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+        )
 
     def shape_of(self, role: str) -> list[int]:
         size = self.form.group or self._inputs
@@ -369,7 +413,9 @@ class Rounded(Parts):
         scales = self._scales.pop(key, None) if role == "scales" else None
         if scales is None:
             place = (*lead, slice(None), outputs) if self._turned else (*lead, outputs, slice(None))
-            floats = self._floats[place] if self._turned else np.swapaxes(self._floats[place], -1, -2)
+            floats = (
+                self._floats[place] if self._turned else np.swapaxes(self._floats[place], -1, -2)
+            )
             quantized = quantize_matrix(floats, self.form)
             if role == "values":  # the scales are read next; the values are large, and not kept
                 self._scales[key] = quantized.scales

@@ -84,9 +84,21 @@ class QuantizedMatrix:
     @property
     def form(self) -> "Form":
         """The form in which it is quantized."""
-        kind = "fp8" if jnp.dtype(self.values.dtype) == jnp.float8_e4m3fn else "int4" if self.bits == 4 else "int8"
+        kind = (
+            "fp8"
+            if jnp.dtype(self.values.dtype) == jnp.float8_e4m3fn
+            else "int4"
+            if self.bits == 4
+            else "int8"
+        )
         *_, groups, _, size = self.values.shape
-        return Form(kind, 0 if groups == 1 else size, self.zeros is not None, self.order is not None, self.activations)
+        return Form(
+            kind,
+            0 if groups == 1 else size,
+            self.zeros is not None,
+            self.order is not None,
+            self.activations,
+        )
 
 
 def is_quantized(value: Any) -> bool:
@@ -154,16 +166,24 @@ class Form:
         *lead_axes, in_axis, out_axis = _in_out(param, param.axes)
         size = self.group or inputs
         groups = inputs // size
-        units = param.units if groups == 1 or in_axis is None else int(np.gcd(param.units or groups, groups))
+        units = (
+            param.units
+            if groups == 1 or in_axis is None
+            else int(np.gcd(param.units or groups, groups))
+        )
         group_axis = in_axis if groups > 1 else None
 
-        def part(role: str, shape: tuple[int, ...], axes: tuple[str | None, ...], kind: str) -> Param:
+        def part(
+            role: str, shape: tuple[int, ...], axes: tuple[str | None, ...], kind: str
+        ) -> Param:
             axes, within = (*lead_axes, *axes), param.within
             if within is not None:  # the parameter is a slice of the stored tensor's outputs
                 within = replace(within, axis=len(lead) - param.stacked + 1)
             is_rows = param.transposed or param.is_rows  # as it is stored
             name = f"{param.name}:{role}"
-            return Param((*lead, *shape), axes, name, dtype=kind, units=units, within=within, is_rows=is_rows)
+            return Param(
+                (*lead, *shape), axes, name, dtype=kind, units=units, within=within, is_rows=is_rows
+            )
 
         values = part(
             "values",
@@ -176,7 +196,9 @@ class Form:
             values=values,
             scales=part("scales", *of_group, "float32"),
             zeros=part("zeros", *of_group, "int8") if self.has_zeros else None,
-            order=Param((*lead, inputs), (*lead_axes, None), f"{param.name}:order", dtype="int32") if self.is_ordered else None,
+            order=Param((*lead, inputs), (*lead_axes, None), f"{param.name}:order", dtype="int32")
+            if self.is_ordered
+            else None,
             bits=self.bits,
             activations=self.activations,
         )
@@ -198,7 +220,9 @@ def quantize_matrix(weights: np.ndarray, form: Form) -> QuantizedMatrix:
     # [..., groups, out, size]
     grouped = np.moveaxis(rows.reshape(*lead, outputs, inputs // size, size), -2, -3)
     scales = scales_of(grouped, form)
-    return QuantizedMatrix(rounded(grouped, scales, form), scales, bits=form.bits, activations=form.activations)
+    return QuantizedMatrix(
+        rounded(grouped, scales, form), scales, bits=form.bits, activations=form.activations
+    )
 
 
 def scales_of(grouped: Numbers, form: Form) -> Numbers:
@@ -215,14 +239,18 @@ def scales_of(grouped: Numbers, form: Form) -> Numbers:
     for share in np.linspace(0.7, 1.0, 13, dtype=np.float32):
         scales = _scales(largest * share, form)
         with np.errstate(invalid="ignore"):
-            lost = xp.square(rounded(grouped, scales, form) * scales[..., None] - grouped).sum(axis=-1)
+            lost = xp.square(rounded(grouped, scales, form) * scales[..., None] - grouped).sum(
+                axis=-1
+            )
         best, least = xp.where(lost < least, scales, best), xp.minimum(lost, least)
     return best
 
 
 def _scales(largest: Numbers, form: Form) -> Numbers:
     xp = largest.__array_namespace__()
-    return xp.where(largest == 0, np.float32(1), largest / np.float32(_LARGEST[form.kind])).astype(np.float32)
+    return xp.where(largest == 0, np.float32(1), largest / np.float32(_LARGEST[form.kind])).astype(
+        np.float32
+    )
 
 
 def rounded(grouped: Numbers, scales: Numbers, form: Form) -> Numbers:
@@ -244,7 +272,9 @@ def dequantize_matrix(matrix: QuantizedMatrix, dtype: DTypeLike = jnp.float32) -
     rows = jnp.moveaxis(weights, -3, -2)  # [..., out, groups, size]
     columns = jnp.swapaxes(rows.reshape(*rows.shape[:-2], -1), -1, -2)
     if matrix.order is not None:
-        columns = jnp.take_along_axis(columns, jnp.argsort(matrix.order, axis=-1)[..., None], axis=-2)
+        columns = jnp.take_along_axis(
+            columns, jnp.argsort(matrix.order, axis=-1)[..., None], axis=-2
+        )
     return columns.astype(dtype)
 
 
@@ -252,5 +282,7 @@ def rows_of(table: QuantizedMatrix, rows: jax.Array, dtype: DTypeLike) -> jax.Ar
     """Return the weights ``[..., in]`` of some outputs of ``table [in, out]``: embeddings."""
     flat = rows.reshape(-1)
     zeros = None if table.zeros is None else table.zeros[:, flat]
-    selected = replace(table, values=table.values[:, flat], scales=table.scales[:, flat], zeros=zeros)
+    selected = replace(
+        table, values=table.values[:, flat], scales=table.scales[:, flat], zeros=zeros
+    )
     return dequantize_matrix(selected, dtype).T.reshape(*rows.shape, -1)

@@ -37,16 +37,30 @@ class Guard:
         is_socket, method = scope["type"] == "websocket", scope.get("method")
         host = headers.get(b"host", b"").decode("latin-1")
         if options.only_loopback and not _is_loopback(host):
-            message = "Host: this server answers only this machine, under the names localhost and 127.0.0.1"
+            message = (
+                "Host: this server answers only this machine, under the names localhost and"
+                " 127.0.0.1"
+            )
             return RequestError(403, message, code="host_not_allowed")
         origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
-        if is_socket and not all(_is_of(origin, host) or _is_among(origin, options.cors_origins) for origin in origins):
-            return RequestError(403, "Origin: pages of other sites may not open WebSockets here", code="origin_not_allowed")
+        if is_socket and not all(
+            _is_of(origin, host) or _is_among(origin, options.cors_origins) for origin in origins
+        ):
+            return RequestError(
+                403,
+                "Origin: pages of other sites may not open WebSockets here",
+                code="origin_not_allowed",
+            )
         if scope["path"] not in _OPEN_PATHS:
             key = _key(headers.get(b"authorization", b""), options.api_keys)
             if options.api_keys and key is None:
-                message = "Authorization: the API key is missing or wrong; send the header 'Authorization: Bearer KEY'"
-                return RequestError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+                message = (
+                    "Authorization: the API key is missing or wrong; send the header"
+                    " 'Authorization: Bearer KEY'"
+                )
+                return RequestError(
+                    401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+                )
             scope["specjax.owner"] = "" if key is None else hashlib.sha256(key.encode()).hexdigest()
             if (is_socket or method == "POST") and self._service.is_draining:
                 return draining_error()
@@ -82,8 +96,9 @@ def check_origins(origins: Sequence[str]) -> None:
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise InputError(
-                f"cors_origin={origin!r}: give an origin as browsers send it, such as http://localhost:3000 or "
-                "https://chat.example, in lower case and without a path; or * for all pages"
+                f"cors_origin={origin!r}: give an origin as browsers send it, such as"
+                " http://localhost:3000 or https://chat.example, in lower case and without a path;"
+                " or * for all pages"
             )
 
 
@@ -119,7 +134,9 @@ async def read_body(request: Request, options: AppOptions) -> bytes:
     Raises:
         RequestError: The body is too long, or takes too long.
     """
-    too_long = RequestError(413, f"the body is longer than {options.max_body} bytes; send less", code="body_too_long")
+    too_long = RequestError(
+        413, f"the body is longer than {options.max_body} bytes; send less", code="body_too_long"
+    )
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 12 or int(length) > options.max_body):
         raise too_long

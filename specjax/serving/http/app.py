@@ -24,7 +24,14 @@ from specjax.serving.http import requests
 from specjax.serving.http.access import Guard, read_body
 from specjax.serving.http.errors import RequestError, error_object
 from specjax.serving.http.requests import Limits
-from specjax.serving.http.responses import CLOSE, UNEXPECTED, draining_error, engine_message, error_response, json_response
+from specjax.serving.http.responses import (
+    CLOSE,
+    UNEXPECTED,
+    draining_error,
+    engine_message,
+    error_response,
+    json_response,
+)
 from specjax.serving.http.service import IGNORED_HEADER, AppOptions, Result, Service
 from specjax.serving.http.streaming import GenerationResponse
 from specjax.wire import PATH
@@ -44,23 +51,39 @@ def make_app(service: Service) -> ASGIApp:
         state = service.engine.state
         if service.is_draining or state != "running":
             is_ending = service.is_draining or state == "closed"
-            message = "the server is shutting down" if is_ending else "the engine has failed; restart the server"
+            message = (
+                "the server is shutting down"
+                if is_ending
+                else "the engine has failed; restart the server"
+            )
             raise RequestError(503, message, headers={"Retry-After": "10"})
         statistics = service.engine.statistics
-        return json_response({"status": "ok", "programs": {"compiled": statistics.compiled, "of": statistics.programs}})
+        return json_response(
+            {
+                "status": "ok",
+                "programs": {"compiled": statistics.compiled, "of": statistics.programs},
+            }
+        )
 
     async def models(request: Request) -> Response:
-        return json_response({"object": "list", "data": [_model(service, name) for name in service.limits.names]})
+        return json_response(
+            {"object": "list", "data": [_model(service, name) for name in service.limits.names]}
+        )
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
         if name not in service.limits.names:
-            message = f"model={name[:80]!r}: the server does not have it; give {service.limits.names[0]!r}"
+            message = (
+                f"model={name[:80]!r}: the server does not have it; give"
+                f" {service.limits.names[0]!r}"
+            )
             raise RequestError(404, message, param="model", code="model_not_found")
         return json_response(_model(service, name))
 
     async def metrics(request: Request) -> Response:
-        return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def read(reader: Callable[[bytes, Limits], Result], request: Request) -> Result:
         """Return a parsed request. Long bodies are parsed in a thread, not in the event loop."""
@@ -72,7 +95,11 @@ def make_app(service: Service) -> ASGIApp:
     async def tokenize(request: Request) -> Response:
         parsed = await read(requests.read_tokenize, request)
         tokens = await service.in_thread(
-            service.encode, parsed.prompt, parsed.param, parsed.add_special_tokens, parsed.chat_template_kwargs
+            service.encode,
+            parsed.prompt,
+            parsed.param,
+            parsed.add_special_tokens,
+            parsed.chat_template_kwargs,
         )
         result = {"count": len(tokens), "max_model_len": service.engine.capacity, "tokens": tokens}
         return json_response(result, headers=service.ignored_header(parsed.ignored))
@@ -85,8 +112,17 @@ def make_app(service: Service) -> ASGIApp:
 
     async def drafts(request: Request) -> Response:
         if service.drafts is None:
-            raise RequestError(404, f"{PATH}: this server accepts no drafts; start it with --drafts clients", code="no_drafts")
-        raise RequestError(426, f"{PATH}: it needs a WebSocket", code="no_websocket", headers={"Upgrade": "websocket"})
+            raise RequestError(
+                404,
+                f"{PATH}: this server accepts no drafts; start it with --drafts clients",
+                code="no_drafts",
+            )
+        raise RequestError(
+            426,
+            f"{PATH}: it needs a WebSocket",
+            code="no_websocket",
+            headers={"Upgrade": "websocket"},
+        )
 
     async def socket(websocket: WebSocket) -> None:
         assert service.drafts is not None  # otherwise uvicorn accepts no WebSocket
@@ -136,14 +172,16 @@ def _cors(options: AppOptions) -> list[Middleware]:
 async def answer_starting(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer any request with 503. It is the application until the engine is ready."""
     message = "the server is starting: it loads the models and compiles the first programs"
-    answer = error_response(RequestError(503, message, code="starting", headers={"Retry-After": "5", **CLOSE}))
+    answer = error_response(
+        RequestError(503, message, code="starting", headers={"Retry-After": "5", **CLOSE})
+    )
     await answer(scope, receive, send)
 
 
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src"
+        " 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "Cache-Control": "no-cache",
     "X-Content-Type-Options": "nosniff",
@@ -172,11 +210,14 @@ async def _answer_http_error(request: Request, error: Any) -> Response:
     path, headers = request.url.path[:200], error.headers
     if error.status_code == 404:
         message = (
-            f"{path}: the path does not exist; give /v1/completions, /v1/chat/completions, /v1/drafts, /v1/models, "
-            "/tokenize, /metrics or /health"
+            f"{path}: the path does not exist; give /v1/completions, /v1/chat/completions,"
+            " /v1/drafts, /v1/models, /tokenize, /metrics or /health"
         )
     elif error.status_code == 405:
-        message = f"{path}: the method {request.method[:20]} is not allowed; use {(headers or {}).get('Allow')}"
+        message = (
+            f"{path}: the method {request.method[:20]} is not allowed; use"
+            f" {(headers or {}).get('Allow')}"
+        )
     else:
         message = str(error.detail)
     return json_response(error_object(error.status_code, message), error.status_code, headers)

@@ -27,7 +27,9 @@ class Drafts:
         max_frame_bytes: the largest size of a received frame in bytes.
     """
 
-    def __init__(self, engine: Any, sessions_per_owner: int | None = None, trusted: Sequence[str] = ()) -> None:
+    def __init__(
+        self, engine: Any, sessions_per_owner: int | None = None, trusted: Sequence[str] = ()
+    ) -> None:
         """Start without clients.
 
         Args:
@@ -64,7 +66,9 @@ class Drafts:
 
     def _network_of(self, websocket: WebSocket) -> str:
         """Return the network of a client without an API key; empty: it is unknown, or a proxy's."""
-        network = network_of("" if websocket.client is None else websocket.client.host, self._trusted)
+        network = network_of(
+            "" if websocket.client is None else websocket.client.host, self._trusted
+        )
         return "" if network is None else str(network)
 
     async def serve(self, websocket: WebSocket) -> None:
@@ -103,7 +107,9 @@ async def _read(websocket: WebSocket, connection: Connection) -> FrameError | No
     return None
 
 
-async def _write(websocket: WebSocket, connection: Connection, waiting: "asyncio.Queue[bytes]") -> None:
+async def _write(
+    websocket: WebSocket, connection: Connection, waiting: "asyncio.Queue[bytes]"
+) -> None:
     """Send the waiting frames, each after the one before has left."""
     with suppress(WebSocketDisconnect):
         while True:

@@ -55,7 +55,9 @@ class RequestError(Exception):
         return error_object(self.status, self.message, param=self.param, code=self.code)
 
 
-def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error_object(
+    status: int, message: str, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     """Return OpenAI's error object.
 
     Examples:
@@ -63,4 +65,11 @@ def error_object(status: int, message: str, *, param: str | None = None, code: s
         >>> error_object(404, "no such path")["error"]["type"]
         'not_found_error'
     """
-    return {"error": {"message": message, "type": KINDS.get(status, "server_error"), "param": param, "code": code}}
+    return {
+        "error": {
+            "message": message,
+            "type": KINDS.get(status, "server_error"),
+            "param": param,
+            "code": code,
+        }
+    }

@@ -41,23 +41,37 @@ class Metrics:
         self._watching: set[asyncio.Task[None]] = set()
         self.registry.register(_EngineCollector(engine, model, sessions))  # pyright: ignore[reportArgumentType]
         names = ["model_name"]
-        self._first = self._histogram("vllm:time_to_first_token_seconds", "From the request to its first token.")
+        self._first = self._histogram(
+            "vllm:time_to_first_token_seconds", "From the request to its first token."
+        )
         self._between = self._histogram(
             "vllm:inter_token_latency_seconds",
-            "Between two tokens. Tokens that are delivered together share the seconds since the previous ones.",
+            "Between two tokens. Tokens that are delivered together share the seconds since the"
+            " previous ones.",
         )
-        self._whole = self._histogram("vllm:e2e_request_latency_seconds", "From the request to the end of its text.")
+        self._whole = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From the request to the end of its text."
+        )
         self._finished = Counter(
-            "vllm:request_success", "Texts that have ended.", [*names, "finished_reason"], registry=self.registry
+            "vllm:request_success",
+            "Texts that have ended.",
+            [*names, "finished_reason"],
+            registry=self.registry,
         )
         # Each reason is exported from the start, as 0, so that rates are right for its first text.
         for reason in _FINISHED.values():
             self._finished.labels(model, reason)
-        self._prompt = Counter("vllm:prompt_tokens", "Tokens of prompts.", names, registry=self.registry).labels(model)
-        self._generated = Counter("vllm:generation_tokens", "Generated tokens.", names, registry=self.registry).labels(model)
+        self._prompt = Counter(
+            "vllm:prompt_tokens", "Tokens of prompts.", names, registry=self.registry
+        ).labels(model)
+        self._generated = Counter(
+            "vllm:generation_tokens", "Generated tokens.", names, registry=self.registry
+        ).labels(model)
 
     def _histogram(self, name: str, about: str) -> Histogram:
-        return Histogram(name, about, ["model_name"], buckets=_SECONDS, registry=self.registry).labels(**self._label)
+        return Histogram(
+            name, about, ["model_name"], buckets=_SECONDS, registry=self.registry
+        ).labels(**self._label)
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -89,7 +103,9 @@ class Metrics:
                         self._between.observe((now - before) / len(piece.tokens))
                 before = now
                 self._generated.inc(len(piece.tokens))
-        self._finished.labels(self._label["model_name"], _FINISHED[handle.finish_reason or "error"]).inc()
+        self._finished.labels(
+            self._label["model_name"], _FINISHED[handle.finish_reason or "error"]
+        ).inc()
         if handle.finish_reason in ("stop", "length") and handle.times.finished is not None:
             self._whole.observe(handle.times.finished - handle.times.submitted)
 
@@ -105,17 +121,37 @@ class _EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         statistics = self._engine.statistics
-        yield self._gauge("vllm:num_requests_running", "Texts that are being generated.", statistics.running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for a row.", statistics.waiting)
+        yield self._gauge(
+            "vllm:num_requests_running", "Texts that are being generated.", statistics.running
+        )
+        yield self._gauge(
+            "vllm:num_requests_waiting", "Requests that wait for a row.", statistics.waiting
+        )
         usage = 1 - statistics.free_pages / statistics.pages
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the pages in use, 1 is all.", usage)
         yield self._counter("vllm:num_preemptions", "Preemptions of texts.", statistics.preemptions)
         queries = statistics.prompt_tokens_read + statistics.prompt_tokens_shared
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in that cache.", statistics.prompt_tokens_shared)
-        yield self._counter("vllm:spec_decode_num_drafts", "Steps with a draft, counted per text.", statistics.drafted_steps)
-        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", statistics.drafted)
-        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", statistics.accepted)
+        yield self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries
+        )
+        yield self._counter(
+            "vllm:prefix_cache_hits",
+            "Prompt tokens found in that cache.",
+            statistics.prompt_tokens_shared,
+        )
+        yield self._counter(
+            "vllm:spec_decode_num_drafts",
+            "Steps with a draft, counted per text.",
+            statistics.drafted_steps,
+        )
+        yield self._counter(
+            "vllm:spec_decode_num_draft_tokens", "Drafted tokens.", statistics.drafted
+        )
+        yield self._counter(
+            "vllm:spec_decode_num_accepted_tokens",
+            "Drafted tokens that were accepted.",
+            statistics.accepted,
+        )
         by_position = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens by their position in the draft, from 0.",
@@ -124,30 +160,67 @@ class _EngineCollector:
         for position, accepted in enumerate(statistics.accepted_at):
             by_position.add_metric([self._model, str(position)], accepted)
         yield by_position
-        in_use = GaugeMetricFamily("specjax:draft_in_use", "1: it was used last.", labels=["model_name", "draft"])
+        in_use = GaugeMetricFamily(
+            "specjax:draft_in_use", "1: it was used last.", labels=["model_name", "draft"]
+        )
         in_use.add_metric([self._model, statistics.draft], 1)
         yield in_use
         is_running = float(self._engine.state == "running")
-        yield self._gauge("specjax:engine_running", "1: the engine takes requests; 0: it has failed, or is closed.", is_running)
-        yield self._gauge("specjax:programs", "Programs of the engine, compiled or not.", statistics.programs)
-        yield self._gauge("specjax:programs_compiled", "Programs that are compiled.", statistics.compiled)
+        yield self._gauge(
+            "specjax:engine_running",
+            "1: the engine takes requests; 0: it has failed, or is closed.",
+            is_running,
+        )
+        yield self._gauge(
+            "specjax:programs", "Programs of the engine, compiled or not.", statistics.programs
+        )
+        yield self._gauge(
+            "specjax:programs_compiled", "Programs that are compiled.", statistics.compiled
+        )
         if self._sessions is not None:
             suspended = "Times that an idle client's row was given to another request."
-            yield self._counter("specjax:client_preemptions", suspended, statistics.clients.preempted)
+            yield self._counter(
+                "specjax:client_preemptions", suspended, statistics.clients.preempted
+            )
             yield from self._collect_sessions(self._sessions)
 
     def _collect_sessions(self, statistics: SessionStatistics) -> Iterator[Metric]:
-        yield self._gauge("specjax:client_sessions", "Sessions of clients that draft.", statistics.sessions)
-        yield self._gauge("specjax:client_sessions_away", "Sessions without a connection.", statistics.away)
-        yield self._counter("specjax:client_sessions_opened", "Sessions that were opened.", statistics.opened)
-        yield self._counter("specjax:client_sessions_resumed", "Sessions resumed on another connection.", statistics.resumes)
-        yield self._counter("specjax:client_sessions_dropped", "Sessions that the server ended.", statistics.dropped)
-        yield self._counter("specjax:client_drafts", "Drafts of clients that were verified.", statistics.rounds)
-        yield self._counter("specjax:client_round_trips", "Drafts that followed a verdict.", statistics.round_trips)
-        seconds = "Seconds from a verdict to the next draft: the network in both directions, and drafting."
-        yield self._counter("specjax:client_round_trip_seconds", seconds, statistics.round_trip_seconds)
-        yield self._counter("specjax:client_received_bytes", "Bytes of frames from clients.", statistics.bytes_up)
-        yield self._counter("specjax:client_sent_bytes", "Bytes of frames to clients.", statistics.bytes_down)
+        yield self._gauge(
+            "specjax:client_sessions", "Sessions of clients that draft.", statistics.sessions
+        )
+        yield self._gauge(
+            "specjax:client_sessions_away", "Sessions without a connection.", statistics.away
+        )
+        yield self._counter(
+            "specjax:client_sessions_opened", "Sessions that were opened.", statistics.opened
+        )
+        yield self._counter(
+            "specjax:client_sessions_resumed",
+            "Sessions resumed on another connection.",
+            statistics.resumes,
+        )
+        yield self._counter(
+            "specjax:client_sessions_dropped", "Sessions that the server ended.", statistics.dropped
+        )
+        yield self._counter(
+            "specjax:client_drafts", "Drafts of clients that were verified.", statistics.rounds
+        )
+        yield self._counter(
+            "specjax:client_round_trips", "Drafts that followed a verdict.", statistics.round_trips
+        )
+        seconds = (
+            "Seconds from a verdict to the next draft: the network in both directions, and"
+            " drafting."
+        )
+        yield self._counter(
+            "specjax:client_round_trip_seconds", seconds, statistics.round_trip_seconds
+        )
+        yield self._counter(
+            "specjax:client_received_bytes", "Bytes of frames from clients.", statistics.bytes_up
+        )
+        yield self._counter(
+            "specjax:client_sent_bytes", "Bytes of frames to clients.", statistics.bytes_down
+        )
 
     def _gauge(self, name: str, about: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, about, labels=["model_name"])

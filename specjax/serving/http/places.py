@@ -145,6 +145,7 @@ def networks(names: Sequence[str]) -> list[Network]:
             parsed.append(ipaddress.ip_network(name))
         except ValueError as error:
             raise InputError(
-                f"trusted_proxy={name!r}: {error}; give an address such as 10.0.0.7, or a network such as 10.0.0.0/8"
+                f"trusted_proxy={name!r}: {error}; give an address such as 10.0.0.7, or a network"
+                " such as 10.0.0.0/8"
             ) from None
     return parsed

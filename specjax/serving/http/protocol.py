@@ -93,7 +93,9 @@ class _Watched(asyncio.Protocol):
 
     def _start_reader_timer(self) -> None:
         unread = self.transport.get_write_buffer_size()
-        self._reader_timer = self.loop.call_later(self._bounds.reader_seconds, self._check_reader, unread)
+        self._reader_timer = self.loop.call_later(
+            self._bounds.reader_seconds, self._check_reader, unread
+        )
 
     def _check_reader(self, unread: int) -> None:
         if self.transport.get_write_buffer_size() < unread:
@@ -171,11 +173,15 @@ class Protocol(_Watched, H11Protocol):
         On other paths its upgrade headers are ignored. So are they while the client has not read
         the previous answer.
         """
-        is_requested = self.scope["path"] == PATH and _is_handshake(self.scope["method"], self.headers)
+        is_requested = self.scope["path"] == PATH and _is_handshake(
+            self.scope["method"], self.headers
+        )
         # Before the first answer, unread bytes may be TLS's own: session tickets, if the request
         # arrives together with the end of the handshake.
         is_unread = self.cycle is not None and self.transport.get_write_buffer_size() > 0
-        return is_requested and super()._should_upgrade() and not is_unread and not self._place.refusal
+        return (
+            is_requested and super()._should_upgrade() and not is_unread and not self._place.refusal
+        )
 
     def send_400_response(self, msg: str) -> None:
         """Answer data that is not HTTP."""
@@ -197,8 +203,14 @@ class Protocol(_Watched, H11Protocol):
 
     def _start_request_timer(self) -> None:
         bounds = self._bounds
-        seconds = min(bounds.request_seconds, bounds.probe_seconds) if self._place.refusal else bounds.request_seconds
-        self._request_timer = self.loop.call_later(seconds, self._give_way if self._place.refusal else self._drop)
+        seconds = (
+            min(bounds.request_seconds, bounds.probe_seconds)
+            if self._place.refusal
+            else bounds.request_seconds
+        )
+        self._request_timer = self.loop.call_later(
+            seconds, self._give_way if self._place.refusal else self._drop
+        )
 
     def _give_way(self) -> None:
         """Close the connection for another one. A client without a request gets an error first."""
@@ -214,8 +226,14 @@ class Protocol(_Watched, H11Protocol):
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = encode(error_object(status, message))
-            head: Any = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-            answer = h11.Response(status_code=status, headers=[*head, *headers], reason=HTTPStatus(status).phrase)
+            head: Any = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            answer = h11.Response(
+                status_code=status, headers=[*head, *headers], reason=HTTPStatus(status).phrase
+            )
             for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self._request_timer = _cancelled(self._request_timer)
@@ -240,7 +258,11 @@ class _OnlyProbes:
             await self._app(scope, receive, send_last)
             return
         body = encode(error_object(503, self._place.refusal))
-        head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"retry-after", b"1")]
+        head = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"retry-after", b"1"),
+        ]
         await send_last({"type": "http.response.start", "status": 503, "headers": head})
         await send_last({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -251,7 +273,13 @@ class Door(asyncio.Protocol):
     It is counted and makes the TLS handshake within a time limit; then a `Protocol` takes over.
     """
 
-    def __init__(self, bounds: ConnectionLimits, places: Places, security: ssl.SSLContext | None, **options: Any) -> None:
+    def __init__(
+        self,
+        bounds: ConnectionLimits,
+        places: Places,
+        security: ssl.SSLContext | None,
+        **options: Any,
+    ) -> None:
         """Make the first protocol of a connection.
 
         Args:
@@ -260,7 +288,12 @@ class Door(asyncio.Protocol):
             security: the TLS context; None: there is no TLS.
             options: uvicorn's arguments of a protocol.
         """
-        self._bounds, self._places, self._security, self._options = bounds, places, security, options
+        self._bounds, self._places, self._security, self._options = (
+            bounds,
+            places,
+            security,
+            options,
+        )
         # uvicorn waits at its shutdown until this set is empty.
         self._connections: set[Any] = options["server_state"].connections
         self._early: list[bytes] = []
@@ -276,7 +309,9 @@ class Door(asyncio.Protocol):
         self._connections.add(self)
         self._place.on_give_way(transport.abort)
         transport.pause_reading()  # until `start_tls` reads: the handshake must not arrive here
-        self._negotiation = asyncio.get_running_loop().create_task(self._negotiate(transport, self._security))
+        self._negotiation = asyncio.get_running_loop().create_task(
+            self._negotiate(transport, self._security)
+        )
 
     def data_received(self, data: bytes) -> None:
         """Store data that arrives together with the end of the handshake."""
@@ -339,7 +374,10 @@ class SocketProtocol(_Watched, WebSocketsSansIOProtocol):
         # If the head is malformed, uvicorn would wait for another one.
         if not self.handshake_initiated:
             body = encode(error_object(400, "the head of the request is malformed"))
-            head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            head = (
+                "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length:"
+                f" {len(body)}\r\n"
+            )
             self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
             self.transport.close()
 
@@ -379,7 +417,12 @@ def _is_handshake(method: str, headers: Sequence[tuple[bytes, bytes]]) -> bool:
     except binascii.Error:
         return False
     has_body = b"transfer-encoding" in values or values.get(b"content-length", b"0") != b"0"
-    return method == "GET" and len(key) == 16 and values.get(b"sec-websocket-version") == b"13" and not has_body
+    return (
+        method == "GET"
+        and len(key) == 16
+        and values.get(b"sec-websocket-version") == b"13"
+        and not has_body
+    )
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> None:

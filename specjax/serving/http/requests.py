@@ -244,7 +244,10 @@ class _TextFields(msgspec.Struct, kw_only=True):
     # -1 means 0, as in vLLM.
     top_k: Annotated[int, Meta(ge=-1, le=LARGEST, description=f"from 0 to {LARGEST}")] | None = None
     min_p: _Share | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="from -2**63 to 2**63 - 1")] | None = None
+    seed: (
+        Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="from -2**63 to 2**63 - 1")]
+        | None
+    ) = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -284,7 +287,12 @@ class _TokenizeFields(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | UnsetType | None = UNSET
 
 
-_OF_ANOTHER_PATH: Mapping[str, tuple[Any, ...]] = {"prompt": (), "echo": (False,), "messages": (), "top_logprobs": (0,)}
+_OF_ANOTHER_PATH: Mapping[str, tuple[Any, ...]] = {
+    "prompt": (),
+    "echo": (False,),
+    "messages": (),
+    "top_logprobs": (0,),
+}
 """The parameters of either completions or chats, with the values that the other path accepts.
 
 Null is accepted, too.
@@ -389,9 +397,17 @@ def read_completion(body: bytes, limits: Limits) -> TextRequest:
     name, max_tokens = _max_tokens(fields, minimum=0)
     max_tokens = 16 if max_tokens is None else max_tokens
     if max_tokens == 0 and not echo:
-        raise RequestError(400, f"{name}=0: it needs echo, for the logprobs of the prompt; give at least 1", param=name)
+        raise RequestError(
+            400,
+            f"{name}=0: it needs echo, for the logprobs of the prompt; give at least 1",
+            param=name,
+        )
     if max_tokens == 0 and logprobs is None:
-        raise RequestError(400, f"{name}=0: with echo, give logprobs too; there is nothing else to compute", param=name)
+        raise RequestError(
+            400,
+            f"{name}=0: with echo, give logprobs too; there is nothing else to compute",
+            param=name,
+        )
     return _request(
         fields,
         limits,
@@ -425,9 +441,15 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
     if fields.logprobs:
         logprobs = _top_count("top_logprobs", top_count, limits)
     elif top_count:
-        raise RequestError(400, f"top_logprobs={_shown(top_count)}: it needs logprobs=true; give both", param="top_logprobs")
+        raise RequestError(
+            400,
+            f"top_logprobs={_shown(top_count)}: it needs logprobs=true; give both",
+            param="top_logprobs",
+        )
     if fields.add_special_tokens:
-        message = "add_special_tokens=true: the chat template writes them; leave it out, or give false"
+        message = (
+            "add_special_tokens=true: the chat template writes them; leave it out, or give false"
+        )
         raise RequestError(400, message, param="add_special_tokens", code="unsupported_parameter")
     settings, unread = _template_settings(fields.chat_template_kwargs, limits)
     return _request(
@@ -458,9 +480,14 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
     fields, ignored = _read(body, _TokenizeFields, limits)
     template_kwargs = fields.chat_template_kwargs
     if fields.messages is not UNSET and fields.prompt is UNSET:
-        settings, unread = _template_settings(None if template_kwargs is UNSET else template_kwargs, limits)
+        settings, unread = _template_settings(
+            None if template_kwargs is UNSET else template_kwargs, limits
+        )
         return TokenizeRequest(
-            _messages(fields.messages, limits), "messages", chat_template_kwargs=settings, ignored=(*ignored, *unread)
+            _messages(fields.messages, limits),
+            "messages",
+            chat_template_kwargs=settings,
+            ignored=(*ignored, *unread),
         )
     if fields.prompt is UNSET or fields.messages is not UNSET:
         raise RequestError(400, "prompt: give either prompt or messages", param="prompt")
@@ -504,7 +531,11 @@ def _read(body: bytes, kind: type[Fields], limits: Limits) -> tuple[Fields, tupl
     fields = kind(**{name: _value(name, raw[name], types[name]) for name in types if name in raw})
     for name, inner_kind in _OBJECTS.items():
         if getattr(fields, name, None) is not None:
-            ignored += [f"{name}.{inner}" for inner in _NAMES.decode(raw[name]) if inner not in inner_kind.__struct_fields__]
+            ignored += [
+                f"{name}.{inner}"
+                for inner in _NAMES.decode(raw[name])
+                if inner not in inner_kind.__struct_fields__
+            ]
     return fields, tuple(ignored)
 
 
@@ -537,10 +568,16 @@ def _check_counts(raw: Mapping[str, msgspec.Raw], limits: Limits) -> None:
             continue
         maximum = MAX_TEXTS
         if name == "prompt":
-            maximum = math.inf if limits.capacity is None else limits.capacity * (MAX_PROMPTS if first == b"[" else 1)
+            maximum = (
+                math.inf
+                if limits.capacity is None
+                else limits.capacity * (MAX_PROMPTS if first == b"[" else 1)
+            )
         if (count := text.count(b",") + 1) > maximum:
             code = "context_length_exceeded" if name == "prompt" else None
-            raise RequestError(400, f"{name}: there are {count} ids; give at most {maximum}", param=name, code=code)
+            raise RequestError(
+                400, f"{name}: there are {count} ids; give at most {maximum}", param=name, code=code
+            )
 
 
 def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
@@ -549,7 +586,9 @@ def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
         return _decode(raw, kind)
     except (ValueError, RecursionError) as error:
         reason = _reason(error, bytes(raw))
-    bounds = next((meta for part in get_args(kind) for meta in getattr(part, "__metadata__", ())), None)
+    bounds = next(
+        (meta for part in get_args(kind) for meta in getattr(part, "__metadata__", ())), None
+    )
     if bounds is not None and (value := _unbounded(raw, kind)) is not None:
         raise RequestError(400, f"{name}={_shown(value)}: {_range(bounds, value)}", param=name)
     raise RequestError(400, f"{name}: {reason}", param=name)
@@ -557,7 +596,8 @@ def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
 
 def _unbounded(raw: msgspec.Raw, kind: Any) -> Any:
     """Return the value of an optional field without checking bounds; None: it has another type."""
-    bare = Union[tuple(getattr(part, "__origin__", part) for part in get_args(kind))]  # noqa: UP007 - made at run time
+    types = tuple(getattr(part, "__origin__", part) for part in get_args(kind))
+    bare = Union[types]  # noqa: UP007 - it is made at run time
     try:
         return _decode(raw, bare)
     except (ValueError, RecursionError):
@@ -567,8 +607,12 @@ def _unbounded(raw: msgspec.Raw, kind: Any) -> Any:
 def _range(bounds: Meta, value: Any) -> str:
     """Return the error message for a value beyond its bounds."""
     if isinstance(value, str):
-        return f"it has {len(value)} characters; give from {bounds.min_length} to {bounds.max_length}"
-    minimum, maximum = (str(bound) if isinstance(bound, int) else f"{bound:g}" for bound in (bounds.ge, bounds.le))
+        return (
+            f"it has {len(value)} characters; give from {bounds.min_length} to {bounds.max_length}"
+        )
+    minimum, maximum = (
+        str(bound) if isinstance(bound, int) else f"{bound:g}" for bound in (bounds.ge, bounds.le)
+    )
     return f"must be {bounds.description or f'from {minimum} to {maximum}'}"
 
 
@@ -582,7 +626,9 @@ def _check_neutral(name: str, raw: msgspec.Raw, neutral: Sequence[Any], reason: 
     """Raise RequestError for a parameter, unless its value is null or one of ``neutral``."""
     value = _value(name, raw, Any)
     # In Python True == 1, but JSON distinguishes them.
-    if value is None or any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in neutral):
+    if value is None or any(
+        value == same and isinstance(value, bool) == isinstance(same, bool) for same in neutral
+    ):
         return
     allowed = " or ".join(msgspec.json.encode(accepted).decode() for accepted in (*neutral, None))
     message = f"{name}={_shown(value)}: {reason}; leave it out, or give {allowed}"
@@ -618,7 +664,10 @@ def _reason(error: BaseException, body: bytes) -> str:
         return "it is nested too deeply"
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 ({error.reason} at byte {error.start})"
-    if not isinstance(error, msgspec.ValidationError) and (half := _lone_surrogate(body)) is not None:
+    if (
+        not isinstance(error, msgspec.ValidationError)
+        and (half := _lone_surrogate(body)) is not None
+    ):
         # The decoder's own message is misleading.
         return f"{half} is half of a character: its other half is missing"
     return str(error)[:200].encode(errors="replace").decode()
@@ -636,7 +685,12 @@ def _shown(value: Any) -> str:
 
 
 def _request(
-    fields: _CompletionFields | _ChatFields, limits: Limits, *, prompts: tuple[Any, ...], max_tokens: int | None, **checked: Any
+    fields: _CompletionFields | _ChatFields,
+    limits: Limits,
+    *,
+    prompts: tuple[Any, ...],
+    max_tokens: int | None,
+    **checked: Any,
 ) -> TextRequest:
     """Check the parameters of both completions and chats, and return the request.
 
@@ -645,23 +699,39 @@ def _request(
     n = _or(fields.n, 1)
     if n * len(prompts) > MAX_TEXTS:
         raise RequestError(
-            400, f"n={n}: with {len(prompts)} prompts it makes more than {MAX_TEXTS} texts; give fewer at a time", param="n"
+            400,
+            f"n={n}: with {len(prompts)} prompts it makes more than {MAX_TEXTS} texts; give fewer"
+            " at a time",
+            param="n",
         )
     if fields.best_of not in (None, n):
-        raise RequestError(400, f"best_of={fields.best_of}: it is not supported; leave it out, or give n={n}", param="best_of")
+        raise RequestError(
+            400,
+            f"best_of={fields.best_of}: it is not supported; leave it out, or give n={n}",
+            param="best_of",
+        )
     min_tokens = _or(fields.min_tokens, 0)
     if max_tokens is not None and min_tokens > max_tokens:
-        raise RequestError(400, f"min_tokens={min_tokens}: it must not exceed max_tokens={max_tokens}", param="min_tokens")
+        raise RequestError(
+            400,
+            f"min_tokens={min_tokens}: it must not exceed max_tokens={max_tokens}",
+            param="min_tokens",
+        )
     stream = bool(fields.stream)
     if fields.stream_options is not None and not stream:
-        raise RequestError(400, "stream_options: it needs stream=true; leave it out", param="stream_options")
+        raise RequestError(
+            400, "stream_options: it needs stream=true; leave it out", param="stream_options"
+        )
     options = fields.stream_options or _StreamOptions()
     # Negative seeds map to the largest ones: -1 to 2**63 - 1, -2 to 2**63 - 2, and so on.
     seed = None if fields.seed is None else fields.seed & (2**63 - 1)
     stop, stop_token_ids = _stop(fields.stop), _stop_token_ids(fields, limits)
     try:
         params = SamplingParams(
-            **vars(_sampling(fields, limits)), max_new_tokens=LARGEST, min_new_tokens=min_tokens, eos_token_ids=stop_token_ids
+            **vars(_sampling(fields, limits)),
+            max_new_tokens=LARGEST,
+            min_new_tokens=min_tokens,
+            eos_token_ids=stop_token_ids,
         )
     except InputError as error:  # an error of the defaults, because stated values are within bounds
         raise RequestError(400, str(error)) from None
@@ -689,7 +759,9 @@ def _sampling(fields: _TextFields, limits: Limits) -> Sampling:
     if stated["top_k"] == -1:
         stated["top_k"] = 0
     if stated["top_p"] == 0:
-        raise RequestError(400, "top_p=0: must be above 0; for greedy sampling give temperature 0", param="top_p")
+        raise RequestError(
+            400, "top_p=0: must be above 0; for greedy sampling give temperature 0", param="top_p"
+        )
     return limits.default_sampling.with_explicit(**stated)
 
 
@@ -706,7 +778,9 @@ def _max_tokens(fields: _TextFields, minimum: int) -> tuple[str, int | None]:
 def _whole(name: str, value: int, minimum: int, maximum: int) -> int:
     """Check the bounds of a whole number whose type does not state them, and return it."""
     if not minimum <= value <= maximum:
-        raise RequestError(400, f"{name}={_shown(value)}: must be from {minimum} to {maximum}", param=name)
+        raise RequestError(
+            400, f"{name}={_shown(value)}: must be from {minimum} to {maximum}", param=name
+        )
     return value
 
 
@@ -717,7 +791,9 @@ def _or(value: Any, default: Any) -> Any:
 def _top_count(name: str, count: int, limits: Limits) -> int:
     """Check the number of top log-probabilities, and return it."""
     if limits.max_logprobs < 1:
-        raise RequestError(400, "logprobs: this server has none (--max-logprobs 0); leave it out", param="logprobs")
+        raise RequestError(
+            400, "logprobs: this server has none (--max-logprobs 0); leave it out", param="logprobs"
+        )
     return _whole(name, count, 0, limits.max_logprobs)
 
 
@@ -725,10 +801,15 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
     """Check the stop strings, and return them."""
     strings = [stop] if isinstance(stop, str) else stop or []
     if len(strings) > MAX_STOPS:
-        raise RequestError(400, f"stop: there are {len(strings)} strings; give at most {MAX_STOPS}", param="stop")
+        raise RequestError(
+            400, f"stop: there are {len(strings)} strings; give at most {MAX_STOPS}", param="stop"
+        )
     for string in strings:
         if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
-            message = f"stop={_shown(string)}: it has {len(string)} characters; give from 1 to {MAX_STOP_CHARACTERS}"
+            message = (
+                f"stop={_shown(string)}: it has {len(string)} characters; give from 1 to"
+                f" {MAX_STOP_CHARACTERS}"
+            )
             raise RequestError(400, message, param="stop")
     return tuple(strings)
 
@@ -746,7 +827,10 @@ def _stop_token_ids(fields: _TextFields, limits: Limits) -> tuple[int, ...] | No
     ids = tuple(dict.fromkeys((*of_model, *stated)))
     if len(ids) > MAX_STOP_TOKENS:
         maximum = MAX_STOP_TOKENS - len(of_model)
-        message = f"stop_token_ids: there are {len(ids)} ids, {len(of_model)} of them the model's; give at most {maximum}"
+        message = (
+            f"stop_token_ids: there are {len(ids)} ids, {len(of_model)} of them the model's; give"
+            f" at most {maximum}"
+        )
         raise RequestError(400, message, param="stop_token_ids")
     return ids
 
@@ -756,33 +840,49 @@ def _prediction(prediction: _Prediction | None, limits: Limits) -> str | None:
     if prediction is None:
         return None
     if prediction.type != "content":
-        raise RequestError(400, f"prediction.type={_shown(prediction.type)}: must be 'content'", param="prediction")
+        raise RequestError(
+            400, f"prediction.type={_shown(prediction.type)}: must be 'content'", param="prediction"
+        )
     if limits.max_prediction < 1:
-        raise RequestError(400, "prediction: this server accepts none (--max-prediction 0); leave it out", param="prediction")
+        raise RequestError(
+            400,
+            "prediction: this server accepts none (--max-prediction 0); leave it out",
+            param="prediction",
+        )
     return _joined("prediction", prediction.content) or None
 
 
 def _prompts(prompt: Any, limits: Limits) -> tuple[str | list[int], ...]:
     """Check one or several prompts, texts or token ids, and return them."""
     if prompt is UNSET:
-        raise RequestError(400, "prompt: it is missing; give text, token ids, or a list of either", param="prompt")
+        raise RequestError(
+            400, "prompt: it is missing; give text, token ids, or a list of either", param="prompt"
+        )
     if isinstance(prompt, str):
         return (_text("prompt", prompt),)
     kinds = set(map(type, prompt))
     if not prompt or len(kinds) > 1:
         raise RequestError(
-            400, "prompt: give text, token ids, a list of texts, or a list of lists of token ids", param="prompt"
+            400,
+            "prompt: give text, token ids, a list of texts, or a list of lists of token ids",
+            param="prompt",
         )
     if kinds == {int}:
         _check_tokens("prompt", prompt, limits)
         return (prompt,)
     if len(prompt) > MAX_PROMPTS:
-        raise RequestError(400, f"prompt: there are {len(prompt)} prompts; give at most {MAX_PROMPTS}", param="prompt")
+        raise RequestError(
+            400,
+            f"prompt: there are {len(prompt)} prompts; give at most {MAX_PROMPTS}",
+            param="prompt",
+        )
     for text_or_ids in prompt:
         if isinstance(text_or_ids, str):
             _text("prompt", text_or_ids)
         elif not text_or_ids:
-            raise RequestError(400, "prompt=[]: it is empty; give at least one token id", param="prompt")
+            raise RequestError(
+                400, "prompt=[]: it is empty; give at least one token id", param="prompt"
+            )
         else:
             _check_tokens("prompt", text_or_ids, limits)
     return tuple(prompt)
@@ -797,7 +897,10 @@ def _text(name: str, text: str) -> str:
 def _check_tokens(name: str, tokens: Sequence[int], limits: Limits) -> None:
     if tokens and not 0 <= min(tokens) <= max(tokens) < limits.vocab_size:
         wrong = next(token for token in tokens if not 0 <= token < limits.vocab_size)
-        message = f"{name}: token id {_shown(wrong)} does not exist; give ids from 0 to {limits.vocab_size - 1}"
+        message = (
+            f"{name}: token id {_shown(wrong)} does not exist; give ids from 0 to"
+            f" {limits.vocab_size - 1}"
+        )
         raise RequestError(400, message, param=name)
 
 
@@ -807,18 +910,28 @@ def _messages(messages: list[_ChatMessage] | UnsetType, limits: Limits) -> Messa
         message = "messages: this model has no chat template; give text to /v1/completions"
         raise RequestError(400, message, param="messages", code="no_chat_template")
     if messages is UNSET or not messages:
-        raise RequestError(400, "messages: it is missing or empty; give at least one message", param="messages")
+        raise RequestError(
+            400, "messages: it is missing or empty; give at least one message", param="messages"
+        )
     if len(messages) > MAX_MESSAGES:
-        raise RequestError(400, f"messages: there are {len(messages)}; give at most {MAX_MESSAGES}", param="messages")
+        raise RequestError(
+            400,
+            f"messages: there are {len(messages)}; give at most {MAX_MESSAGES}",
+            param="messages",
+        )
     return [_message(index, message) for index, message in enumerate(messages)]
 
 
-def _template_settings(kwargs: dict[str, Any] | None, limits: Limits) -> tuple[dict[str, Any], list[str]]:
+def _template_settings(
+    kwargs: dict[str, Any] | None, limits: Limits
+) -> tuple[dict[str, Any], list[str]]:
     """Return the arguments of the chat template, and the names among them that it does not read."""
     try:
         settings = read_settings(kwargs or {})
     except InputError as error:
-        raise RequestError(400, str(error), param="chat_template_kwargs", code="unsupported_parameter") from None
+        raise RequestError(
+            400, str(error), param="chat_template_kwargs", code="unsupported_parameter"
+        ) from None
     read_names = settings.keys() if limits.template_names is None else limits.template_names
     return settings, [f"chat_template_kwargs.{name}" for name in settings if name not in read_names]
 
@@ -831,7 +944,9 @@ _MAY_BE_SILENT = ("assistant", "tool", "function")
 def _message(index: int, message: _ChatMessage) -> dict[str, Any]:
     """Return a message as `specjax.text.encode_chat` expects it, without null fields."""
     if message.content is None and message.role not in _MAY_BE_SILENT:
-        reason = f"messages[{index}].content: it is missing or null; give text, or parts of type 'text'"
+        reason = (
+            f"messages[{index}].content: it is missing or null; give text, or parts of type 'text'"
+        )
         raise RequestError(400, reason, param="messages")
     result: dict[str, Any] = {"role": message.role}
     result["content"] = None if message.content is None else _joined("messages", message.content)
@@ -854,7 +969,11 @@ def _joined(name: str, content: str | list[_Part]) -> str:
         return content
     for part in content:
         if part.type != "text":
-            raise RequestError(400, f"{name}: a part has type {_shown(part.type)}; give parts of type 'text'", param=name)
+            raise RequestError(
+                400,
+                f"{name}: a part has type {_shown(part.type)}; give parts of type 'text'",
+                param=name,
+            )
         if part.text is None:
             raise RequestError(400, f"{name}: a part has no text; give its text", param=name)
     return "\n".join(part.text or "" for part in content)

@@ -97,7 +97,12 @@ class Answer:
         self._texts = texts
         self._with_acceptance = with_acceptance
         kind = "chatcmpl" if request.is_chat else "cmpl"
-        self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": "", "created": int(time.time()), "model": request.model}
+        self._head = {
+            "id": f"{kind}-{uuid.uuid4().hex}",
+            "object": "",
+            "created": int(time.time()),
+            "model": request.model,
+        }
         # The offset of each choice's next token in its text, for text_offset.
         self._offsets = [0] * len(handles)
         # The tokens of each choice in the chunks so far. Its handle may have more.
@@ -109,12 +114,20 @@ class Answer:
         """Return the whole answer, after all texts have ended, from the pieces of each text."""
         kind = "chat.completion" if self.request.is_chat else "text_completion"
         choices = [self._choice(index, text_pieces) for index, text_pieces in enumerate(pieces)]
-        return self._head | {"object": kind, "choices": choices, "usage": self.usage()} | self._metrics()
+        return (
+            self._head
+            | {"object": kind, "choices": choices, "usage": self.usage()}
+            | self._metrics()
+        )
 
     def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         handle, request = self.handles[index], self.request
         choice: dict[str, Any] = {"index": index, "finish_reason": handle.finish_reason}
-        logprobs = [] if request.logprobs is None else [logprob for piece in pieces for logprob in piece.logprobs]
+        logprobs = (
+            []
+            if request.logprobs is None
+            else [logprob for piece in pieces for logprob in piece.logprobs]
+        )
         logprobs = logprobs[: len(handle.tokens)]  # a stop string removes the tokens after it
         if request.is_chat:
             choice["message"] = {"role": "assistant", "content": handle.text, "refusal": None}
@@ -134,11 +147,24 @@ class Answer:
     def first(self, index: int) -> dict[str, Any] | None:
         """Return the chunk before a choice's text: a chat's role, or the echoed prompt; or None."""
         if self.request.is_chat:
-            return self._chunk(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
+            return self._chunk(
+                index,
+                {
+                    "delta": {"role": "assistant", "content": ""},
+                    "logprobs": None,
+                    "finish_reason": None,
+                },
+            )
         if not self.request.echo:
             return None
-        logprobs = None if self.request.logprobs is None else self._completion_logprobs(index, [*self._echoed(index)])
-        return self._chunk(index, {"text": self.prompt_text(index), "logprobs": logprobs, "finish_reason": None})
+        logprobs = (
+            None
+            if self.request.logprobs is None
+            else self._completion_logprobs(index, [*self._echoed(index)])
+        )
+        return self._chunk(
+            index, {"text": self.prompt_text(index), "logprobs": logprobs, "finish_reason": None}
+        )
 
     def piece(self, index: int, piece: Piece) -> dict[str, Any] | None:
         """Return the chunk of a piece, or None if it would be empty."""
@@ -153,7 +179,9 @@ class Answer:
                 logprobs = self._completion_logprobs(index, [*map(_entry, piece.logprobs)])
         if not piece.text and logprobs is None and not (request.include_accepted and piece.tokens):
             return None
-        choice: dict[str, Any] = {"delta": {"content": piece.text}} if request.is_chat else {"text": piece.text}
+        choice: dict[str, Any] = (
+            {"delta": {"content": piece.text}} if request.is_chat else {"text": piece.text}
+        )
         choice |= {"logprobs": logprobs, "finish_reason": None}
         if request.include_accepted:
             choice["accepted"] = [[text, accepted] for text, accepted in spans]
@@ -165,11 +193,17 @@ class Answer:
         choice: dict[str, Any] = {"delta": {}} if self.request.is_chat else {"text": ""}
         # A stop string removes the tokens after it.
         self._streamed[index] = len(self.handles[index].tokens)
-        return self._chunk(index, choice | {"logprobs": None, "finish_reason": self.handles[index].finish_reason})
+        return self._chunk(
+            index, choice | {"logprobs": None, "finish_reason": self.handles[index].finish_reason}
+        )
 
     def total(self) -> dict[str, Any]:
         """Return the chunk with the usage, after all choices."""
-        return self._head | {"object": self._chunk_kind, "choices": [], "usage": self.usage()} | self._metrics()
+        return (
+            self._head
+            | {"object": self._chunk_kind, "choices": [], "usage": self.usage()}
+            | self._metrics()
+        )
 
     def _chunk(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._head | {"object": self._chunk_kind, "choices": [{"index": index} | choice]}
@@ -187,20 +221,31 @@ class Answer:
         """Return the numbers of tokens. A prompt counts once, however many texts it has."""
         first = self.handles[:: self.request.n]
         usage: dict[str, Any] = self._counts(sum(len(handle.tokens) for handle in self.handles))
-        usage["prompt_tokens_details"] = {"cached_tokens": sum(handle.cached_tokens for handle in first)}
+        usage["prompt_tokens_details"] = {
+            "cached_tokens": sum(handle.cached_tokens for handle in first)
+        }
         if self.request.prediction is not None:
             # A text may match the same part of its prediction twice, which must not exceed its
             # length.
-            accepted = sum(min(handle.predicted_tokens, handle.prediction_length) for handle in self.handles)
+            accepted = sum(
+                min(handle.predicted_tokens, handle.prediction_length) for handle in self.handles
+            )
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": sum(handle.prediction_length for handle in self.handles) - accepted,
+                "rejected_prediction_tokens": sum(
+                    handle.prediction_length for handle in self.handles
+                )
+                - accepted,
             }
         return usage
 
     def _counts(self, completion: int) -> dict[str, int]:
         prompt = sum(map(len, self.prompts))
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
 
     def _metrics(self) -> dict[str, Any]:
         if not self._with_acceptance:
@@ -222,7 +267,9 @@ class Answer:
         yield self.prompts[index // self.request.n][0], None, None
         yield from map(_entry, self.handles[index].prompt_logprobs)
 
-    def _completion_logprobs(self, index: int, entries: Sequence[tuple[int, float | None, Any]]) -> dict[str, Any]:
+    def _completion_logprobs(
+        self, index: int, entries: Sequence[tuple[int, float | None, Any]]
+    ) -> dict[str, Any]:
         """Return the log-probabilities in the format of ``/v1/completions``.
 
         The top tokens are named by their texts, and the chosen token is one of them.
@@ -236,7 +283,12 @@ class Answer:
             top_logprobs.append(None if top is None else {text: logprob} | tops)
             offsets.append(self._offsets[index])
             self._offsets[index] += len(text)
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top_logprobs, "text_offset": offsets}
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": top_logprobs,
+            "text_offset": offsets,
+        }
 
     def _chat_logprobs(self, logprobs: Iterable[Any]) -> dict[str, Any]:
         """Return the log-probabilities in the format of ``/v1/chat/completions``."""
@@ -248,7 +300,11 @@ class Answer:
         return {"content": content, "refusal": None}
 
     def _token_object(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._texts.text(token), "logprob": _finite(logprob), "bytes": list(self._texts.bytes_of(token))}
+        return {
+            "token": self._texts.text(token),
+            "logprob": _finite(logprob),
+            "bytes": list(self._texts.bytes_of(token)),
+        }
 
 
 def _entry(logprobs: Any) -> tuple[int, float, Any]:
@@ -310,7 +366,9 @@ def error_response(error: RequestError) -> Response:
 
 def draining_error() -> RequestError:
     """Return the error of a request that arrives while the server shuts down."""
-    return RequestError(503, "the server is shutting down", code="draining", headers={"Retry-After": "10"} | CLOSE)
+    return RequestError(
+        503, "the server is shutting down", code="draining", headers={"Retry-After": "10"} | CLOSE
+    )
 
 
 def engine_message(error: EngineError) -> str:

@@ -54,9 +54,13 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         if not host:
             raise OSError("no name")
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
     except (OSError, UnicodeError) as error:
-        raise InputError(f"host={host!r}: no such host ({error}); give a name or an address of this machine") from None
+        raise InputError(
+            f"host={host!r}: no such host ({error}); give a name or an address of this machine"
+        ) from None
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -67,7 +71,9 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise InputError(f"host={host!r}, port={port}: cannot listen there ({error.strerror}); give another port") from None
+        raise InputError(
+            f"host={host!r}, port={port}: cannot listen there ({error.strerror}); give another port"
+        ) from None
     return bound
 
 
@@ -102,11 +108,13 @@ def check_tls(certificate: str, key: str) -> None:
     if not certificate:
         return
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            certificate, key, password=lambda: ""
+        )
     except (OSError, ValueError) as error:  # SSLError is an OSError
         raise InputError(
-            f"tls_cert={certificate!r}, tls_key={key!r}: cannot be used ({error}); give a certificate and its key as PEM "
-            "files, the key without a password"
+            f"tls_cert={certificate!r}, tls_key={key!r}: cannot be used ({error}); give a"
+            " certificate and its key as PEM files, the key without a password"
         ) from None
 
 
@@ -126,7 +134,10 @@ def address(bound: socket.socket, has_tls: bool = False) -> str:
 
 @contextmanager
 def starting(
-    bound: socket.socket, *, bounds: ConnectionLimits = ConnectionLimits(), tls: tuple[str, str] | None = None
+    bound: socket.socket,
+    *,
+    bounds: ConnectionLimits = ConnectionLimits(),
+    tls: tuple[str, str] | None = None,
 ) -> Iterator[None]:
     """Answer every request with 503 until the block ends. Then the socket is ready for `serve`.
 
@@ -150,7 +161,9 @@ def starting(
     server = _Listening(_config(answer_starting, bounds, tls))
     # uvicorn closes its socket at the end. With a duplicate, new connections wait at ``bound``
     # until `serve` accepts them.
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound.dup()]}, name="specjax-starting", daemon=True)
+    thread = threading.Thread(
+        target=server.run, kwargs={"sockets": [bound.dup()]}, name="specjax-starting", daemon=True
+    )
     bound.listen()
     thread.start()
     try:
@@ -182,13 +195,18 @@ def serve(
     Returns:
         The exit status: 0, or 128 plus the number of a second signal that ended the server early.
     """
-    server = _Server(_config(make_app(service), bounds, tls, service.drafts), service, drain_seconds, message)
+    server = _Server(
+        _config(make_app(service), bounds, tls, service.drafts), service, drain_seconds, message
+    )
     server.run(sockets=[bound])
     return server.status
 
 
 def _config(
-    app: ASGIApp, bounds: ConnectionLimits, tls: tuple[str, str] | None, drafts: Drafts | None = None
+    app: ASGIApp,
+    bounds: ConnectionLimits,
+    tls: tuple[str, str] | None,
+    drafts: Drafts | None = None,
 ) -> uvicorn.Config:
     security = None
     if tls is not None:
@@ -198,7 +216,7 @@ def _config(
     return uvicorn.Config(
         app,
         http=door,  # pyright: ignore[reportArgumentType] - a function that makes a protocol will do
-        ws=partial(SocketProtocol, bounds) if drafts is not None else "none",  # pyright: ignore[reportArgumentType] - as above
+        ws=(partial(SocketProtocol, bounds) if drafts is not None else "none"),  # pyright: ignore[reportArgumentType] - as above
         ws_max_size=drafts.max_frame_bytes if drafts is not None else 0,
         # Tokens and hidden states hardly compress, and a small frame could decompress to a huge
         # one.
@@ -237,7 +255,9 @@ class _Server(_Listening):
     uvicorn would stop listening at once.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float, message: str) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, drain_seconds: float, message: str
+    ) -> None:
         super().__init__(config)
         self.status = 0
         self._service, self._drain_seconds, self._message = service, drain_seconds, message
@@ -257,7 +277,9 @@ class _Server(_Listening):
         if self._message:
             print(self._message, flush=True)
             self._message = ""
-        if self._until is not None and (not self._service.is_busy or time.monotonic() >= self._until):
+        if self._until is not None and (
+            not self._service.is_busy or time.monotonic() >= self._until
+        ):
             self.should_exit = True
         if self._service.drafts is not None:
             self._service.drafts.sessions.tick()

@@ -183,13 +183,18 @@ class Service:
         """
         name, count = "messages" if request.is_chat else "prompt", request.n * len(request.prompts)
         if count > self.options.max_texts:
-            message = f"n={request.n}: it makes {count} texts; this server accepts at most {self.options.max_texts}"
+            message = (
+                f"n={request.n}: it makes {count} texts; this server accepts at most"
+                f" {self.options.max_texts}"
+            )
             raise RequestError(400, message, param="n")
         self._reserve_places(submission, count)
         prompts = []
         for prompt in request.prompts:
             submission.check()
-            prompts.append(self.encode(prompt, name, request.add_special_tokens, request.chat_template_kwargs))
+            prompts.append(
+                self.encode(prompt, name, request.add_special_tokens, request.chat_template_kwargs)
+            )
         max_new_tokens = [self._max_new_tokens(request, len(tokens), name) for tokens in prompts]
         _check_logprobs(request, prompts, max_new_tokens)
         prediction = request.prediction and request.prediction[: self._max_characters]
@@ -226,12 +231,19 @@ class Service:
         with self._places_lock:
             in_use = sum(other_submission.places for other_submission in list(self._submissions))
             if in_use + count > self.options.max_texts:
-                message = f"too many requests: {in_use} of {self.options.max_texts} texts run or wait; try again later"
+                message = (
+                    f"too many requests: {in_use} of {self.options.max_texts} texts run or wait;"
+                    " try again later"
+                )
                 raise RequestError(429, message, code="queue_full", headers={"Retry-After": "1"})
             submission.reserved = count
 
     def encode(
-        self, prompt: Any, name: str, add_special_tokens: bool = True, chat_template_kwargs: Settings | None = None
+        self,
+        prompt: Any,
+        name: str,
+        add_special_tokens: bool = True,
+        chat_template_kwargs: Settings | None = None,
     ) -> list[int]:
         """Return the token ids of a prompt.
 
@@ -251,7 +263,8 @@ class Service:
         length = _characters(prompt) + _characters([chat_template_kwargs or {}]) if is_text else 0
         if length > self._max_characters:
             message = (
-                f"{name}: its {length} characters make more than {self.engine.capacity} tokens, the longest text; shorten it"
+                f"{name}: its {length} characters make more than {self.engine.capacity} tokens, the"
+                " longest text; shorten it"
             )
             raise RequestError(400, message, param=name, code="context_length_exceeded")
         with _as_answers(name):
@@ -269,13 +282,15 @@ class Service:
         room, minimum = self.engine.capacity - length, 0 if request.max_tokens == 0 else 1
         if room < minimum:
             message = (
-                f"{name}: {length} tokens, and at least {minimum} to generate, exceed the longest text, "
-                f"{self.engine.capacity} tokens; shorten it"
+                f"{name}: {length} tokens, and at least {minimum} to generate, exceed the longest"
+                f" text, {self.engine.capacity} tokens; shorten it"
             )
             raise RequestError(400, message, param=name, code="context_length_exceeded")
         count = room if request.max_tokens is None else min(request.max_tokens, room)
         if request.params.min_new_tokens > count:
-            message = f"min_tokens={request.params.min_new_tokens}: there is room for {count}; give fewer"
+            message = (
+                f"min_tokens={request.params.min_new_tokens}: there is room for {count}; give fewer"
+            )
             raise RequestError(400, message, param="min_tokens")
         return count
 
@@ -285,7 +300,11 @@ def _characters(prompt: Any) -> int:
 
     The chat template may use any of these strings.
     """
-    remaining = [prompt] if isinstance(prompt, str) else [value for message in prompt for value in message.values()]
+    remaining = (
+        [prompt]
+        if isinstance(prompt, str)
+        else [value for message in prompt for value in message.values()]
+    )
     count = 0
     while remaining:
         value = remaining.pop()
@@ -298,7 +317,9 @@ def _characters(prompt: Any) -> int:
     return count
 
 
-def _check_logprobs(request: TextRequest, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> None:
+def _check_logprobs(
+    request: TextRequest, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]
+) -> None:
     """Raise RequestError for so many log-probabilities that an answer would be too large.
 
     Args:
@@ -312,8 +333,9 @@ def _check_logprobs(request: TextRequest, prompts: Sequence[Sequence[int]], max_
     tokens = (read + sum(max_new_tokens)) * request.n
     if tokens * (request.logprobs + 1) > MAX_REQUEST_LOGPROBS:
         message = (
-            f"logprobs: {request.logprobs} for each of {tokens} tokens, but a request may have {MAX_REQUEST_LOGPROBS} in all; "
-            "give a smaller number, fewer tokens, or fewer prompts at a time"
+            f"logprobs: {request.logprobs} for each of {tokens} tokens, but a request may have"
+            f" {MAX_REQUEST_LOGPROBS} in all; give a smaller number, fewer tokens, or fewer prompts"
+            " at a time"
         )
         raise RequestError(400, message, param="logprobs", code="too_many_logprobs")
 
@@ -350,7 +372,9 @@ class Submission:
     @property
     def places(self) -> int:
         """The number of texts that run, wait, or will be submitted."""
-        return self.reserved - sum(handle.finish_reason is not None for handle in list(self.handles))
+        return self.reserved - sum(
+            handle.finish_reason is not None for handle in list(self.handles)
+        )
 
     def check(self) -> None:
         """Raise TextCancelledError if the request has ended."""
@@ -372,10 +396,14 @@ def _as_answers(name: str) -> Iterator[None]:
     try:
         yield
     except QueueFullError as error:
-        raise RequestError(429, f"too many requests: {error}", code="queue_full", headers={"Retry-After": "1"}) from None
+        raise RequestError(
+            429, f"too many requests: {error}", code="queue_full", headers={"Retry-After": "1"}
+        ) from None
     except InputError as error:
         param = _PARAM.match(str(error))
         raise RequestError(400, str(error), param=param[0] if param else name) from None
 
 
-_PARAM = re.compile(rf"({'|'.join(SAMPLING_NAMES)}|seed|stop|logprobs|prediction|chat_template_kwargs)\b")
+_PARAM = re.compile(
+    rf"({'|'.join(SAMPLING_NAMES)}|seed|stop|logprobs|prediction|chat_template_kwargs)\b"
+)

@@ -37,13 +37,21 @@ class GenerationResponse:
                 # A prompt counts once, with its first choice.
                 service.metrics.watch(handle, 0 if choice else len(prompts[prompt_index]))
             headers = service.ignored_header(request.ignored)
-            answer = responses.Answer(request, handles, prompts, service.texts, with_acceptance=service.options.with_acceptance)
+            answer = responses.Answer(
+                request,
+                handles,
+                prompts,
+                service.texts,
+                with_acceptance=service.options.with_acceptance,
+            )
             if request.stream:
                 await _stream(service, answer, send, headers)
             else:
                 pieces = await run_all([_pieces(handle) for handle in handles])
                 # In a thread, because the log-probabilities of many texts take seconds to encode.
-                response = await service.in_thread(lambda: json_response(answer.whole(pieces), headers=headers))
+                response = await service.in_thread(
+                    lambda: json_response(answer.whole(pieces), headers=headers)
+                )
                 await response(scope, receive, send)
         finally:
             service.end(submission)
@@ -53,10 +61,14 @@ async def _pieces(handle: Handle) -> list[Piece]:
     return [piece async for piece in handle]
 
 
-async def _stream(service: Service, answer: responses.Answer, send: Send, headers: Mapping[str, str]) -> None:
+async def _stream(
+    service: Service, answer: responses.Answer, send: Send, headers: Mapping[str, str]
+) -> None:
     """Send server-sent events. Each waits for the one before, so they do not pile up in memory."""
     encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT_HEADERS, *encoded]})
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [*_EVENT_HEADERS, *encoded]}
+    )
 
     async def put(data: bytes) -> None:
         await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -111,7 +123,10 @@ _EVENT_HEADERS = [
 
 async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
     """Run ``work`` until it ends or the client disconnects, and cancel it in the latter case."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
+    working, leaving = (
+        asyncio.ensure_future(work),
+        asyncio.ensure_future(_wait_for_disconnect(receive)),
+    )
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():

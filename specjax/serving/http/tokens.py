@@ -35,10 +35,14 @@ class TokenTexts:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of several tokens, without special tokens."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     def _look_up(self, token: int) -> tuple[str, bytes]:
-        text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(
+            [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         word = self._tokenizer.convert_ids_to_tokens(token) or ""
         if _REPLACEMENT in text and _REPLACEMENT not in word:
             content = _bytes_of(word)
@@ -69,7 +73,9 @@ def _byte_characters() -> dict[str, int]:
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(unprintable)
+    }
 
 
 _BYTES = _byte_characters()

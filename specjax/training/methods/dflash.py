@@ -28,4 +28,6 @@ class DFlashTraining(TokenMethod):
     name: Literal["dflash"] = "dflash"
 
     def each(self, student: DFlash, target: Target, drafted: DraftedBlocks) -> dict[str, jax.Array]:
-        return {"token_loss": self.token_loss(student.logits(target, drafted.states), target, drafted)}
+        return {
+            "token_loss": self.token_loss(student.logits(target, drafted.states), target, drafted)
+        }

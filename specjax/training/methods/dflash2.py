@@ -69,18 +69,34 @@ class DFlash2Training(TokenMethod):
         names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         return {**super().options(), **{name: getattr(self, name) for name in names}}
 
-    def each(self, student: DFlash2, target: Target, drafted: DraftedBlocks) -> dict[str, jax.Array]:
+    def each(
+        self, student: DFlash2, target: Target, drafted: DraftedBlocks
+    ) -> dict[str, jax.Array]:
         logits = student.logits(target, drafted.states)
-        right = drafted.tokens if self.labels == "text" else jnp.argmax(target.head(drafted.hidden), axis=-1)
+        right = (
+            drafted.tokens
+            if self.labels == "text"
+            else jnp.argmax(target.head(drafted.hidden), axis=-1)
+        )
         entropy = _selector_loss(student, logits, drafted, right)
         selector = self.weighed(entropy, jnp.exp(-entropy), drafted.valid)
-        return {"token_loss": self.token_loss(logits, target, drafted), "selector_loss": self.selector_weight * selector}
+        return {
+            "token_loss": self.token_loss(logits, target, drafted),
+            "selector_loss": self.selector_weight * selector,
+        }
 
-    def expected(self, student: DFlash2, target: Target, states: jax.Array, before: jax.Array) -> Iterator[jax.Array]:
-        return (student.expected(target, states[..., depth, :], before[..., depth]) for depth in range(before.shape[-1]))
+    def expected(
+        self, student: DFlash2, target: Target, states: jax.Array, before: jax.Array
+    ) -> Iterator[jax.Array]:
+        return (
+            student.expected(target, states[..., depth, :], before[..., depth])
+            for depth in range(before.shape[-1])
+        )
 
 
-def _selector_loss(student: DFlash2, logits: jax.Array, drafted: DraftedBlocks, right: jax.Array) -> jax.Array:
+def _selector_loss(
+    student: DFlash2, logits: jax.Array, drafted: DraftedBlocks, right: jax.Array
+) -> jax.Array:
     """Return the selector's cross entropy ``[B, A, D]`` to the tokens ``right [B, A, D]``.
 
     ``logits [B, A, D, V]`` are those of the block.
@@ -89,5 +105,7 @@ def _selector_loss(student: DFlash2, logits: jax.Array, drafted: DraftedBlocks, 
     is_there = jnp.any(ids == right[..., None], axis=-1)
     ids = ids.at[..., -1].set(jnp.where(is_there, ids[..., -1], right))
     scores = jnp.take_along_axis(logits, ids, axis=-1)
-    log_q = jax.nn.log_softmax(student.selected(scores, ids, student.selector_context(drafted.states), drafted.before))
+    log_q = jax.nn.log_softmax(
+        student.selected(scores, ids, student.selector_context(drafted.states), drafted.before)
+    )
     return -jnp.sum(jnp.where(ids == right[..., None], log_q, 0.0), axis=-1)

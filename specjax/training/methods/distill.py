@@ -43,7 +43,9 @@ class Distill(TrainingMethod):
     def init(self, key: jax.Array, inputs: StudentInputs) -> Target:
         return self.model.init(key, inputs)
 
-    def objective(self, student: Target, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+    def objective(
+        self, student: Target, batch: Batch, target: Target | None
+    ) -> tuple[jax.Array, Metrics]:
         """Return the loss in nats, and the metrics.
 
         The metric ``acceptance`` is beta = sum min(p, q), the probability that rejection sampling

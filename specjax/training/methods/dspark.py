@@ -14,7 +14,11 @@ from specjax.config import ConfigError
 from specjax.drafters.checkpoints.dflash_config import Markov
 from specjax.drafters.methods.dspark import DSpark
 from specjax.models.transformer import Target
-from specjax.training.objectives.acceptance import AcceptanceLoss, acceptance_loss_by_depth, check_loss
+from specjax.training.objectives.acceptance import (
+    AcceptanceLoss,
+    acceptance_loss_by_depth,
+    check_loss,
+)
 from specjax.training.objectives.blocks import BlockMethod, DraftedBlocks, falling
 
 
@@ -67,16 +71,23 @@ class DSparkTraining(BlockMethod):
         super().check(window)
         if self.markov_rank < 0 or not (self.markov_rank or self.confidence):
             raise ConfigError(
-                f"method.markov_rank={self.markov_rank}, method.confidence={self.confidence}: a DSpark has at least one of the "
-                "two heads"
+                f"method.markov_rank={self.markov_rank}, method.confidence={self.confidence}: a"
+                " DSpark has at least one of the two heads"
             )
         weights = (self.token_weight, self.distance_weight, self.confidence_weight, self.gamma)
         if min(weights) < 0:
-            raise ConfigError(f"method: token_weight, distance_weight, confidence_weight, gamma={weights}: must be at least 0")
+            raise ConfigError(
+                f"method: token_weight, distance_weight, confidence_weight, gamma={weights}: must"
+                " be at least 0"
+            )
         check_loss(self.loss, "distance", self.eta)
 
     def options(self) -> Mapping[str, Any]:
-        return {"markov_rank": self.markov_rank, "markov": self.markov, "confidence": self.confidence}
+        return {
+            "markov_rank": self.markov_rank,
+            "markov": self.markov,
+            "confidence": self.confidence,
+        }
 
     def each(self, student: DSpark, target: Target, drafted: DraftedBlocks) -> dict[str, jax.Array]:
         by_depth = list(_along(student, target, drafted.states, drafted.before))
@@ -100,7 +111,9 @@ class DSparkTraining(BlockMethod):
             terms["confidence_loss"] = self.confidence_weight * weight * entropy
         return terms
 
-    def expected(self, student: DSpark, target: Target, states: jax.Array, before: jax.Array) -> Iterator[jax.Array]:
+    def expected(
+        self, student: DSpark, target: Target, states: jax.Array, before: jax.Array
+    ) -> Iterator[jax.Array]:
         return (logits for logits, _ in _along(student, target, states, before))
 
     def frozen(self, path: str) -> bool:
@@ -121,5 +134,7 @@ def _along(
     memory = student.markov_memory(before.shape[:-1])
     for depth in range(before.shape[-1]):
         state = states[..., depth, :]
-        logits, memory, confidence = student.after(student.logits(target, state), state, before[..., depth], memory)
+        logits, memory, confidence = student.after(
+            student.logits(target, state), state, before[..., depth], memory
+        )
         yield logits, confidence

@@ -42,6 +42,15 @@ class Eagle1Training(EagleMethod):
     noise: float = 0.2
     remat: bool = False
 
-    def objective(self, student: Eagle, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+    def objective(
+        self, student: Eagle, batch: Batch, target: Target | None
+    ) -> tuple[jax.Array, Metrics]:
         assert target is not None
-        return feature_loss(student, batch, target, token_weight=self.token_weight, noise=self.noise, remat=self.remat)
+        return feature_loss(
+            student,
+            batch,
+            target,
+            token_weight=self.token_weight,
+            noise=self.noise,
+            remat=self.remat,
+        )

@@ -71,14 +71,20 @@ class Eagle3Training(FeatureMethod):
     def check(self, window: int) -> None:
         super().check(window)
         if self.steps < 1 or self.layers < 1:
-            raise ConfigError(f"method.steps={self.steps}, method.layers={self.layers}: must be at least 1")
+            raise ConfigError(
+                f"method.steps={self.steps}, method.layers={self.layers}: must be at least 1"
+            )
         if self.draft_vocab_size < 0 or self.intermediate_size < 0:
             raise ConfigError(
-                f"method.draft_vocab_size={self.draft_vocab_size}, method.intermediate_size={self.intermediate_size}: must be "
-                "at least 0, which is as many as the target has"
+                f"method.draft_vocab_size={self.draft_vocab_size},"
+                f" method.intermediate_size={self.intermediate_size}: must be at least 0, which is"
+                " as many as the target has"
             )
         if self.steps + 1 >= window:
-            raise ConfigError(f"method.steps={self.steps}: data.window={window} is too short; give at least steps + 2")
+            raise ConfigError(
+                f"method.steps={self.steps}: data.window={window} is too short; give at least"
+                " steps + 2"
+            )
         check_loss(self.loss, "cross_entropy", self.eta)
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> Eagle3:
@@ -87,14 +93,20 @@ class Eagle3Training(FeatureMethod):
         return Eagle3.init(
             target,
             key,
-            ids=most_frequent(inputs.counts, self.draft_vocab_size) if self.draft_vocab_size else None,
+            ids=(
+                most_frequent(inputs.counts, self.draft_vocab_size)
+                if self.draft_vocab_size
+                else None
+            ),
             taps=self.taps or None,
             variant={name: getattr(self, name) for name in names},
             **layer_sizes(self.intermediate_size),
             num_layers=self.layers,
         )
 
-    def objective(self, student: Eagle3, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+    def objective(
+        self, student: Eagle3, batch: Batch, target: Target | None
+    ) -> tuple[jax.Array, Metrics]:
         """Return the loss, and the metrics.
 
         Positions at which the target's likeliest token cannot be drafted do not count.

@@ -83,10 +83,14 @@ class Gemma4AssistantTraining(TrainingMethod):
         if self.steps < 1:
             raise ConfigError(f"method.steps={self.steps}: must be at least 1")
         if self.steps + 1 >= window:
-            raise ConfigError(f"method.steps={self.steps}: data.window={window} is too short; give at least steps + 2")
+            raise ConfigError(
+                f"method.steps={self.steps}: data.window={window} is too short; give at least"
+                " steps + 2"
+            )
         if self.decay <= 0 or self.centroid_weight < 0:
             raise ConfigError(
-                f"method.decay={self.decay}, method.centroid_weight={self.centroid_weight}: must be above 0, and at least 0"
+                f"method.decay={self.decay}, method.centroid_weight={self.centroid_weight}: must be"
+                " above 0, and at least 0"
             )
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> Gemma4Assistant:
@@ -94,29 +98,39 @@ class Gemma4AssistantTraining(TrainingMethod):
         return Gemma4Assistant.init(target, key, config=self._shape(inputs, target))
 
     def _shape(self, inputs: StudentInputs, target: Target) -> AssistantConfig:
-        names = {"hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "layers": "num_layers"}
+        names = {
+            "hidden_size": "hidden_size",
+            "intermediate_size": "intermediate_size",
+            "layers": "num_layers",
+        }
         sizes = {field: value for name, field in names.items() if (value := getattr(self, name))}
         if not inputs.init_from:
             clusters = {"centroids": self.centroids, "centroids_kept": self.centroids_kept}
             return Gemma4Assistant.config_for(target.config, **clusters, **sizes)
         if sizes or self.centroids:
             raise ConfigError(
-                f"init_from={inputs.init_from!r}: its shape is kept; leave out method.hidden_size, method.intermediate_size, "
-                "method.layers and method.centroids"
+                f"init_from={inputs.init_from!r}: its shape is kept; leave out method.hidden_size,"
+                " method.intermediate_size, method.layers and method.centroids"
             )
         return Gemma4Assistant.checkpoint_format.read_config(open_drafter(inputs.init_from))
 
-    def objective(self, student: Gemma4Assistant, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+    def objective(
+        self, student: Gemma4Assistant, batch: Batch, target: Target | None
+    ) -> tuple[jax.Array, Metrics]:
         """Return the loss in nats, and the metrics."""
         assert target is not None
         output, entries = score(target, batch)
-        target_clusters = cluster_logits(student, output.logits) if student.config.centroids else None
+        target_clusters = (
+            cluster_logits(student, output.logits) if student.config.centroids else None
+        )
 
         def loss_of(x: jax.Array, mask: jax.Array) -> jax.Array:
             entropies = losses.soft_cross_entropy(output.logits, student.all_logits(x))
             if target_clusters is not None:
                 clusters = linear(student.params, "centroids", x).astype(jnp.float32)
-                entropies += self.centroid_weight * losses.soft_cross_entropy(target_clusters, clusters)
+                entropies += self.centroid_weight * losses.soft_cross_entropy(
+                    target_clusters, clusters
+                )
             return losses.mean_over_positions(entropies, mask)
 
         steps = draft_along(student, batch, target, output, entries, self.steps, remat=self.remat)
@@ -137,7 +151,9 @@ def cluster_logits(student: Gemma4Assistant, logits: jax.Array) -> jax.Array:
 
     The probability of a cluster is the sum of those of its tokens, by ``logits [B, T, V]``.
     """
-    by_cluster = logits[..., student.params["order"]].reshape(*logits.shape[:-1], student.config.centroids, -1)
+    by_cluster = logits[..., student.params["order"]].reshape(
+        *logits.shape[:-1], student.config.centroids, -1
+    )
     return jax.nn.logsumexp(by_cluster, axis=-1)
 
 
@@ -170,9 +186,13 @@ def draft_along(
     index = jnp.broadcast_to(jnp.arange(output.hidden.shape[1]), output.hidden.shape[:2])
     positions, mask = index + 1, document_mask(batch["segments"][:, :-1])
 
-    def step(student: Gemma4Assistant, embedded: jax.Array, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def step(
+        student: Gemma4Assistant, embedded: jax.Array, states: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         def visible_piece(layer: int, window: int | None) -> Piece:
-            near = mask if window is None else mask & (positions[:, :, None] - index[:, None] < window)
+            near = (
+                mask if window is None else mask & (positions[:, :, None] - index[:, None] < window)
+            )
             return entries[layer], near
 
         return student.run(target, embedded, states, positions, visible_piece)

@@ -51,9 +51,13 @@ class HassTraining(EagleMethod):
     def check(self, window: int) -> None:
         super().check(window)
         if self.steps < 1 or self.top_k < 1:
-            raise ConfigError(f"method.steps={self.steps}, method.top_k={self.top_k}: must be at least 1")
+            raise ConfigError(
+                f"method.steps={self.steps}, method.top_k={self.top_k}: must be at least 1"
+            )
 
-    def objective(self, student: Eagle, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+    def objective(
+        self, student: Eagle, batch: Batch, target: Target | None
+    ) -> tuple[jax.Array, Metrics]:
         assert target is not None
         return feature_loss(
             student,

@@ -10,7 +10,11 @@ import jax.numpy as jnp
 from specjax.config import ConfigError
 from specjax.drafters.methods.dflash import DFlash
 from specjax.models.transformer import Target
-from specjax.training.objectives.acceptance import AcceptanceLoss, acceptance_loss_by_depth, check_loss
+from specjax.training.objectives.acceptance import (
+    AcceptanceLoss,
+    acceptance_loss_by_depth,
+    check_loss,
+)
 from specjax.training.objectives.blocks import BlockMethod, DraftedBlocks
 
 
@@ -53,5 +57,9 @@ class JetSpecTraining(BlockMethod):
         log_p = jax.nn.log_softmax(target.head(drafted.hidden) / self.temperature)
         log_q = jax.nn.log_softmax(student.logits(target, drafted.states) / self.temperature)
         if self.loss != "kl":
-            return {f"{self.loss}_loss": acceptance_loss_by_depth(self.loss, log_p, log_q, drafted.valid, self.eta)}
+            return {
+                f"{self.loss}_loss": acceptance_loss_by_depth(
+                    self.loss, log_p, log_q, drafted.valid, self.eta
+                )
+            }
         return {"kl": self.temperature**2 * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)}

@@ -39,7 +39,9 @@ class Lm(TrainingMethod):
     def init(self, key: jax.Array, inputs: StudentInputs) -> Target:
         return self.model.init(key, inputs)
 
-    def objective(self, student: Target, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+    def objective(
+        self, student: Target, batch: Batch, target: Target | None
+    ) -> tuple[jax.Array, Metrics]:
         """Return the loss in nats, and the metrics.
 
         The end of a document is predicted like any other token.
@@ -47,4 +49,7 @@ class Lm(TrainingMethod):
         labels, mask = batch["tokens"][:, 1:], batch["loss_mask"]
         logits = forward(student, batch).logits
         loss = losses.next_token(logits, labels, mask)
-        return loss, {"loss": loss, "accuracy": losses.mean_over_labels(jnp.argmax(logits, -1) == labels, mask)}
+        return loss, {
+            "loss": loss,
+            "accuracy": losses.mean_over_labels(jnp.argmax(logits, -1) == labels, mask),
+        }

@@ -95,9 +95,14 @@ class LmMTP(TrainingMethod):
         self.model.check(window)
         check_modules(self.modules, window)
         if self.weight < 0 or self.final_weight < 0:
-            raise ConfigError(f"method.weight={self.weight}, method.final_weight={self.final_weight}: must be at least 0")
+            raise ConfigError(
+                f"method.weight={self.weight}, method.final_weight={self.final_weight}: must be at"
+                " least 0"
+            )
         if not 0 <= self.falls_at <= 1:
-            raise ConfigError(f"method.falls_at={self.falls_at}: must be a share of the training, from 0 to 1")
+            raise ConfigError(
+                f"method.falls_at={self.falls_at}: must be a share of the training, from 0 to 1"
+            )
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> ModelWithMTP:
         """Return a model with the same random weights as without modules, and its modules.
@@ -105,9 +110,13 @@ class LmMTP(TrainingMethod):
         So a training with modules can be compared with one without.
         """
         model = self.model.init(key, inputs)
-        return ModelWithMTP(model, MTP.init(model, jax.random.fold_in(key, 1), modules=self.modules))
+        return ModelWithMTP(
+            model, MTP.init(model, jax.random.fold_in(key, 1), modules=self.modules)
+        )
 
-    def objective(self, student: ModelWithMTP, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+    def objective(
+        self, student: ModelWithMTP, batch: Batch, target: Target | None
+    ) -> tuple[jax.Array, Metrics]:
         """Return the loss in nats, and the metrics."""
         output = forward(student.model, batch)
         lm_loss = _lm_loss(output, batch)

@@ -45,22 +45,31 @@ class MedusaTraining(TrainingMethod):
     def check(self, window: int) -> None:
         super().check(window)
         if self.heads < 1 or self.blocks < 0:
-            raise ConfigError(f"method.heads={self.heads}, method.blocks={self.blocks}: must be at least 1 and 0")
+            raise ConfigError(
+                f"method.heads={self.heads}, method.blocks={self.blocks}: must be at least 1 and 0"
+            )
         if self.decay <= 0:
             raise ConfigError(f"method.decay={self.decay}: must be above 0")
         if self.heads + 1 >= window:
-            raise ConfigError(f"method.heads={self.heads}: data.window={window} is too short; give at least heads + 2")
+            raise ConfigError(
+                f"method.heads={self.heads}: data.window={window} is too short; give at least"
+                " heads + 2"
+            )
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> Medusa:
         return Medusa.init(inputs.frozen_target, key, heads=self.heads, blocks=self.blocks)
 
-    def objective(self, student: Medusa, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+    def objective(
+        self, student: Medusa, batch: Batch, target: Target | None
+    ) -> tuple[jax.Array, Metrics]:
         """Return the loss in nats, and the metrics."""
         assert target is not None
         output = forward(target, batch)
         total, metrics = jnp.zeros(()), {}
         for head in range(self.heads):
-            loss = prediction_loss(self.labels, output, batch, head, student.head(head, output.hidden))
+            loss = prediction_loss(
+                self.labels, output, batch, head, student.head(head, output.hidden)
+            )
             total += self.decay ** (head + 1) * loss
             metrics[f"loss_{head}"] = loss
         return total, {"loss": total, **metrics}

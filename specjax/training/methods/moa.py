@@ -73,19 +73,30 @@ class MoATraining(TrainingMethod):
         super().check(window)
         if not 1 <= self.shortest_block <= self.longest_block <= window:
             raise ConfigError(
-                f"method.shortest_block={self.shortest_block}, method.longest_block={self.longest_block}: must be from 1 to "
-                f"data.window={window}, and the longest no shorter than the shortest"
+                f"method.shortest_block={self.shortest_block},"
+                f" method.longest_block={self.longest_block}: must be from 1 to"
+                f" data.window={window}, and the longest no shorter than the shortest"
             )
         if not 0 <= self.staircase_until <= 1:
-            raise ConfigError(f"method.staircase_until={self.staircase_until}: must be a share of the training, from 0 to 1")
+            raise ConfigError(
+                f"method.staircase_until={self.staircase_until}: must be a share of the training,"
+                " from 0 to 1"
+            )
         if self.tli < 0 or self.intermediate_size < 0:
-            raise ConfigError(f"method.tli={self.tli}, method.intermediate_size={self.intermediate_size}: must be at least 0")
+            raise ConfigError(
+                f"method.tli={self.tli}, method.intermediate_size={self.intermediate_size}: must be"
+                " at least 0"
+            )
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> MixtureOfAttentions:
         sizes = layer_sizes(self.intermediate_size)
-        return MixtureOfAttentions.init(inputs.frozen_target, key, tli=self.tli, lsa=self.lsa, **sizes)
+        return MixtureOfAttentions.init(
+            inputs.frozen_target, key, tli=self.tli, lsa=self.lsa, **sizes
+        )
 
-    def objective(self, student: MixtureOfAttentions, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+    def objective(
+        self, student: MixtureOfAttentions, batch: Batch, target: Target | None
+    ) -> tuple[jax.Array, Metrics]:
         """Return the loss in nats, and the metrics.
 
         With target layer inference, the states that enter the target's last layers are compared as
@@ -96,12 +107,18 @@ class MoATraining(TrainingMethod):
         output, entries = score(target, batch, taps=(first,) if self.tli else ())
         length, staircase = self.draw(batch["key"], batch["tokens"].shape[0], batch["progress"])
         draft = jax.checkpoint(draft_blocks) if self.remat else draft_blocks
-        hidden, attended = draft(student, batch, target, output, entries, block_starts(batch, length), staircase)
+        hidden, attended = draft(
+            student, batch, target, output, entries, block_starts(batch, length), staircase
+        )
         mask = batch["loss_mask"]
-        token = losses.mean_over_positions(losses.soft_cross_entropy(output.logits, target.head(hidden)), mask)
+        token = losses.mean_over_positions(
+            losses.soft_cross_entropy(output.logits, target.head(hidden)), mask
+        )
         feature = losses.mean_over_positions(losses.smooth_l1(hidden, output.hidden), mask)
         if self.tli:
-            feature += losses.mean_over_positions(losses.smooth_l1(attended, output.taps[:, :, 0]), mask)
+            feature += losses.mean_over_positions(
+                losses.smooth_l1(attended, output.taps[:, :, 0]), mask
+            )
         loss = self.token_weight * token + self.feature_weight * feature
         return loss, {"loss": loss, "token_loss": token, "feature_loss": feature}
 
@@ -113,11 +130,15 @@ class MoATraining(TrainingMethod):
             block alone.
         """
         length_key, staircase_key = jax.random.split(key)
-        length = jax.random.randint(length_key, (rows,), self.shortest_block, self.longest_block + 1)
+        length = jax.random.randint(
+            length_key, (rows,), self.shortest_block, self.longest_block + 1
+        )
         share = jnp.maximum(1 - progress / max(self.staircase_until, 1e-6), 0)
         return length, jax.random.uniform(staircase_key, (rows,)) < share
 
-    def evaluation(self, student: MixtureOfAttentions, batch: Batch, target: Target | None) -> Metrics:
+    def evaluation(
+        self, student: MixtureOfAttentions, batch: Batch, target: Target | None
+    ) -> Metrics:
         assert target is not None
         output, entries = score(target, batch)
         states = draft_everywhere(student, batch, target, output, entries, SIMULATED_STEPS)
@@ -141,7 +162,9 @@ def block_starts(batch: Batch, length: Int[Array, " B"]) -> Int[Array, "B T"]:
 
 
 @shape_checked
-def block_masks(segments: Int[Array, "B T"], starts: Int[Array, "B T"]) -> tuple[Bool[Array, "B T T"], Bool[Array, "B T T"]]:
+def block_masks(
+    segments: Int[Array, "B T"], starts: Int[Array, "B T"]
+) -> tuple[Bool[Array, "B T T"], Bool[Array, "B T T"]]:
     """Return two masks over the tokens of the same document.
 
     The first selects the tokens before a token's block, the second those of its block up to itself.
@@ -183,12 +206,19 @@ def draft_blocks(
     x, _ = student.self_attend(target.embed(batch["tokens"][:, :-1]), positions, visible)
     attended = student.cross_attend(x, positions, (summaries, verified))
     first, last = student.tli_layers(target)
-    hidden, _ = student.finish(target, attended, positions, drafted, scratch=[(entries[first:last], verified)])
+    hidden, _ = student.finish(
+        target, attended, positions, drafted, scratch=[(entries[first:last], verified)]
+    )
     return hidden, attended
 
 
 def draft_everywhere(
-    student: MixtureOfAttentions, batch: Batch, target: Target, output: Output, entries: tuple[Entry, ...], steps: int
+    student: MixtureOfAttentions,
+    batch: Batch,
+    target: Target,
+    output: Output,
+    entries: tuple[Entry, ...],
+    steps: int,
 ) -> Iterator[jax.Array]:
     """Yield the states ``[B, T, H]`` of each step, which the target's head reads.
 
@@ -200,7 +230,9 @@ def draft_everywhere(
     index = jnp.broadcast_to(jnp.arange(count), segments.shape)
     verified = block_masks(segments, index)[0]
     summaries = student.remember_summaries(student.summarise(output, entries), index)
-    states, _ = student.self_attend(target.embed(batch["tokens"][:, :-1]), index, document_mask(segments))
+    states, _ = student.self_attend(
+        target.embed(batch["tokens"][:, :-1]), index, document_mask(segments)
+    )
     first, last = student.tli_layers(target)
     scratch: list[tuple[tuple[Entry, ...], jax.Array | None]] = [(entries[first:last], verified)]
     alone = jnp.eye(count, dtype=bool)[None]
@@ -209,4 +241,6 @@ def draft_everywhere(
         attended = student.cross_attend(ahead(states, step), positions, (summaries, verified))
         hidden, new = student.finish(target, attended, positions, alone, scratch=scratch)
         yield hidden
-        scratch.append((new, None))  # no mask: each draft attends to its own tokens of earlier steps
+        scratch.append(
+            (new, None)
+        )  # no mask: each draft attends to its own tokens of earlier steps

@@ -56,8 +56,8 @@ class MTPTraining(FeatureMethod):
         check_modules(self.modules, window)
         if self.steps and not self.modules <= self.steps < window - 1:
             raise ConfigError(
-                f"method.steps={self.steps}: must be 0, or from method.modules={self.modules} to {window - 2}, which is "
-                "data.window less 2"
+                f"method.steps={self.steps}: must be 0, or from method.modules={self.modules} to"
+                f" {window - 2}, which is data.window less 2"
             )
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> MTP:
@@ -65,18 +65,26 @@ class MTPTraining(FeatureMethod):
 
         With ``init_from``, their checkpoint will have the same form as the earlier one's.
         """
-        student = MTP.init(inputs.frozen_target, key, modules=self.modules, **layer_sizes(self.intermediate_size))
+        student = MTP.init(
+            inputs.frozen_target, key, modules=self.modules, **layer_sizes(self.intermediate_size)
+        )
         if not inputs.init_from:
             return student
         try:
             earlier = MTP.checkpoint_format.read_config(open_drafter(inputs.init_from))
         except InputError as error:
             raise ConfigError(f"init_from={inputs.init_from!r}: {error}") from None
-        return replace(student, config=replace(student.config, experts_joined=earlier.experts_joined))
+        return replace(
+            student, config=replace(student.config, experts_joined=earlier.experts_joined)
+        )
 
-    def objective(self, student: MTP, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+    def objective(
+        self, student: MTP, batch: Batch, target: Target | None
+    ) -> tuple[jax.Array, Metrics]:
         """Return the loss in nats, and the metrics."""
         assert target is not None
         output = forward(target, batch)
-        loss, metrics = module_loss(student, batch, target, output, self.labels, steps=self.steps, remat=self.remat)
+        loss, metrics = module_loss(
+            student, batch, target, output, self.labels, steps=self.steps, remat=self.remat
+        )
         return loss, {"loss": loss, **metrics}

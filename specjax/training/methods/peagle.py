@@ -88,33 +88,50 @@ class PEagleTraining(TrainingMethod):
     def check(self, window: int) -> None:
         super().check(window)
         if self.depths < 1 or self.layers < 1:
-            raise ConfigError(f"method.depths={self.depths}, method.layers={self.layers}: must be at least 1")
+            raise ConfigError(
+                f"method.depths={self.depths}, method.layers={self.layers}: must be at least 1"
+            )
         if self.draft_vocab_size < 0 or self.intermediate_size < 0 or self.mask_token_id < -1:
             raise ConfigError(
-                f"method.draft_vocab_size={self.draft_vocab_size}, method.intermediate_size={self.intermediate_size}, "
-                f"method.mask_token_id={self.mask_token_id}: must be at least 0, which is as many as the target has, and at "
-                "least -1, which is the target's last token"
+                f"method.draft_vocab_size={self.draft_vocab_size},"
+                f" method.intermediate_size={self.intermediate_size},"
+                f" method.mask_token_id={self.mask_token_id}: must be at least 0, which is as many"
+                " as the target has, and at least -1, which is the target's last token"
             )
         if not (0 < self.kept <= 1 and 0 <= self.kept_at_least <= 1):
             raise ConfigError(
-                f"method.kept={self.kept}, method.kept_at_least={self.kept_at_least}: must be above 0 and from 0, up to 1"
+                f"method.kept={self.kept}, method.kept_at_least={self.kept_at_least}: must be above"
+                " 0 and from 0, up to 1"
             )
         if self.depths >= window:
-            raise ConfigError(f"method.depths={self.depths}: data.window={window} is too short; give at least depths + 1")
+            raise ConfigError(
+                f"method.depths={self.depths}: data.window={window} is too short; give at least"
+                " depths + 1"
+            )
         check_loss(self.loss, "cross_entropy", self.eta)
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> PEagle:
         target = inputs.frozen_target
         if self.mask_token_id >= target.config.vocab_size:
-            raise ConfigError(f"method.mask_token_id={self.mask_token_id}: the target has {target.config.vocab_size} tokens")
+            raise ConfigError(
+                f"method.mask_token_id={self.mask_token_id}: the target has"
+                f" {target.config.vocab_size} tokens"
+            )
         return PEagle.init(
             target,
             key,
             self.depths,
             mask_token_id=None if self.mask_token_id < 0 else self.mask_token_id,
-            ids=most_frequent(inputs.counts, self.draft_vocab_size) if self.draft_vocab_size else None,
+            ids=(
+                most_frequent(inputs.counts, self.draft_vocab_size)
+                if self.draft_vocab_size
+                else None
+            ),
             taps=self.taps or None,
-            variant={name: getattr(self, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm")},
+            variant={
+                name: getattr(self, name)
+                for name in ("norm_before_residual", "norm_before_fc", "fc_norm")
+            },
             **layer_sizes(self.intermediate_size),
             num_layers=self.layers,
         )
@@ -128,7 +145,9 @@ class PEagleTraining(TrainingMethod):
         shares = [max(self.kept**depth, self.kept_at_least) for depth in range(self.depths)]
         return tuple(max(int(window * share), 1) for share in shares)
 
-    def objective(self, student: PEagle, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+    def objective(
+        self, student: PEagle, batch: Batch, target: Target | None
+    ) -> tuple[jax.Array, Metrics]:
         """Return the loss, and the metrics.
 
         The divisor is the number of all places of all depths, counted or not, which is the same in
@@ -143,24 +162,44 @@ class PEagleTraining(TrainingMethod):
         sizes = self.places(window)
         can_be_drafted = jnp.broadcast_to(can_be_drafted, (rows, window))
 
-        def loss_of(states: jax.Array, at: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss_of(
+            states: jax.Array, at: jax.Array, counts: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
             """Return the loss of one depth, divided by all places and by those that count.
 
             The states predict the target's distributions ``at [B, m]``.
             """
             mask = counts & _take(can_be_drafted, at)
             logits = student.logits(target, states)
-            loss_of_token = token_loss(self.loss, _take(target_logits, at), _take(log_total, at), logits, mask, self.eta)
-            return losses.mean_over_positions(loss_of_token, mask), losses.mean_over_labels(loss_of_token, mask)
+            loss_of_token = token_loss(
+                self.loss, _take(target_logits, at), _take(log_total, at), logits, mask, self.eta
+            )
+            return losses.mean_over_positions(loss_of_token, mask), losses.mean_over_labels(
+                loss_of_token, mask
+            )
 
         loss_of = jax.checkpoint(loss_of) if self.remat else loss_of
         every = jnp.broadcast_to(jnp.arange(window), (rows, window))
         drawn_places, reach = draw(batch, sizes[1:])
-        depths = read_depths(student, target, batch, student.features(output), drawn_places, sizes[1:], remat=self.remat)
+        depths = read_depths(
+            student,
+            target,
+            batch,
+            student.features(output),
+            drawn_places,
+            sizes[1:],
+            remat=self.remat,
+        )
         total, metrics = jnp.zeros(()), {}
         for depth, (size, states) in enumerate(zip(sizes, depths, strict=True)):
-            places, counts = (drawn_places[:, :size], reach[:, :size] >= depth) if depth else (every, counted(batch, 0))
-            at = jnp.minimum(places + 1 + depth, window - 1)  # places beyond the window do not count
+            places, counts = (
+                (drawn_places[:, :size], reach[:, :size] >= depth)
+                if depth
+                else (every, counted(batch, 0))
+            )
+            at = jnp.minimum(
+                places + 1 + depth, window - 1
+            )  # places beyond the window do not count
             mean, loss_of_depth = loss_of(states, at, counts)
             total += mean * (size / sum(sizes))
             metrics[f"loss_{depth}"] = loss_of_depth
@@ -174,7 +213,12 @@ class PEagleTraining(TrainingMethod):
         every = jnp.broadcast_to(jnp.arange(window), output.hidden.shape[:2])
         sizes = (window,) * (SIMULATED_STEPS - 1)
         depths = read_depths(student, target, batch, student.features(output), every, sizes)
-        return simulate(output, batch, (student.logits(target, states) for states in depths), student.vocabulary(target))
+        return simulate(
+            output,
+            batch,
+            (student.logits(target, states) for states in depths),
+            student.vocabulary(target),
+        )
 
     def frozen(self, path: str) -> bool:
         return self.freeze_head and path == "params.lm_head"
@@ -236,19 +280,26 @@ def read_depths(
     """
     rows, window = features.shape[:2]
     run = jax.checkpoint(type(student).run) if remat else type(student).run
-    every, mask = jnp.broadcast_to(jnp.arange(window), (rows, window)), document_mask(batch["segments"][:, :-1])
+    every, mask = (
+        jnp.broadcast_to(jnp.arange(window), (rows, window)),
+        document_mask(batch["segments"][:, :-1]),
+    )
     embedded = student.embed(target, ahead(batch["tokens"], 1)[:, :window])
     states, text = run(student, features, embedded, every, mask, ((),) * student.sizes.num_layers)
     yield states
     mask = _take(mask, places)
-    between: list[tuple[Entry, ...]] = [() for _ in text]  # by layer, the entries of depths 1 and beyond
+    between: list[tuple[Entry, ...]] = [
+        () for _ in text
+    ]  # by layer, the entries of depths 1 and beyond
     for depth, size in enumerate(sizes, 1):
         between = jax.tree.map(lambda part, size=size: part[:, :, :size], between)
         past: tuple[tuple[Piece, ...], ...] = tuple(
             ((entry, mask[:, :size]), *((placeholder, None) for placeholder in placeholders))
             for entry, placeholders in zip(text, between, strict=True)
         )
-        states, new = run(student, *student.placeholders(target, rows, size), places[:, :size] + depth, None, past)
+        states, new = run(
+            student, *student.placeholders(target, rows, size), places[:, :size] + depth, None, past
+        )
         yield states
         between = [(*entries, entry) for entries, entry in zip(between, new, strict=True)]
 

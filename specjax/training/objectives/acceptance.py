@@ -33,7 +33,11 @@ def check_loss(loss: str, published: str, eta: float) -> None:
 
 @shape_checked
 def acceptance_loss(
-    loss: AcceptanceLoss, log_p: Float[Array, "*N V"], logits: Float[Array, "*N V"], mask: Bool[Array, "*N"], eta: float
+    loss: AcceptanceLoss,
+    log_p: Float[Array, "*N V"],
+    logits: Float[Array, "*N V"],
+    mask: Bool[Array, "*N"],
+    eta: float,
 ) -> Float[Array, "*N"]:
     """Return the loss of each prediction of one depth.
 
@@ -47,12 +51,20 @@ def acceptance_loss(
         eta: see `losses.hybrid`.
     """
     log_a = losses.log_acceptance(log_p, logits)
-    return -log_a if loss == "acceptance" else losses.hybrid(losses.forward_kl(log_p, logits), log_a, mask, eta)
+    return (
+        -log_a
+        if loss == "acceptance"
+        else losses.hybrid(losses.forward_kl(log_p, logits), log_a, mask, eta)
+    )
 
 
 @shape_checked
 def acceptance_loss_by_depth(
-    loss: AcceptanceLoss, log_p: Float[Array, "*N D V"], logits: Float[Array, "*N D V"], mask: Bool[Array, "*N D"], eta: float
+    loss: AcceptanceLoss,
+    log_p: Float[Array, "*N D V"],
+    logits: Float[Array, "*N D V"],
+    mask: Bool[Array, "*N D"],
+    eta: float,
 ) -> Float[Array, "*N D"]:
     """Return the `acceptance_loss` of each prediction of D depths."""
     loss_of_depth = partial(acceptance_loss, loss, eta=eta)

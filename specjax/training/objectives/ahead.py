@@ -56,10 +56,14 @@ def expected(output: Output, step: int) -> tuple[jax.Array, jax.Array]:
     return ahead(output.hidden, 1 + step), ahead(output.logits, 1 + step)
 
 
-def prediction_loss(labels: Labels, output: Output, batch: Batch, step: int, logits: jax.Array) -> jax.Array:
+def prediction_loss(
+    labels: Labels, output: Output, batch: Batch, step: int, logits: jax.Array
+) -> jax.Array:
     """Return the mean cross entropy of the predictions ``logits [B, T, V]`` of a step, in nats."""
     if labels == "text":
-        entropies = losses.cross_entropy(logits, ahead(batch["tokens"], 2 + step)[:, : logits.shape[1]])
+        entropies = losses.cross_entropy(
+            logits, ahead(batch["tokens"], 2 + step)[:, : logits.shape[1]]
+        )
     else:
         entropies = losses.soft_cross_entropy(expected(output, step)[1], logits)
     return losses.mean_over_positions(entropies, counted(batch, step))
@@ -87,7 +91,9 @@ def decayed(
     total, metrics = jnp.zeros(()), {}
     for step, step_states in enumerate(states):
         # Shift the states to the distributions: [B, T, H] is smaller than [B, T, V].
-        loss = loss_of(behind(step_states, 1 + step), behind(counted(batch, step), 1 + step) & whole)
+        loss = loss_of(
+            behind(step_states, 1 + step), behind(counted(batch, step), 1 + step) & whole
+        )
         total += decay**step * loss
         metrics |= {f"loss_{step}": loss}
     return total, {"loss": total, **metrics}
@@ -100,7 +106,12 @@ It is the same for all drafters, so that their metrics can be compared.
 """
 
 
-def simulate(output: Output, batch: Batch, predicted: Iterable[jax.Array], vocabulary: Vocabulary | None = None) -> Metrics:
+def simulate(
+    output: Output,
+    batch: Batch,
+    predicted: Iterable[jax.Array],
+    vocabulary: Vocabulary | None = None,
+) -> Metrics:
     """Return the metrics of chains of `SIMULATED_STEPS` drafted tokens from every position.
 
     The drafting is simulated: each step reads the tokens of the text, not the drafted ones. If the
@@ -121,7 +132,9 @@ def simulate(output: Output, batch: Batch, predicted: Iterable[jax.Array], vocab
         ``acceptance_length_sampled``: the same at temperature 1, from the acceptance probability
         ``sum(min(p, q))`` of each step.
     """
-    whole = functools.reduce(jnp.logical_and, [counted(batch, step) for step in range(SIMULATED_STEPS)])
+    whole = functools.reduce(
+        jnp.logical_and, [counted(batch, step) for step in range(SIMULATED_STEPS)]
+    )
     # For each position, whether all steps up to this one are accepted, and the probability of that.
     all_accepted, probability = jnp.where(whole, 1.0, 0.0), jnp.where(whole, 1.0, 0.0)
     length, sampled_length = jnp.ones(()), jnp.ones(())

@@ -25,7 +25,11 @@ from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
 from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
-from specjax.training.objectives.acceptance import AcceptanceLoss, acceptance_loss_by_depth, check_loss
+from specjax.training.objectives.acceptance import (
+    AcceptanceLoss,
+    acceptance_loss_by_depth,
+    check_loss,
+)
 from specjax.training.objectives.ahead import SIMULATED_STEPS, Labels, ahead, counted, simulate
 from specjax.training.objectives.unrolling import layer_sizes
 from specjax.training.objectives.windows import document_mask, score
@@ -83,13 +87,19 @@ class BlockMethod(TrainingMethod):
     def check(self, window: int) -> None:
         super().check(window)
         if self.layers < 1 or self.anchors < 1:
-            raise ConfigError(f"method.layers={self.layers}, method.anchors={self.anchors}: must be at least 1")
+            raise ConfigError(
+                f"method.layers={self.layers}, method.anchors={self.anchors}: must be at least 1"
+            )
         if not 2 <= self.block_size < window:
-            raise ConfigError(f"method.block_size={self.block_size}: must be at least 2, and below data.window={window}")
+            raise ConfigError(
+                f"method.block_size={self.block_size}: must be at least 2, and below"
+                f" data.window={window}"
+            )
         if self.intermediate_size < 0 or self.mask_token_id < -1:
             raise ConfigError(
-                f"method.intermediate_size={self.intermediate_size}, method.mask_token_id={self.mask_token_id}: must be at "
-                "least 0, which is the target's, and at least -1, which is the target's last token"
+                f"method.intermediate_size={self.intermediate_size},"
+                f" method.mask_token_id={self.mask_token_id}: must be at least 0, which is the"
+                " target's, and at least -1, which is the target's last token"
             )
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> DFlash:
@@ -112,7 +122,9 @@ class BlockMethod(TrainingMethod):
         """Return the terms of the loss by name, ``[B, A, D]`` each. Their sum is minimized."""
         raise NotImplementedError
 
-    def objective(self, student: Any, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+    def objective(
+        self, student: Any, batch: Batch, target: Target | None
+    ) -> tuple[jax.Array, Metrics]:
         """Return the sum of the terms, divided by the number of all predictions, counted or not."""
         assert target is not None
         output, _ = score(target, batch, student.taps(target.config))
@@ -127,7 +139,10 @@ class BlockMethod(TrainingMethod):
         terms = self.each(student, target, drafted)
         rows = (valid.shape[0], -1)
         mask = drafted.valid.reshape(rows)
-        means = {name: losses.mean_over_positions(term.reshape(rows), mask) for name, term in terms.items()}
+        means = {
+            name: losses.mean_over_positions(term.reshape(rows), mask)
+            for name, term in terms.items()
+        }
         total = sum(means.values(), jnp.zeros(()))
         return total, {"loss": total} | (means if len(means) > 1 else {})
 
@@ -136,10 +151,14 @@ class BlockMethod(TrainingMethod):
         output, _ = score(target, batch, student.taps(target.config))
         states = read_everywhere(student, target, batch, output)
         steps, count = min(SIMULATED_STEPS, student.config.depth), states.shape[1]
-        before = jnp.stack([ahead(batch["tokens"], 1 + step)[:, :count] for step in range(steps)], axis=-1)
+        before = jnp.stack(
+            [ahead(batch["tokens"], 1 + step)[:, :count] for step in range(steps)], axis=-1
+        )
         return simulate(output, batch, self.expected(student, target, states[:, :, :steps], before))
 
-    def expected(self, student: Any, target: Target, states: jax.Array, before: jax.Array) -> Iterator[jax.Array]:
+    def expected(
+        self, student: Any, target: Target, states: jax.Array, before: jax.Array
+    ) -> Iterator[jax.Array]:
         """Yield the logits ``[..., V]`` of each depth, for an evaluation.
 
         Args:
@@ -195,22 +214,33 @@ class TokenMethod(BlockMethod):
         super().check(window)
         if self.gamma < 0 or not (self.dpace == -1 or 0 <= self.dpace <= 1):
             raise ConfigError(
-                f"method.gamma={self.gamma}, method.dpace={self.dpace}: must be at least 0, and from 0 to 1, or -1 for none"
+                f"method.gamma={self.gamma}, method.dpace={self.dpace}: must be at least 0, and"
+                " from 0 to 1, or -1 for none"
             )
         for name in ("input_embedding_scale", "output_multiplier"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"method.{name}={getattr(self, name)}: must be a finite number above 0")
+                raise ConfigError(
+                    f"method.{name}={getattr(self, name)}: must be a finite number above 0"
+                )
         if not 0 <= self.final_logit_softcapping < math.inf:
             raise ConfigError(
-                f"method.final_logit_softcapping={self.final_logit_softcapping}: must be a finite number above 0, or 0 for none"
+                f"method.final_logit_softcapping={self.final_logit_softcapping}: must be a finite"
+                " number above 0, or 0 for none"
             )
         check_loss(self.loss, "cross_entropy", self.eta)
         if self.loss == "acceptance" and self.labels == "text":
-            raise ConfigError("method.loss='acceptance', method.labels='text': this is the cross entropy; give labels='target'")
+            raise ConfigError(
+                "method.loss='acceptance', method.labels='text': this is the cross entropy; give"
+                " labels='target'"
+            )
 
     def options(self) -> Mapping[str, Any]:
-        factors = {name: getattr(self, name) for name in ("input_embedding_scale", "output_multiplier")}
-        return {"variant": factors | {"final_logit_softcapping": self.final_logit_softcapping or None}}
+        factors = {
+            name: getattr(self, name) for name in ("input_embedding_scale", "output_multiplier")
+        }
+        return {
+            "variant": factors | {"final_logit_softcapping": self.final_logit_softcapping or None}
+        }
 
     def token_loss(self, logits: jax.Array, target: Target, drafted: "DraftedBlocks") -> jax.Array:
         """Return the weighted loss ``[B, A, D]`` of ``logits [B, A, D, V]``."""
@@ -233,7 +263,9 @@ class TokenMethod(BlockMethod):
 
         D-PACE computes the weights from the probabilities ``right [B, A, D]`` of the labels.
         """
-        weight = dpace(right, valid, self.dpace) if self.dpace >= 0 else falling(loss.shape, self.gamma)
+        weight = (
+            dpace(right, valid, self.dpace) if self.dpace >= 0 else falling(loss.shape, self.gamma)
+        )
         return weight * loss
 
 
@@ -257,7 +289,9 @@ class DraftedBlocks:
     valid: jax.Array
 
     @classmethod
-    def at(cls, places: jax.Array, batch: Batch, output: Output, states: jax.Array, valid: jax.Array) -> "DraftedBlocks":
+    def at(
+        cls, places: jax.Array, batch: Batch, output: Output, states: jax.Array, valid: jax.Array
+    ) -> "DraftedBlocks":
         """Collect the labels of blocks.
 
         Args:
@@ -268,7 +302,9 @@ class DraftedBlocks:
             valid: ``[B, T, D]`` bool which predictions count, for every place of the window.
         """
         depth = states.shape[2]
-        after = places[..., None] + 1 + jnp.arange(depth)  # where the target predicts the token of each depth
+        after = (
+            places[..., None] + 1 + jnp.arange(depth)
+        )  # where the target predicts the token of each depth
 
         def take(values: jax.Array, indices: jax.Array) -> jax.Array:
             indices = jnp.minimum(indices, values.shape[1] - 1).reshape(indices.shape[0], -1)
@@ -277,7 +313,9 @@ class DraftedBlocks:
 
         tokens = batch["tokens"]
         counts = jax.vmap(lambda row, places: row[places])(valid, places)
-        return cls(states, take(output.hidden, after), take(tokens, after + 1), take(tokens, after), counts)
+        return cls(
+            states, take(output.hidden, after), take(tokens, after + 1), take(tokens, after), counts
+        )
 
 
 @shape_checked
@@ -287,7 +325,9 @@ def draw_places(key: Any, valid: Bool[Array, "B T"], count: int) -> Int[Array, "
     return jax.lax.top_k(-order, count)[1]
 
 
-def read_blocks(student: DFlash, target: Target, batch: Batch, output: Output, places: jax.Array) -> jax.Array:
+def read_blocks(
+    student: DFlash, target: Target, batch: Batch, output: Output, places: jax.Array
+) -> jax.Array:
     """Return the drafter's states ``[B, A, D, H]`` of the blocks at ``places [B, A]``."""
     segments = batch["segments"][:, :-1]
     index = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
@@ -295,17 +335,23 @@ def read_blocks(student: DFlash, target: Target, batch: Batch, output: Output, p
     return _read(student, target, batch, context, places)
 
 
-def _read(student: DFlash, target: Target, batch: Batch, context: tuple[Entry, ...], places: jax.Array) -> jax.Array:
+def _read(
+    student: DFlash, target: Target, batch: Batch, context: tuple[Entry, ...], places: jax.Array
+) -> jax.Array:
     config = student.config
     size, (rows, blocks) = config.block_size, places.shape
-    anchors = jnp.repeat(places + 1, size, axis=1)  # [B, N], of each of the N = A * size tokens of blocks
+    anchors = jnp.repeat(
+        places + 1, size, axis=1
+    )  # [B, N], of each of the N = A * size tokens of blocks
     offset = np.tile(np.arange(size), blocks)  # [N] of each token from the anchor of its block
     is_anchor, block = jnp.asarray(offset == 0), np.arange(blocks * size) // size
     roots = jnp.take_along_axis(batch["tokens"], anchors, axis=1)
     tokens = jnp.where(is_anchor, roots, config.mask_token_id)
     positions = anchors + offset
     context_mask = jnp.take_along_axis(
-        document_mask(batch["segments"][:, :-1]), jnp.repeat(places, size, axis=1)[..., None], axis=1
+        document_mask(batch["segments"][:, :-1]),
+        jnp.repeat(places, size, axis=1)[..., None],
+        axis=1,
     )
     alike, back = block[:, None] == block, offset[:, None] - offset
 
@@ -316,7 +362,9 @@ def _read(student: DFlash, target: Target, batch: Batch, context: tuple[Entry, .
             visible = visible & (jnp.arange(context_mask.shape[2]) >= since[..., None])
         return jnp.asarray(mask)[None], [(context[layer], visible)]
 
-    states = student.run(target, tokens, positions, jnp.asarray(offset), visible_pieces).reshape(rows, blocks, size, -1)
+    states = student.run(target, tokens, positions, jnp.asarray(offset), visible_pieces).reshape(
+        rows, blocks, size, -1
+    )
     return states[:, :, size - config.depth :]
 
 
@@ -330,7 +378,10 @@ def read_everywhere(student: DFlash, target: Target, batch: Batch, output: Outpu
     # If the width does not divide the window, the last place is read several times.
     places = jnp.minimum(starts[:, None] + jnp.arange(width), count - 1)
     chunks = jax.lax.map(
-        lambda chunk: _read(student, target, batch, context, jnp.broadcast_to(chunk, (rows, width))), places
+        lambda chunk: _read(
+            student, target, batch, context, jnp.broadcast_to(chunk, (rows, width))
+        ),
+        places,
     )  # [chunks, B, width, D, H]
     return jnp.moveaxis(chunks, 0, 1).reshape(rows, -1, *chunks.shape[3:])[:, :count]
 
@@ -346,7 +397,9 @@ def falling(shape: tuple[int, ...], gamma: float) -> Float[Array, "..."]:
 
 
 @shape_checked
-def dpace(right: Float[Array, "B A D"], valid: Bool[Array, "B A D"], alpha: float) -> Float[Array, "B A D"]:
+def dpace(
+    right: Float[Array, "B A D"], valid: Bool[Array, "B A D"], alpha: float
+) -> Float[Array, "B A D"]:
     """Return the weights of D-PACE: how much the expected accepted length depends on each token.
 
     The weight of depth j is w_j = sum over m >= j of the product over i <= m of q_i, where q is the

@@ -69,5 +69,8 @@ def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:
         ConfigError: The vocabulary has fewer tokens.
     """
     if size > len(counts):
-        raise ConfigError(f"method.draft_vocab_size={size}: the target has {len(counts)} tokens; give 0 for all of them")
+        raise ConfigError(
+            f"method.draft_vocab_size={size}: the target has {len(counts)} tokens; give 0 for all"
+            " of them"
+        )
     return np.sort(np.argsort(-counts, kind="stable")[:size])

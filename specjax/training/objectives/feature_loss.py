@@ -69,18 +69,26 @@ def feature_loss(
     count = features.shape[1]
     if noise and not isinstance(student, EagleWithLayerAttention):
         width = noise * 512 / count
-        features = features + jax.random.uniform(batch["key"], features.shape, features.dtype, -width / 2, width / 2)
+        features = features + jax.random.uniform(
+            batch["key"], features.shape, features.dtype, -width / 2, width / 2
+        )
     total, metrics = jnp.zeros(()), {}
-    for step, states in enumerate(unroll(student, batch, target, features, steps, detach=True, remat=remat)):
+    for step, states in enumerate(
+        unroll(student, batch, target, features, steps, detach=True, remat=remat)
+    ):
         mask = counted(batch, step)
         target_states, target_logits = expected(output, step)
         logits = student.logits(target, states)
         feature_term = losses.mean_over_positions(losses.smooth_l1(states, target_states), mask)
-        token_term = losses.mean_over_positions(losses.soft_cross_entropy(target_logits, logits), mask)
+        token_term = losses.mean_over_positions(
+            losses.soft_cross_entropy(target_logits, logits), mask
+        )
         loss = feature_term + token_weight * token_term
         if top_k_weight:
             best, tokens = likeliest(jax.nn.softmax(target_logits), top_k)
-            top_k_term = -jnp.sum(best * jnp.take_along_axis(jax.nn.log_softmax(logits), tokens, axis=-1), axis=-1)
+            top_k_term = -jnp.sum(
+                best * jnp.take_along_axis(jax.nn.log_softmax(logits), tokens, axis=-1), axis=-1
+            )
             loss += top_k_weight * losses.mean_over_positions(top_k_term, mask)
         total += loss / steps
         metrics |= {f"feature_loss_{step}": feature_term, f"token_loss_{step}": token_term}

@@ -19,11 +19,21 @@ def check_modules(modules: int, window: int) -> None:
     if modules < 1:
         raise ConfigError(f"method.modules={modules}: must be at least 1")
     if modules + 1 >= window:
-        raise ConfigError(f"method.modules={modules}: data.window={window} is too short; give at least modules + 2")
+        raise ConfigError(
+            f"method.modules={modules}: data.window={window} is too short; give at least"
+            " modules + 2"
+        )
 
 
 def module_loss(
-    student: MTP, batch: Batch, target: Target, output: Output, labels: Labels, *, steps: int = 0, remat: bool = False
+    student: MTP,
+    batch: Batch,
+    target: Target,
+    output: Output,
+    labels: Labels,
+    *,
+    steps: int = 0,
+    remat: bool = False,
 ) -> tuple[jax.Array, Metrics]:
     """Return the mean of the cross entropies of all steps, and each of them.
 
@@ -38,9 +48,13 @@ def module_loss(
         remat: see `unroll`.
     """
     last = student.modules - 1
-    states_by_step = unroll(student, batch, target, output.hidden, steps or student.modules, detach=False, remat=remat)
+    states_by_step = unroll(
+        student, batch, target, output.hidden, steps or student.modules, detach=False, remat=remat
+    )
     loss_by_step = [
-        prediction_loss(labels, output, batch, step, student.logits(target, states, min(step, last)))
+        prediction_loss(
+            labels, output, batch, step, student.logits(target, states, min(step, last))
+        )
         for step, states in enumerate(states_by_step)
     ]
     mean = sum(loss_by_step, jnp.zeros(())) / len(loss_by_step)

@@ -23,7 +23,14 @@ from specjax.training.objectives.windows import document_mask, first_tokens, sco
 
 
 def unroll(
-    student: FeatureDrafter, batch: Batch, target: Target, features: jax.Array, steps: int, *, detach: bool, remat: bool = False
+    student: FeatureDrafter,
+    batch: Batch,
+    target: Target,
+    features: jax.Array,
+    steps: int,
+    *,
+    detach: bool,
+    remat: bool = False,
 ) -> Iterator[jax.Array]:
     """Yield the drafter's states ``[B, T, H]`` of each step.
 
@@ -74,7 +81,9 @@ def unroll(
         if module:
             states = jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
             mask = visible_in(module, place, causal)
-        states, new = run(student, states, embedded, every, mask, ((),) * student.sizes.num_layers, module)
+        states, new = run(
+            student, states, embedded, every, mask, ((),) * student.sizes.num_layers, module
+        )
         if module < steps:
             yield ahead(states, module)
     states = ahead(states, last)
@@ -106,10 +115,15 @@ class FeatureMethod(TrainingMethod):
         return simulate_unrolled(student, batch, target, output, student.features(output, entries))
 
 
-def simulate_unrolled(student: FeatureDrafter, batch: Batch, target: Target, output: Output, features: jax.Array) -> Metrics:
+def simulate_unrolled(
+    student: FeatureDrafter, batch: Batch, target: Target, output: Output, features: jax.Array
+) -> Metrics:
     """Return the metrics of `simulate` for a feature drafter and the target's output."""
     steps = unroll(student, batch, target, features, SIMULATED_STEPS, detach=True)
-    logits = (student.logits(target, states, min(step, student.modules - 1)) for step, states in enumerate(steps))
+    logits = (
+        student.logits(target, states, min(step, student.modules - 1))
+        for step, states in enumerate(steps)
+    )
     return simulate(output, batch, logits, student.vocabulary(target))
 
 

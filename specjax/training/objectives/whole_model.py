@@ -39,25 +39,33 @@ class ModelSizes:
     def check(self, window: int) -> None:
         """Raise ConfigError for invalid sizes, or a window that exceeds the positions."""
         if window > self.max_positions:
-            raise ConfigError(f"data.window={window} is longer than method.model.max_positions={self.max_positions}")
+            raise ConfigError(
+                f"data.window={window} is longer than"
+                f" method.model.max_positions={self.max_positions}"
+            )
         if self.rope.kind in ("yarn", "llama3") and self.rope.original_max_positions is None:
             raise ConfigError(
-                f"method.model.rope.kind={self.rope.kind}: it needs method.model.rope.original_max_positions, the number "
-                "of positions before scaling"
+                f"method.model.rope.kind={self.rope.kind}: it needs"
+                " method.model.rope.original_max_positions, the number of positions before scaling"
             )
         if (self.model_type == "llama") != (not self.linear_layers):
             raise ConfigError(
-                f"method.model.model_type={self.model_type!r} with method.model.linear_layers={list(self.linear_layers)}: a "
-                "qwen3_5_text has some layers with linear attention, and a llama has none"
+                f"method.model.model_type={self.model_type!r} with"
+                f" method.model.linear_layers={list(self.linear_layers)}: a qwen3_5_text has some"
+                " layers with linear attention, and a llama has none"
             )
         try:
-            config_json.format_config(self._config(vocab_size=1), "float32")  # fail now if the model could not be saved
+            config_json.format_config(
+                self._config(vocab_size=1), "float32"
+            )  # fail now if the model could not be saved
         except InputError as error:
             raise ConfigError(f"method.model: {error}") from None
 
     def _config(self, **vocabulary: Any) -> ModelConfig:
         sizes = {**vars(self), "linear": self.linear if self.linear_layers else None}
-        return ModelConfig(**sizes, **FAMILIES[self.model_type].switches, **vocabulary, tie_embeddings=True)
+        return ModelConfig(
+            **sizes, **FAMILIES[self.model_type].switches, **vocabulary, tie_embeddings=True
+        )
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> Target:
         """Return a model with random weights. ``key`` is consumed.
@@ -72,5 +80,8 @@ class ModelSizes:
                 "eos_token_ids": () if end is None else (end,),
             }
         else:  # the target's vocabulary may be padded to more tokens than its tokenizer has
-            vocabulary = {name: getattr(target.config, name) for name in ("vocab_size", "bos_token_id", "eos_token_ids")}
+            vocabulary = {
+                name: getattr(target.config, name)
+                for name in ("vocab_size", "bos_token_id", "eos_token_ids")
+            }
         return Target.init(self._config(**vocabulary), key, mesh=inputs.mesh)

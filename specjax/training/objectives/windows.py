@@ -24,7 +24,9 @@ def first_tokens(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
 
-def score(model: Target, batch: Batch, taps: Sequence[int] = ()) -> tuple[Output, tuple[Entry, ...]]:
+def score(
+    model: Target, batch: Batch, taps: Sequence[int] = ()
+) -> tuple[Output, tuple[Entry, ...]]:
     """Return a model's output at the T inputs of a batch, and the KV of its layers.
 
     ``taps`` are those of `Target.run`.

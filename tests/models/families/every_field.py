@@ -57,15 +57,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _SIZES),
     "mistral": ("Mistral", _SIZES | {"sliding_window": 9}),
     "ministral3": ("Ministral3", _SIZES | {"sliding_window": 9}),
-    "qwen2": ("Qwen2", _SIZES | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
-    "qwen3": ("Qwen3", _SIZES | {"use_sliding_window": True, "sliding_window": 9, "layer_types": [_WINDOWED, _FULL]}),
-    "qwen3_moe": ("Qwen3Moe", _SIZES | _EXPERTS | {"use_sliding_window": True, "sliding_window": 9}),
+    "qwen2": (
+        "Qwen2",
+        _SIZES | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3": (
+        "Qwen3",
+        _SIZES
+        | {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": [_WINDOWED, _FULL],
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        _SIZES | _EXPERTS | {"use_sliding_window": True, "sliding_window": 9},
+    ),
     "qwen3_next": (
         "Qwen3Next",
         _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
     ),
     "qwen3_5_text": ("Qwen3_5Text", _HYBRID),
-    "qwen3_5_moe_text": ("Qwen3_5MoeText", _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 24}),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeText",
+        _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 24},
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {name: value for name, value in _SIZES.items() if name != "head_dim"}
@@ -86,26 +103,56 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 1,
         },
     ),
-    "gemma2": ("Gemma2", _SIZES | {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2": (
+        "Gemma2",
+        _SIZES
+        | {
+            "sliding_window": 5,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "gemma3_text": (
         "Gemma3Text",
-        _SIZES | {"sliding_window": 5, "layer_types": [_WINDOWED, _FULL], "query_pre_attn_scalar": 12},
+        _SIZES
+        | {
+            "sliding_window": 5,
+            "layer_types": [_WINDOWED, _FULL],
+            "query_pre_attn_scalar": 12,
+        },
     ),
     "gemma4_text": ("Gemma4Text", _GEMMA4),
     "gemma4_text with experts": (
         "Gemma4Text",
         _GEMMA4
-        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 12}
+        | {
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 12,
+        }
         | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
     "gpt_oss": (
         "GptOss",
-        _SIZES | {"sliding_window": 5, "num_local_experts": 6, "num_experts_per_tok": 2, "swiglu_limit": 1.0},
+        _SIZES
+        | {
+            "sliding_window": 5,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 1.0,
+        },
     ),
     "olmo3": ("Olmo3", _SIZES | {"sliding_window": 5, "layer_types": [_WINDOWED, _FULL]}),
     "phi3": ("Phi3", _SIZES | {"sliding_window": 9}),
-    "smollm3": ("SmolLM3", _SIZES | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9}),
-    "granite": ("Granite", _SIZES | {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "logits_scaling": 0.5}),
+    "smollm3": (
+        "SmolLM3",
+        _SIZES | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9},
+    ),
+    "granite": (
+        "Granite",
+        _SIZES | {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "logits_scaling": 0.5},
+    ),
     "seed_oss": ("SeedOss", _SIZES),
 }
 """By name: the name of transformers' configuration class, without "Config", and the fields of a small model's config.json."""
@@ -122,7 +169,13 @@ ROPES: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
-    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.2},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.2,
+    },
     "yarn whose bounds are cut": {
         "rope_type": "yarn",
         "rope_theta": 10.0,
@@ -161,7 +214,9 @@ _ROPE_VALUES: dict[str, list[Any]] = {
     "max_position_embeddings": [64],
     "type": ["default", "linear", "dynamic", "yarn"],
 }
-_OLDER: dict[str, list[Any]] = {  # fields of older files, which are no arguments of the classes of today
+_OLDER: dict[
+    str, list[Any]
+] = {  # fields of older files, which are no arguments of the classes of today
     "rope_theta": [500.0],
     "rope_scaling": [
         ROPES["linear"],
@@ -183,7 +238,13 @@ _OLDER: dict[str, list[Any]] = {  # fields of older files, which are no argument
     "hidden_act": ["gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "swish"],
     "hidden_activation": ["gelu", "silu", "relu"],
     "head_dim": [16],
-    "layer_types": [[_FULL, _FULL], [_WINDOWED, _WINDOWED], [_FULL, _WINDOWED], [_WINDOWED, _FULL], [_LINEAR, _FULL]],
+    "layer_types": [
+        [_FULL, _FULL],
+        [_WINDOWED, _WINDOWED],
+        [_FULL, _WINDOWED],
+        [_WINDOWED, _FULL],
+        [_LINEAR, _FULL],
+    ],
     "sliding_window": [3, None],
     "mlp_only_layers": [[0], [1], [0, 1]],
     "no_rope_layers": [[0, 1], [1, 1], [0, 0]],
@@ -194,10 +255,28 @@ _OLDER: dict[str, list[Any]] = {  # fields of older files, which are no argument
 _RARE_ROPES = ("longrope", "proportional", "yarn whose bounds are cut")
 _OWN_ROPES = (("phi3", "longrope"), ("gemma4_text", "proportional"))
 """Rare ropes whose keys are changed one at a time; elsewhere these are tried as they are."""
-_NOT_OF_A_MODEL = {"dtype", "torch_dtype", "architectures", "transformers_version", "id2label", "label2id", "rope_parameters"}
-_SMALL_BY_DEFAULT = ("num_key_value_heads", "sliding_window", "max_position_embeddings", "max_window_layers", "pad_token_id")
+_NOT_OF_A_MODEL = {
+    "dtype",
+    "torch_dtype",
+    "architectures",
+    "transformers_version",
+    "id2label",
+    "label2id",
+    "rope_parameters",
+}
+_SMALL_BY_DEFAULT = (
+    "num_key_value_heads",
+    "sliding_window",
+    "max_position_embeddings",
+    "max_window_layers",
+    "pad_token_id",
+)
 """Whole numbers whose default makes no large model."""
-_OF_NO_NUMBERS = ("max_positions", "bos_token_id", "eos_token_ids")  # fields of `ModelConfig` that change no logits
+_OF_NO_NUMBERS = (
+    "max_positions",
+    "bos_token_id",
+    "eos_token_ids",
+)  # fields of `ModelConfig` that change no logits
 _TOLERANCE = 2e-3
 
 
@@ -256,7 +335,12 @@ def _of_family(family: str) -> Iterator[Case]:
         for name, values in _ROPE_VALUES.items():
             yield from (Case(family, rope, f"rope_parameters.{name}", value) for value in values)
         yield from (Case(family, rope, f"rope_parameters.{name}", ABSENT) for name in fields)
-        for name in ("rope_theta", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings"):
+        for name in (
+            "rope_theta",
+            "rope_scaling",
+            "partial_rotary_factor",
+            "original_max_position_embeddings",
+        ):
             yield from (Case(family, rope, name, value) for value in _OLDER[name])
         yield Case(family, rope, "max_position_embeddings", 64)
 
@@ -266,7 +350,9 @@ def _arguments(family: str) -> dict[str, list[Any]]:
     _, fields = FAMILIES[family]
     values = _changed(family)
     for name, changed in _OLDER.items():
-        values[name] = values.get(name, []) + [value for value in changed if value != fields.get(name, ABSENT)]
+        values[name] = values.get(name, []) + [
+            value for value in changed if value != fields.get(name, ABSENT)
+        ]
     for name, value in fields.items():
         if type(value) is not int or name in _SMALL_BY_DEFAULT:
             values[name] = [*values.get(name, []), ABSENT]
@@ -288,7 +374,11 @@ def _changed(family: str) -> dict[str, list[Any]]:
 
 def _others(value: Any, annotation: Any) -> list[Any]:
     """Other values of the type of ``value``, or of the annotation where it is None."""
-    kinds = typing.get_args(annotation) if annotation is not None and type(annotation) is not type else (annotation,)
+    kinds = (
+        typing.get_args(annotation)
+        if annotation is not None and type(annotation) is not type
+        else (annotation,)
+    )
     if value is None:
         examples: dict[Any, list[Any]] = {bool: [True], int: [2], float: [1.5], str: ["other"]}
         if typing.get_origin(annotation) is Literal:
@@ -325,7 +415,7 @@ def _with_rope(family: str, rope: str) -> dict[str, Any]:
     return fields
 
 
-# --- what comes of a case -------------------------------------------------------------------------------------------------
+# --- what comes of a case -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -362,7 +452,9 @@ def outcome(case: Case) -> Outcome:
     except CheckpointError as error:
         return Outcome(f"refused: {error}")
     worst = float(np.abs(got - expected).max() / max(1.0, float(np.abs(expected).max())))
-    return Outcome(f"{'no change' if unchanged else 'equal'}, error {worst:.1g}", wrong=not worst < _TOLERANCE)
+    return Outcome(
+        f"{'no change' if unchanged else 'equal'}, error {worst:.1g}", wrong=not worst < _TOLERANCE
+    )
 
 
 @functools.cache
@@ -378,7 +470,9 @@ def _numbers(config: ModelConfig) -> ModelConfig:
     """``config`` without the fields that change no logits."""
     rope = config.rope
     if rope.kind == "default" and not rope.query_growth:
-        config = dataclasses.replace(config, rope=dataclasses.replace(rope, original_max_positions=None))
+        config = dataclasses.replace(
+            config, rope=dataclasses.replace(rope, original_max_positions=None)
+        )
     return dataclasses.replace(config, max_positions=1, bos_token_id=None, eos_token_ids=())
 
 
@@ -401,15 +495,21 @@ def _model(fields: dict[str, Any]) -> Any:
 
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
-    kind = next(kind for kind, said in FAMILIES.values() if _class_type(kind) == fields["model_type"])
+    kind = next(
+        kind for kind, said in FAMILIES.values() if _class_type(kind) == fields["model_type"]
+    )
     try:
         config = getattr(transformers, f"{kind}Config").from_dict(copy.deepcopy(fields))
         config._attn_implementation = "eager"
         torch.manual_seed(0)
-        model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).float().eval()
+        model = (
+            getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).float().eval()
+        )
         zoo.disturb(model)
         zoo.logits(model, _tokens(config.vocab_size))
-    except Exception:  # of dozens of types, from checks of fields to products of matrices that do not fit
+    except (
+        Exception
+    ):  # of dozens of types, from checks of fields to products of matrices that do not fit
         return None
     return model
 

@@ -30,7 +30,10 @@ def test_a_family_may_call_its_tensors_otherwise_and_bring_others(tmp_path, monk
     target = tiny_target(model_type="wrapped")
     target.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    assert "model.language_model.layers.1.self_attn.q_proj.weight" in tensors and "lm_head.weight" in tensors
+    assert (
+        "model.language_model.layers.1.self_attn.q_proj.weight" in tensors
+        and "lm_head.weight" in tensors
+    )
     tensors["model.visual.patch.weight"] = np.zeros((3, 3), np.float32)
 
     def store(layers: int, modules: int) -> None:
@@ -40,40 +43,70 @@ def test_a_family_may_call_its_tensors_otherwise_and_bring_others(tmp_path, monk
         (tmp_path / "config.json").write_text(json.dumps(raw | sizes))
 
     store(2, 0)
-    jax.tree.map(np.testing.assert_array_equal, Target.from_pretrained(tmp_path).params, target.params)
+    jax.tree.map(
+        np.testing.assert_array_equal, Target.from_pretrained(tmp_path).params, target.params
+    )
     store(1, 0)
-    with pytest.raises(CheckpointError, match="num_hidden_layers=1, but the tensors are of 2 layers"):
+    with pytest.raises(
+        CheckpointError, match="num_hidden_layers=1, but the tensors are of 2 layers"
+    ):
         Target.from_pretrained(tmp_path)
     store(1, 1)
     assert len(Target.from_pretrained(tmp_path).params["layers"]) == 1
     tensors["model.norm.weight"] = tensors.pop("model.language_model.norm.weight")
     store(2, 0)
-    with pytest.raises(CheckpointError, match=r"'model\.language_model\.norm\.weight' of a wrapped model"):
+    with pytest.raises(
+        CheckpointError, match=r"'model\.language_model\.norm\.weight' of a wrapped model"
+    ):
         Target.from_pretrained(tmp_path)
 
 
 def test_each_line_of_the_table_is_the_family_of_that_model_type() -> None:
-    others = {name: family.model_type for name, family in FAMILIES.items() if name != family.model_type}
+    others = {
+        name: family.model_type for name, family in FAMILIES.items() if name != family.model_type
+    }
     gemma4 = dict.fromkeys(("gemma4", "gemma4_unified", "gemma4_unified_text"), "gemma4_text")
     qwen = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-    assert others == {"mimo": "qwen2", "gemma3": "gemma3_text", "mistral3": "ministral3"} | gemma4 | qwen
+    assert (
+        others
+        == {"mimo": "qwen2", "gemma3": "gemma3_text", "mistral3": "ministral3"} | gemma4 | qwen
+    )
     assert not FAMILIES.keys() & REFUSED.keys()
 
 
-SPARSE = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+SPARSE = {
+    "vocab_size": 30,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def test_layers_of_a_gemma_4_are_numbered_with_zeros_in_front() -> None:
     """transformers writes so where there are more than ten."""
-    raw = SPARSE | {"model_type": "gemma4_text", "num_hidden_layers": 12, "hidden_size_per_layer_input": 0, "head_dim": 8}
+    raw = SPARSE | {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 12,
+        "hidden_size_per_layer_input": 0,
+        "head_dim": 8,
+    }
     own = {"05": {"head_dim": 16, "num_key_value_heads": 1}, "11": {"head_dim": 16}}
     config = config_json.parse_config(raw | {"per_layer_config": own})
-    sizes = [(config.of_layer(layer).head_dim, config.of_layer(layer).num_kv_heads) for layer in (0, 5, 11)]
+    sizes = [
+        (config.of_layer(layer).head_dim, config.of_layer(layer).num_kv_heads)
+        for layer in (0, 5, 11)
+    ]
     assert sizes == [(8, 2), (16, 1), (16, 2)]
 
 
 def test_the_older_place_of_a_rope_counts_and_null_says_nothing() -> None:
-    raw = SPARSE | {"model_type": "gpt_oss", "num_hidden_layers": 2, "num_local_experts": 4, "rope_theta": 150_000}
+    raw = SPARSE | {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+        "rope_theta": 150_000,
+    }
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16_384}
     assert config_json.parse_config(raw | {"rope_scaling": scaling}).rope.factor == 8.0
     assert config_json.parse_config(raw | {"rope_parameters": None}).rope.factor == 32.0

@@ -30,7 +30,12 @@ def made(tmp_path_factory):
         target = Target.from_pretrained(directory, dtype=np.float32)
         tokens = jnp.asarray(np.random.default_rng(3).integers(0, zoo.VOCABULARY, (2, LENGTH)))
         expected = np.asarray(whole(target, tokens))
-        return target, tokens, expected, max(TOLERANCE, moved_by_last_bits(lambda changed: whole(changed, tokens), target))
+        return (
+            target,
+            tokens,
+            expected,
+            max(TOLERANCE, moved_by_last_bits(lambda changed: whole(changed, tokens), target)),
+        )
 
     return of
 
@@ -93,14 +98,18 @@ def check_tree(target, tokens, cache, tolerance: float) -> None:
     for row, node in np.ndindex(2, len(paths)):
         text = [*tokens[row], *drafted[row, paths[node]]]
         texts[row * len(paths) + node, : len(text)] = text
-    alone = np.asarray(whole(target, jnp.asarray(texts))).reshape(2, len(paths), *texts.shape[1:], -1)
+    alone = np.asarray(whole(target, jnp.asarray(texts))).reshape(
+        2, len(paths), *texts.shape[1:], -1
+    )
     expected = alone[:, np.arange(len(paths)), LENGTH + depths]
     np.testing.assert_allclose(found, expected, atol=tolerance)
 
 
 @jax.jit
 def score(target, tokens, cache, depths, mask):
-    return target.score(tokens, cache, positions=cache.length[:, None] + depths, mask=mask)[0].logits
+    return target.score(tokens, cache, positions=cache.length[:, None] + depths, mask=mask)[
+        0
+    ].logits
 
 
 def test_layers_that_share_take_no_memory(made) -> None:

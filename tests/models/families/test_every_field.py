@@ -10,7 +10,10 @@ from tests.models.families.every_field import ABSENT, ROPES, Case, outcome
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 _YARN = {name: value for name, value in ROPES["yarn"].items() if name != "rope_theta"}
 MEASURED = [  # which were read otherwise once, and what comes of each now
-    *[(Case("llama", kind, "original_max_position_embeddings", 24), "equal") for kind in ("yarn", "llama3")],
+    *[
+        (Case("llama", kind, "original_max_position_embeddings", 24), "equal")
+        for kind in ("yarn", "llama3")
+    ],
     (Case("llama", "default", "rope_scaling", _YARN), "equal"),
     (Case("qwen3", "linear", "rope_scaling", _YARN), "equal"),
     (Case("llama", "yarn", "rope_parameters.original_max_position_embeddings", 4), "equal"),
@@ -24,7 +27,10 @@ MEASURED = [  # which were read otherwise once, and what comes of each now
     (Case("olmo3", "", "rope_theta", 1e4), "refused"),
     (Case("olmo3", "yarn", "rope_parameters.truncate", False), "refused"),
     (Case("llama", "", "partial_rotary_factor", 0.5), "no change"),
-    *[(Case("llama", "", "hidden_act", name), "equal") for name in ("gelu", "gelu_pytorch_tanh", "gelu_new")],
+    *[
+        (Case("llama", "", "hidden_act", name), "equal")
+        for name in ("gelu", "gelu_pytorch_tanh", "gelu_new")
+    ],
     (Case("llama", "dynamic", "rope_theta", ABSENT), "no change"),
     (Case("smollm3", "", "layer_types", [_FULL, _FULL]), "equal"),
     (Case("smollm3", "", "sliding_window", 3), "equal"),
@@ -60,7 +66,13 @@ def test_the_table_has_every_family_and_the_fields_that_are_known_to_matter() ->
     assert len({str(case) for case in cases}) == len(cases)
     for family in every_field.FAMILIES:
         own = {case.name for case in cases if case.family == family}
-        assert {"rms_norm_eps", "rope_parameters.factor", "rope_scaling", "layer_types", "tie_word_embeddings"} <= own
+        assert {
+            "rms_norm_eps",
+            "rope_parameters.factor",
+            "rope_scaling",
+            "layer_types",
+            "tie_word_embeddings",
+        } <= own
 
 
 @pytest.mark.full

@@ -8,8 +8,16 @@ from specjax.models.fields import CheckpointError
 from tests.conftest import MIXTURES, tiny_config
 
 FAULTS = [
-    ("deepseek_v3", {"scoring_func": "softmax"}, "config.json: scoring_func='softmax': must be one of sigmoid"),
-    ("deepseek_v3", {"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy': must be one of noaux_tc"),
+    (
+        "deepseek_v3",
+        {"scoring_func": "softmax"},
+        "config.json: scoring_func='softmax': must be one of sigmoid",
+    ),
+    (
+        "deepseek_v3",
+        {"topk_method": "group_limited_greedy"},
+        "topk_method='group_limited_greedy': must be one of noaux_tc",
+    ),
     ("deepseek_v3", {"hidden_act": "tanh"}, "hidden_act='tanh': must be one of silu"),
     (
         "deepseek_v3",
@@ -19,19 +27,39 @@ FAULTS = [
     ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2: must be a whole number from 1 to 1"),
     ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank=None: must be a whole number"),
     ("deepseek_v3", {"qk_rope_head_dim": 3}, "qk_rope_head_dim=3: must be an even number"),
-    ("deepseek_v3", {"num_key_value_heads": 2}, "num_kv_heads=2: with latent attention .* num_kv_heads is num_heads="),
+    (
+        "deepseek_v3",
+        {"num_key_value_heads": 2},
+        "num_kv_heads=2: with latent attention .* num_kv_heads is num_heads=",
+    ),
     ("deepseek_v3", {"n_group": 3}, "num_experts=8 is no multiple of groups=3"),
-    ("deepseek_v3", {"topk_group": 5}, "groups=4 of 2 experts with groups_kept=5: groups_kept must be at most groups"),
+    (
+        "deepseek_v3",
+        {"topk_group": 5},
+        "groups=4 of 2 experts with groups_kept=5: groups_kept must be at most groups",
+    ),
     ("deepseek_v3", {"n_group": 8}, "groups=8 of 1 experts .* needs two"),
     (
         "deepseek_v3",
         {"topk_group": 1, "num_experts_per_tok": 3},
         "experts_per_token=3: a token can only choose from 2 experts",
     ),
-    ("deepseek_v3", {"num_nextn_predict_layers": 1, "n_routed_experts": "8"}, "n_routed_experts='8': must be a whole number"),
+    (
+        "deepseek_v3",
+        {"num_nextn_predict_layers": 1, "n_routed_experts": "8"},
+        "n_routed_experts='8': must be a whole number",
+    ),
     ("qwen3_moe", {"num_experts": "remove"}, "num_experts is missing"),
-    ("qwen3_moe", {"num_experts_per_tok": 9}, "experts_per_token=9: a token can only choose from 8 experts"),
-    ("qwen3_moe", {"mlp_only_layers": [-1]}, r"mlp_only_layers=\[-1\]: must be a list of layers, counted from 0"),
+    (
+        "qwen3_moe",
+        {"num_experts_per_tok": 9},
+        "experts_per_token=9: a token can only choose from 8 experts",
+    ),
+    (
+        "qwen3_moe",
+        {"mlp_only_layers": [-1]},
+        r"mlp_only_layers=\[-1\]: must be a list of layers, counted from 0",
+    ),
 ]
 
 
@@ -46,7 +74,14 @@ def test_what_is_not_supported_is_refused_by_field_and_value(family, change, mes
 def test_every_second_layer_is_sparse_and_some_are_not() -> None:
     raw = config_json.format_config(tiny_config(num_layers=6, **MIXTURES["qwen3_moe"]), "float32")
     config = config_json.parse_config(raw | {"decoder_sparse_step": 2, "mlp_only_layers": [3, 17]})
-    assert [config.is_sparse(layer) for layer in range(6)] == [False, True, False, False, False, True]
+    assert [config.is_sparse(layer) for layer in range(6)] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_the_first_layers_of_deepseek_are_dense() -> None:

@@ -30,7 +30,12 @@ def made(tmp_path_factory):
         directory = tmp_path_factory.mktemp("zoo")
         model = zoo.save(name, directory, seed)
         tokens = np.random.default_rng(seed).integers(0, zoo.VOCABULARY, (2, LENGTH))
-        return SimpleNamespace(directory=directory, tokens=tokens, logits=zoo.logits(model, tokens), target=LOAD(directory))
+        return SimpleNamespace(
+            directory=directory,
+            tokens=tokens,
+            logits=zoo.logits(model, tokens),
+            target=LOAD(directory),
+        )
 
     return of
 
@@ -60,7 +65,10 @@ def test_of_gemma_4_e2b_no_more_digits_are_lost_than_by_transformers(made, seed)
     """Against its float64: on average as near as its own float32."""
     one = made("gemma4 E2B", seed)
     exact = zoo.logits(read_by_transformers(one.directory, "float64"), one.tokens)
-    ours, theirs = (np.abs(found - exact).mean() for found in (np.asarray(logits(one.target, one.tokens)), one.logits))
+    ours, theirs = (
+        np.abs(found - exact).mean()
+        for found in (np.asarray(logits(one.target, one.tokens)), one.logits)
+    )
     assert ours < max(2 * theirs, 5e-6)
 
 
@@ -69,16 +77,25 @@ def test_what_is_written_is_read_by_transformers_and_here(made, name, tmp_path) 
     one = made(name)
     one.target.save_pretrained(tmp_path)
     assert config_json.read_config(CheckpointFiles(tmp_path)) == one.target.config
-    np.testing.assert_allclose(zoo.logits(read_by_transformers(tmp_path), one.tokens), one.logits, atol=1e-5)
+    np.testing.assert_allclose(
+        zoo.logits(read_by_transformers(tmp_path), one.tokens), one.logits, atol=1e-5
+    )
 
 
 def test_every_family_with_files_of_its_own_is_in_the_zoo(made) -> None:
     there = {made(name).target.config.model_type for name in zoo.MODELS}
-    older = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"}  # tests/models/test_huggingface.py
+    older = {
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "deepseek_v3",
+    }  # tests/models/test_huggingface.py
     assert {family.model_type for family in FAMILIES.values()} == there | older
 
 
-# --- models that see and hear as well -------------------------------------------------------------------------------------
+# --- models that see and hear as well -------------------------------------------------------------
 
 NESTED = {  # model of the zoo, model type, and how the names of the text model's tensors and of the head begin
     "gemma3": ("gemma3", "model.language_model.", ""),
@@ -97,12 +114,20 @@ def test_the_text_part_of_a_model_that_sees_is_read_alone(made, name, tmp_path) 
     model_type, prefix, beside = NESTED[name]
     one = made(name.removesuffix(" of transformers 4"))
     inner = json.loads((one.directory / "config.json").read_text())
-    outer = {"model_type": model_type, "vision_config": {"hidden_size": "not read"}, "text_config": inner}
+    outer = {
+        "model_type": model_type,
+        "vision_config": {"hidden_size": "not read"},
+        "text_config": inner,
+    }
     outer |= {field: inner.pop(field) for field in ("tie_word_embeddings", "dtype")}
     (tmp_path / "config.json").write_text(json.dumps(outer))
     tensors = load_file(one.directory / "model.safetensors")
     renamed = {
-        prefix + tensor.removeprefix("model.") if tensor.startswith("model.") else beside + tensor: value
+        (
+            prefix + tensor.removeprefix("model.")
+            if tensor.startswith("model.")
+            else beside + tensor
+        ): value
         for tensor, value in tensors.items()
     }
     renamed["model.vision_tower.patch.weight"] = np.zeros((3, 3), np.float32)
@@ -113,23 +138,36 @@ def test_the_text_part_of_a_model_that_sees_is_read_alone(made, name, tmp_path) 
 
 
 def test_a_text_model_of_another_type_within_is_refused(made, tmp_path) -> None:
-    inner = json.loads((made("ministral3").directory / "config.json").read_text()) | {"model_type": "qwen2"}
-    with pytest.raises(CheckpointError, match=r"text_config\.model_type='qwen2': must be one of ministral3, mistral"):
+    inner = json.loads((made("ministral3").directory / "config.json").read_text()) | {
+        "model_type": "qwen2"
+    }
+    with pytest.raises(
+        CheckpointError,
+        match=r"text_config\.model_type='qwen2': must be one of ministral3, mistral",
+    ):
         config_json.parse_config({"model_type": "mistral3", "text_config": inner})
 
 
-@pytest.mark.parametrize(("prefix", "beside"), [("model.language_model.", ""), ("language_model.model.", "language_model.")])
+@pytest.mark.parametrize(
+    ("prefix", "beside"),
+    [("model.language_model.", ""), ("language_model.model.", "language_model.")],
+)
 def test_a_mistral_within_a_model_that_sees_is_read(tmp_path, prefix, beside) -> None:
     """As in Mistral Small 3.1 and 3.2."""
     made = tiny_target(model_type="mistral", sliding_window=4, windowed_layers=(0, 1))
     made.save_pretrained(tmp_path)
     inner = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral3", "text_config": inner}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mistral3", "text_config": inner})
+    )
     tensors = {
         prefix + name.removeprefix("model.") if name.startswith("model.") else beside + name: value
         for name, value in load_file(tmp_path / "model.safetensors").items()
     }
-    save_file(tensors | {"vision_tower.patch.weight": np.zeros((3, 3), np.float32)}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"vision_tower.patch.weight": np.zeros((3, 3), np.float32)},
+        tmp_path / "model.safetensors",
+    )
     read = LOAD(tmp_path)
     assert read.config == made.config
     tokens = np.arange(10)[None]
@@ -163,13 +201,17 @@ def test_keys_of_layers_that_share_are_left_unread(made, tmp_path) -> None:
     assert shared == [3, 4, 5]
     for layer in shared:  # published files have them, and nobody reads them
         for part in ("k_proj", "v_proj", "k_norm"):
-            tensors[f"model.layers.{layer}.self_attn.{part}.weight"] = np.full((8, 8), np.nan, np.float32)
+            tensors[f"model.layers.{layer}.self_attn.{part}.weight"] = np.full(
+                (8, 8), np.nan, np.float32
+            )
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((one.directory / "config.json").read_text())
-    np.testing.assert_array_equal(logits(LOAD(tmp_path), one.tokens), logits(one.target, one.tokens))
+    np.testing.assert_array_equal(
+        logits(LOAD(tmp_path), one.tokens), logits(one.target, one.tokens)
+    )
 
 
-# --- what config.json may say, and how --------------------------------------------------------------------------------------
+# --- what config.json may say, and how ------------------------------------------------------------
 
 
 def raw_of(made, name, **changes):
@@ -186,8 +228,15 @@ def test_olmo3_of_transformers_4_scales_its_full_layers_alone(made) -> None:
 def test_smollm3_names_its_layers_without_positions_or_counts_them(made) -> None:
     raw = raw_of(made, "smollm3")
     config = config_json.parse_config(raw)
-    assert [config.of_layer(i).rope.kind for i in range(4)] == ["default", "default", "default", "none"]
-    assert config_json.parse_config({k: v for k, v in raw.items() if k != "no_rope_layers"}) == config
+    assert [config.of_layer(i).rope.kind for i in range(4)] == [
+        "default",
+        "default",
+        "default",
+        "none",
+    ]
+    assert (
+        config_json.parse_config({k: v for k, v in raw.items() if k != "no_rope_layers"}) == config
+    )
     raw["no_rope_layers"] = [1] * 7
     assert config_json.parse_config(raw).layers == ()
 
@@ -211,11 +260,31 @@ def test_layers_of_smollm3_without_positions_have_the_windows(made) -> None:
 
 
 REFUSALS = [
-    ("phi3", {"rope_scaling": {"type": "su"}, "rope_parameters": None}, "rope type 'su' .* length of the whole text.*: give a"),
-    ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' of Phi-3 is not supported"),
-    ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling: must be left out"),
-    ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.1}}, "partial_rotary_factor=0.1: must rotate an even number"),
-    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers names 2 layers of num_hidden_layers=4: name each"),
+    (
+        "phi3",
+        {"rope_scaling": {"type": "su"}, "rope_parameters": None},
+        "rope type 'su' .* length of the whole text.*: give a",
+    ),
+    (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rope type 'longrope' of Phi-3 is not supported",
+    ),
+    (
+        "phi3",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        "rope_scaling: must be left out",
+    ),
+    (
+        "phi3",
+        {"rope_parameters": {"partial_rotary_factor": 0.1}},
+        "partial_rotary_factor=0.1: must rotate an even number",
+    ),
+    (
+        "smollm3",
+        {"no_rope_layers": [1, 0]},
+        "no_rope_layers names 2 layers of num_hidden_layers=4: name each",
+    ),
     (
         "olmo3",
         {"rope_parameters": None, "rope_theta": 1e4},
@@ -223,7 +292,11 @@ REFUSALS = [
     ),
     (
         "olmo3",
-        {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "factor": 4.0, "truncate": False}
+            }
+        },
         "rope_parameters.full_attention.truncate=False: transformers does not read it",
     ),
     (
@@ -233,7 +306,10 @@ REFUSALS = [
     ),
     (
         "gemma3",
-        {"rope_parameters": {"sliding_attention": {}}, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {
+            "rope_parameters": {"sliding_attention": {}},
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        },
         "rope_parameters lacks 'full_attention'",
     ),
     (
@@ -242,10 +318,22 @@ REFUSALS = [
         "this model_type reads rope_parameters alone",
     ),
     ("granite", {"logits_scaling": 0}, "logits_scaling=0: must be a number from 1e-06"),
-    ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": "x"}}, "llama_4_scaling_beta='x': must be a number"),
-    ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "it needs original_max_position"),
+    (
+        "ministral3",
+        {"rope_parameters": {"llama_4_scaling_beta": "x"}},
+        "llama_4_scaling_beta='x': must be a number",
+    ),
+    (
+        "ministral3",
+        {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
+        "it needs original_max_position",
+    ),
     ("seed_oss", {"attention_out_bias": 1}, "attention_out_bias=1: must be true or false"),
-    ("gpt_oss", {"model_type": "gemma3n"}, "model_type='gemma3n' is not supported: its residual streams"),
+    (
+        "gpt_oss",
+        {"model_type": "gemma3n"},
+        "model_type='gemma3n' is not supported: its residual streams",
+    ),
     ("gpt_oss", {"model_type": "granitemoehybrid"}, "its layers keep a state of another kind"),
 ]
 

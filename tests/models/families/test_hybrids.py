@@ -37,7 +37,11 @@ def made(tmp_path_factory):
     def of(name: str) -> SimpleNamespace:
         directory = tmp_path_factory.mktemp("zoo")
         model = zoo.save(name, directory)
-        return SimpleNamespace(directory=directory, model=model, target=Target.from_pretrained(directory, dtype=np.float32))
+        return SimpleNamespace(
+            directory=directory,
+            model=model,
+            target=Target.from_pretrained(directory, dtype=np.float32),
+        )
 
     return of
 
@@ -53,32 +57,48 @@ def prompts_of(lengths: tuple[int, ...]) -> np.ndarray:
 _said: dict[tuple[str, tuple[int, ...]], list[list[int]]] = {}
 
 
-def said_by_transformers(one: SimpleNamespace, name: str, lengths: tuple[int, ...]) -> list[list[int]]:
+def said_by_transformers(
+    one: SimpleNamespace, name: str, lengths: tuple[int, ...]
+) -> list[list[int]]:
     """Its greedy text after each prompt, each read alone."""
     from tests.with_torch import torch
 
     if (name, lengths) not in _said:
-        rows = [torch.tensor(row[None, :n]) for row, n in zip(prompts_of(lengths), lengths, strict=True)]
+        rows = [
+            torch.tensor(row[None, :n]) for row, n in zip(prompts_of(lengths), lengths, strict=True)
+        ]
         how = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
         # With a mask: otherwise it takes tokens of number 0 for padding.
-        found = [one.model.generate(row, attention_mask=torch.ones_like(row), **how)[0, row.shape[1] :] for row in rows]
+        found = [
+            one.model.generate(row, attention_mask=torch.ones_like(row), **how)[0, row.shape[1] :]
+            for row in rows
+        ]
         _said[name, lengths] = [row.tolist() for row in found]
     return _said[name, lengths]
 
 
 def generated(target: Target, drafter: Drafter | None, lengths: tuple[int, ...]):
     return specjax.generate(
-        target, drafter, prompts_of(lengths), np.array(lengths), max_new_tokens=NEW, sampling=Sampling(temperature=0.0)
+        target,
+        drafter,
+        prompts_of(lengths),
+        np.array(lengths),
+        max_new_tokens=NEW,
+        sampling=Sampling(temperature=0.0),
     )
 
 
 def texts(result, lengths: tuple[int, ...]) -> list[list[int]]:
-    return [row[n : n + NEW].tolist() for row, n in zip(np.asarray(result.tokens), lengths, strict=True)]
+    return [
+        row[n : n + NEW].tolist() for row, n in zip(np.asarray(result.tokens), lengths, strict=True)
+    ]
 
 
 def random_draft_model(shape) -> DraftModel:
     """Another hybrid, with random weights: nearly all that it drafts is rejected."""
-    return DraftModel(tiny_target(**HYBRID, vocab_size=zoo.VOCABULARY, max_positions=1024), draft=shape)
+    return DraftModel(
+        tiny_target(**HYBRID, vocab_size=zoo.VOCABULARY, max_positions=1024), draft=shape
+    )
 
 
 DRAFTERS = {
@@ -118,20 +138,25 @@ def test_greedy_texts_are_those_of_transformers(made, name, drafter) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("drafter", ["plain", "lookup", "early exit, static tree", "itself, dynamic tree"])
+@pytest.mark.parametrize(
+    "drafter", ["plain", "lookup", "early exit, static tree", "itself, dynamic tree"]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_texts_of_long_prompts_and_of_each_row_alone(made, name, drafter) -> None:
     """Prompts that are read in several passes, the last of which ends at a chunk's end, before it and behind it."""
-    one, lengths = made(name), (PREFILL_CHUNK - 1, PREFILL_CHUNK + 1, PREFILL_CHUNK + 65, PREFILL_CHUNK + 130)
+    one, lengths = (
+        made(name),
+        (PREFILL_CHUNK - 1, PREFILL_CHUNK + 1, PREFILL_CHUNK + 65, PREFILL_CHUNK + 130),
+    )
     expected = said_by_transformers(one, name, lengths)
     assert texts(generated(one.target, DRAFTERS[drafter](one.target), lengths), lengths) == expected
     for length in lengths[:2]:
-        assert texts(generated(one.target, DRAFTERS[drafter](one.target), (length,)), (length,)) == [
-            said_by_transformers(one, name, (length,))[0]
-        ]
+        assert texts(
+            generated(one.target, DRAFTERS[drafter](one.target), (length,)), (length,)
+        ) == [said_by_transformers(one, name, (length,))[0]]
 
 
-# --- how many digits are lost -------------------------------------------------------------------------------------------------
+# --- how many digits are lost ---------------------------------------------------------------------
 
 
 def rule_in_float64(query, key, value, g, beta, use_qk_l2norm_in_kernel, **_):
@@ -143,7 +168,10 @@ def rule_in_float64(query, key, value, g, beta, use_qk_l2norm_in_kernel, **_):
     q, k = (x.double().repeat_interleave(group, 2) for x in (query, key))
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     v, kept, beta = value.double(), g.double().exp(), beta.double()
-    state, out = torch.zeros(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float64), []
+    state, out = (
+        torch.zeros(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float64),
+        [],
+    )
     for t in range(v.shape[1]):
         state = state * kept[:, t, :, None, None]
         known = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
@@ -170,16 +198,23 @@ def test_no_more_digits_are_lost_than_by_transformers(tmp_path, seed) -> None:
     model = zoo.build(kind, fields | {"initializer_range": 0.2}, seed)
     model.save_pretrained(tmp_path)
     tokens = np.random.default_rng(seed).integers(0, zoo.VOCABULARY, (2, 40))
-    theirs, ours = zoo.logits(model, tokens), Target.from_pretrained(tmp_path, dtype=np.float32).forward(tokens)[0].logits
-    exact_model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float64", attn_implementation="eager")
+    theirs, ours = (
+        zoo.logits(model, tokens),
+        Target.from_pretrained(tmp_path, dtype=np.float32).forward(tokens)[0].logits,
+    )
+    exact_model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype="float64", attn_implementation="eager"
+    )
     with without_casts(exact_model):
         exact = zoo.logits(exact_model, tokens)
-    lost, lost_there = (np.abs(np.asarray(logits, np.float64) - exact).mean() for logits in (ours, theirs))
+    lost, lost_there = (
+        np.abs(np.asarray(logits, np.float64) - exact).mean() for logits in (ours, theirs)
+    )
     print(f"seed {seed}: ours {lost:.1e}, transformers' {lost_there:.1e}")
     assert lost < 1.5 * lost_there < 1e-5
 
 
-# --- how they are published ---------------------------------------------------------------------------------------------------
+# --- how they are published -----------------------------------------------------------------------
 
 
 def logits(target: Target) -> np.ndarray:
@@ -189,7 +224,9 @@ def logits(target: Target) -> np.ndarray:
 def publish(one: SimpleNamespace, directory: Path, edit_tensors=None, **fields) -> Path:
     """``directory`` with the model's files, changed."""
     tensors = load_file(one.directory / "model.safetensors")
-    save_file(tensors if edit_tensors is None else edit_tensors(tensors), directory / "model.safetensors")
+    save_file(
+        tensors if edit_tensors is None else edit_tensors(tensors), directory / "model.safetensors"
+    )
     raw = json.loads((one.directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(raw | fields))
     return directory
@@ -203,21 +240,35 @@ def named_as_published(tensors):
         "mtp.layers.0.self_attn.q_proj.weight": np.full((3, 3), np.nan, np.float32),
     }
     return beside | {
-        f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name: tensor
+        (
+            f"model.language_model.{name.removeprefix('model.')}"
+            if name.startswith("model.")
+            else name
+        ): tensor
         for name, tensor in tensors.items()
     }
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-def test_the_published_layout_is_read_without_what_sees_and_predicts_further(made, name, tmp_path) -> None:
+def test_the_published_layout_is_read_without_what_sees_and_predicts_further(
+    made, name, tmp_path
+) -> None:
     one = made(name)
     publish(one, tmp_path, named_as_published)
     inner = json.loads((tmp_path / "config.json").read_text())
-    inner |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mamba_ssm_dtype": "float32"}
+    inner |= {
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "mamba_ssm_dtype": "float32",
+    }
     inner["attn_output_gate"], inner["full_attention_interval"] = True, 4
     inner["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
     outer = {"architectures": ["of a model that sees"], "model_type": name, "text_config": inner}
-    outer |= {"image_token_id": 3, "vision_config": {"depth": 27}, "tie_word_embeddings": inner["tie_word_embeddings"]}
+    outer |= {
+        "image_token_id": 3,
+        "vision_config": {"depth": 27},
+        "tie_word_embeddings": inner["tie_word_embeddings"],
+    }
     (tmp_path / "config.json").write_text(json.dumps(outer))
     target = Target.from_pretrained(tmp_path, dtype=np.float32)
     np.testing.assert_array_equal(logits(target), logits(one.target))
@@ -251,7 +302,10 @@ def with_single_experts(tensors):
                 found[f"{prefix}{expert}.down_proj.weight"] = np.ascontiguousarray(tensor[expert])
             else:
                 gate, up = np.split(tensor[expert], 2)
-                found |= {f"{prefix}{expert}.gate_proj.weight": gate.copy(), f"{prefix}{expert}.up_proj.weight": up.copy()}
+                found |= {
+                    f"{prefix}{expert}.gate_proj.weight": gate.copy(),
+                    f"{prefix}{expert}.up_proj.weight": up.copy(),
+                }
         if ".mlp.experts." not in name:
             found[name] = tensor
     return found
@@ -261,12 +315,17 @@ def with_single_experts(tensors):
 @pytest.mark.parametrize("stored", [with_fused_experts, with_single_experts])
 def test_experts_are_read_one_by_one_and_as_one_tensor(made, name, stored, tmp_path) -> None:
     one = made(name)
-    shapes = {name: tensor.shape for name, tensor in stored(load_file(one.directory / "model.safetensors")).items()}
+    shapes = {
+        name: tensor.shape
+        for name, tensor in stored(load_file(one.directory / "model.safetensors")).items()
+    }
     experts = [name for name in shapes if ".mlp.experts." in name]
     sparse = sum(map(one.target.config.is_sparse, range(4)))
     if stored is with_fused_experts:
         assert len(experts) == 2 * sparse
-        assert shapes[EXPERTS.format(2) + "gate_up_proj"] == (6, 24, 32) and shapes[EXPERTS.format(2) + "down_proj"] == (
+        assert shapes[EXPERTS.format(2) + "gate_up_proj"] == (6, 24, 32) and shapes[
+            EXPERTS.format(2) + "down_proj"
+        ] == (
             6,
             32,
             12,
@@ -286,15 +345,21 @@ def test_projections_of_qwen3_next_lie_by_heads_of_keys(made) -> None:
     assert made("qwen3_next").target.config.linear.by_key_head
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 REFUSALS = [
     (
         {"layer_types": ["linear_attention", "mamba"] * 2},
         "layer_types has 'mamba': only 'full_attention' and 'linear_attention'",
     ),
-    ({"layer_types": ["linear_attention"] * 4}, "layer_types: all are 'linear_attention': at least one must be"),
-    ({"layer_types": ["linear_attention"] * 3}, "layer_types names 3 layers of num_hidden_layers=4: name each"),
+    (
+        {"layer_types": ["linear_attention"] * 4},
+        "layer_types: all are 'linear_attention': at least one must be",
+    ),
+    (
+        {"layer_types": ["linear_attention"] * 3},
+        "layer_types names 3 layers of num_hidden_layers=4: name each",
+    ),
     (
         {"linear_num_value_heads": 3},
         "linear_num_value_heads=3: must be a multiple of linear_num_key_heads=2: each head of keys",
@@ -319,19 +384,25 @@ def test_what_cannot_be_taken_is_refused_in_a_line(made, changes, message) -> No
 
 def test_sizes_of_shared_experts_that_are_no_multiple_are_refused(made) -> None:
     raw = json.loads((made("qwen3_5_moe").directory / "config.json").read_text())
-    with pytest.raises(CheckpointError, match="shared_expert_intermediate_size=13: must be a multiple"):
+    with pytest.raises(
+        CheckpointError, match="shared_expert_intermediate_size=13: must be a multiple"
+    ):
         config_json.parse_config(raw | {"shared_expert_intermediate_size": 13})
 
 
 def test_a_missing_tensor_of_a_layer_with_a_state_is_named(made, tmp_path) -> None:
     def without(tensors):
-        return {name: tensor for name, tensor in tensors.items() if name != "model.layers.1.linear_attn.A_log"}
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name != "model.layers.1.linear_attn.A_log"
+        }
 
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.linear_attn\.A_log"):
         Target.from_pretrained(publish(made("qwen3_5"), tmp_path, without), dtype=np.float32)
 
 
-# --- quantized weights --------------------------------------------------------------------------------------------------------
+# --- quantized weights ----------------------------------------------------------------------------
 
 
 QUANTIZED = [(name, weights) for name in NAMES for weights in ("int8", "int4")]
@@ -340,23 +411,34 @@ QUANTIZED = [(name, weights) for name in NAMES for weights in ("int8", "int4")]
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "weights"),
-    [pytest.param(*each, marks=pytest.mark.thorough if each != ("qwen3_5", "int8") else ()) for each in QUANTIZED],
+    [
+        pytest.param(*each, marks=pytest.mark.thorough if each != ("qwen3_5", "int8") else ())
+        for each in QUANTIZED
+    ],
 )
 @pytest.mark.usefixtures("compiled_anew")
 def test_quantized_weights_are_those_that_they_stand_for(made, name, weights, monkeypatch) -> None:
     """As everywhere but on a CPU, where activations are rounded to whole numbers (tests/models/test_products.py says how far):
-    these models of random weights make fifty times as much of any rounding, which hides what would be wrong."""
-    monkeypatch.setattr(products, "_by_whole_numbers", lambda _, x, weight: products._by_converted(x, weight))
+    these models of random weights make fifty times as much of any rounding, which hides what would be wrong.
+    """
+    monkeypatch.setattr(
+        products, "_by_whole_numbers", lambda _, x, weight: products._by_converted(x, weight)
+    )
     quantized = made(name).target.quantize(weights)
     expected = logits(in_floats(quantized))
-    np.testing.assert_allclose(logits(quantized), expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        logits(quantized), expected, rtol=0, atol=1e-4 * np.abs(expected).max()
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "weights"), QUANTIZED)
 def test_quantized_weights_are_decoded_losslessly(made, name, weights) -> None:
     quantized = made(name).target.quantize(weights)
-    plain, drafted = (texts(generated(quantized, drafter, (63, 65)), (63, 65)) for drafter in (None, PromptLookup(draft=5)))
+    plain, drafted = (
+        texts(generated(quantized, drafter, (63, 65)), (63, 65))
+        for drafter in (None, PromptLookup(draft=5))
+    )
     assert plain == drafted
 
 
@@ -364,11 +446,28 @@ def test_quantized_weights_are_decoded_losslessly(made, name, weights) -> None:
 def test_a_quantized_hybrid_is_written_and_read(made, tmp_path) -> None:
     one = made("qwen3_5")
     quantized = str(tmp_path / "quantized")
-    assert main(["convert", "--target", str(one.directory), "--output", quantized, "--quantize", "int8"]) == 0
+    assert (
+        main(
+            ["convert", "--target", str(one.directory), "--output", quantized, "--quantize", "int8"]
+        )
+        == 0
+    )
     read = Target.from_pretrained(quantized, dtype=np.float32)
-    assert read.params["layers"][0]["q"].values.dtype == read.params["layers"][0]["z"].values.dtype == np.int8
-    assert read.params["layers"][0]["conv_q"].dtype == read.params["layers"][0]["log_rate"].dtype == np.float32
-    jax.tree.map(np.testing.assert_array_equal, read.params["layers"], one.target.quantize("int8").params["layers"])
+    assert (
+        read.params["layers"][0]["q"].values.dtype
+        == read.params["layers"][0]["z"].values.dtype
+        == np.int8
+    )
+    assert (
+        read.params["layers"][0]["conv_q"].dtype
+        == read.params["layers"][0]["log_rate"].dtype
+        == np.float32
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        read.params["layers"],
+        one.target.quantize("int8").params["layers"],
+    )
 
 
 def rounded_to_fp8(tensors, block: int = 128):
@@ -377,13 +476,25 @@ def rounded_to_fp8(tensors, block: int = 128):
 
     found = {}
     for name, tensor in tensors.items():
-        left = ("in_proj_a", "in_proj_b", "in_proj_ba", "conv1d", "norm", "embed", "lm_head", "mlp.gate.", "shared_expert_gate")
+        left = (
+            "in_proj_a",
+            "in_proj_b",
+            "in_proj_ba",
+            "conv1d",
+            "norm",
+            "embed",
+            "lm_head",
+            "mlp.gate.",
+            "shared_expert_gate",
+        )
         if tensor.ndim != 2 or any(part in name for part in left):
             found[name] = tensor
             continue
         scale = np.abs(tensor).max() / 448
         found[name] = (tensor / scale).astype(ml_dtypes.float8_e4m3fn)
-        found[f"{name}_scale_inv"] = np.full((-(-tensor.shape[0] // block), -(-tensor.shape[1] // block)), scale, np.float32)
+        found[f"{name}_scale_inv"] = np.full(
+            (-(-tensor.shape[0] // block), -(-tensor.shape[1] // block)), scale, np.float32
+        )
     return found
 
 
@@ -391,7 +502,10 @@ def widened_again(tensors):
     """What numbers in FP8 are, in float32."""
     found = rounded_to_fp8(tensors)
     return {
-        name: tensor.astype(np.float32) * (found[f"{name}_scale_inv"].flat[0] if f"{name}_scale_inv" in found else 1.0)
+        name: (
+            tensor.astype(np.float32)
+            * (found[f"{name}_scale_inv"].flat[0] if f"{name}_scale_inv" in found else 1.0)
+        )
         for name, tensor in found.items()
         if not name.endswith("_scale_inv")
     }
@@ -400,10 +514,18 @@ def widened_again(tensors):
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
 def test_a_checkpoint_in_fp8_is_read_with_its_fused_projections(made, name, tmp_path) -> None:
     one = made(name)
-    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    said = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
     for kind in ("quantized", "wide"):
         (tmp_path / kind).mkdir()
-    edit = (lambda t: rounded_to_fp8(with_single_experts(t))), (lambda t: widened_again(with_single_experts(t)))
+    edit = (
+        (lambda t: rounded_to_fp8(with_single_experts(t))),
+        (lambda t: widened_again(with_single_experts(t))),
+    )
     quantized = publish(one, tmp_path / "quantized", edit[0], quantization_config=said)
     wide = publish(one, tmp_path / "wide", edit[1])
     read, expected = (Target.from_pretrained(path, dtype=np.float32) for path in (quantized, wide))

@@ -54,7 +54,15 @@ _SHARED_EXPERT = {
 }
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": ("Gemma2", SIZES | {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2": (
+        "Gemma2",
+        SIZES
+        | {
+            "sliding_window": 5,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "gemma3": (
         "Gemma3Text",
         SIZES
@@ -79,7 +87,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_double_wide_mlp": True,
         },
     ),
-    "gemma4 31B": ("Gemma4Text", _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4 31B": (
+        "Gemma4Text",
+        _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
     "gemma4 26B-A4B": (
         "Gemma4Text",
         _GEMMA4
@@ -118,15 +129,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", SIZES | {"sliding_window": 9}),
     "phi3 turned in part": (
         "Phi3",
-        SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 250_000.0, "partial_rotary_factor": 0.75}},
+        SIZES
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 250_000.0,
+                "partial_rotary_factor": 0.75,
+            }
+        },
     ),
     "smollm3": (
         "SmolLM3",
-        SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}, "no_rope_layer_interval": 4},
+        SIZES
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
+            "no_rope_layer_interval": 4,
+        },
     ),
     "smollm3 with windows": (
         "SmolLM3",
-        SIZES | {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 5, "mlp_bias": True},
+        SIZES
+        | {
+            "no_rope_layers": [1, 0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "mlp_bias": True,
+        },
     ),
     "granite": (
         "Granite",
@@ -143,12 +171,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": (
         "Ministral3",
         SIZES
-        | {"rope_parameters": _YARN | {"rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}},
+        | {
+            "rope_parameters": (
+                _YARN
+                | {
+                    "rope_theta": 1e6,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.5,
+                }
+            )
+        },
     ),
     "qwen3_5": ("Qwen3_5Text", _HYBRID),
     "qwen3_5 with biases": (
         "Qwen3_5Text",
-        _HYBRID | {"attention_bias": True, "layer_types": ["linear_attention", _FULL] * 2, "linear_conv_kernel_dim": 3},
+        _HYBRID
+        | {
+            "attention_bias": True,
+            "layer_types": ["linear_attention", _FULL] * 2,
+            "linear_conv_kernel_dim": 3,
+        },
     ),
     "qwen3_5_moe": ("Qwen3_5MoeText", _HYBRID | _SHARED_EXPERT),
     "qwen3_next": ("Qwen3Next", _HYBRID | _SHARED_EXPERT | {"mlp_only_layers": [1]}),
@@ -172,7 +215,9 @@ def build(kind: str, fields: dict[str, Any], seed: int = 0) -> Any:
 
     from tests.with_torch import torch
 
-    config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(fields))  # which transformers writes to
+    config = getattr(transformers, f"{kind}Config")(
+        **copy.deepcopy(fields)
+    )  # which transformers writes to
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()

@@ -35,11 +35,18 @@ STATIC = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
 
 
 def scheme(
-    bits: int, strategy: str, inputs: QuantizationArgs | None = None, layout: str | None = None, targets=("Linear",), **own: Any
+    bits: int,
+    strategy: str,
+    inputs: QuantizationArgs | None = None,
+    layout: str | None = None,
+    targets=("Linear",),
+    **own: Any,
 ) -> QuantizationScheme:
     """The library's words for matrices that are quantized so."""
     weights = QuantizationArgs(num_bits=bits, strategy=strategy, **own)
-    return QuantizationScheme(targets=list(targets), weights=weights, input_activations=inputs, format=layout)
+    return QuantizationScheme(
+        targets=list(targets), weights=weights, input_activations=inputs, format=layout
+    )
 
 
 def grouped(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -63,7 +70,9 @@ def write(directory: Path, schemes: list[QuantizationScheme], **sizes: Any) -> L
     config = LlamaConfig(**(SIZES | sizes))
     model = LlamaForCausalLM(config)
     groups = {f"group_{i}": each for i, each in enumerate(schemes)}
-    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]), show_progress=False)
+    apply_quantization_config(
+        model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]), show_progress=False
+    )
     for module in filter(is_module_quantized, model.modules()):
         args = module.quantization_scheme.weights
         found, axes = grouped(module.weight.detach(), args)

@@ -32,7 +32,9 @@ def logits(target: Target) -> np.ndarray:
 
 def in_floats(target: Target) -> Target:
     floats = jax.tree.map(
-        lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf, target.params, is_leaf=is_quantized
+        lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf,
+        target.params,
+        is_leaf=is_quantized,
     )
     if is_quantized(target.params["embed"]):
         floats["embed"] = floats["embed"].T
@@ -40,7 +42,11 @@ def in_floats(target: Target) -> Target:
 
 
 def kept(target: Target, layer: int = -1) -> dict[str, Form]:
-    return {name: value.form for name, value in target.params["layers"][layer].items() if is_quantized(value)}
+    return {
+        name: value.form
+        for name, value in target.params["layers"][layer].items()
+        if is_quantized(value)
+    }
 
 
 def assert_equal(one: Target, other: Target) -> None:
@@ -78,7 +84,9 @@ OFTEN = [
         ),
     ],
 )
-def test_what_is_made_is_saved_and_read_bit_for_bit_and_on_a_mesh(tmp_path, monkeypatch, name, weights) -> None:
+def test_what_is_made_is_saved_and_read_bit_for_bit_and_on_a_mesh(
+    tmp_path, monkeypatch, name, weights
+) -> None:
     tiny_target(**MODELS[name], hidden_size=32).save_pretrained(tmp_path)
     quantized = read(tmp_path, weights=weights)
     expected = logits(in_floats(quantized))
@@ -92,7 +100,9 @@ def test_what_is_made_is_saved_and_read_bit_for_bit_and_on_a_mesh(tmp_path, monk
     assert_equal(read(tmp_path / "quantized", mesh=sharding.make_mesh(1, 2)), quantized)
     on_mesh = read(tmp_path, weights=weights, mesh=sharding.make_mesh(1, 2))
     assert_equal(on_mesh, quantized)
-    np.testing.assert_allclose(logits(on_mesh), logits(quantized), rtol=0, atol=1e-3 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        logits(on_mesh), logits(quantized), rtol=0, atol=1e-3 * np.abs(expected).max()
+    )
 
 
 def test_fused_matrices_are_one_in_the_file(tmp_path) -> None:
@@ -110,11 +120,13 @@ def test_a_tied_embedding_is_one_matrix(tmp_path) -> None:
     quantized = read(tmp_path, weights="int8")
     quantized.save_pretrained(tmp_path / "quantized")
     names = load_file(tmp_path / "quantized" / "model.safetensors").keys()
-    assert "model.embed_tokens.weight_packed" in names and not any(name.startswith("lm_head") for name in names)
+    assert "model.embed_tokens.weight_packed" in names and not any(
+        name.startswith("lm_head") for name in names
+    )
     assert quantized.params["embed"].form == Form("int8") and "lm_head" not in quantized.params
 
 
-# --- experts one by one --------------------------------------------------------------------------------------------------
+# --- experts one by one ---------------------------------------------------------------------------
 
 
 def test_experts_whose_inputs_are_in_different_orders(tmp_path) -> None:
@@ -122,7 +134,10 @@ def test_experts_whose_inputs_are_in_different_orders(tmp_path) -> None:
     target = tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32, num_layers=1)
     target.save_pretrained(tmp_path)
     target.save_pretrained(tmp_path / "floats")
-    tensors, floats = load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    tensors, floats = (
+        load_file(tmp_path / "model.safetensors"),
+        load_file(tmp_path / "model.safetensors"),
+    )
     rng = np.random.default_rng(0)
     for name in [name for name in floats if ".experts." in name]:
         outputs, inputs = floats[name].shape
@@ -151,11 +166,21 @@ def test_experts_whose_inputs_are_in_different_orders(tmp_path) -> None:
     quantized, expected = read(tmp_path), read(tmp_path / "floats")
     # An expert has 8 units: its last matrix is of one group.
     ordered = Form("int4", 8, is_ordered=True)
-    assert kept(quantized) == {"experts_gate": ordered, "experts_up": ordered, "experts_down": Form("int4")}
+    assert kept(quantized) == {
+        "experts_gate": ordered,
+        "experts_up": ordered,
+        "experts_down": Form("int4"),
+    }
     assert quantized.params["layers"][0]["experts_up"].order.shape == (8, 32)
     found = in_floats(quantized).params
-    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-6), found, expected.params)
-    np.testing.assert_allclose(logits(quantized), logits(expected), rtol=0, atol=1e-3 * np.abs(logits(expected)).max())
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-6),
+        found,
+        expected.params,
+    )
+    np.testing.assert_allclose(
+        logits(quantized), logits(expected), rtol=0, atol=1e-3 * np.abs(logits(expected)).max()
+    )
     assert_equal(read(tmp_path, mesh=sharding.make_mesh(1, 2)), quantized)
     quantized.save_pretrained(tmp_path / "again")
     assert_equal(read(tmp_path / "again"), quantized)
@@ -165,17 +190,22 @@ def test_experts_of_which_one_is_not_quantized_are_read_as_floats(tmp_path) -> N
     target = tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32, num_layers=1)
     target.save_pretrained(tmp_path)
     read(tmp_path, weights="int8").save_pretrained(tmp_path / "quantized")
-    tensors, floats = load_file(tmp_path / "quantized" / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    tensors, floats = (
+        load_file(tmp_path / "quantized" / "model.safetensors"),
+        load_file(tmp_path / "model.safetensors"),
+    )
     name = "model.layers.0.mlp.experts.5.up_proj.weight"
     for part in ("_packed", "_scale", "_shape"):
         del tensors[name + part]
     save_file(tensors | {name: floats[name]}, tmp_path / "quantized" / "model.safetensors")
     found = read(tmp_path / "quantized")
-    assert not is_quantized(found.params["layers"][0]["experts_up"]) and is_quantized(found.params["layers"][0]["experts_gate"])
+    assert not is_quantized(found.params["layers"][0]["experts_up"]) and is_quantized(
+        found.params["layers"][0]["experts_gate"]
+    )
     np.testing.assert_array_equal(found.params["layers"][0]["experts_up"][5], floats[name].T)
 
 
-# --- FP8 in blocks, as DeepSeek and Qwen publish it ----------------------------------------------------------------------
+# --- FP8 in blocks, as DeepSeek and Qwen publish it -----------------------------------------------
 
 
 def slow(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -191,11 +221,23 @@ IN_BLOCKS = {
         **MIXTURES["deepseek_v3"],
         "hidden_size": 256,
         "head_dim": 16,
-        "mla": MLA(q_lora_rank=144, kv_lora_rank=136, qk_nope_head_dim=20, qk_rope_head_dim=16, v_head_dim=40),
+        "mla": MLA(
+            q_lora_rank=144,
+            kv_lora_rank=136,
+            qk_nope_head_dim=20,
+            qk_rope_head_dim=16,
+            v_head_dim=40,
+        ),
         "moe": MoE(**{**MIXTURES["deepseek_v3"]["moe"].__dict__, "intermediate_size": 144}),
         "intermediate_size": 200,
     },
-    "qwen3": {"model_type": "qwen3", "qk_norm": True, "hidden_size": 256, "intermediate_size": 300, "head_dim": 64},
+    "qwen3": {
+        "model_type": "qwen3",
+        "qk_norm": True,
+        "hidden_size": 256,
+        "intermediate_size": 300,
+        "head_dim": 64,
+    },
 }
 
 
@@ -207,14 +249,23 @@ def test_blocks_of_fp8_also_where_they_do_not_fill_a_matrix(tmp_path, monkeypatc
     target.save_pretrained(tmp_path / "floats")
     floats, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(0)
     tensors = dict(floats)
-    for each in [each for each in floats if ".layers." in each and "_proj" in each and floats[each].ndim == 2]:
-        scales = rng.uniform(0.5, 2, [-(-size // 128) for size in floats[each].shape]).astype(np.float32)
+    for each in [
+        each for each in floats if ".layers." in each and "_proj" in each and floats[each].ndim == 2
+    ]:
+        scales = rng.uniform(0.5, 2, [-(-size // 128) for size in floats[each].shape]).astype(
+            np.float32
+        )
         tensors[each] = floats[each].astype(jnp.float8_e4m3fn)
         floats[each], tensors[f"{each}_scale_inv"] = slow(tensors[each], scales), scales
     save_file(tensors, tmp_path / "model.safetensors")
     save_file(floats, tmp_path / "floats" / "model.safetensors")
     raw = json.loads((tmp_path / "config.json").read_text())
-    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    said = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
     (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": said}))
 
     expected = read(tmp_path / "floats")
@@ -228,7 +279,9 @@ def test_blocks_of_fp8_also_where_they_do_not_fill_a_matrix(tmp_path, monkeypatc
     else:  # `kv_b` is no product, and 144, 136, 160 and 200 inputs are no whole blocks
         names = ("q_a", "kv_a", "experts_gate", "experts_up", "shared_gate", "shared_up")
         assert kept(quantized) == dict.fromkeys(names, blocks)
-    np.testing.assert_allclose(logits(quantized), logits(expected), rtol=0, atol=1e-4 * np.abs(logits(expected)).max())
+    np.testing.assert_allclose(
+        logits(quantized), logits(expected), rtol=0, atol=1e-4 * np.abs(logits(expected)).max()
+    )
     assert_equal(read(tmp_path, mesh=sharding.make_mesh(1, 2)), quantized)
     quantized.save_pretrained(tmp_path / "again")
     assert_equal(read(tmp_path / "again"), quantized)

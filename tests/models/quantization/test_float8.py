@@ -22,7 +22,9 @@ from tests.conftest import tiny_target
 SHAPE, BLOCKS = (300, 132), (3, 2)  # neither is a multiple of 128
 DECLARED = {
     "down": Param(SHAPE[::-1], ("mlp", None), "down.weight", transposed=True),
-    "experts": Param((2, *SHAPE[::-1]), ("experts", None, None), "experts.{}.weight", transposed=True),
+    "experts": Param(
+        (2, *SHAPE[::-1]), ("experts", None, None), "experts.{}.weight", transposed=True
+    ),
 }
 NAMES = ("down.weight", "experts.0.weight", "experts.1.weight")
 
@@ -67,18 +69,32 @@ class Numbers:
         return list(self.numbers.shape)
 
     def __getitem__(self, part):
-        self.read.append(tuple(len(range(size)[piece]) for size, piece in zip(self.numbers.shape, part, strict=True)))
+        self.read.append(
+            tuple(
+                len(range(size)[piece])
+                for size, piece in zip(self.numbers.shape, part, strict=True)
+            )
+        )
         return self.numbers[part]
 
 
 @pytest.mark.parametrize(
     "part",
-    [np.s_[0:300, 0:132], np.s_[127:129, 130:132], np.s_[140:150, 3:4], np.s_[:, 128:], np.s_[5:5, :], np.s_[1:9:2, ::3]],
+    [
+        np.s_[0:300, 0:132],
+        np.s_[127:129, 130:132],
+        np.s_[140:150, 3:4],
+        np.s_[:, 128:],
+        np.s_[5:5, :],
+        np.s_[1:9:2, ::3],
+    ],
 )
 def test_a_slice_is_that_of_the_whole_and_no_more_is_read(part) -> None:
     stored, scales = tensors()["down.weight"], tensors()["down.weight_scale_inv"]
     values = Numbers(stored)
-    np.testing.assert_array_equal(Ragged(values, Numbers(scales))[part], reference(stored, scales)[part])
+    np.testing.assert_array_equal(
+        Ragged(values, Numbers(scales))[part], reference(stored, scales)[part]
+    )
     assert values.read == [reference(stored, scales)[part].shape]
 
 
@@ -88,28 +104,46 @@ def test_a_device_reads_its_own_part(directory, monkeypatch) -> None:
     read = float8.Float8Tensor.__getitem__
 
     def record(tensor, part):
-        parts.append(tuple(len(range(size)[piece]) for size, piece in zip(SHAPE, part, strict=True)))
+        parts.append(
+            tuple(len(range(size)[piece]) for size, piece in zip(SHAPE, part, strict=True))
+        )
         return read(tensor, part)
 
     whole = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, "two experts")
     monkeypatch.setattr(float8.Float8Tensor, "__getitem__", record)
     mesh = sharding.make_mesh(1, 2)
     split = checkpoint.load(
-        CheckpointFiles(directory), DECLARED, jnp.float32, "two experts", mesh=mesh, units={"mlp": 132, "experts": 2}
+        CheckpointFiles(directory),
+        DECLARED,
+        jnp.float32,
+        "two experts",
+        mesh=mesh,
+        units={"mlp": 132, "experts": 2},
     )
     jax.tree.map(np.testing.assert_array_equal, split, whole)
     assert sorted(parts) == [(300, 66), (300, 66), (300, 132), (300, 132)]
 
 
-# --- kept quantized -------------------------------------------------------------------------------------------------------
+# --- kept quantized -------------------------------------------------------------------------------
 
 FULL, FULL_BLOCKS = (300, 256), (3, 2)  # the inputs are of whole blocks, the outputs are not
 KEPT = {
     "down": Param(FULL[::-1], ("mlp", None), "down.weight", transposed=True, is_product=True),
-    "experts": Param((2, *FULL[::-1]), ("experts", None, None), "experts.{}.weight", transposed=True, is_product=True),
+    "experts": Param(
+        (2, *FULL[::-1]),
+        ("experts", None, None),
+        "experts.{}.weight",
+        transposed=True,
+        is_product=True,
+    ),
 }
 SCALES = {  # what a checkpoint says, the scales' name, their shape, and the size of the groups that this makes
-    "blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "_scale_inv", FULL_BLOCKS, 128),
+    "blocks": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "_scale_inv",
+        FULL_BLOCKS,
+        128,
+    ),
     "of the matrix": ({"quant_method": "fp8", "activation_scheme": "static"}, "_scale_inv", (), 0),
     "of the matrix, as AutoFP8 has it": ({"quant_method": "fp8"}, "_scale", (1,), 0),
 }
@@ -131,10 +165,14 @@ def test_values_and_scales_are_kept_where_forms_are_asked_for(tmp_path, kind, on
 
     forms = CheckpointFiles(tmp_path).forms
     assert forms == dict.fromkeys(NAMES, Form("fp8", size))
-    declared = schemes.declare(KEPT, lambda param: schemes.common(map(forms.get, param.stored_names)))
+    declared = schemes.declare(
+        KEPT, lambda param: schemes.common(map(forms.get, param.stored_names))
+    )
     mesh = sharding.make_mesh(1, 2) if on_mesh else None
     units = {"mlp": 256, "experts": 2}
-    kept = checkpoint.load(CheckpointFiles(tmp_path), declared, jnp.float32, "two experts", mesh=mesh, units=units)
+    kept = checkpoint.load(
+        CheckpointFiles(tmp_path), declared, jnp.float32, "two experts", mesh=mesh, units=units
+    )
     assert kept["down"].form == kept["experts"].form == Form("fp8", size)
     groups = kept["down"].values.shape[0]
     np.testing.assert_array_equal(  # bit for bit as they are stored
@@ -142,7 +180,9 @@ def test_values_and_scales_are_kept_where_forms_are_asked_for(tmp_path, kind, on
         np.moveaxis(found["down.weight"].reshape(300, groups, -1), 1, 0).view(np.uint8),
     )
     assert kept["experts"].values.dtype == jnp.float8_e4m3fn
-    floats = checkpoint.load(CheckpointFiles(tmp_path), KEPT, jnp.float32, "two experts", mesh=mesh, units=units)
+    floats = checkpoint.load(
+        CheckpointFiles(tmp_path), KEPT, jnp.float32, "two experts", mesh=mesh, units=units
+    )
     scales = [np.broadcast_to(found[f"{name}{suffix}"], FULL_BLOCKS) for name in NAMES]
     expected = [reference(found[name], of).T for name, of in zip(NAMES, scales, strict=True)]
     for read in (floats, jax.tree.map(dequantize_matrix, kept, is_leaf=is_quantized)):
@@ -150,9 +190,18 @@ def test_values_and_scales_are_kept_where_forms_are_asked_for(tmp_path, kind, on
         np.testing.assert_array_equal(read["experts"], np.stack(expected[1:]))
 
     again = tmp_path / "again"
-    checkpoint.save(again, declared, kept, {"config.json": {"quantization_config": saved.format_config(declared)}})
+    checkpoint.save(
+        again,
+        declared,
+        kept,
+        {"config.json": {"quantization_config": saved.format_config(declared)}},
+    )
     read = checkpoint.load(CheckpointFiles(again), declared, jnp.float32, "two experts")
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, read), jax.tree.map(np.asarray, kept))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.tree.map(np.asarray, read),
+        jax.tree.map(np.asarray, kept),
+    )
 
 
 @pytest.mark.full
@@ -162,7 +211,9 @@ def test_a_cpu_reads_floats_and_others_what_is_stored(tmp_path, monkeypatch) -> 
     found, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(0)
     for name in [name for name in found if ".layers." in name and name.endswith("proj.weight")]:
         found[name] = found[name].astype(jnp.float8_e4m3fn)
-        found[f"{name}_scale_inv"] = rng.uniform(0.5, 2, [-(-size // 128) for size in found[name].shape]).astype(np.float32)
+        found[f"{name}_scale_inv"] = rng.uniform(
+            0.5, 2, [-(-size // 128) for size in found[name].shape]
+        ).astype(np.float32)
     save_file(found, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = SCALES["blocks"][0]
@@ -172,9 +223,15 @@ def test_a_cpu_reads_floats_and_others_what_is_stored(tmp_path, monkeypatch) -> 
     assert not any(map(is_quantized, jax.tree.leaves(floats.params, is_leaf=is_quantized)))
     monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
     quantized = Target.from_pretrained(tmp_path, dtype=np.float32)
-    forms = {name: value.form for name, value in quantized.params["layers"][1].items() if is_quantized(value)}
+    forms = {
+        name: value.form
+        for name, value in quantized.params["layers"][1].items()
+        if is_quantized(value)
+    }
     # 256 inputs are two blocks; 128 are one, whose scales are those of all inputs, and 16 are less than one.
-    assert forms == dict.fromkeys(("q", "k", "v", "o", "gate", "up"), Form("fp8")) | {"down": Form("fp8", 128)}
+    assert forms == dict.fromkeys(("q", "k", "v", "o", "gate", "up"), Form("fp8")) | {
+        "down": Form("fp8", 128)
+    }
     assert not is_quantized(quantized.params["embed"])
     prompts = np.array([[1, 2, 3, 4, 5]])
     np.testing.assert_allclose(
@@ -190,11 +247,17 @@ def test_a_cpu_reads_floats_and_others_what_is_stored(tmp_path, monkeypatch) -> 
 FAULTS = [
     (
         lambda found: found.pop("experts.1.weight_scale_inv"),
-        "'experts.1.weight' is quantized, and 'experts.1.weight_scale_inv', which goes with it, is missing: download",
+        (
+            "'experts.1.weight' is quantized, and 'experts.1.weight_scale_inv', which goes with it,"
+            " is missing: download"
+        ),
     ),
     (
         lambda found: found.update({"down.weight_scale_inv": np.ones((2, 2), np.float32)}),
-        r"'down.weight_scale_inv' is F32 of shape \(2, 2\): to go with 'down.weight' it must be F64 .* of shape \(3, 2\)",
+        (
+            r"'down.weight_scale_inv' is F32 of shape \(2, 2\): to go with 'down.weight' it must be"
+            r" F64 .* of shape \(3, 2\)"
+        ),
     ),
     (
         lambda found: found.update({"down.weight_scale_inv": np.ones(BLOCKS, np.int32)}),

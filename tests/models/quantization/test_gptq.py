@@ -30,32 +30,48 @@ def moments(x: np.ndarray) -> jax.Array:
 
 
 def lost(x: np.ndarray, floats: np.ndarray, quantized: QuantizedMatrix) -> float:
-    return float(np.square(x.astype(np.float64) @ (floats - np.asarray(dequantize_matrix(quantized), np.float64))).sum())
+    return float(
+        np.square(
+            x.astype(np.float64) @ (floats - np.asarray(dequantize_matrix(quantized), np.float64))
+        ).sum()
+    )
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_number_is_the_nearest_after_what_those_before_it_lost(form) -> None:
     """Optimal Brain Surgeon (GPTQ's equations 2 and 3): the rest makes up for an error by the inverse of its own moments, found
-    anew for every input. Its choices are GPTQ's, so that one near tie does not lead the two apart."""
+    anew for every input. Its choices are GPTQ's, so that one near tie does not lead the two apart.
+    """
     floats, x = weights(), rows()
     quantized = gptq(jnp.asarray(floats), moments(x), form)
     size = form.group or INPUTS
-    values = np.asarray(quantized.values.astype(jnp.float32), np.float64).swapaxes(1, 2).reshape(INPUTS, OUTPUTS)
+    values = (
+        np.asarray(quantized.values.astype(jnp.float32), np.float64)
+        .swapaxes(1, 2)
+        .reshape(INPUTS, OUTPUTS)
+    )
     scales = np.repeat(np.asarray(quantized.scales, np.float64), size, axis=0)
     second = x.T.astype(np.float64) @ x
     second += DAMPING * second.trace() / INPUTS * np.eye(INPUTS)
     rest = floats.astype(np.float64)
     for row in range(INPUTS):
         if row % size == 0:
-            expected = quantize_matrix(rest[row : row + size].astype(np.float32), Form(form.kind)).scales[0]
+            expected = quantize_matrix(
+                rest[row : row + size].astype(np.float32), Form(form.kind)
+            ).scales[0]
             np.testing.assert_allclose(scales[row], expected, rtol=1e-4)
         wanted = rest[row] / scales[row]
         # float32 has 24 bits, and the numbers of a column are sums of up to 48 products
-        near = [rounded((wanted + shift)[:, None], np.ones(OUTPUTS), form)[:, 0] for shift in (-1e-3, 1e-3)]
+        near = [
+            rounded((wanted + shift)[:, None], np.ones(OUTPUTS), form)[:, 0]
+            for shift in (-1e-3, 1e-3)
+        ]
         low, high = (np.asarray(each, np.float64) for each in near)
         assert ((low <= values[row]) & (values[row] <= high)).all(), row
         inverse = np.linalg.inv(second[row:, row:])
-        rest[row:] -= np.outer(inverse[:, 0], (rest[row] - values[row] * scales[row]) / inverse[0, 0])
+        rest[row:] -= np.outer(
+            inverse[:, 0], (rest[row] - values[row] * scales[row]) / inverse[0, 0]
+        )
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -77,7 +93,10 @@ def test_where_nothing_was_seen_numbers_are_the_nearest(form) -> None:
     np.testing.assert_allclose(found.scales, expected.scales, rtol=1e-6)
     exact = floats / np.repeat(expected.scales, form.group or INPUTS, axis=0)
     values = np.asarray(found.values.astype(jnp.float32)).swapaxes(1, 2).reshape(INPUTS, OUTPUTS)
-    low, high = (np.asarray(rounded(exact + shift, np.ones(INPUTS, np.float32), form), np.float32) for shift in (-1e-4, 1e-4))
+    low, high = (
+        np.asarray(rounded(exact + shift, np.ones(INPUTS, np.float32), form), np.float32)
+        for shift in (-1e-4, 1e-4)
+    )
     assert ((low <= values) & (values <= high)).all()
 
 
@@ -87,7 +106,11 @@ def test_several_matrices_are_each_as_alone() -> None:
     together = gptq(jnp.stack([weights(seed) for seed in many]), seen, form)
     for seed in many:
         alone = gptq(jnp.asarray(weights(seed)), seen[seed], form)
-        assert jax.tree.all(jax.tree.map(lambda one, other, seed=seed: np.array_equal(one[seed], other), together, alone))
+        assert jax.tree.all(
+            jax.tree.map(
+                lambda one, other, seed=seed: np.array_equal(one[seed], other), together, alone
+            )
+        )
 
 
 def test_an_input_that_is_always_zero_changes_nothing_for_others() -> None:
@@ -98,7 +121,8 @@ def test_an_input_that_is_always_zero_changes_nothing_for_others() -> None:
     floats[5] = -floats[5]  # of the same size, so that scales stay
     other = gptq(jnp.asarray(floats), moments(x), form)
     np.testing.assert_array_equal(
-        np.delete(dequantize_matrix(quantized), 5, axis=0), np.delete(dequantize_matrix(other), 5, axis=0)
+        np.delete(dequantize_matrix(quantized), 5, axis=0),
+        np.delete(dequantize_matrix(other), 5, axis=0),
     )
 
 
@@ -113,7 +137,10 @@ def test_moments_come_out_of_scans_and_from_behind_each_other() -> None:
             inner = jnp.tanh(product(jnp.asarray(x, dtype), both[0]))
             return sums + product(inner, both[1]).sum().astype(jnp.float32), None
 
-        stacks = [Watched(jnp.asarray(each, dtype), seen) for each, seen in ((first, of_first), (second, of_second))]
+        stacks = [
+            Watched(jnp.asarray(each, dtype), seen)
+            for each, seen in ((first, of_first), (second, of_second))
+        ]
         return jax.lax.scan(add, jnp.float32(0), stacks)[0]
 
     none = [Watched.of(jnp.asarray(each)).moments for each in (first, second)]

@@ -35,7 +35,9 @@ WHAT = "a layer of experts"
 VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
-def packed(experts: int, outputs: int, blocks: int, scales: tuple[int, int] = (100, 140)) -> tuple[np.ndarray, np.ndarray]:
+def packed(
+    experts: int, outputs: int, blocks: int, scales: tuple[int, int] = (100, 140)
+) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     shape = (experts, outputs, blocks)
     return rng.integers(0, 256, (*shape, 16), np.uint8), rng.integers(*scales, shape, np.uint8)
@@ -46,7 +48,9 @@ def reference(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     weights = np.empty((*blocks.shape[:3], 32), np.float64)
     for place in np.ndindex(*blocks.shape):
         for half, code in enumerate((blocks[place] % 16, blocks[place] // 16)):
-            weights[*place[:3], 2 * place[3] + half] = VALUES[code] * 2.0 ** (int(scales[place[:3]]) - 127)
+            weights[*place[:3], 2 * place[3] + half] = VALUES[code] * 2.0 ** (
+                int(scales[place[:3]]) - 127
+            )
     with np.errstate(over="ignore"):
         return weights.reshape(*blocks.shape[:2], -1).transpose(0, 2, 1).astype(jnp.bfloat16)
 
@@ -101,11 +105,18 @@ def test_scale_255_is_not_a_number_nor_are_its_weights() -> None:
 
 
 def test_every_weight_is_that_of_transformers() -> None:
-    from tests.with_torch import torch  # isort: skip - it skips the test where there is none, and transformers would fail
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+    from tests.with_torch import (
+        torch,
+    )  # isort: skip - it skips the test where there is none, and transformers would fail
+
     for blocks, scales in ([one[:255] for one in every_number()], packed(3, 40, 5, (0, 255))):
-        theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales)).view(torch.int16).numpy()
+        theirs = (
+            convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
+            .view(torch.int16)
+            .numpy()
+        )
         ours = mxfp4.Mxfp4Tensor(Numbers(blocks), Numbers(scales))
         assert tuple(ours.get_shape()) == theirs.shape
         np.testing.assert_array_equal(bits(ours[:, :, :]), theirs.view(np.uint16))
@@ -114,7 +125,13 @@ def test_every_weight_is_that_of_transformers() -> None:
 @pytest.mark.parametrize(
     "part",
     [
-        *(np.s_[:, :, :], np.s_[1:3, 0:96, 2:7], np.s_[0:1, 31:33, 0:1], np.s_[2:4, 40:50, 1::2], np.s_[:, 3:90:5, 0:5:3]),
+        *(
+            np.s_[:, :, :],
+            np.s_[1:3, 0:96, 2:7],
+            np.s_[0:1, 31:33, 0:1],
+            np.s_[2:4, 40:50, 1::2],
+            np.s_[:, 3:90:5, 0:5:3],
+        ),
         *(np.s_[3:3, :, :], np.s_[:, 32:32, :], np.s_[:, :, 5:5]),
     ],
 )
@@ -123,7 +140,9 @@ def test_a_slice_is_that_of_the_whole_and_no_more_is_read(part) -> None:
     stored = Numbers(blocks), Numbers(scales)
     found, whole = mxfp4.Mxfp4Tensor(*stored)[part], reference(blocks, scales)
     np.testing.assert_array_equal(bits(found), bits(whole[part]))
-    experts, inputs, outputs = (range(size)[one] for size, one in zip(whole.shape, part, strict=True))
+    experts, inputs, outputs = (
+        range(size)[one] for size, one in zip(whole.shape, part, strict=True)
+    )
     of_blocks = -(-inputs.stop // 32) - inputs.start // 32
     assert stored[1].read == len(experts) * len(outputs) * of_blocks
     assert stored[0].read == 16 * stored[1].read
@@ -131,7 +150,11 @@ def test_a_slice_is_that_of_the_whole_and_no_more_is_read(part) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_checkpoint_appears_unquantized_and_is_written_so(directory, dtype) -> None:
-    shapes = {"gate_up_proj": (EXPERTS, HIDDEN, 2 * MLP), "down_proj": (EXPERTS, 32, HIDDEN), "norm": (3,)}
+    shapes = {
+        "gate_up_proj": (EXPERTS, HIDDEN, 2 * MLP),
+        "down_proj": (EXPERTS, 32, HIDDEN),
+        "norm": (3,),
+    }
     files = CheckpointFiles(directory)
     assert files.shapes == shapes
     assert checkpoint.stored_type(files) == checkpoint.type_of(files, "down_proj") == jnp.bfloat16
@@ -142,7 +165,9 @@ def test_a_checkpoint_appears_unquantized_and_is_written_so(directory, dtype) ->
     checkpoint.save(directory / "again", DECLARED, read, {})
     again = load_file(directory / "again" / WEIGHTS)
     assert {name: tensor.shape for name, tensor in again.items()} == shapes
-    np.testing.assert_array_equal(bits(again["gate_up_proj"][..., 1::2]), bits(expected()["up"].astype(dtype)))
+    np.testing.assert_array_equal(
+        bits(again["gate_up_proj"][..., 1::2]), bits(expected()["up"].astype(dtype))
+    )
     values = checkpoint.reader(files, DECLARED, dtype, WHAT)
     assert fingerprint.of_stored(DECLARED, values, UNITS) == fingerprint.of_params(read, UNITS)
 
@@ -150,7 +175,12 @@ def test_a_checkpoint_appears_unquantized_and_is_written_so(directory, dtype) ->
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 4)])
 def test_on_a_mesh_there_is_the_same(directory, sizes) -> None:
     split = checkpoint.load(
-        CheckpointFiles(directory), DECLARED, jnp.bfloat16, WHAT, mesh=sharding.make_mesh(*sizes), units=UNITS
+        CheckpointFiles(directory),
+        DECLARED,
+        jnp.bfloat16,
+        WHAT,
+        mesh=sharding.make_mesh(*sizes),
+        units=UNITS,
     )
     for name, value in expected().items():
         np.testing.assert_array_equal(bits(split[name]), bits(value))
@@ -165,20 +195,26 @@ def test_blocks_and_scales_may_lie_in_different_shards(directory) -> None:
     save_file(found, directory / "a.safetensors")
     save_file(moved, directory / "b.safetensors")
     (directory / WEIGHTS).unlink()
-    places = ", ".join([f'"{name}": "a.safetensors"' for name in found] + [f'"{name}": "b.safetensors"' for name in moved])
+    places = ", ".join(
+        [f'"{name}": "a.safetensors"' for name in found]
+        + [f'"{name}": "b.safetensors"' for name in moved]
+    )
     (directory / INDEX).write_text(f'{{"weight_map": {{{places}}}}}')
     read = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.bfloat16, WHAT)
     np.testing.assert_array_equal(bits(read["up"]), bits(expected()["up"]))
 
 
-# --- kept quantized -------------------------------------------------------------------------------------------------------
+# --- kept quantized -------------------------------------------------------------------------------
 
 KEPT = {name: replace(param, is_product=name != "norm") for name, param in DECLARED.items()}
 
 
 def declare(directory) -> dict[str, Any]:
     forms = CheckpointFiles(directory).forms
-    assert forms == {"gate_up_proj": Form("int8", 32), "down_proj": Form("int8")}  # 32 inputs are one group
+    assert forms == {
+        "gate_up_proj": Form("int8", 32),
+        "down_proj": Form("int8"),
+    }  # 32 inputs are one group
     return schemes.declare(KEPT, lambda param: forms.get(param.name) if param.is_product else None)
 
 
@@ -186,34 +222,60 @@ def declare(directory) -> dict[str, Any]:
 def test_kept_quantized_they_are_the_same_weights(directory, sizes) -> None:
     mesh = sizes and sharding.make_mesh(*sizes)
     declared = declare(directory)
-    kept = checkpoint.load(CheckpointFiles(directory), declared, jnp.bfloat16, WHAT, mesh=mesh, units=UNITS)
+    kept = checkpoint.load(
+        CheckpointFiles(directory), declared, jnp.bfloat16, WHAT, mesh=mesh, units=UNITS
+    )
     assert (kept["gate"].form, kept["down"].form) == (Form("int8", 32), Form("int8"))
-    assert kept["up"].values.shape == (EXPERTS, HIDDEN // 32, MLP, 32) and kept["up"].values.dtype == jnp.int8
-    assert set(np.unique(kept["up"].values)) <= {0, *(sign * each for each in (1, 2, 3, 4, 6, 8, 12) for sign in (1, -1))}
+    assert (
+        kept["up"].values.shape == (EXPERTS, HIDDEN // 32, MLP, 32)
+        and kept["up"].values.dtype == jnp.int8
+    )
+    assert set(np.unique(kept["up"].values)) <= {
+        0,
+        *(sign * each for each in (1, 2, 3, 4, 6, 8, 12) for sign in (1, -1)),
+    }
     for name, value in expected().items():
         found = dequantize_matrix(kept[name]) if is_quantized(kept[name]) else kept[name]
         np.testing.assert_array_equal(np.asarray(found, np.float32), value.astype(np.float32))
     if sizes == (1, 2):
         assert kept["gate"].values.addressable_shards[0].data.shape == (2, HIDDEN // 32, MLP, 32)
-        assert kept["up"].scales.addressable_shards[0].data.shape == (EXPERTS, HIDDEN // 32, MLP // 2)
+        assert kept["up"].scales.addressable_shards[0].data.shape == (
+            EXPERTS,
+            HIDDEN // 32,
+            MLP // 2,
+        )
     values = checkpoint.reader(CheckpointFiles(directory), declared, jnp.bfloat16, WHAT)
-    assert fingerprint.of_stored(declared, values, UNITS) == fingerprint.of_params(kept, UNITS, mesh)
-    with pytest.raises(CheckpointError, match=r"_proj is quantized, .* load the model with weights='float' to save it"):
+    assert fingerprint.of_stored(declared, values, UNITS) == fingerprint.of_params(
+        kept, UNITS, mesh
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"_proj is quantized, .* load the model with weights='float' to save it",
+    ):
         checkpoint.save(directory / "again", declared, kept, {})
 
 
 def test_under_every_scale_but_the_last_numbers_times_scales_are_the_weights() -> None:
     blocks, scales = every_number()
     stored = mxfp4.Mxfp4Tensor(Numbers(blocks), Numbers(scales))
-    parts = [stored.read(role, (slice(None),) * (4 if role == "values" else 3)) for role in ("values", "scales")]
+    parts = [
+        stored.read(role, (slice(None),) * (4 if role == "values" else 3))
+        for role in ("values", "scales")
+    ]
     assert [part.dtype for part in parts] == [np.int8, np.float32]
     with np.errstate(over="ignore"):  # beyond bfloat16 and float32: infinite in both
-        found = (parts[0].astype(np.float64) * parts[1][..., None])[:, 0].astype(jnp.bfloat16).swapaxes(1, 2)
+        found = (
+            (parts[0].astype(np.float64) * parts[1][..., None])[:, 0]
+            .astype(jnp.bfloat16)
+            .swapaxes(1, 2)
+        )
     np.testing.assert_array_equal(found[:255], reference(blocks[:255], scales[:255]))
     assert np.isnan(parts[1][255]).all()
 
 
-@pytest.mark.parametrize("part", [np.s_[1:3, 0:2, 2:7], np.s_[0:1, 1:2, 1::2], np.s_[3:3, :, :], np.s_[:, :, 5:5]])
+@pytest.mark.parametrize(
+    "part", [np.s_[1:3, 0:2, 2:7], np.s_[0:1, 1:2, 1::2], np.s_[3:3, :, :], np.s_[:, :, 5:5]]
+)
 def test_a_part_of_the_numbers_is_that_of_the_whole_and_no_more_is_read(part) -> None:
     blocks, scales = packed(EXPERTS, 2 * MLP, HIDDEN // 32)
     stored = Numbers(blocks), Numbers(scales)
@@ -225,25 +287,53 @@ def test_a_part_of_the_numbers_is_that_of_the_whole_and_no_more_is_read(part) ->
 
 @pytest.mark.full
 def test_a_model_is_read_as_it_is_stored_and_as_floats(tmp_path) -> None:
-    moe = MoE(num_experts=4, experts_per_token=2, intermediate_size=32, normalise=True, biased=True, limit=7.0)
-    sizes = {"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 32, "moe": moe, "sinks": True}
-    target = tiny_target(**sizes, qkv_bias=True, output_bias=True, sliding_window=128, windowed_layers=(0,))
+    moe = MoE(
+        num_experts=4,
+        experts_per_token=2,
+        intermediate_size=32,
+        normalise=True,
+        biased=True,
+        limit=7.0,
+    )
+    sizes = {
+        "model_type": "gpt_oss",
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "moe": moe,
+        "sinks": True,
+    }
+    target = tiny_target(
+        **sizes, qkv_bias=True, output_bias=True, sliding_window=128, windowed_layers=(0,)
+    )
     target.save_pretrained(tmp_path)
     found, rng = load_file(tmp_path / WEIGHTS), np.random.default_rng(0)
     for name in [name for name in found if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = found.pop(name).shape
-        found[f"{name}_blocks"] = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        found[f"{name}_blocks"] = rng.integers(
+            0, 256, (experts, outputs, inputs // 32, 16), np.uint8
+        )
         found[f"{name}_scales"] = rng.integers(121, 125, (experts, outputs, inputs // 32), np.uint8)
     save_file(found, tmp_path / WEIGHTS)
     raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(raw | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
 
-    stored, floats = (Target.from_pretrained(tmp_path, dtype=np.float32, weights=weights) for weights in ("stored", "float"))
-    forms = {name: value.form for name, value in stored.params["layers"][1].items() if is_quantized(value)}
+    stored, floats = (
+        Target.from_pretrained(tmp_path, dtype=np.float32, weights=weights)
+        for weights in ("stored", "float")
+    )
+    forms = {
+        name: value.form
+        for name, value in stored.params["layers"][1].items()
+        if is_quantized(value)
+    }
     group = Form("int8", 32)
     assert forms == {"experts_gate": group, "experts_up": group, "experts_down": Form("int8")}
     wide = jax.tree.map(
-        lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf, stored.params, is_leaf=is_quantized
+        lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf,
+        stored.params,
+        is_leaf=is_quantized,
     )
     jax.tree.map(np.testing.assert_array_equal, wide, floats.params)
     prompts = np.array([[1, 4, 2, 7, 7, 9, 0, 3]])
@@ -251,7 +341,9 @@ def test_a_model_is_read_as_it_is_stored_and_as_floats(tmp_path) -> None:
     on_mesh = Target.from_pretrained(tmp_path, dtype=np.float32, mesh=sharding.make_mesh(1, 2))
     jax.tree.map(np.testing.assert_array_equal, on_mesh.params, stored.params)
     for one in (stored, on_mesh):
-        np.testing.assert_allclose(one.forward(prompts)[0].logits, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
+        np.testing.assert_allclose(
+            one.forward(prompts)[0].logits, expected, rtol=0, atol=1e-3 * np.abs(expected).max()
+        )
     floats.save_pretrained(tmp_path / "floats")
     made = Target.from_pretrained(tmp_path / "floats", dtype=np.float32, weights="int4")
     assert made.params["layers"][0]["experts_up"].form == Form("int4")  # 64 inputs are one group
@@ -259,24 +351,39 @@ def test_a_model_is_read_as_it_is_stored_and_as_floats(tmp_path) -> None:
 
 BLOCKS, SCALES = "gate_up_proj_blocks", "gate_up_proj_scales"
 FAULTS = [
-    (lambda t: t.pop(SCALES), f"'{BLOCKS}' is in MXFP4, and its scales, '{SCALES}', are missing: download"),
+    (
+        lambda t: t.pop(SCALES),
+        f"'{BLOCKS}' is in MXFP4, and its scales, '{SCALES}', are missing: download",
+    ),
     (lambda t: t.pop(BLOCKS), "'gate_up_proj' of a layer of experts is missing"),
     (
         lambda t: t.update({SCALES: t[SCALES][:, :, :2].copy()}),
-        rf"'{SCALES}' is U8 of shape \(4, 12, 2\): it must be U8 of shape \(4, 12, 3\), one for each block of '{BLOCKS}'",
+        (
+            rf"'{SCALES}' is U8 of shape \(4, 12, 2\): it must be U8 of shape \(4, 12, 3\), one for"
+            rf" each block of '{BLOCKS}'"
+        ),
     ),
     (lambda t: t.update({SCALES: t[SCALES].astype(np.float32)}), f"'{SCALES}' is F32 of shape"),
     (
         lambda t: t.update({BLOCKS: t[BLOCKS][..., :8].copy()}),
         rf"'{BLOCKS}' has shape \(4, 12, 3, 8\): each block of MXFP4 must have 16 bytes: use",
     ),
-    (lambda t: t.update({BLOCKS: t[BLOCKS].reshape(4, 12, 48)}), "'gate_up_proj' of a layer of experts is missing"),
+    (
+        lambda t: t.update({BLOCKS: t[BLOCKS].reshape(4, 12, 48)}),
+        "'gate_up_proj' of a layer of experts is missing",
+    ),
     (
         lambda t: t.update({BLOCKS: t[BLOCKS][:, :10].copy(), SCALES: t[SCALES][:, :10].copy()}),
         r"'gate_up_proj' has shape \(4, 96, 10\), but in a layer of experts it is \(4, 96, 12\)",
     ),
-    (lambda t: t.update(gate_up_proj=np.zeros((4, 96, 12), np.float32)), f"'{BLOCKS}' is no part of a layer of experts"),
-    (lambda t: t.update(up_blocks=t[BLOCKS], up_scales=t[SCALES]), "'up' is no part of a layer of experts"),
+    (
+        lambda t: t.update(gate_up_proj=np.zeros((4, 96, 12), np.float32)),
+        f"'{BLOCKS}' is no part of a layer of experts",
+    ),
+    (
+        lambda t: t.update(up_blocks=t[BLOCKS], up_scales=t[SCALES]),
+        "'up' is no part of a layer of experts",
+    ),
     (lambda t: t.update(up_scales=t[SCALES]), "'up_scales' is no part of a layer of experts"),
 ]
 

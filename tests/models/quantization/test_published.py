@@ -20,7 +20,15 @@ from specjax.models.fields import CheckpointError
 from specjax.models.quantization import Form, is_quantized
 from specjax.models.quantization.weights import dequantize_matrix
 from specjax.models.transformer import Target
-from tests.models.quantization.compressed import FLOAT_TOKEN, PROMPTS, STATIC, TOKEN, logits, scheme, write
+from tests.models.quantization.compressed import (
+    FLOAT_TOKEN,
+    PROMPTS,
+    STATIC,
+    TOKEN,
+    logits,
+    scheme,
+    write,
+)
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 ATTENTION, MLP = "re:.*self_attn.*", "re:.*mlp.*"
@@ -34,16 +42,32 @@ CASES = {  # what the library is told, and how matrices are kept: by name, or al
     "W8A8": ([scheme(8, "channel", TOKEN)], Form("int8", activations=8)),
     "W8A8 of a matrix": ([scheme(8, "tensor", TOKEN)], Form("int8", activations=8)),
     "W8A16": ([scheme(8, "channel", layout="int-quantized")], Form("int8")),
-    "W8A16 in groups": ([scheme(8, "group", layout="naive-quantized", group_size=64)], Form("int8", 64)),
+    "W8A16 in groups": (
+        [scheme(8, "group", layout="naive-quantized", group_size=64)],
+        Form("int8", 64),
+    ),
     "W8A16 packed": ([scheme(8, "channel")], Form("int8")),
-    "W8A16 packed in groups": ([scheme(8, "group", group_size=32, symmetric=False)], Form("int8", 32, has_zeros=True)),
+    "W8A16 packed in groups": (
+        [scheme(8, "group", group_size=32, symmetric=False)],
+        Form("int8", 32, has_zeros=True),
+    ),
     "W4A16": ([scheme(4, "group", group_size=128)], Form("int4", 128)),
-    "W4A16 asymmetric": ([scheme(4, "group", group_size=64, symmetric=False)], Form("int4", 64, has_zeros=True)),
+    "W4A16 asymmetric": (
+        [scheme(4, "group", group_size=64, symmetric=False)],
+        Form("int4", 64, has_zeros=True),
+    ),
     "W4A16 per output": ([scheme(4, "channel")], Form("int4")),
-    "W4A8": ([scheme(4, "group", TOKEN, "pack-quantized", group_size=128)], Form("int4", 128, activations=8)),
+    "W4A8": (
+        [scheme(4, "group", TOKEN, "pack-quantized", group_size=128)],
+        Form("int4", 128, activations=8),
+    ),
     "mixed": (
-        [scheme(8, "channel", TOKEN, targets=(ATTENTION,)), scheme(4, "group", group_size=64, targets=("Linear",))],
-        dict.fromkeys(MATRICES[:4], Form("int8", activations=8)) | dict.fromkeys(MATRICES[4:], Form("int4", 64)),
+        [
+            scheme(8, "channel", TOKEN, targets=(ATTENTION,)),
+            scheme(4, "group", group_size=64, targets=("Linear",)),
+        ],
+        dict.fromkeys(MATRICES[:4], Form("int8", activations=8))
+        | dict.fromkeys(MATRICES[4:], Form("int4", 64)),
     ),
     "FP8": ([scheme(8, "channel", FLOAT_TOKEN, **FLOAT8)], Form("fp8")),
     "FP8 static": ([scheme(8, "tensor", STATIC, **FLOAT8)], Form("fp8")),
@@ -61,13 +85,19 @@ def our_logits(target: Target) -> np.ndarray:
 
 def kept(target: Target) -> dict[str, Form]:
     """How the matrices of the last layer are quantized."""
-    return {name: value.form for name, value in target.params["layers"][-1].items() if is_quantized(value)}
+    return {
+        name: value.form
+        for name, value in target.params["layers"][-1].items()
+        if is_quantized(value)
+    }
 
 
 def as_floats(target: Target):
     """The params, the quantized ones in floats."""
     return jax.tree.map(
-        lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf, target.params, is_leaf=is_quantized
+        lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf,
+        target.params,
+        is_leaf=is_quantized,
     )
 
 
@@ -79,8 +109,12 @@ def share(found: np.ndarray, expected: np.ndarray) -> float:
 RARE = ("W8A8 of a matrix", "W8A16 in groups", "W8A16 packed", "W4A16 per output", "W4A8")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in RARE)) for name in CASES])
-def test_logits_are_those_of_the_weights_that_the_library_reads(tmp_path, monkeypatch, name) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in RARE)) for name in CASES]
+)
+def test_logits_are_those_of_the_weights_that_the_library_reads(
+    tmp_path, monkeypatch, name
+) -> None:
     schemes, forms = CASES[name]
     expected = logits(write(tmp_path, schemes))
     floats = read(tmp_path, weights="float")
@@ -95,11 +129,15 @@ def test_logits_are_those_of_the_weights_that_the_library_reads(tmp_path, monkey
     forms = forms if isinstance(forms, dict) else dict.fromkeys(MATRICES, forms)
     assert kept(stored) == forms
     jax.tree.map(
-        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6), as_floats(stored), floats.params
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6),
+        as_floats(stored),
+        floats.params,
     )
     bits = min(form.activations for form in forms.values())
     assert share(our_logits(stored), expected) < ROUNDED[bits]
-    assert is_float8 or share(our_logits(stored), expected) > 0  # what is read quantized is multiplied so
+    assert (
+        is_float8 or share(our_logits(stored), expected) > 0
+    )  # what is read quantized is multiplied so
 
 
 def test_groups_of_inputs_that_are_no_neighbours(tmp_path) -> None:
@@ -118,9 +156,13 @@ def test_groups_of_inputs_that_are_no_neighbours(tmp_path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     floats.load_state_dict(state)
     expected = logits(floats)
-    np.testing.assert_allclose(our_logits(read(tmp_path, weights="float")), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        our_logits(read(tmp_path, weights="float")), expected, rtol=0, atol=1e-4
+    )
     stored = read(tmp_path)
-    assert kept(stored) == dict.fromkeys(MATRICES, Form("int4", 64, has_zeros=True, is_ordered=True))
+    assert kept(stored) == dict.fromkeys(
+        MATRICES, Form("int4", 64, has_zeros=True, is_ordered=True)
+    )
     assert share(our_logits(stored), expected) < ROUNDED[16]
 
     for name in [name for name in tensors if name.endswith("g_idx")]:
@@ -130,16 +172,24 @@ def test_groups_of_inputs_that_are_no_neighbours(tmp_path) -> None:
 
 
 def test_a_matrix_whose_last_word_is_not_full_and_one_whose_blocks_are_not(tmp_path) -> None:
-    sizes = {"intermediate_size": 308}  # inputs of `down`: 38 words and a half, two blocks and a half
+    sizes = {
+        "intermediate_size": 308
+    }  # inputs of `down`: 38 words and a half, two blocks and a half
     expected = logits(write(tmp_path / "packed", [scheme(4, "channel", symmetric=False)], **sizes))
-    np.testing.assert_allclose(our_logits(read(tmp_path / "packed", weights="float")), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        our_logits(read(tmp_path / "packed", weights="float")), expected, rtol=0, atol=1e-4
+    )
     assert kept(read(tmp_path / "packed")) == dict.fromkeys(MATRICES, Form("int4", has_zeros=True))
     assert share(our_logits(read(tmp_path / "packed")), expected) < ROUNDED[16]
-    expected = logits(write(tmp_path / "blocks", [scheme(8, "block", FLOAT_TOKEN, **BLOCKS)], **sizes))
+    expected = logits(
+        write(tmp_path / "blocks", [scheme(8, "block", FLOAT_TOKEN, **BLOCKS)], **sizes)
+    )
     np.testing.assert_allclose(our_logits(read(tmp_path / "blocks")), expected, rtol=0, atol=1e-4)
 
 
-def test_blocks_that_are_not_full_stay_floats_beside_others_that_are_kept(tmp_path, monkeypatch) -> None:
+def test_blocks_that_are_not_full_stay_floats_beside_others_that_are_kept(
+    tmp_path, monkeypatch
+) -> None:
     write(tmp_path, [scheme(8, "block", FLOAT_TOKEN, **BLOCKS)], intermediate_size=308)
     monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
     assert kept(read(tmp_path)) == dict.fromkeys(MATRICES[:-1], Form("fp8", 128))
@@ -150,7 +200,10 @@ def test_away_from_a_cpu_4_bits_are_4_bits(tmp_path, monkeypatch) -> None:
     on_cpu = read(tmp_path)
     monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
     elsewhere = read(tmp_path)
-    assert (on_cpu.params["layers"][0]["q"].values.dtype, elsewhere.params["layers"][0]["q"].values.dtype) == (
+    assert (
+        on_cpu.params["layers"][0]["q"].values.dtype,
+        elsewhere.params["layers"][0]["q"].values.dtype,
+    ) == (
         jnp.int8,
         jnp.int4,
     )
@@ -162,9 +215,14 @@ def test_a_checkpoint_in_shards(tmp_path) -> None:
     write(tmp_path, [scheme(4, "group", group_size=64, symmetric=False)])
     whole = read(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    shards = {name: f"model-0000{i % 3 + 1}-of-00003.safetensors" for i, name in enumerate(sorted(tensors))}
+    shards = {
+        name: f"model-0000{i % 3 + 1}-of-00003.safetensors"
+        for i, name in enumerate(sorted(tensors))
+    }
     for file in set(shards.values()):  # the parts of one matrix lie in all three of them
-        save_file({name: tensors[name] for name in tensors if shards[name] == file}, tmp_path / file)
+        save_file(
+            {name: tensors[name] for name in tensors if shards[name] == file}, tmp_path / file
+        )
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     jax.tree.map(np.testing.assert_array_equal, read(tmp_path).params, whole.params)
@@ -186,10 +244,12 @@ def test_other_forms_are_made_of_what_is_stored(tmp_path) -> None:
     assert kept(asked) == dict.fromkeys(MATRICES, Form("int4", 128))
     weights, quantized = floats.params["layers"][0]["q"], asked.params["layers"][0]["q"]
     step = float(quantized.scales.max())
-    assert 0 < float(jnp.abs(dequantize_matrix(quantized) - weights).max()) <= 2.5 * step  # the largest may be cut off
+    assert (
+        0 < float(jnp.abs(dequantize_matrix(quantized) - weights).max()) <= 2.5 * step
+    )  # the largest may be cut off
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -201,10 +261,22 @@ def swap(tensors, one: str, other: str) -> None:
 
 
 FAULTS = [
-    (PACKED, lambda t: t.pop(f"{Q}_scale"), f"'{Q}' is quantized, and '{Q}_scale', which goes with it, is missing: download"),
-    (PACKED, lambda t: t.pop(f"{Q}_zero_point"), f"'{Q}_zero_point', which goes with it, is missing"),
+    (
+        PACKED,
+        lambda t: t.pop(f"{Q}_scale"),
+        f"'{Q}' is quantized, and '{Q}_scale', which goes with it, is missing: download",
+    ),
+    (
+        PACKED,
+        lambda t: t.pop(f"{Q}_zero_point"),
+        f"'{Q}_zero_point', which goes with it, is missing",
+    ),
     (PACKED, lambda t: t.pop(f"{Q}_shape"), f"'{Q}_shape', which goes with it, is missing"),
-    (PACKED, lambda t: t.pop(f"{Q}_packed"), f"'{Q}' of a llama model with this config.json is missing"),
+    (
+        PACKED,
+        lambda t: t.pop(f"{Q}_packed"),
+        f"'{Q}' of a llama model with this config.json is missing",
+    ),
     (
         PACKED,
         lambda t: t.update({f"{Q}_scale": t[f"{Q}_scale"][:, :3].copy()}),
@@ -215,31 +287,71 @@ FAULTS = [
         lambda t: t.update({f"{Q}_scale": t[f"{Q}_scale"].astype(np.int32)}),
         r"_scale' is I32 of shape .* must be F64 or",
     ),
-    (PACKED, lambda t: swap(t, f"{Q}_scale", f"{UP}_scale"), r"q_proj.weight_scale' is F32 of shape \(384, 4\)"),
+    (
+        PACKED,
+        lambda t: swap(t, f"{Q}_scale", f"{UP}_scale"),
+        r"q_proj.weight_scale' is F32 of shape \(384, 4\)",
+    ),
     (
         PACKED,
         lambda t: t.update({f"{Q}_packed": t[f"{Q}_packed"][:, :-1].copy()}),
         rf"'{Q}_shape' is \[256, 256\], but '{Q}_packed', of",
     ),
-    (PACKED, lambda t: t.update({f"{Q}_packed": t[f"{Q}_packed"].astype(np.int64)}), f"'{Q}_packed' is I64 of shape"),
-    (PACKED, lambda t: t.update({f"{Q}_packed": t[f"{Q}_packed"].reshape(-1)}), f"'{Q}_packed' has shape .*must be a matrix"),
-    (PACKED, lambda t: t.update({f"{Q}_shape": np.array([256, 512])}), rf"'{Q}_shape' is \[256, 512\], but '{Q}_packed'"),
-    (PACKED, lambda t: t.update({f"{Q}_shape": np.array([256, -256])}), rf"'{Q}_shape' is \[256, -256\], but '{Q}_packed'"),
-    (PACKED, lambda t: t.update({f"{Q}_shape": np.array([256])}), rf"'{Q}_shape' is I64 of shape \(1,\)"),
-    (PACKED, lambda t: t.update({f"{Q}_zero_point": t[f"{Q}_zero_point"].T.copy()}), r"_zero_point' is I32 of shape \(4, 32\)"),
+    (
+        PACKED,
+        lambda t: t.update({f"{Q}_packed": t[f"{Q}_packed"].astype(np.int64)}),
+        f"'{Q}_packed' is I64 of shape",
+    ),
+    (
+        PACKED,
+        lambda t: t.update({f"{Q}_packed": t[f"{Q}_packed"].reshape(-1)}),
+        f"'{Q}_packed' has shape .*must be a matrix",
+    ),
+    (
+        PACKED,
+        lambda t: t.update({f"{Q}_shape": np.array([256, 512])}),
+        rf"'{Q}_shape' is \[256, 512\], but '{Q}_packed'",
+    ),
+    (
+        PACKED,
+        lambda t: t.update({f"{Q}_shape": np.array([256, -256])}),
+        rf"'{Q}_shape' is \[256, -256\], but '{Q}_packed'",
+    ),
+    (
+        PACKED,
+        lambda t: t.update({f"{Q}_shape": np.array([256])}),
+        rf"'{Q}_shape' is I64 of shape \(1,\)",
+    ),
+    (
+        PACKED,
+        lambda t: t.update({f"{Q}_zero_point": t[f"{Q}_zero_point"].T.copy()}),
+        r"_zero_point' is I32 of shape \(4, 32\)",
+    ),
     (
         PACKED,
         lambda t: t.update({f"{Q}_g_idx": np.zeros(256, np.int32)}),
         f"'{Q}_g_idx': its 4 groups must have 64 inputs each",
     ),
-    (PACKED, lambda t: t.update({f"{Q}_g_idx": np.full(256, 2**31 - 1, np.int32)}), f"'{Q}_g_idx': its 4 groups must have"),
+    (
+        PACKED,
+        lambda t: t.update({f"{Q}_g_idx": np.full(256, 2**31 - 1, np.int32)}),
+        f"'{Q}_g_idx': its 4 groups must have",
+    ),
     (
         PACKED,
         lambda t: t.update({f"{Q}_g_idx": np.arange(256, dtype=np.int32) % 4 - 1}),
         f"'{Q}_g_idx': its 4 groups must have",
     ),
-    (PACKED, lambda t: t.update({f"{Q}_g_idx": np.zeros(9, np.int32)}), rf"'{Q}_g_idx' is I32 of shape \(9,\)"),
-    (PACKED, lambda t: t.update({Q: np.zeros((256, 256), np.float32)}), f"it holds both '{Q}' and '{Q}_packed'"),
+    (
+        PACKED,
+        lambda t: t.update({f"{Q}_g_idx": np.zeros(9, np.int32)}),
+        rf"'{Q}_g_idx' is I32 of shape \(9,\)",
+    ),
+    (
+        PACKED,
+        lambda t: t.update({Q: np.zeros((256, 256), np.float32)}),
+        f"it holds both '{Q}' and '{Q}_packed'",
+    ),
     (PLAIN, lambda t: t.pop(f"{Q}_scale"), f"'{Q}_scale', which goes with it, is missing"),
     (
         PLAIN,
@@ -251,15 +363,27 @@ FAULTS = [
         lambda t: t.update({f"{Q}_zero_point": np.zeros((256, 1), np.int8)}),
         "must be symmetric, without zero points: use",
     ),
-    (PLAIN, lambda t: t.update({Q: t[Q][:, :128].copy()}), rf"'{Q}' has shape \(256, 128\), but in a llama model"),
-    (PLAIN, lambda t: t.update({"lm_head.weight_scale": np.ones((96, 1), np.float32)}), "'lm_head.weight_scale' is no part of"),
+    (
+        PLAIN,
+        lambda t: t.update({Q: t[Q][:, :128].copy()}),
+        rf"'{Q}' has shape \(256, 128\), but in a llama model",
+    ),
+    (
+        PLAIN,
+        lambda t: t.update({"lm_head.weight_scale": np.ones((96, 1), np.float32)}),
+        "'lm_head.weight_scale' is no part of",
+    ),
     (FLOAT, lambda t: t.pop(f"{Q}_scale"), f"'{Q}_scale', which goes with it, is missing"),
     (
         FLOAT,
         lambda t: swap(t, f"{Q}_scale", f"{UP}_scale"),
         r"q_proj.weight_scale' is F32 of shape \(3, 2\): .* of shape \(2, 2\)",
     ),
-    (FLOAT, lambda t: t.update({Q: t[Q].astype(np.float32)}), f"'{Q}_scale' is no part of a llama model"),
+    (
+        FLOAT,
+        lambda t: t.update({Q: t[Q].astype(np.float32)}),
+        f"'{Q}_scale' is no part of a llama model",
+    ),
 ]
 
 
@@ -275,7 +399,11 @@ def refusal(directory: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         read(directory)
     message = str(caught.value)
-    assert message.splitlines() == [message] and message.startswith(str(directory)) and message.count(": ") >= 2, message
+    assert (
+        message.splitlines() == [message]
+        and message.startswith(str(directory))
+        and message.count(": ") >= 2
+    ), message
     return message
 
 
@@ -285,13 +413,19 @@ def load(file: Path) -> dict[str, np.ndarray]:
 
     found = load_torch(file)
     return {
-        name: one.view(torch.uint8).numpy().view(jnp.float8_e4m3fn) if one.dtype == torch.float8_e4m3fn else one.numpy()
+        name: (
+            one.view(torch.uint8).numpy().view(jnp.float8_e4m3fn)
+            if one.dtype == torch.float8_e4m3fn
+            else one.numpy()
+        )
         for name, one in found.items()
     }
 
 
 @pytest.mark.parametrize(("name", "edit", "message"), FAULTS)
-def test_tensors_that_do_not_fit_are_refused_by_name(originals, tmp_path, monkeypatch, name, edit, message) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    originals, tmp_path, monkeypatch, name, edit, message
+) -> None:
     tensors = load(originals[name] / "model.safetensors")
     edit(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -322,43 +456,94 @@ CONFIG_FAULTS = [
     ),
     (edit_config(PACKED, quant_method=None), "quant_method=None: must be one of"),
     (edit_config(PACKED, quant_method=["awq"]), r"quant_method=\['awq'\]: must be one of"),
-    (edit_config(PACKED, config_groups={}), "config_groups={}: must be an object with a group or more"),
-    (edit_config(PACKED, config_groups={"W4A16": ["Linear"]}), r"config_groups.W4A16=\['Linear'\]: must be an object"),
-    (edit_config(PACKED, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config=.*: must be dense, or left out"),
+    (
+        edit_config(PACKED, config_groups={}),
+        "config_groups={}: must be an object with a group or more",
+    ),
+    (
+        edit_config(PACKED, config_groups={"W4A16": ["Linear"]}),
+        r"config_groups.W4A16=\['Linear'\]: must be an object",
+    ),
+    (
+        edit_config(PACKED, sparsity_config={"format": "sparse-24-bitmask"}),
+        "sparsity_config=.*: must be dense, or left out",
+    ),
     (edit_config(PACKED, sparsity_config=["x"]), "sparsity_config=.*: must be dense, or left out"),
-    (edit_config(PACKED, transform_config={"config_groups": {"u": {}}}), "transform_config=.*: must be left out"),
+    (
+        edit_config(PACKED, transform_config={"config_groups": {"u": {}}}),
+        "transform_config=.*: must be left out",
+    ),
     (
         edit_group(PACKED, format="nvfp4-pack-quantized"),
         "config_groups.group_0.format='nvfp4-pack-quantized': must be one of int-",
     ),
     (edit_group(PACKED, format="marlin-24"), "format='marlin-24': must be one of"),
-    (edit_group(PACKED, targets="Linear"), "targets='Linear': must be a list of names and patterns"),
-    (edit_group(PACKED, targets=["re:("]), r"targets=\['re:\('\]: must be a list of names and patterns"),
+    (
+        edit_group(PACKED, targets="Linear"),
+        "targets='Linear': must be a list of names and patterns",
+    ),
+    (
+        edit_group(PACKED, targets=["re:("]),
+        r"targets=\['re:\('\]: must be a list of names and patterns",
+    ),
     (edit_group(PACKED, weights=None), "group_0.weights=None: must be an object"),
     (edit_group(PACKED, "weights", num_bits=3), "weights.num_bits=3: must be 4 or 8"),
     (edit_group(PACKED, "weights", num_bits=4.0), "weights.num_bits=4.0: must be 4 or 8"),
     (edit_group(PACKED, "weights", type="float"), "weights.type='float': must be int"),
-    (edit_group(PACKED, "weights", strategy="tensor_group"), "weights.strategy='tensor_group': must be channel or group"),
+    (
+        edit_group(PACKED, "weights", strategy="tensor_group"),
+        "weights.strategy='tensor_group': must be channel or group",
+    ),
     (edit_group(PACKED, "weights", group_size=0), "weights.group_size=0: must be a number from 1"),
-    (edit_group(PACKED, "weights", group_size=None), "weights.group_size=None: must be a number from 1"),
-    (edit_group(PACKED, "weights", group_size=40), "says groups of 40, which do not divide the 384 inputs of"),
-    (edit_group(PACKED, "weights", group_size=32), r"weight_scale' is F32 of shape \(\d+, \d\): .* of shape"),
+    (
+        edit_group(PACKED, "weights", group_size=None),
+        "weights.group_size=None: must be a number from 1",
+    ),
+    (
+        edit_group(PACKED, "weights", group_size=40),
+        "says groups of 40, which do not divide the 384 inputs of",
+    ),
+    (
+        edit_group(PACKED, "weights", group_size=32),
+        r"weight_scale' is F32 of shape \(\d+, \d\): .* of shape",
+    ),
     (edit_group(PACKED, "weights", num_bits=8), "is no matrix of that shape in numbers of 8 bits"),
-    (edit_group(PACKED, input_activations=7), "input_activations=7: must be an object, or left out"),
-    (edit_group(PACKED, input_activations={"num_bits": 4}), "input_activations.num_bits=4: must be 8"),
+    (
+        edit_group(PACKED, input_activations=7),
+        "input_activations=7: must be an object, or left out",
+    ),
+    (
+        edit_group(PACKED, input_activations={"num_bits": 4}),
+        "input_activations.num_bits=4: must be 8",
+    ),
     (edit_group(PLAIN, "weights", num_bits=4), "weights.num_bits=4: must be 8"),
-    (edit_group(PLAIN, "weights", symmetric=False), "8-bit numbers that are not packed must be symmetric"),
-    (edit_group(PLAIN, "weights", strategy="block"), "weights.strategy='block': must be tensor or channel or group"),
+    (
+        edit_group(PLAIN, "weights", symmetric=False),
+        "8-bit numbers that are not packed must be symmetric",
+    ),
+    (
+        edit_group(PLAIN, "weights", strategy="block"),
+        "weights.strategy='block': must be tensor or channel or group",
+    ),
     (
         edit_group(FLOAT, "weights", strategy="group", group_size=128),
         "weights.strategy='group': must be tensor or channel or block",
     ),
-    (edit_group(FLOAT, "weights", block_structure=[64, 128]), r"block_structure=\[64, 128\]: must be \[128, 128\]"),
-    (edit_group(FLOAT, "weights", strategy="channel"), r"weight_scale' is F32 of shape \(\d, \d\): .* or"),
+    (
+        edit_group(FLOAT, "weights", block_structure=[64, 128]),
+        r"block_structure=\[64, 128\]: must be \[128, 128\]",
+    ),
+    (
+        edit_group(FLOAT, "weights", strategy="channel"),
+        r"weight_scale' is F32 of shape \(\d, \d\): .* or",
+    ),
     ((PACKED, lambda raw: raw.clear()), "quant_method=None: must be one of"),
     (
         (PACKED, lambda raw: (raw.clear(), raw.update({"quant_method": "gptq", "bits": 4}))),
-        "weight_packed' is packed, and config.json does not say how: quant_method must be compressed-tensors",
+        (
+            "weight_packed' is packed, and config.json does not say how: quant_method must be"
+            " compressed-tensors"
+        ),
     ),
     (
         (

@@ -14,7 +14,11 @@ from tests.with_torch import torch  # without it compressed-tensors is not there
 
 # isort: split
 from compressed_tensors.compressors import BaseCompressor, ModelCompressor
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+)
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,18 +27,31 @@ from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.models.params import Param
 from specjax.models.quantization import is_quantized, saved, schemes, stored
-from specjax.models.quantization.weights import BLOCK, Form, QuantizedMatrix, dequantize_matrix, quantize_matrix
+from specjax.models.quantization.weights import (
+    BLOCK,
+    Form,
+    QuantizedMatrix,
+    dequantize_matrix,
+    quantize_matrix,
+)
 from specjax.models.transformer import Target
 from tests.conftest import MIXTURES, tiny_config, tiny_target
 
 PROMPTS = np.array([[1, 4, 2, 7, 7, 9, 0, 3]])
-NAMES = {"q": "self_attn.q_proj", "o": "self_attn.o_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+NAMES = {
+    "q": "self_attn.q_proj",
+    "o": "self_attn.o_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
 
 
 def read_by_library(directory: Path) -> LlamaForCausalLM:
     """The model with the weights that compressed-tensors unpacks; activations are rounded as the configuration says."""
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(directory))
-    said = QuantizationConfig(**json.loads((directory / "config.json").read_text())["quantization_config"])
+    said = QuantizationConfig(
+        **json.loads((directory / "config.json").read_text())["quantization_config"]
+    )
     apply_quantization_config(model, said, show_progress=False)
     compressor = ModelCompressor(quantization_config=said)
     compressor.compress_model(model)
@@ -46,7 +63,9 @@ def read_by_library(directory: Path) -> LlamaForCausalLM:
 @pytest.mark.parametrize("weights", schemes.SCHEMES)
 @pytest.mark.represents("quantized weights as transformers reads them")
 def test_the_library_reads_our_weights(tmp_path, weights) -> None:
-    tiny_target(hidden_size=128, intermediate_size=256, head_dim=32, scale=6.0).save_pretrained(tmp_path)
+    tiny_target(hidden_size=128, intermediate_size=256, head_dim=32, scale=6.0).save_pretrained(
+        tmp_path
+    )
     quantized = Target.from_pretrained(tmp_path, weights=weights, dtype=np.float32)
     quantized.save_pretrained(tmp_path / weights)
     theirs = read_by_library(tmp_path / weights)
@@ -56,7 +75,11 @@ def test_the_library_reads_our_weights(tmp_path, weights) -> None:
     for i, layer in enumerate(quantized.params["layers"]):
         for ours, name in NAMES.items():
             assert is_quantized(layer[ours])
-            np.testing.assert_allclose(state[f"model.layers.{i}.{name}.weight"].T, dequantize_matrix(layer[ours]), rtol=1e-6)
+            np.testing.assert_allclose(
+                state[f"model.layers.{i}.{name}.weight"].T,
+                dequantize_matrix(layer[ours]),
+                rtol=1e-6,
+            )
     np.testing.assert_allclose(state["model.embed_tokens.weight"], quantized.embedding, rtol=1e-6)
     np.testing.assert_allclose(state["lm_head.weight"].T, quantized.head_weights, rtol=1e-6)
     found = np.asarray(quantized.forward(PROMPTS)[0].logits)
@@ -71,12 +94,20 @@ def random_matrix(form: Form, outputs: int = 256, inputs: int = 256) -> Quantize
     groups, half = inputs // size, 1 << (form.bits - 1)
     shape = (groups, outputs, size)
     is_float = form.kind == "fp8"
-    values = rng.normal(size=shape).astype(form.dtype) if is_float else rng.integers(-half, half, shape).astype(np.int8)
+    values = (
+        rng.normal(size=shape).astype(form.dtype)
+        if is_float
+        else rng.integers(-half, half, shape).astype(np.int8)
+    )
     scales = rng.uniform(0.5, 2, (groups, outputs)).astype(np.float32)
     if is_float and form.group:
         scales = np.repeat(scales[:, ::BLOCK], BLOCK, axis=1)
     zeros = rng.integers(-half, half, (groups, outputs)).astype(np.int8) if form.has_zeros else None
-    order = np.argsort(rng.permutation(inputs) // size, kind="stable").astype(np.int32) if form.is_ordered else None
+    order = (
+        np.argsort(rng.permutation(inputs) // size, kind="stable").astype(np.int32)
+        if form.is_ordered
+        else None
+    )
     return QuantizedMatrix(values, scales, zeros, order, form.bits, form.activations)
 
 
@@ -88,7 +119,12 @@ FORMS = [
         Form("int8", 64, activations=8),
         Form("int8", has_zeros=True),
     ),
-    *(Form("int8", 64, is_ordered=True), Form("int4"), Form("int4", 64, has_zeros=True), Form("int4", 128, activations=8)),
+    *(
+        Form("int8", 64, is_ordered=True),
+        Form("int4"),
+        Form("int4", 64, has_zeros=True),
+        Form("int4", 128, activations=8),
+    ),
     *(Form("int4", 64, has_zeros=True, is_ordered=True), Form("fp8"), Form("fp8", 128)),
 ]
 
@@ -100,22 +136,35 @@ def test_every_form_is_read_back_bit_for_bit_and_unpacked_by_the_library(tmp_pat
     declared = {"layer": form.declare(param, matrix.values.dtype)}
     said = saved.format_config(declared)
     checkpoint.save(
-        tmp_path, declared, {"layer": jax.tree.map(jnp.asarray, matrix)}, {"config.json": {"quantization_config": said}}
+        tmp_path,
+        declared,
+        {"layer": jax.tree.map(jnp.asarray, matrix)},
+        {"config.json": {"quantization_config": said}},
     )
     assert CheckpointFiles(tmp_path).forms == {name: form}
     read = checkpoint.load(CheckpointFiles(tmp_path), declared, np.float32, "a layer")["layer"]
     assert read.form == form
     for role in ("values", "scales", "zeros", "order"):
         part = getattr(matrix, role)
-        assert part is None or np.asarray(getattr(read, role)).tobytes() == np.ascontiguousarray(part).tobytes(), role
+        assert (
+            part is None
+            or np.asarray(getattr(read, role)).tobytes() == np.ascontiguousarray(part).tobytes()
+        ), role
 
-    raw = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    raw = json.loads((tmp_path / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ]["group_0"]
     assert raw["weights"].pop("actorder", None) == ("group" if form.is_ordered else None)
     if form.is_ordered:
         return  # the library has not read these since 2026, and says so
     scheme = QuantizationScheme(**raw)
-    state = {part.removeprefix("layer."): tensor for part, tensor in load_file(tmp_path / "model.safetensors").items()}
-    theirs = BaseCompressor.get_value_from_registry(scheme.format).decompress(state, scheme)["weight"]
+    state = {
+        part.removeprefix("layer."): tensor
+        for part, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    theirs = BaseCompressor.get_value_from_registry(scheme.format).decompress(state, scheme)[
+        "weight"
+    ]
     np.testing.assert_allclose(theirs.numpy().T, dequantize_matrix(matrix), rtol=1e-6)
 
 
@@ -123,15 +172,30 @@ def test_what_has_no_name_there_is_refused(tmp_path) -> None:
     form = Form("int8")
     stack = Param((2, 256, 256), ("experts", None, None), "experts.down_proj", is_product=True)
     declared = {"down": form.declare(stack)}
-    params = {"down": jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), declared["down"])}
+    params = {
+        "down": jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), declared["down"])
+    }
     with pytest.raises(
-        CheckpointError, match=r"experts\.down_proj is quantized, and .* load the model with weights='float' to save it"
+        CheckpointError,
+        match=(
+            r"experts\.down_proj is quantized, and .* load the model with weights='float' to"
+            r" save it"
+        ),
     ):
         checkpoint.save(tmp_path, declared, params, {})
     matrix = random_matrix(Form("fp8", 128))
-    uneven = matrix.replace(scales=np.random.default_rng(0).uniform(size=matrix.scales.shape).astype(np.float32))
-    declared = {"layer": uneven.form.declare(Param((256, 256), (None, None), "layer.weight", transposed=True, is_product=True))}
-    with pytest.raises(CheckpointError, match=r"layer\.weight is in FP8 with scales that differ within a block: load"):
+    uneven = matrix.replace(
+        scales=np.random.default_rng(0).uniform(size=matrix.scales.shape).astype(np.float32)
+    )
+    declared = {
+        "layer": uneven.form.declare(
+            Param((256, 256), (None, None), "layer.weight", transposed=True, is_product=True)
+        )
+    }
+    with pytest.raises(
+        CheckpointError,
+        match=r"layer\.weight is in FP8 with scales that differ within a block: load",
+    ):
         checkpoint.save(tmp_path, declared, {"layer": jax.tree.map(jnp.asarray, uneven)}, {})
     assert not any(tmp_path.iterdir())
 
@@ -159,9 +223,18 @@ def test_every_matrix_becomes_quantized_once(tmp_path, monkeypatch) -> None:
     tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32).save_pretrained(tmp_path)
     made: list[tuple[int, ...]] = []
     monkeypatch.setattr(
-        stored, "quantize_matrix", lambda floats, form: made.append(floats.shape) or quantize_matrix(floats, form)
+        stored,
+        "quantize_matrix",
+        lambda floats, form: made.append(floats.shape) or quantize_matrix(floats, form),
     )
     quantized = Target.from_pretrained(tmp_path, weights="int4", dtype=np.float32)
-    matrices = [value for layer in quantized.params["layers"] for value in layer.values() if is_quantized(value)]
+    matrices = [
+        value
+        for layer in quantized.params["layers"]
+        for value in layer.values()
+        if is_quantized(value)
+    ]
     in_all = sum(int(np.prod(matrix.values.shape[:-3])) for matrix in matrices)
-    assert len(made) == in_all + is_quantized(quantized.params["embed"]) + is_quantized(quantized.params.get("lm_head"))
+    assert len(made) == in_all + is_quantized(quantized.params["embed"]) + is_quantized(
+        quantized.params.get("lm_head")
+    )

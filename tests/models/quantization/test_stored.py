@@ -28,7 +28,13 @@ class Matrix:
     """Numbers from 0, ``[out, in]``, with the zeros and scales ``[out, groups]`` of their groups, and each input's group."""
 
     def __init__(
-        self, rng: np.random.Generator, weight: np.ndarray, bits: int, size: int, symmetric: bool, ordered: bool
+        self,
+        rng: np.random.Generator,
+        weight: np.ndarray,
+        bits: int,
+        size: int,
+        symmetric: bool,
+        ordered: bool,
     ) -> None:
         outputs, inputs = weight.shape
         size = inputs if size == -1 else size
@@ -37,20 +43,25 @@ class Matrix:
         if ordered:
             rng.shuffle(self.of_input)
         zeros = (
-            np.full((outputs, inputs // size), middle) if symmetric else rng.integers(0, 2 * middle, (outputs, inputs // size))
+            np.full((outputs, inputs // size), middle)
+            if symmetric
+            else rng.integers(0, 2 * middle, (outputs, inputs // size))
         )
         largest = np.abs(weight).max(axis=1, keepdims=True) * rng.uniform(0.7, 1.3, zeros.shape)
         self.zeros, self.scales = zeros, (largest / middle).astype(np.float16)
-        numbers = np.rint(weight / self.scales.astype(np.float64)[:, self.of_input]) + zeros[:, self.of_input]
+        numbers = (
+            np.rint(weight / self.scales.astype(np.float64)[:, self.of_input])
+            + zeros[:, self.of_input]
+        )
         self.numbers = np.clip(numbers, 0, 2 * middle - 1).astype(int)
 
     def floats(self) -> np.ndarray:
         weights = np.empty(self.numbers.shape, np.float32)
         for output, place in np.ndindex(*weights.shape):
             group = self.of_input[place]
-            weights[output, place] = (self.numbers[output, place] - self.zeros[output, group]) * np.float32(
-                self.scales[output, group]
-            )
+            weights[output, place] = (
+                self.numbers[output, place] - self.zeros[output, group]
+            ) * np.float32(self.scales[output, group])
         return weights
 
     def gptq(self, less: int) -> dict[str, np.ndarray]:
@@ -62,7 +73,9 @@ class Matrix:
             np.zeros((inputs // self.size, outputs * self.bits // 32), np.uint32),
         )
         for output, place in np.ndindex(outputs, inputs):
-            words[place * self.bits // 32, output] |= np.uint32(self.numbers[output, place] << place * self.bits % 32)
+            words[place * self.bits // 32, output] |= np.uint32(
+                self.numbers[output, place] << place * self.bits % 32
+            )
         for output, group in np.ndindex(*self.zeros.shape):
             stored = (self.zeros[output, group] - less) % (1 << self.bits)
             zeros[group, output * self.bits // 32] |= np.uint32(stored << output * self.bits % 32)
@@ -90,7 +103,13 @@ class Matrix:
         }
 
 
-def write(directory: Path, said: dict[str, Any], size: int = GROUP, symmetric: bool = False, ordered: bool = False) -> Path:
+def write(
+    directory: Path,
+    said: dict[str, Any],
+    size: int = GROUP,
+    symmetric: bool = False,
+    ordered: bool = False,
+) -> Path:
     """Writes a checkpoint of AWQ or GPTQ, and beside it one of the same weights in floats."""
     target = tiny_target(**SIZES, scale=8.0)
     rng = np.random.default_rng(0)
@@ -103,7 +122,9 @@ def write(directory: Path, said: dict[str, Any], size: int = GROUP, symmetric: b
         floats[name] = matrix.floats()
         is_first = said.get("checkpoint_format", "gptq") == "gptq"
         parts = matrix.awq() if said["quant_method"] == "awq" else matrix.gptq(int(is_first))
-        tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
+        tensors |= {
+            f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()
+        }
     save_file(tensors, directory / "model.safetensors")
     save_file(floats, directory / "floats" / "model.safetensors")
     edit_config(directory, quantization_config=said | {"group_size": size})
@@ -130,10 +151,20 @@ def logits(target: Target) -> np.ndarray:
 
 
 def kept(target: Target) -> dict[str, Form]:
-    return {name: value.form for name, value in target.params["layers"][-1].items() if is_quantized(value)}
+    return {
+        name: value.form
+        for name, value in target.params["layers"][-1].items()
+        if is_quantized(value)
+    }
 
 
-AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
+AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "zero_point": True,
+    "version": "gemm",
+    "modules_to_not_convert": None,
+}
 FIRST = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq", "desc_act": False}
 SECOND, EIGHT = FIRST | {"checkpoint_format": "gptq_v2"}, FIRST | {"bits": 8}
 ORDERED = {"ordered": True}
@@ -143,11 +174,27 @@ CASES = {  # what config.json says, how `write` is called, and how the matrices 
     "GPTQ": (FIRST, {}, Form("int4", GROUP, has_zeros=True)),
     "GPTQ, not symmetric": (FIRST | {"sym": False}, {}, Form("int4", GROUP, has_zeros=True)),
     "GPTQ, symmetric": (FIRST | {"sym": True}, {"symmetric": True}, Form("int4", GROUP)),
-    "GPTQ, act order": (FIRST | {"desc_act": True}, ORDERED, Form("int4", GROUP, has_zeros=True, is_ordered=True)),
-    "GPTQ, symmetric, act order": (FIRST, ORDERED | {"symmetric": True}, Form("int4", GROUP, is_ordered=True)),
-    "GPTQ, one group": ({"quant_method": "gptq", "bits": 4}, {"size": -1, "symmetric": True}, Form("int4")),
+    "GPTQ, act order": (
+        FIRST | {"desc_act": True},
+        ORDERED,
+        Form("int4", GROUP, has_zeros=True, is_ordered=True),
+    ),
+    "GPTQ, symmetric, act order": (
+        FIRST,
+        ORDERED | {"symmetric": True},
+        Form("int4", GROUP, is_ordered=True),
+    ),
+    "GPTQ, one group": (
+        {"quant_method": "gptq", "bits": 4},
+        {"size": -1, "symmetric": True},
+        Form("int4"),
+    ),
     "GPTQ v2": (SECOND, {}, Form("int4", GROUP, has_zeros=True)),
-    "GPTQ v2, symmetric": (SECOND | {"dynamic": {"-:.*lm_head": {}}}, {"symmetric": True}, Form("int4", GROUP)),
+    "GPTQ v2, symmetric": (
+        SECOND | {"dynamic": {"-:.*lm_head": {}}},
+        {"symmetric": True},
+        Form("int4", GROUP),
+    ),
     "GPTQ of 8 bits": (EIGHT, {}, Form("int8", GROUP, has_zeros=True)),
     "GPTQ of 8 bits, symmetric, act order": (
         EIGHT | {"sym": True},
@@ -171,7 +218,9 @@ def test_weights_are_those_that_the_slow_packer_packed(tmp_path, name) -> None:
     quantized = read(tmp_path)
     assert kept(quantized) == dict.fromkeys(MATRICES, form)
     expected = logits(floats)
-    assert 0 < np.abs(logits(quantized) - expected).max() < 1e-3 * np.abs(expected).max()  # of activations, as above
+    assert (
+        0 < np.abs(logits(quantized) - expected).max() < 1e-3 * np.abs(expected).max()
+    )  # of activations, as above
 
     quantized.save_pretrained(tmp_path / "again")  # in the layout of compressed-tensors
     again = read(tmp_path / "again")
@@ -179,7 +228,9 @@ def test_weights_are_those_that_the_slow_packer_packed(tmp_path, name) -> None:
     assert again.fingerprint() == quantized.fingerprint()
 
 
-@pytest.mark.parametrize("name", ["AWQ", "GPTQ, symmetric", "GPTQ, act order", "GPTQ of 8 bits", "GPTQ, one group"])
+@pytest.mark.parametrize(
+    "name", ["AWQ", "GPTQ, symmetric", "GPTQ, act order", "GPTQ of 8 bits", "GPTQ, one group"]
+)
 def test_on_a_mesh_each_device_reads_its_part(tmp_path, name) -> None:
     """Of `o` and `down` a device has some inputs, of the others some outputs."""
     said, how, form = CASES[name]
@@ -187,19 +238,26 @@ def test_on_a_mesh_each_device_reads_its_part(tmp_path, name) -> None:
     split = read(tmp_path, mesh=mesh)
     jax.tree.map(np.testing.assert_array_equal, split.params, whole.params)
     assert split.fingerprint() == whole.fingerprint()
-    np.testing.assert_allclose(logits(split), logits(whole), rtol=0, atol=1e-3 * np.abs(logits(whole)).max())
+    np.testing.assert_allclose(
+        logits(split), logits(whole), rtol=0, atol=1e-3 * np.abs(logits(whole)).max()
+    )
     last = split.params["layers"][-1]
     shards = {name: last[name].values.addressable_shards[0].data.shape for name in MATRICES}
     groups, size = (1, 64) if not form.group else (64 // GROUP, GROUP)
     assert (shards["q"], shards["k"]) == ((groups, 32, size), (groups, 16, size))
     assert shards["o"] == ((1, 64, 32) if groups == 1 else (groups // 2, 64, GROUP))
     floats = read(tmp_path, mesh=mesh, weights="float")
-    jax.tree.map(np.testing.assert_array_equal, floats.params, read(tmp_path, weights="float").params)
+    jax.tree.map(
+        np.testing.assert_array_equal, floats.params, read(tmp_path, weights="float").params
+    )
 
 
 def stored(kind: str, matrix: Matrix) -> tuple[Any, Numbers]:
     """A matrix in one of the layouts, and the tensor that holds its numbers."""
-    parts = {part: Numbers(tensor) for part, tensor in (matrix.awq() if kind == "awq" else matrix.gptq(1)).items()}
+    parts = {
+        part: Numbers(tensor)
+        for part, tensor in (matrix.awq() if kind == "awq" else matrix.gptq(1)).items()
+    }
     form = Form("int4", matrix.size, has_zeros=True)
     scales, zeros, values = parts["scales"], parts["qzeros"], parts["qweight"]
     if kind == "awq":
@@ -213,10 +271,22 @@ def stored(kind: str, matrix: Matrix) -> tuple[Any, Numbers]:
         values = Numbers(signed)
         return PlainMatrix(values, Numbers(matrix.scales), Form("int8", matrix.size)), values
     values = Numbers(np.ascontiguousarray(values.numbers.T))
-    return PackedMatrix(values, Numbers(matrix.scales), None, None, Form("int4", matrix.size), signed.shape[1]), values
+    return (
+        PackedMatrix(
+            values, Numbers(matrix.scales), None, None, Form("int4", matrix.size), signed.shape[1]
+        ),
+        values,
+    )
 
 
-PARTS = [np.s_[:, :], np.s_[3:9, 16:48], np.s_[7:8, 31:33], np.s_[2:20:3, 5:90:7], np.s_[5:5, :], np.s_[:, 8:8]]
+PARTS = [
+    np.s_[:, :],
+    np.s_[3:9, 16:48],
+    np.s_[7:8, 31:33],
+    np.s_[2:20:3, 5:90:7],
+    np.s_[5:5, :],
+    np.s_[:, 8:8],
+]
 
 
 @pytest.mark.parametrize("kind", ["plain", "packed", "gptq", "gptq, act order", "awq"])
@@ -224,7 +294,9 @@ PARTS = [np.s_[:, :], np.s_[3:9, 16:48], np.s_[7:8, 31:33], np.s_[2:20:3, 5:90:7
 def test_a_part_is_that_of_the_whole_and_little_more_is_read(kind, part) -> None:
     rng = np.random.default_rng(1)
     is_symmetric = kind in ("plain", "packed")
-    matrix = Matrix(rng, rng.normal(size=(24, 96)), 4, GROUP, is_symmetric, kind == "gptq, act order")
+    matrix = Matrix(
+        rng, rng.normal(size=(24, 96)), 4, GROUP, is_symmetric, kind == "gptq, act order"
+    )
     found, values = stored(kind, matrix)
     np.testing.assert_allclose(found[part], matrix.floats()[part], rtol=1e-6)
     outputs, inputs = (range(size)[one] for size, one in zip((24, 96), part, strict=True))
@@ -236,11 +308,17 @@ def test_a_part_is_that_of_the_whole_and_little_more_is_read(kind, part) -> None
 
     outputs, groups = part[0], slice(1, 4)
     whole = found.read("values", np.s_[:, :, :])
-    np.testing.assert_array_equal(found.read("values", (groups, outputs, slice(3, 9))), whole[groups, outputs, 3:9])
+    np.testing.assert_array_equal(
+        found.read("values", (groups, outputs, slice(3, 9))), whole[groups, outputs, 3:9]
+    )
     for role in ("scales", "zeros"):
-        np.testing.assert_array_equal(found.read(role, (groups, outputs)), found.read(role, np.s_[:, :])[groups, outputs])
+        np.testing.assert_array_equal(
+            found.read(role, (groups, outputs)), found.read(role, np.s_[:, :])[groups, outputs]
+        )
     order = found.read("order", (slice(None),))
-    columns = (whole - found.read("zeros", np.s_[:, :])[..., None]) * found.read("scales", np.s_[:, :])[..., None]
+    columns = (whole - found.read("zeros", np.s_[:, :])[..., None]) * found.read(
+        "scales", np.s_[:, :]
+    )[..., None]
     rows = np.moveaxis(columns, 0, 1).reshape(24, 96)
     np.testing.assert_allclose(rows, matrix.floats()[:, order], rtol=1e-6)
     np.testing.assert_array_equal(found.read("order", (slice(4, 9),)), order[4:9])
@@ -274,27 +352,51 @@ FAULTS = [
         f"'{Q}weight' is quantized, and '{Q}scales', which goes with it, is missing: download",
     ),
     (FIRST, lambda t: t.pop(f"{Q}qzeros"), f"'{Q}qzeros', which goes with it, is missing"),
-    (FIRST, lambda t: t.pop(f"{Q}qweight"), f"'{Q}weight' of a llama model with this config.json is missing"),
+    (
+        FIRST,
+        lambda t: t.pop(f"{Q}qweight"),
+        f"'{Q}weight' of a llama model with this config.json is missing",
+    ),
     (
         FIRST,
         lambda t: t.update({f"{Q}qzeros": t[f"{Q}qzeros"][:, 1:].copy()}),
         r"qzeros' is I32 of shape \(4, 7\): .* \(4, 8\)",
     ),
-    (FIRST, lambda t: t.update({f"{Q}scales": t[f"{Q}scales"][1:].copy()}), r"scales' is F16 of shape \(3, 64\): .* \(4, 64\)"),
+    (
+        FIRST,
+        lambda t: t.update({f"{Q}scales": t[f"{Q}scales"][1:].copy()}),
+        r"scales' is F16 of shape \(3, 64\): .* \(4, 64\)",
+    ),
     (
         FIRST,
         lambda t: t.update({f"{Q}qweight": t[f"{Q}qweight"][:4].copy()}),
         r"scales' is F16 of shape \(4, 64\): .* \(2, 64\)",
     ),
-    (FIRST, lambda t: t.update({f"{Q}qweight": t[f"{Q}qweight"].astype(np.int16)}), "qweight' is I16 of shape"),
+    (
+        FIRST,
+        lambda t: t.update({f"{Q}qweight": t[f"{Q}qweight"].astype(np.int16)}),
+        "qweight' is I16 of shape",
+    ),
     (
         FIRST,
         lambda t: t.update({f"{Q}g_idx": np.zeros(64, np.int32)}),
         f"'{Q}g_idx': its 4 groups must have 16 inputs each: download",
     ),
-    (FIRST, lambda t: t.update({f"{Q}g_idx": np.full(64, 2**31 - 1, np.int32)}), "g_idx': its 4 groups must have"),
-    (FIRST, lambda t: t.update({f"{Q}g_idx": np.zeros(3, np.int32)}), r"g_idx' is I32 of shape \(3,\)"),
-    (FIRST, lambda t: t.update({f"{Q}weight": np.zeros((64, 64), np.float32)}), f"it holds both '{Q}weight' and '{Q}qweight'"),
+    (
+        FIRST,
+        lambda t: t.update({f"{Q}g_idx": np.full(64, 2**31 - 1, np.int32)}),
+        "g_idx': its 4 groups must have",
+    ),
+    (
+        FIRST,
+        lambda t: t.update({f"{Q}g_idx": np.zeros(3, np.int32)}),
+        r"g_idx' is I32 of shape \(3,\)",
+    ),
+    (
+        FIRST,
+        lambda t: t.update({f"{Q}weight": np.zeros((64, 64), np.float32)}),
+        f"it holds both '{Q}weight' and '{Q}qweight'",
+    ),
     (AWQ, lambda t: t.pop(f"{Q}qzeros"), f"'{Q}qzeros', which goes with it, is missing"),
     (
         AWQ,
@@ -315,7 +417,10 @@ def refusal(directory: Path) -> str:
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory) -> dict[str, Path]:
-    return {said["quant_method"]: write(tmp_path_factory.mktemp("original"), said) for said in (AWQ, FIRST)}
+    return {
+        said["quant_method"]: write(tmp_path_factory.mktemp("original"), said)
+        for said in (AWQ, FIRST)
+    }
 
 
 def copy(directory: Path, to: Path) -> None:
@@ -324,19 +429,30 @@ def copy(directory: Path, to: Path) -> None:
 
 
 @pytest.mark.parametrize(("said", "edit", "message"), FAULTS)
-def test_tensors_that_do_not_fit_are_refused_by_name(originals, tmp_path, said, edit, message) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    originals, tmp_path, said, edit, message
+) -> None:
     copy(originals[said["quant_method"]], tmp_path)
     edit_tensors(tmp_path, edit)
     assert re.search(message, refusal(tmp_path)), refusal(tmp_path)
 
 
 CONFIG_FAULTS = [
-    (FIRST | {"bits": 3}, "quantization_config.bits=3: must be 4 or 8: use the checkpoint without quantization"),
+    (
+        FIRST | {"bits": 3},
+        "quantization_config.bits=3: must be 4 or 8: use the checkpoint without quantization",
+    ),
     (FIRST | {"bits": None}, "bits=None: must be 4 or 8"),
     (FIRST | {"bits": 8}, r"scales' is F16 of shape"),
-    (FIRST | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin': must be gptq or gptq_v2"),
+    (
+        FIRST | {"checkpoint_format": "marlin"},
+        "checkpoint_format='marlin': must be gptq or gptq_v2",
+    ),
     (FIRST | {"pack_dtype": "int64"}, "pack_dtype='int64': must be int32"),
-    (FIRST | {"dynamic": {"+:.*up_proj": {"bits": 8}}}, "dynamic=.*: must be left out, or say only which matrices stay floats"),
+    (
+        FIRST | {"dynamic": {"+:.*up_proj": {"bits": 8}}},
+        "dynamic=.*: must be left out, or say only which matrices stay floats",
+    ),
     (FIRST | {"group_size": 40}, "says groups of 40, which do not divide the 96 inputs of"),
     (FIRST | {"group_size": 0}, "group_size=0: must be a whole number from 1, or -1"),
     (FIRST | {"group_size": "16"}, "group_size='16': must be a whole number"),
@@ -344,8 +460,14 @@ CONFIG_FAULTS = [
     (AWQ | {"version": "gemv"}, "version='gemv': must be gemm"),
     (AWQ | {"backend": "llm-awq"}, "backend='llm-awq': must be another than llm-awq"),
     (AWQ | {"zero_point": False}, "zero_point=False: must be True"),
-    ({"quant_method": "fp8"}, "qweight' is packed, and config.json does not say how: quant_method must be awq or gptq"),
-    (None, "qweight' is packed, and config.json does not say how: quant_method must be awq or gptq"),
+    (
+        {"quant_method": "fp8"},
+        "qweight' is packed, and config.json does not say how: quant_method must be awq or gptq",
+    ),
+    (
+        None,
+        "qweight' is packed, and config.json does not say how: quant_method must be awq or gptq",
+    ),
 ]
 
 

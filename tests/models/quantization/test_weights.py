@@ -10,7 +10,14 @@ from specjax.models.params import Param, Within
 from specjax.models.quantization import Form
 from specjax.models.quantization.weights import dequantize_matrix, quantize_matrix, rows_of
 
-FORMS = [Form("int8"), Form("int8", 16), Form("int4"), Form("int4", 16), Form("fp8"), Form("fp8", 16)]
+FORMS = [
+    Form("int8"),
+    Form("int8", 16),
+    Form("int4"),
+    Form("int4", 16),
+    Form("fp8"),
+    Form("fp8", 16),
+]
 LARGEST = {"int8": 127, "int4": 7, "fp8": 448}
 
 
@@ -22,18 +29,29 @@ def weights(*shape: int) -> np.ndarray:
 def test_numbers_and_scales_are_those_of_qwix(group) -> None:
     matrix = weights(64, 24)
     how = qarray.HowToQuantize(
-        qtype=jnp.int8, channelwise_axes=(1,), tiled_axes={0: group} if group else {}, calibration_method="absmax"
+        qtype=jnp.int8,
+        channelwise_axes=(1,),
+        tiled_axes={0: group} if group else {},
+        calibration_method="absmax",
     )
-    theirs, ours = qarray.quantize(jnp.asarray(matrix), how), quantize_matrix(matrix, Form("int8", group))
+    theirs, ours = (
+        qarray.quantize(jnp.asarray(matrix), how),
+        quantize_matrix(matrix, Form("int8", group)),
+    )
     assert theirs.zero_point is None and ours.zeros is None
     # qwix divides by 127.5, so that the largest weight is rounded to 128 and cut off at 127.
-    np.testing.assert_allclose(np.asarray(theirs.scale) * 127.5 / 127, np.asarray(ours.scales), rtol=1e-6)
+    np.testing.assert_allclose(
+        np.asarray(theirs.scale) * 127.5 / 127, np.asarray(ours.scales), rtol=1e-6
+    )
     values = np.moveaxis(ours.values, -1, 1).reshape(64, 24)
     exact = matrix / np.repeat(np.asarray(ours.scales), 64 // len(ours.scales), axis=0)
     assert np.abs(values - np.asarray(theirs.qvalue, np.int32)).max() <= 1
     np.testing.assert_array_equal(values, np.rint(exact))
     np.testing.assert_allclose(
-        dequantize_matrix(ours), qarray.dequantize(theirs), rtol=0, atol=float(np.asarray(theirs.scale).max())
+        dequantize_matrix(ours),
+        qarray.dequantize(theirs),
+        rtol=0,
+        atol=float(np.asarray(theirs.scale).max()),
     )
 
 
@@ -45,7 +63,11 @@ def test_numbers_are_in_range_and_weights_change_little(form) -> None:
     quantized = quantize_matrix(matrix, form)
     assert quantized.shape == matrix.shape and quantized.form == form
     groups = 64 // (form.group or 64)
-    assert quantized.values.shape == (3, groups, 24, 64 // groups) and quantized.scales.shape == (3, groups, 24)
+    assert quantized.values.shape == (3, groups, 24, 64 // groups) and quantized.scales.shape == (
+        3,
+        groups,
+        24,
+    )
     values = np.asarray(quantized.values).astype(np.float32)
     assert np.abs(values).max() == LARGEST[form.kind] and (np.asarray(quantized.scales) > 0).all()
     found = np.asarray(dequantize_matrix(quantized))
@@ -80,26 +102,51 @@ def test_rows_of_an_embedding_are_its_outputs() -> None:
     table = weights(20, 16)
     quantized = quantize_matrix(table.T, Form("int8"))
     tokens = jnp.array([[3, 0], [19, 3]])
-    np.testing.assert_array_equal(rows_of(quantized, tokens, jnp.float32), dequantize_matrix(quantized).T[tokens])
+    np.testing.assert_array_equal(
+        rows_of(quantized, tokens, jnp.float32), dequantize_matrix(quantized).T[tokens]
+    )
 
 
-@pytest.mark.parametrize(("asked", "inputs", "found"), [(128, 256, 128), (128, 96, 32), (128, 36, 0), (128, 9, 0), (0, 9, 0)])
+@pytest.mark.parametrize(
+    ("asked", "inputs", "found"),
+    [(128, 256, 128), (128, 96, 32), (128, 36, 0), (128, 9, 0), (0, 9, 0)],
+)
 def test_groups_fit_the_inputs(asked, inputs, found) -> None:
     assert Form("int4", asked).fitting(inputs).group == found
 
 
 def test_the_parts_of_a_matrix_are_declared_after_it() -> None:
     form = Form("int4", 16, has_zeros=True, is_ordered=True)
-    param = Param((4, 64, 8), ("experts", None, "mlp"), "up", is_product=True, within=Within(2, 16, 1, 2))
+    param = Param(
+        (4, 64, 8), ("experts", None, "mlp"), "up", is_product=True, within=Within(2, 16, 1, 2)
+    )
     declared = form.declare(param)
     assert declared.form == form and declared.shape == (4, 64, 8)
-    shapes = {role: getattr(declared, role).shape for role in ("values", "scales", "zeros", "order")}
-    assert shapes == {"values": (4, 4, 8, 16), "scales": (4, 4, 8), "zeros": (4, 4, 8), "order": (4, 64)}
-    assert declared.values.stored_shape == (4, 4, 16, 16) and declared.zeros.stored_shape == (4, 4, 16)
-    assert declared.values.axes == ("experts", None, "mlp", None) and declared.order.axes == ("experts", None)
-    whole = Form("int8").declare(Param((64, 8), ("heads", None), "o.weight", transposed=True, units=4, is_product=True))
+    shapes = {
+        role: getattr(declared, role).shape for role in ("values", "scales", "zeros", "order")
+    }
+    assert shapes == {
+        "values": (4, 4, 8, 16),
+        "scales": (4, 4, 8),
+        "zeros": (4, 4, 8),
+        "order": (4, 64),
+    }
+    assert declared.values.stored_shape == (4, 4, 16, 16) and declared.zeros.stored_shape == (
+        4,
+        4,
+        16,
+    )
+    assert declared.values.axes == ("experts", None, "mlp", None) and declared.order.axes == (
+        "experts",
+        None,
+    )
+    whole = Form("int8").declare(
+        Param((64, 8), ("heads", None), "o.weight", transposed=True, units=4, is_product=True)
+    )
     assert whole.values.axes == (None, None, "heads") and whole.values.units == 4
-    grouped = Form("int8", 8).declare(Param((64, 8), ("heads", None), "o.weight", transposed=True, units=4, is_product=True))
+    grouped = Form("int8", 8).declare(
+        Param((64, 8), ("heads", None), "o.weight", transposed=True, units=4, is_product=True)
+    )
     assert grouped.values.axes == ("heads", None, None) and grouped.values.units == 4
 
 
@@ -107,5 +154,7 @@ def test_zeros_are_taken_off_before_the_scale() -> None:
     quantized = quantize_matrix(weights(32, 8), Form("int8", 16))
     zeros = np.random.default_rng(1).integers(-3, 4, quantized.scales.shape).astype(np.int8)
     shifted = dequantize_matrix(quantized.replace(zeros=zeros))
-    lost = np.repeat(zeros * np.asarray(quantized.scales), 16, axis=0)  # [in, out]: a group is 16 neighbouring inputs
+    lost = np.repeat(
+        zeros * np.asarray(quantized.scales), 16, axis=0
+    )  # [in, out]: a group is 16 neighbouring inputs
     np.testing.assert_allclose(shifted, dequantize_matrix(quantized) - lost, rtol=1e-5, atol=1e-6)

@@ -47,7 +47,9 @@ class Browser:
     def send(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
         """A command's result."""
         self._sent += 1
-        message = {"id": self._sent, "method": method, "params": params} | ({"sessionId": session} if session else {})
+        message = {"id": self._sent, "method": method, "params": params} | (
+            {"sessionId": session} if session else {}
+        )
         os.write(self._commands, json.dumps(message).encode() + b"\0")
         deadline = time.monotonic() + TIMEOUT
         while True:
@@ -85,7 +87,9 @@ class Page:
     def __init__(self, browser: Browser) -> None:
         self.browser = browser
         target = browser.send("Target.createTarget", url="about:blank")["targetId"]
-        self.session = browser.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = browser.send("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
 
@@ -95,8 +99,17 @@ class Page:
     def look(self, width: int, height: int, theme: str = "light") -> None:
         """The size of the window, and which colours its user prefers."""
         phone = width < 600
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
-        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=phone,
+        )
+        self.send(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": theme}],
+        )
 
     def open(self, address: str) -> None:
         self.send("Page.navigate", url=address)
@@ -104,7 +117,9 @@ class Page:
 
     def evaluate(self, script: str) -> Any:
         """What an expression gives."""
-        reply = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        reply = self.send(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in reply:
             raise RuntimeError(f"{script}: {reply['exceptionDetails']}")
         return reply["result"].get("value")
@@ -115,7 +130,10 @@ class Page:
         while not self.evaluate(f"Boolean({condition})"):
             if time.monotonic() > deadline:
                 shown = self.evaluate("document.body.innerText")
-                raise TimeoutError(f"not true after {seconds} s: {condition}\ntroubles: {self.troubles()}\nthe page:\n{shown}")
+                raise TimeoutError(
+                    f"not true after {seconds} s: {condition}\ntroubles: {self.troubles()}\nthe"
+                    f" page:\n{shown}"
+                )
             self.browser.listen(0.05)
 
     def type(self, selector: str, text: str) -> None:
@@ -126,20 +144,35 @@ class Page:
     def click(self, selector: str) -> None:
         """With a mouse, in the middle of it."""
         place = self.evaluate(
-            f"(() => {{ const it = document.querySelector({json.dumps(selector)}); it.scrollIntoView({{block: 'nearest'}});"
-            " const box = it.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
+            f"(() => {{ const it = document.querySelector({json.dumps(selector)});"
+            " it.scrollIntoView({block: 'nearest'}); const box = it.getBoundingClientRect();"
+            " return [box.x + box.width / 2, box.y + box.height / 2]; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
-            self.send("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
+            self.send(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=place[0],
+                y=place[1],
+                button="left",
+                clickCount=1,
+            )
 
     def press(self, key: str, code: int, control: bool = False) -> None:
         """A key; ``code`` is its virtual key code."""
-        params = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 2 if control else 0}
+        params = {
+            "key": key,
+            "code": key,
+            "windowsVirtualKeyCode": code,
+            "modifiers": 2 if control else 0,
+        }
         for kind in ("rawKeyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, **params)
 
     def screenshot(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
+        file.write_bytes(
+            base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
+        )
 
     def troubles(self) -> list[str]:
         """Errors and warnings in the console, exceptions, and requests that failed."""
@@ -161,7 +194,11 @@ class Page:
 
     def requested(self) -> list[str]:
         """The addresses of all that the page asked for."""
-        sent = (event["params"] for event in self.browser.events if event["method"] == "Network.requestWillBeSent")
+        sent = (
+            event["params"]
+            for event in self.browser.events
+            if event["method"] == "Network.requestWillBeSent"
+        )
         return sorted({params["request"]["url"] for params in sent})
 
 
@@ -170,13 +207,20 @@ def chromium(directory: Path) -> Iterator[Browser]:
     """One that forgets everything; ``directory`` has its profile and what it prints."""
     command = found()
     if command is None:
-        raise RuntimeError("there is no Chromium: install one (Debian: apt-get install chromium), or name it in CHROMIUM")
+        raise RuntimeError(
+            "there is no Chromium: install one (Debian: apt-get install chromium), or name it in"
+            " CHROMIUM"
+        )
     theirs, commands = os.pipe()
     replies, answers = os.pipe()
     # It reads from 3 and writes to 4, which may be in use here.
     low = theirs, answers
     theirs, answers = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in low)
-    options = [*_OPTIONS, f"--user-data-dir={directory / 'profile'}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+    options = [
+        *_OPTIONS,
+        f"--user-data-dir={directory / 'profile'}",
+        *(["--no-sandbox"] if os.geteuid() == 0 else []),
+    ]
     writes = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     process = os.posix_spawn(
         command,

@@ -42,7 +42,15 @@ def start_server(directory: Path, *options: str) -> Server:
             (target / file.name).symlink_to(file)
         (target / "chat_template.jinja").write_text(TEMPLATE)
         (directory / "key").write_text(f"{KEY}\n")
-    line = ["--target", str(target), "--drafter", "embedded:eagle3", "--served-model-name", "tiny", "also-tiny"]
+    line = [
+        "--target",
+        str(target),
+        "--drafter",
+        "embedded:eagle3",
+        "--served-model-name",
+        "tiny",
+        "also-tiny",
+    ]
     line += ["--drafts", "chain:3", "--rows", "2", "--capacity", str(CAPACITY), "--warm"]
     line += ["--port", "0", "--api-key-file", str(directory / "key")]
     line += ["--per-request-spec-decode-metrics", *options]

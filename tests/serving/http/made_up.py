@@ -30,14 +30,18 @@ class Characters:
 
     chat_template: str | None = "made up"
 
-    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+    def __call__(
+        self, text: str, add_special_tokens: bool = True, **_: Any
+    ) -> dict[str, list[int]]:
         return {"input_ids": [1] * add_special_tokens + [ord(each) for each in text]}
 
     def get_vocab(self) -> dict[str, int]:
         return {"a": 97, "<0xC3>": 1003}
 
     def decode(self, tokens: list[int], **_: Any) -> str:
-        return "".join(chr(token) if token < 1000 else "\N{REPLACEMENT CHARACTER}" for token in tokens)
+        return "".join(
+            chr(token) if token < 1000 else "\N{REPLACEMENT CHARACTER}" for token in tokens
+        )
 
     def convert_ids_to_tokens(self, token: int) -> str:
         return chr(token) if token < 1000 else f"<0x{token - 1000 + 0xC0:02X}>"
@@ -62,7 +66,11 @@ class MadeUpHandle:
     @property
     def _known(self) -> int:
         until = time.perf_counter() if self.cancelled_at is None else self.cancelled_at
-        return len(self.pieces) if not self.pause else min(int((until - self.times.submitted) / self.pause), len(self.pieces))
+        return (
+            len(self.pieces)
+            if not self.pause
+            else min(int((until - self.times.submitted) / self.pause), len(self.pieces))
+        )
 
     @property
     def finish_reason(self) -> str | None:
@@ -128,7 +136,9 @@ class MadeUpEngine:
     def __init__(self, text: str = "The text.", pause: float = 0.0) -> None:
         self.text, self.pause = text, pause
         self.tokenizer = Characters()
-        self.target = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=(2,)))
+        self.target = SimpleNamespace(
+            config=SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=(2,))
+        )
         self.submitted: list[MadeUpHandle] = []
         self.room: int | None = None
         self.error: BaseException | None = None
@@ -151,7 +161,9 @@ class MadeUpEngine:
             if any(message["role"] == "nobody" for message in prompt):
                 raise InputError("messages: the model's chat template refuses them (no such role)")
             prompt = "".join(f"{message['role']}:{message['content']}\n" for message in prompt)
-            prompt += "".join(f"{name}={value}\n" for name, value in (chat_template_kwargs or {}).items())
+            prompt += "".join(
+                f"{name}={value}\n" for name, value in (chat_template_kwargs or {}).items()
+            )
         return [min(ord(each), 999) for each in prompt] if isinstance(prompt, str) else list(prompt)
 
     def encode_prediction(self, prediction: str) -> list[int]:
@@ -161,13 +173,18 @@ class MadeUpEngine:
     def submit(self, prompt: list[int], params: SamplingParams, **options: Any) -> MadeUpHandle:
         if self.is_down:
             raise EngineError("the engine failed") from RuntimeError("made up")
-        if self.room is not None and sum(handle.finish_reason is None for handle in self.submitted) >= self.room:
+        if (
+            self.room is not None
+            and sum(handle.finish_reason is None for handle in self.submitted) >= self.room
+        ):
             raise QueueFullError("as many requests wait as may")
         settings = {"logprobs": None, "prediction": None, "spans": False, **vars(params), **options}
         tokens = itertools.islice(itertools.cycle(self.encode(self.text)), params.max_new_tokens)
         pieces = [self._piece(token, settings) for token in tokens]
         handle = MadeUpHandle(pieces, self.pause, prompt, settings, self.error)
-        handle.acceptance = Acceptance(9, 14, 15, 7, 0, 14 / 9, 7 / 15, (), (), drafted_at=(5, 5, 5), accepted_at=(4, 2, 1))
+        handle.acceptance = Acceptance(
+            9, 14, 15, 7, 0, 14 / 9, 7 / 15, (), (), drafted_at=(5, 5, 5), accepted_at=(4, 2, 1)
+        )
         if settings["prediction"] is not None:
             handle.predicted_tokens, handle.prediction_length = 2, len(settings["prediction"])
         self.submitted.append(handle)
@@ -182,10 +199,18 @@ class MadeUpEngine:
     @property
     def statistics(self) -> Any:
         running = sum(handle.finish_reason is None for handle in self.submitted)
-        pages = {"free_pages": 3, "pages": 4, "preemptions": 2, "prompt_tokens_read": 8, "prompt_tokens_shared": 2}
+        pages = {
+            "free_pages": 3,
+            "pages": 4,
+            "preemptions": 2,
+            "prompt_tokens_read": 8,
+            "prompt_tokens_shared": 2,
+        }
         programs = {"compiled": 3, "programs": 5}
         clients = SimpleNamespace(preempted=6)
-        return SimpleNamespace(running=running, waiting=1, clients=clients, **pages, **programs, **self.counted)
+        return SimpleNamespace(
+            running=running, waiting=1, clients=clients, **pages, **programs, **self.counted
+        )
 
 
 @contextmanager
@@ -200,7 +225,9 @@ def running(
     """uvicorn in a thread, as `specjax serve` runs it: the server, and its host and port. By default at a free one."""
     service = Service(engine, AppOptions(**{"names": ("tiny",), "only_loopback": True} | options))  # pyright: ignore
     with bound or run.bind("127.0.0.1", 0) as listening:
-        server = run._Server(run._config(make_app(service), bounds, tls, service.drafts), service, drain_seconds, "")
+        server = run._Server(
+            run._config(make_app(service), bounds, tls, service.drafts), service, drain_seconds, ""
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         address = listening.getsockname()
@@ -215,7 +242,9 @@ def running(
 
 
 @contextmanager
-def serving(engine: MadeUpEngine, bounds: ConnectionLimits = ConnectionLimits(), **options: Any) -> Iterator[tuple[str, int]]:
+def serving(
+    engine: MadeUpEngine, bounds: ConnectionLimits = ConnectionLimits(), **options: Any
+) -> Iterator[tuple[str, int]]:
     """As `running`: host and port alone."""
     with running(engine, bounds, **options) as (_, address):
         yield address

@@ -43,7 +43,9 @@ class Server:
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The JSON that comes back."""
-        request = urllib.request.Request(self.address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self.address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         try:
             with self._open(request) as response:
                 return json.load(response)
@@ -57,7 +59,9 @@ class Server:
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
-        found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self.get("/metrics"), re.MULTILINE)
+        found = re.findall(
+            rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self.get("/metrics"), re.MULTILINE
+        )
         assert found, f"there is no {name}"
         return sum(map(float, found))
 
@@ -70,7 +74,16 @@ class Server:
 
     def resident(self) -> int:
         """Bytes of memory that it has."""
-        return int(re.search(r"^VmRSS:\s+(\d+) kB", Path(f"/proc/{self.process}/status").read_text(), re.MULTILINE)[1]) * 1024
+        return (
+            int(
+                re.search(
+                    r"^VmRSS:\s+(\d+) kB",
+                    Path(f"/proc/{self.process}/status").read_text(),
+                    re.MULTILINE,
+                )[1]
+            )
+            * 1024
+        )
 
 
 @contextmanager
@@ -90,7 +103,9 @@ def serving(log: Path, *options: str) -> Iterator[Server]:
         deadline = time.monotonic() + STARTING
         while (found := re.search(r"(http://\S+) is ready", log.read_text())) is None:
             assert process.poll() is None, f"it ended with {process.returncode}:\n{log.read_text()}"
-            assert time.monotonic() < deadline, f"it was not ready after {STARTING} s:\n{log.read_text()}"
+            assert time.monotonic() < deadline, (
+                f"it was not ready after {STARTING} s:\n{log.read_text()}"
+            )
             time.sleep(0.1)
         yield Server(found[1], process.pid)
         assert "Traceback" not in log.read_text()

@@ -25,7 +25,15 @@ from specjax.serving.http.protocol import ConnectionLimits
 from specjax.serving.http.service import MAX_NAMES_LOGGED, AppOptions, Service
 from specjax.serving.http.tokens import TokenTexts
 from specjax.text import GrowingText
-from tests.serving.http.made_up import CAPACITY, Characters, MadeUpEngine, read_more, running, serving, wait_until
+from tests.serving.http.made_up import (
+    CAPACITY,
+    Characters,
+    MadeUpEngine,
+    read_more,
+    running,
+    serving,
+    wait_until,
+)
 from tests.test_text import ANSWERS, ASKED, ids_of, with_marks
 
 NO_ERRORS = {"message": str, "type": str, "param": (str, type(None)), "code": (str, type(None))}
@@ -46,7 +54,11 @@ def ask(
     """One request, without a network."""
     service = service if isinstance(service, Service) else service_of(service)
     base = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "ab"}
-    content = json.dumps({"model": "tiny"} | base | body) if content is None and method == "POST" else content
+    content = (
+        json.dumps({"model": "tiny"} | base | body)
+        if content is None and method == "POST"
+        else content
+    )
     sent = {"Content-Type": "application/json", **dict(headers)}
 
     async def send() -> httpx2.Response:
@@ -79,16 +91,27 @@ def events(answer: httpx2.Response) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 def test_a_completion() -> None:
     engine = MadeUpEngine("The text.")
     answer = ask(engine, max_tokens=6).json()
-    assert answer["choices"] == [{"index": 0, "finish_reason": "length", "text": "The te", "logprobs": None}]
+    assert answer["choices"] == [
+        {"index": 0, "finish_reason": "length", "text": "The te", "logprobs": None}
+    ]
     details = {"cached_tokens": 1}
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8, "prompt_tokens_details": details}
-    assert (answer["object"], answer["model"], answer["id"][:5]) == ("text_completion", "tiny", "cmpl-")
+    assert answer["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 6,
+        "total_tokens": 8,
+        "prompt_tokens_details": details,
+    }
+    assert (answer["object"], answer["model"], answer["id"][:5]) == (
+        "text_completion",
+        "tiny",
+        "cmpl-",
+    )
     assert "metrics" not in answer
 
 
@@ -96,7 +119,9 @@ def test_a_chat() -> None:
     engine = MadeUpEngine("The text.")
     answer = chat(engine, max_completion_tokens=4).json()
     message = {"role": "assistant", "content": "The ", "refusal": None}
-    assert answer["choices"] == [{"index": 0, "finish_reason": "length", "message": message, "logprobs": None}]
+    assert answer["choices"] == [
+        {"index": 0, "finish_reason": "length", "message": message, "logprobs": None}
+    ]
     assert (answer["object"], answer["id"][:9]) == ("chat.completion", "chatcmpl-")
     assert answer["usage"]["prompt_tokens"] == len("user:Hi\n")
 
@@ -121,11 +146,22 @@ def test_what_the_engine_is_given() -> None:
         max_tokens=4,
     )
     settings = engine.submitted[0].settings
-    assert {name: settings[name] for name in ("temperature", "top_k", "top_p", "min_p", "min_new_tokens")} == {
-        **{"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "min_new_tokens": 2}
-    }
-    assert (settings["seed"], settings["choice"], settings["stop"], settings["eos_token_ids"]) == (2**63 - 1, 0, ("x",), (2, 5))
-    assert (settings["logprobs"], settings["echo"], settings["prediction"], settings["spans"]) == (None, False, None, False)
+    assert {
+        name: settings[name]
+        for name in ("temperature", "top_k", "top_p", "min_p", "min_new_tokens")
+    } == {**{"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "min_new_tokens": 2}}
+    assert (settings["seed"], settings["choice"], settings["stop"], settings["eos_token_ids"]) == (
+        2**63 - 1,
+        0,
+        ("x",),
+        (2, 5),
+    )
+    assert (settings["logprobs"], settings["echo"], settings["prediction"], settings["spans"]) == (
+        None,
+        False,
+        None,
+        False,
+    )
     assert settings["cache_salt"] == ""
     ask(engine, cache_salt="mine")
     assert engine.submitted[1].settings["cache_salt"] == "mine"
@@ -153,15 +189,28 @@ def test_without_a_seed_every_request_has_another() -> None:
 def test_without_a_seed_equal_prompts_have_texts_of_their_own() -> None:
     engine = MadeUpEngine()
     ask(engine, prompt=["a", "a"], n=2)
-    assert len({(handle.settings["seed"], handle.settings["choice"]) for handle in engine.submitted}) == 4
+    assert (
+        len({(handle.settings["seed"], handle.settings["choice"]) for handle in engine.submitted})
+        == 4
+    )
 
 
 def test_choices_are_numbered_by_prompt_and_within_it() -> None:
     engine = MadeUpEngine()
     answer = ask(engine, prompt=["a", "bcd"], n=3, seed=7, max_tokens=2).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3, 4, 5]
-    given = [(len(handle.prompt), handle.settings["choice"], handle.settings["seed"]) for handle in engine.submitted]
-    assert given == [(1, 0, 7), (1, 1, 7), (1, 2, 7), (3, 0, 7), (3, 1, 7), (3, 2, 7)]  # as each prompt would have alone
+    given = [
+        (len(handle.prompt), handle.settings["choice"], handle.settings["seed"])
+        for handle in engine.submitted
+    ]
+    assert given == [
+        (1, 0, 7),
+        (1, 1, 7),
+        (1, 2, 7),
+        (3, 0, 7),
+        (3, 1, 7),
+        (3, 2, 7),
+    ]  # as each prompt would have alone
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (4, 12)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
 
@@ -177,12 +226,20 @@ def test_a_stream_of_a_completion() -> None:
 def test_a_stream_of_a_chat_begins_with_the_role() -> None:
     said = events(chat(MadeUpEngine("abc"), max_tokens=3, stream=True))
     deltas = [each["choices"][0]["delta"] for each in said]
-    assert deltas == [{"role": "assistant", "content": ""}, {"content": "a"}, {"content": "b"}, {"content": "c"}, {}]
+    assert deltas == [
+        {"role": "assistant", "content": ""},
+        {"content": "a"},
+        {"content": "b"},
+        {"content": "c"},
+        {},
+    ]
     assert {each["object"] for each in said} == {"chat.completion.chunk"}
 
 
 def test_usage_comes_last_where_it_is_asked_for() -> None:
-    *said, last = events(ask(MadeUpEngine("abc"), max_tokens=3, stream=True, stream_options={"include_usage": True}))
+    *said, last = events(
+        ask(MadeUpEngine("abc"), max_tokens=3, stream=True, stream_options={"include_usage": True})
+    )
     assert all(each["usage"] is None for each in said)
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 5
@@ -196,14 +253,29 @@ def test_usage_comes_with_every_chunk_where_it_is_asked_for() -> None:
     ):
         *said, last = events(answer)
         prompt = last["usage"]["prompt_tokens"]
-        assert [each["usage"]["completion_tokens"] for each in said if each["choices"]][-4:] == [1, 2, 3, 3]
-        assert all(each["usage"]["total_tokens"] == prompt + each["usage"]["completion_tokens"] for each in said)
+        assert [each["usage"]["completion_tokens"] for each in said if each["choices"]][-4:] == [
+            1,
+            2,
+            3,
+            3,
+        ]
+        assert all(
+            each["usage"]["total_tokens"] == prompt + each["usage"]["completion_tokens"]
+            for each in said
+        )
         assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
     said = events(ask(MadeUpEngine("abc"), max_tokens=3, n=2, stream=True, stream_options=options))
     counts = [each["usage"]["completion_tokens"] for each in said]
     assert counts == sorted(counts)  # of both texts
     assert counts[-1] == 6
-    *said, last = events(ask(MadeUpEngine("abc"), max_tokens=3, stream=True, stream_options={"continuous_usage_stats": True}))
+    *said, last = events(
+        ask(
+            MadeUpEngine("abc"),
+            max_tokens=3,
+            stream=True,
+            stream_options={"continuous_usage_stats": True},
+        )
+    )
     assert last["choices"] and last["usage"]["completion_tokens"] == 3
 
 
@@ -218,7 +290,12 @@ def test_a_stream_of_several_choices() -> None:
 def test_accepted_text_is_told_apart_where_it_is_asked_for() -> None:
     engine = MadeUpEngine("abc")
     said = events(ask(engine, max_tokens=3, stream=True, stream_options={"include_accepted": True}))
-    assert [each["choices"][0].get("accepted") for each in said] == [[["a", True]], [["b", True]], [["c", True]], None]
+    assert [each["choices"][0].get("accepted") for each in said] == [
+        [["a", True]],
+        [["b", True]],
+        [["c", True]],
+        None,
+    ]
     assert [each["choices"][0].get("tokens") for each in said] == [1, 1, 1, None]
     assert [each["choices"][0].get("accepted_tokens") for each in said] == [1, 1, 1, None]
     assert engine.submitted[0].settings["spans"]
@@ -235,10 +312,17 @@ def test_logprobs_of_a_completion() -> None:
 
 
 def test_the_prompt_comes_first_where_it_is_echoed() -> None:
-    choice = ask(MadeUpEngine("cd"), prompt="ab", max_tokens=2, logprobs=1, echo=True).json()["choices"][0]
+    choice = ask(MadeUpEngine("cd"), prompt="ab", max_tokens=2, logprobs=1, echo=True).json()[
+        "choices"
+    ][0]
     assert choice["text"] == "abcd"
     assert choice["logprobs"]["tokens"] == ["a", "b", "c", "d"]
-    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5, -0.5]  # nothing comes before the first
+    assert choice["logprobs"]["token_logprobs"] == [
+        None,
+        -0.5,
+        -0.5,
+        -0.5,
+    ]  # nothing comes before the first
     assert choice["logprobs"]["top_logprobs"][:2] == [None, {"b": -0.5}]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
 
@@ -251,7 +335,9 @@ def test_the_likelihood_of_a_prompt_alone() -> None:
 
 
 @pytest.mark.parametrize("part", ["whole", "first"])
-def test_what_is_told_of_a_long_prompt_is_not_made_where_everybody_waits(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_told_of_a_long_prompt_is_not_made_where_everybody_waits(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads, make = [], getattr(responses.Answer, part)
 
     def noted(answer: responses.Answer, of: Any) -> Any:
@@ -274,14 +360,19 @@ def test_an_echo_in_a_stream() -> None:
 
 
 def test_logprobs_of_a_chat() -> None:
-    content = chat(MadeUpEngine("é"), max_tokens=1, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    content = chat(MadeUpEngine("é"), max_tokens=1, logprobs=True, top_logprobs=2).json()[
+        "choices"
+    ][0]["logprobs"]["content"]
     likeliest = [
         {"token": "é", "logprob": -0.5, "bytes": [0xC3, 0xA9]},
         {"token": "ê", "logprob": -1.5, "bytes": [0xC3, 0xAA]},
     ]
     assert content == [likeliest[0] | {"top_logprobs": likeliest}]
     said = events(chat(MadeUpEngine("ab"), max_tokens=2, logprobs=True, stream=True))
-    assert [each["choices"][0]["logprobs"]["content"][0]["token"] for each in said[1:3]] == ["a", "b"]
+    assert [each["choices"][0]["logprobs"]["content"][0]["token"] for each in said[1:3]] == [
+        "a",
+        "b",
+    ]
 
 
 def test_tokens_that_are_no_text_say_their_bytes() -> None:
@@ -291,7 +382,9 @@ def test_tokens_that_are_no_text_say_their_bytes() -> None:
 
 
 def test_what_of_a_prediction_was_there() -> None:
-    usage = ask(MadeUpEngine(), max_tokens=4, prediction={"type": "content", "content": "abcde"}).json()["usage"]
+    usage = ask(
+        MadeUpEngine(), max_tokens=4, prediction={"type": "content", "content": "abcde"}
+    ).json()["usage"]
     details = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 3}
     assert usage["completion_tokens_details"] == details
 
@@ -320,17 +413,27 @@ def test_how_the_drafts_of_a_text_fared() -> None:
     assert last["metrics"]["speculative_decoding"] == said
 
 
-def test_names_that_are_not_known_are_told_in_a_header_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_names_that_are_not_known_are_told_in_a_header_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     service = service_of(MadeUpEngine())
     many = {f"name{number}": 1 for number in range(10)} | {"top_n": 1}
     odd = {"two\r\nlines": 1, "é": 1, "x" * 65: 1, "": 1}
     for _ in range(2):
         told = [
             ask(service, **odd, **many).headers["x-specjax-ignored"],
-            chat(service, stream=True, stream_options={"step": 1}, **odd).headers["x-specjax-ignored"],
-            ask(service, "/tokenize", content=json.dumps({"prompt": "a", "other.name": 1})).headers["x-specjax-ignored"],
+            chat(service, stream=True, stream_options={"step": 1}, **odd).headers[
+                "x-specjax-ignored"
+            ],
+            ask(service, "/tokenize", content=json.dumps({"prompt": "a", "other.name": 1})).headers[
+                "x-specjax-ignored"
+            ],
         ]
-        assert told == [", ".join(f"name{number}" for number in range(8)), "stream_options.step", "other.name"]
+        assert told == [
+            ", ".join(f"name{number}" for number in range(8)),
+            "stream_options.step",
+            "other.name",
+        ]
     assert "x-specjax-ignored" not in ask(service, user="me").headers
     assert "x-specjax-ignored" not in ask(service, **odd).headers
     logged = [record.getMessage() for record in caplog.records]
@@ -345,13 +448,16 @@ def test_a_client_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == MAX_NAMES_LOGGED
 
 
-# --- other paths -----------------------------------------------------------------------------------------------------
+# --- other paths ----------------------------------------------------------------------------------
 
 
 def test_models() -> None:
     engine = MadeUpEngine()
     listed = ask(engine, "/v1/models", "GET").json()
-    assert [(model["id"], model["max_model_len"]) for model in listed["data"]] == [("tiny", CAPACITY), ("other", CAPACITY)]
+    assert [(model["id"], model["max_model_len"]) for model in listed["data"]] == [
+        ("tiny", CAPACITY),
+        ("other", CAPACITY),
+    ]
     assert ask(engine, "/v1/models/other", "GET").json()["id"] == "other"
     assert refused(ask(engine, "/v1/models/a/b", "GET"), 404)["code"] == "model_not_found"
 
@@ -364,7 +470,9 @@ def test_tokenize() -> None:
         "tokens": [97, 98],
     }
     messages = [{"role": "user", "content": "a"}]
-    assert ask(engine, "/tokenize", content=json.dumps({"messages": messages})).json()["count"] == len("user:a\n")
+    assert ask(engine, "/tokenize", content=json.dumps({"messages": messages})).json()[
+        "count"
+    ] == len("user:a\n")
 
 
 def test_the_page_comes_from_here_alone() -> None:
@@ -385,16 +493,24 @@ def test_paths_and_methods_that_are_none() -> None:
 
 
 def metric(text: str, line: str) -> float:
-    return next(float(each.rpartition(" ")[2]) for each in text.splitlines() if each.rpartition(" ")[0] == line)
+    return next(
+        float(each.rpartition(" ")[2])
+        for each in text.splitlines()
+        if each.rpartition(" ")[0] == line
+    )
 
 
 def test_metrics() -> None:
     service = service_of(MadeUpEngine("abcdef", pause=0.02))
 
     async def three_texts() -> str:
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(make_app(service)), base_url="http://127.0.0.1") as client:
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(make_app(service)), base_url="http://127.0.0.1"
+        ) as client:
             for _ in range(3):
-                await client.post("/v1/completions", json={"model": "tiny", "prompt": "abc", "max_tokens": 5})
+                await client.post(
+                    "/v1/completions", json={"model": "tiny", "prompt": "abc", "max_tokens": 5}
+                )
             return (await client.get("/metrics")).text
 
     text = asyncio.run(three_texts())
@@ -402,15 +518,29 @@ def test_metrics() -> None:
     expected = {
         f"specjax:engine_running{of}": 1,
         **{f"specjax:programs{of}": 5, f"specjax:programs_compiled{of}": 3},
-        **{f"vllm:num_requests_running{of}": 0, f"vllm:num_requests_waiting{of}": 1, f"vllm:kv_cache_usage_perc{of}": 0.25},
-        **{f"vllm:prompt_tokens_total{of}": 9, f"vllm:generation_tokens_total{of}": 15, f"vllm:num_preemptions_total{of}": 2},
+        **{
+            f"vllm:num_requests_running{of}": 0,
+            f"vllm:num_requests_waiting{of}": 1,
+            f"vllm:kv_cache_usage_perc{of}": 0.25,
+        },
+        **{
+            f"vllm:prompt_tokens_total{of}": 9,
+            f"vllm:generation_tokens_total{of}": 15,
+            f"vllm:num_preemptions_total{of}": 2,
+        },
         **{f"vllm:prefix_cache_queries_total{of}": 10, f"vllm:prefix_cache_hits_total{of}": 2},
-        **{f"vllm:spec_decode_num_drafts_total{of}": 5, f"vllm:spec_decode_num_draft_tokens_total{of}": 15},
+        **{
+            f"vllm:spec_decode_num_drafts_total{of}": 5,
+            f"vllm:spec_decode_num_draft_tokens_total{of}": 15,
+        },
         f"vllm:spec_decode_num_accepted_tokens_total{of}": 7,
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="2"}': 1,
         'vllm:request_success_total{finished_reason="length",model_name="tiny"}': 3,
         'vllm:request_success_total{finished_reason="abort",model_name="tiny"}': 0,
-        **{f"vllm:time_to_first_token_seconds_count{of}": 3, f"vllm:e2e_request_latency_seconds_count{of}": 3},
+        **{
+            f"vllm:time_to_first_token_seconds_count{of}": 3,
+            f"vllm:e2e_request_latency_seconds_count{of}": 3,
+        },
         f"vllm:inter_token_latency_seconds_count{of}": 12,
         'specjax:draft_in_use{draft="chain:3",model_name="tiny"}': 1,
     }
@@ -419,18 +549,33 @@ def test_metrics() -> None:
     assert 0.01 < between < 0.04  # the pieces come every 20 ms
 
 
-# --- who may ask -----------------------------------------------------------------------------------------------------
+# --- who may ask ----------------------------------------------------------------------------------
 
 
 def test_with_a_key_nothing_is_answered_without_it() -> None:
     service = service_of(MadeUpEngine(), api_keys=("another-key-of-it", "a-secret-key"))
-    for path, method in (("/v1/models", "GET"), ("/v1/completions", "POST"), ("/metrics", "GET"), ("/nothing", "GET")):
-        for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "a-secret-key"}, {"Authorization": "Bearer "}):
+    for path, method in (
+        ("/v1/models", "GET"),
+        ("/v1/completions", "POST"),
+        ("/metrics", "GET"),
+        ("/nothing", "GET"),
+    ):
+        for given in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "a-secret-key"},
+            {"Authorization": "Bearer "},
+        ):
             answer = ask(service, path, method, given)
             assert refused(answer, 401)["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
     for scheme in ("Bearer", "bearer"):
-        assert ask(service, "/v1/models", "GET", {"Authorization": f"{scheme} a-secret-key"}).status_code == 200
+        assert (
+            ask(
+                service, "/v1/models", "GET", {"Authorization": f"{scheme} a-secret-key"}
+            ).status_code
+            == 200
+        )
     assert not service.engine.submitted  # pyright: ignore[reportAttributeAccessIssue]
     for path in ("/", "/health"):
         assert ask(service, path, "GET").status_code == 200
@@ -442,7 +587,9 @@ PREFLIGHT += [("Access-Control-Request-Headers", "authorization,content-type")]
 
 
 @pytest.mark.parametrize("origins", [(ORIGIN,), ("http://localhost:3000", ORIGIN), ("*",)])
-def test_pages_of_an_origin_that_is_let_in_may_use_the_server_with_a_key(origins: tuple[str, ...]) -> None:
+def test_pages_of_an_origin_that_is_let_in_may_use_the_server_with_a_key(
+    origins: tuple[str, ...],
+) -> None:
     service = service_of(MadeUpEngine(), cors_origins=origins, api_keys=("key",))
     preflight = ask(service, method="OPTIONS", headers=PREFLIGHT)
     assert preflight.status_code == 200
@@ -472,21 +619,43 @@ def test_health_says_how_many_programs_are_compiled() -> None:
 
 def test_a_name_that_is_not_this_machines_own_is_refused() -> None:
     service = service_of(MadeUpEngine(), only_loopback=True)
-    for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1", "", "localhost.evil", "[::2]"):
-        assert refused(ask(service, "/v1/models", "GET", {"Host": host}), 403)["code"] == "host_not_allowed"
+    for host in (
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "10.0.0.1",
+        "",
+        "localhost.evil",
+        "[::2]",
+    ):
+        assert (
+            refused(ask(service, "/v1/models", "GET", {"Host": host}), 403)["code"]
+            == "host_not_allowed"
+        )
     for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:5", "127.1.2.3", "[::1]:8000", "[::1]"):
         assert ask(service, "/v1/models", "GET", {"Host": host}).status_code == 200
-    assert ask(service_of(MadeUpEngine()), "/v1/models", "GET", {"Host": "my.server"}).status_code == 200
+    assert (
+        ask(service_of(MadeUpEngine()), "/v1/models", "GET", {"Host": "my.server"}).status_code
+        == 200
+    )
 
 
 def test_a_form_is_no_json() -> None:
     """What a web page may send to anybody without being asked whether it may."""
-    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+    for kind in (
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+        "",
+    ):
         refused(ask(MadeUpEngine(), headers={"Content-Type": kind}), 415)
-    assert ask(MadeUpEngine(), headers={"Content-Type": "Application/JSON; charset=utf-8"}).status_code == 200
+    assert (
+        ask(MadeUpEngine(), headers={"Content-Type": "Application/JSON; charset=utf-8"}).status_code
+        == 200
+    )
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 
 def test_a_body_that_is_too_long_is_not_read() -> None:
@@ -506,10 +675,16 @@ def test_a_body_that_is_too_long_is_not_read() -> None:
 
 def test_a_prompt_that_is_too_long() -> None:
     engine = MadeUpEngine()
-    for length, more in ((CAPACITY, {}), (CAPACITY, {"max_tokens": 1}), (CAPACITY + 1, {"max_tokens": 1})):
+    for length, more in (
+        (CAPACITY, {}),
+        (CAPACITY, {"max_tokens": 1}),
+        (CAPACITY + 1, {"max_tokens": 1}),
+    ):
         error = refused(ask(engine, prompt="a" * length, **more), 400)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-    error = refused(ask(engine, prompt="a" * (CAPACITY + 1), max_tokens=0, echo=True, logprobs=0), 400)
+    error = refused(
+        ask(engine, prompt="a" * (CAPACITY + 1), max_tokens=0, echo=True, logprobs=0), 400
+    )
     assert error["code"] == "context_length_exceeded"
     error = refused(chat(engine, messages=[{"role": "user", "content": "a" * CAPACITY}]), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
@@ -531,7 +706,9 @@ def test_more_tokens_than_fit_are_as_many_as_fit() -> None:
         assert said["usage"]["total_tokens"] == CAPACITY * len(said["choices"])
     *_, last = events(ask(engine, prompt="a" * 60, max_tokens=100, stream=True))
     assert last["choices"][0]["finish_reason"] == "length"
-    answer = ask(engine, prompt="a" * CAPACITY, max_tokens=0, echo=True, logprobs=0)  # a prompt alone may fill all
+    answer = ask(
+        engine, prompt="a" * CAPACITY, max_tokens=0, echo=True, logprobs=0
+    )  # a prompt alone may fill all
     assert answer.status_code == 200
 
 
@@ -541,17 +718,27 @@ BODIES = json.loads((Path(__file__).parent / "client_bodies.json").read_text())
 @pytest.mark.parametrize("case", BODIES, ids=[case["client"] for case in BODIES])
 def test_what_real_clients_send_is_answered(case: dict[str, Any]) -> None:
     """Whether recorded, derived from a client's source or written down. Tools are refused by name."""
-    assert re.fullmatch(r"recorded|written down|(derived|inferred) from the source at [\d.]+", case["origin"])
+    assert re.fullmatch(
+        r"recorded|written down|(derived|inferred) from the source at [\d.]+", case["origin"]
+    )
     engine = MadeUpEngine("The text.")
     engine.capacity = 1024  # fewer than many ask for
     answer = ask(engine, case["path"], content=json.dumps(case["body"]))
     if "refused" in case:
         assert refused(answer, 400)["param"] == case["refused"]
-        rest = {name: value for name, value in case["body"].items() if name not in ("tools", "tool_choice")}
-        assert ask(engine, case["path"], content=json.dumps(rest)).status_code == 200  # for nothing else
+        rest = {
+            name: value
+            for name, value in case["body"].items()
+            if name not in ("tools", "tool_choice")
+        }
+        assert (
+            ask(engine, case["path"], content=json.dumps(rest)).status_code == 200
+        )  # for nothing else
         return
     assert answer.status_code == 200, answer.text
-    assert [name for name in answer.headers.get("x-specjax-ignored", "").split(", ") if name] == case["ignored"]
+    assert [
+        name for name in answer.headers.get("x-specjax-ignored", "").split(", ") if name
+    ] == case["ignored"]
     if not case["body"].get("stream"):
         choice = answer.json()["choices"][0]
         text = choice["message"]["content"] if "chat" in case["path"] else choice["text"]
@@ -559,11 +746,18 @@ def test_what_real_clients_send_is_answered(case: dict[str, Any]) -> None:
         return
     said = events(answer)
     choices = [each["choices"][0] for each in said if each["choices"]]
-    text = "".join(choice["delta"].get("content", "") if "chat" in case["path"] else choice["text"] for choice in choices)
+    text = "".join(
+        choice["delta"].get("content", "") if "chat" in case["path"] else choice["text"]
+        for choice in choices
+    )
     assert text.startswith("The text")
     options = case["body"].get("stream_options", {})
     assert (said[-1].get("usage") is not None) == options.get("include_usage", False)
-    assert all("completion_tokens" in each["usage"] for each in said if options.get("continuous_usage_stats"))
+    assert all(
+        "completion_tokens" in each["usage"]
+        for each in said
+        if options.get("continuous_usage_stats")
+    )
 
 
 def test_what_no_tokens_could_be_short_enough_for_is_not_made_into_tokens() -> None:
@@ -571,8 +765,16 @@ def test_what_no_tokens_could_be_short_enough_for_is_not_made_into_tokens() -> N
     engine.encode = None  # pyright: ignore[reportAttributeAccessIssue]
     far_too_long = "a" * (6 * CAPACITY + 1)  # of the longest token there is
     assert refused(ask(engine, prompt=[far_too_long]), 400)["code"] == "context_length_exceeded"
-    assert refused(chat(engine, messages=[{"role": "user", "content": far_too_long}]), 400)["code"] == "context_length_exceeded"
-    assert refused(ask(engine, "/tokenize", content=json.dumps({"prompt": far_too_long})), 400)["param"] == "prompt"
+    assert (
+        refused(chat(engine, messages=[{"role": "user", "content": far_too_long}]), 400)["code"]
+        == "context_length_exceeded"
+    )
+    assert (
+        refused(ask(engine, "/tokenize", content=json.dumps({"prompt": far_too_long})), 400)[
+            "param"
+        ]
+        == "prompt"
+    )
     calls = [
         {"function": {"name": far_too_long}},
         {"function": {"name": "f", "arguments": far_too_long}},
@@ -588,7 +790,9 @@ def test_what_no_tokens_could_be_short_enough_for_is_not_made_into_tokens() -> N
         assert refused(chat(engine, messages=[message]), 400)["code"] == "context_length_exceeded"
     engine = MadeUpEngine()
     ask(engine, prediction={"type": "content", "content": far_too_long})
-    assert len(engine.submitted[0].settings["prediction"]) == 6 * CAPACITY  # what is behind that is of no use
+    assert (
+        len(engine.submitted[0].settings["prediction"]) == 6 * CAPACITY
+    )  # what is behind that is of no use
 
 
 def test_a_text_that_could_not_be_long_enough() -> None:
@@ -609,11 +813,16 @@ def test_a_request_whose_texts_do_not_all_fit_begins_none_of_them() -> None:
     service = service_of(engine, max_texts=5)
 
     async def three_requests() -> list[int]:
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(make_app(service)), base_url="http://127.0.0.1") as client:
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(make_app(service)), base_url="http://127.0.0.1"
+        ) as client:
 
             async def post(n: int) -> int:
                 return (
-                    await client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "n": n, "max_tokens": 2})
+                    await client.post(
+                        "/v1/completions",
+                        json={"model": "tiny", "prompt": "a", "n": n, "max_tokens": 2},
+                    )
                 ).status_code
 
             first = asyncio.ensure_future(post(3))
@@ -627,14 +836,27 @@ def test_a_request_whose_texts_do_not_all_fit_begins_none_of_them() -> None:
     assert {handle.finish_reason for handle in engine.submitted} == {"length"}
 
 
-def test_log_probabilities_are_bounded_also_where_no_limit_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_are_bounded_also_where_no_limit_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = MadeUpEngine()
     monkeypatch.setattr(service, "MAX_REQUEST_LOGPROBS", 3 * 60)
     user = [{"role": "user", "content": "a" * (CAPACITY - 60 - len("user:\n"))}]
-    for more in ({"top_logprobs": 3}, {"top_logprobs": 2, "n": 2}, {"top_logprobs": 3, "max_tokens": 10**6}):
-        assert refused(chat(engine, messages=user, logprobs=True, **more), 400)["code"] == "too_many_logprobs"
+    for more in (
+        {"top_logprobs": 3},
+        {"top_logprobs": 2, "n": 2},
+        {"top_logprobs": 3, "max_tokens": 10**6},
+    ):
+        assert (
+            refused(chat(engine, messages=user, logprobs=True, **more), 400)["code"]
+            == "too_many_logprobs"
+        )
     assert not engine.submitted
-    for more in ({"top_logprobs": 2}, {"top_logprobs": 2, "max_tokens": 10**6}, {"top_logprobs": 20, "max_tokens": 8}):
+    for more in (
+        {"top_logprobs": 2},
+        {"top_logprobs": 2, "max_tokens": 10**6},
+        {"top_logprobs": 20, "max_tokens": 8},
+    ):
         assert chat(engine, messages=user, logprobs=True, **more).status_code == 200
 
 
@@ -677,12 +899,18 @@ def test_a_request_gives_settings_to_the_chat_template() -> None:
     assert chat(engine).status_code == 200
     first, second = ("".join(map(chr, each.prompt)) for each in engine.submitted)
     assert first == second + "mood=good\n"
-    body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"mood": "good"}}
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "chat_template_kwargs": {"mood": "good"},
+    }
     tokens = ask(engine, "/tokenize", content=json.dumps(body)).json()["tokens"]
     assert "".join(map(chr, tokens)) == first
     far_too_long = "a" * (6 * CAPACITY + 1)
     for given in ({"mood": far_too_long}, {far_too_long: 1}):
-        assert refused(chat(engine, chat_template_kwargs=given), 400)["code"] == "context_length_exceeded"
+        assert (
+            refused(chat(engine, chat_template_kwargs=given), 400)["code"]
+            == "context_length_exceeded"
+        )
 
 
 def test_settings_that_the_template_does_not_read_are_told_in_a_header() -> None:
@@ -700,7 +928,10 @@ def test_an_error_about_settings_of_the_template_names_them() -> None:
         raise InputError("chat_template_kwargs: {'mood': 1} cause an error: messages: no such mood")
 
     engine.encode = encode  # pyright: ignore[reportAttributeAccessIssue]
-    assert refused(chat(engine, chat_template_kwargs={"mood": 1}), 400)["param"] == "chat_template_kwargs"
+    assert (
+        refused(chat(engine, chat_template_kwargs={"mood": 1}), 400)["param"]
+        == "chat_template_kwargs"
+    )
 
 
 def test_a_chats_answer_is_its_final_channel_and_a_completion_is_raw() -> None:
@@ -717,25 +948,34 @@ def harmony() -> Any:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("said", "answer"), ANSWERS)
-def test_of_an_answer_in_channels_the_content_is_the_final_one(harmony, said: str, answer: str, stream: bool) -> None:
+def test_of_an_answer_in_channels_the_content_is_the_final_one(
+    harmony, said: str, answer: str, stream: bool
+) -> None:
     prompt, tokens = ids_of(harmony, ASKED), ids_of(harmony, said)
     request = SimpleNamespace(prompt_length=len(prompt), cached=0)
     growing = GrowingText(harmony, prompt, is_chat=True)
-    handle = Handle(lambda _: None, request, {"stop_token_ids": ids_of(harmony, "<|return|><|call|>")}, growing)  # pyright: ignore
+    handle = Handle(
+        lambda _: None, request, {"stop_token_ids": ids_of(harmony, "<|return|><|call|>")}, growing
+    )  # pyright: ignore
     for at in range(0, max(len(tokens), 1), 2):
         new = tokens[at : at + 2]
         handle.deliver(RowProgress(new, [True] * len(new), done=at + 2 >= len(tokens)))
     engine = MadeUpEngine()
     engine.encode = lambda *_: prompt  # pyright: ignore[reportAttributeAccessIssue]
     engine.submit = lambda *_, **__: handle  # pyright: ignore[reportAttributeAccessIssue]
-    made = chat(engine, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {}))
+    made = chat(
+        engine, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {})
+    )
     if stream:
         *chunks, last = events(made)
         content = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
         reason, usage = chunks[-1]["choices"][0]["finish_reason"], last["usage"]
     else:
         whole = made.json()
-        content, reason = whole["choices"][0]["message"]["content"], whole["choices"][0]["finish_reason"]
+        content, reason = (
+            whole["choices"][0]["message"]["content"],
+            whole["choices"][0]["finish_reason"],
+        )
         usage = whole["usage"]
     assert content == answer
     assert usage["completion_tokens"] == len(tokens)
@@ -750,7 +990,10 @@ def test_an_engine_that_fails() -> None:
     assert error["type"] == "server_error"
     assert "secret" not in error["message"]
     assert ask(service, "/health", "GET").status_code == 200  # it was this text's
-    assert metric(ask(service, "/metrics", "GET").text, 'specjax:engine_running{model_name="tiny"}') == 1
+    assert (
+        metric(ask(service, "/metrics", "GET").text, 'specjax:engine_running{model_name="tiny"}')
+        == 1
+    )
     engine.is_down = True
     refused(ask(service), 500)
 
@@ -760,7 +1003,10 @@ def test_an_engine_that_has_failed_while_nobody_asked_for_anything() -> None:
     service = service_of(engine)
     engine.is_down = True
     assert "failed" in refused(ask(service, "/health", "GET"), 503)["message"]
-    assert metric(ask(service, "/metrics", "GET").text, 'specjax:engine_running{model_name="tiny"}') == 0
+    assert (
+        metric(ask(service, "/metrics", "GET").text, 'specjax:engine_running{model_name="tiny"}')
+        == 0
+    )
     assert engine.submitted == []
 
 
@@ -786,11 +1032,13 @@ def test_who_comes_while_it_drains() -> None:
     assert ask(service, "/metrics", "GET").status_code == 200
 
 
-# --- on a network ----------------------------------------------------------------------------------------------------
+# --- on a network ---------------------------------------------------------------------------------
 
 
 @contextmanager
-def connected(address: tuple[str, int], receive_buffer: int | None = None) -> Iterator[socket.socket]:
+def connected(
+    address: tuple[str, int], receive_buffer: int | None = None
+) -> Iterator[socket.socket]:
     with socket.socket() as connection:
         if receive_buffer is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -800,7 +1048,14 @@ def connected(address: tuple[str, int], receive_buffer: int | None = None) -> It
 
 
 def head(length: int, path: str = "/v1/completions") -> bytes:
-    lines = (f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {length}", "", "")
+    lines = (
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {length}",
+        "",
+        "",
+    )
     return "\r\n".join(lines).encode()
 
 
@@ -828,7 +1083,9 @@ def test_who_goes_away_leaves_nothing_behind(stream: bool) -> None:
                 assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
         gone = time.perf_counter()
         wait_until(lambda: all(handle.finish_reason == "cancelled" for handle in engine.submitted))
-        assert all(handle.cancelled_at - gone < 1 for handle in engine.submitted if handle.cancelled_at)
+        assert all(
+            handle.cancelled_at - gone < 1 for handle in engine.submitted if handle.cancelled_at
+        )
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -936,11 +1193,25 @@ def test_a_head_that_does_not_come() -> None:
 @pytest.mark.parametrize(
     "sent",
     [
-        *(b"\0\0\0\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"),
-        *(b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 2_000_000 + b"\r\n\r\n"),
+        *(
+            b"\0\0\0\r\n\r\n",
+            b"GET\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01\x00",
+            b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        ),
+        *(
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 2_000_000 + b"\r\n\r\n",
+        ),
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
-        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Type: application/json\r\n\r\nz\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
+        (
+            b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Type:"
+            b" application/json\r\n\r\nz\r\n"
+        ),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length:"
+            b" 5\r\nContent-Length: 6\r\n\r\nabcde"
+        ),
     ],
 )
 def test_what_is_no_http(sent: bytes) -> None:
@@ -955,7 +1226,9 @@ def test_what_is_no_http(sent: bytes) -> None:
             assert said.startswith(b"HTTP/1.1 4"), said
             assert b'{"error":{"message":' in said
         with connected(address) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            connection.sendall(
+                b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+            )
             assert read_all(connection).startswith(b"HTTP/1.1 200")
 
 
@@ -981,7 +1254,7 @@ def test_a_long_body_is_refused_and_the_connection_goes_on() -> None:
             said += read_more(connection)
 
 
-# --- the beginning and the end ---------------------------------------------------------------------------------------
+# --- the beginning and the end --------------------------------------------------------------------
 
 
 def ask_health(address: tuple[str, int]) -> bytes:
@@ -999,12 +1272,17 @@ def test_before_there_is_an_engine_everybody_is_told_to_come_back() -> None:
             with connected(address) as connection:
                 connection.sendall(request())
                 answers.append(read_all(connection))
-            idle = socket.create_connection(address)  # who asks for nothing does not hold the start up
+            idle = socket.create_connection(
+                address
+            )  # who asks for nothing does not hold the start up
         for answer in answers:
             assert answer.startswith(b"HTTP/1.1 503 ")
             assert b"retry-after: 5" in answer.lower()
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "starting"
-        with connected(address) as early, running(MadeUpEngine(), bound=bound):  # it waits until somebody listens again
+        with (
+            connected(address) as early,
+            running(MadeUpEngine(), bound=bound),
+        ):  # it waits until somebody listens again
             early.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert read_all(early).startswith(b"HTTP/1.1 200 ")
             assert ask_health(address).startswith(b"HTTP/1.1 200 ")
@@ -1013,7 +1291,11 @@ def test_before_there_is_an_engine_everybody_is_told_to_come_back() -> None:
 
 def test_what_runs_after_sigterm_is_waited_for_only_so_long() -> None:
     engine = MadeUpEngine(pause=0.5)
-    with running(engine, drain_seconds=0.4) as (server, address), connected(address) as whole, connected(address) as stream:
+    with (
+        running(engine, drain_seconds=0.4) as (server, address),
+        connected(address) as whole,
+        connected(address) as stream,
+    ):
         whole.sendall(request(max_tokens=50))
         stream.sendall(request(max_tokens=50, stream=True))
         wait_until(lambda: len(engine.submitted) == 2)

@@ -22,10 +22,38 @@ PATHS = (
     + ["/v1/chat/completions"] * 4
     + ["/tokenize", "/v1/models", "/metrics", "/", "/nothing", "*", "//x", "/%00"]
 )
-METHODS = ["POST"] * 12 + ["GET", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "BREW", "post", "PRI"]
-NOISE = [b"\0", b"\xff\xfe", b"\r\n", b"\n", b" ", b":", b"\x16\x03\x01", b"\x80" * 50, b"A" * 5000, "é".encode(), b"HTTP/9.9"]
+METHODS = ["POST"] * 12 + [
+    "GET",
+    "PUT",
+    "DELETE",
+    "OPTIONS",
+    "PATCH",
+    "TRACE",
+    "BREW",
+    "post",
+    "PRI",
+]
+NOISE = [
+    b"\0",
+    b"\xff\xfe",
+    b"\r\n",
+    b"\n",
+    b" ",
+    b":",
+    b"\x16\x03\x01",
+    b"\x80" * 50,
+    b"A" * 5000,
+    "é".encode(),
+    b"HTTP/9.9",
+]
 HEADERS = [
-    *("Content-Length: 99999999999999999999", "Content-Length: -1", "Content-Length: x", "Content-Length: 3", "Host: evil"),
+    *(
+        "Content-Length: 99999999999999999999",
+        "Content-Length: -1",
+        "Content-Length: x",
+        "Content-Length: 3",
+        "Host: evil",
+    ),
     *(
         "Transfer-Encoding: chunked",
         "Transfer-Encoding: gzip",
@@ -40,7 +68,15 @@ HEADERS = [
         "X: " + "y" * 3000,
         "Content-Encoding: gzip",
     ),
-    *("Connection: close", "Range: bytes=0-", "Cookie: " + "a=b; " * 100, ": empty", "no colon", "A: \t", "\x01: x"),
+    *(
+        "Connection: close",
+        "Range: bytes=0-",
+        "Cookie: " + "a=b; " * 100,
+        ": empty",
+        "no colon",
+        "A: \t",
+        "\x01: x",
+    ),
 ]
 
 
@@ -55,14 +91,21 @@ def message(rng: random.Random) -> bytes:
         return good(**more)
     body = mutated(rng)
     if rng.random() < 0.05:
-        body = b'{"model": "tiny", "prompt": ' + rng.choice((b"[" * 50_000, b"1" * 50_000, b'"' + b"x" * 300_000 + b'"}'))
-    lines = [f"{rng.choice(METHODS)} {rng.choice(PATHS)} HTTP/1.{rng.choice('1110')}", "Host: localhost"]
-    lines += [f"Authorization: Bearer {KEY}"] * (rng.random() < 0.95) + ["Content-Type: application/json"] * (
-        rng.random() < 0.95
-    )
+        body = b'{"model": "tiny", "prompt": ' + rng.choice(
+            (b"[" * 50_000, b"1" * 50_000, b'"' + b"x" * 300_000 + b'"}')
+        )
+    lines = [
+        f"{rng.choice(METHODS)} {rng.choice(PATHS)} HTTP/1.{rng.choice('1110')}",
+        "Host: localhost",
+    ]
+    lines += [f"Authorization: Bearer {KEY}"] * (rng.random() < 0.95) + [
+        "Content-Type: application/json"
+    ] * (rng.random() < 0.95)
     lines += rng.sample(HEADERS, rng.choice((0, 0, 0, 1, 2)))
     if not any(line.startswith(("Content-Length", "Transfer")) for line in lines):
-        lines.append(f"Content-Length: {max(0, len(body) + rng.choice((0, 0, 0, 0, 0, 0, 0, -1, 1, 100)))}")
+        lines.append(
+            f"Content-Length: {max(0, len(body) + rng.choice((0, 0, 0, 0, 0, 0, 0, -1, 1, 100)))}"
+        )
     said = bytearray("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
     for _ in range(rng.choice((0, 0, 0, 0, 1, 3))):
         at = rng.randrange(len(said))
@@ -92,7 +135,9 @@ def talk(port: int, seed: int) -> bytes:
             if manner > 0.95:  # nobody listens
                 return b""
             if b"Connection: close" not in said:
-                connection.shutdown(socket.SHUT_WR) if rng.random() < 0.5 else connection.settimeout(0.5)
+                connection.shutdown(
+                    socket.SHUT_WR
+                ) if rng.random() < 0.5 else connection.settimeout(0.5)
             while more := connection.recv(65536):
                 heard += more
         except OSError:
@@ -120,14 +165,19 @@ def memory(server: Server) -> int:
 
 def good(**values: Any) -> bytes:
     """A request with nothing wrong, whose answer ends the connection."""
-    body = json.dumps({"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0} | values).encode()
+    body = json.dumps(
+        {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0} | values
+    ).encode()
     lines = (
         "POST /v1/completions HTTP/1.1",
         "Host: localhost",
         f"Authorization: Bearer {KEY}",
         "Content-Type: application/json",
     )
-    return "\r\n".join((*lines, f"Content-Length: {len(body)}", "Connection: close", "", "")).encode() + body
+    return (
+        "\r\n".join((*lines, f"Content-Length: {len(body)}", "Connection: close", "", "")).encode()
+        + body
+    )
 
 
 def good_text(server: Server) -> str:
@@ -146,7 +196,9 @@ def test_bad_requests_do_no_harm(server: Server, count: int) -> None:
     text, sizes = good_text(server), []
     statuses: dict[str, int] = {}
     with ThreadPoolExecutor(16) as clients:
-        for number, status in enumerate(clients.map(lambda seed: check(talk(server.port, seed)), range(count))):
+        for number, status in enumerate(
+            clients.map(lambda seed: check(talk(server.port, seed)), range(count))
+        ):
             statuses[status] = statuses.get(status, 0) + 1
             if number % (count // 10) == 0:
                 sizes.append(memory(server))

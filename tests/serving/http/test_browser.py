@@ -17,10 +17,25 @@ from tests.serving.http.process import Server, serving
 
 pytestmark = pytest.mark.browser
 
-PAIR = ("--target", "embedded", "--drafter", "embedded:eagle3", "--drafts", "chain:4", "--rows", "2")
+PAIR = (
+    "--target",
+    "embedded",
+    "--drafter",
+    "embedded:eagle3",
+    "--drafts",
+    "chain:4",
+    "--rows",
+    "2",
+)
 PROMPT = 'class Stack:\n    """Last in, <b>first</b> out."""\n'
 ASKED = {"max_tokens": 120, "temperature": 0.7, "top_p": 0.95, "seed": 7, "stop": ["\n\n\n"]}
-FIELDS = {"#max-tokens": "120", "#temperature": "0.7", "#top-p": "0.95", "#seed": "7", "#stop-strings": r"\n\n\n"}
+FIELDS = {
+    "#max-tokens": "120",
+    "#temperature": "0.7",
+    "#top-p": "0.95",
+    "#seed": "7",
+    "#stop-strings": r"\n\n\n",
+}
 IDLE = "!document.querySelector('#generate').disabled"
 ANSWER = "document.querySelector('#answer').textContent"
 STATUS = "document.querySelector('#status').textContent"
@@ -74,17 +89,24 @@ def fill_in(page: Page) -> None:
 
 @pytest.mark.parametrize(
     ("name", "width", "height", "theme"),
-    [("desktop-light", 1280, 800, "light"), ("desktop-dark", 1280, 800, "dark"), ("phone", 360, 740, "light")],
+    [
+        ("desktop-light", 1280, 800, "light"),
+        ("desktop-dark", 1280, 800, "dark"),
+        ("phone", 360, 740, "light"),
+    ],
 )
-def test_an_answer_streams_in_and_shows_what_was_accepted_of_it(page, plain, pictures, name, width, height, theme):
+def test_an_answer_streams_in_and_shows_what_was_accepted_of_it(
+    page, plain, pictures, name, width, height, theme
+):
     page.look(width, height, theme)
     page.open(plain.address)
     page.wait_for("document.querySelector('#model').textContent === 'embedded'")
     assert page.evaluate(STATUS) == ""
     fill_in(page)
     page.evaluate(
-        "window.lengths = []; new MutationObserver(() => lengths.push(document.querySelector('#answer').textContent.length))"
-        ".observe(document.querySelector('#answer'), {childList: true})"
+        "window.lengths = []; new MutationObserver(() =>"
+        " lengths.push(document.querySelector('#answer').textContent.length)).observe(document.querySelector('#answer'),"
+        " {childList: true})"
     )
     if name == "phone":
         page.click("#generate")
@@ -98,7 +120,11 @@ def test_an_answer_streams_in_and_shows_what_was_accepted_of_it(page, plain, pic
     text = whole["choices"][0]["text"]
     assert page.evaluate(ANSWER) == PROMPT + text  # markup in it is text
     assert page.evaluate("document.querySelector('#answer').children.length") > 10
-    accepted = "".join(page.evaluate("[...document.querySelectorAll('#answer .accepted')].map((each) => each.textContent)"))
+    accepted = "".join(
+        page.evaluate(
+            "[...document.querySelectorAll('#answer .accepted')].map((each) => each.textContent)"
+        )
+    )
     assert 0 < len(accepted) < len(text)
 
     tokens = whole["usage"]["completion_tokens"]
@@ -110,14 +136,20 @@ def test_an_answer_streams_in_and_shows_what_was_accepted_of_it(page, plain, pic
     assert page.evaluate("document.querySelector('#waiting').textContent") == "0"
     page.wait_for("document.querySelector('#draft').textContent === 'chain of 4'")
 
-    low = {selector: contrast for selector, contrast in page.evaluate(CONTRASTS).items() if contrast < 4.5}
+    low = {
+        selector: contrast
+        for selector, contrast in page.evaluate(CONTRASTS).items()
+        if contrast < 4.5
+    }
     assert not low
     page.screenshot(pictures / f"{name}.png")
     for narrow in (width, min(width, 320)):
         page.look(narrow, height, theme)
         assert page.evaluate("document.documentElement.scrollWidth") <= narrow  # nothing sticks out
     assert not page.troubles()
-    asked_for = [f"{plain.address}/{path}" for path in ("", "metrics", "v1/completions", "v1/models")]
+    asked_for = [
+        f"{plain.address}/{path}" for path in ("", "metrics", "v1/completions", "v1/models")
+    ]
     assert page.requested() == asked_for
 
 
@@ -209,7 +241,9 @@ def test_a_chat_goes_on_until_there_is_a_new_one(page, server: Shared, pictures)
         page.wait_for(f"{IDLE} && document.querySelectorAll('.turn').length === {2 * number}")
         assert page.evaluate("document.querySelector('#prompt').value") == ""
     page.screenshot(pictures / "chat.png")
-    first, second = page.evaluate("[...document.querySelectorAll('.turn:nth-child(even)')].map((turn) => turn.textContent)")
+    first, second = page.evaluate(
+        "[...document.querySelectorAll('.turn:nth-child(even)')].map((turn) => turn.textContent)"
+    )
     asked = {"model": "tiny", "max_tokens": 24, "temperature": 0, "messages": []}
     for message, shown in (("Write a class.", first), ("And <i>another</i> one.", second)):
         asked["messages"].append({"role": "user", "content": message})

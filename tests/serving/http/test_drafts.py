@@ -123,7 +123,7 @@ def goes_on(address: tuple[str, int], key: str = "") -> bool:
                 return text == whole(PROMPT, 40)
 
 
-# --- texts -----------------------------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------------------
 
 
 def test_a_text_and_what_prometheus_is_told():
@@ -133,7 +133,11 @@ def test_a_text_and_what_prometheus_is_told():
             open_session(made)
         metrics = urllib.request.urlopen(f"http://127.0.0.1:{address[1]}/metrics").read().decode()
     values = dict(re.findall(r"^specjax:client_(\w+)\{.*\} (\S+)$", metrics, re.MULTILINE))
-    assert (values["sessions"], values["sessions_away"], values["sessions_opened_total"]) == ("2.0", "2.0", "2.0")
+    assert (values["sessions"], values["sessions_away"], values["sessions_opened_total"]) == (
+        "2.0",
+        "2.0",
+        "2.0",
+    )
     assert values["preemptions_total"] == "6.0"  # as the made up engine says
     assert float(values["drafts_total"]) > 8
     assert float(values["received_bytes_total"]) > 1000
@@ -148,22 +152,29 @@ def test_a_session_goes_on_after_a_reset():
             made.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             made.socket.close()
         with line(address) as made:
-            assert ask(made, resume(session, PROMPT)) == wire.ReadyMessage(session=session, epoch=1, length=len(PROMPT))
+            assert ask(made, resume(session, PROMPT)) == wire.ReadyMessage(
+                session=session, epoch=1, length=len(PROMPT)
+            )
             answer = ask(made, draft(session, PROMPT, epoch=1))
-            if isinstance(answer, wire.OpenedMessage):  # the draft is still being verified: the server says that it was heard
+            if isinstance(
+                answer, wire.OpenedMessage
+            ):  # the draft is still being verified: the server says that it was heard
                 answer = hear(made)
             assert (answer.sequence, answer.token) == (1, AFTER[-1])
 
 
 def test_an_idle_connection_stays(monkeypatch):
     monkeypatch.setattr(run, "PING_SECONDS", 0.2)
-    with serving(bounds=ConnectionLimits(request_seconds=0.5, reader_seconds=0.5)) as (_, address), line(address) as made:
+    with (
+        serving(bounds=ConnectionLimits(request_seconds=0.5, reader_seconds=0.5)) as (_, address),
+        line(address) as made,
+    ):
         session = open_session(made)
         time.sleep(1.5)
         assert ask(made, draft(session, PROMPT)).token == AFTER[-1]
 
 
-# --- who may ---------------------------------------------------------------------------------------------------------
+# --- who may --------------------------------------------------------------------------------------
 
 
 def refusal(address: tuple[str, int], key: str = "", **more: Any) -> tuple[int, str]:
@@ -195,7 +206,9 @@ def test_no_one_without_a_key():
     ],
     ids=["one address", "a trusted proxy", "one key", "two keys"],
 )
-def test_one_key_or_address_has_so_many_sessions(options: dict[str, Any], keys: tuple[str, str], expected: type):
+def test_one_key_or_address_has_so_many_sessions(
+    options: dict[str, Any], keys: tuple[str, str], expected: type
+):
     with serving(client_sessions=1, **options) as (_, address), line(address, keys[0]) as mine:
         session = open_session(mine)
         with line(address, keys[1]) as other:
@@ -212,7 +225,10 @@ def test_no_page_of_another_site():
     with serving() as (_, address):
         with line(address, origin=f"http://127.0.0.1:{address[1]}") as made:  # pyright: ignore[reportArgumentType]
             open_session(made)
-        elsewhere = {"url": "ws://evil.example/v1/drafts", "sock": socket.create_connection(address)}
+        elsewhere = {
+            "url": "ws://evil.example/v1/drafts",
+            "sock": socket.create_connection(address),
+        }
         assert refusal(address, **elsewhere) == (403, "host_not_allowed")
     for options in ({}, {"only_loopback": False}, {"only_loopback": False, "api_keys": KEYS}):
         with serving(**options) as (_, address):
@@ -279,7 +295,9 @@ def test_what_is_no_websocket():
         ):
             with socket.create_connection(address) as made:
                 made.settimeout(10)
-                made.sendall(f"GET /v1/drafts HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode())
+                made.sendall(
+                    f"GET /v1/drafts HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode()
+                )
                 heard = b""
                 while not heard.endswith(b"}}"):
                     heard += read_more(made)
@@ -289,11 +307,12 @@ def test_what_is_no_websocket():
 
 
 HANDSHAKE = (
-    "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+    "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key:"
+    " dGhlIHNhbXBsZSBub25jZQ==\r\n"
 )
 
 
-# --- what they may not ------------------------------------------------------------------------------------------------
+# --- what they may not ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -305,7 +324,13 @@ HANDSHAKE = (
         (b"\x00" * 8000, 1009),
         (
             msgspec.msgpack.encode(
-                {"type": "open", "nonce": bytes(16), "tokens": ["float32", [1], bytes(4)], "prompt": 1, "limit": 1}
+                {
+                    "type": "open",
+                    "nonce": bytes(16),
+                    "tokens": ["float32", [1], bytes(4)],
+                    "prompt": 1,
+                    "limit": 1,
+                }
             ),
             4400,
         ),
@@ -337,7 +362,11 @@ def handshaken(address: tuple[str, int], receive: int = 65536) -> socket.socket:
 def framed(payload: bytes, opcode: int = 2, is_last: bool = True) -> bytes:
     """A WebSocket frame of a client."""
     assert len(payload) < 65536
-    length = bytes([0x80 | len(payload)]) if len(payload) < 126 else bytes([0xFE]) + len(payload).to_bytes(2, "big")
+    length = (
+        bytes([0x80 | len(payload)])
+        if len(payload) < 126
+        else bytes([0xFE]) + len(payload).to_bytes(2, "big")
+    )
     return bytes([0x80 * is_last | opcode]) + length + bytes(4) + payload
 
 
@@ -419,7 +448,7 @@ def is_let_in(address: tuple[str, int]) -> bool:
         return False
 
 
-# --- TLS -------------------------------------------------------------------------------------------------------------
+# --- TLS ------------------------------------------------------------------------------------------
 
 
 def test_tls(certificate: tuple[str, str]):
@@ -430,9 +459,14 @@ def test_tls(certificate: tuple[str, str]):
         with line(address, url=url, ssl=context) as made:
             session = open_session(made)
             assert ask(made, draft(session, PROMPT)).token == AFTER[-1]
-        with urllib.request.urlopen(f"https://127.0.0.1:{address[1]}/health", context=context) as answer:
+        with urllib.request.urlopen(
+            f"https://127.0.0.1:{address[1]}/health", context=context
+        ) as answer:
             assert answer.status == 200
-        with pytest.raises(ssl.SSLCertVerificationError), line(address, url=url, ssl=ssl.create_default_context()):
+        with (
+            pytest.raises(ssl.SSLCertVerificationError),
+            line(address, url=url, ssl=ssl.create_default_context()),
+        ):
             pass
         with socket.create_connection(address) as made:
             made.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -442,10 +476,15 @@ def test_tls(certificate: tuple[str, str]):
 def test_tls_whose_last_word_comes_with_the_request(certificate: tuple[str, str]):
     """As on a network: the tickets of TLS 1.3 have not been sent yet when the WebSocket is asked for."""
     bounds = ConnectionLimits(request_seconds=0.2, reader_seconds=0.2)
-    with serving(tls=certificate, bounds=bounds) as (_, address), socket.create_connection(address) as made:
+    with (
+        serving(tls=certificate, bounds=bounds) as (_, address),
+        socket.create_connection(address) as made,
+    ):
         made.settimeout(10)
         come, gone = ssl.MemoryBIO(), ssl.MemoryBIO()
-        tls = ssl.create_default_context(cafile=certificate[0]).wrap_bio(come, gone, server_hostname="127.0.0.1")
+        tls = ssl.create_default_context(cafile=certificate[0]).wrap_bio(
+            come, gone, server_hostname="127.0.0.1"
+        )
         while True:
             try:
                 tls.do_handshake()
@@ -470,7 +509,7 @@ def test_tls_whose_last_word_comes_with_the_request(certificate: tuple[str, str]
         assert heard()[0] == 0x82
 
 
-# --- anything --------------------------------------------------------------------------------------------------------
+# --- anything -------------------------------------------------------------------------------------
 
 
 def noise(rng: random.Random, session: bytes) -> bytes:
@@ -490,7 +529,22 @@ def noise(rng: random.Random, session: bytes) -> bytes:
         return wire.encode(good)
     if rng.random() < 0.4:  # a value of it is another
         fields = msgspec.msgpack.decode(wire.encode(good))
-        odd = [None, -1, 2**63, 2**64 - 1, 1e308, float("nan"), "x", b"", bytes(16), [], {}, [[]] * 5, True, rng.randbytes(40)]
+        odd = [
+            None,
+            -1,
+            2**63,
+            2**64 - 1,
+            1e308,
+            float("nan"),
+            "x",
+            b"",
+            bytes(16),
+            [],
+            {},
+            [[]] * 5,
+            True,
+            rng.randbytes(40),
+        ]
         fields[rng.choice([*fields, "more"])] = rng.choice(odd)
         return msgspec.msgpack.encode(fields)
     raw = bytearray(wire.encode(good))

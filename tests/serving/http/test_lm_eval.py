@@ -20,7 +20,10 @@ from specjax.text import load_tokenizer
 ROOT = Path(__file__).parents[3]
 CONTEXTS = (
     "import os\nimport ",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        self.items.",
+    (
+        "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self,"
+        " item):\n        self.items."
+    ),
     "def main():\n    parser = argparse.ArgumentParser()\n    parser.",
     "try:\n    value = int(text)\nexcept ",
     "for name in sorted(names):\n    print(",
@@ -45,8 +48,25 @@ metadata: {version: 1.0}
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """That of ``python -m specjax serve``."""
-    command = [sys.executable, "-m", "specjax", "serve", "--port", "0", "--rows", "2", "--capacity", "256"]
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "specjax",
+        "serve",
+        "--port",
+        "0",
+        "--rows",
+        "2",
+        "--capacity",
+        "256",
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout is not None
         line = next((line for line in process.stdout if "is ready" in line), "")
@@ -124,6 +144,13 @@ def test_log_likelihoods_are_the_targets_own(address, concurrent, tmp_path, monk
             assert str(theirs[1]) == str(is_greedy)
             flags.append(is_greedy)
     assert {True, False} == set(flags)
-    best = [int(np.argmax([own_answer(target, tokenizer, row["context"], end)[0] for end in row["choices"]])) for row in rows]
+    best = [
+        int(
+            np.argmax(
+                [own_answer(target, tokenizer, row["context"], end)[0] for end in row["choices"]]
+            )
+        )
+        for row in rows
+    ]
     expected = np.mean(np.array(best) == 0)
     assert found["results"]["code_endings"]["acc,none"] == pytest.approx(expected)

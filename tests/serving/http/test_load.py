@@ -43,13 +43,20 @@ def test_a_thousand_mixed_requests_are_answered_as_each_is_alone(busy, alone):
     rng = random.Random(seed)
     requests = [_request(rng) for _ in range(REQUESTS)]
     answers = asyncio.run(_answer_all(busy, requests, rng))
-    print({name: busy.metric(f"vllm:{name}") for name in ("num_preemptions_total", "spec_decode_num_accepted_tokens_total")})
+    print(
+        {
+            name: busy.metric(f"vllm:{name}")
+            for name in ("num_preemptions_total", "spec_decode_num_accepted_tokens_total")
+        }
+    )
     assert busy.metric("vllm:num_preemptions_total") > REQUESTS / 100
 
     differences = []
     for request, answer in zip(requests, answers, strict=True):
         plain = {name: value for name, value in request.items() if name != "prediction"}
-        for choice, expected in zip(answer["choices"], alone.post("/v1/completions", plain)["choices"], strict=True):
+        for choice, expected in zip(
+            answer["choices"], alone.post("/v1/completions", plain)["choices"], strict=True
+        ):
             if difference := _difference(choice, expected):
                 differences.append(f"{json.dumps(request)}\n  {difference}")
     assert not differences, f"{len(differences)} of {REQUESTS}\n" + "\n".join(differences)
@@ -81,7 +88,9 @@ def _request(rng: random.Random) -> dict[str, Any]:
     return body
 
 
-async def _answer_all(server: Server, requests: list[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
+async def _answer_all(
+    server: Server, requests: list[dict[str, Any]], rng: random.Random
+) -> list[dict[str, Any]]:
     """Return an answer for each request; beside them, clients send other ones and leave."""
     answers: list[dict[str, Any]] = [{}] * len(requests)
     places = iter(range(len(requests)))
@@ -119,6 +128,8 @@ def _difference(choice: dict[str, Any], expected: dict[str, Any]) -> str:
     if ours["tokens"] != theirs["tokens"] or ours["text_offset"] != theirs["text_offset"]:
         return f"tokens: {ours['tokens']}, alone {theirs['tokens']}"
     for value, wanted in zip(ours["token_logprobs"], theirs["token_logprobs"], strict=True):
-        if (value is None) != (wanted is None) or (value is not None and abs(value - wanted) > LOGPROB_TOLERANCE):
+        if (value is None) != (wanted is None) or (
+            value is not None and abs(value - wanted) > LOGPROB_TOLERANCE
+        ):
             return f"log-probability: {value}, alone {wanted}"
     return ""

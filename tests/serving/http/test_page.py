@@ -17,7 +17,9 @@ STYLE = re.search("<style>(.*)</style>", PAGE, re.DOTALL)[1]
 
 def test_nothing_comes_from_elsewhere():
     named = PAGE.replace("http://www.w3.org/2000/svg", "")
-    assert not re.findall(r"//[\w.-]+\.\w+|https?:|\bsrc=|@import|url\(|<link(?! rel=\"icon\" href=\"data:)", named)
+    assert not re.findall(
+        r"//[\w.-]+\.\w+|https?:|\bsrc=|@import|url\(|<link(?! rel=\"icon\" href=\"data:)", named
+    )
 
 
 @pytest.mark.parametrize(("part", "directive"), [(STYLE, "style-src"), (SCRIPT, "script-src")])
@@ -36,16 +38,23 @@ def test_all_that_is_looked_up_is_there():
     looked_up = re.findall(r'element\("([^"]+)"\)', SCRIPT)
     assert len(looked_up) == SCRIPT.count("element(")  # each by its name
     assert not {*looked_up, *re.findall(r'(?:for|aria-describedby)="([^"]+)"', PAGE)} - set(ids)
-    assert not set(re.findall(r'<(?:input|textarea)[^>]* id="([^"]+)"', PAGE)) - set(looked_up)  # nor a field that nobody reads
+    assert not set(re.findall(r'<(?:input|textarea)[^>]* id="([^"]+)"', PAGE)) - set(
+        looked_up
+    )  # nor a field that nobody reads
 
 
 def test_a_model_s_text_cannot_become_html():
     assert "textContent" in SCRIPT
-    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\b|new Function", SCRIPT)
+    assert not re.findall(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\b|new Function",
+        SCRIPT,
+    )
 
 
 def test_accepted_tokens_have_the_colours_that_they_have_in_the_pictures():
-    for theme, rules in zip((style.LIGHT, style.DARK), STYLE.split("prefers-color-scheme: dark", 1), strict=True):
+    for theme, rules in zip(
+        (style.LIGHT, style.DARK), STYLE.split("prefers-color-scheme: dark", 1), strict=True
+    ):
         assert f"--accepted: {theme.accepted.edge};" in rules
         assert f"--accepted-face: {theme.accepted.face};" in rules
         assert f"--paper: {theme.paper};" in rules

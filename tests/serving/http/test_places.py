@@ -25,7 +25,9 @@ both = pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
 
 
 @contextmanager
-def listening(bounds: ConnectionLimits, tls: tuple[str, str] | None, is_starting: bool = False) -> Iterator[tuple[str, int]]:
+def listening(
+    bounds: ConnectionLimits, tls: tuple[str, str] | None, is_starting: bool = False
+) -> Iterator[tuple[str, int]]:
     """A server, ready or not."""
     if not is_starting:
         with running(MadeUpEngine(), bounds, tls=tls) as (_, address):
@@ -36,14 +38,20 @@ def listening(bounds: ConnectionLimits, tls: tuple[str, str] | None, is_starting
 
 
 def answer(
-    address: tuple[str, int], tls: tuple[str, str] | None, path: str = "/health", source: str = HERE, method: str = "GET"
+    address: tuple[str, int],
+    tls: tuple[str, str] | None,
+    path: str = "/health",
+    source: str = HERE,
+    method: str = "GET",
 ) -> bytes:
     """All that is answered to a request."""
     made = socket.create_connection(address, 10, source_address=(source, 0))
     if tls is not None:
         made = ssl.create_default_context(cafile=tls[0]).wrap_socket(made, server_hostname=HERE)
     with made:
-        made.sendall(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        made.sendall(
+            f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+        )
         said = b""
         while more := made.recv(65536):
             said += more
@@ -71,10 +79,15 @@ def are_closed(sockets: list[socket.socket]) -> int:
 
 
 @contextmanager
-def silent(address: tuple[str, int], count: int, source: str = HERE) -> Iterator[list[socket.socket]]:
+def silent(
+    address: tuple[str, int], count: int, source: str = HERE
+) -> Iterator[list[socket.socket]]:
     """So many connections that say nothing."""
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_connection(address, 10, source_address=(source, 0))) for _ in range(count)]
+        sockets = [
+            stack.enter_context(socket.create_connection(address, 10, source_address=(source, 0)))
+            for _ in range(count)
+        ]
         for each in sockets:
             each.setblocking(False)
         yield sockets
@@ -87,7 +100,9 @@ def test_silent_connections_keep_nobody_from_looking_after_the_server(
     has_tls: bool, is_starting: bool, trusted: tuple[str, ...], certificate: tuple[str, str]
 ) -> None:
     tls, most = certificate if has_tls else None, MOST if trusted else MOST // 4
-    with listening(ConnectionLimits(connections=MOST, trusted=trusted), tls, is_starting) as address:
+    with listening(
+        ConnectionLimits(connections=MOST, trusted=trusted), tls, is_starting
+    ) as address:
         with silent(address, 40) as sockets:
             wait_until(lambda: are_closed(sockets) == 40 - most - RESERVED)
             for path in ("/health", "/metrics"):
@@ -96,7 +111,12 @@ def test_silent_connections_keep_nobody_from_looking_after_the_server(
                 assert b"connection: close" in said.lower()
                 if is_starting:
                     assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["code"] == "starting"
-            for path, method in (("/v1/models", "GET"), ("/", "GET"), ("/v1/completions", "POST"), ("/health", "POST")):
+            for path, method in (
+                ("/v1/models", "GET"),
+                ("/", "GET"),
+                ("/v1/completions", "POST"),
+                ("/health", "POST"),
+            ):
                 said = answer(address, tls, path, method=method)
                 assert status(said) == 503
                 assert b"retry-after: 1" in said.lower()
@@ -132,7 +152,9 @@ def test_a_client_that_does_not_end_tls_is_not_waited_for(certificate: tuple[str
     bounds = ConnectionLimits(connections=1, request_seconds=30, handshake_seconds=0.5)
     with listening(bounds, certificate) as address, socket.create_connection(address, 10) as made:
         come, gone = ssl.MemoryBIO(), ssl.MemoryBIO()
-        tls = ssl.create_default_context(cafile=certificate[0]).wrap_bio(come, gone, server_hostname=HERE)
+        tls = ssl.create_default_context(cafile=certificate[0]).wrap_bio(
+            come, gone, server_hostname=HERE
+        )
         while True:
             try:
                 tls.do_handshake()
@@ -146,10 +168,16 @@ def test_a_client_that_does_not_end_tls_is_not_waited_for(certificate: tuple[str
 
 
 @both
-def test_a_probe_that_says_nothing_does_not_stay(has_tls: bool, certificate: tuple[str, str]) -> None:
+def test_a_probe_that_says_nothing_does_not_stay(
+    has_tls: bool, certificate: tuple[str, str]
+) -> None:
     bounds = ConnectionLimits(connections=1, probe_seconds=0.3, handshake_seconds=0.3)
     tls = certificate if has_tls else None
-    with listening(bounds, tls) as address, silent(address, 1), silent(address, RESERVED) as sockets:
+    with (
+        listening(bounds, tls) as address,
+        silent(address, 1),
+        silent(address, RESERVED) as sockets,
+    ):
         wait_until(lambda: are_closed(sockets) == RESERVED, 5)
 
 
@@ -163,7 +191,9 @@ def test_a_server_does_not_wait_for_handshakes_when_it_ends(certificate: tuple[s
 
 
 @both
-def test_a_websocket_is_counted_until_it_is_closed(has_tls: bool, certificate: tuple[str, str]) -> None:
+def test_a_websocket_is_counted_until_it_is_closed(
+    has_tls: bool, certificate: tuple[str, str]
+) -> None:
     tls, engine = certificate if has_tls else None, SpeakingEngine()
     context = ssl.create_default_context(cafile=certificate[0]) if has_tls else None
     try:
@@ -185,7 +215,11 @@ def test_a_websocket_is_counted_until_it_is_closed(has_tls: bool, certificate: t
 
 def test_whose_connections_are_counted_together() -> None:
     places = Places(8, ("10.0.0.0/8", "fd00::/8"))
-    for one, other in (("192.0.2.1", "192.0.2.2"), ("2001:db8::1", "2001:db8:0:1::1"), ("fe80::1%eth0", "::ffff:192.0.2.9")):
+    for one, other in (
+        ("192.0.2.1", "192.0.2.2"),
+        ("2001:db8::1", "2001:db8:0:1::1"),
+        ("fe80::1%eth0", "::ffff:192.0.2.9"),
+    ):
         taken = [places.take(one) for _ in range(2)]
         assert not any(place.refusal for place in taken)
         assert places.take(one).refusal

@@ -12,7 +12,14 @@ import pytest
 from specjax.sampling import SAMPLING_NAMES, Sampling
 from specjax.serving.http import requests
 from specjax.serving.http.errors import RequestError
-from specjax.serving.http.requests import IGNORED, UNSUPPORTED, Limits, read_chat, read_completion, read_tokenize
+from specjax.serving.http.requests import (
+    IGNORED,
+    UNSUPPORTED,
+    Limits,
+    read_chat,
+    read_completion,
+    read_tokenize,
+)
 
 LIMITS = Limits(names=("tiny", "other"), vocab_size=100, eos_token_ids=(2, 3))
 COMPLETION = {"model": "tiny", "prompt": "import os"}
@@ -32,7 +39,7 @@ def refusal(kind: str = "completion", limits: Limits = LIMITS, **values: Any) ->
     return caught.value
 
 
-# --- settings of the chat template ---------------------------------------------------------------------------------
+# --- settings of the chat template ----------------------------------------------------------------
 
 
 def test_what_a_template_reads_is_given_to_it_and_the_rest_is_told() -> None:
@@ -45,30 +52,46 @@ def test_what_a_template_reads_is_given_to_it_and_the_rest_is_told() -> None:
     tokens = read_tokenize(json.dumps(body).encode(), limits)
     assert tokens.chat_template_kwargs == asked.chat_template_kwargs
     assert tokens.ignored == asked.ignored[1:]
-    assert read("chat", chat_template_kwargs=given).ignored == ()  # nobody knows what this template reads
+    assert (
+        read("chat", chat_template_kwargs=given).ignored == ()
+    )  # nobody knows what this template reads
     for nothing in (None, {}):
         assert read("chat", chat_template_kwargs=nothing) == read("chat")
 
 
 def test_where_there_is_no_template_its_settings_change_nothing() -> None:
     assert read(chat_template_kwargs={"a": 1}).ignored == ("chat_template_kwargs",)
-    tokens = read_tokenize(json.dumps({"prompt": "a", "chat_template_kwargs": {"a": 1}}).encode(), LIMITS)
+    tokens = read_tokenize(
+        json.dumps({"prompt": "a", "chat_template_kwargs": {"a": 1}}).encode(), LIMITS
+    )
     assert (tokens.chat_template_kwargs, tokens.ignored) == ({}, ("chat_template_kwargs",))
 
 
-@pytest.mark.parametrize("given", [1, "a", [1], {"tools": [1]}, {"messages": []}, {"continue_final_message": True}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [1, "a", [1], {"tools": [1]}, {"messages": []}, {"continue_final_message": True}],
+    ids=str,
+)
 def test_settings_that_are_none_are_refused_by_their_name(given: Any) -> None:
     error = refusal("chat", chat_template_kwargs=given)
     assert (error.status, error.param) == (400, "chat_template_kwargs")
 
 
-# --- what is taken ---------------------------------------------------------------------------------------------------
+# --- what is taken --------------------------------------------------------------------------------
 
 
 def test_what_is_not_given_has_openais_defaults() -> None:
     asked = read()
-    assert (asked.prompts, asked.n, asked.max_tokens, asked.seed, asked.stop) == (("import os",), 1, 16, None, ())
-    assert {name: getattr(asked.params, name) for name in SAMPLING_NAMES} == vars(Sampling(temperature=1.0))
+    assert (asked.prompts, asked.n, asked.max_tokens, asked.seed, asked.stop) == (
+        ("import os",),
+        1,
+        16,
+        None,
+        (),
+    )
+    assert {name: getattr(asked.params, name) for name in SAMPLING_NAMES} == vars(
+        Sampling(temperature=1.0)
+    )
     assert (asked.params.eos_token_ids, asked.logprobs) == (None, None)
     assert not (asked.stream or asked.echo or asked.include_usage)
     assert read("chat").max_tokens is None  # as many as fit
@@ -135,32 +158,68 @@ def test_an_answer_s_message_can_be_sent_back(role: str, name: str) -> None:
     ("given", "made"),
     [
         ({"role": "assistant", "content": None, "tool_calls": [CALL]}, None),
-        ({"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "content": None, "tool_calls": [CALL]}),
+        (
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        ),
         ({"role": "assistant", "content": "", "tool_calls": [CALL | {"index": 0}]}, None),
         ({"role": "assistant", "content": "I read.", "tool_calls": [CALL, CALL]}, None),
-        ({"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": [1]}}}]}, None),
-        ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}, None),
+        (
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {"name": "f", "arguments": {"a": [1]}}}],
+            },
+            None,
+        ),
+        (
+            {
+                "role": "assistant",
+                "content": None,
+                "function_call": {"name": "f", "arguments": "{}"},
+            },
+            None,
+        ),
         ({"role": "assistant", "content": None}, None),
         ({"role": "tool", "content": "7", "tool_call_id": "1", "name": "read"}, None),
-        ({"role": "tool", "content": [{"type": "text", "text": "7"}]}, {"role": "tool", "content": "7"}),
-        ({"role": "tool", "tool_call_id": "1"}, {"role": "tool", "content": None, "tool_call_id": "1"}),
+        (
+            {"role": "tool", "content": [{"type": "text", "text": "7"}]},
+            {"role": "tool", "content": "7"},
+        ),
+        (
+            {"role": "tool", "tool_call_id": "1"},
+            {"role": "tool", "content": None, "tool_call_id": "1"},
+        ),
         ({"role": "function", "content": None, "name": "f"}, None),
-        *(({"role": "assistant", "content": "7", name: "hm"}, None) for name in ("reasoning_content", "reasoning", "thinking")),
+        *(
+            ({"role": "assistant", "content": "7", name: "hm"}, None)
+            for name in ("reasoning_content", "reasoning", "thinking")
+        ),
     ],
 )
 def test_what_templates_read_of_a_message_is_kept(given: dict, made: dict | None) -> None:
     expected = {name: value for name, value in (made or given).items() if name != "tool_calls"}
     if "tool_calls" in given:  # without what nobody reads
         expected["tool_calls"] = [
-            {name: value for name, value in call.items() if name != "index"} for call in given["tool_calls"]
+            {name: value for name, value in call.items() if name != "index"}
+            for call in given["tool_calls"]
         ]
     assert read("chat", messages=[given]).prompts == ([expected],)
 
 
 def test_messages_are_text_or_parts_of_text() -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two", "cache_control": {"type": "ephemeral"}}]
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts, "name": "me"}]
-    made = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one\ntwo", "name": "me"}]
+    parts = [
+        {"type": "text", "text": "one"},
+        {"type": "text", "text": "two", "cache_control": {"type": "ephemeral"}},
+    ]
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": parts, "name": "me"},
+    ]
+    made = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "one\ntwo", "name": "me"},
+    ]
     assert read("chat", messages=messages).prompts == (made,)
 
 
@@ -168,11 +227,15 @@ def test_the_newer_name_of_the_limit_wins() -> None:
     for kind in READERS:
         assert read(kind, max_tokens=5).max_tokens == 5
         assert read(kind, max_tokens=5, max_completion_tokens=7).max_tokens == 7
-        assert read(kind, max_tokens=-1, max_completion_tokens=7).max_tokens == 7  # the other is not read
+        assert (
+            read(kind, max_tokens=-1, max_completion_tokens=7).max_tokens == 7
+        )  # the other is not read
         assert refusal(kind, max_completion_tokens=0).param == "max_completion_tokens"
 
 
-@pytest.mark.parametrize(("given", "seed"), [(0, 0), (7, 7), (2**63 - 1, 2**63 - 1), (-1, 2**63 - 1), (-(2**63), 0)])
+@pytest.mark.parametrize(
+    ("given", "seed"), [(0, 0), (7, 7), (2**63 - 1, 2**63 - 1), (-1, 2**63 - 1), (-(2**63), 0)]
+)
 def test_every_integer_of_64_bits_is_a_seed(given: int, seed: int) -> None:
     assert read(seed=given).seed == seed
 
@@ -240,25 +303,39 @@ def test_names_that_are_not_known_are_told_and_change_nothing(kind: str) -> None
     made = read(kind, **odd)
     assert made.ignored == tuple(odd)
     assert dataclasses.replace(made, ignored=()) == read(kind)
-    assert read_tokenize(json.dumps({"prompt": "a", "max_tokens": 5}).encode(), LIMITS).ignored == ("max_tokens",)
+    assert read_tokenize(json.dumps({"prompt": "a", "max_tokens": 5}).encode(), LIMITS).ignored == (
+        "max_tokens",
+    )
 
 
 @both
 def test_so_are_those_within_an_object(kind: str) -> None:
-    made = read(kind, stream=True, stream_options={"step": 1}, prediction={"type": "content", "content": "a", "id": 1})
+    made = read(
+        kind,
+        stream=True,
+        stream_options={"step": 1},
+        prediction={"type": "content", "content": "a", "id": 1},
+    )
     assert set(made.ignored) == {"stream_options.step", "prediction.id"}
     assert made.prediction == "a"
 
 
 @both
 def test_the_usage_may_come_with_every_chunk(kind: str) -> None:
-    made = read(kind, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    made = read(
+        kind, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}
+    )
     assert made.include_usage and made.continuous_usage
-    assert not read(kind, stream=True, stream_options={"continuous_usage_stats": False}).continuous_usage
+    assert not read(
+        kind, stream=True, stream_options={"continuous_usage_stats": False}
+    ).continuous_usage
 
 
 def test_special_tokens_may_be_left_out_of_a_prompt_and_are_a_template_s_in_a_chat() -> None:
-    assert [read(**given).add_special_tokens for given in ({}, {"add_special_tokens": False})] == [True, False]
+    assert [read(**given).add_special_tokens for given in ({}, {"add_special_tokens": False})] == [
+        True,
+        False,
+    ]
     assert read("chat", add_special_tokens=False) == read("chat")
     assert refusal("chat", add_special_tokens=True).param == "add_special_tokens"
 
@@ -275,7 +352,7 @@ def test_as_many_stop_strings_as_clients_send(kind: str) -> None:
     assert read(kind, stop=stop).stop == tuple(stop)
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 WRONG = [
     ("n", [0, 17, -1, 2**70, 1.5, "1", True, []]),
@@ -294,7 +371,15 @@ WRONG = [
     ("ignore_eos", [1, "yes"]),
     ("cache_salt", ["", "x" * 257, 5, ["a"]]),
     ("priority", [1, -1, "0", False]),
-    ("prediction", [{"type": "content"}, {"type": "other", "content": "a"}, "a", {"type": "content", "content": 5}]),
+    (
+        "prediction",
+        [
+            {"type": "content"},
+            {"type": "other", "content": "a"},
+            "a",
+            {"type": "content", "content": 5},
+        ],
+    ),
     ("model", [5, [], {}]),
 ]
 
@@ -341,10 +426,22 @@ def test_prompts_that_are_none(prompt: Any) -> None:
 @pytest.mark.parametrize(
     "messages",
     [
-        *([], None, "text", [5], [{}], [{"role": "user"}], [{"role": 5, "content": "a"}], [{"role": "user", "content": None}]),
+        *(
+            [],
+            None,
+            "text",
+            [5],
+            [{}],
+            [{"role": "user"}],
+            [{"role": 5, "content": "a"}],
+            [{"role": "user", "content": None}],
+        ),
         [{"role": "system", "content": None}],
         [{"role": "user", "tool_calls": [CALL]}],
-        *([{"role": "assistant", "tool_calls": calls}] for calls in ("x", [5], [{}], [{"id": "1"}], [{"function": {}}])),
+        *(
+            [{"role": "assistant", "tool_calls": calls}]
+            for calls in ("x", [5], [{}], [{"id": "1"}], [{"function": {}}])
+        ),
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
         [{"role": "assistant", "function_call": "f"}],
         [{"role": "tool", "content": "a", "tool_call_id": 5}],
@@ -359,7 +456,9 @@ def test_messages_that_are_none(messages: Any) -> None:
     assert (error.status, error.param) == (400, "messages")
 
 
-def test_lists_that_are_too_long_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_that_are_too_long_are_refused_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     short = dataclasses.replace(LIMITS, capacity=10)
     assert read(limits=short, prompt=[5] * 10).prompts == ([5] * 10,)
     assert len(read(limits=short, prompt=[[5] * 10] * 64).prompts) == 64
@@ -382,7 +481,11 @@ def test_what_is_refused_for_what_else_was_given() -> None:
 
 
 def test_what_is_of_another_path_is_refused_unless_it_says_nothing() -> None:
-    for kind, wrong in (("chat", {"prompt": "a"}), ("chat", {"echo": True}), ("completion", {"messages": []})):
+    for kind, wrong in (
+        ("chat", {"prompt": "a"}),
+        ("chat", {"echo": True}),
+        ("completion", {"messages": []}),
+    ):
         error = refusal(kind, **wrong)
         assert (error.code, error.param) == ("unsupported_parameter", *wrong)
     assert refusal(top_logprobs=1).param == "top_logprobs"
@@ -392,8 +495,14 @@ def test_what_is_of_another_path_is_refused_unless_it_says_nothing() -> None:
 
 def test_what_the_server_was_not_started_for() -> None:
     bare = Limits(names=("tiny",), vocab_size=100, max_logprobs=0, max_prediction=0)
-    assert refusal(limits=bare, logprobs=0).param == refusal("chat", limits=bare, logprobs=True).param == "logprobs"
-    assert refusal(limits=bare, prediction={"type": "content", "content": "a"}).param == "prediction"
+    assert (
+        refusal(limits=bare, logprobs=0).param
+        == refusal("chat", limits=bare, logprobs=True).param
+        == "logprobs"
+    )
+    assert (
+        refusal(limits=bare, prediction={"type": "content", "content": "a"}).param == "prediction"
+    )
     error = refusal("chat", limits=Limits(names=("tiny",), vocab_size=100, has_chat=False))
     assert (error.code, "/v1/completions" in error.message) == ("no_chat_template", True)
 
@@ -431,13 +540,23 @@ DEEP = b'{"model": "tiny", "prompt": "a", "metadata": ' + b"[" * 100_000 + b"]" 
             b"\xef\xbb\xbf{}",
             b"{'a': 1}",
         ),
-        *(b'{"model": "tiny", "prompt": "a", "temperature": NaN}', b'{"model": "tiny", "prompt": "a", "temperature": 1e999}'),
-        *(b'{"model": "tiny", "prompt": "a", "n": ' + b"1" * 100_000 + b"}", DEEP, DEEP[:-2], b"[" * 1_000_000),
+        *(
+            b'{"model": "tiny", "prompt": "a", "temperature": NaN}',
+            b'{"model": "tiny", "prompt": "a", "temperature": 1e999}',
+        ),
+        *(
+            b'{"model": "tiny", "prompt": "a", "n": ' + b"1" * 100_000 + b"}",
+            DEEP,
+            DEEP[:-2],
+            b"[" * 1_000_000,
+        ),
         json.dumps(COMPLETION).encode("utf-16"),
     ],
 )
 def test_bodies_that_are_none(body: bytes) -> None:
-    does_not_matter = b'"temperature": 1e999' in body or b'"n": 1' in body  # for tokens: it is passed over
+    does_not_matter = (
+        b'"temperature": 1e999' in body or b'"n": 1' in body
+    )  # for tokens: it is passed over
     for reader in (read_completion, read_chat, *([] if does_not_matter else [read_tokenize])):
         with pytest.raises(RequestError) as caught:
             reader(body, LIMITS)
@@ -446,7 +565,16 @@ def test_bodies_that_are_none(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "half", ["\\ud800", "\\uDBFF", "\\udc00", "\\ud800\\u0041", "\\ud800\\n", "\\ud83d\\ude00\\ud83d", "\\ud800\\ud800\\udc00"]
+    "half",
+    [
+        "\\ud800",
+        "\\uDBFF",
+        "\\udc00",
+        "\\ud800\\u0041",
+        "\\ud800\\n",
+        "\\ud83d\\ude00\\ud83d",
+        "\\ud800\\ud800\\udc00",
+    ],
 )
 @pytest.mark.parametrize("rest", ["", " and more text", "\\n"])
 def test_half_of_a_character_is_called_that_wherever_it_stands(half: str, rest: str) -> None:
@@ -473,18 +601,29 @@ def test_half_of_a_character_is_called_that_wherever_it_stands(half: str, rest: 
 def test_what_is_wrong_otherwise_is_called_what_it_is(body: bytes, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         read_completion(body, LIMITS)
-    assert read(prompt="\U0001f600\\ud800").prompts == ("\U0001f600\\ud800",)  # json.dumps escapes both
+    assert read(prompt="\U0001f600\\ud800").prompts == (
+        "\U0001f600\\ud800",
+    )  # json.dumps escapes both
 
 
 def test_tokenize() -> None:
     assert read_tokenize(b'{"prompt": "a", "model": "tiny"}', LIMITS).prompt == "a"
-    assert read_tokenize(json.dumps({"messages": CHAT["messages"]}).encode(), LIMITS).param == "messages"
-    for body in (b"{}", b'{"prompt": "a", "messages": []}', b'{"prompt": 5}', b'{"prompt": ["a"]}', b'{"prompt": ""}'):
+    assert (
+        read_tokenize(json.dumps({"messages": CHAT["messages"]}).encode(), LIMITS).param
+        == "messages"
+    )
+    for body in (
+        b"{}",
+        b'{"prompt": "a", "messages": []}',
+        b'{"prompt": 5}',
+        b'{"prompt": ["a"]}',
+        b'{"prompt": ""}',
+    ):
         with pytest.raises(RequestError, match=r"prompt"):
             read_tokenize(body, LIMITS)
 
 
-# --- mutations -------------------------------------------------------------------------------------------------------
+# --- mutations ------------------------------------------------------------------------------------
 
 SCALARS = [
     None,
@@ -507,7 +646,19 @@ SCALARS = [
     "é" * 300,
     "tiny",
 ]
-NAMES = [*COMPLETION, *CHAT, "n", "stop", "seed", "stream", "logprobs", "echo", "max_tokens", "prediction", "stream_options"]
+NAMES = [
+    *COMPLETION,
+    *CHAT,
+    "n",
+    "stop",
+    "seed",
+    "stream",
+    "logprobs",
+    "echo",
+    "max_tokens",
+    "prediction",
+    "stream_options",
+]
 NAMES += [
     "temperature",
     "top_k",

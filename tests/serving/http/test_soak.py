@@ -87,19 +87,30 @@ def _hold(server: Server, model: str, seconds: float) -> None:
     opened = _open_files(server)
     seen = asyncio.run(_soak(server, model, seconds))
     print(
-        seen.ends, seen.repeated, len(seen.differing), [size >> 20 for size in seen.memory[:: max(1, len(seen.memory) // 20)]]
+        seen.ends,
+        seen.repeated,
+        len(seen.differing),
+        [size >> 20 for size in seen.memory[:: max(1, len(seen.memory) // 20)]],
     )
 
-    assert min(seen.ends.get(how, 0) for how in ("whole", "closed", "killed", "silent", "half")) >= seconds / 20
+    assert (
+        min(seen.ends.get(how, 0) for how in ("whole", "closed", "killed", "silent", "half"))
+        >= seconds / 20
+    )
     assert seen.repeated >= seconds / 4
     assert len(seen.differing) <= seen.repeated / TIES, "\n".join(seen.differing)
 
     server.wait_until_idle()
-    assert server.metric("vllm:kv_cache_usage_perc") == 0  # pages of prefixes that nobody holds are free
+    assert (
+        server.metric("vllm:kv_cache_usage_perc") == 0
+    )  # pages of prefixes that nobody holds are free
     assert _open_files(server) <= opened + 2
 
     third = len(seen.memory) // 3
-    early, late = median(seen.memory[third : third + third // 2]), median(seen.memory[-(third // 2) :])
+    early, late = (
+        median(seen.memory[third : third + third // 2]),
+        median(seen.memory[-(third // 2) :]),
+    )
     assert late - early < GROWTH, [size >> 20 for size in seen.memory]
 
     request, texts = next(iter(seen.texts.items()))
@@ -113,7 +124,10 @@ async def _soak(server: Server, model: str, seconds: float) -> Seen:
     print(f"seed {seed}")
     ours = random.Random(seed)
     known = [_request(ours, model) for _ in range(6)]
-    clients = [_client(server, model, random.Random(f"{seed} {number}"), known, seen, until) for number in range(CLIENTS)]
+    clients = [
+        _client(server, model, random.Random(f"{seed} {number}"), known, seen, until)
+        for number in range(CLIENTS)
+    ]
     await asyncio.gather(_watch(server, seen, until), *clients)
     return seen
 
@@ -148,19 +162,32 @@ def _presentation(rng: random.Random, request: dict[str, Any]) -> dict[str, Any]
     """What it does not depend on."""
     more: dict[str, Any] = {}
     if rng.random() < 0.6:
-        more = {"stream": True, "stream_options": {"include_usage": True, "include_accepted": rng.random() < 0.5}}
+        more = {
+            "stream": True,
+            "stream_options": {"include_usage": True, "include_accepted": rng.random() < 0.5},
+        }
     if rng.random() < 0.3:
-        more["prediction"] = {"type": "content", "content": request["prompt"][rng.randrange(len(request["prompt"])) :] or "x"}
+        more["prediction"] = {
+            "type": "content",
+            "content": request["prompt"][rng.randrange(len(request["prompt"])) :] or "x",
+        }
     return request | more
 
 
 async def _client(
-    server: Server, model: str, rng: random.Random, known: list[dict[str, Any]], seen: Seen, until: float
+    server: Server,
+    model: str,
+    rng: random.Random,
+    known: list[dict[str, Any]],
+    seen: Seen,
+    until: float,
 ) -> None:
     while time.monotonic() < until:
         request = rng.choice(known) if rng.random() < 0.6 else _request(rng, model)
         body = _presentation(rng, request)
-        how = rng.choices(["whole", "slow", "closed", "killed", "silent", "half"], [8, 2, 3, 3, 2, 2])[0]
+        how = rng.choices(
+            ["whole", "slow", "closed", "killed", "silent", "half"], [8, 2, 3, 3, 2, 2]
+        )[0]
         async with asyncio.timeout(PATIENCE):
             answer = await exchange(server, rng, json.dumps(body).encode(), how)
         if answer is None:
@@ -177,8 +204,14 @@ async def exchange(server: Server, rng: random.Random, body: bytes, how: str) ->
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", server.port))
     reader, writer = await asyncio.open_connection(sock=made, limit=4096)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    message = f"{head}Authorization: Bearer {server.key}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+        " application/json\r\nConnection: close\r\n"
+    )
+    message = (
+        f"{head}Authorization: Bearer {server.key}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
     try:
         if how == "half":
             writer.write(message[: rng.randrange(len(message))])

@@ -31,7 +31,9 @@ KEPT = decoders.Sequence([decoders.Replace(BLOCK, " "), decoders.ByteFallback(),
 STRIPPED = decoders.Sequence([KEPT, decoders.Strip(content=" ", left=1, right=0)])
 
 
-@pytest.mark.parametrize("decoder", [KEPT, STRIPPED, decoders.Metaspace()], ids=["kept", "stripped", "metaspace"])
+@pytest.mark.parametrize(
+    "decoder", [KEPT, STRIPPED, decoders.Metaspace()], ids=["kept", "stripped", "metaspace"]
+)
 def test_every_space_of_a_token_is_said(decoder: decoders.Decoder) -> None:
     tokenizer, vocabulary = of_words(decoder)
     texts = TokenTexts(tokenizer)

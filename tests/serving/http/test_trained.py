@@ -36,6 +36,9 @@ def test_a_dspark_is_trained_by_one_command_and_served_by_another(tmp_path) -> N
     chains = ("--drafts", "chain:3,0.4")  # which the confidence head may end
     with serving(tmp_path / "log", *pair, *chains, "--rows", "2", "--capacity", "64") as server:
         body = {"model": "tiny", "prompt": PROMPT, "max_tokens": NEW}
-        assert server.post("/v1/completions", body | {"temperature": 0})["choices"][0]["text"] == greedy
+        assert (
+            server.post("/v1/completions", body | {"temperature": 0})["choices"][0]["text"]
+            == greedy
+        )
         assert server.post("/v1/completions", body | SAMPLED)["choices"][0]["text"] == sampled
         assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
