@@ -107,7 +107,12 @@ def _keys_of_step(state: DecodeState, depth: int) -> tuple[jax.Array, jax.Array,
 
 
 def advance(
-    target: Target, drafter: Drafter, state: DecodeState, draft: Draft, logprobs: int | None = None
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    draft: Draft,
+    logprobs: int | None = None,
+    legal: jax.Array | None = None,
 ) -> tuple[DecodeState, StepInfo]:
     """Score ``draft``, verify it and keep the accepted tokens.
 
@@ -123,6 +128,8 @@ def advance(
         draft: the draft to verify.
         logprobs: if not None, `StepInfo` has the target's own log-probabilities of the emitted
             tokens, and at each of their positions those of this number of likeliest tokens.
+        legal: the tokens that the rows' grammars allow after each node, as in
+            `specjax.decoding.verification.verify`; None if no row has a grammar.
 
     Returns:
         The next state, and the `StepInfo` of this step. Their shapes depend on ``state`` alone,
@@ -161,7 +168,7 @@ def advance(
             f" {max_depth}{advice}"
         )
     keys, _, verify_keys = _keys_of_step(state, draft.depth)
-    scored = _score(target, drafter, draft, state, verify_keys, logprobs)
+    scored = _score(target, drafter, draft, state, verify_keys, logprobs, legal)
     accepted = scored.verdict.count - 1
     verdict, done, failed = _cut(scored.verdict, scored.emitted, state)
     cache = state.cache.append(scored.entries, verdict.count, after=scored.output.hidden)
@@ -231,6 +238,7 @@ def _score(
     state: DecodeState,
     keys: jax.Array,
     logprobs: int | None,
+    legal: jax.Array | None,
 ) -> _Scored:
     """Run one pass of the target over the draft and verify it.
 
@@ -250,7 +258,8 @@ def _score(
         output, new = target.score(
             shorter.tokens, readable, positions=positions, mask=shorter.mask, taps=taps
         )
-        verdict = verify(shorter, output.logits, sampling, keys)
+        words = None if legal is None else legal[:, :nodes]
+        verdict = verify(shorter, output.logits, sampling, keys, words)
 
         def along_path(leaf: jax.Array) -> jax.Array:  # [B, nodes, …] -> [B, D+1, …]
             if shorter.is_chain:
