@@ -11,7 +11,7 @@ asked. Rows without a grammar take part in the same steps, and every token is le
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -120,10 +120,6 @@ class ConstrainedRows:
         """
         for _ in range(max_steps):
             done = sharding.to_host(state.done, target.mesh)
-            over = np.array([m is not None and m.is_over for m in self.matchers])
-            if np.any(over & ~done):
-                # A grammar after which nothing follows, in a row that no token ends.
-                state, done = replace(state, done=state.done | jnp.asarray(over)), done | over
             if done.all():
                 break
             state = self._step(target, drafter, state, done)

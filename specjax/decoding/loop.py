@@ -23,7 +23,7 @@ from specjax.drafts.draft import Draft, Verdict
 from specjax.errors import InputError
 from specjax.models.cache import Entry, gather_entries
 from specjax.models.transformer import States, Target
-from specjax.sampling import position_keys, split_keys
+from specjax.sampling import at_nodes, position_keys, split_keys
 
 
 def step(
@@ -170,7 +170,7 @@ def advance(
     keys, _, verify_keys = _keys_of_step(state, draft.depth)
     scored = _score(target, drafter, draft, state, verify_keys, logprobs, legal)
     accepted = scored.verdict.count - 1
-    verdict, done, failed = _cut(scored.verdict, scored.emitted, state)
+    verdict, done, failed = _cut(scored.verdict, scored.emitted, state, legal)
     cache = state.cache.append(scored.entries, verdict.count, after=scored.output.hidden)
     committed = Committed(
         tokens=jnp.take_along_axis(draft.tokens, verdict.path, axis=1),
@@ -310,12 +310,13 @@ def _pad(values: jax.Array, size: int, axis: int = 1) -> jax.Array:
 
 
 def _cut(
-    verdict: Verdict, emitted: jax.Array, state: DecodeState
+    verdict: Verdict, emitted: jax.Array, state: DecodeState, legal: jax.Array | None
 ) -> tuple[Verdict, jax.Array, jax.Array]:
     """Cut each row's verdict where the row ends.
 
     A row ends at its first stop token or at its limit, also in the middle of an accepted path. It
-    also ends before a token that cannot be drawn.
+    also ends before a token that cannot be drawn, and, in a row that no token ends, after the node
+    at which its grammar allows no token: there the text is complete.
 
     Returns:
         The shortened verdict, with count 0 for rows that were done before; ``done [B]``; and
@@ -332,8 +333,11 @@ def _cut(
     count = jnp.where(state.done, 0, count)
     done = state.done | (until_end <= count) | (state.lengths + count >= state.max_lengths)
     failed = bad & ~done
+    if legal is not None:
+        end_of_path = at_nodes(verdict.path, verdict.count - 1)
+        failed &= jnp.any(at_nodes(legal, end_of_path) != 0, axis=-1)
     last = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    return replace(verdict, count=count, token=last), done | failed, failed
+    return replace(verdict, count=count, token=last), done | bad, failed
 
 
 def rows_of_pass(drafter: Drafter, state: DecodeState, **_: Any) -> int:

@@ -61,15 +61,12 @@ class JsonSchema(Grammar):
     def __init__(self, schema: Any, *, whitespace: bool = True) -> None:
         """Convert ``schema`` to llguidance's form."""
         parsed = _parse_schema(schema)
-        spaces = (
-            {"whitespace_pattern": WHITESPACE} if whitespace else {"whitespace_flexible": False}
-        )
-        # Options of llguidance in a user's schema would change which texts are legal.
-        parsed = parsed if isinstance(parsed, bool) else dict(parsed)
+        options: dict[str, Any] = {"whitespace_flexible": False}
+        if whitespace:
+            options = {"whitespace_pattern": WHITESPACE}
         if isinstance(parsed, bool):
             parsed = {} if parsed else {"enum": []}
-        parsed["x-guidance"] = spaces
-        self._set_source(json_schema=parsed)
+        self._set_source(json_schema=parsed | {"x-guidance": options})
 
 
 class JsonObject(JsonSchema):
