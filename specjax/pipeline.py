@@ -328,8 +328,7 @@ class TextGenerator(OneLine):
                 writes in channels, as gpt-oss does, the text is then that of the final channel.
         """
         stop = text.check_stop(stop)
-        if options.grammar is not None:
-            options = replace(options, grammar=self._compile(options.grammar))
+        options = replace(options, grammar=self.compile_grammar(options.grammar))
         results = decoding.stream(
             self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or LARGEST
         )
@@ -343,11 +342,17 @@ class TextGenerator(OneLine):
             ],
         )
 
-    def _compile(self, grammar: Any) -> Any:
-        """Compile one grammar, or a list of grammars in which None stands for no grammar."""
+    def compile_grammar(self, grammar: Any) -> Any:
+        """Compile one grammar, or a list of grammars in which None stands for no grammar.
+
+        Compiled grammars and None are returned as they are.
+
+        Raises:
+            InputError: a grammar has a part that is not supported, or cannot be satisfied.
+        """
         if isinstance(grammar, Sequence):
-            return [None if part is None else self._compile(part) for part in grammar]
-        if isinstance(grammar, CompiledGrammar):
+            return [self.compile_grammar(part) for part in grammar]
+        if grammar is None or isinstance(grammar, CompiledGrammar):
             return grammar
         return self.grammar_compiler.compile(grammar)
 

@@ -99,6 +99,20 @@ class ConstrainedRows:
         matchers: the matcher of each row; None for a row without a grammar.
         forced_tokens: the number of forced tokens that were drafted and emitted.
         illegal_nodes: the number of drafted nodes that were not legal.
+
+    Examples:
+        >>> import specjax
+        >>> from specjax import decoding
+        >>> from specjax.decoding.constrained import ConstrainedRows
+        >>> generate = specjax.load("embedded")
+        >>> grammar = generate.grammar_compiler.compile(specjax.Regex("[0-9]{3}"))
+        >>> options = decoding.GenerationOptions(max_new_tokens=8, grammar=grammar)
+        >>> prompt = [generate.encode("x = ")]
+        >>> drafter, state = decoding.start(generate.target, None, prompt, options=options)
+        >>> rows = ConstrainedRows([grammar.matcher(stop_token_ids=(0,))])
+        >>> state = rows.decode(generate.target, drafter, state, max_steps=100)
+        >>> int(state.lengths[0]) - len(prompt[0]), rows.completed.tolist()  # with the stop token
+        (4, [True])
     """
 
     matchers: Sequence[Matcher | None]

@@ -15,6 +15,15 @@ class CompiledGrammar:
     Attributes:
         grammar: the grammar.
         vocab_size: the number of tokens of the target.
+
+    Examples:
+        >>> import specjax
+        >>> generate = specjax.load("embedded", "embedded:eagle3")
+        >>> compiled = generate.grammar_compiler.compile(specjax.Regex("[0-9]{3}"))
+        >>> prompt = [generate.encode("x = ")]
+        >>> result = specjax.generate(generate.target, None, prompt, grammar=compiled)
+        >>> generate.tokenizer.decode(result.tokens[0, len(prompt[0]) : result.lengths[0] - 1])
+        '000'
     """
 
     grammar: Grammar

@@ -20,6 +20,13 @@ class Grammar:
 
     Attributes:
         source: the grammar in the form that llguidance reads: its JSON text.
+
+    Examples:
+        >>> import specjax
+        >>> specjax.Regex("a|b") == specjax.Regex("a|b")
+        True
+        >>> specjax.Regex("a|b").source
+        '{"grammars": [{"lark_grammar": "start: /a|b/"}]}'
     """
 
     source: str

@@ -16,6 +16,16 @@ class Matcher:
         vocab_size: the number of tokens of the target, V.
         end_ids: the tokens that llguidance takes for ends of the text.
         stop_token_ids: the tokens that end this text. They are legal where the text is complete.
+
+    Examples:
+        >>> import specjax
+        >>> generate = specjax.load("embedded")
+        >>> compiled = generate.grammar_compiler.compile(specjax.Choice(["yes", "no"]))
+        >>> matcher = compiled.matcher(stop_token_ids=(0,))
+        >>> yes, no = (generate.tokenizer.encode(text) for text in ("y", "n"))
+        >>> masks, illegal = matcher.masks([5, *yes, *no, *yes], [-1, 0, 0, 1], [True] * 4)
+        >>> masks.shape, illegal  # below the root both are legal; below "y" another one is not
+        ((4, 96), 1)
     """
 
     def __init__(
