@@ -27,6 +27,7 @@ from specjax.drafters.base import Committed, Drafter, NoDraft
 from specjax.drafters.wrapper import Wrapper
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape
+from specjax.errors import InputError
 from specjax.grammars import Matcher
 from specjax.models.transformer import Target
 
@@ -111,8 +112,8 @@ class ConstrainedRows:
         >>> drafter, state = decoding.start(generate.target, None, prompt, options=options)
         >>> rows = ConstrainedRows([grammar.matcher(stop_token_ids=(0,))])
         >>> state = rows.decode(generate.target, drafter, state, max_steps=100)
-        >>> int(state.lengths[0]) - len(prompt[0]), rows.completed.tolist()  # with the stop token
-        (4, [True])
+        >>> state.done.tolist(), rows.completed.tolist()
+        ([True], [True])
     """
 
     matchers: Sequence[Matcher | None]
@@ -132,12 +133,30 @@ class ConstrainedRows:
 
         It must have been started for drafts of at least `FORCED` tokens.
         """
+        done = sharding.to_host(state.done, target.mesh)
         for _ in range(max_steps):
-            done = sharding.to_host(state.done, target.mesh)
             if done.all():
                 break
             state = self._step(target, drafter, state, done)
+            before = done
+            done, lengths, ends = sharding.to_host(
+                (state.done, state.lengths, state.max_lengths), target.mesh
+            )
+            self._check_ends(np.flatnonzero(done & ~before & (lengths < ends)))
         return state
+
+    def _check_ends(self, rows: np.ndarray) -> None:
+        """Raise InputError if one of these rows has ended because no token is legal.
+
+        They have room for more tokens.
+        """
+        for row in rows:
+            matcher = self.matchers[row]
+            if matcher is not None and matcher.is_stuck:
+                raise InputError(
+                    f"grammar: row {row} cannot go on: the next token must be a stop token, or one"
+                    " that the tokenizer does not have; change eos_token_ids or the grammar"
+                )
 
     def _step(
         self, target: Target, drafter: Drafter, state: DecodeState, done: np.ndarray

@@ -22,18 +22,22 @@ class CompiledGrammar:
         >>> compiled = generate.grammar_compiler.compile(specjax.Regex("[0-9]{3}"))
         >>> prompt = [generate.encode("x = ")]
         >>> result = specjax.generate(generate.target, None, prompt, grammar=compiled)
-        >>> generate.tokenizer.decode(result.tokens[0, len(prompt[0]) : result.lengths[0] - 1])
-        '000'
+        >>> output = result.tokens[0, len(prompt[0]) : result.lengths[0] - 1]
+        >>> text = generate.tokenizer.decode(output)
+        >>> len(text), text.isdigit(), result.grammar_completed.tolist()
+        (3, True, [True])
     """
 
     grammar: Grammar
     vocab_size: int
     _template: Any = field(repr=False)
     _end_ids: tuple[int, ...] = field(repr=False)
+    _lacks_bytes: bool = field(repr=False)
 
     def matcher(self, stop_token_ids: tuple[int, ...]) -> Matcher:
         """Return a matcher for one text, which these token ids end."""
-        return Matcher(self._template.deep_copy(), self.vocab_size, self._end_ids, stop_token_ids)
+        template = self._template.deep_copy()
+        return Matcher(template, self.vocab_size, self._end_ids, stop_token_ids, self._lacks_bytes)
 
 
 class GrammarCompiler:
@@ -55,7 +59,7 @@ class GrammarCompiler:
         >>> tokenizer = specjax.load("embedded").tokenizer
         >>> compiled = GrammarCompiler(tokenizer, 3072).compile(specjax.Choice(["yes", "no"]))
         >>> matcher = compiled.matcher(stop_token_ids=(0,))
-        >>> matcher.append(tokenizer.encode("yes"))
+        >>> matcher.append(tokenizer.encode("yes", add_special_tokens=False))
         >>> matcher.is_complete
         True
     """
@@ -79,7 +83,13 @@ class GrammarCompiler:
         except ValueError as error:
             raise InputError(f"grammar: this tokenizer is not supported: {error}") from None
         self._vocab_size = vocab_size
+        self._lacks_bytes = not all(map(self._can_write, range(0xF5)))  # the bytes of UTF-8
         self._compiled: dict[Grammar, CompiledGrammar] = {}
+
+    def _can_write(self, byte: int) -> bool:
+        """Return whether the tokenizer has a token for a byte."""
+        text = bytes([byte])
+        return self._tokenizer.decode_bytes(self._tokenizer.tokenize_bytes(text)) == text
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Return the compiled grammar.
@@ -106,11 +116,10 @@ class GrammarCompiler:
             template.compute_bitmask()
         if template.is_error():
             raise InputError(f"grammar={grammar!r}: {_first_line(template.get_error())}")
-        compiled = CompiledGrammar(
-            grammar, self._vocab_size, template, tuple(self._tokenizer.eos_tokens)
-        )
+        end_ids = tuple(self._tokenizer.eos_tokens)
+        compiled = CompiledGrammar(grammar, self._vocab_size, template, end_ids, self._lacks_bytes)
         matcher = compiled.matcher(stop_token_ids=())
-        if not matcher.mask().any() and not matcher.is_complete:
+        if matcher.is_stuck:
             raise InputError(f"grammar={grammar!r}: no text satisfies it")
         return compiled
 

@@ -124,7 +124,7 @@ class Choice(Grammar):
     Examples:
         >>> import specjax
         >>> specjax.Choice(["yes", "no"])
-        Choice('{"grammars": [{"lark_grammar": "start: \\"yes\\" | \\"no\\""}]}')
+        Choice(...yes...no...)
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -145,7 +145,7 @@ class Lark(Grammar):
     Examples:
         >>> import specjax
         >>> specjax.Lark('start: "a" start "b" | "c"')
-        Lark('{"grammars": [{"lark_grammar": "start: \\"a\\" start \\"b\\" | \\"c\\"...')
+        Lark(...start...)
     """
 
     def __init__(self, text: str) -> None:

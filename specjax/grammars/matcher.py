@@ -16,15 +16,17 @@ class Matcher:
         vocab_size: the number of tokens of the target, V.
         end_ids: the tokens that llguidance takes for ends of the text.
         stop_token_ids: the tokens that end this text. They are legal where the text is complete.
+        validates: whether to check each token of a mask. llguidance's masks are wrong where the
+            tokenizer has no token for a byte that the grammar forces.
 
     Examples:
         >>> import specjax
         >>> generate = specjax.load("embedded")
         >>> compiled = generate.grammar_compiler.compile(specjax.Choice(["yes", "no"]))
         >>> matcher = compiled.matcher(stop_token_ids=(0,))
-        >>> yes, no = (generate.tokenizer.encode(text) for text in ("y", "n"))
-        >>> masks, illegal = matcher.masks([5, *yes, *no, *yes], [-1, 0, 0, 1], [True] * 4)
-        >>> masks.shape, illegal  # below the root both are legal; below "y" another one is not
+        >>> y, n = generate.tokenizer.convert_tokens_to_ids(["y", "n"])
+        >>> masks, illegal = matcher.masks([5, y, n, y], [-1, 0, 0, 1], [True] * 4)
+        >>> masks.shape, illegal  # both are legal below the root; another y below y is not
         ((4, 96), 1)
     """
 
@@ -34,8 +36,10 @@ class Matcher:
         vocab_size: int,
         end_ids: Sequence[int],
         stop_token_ids: Sequence[int],
+        validates: bool = False,
     ) -> None:
         """Start at the beginning of a text."""
+        self._validates = validates
         self._matcher = matcher
         self._words = -(-vocab_size // 32)
         self._stop_ids = frozenset(stop_token_ids)
@@ -52,6 +56,14 @@ class Matcher:
     def is_over(self) -> bool:
         """True if no token can follow: a stop token has come, or there is none that could come."""
         return self._has_ended or (self._matcher.is_stopped() and not self._stop_ids)
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if the text must go on, and no token is legal.
+
+        The grammar needs a stop token as text, or bytes for which the tokenizer has no token.
+        """
+        return not (self.is_over or self.is_complete or self.mask().any())
 
     def append(self, tokens: Sequence[int]) -> None:
         """Advance over committed tokens.
@@ -73,7 +85,16 @@ class Matcher:
         if self._matcher.is_error():
             raise RuntimeError(f"grammar: {self._matcher.get_error()}")
         bits = words[0].view(np.uint32) & ~self._never
+        if self._validates:
+            bits &= _bits([t for t in _ids(bits) if self._takes(t)], self._words)
         return bits | self._stops if self.is_complete else bits
+
+    def _takes(self, token: int) -> bool:
+        """Return whether llguidance accepts a token next."""
+        if self._matcher.try_consume_tokens([token]) != 1:
+            return False
+        self._matcher.rollback(1)
+        return True
 
     def masks(
         self, tokens: Sequence[int], parents: Sequence[int], drafted: Sequence[bool]
@@ -128,6 +149,11 @@ class Matcher:
             if consumed:
                 self._matcher.rollback(consumed)
         return tokens
+
+
+def _ids(words: np.ndarray) -> list[int]:
+    """Return the token ids whose bits are set in ``words``."""
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
 
 
 def _bits(ids: Sequence[int], words: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from specjax import sampling
 from specjax.decoding import verification
 from specjax.drafters import DraftModel, PromptLookup
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
+from specjax.errors import InputError
 from specjax.evaluation.conformance import FALSE_ALARM, g_test
 from specjax.grammars import GrammarCompiler, Matcher
 from tests.conftest import compilations, tiny_target
@@ -175,6 +176,12 @@ def test_a_row_that_no_token_ends_ends_with_its_grammar() -> None:
     decoded = [small_tokenizer().decode(text) for text in outputs(result)]
     assert set(decoded) <= {"abcabcde", "abdeabde", "d01d01"}
     assert result.grammar_completed.all()
+
+
+def test_a_text_that_cannot_go_on_is_an_error() -> None:
+    grammar = compiler().compile(specjax.Choice(["df", "dab"]))
+    with pytest.raises(InputError, match="row 0 cannot go on: the next token must be a stop token"):
+        generate("chain", grammar=grammar, eos_token_ids=(5, 14, 0, END))
 
 
 def test_the_end_comes_where_nothing_else_is_legal_whatever_min_new_tokens_says() -> None:

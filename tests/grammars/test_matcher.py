@@ -163,3 +163,22 @@ def test_a_token_that_is_not_legal_is_an_error(compiler) -> None:
     matcher = compiler.compile(specjax.Regex("d+")).matcher((END,))
     with pytest.raises(RuntimeError, match="token 0 is not legal"):
         matcher.append([0])
+
+
+def test_bytes_without_a_token_stop_a_text(compiler) -> None:
+    """Check a tokenizer without brackets: no token is legal, where llguidance names wrong ones."""
+    assert compiler._lacks_bytes
+    matcher = compiler.compile(specjax.Regex(r"d\[0")).matcher((END,))
+    matcher.append([3])
+    assert not flags(matcher.mask()).any() and matcher.is_stuck
+    whole = GrammarCompiler(specjax.load("embedded").tokenizer, 3072)
+    assert not whole._lacks_bytes
+
+
+def test_a_stop_token_that_the_grammar_needs_stops_a_text(compiler) -> None:
+    matcher = compiler.compile(specjax.Regex("d+f")).matcher((5, END))
+    matcher.append([3])
+    assert flags(matcher.mask()).any() and not matcher.is_stuck
+    forced = compiler.compile(specjax.Choice(["df"])).matcher((5, END))
+    forced.append([3])
+    assert forced.is_stuck
