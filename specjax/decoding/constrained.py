@@ -10,8 +10,8 @@ Where a grammar forces the next tokens, these are the draft of the step, and the
 asked. Rows without a grammar take part in the same steps, and every token is legal for them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -25,9 +25,9 @@ from specjax.decoding.loop import advance, propose_step, rows_of_pass
 from specjax.decoding.state import DecodeState, place_rows
 from specjax.drafters.base import Committed, Drafter, NoDraft
 from specjax.drafters.wrapper import Wrapper
+from specjax.drafts import tree
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape
-from specjax.errors import InputError
 from specjax.grammars import Matcher
 from specjax.models.transformer import Target
 
@@ -68,6 +68,67 @@ class _Reader(Wrapper[Any]):
         return self.append_committed(target, state, committed)
 
 
+def reader(drafter: Drafter) -> Drafter:
+    """Return a drafter that proposes nothing, for steps whose draft the host makes.
+
+    It has the same state as ``drafter``, and reads the tokens that a step commits.
+    """
+    return _Reader(drafter)
+
+
+def forced_draft(forced: Sequence[Sequence[int]]) -> Draft:
+    """Return chains of forced tokens, at most `FORCED` in each row, as a draft on the host.
+
+    The root's tokens are missing: `advance_under_masks` inserts them.
+    """
+    tokens = np.zeros((len(forced), FORCED + 1), np.int32)
+    valid = np.zeros(tokens.shape, bool)
+    valid[:, 0] = True
+    for row, row_tokens in enumerate(forced):
+        tokens[row, 1 : len(row_tokens) + 1] = row_tokens
+        valid[row, 1 : len(row_tokens) + 1] = True
+    return Draft.of_tree(tokens, tree.chain_parents(FORCED + 1), valid=valid)  # pyright: ignore[reportArgumentType]
+
+
+def legal_tokens(
+    matchers: Sequence[Matcher | None],
+    draft: Draft,
+    vocab_size: int,
+    on_error: Callable[[int, Exception], None] | None = None,
+) -> tuple[np.ndarray, int]:
+    """Return the tokens that are legal after each node of a draft.
+
+    Args:
+        matchers: the matcher of each row. None if every token is legal, as in rows that are done.
+        draft: the draft of B rows and N nodes, in numpy arrays.
+        vocab_size: the number of tokens of the target, V.
+        on_error: is called with a row and the error of its matcher. Every token is legal then. None
+            raises the error.
+
+    Returns:
+        ``[B, N, ceil(V / 32)]`` uint32, one bit for each token, in a new array; and the number of
+        drafted nodes that are not legal.
+    """
+    batch, nodes = draft.tokens.shape
+    parents = np.broadcast_to(np.asarray(draft.parents), (batch, nodes))
+    valid = np.ones((batch, nodes), bool) if draft.valid is None else np.asarray(draft.valid)
+    legal = np.full((batch, nodes, -(-vocab_size // 32)), np.uint32(0xFFFFFFFF))
+    illegal_nodes = 0
+    for row, matcher in enumerate(matchers):
+        if matcher is None:
+            continue
+        try:
+            legal[row], illegal = matcher.masks(
+                draft.tokens[row].tolist(), parents[row].tolist(), valid[row].tolist()
+            )
+            illegal_nodes += illegal
+        except RuntimeError as error:
+            if on_error is None:
+                raise
+            on_error(row, error)
+    return legal, illegal_nodes
+
+
 @by_rows(rows_of_pass, models=("target", "drafter"), donate_argnames="state")
 def _propose(target: Target, drafter: Drafter, state: DecodeState) -> tuple[Draft, DecodeState]:
     """Propose a draft for every row, see `propose_step`. The state is donated."""
@@ -75,21 +136,55 @@ def _propose(target: Target, drafter: Drafter, state: DecodeState) -> tuple[Draf
     return draft, place_rows(state, target)
 
 
+def advance_under_masks(
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    draft: Draft,
+    legal: jax.Array,
+) -> DecodeState:
+    """Verify a draft whose legal tokens are known. The arguments are those of `advance`.
+
+    The root's tokens are those of the state, whatever the draft has there.
+    """
+    tokens = jnp.asarray(draft.tokens).at[:, 0].set(state.roots)
+    state, _ = advance(target, drafter, state, replace(draft, tokens=tokens), legal=legal)
+    return state
+
+
+def left_over(before: Any, after: Any) -> list[jax.Array]:
+    """Return the arrays of a drafter's state that exist only between draft and verdict.
+
+    A program that receives them as donated arguments returns them. Otherwise JAX warns that it
+    cannot use their memory.
+
+    Args:
+        before: the drafter's state after drafting.
+        after: its state after the verdict.
+    """
+    stays = {path for path, _ in jax.tree_util.tree_leaves_with_path(after)}
+    leaves = jax.tree_util.tree_leaves_with_path(before)
+    return [leaf for path, leaf in leaves if path not in stays]
+
+
 @by_rows(rows_of_pass, models=("target", "drafter"), donate_argnames="state")
 def _advance(
     target: Target, drafter: Drafter, state: DecodeState, draft: Draft, legal: jax.Array
-) -> tuple[DecodeState, jax.Array]:
+) -> tuple[DecodeState, jax.Array, list[jax.Array]]:
     """Verify a draft under masks. The state is donated.
 
     Returns:
-        The state, and ``[B, D+1]`` the emitted tokens, -1 behind a row's last.
+        The state; ``[B, D+1]`` the emitted tokens, -1 behind a row's last; and arrays that are not
+        used any more.
     """
-    before = state.lengths
-    state, info = advance(target, drafter, state, draft, legal=legal)
-    index = jnp.arange(draft.depth + 1)[None]
-    positions = jnp.minimum(before[:, None] + index, state.tokens.shape[1] - 1)
-    emitted = jnp.take_along_axis(state.tokens, positions, axis=1)
-    return place_rows(state, target), jnp.where(index < info.emitted[:, None], emitted, -1)
+    before, drafted = state.lengths, state.drafter
+    state = advance_under_masks(target, drafter, state, draft, legal)
+    positions = before[:, None] + jnp.arange(draft.depth + 1)[None]
+    tokens = jnp.take_along_axis(
+        state.tokens, jnp.minimum(positions, state.tokens.shape[1] - 1), axis=1
+    )
+    emitted = jnp.where(positions < state.lengths[:, None], tokens, -1)
+    return place_rows(state, target), emitted, left_over(drafted, state.drafter)
 
 
 @dataclass
@@ -152,32 +247,28 @@ class ConstrainedRows:
         """
         for row in rows:
             matcher = self.matchers[row]
-            if matcher is not None and matcher.is_stuck:
-                raise InputError(
-                    f"grammar: row {row} cannot go on: the next token must be a stop token, or one"
-                    " that the tokenizer does not have; change eos_token_ids or the grammar"
-                )
+            if matcher is not None:
+                matcher.check_not_stuck()
 
     def _step(
         self, target: Target, drafter: Drafter, state: DecodeState, done: np.ndarray
     ) -> DecodeState:
         """Run one masked step for the rows that are not ``done [B]``."""
-        forced = [
-            [] if matcher is None or done[row] else matcher.forced(FORCED)
-            for row, matcher in enumerate(self.matchers)
+        matchers = [
+            None if is_done else matcher
+            for matcher, is_done in zip(self.matchers, done.tolist(), strict=True)
         ]
+        forced = [[] if matcher is None else matcher.forced(FORCED) for matcher in matchers]
         is_forced = isinstance(drafter, NoDraft) or self._forced_is_longer(forced, drafter, done)
         if is_forced:
-            drafter = _Reader(drafter)
-            drafted = np.zeros((len(forced), FORCED), np.int32)
-            valid = np.zeros((len(forced), FORCED), bool)
-            for row, tokens in enumerate(forced):
-                drafted[row, : len(tokens)], valid[row, : len(tokens)] = tokens, True
-            draft = Draft.chain(state.roots, jnp.asarray(drafted), valid=jnp.asarray(valid))
+            drafter, draft = reader(drafter), forced_draft(forced)
+            on_host = draft
         else:
             draft, state = _propose(target, drafter, state)
-        legal = self._masks(target, draft, done)
-        state, emitted = _advance(target, drafter, state, draft, jnp.asarray(legal))
+            on_host = sharding.to_host(replace(draft, q=None), target.mesh)
+        legal, illegal_nodes = legal_tokens(matchers, on_host, target.config.vocab_size)
+        self.illegal_nodes += illegal_nodes
+        state, emitted, _ = _advance(target, drafter, state, draft, jnp.asarray(legal))
         emitted = sharding.to_host(emitted, target.mesh)
         counts = (emitted >= 0).sum(axis=1)
         for row, matcher in enumerate(self.matchers):
@@ -200,22 +291,3 @@ class ConstrainedRows:
         active = int((~done).sum())
         expected = self._emitted_per_row or 1 + drafter.draft_shape.depth / 2
         return sum(map(len, forced)) + active >= expected * active
-
-    def _masks(self, target: Target, draft: Draft, done: np.ndarray) -> np.ndarray:
-        """Return ``[B, N, ceil(V / 32)]`` uint32, the legal tokens after each node of the draft."""
-        batch, nodes = draft.tokens.shape
-        grown = draft.parents if isinstance(draft.parents, jax.Array) else None
-        tokens, valid, parents = sharding.to_host((draft.tokens, draft.valid, grown), target.mesh)
-        parents = np.broadcast_to(draft.parents if parents is None else parents, (batch, nodes))
-        valid = np.ones((batch, nodes), bool) if valid is None else valid
-        words = -(-target.config.vocab_size // 32)
-        # A new array for each step: JAX may still read the last one, without a copy of it.
-        legal = np.full((batch, nodes, words), np.uint32(0xFFFFFFFF))
-        for row, matcher in enumerate(self.matchers):
-            if matcher is not None and not done[row]:
-                masks, illegal = matcher.masks(
-                    tokens[row].tolist(), parents[row].tolist(), valid[row].tolist()
-                )
-                legal[row] = masks
-                self.illegal_nodes += illegal
-        return legal

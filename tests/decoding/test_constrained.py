@@ -180,7 +180,7 @@ def test_a_row_that_no_token_ends_ends_with_its_grammar() -> None:
 
 def test_a_text_that_cannot_go_on_is_an_error() -> None:
     grammar = compiler().compile(specjax.Choice(["df", "dab"]))
-    with pytest.raises(InputError, match="row 0 cannot go on: the next token must be a stop token"):
+    with pytest.raises(InputError, match="the text cannot go on: the next token must be a stop token"):
         generate("chain", grammar=grammar, eos_token_ids=(5, 14, 0, END))
 
 
