@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.decoding.constrained import advance_under_masks, left_over
+from specjax.decoding.constrained import advance_under_masks
 from specjax.decoding.few_rows import by_rows
 from specjax.decoding.loop import propose_step
 from specjax.decoding.row_arrays import (
@@ -101,5 +101,6 @@ def advance_rows(
     part = part if drafted is None else replace(part, drafter=drafted)
     part = advance_under_masks(target, drafter, part, draft, words)
     state = put_rows(state, part, put_first)
-    unused = [] if drafted is None else left_over(drafted, part.drafter)
+    # JAX warns of donated arrays that no result can replace. The pools are written in place.
+    unused = jax.tree.leaves(without_pools(drafted))
     return place_rows(state, target), progress_since(state, starts, draft.depth + 1), unused

@@ -249,6 +249,11 @@ class EngineDevice:
             else widths
         )
 
+    @property
+    def masked_widths(self) -> tuple[int, ...]:
+        """The numbers of rows that masked steps are compiled for: the smallest and the largest."""
+        return tuple(dict.fromkeys((min(self.sizes.widths), self.sizes.rows)))
+
     def most_prefix_states(self) -> int | None:
         """Return the largest number of prefix states in each group of rows; None: no limit.
 
@@ -537,7 +542,7 @@ class EngineDevice:
                 decode(4, rows, self.reporting, logprobs=True),
             ]
         if self.grammars:
-            for width in dict.fromkeys((widths[0], widths[-1])):
+            for width in self.masked_widths:
                 listed += self._masked_programs(table, width)
         if self.remote_drafter is not None:
             listed += [read(5, width, for_client=True) for width in self.sizes.read_widths]

@@ -537,8 +537,7 @@ class EngineLoop:
     def _choose_masked(self) -> tuple[int, int, bool]:
         """Return the choice of a masked step, as `_choose` does."""
         running = len(self.scheduler.running)
-        widths = dict.fromkeys((self.sizes.widths[0], self.sizes.widths[-1]))
-        width = next(width for width in widths if width >= running)
+        width = next(width for width in self.device.masked_widths if width >= running)
         return width, self.device.plain if self.device.masked is None else self.device.masked, False
 
     def _step_masked(
