@@ -120,13 +120,16 @@ def outputs(result: Any) -> list[list[int]]:
     ]
 
 
-FAST = {("none", "greedy"), ("chain", "plain"), ("dynamic tree", "nucleus")}
+REPRESENTS = {
+    ("chain", "plain"): pytest.mark.represents("constrained texts under coupled sampling"),
+    ("dynamic tree", "nucleus"): pytest.mark.represents("constrained texts of trees, truncated"),
+}
 
 
 @pytest.mark.parametrize(
     ("drafter", "setting"),
     [
-        pytest.param(d, s, marks=() if (d, s) in FAST else pytest.mark.full)
+        pytest.param(d, s, marks=REPRESENTS.get((d, s), pytest.mark.full))
         for d in DRAFTERS
         for s in SETTINGS
     ],
@@ -180,7 +183,9 @@ def test_a_row_that_no_token_ends_ends_with_its_grammar() -> None:
 
 def test_a_text_that_cannot_go_on_is_an_error() -> None:
     grammar = compiler().compile(specjax.Choice(["df", "dab"]))
-    with pytest.raises(InputError, match="the text cannot go on: the next token must be a stop token"):
+    with pytest.raises(
+        InputError, match="the text cannot go on: the next token must be a stop token"
+    ):
         generate("chain", grammar=grammar, eos_token_ids=(5, 14, 0, END))
 
 
@@ -344,6 +349,7 @@ def test_a_greedy_maximum_over_illegal_tokens_is_noticed(monkeypatch) -> None:
 # --- the law at one node --------------------------------------------------------------------------
 
 
+@pytest.mark.represents("the law of constrained rows")
 @pytest.mark.parametrize("mixed", [False, True])
 def test_probabilities_under_a_mask_equal_the_definition(mixed) -> None:
     """Compare every sampling setting, alone and beside other rows, with the law written out."""
@@ -375,6 +381,7 @@ def test_probabilities_under_a_mask_equal_the_definition(mixed) -> None:
             np.testing.assert_allclose(np.asarray(p[node]), exact, atol=2e-6)
 
 
+@pytest.mark.full
 def test_logits_far_below_the_largest_keep_their_order() -> None:
     """Check a greedy row whose legal logits differ in the last place, and lie far below another."""
     logits = jnp.array([[1e8, 1.0, 1.0000001, 0.5]])

@@ -52,7 +52,10 @@ def expected(prompt: list[int], grammar: Any, seed: int, temperature: float) -> 
 
 @pytest.mark.parametrize(
     "drafter",
-    ["chain", *(pytest.param(n, marks=pytest.mark.full) for n in ("none", "dynamic tree"))],
+    [
+        pytest.param("chain", marks=pytest.mark.represents("constrained texts in the engine")),
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("none", "dynamic tree")),
+    ],
 )
 def test_every_text_is_that_of_generate(drafter) -> None:
     """Check twelve requests in four rows, a third of them free, with few pages."""
@@ -93,6 +96,7 @@ def test_every_text_is_that_of_generate(drafter) -> None:
             assert result.grammar_completed == handle.grammar_completed
 
 
+@pytest.mark.full
 def test_a_text_that_no_token_ends_stops_with_its_grammar() -> None:
     schema = specjax.JsonSchema(SCHEMA, whitespace=False)
     with engine() as served:
@@ -105,6 +109,7 @@ def test_a_text_that_no_token_ends_stops_with_its_grammar() -> None:
     assert (short.finish_reason, short.grammar_completed) == ("length", False)
 
 
+@pytest.mark.full
 def test_what_is_not_supported_is_refused_by_name() -> None:
     grammar = specjax.Regex("(ab)+")
     with engine(max_logprobs=2, max_prediction=2, warm=False) as served:
@@ -125,6 +130,7 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
         engine(tokenizer=None)
 
 
+@pytest.mark.full
 def test_a_text_that_cannot_go_on_fails_alone() -> None:
     with engine() as served:
         stuck = served.submit(
