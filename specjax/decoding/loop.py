@@ -310,7 +310,7 @@ def _pad(values: jax.Array, size: int, axis: int = 1) -> jax.Array:
 
 
 def _cut(
-    verdict: Verdict, emitted: jax.Array, state: DecodeState, legal: jax.Array | None
+    verdict: Verdict, emitted: jax.Array, state: DecodeState, legal: jax.Array | None = None
 ) -> tuple[Verdict, jax.Array, jax.Array]:
     """Cut each row's verdict where the row ends.
 

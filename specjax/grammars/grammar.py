@@ -77,7 +77,7 @@ class JsonSchema(Grammar):
 
 
 class JsonObject(JsonSchema):
-    """All JSON texts that are an object, such as ``{"a": [1, 2]}``.
+    """The JSON texts that are an object, such as ``{"a": [1, 2]}``.
 
     Examples:
         >>> import specjax
