@@ -1,5 +1,6 @@
 """Compilation of grammars for a tokenizer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,8 +67,6 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         """Build llguidance's tokenizer."""
-        from llguidance import LLTokenizer
-
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise InputError(
@@ -78,8 +77,36 @@ class GrammarCompiler:
         copied.no_padding()
         copied.no_truncation()
         end_id = getattr(tokenizer, "eos_token_id", None)
+        self._build(copied.to_str(), vocab_size, end_id)
+
+    @classmethod
+    def of_tokens(cls, tokens: Sequence[bytes], end_id: int) -> "GrammarCompiler":
+        """Return a compiler for a vocabulary without a tokenizer, whose tokens have these bytes.
+
+        Forced text is written with the longest tokens that fit.
+
+        Args:
+            tokens: ``[V]`` the bytes of each token.
+            end_id: the token that ends a text.
+
+        Examples:
+            >>> import specjax
+            >>> from specjax.grammars import GrammarCompiler
+            >>> compiler = GrammarCompiler.of_tokens([b"a", b"b", b"ab", b""], end_id=3)
+            >>> compiler.compile(specjax.Regex("(ab)*c?a")).matcher((3,)).mask().tolist()
+            [5]
+        """
+        from llguidance import TokenizerWrapper
+
+        compiler = cls.__new__(cls)
+        compiler._build(TokenizerWrapper(_Tokens(tokens, end_id)), len(tokens), end_id)
+        return compiler
+
+    def _build(self, tokenizer: Any, vocab_size: int, end_id: int | None) -> None:
+        from llguidance import LLTokenizer
+
         try:
-            self._tokenizer = LLTokenizer(copied.to_str(), n_vocab=vocab_size, eos_token=end_id)
+            self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=end_id)
         except ValueError as error:
             raise InputError(f"grammar: this tokenizer is not supported: {error}") from None
         self._vocab_size = vocab_size
@@ -122,6 +149,29 @@ class GrammarCompiler:
         if matcher.is_stuck:
             raise InputError(f"grammar={grammar!r}: no text satisfies it")
         return compiled
+
+
+class _Tokens:
+    """A vocabulary in the form that llguidance reads."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], end_id: int) -> None:
+        self.tokens = list(tokens)
+        self.eos_token_id, self.special_token_ids = end_id, [end_id]
+        self._ids = {token: index for index, token in enumerate(tokens) if token}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Return the ids of a text, by the longest match. Bytes without a token are left out."""
+        ids, start = [], 0
+        while start < len(text):
+            ends = range(min(len(text), start + self._longest), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), None)
+            if end is not None:
+                ids.append(self._ids[text[start:end]])
+            start = start + 1 if end is None else end
+        return ids
 
 
 def _first_line(error: str) -> str:
