@@ -42,7 +42,10 @@ def test_the_script_draws_each_light_and_dark(monkeypatch, tmp_path, capsys) -> 
 
 def test_the_picture_of_a_step_shows_what_is_kept_of_it() -> None:
     step = draw.Step(
-        "if x:\n    return", drafted=(" x", ".", "y"), said=(" x", "\n", "if", "def"), accepted=1
+        "if x:\n    return",
+        drafted=(" x", ".", "y"),
+        target_tokens=(" x", "\n", "if", "def"),
+        accepted=1,
     )
     axes = draw.draw_step(step).axes[0]
     texts = [text.get_text() for text in axes.texts]
