@@ -1,4 +1,7 @@
-"""Absurd command lines: each is refused in one line with exit status 2, or runs. None ends in a traceback."""
+"""Try absurd command lines: each is refused in one line with exit status 2, or runs.
+
+None ends in a traceback.
+"""
 
 import dataclasses
 import random
@@ -130,11 +133,11 @@ BASES = [
 
 
 class WeightsReachedError(Exception):
-    """Everything was let through, up to where weights are read."""
+    """The command line was accepted, up to the reading of weights."""
 
 
 def command_line(rng: random.Random) -> list[str]:
-    """One of the bases, with one to three options more: mostly of the right type, sometimes of any."""
+    """Return a base with one to three options more, mostly of the right type, sometimes of any."""
     line = list(rng.choice(BASES))
     command = find_command(line)[1]
     if isinstance(command, Group):
@@ -156,19 +159,22 @@ def command_line(rng: random.Random) -> list[str]:
 
 
 def options(config: type, prefix: str = "--") -> dict[str, object]:
-    """The flags of a config and their defaults, those of its sections included."""
-    found: dict[str, object] = {}
+    """Return the flags of a config, with those of its sections, and their defaults."""
+    defaults: dict[str, object] = {}
     for field in dataclasses.fields(config):
         name = f"{prefix}{field.name.replace('_', '-')}"
         if dataclasses.is_dataclass(field.default):
-            found |= options(type(field.default), f"{name}.")
+            defaults |= options(type(field.default), f"{name}.")
         else:
-            found[name] = 0.0 if field.default is None else field.default
-    return found
+            defaults[name] = 0.0 if field.default is None else field.default
+    return defaults
 
 
 def check(line: list[str], capsys) -> None:
-    """The command line ends as it may. What the parser of options says of a value of the wrong type takes a few lines."""
+    """Check that the command line ends in one of the ways that are allowed.
+
+    The parser of options may take a few lines for a value of the wrong type.
+    """
     try:
         code, by_parser = main(line), False
     except SystemExit as exit:
@@ -200,7 +206,7 @@ def fuzz(seeds: range, capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(loop, "train", train)
     monkeypatch.setattr(topologies, "_devices", reach)
     monkeypatch.chdir(tmp_path)
-    sys.stderr.reconfigure(errors="backslashreplace")  # as it is outside of pytest
+    sys.stderr.reconfigure(errors="backslashreplace")  # as outside of pytest
     for seed in seeds:
         line = command_line(random.Random(seed))
         try:
