@@ -35,7 +35,7 @@ def render_cell(root: Path = ROOT) -> str:
 
 
 def find_cell(notebook: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the cell that installs specjax, None where the ``notebook`` has none."""
+    """Return the cell that installs specjax, or None if the ``notebook`` has none."""
     return next(
         (cell for cell in notebook["cells"] if "".join(cell["source"]).startswith(FIRST_LINE)), None
     )

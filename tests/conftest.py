@@ -121,7 +121,7 @@ def _free_compiled_programs() -> None:
 
 @pytest.fixture(autouse=True)
 def _shows_nothing_before_and_after(monkeypatch) -> None:
-    """Undo `progress.show_waits`, which a command of an earlier test has called."""
+    """Undo `progress.show_waits` if a command of an earlier test has called it."""
     monkeypatch.setattr(progress, "_display", progress._Nothing())
 
 

@@ -30,7 +30,7 @@ def processes(module: str, directory: Path, count: int = 2) -> Iterator[list[sub
     """
     coordinator = f"localhost:{free_port()}"
     command = [sys.executable, "-m", module, str(directory), coordinator]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # whatever else the machine has
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # also on a machine with accelerators
     running = []
     try:
         for number in range(count):

@@ -113,14 +113,12 @@ def test_settings_of_a_call_are_checked_before_they_are_merged() -> None:
 
 
 def test_load_takes_them_from_the_targets_file(generate, directory, tiny_pair, tmp_path) -> None:
-    assert (
-        generate.default_sampling == DEFAULTS
-        and "default_sampling=Sampling(temperature=0.6" in repr(generate)
-    )
+    assert generate.default_sampling == DEFAULTS
+    assert "default_sampling=Sampling(temperature=0.6" in repr(generate)
     assert specjax.load(directory, generation_config=None).default_sampling is None
-    assert specjax.load(tiny_pair[0]).default_sampling is None and "default_sampling" not in repr(
-        specjax.load(tiny_pair[0])
-    )
+    without_file = specjax.load(tiny_pair[0])
+    assert without_file.default_sampling is None
+    assert "default_sampling" not in repr(without_file)
     assert specjax.load(directory, tiny_pair[1]).default_sampling == DEFAULTS
     for wrong in ("none", True, 3, "vllm"):
         with pytest.raises(InputError, match=r"generation_config=.*must be 'auto', or None"):
@@ -133,10 +131,9 @@ def test_a_target_that_is_loaded_already_has_none(generate, directory, tiny_pair
     target = Target.from_pretrained(directory)
     assert specjax.load(target, tokenizer=directory).default_sampling is None
     assert specjax.load(generate.target, tokenizer=generate.tokenizer).default_sampling is None
-    assert (
-        specjax.load(tiny_pair[0], tokenizer=directory).default_sampling is None
-    )  # nor has a tokenizer
-    assert specjax.load(tiny_pair[0], directory).default_sampling is None  # nor a drafter
+    # The file of a tokenizer or of a drafter does not count.
+    assert specjax.load(tiny_pair[0], tokenizer=directory).default_sampling is None
+    assert specjax.load(tiny_pair[0], directory).default_sampling is None
 
 
 @pytest.mark.parametrize(("stated", "merged"), MERGED, ids=names_of(MERGED))

@@ -131,7 +131,7 @@ def test_what_is_no_prompt_is_refused_by_name(generate, batch, words) -> None:
 
 @pytest.mark.full
 def test_texts_and_chats_are_those_of_the_command_and_are_trained_on(target, tmp_path) -> None:
-    """Compare with `regenerate`, for prompts that it leaves as they are.
+    """Compare the texts with those of `regenerate`, for prompts that it leaves as they are.
 
     These are texts of few tokens, and first questions.
     """
@@ -218,7 +218,7 @@ def on_two_actors(target: str, mode: str, directory: Path) -> dict[str, Any]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["calm", "killed"])
 def test_two_actors_write_what_one_process_writes(target, mode, tmp_path) -> None:
-    """Check that also a killed actor changes nothing.
+    """Check that the texts do not change when an actor is killed.
 
     The batches of the killed actor are written again, by the other actor or a new one.
     """

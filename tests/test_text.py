@@ -895,7 +895,7 @@ def test_stop_strings_are_looked_for_in_the_answer_and_tokens_everywhere(harmony
 
 
 def test_bytes_that_are_held_back_end_with_the_answer() -> None:
-    """Check a vocabulary with single bytes.
+    """Check the end of an answer with a vocabulary of single bytes.
 
     The bytes of the thoughts are not part of the answer, and a stop string is found within a run of
     bytes.

@@ -251,7 +251,7 @@ def write_source(path, texts) -> None:
 
 
 def of_texts(target, source, *options: str) -> list[str]:
-    """Return the command that writes texts anew.
+    """Return the command that regenerates texts.
 
     The sizes are the same in every test here, so that the tests share compiled programs.
     """
@@ -307,7 +307,7 @@ def test_copies_of_a_document_are_on_one_side_of_the_split(tiny_pair, tmp_path) 
 
 @pytest.mark.full
 def test_copies_of_copies_are_on_the_side_of_the_first(tiny_pair, tmp_path) -> None:
-    """Write anew what was written anew.
+    """Regenerate texts that were regenerated.
 
     The origin of a record is passed on, but each record has its own label.
     """

@@ -137,7 +137,10 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 def test_signals_that_others_handle_or_ignore_are_left_alone() -> None:
-    """Check also that a forked process, which has no thread for signals, ends as any other."""
+    """Check handlers of other code, and a forked process, which has no thread for signals.
+
+    The forked process ends as any other.
+    """
     # Python 3.12 warns of every fork of a process with threads, which is the point of this test.
     out, err = start("-W", "ignore::DeprecationWarning", "-c", OTHERS).communicate(timeout=HANGS)
     assert (out, err) == ("drained\nchild\n-15\n", "")

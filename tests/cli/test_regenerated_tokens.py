@@ -35,7 +35,7 @@ def answers(record: dict) -> list[list[int]]:
 
 
 def test_a_texts_tokens_are_the_prompts_and_the_targets(tiny_pair, tmp_path) -> None:
-    """Compare with greedy texts of the library's own loop."""
+    """Compare the recorded tokens with greedy texts of the library's own loop."""
     source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
     write_source(source, TEXTS)
     assert main(of_texts(tiny_pair[0], source, "--temperature", "0", "--output", str(output))) == 0
@@ -153,7 +153,7 @@ def test_training_reads_the_tokens_of_all_shards(tiny_pair, tmp_path) -> None:
 
 
 def test_a_run_that_an_older_version_began_goes_on(tiny_pair, tmp_path) -> None:
-    """Continue records without tokens.
+    """Continue a run whose first records have no tokens.
 
     New records have tokens, and training reads both kinds.
     """

@@ -158,9 +158,13 @@ def ask(port: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, 
 class Outcome:
     """The outcome of a request.
 
-    Attributes: seed: the seed of the request. begun: when it was sent, in seconds. ended: when the
-    outcome was known. status: the status of the answer; 0 without an answer. text: the whole text;
-    None if there is none, or if it was cut. was_stream: whether it was to be streamed.
+    Attributes:
+        seed: the seed of the request.
+        begun: when it was sent, in seconds.
+        ended: when the outcome was known.
+        status: the status of the answer; 0 without an answer.
+        text: the whole text; None if there is none, or if it was cut.
+        was_stream: whether it was to be streamed.
     """
 
     seed: int

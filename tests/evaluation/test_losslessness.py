@@ -66,7 +66,7 @@ class WrongQ(DraftModel):
 
 @pytest.fixture
 def accepting(compiled_anew, monkeypatch):
-    """Return a function that makes the rules accept drawn tokens too often, by a share.
+    """Return a function that makes the rules accept too many drawn tokens, by a share.
 
     The rules alone draw single numbers.
     """

@@ -148,8 +148,8 @@ def test_rows_that_are_drawn_are_verified_by_the_rule_that_generate_takes(
 
 def test_plain_decoding_exchanges_two_sums_a_layer(mesh) -> None:
     step = compile_step(setup_on(mesh), NoDraft(), "plain")
-    # The embedding is looked up, and for the likeliest token a CPU exchanges a few more small arrays
-    # than other devices.
+    # The embedding is looked up, and for the likeliest token a CPU exchanges more small arrays than
+    # other devices.
     beyond = 6
     assert (
         2 * CONFIG.num_layers
@@ -162,7 +162,7 @@ def test_plain_decoding_exchanges_two_sums_a_layer(mesh) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 2)])
 def test_of_a_hybrid_states_and_the_entries_of_drafts_are_counted(data, model) -> None:
-    """Compare with the arrays on one device.
+    """Compare the counted bytes with those of the arrays on one device.
 
     A pass reads the states, and nothing copies them.
     """
@@ -262,12 +262,15 @@ def test_eagle_reads_the_weights_of_summaries_once_a_step() -> None:
     plain, summaries = (
         kind.init(target, jax.random.key(1), Chain(3)) for kind in (Eagle, EagleWithLayerAttention)
     )
-    beside = size(summaries.params) - size(plain.params)
-    assert drafting_bytes(summaries, target) == drafting_bytes(plain, target) + beside
+    weights_of_summaries = size(summaries.params) - size(plain.params)
+    assert drafting_bytes(summaries, target) == drafting_bytes(plain, target) + weights_of_summaries
 
 
 def test_an_assistant_with_centroids_reads_the_tokens_that_its_rows_look_at() -> None:
-    """Count a part of its head, and the target's entries of the last layer, for every level."""
+    """Count a part of the assistant's head, and the target's last entries, in every level.
+
+    The entries are those of the target's last layer.
+    """
     target, size = Target.init(CONFIG, jax.random.key(0)), abstract.bytes_of_one
     drafter = Gemma4Assistant.init(
         target, jax.random.key(1), Chain(3), centroids=16, centroids_kept=2
@@ -638,7 +641,7 @@ def test_budgets_of_a_hybrid(tmp_path, chips, draft) -> None:
     "chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)]
 )
 def test_drafting_sixteen_tokens_in_one_pass_costs_little_more_than_one(chips, name) -> None:
-    """Compare both for Qwen3-8B, with one row.
+    """Compare drafts of one and of sixteen tokens for Qwen3-8B, with one row.
 
     Sixteen tokens cost at most half as much more, by the bytes that are moved and by the cycles
     that a TPU's compiler expects.
