@@ -29,16 +29,8 @@ ABOUT = {"release/address.py", "tests/test_address.py"}
 def text_files(root: Path) -> dict[str, str]:
     """Return every text of the repository by its path, without generated and installed files."""
     folders = [
-        ".ci",
-        ".github",
-        "benchmarks",
-        "configs",
-        "deploy",
-        "docs",
-        "notebooks",
-        "release",
-        "specjax",
-        "tests",
+        *(".ci", ".github", "benchmarks", "configs", "deploy", "docs", "notebooks", "release"),
+        *("specjax", "tests"),
     ]
     paths = [path for path in root.iterdir() if path.is_file() and path.name != ".git"]
     paths += [path for folder in folders for path in (root / folder).rglob("*") if path.is_file()]

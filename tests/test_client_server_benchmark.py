@@ -27,14 +27,7 @@ def made_up() -> dict:
     """Return made-up results of three drafters, one of which drafts on the server, too."""
     trips = {"none": 0.0, "5G": 10.0, "4G": 21.0, "100 ms": 100.0}
     figures = (
-        "rounds",
-        "tokens_a_round",
-        "depth",
-        "kept",
-        "round_trip",
-        "beside",
-        "drafting",
-        "up",
+        *("rounds", "tokens_a_round", "depth", "kept", "round_trip", "beside", "drafting", "up"),
         "down",
     )
     methods = {

@@ -101,15 +101,8 @@ def test_values_out_of_range_are_refused_by_name(changes, message) -> None:
 def test_options_override_the_method_that_the_file_names() -> None:
     file = Path(__file__).parents[1] / "configs" / "demo_draft.yaml"
     options = [
-        "--config",
-        str(file),
-        "--method.target",
-        "there",
-        "--method.model.num-layers",
-        "3",
-        "--mesh",
-        "2",
-        "1",
+        *("--config", str(file), "--method.target", "there", "--method.model.num-layers", "3"),
+        *("--mesh", "2", "1"),
     ]
     run = parse_options(TrainConfig, options, prog="x")
     sizes = replace(config.load_yaml(TrainConfig, file).method.model, num_layers=3)

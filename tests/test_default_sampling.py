@@ -371,14 +371,8 @@ def test_generate_writes_the_text_of_the_same_settings(directory, capsys) -> Non
         return json.loads(out)["token_ids"]
 
     stated = (
-        "--temperature",
-        "0.6",
-        "--top-k",
-        "20",
-        "--top-p",
-        "0.95",
-        "--generation-config",
-        "none",
+        *("--temperature", "0.6", "--top-k", "20", "--top-p", "0.95"),
+        *("--generation-config", "none"),
     )
     assert (
         tokens()

@@ -187,15 +187,8 @@ def test_a_full_disk_is_an_error_of_input() -> None:
 # --- every writer ---------------------------------------------------------------------------------
 
 WRITES = {
-    "write_text",
-    "write_bytes",
-    "savefig",
-    "save_file",
-    "copyfile",
-    "copytree",
-    "mkstemp",
-    "mkdtemp",
-    "NamedTemporaryFile",
+    *("write_text", "write_bytes", "savefig", "save_file", "copyfile", "copytree", "mkstemp"),
+    *("mkdtemp", "NamedTemporaryFile"),
 }
 SAFE = {"replacing", "writing"}
 EXCEPTIONS = {

@@ -286,13 +286,8 @@ def test_it_asks_for_a_restart_where_the_libtpu_of_an_imported_jax_is_replaced(m
 # --- Colab ----------------------------------------------------------------------------------------
 
 COLAB = (
-    "jax==0.7.2",
-    "jaxlib==0.7.2",
-    "flax==0.11.2",
-    "libtpu==0.0.21.1",
-    "numpy>=2.1,<2.3",
-    "ipykernel",
-    "nbclient",
+    *("jax==0.7.2", "jaxlib==0.7.2", "flax==0.11.2", "libtpu==0.0.21.1", "numpy>=2.1,<2.3"),
+    *("ipykernel", "nbclient"),
 )
 PLUGIN = ("jax-cuda12-plugin==0.7.2", "jax-cuda12-pjrt==0.7.2")
 """They are installed without what they require: libraries for GPUs, of gigabytes."""

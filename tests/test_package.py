@@ -25,14 +25,8 @@ from tests.documents import ROOT
 
 NAME = f"specjax-{specjax.__version__}"
 IN_SDIST = {
-    "CHANGELOG.md",
-    "CITATION.cff",
-    "LICENSE",
-    "MANIFEST.in",
-    "PKG-INFO",
-    "README.md",
-    "pyproject.toml",
-    "requirements.txt",
+    *("CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md"),
+    *("pyproject.toml", "requirements.txt"),
 }
 """The files at the top of a source distribution, without setup.cfg, which setuptools writes."""
 

@@ -46,13 +46,8 @@ def tiny(tiny_pair) -> TextGenerator:
 @pytest.mark.full
 def test_text_tokens_and_statistics_are_the_command_lines(capsys, whole) -> None:
     command = [
-        "generate",
-        "--drafter",
-        "embedded:draft",
-        "--prompt",
-        PROMPT,
-        "--max-new-tokens",
-        str(COUNT),
+        *("generate", "--drafter", "embedded:draft", "--prompt", PROMPT),
+        *("--max-new-tokens", str(COUNT)),
     ]
     assert main([*command, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

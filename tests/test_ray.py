@@ -145,14 +145,8 @@ def test_texts_and_chats_are_those_of_the_command_and_are_trained_on(target, tmp
         )
         source.write_text("".join(json.dumps({name: value}) + "\n" for value in values))
         options = [
-            "--source",
-            str(source),
-            "--output",
-            str(output),
-            "--chat-template",
-            str(template),
-            "--batch",
-            "2",
+            *("--source", str(source), "--output", str(output), "--chat-template", str(template)),
+            *("--batch", "2"),
         ]
         assert main(["regenerate", "--target", target, *options, "--max-new-tokens", "10"]) == 0
         with Generate(target, **SETTINGS, column=name, chat_template=str(template)) as generate:

@@ -69,9 +69,8 @@ def test_every_old_name_serves_under_the_new_one_also_from_a_mixin_or_a_drafter_
             drafter_class = type("Made", bases, values)
         assert getattr(drafter_class, new) is by_old_name
     assert getattr(type("Made", (Drafter,), {new: by_old_name}), old) is by_old_name
-    both = type(
-        "Made", (Drafter,), {old: by_old_name, new: by_new_name}
-    )  # a class may define both names
+    # A class may define both names.
+    both = type("Made", (Drafter,), {old: by_old_name, new: by_new_name})
     assert (getattr(both, old), getattr(both, new)) == (by_old_name, by_new_name)
 
 

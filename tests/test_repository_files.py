@@ -150,14 +150,7 @@ def test_the_citation_and_the_changelog_have_the_version() -> None:
 def commit_a_copy(folder: Path) -> None:
     """Make a git repository of the files here, with this environment as its .venv-test."""
     environment = [
-        ".venv*",
-        "*.egg-info",
-        "__pycache__",
-        "build",
-        "dist",
-        "runs",
-        "site",
-        ".git",
+        *(".venv*", "*.egg-info", "__pycache__", "build", "dist", "runs", "site", ".git"),
         ".*_cache",
     ]
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*environment), dirs_exist_ok=True)

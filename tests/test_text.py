@@ -780,12 +780,7 @@ def test_a_special_token_within_the_first_tokens_does_not_end_the_text() -> None
 # --- channels -------------------------------------------------------------------------------------
 
 MARKS = (
-    "<|start|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|channel|>",
-    "<|message|>",
+    *("<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|message|>"),
     "<|constrain|>",
 )
 ASKED = (

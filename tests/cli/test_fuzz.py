@@ -19,17 +19,7 @@ from tests.conftest import ASSETS
 WHOLE = ["-1", "0", "1", "2", "1_0", "٣", "9" * 5000]
 WHOLE += [f"{sign}{2**power}" for sign in ("", "-") for power in (31, 32, 63, 64, 200, 2000)]
 NUMBERS = [
-    *WHOLE,
-    "0.5",
-    "-0.5",
-    "1e-320",
-    "1e-30",
-    "1e30",
-    "1e308",
-    "1e400",
-    "nan",
-    "inf",
-    "-inf",
+    *(*WHOLE, "0.5", "-0.5", "1e-320", "1e-30", "1e30", "1e308", "1e400", "nan", "inf", "-inf"),
     "0x10",
 ]
 WORDS = [
@@ -49,52 +39,24 @@ WORDS = [
     "x" * 5000,
 ]
 PATHS = [
-    ".",
-    "..",
-    "/",
-    "/dev/null",
-    "./missing",
-    "/missing/file.png",
-    "~nobody-of-that-name/x",
-    "missing.jsonl",
-    "tree.png",
+    *(".", "..", "/", "/dev/null", "./missing", "/missing/file.png", "~nobody-of-that-name/x"),
+    *("missing.jsonl", "tree.png"),
 ]
 PATHS += ["embedded", "embedded:x"]
 PATHS += [str(ASSETS), str(ASSETS / "target"), str(ASSETS / "target" / "model.safetensors")]
 NAMES = [
-    "prompt-lookup",
-    "prompt-lookup:0",
-    "early-exit:",
-    "early-exit:0",
-    "early-exit:99",
-    "draft-model:",
-    "self",
-    "::",
+    *("prompt-lookup", "prompt-lookup:0", "early-exit:", "early-exit:0", "early-exit:99"),
+    *("draft-model:", "self", "::"),
 ]
 NAMES += [
-    "chain:0",
-    "chain:nan",
-    "chain:4,2",
-    "complete:",
-    "sampled:1,x",
-    "sampled:99,99,99",
-    "dynamic:1,1",
-    "dynamic:9,9,9",
+    *("chain:0", "chain:nan", "chain:4,2", "complete:", "sampled:1,x", "sampled:99,99,99"),
+    *("dynamic:1,1", "dynamic:9,9,9"),
 ]
 VALUES = NUMBERS + WORDS + PATHS + NAMES
 TEXTS = [*VALUES, "\udc80"]  # a byte that is not UTF-8
 YAML = [
-    *NUMBERS,
-    "[1, 2]",
-    "[1, x]",
-    "{a: 1}",
-    "{1: {2: 3}}",
-    "null",
-    "true",
-    "2020-01-01",
-    "2020-99-99",
-    "&a [*a]",
-    "*a",
+    *(*NUMBERS, "[1, 2]", "[1, x]", "{a: 1}", "{1: {2: 3}}", "null", "true", "2020-01-01"),
+    *("2020-99-99", "&a [*a]", "*a"),
 ]
 YAML += ["!!python/name:os", "- 1", "[" * 1500]
 CONFIG = Path("absurd.yaml")  # written where the test runs
@@ -111,14 +73,8 @@ BASES = [
     ("plan", "measure", "--prompts", __file__, *PAIR),
     ("plan", "contexts", "--prompts", __file__, "--target", "embedded", "--contexts", "64"),
     (
-        "plan",
-        "compile",
-        "--chips",
-        "v5e:2x4",
-        "--target",
-        "llama-3.1-8b",
-        "--drafter",
-        "llama-3.2-1b",
+        *("plan", "compile", "--chips", "v5e:2x4", "--target", "llama-3.1-8b"),
+        *("--drafter", "llama-3.2-1b"),
     ),
     (
         "plan",
