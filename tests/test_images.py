@@ -1,4 +1,4 @@
-"""The pictures of the documentation: each is light and dark, and drawn by a script."""
+"""Check that each picture of the documentation is light and dark, and drawn by a script."""
 
 from pathlib import Path
 
@@ -50,8 +50,8 @@ def test_the_picture_of_a_step_shows_what_is_kept_of_it() -> None:
     axes = draw.draw_step(step).axes[0]
     texts = [text.get_text() for text in axes.texts]
     assert texts.count("·x") == 3  # proposed, scored, accepted
-    assert texts.count(".") == 2  # proposed, and left
-    assert len(axes.lines) == 2  # struck out: "." and what came after it
+    assert texts.count(".") == 2  # proposed, and not accepted
+    assert len(axes.lines) == 2  # struck out: "." and the token after it
     assert "2 new tokens for one pass of the target" in texts
     assert texts.count("return") == 2  # the text before the step and after it
 
