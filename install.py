@@ -1,9 +1,11 @@
-"""Make a virtual environment and install into it, and say how it goes. The Makefile calls it; it needs Python alone.
+"""Make a virtual environment and install into it, with a line that says what pip does.
+
+The Makefile calls it. It needs Python alone.
 
     python install.py DIRECTORY PIP_ARGUMENT...
 
-In a terminal one line says what pip is at, and for how long; in a log a new line does now and then. The last line says how long
-it all took. What pip itself says is printed where it fails.
+In a terminal one line says what pip does, and for how long; in a log a new line does so now and
+then. The last line says how long it all took. The output of pip itself is printed if pip fails.
 """
 
 import shutil
@@ -20,7 +22,7 @@ PAUSE, PAUSE_OF_LOG = 0.5, 10.0
 
 
 class Sign:
-    """What is being done, as it is shown."""
+    """The line that says what is being done."""
 
     def __init__(self, where: str) -> None:
         self._where, self.doing = where, "making a virtual environment"
@@ -29,7 +31,7 @@ class Sign:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While the body runs, say now and then what is being done."""
+        """Say now and then what is being done, as long as the body runs."""
         thread = threading.Thread(target=self._speak, daemon=True)
         thread.start()
         try:
@@ -39,12 +41,12 @@ class Sign:
             thread.join()
 
     def say(self, words: str) -> None:
-        """Show one line: in a terminal in place of the one before it."""
+        """Show one line, which in a terminal replaces the line before it."""
         begin, end = ("\r\033[K", "") if self._is_terminal else ("", "\n")
         print(begin + words, end=end, file=sys.stderr, flush=True)
 
     def seconds(self) -> str:
-        """Since it began, in words."""
+        """Return the time since the start, in words."""
         minutes, seconds = divmod(round(time.monotonic() - self._began), 60)
         return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
@@ -53,13 +55,15 @@ class Sign:
         self.say(f"installing into {self._where} ...")
         while not self._over.wait(pause):
             line = f"installing into {self._where}, {self.seconds()}: {self.doing}"
-            self.say(
-                line[: shutil.get_terminal_size((100, 24)).columns - 1]
-            )  # one that is wrapped cannot be replaced
+            columns = shutil.get_terminal_size((100, 24)).columns
+            self.say(line[: columns - 1])  # a wrapped line could not be replaced
 
 
 def doing(line: str, packages: set[str]) -> str | None:
-    """What pip is at, from a ``line`` of its output; adds to the ``packages`` that it found. None: the line does not say."""
+    """Return what pip does, read from a ``line`` of its output; None if the line does not say.
+
+    The packages that the line names are added to ``packages``.
+    """
     word, _, rest = line.strip().partition(" ")
     if word == "Collecting":
         packages.add(rest.split()[0])
@@ -75,7 +79,7 @@ def doing(line: str, packages: set[str]) -> str | None:
 
 
 def main(directory: str, *arguments: str) -> int:
-    """Returns the exit status of pip, or of what failed before it."""
+    """Install, and return the exit status of pip, or of venv if that fails."""
     sign, output = Sign(directory), []
     packages: set[str] = set()
     python = Path(directory) / "bin" / "python"
@@ -84,9 +88,9 @@ def main(directory: str, *arguments: str) -> int:
     )
     with sign.shown():
         if not (packages_of_python / "pip").exists():
-            made = subprocess.run([sys.executable, "-m", "venv", directory], check=False)
-            if made.returncode:  # it has said why
-                return made.returncode
+            venv = subprocess.run([sys.executable, "-m", "venv", directory], check=False)
+            if venv.returncode:  # venv has printed why
+                return venv.returncode
         sign.doing = "looking for packages"
         command = [
             str(python),

@@ -330,9 +330,8 @@ def saturated_rate(config: ArrivalsConfig, models: Models, engine: Engine) -> fl
     """Return the requests per second that an engine finishes until the last one gets a row."""
     requests = requests_of(models, config, config.requests, seed=1)
     shortest, longest = config.shortest, config.longest
-    usual = (
-        (longest - shortest) / np.log(longest / shortest) if longest > shortest else shortest
-    )  # tokens a request, expected
+    # The expected number of tokens of a request.
+    usual = (longest - shortest) / np.log(longest / shortest) if longest > shortest else shortest
     rates = []
     for _ in range(config.repeats):
         served = serve(engine, requests, np.zeros(len(requests)))

@@ -24,8 +24,8 @@ import specjax
 from specjax.demo import inflate
 from specjax.sampling import Sampling
 
-# A drafter for drafts of a depth. A block that is not causal is always as long as in training, so for each depth there is a
-# drafter with blocks of that length. P-EAGLE's first token takes no pass.
+# A drafter for each depth of draft, because a block that is not causal is always as long as in
+# training. P-EAGLE drafts its first token without a pass.
 MADE: dict[str, Callable[[specjax.Target, int, int], Any]] = {
     "DFlash": lambda target, depth, layers: specjax.DFlash.init(
         target, KEY, num_layers=layers, block_size=depth + 1

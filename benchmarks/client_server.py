@@ -582,9 +582,8 @@ def check(config: ClientServerConfig) -> None:
 
 def main(config: ClientServerConfig) -> None:
     """Measure, and print the tables."""
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # no server outlives this process
+    # No server outlives this process.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     client_server_tables.show(run(config), Console(width=150))
 
 

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault(
-    "JAX_PLATFORMS", "cpu"
-)  # before jax: the compiler for GPUs is all that is used of them
+# Set before jax is imported: only the compiler for GPUs is used, and no GPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.extend

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-os.environ.setdefault(
-    "JAX_PLATFORMS", "cpu"
-)  # before jax: the compiler for GPUs is all that is used of them
+# Set before jax is imported: only the compiler for GPUs is used, and no GPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp

@@ -161,10 +161,8 @@ class Proxy:
         """Listen in front of the server at ``host`` and ``port``."""
         self.port, self.conditions, self.counted = 0, conditions, Counted()
         self._there, self._seed = (host, port), seed
-        self._remaining: dict[Way, int | None] = {
-            "up": None,
-            "down": None,
-        }  # bytes until the connection ends
+        # Bytes until the connection ends.
+        self._remaining: dict[Way, int | None] = {"up": None, "down": None}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._open = asyncio.Event()
@@ -272,9 +270,8 @@ class Proxy:
                 group.create_task(self._carry("down", number, there[0], writer))
         except* _EndedError:
             pass  # closed below
-        except* (
-            OSError
-        ):  # one side has reset it, or the server is not there: the other side learns so
+        # One side has reset the connection, or the server is not there: reset the other side, too.
+        except* OSError:
             for end in ends:
                 _reset(end)
         except* asyncio.CancelledError:

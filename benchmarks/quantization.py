@@ -258,8 +258,9 @@ def speed(config: QuantizationConfig) -> list[dict[str, Any]]:
     pieces = prompts_of(tokens_of(config.targets[0], config.prompts[0]), 4, 32)
     runs: dict[tuple[str, str], Callable[[np.ndarray], int]] = {}
     for weights in config.weights:
+        # A CPU converts the first two at every product. Calibrated weights are as fast as others.
         if weights in ("bfloat16", "fp8") or "-" in weights:
-            continue  # a CPU converts the first two at every product; calibrated weights are as fast as others
+            continue
         quantized = weights != "float32"
         target = inflated.quantize(weights) if quantized else inflated
         quantized_draft = draft.quantize(weights) if quantized else draft
@@ -315,7 +316,8 @@ from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 options = {"n_ctx": 512, "n_threads": 2, "n_threads_batch": 2, "verbose": False}
 models = {"plain": Llama(sys.argv[1], **options)}
-models["prompt lookup"] = Llama(sys.argv[1], **options, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=4))
+prompt_lookup = LlamaPromptLookupDecoding(num_pred_tokens=4)
+models["prompt lookup"] = Llama(sys.argv[1], **options, draft_model=prompt_lookup)
 print("ready", flush=True)
 for line in sys.stdin:
     name, tokens, count = json.loads(line)

@@ -153,9 +153,8 @@ def requests_of(bench: Bench, temperature: float, seed: int) -> Iterator[Request
     modules = [module.splitlines(keepends=True) for module in decode.read_texts("")]
     while True:
         lines = modules[random.integers(len(modules))]
-        start = end = int(
-            random.integers(len(lines) - config.context)
-        )  # a line has a token at least
+        # A line has at least one token.
+        start = end = int(random.integers(len(lines) - config.context))
         tokens = 0
         while tokens < config.context and end < len(lines):
             tokens += len(bench.tokenizer.encode(lines[end], add_special_tokens=False))
@@ -182,9 +181,8 @@ def servers_of(config: ServingConfig, directory: Path) -> dict[str, Server]:
     }
     if "clients" not in config.parts:
         return servers
-    context = 2 * (
-        config.context + config.longest
-    )  # prompts end with a line, and may be longer than context
+    # Prompts end with a line, and may be longer than config.context.
+    context = 2 * (config.context + config.longest)
     if config.transformers != "none":
         continuous = config.transformers == "continuous"
         servers["transformers"] = serving_servers.transformers(
@@ -324,9 +322,8 @@ def measure_http(bench: Bench) -> dict[str, Any]:
     with Running(server, log, bench.environment, config.start_seconds, talks=True) as running:
         seconds: dict[str, list[float]] = {"engine": [], "http": []}
         tokens, same = [], True
-        for repeat in track(
-            range(-1, config.http_repeats), "what HTTP costs"
-        ):  # the first time is not counted
+        # The first repeat is not counted.
+        for repeat in track(range(-1, config.http_repeats), "what HTTP costs"):
             requests = first_of(
                 requests_of(bench, 0.0, seed=repeat + 1_000_001), config.http_requests
             )
@@ -539,9 +536,8 @@ def check(config: ServingConfig) -> None:
 
 def main(config: ServingConfig) -> None:
     """Measure, print the tables and draw the picture."""
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # no server outlives this process
+    # No server outlives this process.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     results = run(config)
     serving_tables.show(results, Console(width=150))
     if config.plot:

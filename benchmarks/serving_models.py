@@ -1,4 +1,4 @@
-"""The embedded pair in files that every server reads: inflated, in Hugging Face and GGUF formats."""
+"""The embedded pair, inflated, in files that every server reads: Hugging Face's format and GGUF."""
 
 import json
 import shutil

@@ -70,9 +70,8 @@ def measure(vocab: int, batch: int, top_p: float, repeats: int) -> list[float]:
         parents = DRAFTS[draft_name]
         nodes, depth = len(parents), int(tree.depths(parents).max())
         logits = jax.random.normal(jax.random.key(0), (batch, nodes, vocab)) * 3
-        likeliest = jax.nn.one_hot(
-            jnp.argmax(logits, axis=-1), vocab, dtype=bool
-        )  # one, though the largest of so many may tie
+        # A single token, although the largest of so many may tie.
+        likeliest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), vocab, dtype=bool)
         logits = jnp.where(likeliest, 1000.0, logits)
         ranks = np.array(
             [sum(parents[i] == parents[node] for i in range(1, node)) for node in range(nodes)]

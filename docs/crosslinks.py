@@ -1,6 +1,6 @@
-"""A hook of MkDocs: a name in backticks, on any page, leads to where the API explains it.
+"""A hook of MkDocs that links names in backticks, on any page, to their explanation in the API.
 
-A name is taken that has a dot, an underscore or a capital letter in it, and means one thing alone.
+A name is linked if it has a dot, an underscore or a capital letter, and only one meaning.
 """
 
 import re
@@ -17,29 +17,30 @@ _SHOWN = re.compile(r"<h\d id=\"(specjax[\w.]*)\"")
 
 
 def on_env(env: Any, *, config: Any, files: Any) -> Any:
-    """Put in the links, once all pages have been rendered."""
+    """Insert the links after all pages have been rendered."""
     pages = [file.page for file in files.documentation_pages() if file.page and file.page.content]
-    places = defaultdict(set)
+    addresses = defaultdict(set)
     for page in pages:
         for shown in _SHOWN.findall(page.content):
             parts = shown.split(".")
             for first in range(len(parts)):
-                places[".".join(parts[first:])].add(f"{page.url}#{shown}")
+                addresses[".".join(parts[first:])].add(f"{page.url}#{shown}")
     for page in pages:
         pieces = _UNTOUCHED.split(page.content)
         pieces[::2] = [
-            _NAME.sub(lambda found, page=page: _link(found, places, page.url), piece)
+            _NAME.sub(lambda match, page=page: _link(match, addresses, page.url), piece)
             for piece in pieces[::2]
         ]
         page.content = "".join(pieces)
     return env
 
 
-def _link(found: re.Match[str], places: dict[str, set[str]], here: str) -> str:
-    name = found[1]
+def _link(match: re.Match[str], addresses: dict[str, set[str]], here: str) -> str:
+    """Return the name as a link, or unchanged if it has no explanation or several."""
+    name = match[1]
     if name.islower() and "." not in name and "_" not in name:
-        return found[0]
-    where = places.get(name, set())
-    if len(where) != 1:
-        return found[0]
-    return f'<a href="{get_relative_url(next(iter(where)), here)}">{found[0]}</a>'
+        return match[0]
+    explanations = addresses.get(name, set())
+    if len(explanations) != 1:
+        return match[0]
+    return f'<a href="{get_relative_url(next(iter(explanations)), here)}">{match[0]}</a>'

@@ -1,11 +1,13 @@
-"""Write the public address of the repository wherever it belongs: badges, URLs of the package, citation, installing.
+"""Write the public address of the repository into all files that need it.
 
     python release/address.py            # write
-    python release/address.py --check    # exit with 1 if a file does not say what the address asks for
-    python release/address.py --links    # before a build: README.md's links as addresses, as a package index needs them
+    python release/address.py --check    # exit with 1 if a file does not match the address
+    python release/address.py --links    # before a build: write README.md's links as addresses
 
-The address stands in pyproject.toml, under [tool.specjax]. While it is empty no badge and no URL of the repository is anywhere.
-Every line that this script writes ends in a comment that says so; it replaces these lines and leaves all others alone.
+These are badges, URLs of the package, the citation and the cell that installs. A package index
+needs addresses for links. The address stands in pyproject.toml, under [tool.specjax]. While it is
+empty, no file has a badge or a URL of the repository. Every line that this script writes ends in a
+comment that says so. The script replaces these lines and leaves all others alone.
 """
 
 import argparse
@@ -19,10 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 MARK = "made by release/address.py"
-"""What a line that the script has written says at its end."""
+"""The end of every line that the script writes."""
 
 HASH, HTML, NOTEBOOK = f"{{}}  # {MARK}", f"{{}} <!-- {MARK} -->", f'    "{{}} <!-- {MARK} -->\\n",'
-"""How a line is marked: in TOML and YAML, in Markdown, and in a Markdown cell of a notebook, which is JSON."""
+"""How a line is marked: in TOML and YAML, in Markdown, and in a notebook's Markdown cell (JSON)."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Place:
     path: of the file, from the root of the repository.
     after: a regular expression; the lines stand below the first line that it matches as a whole.
     mark: how the lines are marked as made by this script.
-    lines: what stands there once there is an address, with {address}, {owner}, {name} and {path} to be filled in.
-    without: what stands there while there is none.
+    lines: the text with an address. {address}, {owner}, {name} and {path} are filled in.
+    without: the text without an address.
     """
 
     path: str
@@ -47,7 +49,10 @@ COLAB = (
     "[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
     "(https://colab.research.google.com/github/{owner}/{name}/blob/main/"
 )
-CHECKS = "[![Checks]({address}/actions/workflows/checks.yml/badge.svg)]({address}/actions/workflows/checks.yml)"
+CHECKS = (
+    "[![Checks]({address}/actions/workflows/checks.yml/badge.svg)]"
+    "({address}/actions/workflows/checks.yml)"
+)
 
 PLACES = (
     Place(
@@ -92,8 +97,8 @@ PLACES = (
         ("Use the form for private reports: <{address}/security/advisories/new>.",),
         (
             (
-                "The repository has no public address yet, and so no form for reports: tell those"
-                " from whom you have this copy."
+                "The repository has no public address yet, so there is no form for reports: write to"
+                " the people who gave you this copy."
             ),
         ),
     ),
@@ -112,7 +117,10 @@ def places(root: Path) -> list[Place]:
 
 
 def read_address(root: Path) -> str:
-    """Return the address in pyproject.toml; empty if there is none yet. Exits if it is not one of GitHub."""
+    """Return the address in pyproject.toml, which is empty if there is none yet.
+
+    Exits if the address is not one of GitHub.
+    """
     address = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["specjax"]["address"]
     if address and (
         not re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+", address)
@@ -126,7 +134,10 @@ def read_address(root: Path) -> str:
 
 
 def render(text: str, place: Place, address: str) -> str:
-    """Return the ``text`` of a file with the lines that belong to the ``address`` in place of those of another one."""
+    """Return the ``text`` of a file with the lines that belong to the ``address``.
+
+    They replace the lines of an earlier address.
+    """
     lines = [line for line in text.splitlines(keepends=True) if MARK not in line]
     below = next(
         (at for at, line in enumerate(lines, 1) if re.fullmatch(place.after, line.rstrip("\n"))),
@@ -145,7 +156,10 @@ def render(text: str, place: Place, address: str) -> str:
 
 
 def absolute_links(text: str, address: str) -> str:
-    """Return a Markdown ``text`` whose links and pictures in the repository are addresses; as it is if there is none."""
+    """Return a Markdown ``text`` with addresses for links and pictures in the repository.
+
+    Without an address the text is returned as it is.
+    """
     raw = address.replace("https://github.com", "https://raw.githubusercontent.com")
 
     def absolute(match: re.Match[str]) -> str:
@@ -159,7 +173,7 @@ def absolute_links(text: str, address: str) -> str:
 
 
 def main() -> int:
-    """Write the lines, or with --check say which files differ. Returns the exit status."""
+    """Write the lines, or with --check name the files that differ, and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -189,7 +203,10 @@ def main() -> int:
 
 
 def write(address: str, check: bool) -> int:
-    """Write the lines of the ``address``, or with ``check`` say which files differ. Returns the exit status."""
+    """Write the lines of the ``address``, or with ``check`` only name the files that differ.
+
+    Returns the exit status.
+    """
     differs = False
     for place in places(ROOT):
         path = ROOT / place.path

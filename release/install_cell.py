@@ -9,13 +9,13 @@ import sys
 import warnings
 from importlib import metadata
 
-SOURCE = (  # what pip installs: a folder, or an address such as git+https://...; the variable SPECJAX_SOURCE replaces it
-    ""
-)
+# What pip installs: a folder, or an address such as git+https://... The environment variable
+# SPECJAX_SOURCE replaces it.
+SOURCE = ""
 
 
 def find_extra():
-    """Return which extra of specjax brings the JAX of this machine: tpu, cuda13, cuda12, or none."""
+    """Return the extra of specjax with this machine's JAX: tpu, cuda13, cuda12, or none."""
     if shutil.which("nvidia-smi"):
         shown = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout
         cuda = re.search(r"CUDA[\w ]* Version: (\d+)", shown)  # the newest that the driver can run
@@ -29,15 +29,14 @@ def find_source():
     """Return the arguments of pip that name specjax, without its extra."""
     source = os.environ.get("SPECJAX_SOURCE")
     if not source and is_clone(".."):
-        sys.path.insert(
-            0, os.path.abspath("..")
-        )  # a running Python does not notice that -e adds a folder
+        # A running Python does not notice that -e adds a folder.
+        sys.path.insert(0, os.path.abspath(".."))
         return ["-e", ".."]
     return [source or SOURCE]
 
 
 def is_clone(folder):
-    """Return whether a folder holds specjax, and not another project into which this notebook was copied."""
+    """Return whether a folder holds specjax, rather than a project with a copy of the notebook."""
     file = os.path.join(folder, "pyproject.toml")
     return os.path.exists(file) and re.search(
         r'^name = "specjax"$', open(file, encoding="utf-8").read(), re.MULTILINE
@@ -45,7 +44,7 @@ def is_clone(folder):
 
 
 def run_pip(*arguments):
-    """Run pip, and show what it prints where it fails."""
+    """Run pip, and print its output if it fails."""
     print("pip", *arguments)
     command = [sys.executable, "-m", "pip", *arguments]
     pip = subprocess.run(
@@ -57,7 +56,10 @@ def run_pip(*arguments):
 
 
 def imported_versions():
-    """Return the versions of JAX and what it is built on, as far as this Python has imported them: it cannot import others."""
+    """Return the versions of JAX and of its dependencies that this Python has imported.
+
+    It cannot import other versions of them.
+    """
     return {
         name: metadata.version(name)
         for name in ("jax", "jaxlib", "ml_dtypes", "numpy", "scipy")
@@ -88,7 +90,8 @@ with warnings.catch_warnings():
     from specjax import __version__ as specjax_version
     from specjax.installation import find_mismatches
 
-# A libtpu or plugin that came with another JAX is brought up to date, or removed where this machine has no use for it.
+# A libtpu or plugin that came with another JAX is brought up to date, or removed if this machine
+# has no use for it.
 for remedy in dict.fromkeys(mismatch.remedy for mismatch in find_mismatches(with_devices=True)):
     run_pip(*remedy)
     has_changed = True

@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 CELL = ROOT / "release" / "install_cell.py"
 FIRST_LINE = CELL.read_text(encoding="utf-8").splitlines()[0]
-"""By which the cell is found in a notebook."""
+"""The line that marks the cell in a notebook."""
 
 
 def render_cell(root: Path = ROOT) -> str:
@@ -35,14 +35,14 @@ def render_cell(root: Path = ROOT) -> str:
 
 
 def find_cell(notebook: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the cell that installs specjax, None where the ``notebook`` has none."""
+    """Return the cell that installs specjax, or None if the ``notebook`` has none."""
     return next(
         (cell for cell in notebook["cells"] if "".join(cell["source"]).startswith(FIRST_LINE)), None
     )
 
 
 def main() -> int:
-    """Write the cell, or with --check say which notebooks have another one. Returns the exit status."""
+    """Write the cell, or with --check name the notebooks that differ; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

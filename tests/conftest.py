@@ -1,7 +1,7 @@
-"""Shared by all tests: shape checks on, eight fake CPU devices, tiny models, and the real ones that are at hand.
+"""Set up all tests: shape checks, eight fake CPU devices, tiny models, and the real ones at hand.
 
-Arrays that should agree up to float32 rounding are compared within 1e-4, the bound the logits are held to: the tiny models are
-scaled so that a wrong slot, mask or position is off by order 1.
+Arrays that should agree up to float32 rounding are compared within 1e-4, the bound that logits must
+meet. The tiny models are scaled so that a wrong slot, mask or position changes results by order 1.
 """
 
 import atexit
@@ -11,18 +11,20 @@ import tempfile
 from importlib.metadata import version
 
 os.environ["SPECJAX_TYPECHECK"] = "1"  # before specjax is imported
-# All tests and workers of a run share what they compile, and nothing of an earlier run. Before jax is imported.
+# All tests and workers of a run share what they compile, and nothing of an earlier run. It is set
+# before jax is imported.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="specjax-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
-# Most of the time goes into compiling. Machine code of the least effort, from XLA's older emitters, takes a quarter of the time
-# to make; what runs long takes half as long again.
+# Most of the time goes into compiling. With the least effort and XLA's older emitters, it takes a
+# quarter of the time; long computations then take half as long again.
 _FAST_COMPILATION = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_parallel_codegen_split_count=1"
 )
-# These go over every loop and the whole program again and again, and make it faster; without them compiling takes a fifth less.
+# These passes go over every loop and the whole program again and again. They make programs faster;
+# without them compiling takes a fifth less.
 _FAST_COMPILATION += " --xla_disable_hlo_passes=" + ",".join(
     (
         "while-loop-invariant-code-motion",
@@ -33,13 +35,11 @@ _FAST_COMPILATION += " --xla_disable_hlo_passes=" + ",".join(
         "dynamic-dimension-simplifier",
     )
 )
-if version("jaxlib").startswith(
-    "0.10."
-):  # newer XLA has the newer emitters alone, and ends where it is given the flag
+# Newer XLA has the newer emitters alone, and ends the process if it is given the flag.
+if version("jaxlib").startswith("0.10."):
     _FAST_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
-os.environ.setdefault(
-    "XLA_FLAGS", _FAST_COMPILATION
-)  # `make test-thorough` sets it to nothing: as users compile
+# `make test-thorough` sets it to nothing, so that programs are compiled as users compile them.
+os.environ.setdefault("XLA_FLAGS", _FAST_COMPILATION)
 
 import ast
 import gc
@@ -66,14 +66,13 @@ from specjax.models.transformer import Target
 
 pytest_plugins = ["pytester", "tests.costs", "tests.tiers"]
 
-# Tracing makes very many small objects and little garbage: with Python's own thresholds, looking for it takes 5% of the time.
+# Tracing makes very many small objects and little garbage: with Python's own thresholds, the search
+# for garbage takes 5% of the time.
 gc.set_threshold(50_000, 20, 10)
 
 _compilations: list[str] = []
-_freed = {
-    "at": 0,
-    "looked": 0,
-}  # how many programs had been compiled when they were last freed, and maps last counted
+# How many programs had been compiled when they were last freed, and when maps were last counted.
+_freed = {"at": 0, "looked": 0}
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, _seconds, **_: (
         _compilations.append(event) if event.endswith("backend_compile_duration") else None
@@ -82,7 +81,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 
 def compilations() -> int:
-    """How many programs XLA has compiled so far, of whatever kind."""
+    """Return how many programs of any kind XLA has compiled so far."""
     return len(_compilations)
 
 
@@ -90,13 +89,17 @@ MOST_PROGRAMS = 1_500
 """A compiled program and what JAX remembers of it take a megabyte."""
 
 MOST_MAPS = 30_000
-"""It also takes memory maps, some forty where it is compiled as users compile. Linux gives a process 65,530, and then XLA ends
-it with no more than "Aborted"."""
+"""A compiled program also takes memory maps, some forty if it is compiled as users compile it.
+
+Linux allows a process 65,530 maps; beyond that XLA ends it with no more than "Aborted"."""
 
 
 @pytest.fixture(autouse=True)
 def _free_compiled_programs_in_time():
-    """Modules share what they compile, above all the hundreds of programs of one operation, as long as there is room."""
+    """Let modules share compiled programs, and free them all before there are too many.
+
+    What is shared is above all the hundreds of programs of one operation each.
+    """
     yield
     if compilations() - _freed["at"] > MOST_PROGRAMS or (
         compilations() > _freed["looked"] + 50 and _maps() > MOST_MAPS
@@ -105,7 +108,7 @@ def _free_compiled_programs_in_time():
 
 
 def _maps() -> int:
-    """How many memory maps this process has, where that can be known."""
+    """Return how many memory maps this process has, or 0 if the system does not say."""
     _freed["looked"] = compilations()
     maps = Path("/proc/self/maps")
     return maps.read_bytes().count(b"\n") if maps.exists() else 0
@@ -118,13 +121,16 @@ def _free_compiled_programs() -> None:
 
 @pytest.fixture(autouse=True)
 def _shows_nothing_before_and_after(monkeypatch) -> None:
-    """A command that ran in an earlier test shows what is waited for from then on: see `progress.show_waits`."""
+    """Undo `progress.show_waits` if a command of an earlier test has called it."""
     monkeypatch.setattr(progress, "_display", progress._Nothing())
 
 
 @contextmanager
 def own_programs() -> Iterator[None]:
-    """For tests that patch what is compiled: nothing compiled before them serves them, and nothing of theirs serves others."""
+    """Free the compiled programs before and after a test that patches what is compiled.
+
+    So the test does not use an older program, and no other test uses a program of this one.
+    """
     _free_compiled_programs()
     yield
     _free_compiled_programs()
@@ -155,7 +161,10 @@ def tiny_config(**changes) -> ModelConfig:
 
 
 def tiny_target(seed: int = 0, scale: float = 25.0, **changes) -> Target:
-    """A random model whose distributions are far from uniform: ``scale`` multiplies the usual initialisation."""
+    """Return a random model whose distributions are far from uniform.
+
+    ``scale`` multiplies the usual initialisation.
+    """
     model = Target.init(tiny_config(**changes), jax.random.key(seed))
     params = jax.tree.map(lambda leaf: leaf * scale if leaf.ndim > 1 else leaf, model.params)
     return model.replace(params=params)
@@ -193,7 +202,9 @@ MIXTURES = {  # changes of `tiny_config`: a model of each family with experts
 }
 
 _WIDE = {"num_kv_heads": 1, "head_dim": 8, "rope": Rope(theta=300.0)}
-LAYERED = {  # changes of `tiny_config`: layers that differ in heads, sizes, RoPE and windows, or read those of another layer
+# Changes of `tiny_config`: layers that differ in heads, sizes, RoPE and windows, or that read the
+# entries of another layer.
+LAYERED = {
     "differing": {
         "num_layers": 3,
         "sliding_window": 5,
@@ -223,7 +234,9 @@ HYBRID = {  # changes of `tiny_config`: two layers that keep a state, and one wi
     "linear_layers": (0, 2),
 }
 
-SHAPES = {  # one of every kind; tests that share a target, a shape of draft and the shapes of prompts share compiled programs
+# One shape of every kind. Tests that share a target, a shape of draft and the shapes of prompts
+# share compiled programs.
+SHAPES = {
     "chain": Chain(3),
     "adaptive": Chain(3, stop_below=0.3),
     "static": StaticTree(((0,), (1,), (0, 0), (2,), (1, 0), (0, 1), (0, 0, 0))),
@@ -239,7 +252,7 @@ FEW_TOKENS = {
     "num_heads": 2,
     "num_kv_heads": 1,
 }
-"""A model of which every continuation can be counted, as small as can be: tens of thousands of rows are drawn from it."""
+"""The smallest model, whose continuations can be counted: tests draw tens of thousands of rows."""
 
 
 @pytest.fixture(scope="session")
@@ -248,14 +261,14 @@ def target() -> Target:
 
 
 def outputs(result) -> list[list[int]]:
-    """Each row's prompt and output, without the filler."""
+    """Return the prompt and output of each row, without padding."""
     return [
         row[:length].tolist() for row, length in zip(result.tokens, result.lengths, strict=True)
     ]
 
 
 def save_tiny(directory: Path, eos_token_ids: tuple[int, ...] = (2,), **sizes) -> Path:
-    """A checkpoint that compiles fast: random weights, the embedded tokenizer."""
+    """Save a checkpoint that compiles fast: random weights, and the embedded tokenizer."""
     tiny_target(vocab_size=3072, eos_token_ids=eos_token_ids, **sizes).save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ASSETS / "target" / name, directory)
@@ -264,14 +277,17 @@ def save_tiny(directory: Path, eos_token_ids: tuple[int, ...] = (2,), **sizes) -
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory) -> tuple[str, str]:
-    """Directories of a target of two layers and a draft model of one."""
+    """Return the directories of a target of two layers and of a draft model of one."""
     root = tmp_path_factory.mktemp("pair")
     return str(save_tiny(root / "target")), str(save_tiny(root / "draft", num_layers=1))
 
 
 @pytest.fixture(scope="session")
 def small_assets(tmp_path_factory) -> Path:
-    """Random checkpoints for those in `specjax.assets`, under the same names, that compile in a third of the time."""
+    """Return a folder of random checkpoints that are named as the embedded ones.
+
+    They compile in a third of the time that those of `specjax.assets` take.
+    """
     root = tmp_path_factory.mktemp("assets")
     save_tiny(root / "target", (0,), max_positions=1024)  # 0: the tokenizer's own end
     save_tiny(root / "draft", (0,), max_positions=1024, num_layers=1)
@@ -283,11 +299,11 @@ def small_assets(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory) -> tuple[str, str]:
-    """Files with a certificate of 127.0.0.1, and its key."""
+    """Return two files: a certificate of 127.0.0.1, and its key."""
     directory = tmp_path_factory.mktemp("tls")
     files = str(directory / "certificate.pem"), str(directory / "private.pem")
-    about = ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
-    made = [
+    subject_options = ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
+    key_options = [
         "-newkey",
         "ec",
         "-pkeyopt",
@@ -301,7 +317,9 @@ def certificate(tmp_path_factory) -> tuple[str, str]:
     ]
     try:
         subprocess.run(
-            ["openssl", "req", "-x509", *made, files[1], *about], check=True, capture_output=True
+            ["openssl", "req", "-x509", *key_options, files[1], *subject_options],
+            check=True,
+            capture_output=True,
         )
     except FileNotFoundError:
         pytest.skip("needs openssl, to make a certificate")
@@ -310,14 +328,17 @@ def certificate(tmp_path_factory) -> tuple[str, str]:
 
 @pytest.fixture(params=["small", pytest.param("embedded", marks=pytest.mark.thorough)])
 def either_assets(request, monkeypatch) -> None:
-    """A test of what does not depend on the models: "embedded" names small ones, and itself in the thorough tier alone."""
+    """Run a test that does not depend on the models with small ones under the name "embedded".
+
+    In the thorough tier it also runs with the embedded models themselves.
+    """
     if request.param == "small":
         root = request.getfixturevalue("small_assets")
         monkeypatch.setattr(specjax.assets, "__file__", str(root / "__init__.py"))
 
 
 class RealPair:
-    """A trained target, a trained draft model of the same vocabulary, and prompts from their own domain."""
+    """A trained target, a draft model with its vocabulary, and prompts from their domain."""
 
     def __init__(self, target: Path, draft: Path) -> None:
         from transformers import AutoTokenizer
@@ -327,7 +348,10 @@ class RealPair:
         self.tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False)
 
     def prompts(self, count: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
-        """``count`` prompts of many different lengths, 2 to ``longest`` tokens, right-padded."""
+        """Return ``count`` prompts of many lengths, 2 to ``longest`` tokens, padded on the right.
+
+        The lengths are returned beside the tokens.
+        """
         texts = self._texts()
         lengths = np.linspace(2, longest, count).astype(int)
         tokens = np.zeros((count, longest), np.int32)

@@ -1,9 +1,10 @@
-"""Measure what each test costs, and say at the end of a run which tests are too slow for their tier.
+"""Measure what each test costs, and name the tests that are too slow for their tier.
 
-A pytest plugin, loaded by ``conftest.py``. A test's cost is the CPU time of its process and of the child processes that ended
-while it ran, set-up and tear-down included, and the number of programs that JAX traced, lowered, compiled, or read from the
-cache for it. What a shared fixture costs, one of a module or of the session, is counted for the first test that asks for it.
-It is also told apart as ``shared``, and no test is too slow for that.
+A pytest plugin, loaded by ``conftest.py``. The cost of a test is the CPU time of its process and of
+the child processes that ended while it ran, set-up and tear-down included, and the number of
+programs that JAX traced, lowered, compiled, or read from the cache for it. The cost of a shared
+fixture, of a module or of the session, counts for the first test that asks for it. It is also
+recorded as ``shared``, and does not make a test too slow.
 
     python -m pytest -n 2 --costs costs.json       # one record per test, and a table by folder
 """
@@ -20,10 +21,10 @@ import jax
 import pytest
 
 MOST_CPU_SECONDS = 2.0
-"""What a test of ``make test`` may cost. A slower one carries a marker of `SLOW`."""
+"""The most that a test of ``make test`` may cost. A slower one carries a marker of `SLOW`."""
 
 SLOW = ("full", "thorough", "browser", "kills_alone", "represents")
-"""Markers of tests that may cost more: those of the other tiers, and of tests of which `make test` has no cheaper one."""
+"""Markers of tests that may cost more: of other tiers, or without a cheaper replacement."""
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -115,7 +116,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 
 class _Summary:
-    """Collects the costs that the workers report."""
+    """The costs that the workers report, and their summary."""
 
     def __init__(self, file: str | None) -> None:
         self._file = file
@@ -128,9 +129,9 @@ class _Summary:
         if report.when != "teardown" or "cost" not in properties:
             return
         cost = self._costs[report.nodeid] = properties["cost"]
-        own = cost["cpu"] - cost.get("shared", 0.0)
-        if own > MOST_CPU_SECONDS and not properties["may be slow"]:
-            self._too_slow.append((own, report.nodeid))
+        seconds = cost["cpu"] - cost.get("shared", 0.0)
+        if seconds > MOST_CPU_SECONDS and not properties["may be slow"]:
+            self._too_slow.append((seconds, report.nodeid))
 
     def pytest_terminal_summary(self, terminalreporter, config: pytest.Config) -> None:
         if self._file:
@@ -146,7 +147,7 @@ class _Summary:
 
 
 def too_slow(tests: list[tuple[float, str]]) -> list[str]:
-    """Return lines that name the tests that cost more than their tier allows, the slowest first."""
+    """Return a line for each test that costs more than its tier allows, the slowest first."""
     if not tests:
         return []
     lines = [f"{seconds:6.1f}  {test}" for seconds, test in sorted(tests, reverse=True)]
@@ -161,7 +162,7 @@ def too_slow(tests: list[tuple[float, str]]) -> list[str]:
 
 
 def beside_readme(seconds: float, readme: str) -> str:
-    """Return a line with the time of this run and the time that README promises for ``make test``."""
+    """Return a line with the time of this run and the time that README says of ``make test``."""
     promise = re.search(r"^make test .*?(\d+) minutes", readme, re.MULTILINE)
     if promise is None:
         raise ValueError(
@@ -172,7 +173,7 @@ def beside_readme(seconds: float, readme: str) -> str:
 
 
 def _table(costs: dict[str, dict[str, float]]) -> list[str]:
-    """Return the lines of a table: one folder a line, the costliest first."""
+    """Return the lines of a table with one folder a line, the costliest first."""
     folders: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for test, cost in costs.items():
         path = Path(test.partition("::")[0])

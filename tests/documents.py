@@ -1,4 +1,4 @@
-"""What the README and the pages under docs/ are made of: code blocks, links and anchors."""
+"""The code blocks, links and anchors of the README and of the pages under docs/."""
 
 import re
 import shlex
@@ -25,7 +25,8 @@ class Block(NamedTuple):
         line: number of its first line of code.
         language: as the fence names it.
         code: without the indentation of the fence.
-        run: whether it is meant to be run: no comment ``<!-- not run: reason -->`` stands before it.
+        run: whether it is meant to be run, which a comment ``<!-- not run: reason -->`` before it
+            denies.
     """
 
     page: Path
@@ -36,23 +37,24 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path, *languages: str) -> list[Block]:
-    """The code blocks of a page in these languages, in order."""
+    """Return the code blocks of a page in these languages, in order."""
     text = page.read_text()
-    found = []
+    blocks_of_page = []
     for fence in _FENCE.finditer(text):
         indent, _, language, code = fence.groups()
         if language not in languages:
             continue
         line = text.count("\n", 0, fence.start(4)) + 1
         code = re.sub(f"^{indent}", "", code, flags=re.MULTILINE)
-        found.append(Block(page, line, language, code, not _NOT_RUN.search(text[: fence.start()])))
-    return found
+        is_run = not _NOT_RUN.search(text[: fence.start()])
+        blocks_of_page.append(Block(page, line, language, code, is_run))
+    return blocks_of_page
 
 
 def run_python(page: Path) -> dict[str, Any]:
-    """Run the Python blocks of a page from top to bottom in one namespace, which is returned.
+    """Run the Python blocks of a page from top to bottom in one namespace, and return it.
 
-    An error's traceback names the page, and the line in it.
+    The traceback of an error names the page, and the line in it.
     """
     names: dict[str, Any] = {"__name__": page.stem}
     for block in blocks(page, "python"):
@@ -62,22 +64,20 @@ def run_python(page: Path) -> dict[str, Any]:
 
 
 def command_lines(page: Path) -> list[list[str]]:
-    """The words of every line ``python -m specjax …`` of the shell blocks of a page, without those three."""
-    found = []
+    """Return the words after ``python -m specjax`` of each such line in a page's shell blocks."""
+    command_lines_of_page = []
     for block in blocks(page, "bash", "sh", "shell", "console"):
         for line in block.code.replace("\\\n", " ").splitlines():
             words = shlex.split(line.removeprefix("$ "), comments=True)
-            while words and re.match(
-                r"[A-Z_]+=", words[0]
-            ):  # a variable of the environment, for this command
+            while words and re.match(r"[A-Z_]+=", words[0]):  # a variable of the environment
                 words.pop(0)
             if words[:3] == ["python", "-m", "specjax"]:
-                found.append(words[3:])
-    return found
+                command_lines_of_page.append(words[3:])
+    return command_lines_of_page
 
 
 def check_command_line(words: list[str]) -> None:
-    """Parse a command line as the command does, which refuses what it does not know."""
+    """Parse a command line as the command does, and fail if it refuses an option."""
     name, command, options = find_command(words)
     assert isinstance(command, Command), f"{' '.join(words)}: names no command"
     if "--help" in options:
@@ -89,43 +89,47 @@ def check_command_line(words: list[str]) -> None:
 
 
 def links(page: Path) -> Iterator[tuple[str, str]]:
-    """The file and the anchor of every link and picture of a page that is neither an address nor inside code."""
+    """Yield the file and the anchor of every link and picture of a page.
+
+    Addresses are left out, and so are links inside code.
+    """
     text = _FENCE.sub("", page.read_text())
     text = re.sub(r"`[^`\n]*`", "", text)
-    for found in _LINK.finditer(text):
-        address = found[1] or found[2]
+    for match in _LINK.finditer(text):
+        address = match[1] or match[2]
         if not re.match(r"[a-z]+:", address):
             file, _, anchor = address.partition("#")
             yield file, anchor
 
 
 def anchors(page: Path) -> set[str]:
-    """What links into a page may name: its headings, as GitHub and MkDocs number them, its own ids, and what its API shows."""
+    """Return the anchors of a page: its headings, its ids, and the names that its API shows.
+
+    A heading has two anchors: as GitHub writes it and as MkDocs writes it.
+    """
     text = _FENCE.sub("", page.read_text())
     headings = re.findall(r"^#+ +(.*?) *#*$", text, re.MULTILINE)
-    found = {
-        slug(heading, spaces) for heading in headings for spaces in (r"\s", r"[\s-]+")
-    }  # GitHub's, MkDocs'
-    found |= set(re.findall(r"(?:id|name)=\"([^\"]+)\"", text)) | set(
-        re.findall(r"\{[^}\n]*#([\w.-]+)[^}\n]*\}", text)
-    )
-    return found | set(shown(page))
+    github, mkdocs = r"\s", r"[\s-]+"
+    slugs = {slug(heading, spaces) for heading in headings for spaces in (github, mkdocs)}
+    ids = re.findall(r"(?:id|name)=\"([^\"]+)\"", text)
+    ids += re.findall(r"\{[^}\n]*#([\w.-]+)[^}\n]*\}", text)
+    return slugs | set(ids) | set(shown(page))
 
 
 def slug(heading: str, spaces: str) -> str:
-    """The anchor of a heading, in which a dash stands for each match of ``spaces``."""
+    """Return the anchor of a heading, with a dash for each match of ``spaces``."""
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
     text = re.sub(r"[^\w\s-]", "", re.sub(r"\s*\{[^}]*\}\s*$", "", text)).strip().lower()
     return re.sub(spaces, "-", text)
 
 
 def shown(page: Path) -> list[str]:
-    """The names whose docstrings an API page shows, as ``::: name`` asks for them."""
+    """Return the names whose docstrings an API page shows, by lines ``::: name``."""
     return re.findall(r"^::: ([\w.]+)", page.read_text(), re.MULTILINE)
 
 
 def check_links(page: Path) -> None:
-    """See that what a page links to exists: every file, and of a page the heading."""
+    """Check that every file that a page links to exists, and every heading."""
     broken = []
     for file, anchor in links(page):
         target = page if not file else (page.parent / file).resolve()

@@ -1,7 +1,8 @@
-"""Fails a test in which an engine's scheduler is used by whoever does not hold the engine's lock.
+"""Fail a test in which a thread uses an engine's scheduler without the engine's lock.
 
-The scheduler is not for several threads at once. An engine uses it under its lock alone, and a use without the lock goes wrong
-so rarely that tests would not see it. `guard_schedulers` is a fixture for the packages whose tests make engines.
+The scheduler is not for several threads at once. An engine uses it under its lock alone, and a use
+without the lock goes wrong so rarely that tests would not see it. `guard_schedulers` is a fixture
+for the packages whose tests make engines.
 """
 
 import threading
@@ -15,11 +16,11 @@ from specjax.serving.clients import Clients
 from specjax.serving.scheduler import Scheduler
 
 _uses: list[str] = []
-"""What was used without the lock. The engine's thread cannot fail a test, so the test looks here."""
+"""The uses without the lock. The engine's thread cannot fail a test, so the test looks here."""
 
 
 class GuardedScheduler(Scheduler):
-    """A scheduler whose public methods and attributes need the lock, once it is known which one that is."""
+    """A scheduler whose public methods and attributes need the lock, once ``guard`` is set."""
 
     guard: threading.Condition
 
@@ -46,15 +47,14 @@ def guard_schedulers() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "Scheduler", GuardedScheduler)
-        patch.setattr(
-            Clients, "__init__", begin_guarded
-        )  # an engine tells it of its scheduler and its lock
+        # An engine passes its scheduler and its lock to the constructor of `Clients`.
+        patch.setattr(Clients, "__init__", begin_guarded)
         yield
 
 
 @pytest.fixture(autouse=True)
 def unguarded_uses() -> Iterator[list[str]]:
-    """The uses without the lock so far: a test fails that leaves any."""
+    """Yield the uses without the lock so far; a test that leaves any fails."""
     _uses.clear()
     yield _uses
     assert not _uses

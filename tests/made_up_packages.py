@@ -1,4 +1,4 @@
-"""Folders of metadata, as pip leaves it, of packages that are not there."""
+"""Make folders with the metadata of packages that are not installed, as pip leaves it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,13 +26,13 @@ def install(folder: Path, name: str, version: str, requirements: Sequence[str] =
         f"Version: {version}",
         *(f"Requires-Dist: {line}" for line in requirements),
     ]
-    # Below the empty line is the description: what looks like a field there is none.
+    # The description is below the empty line: there a line that looks like a field is none.
     text = "\n".join(["Metadata-Version: 2.4", *lines, "", "Requires-Dist: nothing>=1", ""])
     (directory / "METADATA").write_text(text)
 
 
 def install_fitting(folder: Path, *without: str) -> None:
-    """Write the metadata of packages that fit each other, but for those ``without``."""
+    """Write the metadata of packages that fit each other, except those ``without``."""
     everything = (
         ("jax", "0.12.0.1", JAX),
         ("jaxlib", "0.12.0.1", ()),

@@ -1,4 +1,4 @@
-"""Starting processes that work together (`jax.distributed`), and waiting for them under a hard limit."""
+"""Start processes that work together (`jax.distributed`), and wait for them with a time limit."""
 
 import os
 import socket
@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-TIMEOUT = 240  # seconds; two cores take a tenth of it. Processes that wait for each other would wait for ever.
+# Seconds; two cores take a tenth of it. Processes that wait for each other would wait for ever.
+TIMEOUT = 240
 
 
 def free_port() -> int:
-    """Where nobody listens."""
+    """Return a port on which nobody listens."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
@@ -23,10 +24,13 @@ def free_port() -> int:
 
 @contextmanager
 def processes(module: str, directory: Path, count: int = 2) -> Iterator[list[subprocess.Popen]]:
-    """``python -m MODULE DIRECTORY COORDINATOR PROCESS``, so many of them; none outlives the block."""
+    """Run ``python -m MODULE DIRECTORY COORDINATOR PROCESS`` in ``count`` processes.
+
+    No process outlives the block.
+    """
     coordinator = f"localhost:{free_port()}"
     command = [sys.executable, "-m", module, str(directory), coordinator]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # whatever else the machine has
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # also on a machine with accelerators
     running = []
     try:
         for number in range(count):
@@ -48,7 +52,11 @@ def processes(module: str, directory: Path, count: int = 2) -> Iterator[list[sub
 
 
 def wait(running: list[subprocess.Popen], directory: Path) -> None:
-    """Until all have ended well. One that ends badly fails the test at once: the others would wait for it."""
+    """Wait until all processes have ended with status 0.
+
+    A process that ends with another status fails the test at once, because the rest would wait for
+    it.
+    """
     deadline = time.monotonic() + TIMEOUT
     while (codes := [process.poll() for process in running]) != [0] * len(running):
         if any(codes) or time.monotonic() > deadline:
@@ -63,7 +71,7 @@ def wait(running: list[subprocess.Popen], directory: Path) -> None:
 
 
 def ends_all(running: list[subprocess.Popen], lost: int) -> None:
-    """That process ends, and within half a minute all others do too, none of them well."""
+    """Check that all processes end within 30 seconds of the ``lost`` one, none with status 0."""
     running[lost].wait(TIMEOUT)
     ended = time.monotonic()
     for process in running:

@@ -1,8 +1,11 @@
-"""Count how plainly the code is written: ``python -m tests.prose [PATHS]`` prints one line for each package.
+"""Count how plainly the code is written, and print one line for each package.
 
-The columns are docstrings, the share of them that opens with a word of `OPENERS`, the share that opens with a verb, local names
-(variables, parameters and private fields, each counted once in its function), the share of them in `BANNED`, the share of lines
-that hold a comment, the share of lines over 100 columns, and tokens per line of code.
+    python -m tests.prose [PATHS]
+
+The columns are docstrings, the share of them that opens with a word of `OPENERS`, the share that
+opens with a verb, local names (variables, parameters and private fields, each counted once in its
+function), the share of them in `BANNED`, the share of lines that hold a comment, the share of lines
+over 100 columns, and tokens per line of code.
 """
 
 import argparse
@@ -57,7 +60,7 @@ VERBS = _words("""
     turn unload unlock unpack update upload use validate verify view visit vote wait walk warm
     warn watch weigh widen wrap write yield zero
     """)
-"""Verbs that open a docstring. A docstring with another verb is no error: the list is for counting."""
+"""Verbs that open a docstring. Another verb is no error: the list is for counting."""
 
 BANNED = _words("""
     own found each given kept said known made asked wanted told one other others them those
@@ -72,7 +75,9 @@ KEYWORDS = {
     *(("append_remote", "told"), ("from_prefix_state", "kept"), ("with_own", "own")),
     *(("with_told", "told"), ("check_vocabulary", "own")),
 }
-"""Banned names of parameters that users pass or define by keyword, and that therefore stay: function and name."""
+"""Banned names of parameters that users pass or define by keyword, and that therefore stay.
+
+Each is a pair of function and name."""
 
 _PRAGMA = re.compile(r"#\s*(noqa|pyright:|type:|fmt:)")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -80,7 +85,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass
 class Counts:
-    """What was counted in some files."""
+    """The counts of some files."""
 
     openers: list[str] = field(default_factory=list)
     names: list[tuple[str, str]] = field(default_factory=list)
@@ -153,9 +158,10 @@ def first_word(text: str) -> str:
 
 
 def local_names(module: ast.Module) -> list[tuple[str, str]]:
-    """Return (function, name) for each variable, parameter and private field, without leading underscores.
+    """Return (function, name) for each variable, parameter and private field.
 
-    A name that a function binds several times is returned once. Constants of modules and public fields are left out.
+    Leading underscores are cut off. A name that a function binds several times is returned once.
+    Constants of modules and public fields are left out.
     """
     names = dict.fromkeys(_bound_names(module, "", is_function=False))
     return [(scope, name) for scope, name in names if name]
@@ -186,7 +192,10 @@ def _bound_names(node: ast.AST, scope: str, *, is_function: bool) -> Iterator[tu
 
 
 def _string_lines(module: ast.Module) -> set[int]:
-    """Return the lines of all strings that stand alone as statements: docstrings, also those of constants."""
+    """Return the lines of all strings that stand alone as statements.
+
+    These are docstrings, also those of constants.
+    """
     statements = [node for node in ast.walk(module) if isinstance(node, ast.Expr)]
     strings = [
         node
@@ -212,7 +221,7 @@ def files(paths: Sequence[Path]) -> list[Path]:
 
 
 def finished() -> list[Path]:
-    """Return the files of specjax that are held to the rules: those for which ruff does not ignore D401.
+    """Return the files of specjax that are held to the rules: those for which ruff checks D401.
 
     So the list of unfinished packages stands once, in the per-file-ignores of ``pyproject.toml``.
     """

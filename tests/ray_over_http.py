@@ -1,8 +1,10 @@
-"""Ray's processor of HTTP requests, on a server of ours: the recipe of docs/guides/clusters.md. Prints the answers as JSON.
+"""Run Ray's processor of HTTP requests on a server of ours, and print the answers as JSON.
+
+This is the recipe of docs/guides/clusters.md.
 
     python -m tests.ray_over_http URL
 
-They are in the order of the prompts.
+The answers are in the order of the prompts.
 """
 
 import json
@@ -13,7 +15,7 @@ PROMPTS = [f"def function_{number}(" for number in range(24)]
 
 
 def payload(prompt: str) -> dict[str, Any]:
-    """What the server is asked, of itself the same each time."""
+    """Return the body of a request, which is the same each time."""
     return {
         "model": "tiny",
         "prompt": prompt,

@@ -1,4 +1,7 @@
-"""How far float32 rounding moves a result, measured: two correct orders of the same sums may differ by as much."""
+"""Measure how far float32 rounding moves a result.
+
+Two correct orders of the same sums may differ by as much.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +13,10 @@ EPSILON = np.finfo(np.float32).eps
 
 
 def moved_by_last_bits(function: Callable[[Any], Any], inputs: Any, draws: int = 4) -> float:
-    """Return the largest change of a result of ``function`` when each float32 number of ``inputs`` changes by its last bit.
+    """Return the largest change of a result when each float32 input changes by its last bit.
 
-    Random weights may enlarge such a change a thousandfold. How sums are rounded depends on the machine, so a fixed tolerance
-    holds on one and not on the next.
+    Random weights may enlarge such a change a thousandfold. How sums are rounded depends on the
+    machine, so a fixed tolerance holds on one and not on the next.
 
     Args:
         function: makes arrays of ``inputs``, as a pytree.

@@ -1,4 +1,4 @@
-"""release/address.py: without a public address nothing points to one, and with one everything does."""
+"""Check that an address of the repository is written everywhere, and that without one none is."""
 
 import json
 import re
@@ -18,26 +18,19 @@ from tests.documents import ROOT
 ADDRESS = "https://github.com/someone/specjax"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 POINTS_HERE = re.compile(
-    r"colab\.research\.google\.com|badge\.svg|repository-code|repo_url|specjax\.readthedocs\.io|github\.com/(?!thoughtworks/)[\w.-]+/specjax"
+    r"colab\.research\.google\.com|badge\.svg|repository-code|repo_url"
+    r"|specjax\.readthedocs\.io|github\.com/(?!thoughtworks/)[\w.-]+/specjax"
 )
-"""What stands only where there is an address. (The other SpecJAX, of which a page tells, is thoughtworks'.)"""
+"""Text that needs an address. (The other SpecJAX, which a page names, belongs to thoughtworks.)"""
 ABOUT = {"release/address.py", "tests/test_address.py"}
 """Files that are about these words."""
 
 
 def text_files(root: Path) -> dict[str, str]:
-    """Return every text of the repository by its path, without what is generated or installed there."""
+    """Return every text of the repository by its path, without generated and installed files."""
     folders = [
-        ".ci",
-        ".github",
-        "benchmarks",
-        "configs",
-        "deploy",
-        "docs",
-        "notebooks",
-        "release",
-        "specjax",
-        "tests",
+        *(".ci", ".github", "benchmarks", "configs", "deploy", "docs", "notebooks", "release"),
+        *("specjax", "tests"),
     ]
     paths = [path for path in root.iterdir() if path.is_file() and path.name != ".git"]
     paths += [path for folder in folders for path in (root / folder).rglob("*") if path.is_file()]
@@ -62,7 +55,7 @@ def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    """A copy of the files that an address is written to, without an address, and of the script."""
+    """Copy the script and the files that an address is written to, and clear the address."""
     scripts = [f"release/{name}.py" for name in ("address", "install_cell", "write_install_cell")]
     for path in [*scripts, *(place.path for place in places(ROOT))]:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +67,7 @@ def copy(tmp_path) -> Path:
 
 @pytest.fixture
 def addressed(copy) -> Path:
-    """The same, with an address."""
+    """Return the same copy with an address."""
     set_address(copy, ADDRESS)
     assert run(copy).returncode == 0
     return copy

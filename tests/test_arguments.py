@@ -1,4 +1,4 @@
-"""Numbers that users give: what is one, and what is refused by name."""
+"""Check which values count as numbers, and that others are refused by name."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ NO_NUMBERS = [
     *([0.5, "x"], [1, None], [True, 2], (np.False_,), [[1.0]], [1, [2]], [{}], [1j], 10**400),
     *(np.array("x"), np.array(["1"]), np.array([None]), np.array([True])),
 ]
-"""What numpy does not take for numbers, and what it takes for numbers though it is none."""
+"""Values that numpy does not take for numbers, and values that it takes though they are none."""
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
@@ -27,8 +27,8 @@ def test_what_is_no_number_is_refused_by_name(value) -> None:
     [3, 2.5, np.int8(3), np.float32(2), jnp.float32(2), jnp.bfloat16(2), np.array(4), 10**30],
 )
 def test_one_number_has_no_axis(value) -> None:
-    found = one_or_each("size", value)
-    assert found.shape == () and float(found) == float(value)
+    array = one_or_each("size", value)
+    assert array.shape == () and float(array) == float(value)
 
 
 @pytest.mark.parametrize(
@@ -36,5 +36,7 @@ def test_one_number_has_no_axis(value) -> None:
     [[1, 2], (0.5, 2), np.array([1, 2]), jnp.array([0.5, 2.0]), [np.int64(1), 2.5], [1, 10**30]],
 )
 def test_one_number_a_row_has_one_axis(value) -> None:
-    found = one_or_each("size", value)
-    assert found.shape == (2,) and found.astype(float).tolist() == [float(each) for each in value]
+    array = one_or_each("size", value)
+    assert array.shape == (2,) and array.astype(float).tolist() == [
+        float(number) for number in value
+    ]

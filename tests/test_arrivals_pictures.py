@@ -1,4 +1,7 @@
-"""Pictures of requests that arrive over time: bars are where requests were, lines go through what was measured."""
+"""Pictures of requests that arrive over time.
+
+Bars are where requests were, and lines go through the measurements.
+"""
 
 import matplotlib as mpl
 import numpy as np
@@ -25,17 +28,17 @@ PANELS = {
 
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_are_found_from_the_times_alone(seed) -> None:
-    """Requests of random lengths at random times, served in order: who had which row is what it was."""
+    """Serve requests of random lengths at random times in order, and find their rows again."""
     random = np.random.default_rng(seed)
-    came, needs, rows = np.sort(random.uniform(0, 10, 40)), random.uniform(0.1, 3, 40), 4
+    arrivals, durations, rows = np.sort(random.uniform(0, 10, 40)), random.uniform(0.1, 3, 40), 4
     free, expected = [0.0] * rows, []
-    for request, at in enumerate(came):
+    for request, at in enumerate(arrivals):
         row = next((row for row in range(rows) if free[row] <= at), int(np.argmin(free)))
         start = max(at, free[row])
-        free[row] = start + needs[request]
+        free[row] = start + durations[request]
         expected.append(Stay(request, row, start, free[row]))
-    found = stays_of(came.tolist(), [stay.end for stay in expected], rows)
-    assert found == expected
+    stays = stays_of(arrivals.tolist(), [stay.end for stay in expected], rows)
+    assert stays == expected
     with pytest.raises(ValueError, match="order of their arrival"):
         stays_of([1.0, 0.0], [2.0, 2.0], rows)
     assert stays_of([], [], rows) == []
@@ -86,9 +89,8 @@ def test_a_number_is_written_only_where_it_fits() -> None:
 
 
 def test_lines_go_through_the_medians_in_order_of_the_rates(monkeypatch) -> None:
-    monkeypatch.setitem(
-        mpl.rcParams, "axes.facecolor", "#ff0000"
-    )  # what else the process draws with
+    # The rest of the process may draw with other settings.
+    monkeypatch.setitem(mpl.rcParams, "axes.facecolor", "#ff0000")
     tokens = {
         "plain": {60.0: Spread(9, 10, 12), 30.0: Spread(5, 5, 5)},
         "by load": {30.0: Spread(5, 5, 5), 60.0: Spread(9, 11, 12)},

@@ -108,9 +108,8 @@ def test_forced_acceptance_is_what_was_asked_for(monkeypatch, acceptance) -> Non
     result = specjax.generate(target, drafters["draft model, chain 4"], prompts, max_new_tokens=200)
     by_position = summarise(result.stats).by_position
     steps = float(np.asarray(result.stats.steps).sum())
-    deviation = (
-        5 * np.sqrt(acceptance * (1 - acceptance) / steps) + 4 / steps
-    )  # and what the limit cut off
+    # The second term is for what the limit cut off.
+    deviation = 5 * np.sqrt(acceptance * (1 - acceptance) / steps) + 4 / steps
     assert abs(by_position[0] - acceptance) < deviation
     jax.clear_caches()
 
@@ -128,7 +127,7 @@ def test_methods_are_chosen_by_the_beginnings_of_their_names() -> None:
 
 
 def test_loops_are_counted() -> None:
-    """A random model repeats itself before long; its own text is asked what the benchmark says of it."""
+    """Count loops in the text of a random model, which repeats itself before long."""
     target = tiny_target(seed=2, vocab_size=4)
     prompts = np.random.default_rng(0).integers(0, 4, (12, 4))
     texts = specjax.generate(target, None, prompts, max_new_tokens=128).tokens.tolist()
@@ -140,7 +139,10 @@ def test_loops_are_counted() -> None:
 
 @pytest.mark.thorough
 def test_acceptance_is_counted_for_every_shape_and_rule(tiny_pair, monkeypatch, capsys) -> None:
-    """A model that drafts for itself: coupled, all is accepted; and chosen children less often."""
+    """Check that a model that drafts for itself has all accepted with coupled sampling.
+
+    Chosen children are accepted less often.
+    """
     tree = specjax.StaticTree(((0,), (1,), (0, 0), (1, 0)))
     monkeypatch.setattr(
         acceptance,
@@ -206,12 +208,14 @@ def test_every_rule_is_timed(capsys) -> None:
 
 @pytest.mark.full
 def test_our_loss_is_that_of_speculators() -> None:
-    """EAGLE-3's training-time test, on the same weights and numbers; and both are timed."""
+    """Compare EAGLE-3's training-time test on the same weights and numbers, and time both."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "heads": 4, "vocab_size": 40, "window": 24}
-    found = train.measure(train.TrainBenchmarkConfig(**sizes, steps=3, repeats=1))
-    assert found["losses"]["specjax"] == pytest.approx(found["losses"]["speculators"], rel=1e-4)
-    assert found["losses"]["specjax"] > 1e-3
-    assert all(len(seconds) == 1 for seconds in found["seconds"].values())
+    measured = train.measure(train.TrainBenchmarkConfig(**sizes, steps=3, repeats=1))
+    assert measured["losses"]["specjax"] == pytest.approx(
+        measured["losses"]["speculators"], rel=1e-4
+    )
+    assert measured["losses"]["specjax"] > 1e-3
+    assert all(len(seconds) == 1 for seconds in measured["seconds"].values())
 
 
 @pytest.mark.thorough
@@ -241,7 +245,7 @@ def test_trained_drafters_are_set_beside_each_other(tiny_pair, tmp_path, monkeyp
 
 @pytest.mark.full
 def test_drafters_go_on_alone(tiny_pair, tmp_path, capsys) -> None:
-    """The target itself, as a draft model, agrees with itself everywhere."""
+    """Check that the target itself, as a draft model, agrees with itself everywhere."""
     target, draft = tiny_pair
     output = tmp_path / "alone.json"
     runs = (f"target={target}", f"draft={draft}")
@@ -249,10 +253,10 @@ def test_drafters_go_on_alone(tiny_pair, tmp_path, capsys) -> None:
     boundedness.main(
         boundedness.BoundednessConfig(target=target, runs=runs, output=str(output), **small)
     )
-    itself, other = json.loads(output.read_text())
+    itself, smaller = json.loads(output.read_text())
     assert itself["agreement"] == 1.0
     assert itself["until_first_difference"] == 4.0
-    assert other["agreement"] < 1.0
+    assert smaller["agreement"] < 1.0
     assert "at 3" in capsys.readouterr().out
     with pytest.raises(InputError, match="must be at least 1"):
         boundedness.run(boundedness.BoundednessConfig(alone=0))
@@ -260,7 +264,7 @@ def test_drafters_go_on_alone(tiny_pair, tmp_path, capsys) -> None:
 
 @pytest.mark.thorough  # eight gradients to compile
 def test_the_cost_of_training_is_counted(tiny_pair) -> None:
-    """A block's length costs nothing; every further step of the others does."""
+    """Check that a block's length costs nothing, and that each step of the other drafters does."""
     rows = training_cost.run(
         training_cost.TrainingCostConfig(
             target=tiny_pair[0], lengths=(1, 3), batch=1, window=16, repeats=1
@@ -303,11 +307,11 @@ def test_long_contexts_are_measured_and_realised(tmp_path, tiny_pair, capsys) ->
     }
     files = {"source": str(source), "output": str(output), "plot": str(picture)}
     long_context.main(long_context.LongContextConfig(target=tiny_pair[0], **small, **files))
-    found = json.loads(output.read_text())
-    assert found["settings"]["mlp"] == 128
-    gains = [(row["predicted"]["context"], row["predicted"]["batch"]) for row in found["gains"]]
+    results = json.loads(output.read_text())
+    assert results["settings"]["mlp"] == 128
+    gains = [(row["predicted"]["context"], row["predicted"]["batch"]) for row in results["gains"]]
     assert gains == [(8, 2), (24, 2)]
-    assert all(row["realised"] > 0 for row in found["gains"])
+    assert all(row["realised"] > 0 for row in results["gains"])
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "plain tokens/s" in capsys.readouterr().out
     inflated = long_context.load_target(
@@ -356,8 +360,8 @@ def measure_arrivals(directory: Path, **options) -> dict:
 
 @pytest.mark.thorough  # many engines to compile
 def test_arrivals_are_measured(tiny_pair, tmp_path, capsys) -> None:
-    found = measure_arrivals(tmp_path, target=tiny_pair[0], drafter="none")
-    (row,) = found["batches"]
+    results = measure_arrivals(tmp_path, target=tiny_pair[0], drafter="none")
+    (row,) = results["batches"]
     assert row["same_tokens"] == 1.0  # static or continuous, the text is the same
     assert {len(stays) for stays in row["stays"].values()} == {5}
     per_minute = row["requests_per_minute"]
@@ -365,45 +369,45 @@ def test_arrivals_are_measured(tiny_pair, tmp_path, capsys) -> None:
         per_minute["continuous"]["middle"] / per_minute["static"]["middle"]
     )
 
-    for row in found["rates"]["rates"]:
+    for row in results["rates"]["rates"]:
         run = {name: spread["middle"] for name, spread in row["engines"]["plain"].items()}
         assert 0 < run["first_token"] <= run["seconds_per_request"]
         assert run["tokens_per_second"] > 0
 
     shared, separate = (
-        {name: run["middle"] for name, run in found["prefix"][way].items()}
+        {name: run["middle"] for name, run in results["prefix"][way].items()}
         for way in ("shared", "separate")
     )
     whole = 3 * (130 + arrivals.OWN - 1)
     assert (separate["prompt_tokens_read"], separate["prompt_tokens_shared"]) == (whole, 0)
-    assert (shared["prompt_tokens_read"], shared["prompt_tokens_shared"]) == (
-        whole - 2 * 128,
-        2 * 128,
-    )  # in two of three
+    reused = 2 * 128  # two of the three requests reuse 128 tokens
+    assert shared["prompt_tokens_read"] == whole - reused
+    assert shared["prompt_tokens_shared"] == reused
     assert (separate["pages_held"], shared["pages_held"]) == (3 * 3, 2 + 3)
 
-    calls = {row["chunks"]: row["decode_calls"]["middle"] for row in found["first_token"]}
+    calls = {row["chunks"]: row["decode_calls"]["middle"] for row in results["first_token"]}
     assert list(calls) == [1, 2, 4]
-    # How many at most is tested with the engine: here a tiny model's calls are over before this thread has seen the token.
+    # The upper bound is tested with the engine: here the calls of a tiny model are over before this
+    # thread has seen the token.
     assert all(calls.values())
-    out = capsys.readouterr().out
-    assert "of the better" not in out and "requests that begin alike" in out
+    printed = capsys.readouterr().out
+    assert "of the better" not in printed and "requests that begin alike" in printed
 
 
 @pytest.mark.thorough  # three engines to compile
 def test_arrivals_are_measured_with_drafts(tiny_pair, tmp_path, capsys) -> None:
     target, draft = tiny_pair
-    found = measure_arrivals(tmp_path, target=target, drafter=draft, parts=("batches", "rates"))
-    assert [(row["draft"], row["same_tokens"]) for row in found["batches"]] == [
+    results = measure_arrivals(tmp_path, target=target, drafter=draft, parts=("batches", "rates"))
+    assert [(row["draft"], row["same_tokens"]) for row in results["batches"]] == [
         ("plain", 1.0),
         ("chain:2", 1.0),
     ]
-    rates = found["rates"]["rates"]
+    rates = results["rates"]["rates"]
     assert [row["compared_by"] for row in rates] == ["seconds_per_request", "requests_per_minute"]
     for row in rates:
         assert list(row["engines"]) == ["plain", "chain:2", "by load"]
         assert row["by_load_over_better"] > 0
-    assert {line["draft"] for line in found["rates"]["choice"]} == {"none", "chain of 2"}
+    assert {line["draft"] for line in results["rates"]["choice"]} == {"none", "chain of 2"}
     assert "of the better" in capsys.readouterr().out
 
 
@@ -420,19 +424,19 @@ def test_what_requests_saw_is_counted_from_their_arrival() -> None:
         arrivals.Served((1, 2), 1.0, 2.0, 4.0),
         arrivals.Served((1, 2, 3, 4, 5), 0.0, 3.0, 10.0),
     ]
-    found = arrivals.summary(served)
-    assert found["tokens_per_second"] == 0.7 and found["requests_per_minute"] == 12
-    assert found["seconds_per_request"] == 6.5 and found["first_token"] == 2.0
-    assert found["seconds_per_token"] == pytest.approx((1.5 + 2.0) / 2)
+    summary = arrivals.summary(served)
+    assert summary["tokens_per_second"] == 0.7 and summary["requests_per_minute"] == 12
+    assert summary["seconds_per_request"] == 6.5 and summary["first_token"] == 2.0
+    assert summary["seconds_per_token"] == pytest.approx((1.5 + 2.0) / 2)
     assert arrivals.ideal_gain([4, 1, 3, 2], rows=2) == pytest.approx(2 * (4 + 3) / 10)
 
 
 def test_by_load_is_set_beside_the_better_of_the_others() -> None:
-    def runs(figure: str, plain: float, fixed: float, own: float) -> dict:
+    def runs(figure: str, plain: float, fixed: float, by_load: float) -> dict:
         return {
             "plain": [{figure: plain}],
             "chain:4": [{figure: fixed}],
-            arrivals.BY_LOAD: [{figure: own}],
+            arrivals.BY_LOAD: [{figure: by_load}],
         }
 
     assert arrivals.over_better(
@@ -466,9 +470,9 @@ def test_drafts_of_every_depth_are_timed(tiny_pair, tmp_path, capsys) -> None:
         target=tiny_pair[0], inflate=same_size, layers=2, depths=(1, 3), context=8
     )
     block_drafting.main(dataclasses.replace(config, turns=1, repeats=2, output=str(output)))
-    written = json.loads(output.read_text())
-    assert [(each["drafter"], each["depth"]) for each in written] == [
+    results = json.loads(output.read_text())
+    assert [(row["drafter"], row["depth"]) for row in results] == [
         (n, d) for n in block_drafting.MADE for d in (1, 3)
     ]
-    assert all(len(each["milliseconds"]) == 2 and min(each["milliseconds"]) > 0 for each in written)
+    assert all(len(row["milliseconds"]) == 2 and min(row["milliseconds"]) > 0 for row in results)
     assert "3 / 1" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The benchmark of clients that draft: its tables and pictures of made-up results, and its counts."""
+"""The benchmark of clients that draft: its tables and pictures of made-up results, its counts."""
 
 import json
 from pathlib import Path
@@ -24,23 +24,16 @@ def spread(middle: float) -> dict[str, float]:
 
 
 def made_up() -> dict:
-    """Results of three drafters, one of which drafts on the server, too."""
+    """Return made-up results of three drafters, one of which drafts on the server, too."""
     trips = {"none": 0.0, "5G": 10.0, "4G": 21.0, "100 ms": 100.0}
     figures = (
-        "rounds",
-        "tokens_a_round",
-        "depth",
-        "kept",
-        "round_trip",
-        "beside",
-        "drafting",
-        "up",
+        *("rounds", "tokens_a_round", "depth", "kept", "round_trip", "beside", "drafting", "up"),
         "down",
     )
     methods = {
         name: (
             {
-                network: {each: spread(3.0) for each in ("tokens_per_second", *figures)}
+                network: {figure: spread(3.0) for figure in ("tokens_per_second", *figures)}
                 for network in trips
             }
             | {"alone": {"tokens_per_second": spread(200.0)}}
@@ -61,7 +54,7 @@ def made_up() -> dict:
         "unbroken": [0.9, 0.5, 0.2],
     }
     rows = [{"drafter": name, **alone} for name in ("MoA", "EAGLE-3")]
-    found = {
+    parts = {
         "networks": {"round_trips": trips, "methods": methods},
         "clients": {"drafter": "EAGLE-3", "network": "4G", "ways": ways},
         "cut": {
@@ -74,13 +67,13 @@ def made_up() -> dict:
             {"drafter": "MoA", "precision": "int8", "tokens_a_round": 2.5, "bytes_a_token": 66}
         ],
     }
-    return {part: {"found": each, "settings": {"wait": 25.0}} for part, each in found.items()}
+    return {part: {"found": results, "settings": {"wait": 25.0}} for part, results in parts.items()}
 
 
 def test_every_part_has_its_tables() -> None:
     console = Console(width=150, record=True)
     client_server_tables.show(made_up(), console)
-    said = console.export_text()
+    printed = console.export_text()
     for part in (
         "tokens/s, by network",
         "rounds",
@@ -88,9 +81,9 @@ def test_every_part_has_its_tables() -> None:
         "stories: 4 texts, cut after 50",
         "how numbers are",
     ):
-        assert part in said
-    assert "30 (27-36)" in said
-    assert "300%" in said  # of the rounds, drafts that were kept: made up
+        assert part in printed
+    assert "30 (27-36)" in printed
+    assert "300%" in printed  # the share of the rounds whose drafts were kept, from made-up numbers
 
 
 @pytest.mark.parametrize("name", ["networks", "clients", "cut"])
@@ -117,7 +110,7 @@ def test_bytes_are_those_of_the_formula_but_for_the_frame() -> None:
 
 @pytest.mark.thorough
 def test_counts_of_a_drafter_that_is_the_target() -> None:
-    """It is right for ever; every round brings all that was drafted, and one token more."""
+    """Check that every round brings all that was drafted, and one token more."""
     target = tiny_target()
     drafter = specjax.DraftModel(target, draft=Chain(client_server_counts.CHAIN))
     prompts = np.array(jax.random.randint(jax.random.key(0), (2, 4), 0, target.config.vocab_size))
@@ -127,23 +120,22 @@ def test_counts_of_a_drafter_that_is_the_target() -> None:
     texts = client_server_counts.written(target, prompts, 14)
     reading = client_server_counts.Reading(target, drafter, texts, "float16")
     assert reading.tokens_a_round(0, 4) == client_server_counts.CHAIN + 1
-    assert (
-        client_server_counts.compression(target, {"itself": drafter}, prompts, 8) == []
-    )  # the tokens say it all
+    # Tokens alone are enough for a draft model, so there is nothing to compress.
+    assert client_server_counts.compression(target, {"itself": drafter}, prompts, 8) == []
 
 
 def test_a_slow_target_counts_its_passes(tmp_path: Path) -> None:
     slow = Slow(0.001, tmp_path / "busy.json")
     assert slow.once(lambda device, x: x + 1)(None, 2) == 3
     slow.wait(0.0, 3)
-    kept = json.loads((tmp_path / "busy.json").read_text())
-    assert kept["passes"] == 4
-    assert kept["busy"] > 0.004
+    counts = json.loads((tmp_path / "busy.json").read_text())
+    assert counts["passes"] == 4
+    assert counts["busy"] > 0.004
 
 
 def test_settings_that_cannot_be_measured_are_refused() -> None:
     make = client_server.ClientServerConfig
-    for config, said in [
+    for config, message in [
         (make(), "target and drafters: give both, or --only bytes"),
         (make(only=("bytes",), network="6G"), "network='6G': give one of none, 5G, 4G, 100 ms"),
         (make(only=("bytes",), tokens=0), "tokens=0: must be at least 1"),
@@ -152,15 +144,15 @@ def test_settings_that_cannot_be_measured_are_refused() -> None:
             "has no 'MoA, TLI 1', which on_server or crowd names; there are MoA",
         ),
     ]:
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             client_server.run(config)
 
 
 def test_the_page_names_the_command() -> None:
-    said = PAGE.read_text()
-    assert "python -m benchmarks.client_server" in said
+    page = PAGE.read_text()
+    assert "python -m benchmarks.client_server" in page
     for name in ("networks", "clients", "cut"):
-        assert f"../images/client_server_{name}.png" in said
+        assert f"../images/client_server_{name}.png" in page
 
 
 def test_verdicts_have_the_size_that_is_counted() -> None:

@@ -101,15 +101,8 @@ def test_values_out_of_range_are_refused_by_name(changes, message) -> None:
 def test_options_override_the_method_that_the_file_names() -> None:
     file = Path(__file__).parents[1] / "configs" / "demo_draft.yaml"
     options = [
-        "--config",
-        str(file),
-        "--method.target",
-        "there",
-        "--method.model.num-layers",
-        "3",
-        "--mesh",
-        "2",
-        "1",
+        *("--config", str(file), "--method.target", "there", "--method.model.num-layers", "3"),
+        *("--mesh", "2", "1"),
     ]
     run = parse_options(TrainConfig, options, prog="x")
     sizes = replace(config.load_yaml(TrainConfig, file).method.model, num_layers=3)
@@ -123,12 +116,18 @@ def test_a_missing_file_is_named(tmp_path) -> None:
 
 
 def test_differences_name_the_fields() -> None:
-    other = TrainConfig(seed=1, optimizer=OptimizerConfig(b2=0.9))
+    changed = TrainConfig(seed=1, optimizer=OptimizerConfig(b2=0.9))
     assert config.differences(TrainConfig(), TrainConfig()) == []
-    assert config.differences(TrainConfig(), other) == ["seed: 0 -> 1", "optimizer.b2: 0.95 -> 0.9"]
-    left, right = TrainConfig(method=Distill(target="a")), TrainConfig(method=Distill(target="b"))
-    assert config.differences(left, right) == ["method.target: 'a' -> 'b'"]
-    assert config.differences(TrainConfig(), left) == ["method.name: 'lm' -> 'distill'"]
+    assert config.differences(TrainConfig(), changed) == [
+        "seed: 0 -> 1",
+        "optimizer.b2: 0.95 -> 0.9",
+    ]
+    from_a, from_b = (
+        TrainConfig(method=Distill(target="a")),
+        TrainConfig(method=Distill(target="b")),
+    )
+    assert config.differences(from_a, from_b) == ["method.target: 'a' -> 'b'"]
+    assert config.differences(TrainConfig(), from_a) == ["method.name: 'lm' -> 'distill'"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""Sampling parameters of a checkpoint's generation_config.json: defaults of `load`, `generate` and `serve`, and of nobody else.
+"""Sampling parameters of generation_config.json: defaults of `load`, `generate` and `serve` alone.
 
-Where a text is compared, a call that leaves parameters out is compared with one that states them all.
+Tests that compare a text compare a call that leaves parameters out with a call that states them
+all.
 """
 
 import ast
@@ -35,16 +36,18 @@ COUNT = 12
 
 
 def with_file(directory: str | Path, copy: Path, **fields: Any) -> str:
-    """A copy of a checkpoint whose generation_config.json says something else."""
+    """Return a copy of a checkpoint with other fields in its generation_config.json."""
     shutil.copytree(directory, copy)
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **fields}))
     return str(copy)
 
 
 def names_of(cases: Any) -> list[str]:
-    """Return a name for each case: what it states."""
+    """Return a name for each case: the settings that it states."""
     stated = [case[0].items() if isinstance(case[0], dict) else [case[0]] for case in cases]
-    return [" ".join(re.findall(r"[\w.]+", str(list(each)))) or "nothing" for each in stated]
+    return [
+        " ".join(re.findall(r"[\w.]+", str(list(settings)))) or "nothing" for settings in stated
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +61,22 @@ def generate(directory) -> TextGenerator:
 
 
 def options_of(generate: TextGenerator, monkeypatch, **options: Any) -> Sampling:
-    """Return how a call draws, without any computation."""
-    made = []
+    """Return the sampling parameters of a call, without any computation."""
+    samplings = []
 
     class EnoughError(Exception):
         pass
 
     def start(self, prompts, options, **_) -> None:
-        made.append(options.sampling)
+        samplings.append(options.sampling)
         raise EnoughError
 
     monkeypatch.setattr(TextGenerator, "start", start)
     for call in (generate, generate.stream):
         with pytest.raises(EnoughError):
             call("import os", **options)
-    assert made[0] == made[1]
-    return made[0]
+    assert samplings[0] == samplings[1]
+    return samplings[0]
 
 
 # --- merging --------------------------------------------------------------------------------------
@@ -110,14 +113,12 @@ def test_settings_of_a_call_are_checked_before_they_are_merged() -> None:
 
 
 def test_load_takes_them_from_the_targets_file(generate, directory, tiny_pair, tmp_path) -> None:
-    assert (
-        generate.default_sampling == DEFAULTS
-        and "default_sampling=Sampling(temperature=0.6" in repr(generate)
-    )
+    assert generate.default_sampling == DEFAULTS
+    assert "default_sampling=Sampling(temperature=0.6" in repr(generate)
     assert specjax.load(directory, generation_config=None).default_sampling is None
-    assert specjax.load(tiny_pair[0]).default_sampling is None and "default_sampling" not in repr(
-        specjax.load(tiny_pair[0])
-    )
+    without_file = specjax.load(tiny_pair[0])
+    assert without_file.default_sampling is None
+    assert "default_sampling" not in repr(without_file)
     assert specjax.load(directory, tiny_pair[1]).default_sampling == DEFAULTS
     for wrong in ("none", True, 3, "vllm"):
         with pytest.raises(InputError, match=r"generation_config=.*must be 'auto', or None"):
@@ -130,10 +131,9 @@ def test_a_target_that_is_loaded_already_has_none(generate, directory, tiny_pair
     target = Target.from_pretrained(directory)
     assert specjax.load(target, tokenizer=directory).default_sampling is None
     assert specjax.load(generate.target, tokenizer=generate.tokenizer).default_sampling is None
-    assert (
-        specjax.load(tiny_pair[0], tokenizer=directory).default_sampling is None
-    )  # nor has a tokenizer
-    assert specjax.load(tiny_pair[0], directory).default_sampling is None  # nor a drafter
+    # The file of a tokenizer or of a drafter does not count.
+    assert specjax.load(tiny_pair[0], tokenizer=directory).default_sampling is None
+    assert specjax.load(tiny_pair[0], directory).default_sampling is None
 
 
 @pytest.mark.parametrize(("stated", "merged"), MERGED, ids=names_of(MERGED))
@@ -151,11 +151,11 @@ def test_without_a_file_calls_are_greedy(tiny_pair, directory, monkeypatch) -> N
 
 def test_only_what_the_call_states_is_named_as_not_read(generate) -> None:
     with (
-        pytest.warns(UserWarning, match=r"^top_p: ignored at temperature 0") as said,
+        pytest.warns(UserWarning, match=r"^top_p: ignored at temperature 0") as warned,
         pytest.raises(InputError),
     ):
         generate("x", temperature=0, top_p=0.5, max_new_tokens=0)
-    assert len(said) == 1
+    assert len(warned) == 1
 
 
 def test_what_is_not_applied_is_said_once(tiny_pair, tmp_path) -> None:
@@ -164,9 +164,9 @@ def test_what_is_not_applied_is_said_once(tiny_pair, tmp_path) -> None:
     with pytest.warns(
         UserWarning,
         match=r"fields are not applied: repetition_penalty 1\.05, suppress_tokens \[3\]$",
-    ) as said:
+    ) as warned:
         assert specjax.load(penalised).default_sampling == DEFAULTS
-    assert len(said) == 1
+    assert len(warned) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         specjax.load(penalised, generation_config=None)
@@ -203,44 +203,34 @@ def test_a_text_with_defaults_is_the_text_with_the_same_settings(generate, direc
 
 @pytest.fixture(scope="module")
 def engine(generate):
-    with Engine(generate, rows=1, widths=(1,), drafts=(None,), capacity=64) as made:
-        yield made
+    with Engine(generate, rows=1, widths=(1,), drafts=(None,), capacity=64) as running:
+        yield running
 
 
 @pytest.mark.full
 def test_an_engine_has_those_of_its_generator(generate, engine) -> None:
     settings = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
+
+    def tokens(**options: Any) -> tuple[int, ...]:
+        return engine.submit("import os", max_new_tokens=COUNT, **options).result().tokens
+
     for seed in range(3):
-        text = engine.submit("import os", seed=seed, max_new_tokens=COUNT).result().tokens
-        assert (
-            text
-            == engine.submit("import os", seed=seed, max_new_tokens=COUNT, **settings)
-            .result()
-            .tokens
-        )
+        text = tokens(seed=seed)
+        assert text == tokens(seed=seed, **settings)
         assert text == generate("import os", seed=seed, max_new_tokens=COUNT, rule="coupled").tokens
-    greedy = engine.submit("import os", temperature=0, max_new_tokens=COUNT).result().tokens
-    assert (
-        greedy
-        == specjax.load(generate.target, tokenizer=generate.tokenizer)(
-            "import os", max_new_tokens=COUNT
-        ).tokens
-    )
-    one = (
-        engine.submit("import os", temperature=1.5, top_k=1, seed=3, max_new_tokens=COUNT)
-        .result()
-        .tokens
-    )
-    assert one == greedy != text
+    greedy = tokens(temperature=0)
+    plain = specjax.load(generate.target, tokenizer=generate.tokenizer)
+    assert greedy == plain("import os", max_new_tokens=COUNT).tokens
+    assert tokens(temperature=1.5, top_k=1, seed=3) == greedy != text
 
 
 @pytest.mark.full
 def test_a_server_has_those_of_its_engine(engine) -> None:
     service = service_of(engine)
-    wanted = {"prompt": "import os", "max_tokens": COUNT, "seed": 3}
+    request = {"prompt": "import os", "max_tokens": COUNT, "seed": 3}
 
     def text(**body: Any) -> str:
-        answer = ask(service, **wanted, **body)
+        answer = ask(service, **request, **body)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["text"]
 
@@ -294,21 +284,21 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def generating(target: str, *options: str) -> tuple[str, ...]:
-    wanted = ("--prompt", "import os", "--max-new-tokens", str(COUNT), "--seed", "1")
-    return ("generate", "--target", target, *wanted, *options)
+    settings = ("--prompt", "import os", "--max-new-tokens", str(COUNT), "--seed", "1")
+    return ("generate", "--target", target, *settings, *options)
 
 
 @pytest.fixture
 def drawn_with(monkeypatch) -> list[Sampling]:
-    """What each command draws with; it ends there, and nothing is computed."""
-    made = []
+    """Return a list that a command adds its sampling parameters to, and end the command there."""
+    samplings = []
 
     def start(self, prompts, options, **_) -> None:
-        made.append(options.sampling)
+        samplings.append(options.sampling)
         raise InputError("enough")
 
     monkeypatch.setattr(TextGenerator, "start", start)
-    return made
+    return samplings
 
 
 IN_FORCE = "specjax: {} from generation_config.json; --generation-config none for greedy"
@@ -337,12 +327,14 @@ OF_COMMANDS = [
 def test_generate_has_them_and_says_so(
     directory, drawn_with, capsys, options, sampling, line
 ) -> None:
-    status, _, said = run(capsys, *generating(directory, *options))
+    status, _, errors = run(capsys, *generating(directory, *options))
     assert status == 2 and drawn_with == [sampling]
     lines = [
-        each for each in said.splitlines() if "generation_config.json" in each or "ignored" in each
+        text
+        for text in errors.splitlines()
+        if "generation_config.json" in text or "ignored" in text
     ]
-    assert [each.startswith(line or "") for each in lines] == [True] * (line is not None)
+    assert [text.startswith(line or "") for text in lines] == [True] * (line is not None)
 
 
 def test_generate_names_what_is_not_applied(tiny_pair, tmp_path, drawn_with, capsys) -> None:
@@ -353,18 +345,18 @@ def test_generate_names_what_is_not_applied(tiny_pair, tmp_path, drawn_with, cap
         repetition_penalty=1.05,
         no_repeat_ngram_size=3,
     )
-    _, _, said = run(capsys, *generating(penalised))
+    _, _, errors = run(capsys, *generating(penalised))
     line = "these fields are not applied: repetition_penalty 1.05, no_repeat_ngram_size 3"
-    assert [line in each for each in said.splitlines()].count(True) == 1
+    assert [line in text for text in errors.splitlines()].count(True) == 1
     assert (
         "not applied" not in run(capsys, *generating(penalised, "--generation-config", "none"))[2]
     )
     (Path(penalised) / "generation_config.json").write_text(json.dumps(FILE | {"top_p": 2}))
-    status, _, said = run(capsys, *generating(penalised))
+    status, _, errors = run(capsys, *generating(penalised))
     assert (
         status == 2
-        and "generation_config.json: top_p=2: must be" in said
-        and "--generation-config none" in said
+        and "generation_config.json: top_p=2: must be" in errors
+        and "--generation-config none" in errors
     )
     assert drawn_with == [DEFAULTS, GREEDY]
     run(capsys, *generating(penalised, "--generation-config", "none"))
@@ -374,19 +366,13 @@ def test_generate_names_what_is_not_applied(tiny_pair, tmp_path, drawn_with, cap
 @pytest.mark.full
 def test_generate_writes_the_text_of_the_same_settings(directory, capsys) -> None:
     def tokens(*options: str) -> list[int]:
-        status, out, said = run(capsys, *generating(directory, "--json", *options))
-        assert status == 0, said
+        status, out, errors = run(capsys, *generating(directory, "--json", *options))
+        assert status == 0, errors
         return json.loads(out)["token_ids"]
 
     stated = (
-        "--temperature",
-        "0.6",
-        "--top-k",
-        "20",
-        "--top-p",
-        "0.95",
-        "--generation-config",
-        "none",
+        *("--temperature", "0.6", "--top-k", "20", "--top-p", "0.95"),
+        *("--generation-config", "none"),
     )
     assert (
         tokens()
@@ -397,18 +383,18 @@ def test_generate_writes_the_text_of_the_same_settings(directory, capsys) -> Non
 
 
 def test_serve_has_them_and_says_so(directory, monkeypatch) -> None:
-    said = []
-    monkeypatch.setattr("specjax.cli.defaults.say", said.append)
+    lines = []
+    monkeypatch.setattr("specjax.cli.defaults.say", lines.append)
     arguments, _ = engine_options(ServeConfig(target=directory, capacity=64))
     assert arguments["target"].default_sampling == DEFAULTS
-    assert said == [
+    assert lines == [
         "temperature 0.6, top_k 20, top_p 0.95 from generation_config.json; --generation-config"
         " none for temperature 1"
     ]
     arguments, _ = engine_options(
         ServeConfig(target=directory, capacity=64, generation_config="none")
     )
-    assert arguments["target"].default_sampling is None and len(said) == 1
+    assert arguments["target"].default_sampling is None and len(lines) == 1
 
 
 # --- nobody else ----------------------------------------------------------------------------------
@@ -416,18 +402,18 @@ def test_serve_has_them_and_says_so(directory, monkeypatch) -> None:
 
 @pytest.fixture
 def unreadable(tiny_pair, tmp_path) -> str:
-    """Whoever reads its sampling parameters fails."""
-    made = with_file(tiny_pair[0], tmp_path / "unreadable", **FILE | {"temperature": "hot"})
+    """Return a target whose sampling parameters cannot be read without an error."""
+    target = with_file(tiny_pair[0], tmp_path / "unreadable", **FILE | {"temperature": "hot"})
     with pytest.raises(InputError, match="temperature='hot'"):
-        specjax.load(made)
-    return made
+        specjax.load(target)
+    return target
 
 
 def test_what_states_its_own_settings_does_not_read_them(
     unreadable, tmp_path, monkeypatch, capsys
 ) -> None:
-    def check(*_, **given):
-        raise InputError(f"enough: {given['settings']}")
+    def check(*_, **options):
+        raise InputError(f"enough: {options['settings']}")
 
     monkeypatch.setattr(losslessness, "check", check)
     assert main(lossless(unreadable)) == 2
@@ -444,41 +430,39 @@ def test_what_states_its_own_settings_does_not_read_them(
 def test_texts_that_are_written_anew_do_not_depend_on_them(unreadable, tiny_pair, tmp_path) -> None:
     source = tmp_path / "texts.jsonl"
     write_source(source, ["def one(): pass", "import os, sys"])
-    written = []
+    outputs = []
     for target in (unreadable, tiny_pair[0]):
         output = tmp_path / f"{Path(target).name}.jsonl"
         assert main(of_texts(target, source, "--output", str(output))) == 0
-        with Generate(target, rows=1, max_new_tokens=6, capacity=32) as anew:
-            batch = anew({"prompt": ["import os"]})
-        written.append((output.read_text(), list(batch["tokens"][0])))
-    assert written[0] == written[1]
+        with Generate(target, rows=1, max_new_tokens=6, capacity=32) as generate:
+            batch = generate({"prompt": ["import os"]})
+        outputs.append((output.read_text(), list(batch["tokens"][0])))
+    assert outputs[0] == outputs[1]
 
 
 def test_every_other_caller_of_load_states_that_it_does_not_read_them() -> None:
     readers = {"specjax/cli/generate.py", "specjax/cli/serve.py"}
+    loads = {"pipeline.load", "specjax.load"}
     root, calls = ASSETS.parents[1], {}
     for folder in ("specjax", "benchmarks"):
         for path in sorted((root / folder).rglob("*.py")):
             source = path.read_text()
-            for node in (
-                ast.walk(ast.parse(source))
-                if re.search(r"(pipeline|specjax)\.load\(", source)
-                else ()
-            ):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-                    "pipeline.load",
-                    "specjax.load",
-                ):
+            if not re.search(r"(pipeline|specjax)\.load\(", source):
+                continue
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in loads:
                     stated = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                    calls.setdefault(str(path.relative_to(root)), []).append(
-                        stated.get("generation_config")
-                    )
+                    calls_of_file = calls.setdefault(str(path.relative_to(root)), [])
+                    calls_of_file.append(stated.get("generation_config"))
     assert readers < calls.keys()
     assert {path for path, stated in calls.items() if set(stated) != {"None"}} == readers
 
 
 def test_an_engine_reads_none_for_a_client(generate) -> None:
-    """A client states all its parameters, and its text must not depend on what the server's file says."""
+    """Check that a client's text does not depend on the file of the server.
+
+    A client states all its parameters.
+    """
     assert generate.default_sampling == DEFAULTS
     sizes: dict[str, Any] = {"rows": 1, "widths": (1,), "drafts": (None,), "capacity": 64}
     with Engine(generate, **sizes, clients=ClientDrafts()) as engine:

@@ -1,4 +1,7 @@
-"""The documentation: its code runs, its command lines parse, its links lead somewhere, and every public name is in it."""
+"""Check the documentation: its code runs, its command lines parse, and its links lead somewhere.
+
+Every public name is in it.
+"""
 
 import ast
 import doctest
@@ -56,7 +59,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 def _site() -> dict[str, Any]:
-    """mkdocs.yml, but for the tags with which it names Python functions."""
+    """Return the content of mkdocs.yml without the tags that name Python functions."""
 
     class Loader(yaml.SafeLoader):
         pass
@@ -69,50 +72,50 @@ def _leaves(tree: Any) -> Iterator[str]:
     if isinstance(tree, str):
         yield tree
     else:
-        for each in tree.values() if isinstance(tree, dict) else tree:
-            yield from _leaves(each)
+        for branch in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(branch)
 
 
 # --- docstrings -----------------------------------------------------------------------------------
 
 SHOWN = {name: page.name for page in sorted(API.glob("*.md")) for name in documents.shown(page)}
-"""What the pages of the API show, and where."""
+"""The names that the pages of the API show, and the page of each."""
 
 
 def find(name: str) -> Any:
-    """The object of a dotted name."""
-    module, rest = name, []
+    """Return the object of a dotted name."""
+    module, attributes = name, []
     while module not in sys.modules:  # `MODULES` has imported them all
         module, _, last = module.rpartition(".")
-        rest.insert(0, last)
-    found: Any = sys.modules[module]
-    for part in rest:
-        found = getattr(found, part)
-    return found
+        attributes.insert(0, last)
+    value: Any = sys.modules[module]
+    for attribute in attributes:
+        value = getattr(value, attribute)
+    return value
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Every name that ought to be explained, and what it stands for.
+    """Yield every name that needs an explanation, and its value.
 
-    These are what the packages export; what pages of the API show one by one; and of a module that they show its classes and
-    functions.
+    These are the names that the packages export, the names that pages of the API show one by one,
+    and the classes and functions of each module that they show.
     """
     for package in (specjax, specjax.decoding, specjax.drafters):
         for name in package.__all__:
             yield f"{package.__name__}.{name}", getattr(package, name)
     for name in SHOWN:
-        found = find(name)
-        yield name, found
-        if isinstance(found, ModuleType):
-            for member, value in vars(found).items():
+        shown = find(name)
+        yield name, shown
+        if isinstance(shown, ModuleType):
+            for member, value in vars(shown).items():
                 if not member.startswith("_") and getattr(value, "__module__", None) == name:
                     yield f"{name}.{member}", value
 
 
 def constants(module: ModuleType) -> dict[str, str]:
-    """The docstrings of a module's constants, which stand below them."""
+    """Return the docstrings of a module's constants, which stand below them."""
     body = ast.parse(inspect.getsource(module)).body
-    found = {}
+    texts = {}
     for constant, below in pairwise(body):
         names = (
             constant.targets
@@ -124,8 +127,8 @@ def constants(module: ModuleType) -> dict[str, str]:
             and isinstance(below.value, ast.Constant)
             and isinstance(below.value.value, str)
         ):
-            found |= {name.id: below.value.value for name in names if isinstance(name, ast.Name)}
-    return found
+            texts |= {name.id: below.value.value for name in names if isinstance(name, ast.Name)}
+    return texts
 
 
 CONSTANTS = {
@@ -135,31 +138,28 @@ CONSTANTS = {
 }
 
 
-def docstring(found: Any) -> str:
-    """What is said of the value of a public name."""
-    return CONSTANTS.get(id(found)) or inspect.getdoc(found) or ""
+def docstring(value: Any) -> str:
+    """Return the docstring of a value that has a public name."""
+    return CONSTANTS.get(id(value)) or inspect.getdoc(value) or ""
 
 
 def test_every_public_name_is_explained_with_an_example_on_a_page_of_the_api() -> None:
     shown = {id(find(name)) for name in SHOWN}
     shown |= {
-        id(value)
+        id(member)
         for name in SHOWN
-        if isinstance(found := find(name), ModuleType)
-        for value in vars(found).values()
+        if isinstance(module := find(name), ModuleType)
+        for member in vars(module).values()
     }
     missing = []
-    for name, found in public():
-        text = docstring(found)
-        if id(found) not in shown:
+    for name, value in public():
+        text = docstring(value)
+        needs_example = not isinstance(value, ModuleType) and not name.startswith("specjax.cli.")
+        if id(value) not in shown:
             missing.append(f"{name}: is on no page under docs/api")
         if not text:
             missing.append(f"{name}: has no docstring")
-        elif (
-            ">>> " not in text
-            and not isinstance(found, ModuleType)
-            and not name.startswith("specjax.cli.")
-        ):
+        elif needs_example and ">>> " not in text:
             missing.append(f"{name}: its docstring has no example")
     assert not missing, "\n".join(missing)
 
@@ -168,26 +168,22 @@ SLOW = {
     *("check", "check_contract", "check_one_trace", "check_greedy", "check_rows", "check_coupled"),
     *("check_insert", "check_rows_that_come_and_go"),
     *("check_distribution", "p_values"),
-    *(
-        "Text",
-        "admit",
-        "read_chunk",
-        "decode_rows",
-        "Engine",
-        "EngineStatistics",
-        "Handle",
-        "Answer",
-    ),
-    *("verify_rows", "ClientRow", "ClientStatistics"),
+    *("Text", "admit", "read_chunk", "decode_rows", "verify_rows"),
+    *("Engine", "EngineStatistics", "Handle", "Answer", "ClientRow", "ClientStatistics"),
     *("compare_drafts", "fastest_drafter", "measure_acceptance", "measure_contexts"),
     *("measure_costs", "trial_speedup", "chain_survival", "insert", "Generation", "Run"),
     *("calibrate", "Generate"),
 }
-"""Their examples compile several programs each, and run in the thorough tier. Other tests run the functions every time."""
+"""Names whose examples compile several programs each, and run in the thorough tier.
+
+Other tests run the functions every time."""
 
 
 def examples() -> Iterator[tuple[str, doctest.DocTest]]:
-    """The examples of every docstring, those of constants included, with the name of what it belongs to."""
+    """Yield the examples of every docstring, with the name that the docstring belongs to.
+
+    The docstrings of constants are included.
+    """
     for module in MODULES:
         for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -201,7 +197,7 @@ def examples() -> Iterator[tuple[str, doctest.DocTest]]:
 def example(
     module: ModuleType, name: str, statement: ast.stmt
 ) -> Iterator[tuple[str, doctest.DocTest]]:
-    """The examples in a ``statement``, if it is a docstring that has any."""
+    """Yield the examples in a ``statement``, if it is a docstring that has any."""
     text = (
         statement.value.value
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
@@ -209,12 +205,8 @@ def example(
     )
     if ">>> " in str(text):
         where = f"{module.__name__}.{name}, the docstring"
-        yield (
-            name,
-            doctest.DocTestParser().get_doctest(
-                str(text), {}, where, module.__file__, statement.lineno - 1
-            ),
-        )
+        parser = doctest.DocTestParser()
+        yield name, parser.get_doctest(str(text), {}, where, module.__file__, statement.lineno - 1)
 
 
 @pytest.mark.full
@@ -222,17 +214,17 @@ def example(
     "slow", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["fast", "slow"]
 )
 def test_every_example_of_a_docstring_does_what_it_shows(slow, tmp_path, monkeypatch) -> None:
-    """All in one process, from one target, so that what is compiled for one example serves the others."""
+    """Run all examples in one process from one target, so that they share compiled programs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(contexts, "forget_programs", lambda: None)
     names = documents.run_python(API / "index.md")
     failures: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    found = [each for name, each in examples() if (name in SLOW) == slow]
-    assert len(found) >= (len(SLOW) if slow else 100)
-    for each in found:
-        each.globs = dict(names)
-        runner.run(each, out=failures.append)
+    tests = [test for name, test in examples() if (name in SLOW) == slow]
+    assert len(tests) >= (len(SLOW) if slow else 100)
+    for test in tests:
+        test.globs = dict(names)
+        runner.run(test, out=failures.append)
     assert not runner.failures, "".join(failures)
 
 

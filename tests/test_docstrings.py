@@ -1,4 +1,7 @@
-"""Docstrings name only what exists: a name in single backticks is one that a reader can look up."""
+"""Check that docstrings name only what exists.
+
+A name in single backticks is one that a reader can look up.
+"""
 
 import ast
 import importlib
@@ -12,17 +15,17 @@ from typing import Any
 import specjax
 
 NAME = re.compile(r"(?<!`)`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)`(?!`)")
-FOUND = [found.name for found in pkgutil.walk_packages(specjax.__path__, "specjax.")]
+MODULE_NAMES = [module.name for module in pkgutil.walk_packages(specjax.__path__, "specjax.")]
 MODULES = [
     specjax,
-    *(importlib.import_module(name) for name in FOUND if not name.endswith("__main__")),
+    *(importlib.import_module(name) for name in MODULE_NAMES if not name.endswith("__main__")),
 ]
 NOT_OURS = {"transformers"}
 """Names of other packages that docstrings may give."""
 
 
 def docstrings(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, str]]:
-    """Every docstring, those of constants included, with the class that it stands in."""
+    """Yield every docstring, those of constants included, with the name of its class."""
     for statement in body:
         if (
             isinstance(statement, ast.Expr)
@@ -37,9 +40,10 @@ def docstrings(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, str
 
 
 def has(holder: Any, name: str) -> bool:
-    """Whether a module or a class has the attribute, or the field without a default, of that name.
+    """Return whether a module or a class has an attribute, or a field without a default, of a name.
 
-    What a module, but for a package, only imports from another of ours is not counted: that is where it is named from.
+    A name that a module only imports from another of our modules does not count, except in a
+    package: docstrings name it where it is defined.
     """
     if isinstance(holder, ModuleType):
         value = getattr(holder, name, None)
@@ -55,14 +59,17 @@ def has(holder: Any, name: str) -> bool:
 
 
 def leads_on(holder: Any, parts: list[str]) -> bool:
-    """Whether the parts of a dotted name can be followed from ``holder``."""
+    """Return whether the parts of a dotted name can be followed from ``holder``."""
     if not parts:
         return True
     return has(holder, parts[0]) and leads_on(getattr(holder, parts[0], None), parts[1:])
 
 
 def resolves(name: str, module: ModuleType, owner: str) -> bool:
-    """Whether the dotted ``name`` leads anywhere: from the class of the docstring, its module, or any other of our modules."""
+    """Return whether the dotted ``name`` leads anywhere.
+
+    It may start at the class of the docstring, its module, or any other of our modules.
+    """
     first, *rest = parts = name.removeprefix("specjax.").split(".")
     if hasattr(module, first) and leads_on(getattr(module, first), rest):
         return True

@@ -1,4 +1,4 @@
-"""What error messages suggest."""
+"""Check what error messages suggest."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_a_name_like_no_other_gets_the_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "nearest"),
+    ("parse", "nearest"),
     [
         (lambda: resolve("prompt-lokup"), "prompt-lookup"),
         (lambda: resolve("egle3:somewhere"), "eagle3"),
@@ -70,6 +70,6 @@ def test_a_name_like_no_other_gets_the_list() -> None:
         (lambda: config.parse(TrainConfig, {"method": {"name": "eagel3"}}, "file"), "eagle3"),
     ],
 )
-def test_mistyped_drafters_drafts_families_and_keys_are_told_the_nearest(ask, nearest) -> None:
+def test_mistyped_drafters_drafts_families_and_keys_are_told_the_nearest(parse, nearest) -> None:
     with pytest.raises(InputError, match=f"did you mean {nearest}[?]"):
-        ask()
+        parse()

@@ -1,6 +1,7 @@
-"""Files and directories are written whole or not at all, and a full disk is an error that says what to do.
+"""Check that files are written whole or not at all, and that an error names a full disk.
 
-``/dev/full`` stands for the disk: whatever writes into it finds no space left. Only safetensors makes a file of its own.
+``/dev/full`` stands for the disk: a write into it finds no space left. Only safetensors makes files
+of its own.
 """
 
 import ast
@@ -31,7 +32,10 @@ NAMES = ("results.json",)
 
 
 def fill_disk(monkeypatch, *names: str) -> None:
-    """Let there be no space for files of these names in any scratch directory, and for scratch files of `writing`."""
+    """Let there be no space for files of these names in any scratch directory.
+
+    There is none for scratch files of `writing` either.
+    """
     make = tempfile.mkdtemp
 
     def on_full_disk(**options: str) -> str:
@@ -43,18 +47,19 @@ def fill_disk(monkeypatch, *names: str) -> None:
     monkeypatch.setattr(tempfile, "mkdtemp", on_full_disk)
     write = files._on_the_way
 
-    def into_full_disk(scratch: Path, made: object) -> object:
+    def into_full_disk(scratch: Path, created: object) -> object:
         if not scratch.exists():
             os.symlink("/dev/full", scratch)
-        return write(scratch, made)  # pyright: ignore[reportArgumentType]
+        return write(scratch, created)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(files, "_on_the_way", into_full_disk)
 
     def save_file(tensors: object, path: Path, **_: object) -> None:
         path.write_bytes(b"half")
+        # This is the wording of safetensors itself.
         raise SafetensorError(
             "Error while serializing: I/O error: No space left on device (os error 28)"
-        )  # its own words
+        )
 
     monkeypatch.setattr(checkpoint, "save_file", save_file)
 
@@ -77,7 +82,7 @@ def save_reports(path: Path) -> None:
 
 
 def save_twice(path: Path) -> None:
-    """A checkpoint on its way into another scratch directory, as ``convert`` writes one."""
+    """Save a checkpoint into another scratch directory first, as ``convert`` does."""
     with replacing(path) as scratch:
         tiny_target().save_pretrained(scratch)
 
@@ -94,9 +99,8 @@ def test_a_full_disk_is_named_and_nothing_is_left_behind(tmp_path, monkeypatch, 
         save(path)
     (line,) = str(raised.value).splitlines()
     assert line.startswith(str(path)) and f"no space left on {mount_point(tmp_path)}, " in line
-    assert ("needs about 1 MB" in line) == (
-        save is not save_reports
-    )  # nobody knows how much more was to be written there
+    # Nobody knows how much more the reports would have taken.
+    assert ("needs about 1 MB" in line) == (save is not save_reports)
     assert left_in(tmp_path) == [] and not files._unfinished
 
 
@@ -154,7 +158,7 @@ def test_what_is_being_written_is_discarded_by_a_process_that_ends(tmp_path) -> 
         file.write_text("lf")
         files.discard_unfinished()
         assert left_in(tmp_path) == []
-        directory.mkdir(parents=True)  # what follows finds them
+        directory.mkdir(parents=True)  # the end of the block needs them
         file.parent.mkdir()
         file.write_text("")
 
@@ -183,15 +187,8 @@ def test_a_full_disk_is_an_error_of_input() -> None:
 # --- every writer ---------------------------------------------------------------------------------
 
 WRITES = {
-    "write_text",
-    "write_bytes",
-    "savefig",
-    "save_file",
-    "copyfile",
-    "copytree",
-    "mkstemp",
-    "mkdtemp",
-    "NamedTemporaryFile",
+    *("write_text", "write_bytes", "savefig", "save_file", "copyfile", "copytree", "mkstemp"),
+    *("mkdtemp", "NamedTemporaryFile"),
 }
 SAFE = {"replacing", "writing"}
 EXCEPTIONS = {
@@ -204,13 +201,13 @@ EXCEPTIONS = {
     ),
     "training.run_directory.__init__": "adds to a file that the next run goes on with",
 }
-"""Functions that write otherwise, and why that is right."""
+"""Functions that write in another way, and why that is right."""
 
 
 def unsafe_writes(
     tree: ast.AST, function: str = "", is_safe: bool = False
 ) -> Iterator[tuple[str, int]]:
-    """Every call that writes a file outside of a block of `SAFE`, with the function that it stands in."""
+    """Yield every call that writes a file outside of a block of `SAFE`, with its function."""
     for node in ast.iter_child_nodes(tree):
         inside, safe = function, is_safe
         if isinstance(node, ast.FunctionDef):
@@ -221,16 +218,14 @@ def unsafe_writes(
             ]
             safe = is_safe or any(name_of(call) in SAFE for call in calls)
         if isinstance(node, ast.Call) and not safe:
-            given = [*node.args, *(keyword.value for keyword in node.keywords)]
-            modes = [each.value for each in given if isinstance(each, ast.Constant)]
-            opens = name_of(node) == "open" and any(
-                mode in ("w", "a", "x", "wb", "ab", "xb") for mode in modes
+            name = name_of(node)
+            arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+            constants = [value.value for value in arguments if isinstance(value, ast.Constant)]
+            opens = name == "open" and any(
+                mode in ("w", "a", "x", "wb", "ab", "xb") for mode in constants
             )
-            if (
-                opens
-                or (name_of(node) in WRITES and not isinstance(node.func, ast.Name))
-                or name_of(node) == "save_file"
-            ):
+            is_method = not isinstance(node.func, ast.Name)
+            if opens or (name in WRITES and is_method) or name == "save_file":
                 yield inside, node.lineno
         yield from unsafe_writes(node, inside, safe)
 
@@ -240,7 +235,7 @@ def name_of(call: ast.Call) -> str:
 
 
 def test_every_file_is_written_whole_or_not_at_all() -> None:
-    found = set()
+    exceptions = set()
     for path in sorted(SOURCE.rglob("*.py")):
         module = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
         for function, line in unsafe_writes(ast.parse(path.read_text())):
@@ -248,5 +243,5 @@ def test_every_file_is_written_whole_or_not_at_all() -> None:
             assert name in EXCEPTIONS, (
                 f"{path}:{line}: write in a block of specjax.files.replacing or writing"
             )
-            found.add(name)
-    assert found == EXCEPTIONS.keys()
+            exceptions.add(name)
+    assert exceptions == EXCEPTIONS.keys()

@@ -1,7 +1,8 @@
-"""Names that others hold: files, messages, options and metrics keep the names that `formats.json` records.
+"""Check that files, messages, options and metrics keep the names that `formats.json` records.
 
-A user's command lines, configuration files, checkpoints, dashboards and clients break where one of these names goes. So a test
-fails for a name that is gone, and for one that is new. A new name is added to the record by hand, in the change that brings it.
+A user's command lines, configuration files, checkpoints, dashboards and clients break if one of
+these names goes. So a test fails for a name that is missing, and for a name that is new. A new name
+is added to the record by hand, in the change that brings it.
 """
 
 import asyncio
@@ -56,7 +57,7 @@ Names = dict[str, list[str]]
 
 
 def wire_messages() -> Names:
-    """Return the fields of each message between a client that drafts and the server, by its type."""
+    """Return the fields of each message between a client that drafts and the server, by type."""
     return _messages(messages)
 
 
@@ -66,7 +67,7 @@ def host_messages() -> Names:
 
 
 def _messages(module: types.ModuleType) -> Names:
-    found: Names = {}
+    fields_by_type: Names = {}
     for value in vars(module).values():
         if (
             isinstance(value, type)
@@ -75,14 +76,14 @@ def _messages(module: types.ModuleType) -> Names:
         ):
             described: Any = msgspec.inspect.type_info(value)
             if described.tag is not None and not value.__name__.startswith("_"):
-                found[described.tag] = [
+                fields_by_type[described.tag] = [
                     f"{field.encode_name}: {_kind(field.type)}" for field in described.fields
                 ]
-    return found
+    return fields_by_type
 
 
 def _kind(described: Any) -> str:
-    """Return the name of a msgspec type, those inside it too."""
+    """Return the name of a msgspec type, with the types inside it."""
     name = type(described).__name__.removesuffix("Type").lower()
     inside = [described.types] if hasattr(described, "types") else []
     inside += [
@@ -95,7 +96,7 @@ def _kind(described: Any) -> str:
 
 
 def client_events() -> Names:
-    """Return the kinds of events of a text that a client drafts, which its report tells apart."""
+    """Return the kinds of events of a text that a client drafts, as its report has them."""
     events = get_args(specjax.client.TextEvent)
     return {"kinds": [Moment.of(event(tokens=(1,), text=""), seconds=0.0).kind for event in events]}
 
@@ -104,7 +105,7 @@ def client_events() -> Names:
 
 
 def command_options() -> Names:
-    """Return the options of each command as paths of fields: they are its keys in a YAML file, too."""
+    """Return the options of each command as paths of fields, which are its keys in YAML, too."""
     return {name: sorted(_fields(command.config)) for name, command in _commands("", COMMANDS)}
 
 
@@ -117,7 +118,11 @@ def _commands(prefix: str, commands: Any) -> Iterator[tuple[str, Command]]:
 
 
 def _fields(kind: Any) -> Iterator[str]:
-    """Yield the path of each field of a dataclass; those of a section that may be several, by the name of each."""
+    """Yield the path of each field of a dataclass.
+
+    A field that may hold several kinds of sections has the paths of each, with the name of the
+    kind.
+    """
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         sections = [part for part in _parts(hints[field.name]) if dataclasses.is_dataclass(part)]
@@ -138,7 +143,10 @@ def _parts(hint: Any) -> tuple[Any, ...]:
 
 
 def http_parameters() -> Names:
-    """Return the parameters of requests: those that are read, refused where they would change something, and ignored."""
+    """Return the parameters of requests: those that are read, refused, and ignored.
+
+    A parameter is refused if it would change the answer.
+    """
     return {
         "completions": sorted(requests._CompletionFields.__struct_fields__),
         "chat completions": sorted(requests._ChatFields.__struct_fields__),
@@ -171,13 +179,12 @@ def http_answers() -> Names:
 
 
 def _paths(value: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the path of each value of JSON. What a list holds has no number in it."""
+    """Yield the path of each value of JSON; the items of a list share one path."""
     if isinstance(value, list):
         for inner in value:
             yield from _paths(inner, prefix)
-    elif isinstance(value, dict) and not prefix.endswith(
-        "logprobs.top_logprobs"
-    ):  # whose names are tokens
+    # The names in top_logprobs are tokens.
+    elif isinstance(value, dict) and not prefix.endswith("logprobs.top_logprobs"):
         for name, inner in value.items():
             yield from _paths(inner, f"{prefix}.{name}" if prefix else name)
     else:
@@ -195,89 +202,79 @@ def metrics() -> Names:
             await asyncio.sleep(0.001)
         return measured.exposition().decode()
 
-    found: Names = {}
+    labels_by_metric: Names = {}
     for name, labels in re.findall(
         r"^([a-z_:]+)\{(.*)\} ", asyncio.run(exposition()), re.MULTILINE
     ):
-        found[name] = sorted({*found.get(name, []), *re.findall(r"(\w+)=", labels)})
-    return found
+        labels_by_metric[name] = sorted(
+            {*labels_by_metric.get(name, []), *re.findall(r"(\w+)=", labels)}
+        )
+    return labels_by_metric
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> Names:
-    """Return the paths of the fields of what commands print with ``--json``, or write."""
-    assert (
-        main(
-            [
-                "generate",
-                "--target",
-                "embedded",
-                "--prompt",
-                "import os",
-                "--max-new-tokens",
-                "1",
-                "--json",
-            ]
-        )
-        == 0
-    )
-    said = {
+    """Return the paths of the fields that commands print with ``--json``, or write."""
+    command = ["generate", "--target", "embedded", "--prompt", "import os"]
+    assert main([*command, "--max-new-tokens", "1", "--json"]) == 0
+    values = {
         "generate": json.loads(capsys.readouterr().out),
         "client": client.as_json(TextReport(round_trips=[0.1], depths=[1])),
     }
-    found = {name: sorted(set(_paths(value))) for name, value in said.items()}
+    paths = {name: sorted(set(_paths(value))) for name, value in values.items()}
     classes = {
         "env": env.EnvironmentReport,
         "plan compile": Compiled,
         "chip": Chip,
         "evaluate --lossless": losslessness.LosslessnessVerdict,
     }
-    found |= {name: sorted(_fields(kind)) for name, kind in classes.items()}
-    written = WrittenTokens.of_turns([([5, 6], [7])], "a fingerprint")
-    found["tokens of a data set"] = sorted(written.record())
-    return found
+    paths |= {name: sorted(_fields(kind)) for name, kind in classes.items()}
+    tokens = WrittenTokens.of_turns([([5, 6], [7])], "a fingerprint")
+    paths["tokens of a data set"] = sorted(tokens.record())
+    return paths
 
 
 # --- checkpoints and fingerprints -----------------------------------------------------------------
 
 
 def checkpoints(folder: Path) -> Names:
-    """Return the fields of config.json and the tensors of a target and of each trained drafter, in each of its layouts."""
+    """Return the fields of config.json and the tensors of a target and of each trained drafter.
+
+    A drafter has a checkpoint in each of its layouts.
+    """
     target = tiny_target()
-    made: dict[str, Callable[[Path], None]] = {"target": target.save_pretrained}
+    writers: dict[str, Callable[[Path], None]] = {"target": target.save_pretrained}
     for name, method in METHODS.items():
         if method.trained is None:
             continue
         drafter = method.trained.init(target, jax.random.key(0))
         for layout in drafter.layouts:
-            if (name, layout) != (
-                "dflash",
-                "deepspec",
-            ):  # which wants a drafter with an embedding of its own
-                made[f"{name}, {layout}"] = partial(drafter.save_pretrained, layout=layout)
-    found: Names = {}
-    for number, (name, save) in enumerate(made.items()):
+            # DeepSpec's layout needs a drafter with its own embedding.
+            if (name, layout) != ("dflash", "deepspec"):
+                writers[f"{name}, {layout}"] = partial(drafter.save_pretrained, layout=layout)
+    names_of: Names = {}
+    for number, (name, save) in enumerate(writers.items()):
         path = folder / str(number)
         save(path)
         content = json.loads((path / "config.json").read_text())
         tensors = safetensors.numpy.load_file(path / "model.safetensors")
-        found[name] = [
+        names_of[name] = [
             *sorted(set(_paths(content))),
             *(f"tensor {tensor}" for tensor in sorted(tensors)),
         ]
-        found[name] += [f"file {file.name}" for file in sorted(path.iterdir())]
-    return found
+        names_of[name] += [f"file {file.name}" for file in sorted(path.iterdir())]
+    return names_of
 
 
 def training_runs() -> Names:
-    """Return the names of what a training keeps to go on from: its claim, its state, and each kind of student."""
-    found: Names = {"claim.json": [field.name for field in dataclasses.fields(Claim)]}
-    found["state"] = [field.name for field in dataclasses.fields(TrainState)]  # pyright: ignore[reportArgumentType]
+    """Return the names that a training run saves to resume: its claim, state and students."""
+    names_of: Names = {"claim.json": [field.name for field in dataclasses.fields(Claim)]}
+    names_of["state"] = [field.name for field in dataclasses.fields(TrainState)]  # pyright: ignore[reportArgumentType]
     target = tiny_target()
-    found["student target"] = _leaves(target)
+    names_of["student target"] = _leaves(target)
     for name, method in METHODS.items():
         if method.trained is not None:
-            found[f"student {name}"] = _leaves(method.trained.init(target, jax.random.key(0)))
-    return found
+            names_of[f"student {name}"] = _leaves(method.trained.init(target, jax.random.key(0)))
+    return names_of
 
 
 def _leaves(tree: Any) -> list[str]:
@@ -288,7 +285,7 @@ def _leaves(tree: Any) -> list[str]:
 
 
 def fingerprints() -> Names:
-    """Return the fingerprints of the models that come with the library, of a tokenizer, and of a training's tokens."""
+    """Return the fingerprints of the embedded models, of a tokenizer, and of training tokens."""
     generate = specjax.load("embedded")
     windows = {"tokens": np.arange(12, dtype=np.int32).reshape(2, 6)}
     return {
@@ -317,7 +314,7 @@ FORMATS: dict[str, Callable[..., Names]] = {
 }
 
 
-SLOW = {"printed JSON"}  # for which a command runs
+SLOW = {"printed JSON"}  # needs a run of a command
 
 
 @pytest.mark.parametrize(
@@ -328,21 +325,21 @@ def test_a_format_is_as_it_is_recorded(
 ) -> None:
     find = FORMATS[name]
     fixtures = {"folder": tmp_path, "capsys": capsys}
-    found = find(*(fixtures[argument] for argument in inspect.signature(find).parameters))
+    current = find(*(fixtures[argument] for argument in inspect.signature(find).parameters))
     recorded = json.loads(RECORD.read_text())[name]
-    gone, new = _difference(recorded, found), _difference(found, recorded)
-    assert not gone, (
-        f"{name}: {gone} are gone or renamed, and somebody's files, programs or command lines hold"
-        " them"
+    missing, new = _difference(recorded, current), _difference(current, recorded)
+    assert not missing, (
+        f"{name}: {missing} are gone or renamed, and somebody's files, programs or command lines"
+        " hold them"
     )
     assert not new, f"{name}: {new} are new; add them to {RECORD.name} by hand"
-    assert found == recorded, f"{name}: the order has changed"
+    assert current == recorded, f"{name}: the order has changed"
 
 
-def _difference(left: Names, right: Names) -> Names:
-    """Return what is in ``left`` and not in ``right``."""
-    left_over = {
-        key: [name for name in names if name not in right.get(key, [])]
-        for key, names in left.items()
+def _difference(minuend: Names, subtrahend: Names) -> Names:
+    """Return the names that are in ``minuend`` and not in ``subtrahend``."""
+    difference = {
+        key: [name for name in names if name not in subtrahend.get(key, [])]
+        for key, names in minuend.items()
     }
-    return {key: names for key, names in left_over.items() if names or key not in right}
+    return {key: names for key, names in difference.items() if names or key not in subtrahend}

@@ -1,4 +1,4 @@
-"""The pictures of the documentation: each is light and dark, and drawn by a script."""
+"""Check that each picture of the documentation is light and dark, and drawn by a script."""
 
 from pathlib import Path
 
@@ -42,13 +42,16 @@ def test_the_script_draws_each_light_and_dark(monkeypatch, tmp_path, capsys) -> 
 
 def test_the_picture_of_a_step_shows_what_is_kept_of_it() -> None:
     step = draw.Step(
-        "if x:\n    return", drafted=(" x", ".", "y"), said=(" x", "\n", "if", "def"), accepted=1
+        "if x:\n    return",
+        drafted=(" x", ".", "y"),
+        target_tokens=(" x", "\n", "if", "def"),
+        accepted=1,
     )
     axes = draw.draw_step(step).axes[0]
     texts = [text.get_text() for text in axes.texts]
     assert texts.count("·x") == 3  # proposed, scored, accepted
-    assert texts.count(".") == 2  # proposed, and left
-    assert len(axes.lines) == 2  # struck out: "." and what came after it
+    assert texts.count(".") == 2  # proposed, and not accepted
+    assert len(axes.lines) == 2  # struck out: "." and the token after it
     assert "2 new tokens for one pass of the target" in texts
     assert texts.count("return") == 2  # the text before the step and after it
 

@@ -1,4 +1,4 @@
-"""The cell that installs specjax: the same in all notebooks, and right for Colab's kinds of machines."""
+"""Check the cell that installs specjax: one text in all notebooks, for all machines of Colab."""
 
 import functools
 import glob
@@ -31,8 +31,8 @@ def test_every_notebook_has_the_cell_before_all_other_code_that_imports(path) ->
     cell = find_cell(notebook)
     assert cell is not None
     assert "".join(cell["source"]) == render_cell(), "run: python release/write_install_cell.py"
-    code = ["".join(each["source"]) for each in notebook["cells"] if each["cell_type"] == "code"]
-    importing = [text for text in code if "import " in text]
+    texts = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    importing = [text for text in texts if "import " in text]
     assert [text.startswith(FIRST_LINE) for text in importing] == [True] + [False] * (
         len(importing) - 1
     )
@@ -48,13 +48,13 @@ def test_an_address_becomes_the_source(tmp_path) -> None:
 
 
 class Machine:
-    """A machine that is made up: what it has, and what the cell has pip do on it.
+    """A made-up machine: its devices and packages, and the calls of pip by the cell.
 
     Attributes:
         pip: the arguments of each call of pip.
-        versions: of installed packages, which `install` changes.
-        after: the versions that the first call of pip leaves.
-        mismatches: what is found wrong until pip has been called with each one's remedy.
+        versions: the versions of installed packages, which a call of pip changes.
+        after: the versions after the first call of pip.
+        mismatches: the mismatches that are left. A call of pip with the remedy of one removes it.
     """
 
     def __init__(self, monkeypatch, folder: Path) -> None:
@@ -92,7 +92,7 @@ class Machine:
         monkeypatch.chdir(folder)
 
     def import_module(self, name: str) -> None:
-        """Have this Python imported a module before the cell runs."""
+        """Let this Python have imported a module before the cell runs."""
         self._monkeypatch.setitem(sys.modules, name, SimpleNamespace())
 
     def run_cell(self) -> None:
@@ -112,7 +112,7 @@ class Machine:
         return SimpleNamespace(returncode=int(self.fails), stdout="no space left on device")
 
     def _find_mismatches(self, path=None, *, with_devices=False):
-        assert self.is_installed or self.pip, "asked before it is installed"
+        assert self.is_installed or self.pip, "looked for before it is installed"
         return list(self.mismatches)
 
 
@@ -242,7 +242,7 @@ def test_a_pip_that_fails_is_shown(machine, monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("imported", "said"),
+    ("imported", "message"),
     [
         ([], None),
         (["numpy"], None),  # pip has left its version
@@ -251,15 +251,15 @@ def test_a_pip_that_fails_is_shown(machine, monkeypatch, capsys) -> None:
     ],
 )
 def test_it_asks_for_a_restart_only_where_what_was_imported_has_been_replaced(
-    machine, monkeypatch, imported, said
+    machine, monkeypatch, imported, message
 ) -> None:
     monkeypatch.setenv("SPECJAX_SOURCE", "/a/clone")
     for name in imported:
         machine.import_module(name)
-    if said is None:
+    if message is None:
         machine.run_cell()
     else:
-        with pytest.raises(SystemExit, match=f"^Restart the session .* {said}"):
+        with pytest.raises(SystemExit, match=f"^Restart the session .* {message}"):
             machine.run_cell()
 
 
@@ -286,16 +286,11 @@ def test_it_asks_for_a_restart_where_the_libtpu_of_an_imported_jax_is_replaced(m
 # --- Colab ----------------------------------------------------------------------------------------
 
 COLAB = (
-    "jax==0.7.2",
-    "jaxlib==0.7.2",
-    "flax==0.11.2",
-    "libtpu==0.0.21.1",
-    "numpy>=2.1,<2.3",
-    "ipykernel",
-    "nbclient",
+    *("jax==0.7.2", "jaxlib==0.7.2", "flax==0.11.2", "libtpu==0.0.21.1", "numpy>=2.1,<2.3"),
+    *("ipykernel", "nbclient"),
 )
 PLUGIN = ("jax-cuda12-plugin==0.7.2", "jax-cuda12-pjrt==0.7.2")
-"""Without what they require: libraries for GPUs, of gigabytes."""
+"""They are installed without what they require: libraries for GPUs, of gigabytes."""
 
 EXECUTE = """
 import sys, nbformat
@@ -308,22 +303,14 @@ nbformat.write(notebook, sys.argv[1])
 
 @functools.cache
 def find_python_313() -> str | None:
-    """Return the path of a Python 3.13, None where there is none."""
+    """Return the path of a Python 3.13, or None if there is none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     candidates = [sys.executable, shutil.which("python3.13")]
-    candidates += sorted(
-        map(
-            str,
-            Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(
-                "versions/3.13*/bin/python"
-            ),
-        )
-    )
+    candidates += sorted(map(str, pyenv.glob("versions/3.13*/bin/python")))
     if uv := shutil.which("uv"):
-        candidates.append(
-            REAL_RUN(
-                [uv, "python", "find", "3.13"], capture_output=True, text=True, check=False
-            ).stdout.strip()
-        )
+        command = [uv, "python", "find", "3.13"]
+        shown = REAL_RUN(command, capture_output=True, text=True, check=False)
+        candidates.append(shown.stdout.strip())
     for python in filter(None, candidates):
         shown = REAL_RUN([python, "--version"], capture_output=True, text=True, check=False)
         if shown.returncode == 0 and shown.stdout.startswith("Python 3.13."):
@@ -340,9 +327,9 @@ def test_on_colab_the_cell_lifts_jax_and_all_its_parts_and_the_quickstart_runs(t
             "COLAB WAS NOT TRIED: there is no Python 3.13 (pyenv install 3.13, or uv python install"
             " 3.13)"
         )
-    tests_own = ("JAX_", "PYTHONPATH", "SPECJAX_", "XLA_FLAGS")
+    prefixes_of_tests = ("JAX_", "PYTHONPATH", "SPECJAX_", "XLA_FLAGS")
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(tests_own)
+        name: value for name, value in os.environ.items() if not name.startswith(prefixes_of_tests)
     }
     environment |= {"SPECJAX_SOURCE": str(tmp_path / "clone"), "JAX_PLATFORMS": "cpu"}
 
@@ -358,19 +345,13 @@ def test_on_colab_the_cell_lifts_jax_and_all_its_parts_and_the_quickstart_runs(t
     run([colab, "-m", "pip", "install", "--only-binary", ":all:", *COLAB])
     run([colab, "-m", "pip", "install", "--only-binary", ":all:", "--no-deps", *PLUGIN])
     run(["git", "clone", "-q", str(ROOT), str(tmp_path / "clone")])
-    for name in (
-        "specjax",
-        "release",
-        "notebooks",
-        "pyproject.toml",
-        "requirements.txt",
-    ):  # as they are, committed or not
+    # Changes that are not committed are tested, too.
+    for name in ("specjax", "release", "notebooks", "pyproject.toml", "requirements.txt"):
         source, copy = ROOT / name, tmp_path / "clone" / name
-        (
+        if source.is_dir():
             shutil.copytree(source, copy, dirs_exist_ok=True)
-            if source.is_dir()
-            else shutil.copy(source, copy)
-        )
+        else:
+            shutil.copy(source, copy)
     notebook = Path(shutil.copy(ROOT / "notebooks" / "quickstart.ipynb", tmp_path))
     run([colab, "-c", EXECUTE, str(notebook)], cwd=tmp_path)
     outputs = [
@@ -384,6 +365,5 @@ def test_on_colab_the_cell_lifts_jax_and_all_its_parts_and_the_quickstart_runs(t
     report = json.loads(run([colab, "-m", "specjax", "env", "--json"], cwd=tmp_path))
     assert report["mismatches"] == []
     assert report["jax"]["devices"][0]["platform"] == "cpu"
-    assert (
-        not report["packages"].keys() & installation.PLUGINS.keys()
-    )  # of another JAX, and this machine has no use for them
+    # The plugins of another JAX are removed, because this machine has no use for them.
+    assert not report["packages"].keys() & installation.PLUGINS.keys()

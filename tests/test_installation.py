@@ -1,4 +1,7 @@
-"""Packages that do not fit each other are found by their metadata alone, and each has a remedy."""
+"""Check that packages that do not fit each other are noticed by their metadata alone.
+
+Each mismatch has a remedy.
+"""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""The benchmarks that compile kernels for an H100 that is not there."""
+"""Check the benchmarks that compile kernels for an H100 that is not there."""
 
 import json
 import os
@@ -56,7 +56,10 @@ def test_a_kernel_that_cannot_be_made_is_an_outcome(error, failure, monkeypatch)
 
 
 def run(module: str, *options: str) -> str:
-    """What a benchmark prints, which sets up JAX for a GPU that is not there before anything else does."""
+    """Return the output of a benchmark, which runs in a process of its own.
+
+    Before anything else it sets up JAX for a GPU that is not there.
+    """
     command = [sys.executable, "-m", f"benchmarks.{module}", *options]
     environment = os.environ | {"XLA_FLAGS": "", "COLUMNS": "160"}
     return subprocess.run(
@@ -72,8 +75,8 @@ def test_our_kernel_reads_a_cache_once_and_plain_attention_more_often(tmp_path) 
         "gpu_kernels", "--cases", "chain of 4", "training, gradients", "--output", str(output)
     )
     outcomes = {
-        (found["case"], found["kernel"]): found
-        for found in json.loads(output.read_text())["outcomes"]
+        (outcome["case"], outcome["kernel"]): outcome
+        for outcome in json.loads(output.read_text())["outcomes"]
     }
     ours, plain = (outcomes["chain of 4", f"specjax, {name}"] for name in ("Triton", "plain JAX"))
     assert 1 <= ours["moved"] / ours["needed"] < 1.05

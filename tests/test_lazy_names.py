@@ -1,4 +1,4 @@
-"""The names that specjax exports are imported when they are first used."""
+"""Check that the names that specjax exports are imported at their first use."""
 
 import ast
 import importlib

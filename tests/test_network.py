@@ -1,4 +1,7 @@
-"""The bad network of tests and benchmarks: what it does to bytes, and how long they take. Bounds are wide for busy machines."""
+"""The bad network of tests and benchmarks: its bytes, and how long they take.
+
+Bounds are wide for busy machines.
+"""
 
 import socket
 import socketserver
@@ -16,7 +19,7 @@ from specjax.errors import InputError
 
 
 class Echo(socketserver.BaseRequestHandler):
-    """Sends back what comes, until the client has said all."""
+    """A server that sends back all bytes, until the client has sent its last."""
 
     server: "EchoServer"
 
@@ -60,7 +63,7 @@ def connect(proxy: Proxy) -> socket.socket:
 
 
 def receive(client: socket.socket, count: int) -> bytes:
-    """Up to ``count`` bytes, fewer where the connection ends."""
+    """Return up to ``count`` bytes, and fewer if the connection ends."""
     data = b""
     while len(data) < count and (more := client.recv(count - len(data))):
         data += more
@@ -68,10 +71,10 @@ def receive(client: socket.socket, count: int) -> bytes:
 
 
 def ping(client: socket.socket, data: bytes = b"ping") -> float:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     client.sendall(data)
     assert receive(client, len(data)) == data
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -104,7 +107,7 @@ def test_a_line_carries_no_more_than_its_rate() -> None:
     line = Line(Conditions(0.01, rate=8e6), Random(0))  # a megabyte a second
     arrivals = [line.arrival(0.0, 10_000) for _ in range(100)]
     assert arrivals[0] == pytest.approx(0.015) and arrivals[-1] == pytest.approx(1.005)
-    assert line.arrival(5.0, 10_000) == pytest.approx(5.015)  # nothing is saved up
+    assert line.arrival(5.0, 10_000) == pytest.approx(5.015)  # an idle line saves nothing up
 
 
 def test_a_lost_segment_waits_for_the_timer_or_for_what_is_behind_it() -> None:
@@ -116,15 +119,16 @@ def test_a_lost_segment_waits_for_the_timer_or_for_what_is_behind_it() -> None:
         assert abs(line.lost / 2000 - 0.01 * -(-size // SEGMENT)) < 0.01 * -(-size // SEGMENT) / 2
     assert {round(wait, 6) for wait in alone} >= {0.0, 0.24}  # a round trip and 200 ms
     assert {round(wait, 6) for wait in many} >= {0.0, 0.04, 0.24}
-    assert conditions.timer == pytest.approx(0.24) and Conditions(0.04, 0.1).timer == pytest.approx(
-        0.44
-    )
+    assert conditions.timer == pytest.approx(0.24)
+    assert Conditions(0.04, 0.1).timer == pytest.approx(0.44)
 
 
 def test_the_same_seed_gives_the_same_delays() -> None:
     lines = [Line(FOUR_G, Random(seed)) for seed in (3, 3, 4)]
-    one, same, other = ([line.arrival(float(i), 100) for i in range(100)] for line in lines)
-    assert one == same != other
+    delays, same_delays, other_delays = (
+        [line.arrival(float(i), 100) for i in range(100)] for line in lines
+    )
+    assert delays == same_delays != other_delays
 
 
 @pytest.mark.parametrize(
@@ -150,11 +154,8 @@ def test_every_byte_comes_and_in_order(echo) -> None:
         sender.join()
         client.shutdown(socket.SHUT_WR)
         assert client.recv(1) == b"" and echo.ended.wait(10)
-        assert (proxy.counted.up, proxy.counted.down, proxy.counted.connections) == (
-            len(data),
-            len(data),
-            1,
-        )
+        assert proxy.counted.up == proxy.counted.down == len(data)
+        assert proxy.counted.connections == 1
 
 
 def test_a_round_trip_takes_as_long_as_it_should(echo) -> None:
@@ -170,11 +171,11 @@ def test_bytes_are_throttled(echo) -> None:
     with Proxy(echo.port, Conditions(rate=20e6)) as proxy, connect(proxy) as client:
         size = 500_000  # 0.2 s
         sender = threading.Thread(target=client.sendall, args=(bytes(size),))
-        begun = time.perf_counter()
+        start = time.perf_counter()
         sender.start()
         assert len(receive(client, size)) == size
         sender.join()
-        assert 0.19 < time.perf_counter() - begun < 1.0
+        assert 0.19 < time.perf_counter() - start < 1.0
 
 
 def test_a_black_hole_closes_nothing(echo) -> None:

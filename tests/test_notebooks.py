@@ -1,4 +1,4 @@
-"""Every notebook runs from its first cell to its last."""
+"""Run every notebook from its first cell to its last."""
 
 import os
 from pathlib import Path
@@ -35,7 +35,7 @@ PRINTED = {
 
 
 PICTURES = {"client_server": 1, "serve": 0}
-"""In how many cells: of those that are not named, in two."""
+"""The number of pictures of a notebook; two if it is not named here."""
 
 
 @pytest.mark.thorough

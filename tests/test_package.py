@@ -1,4 +1,7 @@
-"""What is published: a source distribution, the wheel built from it, and the demo from each in an empty environment."""
+"""Check what is published: a source distribution, and the wheel built from it.
+
+The demo runs from each in an empty environment.
+"""
 
 import os
 import re
@@ -22,16 +25,10 @@ from tests.documents import ROOT
 
 NAME = f"specjax-{specjax.__version__}"
 IN_SDIST = {
-    "CHANGELOG.md",
-    "CITATION.cff",
-    "LICENSE",
-    "MANIFEST.in",
-    "PKG-INFO",
-    "README.md",
-    "pyproject.toml",
-    "requirements.txt",
+    *("CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md"),
+    *("pyproject.toml", "requirements.txt"),
 }
-"""What a source distribution has at its top, beside setup.cfg, which setuptools writes."""
+"""The files at the top of a source distribution, without setup.cfg, which setuptools writes."""
 
 BUILD = (
     "import sys, setuptools.build_meta as backend; getattr(backend, 'build_' +"
@@ -40,13 +37,16 @@ BUILD = (
 
 
 def files_of_the_package(root: Path) -> set[str]:
-    """Return every file below specjax/, but for what Python itself writes there."""
+    """Return every file below specjax/, except those that Python itself writes there."""
     paths = (path for path in (root / "specjax").rglob("*") if path.is_file())
     return {path.relative_to(root).as_posix() for path in paths if path.suffix != ".pyc"}
 
 
 def build(kind: str, source: Path, output: Path) -> Path:
-    """Build a distribution with the build backend itself, which needs no network, and return its path."""
+    """Build a distribution with the build backend itself, and return its path.
+
+    The backend needs no network.
+    """
     built = subprocess.run(
         [sys.executable, "-c", BUILD, kind, str(output)],
         cwd=source,
@@ -61,7 +61,10 @@ def build(kind: str, source: Path, output: Path) -> Path:
 
 
 def copy_sources(folder: Path, copy_file: Callable[..., object] = copy) -> None:
-    """Copy what distributions are built from into ``folder``, because setuptools writes beside the sources."""
+    """Copy the sources of distributions into ``folder``.
+
+    setuptools writes beside the sources.
+    """
     for name in ("specjax", "tests"):
         copytree(
             ROOT / name,
@@ -75,7 +78,10 @@ def copy_sources(folder: Path, copy_file: Callable[..., object] = copy) -> None:
 
 
 def copy_if_small(source: str | Path, copied: str | Path) -> None:
-    """Copy a file, or leave its copy empty if it is large: compressing the models takes most of the time of a build."""
+    """Copy a file, or leave its copy empty if the file is large.
+
+    Most of the time of a build goes into compressing the models.
+    """
     if Path(source).stat().st_size < 100_000:
         copy(source, copied)
     else:
@@ -84,7 +90,7 @@ def copy_if_small(source: str | Path, copied: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory) -> Path:
-    """A source distribution, in which large files are empty."""
+    """Return a source distribution in which large files are empty."""
     source = tmp_path_factory.mktemp("source")
     copy_sources(source, copy_if_small)
     return build("sdist", source, tmp_path_factory.mktemp("sdist"))
@@ -92,7 +98,7 @@ def sdist(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def unpacked(sdist, tmp_path_factory) -> Path:
-    """Where the source distribution is unpacked."""
+    """Return the folder of the unpacked source distribution."""
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
@@ -101,7 +107,7 @@ def unpacked(sdist, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(unpacked, tmp_path_factory) -> Path:
-    """A wheel of what the source distribution has, as pip and build make it."""
+    """Return a wheel built from the source distribution, as pip and build make it."""
     return build("wheel", unpacked, tmp_path_factory.mktemp("wheel"))
 
 
@@ -115,7 +121,10 @@ def metadata(wheel: Path) -> Message:
 
 
 def requirements(lines: Sequence[str]) -> set[str]:
-    """Return requirements in one form: without comments and spaces, the bounds of a version in order."""
+    """Return requirements in one form.
+
+    Comments and spaces are removed, and the bounds of a version are sorted.
+    """
     plain = (line.partition("#")[0].replace(" ", "") for line in lines)
     named = (re.fullmatch(r"([\w.\[\]-]+?)([<>=!~].*)?", line) for line in plain if line)
     return {
@@ -161,12 +170,8 @@ def test_the_wheel_says_what_it_is(wheel) -> None:
     assert about["Author"] in read_member(wheel, "licenses/LICENSE")
     assert "# specjax" in about.get_payload()
     command = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["specjax"]
-    assert read_member(wheel, "entry_points.txt").split() == [
-        "[console_scripts]",
-        "specjax",
-        "=",
-        command,
-    ]
+    words = read_member(wheel, "entry_points.txt").split()
+    assert words == ["[console_scripts]", "specjax", "=", command]
 
 
 def test_the_classifiers_name_the_versions_of_python_that_are_tested() -> None:
@@ -182,15 +187,13 @@ def test_the_classifiers_name_the_versions_of_python_that_are_tested() -> None:
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Run a command as a stranger would, without the settings of these tests, and return what it prints."""
+    """Run a command without the settings of these tests, and return its output."""
     ours = ("JAX_", "PIP_REQUIRE", "PYTHON", "PYTEST", "SPECJAX_", "VIRTUAL_ENV", "XLA_")
-    kept_variables = {
-        name: value for name, value in os.environ.items() if not name.startswith(ours)
-    }
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     ended = subprocess.run(
         list(map(str, command)),
         cwd=cwd,
-        env=kept_variables,
+        env=variables,
         capture_output=True,
         text=True,
         check=False,
@@ -203,7 +206,10 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @contextmanager
 def environment(folder: Path) -> Iterator[Path]:
-    """Make an empty virtual environment, give its Python, and remove it: with JAX it takes more than a gigabyte."""
+    """Make an empty virtual environment, yield its Python, and remove the environment.
+
+    With JAX it takes more than a gigabyte.
+    """
     run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
     try:
         yield folder / "bin" / "python"
@@ -213,21 +219,12 @@ def environment(folder: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory) -> Path:
-    """A folder with what `python -m build` makes, and which the package index would take."""
+    """Return a folder of what `python -m build` makes, after the checks of the package index."""
     folder = tmp_path_factory.mktemp("build")
     copy_sources(folder / "source")
     with environment(folder / "environment") as python:
-        run(
-            python,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "build",
-            "twine",
-            "validate-pyproject[all]",
-            cwd=folder,
-        )
+        tools = ("build", "twine", "validate-pyproject[all]")
+        run(python, "-m", "pip", "install", "--quiet", *tools, cwd=folder)
         run(python, "-m", "validate_pyproject", folder / "source" / "pyproject.toml", cwd=folder)
         run(python, "-m", "build", "--outdir", folder / "dist", folder / "source", cwd=folder)
         run(python, "-m", "twine", "check", "--strict", *(folder / "dist").iterdir(), cwd=folder)

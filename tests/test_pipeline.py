@@ -1,4 +1,7 @@
-"""From text to text, with the embedded pair, of which all prompts here share one program; what is not about text, with less."""
+"""Generate text from text, with the embedded pair, whose prompts here share one program.
+
+Tests that are not about text use a smaller pair.
+"""
 
 import json
 import shutil
@@ -18,7 +21,7 @@ from specjax.text import GrowingText
 from tests.conftest import ASSETS, tiny_target
 from tests.test_text import of_bytes_and_spaces
 
-PROMPT, COUNT = "import os\nimport ", 48  # the README's, which shares the program
+PROMPT, COUNT = "import os\nimport ", 48  # those of the README, which shares the program
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +36,18 @@ def whole(generator) -> Generation:
 
 @pytest.fixture(scope="module")
 def tiny(tiny_pair) -> TextGenerator:
-    """Of a random pair, for what is asked of the tokens and not of the text: another batch or model compiles in a third of the
-    time."""
+    """Return a generator of a random pair, for tests of tokens and not of text.
+
+    Another batch or model compiles in a third of the time.
+    """
     return specjax.load(*tiny_pair, draft="chain:4")
 
 
 @pytest.mark.full
 def test_text_tokens_and_statistics_are_the_command_lines(capsys, whole) -> None:
     command = [
-        "generate",
-        "--drafter",
-        "embedded:draft",
-        "--prompt",
-        PROMPT,
-        "--max-new-tokens",
-        str(COUNT),
+        *("generate", "--drafter", "embedded:draft", "--prompt", PROMPT),
+        *("--max-new-tokens", str(COUNT)),
     ]
     assert main([*command, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -67,24 +67,22 @@ def test_pieces_joined_are_the_whole(generator, whole) -> None:
 def test_text_ends_before_a_stop_string(generator, whole) -> None:
     words = [generator.tokenizer.decode([token]) for token in whole.tokens]
     inside = max(words[2:5], key=len)[1:3]  # within a token
-    across = (words[2] + words[3])[
-        len(words[2]) - 1 : len(words[2]) + 1
-    ]  # its end and the next one's beginning
+    across = words[2][-1] + words[3][0]  # the end of one token and the beginning of the next
     for stop in ([inside], [across], ["never there", across], [inside, across]):
-        expected = whole.text[: min(whole.text.find(each) for each in stop if each in whole.text)]
+        expected = whole.text[
+            : min(whole.text.find(string) for string in stop if string in whole.text)
+        ]
         stopped = generator(PROMPT, max_new_tokens=COUNT, stop=stop)
         assert stopped.text == expected, stop
         assert stopped.tokens == whole.tokens[: len(stopped.tokens)]
         decoded = generator.tokenizer.decode(stopped.tokens)
-        assert any(each in decoded for each in stop)
-        assert not any(each in generator.tokenizer.decode(stopped.tokens[:-1]) for each in stop)
+        assert any(string in decoded for string in stop)
+        assert not any(string in generator.tokenizer.decode(stopped.tokens[:-1]) for string in stop)
         assert stopped.statistics.emitted < COUNT  # generation itself stopped
         assert "".join(generator.stream(PROMPT, max_new_tokens=COUNT, stop=stop)) == expected
     assert generator(PROMPT, max_new_tokens=COUNT, stop=["never there"]).text == whole.text
-    by_one_string = generator(
-        PROMPT, max_new_tokens=COUNT, stop=across
-    )  # one string is as a list of one
-    assert by_one_string == generator(PROMPT, max_new_tokens=COUNT, stop=[across])
+    by_string = generator(PROMPT, max_new_tokens=COUNT, stop=across)
+    assert by_string == generator(PROMPT, max_new_tokens=COUNT, stop=[across])
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 9])
@@ -99,31 +97,31 @@ def test_text_ends_before_a_stop_string(generator, whole) -> None:
         ("a <0x0A> b <0x0A> a", "\nb", 3),
         ("a <0x0A> <0xE8> <0xAA> <0x9E> b", "\n", 2),
         ("a <0x0A> <0xE8> <0xAA> <0x9E> b", "語", 5),
-        (
-            "a <0x0A> <0xE2> b <0x0A> <0x0A> a",
-            "\n",
-            5,
-        ),  # the first run of bytes is no text, its line end neither
+        # The first run of bytes is no text, and so its line end is none either.
+        ("a <0x0A> <0xE2> b <0x0A> <0x0A> a", "\n", 5),
         ("a <0x0A> <0xE2> b", "\n", None),
     ],
 )
 def test_tokens_end_with_the_one_that_completes_a_stop_string(tokens, stop, count, at_once) -> None:
-    """Where a line end is a byte, what it says is known a token later: whether it is text hangs on the bytes after it."""
+    """Check that tokens end at the stop string although a byte is decoded a token late.
+
+    Whether a line end that is a byte is text depends on the bytes after it.
+    """
     tokenizer = of_bytes_and_spaces("llama")
-    prompt, given = (
+    prompt, output = (
         tokenizer.convert_tokens_to_ids(words.split()) for words in ("\u2581the", tokens)
     )
-    ends = [*range(at_once, len(given), at_once), len(given)]
-    whole = np.array([prompt + given])
+    ends = [*range(at_once, len(output), at_once), len(output)]
+    whole = np.array([prompt + output])
     results = (
         decoding.Result(whole, np.array([len(prompt) + end]), Stats.zeros(1, 1)) for end in ends
     )
     run = Run(results, [GrowingText(tokenizer, prompt, [stop])])
     pieces = [piece for (piece,) in run]
-    (made,) = run.generations
-    decoded = tokenizer.decode(prompt + given, skip_special_tokens=True)[len("the") :]
-    assert made.tokens == tuple(given[:count])
-    assert made.text == "".join(pieces) == decoded.split(stop)[0]
+    (generation,) = run.generations
+    decoded = tokenizer.decode(prompt + output, skip_special_tokens=True)[len("the") :]
+    assert generation.tokens == tuple(output[:count])
+    assert generation.text == "".join(pieces) == decoded.split(stop)[0]
 
 
 @pytest.mark.full
@@ -165,7 +163,10 @@ def test_a_chat_goes_through_the_models_template(generator) -> None:
 
 
 def test_every_bit_of_a_seed_counts(tiny_pair) -> None:
-    """Seeds that agree in their last 32 bits too; below that a seed's key is JAX's own."""
+    """Check seeds that agree in their last 32 bits, too.
+
+    The key of a seed below 2**32 is JAX's own.
+    """
     tiny = specjax.load(tiny_pair[0])
     texts = [
         tiny("x", max_new_tokens=8, temperature=1.0, seed=seed).tokens
@@ -181,13 +182,13 @@ def test_every_bit_of_a_seed_counts(tiny_pair) -> None:
 def test_a_model_that_is_loaded_already_brings_no_tokenizer(generator) -> None:
     with pytest.raises(InputError, match="tokenizer=None"):
         specjax.load(generator.target)
-    made = specjax.load(generator.target, "prompt-lookup", tokenizer=ASSETS / "target")
-    assert made.drafter == specjax.PromptLookup()
+    generate = specjax.load(generator.target, "prompt-lookup", tokenizer=ASSETS / "target")
+    assert generate.drafter == specjax.PromptLookup()
     longer = specjax.load(
-        generator.target, made.drafter, draft="chain:30", tokenizer=made.tokenizer
+        generator.target, generate.drafter, draft="chain:30", tokenizer=generate.tokenizer
     )
     assert longer.drafter.draft == specjax.Chain(30)
-    assert specjax.load(generator.target, "none", tokenizer=made.tokenizer).drafter is None
+    assert specjax.load(generator.target, "none", tokenizer=generate.tokenizer).drafter is None
 
 
 def test_what_cannot_be_used_is_refused(generator, tmp_path) -> None:
@@ -199,13 +200,13 @@ def test_what_cannot_be_used_is_refused(generator, tmp_path) -> None:
     for stop in ("", [""], [3], None):
         with pytest.raises(InputError, match="stop="):
             generator("x", stop=stop)
-    for ask in (generator, generator.stream):
+    for call in (generator, generator.stream):
         with pytest.raises(
             InputError, match=r"temp=0\.5: .*no argument of that name; did you mean temperature"
         ):
-            ask("x", temp=0.5)
+            call("x", temp=0.5)
         with pytest.raises(InputError, match=r"max_tokens=3: .*; did you mean max_new_tokens"):
-            ask("x", max_tokens=3)
+            call("x", max_tokens=3)
     for options in (
         {"seed": -1},
         {"seed": 2**63},
@@ -228,9 +229,8 @@ def test_what_cannot_be_used_is_refused(generator, tmp_path) -> None:
     ):
         generator("x", top_p=0.9, max_new_tokens=0)
 
-    tiny_target(vocab_size=3072).save_pretrained(
-        tmp_path
-    )  # a drafter of equal size, whose tokenizer is damaged
+    # A drafter with a vocabulary of equal size, whose tokenizer is damaged.
+    tiny_target(vocab_size=3072).save_pretrained(tmp_path)
     shutil.copy(ASSETS / "target" / "tokenizer_config.json", tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "added')
     with pytest.raises(InputError, match=r"tokenizer\.json: cannot be read as a tokenizer"):

@@ -1,4 +1,4 @@
-"""Processes that find each other, tell each other what was decided, and end together."""
+"""Processes that find each other, share decisions, and end together."""
 
 import contextlib
 import json
@@ -57,33 +57,27 @@ OPEN_MPI = {
         ),
         ({"LWS_LEADER_ADDRESS": "m-0.m.ns", "LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"}, None),
         (SLURM, ProcessPlace(f"node07:{4711 % 4096 + 61440}", 4, 2, (0,))),
-        (
-            SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
-            None,
-        ),  # a task of an array is one process
-        (
-            {"SLURM_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"},
-            None,
-        ),  # a batch script, outside of any step
+        # A task of an array is one process.
+        (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        # A batch script runs outside of any step.
+        ({"SLURM_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"}, None),
         (SLURM | {"JAX_COORDINATOR_ADDRESS": "a:1"}, ProcessPlace("a:1", 4, 2, (0,))),
+        # A task has all devices of its node.
         (
             SLURM | {"SLURM_STEP_NUM_NODES": "4"},
             ProcessPlace(f"node07:{4711 % 4096 + 61440}", 4, 2),
-        ),  # a task has all of its node
-        (SLURM | {"JAX_NUM_PROCESSES": "1"}, None),  # four that have nothing to do with each other
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a pod that is no job's
+        ),
+        (SLURM | {"JAX_NUM_PROCESSES": "1"}, None),  # four independent processes
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a pod outside of a job
         (OPEN_MPI, ProcessPlace(f"10.9.0.1:{1314521088 // 4096 % 4096 + 61440}", 2, 1, (1,))),
     ],
 )
 def test_each_environment_says_its_place(monkeypatch, environment, place) -> None:
-    for name in [
-        name
-        for name in os.environ
-        if name.startswith(("JAX_COORD", "JAX_NUM_P", "JAX_PROC", "SLURM", "LWS", "OMPI"))
-    ]:
+    prefixes = ("JAX_COORD", "JAX_NUM_P", "JAX_PROC", "SLURM", "LWS", "OMPI")
+    for name in [name for name in os.environ if name.startswith(prefixes)]:
         monkeypatch.delenv(name)
     for name, value in environment.items():
-        monkeypatch.setenv(name, value)  # JAX reads the process's own
+        monkeypatch.setenv(name, value)  # JAX reads the environment of the process
     assert processes.find() == place
 
 
@@ -116,20 +110,22 @@ def free_address() -> str:
 
 
 def meet(*members: Member, count: int, seconds: float = 30.0, strangers: int = 0) -> list:
-    """What each of ``members`` comes to: the roster, or the error."""
+    """Return the outcome of each of ``members``: the roster, or the error."""
     address = free_address()
-    found: list = [None] * len(members)
+    outcomes: list = [None] * len(members)
 
     def run(place: int, member: Member) -> None:
-        way = rendezvous.gather if place == 0 else rendezvous.report
+        connect = rendezvous.gather if place == 0 else rendezvous.report
         try:
-            found[place], links = way(ProcessPlace(address, count, member.number), member, seconds)
+            outcomes[place], links = connect(
+                ProcessPlace(address, count, member.number), member, seconds
+            )
             for link in links.values():
                 link.close()
         except InputError as error:
-            found[place] = error
+            outcomes[place] = error
 
-    threads = [threading.Thread(target=run, args=each) for each in enumerate(members)]
+    threads = [threading.Thread(target=run, args=place) for place in enumerate(members)]
     threads[0].start()
     silent: list[socket.socket] = []
     for number in range(strangers):
@@ -139,7 +135,7 @@ def meet(*members: Member, count: int, seconds: float = 30.0, strangers: int = 0
                     ("localhost", int(address.split(":")[1])), timeout=1
                 ) as stranger:
                     stranger.sendall(STRANGE[number % len(STRANGE)])
-                    silent.append(stranger.dup())  # it says nothing more, and stays
+                    silent.append(stranger.dup())  # it stays connected, and sends nothing more
                 break
             except ConnectionRefusedError:
                 time.sleep(0.05)
@@ -149,17 +145,17 @@ def meet(*members: Member, count: int, seconds: float = 30.0, strangers: int = 0
         thread.join()
     for stranger in silent:
         stranger.close()
-    return found
+    return outcomes
 
 
 STRANGE = [
     b"GET / HTTP/1.1\r\n\r\n",
     b"H\x00\x00\x00\x02[]",
     b"",
-    b"H\x7f\xff\xff\xff" + b"x" * 1000,  # it promises two gigabytes
+    b"H\x7f\xff\xff\xff" + b"x" * 1000,  # it announces two gigabytes
     b"H\x00\x00\xff\x00" + b"[" * 0xFF00,
 ]
-"""What somebody else may say at the port."""
+"""What a stranger may send to the port."""
 
 
 def member(number: int, count: int = 3, versions: str = "specjax 1") -> Member:
@@ -168,9 +164,9 @@ def member(number: int, count: int = 3, versions: str = "specjax 1") -> Member:
 
 def test_all_know_all_whoever_else_comes_to_the_port() -> None:
     roster = [member(0), member(1), member(2)]
-    begun = time.monotonic()
+    start = time.monotonic()
     assert meet(member(0), member(2), member(1), count=3, strangers=len(STRANGE)) == [roster] * 3
-    assert time.monotonic() - begun < 20  # nobody waits for those who say nothing
+    assert time.monotonic() - start < 20  # nobody waits for a stranger that sends nothing
 
 
 def test_one_that_starts_again_while_others_are_awaited_takes_its_place() -> None:
@@ -181,31 +177,33 @@ def test_one_that_starts_again_while_others_are_awaited_takes_its_place() -> Non
         target=lambda: rosters.append(rendezvous.gather(place, member(0), 60.0)[0])
     )
     first.start()
-    earlier = None
-    while earlier is None:
+    earlier_connection = None
+    while earlier_connection is None:
         with contextlib.suppress(ConnectionRefusedError):
-            earlier = socket.create_connection(("localhost", int(address.split(":")[1])))
-    rendezvous.ProcessLink(earlier).send(rendezvous._HELLO, json.dumps(vars(member(1))).encode())
-    time.sleep(0.5)  # it is heard
-    earlier.close()
-    again = Member(1, 3, "host-1", 999, "specjax 1")
-    others = [
-        threading.Thread(target=rendezvous.report, args=(place, each, 60.0))
-        for each in (again, member(2))
+            earlier_connection = socket.create_connection(("localhost", int(address.split(":")[1])))
+    rendezvous.ProcessLink(earlier_connection).send(
+        rendezvous._HELLO, json.dumps(vars(member(1))).encode()
+    )
+    time.sleep(0.5)  # until it has been received
+    earlier_connection.close()
+    restarted = Member(1, 3, "host-1", 999, "specjax 1")
+    reporting = [
+        threading.Thread(target=rendezvous.report, args=(place, process, 60.0))
+        for process in (restarted, member(2))
     ]
-    for thread in others:
+    for thread in reporting:
         thread.start()
-    for thread in (first, *others):
+    for thread in (first, *reporting):
         thread.join(60)
-    assert rosters == [[member(0), again, member(2)]]
+    assert rosters == [[member(0), restarted, member(2)]]
 
 
 def test_what_is_no_process_0_is_named() -> None:
-    with socket.create_server(("", 0)) as other:
-        address = f"localhost:{other.getsockname()[1]}"
+    with socket.create_server(("", 0)) as listening:
+        address = f"localhost:{listening.getsockname()[1]}"
 
         def answer() -> None:
-            connection, _ = other.accept()
+            connection, _ = listening.accept()
             connection.recv(1000)
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             connection.close()
@@ -216,7 +214,7 @@ def test_what_is_no_process_0_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "says"),
+    ("members", "says"),
     [
         (
             [],
@@ -253,18 +251,14 @@ def test_what_is_no_process_0_is_named() -> None:
         ),
     ],
 )
-def test_all_hear_why_they_cannot_begin(others, says) -> None:
-    found = meet(
-        member(0),
-        *others,
-        count=3,
-        seconds=3.0 if len(others) < 2 and "connected" in says else 30.0,
-    )
-    for error in found:
+def test_all_hear_why_they_cannot_begin(members, says) -> None:
+    misses_some = len(members) < 2 and "connected" in says
+    errors = meet(member(0), *members, count=3, seconds=3.0 if misses_some else 30.0)
+    for error in errors:
         assert isinstance(error, InputError)
-    assert len({str(error) for error in found}) == 1
+    assert len({str(error) for error in errors}) == 1
     with pytest.raises(InputError, match=says):
-        raise found[0]
+        raise errors[0]
 
 
 def test_a_first_process_that_is_not_there_is_named() -> None:
@@ -273,8 +267,8 @@ def test_a_first_process_that_is_not_there_is_named() -> None:
 
 
 def test_a_port_that_is_taken_is_named() -> None:
-    with socket.create_server(("", 0)) as taken:
-        address = f"localhost:{taken.getsockname()[1]}"
+    with socket.create_server(("", 0)) as listening:
+        address = f"localhost:{listening.getsockname()[1]}"
         with pytest.raises(InputError, match=f"{address}: cannot listen at port"):
             rendezvous.gather(ProcessPlace(address, 2, 0), member(0, 2), 1.0)
 
@@ -283,13 +277,13 @@ def test_a_port_that_is_taken_is_named() -> None:
 def test_three_processes_hear_all_decisions_in_order(tmp_path) -> None:
     with started(three_processes.__name__, tmp_path, count=3) as running:
         wait(running, tmp_path)
-    found = [json.loads((tmp_path / f"{process}.json").read_text()) for process in range(3)]
-    told = [[str(number), *(["x" * number * 100] if number else [])] for number in range(100)]
-    assert [each["heard"] for each in found] == [[], told, told]
-    assert [each["rows"] for each in found] == [[1, 2, 3]] * 3
-    assert [each["roster"] for each in found] == [[process.pid for process in running]] * 3
-    said = (tmp_path / "0.log").read_text()
-    assert f"3 processes: 0 is {socket.gethostname()} (pid {running[0].pid}), 1 is" in said
+    results = [json.loads((tmp_path / f"{process}.json").read_text()) for process in range(3)]
+    decisions = [[str(number), *(["x" * number * 100] if number else [])] for number in range(100)]
+    assert [result["heard"] for result in results] == [[], decisions, decisions]
+    assert [result["rows"] for result in results] == [[1, 2, 3]] * 3
+    assert [result["roster"] for result in results] == [[process.pid for process in running]] * 3
+    log = (tmp_path / "0.log").read_text()
+    assert f"3 processes: 0 is {socket.gethostname()} (pid {running[0].pid}), 1 is" in log
 
 
 @pytest.mark.full
@@ -298,10 +292,11 @@ def test_when_one_is_lost_all_end_and_say_which(tmp_path, lost) -> None:
     (tmp_path / three_processes.DIES).write_text(str(lost))
     with started(three_processes.__name__, tmp_path, count=3) as running:
         ends_all(running, lost)
-        others = [number for number in range(3) if number != lost]
+        survivors = [number for number in range(3) if number != lost]
         name = f"process {lost} ({socket.gethostname()}, pid {running[lost].pid}) is lost"
-        logs = [(tmp_path / f"{number}.log").read_text() for number in others]
-    # Of the first JAX learns as soon as we do, and may end a process before it has said so.
+        logs = [(tmp_path / f"{number}.log").read_text() for number in survivors]
+    # JAX notices the loss of the first process as soon as we do, and may end a process before its
+    # line is printed.
     for log in logs:
         assert name in log or (lost == 0 and "leader task" in log)
 
@@ -309,7 +304,10 @@ def test_when_one_is_lost_all_end_and_say_which(tmp_path, lost) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("failing", [0, 1])
 def test_when_one_alone_fails_all_end_soon(tmp_path, failing) -> None:
-    """The others are in a collective with it; JAX by itself would let them wait for five minutes."""
+    """Check that the processes that wait in a collective end soon, too.
+
+    JAX by itself would let them wait for five minutes.
+    """
     (tmp_path / three_processes.FAILS).write_text(str(failing))
     with started(three_processes.__name__, tmp_path, count=3) as running:
         ends_all(running, failing)

@@ -1,4 +1,7 @@
-"""What commands wait for is said: in lines where no terminal is, by bars in one, and not at all to those who did not ask."""
+"""Check how commands say what they wait for.
+
+They print lines without a terminal and bars in one. The library by itself shows nothing.
+"""
 
 import io
 import time
@@ -72,8 +75,7 @@ def test_durations_in_words(seconds: float, words: str) -> None:
 def test_the_time_that_is_left(monkeypatch) -> None:
     clock = iter([0.0, 30.0, 40.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    wait = progress.Wait(
-        "training", total=40, done=10
-    )  # a run that is continued: 10 steps were done before
+    # A run that is continued: 10 steps were done before.
+    wait = progress.Wait("training", total=40, done=10)
     wait.update(done=20)
     assert wait.line() == "training 20 of 40, 40 s, 50 s left"

@@ -1,4 +1,7 @@
-"""Docstrings begin with a subject or a verb, and variables say what they hold, in every package that ruff holds to D401."""
+"""Check the wording of every package that ruff holds to D401.
+
+Docstrings begin with a subject or a verb, and variables say what they hold.
+"""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the README shows: it is short, its code runs, and what it names is there."""
+"""Check the README: it is short, its code runs, and everything it names exists."""
 
 import re
 
@@ -55,5 +55,5 @@ def test_every_target_of_make_that_is_named_exists() -> None:
 
 
 def code_of(text: str) -> list[str]:
-    """What stands in code blocks and between backticks."""
+    """Return the code blocks, and the commands of make between backticks."""
     return re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) + re.findall(r"`(make [^`\n]+)`", text)

@@ -1,4 +1,4 @@
-"""Trained checkpoints: our greedy tokens are transformers' greedy tokens, whatever drafts."""
+"""Trained checkpoints: our greedy tokens equal those of transformers with every drafter."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +23,7 @@ COUNT, LONGEST, NEW = 50, 60, 64
 
 @dataclass(frozen=True)
 class Case:
-    """A pair, its prompts, and transformers' model of the target."""
+    """A pair, its prompts, and the model of transformers of the target."""
 
     pair: RealPair
     tokens: np.ndarray
@@ -32,7 +32,10 @@ class Case:
 
     @cached_property
     def continued(self) -> list[list[int]]:
-        """Each prompt and transformers' greedy continuation of it, generated for each alone."""
+        """Return each prompt with its greedy continuation by transformers.
+
+        Each is generated alone.
+        """
         return [
             self._generated(self.tokens[row, : self.lengths[row]])
             for row in range(len(self.tokens))
@@ -52,24 +55,29 @@ class Case:
         return generated[0].tolist()
 
     def check_greedy(self, output: np.ndarray, lengths: np.ndarray, rows: Any) -> None:
-        """``output [B, L]`` continues prompts ``rows [B]`` with the tokens that transformers finds likeliest, each in its turn.
+        """Check that ``output [B, L]`` continues prompts ``rows [B]`` as transformers does.
 
-        One pass over the output says so: if every token is the likeliest after those before it, they are what transformers
-        would have generated.
+        One pass over the output is enough: if every token is the likeliest after those before it,
+        they are the tokens that transformers would have generated.
         """
         with torch.no_grad():
             logits = self.reference(torch.tensor(output.astype(np.int64))).logits.numpy()
-        for row, (of_row, tokens, length) in enumerate(zip(logits, output, lengths, strict=True)):
+        for row, (logits_of_row, tokens, length) in enumerate(
+            zip(logits, output, lengths, strict=True)
+        ):
             start = self.lengths[rows[row]]
             assert length == start + NEW
-            best, got = of_row[start - 1 : length - 1].argmax(-1), tokens[start:length]
+            best, got = logits_of_row[start - 1 : length - 1].argmax(-1), tokens[start:length]
             assert np.array_equal(got, best), (
-                f"row {row}: {_first_divergence(of_row[start - 1 :], got, best)}"
+                f"row {row}: {_first_divergence(logits_of_row[start - 1 :], got, best)}"
             )
 
 
 def _first_divergence(logits: np.ndarray, got: np.ndarray, best: np.ndarray) -> str:
-    """Where the output leaves transformers', and how close the two tokens' logits are there: a near-tie is rounding."""
+    """Describe the first token that differs, and how close the two tokens' logits are there.
+
+    A near-tie is due to rounding.
+    """
     at = int(np.argmax(got != best))
     margin = logits[at, best[at]] - logits[at, got[at]]
     return f"new token {at}: {got[at]} for {best[at]}, whose logit is larger by {margin:.2e}"
@@ -77,9 +85,8 @@ def _first_divergence(logits: np.ndarray, got: np.ndarray, best: np.ndarray) -> 
 
 @pytest.fixture(scope="module", params=REAL_PAIRS)
 def case(request) -> Case:
-    torch.set_num_threads(
-        1
-    )  # the models are too small to gain from more, and the tests share the machine
+    # The models are too small to gain from more threads, and the tests share the machine.
+    torch.set_num_threads(1)
     pair = request.param()
     reference = AutoModelForCausalLM.from_pretrained(
         pair.target_path, dtype=torch.float32, trust_remote_code=False
@@ -137,7 +144,7 @@ def generated(case: Case, drafter: Any, rows: Any, **settings: Any) -> specjax.R
     )
 
 
-SHAPES = {  # of one depth
+SHAPES = {  # all of one depth
     "chain": Chain(5),
     "static": StaticTree(EAGLE_TREE),
     "dynamic": DynamicTree(top_k=4, depth=5, nodes=26),
@@ -147,10 +154,13 @@ SHAPES = {  # of one depth
 
 @pytest.mark.thorough
 def test_trees_accept_more_than_a_chain_of_their_depth(case) -> None:
-    """Greedy with every kind, and the same tokens; at temperature 1 with drawn siblings, for a chain's tokens are drawn too."""
+    """Compare greedy rows of every shape, and at temperature 1 rows with drawn siblings.
+
+    Greedy rows have the same tokens. At temperature 1 the tokens of the chain are drawn, too.
+    """
     model = DraftModel.from_pretrained(case.pair.draft_path, dtype=np.float32)
     rows = np.arange(16)
-    found = {}
+    acceptance_lengths = {}
     for name, shape in SHAPES.items():
         result = generated(
             case,
@@ -163,10 +173,14 @@ def test_trees_accept_more_than_a_chain_of_their_depth(case) -> None:
             jax.tree.map(lambda leaf, part=part: leaf[part], result.stats)
             for part in (slice(0, 8), slice(8, None))
         ]
-        found[name] = [metrics.summarise(half).acceptance_length for half in halves]
+        acceptance_lengths[name] = [metrics.summarise(half).acceptance_length for half in halves]
     for name in ("static", "dynamic", "sampled"):
-        assert found[name][0] > found["chain"][0] + 0.3, found
-    assert found["sampled"][1] > found["chain"][1] + 0.2, found
+        assert acceptance_lengths[name][0] > acceptance_lengths["chain"][0] + 0.3, (
+            acceptance_lengths
+        )
+    assert acceptance_lengths["sampled"][1] > acceptance_lengths["chain"][1] + 0.2, (
+        acceptance_lengths
+    )
 
 
 CUTS = ((0, 1.0, 0.0), (0, 0.9, 0.0), (5, 1.0, 0.05))  # top-k, top-p, min-p
@@ -182,8 +196,10 @@ COUPLED = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", COUPLED)
 def test_a_coupled_text_is_the_same_with_every_drafter(case, name) -> None:
-    """64 prompts at every temperature with every truncation, side by side. Two tokens may change places where the largest of
-    log p + G are a rounding apart; then the texts part, and what comes after says nothing.
+    """Compare 64 prompts at every temperature with every truncation, side by side.
+
+    Two tokens may change places if the largest values of log p + G differ by a rounding error. The
+    texts part there, and what comes after says nothing.
     """
     method = name.split(",")[0]
     drafter = drafters(case.pair)[method].replace(draft=COUPLED[name])
@@ -209,19 +225,19 @@ def test_a_coupled_text_is_the_same_with_every_drafter(case, name) -> None:
 def _margin(
     target: specjax.Target, text: np.ndarray, at: int, sampling: Sampling, row: int, key: jax.Array
 ) -> float:
-    """How far apart the two largest of log p + G are at position ``at`` of a row's text."""
+    """Return how far the two largest of log p + G at position ``at`` of a text are apart."""
     logits = target.forward(text[None, :at])[0].logits[:, -1]
-    own = Sampling(
+    sampling_of_row = Sampling(
         *(np.asarray(getattr(sampling, field))[row] for field in Sampling.__dataclass_fields__)
     ).rows(1, "coupled")
     noise = position_noise(position_keys(key[None], np.array([[at]])), logits.shape[-1])[0]
-    best, second = jax.lax.top_k(perturbed(logits, own, noise), 2)[0][0]
+    best, second = jax.lax.top_k(perturbed(logits, sampling_of_row, noise), 2)[0][0]
     return float(best - second)
 
 
 @pytest.mark.thorough  # a figure of one pair, and no claim of losslessness
 def test_the_draft_model_earns_its_keep(case) -> None:
-    """Trained drafts are accepted far more often than random ones, greedy and sampled."""
+    """Check that trained drafts are accepted far more often than random ones."""
     rows = np.arange(16)
     sampling = Sampling(temperature=np.repeat([0.0, 1.0], 8))
     stats = generated(

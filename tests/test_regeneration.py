@@ -1,4 +1,4 @@
-"""What the command and Ray share when they rewrite a data set."""
+"""Check what the command and Ray share when they rewrite a data set."""
 
 import json
 
@@ -18,16 +18,15 @@ pytestmark = pytest.mark.full  # each needs an engine
 @pytest.fixture(scope="module")
 def writer():
     params = specjax.SamplingParams(max_new_tokens=4, temperature=1.0, seed=9)
-    with AnswerWriter(specjax.load("embedded"), params, rows=2, capacity=64) as made:
-        yield made
+    with AnswerWriter(specjax.load("embedded"), params, rows=2, capacity=64) as answer_writer:
+        yield answer_writer
 
 
 def test_a_key_follows_from_seed_document_copy_and_turn_and_lies_on_the_host(writer) -> None:
-    host, other = jax.local_devices(backend="cpu")[0], jax.devices()[-1]
-    assert host != other
-    with jax.default_device(
-        other
-    ):  # stands for an accelerator, where the key would wait for the running call
+    host, accelerator = jax.local_devices(backend="cpu")[0], jax.devices()[-1]
+    assert host != accelerator
+    # A key on an accelerator would wait for the running call. Another CPU device stands for one.
+    with jax.default_device(accelerator):
         keys = [
             writer.key("00000000000000ff", 2),
             writer.key("00000000000000ff", 2, turn=0),
@@ -69,8 +68,7 @@ def test_the_command_and_ray_write_the_same(tmp_path) -> None:
     records = [json.loads(line) for line in output.read_text().splitlines()]
     with Generate("embedded", drafter="none", rows=2, capacity=128, **settings) as generate:
         columns = generate({"prompt": np.array(texts)})
-    assert (
-        list(columns)[-1] == "text"
-    )  # also where rows are left out: batches of one run have one schema
+    # The batches of a run have one schema, even if rows are left out.
+    assert list(columns)[-1] == "text"
     for name in ("text", "tokens", "loss_spans", "tokenizer_fingerprint", "regenerated_from"):
         assert [record[name] for record in records] == list(columns[name]), name

@@ -1,4 +1,4 @@
-"""Old names that users may have, for what has a new one."""
+"""Check that old names that users may have still work, and warn."""
 
 import ast
 import importlib
@@ -41,7 +41,7 @@ def test_an_old_name_works_and_warns(module, name, renamed) -> None:
 
 
 def test_each_class_name_stands_for_one_class() -> None:
-    """A reader who finds a name in the code finds one class of it."""
+    """Check that a reader who finds a name in the code finds one class of it."""
     trees = (ast.parse(path.read_text()) for path in Path(specjax.__file__).parent.rglob("*.py"))
     names = Counter(
         node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
@@ -55,22 +55,23 @@ def test_every_old_name_serves_under_the_new_one_also_from_a_mixin_or_a_drafter_
 ) -> None:
     new = _OLD_METHODS[old]
 
-    def mine(self, *arguments): ...
+    def by_old_name(self, *arguments): ...
 
-    def other(self, *arguments): ...
+    def by_new_name(self, *arguments): ...
 
-    mixin = type("Mixin", (), {old: mine})
+    mixin = type("Mixin", (), {old: by_old_name})
     for bases, values in (
-        ((Drafter,), {old: mine}),
-        ((specjax.Eagle3,), {old: mine}),
+        ((Drafter,), {old: by_old_name}),
+        ((specjax.Eagle3,), {old: by_old_name}),
         ((mixin, Drafter), {}),
     ):
         with pytest.warns(DeprecationWarning, match=f"{old} has a new name: call it {new}"):
-            made = type("Made", bases, values)
-        assert getattr(made, new) is mine
-    assert getattr(type("Made", (Drafter,), {new: mine}), old) is mine
-    both = type("Made", (Drafter,), {old: mine, new: other})  # whoever has both means both
-    assert (getattr(both, old), getattr(both, new)) == (mine, other)
+            drafter_class = type("Made", bases, values)
+        assert getattr(drafter_class, new) is by_old_name
+    assert getattr(type("Made", (Drafter,), {new: by_old_name}), old) is by_old_name
+    # A class may define both names.
+    both = type("Made", (Drafter,), {old: by_old_name, new: by_new_name})
+    assert (getattr(both, old), getattr(both, new)) == (by_old_name, by_new_name)
 
 
 def test_weights_are_quantized_by_the_old_name_too_which_warns(target) -> None:
@@ -83,8 +84,8 @@ def test_weights_are_quantized_by_the_old_name_too_which_warns(target) -> None:
             DeprecationWarning,
             match=f"{type(model).__name__}.narrow has a new name: call it quantize",
         ):
-            narrow = model.narrow("int8")
-        jax.tree.map(np.testing.assert_array_equal, narrow, model.quantize("int8"))
+            quantized = model.narrow("int8")
+        jax.tree.map(np.testing.assert_array_equal, quantized, model.quantize("int8"))
 
 
 def test_a_drafter_with_the_old_names_of_its_methods_works_and_warns(target) -> None:
@@ -109,7 +110,7 @@ def test_a_drafter_with_the_old_names_of_its_methods_works_and_warns(target) -> 
             def propose(self, target, state, root, sampling, keys, active):
                 return Draft.chain(root, jnp.stack([state, root], axis=1)), state
 
-    assert [each.filename for each in caught] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
     prompts = np.array([[1, 2, 1, 2, 1, 2]])
     plain = specjax.generate(target, None, prompts, max_new_tokens=6)
     assert np.array_equal(
@@ -171,7 +172,7 @@ def test_a_trained_drafter_with_its_format_in_methods_works_and_warns(tmp_path) 
                     params=cls._initialise(config, key, target), config=config, mesh=target.mesh
                 )
 
-    assert [each.filename for each in caught] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
     drafter = Table.init(tiny_target(), jax.random.key(0))
     for layout in Table.layouts:
         drafter.save_pretrained(tmp_path / layout, layout=layout)
@@ -186,9 +187,9 @@ def test_a_trained_drafter_with_its_format_in_methods_works_and_warns(tmp_path) 
     recognises = DraftingMethod.of("table", Table).recognises
     assert recognises is not None and recognises({"table": 3}, ()) and not recognises({}, ())
     with pytest.warns(DeprecationWarning, match="Other: give title to a CheckpointFormat"):
-        other = type("Other", (Table,), {"title": "another table"})
-    assert (other.title, other.layouts, other.checkpoint_format.declare) == (
+        derived = type("Other", (Table,), {"title": "another table"})
+    assert (derived.title, derived.layouts, derived.checkpoint_format.declare) == (
         "another table",
         Table.layouts,
-        other.declare,
+        derived.declare,
     )

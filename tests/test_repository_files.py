@@ -1,4 +1,7 @@
-"""The files beside the code: workflows, templates, citation, changelog and hooks are valid, and agree with the rest."""
+"""Check the files beside the code: they are valid, and agree with each other.
+
+These are workflows, templates, the citation, the changelog and the hooks.
+"""
 
 import os
 import re
@@ -29,7 +32,7 @@ SCHEMAS = {
     "vendor.readthedocs": [ROOT / ".readthedocs.yaml"],
     "vendor.citation-file-format": [ROOT / "CITATION.cff"],
 }
-"""The schemas that check-jsonschema comes with, and the files that each is for."""
+"""The schemas that come with check-jsonschema, and the files of each."""
 
 BREAKS = {
     "vendor.github-workflows": ("runs-on:", "runs_on:"),
@@ -147,14 +150,7 @@ def test_the_citation_and_the_changelog_have_the_version() -> None:
 def commit_a_copy(folder: Path) -> None:
     """Make a git repository of the files here, with this environment as its .venv-test."""
     environment = [
-        ".venv*",
-        "*.egg-info",
-        "__pycache__",
-        "build",
-        "dist",
-        "runs",
-        "site",
-        ".git",
+        *(".venv*", "*.egg-info", "__pycache__", "build", "dist", "runs", "site", ".git"),
         ".*_cache",
     ]
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*environment), dirs_exist_ok=True)
@@ -179,7 +175,7 @@ def test_the_hooks_pass_here_and_each_refuses_what_it_is_for(tmp_path) -> None:
     assert passed.returncode == 0, passed.stdout + passed.stderr
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     assert passed.stdout.count("Passed") == len(hooks)
-    marker = "<" * 7  # not written out, lest the hook finds it in this file
+    marker = "<" * 7  # not written out: the hook would find it in this file
     bad = {
         "specjax/bad.py": "import os\n\nx = [1,2]\n",
         "bad.yml": "a: [\n",

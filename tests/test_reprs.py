@@ -1,4 +1,4 @@
-"""Objects with arrays print themselves in one line, without the arrays."""
+"""Check that objects with arrays print themselves in one line, without the arrays."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def target() -> specjax.Target:
 
 
 def check(instance: object) -> str:
-    """Return the repr, once it is seen to be one short line."""
+    """Return the repr, after a check that it is one short line."""
     shown = repr(instance)
     assert "\n" not in shown and len(shown) < LONGEST, shown
     assert shown.startswith(f"{type(instance).__name__}(")
@@ -31,7 +31,8 @@ def check(instance: object) -> str:
 
 
 def subclasses(kind: type) -> set[type]:
-    return {each for child in kind.__subclasses__() for each in (child, *subclasses(child))}
+    children = kind.__subclasses__()
+    return set(children).union(*(subclasses(child) for child in children))
 
 
 def test_a_target_says_its_sizes_and_how_many_parameters_it_has(target) -> None:
@@ -51,7 +52,7 @@ def test_a_target_says_its_sizes_and_how_many_parameters_it_has(target) -> None:
     "kind", [method.trained for method in METHODS.values() if method.trained is not None]
 )
 def test_every_drafter_prints_itself_without_its_weights(kind) -> None:
-    """A class whose params are large stands for a drafter: what is printed must not grow with them."""
+    """Check that the repr does not grow with the params, which are large here."""
     drafter = object.__new__(kind)
     values = {field.name: None for field in dataclasses.fields(kind)}
     for name, value in {
@@ -102,7 +103,7 @@ def test_a_result_is_shown_by_its_lengths(rows) -> None:
 
 
 def test_what_a_transformation_leaves_in_place_of_arrays_is_no_error(target) -> None:
-    """A repr is asked for in error messages and debuggers, whatever state the object is in."""
+    """Check that the repr works in any state of an object: debuggers and errors show it."""
     shapes = jax.eval_shape(lambda: target)
     check(shapes)
     jax.jit(lambda model: [check(model), model.params][1])(target)

@@ -9,7 +9,7 @@ from specjax.sampling import Sampling, draw, probabilities, split_keys
 
 
 def oracle(logits: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    """The definition, token by token, for one vector of distinct logits."""
+    """Compute the definition, token by token, for one vector of distinct logits."""
     if temperature == 0:
         return np.eye(len(logits))[np.argmax(logits)]
     p = np.exp(logits / temperature - np.max(logits / temperature))
@@ -96,11 +96,14 @@ def test_ties_are_kept_together_and_argmax_is_the_lowest() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "vocab", [1, 2, 5, 11, 257, 997, 3072, 32001]
-)  # of blocks of every kind: one, of one, of a prime
+# The sizes divide into blocks of every kind: one block, blocks of one token, a prime number.
+@pytest.mark.parametrize("vocab", [1, 2, 5, 11, 257, 997, 3072, 32001])
 def test_the_lowest_of_equal_tokens_is_the_likeliest(vocab) -> None:
-    """Of every dtype; of minus infinity alone the first, and of NaN any, but one that there is."""
+    """Check argmax in every dtype.
+
+    If all logits are minus infinity it is the first token, and with NaN any token of the
+    vocabulary.
+    """
     rng = np.random.default_rng(vocab)
     logits = rng.integers(-3, 4, (6, 2, vocab)).astype(np.float32)
     logits[0] = -np.inf
@@ -119,7 +122,11 @@ def test_the_lowest_of_equal_tokens_is_the_likeliest(vocab) -> None:
 
 @pytest.mark.parametrize("truncated", [False, True])
 def test_of_distributions_everything_is_as_of_the_probabilities_written_out(truncated) -> None:
-    """Among rows that are greedy and rows that are not: of one token, of one node, and what exceeds another distribution."""
+    """Compare with probabilities written out, for greedy rows and others together.
+
+    Tested are the probability of a token, the distribution of a node, and its excess over another
+    one.
+    """
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(6, 3, 32)).astype(np.float32) * 2
     q = np.array(jax.nn.softmax(logits + rng.normal(size=logits.shape), axis=-1))
@@ -158,7 +165,10 @@ EXTREMES = [
 
 @pytest.mark.full
 def test_the_most_probable_token_survives_every_setting() -> None:
-    """And is all that is left of the smallest ones; once, they left nothing and drew token 0 for ever."""
+    """Check that the smallest settings leave exactly the likeliest token.
+
+    Once they left none, and drew token 0 for ever.
+    """
     names = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     rows = Sampling(
         **{name: [(names | setting)[name] for setting in EXTREMES] for name in names}
@@ -173,10 +183,8 @@ def test_the_most_probable_token_survives_every_setting() -> None:
 
 def test_the_largest_temperatures_draw_evenly() -> None:
     logits = jnp.array([[-3.0, 1.0, -jnp.inf, 40.0]])
-    for temperature in (
-        1e38,
-        1e300,
-    ):  # of the first the reciprocal is not normal in float32; the second is infinite
+    # The reciprocal of the first is not normal in float32; the second is infinite.
+    for temperature in (1e38, 1e300):
         np.testing.assert_allclose(
             probabilities(logits, Sampling(temperature=temperature).rows(1)),
             [[1 / 3, 1 / 3, 0, 1 / 3]],
@@ -200,10 +208,8 @@ def test_settings_that_are_known_to_be_unused_cost_nothing() -> None:
 def test_where_a_row_could_ask_for_a_truncation_and_none_does_no_threshold_is_looked_for(
     monkeypatch,
 ) -> None:
-    logits, rows = (
-        jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 7)), jnp.float32),
-        Sampling(temperature=0.7).rows(3),
-    )
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 7)), jnp.float32)
+    rows = Sampling(temperature=0.7).rows(3)
     expected = probabilities(logits, rows)
     monkeypatch.setattr(
         sampling,
@@ -211,25 +217,25 @@ def test_where_a_row_could_ask_for_a_truncation_and_none_does_no_threshold_is_lo
         lambda scaled, rows, bits: jnp.full((*scaled.shape[:-1], 1), jnp.nan),
     )
     np.testing.assert_array_equal(probabilities(logits, rows.replace(truncated=True)), expected)
-    asked = Sampling(temperature=0.7, top_k=(0, 2, 0)).rows(3)
-    assert (
-        np.asarray(probabilities(logits, asked)) != expected
-    ).any()  # that the threshold would be seen
+    truncated = Sampling(temperature=0.7, top_k=(0, 2, 0)).rows(3)
+    # A threshold that is looked for changes the result.
+    assert (np.asarray(probabilities(logits, truncated)) != expected).any()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("vocab", [512, 301])
 def test_draws_follow_the_probabilities_and_never_hit_zero(vocab) -> None:
-    """Over a vocabulary of several blocks, some of them empty, and one that no number of blocks divides; it ends in zeros."""
+    """Draw from a vocabulary of several blocks, and from one that no number of blocks divides.
+
+    Some blocks are empty, and the vocabulary ends in zeros.
+    """
     p = np.random.default_rng(0).random(vocab) ** 4
     p[[0, 3, 63, 148, 149, vocab - 2, vocab - 1]] = 0
     p[64:128] = 0
     p /= p.sum()
     n = 100_000
-    tokens = draw(
-        jnp.broadcast_to(p.astype(np.float32), (n, vocab)) * 7,
-        jax.random.split(jax.random.key(0), n),
-    )  # unnormalised
+    unnormalised = jnp.broadcast_to(p.astype(np.float32), (n, vocab)) * 7
+    tokens = draw(unnormalised, jax.random.split(jax.random.key(0), n))
     counts = np.bincount(np.asarray(tokens), minlength=vocab)
     assert counts[p == 0].sum() == 0
     assert g_test(counts, p) >= FALSE_ALARM
@@ -239,11 +245,12 @@ def test_draws_follow_the_probabilities_and_never_hit_zero(vocab) -> None:
 def test_a_grid_of_random_numbers_draws_every_token_exactly_as_often_as_it_is_likely(
     vocab, size, monkeypatch
 ) -> None:
-    """The last block and the last token have as much to come as the others.
+    """Draw with a grid of numbers, also in the last block and the last token.
 
-    A token of mass 15 is to be drawn 15 times. A block of ``size`` tokens has mass 60, or nothing, and the grid has 60 points
-    in it, each with another number for the second draw. No point is nearer to an edge than half a step. So rounding changes
-    nothing, and a mass that is wrong by a fiftieth changes a count.
+    A token of mass 15 must be drawn 15 times. A block of ``size`` tokens has mass 60, or nothing,
+    and the grid has 60 points in it, each with another number for the second draw. No point is
+    nearer to an edge than half a step. So rounding changes nothing, and a mass that is wrong by a
+    fiftieth changes a count.
     """
     blocks = -(-vocab // size)
     splits = {
@@ -255,7 +262,7 @@ def test_a_grid_of_random_numbers_draws_every_token_exactly_as_often_as_it_is_li
     if blocks > 2:
         mass[1] = 0
     mass = mass.reshape(-1)[:vocab]
-    mass[-1] += -mass.sum() % 60  # where the last block is not whole
+    mass[-1] += -mass.sum() % 60  # if the last block is not whole
     total = mass.sum()
     step = np.arange(total)
     numbers = np.stack([(step + 0.5) / total, (step % 60 + 0.5) / 60], axis=1)
@@ -267,11 +274,11 @@ def test_a_grid_of_random_numbers_draws_every_token_exactly_as_often_as_it_is_li
 
 
 HALVES = -np.log(2) * np.array([1, 2, 3, 4, 4])
-"""Logits of tokens that come with probability 1/2, 1/4, 1/8, 1/16 and 1/16: every sum of them is a number that floats hold."""
+"""Logits of tokens of probability 1/2, 1/4, 1/8, 1/16 and 1/16, whose sums floats hold exactly."""
 
 
 @pytest.mark.parametrize(
-    ("setting", "kept"),
+    ("setting", "count"),
     [
         ({"top_p": 0.5}, 1),
         ({"top_p": 0.75}, 2),
@@ -282,14 +289,14 @@ HALVES = -np.log(2) * np.array([1, 2, 3, 4, 4])
         ({"min_p": 0.125}, 5),
         ({"top_k": 2}, 2),
         ({"top_k": 4}, 5),
-        ({"top_k": 3, "top_p": 4 / 7 - 1e-6}, 1),  # of what top-k leaves, 4/7, 2/7 and 1/7
+        ({"top_k": 3, "top_p": 4 / 7 - 1e-6}, 1),  # top-k leaves 4/7, 2/7 and 1/7
         ({"top_k": 3, "top_p": 4 / 7 + 1e-6}, 2),
     ],
 )
-def test_a_token_that_reaches_a_bound_exactly_is_the_last_one_kept(setting, kept) -> None:
+def test_a_token_that_reaches_a_bound_exactly_is_the_last_one_kept(setting, count) -> None:
     order = np.array([3, 0, 4, 2, 1])  # the likeliest token is number 1
     p = probabilities(jnp.asarray(HALVES[order], jnp.float32)[None], Sampling(**setting).rows(1))[0]
-    expected = np.where(order < kept, np.exp(HALVES[order]), 0.0)
+    expected = np.where(order < count, np.exp(HALVES[order]), 0.0)
     np.testing.assert_allclose(p, expected / expected.sum(), rtol=1e-6)
 
 
@@ -304,7 +311,7 @@ def test_a_rows_keys_do_not_depend_on_its_neighbours() -> None:
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_threshold_is_the_same_however_many_bits_a_pass_finds(bits) -> None:
-    """With ties, and tokens that cannot come."""
+    """Compare thresholds with ties, and with tokens that cannot be drawn."""
     logits = np.random.default_rng(0).integers(-6, 6, (7, 3, 200)).astype(np.float32)
     logits[:, :, ::5] = -np.inf
     settings = {
@@ -320,12 +327,10 @@ def test_the_threshold_is_the_same_however_many_bits_a_pass_finds(bits) -> None:
 
 
 def test_the_likeliest_are_found_in_arrays_of_any_rank() -> None:
-    values = (
-        np.random.default_rng(0).integers(0, 30, (3, 2, 64)).astype(np.float32)
-    )  # many are tied
+    values = np.random.default_rng(0).integers(0, 30, (3, 2, 64)).astype(np.float32)  # with ties
     values[0, 0, ::7] = -np.inf
     for array in (values, values[0], values[0, 0]):
-        for found, expected in zip(
+        for likeliest, expected in zip(
             sampling.likeliest(array, 9), jax.lax.top_k(array, 9), strict=True
         ):
-            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(likeliest, expected)

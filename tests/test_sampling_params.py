@@ -1,4 +1,4 @@
-"""One request's sampling parameters: what they refuse, and that nothing is lost on the way to the device."""
+"""The sampling parameters of one request: what they refuse, and how they reach the device."""
 
 from dataclasses import fields, replace
 
@@ -98,7 +98,7 @@ def test_what_is_no_object_and_no_field_is_refused() -> None:
 
 
 def test_a_batch_takes_the_distribution_alone() -> None:
-    """The other parameters of a request would be left out without a word."""
+    """Refuse parameters of a request that a batch would leave out without a word."""
     with pytest.raises(InputError, match=r"sampling=.*give a specjax.Sampling"):
         specjax.decoding.GenerationOptions(sampling=SamplingParams(max_new_tokens=8))
     assert SamplingParams(temperature=0.5, seed=3).options().sampling == Sampling(temperature=0.5)
@@ -109,8 +109,6 @@ def test_an_engine_gives_the_same_text_for_the_object_and_for_its_fields() -> No
     generate = specjax.load("embedded")
     with specjax.serving.Engine(generate, rows=2, widths=(2,), capacity=64, warm=False) as engine:
         values = {"temperature": 0.8, "top_k": 40, "seed": 11, "max_new_tokens": 12}
-        one, other = (
-            engine.submit("import os\n", SamplingParams(**values)),
-            engine.submit("import os\n", **values),
-        )
-        assert one.result().tokens == other.result().tokens
+        by_object = engine.submit("import os\n", SamplingParams(**values))
+        by_fields = engine.submit("import os\n", **values)
+        assert by_object.result().tokens == by_fields.result().tokens

@@ -1,4 +1,4 @@
-"""The benchmark of servers: what clients saw is counted right, and one model in three kinds of files is one model."""
+"""The benchmark of servers: its counts are right, and three kinds of files hold one model."""
 
 import asyncio
 import itertools
@@ -42,27 +42,30 @@ def test_what_clients_saw_is_counted() -> None:
         answered(10.0, [10.5, 10.5, 14.5], ["x", "yz", "w"], 15.0, tokens=9),
         answered(14.0, [16.0], ["abc"], None),  # cut short: its tokens count, its times do not
     ]
-    found = serving_clients.figures(answers, 20.0, Letters())
-    assert found["tokens_per_second"] == (5 + 9 + 3) / 10.0
-    assert found["requests"] == 2
-    assert found["seconds_per_request_p50"] == (3.5 + 5.0) / 2
-    assert found["first_token_p90"] == pytest.approx(0.5 + 0.9 * 0.5)
-    assert found["between_tokens_p50"] == pytest.approx((2.0 / 4 + 4.0 / 8) / 2)
-    assert found["pause_p50"] == 2.0  # of 0, 2 and 4
+    figures = serving_clients.figures(answers, 20.0, Letters())
+    assert figures["tokens_per_second"] == (5 + 9 + 3) / 10.0
+    assert figures["requests"] == 2
+    assert figures["seconds_per_request_p50"] == (3.5 + 5.0) / 2
+    assert figures["first_token_p90"] == pytest.approx(0.5 + 0.9 * 0.5)
+    assert figures["between_tokens_p50"] == pytest.approx((2.0 / 4 + 4.0 / 8) / 2)
+    assert figures["pause_p50"] == 2.0  # of 0, 2 and 4
     unfinished = serving_clients.figures(answers[2:], 20.0, Letters())
     assert unfinished == {"tokens_per_second": 0.5, "requests": 0.0}
-    both = serving.spreads([found, unfinished])
-    assert both["requests"] == {"low": 0.0, "middle": 1.0, "high": 2.0}
-    assert both["pause_p50"] == {"low": 2.0, "middle": 2.0, "high": 2.0}
+    spreads = serving.spreads([figures, unfinished])
+    assert spreads["requests"] == {"low": 0.0, "middle": 1.0, "high": 2.0}
+    assert spreads["pause_p50"] == {"low": 2.0, "middle": 2.0, "high": 2.0}
 
 
 def test_clients_go_on_until_each_has_had_an_answer() -> None:
-    """One of two is answered after the time is up: it is waited for. Then both hang up."""
-    asked = itertools.count()
+    """Check that a request that is answered after the time is up is waited for.
+
+    Then both clients hang up.
+    """
+    numbers = itertools.count()
 
     async def ask(answer: Answer) -> None:
         answer.add("a")
-        number = next(asked)
+        number = next(numbers)
         await asyncio.sleep(0.2 if number == 0 else 0.02 if number < 4 else 60)
         answer.finished = time.perf_counter()
 
@@ -88,14 +91,14 @@ def test_a_list_is_worked_through_in_its_order() -> None:
 
 
 def ask_a_socket(content: bytes, request: Request) -> tuple[Answer, dict]:
-    """The answer where a server sends ``content``, and the body that it was sent."""
+    """Return the answer of a server that sends ``content``, and the body of the request."""
     bodies = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().split(b"content-length:")[1].split()[0])
         bodies.append(json.loads(await reader.readexactly(length)))
-        for i in range(0, len(content), 7):  # as it may arrive
+        for i in range(0, len(content), 7):  # in small pieces, as it may arrive
             writer.write(content[i : i + 7])
             await writer.drain()
         writer.close()
@@ -103,9 +106,8 @@ def ask_a_socket(content: bytes, request: Request) -> tuple[Answer, dict]:
     async def both() -> Answer:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             answer = Answer(request, 0.0)
-            await serving_clients.over_http(
-                server.sockets[0].getsockname()[1], "pair", {"top_k": 0}
-            )(answer)
+            port = server.sockets[0].getsockname()[1]
+            await serving_clients.over_http(port, "pair", {"top_k": 0})(answer)
             return answer
 
     answer = asyncio.run(both())
@@ -147,24 +149,21 @@ def test_streams_are_read_however_they_are_cut() -> None:
 
 
 def test_the_prediction_has_every_tenth_line_wrong() -> None:
-    written = "\n".join(f"    line_{i}" for i in range(25))
-    changed = serving.with_changed_lines(written).split("\n")
-    assert [
-        i
-        for i, (one, other) in enumerate(zip(written.split("\n"), changed, strict=True))
-        if one != other
-    ] == [9, 19]
+    lines = [f"    line_{i}" for i in range(25)]
+    changed = serving.with_changed_lines("\n".join(lines)).split("\n")
+    assert len(changed) == len(lines)
+    assert [i for i, line in enumerate(lines) if changed[i] != line] == [9, 19]
     assert changed[9] == "    changed_9 = None"
 
 
 def test_requests_are_lines_of_modules_and_the_same_for_everyone(tmp_path) -> None:
     config = serving.ServingConfig(context=40)
     bench = serving.Bench(config, tmp_path, load_tokenizer(embedded("target")))
-    one, same, other = (
+    requests, same_seed, other_seed = (
         serving.first_of(serving.requests_of(bench, 0.8, seed), 20) for seed in (1, 1, 2)
     )
-    assert one == same and one != other
-    for request in one:
+    assert requests == same_seed and requests != other_seed
+    for request in requests:
         assert len(bench.tokenizer.encode(request.prompt)) >= 30 and request.prompt.endswith("\n")
         assert 64 <= request.max_tokens <= 128 and request.temperature == 0.8
 
@@ -193,7 +192,10 @@ def test_a_server_that_ends_says_what_it_printed(tmp_path) -> None:
 
 @pytest.mark.thorough  # the package gguf
 def test_the_same_weights_are_in_all_files(tmp_path) -> None:
-    """The inflated pair is read back, and GGUF holds the same: rows of q and k in another order within a head."""
+    """Read the inflated pair back, and compare it with the weights in GGUF.
+
+    GGUF has the rows of q and k in another order within a head.
+    """
     from gguf import GGUFReader
 
     assert serving_models.write_pair(tmp_path, (288, 576, 13), 2048) > 10e6
@@ -211,22 +213,17 @@ def test_the_same_weights_are_in_all_files(tmp_path) -> None:
         max_new_tokens=48,
     )
     assert np.array_equal(inflated.tokens, before.tokens)
-    assert np.array_equal(
-        inflated.stats.histogram, before.stats.histogram
-    )  # and the drafter drafts what it did
+    # The drafter drafts the same as before.
+    assert np.array_equal(inflated.stats.histogram, before.stats.histogram)
     serving_models.write_gguf(tmp_path / "target", tmp_path / "target.gguf")
     tensors = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "target.gguf").tensors}
     assert len(tensors) == 2 + 9 * 13
     layer = target.params["layers"][1]
     assert np.array_equal(tensors["blk.1.ffn_up.weight"].data, np.asarray(layer["up"]).T)
     heads, dim = target.config.num_heads, target.config.head_dim
-    turned = (
-        tensors["blk.1.attn_q.weight"]
-        .data.reshape(heads, dim // 2, 2, -1)
-        .swapaxes(1, 2)
-        .reshape(heads * dim, -1)
-    )
-    assert np.array_equal(turned, np.asarray(layer["q"]).T)
+    pairs = tensors["blk.1.attn_q.weight"].data.reshape(heads, dim // 2, 2, -1)
+    halves = pairs.swapaxes(1, 2).reshape(heads * dim, -1)
+    assert np.array_equal(halves, np.asarray(layer["q"]).T)
 
 
 @pytest.mark.thorough  # four servers
@@ -251,23 +248,19 @@ def test_servers_are_measured(tmp_path, capsys) -> None:
     }
     small |= {"prediction_tokens": 200, "positions": 1024, "start_seconds": 600.0, "patience": 60.0}
     serving.main(serving.ServingConfig(**small, output=str(output), plot=str(plot)))
-    found = json.loads(output.read_text())
+    results = json.loads(output.read_text())
     names = {serving.EAGLE3, serving.PLAIN, "transformers"}
-    assert {name: row["margins"] for name, row in found["agreement"].items()} == {
-        name: [] for name in names
-    }
-    assert [(case["temperature"], case["clients"]) for case in found["clients"]] == [
-        (0.0, 1),
-        (0.0, 2),
-        (0.8, 2),
-    ]
-    for case in found["clients"]:
+    margins = {name: row["margins"] for name, row in results["agreement"].items()}
+    assert margins == {name: [] for name in names}
+    cases = [(case["temperature"], case["clients"]) for case in results["clients"]]
+    assert cases == [(0.0, 1), (0.0, 2), (0.8, 2)]
+    for case in results["clients"]:
         assert set(case["servers"]) == names
         for run in case["servers"].values():
             assert run["requests"]["middle"] >= case["clients"]
             assert 0 < run["first_token_p50"]["middle"] <= run["seconds_per_request_p50"]["middle"]
-    assert found["http"]["same_texts"] and found["http"]["http_over_engine"]["middle"] > 0.2
-    prediction = found["prediction"]
+    assert results["http"]["same_texts"] and results["http"]["http_over_engine"]["middle"] > 0.2
+    prediction = results["prediction"]
     assert prediction["same_text"] == 1.0 and prediction["lines"] > 10
     for row in prediction["servers"].values():
         assert row["usage"]["accepted_prediction_tokens"] > 50

@@ -1,4 +1,4 @@
-"""One device against eight (2 x 4)."""
+"""Compare one device with eight (2 x 4)."""
 
 import jax
 import numpy as np
@@ -34,16 +34,15 @@ def test_every_parameter_has_a_sharding_of_its_own_rank() -> None:
     assert len(declared) == len(placed)
     for param, place in zip(declared, placed, strict=True):
         assert len(place.spec) == len(param.shape)
-        place.shard_shape(param.shape)  # raises where it does not divide
+        place.shard_shape(param.shape)  # raises if it does not divide
 
 
 def test_each_layer_is_split_by_its_own_heads() -> None:
     config = tiny_config(num_heads=8, num_kv_heads=4, layers=(Layer(), Layer(num_kv_heads=2)))
     mesh = sharding.make_mesh(2, 4)
     first, second = params.shardings(params.declare(config), mesh, config.axis_units)["layers"]
-    assert first["k"].spec == PartitionSpec(None, "model") and second["k"].spec == PartitionSpec(
-        None, None
-    )
+    assert first["k"].spec == PartitionSpec(None, "model")
+    assert second["k"].spec == PartitionSpec(None, None)
     assert first["o"].spec == second["o"].spec == PartitionSpec("model", None)
     assert (config.axis_units["heads"], config.axis_units["kv_heads"]) == (8, 2)
 

@@ -1,4 +1,4 @@
-"""Chat templates: where they come from, what they are given beside the messages, and what of that is refused."""
+"""Chat templates: their sources, their settings, and which of these are refused."""
 
 import json
 from pathlib import Path
@@ -36,9 +36,9 @@ class SeenError(Exception):
 
 @pytest.fixture
 def tokenizer():
-    made = text.load_tokenizer(ASSETS / "target")
-    made.chat_template = TEMPLATE
-    return made
+    embedded = text.load_tokenizer(ASSETS / "target")
+    embedded.chat_template = TEMPLATE
+    return embedded
 
 
 def read(tokenizer, messages=(USER,), **settings) -> str:
@@ -50,7 +50,7 @@ def test_a_chats_own_settings_go_over_those_of_all_chats_by_name(tokenizer) -> N
     both = with_template(tokenizer, settings={"mood": "good", "other": 1})
     assert read(both) == "[user]hello<good>1"
     assert read(both, mood="bad") == "[user]hello<bad>1"
-    assert read(both) == "[user]hello<good>1"  # a chat's own are gone with it
+    assert read(both) == "[user]hello<good>1"  # the settings of a chat end with it
     assert read(tokenizer) == "[user]hello"
     assert settings_of(tokenizer) == {}
 
@@ -69,14 +69,14 @@ def test_settings_reach_messages_with_null_too(tokenizer) -> None:
 def test_a_file_and_settings_in_json_make_another_tokenizer(tokenizer, tmp_path) -> None:
     file = tmp_path / "one.jinja"
     file.write_text("{{ messages[0].content }}{{ mood }}")
-    made = with_template(tokenizer, str(file), '{"mood": "good"}')
-    assert read(made) == "hellogood"
+    other_tokenizer = with_template(tokenizer, str(file), '{"mood": "good"}')
+    assert read(other_tokenizer) == "hellogood"
     assert tokenizer.chat_template == TEMPLATE
     assert with_template(tokenizer) is tokenizer
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ("{", "chat_template_kwargs='{': must be a JSON object"),
         ("[1]", "must be a JSON object"),
@@ -90,10 +90,10 @@ def test_a_file_and_settings_in_json_make_another_tokenizer(tokenizer, tmp_path)
         ('{"moood": 1}', "does not read 'moood', but mood; did you mean mood"),
     ],
 )
-def test_what_is_no_setting_is_refused_by_its_name(tokenizer, settings: str, said: str) -> None:
+def test_what_is_no_setting_is_refused_by_its_name(tokenizer, settings: str, message: str) -> None:
     with pytest.raises(InputError, match="chat_template_kwargs") as error:
         with_template(tokenizer, settings=settings)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert len(str(error.value)) < 300
 
 
@@ -108,15 +108,15 @@ def test_what_changes_nothing_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [("", "is empty"), ("{% if %}", "not a valid Jinja template"), (b"\xff", "cannot be read")],
 )
 def test_a_file_that_is_no_template_is_refused(
-    tokenizer, tmp_path, content: str | bytes, said: str
+    tokenizer, tmp_path, content: str | bytes, message: str
 ) -> None:
     file = tmp_path / "one.jinja"
     file.write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(InputError, match=rf"chat_template=.*{said}"):
+    with pytest.raises(InputError, match=rf"chat_template=.*{message}"):
         with_template(tokenizer, str(file))
     with pytest.raises(InputError, match="chat_template='nowhere'"):
         with_template(tokenizer, "nowhere")
@@ -124,12 +124,12 @@ def test_a_file_that_is_no_template_is_refused(
 
 def test_an_error_of_the_template_names_the_settings_where_they_are_its_cause(tokenizer) -> None:
     tokenizer.chat_template = REFUSES_MOODS
-    for made, given in (
+    for with_settings, settings in (
         (tokenizer, {"mood": "bad"}),
         (with_template(tokenizer, settings={"mood": "bad"}), {}),
     ):
         with pytest.raises(InputError, match=r"^chat_template_kwargs: .*'bad'.*no such mood"):
-            read(made, [USER, USER], **given)
+            read(with_settings, [USER, USER], **settings)
     tokenizer.chat_template = "{{ raise_exception('nothing will do') }}{{ mood }}"
     with pytest.raises(InputError, match=r"^messages: .*nothing will do"):
         read(tokenizer, mood="bad")
@@ -150,9 +150,9 @@ def test_a_setting_is_text_and_no_template(tokenizer) -> None:
 
 
 def test_the_names_that_templates_of_the_project_read() -> None:
-    made = text.load_tokenizer(ASSETS / "target")
+    embedded = text.load_tokenizer(ASSETS / "target")
     for file in sorted((ROOT / "configs" / "templates").glob("*.jinja")):
-        names = names_read(with_template(made, str(file)))
+        names = names_read(with_template(embedded, str(file)))
         assert names is not None and "messages" in names, file
 
 
@@ -171,15 +171,18 @@ def test_a_training_reads_them_and_its_data_say_so(tokenizer, tmp_path) -> None:
         "holdout": 0.2,
     }
     learnt = []
-    for given in ("", '{"mood": "glad"}'):
-        config = DataConfig(**settings, chat_template=str(file), chat_template_kwargs=given)
-        made, packed, _ = data.prepare(config)
-        learnt.append(made.decode(packed["tokens"][0].tolist()))
-    assert ["glad" in each for each in learnt] == [False, True]
-    own = with_template(tokenizer, str(file))
+    for template_settings in ("", '{"mood": "glad"}'):
+        config = DataConfig(
+            **settings, chat_template=str(file), chat_template_kwargs=template_settings
+        )
+        of_data, packed, _ = data.prepare(config)
+        learnt.append(of_data.decode(packed["tokens"][0].tolist()))
+    assert ["glad" in words for words in learnt] == [False, True]
+    plain = with_template(tokenizer, str(file))
     glad = with_template(tokenizer, str(file), {"mood": "glad"})
-    assert fingerprint.of_tokenizer(own) != fingerprint.of_tokenizer(glad)
-    assert fingerprint.of_tokenizer(own, chats=False) == fingerprint.of_tokenizer(glad, chats=False)
+    assert fingerprint.of_tokenizer(plain) != fingerprint.of_tokenizer(glad)
+    texts_of_plain = fingerprint.of_tokenizer(plain, chats=False)
+    assert texts_of_plain == fingerprint.of_tokenizer(glad, chats=False)
     file.write_text("{{ mood.upper() }}{{ messages }}")
     stumbling = with_template(tokenizer, str(file))
     stumbling.chat_template_kwargs = {"mood": 1}
@@ -225,30 +228,23 @@ def test_every_command_that_renders_chats_has_the_two_options(
             json.dumps({"messages": [USER, {"role": "assistant", "content": "b"}]}) + "\n"
         )
     options = ["--chat-template", "one.jinja", "--chat-template-kwargs", '{"mood": 1}']
-    with pytest.raises(SeenError) as seen:
+    with pytest.raises(SeenError) as raised:
         main([*words, *options])
-    assert seen.value.args == ("one.jinja", '{"mood": 1}')
+    assert raised.value.args == ("one.jinja", '{"mood": 1}')
 
 
 @pytest.mark.parametrize(
     "option",
     [["--chat-template", "one.jinja"], ["--chat-template-kwargs", "{}"]],
-    ids=lambda each: each[0],
+    ids=lambda option: option[0],
 )
 @pytest.mark.parametrize(
     "command",
     [
         ["generate", "--target", "embedded", "--prompt", "a"],
         [
-            "evaluate",
-            "--target",
-            "embedded",
-            "--questions",
-            str(README),
-            "--drafter",
-            "embedded:eagle3",
-            "--chat",
-            "False",
+            *("evaluate", "--target", "embedded", "--questions", str(README)),
+            *("--drafter", "embedded:eagle3", "--chat", "False"),
         ],
     ],
     ids=lambda command: command[0],
@@ -269,21 +265,21 @@ def see_whether_it_is_a_chat(*_: object, is_chat: object = None, **__: object) -
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_generate_says_whether_an_answer_is_a_chats(chat: bool, tmp_path, monkeypatch) -> None:
-    """Of which only the final channel is the text, where a model has channels."""
+    """Check the flag for models with channels: only the final channel of a chat is its text."""
     file = tmp_path / "one.jinja"
     file.write_text(TEMPLATE)
     monkeypatch.setattr(pipeline.TextGenerator, "start", see_whether_it_is_a_chat)
     words = ["generate", "--target", "embedded", "--drafter", "none", "--prompt", "a"]
-    with pytest.raises(SeenError) as seen:
+    with pytest.raises(SeenError) as raised:
         main([*words, "--chat", "--chat-template", str(file)] if chat else words)
-    assert seen.value.args == (chat,)
+    assert raised.value.args == (chat,)
 
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_client_says_whether_an_answer_is_a_chats(chat: bool, monkeypatch) -> None:
     generator = pipeline.load("embedded")
     generator.tokenizer.chat_template = TEMPLATE
-    made = client.connect(
+    connected = client.connect(
         "ws://127.0.0.1:9",
         specjax.PromptLookup(draft=2),
         generator.target,
@@ -291,9 +287,9 @@ def test_a_client_says_whether_an_answer_is_a_chats(chat: bool, monkeypatch) -> 
         capacity=32,
     )
     monkeypatch.setattr(writer, "Display", see_whether_it_is_a_chat)
-    with pytest.raises(SeenError) as seen:
-        made.stream([USER] if chat else "hello", max_new_tokens=4)
-    assert seen.value.args == (chat,)
+    with pytest.raises(SeenError) as raised:
+        connected.stream([USER] if chat else "hello", max_new_tokens=4)
+    assert raised.value.args == (chat,)
 
 
 @pytest.mark.full
@@ -304,39 +300,31 @@ def test_regenerate_says_whether_an_answer_is_a_chats(chat: bool, tmp_path, monk
     messages = [USER, {"role": "assistant", "content": "b"}]
     source.write_text(json.dumps({"messages": messages} if chat else {"text": "hello"}) + "\n")
     monkeypatch.setattr(Engine, "submit", see_whether_it_is_a_chat)
-    words = [
-        "--target",
-        "embedded",
-        "--source",
-        str(source),
-        "--output",
-        str(tmp_path / "out.jsonl"),
-        "--batch",
-        "1",
-    ]
-    with pytest.raises(SeenError) as seen:
+    words = ["--target", "embedded", "--source", str(source)]
+    words += ["--output", str(tmp_path / "out.jsonl"), "--batch", "1"]
+    with pytest.raises(SeenError) as raised:
         main(["regenerate", *words, "--chat-template", str(file)])
-    assert seen.value.args == (chat,)
+    assert raised.value.args == (chat,)
     with (
         Generate("embedded", column="column", chat_template=str(file), rows=1) as generate,
-        pytest.raises(SeenError) as seen,
+        pytest.raises(SeenError) as raised,
     ):
         generate({"column": [[USER] if chat else "hello"]})
-    assert seen.value.args == (chat,)
+    assert raised.value.args == (chat,)
 
 
 def test_connecting_sets_them_for_all_chats() -> None:
     generator = pipeline.load("embedded")
     generator.tokenizer.chat_template = TEMPLATE
-    given = {
+    options = {
         "tokenizer": generator.tokenizer,
         "capacity": 32,
         "chat_template_kwargs": {"mood": "good"},
     }
-    made = client.connect(
-        "ws://127.0.0.1:9", specjax.PromptLookup(draft=2), generator.target, **given
+    connected = client.connect(
+        "ws://127.0.0.1:9", specjax.PromptLookup(draft=2), generator.target, **options
     )
-    assert generator.tokenizer.decode(made.encode([USER])) == "[user]hello<good>[assistant]"
+    assert generator.tokenizer.decode(connected.encode([USER])) == "[user]hello<good>[assistant]"
     with pytest.raises(InputError, match="chat_template: target_parts has no tokenizer"):
         client.connect(
             "ws://127.0.0.1:9",
@@ -350,8 +338,10 @@ def test_loading_sets_them_for_all_chats(tmp_path) -> None:
     file = tmp_path / "one.jinja"
     file.write_text(TEMPLATE)
     generator = pipeline.load("embedded", chat_template=file, chat_template_kwargs={"mood": "good"})
-    made = [generator.encode([USER]), generator.encode("hello", chat=True)]
-    assert [generator.tokenizer.decode(ids) for ids in made] == ["[user]hello<good>[assistant]"] * 2
+    encoded = [generator.encode([USER]), generator.encode("hello", chat=True)]
+    assert [generator.tokenizer.decode(ids) for ids in encoded] == [
+        "[user]hello<good>[assistant]"
+    ] * 2
     ids = generator.encode([USER], chat_template_kwargs={"mood": "bad"})
     assert generator.tokenizer.decode(ids) == "[user]hello<bad>[assistant]"
 

@@ -36,7 +36,7 @@ def test_pieces_joined_are_the_text(tokenizer) -> None:
 
 
 class Shouting(PreTrainedTokenizerFast):
-    """A tokenizer with a way of its own to decode."""
+    """A tokenizer that decodes in its own way."""
 
     def _decode(self, token_ids, **kwargs) -> str:
         return super()._decode(token_ids, **kwargs).upper()
@@ -44,9 +44,11 @@ class Shouting(PreTrainedTokenizerFast):
 
 @pytest.mark.parametrize("has_own_way", [False, True])
 def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself(tokenizer, has_own_way) -> None:
-    made = Shouting(tokenizer_object=tokenizer.backend_tokenizer) if has_own_way else tokenizer
-    stream = text.TextStream(made, text.encode(made, "import"))
-    assert stream.push(text.encode(made, " os"), last=True) == (" OS" if has_own_way else " os")
+    if has_own_way:
+        tokenizer = Shouting(tokenizer_object=tokenizer.backend_tokenizer)
+    stream = text.TextStream(tokenizer, text.encode(tokenizer, "import"))
+    piece = stream.push(text.encode(tokenizer, " os"), last=True)
+    assert piece == (" OS" if has_own_way else " os")
 
 
 def test_an_unfinished_character_is_let_go_at_the_end(tokenizer) -> None:
@@ -60,36 +62,29 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def of_bytes_and_spaces(kind: str) -> PreTrainedTokenizerFast:
-    """As Llama 2's and T5's: spaces are part of the words, and the one that begins a text is dropped."""
-    words = [
-        "\u2581",
-        "\u2581a",
-        "a",
-        "b",
-        "\u2581the",
-        "the",
-        "é",
-        "\u2581日本",
-        "\u2581.",
-        "\u2581\u2581",
-    ]
+    """Return a tokenizer like that of Llama 2 ("llama") or T5, whose words begin with spaces.
+
+    The space that begins a text is dropped.
+    """
+    words = ["\u2581", "\u2581a", "a", "b", "\u2581the", "the", "é"]
+    words += ["\u2581日本", "\u2581.", "\u2581\u2581"]
     if kind == "llama":
         vocab = {token: number for number, token in enumerate(["<unk>", *BYTES, *words])}
-        made = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+        backend = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
         steps = [
             decoders.Replace("\u2581", " "),
             decoders.ByteFallback(),
             decoders.Fuse(),
             decoders.Strip(" ", 1, 0),
         ]
-        made.decoder = decoders.Sequence(steps)
+        backend.decoder = decoders.Sequence(steps)
     else:
-        made = tokenizers.Tokenizer(
+        backend = tokenizers.Tokenizer(
             models.Unigram([(token, -1.0) for token in ["<unk>", *words]], 0, byte_fallback=False)
         )
-        made.decoder = decoders.Metaspace()
+        backend.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=backend,
         bos_token="<s>",
         eos_token="</s>",
         additional_special_tokens=["<tool>"],
@@ -107,7 +102,11 @@ KINDS = ["byte-level", "llama", "unigram", *["stories"] * (SHARED / "stories260k
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_joined_are_the_text_however_it_is_cut(kind) -> None:
-    """Any tokens: special ones alone in a piece or inside a character, bytes that are no text, prompts that end in such."""
+    """Cut texts of any tokens, and compare the joined pieces with the whole text.
+
+    There are special tokens alone in a piece or inside a character, bytes that are no text, and
+    prompts that end in such.
+    """
     tokenizer = any_tokenizer(kind)
     rng = random.Random(0)
     vocabulary = tokenizer.get_vocab()
@@ -139,7 +138,7 @@ def test_pieces_joined_are_the_text_however_it_is_cut(kind) -> None:
         pieces.append(stream.push([], last=True))
         whole = decode(ids)
         before = decode(ids[:start])
-        while not whole.startswith(before):  # what the prompt does not end with after all
+        while not whole.startswith(before):  # the prompt does not end with this after all
             before = before[:-1]
         assert before + "".join(pieces) == whole, (ids, start)
 
@@ -156,7 +155,7 @@ def test_a_character_that_a_prompt_begins_is_whole_in_what_follows(tokenizer) ->
 
 
 def test_a_text_is_not_decoded_again_with_every_piece(tokenizer) -> None:
-    """What a piece costs does not grow with the text, also behind special tokens."""
+    """Check that the cost of a piece does not grow with the text, also after special tokens."""
     stream = text.TextStream(tokenizer, text.encode(tokenizer, "import os"))
     for _ in range(50):
         stream.push([*text.encode(tokenizer, "x = 1\n"), tokenizer.eos_token_id])
@@ -167,31 +166,27 @@ def test_a_text_is_not_decoded_again_with_every_piece(tokenizer) -> None:
     assert max(decoded) < 24
 
 
-def run_of(tokenizer: Any, what: str) -> list[int]:
-    """A token, or a few, that say nothing by themselves however often they are repeated."""
-    if what == "special":
+def run_of(tokenizer: Any, kind: str) -> list[int]:
+    """Return one or more tokens that are no text, however often they are repeated."""
+    if kind == "special":
         return [tokenizer.eos_token_id]
-    if what == "unknown":
+    if kind == "unknown":
         return [len(tokenizer) + 7]
     if "<0xE3>" in tokenizer.get_vocab():
         return tokenizer.convert_tokens_to_ids(["<0xE3>"])
-    return tokenizer.backend_tokenizer.encode(
-        "\N{HIRAGANA LETTER A}", add_special_tokens=False
-    ).ids[:1]
+    letter = "\N{HIRAGANA LETTER A}"
+    return tokenizer.backend_tokenizer.encode(letter, add_special_tokens=False).ids[:1]
 
 
-@pytest.mark.parametrize(
-    "stop", ["ab", "b"]
-)  # the second is completed by the token that ends the run
+# The second string is completed by the token that ends the run.
+@pytest.mark.parametrize("stop", ["ab", "b"])
 @pytest.mark.parametrize("at_once", [1, 5])
 @pytest.mark.parametrize("what", ["special", "unknown", "unfinished"])
 @pytest.mark.parametrize("kind", ["byte-level", "llama"])
 def test_a_long_run_of_tokens_that_are_no_text_takes_linear_time(kind, what, at_once, stop) -> None:
     tokenizer, decoded = copy(any_tokenizer(kind)), []
-    prompt, after = (
-        tokenizer.convert_tokens_to_ids(["a", "b"]),
-        tokenizer.convert_tokens_to_ids([*stop, "b"]),
-    )
+    prompt = tokenizer.convert_tokens_to_ids(["a", "b"])
+    after = tokenizer.convert_tokens_to_ids([*stop, "b"])
     run = 1000 * run_of(tokenizer, what)
     decode = tokenizer.decode
     tokenizer.decode = lambda tokens, **named: (
@@ -218,29 +213,33 @@ def test_a_token_of_the_vocabulary_that_is_named_for_padding_is_still_text(token
 def length_at_a_stop_string(
     tokenizer: Any, prompt: list[int], ids: list[int], stop: list[str]
 ) -> int:
-    """The slow way: how many tokens there must be, all of them decoded anew, for the text to hold a stop string."""
+    """Return how many tokens it takes for the text to hold a stop string.
+
+    This is the slow way, which decodes all tokens again for each length.
+    """
     for count in range(1, len(ids) + 1):
         piece = text.TextStream(tokenizer, prompt).push(ids[:count], last=True)
-        if any(each in piece for each in stop):
+        if any(string in piece for string in stop):
             return count
     return len(ids)
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "llama"])
 def test_the_token_that_completes_a_stop_string_is_the_last(kind) -> None:
-    tokenizer, rng, found = any_tokenizer(kind), random.Random(1), 0
+    tokenizer, rng, stopped = any_tokenizer(kind), random.Random(1), 0
     a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
     silent = [run_of(tokenizer, what)[0] for what in ("special", "unknown", "unfinished")]
-    # Whole characters of one byte and of three, so that a stop string can end in the middle of a run.
+    # Whole characters of one byte and of three, so that a stop string can end in the middle of a
+    # run.
     names = [f"<0x{byte:02X}>" for byte in "baあ".encode()]
-    written = (
+    characters = (
         tokenizer.convert_tokens_to_ids(names)
         if kind == "llama"
         else tokenizer.encode("baあ", add_special_tokens=False)
     )
     stop = ["bab", "bba", "あb"]
     for _ in range(300):
-        parts = [[a], [b], *([token] for token in silent[:2]), rng.choice([silent[2:], written])]
+        parts = [[a], [b], *([token] for token in silent[:2]), rng.choice([silent[2:], characters])]
         ids = [token for part in rng.choices(parts, k=rng.randrange(2, 60)) for token in part]
         growing, at = text.GrowingText(tokenizer, [a], stop), 0
         while at < len(ids):
@@ -250,8 +249,8 @@ def test_the_token_that_completes_a_stop_string_is_the_last(kind) -> None:
         growing.finish()
         expected = length_at_a_stop_string(tokenizer, [a], ids, stop)
         assert growing.tokens == ids[:expected], ids
-        found += expected < len(ids)
-    assert found > 30
+        stopped += expected < len(ids)
+    assert stopped > 30
 
 
 def test_prompts_begin_with_the_bos_token(tokenizer) -> None:
@@ -274,18 +273,21 @@ def test_what_begins_a_text_is_not_put_before_a_prompt_that_has_it(tokenizer) ->
 
 
 def saved(directory: Path, adds: str, **stated: Any) -> Path:
-    """Write a tokenizer whose tokenizer.json puts around a text what ``adds`` has around its x, and its configuration."""
+    """Write a tokenizer and its configuration, and return the directory.
+
+    Its tokenizer.json adds the tokens that are around the x in ``adds``.
+    """
     vocab = {token: number for number, token in enumerate(["<s>", "</s>", "<m>", "a", "b"])}
-    made = tokenizers.Tokenizer(models.BPE(vocab, []))
-    made.add_special_tokens(["<s>", "</s>", "<m>"])
-    made.decoder = decoders.ByteLevel()
-    made.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, []))
+    tokenizer.add_special_tokens(["<s>", "</s>", "<m>"])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     if adds != "x":
         special = [(token, vocab[token]) for token in ("<s>", "</s>", "<m>") if token in adds]
-        made.post_processor = processors.TemplateProcessing(
+        tokenizer.post_processor = processors.TemplateProcessing(
             single=adds.replace("x", "$A"), special_tokens=special
         )
-    made.save(str(directory / "tokenizer.json"))
+    tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
@@ -302,12 +304,12 @@ def saved(directory: Path, adds: str, **stated: Any) -> Path:
 @pytest.mark.parametrize(
     ("adds", "stated", "expected"),
     [
-        ("x", {"add_bos_token": True, "add_eos_token": False}, "<s>ab"),  # DeepSeek-V3's
+        ("x", {"add_bos_token": True, "add_eos_token": False}, "<s>ab"),  # as DeepSeek-V3
         ("x", {"add_bos_token": True}, "<s>ab"),
         ("x", {"add_bos_token": False, "add_eos_token": True}, "ab</s>"),
         ("x", {"add_bos_token": True, "add_eos_token": True}, "<s>ab</s>"),
         ("<s> x", {"add_bos_token": False}, "ab"),
-        ("<s> x", {"add_eos_token": True}, "<s>ab</s>"),  # what is not stated is as it was
+        ("<s> x", {"add_eos_token": True}, "<s>ab</s>"),  # a setting that is not stated stays
         ("<s> x", {}, "<s>ab"),
         ("<s> x", {"add_bos_token": None}, "<s>ab"),
         ("<s> x </s>", {"add_eos_token": False}, "<s>ab"),
@@ -319,16 +321,17 @@ def saved(directory: Path, adds: str, **stated: Any) -> Path:
 def test_texts_begin_and_end_as_the_configuration_says(
     tmp_path, of_class: str, adds: str, stated: dict, expected: str
 ) -> None:
-    made = text.load_tokenizer(saved(tmp_path, adds, tokenizer_class=of_class, **stated))
-    assert made.decode(text.encode(made, "ab")) == expected
-    assert made.decode(text.encode_continuation(made, "ab")) == "ab"
-    assert made.decode(text.encode(made, "<s>ab")).count("<s>") == 1
-    made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert made.decode(text.encode_chat(made, [{"role": "user", "content": "ab"}])) == "ab"
-    trained = read_tokenizer(
-        tmp_path
-    )  # as a training reads texts, and as it is saved beside what was trained
-    assert made.decode(encode_texts(trained.backend_tokenizer, ["ab"])[0]) == expected
+    tokenizer = text.load_tokenizer(saved(tmp_path, adds, tokenizer_class=of_class, **stated))
+    assert tokenizer.decode(text.encode(tokenizer, "ab")) == expected
+    assert tokenizer.decode(text.encode_continuation(tokenizer, "ab")) == "ab"
+    assert tokenizer.decode(text.encode(tokenizer, "<s>ab")).count("<s>") == 1
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert (
+        tokenizer.decode(text.encode_chat(tokenizer, [{"role": "user", "content": "ab"}])) == "ab"
+    )
+    # A training run reads texts with this tokenizer, and saves it beside the checkpoint.
+    trained = read_tokenizer(tmp_path)
+    assert tokenizer.decode(encode_texts(trained.backend_tokenizer, ["ab"])[0]) == expected
     trained.save_pretrained(tmp_path / "saved")
     again = text.load_tokenizer(tmp_path / "saved")
     assert again.decode(text.encode(again, "ab")) == expected
@@ -359,25 +362,33 @@ FIRST_SYSTEM_ALONE = """
 {%- for m in messages %}
 {%- if m.role == 'system' and loop.first or m.role == 'user' %}[{{ m.role }}]{{ m.content }}
 {%- elif m.role == 'assistant' %}[assistant]
-{%- if m.reasoning_content and loop.index0 > messages|length - 3 %}<{{ m.reasoning_content }}>{% endif %}
+{%- if m.reasoning_content and loop.index0 > messages|length - 3 %}<{{ m.reasoning_content }}>
+{%- endif %}
 {{- m.content.split('</think>')[-1] | trim if m.content }}
-{%- for call in m.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments | tojson }}){% endfor %}
+{%- for call in m.tool_calls or [] %}
+{%- set f = call.function %}({{ f.name }} {{ f.arguments | tojson }})
+{%- endfor %}
 {%- elif m.role == 'tool' %}[tool]{{ m.content }}
 {%- endif %}{% endfor %}[assistant]"""
 CALLS_WITHOUT_CONTENT = """
 {%- for m in messages %}
 {%- if m['role'] in ('system', 'user', 'tool') %}[{{ m['role'] }}]{{ m['content'] }}{% endif %}
 {%- if m['role'] == 'assistant' and m['content'] is none %}
-{%- for call in m['tool_calls'] %}{{ '(' + call['function']['name'] + ' ' + call['function']['arguments'] + ')' }}{% endfor %}
-{%- elif m['role'] == 'assistant' %}{{ '[assistant]' + m['content'] }}{% endif %}{% endfor %}[assistant]"""
+{%- for call in m['tool_calls'] %}
+{{- '(' + call['function']['name'] + ' ' + call['function']['arguments'] + ')' }}{% endfor %}
+{%- elif m['role'] == 'assistant' %}{{ '[assistant]' + m['content'] }}
+{%- endif %}{% endfor %}[assistant]"""
 ANY_ROLE = """
 {%- for m in messages %}[{{ m.role }}]{{ m.content | trim }}
-{%- if 'tool_calls' in m %}({{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}){% endif %}
+{%- if 'tool_calls' in m %}({{ m.tool_calls[0].function.name }}
+{{- ' ' }}{{ m.tool_calls[0].function.arguments | tojson }})
+{%- endif %}
 {%- endfor %}[assistant]"""
 WITH_DEVELOPER = """
 {%- for m in messages %}
 {%- if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}
-{%- if m.tool_calls and m.content and m.thinking %}{{ raise_exception('content and thinking') }}{% endif %}
+{%- if m.tool_calls and m.content and m.thinking %}
+{{- raise_exception('content and thinking') }}{% endif %}
 {%- if 'tool_calls' in m %}<{{ m.content or m.thinking }}>({{ m.tool_calls[0].function.name }})
 {%- else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}[assistant]"""
 NO_TOOLS = (
@@ -396,41 +407,41 @@ WITH_TOOL = [
 
 @pytest.fixture(scope="module")
 def chat_text():
-    """Return the text that a template makes of a chat, as it is encoded."""
-    made = text.load_tokenizer(ASSETS / "target")
+    """Return a function that renders a chat with a template, as it is encoded."""
+    tokenizer = text.load_tokenizer(ASSETS / "target")
 
     def render(template: str, messages: Any) -> str:
-        made.chat_template = template.removeprefix("\n")
-        return made.decode(text.encode_chat(made, messages))
+        tokenizer.chat_template = template.removeprefix("\n")
+        return tokenizer.decode(text.encode_chat(tokenizer, messages))
 
     return render
 
 
-def said(role: str, content: Any = "hello", **more: Any) -> dict[str, Any]:
+def message(role: str, content: Any = "hello", **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
 @pytest.mark.parametrize(
     ("template", "messages", "expected"),
     [
-        # A developer is the system, but for templates that know one.
+        # A developer is the system, except for templates that know developers.
         (
             FIRST_SYSTEM_ALONE,
-            [said("developer", "brief"), USER],
+            [message("developer", "brief"), USER],
             "[system]brief[user]hello[assistant]",
         ),
         (
             CALLS_WITHOUT_CONTENT,
-            [said("developer", "brief"), USER],
+            [message("developer", "brief"), USER],
             "[system]brief[user]hello[assistant]",
         ),
-        (ANY_ROLE, [said("developer", "brief"), USER], "[developer]brief[user]hello[assistant]"),
+        (ANY_ROLE, [message("developer", "brief"), USER], "[developer]brief[user]hello[assistant]"),
         (
             WITH_DEVELOPER,
-            [said("developer", "brief"), USER],
+            [message("developer", "brief"), USER],
             "[developer]brief[user]hello[assistant]",
         ),
-        # A call of a tool, and what it gave back.
+        # A call of a tool, and its result.
         (
             FIRST_SYSTEM_ALONE,
             WITH_TOOL,
@@ -439,61 +450,61 @@ def said(role: str, content: Any = "hello", **more: Any) -> dict[str, Any]:
         (CALLS_WITHOUT_CONTENT, WITH_TOOL, '[user]hello(read {"path":"a"})[tool]7[assistant]'),
         (ANY_ROLE, WITH_TOOL, '[user]hello[assistant](read {"path": "a"})[tool]7[assistant]'),
         # No call at all, and one without arguments.
-        (ANY_ROLE, [said("assistant", "hi", tool_calls=[])], "[assistant]hi[assistant]"),
+        (ANY_ROLE, [message("assistant", "hi", tool_calls=[])], "[assistant]hi[assistant]"),
         (
             ANY_ROLE,
-            [said("assistant", tool_calls=[{"function": {"name": "f"}}])],
+            [message("assistant", tool_calls=[{"function": {"name": "f"}}])],
             "[assistant]hello(f {})[assistant]",
         ),
         (
             ANY_ROLE,
-            [said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": ""}}])],
+            [message("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": ""}}])],
             "[assistant](f {})[assistant]",
         ),
         (
             ANY_ROLE,
-            [said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": "[1"}}])],
+            [message("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": "[1"}}])],
             '[assistant](f "[1")[assistant]',
         ),
-        # Thoughts, under whichever name, where the template reads them.
+        # Thoughts, under any name, if the template reads them.
         *(
             (
                 FIRST_SYSTEM_ALONE,
-                [USER, said("assistant", "hi", **{name: "hm"})],
+                [USER, message("assistant", "hi", **{name: "hm"})],
                 "[user]hello[assistant]<hm>hi[assistant]",
             )
             for name in ("reasoning_content", "reasoning", "thinking")
         ),
         (
             WITH_DEVELOPER,
-            [said("assistant", "", reasoning="hm", tool_calls=[CALL])],
+            [message("assistant", "", reasoning="hm", tool_calls=[CALL])],
             "<hm>(read)[assistant]",
         ),
         (
             WITH_DEVELOPER,
-            [said("assistant", "hi", reasoning="hm", tool_calls=[CALL])],
+            [message("assistant", "hi", reasoning="hm", tool_calls=[CALL])],
             "<hi>(read)[assistant]",
         ),
-        # What a template drops of a message is no matter: space, and earlier thoughts.
+        # A template may drop parts of a message: space, and earlier thoughts.
         (
             FIRST_SYSTEM_ALONE,
-            [said("assistant", "<think>no</think>  yes "), USER],
+            [message("assistant", "<think>no</think>  yes "), USER],
             "[assistant]yes[user]hello[assistant]",
         ),
         (
             FIRST_SYSTEM_ALONE,
-            [said("assistant", "", reasoning="hm"), USER, USER, USER],
+            [message("assistant", "", reasoning="hm"), USER, USER, USER],
             "[assistant]" + "[user]hello" * 3 + "[assistant]",
         ),
-        # A call that a template reads in no form is ignored.
+        # A call is ignored if the template reads it in no form.
         (NO_TOOLS, WITH_TOOL[:2], "[user]hello[assistant]"),
         (
             NO_TOOLS,
-            [USER, said("assistant", None, function_call={"name": "f", "arguments": "{}"})],
+            [USER, message("assistant", None, function_call={"name": "f", "arguments": "{}"})],
             "[user]hello[assistant]",
         ),
-        # Nothing is lost of a message that says nothing.
-        (NO_TOOLS, [said("system", " "), USER], "[user]hello"),
+        # A message without text loses nothing.
+        (NO_TOOLS, [message("system", " "), USER], "[user]hello"),
     ],
 )
 def test_a_chat_is_rendered_whole(chat_text, template: str, messages: Any, expected: str) -> None:
@@ -503,12 +514,12 @@ def test_a_chat_is_rendered_whole(chat_text, template: str, messages: Any, expec
 @pytest.mark.parametrize(
     ("template", "messages", "number"),
     [
-        (NO_TOOLS, [USER, said("system")], 1),
-        (NO_TOOLS, [said("developer"), USER], 0),
-        (NO_TOOLS, WITH_TOOL, 2),  # what the tool gave back
-        (FIRST_SYSTEM_ALONE, [USER, USER, said("system")], 2),
-        (FIRST_SYSTEM_ALONE, [USER, said("function", name="f")], 1),
-        (CALLS_WITHOUT_CONTENT, [USER, said("critic")], 1),
+        (NO_TOOLS, [USER, message("system")], 1),
+        (NO_TOOLS, [message("developer"), USER], 0),
+        (NO_TOOLS, WITH_TOOL, 2),  # the result of the tool
+        (FIRST_SYSTEM_ALONE, [USER, USER, message("system")], 2),
+        (FIRST_SYSTEM_ALONE, [USER, message("function", name="f")], 1),
+        (CALLS_WITHOUT_CONTENT, [USER, message("critic")], 1),
     ],
 )
 def test_a_message_that_the_template_leaves_out_is_an_error(
@@ -527,7 +538,7 @@ def test_a_chat_is_not_refused_where_a_template_reads_into_contents(chat_text) -
         " endif %}{% endfor %}hello"
     )
     assert chat_text(picky, [USER]) == "hello"
-    # What is left out beside a content like the mark's, and not beside its own, is not left out.
+    # A message that is left out only beside the content of the probe is not left out.
     first = (
         "{% for m in messages %}{% if loop.first or messages[0].content == 'hello' %}[{{ m.content"
         " }}]{% endif %}{% endfor %}"
@@ -555,12 +566,15 @@ def test_a_damaged_tokenizer_is_one_line_that_names_the_file(tmp_path, content) 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json"])
 def test_a_checkpoint_cannot_offer_to_run_its_code(
-    tmp_path, monkeypatch, capfd, where, known
+    tmp_path, monkeypatch, capfd, where, is_known
 ) -> None:
-    """Whoever answers what is asked on stdin: the plain tokenizer is read, where there is one of that name, or none."""
+    """Check that code is not run even if somebody answers "y" on stdin.
+
+    The plain tokenizer is read if its name is known, and otherwise the checkpoint is refused.
+    """
     ran = tmp_path / "ran"
     directory = tmp_path / "checkpoint"
     directory.mkdir()
@@ -575,9 +589,9 @@ def test_a_checkpoint_cannot_offer_to_run_its_code(
         "AutoTokenizer": [None, "tokenization_evil.EvilTokenizer"],
     }
     contents = {
-        "config.json": {"model_type": "llama" if known else "evil"},
+        "config.json": {"model_type": "llama" if is_known else "evil"},
         "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast" if known else "EvilTokenizer"
+            "tokenizer_class": "PreTrainedTokenizerFast" if is_known else "EvilTokenizer"
         },
     }
     contents[where]["auto_map"] = code
@@ -590,13 +604,10 @@ def test_a_checkpoint_cannot_offer_to_run_its_code(
     )
     monkeypatch.setattr("sys.path", [str(tmp_path / "modules"), *sys.path])
     try:
-        assert (
-            text.load_tokenizer(directory)
-            .decode(text.encode(text.load_tokenizer(directory), "x = 1"))
-            .endswith("x = 1")
-        )
+        tokenizer = text.load_tokenizer(directory)
+        assert tokenizer.decode(text.encode(tokenizer, "x = 1")).endswith("x = 1")
     except InputError as error:
-        assert not known
+        assert not is_known
         assert "its tokenizer is code, which is never run: give" in str(error)
         assert "\n" not in str(error)
     assert not ran.exists()
@@ -688,12 +699,12 @@ def test_lines_that_hold_no_prompt_are_named(tmp_path, line) -> None:
 def test_stop_strings_however_the_text_is_cut(whole, stop, expected) -> None:
     for size in range(1, len(whole) + 1):
         stopping = text.StopStrings(stop)
-        given = ""
+        before = ""
         for start in range(0, len(whole), size):
-            given += stopping.push(whole[start : start + size])
-            assert expected.startswith(given)
-        given += stopping.push("", last=True)
-        assert given == expected, size
+            before += stopping.push(whole[start : start + size])
+            assert expected.startswith(before)
+        before += stopping.push("", last=True)
+        assert before == expected, size
         assert stopping.found == (expected != whole)
 
 
@@ -702,17 +713,15 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string() -> None:
     for _ in range(2000):
         stop = ["".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 4))]
         whole = "".join(rng.choices("abc", weights=(4, 4, 1), k=rng.randint(0, 8)))
-        if any(each in whole for each in stop):
+        if any(string in whole for string in stop):
             continue
-        held = max(
-            (
-                n
-                for n in range(len(whole) + 1)
-                if any(each[:n] == whole[len(whole) - n :] for each in stop)
-            ),
-            default=0,
-        )
-        assert text.StopStrings(stop).push(whole) == whole[: len(whole) - held]
+        lengths = [
+            n
+            for n in range(len(whole) + 1)
+            if any(string[:n] == whole[len(whole) - n :] for string in stop)
+        ]
+        shown = whole[: len(whole) - max(lengths, default=0)]
+        assert text.StopStrings(stop).push(whole) == shown
 
 
 @pytest.mark.full
@@ -735,7 +744,7 @@ def test_transformers_says_nothing_of_pytorch_and_is_heard_otherwise() -> None:
     ("tokens", "expected", "count"),
     [
         ("a <tool> b", "a", 2),
-        ("a <0xE8> <0xAA> <0x9E> <tool> b", "a語", 5),  # bytes are held back until then
+        ("a <0xE8> <0xAA> <0x9E> <tool> b", "a語", 5),  # until then the bytes are held back
         ("a <0x0A> b <tool>", "a", 2),  # the other string comes first
         ("a b b", "abb", 3),
         ("<tool> a <tool> b", "", 1),
@@ -744,39 +753,34 @@ def test_transformers_says_nothing_of_pytorch_and_is_heard_otherwise() -> None:
 def test_a_stop_string_that_is_a_special_token_ends_the_text(
     tokens, expected, count, at_once
 ) -> None:
-    """The end of a turn, which no text shows."""
+    """Check the end of a turn, which is a token that no text shows."""
     tokenizer = of_bytes_and_spaces("llama")
-    prompt, given = (
+    prompt, output = (
         tokenizer.convert_tokens_to_ids(words.split()) for words in ("\u2581the", tokens)
     )
     growing = text.GrowingText(
         tokenizer, prompt, ["<tool>", "\n", "\ud800", "never there", "<unk> "]
     )
-    for start in range(0, len(given), at_once):
-        growing.push(given[start : start + at_once])
+    for start in range(0, len(output), at_once):
+        growing.push(output[start : start + at_once])
     growing.finish()
     assert "".join(growing.pieces) == expected
-    assert growing.tokens == given[:count]
+    assert growing.tokens == output[:count]
     assert growing.stopped == (expected != "abb")
 
 
 def test_a_special_token_within_the_first_tokens_does_not_end_the_text() -> None:
     tokenizer = of_bytes_and_spaces("llama")
-    given = tokenizer.convert_tokens_to_ids(["<tool>", "a", "b", "<tool>", "a"])
+    output = tokenizer.convert_tokens_to_ids(["<tool>", "a", "b", "<tool>", "a"])
     growing = text.GrowingText(tokenizer, [], ["<tool>"], stop_after=2)
-    assert growing.push(given) == "ab"
-    assert growing.tokens == given[:4]
+    assert growing.push(output) == "ab"
+    assert growing.tokens == output[:4]
 
 
 # --- channels -------------------------------------------------------------------------------------
 
 MARKS = (
-    "<|start|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|channel|>",
-    "<|message|>",
+    *("<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|message|>"),
     "<|constrain|>",
 )
 ASKED = (
@@ -788,7 +792,7 @@ ANSWERS = [
     (THOUGHT + "<|channel|>final<|message|>Hello, é 🎉!<|return|>", "Hello, é 🎉!"),
     ("<|channel|>final<|message|>Hello<|return|>", "Hello"),
     (THOUGHT + THOUGHT + "<|channel|>final<|message|>a<|end|>", "a"),
-    # Calls of tools, and what they say before them, are in another channel.
+    # Calls of tools, and the text before them, are in another channel.
     ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>", ""),
     (
         THOUGHT + "<|channel|>commentary<|message|>I"
@@ -797,14 +801,15 @@ ANSWERS = [
     ),
     (THOUGHT + "<|channel|>final <|constrain|>json<|message|>{}<|return|>", "{}"),
     (THOUGHT + "<|channel|>final<|constrain|>json<|message|>{}<|return|>", "{}"),
-    # What ends before the answer, wherever, has none.
+    # An output that ends before the answer has none.
     ("", ""),
     ("<|channel|>ana", ""),
     ("<|channel|>analysis<|message|>The final answer", ""),
     (THOUGHT, ""),
     (THOUGHT + "<|channel|>final", ""),
     (THOUGHT + "<|channel|>final<|message|>", ""),
-    # No message of another name is the answer, and none without a channel; nor is what stands between messages.
+    # A message with another name, a message without a channel, and text between messages are no
+    # answer.
     ("<|channel|>finally<|message|>a<|end|>", ""),
     ("final<|message|>a<|end|>", ""),
     ("<|channel|>final<|message|>a<|end|>b<|start|>assistant<|channel|>analysis<|message|>c", "a"),
@@ -813,10 +818,10 @@ ANSWERS = [
 
 
 def with_marks():
-    """Return a tokenizer that has gpt-oss's tokens around messages and channels."""
-    made = text.load_tokenizer(ASSETS / "target")
-    made.add_special_tokens({"additional_special_tokens": list(MARKS)})
-    return made
+    """Return a tokenizer with the tokens of gpt-oss around messages and channels."""
+    tokenizer = text.load_tokenizer(ASSETS / "target")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -828,20 +833,19 @@ def ids_of(tokenizer, words: str) -> list[int]:
     return list(tokenizer(words, add_special_tokens=False)["input_ids"])
 
 
-@pytest.mark.parametrize(("said", "answer"), ANSWERS)
+@pytest.mark.parametrize(("output", "answer"), ANSWERS)
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_of_an_answer_in_channels_the_final_one_is_the_text(
-    harmony, said: str, answer: str, size: int
+    harmony, output: str, answer: str, size: int
 ) -> None:
-    prompt, tokens = ids_of(harmony, ASKED), ids_of(harmony, said)
+    prompt, tokens = ids_of(harmony, ASKED), ids_of(harmony, output)
     for stop in ((), ("not in it",)):
         growing = text.GrowingText(harmony, prompt, stop, is_chat=True)
-        pieces = [growing.push(tokens[at : at + size]) for at in range(0, len(tokens), size)] + [
-            growing.finish()
-        ]
+        pieces = [growing.push(tokens[at : at + size]) for at in range(0, len(tokens), size)]
+        pieces.append(growing.finish())
         assert "".join(pieces) == "".join(growing.pieces) == answer
         assert growing.tokens == tokens  # all count
-    for cut in range(len(tokens)):  # a client shows what is provisional from wherever it is
+    for cut in range(len(tokens)):  # a client starts to show provisional tokens anywhere
         before = text.text_stream(harmony, prompt, is_chat=True).push(tokens[:cut], last=True)
         after = text.text_stream(harmony, prompt + tokens[:cut], is_chat=True).push(
             tokens[cut:], last=True
@@ -851,11 +855,11 @@ def test_of_an_answer_in_channels_the_final_one_is_the_text(
     assert raw.push(tokens) + raw.finish() == harmony.decode(tokens, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize(("said", "answer"), ANSWERS)
+@pytest.mark.parametrize(("output", "answer"), ANSWERS)
 def test_the_next_turn_of_an_evaluation_has_the_answer_alone(
-    harmony, said: str, answer: str
+    harmony, output: str, answer: str
 ) -> None:
-    prompt, tokens = ids_of(harmony, ASKED), ids_of(harmony, said)
+    prompt, tokens = ids_of(harmony, ASKED), ids_of(harmony, output)
     assert evaluate._text_of(harmony, prompt, tokens, is_chat=True) == answer
     assert evaluate._text_of(harmony, prompt, tokens, is_chat=False) == harmony.decode(
         tokens, skip_special_tokens=True
@@ -863,52 +867,56 @@ def test_the_next_turn_of_an_evaluation_has_the_answer_alone(
 
 
 def test_an_answer_whose_message_is_begun_in_the_prompt(harmony) -> None:
-    for begun, answer in (("analysis", ""), ("final", "ab")):
+    for channel, answer in (("analysis", ""), ("final", "ab")):
         growing = text.GrowingText(
-            harmony, ids_of(harmony, f"{ASKED}<|channel|>{begun}<|message|>"), is_chat=True
+            harmony, ids_of(harmony, f"{ASKED}<|channel|>{channel}<|message|>"), is_chat=True
         )
         assert growing.push(ids_of(harmony, "ab")) + growing.finish() == answer
 
 
 def test_stop_strings_are_looked_for_in_the_answer_and_tokens_everywhere(harmony) -> None:
-    said = THOUGHT + "<|channel|>final<|message|>one hi. two<|return|>"
-    tokens = ids_of(harmony, said)
+    output = THOUGHT + "<|channel|>final<|message|>one hi. two<|return|>"
+    tokens = ids_of(harmony, output)
     for stop, answer, last in (
         ("hi.", "one ", "."),
         ("<|return|>", "one hi. two", "<|return|>"),
         ("<|end|>", "", "<|end|>"),
     ):
         growing = text.GrowingText(harmony, ids_of(harmony, ASKED), [stop], is_chat=True)
-        found = "".join([growing.push([token]) for token in tokens]) + growing.finish()
-        assert (found, growing.stopped) == (answer, True)
+        shown = "".join([growing.push([token]) for token in tokens]) + growing.finish()
+        assert (shown, growing.stopped) == (answer, True)
         assert harmony.decode(growing.tokens[-1:]) == last
         assert growing.tokens == tokens[: len(growing.tokens)]
 
 
 def test_bytes_that_are_held_back_end_with_the_answer() -> None:
-    """Of a vocabulary with single bytes: those of the thoughts are not the answer's, and a stop string is found in its run."""
-    made = of_bytes_and_spaces("llama")
-    made.add_special_tokens({"additional_special_tokens": [*MARKS, "<tool>"]})
-    made.add_tokens(["final", "analysis"])
+    """Check the end of an answer with a vocabulary of single bytes.
+
+    The bytes of the thoughts are not part of the answer, and a stop string is found within a run of
+    bytes.
+    """
+    tokenizer = of_bytes_and_spaces("llama")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS, "<tool>"]})
+    tokenizer.add_tokens(["final", "analysis"])
 
     def ids(words: str) -> list[int]:
-        return made.convert_tokens_to_ids(words.split())
+        return tokenizer.convert_tokens_to_ids(words.split())
 
     thought = "<|channel|> analysis <|message|> <0x0A> <0x0A> <|end|> <|start|> the"
     begin = ids(f"{thought} <|channel|> final <|message|> a <0x0A> <0x0A>")
     for rest in ("b <|return|>", "<0x0A> <0x0A> <|end|> <|start|>"):
         tokens = begin + ids(rest)
-        growing = text.GrowingText(made, ids("<|start|> the"), ["\n\n"], is_chat=True)
-        found = "".join([growing.push([token]) for token in tokens]) + growing.finish()
-        assert (found, growing.tokens) == ("a", begin)
+        growing = text.GrowingText(tokenizer, ids("<|start|> the"), ["\n\n"], is_chat=True)
+        shown = "".join([growing.push([token]) for token in tokens]) + growing.finish()
+        assert (shown, growing.tokens) == ("a", begin)
 
 
 def test_where_there_are_no_channels_a_chat_is_as_it_was(harmony, tokenizer) -> None:
     words = "<|channel|>analysis<|message|>a"
-    for made, prompt in ((tokenizer, ASKED), (harmony, "user: hi\nassistant:")):
-        assert not text.FinalChannel.reads(made, ids_of(made, prompt))
-        growing = text.GrowingText(made, ids_of(made, prompt), is_chat=True)
-        tokens = ids_of(made, words)
-        assert growing.push(tokens) + growing.finish() == made.decode(
+    for without_channels, prompt in ((tokenizer, ASKED), (harmony, "user: hi\nassistant:")):
+        assert not text.FinalChannel.reads(without_channels, ids_of(without_channels, prompt))
+        growing = text.GrowingText(without_channels, ids_of(without_channels, prompt), is_chat=True)
+        tokens = ids_of(without_channels, words)
+        assert growing.push(tokens) + growing.finish() == without_channels.decode(
             tokens, skip_special_tokens=True
         )

@@ -1,4 +1,4 @@
-"""The tools of the tests themselves: tiers, costs, and tests that never end."""
+"""Check the tools of the tests themselves: tiers, costs, and the end of tests that never end."""
 
 import os
 import re
@@ -104,7 +104,10 @@ def test_costs_are_written_and_summed_by_folder(run, pytester) -> None:
 
 
 def test_the_promise_in_readme_is_found() -> None:
-    """A run of `make test` prints both times, so a README without the number is an error."""
+    """Check that a README without the number of minutes is an error.
+
+    A run of `make test` prints both times.
+    """
     line = costs.beside_readme(90.0, (ROOT / "README.md").read_text())
     assert re.fullmatch(r"make test took 1\.5 minutes; README says \d+ on two idle cores", line)
     with pytest.raises(ValueError, match="README"):
@@ -121,22 +124,10 @@ def test_a_loop_that_never_ends_fails_and_the_others_go_on(tmp_path) -> None:
     (tmp_path / "test_loops.py").write_text(
         "def test_endless():\n    while True: pass\n\ndef test_short(): pass\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "xdist.plugin",
-        "-p",
-        "pytest_timeout",
-        "-n",
-        "1",
-        "test_loops.py",
-    ]
-    command += ["--timeout", "0.3", "--timeout-method", "thread"]
-    environment = os.environ | {
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"
-    }  # other plugins take seconds to import
+    command = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-p", "pytest_timeout"]
+    command += ["-n", "1", "test_loops.py", "--timeout", "0.3", "--timeout-method", "thread"]
+    # Other plugins take seconds to import.
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     result = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )

@@ -1,4 +1,7 @@
-"""Tokens of two tokenizers that stand for the same text, in vocabularies made by hand and by the trainers of `tokenizers`."""
+"""Find the tokens of two tokenizers that stand for the same text.
+
+The vocabularies are made by hand and by the trainers of `tokenizers`.
+"""
 
 import json
 
@@ -14,7 +17,7 @@ TEXTS = [
 
 
 def byte_level(size: int = 300, **special: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, as GPT-2 and Qwen have it."""
+    """Train byte-level BPE, as GPT-2 and Qwen have it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -31,7 +34,10 @@ def byte_level(size: int = 300, **special: str) -> PreTrainedTokenizerFast:
 
 
 def sentence_piece(size: int = 310, **special: str) -> PreTrainedTokenizerFast:
-    """BPE over characters, with ▁ for spaces and a token for every byte, as Llama 2 and Mistral have it."""
+    """Train BPE over characters, as Llama 2 and Mistral have it.
+
+    It has ▁ for spaces, and a token for every byte.
+    """
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     tokenizer.decoder = decoders.Sequence(
@@ -39,7 +45,7 @@ def sentence_piece(size: int = 310, **special: str) -> PreTrainedTokenizerFast:
     )
     all_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     first = ["<unk>", *special.values(), *all_bytes]
-    # Only the first text: what the second has beside it is written byte by byte.
+    # Only the first text: the other characters of the second are written byte by byte.
     texts = [text.replace("\n", " ") for text in TEXTS[::2]]
     tokenizer.train_from_iterator(
         texts, trainers.BpeTrainer(vocab_size=size, special_tokens=first, show_progress=False)
@@ -57,10 +63,9 @@ def test_every_byte_of_byte_level_bpe() -> None:
     texts = texts_of({character: i for i, character in enumerate(alphabet)})
     assert sorted(texts.values()) == [bytes([byte]) for byte in range(256)]
     for byte in range(128):  # whole characters, which the tokenizer writes itself
-        ((written, _),) = pre_tokenizers.ByteLevel(
-            add_prefix_space=False, use_regex=False
-        ).pre_tokenize_str(chr(byte))
-        assert texts[alphabet.index(written)] == bytes([byte])
+        splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        ((character, _),) = splitter.pre_tokenize_str(chr(byte))
+        assert texts[alphabet.index(character)] == bytes([byte])
 
 
 def test_texts_are_what_the_tokenizers_decode() -> None:
@@ -103,7 +108,7 @@ def test_a_trained_pair_of_both_kinds_shares_words_and_bytes() -> None:
 def test_of_several_tokens_with_one_text_one_is_taken() -> None:
     target = VocabularyTokens(texts_of({"▁": 3, "A": 4, "<0x41>": 1, "<0x20>": 2}), {})
     draft = VocabularyTokens(texts_of({"Ġ": 7, "A": 6, "ĠĠ": 5}, added={"A": 9, "  ": 2}), {})
-    assert target.by_text == {b" ": 3, b"A": 4}  # not the bytes', which have lower ids
+    assert target.by_text == {b" ": 3, b"A": 4}  # not the ids of the bytes, which are lower
     assert draft.by_text == {b"  ": 2, b" ": 7, b"A": 6}  # the lowest
     assert shared_tokens(target, draft) == {3: 7, 4: 6}
     assert shared_tokens(draft, target) == {6: 4, 7: 3}
@@ -126,12 +131,11 @@ def test_special_tokens_go_by_their_roles() -> None:
     assert shared_tokens(
         VocabularyTokens(words, {"bos_token": 9}), VocabularyTokens(words, {"eos_token": 9})
     ) == {0: 0, 1: 1}
-    # Neither are words the same as special tokens that are written like them.
-    one, other = byte_level(eos_token="Ġthe"), byte_level(eos_token="<end>")
-    shared = shared_tokens(VocabularyTokens.of(one), VocabularyTokens.of(other))
-    assert shared[0] == 0 and all(
-        VocabularyTokens.of(other).texts.get(j) != b" the" for j in shared.values()
-    )
+    # A word is not the same as a special token that is written like it.
+    alike, plain = byte_level(eos_token="Ġthe"), byte_level(eos_token="<end>")
+    tokens = VocabularyTokens.of(plain)
+    shared = shared_tokens(VocabularyTokens.of(alike), tokens)
+    assert shared[0] == 0 and all(tokens.texts.get(j) != b" the" for j in shared.values())
 
 
 def test_added_tokens_are_written_as_they_are() -> None:
@@ -145,29 +149,32 @@ def test_added_tokens_are_written_as_they_are() -> None:
 
 
 def test_special_and_added_tokens_that_are_written_alike_are_the_same() -> None:
-    """Whether a tokenizer counts them as special or not, and wherever they stand; words of the vocabulary never are."""
+    """Compare special and added tokens, but not words of the vocabulary, by their writing.
+
+    It does not matter whether a tokenizer counts them as special, and which ids they have.
+    """
     chat = ["<|im_start|>", "<|im_end|>", "<tool_call>"]
-    one, other = byte_level(eos_token="<end>"), sentence_piece(bos_token="<s>", eos_token="</s>")
-    one.add_special_tokens({"additional_special_tokens": chat, "pad_token": "<pad>"})
-    other.add_tokens([chat[2]])  # not a special one here
-    other.add_special_tokens(
+    target, draft = byte_level(eos_token="<end>"), sentence_piece(bos_token="<s>", eos_token="</s>")
+    target.add_special_tokens({"additional_special_tokens": chat, "pad_token": "<pad>"})
+    draft.add_tokens([chat[2]])  # not a special one here
+    draft.add_special_tokens(
         {"additional_special_tokens": ["<mask>", *chat[1::-1]], "pad_token": "<pad>"}
     )
-    ours, theirs = VocabularyTokens.of(one), VocabularyTokens.of(other)
+    ours, theirs = VocabularyTokens.of(target), VocabularyTokens.of(draft)
     shared = shared_tokens(ours, theirs)
     for token in (*chat, "<pad>"):
         assert (
-            shared[one.convert_tokens_to_ids(token)]
-            == other.convert_tokens_to_ids(token)
-            != other.unk_token_id
+            shared[target.convert_tokens_to_ids(token)]
+            == draft.convert_tokens_to_ids(token)
+            != draft.unk_token_id
         )
-    assert shared[one.eos_token_id] == other.eos_token_id  # which are not written alike
-    assert other.unk_token not in theirs.written and "<mask>" in theirs.written
+    assert shared[target.eos_token_id] == draft.eos_token_id  # these are not written alike
+    assert draft.unk_token not in theirs.written and "<mask>" in theirs.written
     assert {shared[i] for i in ours.special} < theirs.special | {
-        other.convert_tokens_to_ids("<tool_call>")
+        draft.convert_tokens_to_ids("<tool_call>")
     }
     assert len(set(shared.values())) == len(shared)
-    assert read_as(theirs, ours)[other.convert_tokens_to_ids("<mask>")] == ours.unknown
+    assert read_as(theirs, ours)[draft.convert_tokens_to_ids("<mask>")] == ours.unknown
     word = byte_level(eos_token="<end>")
     word.add_special_tokens({"additional_special_tokens": ["the"]})
     plain = VocabularyTokens(texts_of({"the": 7}), {})
@@ -178,7 +185,7 @@ def test_special_and_added_tokens_that_are_written_alike_are_the_same() -> None:
 
 
 def test_of_ends_that_differ_those_that_are_written_alike_are_the_same() -> None:
-    """A chat model's end is the end of a turn, which a base model has among its special tokens."""
+    """Compare the end of a turn of a chat model with the special tokens of its base model."""
     texts = {9: b"a"}
     chat = VocabularyTokens(
         texts, {"eos_token": 1, "bos_token": 0}, written={"<|end|>": 0, "<|turn|>": 1}

@@ -1,9 +1,10 @@
-"""One of three processes that find each other: `test_processes` starts them.
+"""Run one of the three processes that find each other in `test_processes`.
 
     python -m tests.three_processes DIRECTORY COORDINATOR PROCESS
 
-The first tells the others numbers, who write what they hear. Where the directory holds a file DIES, the process of that number
-ends itself then; where it holds a file FAILS, that one raises an exception, while the others are in a collective.
+The first process sends numbers to the rest, which write what they receive. If the directory holds a
+file DIES, the process with the number in it ends itself then. If it holds a file FAILS, that
+process raises an exception while the rest are in a collective.
 """
 
 import json
@@ -26,24 +27,22 @@ FAILS = "fails"
 def main(directory: Path, coordinator: str, process: int) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     together = processes.join(processes.ProcessPlace(coordinator, 3, process), say=print)
-    assert (
-        together is not None
-        and processes.joined() is together
-        and processes.speaks() == (process == 0)
-    )
-    heard = []
+    assert together is not None
+    assert processes.joined() is together
+    assert processes.speaks() == (process == 0)
+    received = []
     if together.is_first:
         for number in range(100):
             together.send(f"{number} {'x' * number * 100}".encode())
         together.end()
     else:
         while (decision := together.receive()) is not None:
-            heard.append(decision.decode().split())
-    lost = directory / DIES
-    if lost.exists():
-        if process == int(lost.read_text()):
+            received.append(decision.decode().split())
+    dies = directory / DIES
+    if dies.exists():
+        if process == int(dies.read_text()):
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)  # until this process is told
+        time.sleep(60)  # until this process is ended
     mesh = make_mesh(data=3)
     rows = jax.make_array_from_callback(
         (3,),
@@ -52,12 +51,12 @@ def main(directory: Path, coordinator: str, process: int) -> None:
     )
     if (directory / FAILS).exists() and process == int((directory / FAILS).read_text()):
         raise ValueError("this one alone")
-    found = {
-        "heard": heard,
+    results = {
+        "heard": received,
         "rows": to_host(rows, mesh).tolist(),
-        "roster": [each.pid for each in together.roster],
+        "roster": [member.pid for member in together.roster],
     }
-    (directory / f"{process}.json").write_text(json.dumps(found))
+    (directory / f"{process}.json").write_text(json.dumps(results))
     together.leave()
 
 

@@ -1,8 +1,9 @@
-"""Put the cases of one test into two tiers. A pytest plugin, loaded by ``conftest.py``.
+"""Put the cases of one test into two tiers.
 
-``make test`` runs the tests without the markers ``full``, ``thorough`` and ``browser``, and ``make test-full`` those with
-``full``. A parametrized test often needs only a few of its cases in the first tier. It names these by their ids, and the others
-are ``full``:
+A pytest plugin, loaded by ``conftest.py``. ``make test`` runs the tests without the markers
+``full``, ``thorough`` and ``browser``, and ``make test-full`` also those with ``full``. A
+parametrized test often needs only a few of its cases in the first tier. It names these by their
+ids, and all other cases are ``full``:
 
     @pytest.mark.full_except("chain", "dynamic")
     @pytest.mark.parametrize("shape", SHAPES)
@@ -34,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if case not in marker.args:
             item.add_marker(pytest.mark.full)
     if any("::" in argument for argument in config.args):
-        return  # single cases were asked for: the others are not missing
+        return  # the user named single cases: the rest are not missing
     for test, expected in names.items():
         if missing := sorted(expected - cases[test]):
             raise pytest.UsageError(

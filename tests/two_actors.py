@@ -1,8 +1,8 @@
-"""Ray on this machine: what two actors write, and what one process writes. Prints both as JSON.
+"""Print the tokens of two Ray actors on this machine, and of one process, as JSON.
 
     python -m tests.two_actors TARGET calm|killed DIRECTORY
 
-Where it is calm, Ray writes its files into the directory, too.
+With "calm", Ray writes its files into the directory, too. With "killed", one actor is killed.
 """
 
 import json
@@ -21,13 +21,13 @@ PROMPTS = [f"def function_{number}(" for number in range(64)]
 
 
 class Traced(Generate):
-    """Says which process wrote a row."""
+    """A generator whose rows say which process wrote them."""
 
     def __call__(self, batch: Any) -> dict[str, Any]:
         return {**super().__call__(batch), "worker": np.full(len(batch["prompt"]), os.getpid())}
 
 
-def main(target: str, what: str, directory: str) -> None:
+def main(target: str, mode: str, directory: str) -> None:
     import ray
 
     with Generate(target, **SETTINGS) as generate:
@@ -42,25 +42,25 @@ def main(target: str, what: str, directory: str) -> None:
         compute=ray.data.ActorPoolStrategy(size=2),
         num_cpus=1,
     )
-    if what == "calm":
+    if mode == "calm":
         dataset = dataset.materialize()
         for write, kind in ((dataset.write_json, "jsonl"), (dataset.write_parquet, "parquet")):
             write(f"{directory}/{kind}")
     rows, killed = [], None
     for row in dataset.iter_rows():
         rows.append(row)
-        if what == "killed" and killed is None:
+        if mode == "killed" and killed is None:
             killed = row["worker"]
             assert killed in {child.pid for child in psutil.Process().children(recursive=True)}
             os.kill(killed, signal.SIGKILL)
     ray.shutdown()
-    found = {
+    results = {
         "of actors": {row["prompt"]: [int(token) for token in row["tokens"]] for row in rows},
         "of one process": dict(zip(PROMPTS, batch["tokens"].tolist(), strict=True)),
         "workers": sorted({int(row["worker"]) for row in rows}),
     }
     assert len(rows) == len(PROMPTS)
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

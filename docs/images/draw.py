@@ -1,9 +1,9 @@
-"""Draws the pictures of the documentation, each light and dark, with real tokens and from measured results.
+"""Draw the pictures of the documentation, each light and dark, from real tokens and results.
 
-python -m docs.images.draw            all of them, in less than a minute
-python -m docs.images.draw NAME ...   some of them
+python -m docs.images.draw            draws all of them, in less than a minute
+python -m docs.images.draw NAME ...   draws some of them
 
-The recording of the demo is made by docs/images/record.py.
+docs/images/record.py makes the recording of the demo.
 """
 
 import json
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 IMAGES = Path(__file__).parent
 ROOT = IMAGES.parents[1]
 THEMES = {"": style.LIGHT, "-dark": style.DARK}
-"""By the end of a picture's name."""
+"""The themes, by the suffix of a picture's name."""
 
 
 @cache
 def _pair() -> tuple[specjax.Target, specjax.Target, Any]:
-    """The embedded target, its draft model and their tokenizer."""
+    """Return the embedded target, its draft model and their tokenizer."""
     models = (specjax.Target.from_pretrained(embedded(name)) for name in ("target", "draft"))
     return (*models, load_tokenizer(embedded("target")))
 
@@ -49,37 +49,41 @@ class Step:
 
     Attributes:
         before: the text so far.
-        drafted: what the drafter proposed, token by token.
-        said: what the target would write in the place of each, and after the last.
-        accepted: how many drafted tokens are kept.
+        drafted: the proposed tokens, as texts.
+        target_tokens: the target's own token in place of each drafted token, and after the last.
+        accepted: the number of accepted tokens.
     """
 
     before: str
     drafted: tuple[str, ...]
-    said: tuple[str, ...]
+    target_tokens: tuple[str, ...]
     accepted: int
 
 
 @cache
 def real_step(before: str = "    try:\n        import json\n    except") -> Step:
-    """What the embedded pair does with a chain of 4 after ``before``."""
+    """Return the step of the embedded pair with a chain of 4 after the text ``before``."""
     target, draft, tokenizer = _pair()
     prompt = encode(tokenizer, before)
     shot = take_snapshot(target, specjax.DraftModel(draft, draft=specjax.Chain(4)), prompt, steps=1)
     drafted = shot.tokens[1:]
     output, _ = target.forward(np.array([[*prompt, *drafted]]))
-    said = np.argmax(output.logits[0, len(prompt) - 1 :], axis=-1)
+    target_tokens = np.argmax(output.logits[0, len(prompt) - 1 :], axis=-1)
     accepted = len(shot.path) - 1
-    assert said[:accepted].tolist() == drafted[:accepted].tolist() and said[accepted] == shot.bonus
-    texts = [tokenizer.decode([token]) for token in (*drafted.tolist(), *said.tolist())]
+    assert target_tokens[:accepted].tolist() == drafted[:accepted].tolist()
+    assert target_tokens[accepted] == shot.bonus
+    texts = [tokenizer.decode([token]) for token in (*drafted.tolist(), *target_tokens.tolist())]
     return Step(before, tuple(texts[: len(drafted)]), tuple(texts[len(drafted) :]), accepted)
 
 
 @style.styled
 def draw_step(step: Step) -> "Figure":
-    """Propose, score, accept, keep: the four parts of a step, one below the other, a column for each place in the draft."""
+    """Draw the four parts of a step: propose, score, accept, keep.
+
+    They are one below the other. Each drafted token has a column.
+    """
     now, line, row, size = style.theme(), 0.23, 0.9, 12
-    new = [*step.drafted[: step.accepted], step.said[step.accepted]]
+    new = [*step.drafted[: step.accepted], step.target_tokens[step.accepted]]
     headings = (
         ("propose", f"the drafter guesses {len(step.drafted)} tokens, one by one"),
         ("score", "one pass of the target: what it would write"),
@@ -87,8 +91,8 @@ def draw_step(step: Step) -> "Figure":
         ("keep", f"{len(new)} new tokens for one pass of the target"),
     )
     last = step.before.split("\n")[-1]
-    top = 0.35 + line * step.before.count("\n") + 0.48  # of the first heading
-    end = top + 3 * row + 0.42 + line * "".join(new).count("\n")  # the last line of code
+    top = 0.35 + line * step.before.count("\n") + 0.48  # the y of the first heading
+    end = top + 3 * row + 0.42 + line * "".join(new).count("\n")  # the y of the last line of code
     figure, (axes,) = style.new_figure(end + 0.82)
     figure.set_layout_engine("none")
     axes.set_position((0, 0, 1, 1))  # data are inches, y from the top
@@ -109,26 +113,22 @@ def draw_step(step: Step) -> "Figure":
         axes.text(0.45, top + i * row, name, fontsize=14, fontweight="bold", va="center")
         axes.text(1.5, top + i * row, about, fontsize=size, color=now.muted, va="center")
     proposed = [(text, now.drafted, True) for text in step.drafted]
-    said = [(text, now.passed_over, i <= step.accepted) for i, text in enumerate(step.said)]
+    scored = [
+        (text, now.passed_over, i <= step.accepted) for i, text in enumerate(step.target_tokens)
+    ]
     paints = [now.accepted] * step.accepted + [now.rejected] + [now.passed_over] * len(step.drafted)
     judged = [
         (text, paint, paint is now.accepted)
         for text, paint in zip(step.drafted, paints, strict=False)
     ]
-    places = _columns(proposed, said, size)
-    for i, tokens in enumerate((proposed, said, judged)):
-        for place, (text, paint, strong) in zip(places, tokens, strict=False):
-            at = place, top + i * row + 0.43
-            pictures.write_token(axes, *at, _visible(text), paint, size=size, strong=strong)
+    columns = _columns(proposed, scored, size)
+    for i, tokens in enumerate((proposed, scored, judged)):
+        y = top + i * row + 0.43
+        for x, (text, paint, strong) in zip(columns, tokens, strict=False):
+            pictures.write_token(axes, x, y, _visible(text), paint, size=size, strong=strong)
             if tokens is judged and not strong:  # struck out
                 half = pictures.letters_width(len(text), size) / 2 + 0.04
-                axes.plot(
-                    [place - half, place + half],
-                    [at[1]] * 2,
-                    color=paint.edge,
-                    linewidth=1.6,
-                    zorder=3,
-                )
+                axes.plot([x - half, x + half], [y, y], color=paint.edge, linewidth=1.6, zorder=3)
     _code(
         axes,
         1.5,
@@ -154,10 +154,10 @@ def draw_step(step: Step) -> "Figure":
     return figure
 
 
-def _columns(proposed: list[Any], said: list[Any], size: float) -> list[float]:
-    """The middle of each place in the draft, in inches."""
+def _columns(proposed: list[Any], scored: list[Any], size: float) -> list[float]:
+    """Return the x of the middle of each column, in inches."""
     letters = [
-        max(len(token[0]) for token in tokens if token) for tokens in zip_longest(proposed, said)
+        max(len(token[0]) for token in tokens if token) for tokens in zip_longest(proposed, scored)
     ]
     inches = np.array([pictures.letters_width(count, size) + 0.22 for count in letters])
     return (0.45 + np.cumsum([0.0, *inches[:-1] + 0.2]) + inches / 2).tolist()
@@ -166,9 +166,13 @@ def _columns(proposed: list[Any], said: list[Any], size: float) -> list[float]:
 def _code(
     axes: "Axes", x: float, y: float, line: float, pieces: list[tuple[str, style.Paint | None]]
 ) -> None:
-    """Lines of code from ``y`` down, pieces with a paint on a ground of that colour, the last of them with a dashed edge."""
+    """Write lines of code from ``y`` down.
+
+    A piece with a paint has a background of that colour. The last piece has a dashed edge.
+    """
     letter, column, number = pictures.letters_width(1, 12), 0, 0
-    margin = min(len(text) - len(text.lstrip()) for text in pieces[0][0].split("\n"))  # not shown
+    # The common indentation is not drawn.
+    margin = min(len(text) - len(text.lstrip()) for text in pieces[0][0].split("\n"))
     for text, paint in pieces:
         for i, part in enumerate(text.split("\n")):
             if i:
@@ -195,17 +199,18 @@ def _code(
 
 
 def _visible(text: str) -> str:
+    """Return the text with visible signs for spaces and line breaks."""
     return text.replace(" ", "·").replace("\n", "⏎")
 
 
 def how_it_works() -> "Figure":
-    """One step of the loop."""
+    """Draw one step of the loop."""
     return draw_step(real_step())
 
 
 @cache
 def _tree() -> Any:
-    """A step with a dynamic tree, after the last of the demo's prompts."""
+    """Return a step with a dynamic tree, after one of the demo's prompts."""
     target, draft, tokenizer = _pair()
     drafter = specjax.DraftModel(draft, draft=specjax.DynamicTree(top_k=3, depth=4, nodes=12))
     prompt = 'def walk(self, node):\n    """Visit every child of the node."""\n    for'
@@ -213,48 +218,49 @@ def _tree() -> Any:
 
 
 def draft_tree() -> "Figure":
-    """A draft tree, its accepted path in green."""
+    """Draw a draft tree with its accepted path in green."""
     return _tree().draw(_pair()[2])
 
 
 def long_context() -> "Figure":
-    """Speed-up by rows and context, of `benchmarks/results/long_context.json`."""
+    """Draw the speed-up by rows and context, from `benchmarks/results/long_context.json`."""
     return benchmark.picture(
         json.loads((ROOT / "benchmarks/results/long_context.json").read_text())
     )
 
 
 def _results(name: str) -> Any:
+    """Return the results of a benchmark."""
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
 def arrivals_rows() -> "Figure":
-    """Which request had which row when: static batches, and an engine."""
+    """Draw when each request had which row, in static batches and in an engine."""
     return arrivals_tables.rows_picture(_results("arrivals_batches"))
 
 
 def arrivals_rates() -> "Figure":
-    """Engines that draft never, always, and by load, at several rates of arrivals."""
+    """Draw engines that draft never, always, and by load, at several rates of arrivals."""
     return arrivals_tables.rates_picture(_results("arrivals_rates"))
 
 
 def serving_clients() -> "Figure":
-    """Servers of one model, by how many clients they have."""
+    """Draw the servers of one model, by their number of clients."""
     return serving_tables.clients_picture(_results("serving"))
 
 
 def client_server_networks() -> "Figure":
-    """Drafts of clients and of the server, over networks."""
+    """Draw the drafts of clients and of the server, over several networks."""
     return client_server_tables.networks_picture(_results("client_server"))
 
 
 def client_server_clients() -> "Figure":
-    """Who drafts, by how many clients a server has."""
+    """Draw drafting on clients and on the server, by the number of clients."""
     return client_server_tables.clients_picture(_results("client_server"))
 
 
 def client_server_cut() -> "Figure":
-    """How far a drafter goes on alone."""
+    """Draw how far a drafter continues alone."""
     return client_server_tables.cut_picture(_results("client_server"))
 
 
@@ -272,7 +278,7 @@ PICTURES: dict[str, Callable[[], "Figure"]] = {
 
 
 def main(names: list[str]) -> None:
-    """Draw and write them."""
+    """Draw the named pictures, or all, and write their files."""
     if unknown := set(names) - set(PICTURES):
         sys.exit(f"no such picture: {', '.join(sorted(unknown))}; there are {', '.join(PICTURES)}")
     for name in names or PICTURES:

@@ -1,11 +1,12 @@
-"""Records a command in a terminal, and draws what it printed, when it printed it, as an animated SVG, light and dark.
+"""Record a command in a terminal, and draw its output over time as an animated SVG, light and dark.
 
-.venv/bin/python -m docs.images.record                           the demo: demo.svg and demo-dark.svg
-.venv/bin/python -m docs.images.record --name NAME -- COMMAND    another command
+.venv/bin/python -m docs.images.record                  records the demo: demo.svg, demo-dark.svg
+.venv/bin/python -m docs.images.record --name NAME -- COMMAND    records another command
 
-Needs pyte, a terminal in Python: pip install pyte. The output and its times are real. A wait, in which nothing changes but a
-progress bar, is shortened to `--longest-wait` seconds, and the picture says so; the clock in its corner shows the real time. As
-a newcomer sees it, with nothing compiled yet: JAX_COMPILATION_CACHE_DIR=$(mktemp -d) before the command.
+It requires pyte, a terminal in Python: pip install pyte. The output and its times are real. A wait,
+in which only a progress bar changes, is shortened to `--longest-wait` seconds, and the picture says
+so; the clock in its corner shows the real time. To record with nothing compiled yet, as a new user
+sees it, put JAX_COMPILATION_CACHE_DIR=$(mktemp -d) before the command.
 """
 
 import argparse
@@ -34,14 +35,14 @@ from specjax.reports import style
 IMAGES = Path(__file__).parent
 DEMO = (min(os.path.relpath(sys.executable), sys.executable, key=len), "-m", "specjax", "demo")
 CELL, LINE, SIZE, MARGIN, BAR = 8.4, 17, 14, 14, 34
-"""Pixels: a letter's width, a line's height, the letters' size, around the text, and the bar above it."""
+"""Sizes in pixels: a letter's width, a line's height, the font size, the margin, the title bar."""
 
 PROGRESS = re.compile(r"[━╸╺]{3}|[⠁-⣿]|\d%")
-"""A line on which something is on its way: a change there does not end a wait."""
+"""A line with a progress bar or a spinner. Its changes do not end a wait."""
 
 
 class Run(NamedTuple):
-    """Letters of one look, side by side."""
+    """Adjacent letters with the same look."""
 
     column: int
     text: str
@@ -53,7 +54,13 @@ Screen = tuple[tuple[Run, ...], ...]
 
 @dataclass(frozen=True)
 class Frame:
-    """What the terminal showed from a moment on, in seconds after the start, of the command and of the picture."""
+    """A screen of the terminal, and when it appears.
+
+    Attributes:
+        real: seconds after the start of the command.
+        shown: seconds after the start of the animation.
+        screen: the lines of the terminal.
+    """
 
     real: float
     shown: float
@@ -61,30 +68,33 @@ class Frame:
 
 
 class Terminal(pyte.Screen):
-    """Knows faint letters, too, which pyte does not: it keeps them as blinking ones, for nothing blinks here."""
+    """A terminal that supports faint letters, which pyte does not.
+
+    It stores them as blinking letters, which no command here uses.
+    """
 
     def select_graphic_rendition(self, *attrs: int, **kwargs: bool) -> None:
-        """Set the look of what follows."""
+        """Set the look of the letters that follow."""
         super().select_graphic_rendition(*attrs, **kwargs)
         if 2 in attrs and 38 not in attrs and 48 not in attrs:
             self.cursor.attrs = self.cursor.attrs._replace(blink=True)
 
     def runs(self) -> Screen:
-        """What is shown, each line in pieces of one look."""
+        """Return the screen, each line in runs of one look."""
         return tuple(tuple(self._runs(number)) for number in range(self.lines))
 
     def _runs(self, number: int) -> Iterator[Run]:
         letters = [self.buffer[number][column] for column in range(self.columns)]
-        place = 0
+        column = 0
         for look, group in groupby(letters, _look):
             text = "".join(letter.data for letter in group)
-            for words in re.finditer(r"\S+( \S+)*", text):  # two spaces would be drawn as one
-                yield Run(place + words.start(), words[0], look)
-            place += len(text)
+            for words in re.finditer(r"\S+( \S+)*", text):  # SVG draws two spaces as one
+                yield Run(column + words.start(), words[0], look)
+            column += len(text)
 
 
 def _look(letter: pyte.screens.Char) -> str:
-    """Classes of the SVG's style sheet."""
+    """Return the classes of a letter in the style sheet of the SVG."""
     names = [
         _ink(letter.fg),
         "b" if letter.bold else "",
@@ -96,7 +106,7 @@ def _look(letter: pyte.screens.Char) -> str:
 
 @cache
 def _ink(colour: str) -> str:
-    """The nearest of the terminal's eight colours, of which each theme has its own."""
+    """Return the name of the nearest of the terminal's eight colours. Each theme defines them."""
     if not re.fullmatch("[0-9a-f]{6}", colour):
         return "" if colour == "default" else colour.removeprefix("bright")
     hue, saturation, value = colorsys.rgb_to_hsv(
@@ -108,7 +118,7 @@ def _ink(colour: str) -> str:
 
 
 def record(command: Sequence[str], columns: int, lines: int) -> list[tuple[float, bytes]]:
-    """Run it in a pseudo-terminal of that size; what it printed, and when, in seconds."""
+    """Run a command in a pseudo-terminal. Return its output, with the times in seconds."""
     child, terminal = pty.fork()
     if not child:
         os.environ.update(TERM="xterm-256color", COLUMNS=str(columns), LINES=str(lines))
@@ -119,13 +129,11 @@ def record(command: Sequence[str], columns: int, lines: int) -> list[tuple[float
         select.select([terminal], [], [])
         try:
             data = os.read(terminal, 65536)
-        except OSError:  # Linux's way to say that the other end is closed
+        except OSError:  # on Linux, the other end is closed
             data = b""
         if not data:
             break
-        data = data.replace(
-            os.getcwd().encode(), b"~/specjax"
-        )  # where the clone lies is nobody's business
+        data = data.replace(os.getcwd().encode(), b"~/specjax")  # hide the path of this clone
         printed.append((time.monotonic() - started, data))
     if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
         sys.exit(f"{' '.join(command)} ended with status {status}")
@@ -135,7 +143,10 @@ def record(command: Sequence[str], columns: int, lines: int) -> list[tuple[float
 def play(
     printed: list[tuple[float, bytes]], typed: str, columns: int, lines: int, longest_wait: float
 ) -> list[Frame]:
-    """The screens, ten a second at most, after the command has been typed; waits are shortened."""
+    """Return the frames: the command is typed, then come at most ten screens a second.
+
+    Waits are shortened.
+    """
     terminal = Terminal(columns, lines)
     stream = pyte.ByteStream(terminal)
     stream.feed(b"$ ")
@@ -153,18 +164,17 @@ def play(
     moments = _shortened(
         [moment for moment, _ in screens], [_content(screen) for _, screen in screens], longest_wait
     )
-    for (real, screen), at in zip(screens, moments, strict=True):
-        shown = begin + at
-        if (
-            shown < frames[-1].shown + 0.09
-        ):  # in the place of the one before, which would hardly be seen
-            shown = frames.pop().shown
-        frames.append(Frame(real, shown, screen))
+    for (real, screen), moment in zip(screens, moments, strict=True):
+        start = begin + moment
+        # It replaces a frame that would be visible only for an instant.
+        if start < frames[-1].shown + 0.09:
+            start = frames.pop().shown
+        frames.append(Frame(real, start, screen))
     return frames
 
 
 def _content(screen: Screen) -> tuple[str, ...]:
-    """The lines on which nothing is on its way."""
+    """Return the lines without progress bars and spinners."""
     lines = (" ".join(run.text for run in line) for line in screen)
     return tuple(line for line in lines if not PROGRESS.search(line))
 
@@ -172,24 +182,26 @@ def _content(screen: Screen) -> tuple[str, ...]:
 def _shortened(
     moments: list[float], contents: list[tuple[str, ...]], longest: float
 ) -> list[float]:
-    """The same moments when no wait for other content is longer than ``longest`` seconds."""
-    news = [0.0] + [
+    """Return the moments with each wait for new content shortened to ``longest`` seconds."""
+    changes = [0.0] + [
         now
         for now, (before, after) in zip(moments[1:], pairwise(contents), strict=True)
         if before != after
     ]
-    news.append(moments[-1])
-    found, passed = [], 0.0
-    for begin, end in pairwise(news):
+    changes.append(moments[-1])
+    shortened, elapsed = [], 0.0
+    for begin, end in pairwise(changes):
         length = end - begin
         scale = min(1.0, longest / length) if length else 1.0
-        found += [passed + scale * (moment - begin) for moment in moments if begin <= moment < end]
-        passed += scale * length
-    return [*found, *[passed] * (len(moments) - len(found))]
+        shortened += [
+            elapsed + scale * (moment - begin) for moment in moments if begin <= moment < end
+        ]
+        elapsed += scale * length
+    return [*shortened, *[elapsed] * (len(moments) - len(shortened))]
 
 
 def _inks(theme: style.Theme) -> dict[str, str]:
-    """The colours of the terminal, by pyte's names."""
+    """Return the colours of the terminal, by pyte's names."""
     blue, red, teal, purple, yellow = theme.series
     plain = {
         "black": theme.muted,
@@ -210,7 +222,10 @@ def draw(
     theme: style.Theme,
     rest: float = 6.0,
 ) -> str:
-    """The SVG: every line that is ever shown, visible while it was; without animation it is the last screen."""
+    """Return the SVG. Every line of every screen is an element, which is visible at its time.
+
+    A viewer without animation shows the last screen.
+    """
     whole = frames[-1].shown + rest
     width, height = round(columns * CELL + 2 * MARGIN), lines * LINE + 2 * MARGIN + BAR
     pieces = _lasting(frames, whole, width - MARGIN)
@@ -226,7 +241,8 @@ def draw(
             f"text{{font:{SIZE}px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans"
             f" Mono',monospace;fill:{theme.ink}}}"
         ),
-        f".b{{font-weight:bold}}.d{{fill:{theme.muted}}}.i{{font-style:italic}}.c{{fill:{theme.muted};font-size:13px}}",
+        f".b{{font-weight:bold}}.d{{fill:{theme.muted}}}.i{{font-style:italic}}"
+        f".c{{fill:{theme.muted};font-size:13px}}",
         *(f".{name}{{fill:{colour}}}" for name, colour in _inks(theme).items()),
         "g{visibility:hidden}g.last{visibility:visible}",
         "@media (prefers-reduced-motion:no-preference){",
@@ -236,11 +252,11 @@ def draw(
     ]
     waits = "waits shortened · " if shortened else ""
     return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{html.escape(title)}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" aria-label="{html.escape(title)}">',
         f"<style>{''.join(sheet)}</style>",
-        f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8" fill="{theme.paper}" '
-        f'stroke="{theme.passed_over.edge}"/>',
+        f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8" '
+        f'fill="{theme.paper}" stroke="{theme.passed_over.edge}"/>',
         *(f'<circle cx="{20 + 18 * i}" cy="18" r="5.5" fill="{theme.grid}"/>' for i in range(3)),
         f'<text class="c" x="{width / 2}" y="22" text-anchor="middle">{html.escape(title)}</text>',
         f'<text class="c" x="{width - MARGIN - 52}" y="22" text-anchor="end">{waits}</text>',
@@ -251,38 +267,41 @@ def draw(
 
 
 def _lasting(frames: list[Frame], whole: float, clock: int) -> list[tuple[float, float, str]]:
-    """From when to when each line, and each second of the clock, is shown, and its elements; equal neighbours are one."""
+    """Return the start, the end and the element of each line, and of each second of the clock.
+
+    A line that stays the same over several frames is one element.
+    """
     ends = [*(frame.shown for frame in frames[1:]), whole]
-    found = []
+    elements = []
 
     def add(values: Iterable[Any], element: Callable[[Any], str]) -> None:
         spans = zip(values, frames, ends, strict=True)
         for value, group in groupby(spans, lambda span: span[0]):
             steps = list(group)
             if value != ():  # not an empty line
-                found.append((steps[0][1].shown, steps[-1][2], element(value)))
+                elements.append((steps[0][1].shown, steps[-1][2], element(value)))
 
     for number in range(len(frames[0].screen)):
         add((frame.screen[number] for frame in frames), partial(_line, number))
-    place = f'class="c" x="{clock}" y="22" text-anchor="end"'
-    add((int(frame.real) for frame in frames), lambda second: f"<text {place}>{second} s</text>")
-    return found
+    attributes = f'class="c" x="{clock}" y="22" text-anchor="end"'
+    seconds = (int(frame.real) for frame in frames)
+    add(seconds, lambda second: f"<text {attributes}>{second} s</text>")
+    return elements
 
 
 def _line(number: int, line: tuple[Run, ...]) -> str:
-    """Each run at its place and as wide as in a terminal, whatever the font."""
+    """Return the elements of a line. Runs have the terminal's positions and widths in any font."""
     elements = []
     for run in line:
         look = f' class="{run.look}"' if run.look else ""
-        place = (
-            f'x="{MARGIN + run.column * CELL:.1f}" y="{BAR + MARGIN + number * LINE + SIZE - 2}"'
-        )
+        x, y = MARGIN + run.column * CELL, BAR + MARGIN + number * LINE + SIZE - 2
         width = f'textLength="{len(run.text) * CELL:.1f}" lengthAdjust="spacingAndGlyphs"'
-        elements.append(f"<text {place} {width}{look}>{html.escape(run.text)}</text>")
+        elements.append(f'<text x="{x:.1f}" y="{y}" {width}{look}>{html.escape(run.text)}</text>')
     return "".join(elements)
 
 
 def _keyframes(name: str, begin: float, end: float, whole: float) -> str:
+    """Return the CSS keyframes of an element that is visible from ``begin`` to ``end``."""
     first, last = 100 * begin / whole, 100 * end / whole
     hidden, visible = "{visibility:hidden}", "{visibility:visible}"
     before = f"0%{hidden}" if begin else ""
@@ -291,7 +310,7 @@ def _keyframes(name: str, begin: float, end: float, whole: float) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Record, draw and write."""
+    """Record a command, and write its pictures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""What the tests of the commands share."""
+"""Helpers of the tests of the commands."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def end_at(directory: Path, copy: Path, token: int) -> Path:
-    """A copy of a checkpoint whose end-of-sequence token is another."""
+    """Return a copy of a checkpoint with another end-of-sequence token."""
     shutil.copytree(directory, copy)
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": token}))
     return copy

@@ -1,4 +1,7 @@
-"""`specjax client`: what is refused before anything is loaded. What it writes is tested in tests/client/test_served.py."""
+"""Check what `specjax client` refuses before anything is loaded.
+
+What it writes is tested in tests/client/test_served.py.
+"""
 
 import json
 from types import SimpleNamespace
@@ -23,14 +26,14 @@ GIVEN = {"drafter": "eagle3:there", "target-parts": "there", "prompt": "import o
 
 
 def refusal(capsys, **options: str) -> str:
-    """What ``specjax client`` says to options that it does not take: a line."""
-    line = [word for name, value in (GIVEN | options).items() for word in (f"--{name}", value)]
-    assert main(["client", *line]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("specjax: error: ")
-    assert said.err.count("\n") == 1
-    return said.err
+    """Return the line with which ``specjax client`` refuses options."""
+    words = [word for name, value in (GIVEN | options).items() for word in (f"--{name}", value)]
+    assert main(["client", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("specjax: error: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
 
 
 @pytest.mark.usefixtures("_nothing_is_loaded")
@@ -82,17 +85,17 @@ def test_what_json_has() -> None:
         round_trips=[0.123456],
         seconds=1.23456,
     )
-    said = json.loads(json.dumps(as_json(report)))
-    assert next(iter(said)) == "text"
-    assert (said["text"], said["tokens"], said["tokens_a_round"]) == ("a", [1, 2], 2.0)
-    assert (said["round_trips"], said["seconds"]) == ([0.1235], 1.235)
+    record = json.loads(json.dumps(as_json(report)))
+    assert next(iter(record)) == "text"
+    assert (record["text"], record["tokens"], record["tokens_a_round"]) == ("a", [1, 2], 2.0)
+    assert (record["round_trips"], record["seconds"]) == ([0.1235], 1.235)
 
 
 def test_the_summary() -> None:
     assert "no token was verified; 2 provisional tokens" in summary(
         TextReport(provisional_tokens=(1, 2))
     )
-    said = summary(
+    line = summary(
         TextReport(
             tokens=(1, 2, 3),
             rounds=2,
@@ -101,11 +104,9 @@ def test_the_summary() -> None:
             provisional_tokens=(4,),
         )
     )
-    assert (
-        "3 tokens" in said
-        and "2 rounds of 1.5 tokens, 30 ms" in said
-        and "1 tokens are not verified" in said
-    )
+    assert "3 tokens" in line
+    assert "2 rounds of 1.5 tokens, 30 ms" in line
+    assert "1 tokens are not verified" in line
 
 
 def test_what_a_terminal_shows(monkeypatch) -> None:

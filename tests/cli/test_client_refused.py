@@ -1,4 +1,4 @@
-"""``specjax client``: what is said in a line where the server will not take a client."""
+"""Check the line that ``specjax client`` prints when the server does not accept a client."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -28,20 +28,10 @@ def test_a_server_that_refuses_a_client_is_told_of_in_a_line(
     with HTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"ws://127.0.0.1:{server.server_port}"
-        options = [
-            "--drafter",
-            "prompt-lookup",
-            "--target-parts",
-            tiny_pair[0],
-            "--prompt",
-            "a b",
-            "--capacity",
-            "64",
-        ]
-        assert main(["client", "--server", address, *options, "--max-new-tokens", "4"]) == 2
+        options = ["--drafter", "prompt-lookup", "--target-parts", tiny_pair[0]]
+        options += ["--prompt", "a b", "--capacity", "64", "--max-new-tokens", "4"]
+        assert main(["client", "--server", address, *options]) == 2
         server.shutdown()
     error = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        error.startswith("specjax: error: server='ws://127.0.0.1")
-        and f"answers {status}; {why}" in error
-    )
+    assert error.startswith("specjax: error: server='ws://127.0.0.1")
+    assert f"answers {status}; {why}" in error

@@ -1,4 +1,7 @@
-"""``specjax convert``: from one layout to the other and back, bit for bit, and parts of a target; and ``train --dry-run``."""
+"""Check ``specjax convert``, which also cuts parts of a target, and ``train --dry-run``.
+
+A conversion to another layout and back gives the same bits.
+"""
 
 import json
 import re
@@ -23,29 +26,17 @@ from tests.conftest import save_tiny, tiny_target
 
 @pytest.fixture
 def drafter(tmp_path):
-    made = Eagle3.init(
+    eagle3 = Eagle3.init(
         tiny_target(), jax.random.key(0), Chain(3), ids=np.arange(1, 9), taps=(0, 1, 2)
     )
-    made.save_pretrained(tmp_path / "ours", dtype=jnp.bfloat16)
+    eagle3.save_pretrained(tmp_path / "ours", dtype=jnp.bfloat16)
     return tmp_path / "ours"
 
 
 def test_there_and_back_again_is_the_same_to_the_bit(drafter, tmp_path, capsys) -> None:
     there, back = tmp_path / "there", tmp_path / "back"
-    assert (
-        main(
-            [
-                "convert",
-                "--drafter",
-                str(drafter),
-                "--output",
-                str(there),
-                "--target",
-                "some/target",
-            ]
-        )
-        == 0
-    )
+    words = ["convert", "--drafter", str(drafter), "--output", str(there)]
+    assert main([*words, "--target", "some/target"]) == 0
     assert (
         "layout speculators, bfloat16; eagle_aux_hidden_state_layer_ids=[0, 1, 2]: the layers that"
         " are entered" in (" ".join(capsys.readouterr().out.split()))
@@ -85,16 +76,8 @@ def test_mixture_of_attentions_goes_to_the_authors_layouts_and_back(tmp_path, ca
     of_target = ("--target", str(tmp_path / "target"))
     before = "specjax"
     for place, layout in (("vllm", "vllm"), ("authors", "authors"), ("vllm again", "vllm")):
-        step = (
-            "--drafter",
-            str(tmp_path / before),
-            "--to",
-            layout,
-            "--output",
-            str(tmp_path / place),
-            *of_target,
-        )
-        assert main(["convert", *step]) == 0
+        step = ("--drafter", str(tmp_path / before), "--to", layout)
+        assert main(["convert", *step, "--output", str(tmp_path / place), *of_target]) == 0
         out = " ".join(capsys.readouterr().out.split())
         assert (
             f"layout {layout}, bfloat16; target layer inference is not in it: load it with tli=0"
@@ -113,19 +96,11 @@ def test_mixture_of_attentions_goes_to_the_authors_layouts_and_back(tmp_path, ca
 def test_a_published_mixture_of_attentions_keeps_the_layers_that_its_name_says(
     tmp_path, capsys
 ) -> None:
-    """In our own layout; those of the authors have no field for them."""
-    made = MixtureOfAttentions.init(tiny_target(), jax.random.key(0), tli=1)
-    made.save_pretrained(tmp_path / "published", layout="vllm")
-    line = [
-        "convert",
-        "--drafter",
-        f"moa,tli=1:{tmp_path / 'published'}",
-        "--to",
-        "specjax",
-        "--output",
-        str(tmp_path / "ours"),
-    ]
-    assert main(line) == 0
+    """Convert to our own layout: the layouts of the authors have no field for the layers."""
+    published = MixtureOfAttentions.init(tiny_target(), jax.random.key(0), tli=1)
+    published.save_pretrained(tmp_path / "published", layout="vllm")
+    line = ["convert", "--drafter", f"moa,tli=1:{tmp_path / 'published'}"]
+    assert main([*line, "--to", "specjax", "--output", str(tmp_path / "ours")]) == 0
     capsys.readouterr()
     assert MixtureOfAttentions.from_pretrained(tmp_path / "ours").config.tli == 1
 
@@ -145,20 +120,8 @@ def test_a_layout_that_a_drafter_lacks_is_refused(drafter, tmp_path, capsys) -> 
             "to='vllm': an EAGLE-3 drafter is written as eagle3, speculators: give one of these",
         ),
     ):
-        assert (
-            main(
-                [
-                    "convert",
-                    "--drafter",
-                    str(tmp_path / place),
-                    "--to",
-                    "vllm",
-                    "--output",
-                    str(tmp_path / "x"),
-                ]
-            )
-            == 2
-        )
+        line = ["convert", "--drafter", str(tmp_path / place), "--to", "vllm"]
+        assert main([*line, "--output", str(tmp_path / "x")]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "x").exists()
 
@@ -184,7 +147,7 @@ def test_a_dry_run_says_what_a_run_takes_and_takes_nothing(tmp_path, capsys) -> 
 
 @pytest.fixture
 def served(tmp_path):
-    """A target in bfloat16 of three layers, with all that is beside its weights."""
+    """Return a target in bfloat16 of three layers, with all files beside its weights."""
     directory = save_tiny(tmp_path / "target", num_layers=3)
     Target.from_pretrained(directory).save_pretrained(directory, dtype=jnp.bfloat16)
     (directory / "generation_config.json").write_text(
@@ -197,17 +160,8 @@ def served(tmp_path):
 
 
 def cut(capsys, target, drafter: str, output) -> str:
-    line = [
-        "convert",
-        "--client-parts",
-        "--target",
-        str(target),
-        "--drafter",
-        drafter,
-        "--output",
-        str(output),
-    ]
-    assert main(line) == 0
+    line = ["convert", "--client-parts", "--target", str(target), "--drafter", drafter]
+    assert main([*line, "--output", str(output)]) == 0
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -224,9 +178,10 @@ def test_a_client_has_of_the_target_what_its_drafter_needs(served, tmp_path, cap
         f"{tmp_path}/eagle3": (3, 3),
         f"draft-model:{tmp_path}/model": (3, 3),
     }
+    # This layout has no field for tli.
     MixtureOfAttentions.from_pretrained(tmp_path / "moa").save_pretrained(
         tmp_path / "vllm", layout="vllm"
-    )  # without tli
+    )
     drafters |= {f"moa,tli=2:{tmp_path}/vllm": (1, 3)}
     for number, (name, layers) in enumerate({**drafters, "prompt-lookup": (3, 3)}.items()):
         output = tmp_path / f"part {number}"
@@ -237,10 +192,8 @@ def test_a_client_has_of_the_target_what_its_drafter_needs(served, tmp_path, cap
             layers,
             whole.fingerprint(),
         )
-        assert (
-            part.config.eos_token_ids == (2, 5)
-            and part.config.vocab_size == vocabulary["vocab_size"]
-        )
+        assert part.config.eos_token_ids == (2, 5)
+        assert part.config.vocab_size == vocabulary["vocab_size"]
         assert jax.tree.all(jax.tree.map(np.array_equal, part.params, whole.part(layers).params))
         ours, theirs = (text.load_tokenizer(directory) for directory in (output, served))
         messages = [{"role": "user", "content": "import os"}]
@@ -251,16 +204,16 @@ def test_a_client_has_of_the_target_what_its_drafter_needs(served, tmp_path, cap
         size, whole_size = (
             (where / "model.safetensors").stat().st_size for where in (output, served)
         )
-        said = re.search(
+        match = re.search(
             r"bfloat16; ([0-9.]+) MB, ([0-9.]+)% of the ([0-9.]+) MB of the target; fingerprint"
             r" (\w+)",
             out,
         )
-        assert said and said[4] == whole.fingerprint(), out
+        assert match and match[4] == whole.fingerprint(), out
         np.testing.assert_allclose(
-            [float(said[1]), float(said[3])], [size / 1e6, whole_size / 1e6], atol=0.051
+            [float(match[1]), float(match[3])], [size / 1e6, whole_size / 1e6], atol=0.051
         )
-        np.testing.assert_allclose(float(said[2]), 100 * size / whole_size, atol=0.051)
+        np.testing.assert_allclose(float(match[2]), 100 * size / whole_size, atol=0.051)
 
 
 def test_what_needs_the_target_itself_has_no_part_of_it(served, tmp_path, capsys) -> None:
@@ -301,34 +254,23 @@ def test_a_part_is_refused_as_a_target_and_as_a_draft_model(served, tmp_path, ca
         ["generate", "--prompt", "x", "--target", str(served), "--drafter", str(part)],
         ["serve", "--port", "0", "--target", str(part)],
         [
-            "evaluate",
-            "--questions",
-            prompts[1],
-            "--target",
-            str(part),
-            "--drafter",
-            "prompt-lookup",
+            *("evaluate", "--questions", prompts[1], "--target", str(part)),
+            *("--drafter", "prompt-lookup"),
         ],
         ["plan", "measure", *prompts, "--target", str(part), "--drafter", "prompt-lookup"],
         ["train", "--config", str(file)],
         ["train", "--config", str(file), "--dry-run"],
         [
-            "convert",
-            "--client-parts",
-            "--target",
-            str(part),
-            "--drafter",
-            "prompt-lookup",
-            "--output",
-            str(tmp_path / "x"),
+            *("convert", "--client-parts", "--target", str(part), "--drafter", "prompt-lookup"),
+            *("--output", str(tmp_path / "x")),
         ],
     ):
         assert main(line) == 2, line
-        said = " ".join(capsys.readouterr().err.split())
+        error = " ".join(capsys.readouterr().err.split())
         assert (
-            "is a part of a target (embedding, final norm, head, and none of the 3 layers)" in said
-        ), (line, said)
-        assert "give the whole target that it was cut from" in said
+            "is a part of a target (embedding, final norm, head, and none of the 3 layers)" in error
+        ), (line, error)
+        assert "give the whole target that it was cut from" in error
 
 
 @pytest.mark.parametrize("weights", ["int8", "w8a8", "int4", "fp8"])
@@ -341,12 +283,14 @@ def test_a_model_is_written_with_quantized_weights(tmp_path, capsys, weights) ->
     assert config["quant_method"] == "compressed-tensors"
     assert [group["targets"] for group in config["config_groups"].values()] == [["Linear"]]
     scheme = replace(SCHEMES[weights], vocabulary=None)
-    made = Target.from_pretrained(tmp_path / "model", weights=scheme)
+    quantized = Target.from_pretrained(tmp_path / "model", weights=scheme)
     read = Target.from_pretrained(tmp_path / "quantized")
-    for found, expected in zip(read.params["layers"], made.params["layers"], strict=True):
-        if weights != "fp8":  # which is read as floats on a CPU
-            assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
-        np.testing.assert_allclose(wide(found["down"]), wide(expected["down"]), rtol=1e-6)
+    for layer, expected_layer in zip(
+        read.params["layers"], quantized.params["layers"], strict=True
+    ):
+        if weights != "fp8":  # fp8 is read as floats on a CPU
+            assert jax.tree.all(jax.tree.map(np.array_equal, layer, expected_layer))
+        np.testing.assert_allclose(wide(layer["down"]), wide(expected_layer["down"]), rtol=1e-6)
     assert main(["convert", *step, str(tmp_path / "all"), "--vocabulary"]) == 0
     assert isinstance(Target.from_pretrained(tmp_path / "all").params["embed"], QuantizedMatrix)
 
@@ -365,17 +309,17 @@ def test_a_model_is_written_with_quantized_weights_chosen_by_a_text(
     )
     samples = ["import os\nimport sys\n", "def f(x):\n    return x\n"] * 20
     (tmp_path / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": each}) + "\n" for each in samples)
+        "".join(json.dumps({"text": sample}) + "\n" for sample in samples)
     )
     step = ["convert", "--target", str(tmp_path / "model"), "--quantize", weights]
     step += ["--calibrate", str(tmp_path / "texts.jsonl"), "--output", str(tmp_path / "quantized")]
     assert main(step) == 0
     tokenizer = text.load_tokenizer(tmp_path / "model")
-    tokens = windows([text.encode(tokenizer, each) for each in samples])
+    tokens = windows([text.encode(tokenizer, sample) for sample in samples])
     assert f"quantized: {weights}, calibrated on {tokens.size:,} tokens, " in " ".join(
         capsys.readouterr().out.split()
     )
-    made = calibrate(
+    calibrated = calibrate(
         Target.from_pretrained(tmp_path / "model"),
         replace(SCHEMES[weights], vocabulary=None),
         tokens,
@@ -388,12 +332,12 @@ def test_a_model_is_written_with_quantized_weights_chosen_by_a_text(
     plain = Target.from_pretrained(
         tmp_path / "model", weights=replace(SCHEMES[weights], vocabulary=None)
     )
-    for found, expected, nearest in zip(
-        *(each.params["layers"] for each in (read, made, plain)), strict=True
+    for layer, expected_layer, nearest_layer in zip(
+        *(model.params["layers"] for model in (read, calibrated, plain)), strict=True
     ):
         for name in ("q", "down"):
-            np.testing.assert_allclose(wide(found[name]), wide(expected[name]), rtol=1e-6)
-            assert not np.allclose(wide(found[name]), wide(nearest[name]))
+            np.testing.assert_allclose(wide(layer[name]), wide(expected_layer[name]), rtol=1e-6)
+            assert not np.allclose(wide(layer[name]), wide(nearest_layer[name]))
 
 
 def wide(matrix):
@@ -402,14 +346,8 @@ def wide(matrix):
 
 def test_a_drafter_is_written_with_quantized_weights(drafter, tmp_path) -> None:
     step = (
-        "--drafter",
-        str(drafter),
-        "--to",
-        "eagle3",
-        "--quantize",
-        "int8",
-        "--output",
-        str(tmp_path / "quantized"),
+        *("--drafter", str(drafter), "--to", "eagle3", "--quantize", "int8"),
+        *("--output", str(tmp_path / "quantized")),
     )
     assert main(["convert", *step]) == 0
     read, whole = Eagle3.from_pretrained(tmp_path / "quantized"), Eagle3.from_pretrained(drafter)
@@ -435,53 +373,29 @@ def test_a_drafter_is_written_with_quantized_weights(drafter, tmp_path) -> None:
         ),
         (
             (
-                "--calibrate",
-                "x",
-                "--quantize",
-                "int8",
-                "--drafter",
-                "embedded:eagle3",
-                "--output",
-                "x",
+                *("--calibrate", "x", "--quantize", "int8", "--drafter", "embedded:eagle3"),
+                *("--output", "x"),
             ),
             "calibrate='x': it is for targets: leave it out",
         ),
         (
             (
-                "--calibrate",
-                "no/where",
-                "--quantize",
-                "int8",
-                "--target",
-                "embedded",
-                "--output",
-                "x",
+                *("--calibrate", "no/where", "--quantize", "int8", "--target", "embedded"),
+                *("--output", "x"),
             ),
             "calibrate='no/where': it has no files",
         ),
         (
             (
-                "--vocabulary",
-                "--target",
-                "embedded",
-                "--drafter",
-                "embedded:eagle3",
-                "--output",
-                "x",
+                *("--vocabulary", "--target", "embedded", "--drafter", "embedded:eagle3"),
+                *("--output", "x"),
             ),
             "vocabulary: it needs quantize",
         ),
         (
             (
-                "--quantize",
-                "int8",
-                "--client-parts",
-                "--target",
-                "a",
-                "--drafter",
-                "b",
-                "--output",
-                "x",
+                *("--quantize", "int8", "--client-parts", "--target", "a", "--drafter", "b"),
+                *("--output", "x"),
             ),
             "extract the client's parts",
         ),
@@ -493,20 +407,12 @@ def test_what_cannot_be_made_quantized_is_refused(arguments, message, capsys) ->
 
 
 def test_a_text_that_says_too_little_is_refused(tmp_path, capsys) -> None:
-    step = [
-        "convert",
-        "--target",
-        "embedded",
-        "--quantize",
-        "int4",
-        "--output",
-        str(tmp_path / "quantized"),
-        "--calibrate",
-    ]
+    step = ["convert", "--target", "embedded", "--quantize", "int4"]
+    step += ["--output", str(tmp_path / "quantized"), "--calibrate"]
     (tmp_path / "chats.jsonl").write_text(
         json.dumps({"messages": [{"role": "user", "content": "Hello"}]})
     )
-    for name, content, said in (
+    for name, content, message in (
         (
             "empty.txt",
             "",
@@ -524,6 +430,6 @@ def test_a_text_that_says_too_little_is_refused(tmp_path, capsys) -> None:
             (tmp_path / name).write_text(content)
         assert main([*step, str(tmp_path / name)]) == 2
         printed = " ".join(capsys.readouterr().err.split())
-        assert said in printed
+        assert message in printed
         assert name == "damaged.jsonl" or f"calibrate='{tmp_path / name}': " in printed
     assert not (tmp_path / "quantized").exists()

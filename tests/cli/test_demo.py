@@ -1,4 +1,4 @@
-"""The demo prints real text and a table with every method."""
+"""Check that the demo prints real text and a table with every method."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ from tests.conftest import save_tiny
 
 
 def check_shown(out: str, ways: int, methods: Iterable[str]) -> None:
-    """``ways`` to draw tokens stand beside each other."""
+    """Check the table and the text of a demo with ``ways`` of drawing tokens beside each other."""
     figures = r"\W+([\d,]+)\W+([\d.]+)x\W+([\d.]+)"  # of one way to draw tokens
     rows = {name: re.search(rf"{name}{figures * ways}", out) for name in methods}
     assert all(rows.values()), out
@@ -32,9 +32,8 @@ def check_shown(out: str, ways: int, methods: Iterable[str]) -> None:
 
 @pytest.mark.full
 def test_the_demo_shows_its_methods(capsys, monkeypatch, tmp_path) -> None:
-    directory = save_tiny(
-        tmp_path / "target", num_layers=1
-    )  # a model that drafts for itself, and is inflated: all is accepted
+    # A model that drafts for itself, and is inflated: all is accepted.
+    directory = save_tiny(tmp_path / "target", num_layers=1)
     for name, kind in (("eagle3", Eagle3), ("mtp", MTP)):
         kind.init(Target.from_pretrained(directory), jax.random.key(0)).save_pretrained(
             tmp_path / name
@@ -42,9 +41,8 @@ def test_the_demo_shows_its_methods(capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(
         demo, "embedded", lambda name: tmp_path / name if name in ("eagle3", "mtp") else directory
     )
-    monkeypatch.setattr(
-        demo, "FEW", (few := ("plain", "EAGLE-3", "MTP", "draft model"))
-    )  # others take as long to compile
+    few = ("plain", "EAGLE-3", "MTP", "draft model")  # the rest takes as long to compile
+    monkeypatch.setattr(demo, "FEW", few)
     monkeypatch.setattr(
         demo, "INFLATED", {"hidden_size": 32, "intermediate_size": 32, "num_layers": 3}
     )
@@ -53,7 +51,7 @@ def test_the_demo_shows_its_methods(capsys, monkeypatch, tmp_path) -> None:
     check_shown(out, 1, few)
     assert "9 greedy texts with drafters, 9 are equal to plain decoding's" in " ".join(out.split())
     following = [line for line in out.splitlines() if " -m specjax " in line]
-    for line in following:  # what it says to type next can be typed
+    for line in following:  # the commands that it suggests can be typed
         words = shlex.split(line, comments=True)
         name, command, options = find_command(words[words.index("specjax") + 1 :])
         parse_options(command.config, options, prog=name)

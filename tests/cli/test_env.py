@@ -1,4 +1,4 @@
-"""``specjax env``: a report also of an environment in which nothing else works."""
+"""Check ``specjax env``, which reports also on an environment in which nothing else works."""
 
 import json
 import os
@@ -28,7 +28,7 @@ FITTING = env.Devices(({"platform": "cpu", "kind": "cpu"},), "not used: it is a 
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch) -> Path:
-    """A folder that hides packages of this environment, for the processes that are started."""
+    """Return a folder that hides packages of this environment from child processes."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     return tmp_path
 
@@ -69,9 +69,9 @@ def test_a_jax_that_ends_the_process(environment) -> None:
     (environment / "jax.py").write_text(
         "import os, sys\nprint('libtpu is of another JAX', file=sys.stderr, flush=True)\nos.abort()"
     )
-    asked = env.ask_jax()
-    assert asked.error.startswith("JAX was ended by SIGABRT")
-    assert asked.devices == ()
+    devices = env.ask_jax()
+    assert devices.error.startswith("JAX was ended by SIGABRT")
+    assert devices.devices == ()
 
 
 def test_a_jax_that_waits_for_ever_is_ended_with_all_that_it_started(environment) -> None:
@@ -80,10 +80,9 @@ def test_a_jax_that_waits_for_ever_is_ended_with_all_that_it_started(environment
         " time.sleep(1000)'])"
     )
     (environment / "jax.py").write_text(code)
-    asked = env.ask_jax(
-        timeout=0.5
-    )  # it returns, though the process that was started holds the pipe
-    assert asked.error.startswith("JAX did not start within 0.5 s")
+    # The call returns although the process that JAX started holds the pipe.
+    devices = env.ask_jax(timeout=0.5)
+    assert devices.error.startswith("JAX did not start within 0.5 s")
 
 
 def test_what_jax_warns_of_is_printed(environment, monkeypatch) -> None:
@@ -94,15 +93,15 @@ def test_what_jax_warns_of_is_printed(environment, monkeypatch) -> None:
     )
     says = f"import sys\nprint({chr(10).join((*lines, *lines))!r}, file=sys.stderr)\nprint('hello')"
     (environment / "jax.py").write_text(says + TWO_TPUS)
-    monkeypatch.chdir(environment)  # a process that is started looks there first
+    monkeypatch.chdir(environment)  # a child process looks there first
     package = environment / "specjax" / "cli"
     package.mkdir(parents=True)
     for folder in (package.parent, package):
         (folder / "__init__.py").touch()
     (package / "env.py").write_text("def describe_kernels():\n    return 'used: a kernel'")
-    asked = env.ask_jax()
-    assert asked.said == (lines[0], lines[2])
-    assert (asked.kernels, asked.error) == ("used: a kernel", "")
+    devices = env.ask_jax()
+    assert devices.said == (lines[0], lines[2])
+    assert (devices.kernels, devices.error) == ("used: a kernel", "")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""``specjax evaluate`` and ``specjax regenerate`` on tiny models: what they write adds up, and what they refuse."""
+"""Check ``specjax evaluate`` and ``specjax regenerate`` on tiny models.
+
+Their output adds up, and what cannot be used is refused.
+"""
 
 import json
 import shutil
@@ -42,44 +45,23 @@ def questions(tmp_path):
 @pytest.mark.full
 def test_every_method_answers_every_turn(tiny_pair, questions, tmp_path, capsys) -> None:
     target, _ = tiny_pair
-    arguments = [
-        "--target",
-        target,
-        "--questions",
-        str(questions),
-        "--max-new-tokens",
-        "6",
-        "--repeats",
-        "2",
-    ]
-    assert (
-        main(
-            [
-                "evaluate",
-                *arguments,
-                "--drafter",
-                f"{target}@chain:2",
-                "--output",
-                str(tmp_path / "out"),
-            ]
-        )
-        == 0
-    )
+    arguments = ["--target", target, "--questions", str(questions), "--max-new-tokens", "6"]
+    arguments += ["--repeats", "2", "--drafter", f"{target}@chain:2"]
+    assert main(["evaluate", *arguments, "--output", str(tmp_path / "out")]) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
     assert list(results) == ["mt-bench", "retrieval", "overall"]
     for category, answers in (("mt-bench", 2), ("retrieval", 1), ("overall", 3)):
-        plain, own = (results[category][name] for name in ("plain", f"{target}@chain:2"))
-        assert plain["answers"] == own["answers"] == answers
+        plain, drafted = (results[category][name] for name in ("plain", f"{target}@chain:2"))
+        assert plain["answers"] == drafted["answers"] == answers
         assert (plain["speedup"], plain["spread"], plain["acceptance_length_pooled"]) == (
             1.0,
             [1.0, 1.0],
             1.0,
         )
-        assert (
-            own["acceptance_length_pooled"] == own["acceptance_length_of_requests"] == 3
-        )  # the target drafts for itself
-        assert len(own["acceptance_by_position"]) == 2
-        assert own["spread"][0] <= own["spread"][1]
+        # The target drafts for itself.
+        assert drafted["acceptance_length_pooled"] == drafted["acceptance_length_of_requests"] == 3
+        assert len(drafted["acceptance_by_position"]) == 2
+        assert drafted["spread"][0] <= drafted["spread"][1]
     text = (tmp_path / "out" / "results.md").read_text()
     assert "| mt-bench | plain |" in text
     assert "medians of 2 interleaved runs" in text
@@ -101,69 +83,44 @@ def test_every_method_answers_every_turn(tiny_pair, questions, tmp_path, capsys)
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(tiny_pair, questions, changes, words, capsys) -> None:
-    arguments = [
-        "evaluate",
-        "--target",
-        tiny_pair[0],
-        "--questions",
-        str(questions),
-        "--drafter",
-        "prompt-lookup",
-    ]
-    assert main([*arguments, *changes]) == 2
+    arguments = ["evaluate", "--target", tiny_pair[0], "--questions", str(questions)]
+    assert main([*arguments, "--drafter", "prompt-lookup", *changes]) == 2
     assert words in capsys.readouterr().err
 
 
 def verdict(margin: float = 0.0, p_value: float = 0.43) -> LosslessnessVerdict:
-    """As `losslessness.check` returns it; texts part by ``margin`` where rounding reaches 0.02."""
+    """Return a verdict as `losslessness.check` does.
+
+    With a ``margin``, one text parts by it, where rounding reaches 0.02.
+    """
     partings = (Parting(1, 5, 7, 8, margin),) if margin else ()
     texts = SameTexts(texts=8, tokens=64, partings=partings, lag=margin, rounding=0.02)
     names = ("joint", "by preference", "towards the drafter")
-    drawn = Distribution(
+    distribution = Distribution(
         p_value, dict.fromkeys(names, p_value / 3), 25_000, 800, 0, 0.05, "independent"
     )
     return LosslessnessVerdict(
-        greedy=texts, distribution=drawn, coupled=replace(texts, partings=(), lag=0.0)
+        greedy=texts, distribution=distribution, coupled=replace(texts, partings=(), lag=0.0)
     )
 
 
 def lossless(target: str, *options: str) -> list[str]:
-    return [
-        "evaluate",
-        "--lossless",
-        "--target",
-        target,
-        "--drafter",
-        f"{target}@chain:2",
-        "prompt-lookup",
-        *options,
-    ]
+    pair = ["--target", target, "--drafter", f"{target}@chain:2", "prompt-lookup"]
+    return ["evaluate", "--lossless", *pair, *options]
 
 
 def test_lossless_pairs_have_a_verdict_in_a_line_and_exit_status_0(
     tiny_pair, questions, tmp_path, capsys, monkeypatch
 ) -> None:
-    asked = []
+    calls = []
 
     def check(target, drafter, tokens, lengths, **options):
-        asked.append((drafter.draft_shape, lengths.tolist(), options))
+        calls.append((drafter.draft_shape, lengths.tolist(), options))
         return verdict(margin=0.003)
 
     monkeypatch.setattr(losslessness, "check", check)
-    assert (
-        main(
-            lossless(
-                tiny_pair[0],
-                "--output",
-                str(tmp_path / "out"),
-                "--temperature",
-                "0.7",
-                "--top-p",
-                "0.9",
-            )
-        )
-        == 0
-    )
+    options = ("--output", str(tmp_path / "out"), "--temperature", "0.7", "--top-p", "0.9")
+    assert main(lossless(tiny_pair[0], *options)) == 0
     printed = capsys.readouterr().out
     assert (
         "lossless: greedy 7 of 8 texts equal, 1 part at near-ties (margin 0.003 where rounding"
@@ -177,19 +134,15 @@ def test_lossless_pairs_have_a_verdict_in_a_line_and_exit_status_0(
         "greedy text 1 parts at token 5: 7 without the drafter, 8 with it, margin 0.003" in printed
     )
     assert "once in 100,000 tests" in printed
-    assert (
-        json.loads((tmp_path / "out" / "lossless.json").read_text())["results"]["prompt-lookup"][
-            "lossless"
-        ]
-        is True
-    )
+    results = json.loads((tmp_path / "out" / "lossless.json").read_text())["results"]
+    assert results["prompt-lookup"]["lossless"] is True
     assert "## prompt-lookup" in (tmp_path / "out" / "lossless.md").read_text()
-    assert asked[0][0] == Chain(2)
-    assert len(asked[0][1]) == len(losslessness.PROMPTS)
-    assert asked[0][2]["settings"] == (Sampling(0.7, top_p=0.9),)
+    assert calls[0][0] == Chain(2)
+    assert len(calls[0][1]) == len(losslessness.PROMPTS)
+    assert calls[0][2]["settings"] == (Sampling(0.7, top_p=0.9),)
     assert main(lossless(tiny_pair[0], "--questions", str(questions), "--chat", "False")) == 0
-    assert len(asked[-1][1]) == 2  # of each question the first turn
-    assert asked[-1][2]["settings"] == SETTINGS
+    assert len(calls[-1][1]) == 2  # the first turn of each question
+    assert calls[-1][2]["settings"] == SETTINGS
 
 
 @pytest.mark.parametrize(
@@ -207,15 +160,15 @@ def test_lossless_pairs_have_a_verdict_in_a_line_and_exit_status_0(
 def test_every_setting_of_drawing_is_tested_for_losslessness(
     tiny_pair, monkeypatch, options, settings
 ) -> None:
-    asked = []
+    tested = []
 
-    def check(*_, **given):
-        asked.append(given["settings"])
+    def check(*_, **options):
+        tested.append(options["settings"])
         raise InputError("enough")
 
     monkeypatch.setattr(losslessness, "check", check)
     assert main(lossless(tiny_pair[0], *options)) == 2
-    assert asked == [settings]
+    assert tested == [settings]
 
 
 @pytest.mark.parametrize("option", [("--top-k", "-1"), ("--min-p", "2"), ("--top-p", "0")])
@@ -232,8 +185,8 @@ def test_a_pair_that_is_not_lossless_ends_with_exit_status_1(
     ended = replace(
         verdict(), greedy=replace(verdict().greedy, partings=(Parting(1, 5, 7, -1, float("inf")),))
     )
-    found = iter([verdict(), verdict(margin=3.0, p_value=1e-9), ended, ended])
-    monkeypatch.setattr(losslessness, "check", lambda *_, **__: next(found))
+    verdicts = iter([verdict(), verdict(margin=3.0, p_value=1e-9), ended, ended])
+    monkeypatch.setattr(losslessness, "check", lambda *_, **__: next(verdicts))
     assert main(lossless(tiny_pair[0], "--json")) == 1
     results = json.loads(capsys.readouterr().out)["results"]
     first, second = results.values()
@@ -245,7 +198,7 @@ def test_a_pair_that_is_not_lossless_ends_with_exit_status_1(
     assert not second["distribution"]["passes"]
     assert main(lossless(tiny_pair[0], "--json")) == 1
     out = capsys.readouterr().out
-    assert "Infinity" not in out  # which is no JSON
+    assert "Infinity" not in out  # it is no JSON
     assert json.loads(out)["results"]["prompt-lookup"]["greedy"]["partings"][0]["margin"] is None
 
 
@@ -272,31 +225,21 @@ def test_texts_are_written_anew_whatever_the_batch_and_wherever_it_stopped(
     source.write_text(
         "".join(json.dumps({"text": f"def function_{i}(self): pass"}) + "\n" for i in range(5))
     )
-    arguments = [
-        "regenerate",
-        "--target",
-        target,
-        "--source",
-        str(source),
-        "--max-new-tokens",
-        "10",
-        "--prompt-tokens",
-        "4",
-    ]
+    arguments = ["regenerate", "--target", target, "--source", str(source)]
+    arguments += ["--max-new-tokens", "10", "--prompt-tokens", "4"]
     assert main([*arguments, "--output", str(tmp_path / "whole.jsonl"), "--batch", "4"]) == 0
     whole = (tmp_path / "whole.jsonl").read_text()
     assert len(whole.splitlines()) == 5
     assert all(json.loads(line)["text"].startswith("def") for line in whole.splitlines())
-    begun = tmp_path / "begun.jsonl"
-    begun.write_text(
-        "".join(whole.splitlines(keepends=True)[:2]) + '{"text": "de'
-    )  # what a kill can leave
+    partial = tmp_path / "begun.jsonl"
+    # A kill can leave half a line.
+    partial.write_text("".join(whole.splitlines(keepends=True)[:2]) + '{"text": "de')
     (tmp_path / "begun.yaml").write_text((tmp_path / "whole.yaml").read_text())
-    assert main([*arguments, "--output", str(begun), "--batch", "2"]) == 0
-    assert begun.read_text() == whole
-    assert main([*arguments, "--output", str(begun), "--seed", "2"]) == 2
+    assert main([*arguments, "--output", str(partial), "--batch", "2"]) == 0
+    assert partial.read_text() == whole
+    assert main([*arguments, "--output", str(partial), "--seed", "2"]) == 2
     (tmp_path / "begun.yaml").unlink()
-    assert main([*arguments, "--output", str(begun)]) == 2
+    assert main([*arguments, "--output", str(partial)]) == 2
     assert (
         main(["regenerate", "--target", target, "--source", str(source), "--output", "here.txt"])
         == 2
@@ -308,9 +251,12 @@ def write_source(path, texts) -> None:
 
 
 def of_texts(target, source, *options: str) -> list[str]:
-    """The command that writes texts anew: the same sizes in every test here, so that they share what is compiled."""
-    given = ["regenerate", "--target", str(target), "--source", str(source), "--batch", "4"]
-    return [*given, "--max-new-tokens", "10", "--prompt-tokens", "4", *options]
+    """Return the command that regenerates texts.
+
+    The sizes are the same in every test here, so that the tests share compiled programs.
+    """
+    words = ["regenerate", "--target", str(target), "--source", str(source), "--batch", "4"]
+    return [*words, "--max-new-tokens", "10", "--prompt-tokens", "4", *options]
 
 
 def records(output) -> list[dict]:
@@ -324,30 +270,29 @@ def test_a_rerun_writes_what_is_missing_wherever_the_source_has_it_now(tiny_pair
     write_source(source, texts)
     assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 0
     whole = output.read_text().splitlines(keepends=True)
-    assert (
-        len({json.loads(line)["text"] for line in whole[2:]}) == 2
-    )  # two equal documents, each with its own random numbers
+    # Two equal documents have their own random numbers.
+    assert len({json.loads(line)["text"] for line in whole[2:]}) == 2
     output.write_text("".join(whole[:2]))
     write_source(source, ["import first", *texts])
     assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 0
     assert main(of_texts(tiny_pair[0], source, "--output", str(tmp_path / "fresh.jsonl"))) == 0
     assert output.read_text().splitlines(keepends=True)[:2] == whole[:2]
-    found, fresh = (
+    completed, fresh = (
         sorted(path.read_text().splitlines()) for path in (output, tmp_path / "fresh.jsonl")
     )
-    assert found == fresh
-    assert len(set(found)) == 5
+    assert completed == fresh
+    assert len(set(completed)) == 5
 
 
 def assert_prompts_are_on_one_side(output, count: int) -> None:
-    """``count`` records, whose prompts begin with the letters a to h."""
-    train, held = data.split_documents(read_documents(str(output)), 0.5)
-    train_prompts, held_prompts = (
-        {document.text[0] for document in part} for part in (train, held)
+    """Check the split of ``count`` records, whose prompts begin with the letters a to h."""
+    train, held_out = data.split_documents(read_documents(str(output)), 0.5)
+    train_prompts, held_out_prompts = (
+        {document.text[0] for document in part} for part in (train, held_out)
     )
-    assert len(train) + len(held) == count
-    assert len(train_prompts) + len(held_prompts) == 8
-    assert not train_prompts & held_prompts
+    assert len(train) + len(held_out) == count
+    assert len(train_prompts) + len(held_out_prompts) == 8
+    assert not train_prompts & held_out_prompts
 
 
 @pytest.mark.full
@@ -355,15 +300,17 @@ def test_copies_of_a_document_are_on_one_side_of_the_split(tiny_pair, tmp_path) 
     source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
     write_source(source, [f"{letter} = 1 + 2" for letter in "abcdefgh"])
     assert main(of_texts(tiny_pair[0], source, "--output", str(output), "--copies", "3")) == 0
-    assert (
-        len({record["text"] for record in records(output)}) > 20
-    )  # other random numbers each time
+    # Each copy has other random numbers.
+    assert len({record["text"] for record in records(output)}) > 20
     assert_prompts_are_on_one_side(output, 24)
 
 
 @pytest.mark.full
 def test_copies_of_copies_are_on_the_side_of_the_first(tiny_pair, tmp_path) -> None:
-    """What was written anew is written anew: a record's origin is passed on, and still each has its own label."""
+    """Regenerate texts that were regenerated.
+
+    The origin of a record is passed on, but each record has its own label.
+    """
     source, once, twice = (tmp_path / f"{name}.jsonl" for name in ("texts", "once", "twice"))
     write_source(source, [f"{letter} = 1 + 2" for letter in "abcdefgh"])
     assert main(of_texts(tiny_pair[0], source, "--output", str(once), "--copies", "3")) == 0
@@ -380,14 +327,16 @@ def test_equal_documents_are_on_one_side_of_the_split(tiny_pair, tmp_path) -> No
     write_source(source, 4 * [f"{letter} = 1 + 2" for letter in "abcdefgh"])
     assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 0
     assert_prompts_are_on_one_side(output, 32)
-    assert (
-        len({record["text"] for record in records(output)}) > 24
-    )  # and each has its own random numbers
+    # Each document has its own random numbers.
+    assert len({record["text"] for record in records(output)}) > 24
 
 
 @pytest.mark.full
 def test_what_does_not_fit_is_left_out_and_counted(tiny_pair, tmp_path, capsys) -> None:
-    """The target has 512 positions: a question that is too long alone, one that is too long after another, one that fits."""
+    """Ask a question that is too long alone, one that is too long after another, and one that fits.
+
+    The target has 512 positions.
+    """
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
     long = {"role": "user", "content": "why? " * 400}
@@ -395,29 +344,13 @@ def test_what_does_not_fit_is_left_out_and_counted(tiny_pair, tmp_path, capsys) 
     source = tmp_path / "chats.jsonl"
     chats = [[short], [long], [short, answer, long, answer, short], [short, answer, short]]
     source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
-    options = [
-        "--source",
-        str(source),
-        "--chat-template",
-        str(template),
-        "--max-new-tokens",
-        "6",
-        "--temperature",
-        "0",
-    ]
+    options = ["--source", str(source), "--chat-template", str(template)]
+    options += ["--max-new-tokens", "6", "--temperature", "0"]
     outputs = []
     for batch in (2, 3):
         output = tmp_path / f"{batch}.jsonl"
-        command = [
-            "regenerate",
-            "--target",
-            tiny_pair[0],
-            "--output",
-            str(output),
-            *options,
-            "--batch",
-            str(batch),
-        ]
+        command = ["regenerate", "--target", tiny_pair[0], "--output", str(output), *options]
+        command += ["--batch", str(batch)]
         for _ in range(2):
             assert main(command) == 0
             printed = capsys.readouterr().out
@@ -428,7 +361,7 @@ def test_what_does_not_fit_is_left_out_and_counted(tiny_pair, tmp_path, capsys) 
         outputs.append(output.read_text())
     assert outputs[0] == outputs[1]
     assert [len(record["messages"]) for record in records(output)] == [2, 2, 4]
-    assert "cut before a turn" not in printed  # that was written already
+    assert "cut before a turn" not in printed  # this answer was written already
     output.unlink()
     assert main(command) == 0
     assert (
@@ -437,19 +370,8 @@ def test_what_does_not_fit_is_left_out_and_counted(tiny_pair, tmp_path, capsys) 
     )
     write_source(source, ["def one(): pass"])
     (tmp_path / "out.jsonl").unlink(missing_ok=True)
-    assert (
-        main(
-            of_texts(
-                tiny_pair[0],
-                source,
-                "--output",
-                str(tmp_path / "out.jsonl"),
-                "--max-new-tokens",
-                "510",
-            )
-        )
-        == 2
-    )
+    options = ("--output", str(tmp_path / "out.jsonl"), "--max-new-tokens", "510")
+    assert main(of_texts(tiny_pair[0], source, *options)) == 2
     assert "no room for max_new_tokens=510 in 512 tokens" in capsys.readouterr().err
     assert not (tmp_path / "out.yaml").exists()
 
@@ -468,13 +390,10 @@ def test_a_command_that_cannot_be_run_claims_nothing(tiny_pair, tmp_path, capsys
     assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 0
     assert main(of_texts(tiny_pair[0], source, "--output", str(output), "--seed", "2")) == 2
     shutil.copytree(tiny_pair[0], tmp_path / "moving")
-    assert (
-        main(of_texts(tmp_path / "moving", source, "--output", str(tmp_path / "moved.jsonl"))) == 0
-    )
+    command = of_texts(tmp_path / "moving", source, "--output", str(tmp_path / "moved.jsonl"))
+    assert main(command) == 0
     save_tiny(tmp_path / "moving", seed=1)
-    assert (
-        main(of_texts(tmp_path / "moving", source, "--output", str(tmp_path / "moved.jsonl"))) == 2
-    )
+    assert main(command) == 2
     assert "moving': the model or its data type differs" in capsys.readouterr().err
     output.write_text('{"text": "of an earlier version"}\n')
     assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 2
@@ -483,45 +402,27 @@ def test_a_command_that_cannot_be_run_claims_nothing(tiny_pair, tmp_path, capsys
 
 @pytest.mark.full
 def test_answers_of_a_conversation_are_the_targets(tiny_pair, tmp_path) -> None:
-    """Greedy: each answer is what the target says to all that was said before it, its own earlier answers among them."""
+    """Compare each greedy answer with the target's answer to all messages before it.
+
+    The earlier answers among these are the target's own.
+    """
     target, _ = tiny_pair
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
-    asked = [
+    messages = [
         {"role": "user", "content": "one?"},
         {"role": "assistant", "content": "no"},
         {"role": "user", "content": "two?"},
     ]
     source = tmp_path / "chats.jsonl"
     source.write_text(
-        json.dumps({"messages": asked}) + "\n" + json.dumps({"messages": asked[:1]}) + "\n"
+        json.dumps({"messages": messages}) + "\n" + json.dumps({"messages": messages[:1]}) + "\n"
     )
     output = tmp_path / "out" / "chats.jsonl"
-    arguments = [
-        "--target",
-        target,
-        "--source",
-        str(source),
-        "--output",
-        str(output),
-        "--chat-template",
-        str(template),
-    ]
-    assert (
-        main(
-            [
-                "regenerate",
-                *arguments,
-                "--temperature",
-                "0",
-                "--max-new-tokens",
-                "6",
-                "--batch",
-                "2",
-            ]
-        )
-        == 0
-    )
+    command = ["regenerate", "--target", target, "--source", str(source), "--output", str(output)]
+    command += ["--chat-template", str(template), "--temperature", "0"]
+    command += ["--max-new-tokens", "6", "--batch", "2"]
+    assert main(command) == 0
     long, short = (json.loads(line)["messages"] for line in output.read_text().splitlines())
     assert [message["role"] for message in long] == ["user", "assistant", "user", "assistant"]
     assert [message["content"] for message in long[::2]] == ["one?", "two?"]
@@ -533,22 +434,7 @@ def test_answers_of_a_conversation_are_the_targets(tiny_pair, tmp_path) -> None:
     assert generator(long[:3], max_new_tokens=6).text == long[3]["content"]
     first, stop = long[1]["content"], long[1]["content"][2:4]
     stopped = ["--output", str(tmp_path / "stopped.jsonl"), "--stop", stop]
-    assert (
-        main(
-            [
-                "regenerate",
-                *arguments,
-                "--temperature",
-                "0",
-                "--max-new-tokens",
-                "6",
-                "--batch",
-                "2",
-                *stopped,
-            ]
-        )
-        == 0
-    )
+    assert main([*command, *stopped]) == 0
     _, record = (
         json.loads(line)["messages"]
         for line in (tmp_path / "stopped.jsonl").read_text().splitlines()
@@ -558,23 +444,18 @@ def test_answers_of_a_conversation_are_the_targets(tiny_pair, tmp_path) -> None:
 
 @pytest.mark.full
 def test_a_rerun_with_another_template_or_tokenizer_is_refused(tiny_pair, tmp_path, capsys) -> None:
-    """Both decide what is written: a half of one and a half of the other would be no data set of either."""
+    """Check both files that decide what is written.
+
+    A half with one version and a half with another would be no data set of either.
+    """
     target, template = tmp_path / "target", tmp_path / "template.jinja"
     shutil.copytree(tiny_pair[0], target)
     template.write_text(TEMPLATE)
     source, output = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
-    asked = [{"messages": [{"role": "user", "content": content}]} for content in ("one?", "two?")]
-    source.write_text("".join(json.dumps(record) + "\n" for record in asked))
-    options = [
-        "--source",
-        str(source),
-        "--output",
-        str(output),
-        "--max-new-tokens",
-        "6",
-        "--batch",
-        "2",
-    ]
+    chats = [{"messages": [{"role": "user", "content": content}]} for content in ("one?", "two?")]
+    source.write_text("".join(json.dumps(record) + "\n" for record in chats))
+    options = ["--source", str(source), "--output", str(output)]
+    options += ["--max-new-tokens", "6", "--batch", "2"]
     command = ["regenerate", "--target", str(target), *options, "--chat-template", str(template)]
     assert main(command) == 0
     whole = output.read_text()
@@ -601,7 +482,11 @@ def test_a_rerun_with_another_template_or_tokenizer_is_refused(tiny_pair, tmp_pa
 def test_what_a_kill_leaves_before_the_first_record_claims_nothing(
     tiny_pair, tmp_path, monkeypatch, capsys
 ) -> None:
-    """The options are noted before there is an output: whole or not at all, and until there is one they bind nobody."""
+    """Kill the command before and while it notes its options.
+
+    The note is written before the output, and whole or not at all. It binds no later command until
+    there is an output.
+    """
     source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
     write_source(source, ["def one(): pass"])
     command = of_texts(tiny_pair[0], source, "--output", str(output))
@@ -612,7 +497,7 @@ def test_what_a_kill_leaves_before_the_first_record_claims_nothing(
     def killed_where_it_adds(path, mode="r", *arguments, **options):
         return killed() if mode == "a" else open(path, mode, *arguments, **options)
 
-    with monkeypatch.context() as patched:  # where the options are there, and the output is not
+    with monkeypatch.context() as patched:  # after the options, and before the output
         patched.setattr(Path, "open", killed_where_it_adds)
         assert main(command) == 130
     assert (tmp_path / "out.yaml").read_text().startswith("# written by")
@@ -621,7 +506,7 @@ def test_what_a_kill_leaves_before_the_first_record_claims_nothing(
     first = output.read_text()
     output.unlink()
     (tmp_path / "out.yaml").unlink()
-    with monkeypatch.context() as patched:  # in the midst of writing the options
+    with monkeypatch.context() as patched:  # while the options are written
         patched.setattr(Path, "replace", killed)
         assert main(command) == 130
     assert not (tmp_path / "out.yaml").exists()
@@ -629,9 +514,8 @@ def test_what_a_kill_leaves_before_the_first_record_claims_nothing(
     assert output.read_text() == first
     output.write_text("")
     noted = (tmp_path / "out.yaml").read_text()
-    (tmp_path / "out.yaml").write_text(
-        noted[: len(noted) // 2]
-    )  # as older versions of specjax may leave it
+    # Older versions of specjax may leave half a note.
+    (tmp_path / "out.yaml").write_text(noted[: len(noted) // 2])
     assert main([*command, "--seed", "2"]) == 0
     assert (tmp_path / "out.yaml").read_text() == noted
     output.unlink()

@@ -1,4 +1,7 @@
-"""Absurd command lines: each is refused in one line with exit status 2, or runs. None ends in a traceback."""
+"""Try absurd command lines: each is refused in one line with exit status 2, or runs.
+
+None ends in a traceback.
+"""
 
 import dataclasses
 import random
@@ -16,17 +19,7 @@ from tests.conftest import ASSETS
 WHOLE = ["-1", "0", "1", "2", "1_0", "٣", "9" * 5000]
 WHOLE += [f"{sign}{2**power}" for sign in ("", "-") for power in (31, 32, 63, 64, 200, 2000)]
 NUMBERS = [
-    *WHOLE,
-    "0.5",
-    "-0.5",
-    "1e-320",
-    "1e-30",
-    "1e30",
-    "1e308",
-    "1e400",
-    "nan",
-    "inf",
-    "-inf",
+    *(*WHOLE, "0.5", "-0.5", "1e-320", "1e-30", "1e30", "1e308", "1e400", "nan", "inf", "-inf"),
     "0x10",
 ]
 WORDS = [
@@ -46,52 +39,24 @@ WORDS = [
     "x" * 5000,
 ]
 PATHS = [
-    ".",
-    "..",
-    "/",
-    "/dev/null",
-    "./missing",
-    "/missing/file.png",
-    "~nobody-of-that-name/x",
-    "missing.jsonl",
-    "tree.png",
+    *(".", "..", "/", "/dev/null", "./missing", "/missing/file.png", "~nobody-of-that-name/x"),
+    *("missing.jsonl", "tree.png"),
 ]
 PATHS += ["embedded", "embedded:x"]
 PATHS += [str(ASSETS), str(ASSETS / "target"), str(ASSETS / "target" / "model.safetensors")]
 NAMES = [
-    "prompt-lookup",
-    "prompt-lookup:0",
-    "early-exit:",
-    "early-exit:0",
-    "early-exit:99",
-    "draft-model:",
-    "self",
-    "::",
+    *("prompt-lookup", "prompt-lookup:0", "early-exit:", "early-exit:0", "early-exit:99"),
+    *("draft-model:", "self", "::"),
 ]
 NAMES += [
-    "chain:0",
-    "chain:nan",
-    "chain:4,2",
-    "complete:",
-    "sampled:1,x",
-    "sampled:99,99,99",
-    "dynamic:1,1",
-    "dynamic:9,9,9",
+    *("chain:0", "chain:nan", "chain:4,2", "complete:", "sampled:1,x", "sampled:99,99,99"),
+    *("dynamic:1,1", "dynamic:9,9,9"),
 ]
 VALUES = NUMBERS + WORDS + PATHS + NAMES
 TEXTS = [*VALUES, "\udc80"]  # a byte that is not UTF-8
 YAML = [
-    *NUMBERS,
-    "[1, 2]",
-    "[1, x]",
-    "{a: 1}",
-    "{1: {2: 3}}",
-    "null",
-    "true",
-    "2020-01-01",
-    "2020-99-99",
-    "&a [*a]",
-    "*a",
+    *(*NUMBERS, "[1, 2]", "[1, x]", "{a: 1}", "{1: {2: 3}}", "null", "true", "2020-01-01"),
+    *("2020-99-99", "&a [*a]", "*a"),
 ]
 YAML += ["!!python/name:os", "- 1", "[" * 1500]
 CONFIG = Path("absurd.yaml")  # written where the test runs
@@ -108,14 +73,8 @@ BASES = [
     ("plan", "measure", "--prompts", __file__, *PAIR),
     ("plan", "contexts", "--prompts", __file__, "--target", "embedded", "--contexts", "64"),
     (
-        "plan",
-        "compile",
-        "--chips",
-        "v5e:2x4",
-        "--target",
-        "llama-3.1-8b",
-        "--drafter",
-        "llama-3.2-1b",
+        *("plan", "compile", "--chips", "v5e:2x4", "--target", "llama-3.1-8b"),
+        *("--drafter", "llama-3.2-1b"),
     ),
     (
         "plan",
@@ -130,11 +89,11 @@ BASES = [
 
 
 class WeightsReachedError(Exception):
-    """Everything was let through, up to where weights are read."""
+    """The command line was accepted, up to the reading of weights."""
 
 
 def command_line(rng: random.Random) -> list[str]:
-    """One of the bases, with one to three options more: mostly of the right type, sometimes of any."""
+    """Return a base with one to three options more, mostly of the right type, sometimes of any."""
     line = list(rng.choice(BASES))
     command = find_command(line)[1]
     if isinstance(command, Group):
@@ -156,19 +115,22 @@ def command_line(rng: random.Random) -> list[str]:
 
 
 def options(config: type, prefix: str = "--") -> dict[str, object]:
-    """The flags of a config and their defaults, those of its sections included."""
-    found: dict[str, object] = {}
+    """Return the flags of a config, with those of its sections, and their defaults."""
+    defaults: dict[str, object] = {}
     for field in dataclasses.fields(config):
         name = f"{prefix}{field.name.replace('_', '-')}"
         if dataclasses.is_dataclass(field.default):
-            found |= options(type(field.default), f"{name}.")
+            defaults |= options(type(field.default), f"{name}.")
         else:
-            found[name] = 0.0 if field.default is None else field.default
-    return found
+            defaults[name] = 0.0 if field.default is None else field.default
+    return defaults
 
 
 def check(line: list[str], capsys) -> None:
-    """The command line ends as it may. What the parser of options says of a value of the wrong type takes a few lines."""
+    """Check that the command line ends in one of the ways that are allowed.
+
+    The parser of options may take a few lines for a value of the wrong type.
+    """
     try:
         code, by_parser = main(line), False
     except SystemExit as exit:
@@ -200,7 +162,7 @@ def fuzz(seeds: range, capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(loop, "train", train)
     monkeypatch.setattr(topologies, "_devices", reach)
     monkeypatch.chdir(tmp_path)
-    sys.stderr.reconfigure(errors="backslashreplace")  # as it is outside of pytest
+    sys.stderr.reconfigure(errors="backslashreplace")  # as outside of pytest
     for seed in seeds:
         line = command_line(random.Random(seed))
         try:

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM end a command at once, with one line and the status of the signal, wherever the command is."""
+"""Check that Ctrl-C and SIGTERM end a command at once, at any moment.
+
+The command prints one line, and its status is that of the signal.
+"""
 
 import os
 import random
@@ -17,15 +20,18 @@ from specjax.cli import interrupts
 
 STATUS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
 HANGS = 60.0
-"""Seconds after which a process is given up. What is asserted is by which status it ends, which is not that of its own end."""
+"""Seconds after which a test gives a process up.
+
+Tests check the status, which differs from the status of a command that comes to its own end."""
 
 
 def start(*command: str, **variables: str) -> subprocess.Popen[str]:
-    # Compiled programs are not kept: otherwise a second run has nothing left to be interrupted in.
+    # Compiled programs are not kept: otherwise a second run would compile nothing, and be over
+    # before the signal.
     environment = (
         os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"} | variables
     )
-    # Where the tests run in the background of a shell they ignore SIGINT, and what they start would, too.
+    # Tests in the background of a shell ignore SIGINT, and so would their child processes.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(
@@ -46,7 +52,7 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) 
 
 
 def handles_signals(process: subprocess.Popen[str]) -> bool:
-    """Whether the process has its handlers: before that, Python itself is starting."""
+    """Return whether the process has its handlers, which it lacks while Python itself starts."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     (caught,) = (
         int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt")
@@ -55,13 +61,12 @@ def handles_signals(process: subprocess.Popen[str]) -> bool:
 
 
 def end(process: subprocess.Popen[str], number: signal.Signals, hint: str = "") -> str:
-    """Send a signal, see that the process ends by it with one line, and return what it had printed."""
+    """Send a signal, check that the process ends by it with one line, and return its output."""
     process.send_signal(number)
     out, err = process.communicate(timeout=HANGS)
     status, word = STATUS[number]
-    lines = [
-        line for line in err.splitlines() if not line.startswith("specjax: compiling")
-    ]  # waits of some seconds are told
+    # A wait of some seconds is announced in a line.
+    lines = [line for line in err.splitlines() if not line.startswith("specjax: compiling")]
     assert (process.returncode, lines[-1:]) == (status, [f"specjax: {word}{hint}"]), err
     assert "Traceback" not in err and "Exception" not in err
     return out
@@ -87,9 +92,8 @@ def test_a_main_thread_that_is_in_c_does_not_keep_a_command_from_ending(tmp_path
     process = start("-c", IN_C, str(tmp_path))
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     assert end(process, number) == ""
-    assert not list(
-        tmp_path.iterdir()
-    )  # what was half written is gone, and the directory made for it
+    # The half-written file and its directory are removed.
+    assert not list(tmp_path.iterdir())
 
 
 WITH_A_LOCK = """
@@ -117,9 +121,9 @@ import os, signal, sys, time
 from specjax.cli import interrupts
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 interrupts.end_at_signals()
-os.kill(os.getpid(), signal.SIGINT)  # was ignored before: a job in the background
+os.kill(os.getpid(), signal.SIGINT)  # ignored as before: a job in the background
 signal.signal(signal.SIGTERM, lambda *_: print("drained", flush=True))
-os.kill(os.getpid(), signal.SIGTERM)  # is somebody else's from now on
+os.kill(os.getpid(), signal.SIGTERM)  # handled by other code from now on
 time.sleep(0.5)
 child = os.fork()
 if child == 0:
@@ -133,14 +137,17 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 def test_signals_that_others_handle_or_ignore_are_left_alone() -> None:
-    """And a process that was forked, which has no such thread, ends as any other."""
-    # Python 3.12 warns of every fork of a process with threads, which this one is meant to be.
+    """Check handlers of other code, and a forked process, which has no thread for signals.
+
+    The forked process ends as any other.
+    """
+    # Python 3.12 warns of every fork of a process with threads, which is the point of this test.
     out, err = start("-W", "ignore::DeprecationWarning", "-c", OTHERS).communicate(timeout=HANGS)
     assert (out, err) == ("drained\nchild\n-15\n", "")
 
 
 def test_the_library_leaves_signals_alone() -> None:
-    """A program that imports it, or calls the commands' own functions, keeps its handlers."""
+    """Check that a program keeps its handlers if it imports the library or calls its functions."""
     before = [signal.getsignal(number) for number in STATUS]
     assert interrupts._handle not in before
 
@@ -148,41 +155,23 @@ def test_the_library_leaves_signals_alone() -> None:
 # --- commands ---
 
 LONG = (
-    "generate",
-    "--target",
-    "embedded",
-    "--drafter",
-    "embedded:eagle3",
-    "--prompt",
-    "class A:",
-    "--max-new-tokens",
-    "900",
+    *("generate", "--target", "embedded", "--drafter", "embedded:eagle3"),
+    *("--prompt", "class A:", "--max-new-tokens", "900"),
 )
 
 
 def commands(folder: Path) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Command lines that take longer than anybody waits here, each with the end of its line."""
+    """Return command lines that take longer than any test waits, each with the end of its line."""
     prompts = folder / "prompts.txt"
     prompts.write_text("def main():\n" * 400)
     pair = ("--target", "embedded", "--drafter", "embedded:eagle3")
     regenerate = (
-        "regenerate",
-        "--target",
-        "embedded",
-        "--source",
-        str(prompts),
-        "--output",
-        str(folder / "out.jsonl"),
+        *("regenerate", "--target", "embedded", "--source", str(prompts)),
+        *("--output", str(folder / "out.jsonl")),
     )
     evaluate = (
-        "evaluate",
-        *pair,
-        "--questions",
-        str(prompts),
-        "--max-new-tokens",
-        "500",
-        "--repeats",
-        "50",
+        *("evaluate", *pair, "--questions", str(prompts)),
+        *("--max-new-tokens", "500", "--repeats", "50"),
     )
     return {
         "generate": (LONG, ""),
@@ -207,13 +196,13 @@ def interrupt(folder: Path, name: str, number: signal.Signals, seconds: float) -
     try:
         wait_until(lambda: handles_signals(process), process)
         time.sleep(seconds)
-        # Words and waits that were printed before are no part of the end.
+        # Text and waits that were printed before do not belong to the end.
         process.send_signal(number)
         _, err = process.communicate(timeout=HANGS)
         status, word = STATUS[number]
-        said = err.replace("\r", "\n").splitlines()
+        lines = err.replace("\r", "\n").splitlines()
         assert process.returncode == status, (name, seconds, err)
-        assert said[-1] == f"specjax: {word}" or said[-1] == f"specjax: {word}{hint}", (
+        assert lines[-1] == f"specjax: {word}" or lines[-1] == f"specjax: {word}{hint}", (
             name,
             seconds,
             err,
@@ -242,14 +231,14 @@ def test_commands_end_at_once(tmp_path, name, number, seconds) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(50))
 def test_commands_end_at_once_at_any_moment(tmp_path, seed) -> None:
-    drawn = random.Random(seed)
+    rng = random.Random(seed)
     name = list(commands(tmp_path))[seed % len(commands(tmp_path))]
-    interrupt(tmp_path, name, drawn.choice([*STATUS]), drawn.uniform(0, 12))
+    interrupt(tmp_path, name, rng.choice([*STATUS]), rng.uniform(0, 12))
 
 
 @pytest.mark.full
 def test_env_ends_what_it_has_started(tmp_path) -> None:
-    """JAX is asked in a process of its own, which would wait for a device for two minutes more."""
+    """Check the child process that asks JAX, and would wait for a device for two more minutes."""
     (tmp_path / "jax.py").write_text(
         "import pathlib,"
         " time\npathlib.Path(__file__).with_name('asked').touch()\ntime.sleep(3600)\n"
@@ -270,10 +259,10 @@ def test_env_ends_what_it_has_started(tmp_path) -> None:
             state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             return True
-        return state in "ZX"  # one that nobody has waited for yet is there, and dead
+        return state in "ZX"  # a dead process stays until its parent waits for it
 
     until = time.monotonic() + HANGS
-    while not is_dead():  # it was killed, which takes a moment
+    while not is_dead():  # a kill takes a moment
         assert time.monotonic() < until
         time.sleep(0.01)
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it."""
+"""Check the command line as a user meets it."""
 
 import importlib
 import json
@@ -40,17 +40,12 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def generate_with(pair: tuple[str, str], *options: str) -> tuple[str, ...]:
-    """Eight tokens after one prompt: the same sizes in every test here, so that they share what is compiled."""
-    return (
-        "generate",
-        "--target",
-        pair[0],
-        "--prompt",
-        "def main():",
-        "--max-new-tokens",
-        "8",
-        *options,
-    )
+    """Return a command for eight tokens after one prompt.
+
+    The sizes are the same in every test here, so that the tests share compiled programs.
+    """
+    words = ("generate", "--target", pair[0], "--prompt", "def main():")
+    return (*words, "--max-new-tokens", "8", *options)
 
 
 def test_generate_streams_the_text_that_json_reports(capsys, tiny_pair) -> None:
@@ -100,7 +95,11 @@ def test_generate_with_a_cache_in_8_bits(capsys, tiny_pair) -> None:
 
 @pytest.mark.full
 def test_the_off_switch_says_what_it_measured(capsys, tiny_pair, monkeypatch) -> None:
-    """And heeds it. Whether it measures well is tested elsewhere: beside other work, a tiny model's times say little."""
+    """Check that the off switch measures, prints the result, and decodes plainly.
+
+    Whether it measures well is tested elsewhere: beside other work, the times of a tiny model say
+    little.
+    """
     measured = []
     measure = generate.trial_speedup
     monkeypatch.setattr(
@@ -121,7 +120,7 @@ def test_compiled_programs_are_kept_between_processes(tmp_path, monkeypatch) -> 
         f"from specjax.cli.main import main; import jax; {command}; jax.jit(lambda x: x * 2)(1.0)"
     )
     environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "1", "HOME": str(tmp_path)}
-    environment.pop("JAX_COMPILATION_CACHE_DIR")  # the tests' own
+    environment.pop("JAX_COMPILATION_CACHE_DIR")  # that of the tests
     environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True)
     assert list((tmp_path / ".cache" / "specjax" / "compiled").iterdir())
@@ -155,15 +154,8 @@ def test_a_file_of_prompts_is_one_batch(capsys, tmp_path, tiny_pair) -> None:
     file.write_text(
         json.dumps({"prompt": "def main():"}) + "\n\n" + json.dumps({"text": "import os\n"}) + "\n"
     )
-    options = (
-        "generate",
-        "--target",
-        tiny_pair[0],
-        "--prompts-file",
-        str(file),
-        "--max-new-tokens",
-        "8",
-    )
+    options = ("generate", "--target", tiny_pair[0], "--prompts-file", str(file))
+    options += ("--max-new-tokens", "8")
     _, out, _ = run(capsys, *options, "--json")
     record = json.loads(out)
     assert [output["prompt"] for output in record["outputs"]] == ["def main():", "import os\n"]
@@ -191,7 +183,7 @@ def test_generation_ends_at_the_checkpoints_end_token_unless_told_otherwise(
 
 
 def test_generation_ends_before_a_stop_string(capsys, tiny_pair) -> None:
-    """As at the end of a turn that is several tokens."""
+    """Check a stop string, which may be the end of a turn of several tokens."""
     _, whole, _ = run(capsys, *generate_with(tiny_pair, "--json"))
     text = json.loads(whole)["text"]
     stop = text[3:6]
@@ -200,9 +192,8 @@ def test_generation_ends_before_a_stop_string(capsys, tiny_pair) -> None:
     assert len(json.loads(out)["token_ids"]) < len(json.loads(whole)["token_ids"])
     _, out, _ = run(capsys, *generate_with(tiny_pair, "--stop", stop))
     assert out == text[: text.find(stop)] + "\n"
-    code, _, err = run(
-        capsys, *generate_with(("./nothing", ""), "--stop", "")
-    )  # refused before anything is read
+    # It is refused before anything is read.
+    code, _, err = run(capsys, *generate_with(("./nothing", ""), "--stop", ""))
     assert code == 2 and "stop=" in err
 
 
@@ -367,7 +358,7 @@ def test_bad_input_is_one_line_and_status_2(capsys, arguments, message) -> None:
 
 
 def leaves(commands: Mapping[str, Command | Group], *before: str) -> Iterator[tuple[str, ...]]:
-    """The words that name each command."""
+    """Yield the words that name each command."""
     for name, command in commands.items():
         yield from (
             leaves(command.commands, *before, name)
@@ -391,7 +382,10 @@ WITHOUT_JAX = [
 
 
 def test_what_lists_commands_imports_neither_jax_nor_a_command() -> None:
-    """That is what takes seconds. The names of commands and of their options would have been imported with them."""
+    """Check the imports, because they take seconds.
+
+    The names of commands and of their options must be known without the commands.
+    """
     script = (
         "import sys\nfrom specjax.__main__ import main\n"
         f"for words in {WITHOUT_JAX!r}:\n    sys.argv[1:] = words\n    main()\n"
@@ -442,7 +436,10 @@ def test_help_is_a_command_too(capsys) -> None:
 def test_a_command_that_is_told_nothing_says_what_it_needs(
     capsys, monkeypatch, tmp_path, words
 ) -> None:
-    """But for those that need nothing: they must not start something that takes long."""
+    """Run every command without options, except those that need none.
+
+    A command must not start work that takes long.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loop, "train", lambda config: pytest.fail(f"a training began: {config}"))
     code, out, err = run(capsys, *words)
@@ -491,16 +488,8 @@ def test_the_module_runs_as_a_program_and_says_what_each_command_does() -> None:
 @pytest.mark.full
 def test_a_draft_tree_is_drawn(tmp_path, capsys, tiny_pair) -> None:
     picture = tmp_path / "tree.png"
-    options = [
-        "--drafter",
-        tiny_pair[1],
-        "--draft",
-        "dynamic:3,3,9",
-        "--show-tree",
-        str(picture),
-        "--json",
-    ]
-    assert main([*generate_with(tiny_pair), *options]) == 0
+    options = ("--drafter", tiny_pair[1], "--draft", "dynamic:3,3,9", "--show-tree", str(picture))
+    assert main([*generate_with(tiny_pair), *options, "--json"]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     captured = capsys.readouterr()
     assert f"picture: {picture}" in captured.err
@@ -512,16 +501,12 @@ def test_auto_takes_what_the_comparison_finds_fastest(monkeypatch, capsys, tiny_
         (StaticTree(((0,), (1,))), "static tree, 3 nodes, 1 deep"),
         (None, "plain decoding"),
     ):
-        found = DraftComparison(
+        comparison = DraftComparison(
             TrialAcceptance((), (), {}), {}, {}, (Candidate(draft, 2.0, 1.0, 1.5),)
         )
-        monkeypatch.setattr(choice, "compare_drafts", lambda *_, found=found, **__: found)
-        assert (
-            main(
-                [*generate_with(tiny_pair), "--drafter", tiny_pair[1], "--draft", "auto", "--json"]
-            )
-            == 0
-        )
+        monkeypatch.setattr(choice, "compare_drafts", lambda *_, result=comparison, **__: result)
+        options = ("--drafter", tiny_pair[1], "--draft", "auto", "--json")
+        assert main([*generate_with(tiny_pair, *options)]) == 0
         captured = capsys.readouterr()
         assert f"draft: {words}" in captured.err
         statistics = json.loads(captured.out)["statistics"]
@@ -546,7 +531,10 @@ def test_plan_measures_this_machine(tmp_path, capsys, tiny_pair) -> None:
 def made_up(
     target, drafter, texts, *, contexts, batches, budgets, longest, options
 ) -> MeasuredContexts:
-    """What `measure_contexts` would find, were two rows as fast as one and a token of the drafter a tenth of the target's."""
+    """Return made-up contexts in place of `measure_contexts`.
+
+    Two rows are as fast as one, and a token of the drafter takes a tenth of the target's time.
+    """
     assert texts.shape == (2, max(contexts)) and options.max_new_tokens == TRIAL_TOKENS
     costs = {
         (context, batch): Costs(verify={1: 1.0, longest + 1: 1.0}, draft_time=0.0)
@@ -572,22 +560,10 @@ def test_plan_measures_contexts(tmp_path, capsys, monkeypatch, tiny_pair, clock)
     prompts.write_text(
         "import os, sys, re, json, itertools, functools, collections\n" * 2 + "def main(): pass\n"
     )
-    options = [
-        "--contexts",
-        "6",
-        "12",
-        "--budgets",
-        "5",
-        "--batch",
-        "1",
-        "2",
-        "--longest",
-        "2",
-        "--prompts",
-        str(prompts),
-    ]
-    given = ["plan", "contexts", "--target", tiny_pair[0], *options]
-    assert main([*given, "--drafter", "streaming", "--plot", str(picture)]) == 0
+    options = ["--contexts", "6", "12", "--budgets", "5", "--batch", "1", "2", "--longest", "2"]
+    options += ["--prompts", str(prompts)]
+    command = ["plan", "contexts", "--target", tiny_pair[0], *options]
+    assert main([*command, "--drafter", "streaming", "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
     lines = [
         [cell.strip() for cell in line.split("│")[1:-1]]
@@ -598,7 +574,7 @@ def test_plan_measures_contexts(tmp_path, capsys, monkeypatch, tiny_pair, clock)
     if clock == "made up":  # 1 + 2 * 0.8 tokens in the time of 2 * 0.1 + 1
         assert all("2.17" in " ".join(line) for line in lines), lines
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert main([*given, "--drafter", "prompt-lookup"]) == 2
+    assert main([*command, "--drafter", "prompt-lookup"]) == 2
     assert "give streaming or snapkv" in capsys.readouterr().err
-    assert main([*given, "--drafter", "streaming", "--contexts", "4000"]) == 2
+    assert main([*command, "--drafter", "streaming", "--contexts", "4000"]) == 2
     assert "no prompt has 4000 tokens" in capsys.readouterr().err

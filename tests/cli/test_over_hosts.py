@@ -1,4 +1,4 @@
-"""Commands that several processes run together, as their users start them."""
+"""Check commands that several processes run together, as their users start them."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ from tests.processes import ends_all, free_port
 from tests.training import two_processes
 
 TOGETHER = ["--mesh", "1", "2"]
-"""The model is split over the devices of two processes, of which each has one."""
+"""The model is split over the devices of two processes, which have one each."""
 
 
 @contextlib.contextmanager
@@ -33,14 +33,17 @@ def commands(
     port: int | None = None,
     numbers: Sequence[int] | None = None,
 ) -> Iterator[list[subprocess.Popen]]:
-    """``specjax WORDS`` in several processes, whose outputs go to I.out and I.err; none outlives the block."""
+    """Run ``specjax WORDS`` in several processes, whose outputs go to I.out and I.err.
+
+    No process outlives the block.
+    """
     port = port or free_port()
     running = []
     try:
         for number in range(count) if numbers is None else numbers:
-            own = {"JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(number)}
-            own |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}"} if count > 1 else {}
-            own |= {
+            variables = {"JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(number)}
+            variables |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}"} if count > 1 else {}
+            variables |= {
                 "JAX_PLATFORMS": "cpu",
                 "XLA_FLAGS": (
                     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"
@@ -54,7 +57,7 @@ def commands(
                     subprocess.Popen(
                         [sys.executable, "-m", "specjax", *words],
                         cwd=Path(__file__).parents[2],
-                        env=os.environ | own,
+                        env=os.environ | variables,
                         stdout=out,
                         stderr=err,
                     )
@@ -67,7 +70,7 @@ def commands(
 
 
 def run(directory: Path, *words: str, count: int = 2) -> list[str]:
-    """The output of each process."""
+    """Return the output of each process."""
     with commands(directory, *words, count=count) as running:
         codes = [process.wait(300) for process in running]
     logs = [(directory / f"{number}.err").read_text() for number in range(count)]
@@ -77,16 +80,8 @@ def run(directory: Path, *words: str, count: int = 2) -> list[str]:
 
 @pytest.mark.full
 def test_generate_prints_once_what_one_process_prints(tmp_path) -> None:
-    words = [
-        "generate",
-        "--prompt",
-        "def area(",
-        "--drafter",
-        "embedded:eagle3",
-        "--max-new-tokens",
-        "24",
-        "--json",
-    ]
+    words = ["generate", "--prompt", "def area(", "--drafter", "embedded:eagle3"]
+    words += ["--max-new-tokens", "24", "--json"]
     words += ["--temperature", "0.8", "--seed", "3", "--rule", "coupled", "--precision", "highest"]
     first, second = run(tmp_path, *words, *TOGETHER)
     (alone,) = run(tmp_path, *words, count=1)
@@ -98,11 +93,11 @@ def test_generate_prints_once_what_one_process_prints(tmp_path) -> None:
 def test_a_mesh_that_leaves_devices_out_is_refused_by_all(tmp_path) -> None:
     with commands(tmp_path, "generate", "--prompt", "x") as running:
         codes = [process.wait(120) for process in running]
-    said = [(tmp_path / f"{number}.err").read_text() for number in range(2)]
-    # Whichever is first to see it ends, and the other with it.
+    errors = [(tmp_path / f"{number}.err").read_text() for number in range(2)]
+    # The first process that notices ends, and the other one with it.
     assert any(
-        "mesh=(1, 1): 2 processes have 2 devices; give a mesh of all of them" in each
-        for each in said
+        "mesh=(1, 1): 2 processes have 2 devices; give a mesh of all of them" in error
+        for error in errors
     )
     assert all(codes)
 
@@ -110,7 +105,7 @@ def test_a_mesh_that_leaves_devices_out_is_refused_by_all(tmp_path) -> None:
 @pytest.mark.full
 def test_other_options_in_one_process_are_refused_by_all(tmp_path) -> None:
     port = free_port()
-    prompts = [["generate", "--prompt", each, *TOGETHER] for each in ("x", "y")]
+    prompts = [["generate", "--prompt", prompt, *TOGETHER] for prompt in ("x", "y")]
     with (
         commands(tmp_path, *prompts[0], port=port, numbers=(0,)) as first,
         commands(tmp_path, *prompts[1], port=port, numbers=(1,)) as second,
@@ -122,7 +117,7 @@ def test_other_options_in_one_process_are_refused_by_all(tmp_path) -> None:
 
 @pytest.mark.full
 def test_an_error_in_one_process_ends_the_other_soon(tmp_path) -> None:
-    """An address that others reach needs a key: the process that listens says so."""
+    """Serve without a key at a public address, which the process that listens refuses."""
     with commands(tmp_path, "serve", "--host", "0.0.0.0", *TOGETHER) as running:
         ends_all(running, 0)
     assert "give --api-key-file FILE" in (tmp_path / "0.err").read_text()
@@ -142,15 +137,8 @@ def test_what_runs_in_one_process_says_so(tmp_path) -> None:
 def test_evaluate_writes_once_and_with_the_acceptance_of_one_process(tmp_path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"prompt": "def area("}\n{"prompt": "class Tree:"}\n')
-    words = [
-        "evaluate",
-        "--questions",
-        str(questions),
-        "--drafter",
-        "embedded:eagle3@chain:3",
-        "--max-new-tokens",
-        "24",
-    ]
+    words = ["evaluate", "--questions", str(questions), "--drafter", "embedded:eagle3@chain:3"]
+    words += ["--max-new-tokens", "24"]
     first, second = run(tmp_path, *words, "--output", str(tmp_path / "two"), *TOGETHER)
     run(tmp_path, *words, "--output", str(tmp_path / "one"), count=1)
     assert "embedded:eagle3@chain:3" in first and second == ""
@@ -158,13 +146,18 @@ def test_evaluate_writes_once_and_with_the_acceptance_of_one_process(tmp_path) -
         json.loads((tmp_path / name / "results.json").read_text())["results"]["overall"]
         for name in ("one", "two")
     ]
-    one, two = (each["embedded:eagle3@chain:3"]["acceptance_by_position"] for each in results)
-    assert one == two and one[0] > 0
+    alone, together = (
+        result["embedded:eagle3@chain:3"]["acceptance_by_position"] for result in results
+    )
+    assert alone == together and alone[0] > 0
 
 
 @pytest.mark.thorough
 def test_a_training_of_which_one_process_is_killed_goes_on_to_the_same_weights(tmp_path) -> None:
-    """kill -9 of either, at different steps: both end, and the same command ends with the weights of an undisturbed run."""
+    """Kill either process with SIGKILL, at different steps.
+
+    Both processes end, and the same command ends with the weights of an undisturbed run.
+    """
     save_tiny(tmp_path / "target", num_layers=1)
     (tmp_path / "text").mkdir()
     for number in range(20):
@@ -206,8 +199,8 @@ def test_a_training_of_which_one_process_is_killed_goes_on_to_the_same_weights(t
 
 
 def ask(port: int, prompt: str, seed: int) -> str:
-    """A text, drawn."""
-    asked = {
+    """Return a sampled text."""
+    body = {
         "model": "embedded",
         "prompt": prompt,
         "max_tokens": 24,
@@ -216,7 +209,7 @@ def ask(port: int, prompt: str, seed: int) -> str:
     }
     request = urllib.request.Request(
         f"http://localhost:{port}/v1/completions",
-        json.dumps(asked).encode(),
+        json.dumps(body).encode(),
         {"content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=120) as answer:
@@ -237,38 +230,22 @@ def until_ready(port: int, running: list[subprocess.Popen], seconds: float = 400
 
 @pytest.mark.thorough
 def test_serve_answers_as_one_process_does_ends_with_any_and_starts_again(tmp_path) -> None:
-    """kill -9 of either process ends both within 30 seconds; whatever started them may start them again, at the same ports."""
+    """Kill either process with SIGKILL.
+
+    Both end within 30 seconds, and may be started again at the same ports.
+    """
     http, coordinator = free_port(), free_port()
-    words = [
-        "serve",
-        "--drafter",
-        "embedded:eagle3",
-        "--drafts",
-        "none",
-        "chain:3",
-        "--rows",
-        "2",
-        "--capacity",
-        "256",
-    ]
-    words += [
-        "--port",
-        str(http),
-        "--max-logprobs",
-        "0",
-        "--max-prediction",
-        "0",
-        "--precision",
-        "highest",
-    ]
-    asked = [("def area(", 1), ("class Tree:", 2), ("import os\n", 3), ("for each in ", 4)]
+    words = ["serve", "--drafter", "embedded:eagle3", "--drafts", "none", "chain:3"]
+    words += ["--rows", "2", "--capacity", "256", "--port", str(http)]
+    words += ["--max-logprobs", "0", "--max-prediction", "0", "--precision", "highest"]
+    requests = [("def area(", 1), ("class Tree:", 2), ("import os\n", 3), ("for each in ", 4)]
     with commands(tmp_path, *words, count=1) as running:
         until_ready(http, running)
-        alone = [ask(http, *each) for each in asked]
+        alone = [ask(http, *request) for request in requests]
     for lost in (1, 0):
         with commands(tmp_path, *words, *TOGETHER, port=coordinator) as running:
             until_ready(http, running)
-            assert [ask(http, *each) for each in asked] == alone
+            assert [ask(http, *request) for request in requests] == alone
             running[lost].kill()
             ends_all(running, lost)
         assert f"process {lost} (" in (tmp_path / f"{1 - lost}.err").read_text() or lost == 0

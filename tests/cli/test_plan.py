@@ -1,4 +1,4 @@
-"""``specjax plan`` as a user meets it: the numbers, what is refused, and the picture."""
+"""Check ``specjax plan`` as a user meets it: numbers, refusals, and the picture."""
 
 import inspect
 import json
@@ -36,7 +36,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def table(out: str) -> list[list[str]]:
-    """The cells of the table's body."""
+    """Return the cells of the body of the table."""
     return [
         [cell.strip() for cell in line.strip("│").split("│")]
         for line in out.splitlines()
@@ -49,38 +49,18 @@ def test_the_table_of_a_cost(capsys) -> None:
     assert code == 0
     rows = table(out)
     assert [row[0] for row in rows] == [str(gamma) for gamma in range(1, 17)]
-    assert rows[0] == [
-        "1",
-        "1.80",
-        "1.71x",
-        "1.14x",
-        "0.56x",
-        "",
-    ]  # 1.8 / 1.05, 2.05 / 1.8, 1 / 1.8
-    assert rows[3][1:5] == [
-        "3.36",
-        "2.80x",
-        "1.55x",
-        "0.30x",
-    ]  # 3.3616 / 1.2, 5.2 / 3.3616, 1 / 3.3616
+    # 1.8 / 1.05, 2.05 / 1.8, 1 / 1.8
+    assert rows[0] == ["1", "1.80", "1.71x", "1.14x", "0.56x", ""]
+    # 3.3616 / 1.2, 5.2 / 3.3616, 1 / 3.3616
+    assert rows[3][1:5] == ["3.36", "2.80x", "1.55x", "0.30x"]
     best = theory.best_gamma(0.8, 0.05)
     assert [row[0] for row in rows if row[5] == "best"] == [str(best.gamma)] == ["8"]
     assert "Best: chains of 8, 3.09 times as fast as plain decoding." in out
 
 
 def test_operations_are_the_cost_unless_they_are_given(capsys) -> None:
-    _, out, _ = run(
-        capsys,
-        "theory",
-        "--alpha",
-        "0.5",
-        "--cost",
-        "0.1",
-        "--operations",
-        "0.02",
-        "--longest",
-        "2",
-    )
+    options = ("--alpha", "0.5", "--cost", "0.1", "--operations", "0.02", "--longest", "2")
+    _, out, _ = run(capsys, "theory", *options)
     assert [row[3] for row in table(out)] == ["1.35x", "1.74x"]  # 2.02 / 1.5, 3.04 / 1.75
 
 
@@ -105,45 +85,38 @@ def test_the_table_of_two_models(capsys) -> None:
     code, out, _ = run(capsys, *MODELS, "--batch", "1", "256", "--context", "1024")
     assert code == 0
     pair = roofline.Pair(PUBLISHED["llama-3.1-8b"], CHIPS["h100"], PUBLISHED["llama-3.2-1b"])
-    one, many = table(out)
-    assert one == ["1", "4.52", "0.75", "4.52", "4", "2.02x", "1", "18.7"]
+    one_row, many_rows = table(out)
+    assert one_row == ["1", "4.52", "0.75", "4.52", "4", "2.02x", "1", "18.7"]
     best = roofline.best_gamma(pair, 256, 1024, 0.8)
     verify = 1e3 * pair.verify_time(256, 1024, best.gamma)
-    assert many[3:7] == [
+    assert many_rows[3:7] == [
         f"{verify:.2f}",
         "2",
         f"{best.factor:.2f}x",
         f"{roofline.break_even_context(pair, 256, 0.8)}",
     ]
-    assert many[7] == f"{pair.memory(256, 1024) / 1e9:.1f}"
+    assert many_rows[7] == f"{pair.memory(256, 1024) / 1e9:.1f}"
     assert "upper bounds" in out
 
 
 def test_the_table_of_a_model_and_a_method(capsys) -> None:
-    """Gemma 4 E2B with its own assistant, whose weights are a thirtieth."""
-    models = (
-        "roofline",
-        "--target",
-        "gemma-4-e2b",
-        "--drafter",
-        "gemma4-assistant",
-        "--chip",
-        "tpu-v5e",
-    )
+    """Plan Gemma 4 E2B with its own assistant, which has a thirtieth of the weights."""
+    models = ("roofline", "--target", "gemma-4-e2b", "--drafter", "gemma4-assistant")
+    models += ("--chip", "tpu-v5e")
     code, out, _ = run(capsys, *models, "--batch", "1", "8", "--longest", "4")
     assert code == 0
-    one, many = table(out)
-    assert one[:6] == ["1", "5.60", "0.03", "5.60", "4", "3.29x"]
-    assert (many[0], many[4]) == ("8", "4")
-    assert float(many[2]) > float(one[2])
+    one_row, many_rows = table(out)
+    assert one_row[:6] == ["1", "5.60", "0.03", "5.60", "4", "3.29x"]
+    assert (many_rows[0], many_rows[4]) == ("8", "4")
+    assert float(many_rows[2]) > float(one_row[2])
 
 
 def test_no_chain_is_longer_than_the_block_of_its_drafter(capsys) -> None:
     models = ("roofline", "--target", "qwen3-8b", "--drafter", "dspark", "--alpha", "0.9")
     code, out, _ = run(capsys, *models, "--batch", "1")
     assert code == 0
-    (one,) = table(out)
-    assert one[4] == "7"
+    (row,) = table(out)
+    assert row[4] == "7"
     assert "Drafts of this drafter have at most 7 tokens." in " ".join(out.split())
     assert "raise --longest" not in out
 
@@ -153,14 +126,15 @@ def test_what_a_row_of_a_hybrid_takes_is_said(capsys) -> None:
         capsys, "roofline", "--target", "qwen3.5-9b", "--drafter", "qwen3.5-4b", "--batch", "1"
     )
     assert code == 0
-    said = " ".join(out.split())
-    # 8 layers of 32 keep 4 heads of 256 numbers, twice; the others 32 tables of 128 by 128, and what 3 tokens gave.
+    printed = " ".join(out.split())
+    # 8 layers of 32 keep 4 heads of 256 numbers, twice. The others keep 32 tables of 128 by 128,
+    # and the inputs of the convolution for 3 tokens.
     cached, states = 8 * 2 * 4 * 256 * 2, 24 * (32 * 128 * 128 * 4 + 3 * (2 * 16 + 32) * 128 * 2)
     assert (
         f"A row of the target takes {cached / 1e3:.1f} KB for each token in its cache,"
-        f" {states / 1e6:.1f} MB" in said
+        f" {states / 1e6:.1f} MB" in printed
     )
-    assert "A row of the drafter takes" in said
+    assert "A row of the drafter takes" in printed
     _, out, _ = run(capsys, *MODELS, "--batch", "1")
     assert "A row of" not in out
 
@@ -169,16 +143,8 @@ def test_a_draft_cache_of_a_hybrid_is_refused(capsys) -> None:
     options = ("--drafter", "self", "--draft-cache", "512")
     code, _, error = run(capsys, "roofline", "--target", "qwen3.5-9b", *options)
     assert code == 2 and "draft_cache=(512,): layers of this drafter (qwen3_5" in error
-    code, _, error = run(
-        capsys,
-        "roofline",
-        "--target",
-        "qwen3.5-9b",
-        "--drafter",
-        "qwen3.5-4b",
-        "--draft-cache",
-        "512",
-    )
+    options = ("--drafter", "qwen3.5-4b", "--draft-cache", "512")
+    code, _, error = run(capsys, "roofline", "--target", "qwen3.5-9b", *options)
     assert code == 2 and "draft_cache=(512,)" in error
 
 
@@ -207,15 +173,8 @@ def test_models_are_read_from_directories_without_their_weights(capsys, tmp_path
             tiny_config(num_layers=layers, max_positions=64), "float32"
         )
         (tmp_path / name / "config.json").write_text(json.dumps(content))
-    models = (
-        "roofline",
-        "--target",
-        str(tmp_path / "target"),
-        "--drafter",
-        str(tmp_path / "draft"),
-        "--batch",
-        "1",
-    )
+    models = ("roofline", "--target", str(tmp_path / "target"))
+    models += ("--drafter", str(tmp_path / "draft"), "--batch", "1")
     code, out, _ = run(capsys, *models, "--context", "32", "--plot", str(tmp_path / "a.svg"))
     assert code == 0
     assert len(table(out)) == 1
@@ -225,7 +184,7 @@ def test_models_are_read_from_directories_without_their_weights(capsys, tmp_path
 
 @pytest.mark.parametrize("name", ["embedded:eagle3", "eagle3:embedded:eagle3", "embedded:mtp"])
 def test_a_trained_drafter_costs_what_its_own_shape_costs(name, capsys) -> None:
-    """Its parameters are as many as there are in memory once it is loaded, and the table has the times of these."""
+    """Compare the parameters with those of the loaded drafter, and the times with the table."""
     target = Target.from_pretrained("embedded", dtype=jnp.bfloat16)
     loaded = load_drafter(name, None, target.config, jnp.bfloat16)
     assert isinstance(loaded, TrainedDrafter)
@@ -246,18 +205,8 @@ def test_a_trained_drafter_costs_what_its_own_shape_costs(name, capsys) -> None:
     chip = replace(CHIPS["h100"], bandwidth=1e6)  # so slow that all times have digits
     assert abstract.level_time(chip, 2, 64) == of_loaded.level_time(chip, 2, 64) > 0
     assert abstract.step_time(chip, 2, 64, 4) == of_loaded.step_time(chip, 2, 64, 4)
-    code, out, _ = run(
-        capsys,
-        "roofline",
-        "--target",
-        "embedded",
-        "--drafter",
-        name,
-        "--batch",
-        "4096",
-        "--context",
-        "256",
-    )
+    models = ("roofline", "--target", "embedded", "--drafter", name)
+    code, out, _ = run(capsys, *models, "--batch", "4096", "--context", "256")
     assert code == 0
     pair = roofline.Pair(target.config, CHIPS["h100"], of_loaded)
     best = roofline.best_gamma(pair, 4096, 256, 0.8)
@@ -286,7 +235,7 @@ def test_a_drafter_of_blocks_is_read_by_its_tensors_shapes_alone(capsys, tmp_pat
     assert (code, table(out)) == (0, table(whole))
 
 
-SMALL = {  # what ``init`` is given, where the usual sizes do not fit so small a target
+SMALL = {  # arguments of ``init`` if the usual sizes do not fit so small a target
     "dflash2": {"block_size": 4, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 4},
     "medusa": {"heads": 2},
 }
@@ -300,12 +249,12 @@ def test_every_trained_drafter_has_the_shapes_that_it_is_loaded_with(name, tmp_p
     assert kind is not None
     kind.init(target, jax.random.key(0), **SMALL.get(name, {})).save_pretrained(tmp_path)
     loaded = kind.from_pretrained(tmp_path, dtype=jnp.bfloat16)
-    found = stored_drafter(str(tmp_path), abstract_model(target.config, make_mesh(1, 1)))
-    assert type(found) is kind
-    assert (found.config, found.draft) == (loaded.config, loaded.draft)
+    stored = stored_drafter(str(tmp_path), abstract_model(target.config, make_mesh(1, 1)))
+    assert type(stored) is kind
+    assert (stored.config, stored.draft) == (loaded.config, loaded.draft)
     described = [
         jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), drafter.params)
-        for drafter in (found, loaded)
+        for drafter in (stored, loaded)
     ]
     assert described[0] == described[1]
 
@@ -331,20 +280,12 @@ def test_a_draft_model_is_named_in_every_way(capsys) -> None:
 
 
 def test_of_several_draft_caches_the_best_is_chosen_for_each_number_of_rows(capsys) -> None:
-    """Each size has its own acceptance rate; a line is what its size alone would give, and no other size gains more."""
-    target = (
-        "roofline",
-        "--target",
-        "llama-3.1-8b",
-        "--drafter",
-        "self",
-        "--context",
-        "8000",
-        "--batch",
-        "1",
-        "16",
-        "32",
-    )
+    """Compare each line with the tables of one size alone, none of which gains more.
+
+    Each size has its own acceptance rate.
+    """
+    target = ("roofline", "--target", "llama-3.1-8b", "--drafter", "self")
+    target += ("--context", "8000", "--batch", "1", "16", "32")
     alphas = {"64": "0.55", "256": "0.75", "1024": "0.85", "4096": "0.9"}
     code, out, _ = run(capsys, *target, "--draft-cache", *alphas, "--alpha", *alphas.values())
     assert code == 0
@@ -522,10 +463,10 @@ def test_every_option_of_every_command_is_explained(capsys, command) -> None:
     assert f"usage: specjax plan {command} " in out
     config = find_command(["plan", command])[1].config
     documented = "\n".join(inspect.cleandoc(kind.__doc__ or "") for kind in config.__mro__)
-    said = dict(re.findall(r"^ {4}(\w+): (.+)", documented, re.MULTILINE))
+    explanations = dict(re.findall(r"^ {4}(\w+): (.+)", documented, re.MULTILINE))
     for field in fields(config):
         assert f"--{field.name.replace('_', '-')}" in out
-        assert " ".join(said[field.name].split()[:3]) in out, field.name
+        assert " ".join(explanations[field.name].split()[:3]) in out, field.name
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""The tokens in the records of ``specjax regenerate``: those that the target was given and wrote, and what training reads."""
+"""Check the tokens in the records of ``specjax regenerate``.
+
+They are the tokens that the target read and wrote, and training reads them.
+"""
 
 import json
 from pathlib import Path
@@ -22,9 +25,9 @@ THOUGHTLESS = ENDED.replace("{{ m['content'] }}", "{{ m['content'] if loop.last 
 
 
 def generator(target: str, template: str = "") -> pipeline.TextGenerator:
-    made = pipeline.load(Target.from_pretrained(target), tokenizer=target)
-    made.tokenizer.chat_template = template or None
-    return made
+    text_generator = pipeline.load(Target.from_pretrained(target), tokenizer=target)
+    text_generator.tokenizer.chat_template = template or None
+    return text_generator
 
 
 def answers(record: dict) -> list[list[int]]:
@@ -32,32 +35,34 @@ def answers(record: dict) -> list[list[int]]:
 
 
 def test_a_texts_tokens_are_the_prompts_and_the_targets(tiny_pair, tmp_path) -> None:
-    """Independently generated: greedy, by the library's own loop."""
+    """Compare the recorded tokens with greedy texts of the library's own loop."""
     source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
     write_source(source, TEXTS)
     assert main(of_texts(tiny_pair[0], source, "--temperature", "0", "--output", str(output))) == 0
-    made = generator(tiny_pair[0])
+    generate = generator(tiny_pair[0])
     for text, record in zip(TEXTS, records(output), strict=True):
-        prompt = made.encode(text)[:4]
-        result = specjax.generate(made.target, None, [prompt], max_new_tokens=10)
+        prompt = generate.encode(text)[:4]
+        result = specjax.generate(generate.target, None, [prompt], max_new_tokens=10)
         assert record["tokens"] == result.tokens[0, : result.lengths[0]].tolist()
         assert record["loss_spans"] == [[4, len(record["tokens"])]] and "starts" not in record
-        assert record["text"] == made.tokenizer.decode(record["tokens"], skip_special_tokens=True)
+        assert record["text"] == generate.tokenizer.decode(
+            record["tokens"], skip_special_tokens=True
+        )
 
 
 def test_an_end_that_the_target_wrote_is_a_token_of_its_answer(tiny_pair, tmp_path) -> None:
     source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
     write_source(source, TEXTS)
-    made = generator(tiny_pair[0])
-    third = made(TEXTS[0][:20], max_new_tokens=3)
-    prompt = made.encode(TEXTS[0])[:4]
-    end = int(specjax.generate(made.target, None, [prompt], max_new_tokens=3).tokens[0, 6])
+    generate = generator(tiny_pair[0])
+    third = generate(TEXTS[0][:20], max_new_tokens=3)
+    prompt = generate.encode(TEXTS[0])[:4]
+    end = int(specjax.generate(generate.target, None, [prompt], max_new_tokens=3).tokens[0, 6])
     assert len(third.tokens) == 3
     target = end_at(Path(tiny_pair[0]), tmp_path / "ends", end)
     assert main(of_texts(target, source, "--temperature", "0", "--output", str(output))) == 0
-    written = [answers(record)[0] for record in records(output)]
-    assert written[0][-1] == end and len(written[0]) <= 3
-    assert all(len(answer) == 10 or answer[-1] == end for answer in written)
+    answers_of_records = [answers(record)[0] for record in records(output)]
+    assert answers_of_records[0][-1] == end and len(answers_of_records[0]) <= 3
+    assert all(len(answer) == 10 or answer[-1] == end for answer in answers_of_records)
 
 
 @pytest.mark.parametrize("template", [ENDED, THOUGHTLESS])
@@ -65,53 +70,35 @@ def test_an_end_that_the_target_wrote_is_a_token_of_its_answer(tiny_pair, tmp_pa
 def test_each_answer_of_a_chat_stands_after_what_it_was_written_after(
     tiny_pair, tmp_path, template
 ) -> None:
-    """In one sequence where the next prompt goes on from it; in one of its own where the template leaves something out, or
-    the answer's text has other tokens than were written."""
+    """Check where each answer of a chat is recorded.
+
+    Answers share a sequence if the next prompt continues it. An answer has its own sequence if the
+    template leaves something out, or if its text has other tokens than were written.
+    """
     file, source, output = (
         tmp_path / name for name in ("template.jinja", "chats.jsonl", "out.jsonl")
     )
     file.write_text(template)
-    asked = [
+    long_chat = [
         {"role": "user", "content": "one?"},
         {"role": "assistant", "content": "no"},
         {"role": "user", "content": "two?"},
     ]
-    chats = [asked, asked[:1], [asked[0], asked[1], *asked]]
+    chats = [long_chat, long_chat[:1], [*long_chat[:2], *long_chat]]
     source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
-    options = [
-        "--source",
-        str(source),
-        "--output",
-        str(output),
-        "--chat-template",
-        str(file),
-        "--temperature",
-        "0",
-    ]
-    assert (
-        main(
-            [
-                "regenerate",
-                "--target",
-                tiny_pair[0],
-                *options,
-                "--max-new-tokens",
-                "6",
-                "--batch",
-                "2",
-            ]
-        )
-        == 0
-    )
-    made = generator(tiny_pair[0], template)
+    command = ["regenerate", "--target", tiny_pair[0], "--source", str(source)]
+    command += ["--output", str(output), "--chat-template", str(file)]
+    command += ["--temperature", "0", "--max-new-tokens", "6", "--batch", "2"]
+    assert main(command) == 0
+    generate = generator(tiny_pair[0], template)
     for record in records(output):
         starts = record.get("starts", [0])
         messages = record["messages"]
         for number, (begin, end) in enumerate(record["loss_spans"]):
-            start = max(each for each in starts if each <= begin)
-            prompt = made.encode(messages[: 2 * number + 1])
+            start = max(position for position in starts if position <= begin)
+            prompt = generate.encode(messages[: 2 * number + 1])
             assert record["tokens"][start:begin] == prompt
-            result = specjax.generate(made.target, None, [prompt], max_new_tokens=6)
+            result = specjax.generate(generate.target, None, [prompt], max_new_tokens=6)
             assert (
                 record["tokens"][begin:end]
                 == result.tokens[0, len(prompt) : result.lengths[0]].tolist()
@@ -122,7 +109,7 @@ def test_each_answer_of_a_chat_stands_after_what_it_was_written_after(
 
 
 def test_training_reads_the_tokens_of_all_shards(tiny_pair, tmp_path) -> None:
-    """At temperature 1 a random model writes tokens that its text would not be given."""
+    """Use temperature 1, where a random model writes tokens other than those of its text."""
     source, folder = tmp_path / "texts.jsonl", tmp_path / "out"
     write_source(source, TEXTS)
     for number in range(2):
@@ -135,7 +122,7 @@ def test_training_reads_the_tokens_of_all_shards(tiny_pair, tmp_path) -> None:
     )
     train, _ = data.split_documents(read_documents(settings.source), 0.2)
     _, packed, _ = data.prepare(settings)
-    written = {
+    by_document = {
         record["document"]: record["tokens"]
         for file in sorted(folder.glob("*.jsonl"))
         for record in records(file)
@@ -145,10 +132,12 @@ def test_training_reads_the_tokens_of_all_shards(tiny_pair, tmp_path) -> None:
         for file in folder.glob("*.jsonl")
         for record in records(file)
     }
-    assert len(written) == len(by_text) == len(TEXTS)
+    assert len(by_document) == len(by_text) == len(TEXTS)
     expected = [token for document in train for token in by_text[document.text]]
-    found = [*packed["tokens"][:, :-1].ravel().tolist(), int(packed["tokens"][-1, -1])]
-    assert found == expected[: len(found)] and len(expected) - len(found) < 4
+    packed_tokens = [*packed["tokens"][:, :-1].ravel().tolist(), int(packed["tokens"][-1, -1])]
+    assert (
+        packed_tokens == expected[: len(packed_tokens)] and len(expected) - len(packed_tokens) < 4
+    )
     tokenizer = generator(tiny_pair[0]).tokenizer
     assert (
         sum(tokenizer(text)["input_ids"] != tokens for text, tokens in by_text.items())
@@ -164,7 +153,10 @@ def test_training_reads_the_tokens_of_all_shards(tiny_pair, tmp_path) -> None:
 
 
 def test_a_run_that_an_older_version_began_goes_on(tiny_pair, tmp_path) -> None:
-    """Its records have no tokens; those that are added have theirs, and training reads both."""
+    """Continue a run whose first records have no tokens.
+
+    New records have tokens, and training reads both kinds.
+    """
     source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
     write_source(source, TEXTS)
     command = of_texts(tiny_pair[0], source, "--output", str(output))
@@ -187,18 +179,18 @@ def test_a_run_that_an_older_version_began_goes_on(tiny_pair, tmp_path) -> None:
 
 
 def test_what_is_written_after_records_with_tokens_is_what_it_was(tiny_pair, tmp_path) -> None:
-    """The tokens are no part of what tells documents apart, nor of where they come from."""
+    """Check that tokens decide neither which documents are equal nor where they come from."""
     source, once, bare, twice = (
         tmp_path / f"{name}.jsonl" for name in ("texts", "once", "bare", "twice")
     )
     write_source(source, TEXTS)
     assert main(of_texts(tiny_pair[0], source, "--output", str(once))) == 0
-    kept = [
+    records_without_tokens = [
         {name: record[name] for name in ("text", "regenerated_from")} for record in records(once)
     ]
-    bare.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    bare.write_text("".join(json.dumps(record) + "\n" for record in records_without_tokens))
     assert main(of_texts(tiny_pair[0], once, "--output", str(twice))) == 0
-    found = twice.read_text()
+    expected = twice.read_text()
     twice.unlink()
     assert main(of_texts(tiny_pair[0], bare, "--output", str(twice))) == 0
-    assert twice.read_text() == found
+    assert twice.read_text() == expected

@@ -1,4 +1,7 @@
-"""`specjax serve`: what is refused before anything is loaded. The server itself is tested in tests/serving/http."""
+"""Check what `specjax serve` refuses before anything is loaded.
+
+The server itself is tested in tests/serving/http.
+"""
 
 import socket
 import urllib.error
@@ -24,13 +27,13 @@ def _nothing_is_loaded(monkeypatch) -> None:
 
 
 def refusal(capsys, *options: str) -> str:
-    """What ``specjax serve`` says to options that it does not take: a line."""
+    """Return the line with which ``specjax serve`` refuses options."""
     assert main(["serve", "--port", "0", *options]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("specjax: error: ")
-    assert said.err.count("\n") == 1
-    return said.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("specjax: error: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
 
 
 def test_it_listens_before_anything_is_loaded(monkeypatch, capsys) -> None:
@@ -51,14 +54,14 @@ def test_it_listens_before_anything_is_loaded(monkeypatch, capsys) -> None:
 
 def test_others_are_not_let_in_by_accident(capsys) -> None:
     for host in ("0.0.0.0", "::"):
-        said = refusal(capsys, "--host", host)
-        assert "--api-key-file" in said
-        assert "--no-api-key" in said
+        error = refusal(capsys, "--host", host)
+        assert "--api-key-file" in error
+        assert "--no-api-key" in error
 
 
 def test_an_address_that_somebody_has(capsys) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
         assert f"port={port}: cannot listen there" in refusal(capsys, "--port", str(port))
     assert "host='no such name'" in refusal(capsys, "--host", "no such name")
     assert "port=65536" in refusal(capsys, "--port", "65536")
@@ -94,9 +97,9 @@ def test_the_type_of_the_cache_is_handed_on(monkeypatch) -> None:
         raise LookupError(cache_dtype)
 
     monkeypatch.setattr(pipeline, "load", load)
-    for given in ("float", "int8"):
-        with pytest.raises(LookupError, match=given):
-            make_engine(ServeConfig(cache_dtype=given))
+    for dtype in ("float", "int8"):
+        with pytest.raises(LookupError, match=dtype):
+            make_engine(ServeConfig(cache_dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -119,14 +122,16 @@ def test_the_type_of_the_cache_is_handed_on(monkeypatch) -> None:
 def test_texts_may_be_as_long_as_models_and_memory_allow(
     options: dict, free: int | None, capacity: int, words: str, monkeypatch
 ) -> None:
-    """A token takes 16 layers x 2 heads x 64 x 2 x 4 bytes: half a GB holds 476 pages."""
-    target = jax.eval_shape(
-        lambda: tiny_target(num_layers=16, head_dim=64, max_positions=40_960)
-    )  # nothing is computed
+    """Choose the capacity by the memory.
+
+    A token takes 16 layers x 2 heads x 64 x 2 x 4 bytes: half a GB holds 476 pages.
+    """
+    # Nothing is computed.
+    target = jax.eval_shape(lambda: tiny_target(num_layers=16, head_dim=64, max_positions=40_960))
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: free)
     generator, sizes = pipeline.TextGenerator(target, None), {"rows": 8, "page": 64, "chunk": None}
-    found, why = choose_capacity(ServeConfig(**options), generator, sizes)
-    assert found == capacity
+    chosen, why = choose_capacity(ServeConfig(**options), generator, sizes)
+    assert chosen == capacity
     assert words in why
 
 
@@ -201,17 +206,17 @@ def test_numbers_out_of_range(option: str, value: str, capsys) -> None:
     assert f"{option.replace('-', '_')}=" in refusal(capsys, f"--{option}", value)
 
 
-@pytest.mark.parametrize("given", ["proxy", "10.0.0.1/8", "10.0.0.0/33", ""])
-def test_proxies_that_are_none(given: str, capsys) -> None:
-    said = refusal(capsys, "--trusted-proxy", "127.0.0.1", "--trusted-proxy", given)
-    assert f"trusted_proxy={given!r}" in said
-    assert "10.0.0.7" in said
+@pytest.mark.parametrize("proxy", ["proxy", "10.0.0.1/8", "10.0.0.0/33", ""])
+def test_proxies_that_are_none(proxy: str, capsys) -> None:
+    error = refusal(capsys, "--trusted-proxy", "127.0.0.1", "--trusted-proxy", proxy)
+    assert f"trusted_proxy={proxy!r}" in error
+    assert "10.0.0.7" in error
 
 
 @pytest.mark.parametrize(
-    "given", ["chat.example", "https://chat.example/", "https://Chat.example", ""]
+    "origin", ["chat.example", "https://chat.example/", "https://Chat.example", ""]
 )
-def test_origins_that_no_browser_sends(given: str, capsys) -> None:
-    said = refusal(capsys, "--cors-origin", "https://chat.example", "--cors-origin", given)
-    assert f"cors_origin={given!r}" in said
-    assert "http://localhost:3000" in said
+def test_origins_that_no_browser_sends(origin: str, capsys) -> None:
+    error = refusal(capsys, "--cors-origin", "https://chat.example", "--cors-origin", origin)
+    assert f"cors_origin={origin!r}" in error
+    assert "http://localhost:3000" in error

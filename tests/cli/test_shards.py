@@ -1,4 +1,4 @@
-"""``specjax regenerate --shard``: parts of a data set that know nothing of each other, and processes that are killed."""
+"""Check ``specjax regenerate --shard``: independent parts of a data set, and killed processes."""
 
 import errno
 import json
@@ -28,9 +28,9 @@ def source(tmp_path) -> Path:
 
 
 def by_label(*files: Path) -> dict[tuple[str, int], str]:
-    found = [record for file in files for record in records(file)]
-    assert len({(record["document"], record["copy"]) for record in found}) == len(found)
-    return {(record["document"], record["copy"]): record["text"] for record in found}
+    all_records = [record for file in files for record in records(file)]
+    assert len({(record["document"], record["copy"]) for record in all_records}) == len(all_records)
+    return {(record["document"], record["copy"]): record["text"] for record in all_records}
 
 
 @pytest.mark.full
@@ -70,11 +70,14 @@ def test_a_whole_shard_is_not_written_again(
     assert "was started with other options (seed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("left", ["begun", "cut"])
+@pytest.mark.parametrize("state", ["begun", "cut"])
 def test_a_shard_that_broke_off_is_the_same_in_the_end(
-    tiny_pair, source, tmp_path, capsys, left
+    tiny_pair, source, tmp_path, capsys, state
 ) -> None:
-    """A process that was killed leaves a part; a file may be cut when a disk is full, or while it is copied."""
+    """Complete a part that a kill leaves, and a file that was cut.
+
+    A file may be cut when a disk is full, or while it is copied.
+    """
     folder = tmp_path / "out"
     command = of_texts(tiny_pair[0], source, "--output", str(folder), "--shard", "1/2")
     assert main(command) == 0
@@ -82,7 +85,7 @@ def test_a_shard_that_broke_off_is_the_same_in_the_end(
     expected = file.read_bytes()
     assert expected.count(b"\n") > 2
     file.write_bytes(expected[: expected.index(b"\n") + 20])
-    if left == "begun":
+    if state == "begun":
         file.rename(folder / f"{file.name}.part")
     capsys.readouterr()
     assert main(["regenerate", "--output", str(folder), "--missing", "2"]) == 1
@@ -100,12 +103,12 @@ def test_a_disk_that_is_full_is_one_line_and_the_rerun_writes_the_same_bytes(
     assert main([*command, "--output", str(tmp_path / "calm")]) == 0
     name, full = "00000-of-00001.jsonl", tmp_path / "full"
     expected = (tmp_path / "calm" / name).read_bytes()
-    part, written = full / f"{name}.part", []
+    part, sizes = full / f"{name}.part", []
 
     def fsync(_: int) -> None:
-        written.append(part.stat().st_size)
-        if len(written) == 1:
-            os.truncate(part, written[0] - 7)
+        sizes.append(part.stat().st_size)
+        if len(sizes) == 1:
+            os.truncate(part, sizes[0] - 7)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -116,7 +119,7 @@ def test_a_disk_that_is_full_is_one_line_and_the_rerun_writes_the_same_bytes(
         f"specjax: error: {part}: no space left on {mount_point(tmp_path)}, needs about 1 MB, has "
     )
     assert line.endswith(" MB: make room, and run the same command again")
-    assert part.read_bytes() == expected[: written[0] - 7]
+    assert part.read_bytes() == expected[: sizes[0] - 7]
     assert main(["regenerate", "--output", str(full), "--missing", "1"]) == 1
     assert main([*command, "--output", str(full)]) == 0
     assert (full / name).read_bytes() == expected
@@ -125,19 +128,8 @@ def test_a_disk_that_is_full_is_one_line_and_the_rerun_writes_the_same_bytes(
 def test_a_shard_of_no_document_is_whole_and_empty(tiny_pair, source, tmp_path) -> None:
     write_source(source, TEXTS[:1])
     for number in (0, 1, 0, 1):
-        assert (
-            main(
-                of_texts(
-                    tiny_pair[0],
-                    source,
-                    "--output",
-                    str(tmp_path / "out"),
-                    "--shard",
-                    f"{number}/2",
-                )
-            )
-            == 0
-        )
+        options = ("--output", str(tmp_path / "out"), "--shard", f"{number}/2")
+        assert main(of_texts(tiny_pair[0], source, *options)) == 0
     sizes = sorted(len(records(file)) for file in (tmp_path / "out").glob("*.jsonl"))
     assert sizes == [0, 1]
     assert main(["regenerate", "--output", str(tmp_path / "out"), "--missing", "2"]) == 0
@@ -170,7 +162,7 @@ SLURM = {"SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_T
 
 
 @pytest.mark.parametrize(
-    ("text", "environment", "found"),
+    ("text", "environment", "expected"),
     [
         ("0/1", {}, Shard(0, 1)),
         ("7/8", SLURM, Shard(7, 8)),
@@ -191,11 +183,11 @@ SLURM = {"SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_T
         ),
     ],
 )
-def test_which_shard_a_process_writes(text, environment, found) -> None:
-    if isinstance(found, Shard):
-        assert find_shard(text, environment) == found
+def test_which_shard_a_process_writes(text, environment, expected) -> None:
+    if isinstance(expected, Shard):
+        assert find_shard(text, environment) == expected
         return
-    with pytest.raises(InputError, match=found):
+    with pytest.raises(InputError, match=expected):
         find_shard(text, environment)
 
 
@@ -208,9 +200,9 @@ sys.exit(main(sys.argv[2:]))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("in_what", ["the note", "the first records", "the last record"])
+@pytest.mark.parametrize("cut_in", ["the note", "the first records", "the last record"])
 def test_no_file_that_is_cut_by_a_limit_is_taken_for_whole(
-    tiny_pair, source, tmp_path, in_what
+    tiny_pair, source, tmp_path, cut_in
 ) -> None:
     command = of_texts(tiny_pair[0], source, "--shard", "0/1")
     name, full = "00000-of-00001.jsonl", tmp_path / "full"
@@ -221,7 +213,7 @@ def test_no_file_that_is_cut_by_a_limit_is_taken_for_whole(
         "the note": note // 2,
         "the first records": note + 50,
         "the last record": len(expected) - 1,
-    }[in_what]
+    }[cut_in]
     assert room < len(expected)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     options = [*command, "--output", str(full)]
@@ -233,7 +225,7 @@ def test_no_file_that_is_cut_by_a_limit_is_taken_for_whole(
         " room" in run.stderr
     )
     assert not (full / name).exists()
-    assert (full / f"{name}.part").exists() == (in_what != "the note")
+    assert (full / f"{name}.part").exists() == (cut_in != "the note")
     assert main(options) == 0
     assert (full / name).read_bytes() == expected
 

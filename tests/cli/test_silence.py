@@ -1,4 +1,4 @@
-"""What transformers remarks on a tokenizer's configuration: nothing of it reaches who runs a command."""
+"""Check that remarks of transformers on a tokenizer's configuration do not reach the user."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ CONFIGURATIONS = {
 
 
 def with_configuration(folder: Path, changes: dict) -> Path:
-    """The embedded target with another configuration beside its tokenizer."""
+    """Return the embedded target with another configuration beside its tokenizer."""
     shutil.copytree(embedded("target"), folder / "model")
     config = folder / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
@@ -52,7 +52,7 @@ FIRST = "from specjax.cli.silence import silence; silence(); silence();"
 @pytest.mark.full
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_configuration_that_transformers_remarks_on_is_read_in_silence(tmp_path, name) -> None:
-    """By commands alone: the library says what transformers says."""
+    """Check that commands alone are silent: the library passes the remarks on."""
     model = with_configuration(tmp_path, CONFIGURATIONS[name])
     assert "[transformers]" in stderr_of("-c", READ, str(model))
     assert stderr_of("-c", FIRST + READ, str(model)) == ""
@@ -74,7 +74,7 @@ def test_a_command_prints_nothing_but_its_own_lines(tmp_path) -> None:
 
 
 def test_only_the_remarks_are_left_out(monkeypatch) -> None:
-    for name in REMARKS:  # a command that ran in this process has left its own
+    for name in REMARKS:  # a command that ran in this process has left its filter
         monkeypatch.setattr(logging.getLogger(name), "filters", [])
     silence()
     silence()

@@ -1,4 +1,4 @@
-"""What the files under deploy/ say: the manifests in them, and the command lines that they run."""
+"""Read the files under deploy/: their manifests, and the command lines that they run."""
 
 import re
 import shlex
@@ -18,17 +18,18 @@ TASKS = sorted((DEPLOY / "skypilot").glob("*.yaml"))
 
 
 def objects(*files: Path) -> list[dict[str, Any]]:
-    """All objects of these manifests; of all, if none is given."""
-    return [each for file in files or MANIFESTS for each in yaml.safe_load_all(file.read_text())]
+    """Return all objects of these manifests, or of all manifests if none is named."""
+    texts = [file.read_text() for file in files or MANIFESTS]
+    return [object_ for text in texts for object_ in yaml.safe_load_all(text)]
 
 
 def of_kind(kind: str, *files: Path) -> list[dict[str, Any]]:
-    """Those of one kind."""
-    return [each for each in objects(*files) if each["kind"] == kind]
+    """Return the objects of one kind."""
+    return [object_ for object_ in objects(*files) if object_["kind"] == kind]
 
 
 def templates(object_: dict[str, Any]) -> list[dict[str, Any]]:
-    """The templates of the pods that an object makes."""
+    """Return the templates of the pods that an object makes."""
     spec = object_.get("spec", {})
     if object_["kind"] == "LeaderWorkerSet":
         return [spec["leaderWorkerTemplate"][name] for name in ("leaderTemplate", "workerTemplate")]
@@ -36,17 +37,20 @@ def templates(object_: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def pods(*files: Path) -> list[dict[str, Any]]:
-    """The specifications of all pods of these manifests."""
-    return [template["spec"] for each in objects(*files) for template in templates(each)]
+    """Return the specifications of all pods of these manifests."""
+    return [template["spec"] for object_ in objects(*files) for template in templates(object_)]
 
 
 def containers(*files: Path) -> list[dict[str, Any]]:
-    """Their containers."""
+    """Return the containers of all pods of these manifests."""
     return [container for pod in pods(*files) for container in pod["containers"]]
 
 
 def commands_of_shell(text: str) -> Iterator[list[str]]:
-    """The words after ``specjax`` of every command in a script, and of those that its comments show, three spaces in."""
+    """Yield the words after ``specjax`` of every command in a script.
+
+    Commands in its comments, three spaces in, are included.
+    """
     text = re.sub(r"^#   +", "", text, flags=re.MULTILINE).replace("\\\n", " ")
     for line in text.splitlines():
         if line.lstrip().startswith("#") or "specjax" not in line:
@@ -58,7 +62,7 @@ def commands_of_shell(text: str) -> Iterator[list[str]]:
 
 
 def command_lines(file: Path) -> list[list[str]]:
-    """Every command line of specjax in a file."""
+    """Return every command line of specjax in a file."""
     if file in MANIFESTS:
         return [container["args"] for container in containers(file)]
     if file in TASKS:
@@ -67,14 +71,14 @@ def command_lines(file: Path) -> list[list[str]]:
 
 
 def config_of(words: list[str]) -> Any:
-    """The options of a command line, as the command gets them."""
+    """Return the options of a command line, as the command reads them."""
     name, command, options = find_command(words)
     assert isinstance(command, Command), f"{' '.join(words)}: names no command"
     return parse_options(command.config, options, prog=name)
 
 
 def option_of_sbatch(script: Path, name: str) -> str:
-    """What a script tells sbatch."""
-    found = re.search(rf"^#SBATCH --{name}=(\S+)$", script.read_text(), re.MULTILINE)
-    assert found, f"{script.name}: has no --{name}"
-    return found[1]
+    """Return the value of an option of sbatch in a script."""
+    match = re.search(rf"^#SBATCH --{name}=(\S+)$", script.read_text(), re.MULTILINE)
+    assert match, f"{script.name}: has no --{name}"
+    return match[1]

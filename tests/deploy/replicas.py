@@ -1,4 +1,4 @@
-"""Replicas behind nginx, and clients that ask again and again."""
+"""Run replicas behind nginx, and clients that send one request after the other."""
 
 import http.client
 import json
@@ -21,9 +21,9 @@ from tests.deploy.files import DEPLOY
 from tests.documents import ROOT
 from tests.processes import free_port
 
-STARTING = 300  # seconds; a tenth of it where nothing else runs
+STARTING = 300  # seconds; a tenth of it on an idle machine
 PATIENCE = 60  # seconds for an answer
-LONGEST = 900  # seconds for which clients ask, at most
+LONGEST = 900  # seconds until clients stop by themselves
 CONFIG = (DEPLOY / "nginx.conf").read_text()
 
 
@@ -36,20 +36,20 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
 
 @contextmanager
 def nginx(directory: Path, servers: Sequence[int]) -> Iterator[int]:
-    """nginx with our configuration, for ``servers`` at these two ports; its own port."""
+    """Run nginx with our configuration, for ``servers`` at these two ports, and yield its port."""
     port = free_port()
-    changed = CONFIG
-    for written, real in (("127.0.0.1:8001", servers[0]), ("127.0.0.1:8002", servers[1])):
-        assert changed.count(f"server {written} ") == 2
-        changed = changed.replace(f"server {written} ", f"server 127.0.0.1:{real} ")
-    assert changed.count("listen 8080;") == 1
+    config = CONFIG
+    for address, real in (("127.0.0.1:8001", servers[0]), ("127.0.0.1:8002", servers[1])):
+        assert config.count(f"server {address} ") == 2
+        config = config.replace(f"server {address} ", f"server 127.0.0.1:{real} ")
+    assert config.count("listen 8080;") == 1
     (directory / "specjax.conf").write_text(
-        changed.replace("listen 8080;", f"listen 127.0.0.1:{port};")
+        config.replace("listen 8080;", f"listen 127.0.0.1:{port};")
     )
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     lines = [
         "daemon off;",
-        "user root;" if os.geteuid() == 0 else "",  # its own user could not write here
+        "user root;" if os.geteuid() == 0 else "",  # the user of nginx could not write here
         "worker_processes 2;",
         f"pid {directory}/pid;",
         f"error_log {directory}/error.log;",
@@ -61,17 +61,11 @@ def nginx(directory: Path, servers: Sequence[int]) -> Iterator[int]:
         "}",
     ]
     (directory / "nginx.conf").write_text("\n".join(lines))
-    command = [
-        str(shutil.which("nginx", path=_PATH)),
-        "-p",
-        str(directory),
-        "-c",
-        str(directory / "nginx.conf"),
-    ]
-    command += ["-e", str(directory / "error.log")]
-    tried = subprocess.run([*command, "-t"], capture_output=True, text=True, check=False)
-    assert tried.returncode == 0, tried.stderr
-    assert "[warn]" not in tried.stderr, tried.stderr
+    command = [str(shutil.which("nginx", path=_PATH)), "-p", str(directory)]
+    command += ["-c", str(directory / "nginx.conf"), "-e", str(directory / "error.log")]
+    check = subprocess.run([*command, "-t"], capture_output=True, text=True, check=False)
+    assert check.returncode == 0, check.stderr
+    assert "[warn]" not in check.stderr, check.stderr
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
         _wait_for_port(port)
@@ -100,16 +94,9 @@ class Replica:
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        """Begin to start."""
-        command = [
-            sys.executable,
-            "-m",
-            "specjax",
-            "serve",
-            "--port",
-            str(self.port),
-            *self._options,
-        ]
+        """Start the process, and do not wait until it is ready."""
+        command = [sys.executable, "-m", "specjax", "serve", "--port", str(self.port)]
+        command += self._options
         with self._log.open("w") as output:
             self._process = subprocess.Popen(
                 command,
@@ -129,13 +116,13 @@ class Replica:
             time.sleep(0.1)
 
     def kill(self) -> None:
-        """As a machine ends that loses its power."""
+        """End the process as when its machine loses its power."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def terminate(self) -> int:
-        """As a scheduler ends it; its exit status."""
+        """End the process as a scheduler does, and return its exit status."""
         assert self._process is not None
         self._process.terminate()
         return self._process.wait(60)
@@ -145,16 +132,16 @@ class Replica:
             self.kill()
 
     def running(self) -> float:
-        """How many texts it generates now."""
+        """Return how many texts it generates now."""
         status, body = ask(self.port, "/metrics")
         assert status == 200
-        found = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", body, re.MULTILINE)
-        assert found
-        return float(found[1])
+        match = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", body, re.MULTILINE)
+        assert match
+        return float(match[1])
 
 
 def ask(port: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
-    """Status and content of one answer."""
+    """Send a request, and return the status and the content of the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         content = None if body is None else json.dumps(body)
@@ -169,14 +156,14 @@ def ask(port: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes:
-        seed: that it had.
+        seed: the seed of the request.
         begun: when it was sent, in seconds.
-        ended: when that was known.
-        status: of the answer; 0: there was none.
-        text: all of it; None: there is none, or it was cut.
+        ended: when the outcome was known.
+        status: the status of the answer; 0 without an answer.
+        text: the whole text; None if there is none, or if it was cut.
         was_stream: whether it was to be streamed.
     """
 
@@ -189,7 +176,7 @@ class Outcome:
 
 
 def complete(port: int, seed: int, stream: bool, **more: Any) -> Outcome:
-    """One text at temperature 1."""
+    """Request one text at temperature 1."""
     body = {
         "model": "tiny",
         "prompt": "def f",
@@ -199,7 +186,7 @@ def complete(port: int, seed: int, stream: bool, **more: Any) -> Outcome:
         "stream": stream,
         **more,
     }
-    begun, status, text = time.monotonic(), 0, None
+    start, status, text = time.monotonic(), 0, None
     try:
         status, content = ask(port, "/v1/completions", body)
         if status == 200:
@@ -208,11 +195,11 @@ def complete(port: int, seed: int, stream: bool, **more: Any) -> Outcome:
         status = 200  # a stream that was cut
     except (http.client.HTTPException, OSError):
         pass
-    return Outcome(seed, begun, time.monotonic(), status, text, stream)
+    return Outcome(seed, start, time.monotonic(), status, text, stream)
 
 
 def _whole(content: str) -> str | None:
-    """The text of a stream; None where it did not end as it should."""
+    """Return the text of a stream, or None if the stream did not end as it should."""
     *lines, last, rest = content.split("\n\n")
     if (last, rest) != ("data: [DONE]", ""):
         return None
@@ -220,9 +207,9 @@ def _whole(content: str) -> str | None:
 
 
 class Clients:
-    """Threads that ask for one text after the other, until they are told to stop or their `with` ends.
+    """Threads that request one text after the other, until they are stopped or their `with` ends.
 
-    ``kinds`` says in turn whether one is streamed.
+    ``kinds`` says in turn whether a text is streamed.
     """
 
     def __init__(
@@ -248,11 +235,11 @@ class Clients:
         while not self._is_over.is_set() and time.monotonic() < self._until:
             stream = self._kinds[place % len(self._kinds)]
             self.outcomes.append(complete(self._port, place % self._seeds, stream, **self._more))
-            place += len(self._threads) + 1  # so that each has both kinds
-            time.sleep(0.005)  # where all are refused, too, they are not very many
+            place += len(self._threads) + 1  # so that each client requests both kinds
+            time.sleep(0.005)  # so that there are not too many if all are refused
 
     def stop(self) -> list[Outcome]:
-        """What became of all requests, when the last ones have ended."""
+        """Return the outcomes of all requests, after the last ones have ended."""
         assert time.monotonic() < self._until, "they have stopped by themselves"
         self._is_over.set()
         for thread in self._threads:

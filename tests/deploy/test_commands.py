@@ -1,4 +1,7 @@
-"""The commands of the files under deploy/ are ones that the command line takes, and the schedulers' settings fit them."""
+"""Check the commands of the files under deploy/, and the settings of the schedulers.
+
+The command line accepts the commands, and the settings fit them.
+"""
 
 import re
 import shutil
@@ -40,20 +43,20 @@ COMMANDS = {  # how many command lines each file has
 }
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(DEPLOY)))
 CLOSING = 5
-"""Seconds that a server takes to close its connections at the end, at most: `run._config`."""
+"""The most seconds that a server takes to close its connections at the end: `run._config`."""
 
 
 @every_file
 def test_every_command_line_is_one_that_the_command_line_takes(file: Path) -> None:
-    found = command_lines(file)
-    assert len(found) == COMMANDS[str(file.relative_to(DEPLOY))]
-    for words in found:
+    lines = command_lines(file)
+    assert len(lines) == COMMANDS[str(file.relative_to(DEPLOY))]
+    for words in lines:
         documents.check_command_line(words)
 
 
 @every_file
 def test_a_command_that_serves_could_start(file: Path) -> None:
-    """Nothing is loaded: what is checked before that."""
+    """Run the checks of the command that come before anything is loaded."""
     for words in command_lines(file):
         if words[0] == "serve":
             config = config_of(words)
@@ -99,15 +102,15 @@ def test_there_are_scripts_for_every_scheduler() -> None:
 
 
 def scripts() -> dict[str, str]:
-    """What a shell runs."""
-    found = {str(file.relative_to(DEPLOY)): file.read_text() for file in SCRIPTS}
+    """Return the scripts that a shell runs, by their names."""
+    texts = {str(file.relative_to(DEPLOY)): file.read_text() for file in SCRIPTS}
     for file in TASKS:
         task = yaml.safe_load(file.read_text())
-        found |= {
+        texts |= {
             f"{file.relative_to(DEPLOY)}, {part}": f"#!/bin/bash\n{task[part]}"
             for part in ("setup", "run")
         }
-    return found
+    return texts
 
 
 @pytest.mark.parametrize("name", scripts())
@@ -141,16 +144,16 @@ def test_the_tasks_of_slurms_array_are_the_shards() -> None:
     script = DEPLOY / "slurm" / "regenerate.sh"
     first, last = map(int, option_of_sbatch(script, "array").split("-"))
     (words,) = command_lines(script)
-    found = []
+    shards_of_tasks = []
     for task in range(first, last + 1):
-        said = {
+        variables = {
             "ARRAY_TASK_ID": task,
             "ARRAY_TASK_MIN": first,
             "ARRAY_TASK_COUNT": last + 1 - first,
         }
-        environment = {f"SLURM_{name}": str(value) for name, value in said.items()}
-        found.append(str(shards.find_shard(config_of(words).shard, environment)))
-    assert found == [f"{number}/16" for number in range(16)]
+        environment = {f"SLURM_{name}": str(value) for name, value in variables.items()}
+        shards_of_tasks.append(str(shards.find_shard(config_of(words).shard, environment)))
+    assert shards_of_tasks == [f"{number}/16" for number in range(16)]
 
 
 def test_a_task_of_slurms_array_is_one_process_that_goes_on_after_an_interruption() -> None:
@@ -176,9 +179,8 @@ def test_slurm_leaves_time_to_drain() -> None:
     signal, seconds = option_of_sbatch(script, "signal").split("@")
     (words,) = command_lines(script)
     assert signal == "TERM"
-    assert (
-        int(seconds) >= config_of(words).drain_seconds + CLOSING + 30
-    )  # Slurm is late by up to a minute, on either side
+    # Slurm is late by up to a minute, on either side.
+    assert int(seconds) >= config_of(words).drain_seconds + CLOSING + 30
 
 
 # --- SkyPilot, and Kubernetes' job ----------------------------------------------------------------
@@ -189,10 +191,9 @@ def test_skypilots_machines_are_the_shards() -> None:
     (words,) = command_lines(DEPLOY / "skypilot" / "regenerate.yaml")
     shard = config_of(words).shard
     for rank in range(task["num_nodes"]):
-        said = shard.replace("$SKYPILOT_NODE_RANK", str(rank)).replace(
-            "$SKYPILOT_NUM_NODES", str(task["num_nodes"])
-        )
-        assert shards.find_shard(said, {}) == shards.Shard(rank, task["num_nodes"])
+        option = shard.replace("$SKYPILOT_NODE_RANK", str(rank))
+        option = option.replace("$SKYPILOT_NUM_NODES", str(task["num_nodes"]))
+        assert shards.find_shard(option, {}) == shards.Shard(rank, task["num_nodes"])
 
 
 def test_skypilots_machines_write_into_the_bucket() -> None:
@@ -200,7 +201,7 @@ def test_skypilots_machines_write_into_the_bucket() -> None:
     ((place, mount),) = task["file_mounts"].items()
     (words,) = command_lines(DEPLOY / "skypilot" / "regenerate.yaml")
     assert config_of(words).output.startswith(f"{place}/")
-    assert mount["mode"] == "MOUNT_CACHED"  # where lines can be added to a file
+    assert mount["mode"] == "MOUNT_CACHED"  # in this mode lines can be added to a file
 
 
 def test_the_pods_of_kubernetes_job_are_the_shards() -> None:
@@ -209,5 +210,5 @@ def test_the_pods_of_kubernetes_job_are_the_shards() -> None:
     spec, shard = job["spec"], config_of(words).shard
     assert spec["completionMode"] == "Indexed"
     for index in range(spec["completions"]):
-        found = shards.find_shard(shard, {"JOB_COMPLETION_INDEX": str(index)})
-        assert found == shards.Shard(index, spec["completions"])
+        shard_of_pod = shards.find_shard(shard, {"JOB_COMPLETION_INDEX": str(index)})
+        assert shard_of_pod == shards.Shard(index, spec["completions"])

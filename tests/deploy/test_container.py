@@ -1,4 +1,7 @@
-"""The Dockerfile, as far as it can be read: what it copies is there, its versions fit, and the manifests fit it."""
+"""Check the Dockerfile, as far as it can be read.
+
+The files that it copies exist, its versions fit, and the manifests fit it.
+"""
 
 import fnmatch
 import re
@@ -13,19 +16,16 @@ from tests.documents import ROOT
 
 
 def steps() -> list[tuple[str, str]]:
-    """The instructions: their names, and what stands after those."""
-    lines = (
-        re.sub(r"^#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)
-        .replace("\\\n", " ")
-        .splitlines()
-    )
+    """Return the instructions: their names, and the rest of their lines."""
+    text = re.sub(r"^#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)
+    lines = text.replace("\\\n", " ").splitlines()
     return [(line.split()[0], line.partition(" ")[2]) for line in lines if line.strip()]
 
 
 def the(name: str) -> str:
-    """What stands after the only instruction of a name."""
-    (found,) = [rest for word, rest in steps() if word == name]
-    return found
+    """Return the rest of the line of the only instruction of a name."""
+    (rest_of_line,) = [rest for word, rest in steps() if word == name]
+    return rest_of_line
 
 
 def requirements() -> list[Requirement]:
@@ -34,7 +34,7 @@ def requirements() -> list[Requirement]:
 
 
 def pinned() -> dict[str, str]:
-    """Versions by name, in the form in which names are compared."""
+    """Return versions by name, in the form in which names are compared."""
     lines = [
         line
         for line in (DEPLOY / "constraints.txt").read_text().splitlines()
@@ -93,4 +93,4 @@ def test_what_is_compiled_and_downloaded_is_kept_in_the_volume() -> None:
     assert all(Path(place).is_relative_to(volume) for place in variables.values())
     for container in containers():
         assert volume in [mount["mountPath"] for mount in container["volumeMounts"]]
-        assert "command" not in container  # the image's own: specjax
+        assert "command" not in container  # the command of the image is specjax

@@ -1,4 +1,7 @@
-"""Replicas behind nginx with the configuration of deploy/: which one answers does not matter, and one may go."""
+"""Run replicas behind nginx with the configuration of deploy/.
+
+It does not matter which replica answers, and one may go.
+"""
 
 import http.client
 import json
@@ -26,9 +29,11 @@ pytestmark = [
 
 SEEDS, TOKENS = 40, 160
 AWAY = 2.5
-"""Seconds after which nginx asks a server again that did not answer: more than ``fail_timeout``."""
+"""Seconds after which nginx tries a server again that did not answer: above ``fail_timeout``."""
 PASSED_ON = 10
-"""Seconds within which a request whose server was lost goes to another one: ``proxy_next_upstream_timeout``."""
+"""Seconds within which the request of a lost server goes to another one.
+
+This is ``proxy_next_upstream_timeout``."""
 
 
 # --- with engines that are made up ----------------------------------------------------------------
@@ -36,7 +41,7 @@ PASSED_ON = 10
 
 @pytest.fixture
 def made_up(tmp_path: Path) -> Iterator[tuple[list[MadeUpEngine], int]]:
-    """Two engines, and the port of nginx before their servers."""
+    """Yield two engines, and the port of nginx before their servers."""
     engines = [MadeUpEngine("ab", pause=0.05), MadeUpEngine("ab", pause=0.05)]
     with ExitStack() as stack:
         addresses = [stack.enter_context(serving(engine)) for engine in engines]
@@ -65,7 +70,7 @@ def test_a_stream_comes_piece_by_piece(made_up) -> None:
             times.append(time.monotonic())
     connection.close()
     assert len(times) >= 20
-    assert times[-1] - times[0] > 0.05 * 20 / 2  # in one piece they would come at once
+    assert times[-1] - times[0] > 0.05 * 20 / 2  # a single piece would arrive at once
 
 
 def test_what_is_long_is_refused_by_the_server_and_by_nobody_before(made_up) -> None:
@@ -91,22 +96,22 @@ def test_a_full_queue_is_not_passed_on_and_does_not_shut_a_server_out(made_up) -
 def test_one_that_drains_is_asked_by_nobody(tmp_path: Path) -> None:
     engines = [MadeUpEngine("ab"), MadeUpEngine("ab")]
     with (
-        running(engines[0], drain_seconds=60) as (first, (_, one)),
-        serving(engines[1]) as (_, other),
-        nginx(tmp_path, [one, other]) as port,
+        running(engines[0], drain_seconds=60) as (first, (_, port_of_first)),
+        serving(engines[1]) as (_, port_of_second),
+        nginx(tmp_path, [port_of_first, port_of_second]) as port,
     ):
-        first._service.drain()  # and it goes on listening
+        first._service.drain()  # it goes on listening
         outcomes = [complete(port, 0, number % 2 == 0, max_tokens=4) for number in range(20)]
         assert {outcome.text for outcome in outcomes} == {"abab"}
         assert [len(engine.submitted) for engine in engines] == [0, 20]
-        assert ask(one, "/health")[0] == 503
+        assert ask(port_of_first, "/health")[0] == 503
         assert ask(port, "/health")[0] == 200
 
 
 def test_clients_that_draft_reach_a_server_over_a_websocket(tmp_path: Path) -> None:
     with (
-        test_drafts.serving() as (_, (_, one)),
-        nginx(tmp_path, [one, one]) as port,
+        test_drafts.serving() as (_, (_, port_of_server)),
+        nginx(tmp_path, [port_of_server, port_of_server]) as port,
         connect(f"ws://127.0.0.1:{port}/v1/drafts", compression=None, proxy=None) as line,
     ):
         assert test_drafts.open_session(line)
@@ -117,58 +122,40 @@ def test_clients_that_draft_reach_a_server_over_a_websocket(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory) -> Iterator[tuple[list[Replica], int, list[str]]]:
-    """Two servers, the port of nginx before them, and the text of every seed."""
+    """Yield two servers, the port of nginx before them, and the text of every seed."""
     root = tmp_path_factory.mktemp("replicas")
     target = save_tiny(root / "target")
-    options = (
-        "--target",
-        str(target),
-        "--served-model-name",
-        "tiny",
-        "--rows",
-        "2",
-        "--capacity",
-        "256",
-        "--page",
-        "16",
-    )
-    options += (
-        "--drafter",
-        "prompt-lookup",
-        "--drafts",
-        "chain:2",
-        "--max-logprobs",
-        "0",
-        "--max-prediction",
-        "0",
-    )
-    found = [Replica(root / f"{number}.log", *options) for number in range(2)]
+    options = ("--target", str(target), "--served-model-name", "tiny")
+    options += ("--rows", "2", "--capacity", "256", "--page", "16")
+    options += ("--drafter", "prompt-lookup", "--drafts", "chain:2")
+    options += ("--max-logprobs", "0", "--max-prediction", "0")
+    servers = [Replica(root / f"{number}.log", *options) for number in range(2)]
     try:
-        for replica in found:
+        for replica in servers:
             replica.start()
-        for replica in found:
+        for replica in servers:
             replica.wait_until_ready()
         texts = [
-            complete(found[0].port, seed, False, max_tokens=TOKENS).text for seed in range(SEEDS)
+            complete(servers[0].port, seed, False, max_tokens=TOKENS).text for seed in range(SEEDS)
         ]
         assert None not in texts and len(set(texts)) == SEEDS
-        with nginx(root, [replica.port for replica in found]) as port:
-            yield found, port, texts
+        with nginx(root, [replica.port for replica in servers]) as port:
+            yield servers, port, texts
     finally:
-        for replica in found:
+        for replica in servers:
             replica.end()
 
 
 def check_texts(outcomes: list[Outcome], texts: list[str]) -> None:
-    """Each text is the one of its seed, but for ties (see `TIES`)."""
+    """Check that each text is the one of its seed, except for ties (see `TIES`)."""
     differing = [outcome for outcome in outcomes if outcome.text != texts[outcome.seed]]
     assert len(differing) <= len(outcomes) / TIES, differing[:3]
 
 
 def test_a_seed_has_one_text_whichever_server_answers(replicas) -> None:
-    (_, other), port, texts = replicas
+    (_, second), port, texts = replicas
     check_texts(
-        [complete(other.port, seed, True, max_tokens=TOKENS) for seed in range(SEEDS)], texts
+        [complete(second.port, seed, True, max_tokens=TOKENS) for seed in range(SEEDS)], texts
     )
     with Clients(port, 6, SEEDS, max_tokens=TOKENS) as clients:
         wait_until(lambda: len(clients.outcomes) >= 200, 120)
@@ -189,9 +176,8 @@ def test_one_is_killed_and_the_other_goes_on(replicas) -> None:
         outcomes = streams.stop() + wholes.stop()
 
     hurt = [outcome for outcome in outcomes if outcome.text is None]
-    assert all(outcome.begun < dead and outcome.ended > killed for outcome in hurt), (
-        hurt
-    )  # only what was under way
+    # Only requests that were under way are hurt.
+    assert all(outcome.begun < dead and outcome.ended > killed for outcome in hurt), hurt
     assert any(outcome.was_stream for outcome in hurt)
     for outcome in hurt:
         assert outcome.status in (200, 502)  # a stream that was cut, or a bad gateway
@@ -203,7 +189,7 @@ def test_one_is_killed_and_the_other_goes_on(replicas) -> None:
     first.wait_until_ready()
     time.sleep(AWAY)
     with Clients(port, 6, SEEDS, max_tokens=TOKENS) as clients:
-        wait_until(first.running, 60)  # it is asked again
+        wait_until(first.running, 60)  # it has requests again
         check_texts(clients.stop(), texts)
 
 

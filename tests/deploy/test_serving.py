@@ -1,4 +1,7 @@
-"""Probes, ports, metrics, keys and times of the files under deploy/, beside those of the real application."""
+"""Compare the files under deploy/ with the real application.
+
+These are probes, ports, metrics, keys and times.
+"""
 
 import re
 from typing import Any
@@ -36,7 +39,7 @@ PROBES = [
 
 
 def port_of(container: dict[str, Any], name: Any) -> int:
-    """The number of a port that may be known by a name."""
+    """Return the number of a port, which may be written by a name."""
     named = {port["name"]: port["containerPort"] for port in container["ports"]}
     return named.get(name, name)
 
@@ -47,12 +50,8 @@ def test_there_are_servers_with_all_probes() -> None:
 
 
 def test_a_server_that_takes_as_long_to_close_as_is_reckoned_with() -> None:
-    assert (
-        run._config(
-            make_app(service_of(MadeUpEngine())), ConnectionLimits(), None
-        ).timeout_graceful_shutdown
-        == CLOSING
-    )
+    config = run._config(make_app(service_of(MadeUpEngine())), ConnectionLimits(), None)
+    assert config.timeout_graceful_shutdown == CLOSING
 
 
 @pytest.mark.parametrize(
@@ -92,20 +91,18 @@ def test_what_selects_pods_selects_some() -> None:
     labels = [
         template["metadata"]["labels"]
         for kind in ("Deployment", "LeaderWorkerSet")
-        for each in of_kind(kind)
-        for template in templates(each)
+        for object_ in of_kind(kind)
+        for template in templates(object_)
     ]
 
     def count(selector: dict[str, str]) -> int:
-        return sum(selector.items() <= each.items() for each in labels)
+        return sum(selector.items() <= labels_of_pod.items() for labels_of_pod in labels)
 
-    assert [count(service["spec"]["selector"]) for service in of_kind("Service")] == [
-        1,
-        1,
-    ]  # of the hosts only the leader
+    # Of the hosts only the leader is selected.
+    assert [count(service["spec"]["selector"]) for service in of_kind("Service")] == [1, 1]
     for kind in ("Deployment", "PodDisruptionBudget", "PodMonitor"):
-        (each,) = of_kind(kind)
-        assert count(each["spec"]["selector"]["matchLabels"]) == 1
+        (object_,) = of_kind(kind)
+        assert count(object_["spec"]["selector"]["matchLabels"]) == 1
     (scaled,), (deployment,) = of_kind("ScaledObject"), of_kind("Deployment")
     assert scaled["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
 
@@ -132,9 +129,9 @@ def test_what_scales_reads_metrics_of_the_served_model() -> None:
     samples = re.findall(r"\w+:\w+\{[^}]*\}", trigger["metadata"]["query"])
     assert len(samples) == trigger["metadata"]["query"].count("sum(") == 2
     assert any("waiting" in sample for sample in samples)
-    said = ask(service, "/metrics", "GET", {"Authorization": f"Bearer {KEY}"}).text
+    metrics = ask(service, "/metrics", "GET", {"Authorization": f"Bearer {KEY}"}).text
     for sample in samples:
-        assert f"\n{sample} " in said, sample
+        assert f"\n{sample} " in metrics, sample
     assert 0 < float(trigger["metadata"]["threshold"]) < config.rows
     assert scaled["spec"]["minReplicaCount"] >= of_kind("Deployment")[0]["spec"]["replicas"]
 
@@ -153,8 +150,10 @@ def test_prometheus_asks_with_the_key_where_the_metrics_are() -> None:
 
 @pytest.mark.parametrize("file", [SERVE, HOSTS], ids=lambda file: file.stem)
 def test_the_key_is_where_the_server_reads_it(file: Any) -> None:
-    made = re.search(r"kubectl create secret generic (\S+) --from-literal=(\w+)=", file.read_text())
-    assert made
+    match = re.search(
+        r"kubectl create secret generic (\S+) --from-literal=(\w+)=", file.read_text()
+    )
+    assert match
     for pod in pods(file):
         (container,) = pod["containers"]
         mounted = {
@@ -166,7 +165,7 @@ def test_the_key_is_where_the_server_reads_it(file: Any) -> None:
             mount["mountPath"]: mounted.get(mount["name"]) for mount in container["volumeMounts"]
         }
         folder, _, name = config_of(container["args"]).api_key_file.rpartition("/")
-        assert (places[folder], name) == made.groups()
+        assert (places[folder], name) == match.groups()
 
 
 def test_a_pod_has_time_to_drain() -> None:
@@ -180,9 +179,8 @@ def test_a_pod_has_time_to_drain() -> None:
 def test_every_mount_has_a_volume() -> None:
     for pod in pods():
         for container in pod["containers"]:
-            assert {each["name"] for each in container["volumeMounts"]} == {
-                each["name"] for each in pod["volumes"]
-            }
+            mounts = {mount["name"] for mount in container["volumeMounts"]}
+            assert mounts == {volume["name"] for volume in pod["volumes"]}
 
 
 @pytest.mark.thorough
@@ -192,13 +190,13 @@ def test_every_mount_has_a_volume() -> None:
 def test_kubernetes_own_objects_fit_their_schemas(file: Any) -> None:
     reason = "THE MANIFESTS WERE NOT CHECKED: there are no schemas; pip install kubernetes-validate"
     validate = pytest.importorskip("kubernetes_validate", reason=reason)
-    found = [
-        each
-        for each in yaml.safe_load_all(file.read_text())
-        if ".x-k8s.io/" not in each["apiVersion"]
+    objects = [
+        object_
+        for object_ in yaml.safe_load_all(file.read_text())
+        if ".x-k8s.io/" not in object_["apiVersion"]
     ]
-    assert found
-    for each in found:
-        validate.validate(each, "1.30", strict=True)
+    assert objects
+    for object_ in objects:
+        validate.validate(object_, "1.30", strict=True)
     with pytest.raises(validate.ValidationError):
-        validate.validate(found[0] | {"spec": {"unheard-of": 1}}, "1.30", strict=True)
+        validate.validate(objects[0] | {"spec": {"unheard-of": 1}}, "1.30", strict=True)

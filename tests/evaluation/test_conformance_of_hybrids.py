@@ -1,4 +1,7 @@
-"""The conformance suite over every drafter for a target with layers that keep a state, and states that must fail it."""
+"""Run the conformance suite over every drafter for a target with layers that keep a state.
+
+Wrong states must fail it.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -33,9 +36,8 @@ from specjax.models.states import State
 from tests.conftest import FEW_TOKENS, HYBRID, SHAPES, tiny_target
 from tests.evaluation.test_conformance import of_dflash2
 
-OTHERWISE = {
-    "moa": {"linear_layers": (0, 1)}
-}  # it runs the target's last layer, which must have attention then
+# This drafter runs the last layer of the target, which must have attention then.
+OTHERWISE = {"moa": {"linear_layers": (0, 1)}}
 
 
 @cache
@@ -54,7 +56,7 @@ FEW = FEW_TOKENS | {
 
 
 def lively_hybrid(seed: int = 0, **changes):
-    """A hybrid whose heads forget at different paces, so that old tokens count too."""
+    """Return a hybrid whose heads forget at different paces, so that old tokens count too."""
     model = tiny_target(seed, **HYBRID | changes)
     for number in model.config.linear_layers:
         layer = model.params["layers"][number]
@@ -66,9 +68,8 @@ IDS = np.array([0, 1, 3, 4, 7, 8, 10])
 METHODS = {
     "plain": lambda target, shape: NoDraft(),
     "prompt lookup": lambda target, shape: PromptLookup(draft=shape),
-    "early exit": lambda target, shape: EarlyExit(
-        layers=1, draft=shape
-    ),  # the layer that keeps a state, and no other
+    # Its only layer keeps a state.
+    "early exit": lambda target, shape: EarlyExit(layers=1, draft=shape),
     "draft model": lambda target, shape: DraftModel(hybrid_like(target), draft=shape),
     "dense draft model": lambda target, shape: DraftModel(dense_like(target), draft=shape),
     "draft model in a ring": lambda target, shape: DraftModel(
@@ -174,14 +175,14 @@ def test_three_generated_tokens_have_the_exact_joint_distribution(method, shape)
 
 
 def test_the_state_matters_to_the_distribution() -> None:
-    """Or the tests above would say nothing of it."""
+    """Check that the tests above depend on the state."""
     target = distribution_target()
     frozen = jax.tree.map(lambda leaf: leaf, target.params)
     frozen["layers"][0]["o"] = jnp.zeros_like(frozen["layers"][0]["o"])
     for sampling in conformance.SETTINGS:
         exact, without = (
-            conformance.exact_joint(each, np.array([1, 3, 0, 1]), 3, sampling)
-            for each in (target, target.replace(params=frozen))
+            conformance.exact_joint(model, np.array([1, 3, 0, 1]), 3, sampling)
+            for model in (target, target.replace(params=frozen))
         )
         assert 0.05 < exact.max() < 0.9 and np.abs(exact - without).sum() > 0.1
 
@@ -226,8 +227,8 @@ WRONG = [writes_a_rejected_node, ignores_the_count, keeps_the_convolutions_newes
 @pytest.mark.parametrize(
     "wrong",
     [
-        pytest.param(each, marks=[pytest.mark.thorough] * (each != writes_a_rejected_node))
-        for each in WRONG
+        pytest.param(append, marks=[pytest.mark.thorough] * (append != writes_a_rejected_node))
+        for append in WRONG
     ],
 )
 @pytest.mark.usefixtures("compiled_anew")
@@ -240,7 +241,7 @@ def test_a_state_that_takes_more_than_was_accepted_changes_the_text(
 
 
 @pytest.mark.parametrize(
-    "wrong", [pytest.param(each, marks=pytest.mark.thorough) for each in WRONG]
+    "wrong", [pytest.param(append, marks=pytest.mark.thorough) for append in WRONG]
 )
 @pytest.mark.usefixtures("compiled_anew")
 def test_a_state_that_takes_more_than_was_accepted_fails_the_distribution(

@@ -1,4 +1,4 @@
-"""The test of losslessness itself: right pairs pass it, and what is broken on purpose does not."""
+"""Check the test of losslessness: right pairs pass it, and broken pairs do not."""
 
 from dataclasses import fields, replace
 
@@ -30,11 +30,11 @@ def drafter(shape=Chain(3), kind: type[DraftModel] = DraftModel, **options) -> D
 
 
 def drawn(
-    made, draws: int, seed: int = 0, settings=PLAIN, rule=None, rounding: float = 1e-4
+    model, draws: int, seed: int = 0, settings=PLAIN, rule=None, rounding: float = 1e-4
 ) -> drawn_texts.Distribution:
     return drawn_texts.draw_and_test(
         tiny_target(**TARGET),
-        made,
+        model,
         PROMPTS,
         np.full(len(PROMPTS), PROMPTS.shape[1]),
         settings=settings,
@@ -47,14 +47,17 @@ def drawn(
 
 @struct.dataclass
 class WrongQ(DraftModel):
-    """Draws from its distribution and hands over another: that of a higher temperature, or with every other token halved."""
+    """A drafter that draws from its distribution and passes on another one as q.
+
+    That is the distribution of a higher temperature, or with every other token halved.
+    """
 
     temperature: float = struct.field(pytree_node=False, default=1.0)
     halves: bool = struct.field(pytree_node=False, default=False)
 
     def propose(self, *arguments, **named):
         draft, state = super().propose(*arguments, **named)
-        if draft.q is None:  # what chosen tokens are verified by has no q
+        if draft.q is None:  # chosen tokens have no q
             return draft, state
         q = draft.q ** (1 / self.temperature)
         q = q * jnp.where(self.halves & (jnp.arange(q.shape[-1]) % 2 == 0), 0.5, 1.0)
@@ -63,7 +66,10 @@ class WrongQ(DraftModel):
 
 @pytest.fixture
 def accepting(compiled_anew, monkeypatch):
-    """Makes the rules that judge drawn tokens accept them by a share too often; they draw their numbers alone."""
+    """Return a function that makes the rules accept too many drawn tokens, by a share.
+
+    The rules alone draw single numbers.
+    """
 
     def patch(share: float) -> None:
         uniform = jax.random.uniform
@@ -106,29 +112,32 @@ def test_a_right_pair_passes(shape) -> None:
 
 @pytest.mark.full
 def test_a_wrong_q_fails() -> None:
-    found = drawn(drafter(kind=WrongQ, halves=True), 10_000)
-    assert not found.passes
-    assert found.p_values["drafts against q"] == min(found.p_values.values())
+    distribution = drawn(drafter(kind=WrongQ, halves=True), 10_000)
+    assert not distribution.passes
+    assert distribution.p_values["drafts against q"] == min(distribution.p_values.values())
 
 
 @pytest.mark.full
 def test_a_rule_that_accepts_too_often_fails(accepting) -> None:
     accepting(0.1)
-    found = drawn(drafter(), 16_000, rule="rejection")
-    assert not found.passes
-    assert found.p_values["towards the drafter"] < min(
-        found.p_values["joint"], found.p_values["by preference"]
+    distribution = drawn(drafter(), 16_000, rule="rejection")
+    assert not distribution.passes
+    assert distribution.p_values["towards the drafter"] < min(
+        distribution.p_values["joint"], distribution.p_values["by preference"]
     )
 
 
 @pytest.mark.full
 def test_which_tokens_count_does_not_depend_on_what_they_are() -> None:
-    """Texts go on after an end token: to leave out what would come after it favours texts without one."""
-    made = drafter()
+    """Check that texts go on after an end token.
+
+    To leave out the tokens after it would favour texts without one.
+    """
+    model = drafter()
     with_ends, without = (
         drawn_texts.draw_and_test(
             tiny_target(**TARGET, eos_token_ids=ends),
-            made,
+            model,
             PROMPTS,
             np.full(len(PROMPTS), PROMPTS.shape[1]),
             draws=2_000,
@@ -142,19 +151,23 @@ def test_which_tokens_count_does_not_depend_on_what_they_are() -> None:
 
 @pytest.mark.parametrize("more", [1, -1])
 def test_tails_of_a_skewed_score(more: int) -> None:
-    """A drafted token scores 1, any other -19: where each has 5% at 400 places, the others' number tells the p-value."""
+    """Compare a score of two outcomes with the binomial distribution of the rarer one.
+
+    A drafted token scores 1, any other -19. Each of 400 places has another token with 5%, and the
+    number of these gives the p-value.
+    """
     places, miss = 400, 0.05
     deviation = np.sqrt(places * miss * (1 - miss))
-    others = places * miss + more * np.arange(2, 5) * deviation
+    misses = places * miss + more * np.arange(2, 5) * deviation
     above = (
-        stats.binom.sf(others - 0.5, places, miss)
+        stats.binom.sf(misses - 0.5, places, miss)
         if more > 0
-        else stats.binom.cdf(others + 0.5, places, miss)
+        else stats.binom.cdf(misses + 0.5, places, miss)
     )
-    skewness = -(1 - 2 * miss) / deviation  # more of the others make the score smaller
-    found = [drawn_texts._tails(-more * size, skewness) for size in np.arange(2, 5)]
+    skewness = -(1 - 2 * miss) / deviation  # more misses make the score smaller
+    tails = [drawn_texts._tails(-more * size, skewness) for size in np.arange(2, 5)]
     normal = [drawn_texts._tails(-more * size, 0.0) for size in np.arange(2, 5)]
-    np.testing.assert_allclose(np.log(found), np.log(2 * above), atol=0.7)
+    np.testing.assert_allclose(np.log(tails), np.log(2 * above), atol=0.7)
     assert abs(np.log(normal[-1] / above[-1] / 2)) > 1.5
 
 
@@ -164,15 +177,14 @@ def test_texts_that_part_are_judged_by_their_margin() -> None:
     parted = replace(equal, partings=(same_texts.Parting(0, 3, 1, 2, margin=0.01),), lag=0.01)
     assert not parted.passes
     assert replace(parted, rounding=0.02).passes
-    assert not replace(
-        parted, rounding=0.02, lag=3.0
-    ).passes  # wrong after the place where they part
+    # The texts are wrong after the place where they part.
+    assert not replace(parted, rounding=0.02, lag=3.0).passes
 
 
 def test_where_two_texts_part() -> None:
-    said = [np.array([[1, 2, 3, 4], [5, 6, 0, 0]]), np.array([[1, 2, 9, 9], [5, 0, 0, 0]])]
+    texts = [np.array([[1, 2, 3, 4], [5, 6, 0, 0]]), np.array([[1, 2, 9, 9], [5, 0, 0, 0]])]
     lags = [np.zeros((2, 4)), np.array([[0, 0, 0.25, 7], [0, 0, 0, 0]])]
-    first, second = same_texts._partings(10, said, [np.array([4, 2]), np.array([4, 1])], lags)
+    first, second = same_texts._partings(10, texts, [np.array([4, 2]), np.array([4, 1])], lags)
     assert first == same_texts.Parting(10, 2, 3, 9, margin=0.25)
     assert second == same_texts.Parting(11, 1, 6, -1, margin=float("inf"))
 
@@ -197,12 +209,8 @@ def test_what_cannot_be_tested_is_refused() -> None:
         (-0.05, Chain(3), "rejection", 50_000),
         (0.05, SampledTree((3, 2)), None, 50_000),
         (0.03, Chain(3), "rejection", 150_000),
-        (
-            0.1,
-            Chain(3),
-            "block",
-            200_000,
-        ),  # block judges jointly: the same share changes the text less
+        # The block rule judges jointly, so that the same share changes the text less.
+        (0.1, Chain(3), "block", 200_000),
     ],
 )
 def test_small_faults_of_a_rule_fail(accepting, share, shape, rule, draws) -> None:
@@ -214,7 +222,7 @@ def test_small_faults_of_a_rule_fail(accepting, share, shape, rule, draws) -> No
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_another_text_fails_by_its_margin(monkeypatch, temperature) -> None:
-    """Greedy and coupled rows whose drafts are verified by the logits of another node."""
+    """Verify the drafts of greedy and coupled rows by the logits of another node."""
     target, prompts = tiny_target(**TARGET), [(PROMPTS, np.full(8, 6))]
     follow, rule = verification.follow_argmax, verification.RULES["coupled"]
 
@@ -227,11 +235,11 @@ def test_another_text_fails_by_its_margin(monkeypatch, temperature) -> None:
         lambda draft, best, good: follow(draft, jnp.roll(best, 1, axis=1), good),
     )
     monkeypatch.setitem(verification.RULES, "coupled", replace(rule, verify=at_another_node))
-    # without a drafter there is one node, which rolling leaves as it is
+    # Without a drafter there is a single node, and rolling changes nothing.
     options = {"max_new_tokens": 12, "key": jax.random.key(0), "rounding": 1e-3}
-    found = same_texts.compare(target, drafter(), prompts, temperature=temperature, **options)
-    assert found.partings
-    assert not found.passes
+    comparison = same_texts.compare(target, drafter(), prompts, temperature=temperature, **options)
+    assert comparison.partings
+    assert not comparison.passes
 
 
 @pytest.mark.thorough
@@ -248,10 +256,10 @@ def test_every_wrong_q_fails(shape, options) -> None:
     "shape", [Chain(3), DynamicTree(top_k=3, depth=2, nodes=7), SampledTree((3, 2))], ids=str
 )
 def test_p_values_of_right_pairs_are_spread_evenly(shape) -> None:
-    """Over 40 keys: the Kolmogorov distance of 40 even numbers exceeds 0.30 once in 1,000."""
-    found = [drawn(drafter(shape), 12_000, seed) for seed in range(40)]
-    for name in set.intersection(*(set(each.p_values) for each in found)):
-        values = np.sort([each.p_values[name] for each in found])
+    """Test 40 keys: the Kolmogorov distance of 40 uniform numbers exceeds 0.30 once in 1,000."""
+    distributions = [drawn(drafter(shape), 12_000, seed) for seed in range(40)]
+    for name in set.intersection(*(set(distribution.p_values) for distribution in distributions)):
+        values = np.sort([distribution.p_values[name] for distribution in distributions])
         assert np.abs(values - (np.arange(40) + 0.5) / 40).max() < 0.30, (name, values)
 
 
@@ -260,8 +268,12 @@ def test_p_values_of_right_pairs_are_spread_evenly(shape) -> None:
     "settings", [(Sampling(0.6),), (Sampling(1.0, top_k=4),), (Sampling(1.5, min_p=0.1),)], ids=str
 )
 def test_right_pairs_pass_at_other_settings(settings) -> None:
-    for made in (drafter(), drafter(DynamicTree(top_k=3, depth=2, nodes=7)), PromptLookup(draft=3)):
-        assert drawn(made, 20_000, settings=settings).passes
+    for model in (
+        drafter(),
+        drafter(DynamicTree(top_k=3, depth=2, nodes=7)),
+        PromptLookup(draft=3),
+    ):
+        assert drawn(model, 20_000, settings=settings).passes
 
 
 @pytest.mark.thorough
@@ -269,11 +281,13 @@ def test_right_pairs_pass_at_other_settings(settings) -> None:
 def test_the_embedded_pair_passes(shape) -> None:
     pair = EmbeddedPair()
     tokens, lengths = pair.prompts(8, 24)
-    made = DraftModel.from_pretrained(pair.draft_path, draft=shape, dtype=np.float32)
-    verdict = losslessness.check(pair.target, made, tokens, lengths, max_new_tokens=32, draws=8_000)
+    model = DraftModel.from_pretrained(pair.draft_path, draft=shape, dtype=np.float32)
+    verdict = losslessness.check(
+        pair.target, model, tokens, lengths, max_new_tokens=32, draws=8_000
+    )
     assert verdict.lossless, verdict
     wrong = WrongQ(
-        **{each.name: getattr(made, each.name) for each in fields(made)}, temperature=1.5
+        **{field.name: getattr(model, field.name) for field in fields(model)}, temperature=1.5
     )
     if shape == Chain(4):
         assert not losslessness.check(

@@ -1,4 +1,4 @@
-"""Questions from Spec-Bench's format and from plain prompts."""
+"""Read questions in Spec-Bench's format, and plain prompts."""
 
 import json
 

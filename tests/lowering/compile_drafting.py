@@ -1,5 +1,9 @@
-"""Compiles the drafting of one step for an accelerator that is not there, with drafts of several depths, and prints what each
-costs as JSON. The drafters are of their published sizes, for Qwen3-8B; one row with 1,024 tokens of context.
+"""Compile the drafting of a step for an accelerator that is not there, and print its cost as JSON.
+
+    python compile_drafting.py TOPOLOGY DRAFTER DEPTH...
+
+The drafters have their published sizes, for Qwen3-8B. There is one row with 1,024 tokens of
+context.
 """
 
 import json
@@ -20,9 +24,10 @@ from specjax.sampling import Sampling
 
 CONTEXT, CAPACITY = 1024, 1280
 SIZES = {"num_layers": 5}
-# The class of each drafter, and its options for drafts of a depth. A block that is not causal is as long as in training: for
-# drafts of another depth another drafter is taken. P-EAGLE's first token comes from a pass that was made before.
-MADE: dict[str, tuple[type, Any]] = {
+# The class of each drafter, and its options for drafts of a depth. A block that is not causal is as
+# long as in training, so drafts of another depth need another drafter. P-EAGLE's first token comes
+# from an earlier pass.
+DRAFTERS: dict[str, tuple[type, Any]] = {
     "dflash": (DFlash, lambda depth: {**SIZES, "block_size": depth + 1}),
     "jetspec": (DFlash, lambda depth: {**SIZES, "block_size": 17, "variant": {"causal": True}}),
     "dspark": (DSpark, lambda depth: {**SIZES, "block_size": depth}),
@@ -33,8 +38,8 @@ MADE: dict[str, tuple[type, Any]] = {
 topology, name, *depths = sys.argv[1:]
 mesh, chip = find_mesh(topology, 1, 1)
 target = abstract.abstract_model(published("qwen3-8b"), mesh)
-kind, options = MADE[name]
-found = {}
+kind, options = DRAFTERS[name]
+costs = {}
 for depth in map(int, depths):
     make = partial(kind.init, key=jax.random.key(0), draft=Chain(depth), **options(depth))
     drafter = abstract.place_model(jax.eval_shape(make, target.replace(mesh=None)), mesh)
@@ -55,10 +60,10 @@ for depth in map(int, depths):
         "memory": compiled.bytes / chip.bandwidth,
         "cycles": compiled.cycles / chip.clock if compiled.cycles else 0.0,
     }
-    found[depth] = {
+    costs[depth] = {
         "bytes": compiled.bytes,
         "cycles": compiled.cycles,
         "kernels": compiled.kernels,
         "seconds": seconds,
     }
-print(json.dumps(found))
+print(json.dumps(costs))

@@ -1,5 +1,10 @@
-"""Compiles a step of decoding for an accelerator that is not there, with contiguous caches and with caches in pages, and prints
-what each costs as JSON. Few layers of a model: all are alike."""
+"""Compile a step of decoding for an accelerator that is not there, and print its cost as JSON.
+
+    python compile_in_pages.py TOPOLOGY MESH MODEL DRAFTER CONTEXT PAGE
+
+The step is compiled with contiguous caches, and with caches in pages. A few layers of a model are
+enough, because all are alike.
+"""
 
 import json
 import sys
@@ -18,15 +23,15 @@ mesh, chip = find_mesh(topology, *map(int, shape.split("x")))
 target = abstract.abstract_model(replace(published(model), num_layers=LAYERS), mesh)
 draft = None if drafter == "none" else parse_shape("dynamic:10,4,32")
 model = abstract.abstract_drafter(drafter, draft, target)
-found = {}
+costs = {}
 for name, size in (("contiguous", None), ("pages", int(page))):
     decode = compile_step(
         Setup(target, mesh, chip, BATCH, int(context), page=size), model, drafter
     ).decode
-    found[name] = {
+    costs[name] = {
         "copies": decode.cache_copies,
         "bytes": decode.bytes,
         "cycles": decode.cycles,
         "exchanges": decode.collectives,
     }
-print(json.dumps(found))
+print(json.dumps(costs))

@@ -1,4 +1,7 @@
-"""Programs compiled from shapes alone: here for this machine's CPU; for TPUs and GPUs where their compilers are installed."""
+"""Compile programs from shapes alone.
+
+The compilers are that of this machine's CPU, and those for TPUs and GPUs if they are installed.
+"""
 
 import importlib.util
 import json
@@ -57,7 +60,7 @@ def setup_on(mesh) -> Setup:
 
 
 def layout(tree) -> list:
-    """Path, shape and place of every array."""
+    """Return the path, the shape and the shape on one device of every array."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [
         (jax.tree_util.keystr(path), leaf.shape, leaf.sharding.shard_shape(leaf.shape))
@@ -76,7 +79,10 @@ def test_an_abstract_drafter_is_laid_out_as_a_real_one(mesh, name) -> None:
 
 @pytest.mark.full
 def test_a_step_is_compiled_from_shapes_as_it_is_from_arrays(mesh) -> None:
-    """What a program is given, as XLA counts it, is what the arrays of a real state take on one device."""
+    """Compare the arguments of a program, as XLA counts them, with the arrays of a real state.
+
+    Both are the bytes on one device.
+    """
     setup = setup_on(mesh)
     drafter = DraftModel(
         abstract.abstract_model(replace(CONFIG, num_layers=1), mesh, jnp.float32), draft=Chain(3)
@@ -90,15 +96,13 @@ def test_a_step_is_compiled_from_shapes_as_it_is_from_arrays(mesh) -> None:
     )
     used = abstract.bytes_of_one((target, real, state))
     keys = 8 * BATCH // 2
-    unread = abstract.bytes_of_one(
-        (state.sampling, state.stop_token_ids)
-    )  # greedy rows have settings that nothing asks for
+    # Greedy rows have settings that the program does not read.
+    unread = abstract.bytes_of_one((state.sampling, state.stop_token_ids))
     assert used - unread <= step.decode.memory.arguments <= used + keys + 4
 
     exchanges = step.decode.collectives
-    assert exchanges["all-reduce"] >= 2 * (
-        3 + 3 * 1
-    )  # two sums a layer: of the target, and of the draft model at each level
+    # Two sums a layer: of the target, and of the draft model at each level.
+    assert exchanges["all-reduce"] >= 2 * (3 + 3 * 1)
     assert set(exchanges) <= {"all-reduce", "all-gather", "collective-permute"}
     of_pass = abstract.bytes_of_pass
     assert step.floor == of_pass(target, state.cache.layers) + 3 * of_pass(
@@ -109,7 +113,7 @@ def test_a_step_is_compiled_from_shapes_as_it_is_from_arrays(mesh) -> None:
 
 
 def test_all_of_a_long_cache_is_counted(mesh) -> None:
-    """It is read block by block, in a loop whose end depends on data."""
+    """Count a cache that is read block by block, in a loop whose end depends on data."""
     config = replace(CONFIG, max_positions=8192)
     setup = Setup(abstract.abstract_model(config, mesh, jnp.float32), mesh, CHIP, BATCH, 8000, NEW)
     step = compile_step(setup, NoDraft(), "plain")
@@ -120,7 +124,10 @@ def test_all_of_a_long_cache_is_counted(mesh) -> None:
 def test_rows_that_are_drawn_are_verified_by_the_rule_that_generate_takes(
     mesh, monkeypatch
 ) -> None:
-    """Trees are coupled by default: another program than the one of independent draws."""
+    """Check the rule of trees, which are coupled by default.
+
+    That is another program than the one of independent draws.
+    """
     setup = replace(setup_on(mesh), sampling=Sampling(temperature=1.0))
     drafters = {
         name: DraftModel(
@@ -141,7 +148,9 @@ def test_rows_that_are_drawn_are_verified_by_the_rule_that_generate_takes(
 
 def test_plain_decoding_exchanges_two_sums_a_layer(mesh) -> None:
     step = compile_step(setup_on(mesh), NoDraft(), "plain")
-    beyond = 6  # the embedding that is looked up; and for the likeliest token a CPU exchanges a few small arrays more than others
+    # The embedding is looked up, and for the likeliest token a CPU exchanges more small arrays than
+    # other devices.
+    beyond = 6
     assert (
         2 * CONFIG.num_layers
         <= step.decode.collectives["all-reduce"]
@@ -153,34 +162,37 @@ def test_plain_decoding_exchanges_two_sums_a_layer(mesh) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 2)])
 def test_of_a_hybrid_states_and_the_entries_of_drafts_are_counted(data, model) -> None:
-    """As its arrays take them on one device; a pass reads the states, and nothing copies them."""
+    """Compare the counted bytes with those of the arrays on one device.
+
+    A pass reads the states, and nothing copies them.
+    """
     mesh = make_mesh(data, model)
     config = tiny_config(**HYBRID, vocab_size=64, hidden_size=32, intermediate_size=64)
     setup = Setup(
         abstract.abstract_model(config, mesh, jnp.float32), mesh, CHIP, BATCH, CONTEXT, NEW
     )
     target = Target.init(config, jax.random.key(0), mesh=mesh)
-    cache, held = target.new_cache(BATCH, CONTEXT + NEW), abstract.bytes_of_one
+    cache, size = target.new_cache(BATCH, CONTEXT + NEW), abstract.bytes_of_one
     for drafter, nodes in ((NoDraft(), 1), (PromptLookup(draft=6), 7)):
         step = compile_step(setup, drafter, "none" if nodes == 1 else "lookup")
-        assert (step.cache, step.states) == (held(cache.layers), held(cache.states))
-        assert step.drafted == held(
+        assert (step.cache, step.states) == (size(cache.layers), size(cache.states))
+        assert step.drafted == size(
             jax.jit(target.new_scratch, static_argnums=(0, 1))(BATCH, nodes)
         )
-        assert step.floor == held(target.weights_of_pass) + step.cache + step.states
+        assert step.floor == size(target.weights_of_pass) + step.cache + step.states
         assert step.decode.bytes > step.floor
         assert not step.decode.cache_copies
 
 
 @pytest.mark.full
 def test_a_copy_of_a_state_is_named(monkeypatch) -> None:
-    """Turned over and back behind the compiler's back, it must be laid out anew."""
+    """Transpose the table and back where the compiler cannot remove it, which copies the table."""
     append = State.append
 
     def copying(self, entry, count):
-        turned = jax.lax.optimization_barrier(jnp.swapaxes(self.table, 2, 3).copy())
+        transposed = jax.lax.optimization_barrier(jnp.swapaxes(self.table, 2, 3).copy())
         return append(
-            replace(self, table=jnp.swapaxes(jax.lax.optimization_barrier(turned), 2, 3)),
+            replace(self, table=jnp.swapaxes(jax.lax.optimization_barrier(transposed), 2, 3)),
             entry,
             count,
         )
@@ -197,7 +209,10 @@ def test_a_copy_of_a_state_is_named(monkeypatch) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("drafter", ["none", "eagle3"])
 def test_a_step_with_caches_in_pages_is_given_as_much(drafter) -> None:
-    """On a mesh, whose parts of the rows have their own pages: a table beside what contiguous caches take, and no copy."""
+    """Compare the arguments with those of contiguous caches: the only addition is a table.
+
+    Groups of rows on a mesh have their own pages. Nothing is copied.
+    """
     setup = setup_on(make_mesh(2, 1))
     whole, paged = (
         compile_step(
@@ -224,7 +239,10 @@ def drafting_bytes(drafter, target) -> int:
 
 @pytest.mark.parametrize("tli", [0, 2])
 def test_mixture_of_attentions_reads_the_layers_that_finish_a_prediction(tli) -> None:
-    """In every level, with what these layers remember. Summaries are made once a step."""
+    """Count the last layers of the target and their entries, which every level reads.
+
+    Summaries are made once a step.
+    """
     target, size = Target.init(CONFIG, jax.random.key(0)), abstract.bytes_of_one
     drafter = MixtureOfAttentions.init(target, jax.random.key(1), Chain(3), tli=tli)
     first = CONFIG.num_layers - tli
@@ -244,36 +262,38 @@ def test_eagle_reads_the_weights_of_summaries_once_a_step() -> None:
     plain, summaries = (
         kind.init(target, jax.random.key(1), Chain(3)) for kind in (Eagle, EagleWithLayerAttention)
     )
-    beside = size(summaries.params) - size(plain.params)
-    assert drafting_bytes(summaries, target) == drafting_bytes(plain, target) + beside
+    weights_of_summaries = size(summaries.params) - size(plain.params)
+    assert drafting_bytes(summaries, target) == drafting_bytes(plain, target) + weights_of_summaries
 
 
 def test_an_assistant_with_centroids_reads_the_tokens_that_its_rows_look_at() -> None:
-    """Of its head no more, in every level, and of the target's entries those of its last layer."""
+    """Count a part of the assistant's head, and the target's last entries, in every level.
+
+    The entries are those of the target's last layer.
+    """
     target, size = Target.init(CONFIG, jax.random.key(0)), abstract.bytes_of_one
     drafter = Gemma4Assistant.init(
         target, jax.random.key(1), Chain(3), centroids=16, centroids_kept=2
     )
     embed = size(drafter.params["embed"])
-    own = (
-        size(drafter.params) - embed + BATCH * 2 * 4 * embed // CONFIG.vocab_size
-    )  # two clusters of four
+    tokens = BATCH * 2 * 4  # two clusters of four tokens for each row
+    weights = size(drafter.params) - embed + tokens * embed // CONFIG.vocab_size
     remembered = size(
         (drafter.start(target, BATCH, CONTEXT), target.new_cache(BATCH, CONTEXT).layers[-1:])
     )
-    assert drafting_bytes(drafter, target) == 3 * (own + remembered)
+    assert drafting_bytes(drafter, target) == 3 * (weights + remembered)
 
 
 def test_what_an_assistant_with_centroids_reads_is_split_over_a_mesh(mesh) -> None:
     target = setup_on(mesh).target
-    made = jax.eval_shape(
+    shapes = jax.eval_shape(
         lambda target: Gemma4Assistant.init(
             target, jax.random.key(1), centroids=16, centroids_kept=2
         ),
         replace(target, mesh=None),
     )
-    assistant = abstract.place_model(made, mesh)
-    whole = abstract.place_model(made, make_mesh(1, 1))
+    assistant = abstract.place_model(shapes, mesh)
+    whole = abstract.place_model(shapes, make_mesh(1, 1))
     assert 0 < abstract.bytes_of_draft(assistant, target) < abstract.bytes_of_draft(whole, target)
 
 
@@ -282,14 +302,14 @@ def test_what_an_assistant_with_centroids_reads_is_split_over_a_mesh(mesh) -> No
 
 @pytest.fixture
 def directory(tmp_path):
-    """A target's shape; its weights are never read."""
+    """Return a directory with a target's shape; its weights are never read."""
     content = config_json.format_config(CONFIG, "float32")
     (tmp_path / "config.json").write_text(json.dumps(content))
     return str(tmp_path)
 
 
 def run(capsys, monkeypatch, command: str, *arguments: str) -> str:
-    """What a command of ``specjax plan`` prints, with four CPU devices in place of a TPU's."""
+    """Return the output of a command of ``specjax plan``, with four CPU devices for a TPU's."""
     for module in (plan_compile, compile_training):
         monkeypatch.setattr(
             module,
@@ -315,9 +335,9 @@ def test_the_tables_of_a_step(capsys, monkeypatch, directory) -> None:
 @pytest.mark.full
 def test_the_json_of_a_step_says_what_the_tables_say(capsys, monkeypatch, directory) -> None:
     shape = ("--drafter", "prompt-lookup", "--batch", "4", "--context", "24")
-    found = json.loads(run(capsys, monkeypatch, "compile", "--json", "--target", directory, *shape))
-    plain, lookup = found["steps"]
-    assert (plain["drafter"], lookup["drafter"], found["chips"]) == ("plain", "prompt-lookup", 4)
+    plan = json.loads(run(capsys, monkeypatch, "compile", "--json", "--target", directory, *shape))
+    plain, lookup = plan["steps"]
+    assert (plain["drafter"], lookup["drafter"], plan["chips"]) == ("plain", "prompt-lookup", 4)
     assert plain["decode"]["a_step"]["collectives"]["all-reduce"] >= 2 * CONFIG.num_layers
     assert plain["must_read_bytes"] == lookup["must_read_bytes"] > plain["cache_bytes"] > 0
     assert plain["state_bytes"] == lookup["state_bytes"] == 0
@@ -336,7 +356,7 @@ def test_the_table_of_a_hybrid_has_its_states(capsys, monkeypatch, tmp_path) -> 
 
 @pytest.mark.full
 def test_a_step_of_training(capsys, monkeypatch, directory) -> None:
-    """As the demo's own configuration says, for another target."""
+    """Compile the configuration of the demo for another target."""
     file = str(Path(__file__).parents[2] / "configs" / "eagle3_embedded.yaml")
     out = run(capsys, monkeypatch, "compile-training", "--target", directory, "--train", file)
     assert "a training step, eagle3" in out and "all-reduce" in out
@@ -392,7 +412,7 @@ def test_names_are_looked_up_before_any_compiler_is(capsys, monkeypatch, argumen
 
 
 def test_a_program_of_another_version_is_one_line(mesh) -> None:
-    """A compiler may make what this version of JAX cannot read."""
+    """Check the error if a compiler makes what this version of JAX cannot read."""
 
     class Foreign:
         def compile(self, **_):
@@ -450,19 +470,18 @@ PROJECT = Path(__file__).parents[2]
 
 
 def planned(*arguments: str) -> dict:
-    """The JSON of a command of ``specjax plan``, from a process of its own."""
+    """Return the JSON of a command of ``specjax plan``, from a process of its own."""
     return printed("-m", "specjax", "plan", *arguments, "--json")
 
 
 def printed(*arguments: str) -> dict:
-    """The JSON in the last line of what a Python process prints."""
+    """Return the JSON in the last line that a Python process prints."""
     command = [sys.executable, *arguments]
     environment = dict(
         os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=f"{PROJECT}:{os.environ.get('PYTHONPATH', '')}"
     )
-    environment.pop(
-        "XLA_FLAGS", None
-    )  # the tests' own flags change what a TPU's compiler makes of 4-bit weights
+    # The flags of the tests change how a TPU's compiler treats 4-bit weights.
+    environment.pop("XLA_FLAGS", None)
     run = subprocess.run(
         command, capture_output=True, text=True, check=False, env=environment, cwd=PROJECT
     )
@@ -483,68 +502,57 @@ def printed(*arguments: str) -> dict:
     ],
 )
 def test_budgets_of_decoding_on_a_tpu(place, drafter, draft, levels) -> None:
-    """Eight rows with 1,024 tokens each, weights split over eight chips. Prefill and step fit; nothing as large as the cache is
-    copied or made; what is moved is what must be read; and a layer takes two sums over chips, with a few for the vocabulary.
+    """Compile eight rows with 1,024 tokens each, with weights split over eight chips.
+
+    Prefill and step fit. No array as large as the cache is copied or made. Only the bytes that must
+    be read are moved. A layer takes two sums over chips, with a few more for the vocabulary.
     """
     topology, target, layers = place
     shape = ("--draft", draft, "--batch", "8", "--context", "1024")
-    found = planned(
-        "compile",
-        "--chips",
-        topology,
-        "--mesh",
-        "1",
-        "8",
-        "--target",
-        target,
-        "--drafter",
-        drafter,
-        *shape,
-    )
-    for step, of_drafter in zip(found["steps"], (0, DRAFT_LAYERS[drafter]), strict=True):
+    pair = ("--target", target, "--drafter", drafter)
+    plan = planned("compile", "--chips", topology, "--mesh", "1", "8", *pair, *shape)
+    for step, of_drafter in zip(plan["steps"], (0, DRAFT_LAYERS[drafter]), strict=True):
         decode = step["decode"]
         for program in (step["prefill"], decode):
-            assert sum(program["memory"].values()) < found["chip"]["memory"]
+            assert sum(program["memory"].values()) < plan["chip"]["memory"]
         assert not decode["cache_copies"]
         assert decode["largest"] < step["cache_bytes"]
         assert decode["a_step"]["bytes"] <= 1.3 * step["must_read_bytes"]
         if (place, drafter, draft) == (V5E, "llama-3.2-1b", "chain:4"):
-            # By the compiler's cycles a pass costs little more than its bytes do: a plain step, the verification (with the
-            # drafter's first pass), a level of drafting. EAGLE-3's levels move next to nothing, and trees are wide.
+            # By the compiler's cycles a pass costs little more than its bytes do: a plain step, the
+            # verification (with the drafter's first pass), a level of drafting. EAGLE-3's levels
+            # move next to nothing, and trees are wide.
             assert [turn["turns"] for turn in decode["turns"]] == (
                 [1, levels - 1] if of_drafter else [1]
             )
             for turn in decode["turns"]:
-                by_bytes = turn["bytes"] / found["chip"]["bandwidth"] * found["chip"]["clock"]
+                by_bytes = turn["bytes"] / plan["chip"]["bandwidth"] * plan["chip"]["clock"]
                 assert 0 < turn["cycles"] <= (1.3 if turn["turns"] > 1 else 1.1) * by_bytes
         passes = 1 + (levels if of_drafter else 0)
-        # Beside a layer's two: of the embedding, and of the likeliest tokens; and a few for the whole step.
+        # Beside two sums a layer there are sums of the embedding and of the likeliest tokens, and a
+        # few for the whole step.
         sums = decode["a_step"]["collectives"]["all-reduce"]
         assert sums <= 2 * (layers + levels * of_drafter) + 6 * passes + 10 * bool(of_drafter)
-        # The likeliest tokens are gathered from the chips' parts of a vocabulary, and nothing is laid out anew.
-        others = {
+        # The likeliest tokens are gathered from the chips' parts of a vocabulary, and no array is
+        # laid out anew.
+        gathers = {
             kind: n for kind, n in decode["a_step"]["collectives"].items() if kind != "all-reduce"
         }
-        assert set(others) <= {"all-gather"} and sum(others.values()) <= 4 * passes
+        assert set(gathers) <= {"all-gather"} and sum(gathers.values()) <= 4 * passes
 
 
 @needs_cuda
 @pytest.mark.thorough
 @pytest.mark.parametrize("draft", ["chain:4", "dynamic:4,3,16"])
 def test_budgets_of_decoding_on_a_gpu(draft) -> None:
-    """A large and a small model on one H100: no cache is copied, and what is moved is what must be read."""
+    """Compile a large and a small model on one H100.
+
+    No cache is copied, and only the bytes that must be read are moved.
+    """
     shape = ("--draft", draft, "--batch", "8", "--context", "4096")
-    found = planned(
-        "compile",
-        "--chips",
-        "h100",
-        "--target",
-        "llama-3.2-3b",
-        "--drafter",
-        "llama-3.2-1b",
-        *shape,
-    )
-    for step in found["steps"]:
+    pair = ("--target", "llama-3.2-3b", "--drafter", "llama-3.2-1b")
+    plan = planned("compile", "--chips", "h100", *pair, *shape)
+    for step in plan["steps"]:
         assert not step["decode"]["cache_copies"]
         assert step["decode"]["a_step"]["bytes"] <= 1.3 * step["must_read_bytes"]
 
@@ -554,32 +562,25 @@ def test_budgets_of_decoding_on_a_gpu(draft) -> None:
     "chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)]
 )
 def test_budgets_of_an_assistant(chips) -> None:
-    """Gemma 4 E2B and its own assistant, one row: a level reads its layers, some entries and few rows of its head."""
+    """Compile Gemma 4 E2B and its own assistant, with one row.
+
+    A level reads its layers, some entries, and few rows of its head.
+    """
     shape = ("--draft", "chain:4", "--batch", "1", "--context", "1024")
-    found = planned(
-        "compile",
-        "--chips",
-        chips,
-        "--target",
-        "gemma-4-e2b",
-        "--drafter",
-        "gemma4-assistant",
-        *shape,
-    )
-    for step in found["steps"]:
-        assert sum(step["decode"]["memory"].values()) < found["chip"]["memory"]
+    pair = ("--target", "gemma-4-e2b", "--drafter", "gemma4-assistant")
+    plan = planned("compile", "--chips", chips, *pair, *shape)
+    for step in plan["steps"]:
+        assert sum(step["decode"]["memory"].values()) < plan["chip"]["memory"]
         assert not step["decode"]["cache_copies"]
         assert step["decode"]["a_step"]["bytes"] <= 1.1 * step["must_read_bytes"]
-    plain, drafting = (step["decode"] for step in found["steps"])
+    plain, drafting = (step["decode"] for step in plan["steps"])
     _, level = drafting["turns"]
     assert level["turns"] == 3
-    assert level["bytes"] < 40e6  # of the 157 MB that it has
+    assert level["bytes"] < 40e6  # the assistant has 157 MB
     assert drafting["largest"] < 8e6  # no array is made of the whole embedding
     if chips != "h100":  # a TPU's compiler: one row costs no more than its bytes
-        assert (
-            plain["a_step"]["cycles"]
-            <= plain["a_step"]["bytes"] / found["chip"]["bandwidth"] * found["chip"]["clock"]
-        )
+        seconds = plain["a_step"]["bytes"] / plan["chip"]["bandwidth"]
+        assert plain["a_step"]["cycles"] <= seconds * plan["chip"]["clock"]
 
 
 @pytest.mark.thorough
@@ -588,25 +589,19 @@ def test_budgets_of_an_assistant(chips) -> None:
     "chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)]
 )
 def test_budgets_of_quantized_weights(chips, weights) -> None:
-    """A plain step of Llama-3.1-8B, one row: it moves the quantized weights and the cache, and no floats made of them."""
-    asked = (
-        "compile",
-        "--chips",
-        chips,
-        "--target",
-        "llama-3.1-8b",
-        "--batch",
-        "1",
-        "--context",
-        "1024",
-    )
-    (quantized,) = planned(*asked, "--weights", weights)["steps"]
+    """Compile a plain step of Llama-3.1-8B, with one row.
+
+    It moves the quantized weights and the cache, and no floats made of the weights.
+    """
+    command = ("compile", "--chips", chips, "--target", "llama-3.1-8b")
+    command += ("--batch", "1", "--context", "1024")
+    (quantized,) = planned(*command, "--weights", weights)["steps"]
     # A GPU writes the sums of each group of inputs, and adds them up in a kernel of its own.
     most = 1.01 if chips != "h100" else 1.12 if weights == "int4" else 1.03
     assert quantized["decode"]["a_step"]["bytes"] <= most * quantized["must_read_bytes"]
     # A v5e has few units that convert FP8, so its cycles are not bounded here.
     if chips != "h100" and weights != "fp8":
-        (floats,) = planned(*asked)["steps"]
+        (floats,) = planned(*command)["steps"]
         assert (
             quantized["decode"]["a_step"]["cycles"] <= 0.605 * floats["decode"]["a_step"]["cycles"]
         )
@@ -618,16 +613,18 @@ def test_budgets_of_quantized_weights(chips, weights) -> None:
     "chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)]
 )
 def test_budgets_of_a_hybrid(tmp_path, chips, draft) -> None:
-    """An eighth of Qwen3.5-9B: three layers with a state and one with attention, and an eighth of the head. A pass over a few
-    drafted tokens costs little more than one over a token, no state is copied, and what is kept of a draft is small beside
-    copies of the states."""
+    """Compile an eighth of Qwen3.5-9B, which has three layers with a state and one with attention.
+
+    The head is an eighth, too. A pass over a few drafted tokens costs little more than a pass over
+    one token. No state is copied, and the memory of a draft is small beside copies of the states.
+    """
     whole = published("qwen3.5-9b")
     shape = replace(whole, num_layers=4, linear_layers=(0, 1, 2), vocab_size=whole.vocab_size // 8)
     (tmp_path / "config.json").write_text(json.dumps(config_json.format_config(shape, "bfloat16")))
     shapes = ("--drafter", "prompt-lookup", "--draft", draft, "--batch", "1", "--context", "1024")
-    found = planned("compile", "--chips", chips, "--target", str(tmp_path), *shapes)
-    plain, drafting = found["steps"]
-    for step in found["steps"]:
+    plan = planned("compile", "--chips", chips, "--target", str(tmp_path), *shapes)
+    plain, drafting = plan["steps"]
+    for step in plan["steps"]:
         assert not step["decode"]["cache_copies"]
         assert step["decode"]["a_step"]["bytes"] <= 1.1 * step["must_read_bytes"]
     of_attention = 2 * shape.num_kv_heads * shape.head_dim * 2
@@ -644,43 +641,40 @@ def test_budgets_of_a_hybrid(tmp_path, chips, draft) -> None:
     "chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)]
 )
 def test_drafting_sixteen_tokens_in_one_pass_costs_little_more_than_one(chips, name) -> None:
-    """For Qwen3-8B, one row: half as much more at most, by what is moved, and by the cycles that a TPU's compiler expects."""
-    few = "2" if name == "peagle" else "1"  # it has its first token without a pass
-    found = printed(str(Path(__file__).with_name("compile_drafting.py")), chips, name, few, "16")
-    assert (
-        0 < 0.99 * found[few]["bytes"] <= found["16"]["bytes"] <= 1.5 * found[few]["bytes"]
-    )  # P-EAGLE: 0.1% less on a v5e
-    assert found["16"]["cycles"] <= 1.5 * found[few]["cycles"]
-    assert chips == "h100" or found["16"]["cycles"] > 0
+    """Compare drafts of one and of sixteen tokens for Qwen3-8B, with one row.
+
+    Sixteen tokens cost at most half as much more, by the bytes that are moved and by the cycles
+    that a TPU's compiler expects.
+    """
+    few = "2" if name == "peagle" else "1"  # P-EAGLE has its first token without a pass
+    costs = printed(str(Path(__file__).with_name("compile_drafting.py")), chips, name, few, "16")
+    # P-EAGLE moves 0.1% less on a v5e.
+    assert 0 < 0.99 * costs[few]["bytes"] <= costs["16"]["bytes"] <= 1.5 * costs[few]["bytes"]
+    assert costs["16"]["cycles"] <= 1.5 * costs[few]["cycles"]
+    assert chips == "h100" or costs["16"]["cycles"] > 0
 
 
 @needs_cuda
 @pytest.mark.thorough
 def test_one_row_on_a_mesh_of_gpus_is_not_sent_the_whole_embedding() -> None:
     shape = ("--batch", "1", "--context", "1024")
-    found = planned(
+    plan = planned(
         "compile", "--chips", "h100", "--mesh", "1", "4", "--target", "qwen3-0.6b", *shape
     )
-    (step,) = found["steps"]
-    assert step["decode"]["a_step"]["collective_bytes"] < 10e6  # it has 311 MB
+    (step,) = plan["steps"]
+    assert step["decode"]["a_step"]["collective_bytes"] < 10e6  # the embedding has 311 MB
 
 
 @needs_libtpu
 @pytest.mark.thorough
 def test_a_cache_with_several_heads_on_a_tpu_is_not_laid_out_anew() -> None:
-    """Eight heads of keys on one chip: written as they are read, and no copy of them in fast memory either."""
-    found = planned(
-        "compile",
-        "--chips",
-        "v5e:2x2",
-        "--target",
-        "qwen3-0.6b",
-        "--batch",
-        "8",
-        "--context",
-        "1024",
-    )
-    (step,) = found["steps"]
+    """Compile eight heads of keys on one chip.
+
+    They are written as they are read, and there is no copy of them in fast memory either.
+    """
+    shape = ("--batch", "8", "--context", "1024")
+    plan = planned("compile", "--chips", "v5e:2x2", "--target", "qwen3-0.6b", *shape)
+    (step,) = plan["steps"]
     assert step["decode"]["a_step"]["bytes"] <= 1.1 * step["must_read_bytes"]
     (turn,) = step["decode"]["turns"]
     assert not [
@@ -691,12 +685,12 @@ def test_a_cache_with_several_heads_on_a_tpu_is_not_laid_out_anew() -> None:
 @needs_libtpu
 @pytest.mark.thorough
 def test_of_a_mixture_on_a_tpu_every_expert_is_read_once() -> None:
-    """gpt-oss-20b on eight chips, which hold four experts of each layer."""
+    """Compile gpt-oss-20b on eight chips, which hold four experts of each layer."""
     shape = ("--batch", "8", "--context", "1024")
-    found = planned(
+    plan = planned(
         "compile", "--chips", "v5e:2x4", "--mesh", "1", "8", "--target", "gpt-oss-20b", *shape
     )
-    (step,) = found["steps"]
+    (step,) = plan["steps"]
     assert not step["decode"]["cache_copies"]
     assert step["decode"]["a_step"]["bytes"] <= 1.05 * step["must_read_bytes"]
 
@@ -715,10 +709,13 @@ def test_of_a_mixture_on_a_tpu_every_expert_is_read_once() -> None:
 def test_pages_cost_no_more_than_a_seventh_beside_contiguous_caches(
     topology, mesh, target, drafter, context, page
 ) -> None:
-    """Plain, and with a tree of EAGLE-3: no pool is copied, and no more is exchanged."""
+    """Compile plain decoding, and a tree of EAGLE-3.
+
+    No pool is copied, and no more bytes are exchanged.
+    """
     script = str(Path(__file__).with_name("compile_in_pages.py"))
-    found = printed(script, topology, mesh, target, drafter, str(context), str(page))
-    contiguous, pages = found["contiguous"], found["pages"]
+    costs = printed(script, topology, mesh, target, drafter, str(context), str(page))
+    contiguous, pages = costs["contiguous"], costs["pages"]
     assert not pages["copies"]
     assert pages["exchanges"] == contiguous["exchanges"]
     assert 0 < pages["bytes"] <= 1.15 * contiguous["bytes"]
@@ -729,18 +726,13 @@ def test_pages_cost_no_more_than_a_seventh_beside_contiguous_caches(
 @needs_libtpu
 @pytest.mark.thorough
 def test_budgets_of_a_training_step_on_a_tpu() -> None:
-    """EAGLE-3 for Llama-3.1-8B, 8 windows of 2,048 tokens on eight v5p: it fits, and no logits are whole on any chip."""
-    place = (
-        "compile-training",
-        "--chips",
-        "v5p:2x2x2",
-        "--mesh",
-        "2",
-        "4",
-        "--target",
-        "llama-3.1-8b",
-    )
-    found = planned(*place, "--train", "configs/eagle3_llama3_8b.yaml")
-    assert sum(found["step"]["memory"].values()) < found["chip"]["memory"]
+    """Compile EAGLE-3 for Llama-3.1-8B, with 8 windows of 2,048 tokens on eight v5p.
+
+    It fits, and no chip has whole logits.
+    """
+    place = ("compile-training", "--chips", "v5p:2x2x2", "--mesh", "2", "4")
+    place += ("--target", "llama-3.1-8b")
+    plan = planned(*place, "--train", "configs/eagle3_llama3_8b.yaml")
+    assert sum(plan["step"]["memory"].values()) < plan["chip"]["memory"]
     whole_logits = 4 * (8 // 2) * 2048 * 128_256
-    assert found["step"]["largest"] < whole_logits
+    assert plan["step"]["largest"] < whole_logits

@@ -1,4 +1,7 @@
-"""What is read out of compiled programs: of small ones that are compiled here, and of lines as other compilers print them."""
+"""Read compiled programs.
+
+Small ones are compiled here, and others are texts as other compilers print them.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +47,8 @@ STACK = """
   %param_0.1 = bf16[4,64,64]{2,1,0} parameter(0)
   %param_1.1 = s32[] parameter(1)
   %zero = s32[] constant(0)
-  %slice.1 = bf16[1,64,64]{2,1,0} dynamic-slice(%param_0.1, %param_1.1, %zero, %zero), dynamic_slice_sizes={1,64,64}
+  %slice.1 = bf16[1,64,64]{2,1,0} dynamic-slice(%param_0.1, %param_1.1, %zero, %zero), \
+dynamic_slice_sizes={1,64,64}
   ROOT %bitcast.1 = bf16[64,64]{1,0} bitcast(%slice.1)
 }
 
@@ -53,7 +57,8 @@ STACK = """
   ROOT %bitcast.2 = bf16[64,64]{1,0} bitcast(%param_0.2)
 }
 
-%product (param_0.3: bf16[4,64,64], param_1.3: s32[], param_2.3: bf16[64,64], param_3.3: bf16[8,64]) -> bf16[8,64] {
+%product (param_0.3: bf16[4,64,64], param_1.3: s32[], param_2.3: bf16[64,64], param_3.3: \
+bf16[8,64]) -> bf16[8,64] {
   %param_0.3 = bf16[4,64,64]{2,1,0} parameter(0)
   %param_1.3 = s32[] parameter(1)
   %param_2.3 = bf16[64,64]{1,0} parameter(2)
@@ -64,12 +69,14 @@ STACK = """
   ROOT %second = bf16[8,64]{1,0} convolution(%first, %all), dim_labels=bf_io->bf
 }
 
-ENTRY %main (stack: bf16[4,64,64], number: s32[], weight: bf16[64,64], x: bf16[8,64]) -> bf16[8,64] {
+ENTRY %main (stack: bf16[4,64,64], number: s32[], weight: bf16[64,64], x: bf16[8,64]) -> \
+bf16[8,64] {
   %stack = bf16[4,64,64]{2,1,0} parameter(0)
   %number = s32[] parameter(1)
   %weight = bf16[64,64]{1,0} parameter(2)
   %x = bf16[8,64]{1,0} parameter(3)
-  ROOT %fusion.1 = bf16[8,64]{1,0} fusion(%stack, %number, %weight, %x), kind=kOutput, calls=%product
+  ROOT %fusion.1 = bf16[8,64]{1,0} fusion(%stack, %number, %weight, %x), kind=kOutput, \
+calls=%product
 }
 """
 
@@ -77,7 +84,7 @@ ENTRY %main (stack: bf16[4,64,64], number: s32[], weight: bf16[64,64], x: bf16[8
 def test_of_a_stack_of_experts_one_is_read_where_a_fusion_inside_a_fusion_takes_it() -> None:
     (turn,) = step(HloProgram(STACK))
     matrix, rows = 2 * 64 * 64, 2 * 8 * 64
-    # The expert, its number, a matrix that is read whole, the rows that come in and those that go out.
+    # The expert, its number, a matrix that is read whole, the rows of the input and of the output.
     assert HloProgram(STACK).bytes_moved(turn.operations) == matrix + 4 + matrix + rows + rows
 
 
@@ -91,9 +98,8 @@ def test_of_what_is_updated_in_place_the_update_is_moved() -> None:
         )
 
     program = compiled(fill, (5000, 1024), (1024,), donate_argnums=0)
-    turn = step(program)[
-        -1
-    ]  # the loop; newer compilers for CPUs wrap it, so that it is not the only one
+    # Newer compilers for CPUs wrap the loop, so that it is not the only one.
+    turn = step(program)[-1]
     assert ROW <= program.bytes_moved(turn.operations) < 8 * ROW
     assert not program.copies(turn.operations, [(ROW, ())])
 
@@ -109,7 +115,8 @@ def test_turns_of_loops_inside_a_step() -> None:
         return jax.lax.while_loop(lambda x: x[0, 0] < 1.0, body, x)
 
     program = compiled(two, (64, 64), ())
-    # A loop that only counts turns as often as it says; one whose end depends on data as often as it is told.
+    # A loop that only counts has a known number of turns. A loop whose end depends on data has the
+    # number that ``step`` passes.
     assert sorted(turn.turns for turn in step(program, unknown=5)) == [1, 5, 7]
 
 
@@ -140,12 +147,15 @@ ENTRY %main (x: bf16[8,64], w: bf16[64,64], k: bf16[8,512,64]) -> bf16[8,64] {
   %x = bf16[8,64]{1,0:T(8,128)(2,1)S(1)} parameter(0)
   %w = bf16[64,64]{1,0:T(8,128)(2,1)} parameter(1)
   %k = bf16[8,512,64]{2,1,0:T(8,128)(2,1)} parameter(2)
-  %slice-start = ((bf16[64,64]{1,0:T(8,128)(2,1)}), bf16[32,64]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) slice-start(%w)
+  %slice-start = ((bf16[64,64]{1,0:T(8,128)(2,1)}), bf16[32,64]{1,0:T(8,128)(2,1)S(1)}, \
+u32[]{:S(2)}) slice-start(%w)
   %slice-done = bf16[32,64]{1,0:T(8,128)(2,1)S(1)} slice-done(%slice-start)
-  %copy-start = (bf16[64,64]{1,0:T(8,128)(2,1)S(1)}, bf16[64,64]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%w)
+  %copy-start = (bf16[64,64]{1,0:T(8,128)(2,1)S(1)}, bf16[64,64]{1,0:T(8,128)(2,1)}, \
+u32[]{:S(2)}) copy-start(%w)
   %copy-done = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start)
   %again = bf16[8,512,64]{1,2,0:T(8,128)(2,1)} copy(%k), metadata={op_name="jit(step)/copy"}
-  ROOT %f = bf16[8,64]{1,0:T(8,128)(2,1)} fusion(%x, %copy-done), kind=kOutput, calls=%fused, metadata={op_name="jit(step)/dot"}, backend_config={"estimated_cycles":"1234"}
+  ROOT %f = bf16[8,64]{1,0:T(8,128)(2,1)} fusion(%x, %copy-done), kind=kOutput, calls=%fused, \
+metadata={op_name="jit(step)/dot"}, backend_config={"estimated_cycles":"1234"}
 }
 """
 
@@ -154,8 +164,8 @@ def test_what_lies_in_fast_memory_is_not_moved_and_prefetches_are() -> None:
     program = HloProgram(TPU)
     (turn,) = step(program)
     moved = {
-        operation.name: read + written
-        for operation, read, written in program.moved(turn.operations)
+        operation.name: read_bytes + write_bytes
+        for operation, read_bytes, write_bytes in program.moved(turn.operations)
     }
     weight, cache = 2 * 64 * 64, 2 * 8 * 512 * 64
     assert moved == {
@@ -193,7 +203,7 @@ def test_a_cache_that_is_joined_with_a_draft_is_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("large", "lengths", "found"),
+    ("large", "lengths", "copies"),
     [
         (2 * 8 * 512 * 64, (), ["bf16[8,512,64]"]),
         (2 * 8 * 512 * 64 + 1, (), []),
@@ -204,10 +214,10 @@ def test_a_cache_that_is_joined_with_a_draft_is_copied() -> None:
         (2 * 8 * 512 * 64, (512, 512), []),
     ],
 )
-def test_copies_within_main_memory_are_named(large, lengths, found) -> None:
-    """Not the weights that are fetched into fast memory."""
+def test_copies_within_main_memory_are_named(large, lengths, copies) -> None:
+    """Leave out the weights that are fetched into fast memory."""
     program = HloProgram(TPU)
-    assert program.copies(step(program)[0].operations, [(large, lengths)]) == found
+    assert program.copies(step(program)[0].operations, [(large, lengths)]) == copies
 
 
 KERNEL = """HloModule step, is_scheduled=true
@@ -216,9 +226,15 @@ ENTRY %main (t: s32[64], q: bf16[8,64], k: bf16[128,16,64]) -> bf16[8,64] {
   %t = s32[64]{0} parameter(0)
   %q = bf16[8,64]{1,0:T(8,128)(2,1)S(1)} parameter(1)
   %k = bf16[128,16,64]{2,1,0:T(8,128)(2,1)} parameter(2)
-  ROOT %f = bf16[8,64]{1,0} custom-call(%t, %q, %k, %k, /*index=4*/%k), custom_call_target="tpu_custom_call"CONFIG
+  ROOT %f = bf16[8,64]{1,0} custom-call(%t, %q, %k, %k, /*index=4*/%k), \
+custom_call_target="tpu_custom_call"CONFIG
 }
 """
+
+
+def cost_estimate(bytes_accessed: int) -> str:
+    estimate = f'{{"flops":"1","bytes_accessed":"{bytes_accessed}"}}'
+    return f', backend_config={{"custom_call_config":{{"cost_estimate":{estimate}}}}}'
 
 
 @pytest.mark.parametrize(
@@ -226,21 +242,17 @@ ENTRY %main (t: s32[64], q: bf16[8,64], k: bf16[128,16,64]) -> bf16[8,64] {
     [
         ("", 2 * 128 * 16 * 64),
         (
-            (
-                ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"1","bytes_accessed":"5000000"}}}'
-            ),
+            cost_estimate(bytes_accessed=5_000_000),
             2 * 128 * 16 * 64,
         ),
         (
-            (
-                ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"1","bytes_accessed":"70000"}}}'
-            ),
+            cost_estimate(bytes_accessed=70_000),
             70_000 - 4 * 64,
         ),
     ],
 )
 def test_a_pool_that_a_kernel_is_given_several_times_is_read_once(config, of_pool) -> None:
-    """And where the kernel says that it accesses less, so much of it."""
+    """Count a pool once, and less if the kernel says that it accesses fewer bytes."""
     program = HloProgram(KERNEL.replace("CONFIG", config))
     assert program.bytes_moved(step(program)[0].operations) == 4 * 64 + of_pool + 2 * 8 * 64
 
@@ -279,10 +291,16 @@ ENTRY %main (x: bf16[32,4096]) -> bf16[32,4096] {
   %x = bf16[32,4096]{1,0} parameter(0)
   %token = token[] after-all(), frontend_attributes={MegascaleRendezvousKeyName="all-reduce.1_0"}
   %sum = bf16[32,4096]{1,0} all-reduce(%x), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
-  %send = (bf16[32,4096]{1,0:T(8,128)(2,1)}, u32[], token[]) send(%sum, %token), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_transfer_type="ALL_REDUCE"}
-  %own = (bf16[32,4096]{1,0}, u32[], token[]) send(%sum, %token), channel_id=3, is_host_transfer=true
-  %recv = (bf16[32,4096]{1,0}, u32[], token[]) recv(%token), channel_id=4, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
-  %send-done = token[] send-done(%send), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+  %send = (bf16[32,4096]{1,0:T(8,128)(2,1)}, u32[], token[]) send(%sum, %token), channel_id=2, \
+is_host_transfer=true,\
+ frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",\
+_xla_megascale_transfer_type="ALL_REDUCE"}
+  %own = (bf16[32,4096]{1,0}, u32[], token[]) send(%sum, %token), channel_id=3, \
+is_host_transfer=true
+  %recv = (bf16[32,4096]{1,0}, u32[], token[]) recv(%token), channel_id=4, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+  %send-done = token[] send-done(%send), channel_id=2, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
   %recv-done = (bf16[32,4096]{1,0}, token[]) recv-done(%recv), channel_id=4, is_host_transfer=true
   ROOT %result = bf16[32,4096]{1,0} get-tuple-element(%recv-done), index=0
 }
@@ -290,8 +308,11 @@ ENTRY %main (x: bf16[32,4096]) -> bf16[32,4096] {
 
 
 def test_what_goes_to_another_slice_is_told_from_what_goes_to_another_chip() -> None:
-    """Of what the runtime between slices is handed, and no other send, the bytes; once, where it begins."""
+    """Count the bytes of sends through the runtime between slices, once, where they begin.
+
+    No other send is counted.
+    """
     (turn,) = step(HloProgram(BETWEEN_SLICES))
     assert hlo.sent_between_slices(turn.operations) == 2 * 32 * 4096
-    (exchange,) = [each for each in turn.operations if each.collective]
+    (exchange,) = [operation for operation in turn.operations if operation.collective]
     assert hlo.array_bytes(exchange) == 2 * 32 * 4096
