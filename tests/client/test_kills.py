@@ -18,6 +18,7 @@ import jax
 import pytest
 
 from benchmarks.network import Conditions, Proxy
+from specjax.client import ProvisionalEvent, RetractedEvent
 from specjax.drafters import Eagle3
 from specjax.serving import Engine
 from tests.client import one_process
@@ -145,14 +146,13 @@ class Pair:
         for line in events.replace("begin", "\nbegin").splitlines():
             if line == "begin":
                 committed, shown = [], []
-            if not (
-                line.startswith("[") and line.endswith("]")
-            ):  # the process was killed while it wrote
+            # The line of a process that was killed while it wrote is incomplete.
+            if not (line.startswith("[") and line.endswith("]")):
                 continue
             name, fields = json.loads(line)
-            if name == "Provisional":
+            if name == ProvisionalEvent.__name__:
                 shown += fields["tokens"]
-            elif name == "Retracted":
+            elif name == RetractedEvent.__name__:
                 assert shown[len(shown) - len(fields["tokens"]) :] == fields["tokens"]
                 del shown[len(shown) - len(fields["tokens"]) :]
             else:
