@@ -146,7 +146,7 @@ class Pair:
         for line in events.replace("begin", "\nbegin").splitlines():
             if line == "begin":
                 committed, shown = [], []
-            # The line of a process that was killed while it wrote is incomplete.
+            # The line is "begin", "end", or incomplete.
             if not (line.startswith("[") and line.endswith("]")):
                 continue
             name, fields = json.loads(line)

@@ -701,9 +701,8 @@ def test_between_two_frames_of_what_is_told_others_are_served(monkeypatch):
     line.say(draft(bytes(16), PROMPT))  # before Ready
     assert getattr(wire.decode_down(line.frames[-1]), "code", "") == "not_ready"
     received = features[-1].start + 1
-    second.say(
-        resume(bytes(16), PROMPT, received=received)
-    )  # the rest comes over another connection
+    # The rest comes over another connection.
+    second.say(resume(bytes(16), PROMPT, received=received))
     *rest, ready = second.heard()
     assert [(message.start, message.count, message.epoch) for message in rest] == [
         (i, 1, 1) for i in range(received, len(PROMPT) - 1)

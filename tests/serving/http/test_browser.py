@@ -148,9 +148,8 @@ def test_an_answer_streams_in_and_shows_what_was_accepted_of_it(
     page.screenshot(pictures / f"{name}.png")
     for narrow in (width, min(width, 320)):
         page.look(narrow, height, theme)
-        assert (
-            page.evaluate("document.documentElement.scrollWidth") <= narrow
-        )  # the page need not scroll
+        # The page need not scroll sideways.
+        assert page.evaluate("document.documentElement.scrollWidth") <= narrow
     assert not page.troubles()
     asked_for = [
         f"{plain.address}/{path}" for path in ("", "metrics", "v1/completions", "v1/models")
