@@ -73,8 +73,8 @@ def test_an_engine_on_a_mesh_takes_the_memory_that_it_is_given(pages: int) -> No
 def check_memory(target: Target, drafter: Drafter | None, pages: int) -> None:
     """Check that an engine with the computed number of pages fits, with its prefix states.
 
-    Where the number of prefix states is limited, it is one per row with few pages, and otherwise a
-    quarter of the memory holds them.
+    If the number of prefix states is limited, the limit is a quarter of the pages' memory, or one
+    per row if that is more.
     """
 
     def device(pages: int) -> EngineDevice:

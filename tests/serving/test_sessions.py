@@ -795,7 +795,7 @@ class Client:
 
 
 class Link:
-    """Frames in transit, of which some are lost, doubled or late."""
+    """Frames in transit. Some are lost, doubled or late."""
 
     def __init__(self, rng: random.Random, badness: float) -> None:
         self.rng, self.badness = rng, badness
