@@ -125,8 +125,8 @@ def test_whose_beginning_is_known_has_fewer_pieces_left() -> None:
     finish(scheduler, (scheduler.submit(text, max_new_tokens=1), read_all(scheduler))[0])
     middle = scheduler.submit([1] * 7, max_new_tokens=1)
     cached = scheduler.submit([*text, 7], max_new_tokens=1)
-    starts = [(read.request, read.start) for read in read_all(scheduler)]
-    assert starts == [(cached, 12), (middle, 0), (middle, 4)]
+    order = [(read.request, read.start) for read in read_all(scheduler)]
+    assert order == [(cached, 12), (middle, 0), (middle, 4)]
 
 
 def test_a_prompt_that_waits_for_its_turn_moves_with_its_row() -> None:
