@@ -52,11 +52,8 @@ class Served:
     """
 
     def __init__(self, server: Server, directory: Path) -> None:
-        self.server, self.drafter, self.parts = (
-            server,
-            f"eagle3:{directory / 'eagle3'}",
-            str(directory / "parts"),
-        )
+        self.server, self.drafter = server, f"eagle3:{directory / 'eagle3'}"
+        self.parts = str(directory / "parts")
         self.keys = [str(directory / f"key{number}") for number in range(2)]
         self._texts: dict[str, str] = {}
 
@@ -132,11 +129,8 @@ def test_the_command_writes_the_servers_text(parameters, served: Served, capsys)
     options = [word for name, value in parameters.items() for word in (f"--{name}", str(value))]
     status, out, _ = served.command(capsys, "--json", *options)
     output = json.loads(out)
-    assert (status, output["text"], output["finish_reason"]) == (
-        0,
-        served.text(**parameters),
-        "length",
-    )
+    assert (status, output["finish_reason"]) == (0, "length")
+    assert output["text"] == served.text(**parameters)
     assert len(output["tokens"]) == 40 and output["provisional"] == ""
     assert served.text(**parameters)
 
