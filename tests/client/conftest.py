@@ -1,4 +1,4 @@
-"""Engines are tested with schedulers that nobody may use without the engine's lock."""
+"""Schedulers that fail a test if they are used without the engine's lock."""
 
 from tests.guarded_scheduler import guard_schedulers, unguarded_uses
 

@@ -1,10 +1,10 @@
-"""A server, or a client, as a process of its own that starts quickly: `test_kills` kills it.
+"""A server or a client as a process that starts quickly, for `test_kills` to kill.
 
     python -m tests.client.one_process server DIRECTORY PORT
     python -m tests.client.one_process client DIRECTORY PORT SEED
 
-The directory holds a target without a tokenizer, a drafter, a key and a certificate. A client writes what happens to
-SEED.events, a line each, and keeps its journal in SEED.json.
+The directory holds a target without a tokenizer, a drafter, a key and a certificate. A client
+appends its events to SEED.events, one per line, and keeps its journal in SEED.json.
 """
 
 import json
@@ -25,7 +25,7 @@ PATIENCE = Patience(
 
 
 def settings(seed: int) -> dict[str, float]:
-    """How a text is drawn."""
+    """Return the sampling parameters of a text."""
     return {
         "seed": seed,
         "temperature": [1.0, 0.0, 0.7][seed % 3],
@@ -40,7 +40,7 @@ def models(directory: Path) -> tuple[Target, Eagle3]:
 
 
 def serve(directory: Path, port: int) -> int:
-    """Until it is killed."""
+    """Serve until the process is killed."""
     from specjax.serving import ClientDrafts, Engine
     from specjax.serving.http import run
     from specjax.serving.http.service import AppOptions, Service
@@ -60,7 +60,7 @@ def serve(directory: Path, port: int) -> int:
 
 
 def write(directory: Path, port: int, seed: int) -> int:
-    """A text, from where its journal has it."""
+    """Generate a text, or continue it from its journal."""
     target, drafter = models(directory)
     client = connect(
         f"wss://127.0.0.1:{port}",
@@ -79,11 +79,11 @@ def write(directory: Path, port: int, seed: int) -> int:
         **settings(seed),
     }
     writer = client.stream(PROMPT, **options)
-    with (directory / f"{seed}.events").open("a") as said:
-        print("begin", file=said, flush=True)
+    with (directory / f"{seed}.events").open("a") as events:
+        print("begin", file=events, flush=True)
         for event in writer:
-            print(json.dumps([type(event).__name__, asdict(event)]), file=said, flush=True)
-        print("end", writer.report.finish_reason, file=said, flush=True)
+            print(json.dumps([type(event).__name__, asdict(event)]), file=events, flush=True)
+        print("end", writer.report.finish_reason, file=events, flush=True)
     return 0
 
 

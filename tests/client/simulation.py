@@ -1,8 +1,8 @@
-"""A client and a server on a simulated network and clock, where everything that may go wrong does, by a seed.
+"""A client and a server on a simulated network and clock, with faults that follow from a seed.
 
-The server's sessions and the engine with its rows are the real ones, and so is all of the client. Simulated are the socket, the
-clock, and the seconds that drafting and verifying take. What is between two calls of the engine's thread is waited for, so a
-schedule is the same whenever it is run.
+The client, the server's sessions and the engine with its rows are the real ones. The socket, the
+clock, and the time of drafting and verifying are simulated. The simulation waits for everything
+that the engine's thread does between two calls, so a schedule always runs in the same way.
 """
 
 import heapq
@@ -24,27 +24,31 @@ from specjax.serving.sessions import Sessions, Terms
 from specjax.wire import FrameError
 
 HEALED = 20.0
-"""Seconds after which nothing new goes wrong. What has begun then ends within 12 more."""
+"""Seconds after which no new fault begins. A fault that has begun ends within 12 more seconds."""
 
 
 def most_seconds(faults: "Faults", limit: int) -> float:
-    """Until then a text must be whole, or something hangs: once nothing goes wrong, a round takes what two messages take, and
-    brings a token at least. Twenty seconds more are for what was waited for in vain."""
+    """Return the seconds after which an unfinished text counts as hanging.
+
+    Without faults a round takes the time of two messages, and emits at least one token. Twenty
+    seconds are added for timeouts.
+    """
     return HEALED + 12 + 20 + limit * (2 * faults.delay[1] + 0.1)
 
 
 @dataclass
 class Faults:
-    """What goes wrong, and how often.
+    """The kinds of faults, and how often each occurs.
 
     Attributes:
-        delay: seconds that a message takes, at least and at most. They may pass each other.
-        lost: share of messages that never come.
-        doubled: share that come twice.
-        resets: seconds at which connections break.
-        holes: from when to when nothing comes through, and nothing is said of it.
-        restarts: seconds at which the server forgets everything, and for how long it is gone.
-        kills: seconds at which the client is killed, and goes on from its journal.
+        delay: the shortest and the longest time of a message in seconds. Messages may overtake each
+            other.
+        lost: the share of messages that are lost.
+        doubled: the share of messages that arrive twice.
+        resets: the times at which connections are reset, in seconds.
+        holes: the times between which nothing arrives, and nobody is notified.
+        restarts: the times at which the server forgets everything, and how long it is down.
+        kills: the times at which the client is killed. It then continues from its journal.
     """
 
     delay: tuple[float, float] = (0.015, 0.015)
@@ -57,7 +61,7 @@ class Faults:
 
     @classmethod
     def drawn(cls, seed: int) -> "Faults":
-        """Some of everything."""
+        """Draw some of every kind of fault."""
         draw = random.Random(seed)
 
         def times(most: int) -> list[float]:
@@ -79,21 +83,21 @@ class Faults:
 
 
 class World:
-    """The clock, and what is to happen at which time."""
+    """The clock, and the actions that are due at later times."""
 
     def __init__(self, seed: int, faults: Faults, most: float) -> None:
         self.now, self.faults, self.draw = 0.0, faults, random.Random(seed)
-        self.most = most  # seconds, after which something hangs
+        self.most = most  # seconds after which the text counts as hanging
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
         self.down_until = 0.0
-        self.frames: list[bytes] = []  # all that went over the wire, either way
+        self.frames: list[bytes] = []  # all that were sent, in both directions
 
     def at(self, when: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._due, (max(when, self.now), next(self._number), what))
 
     def advance(self, until: float, unless: Callable[[], bool] = lambda: False) -> None:
-        """Time goes on, and things happen, until then or ``unless`` something has come."""
+        """Advance the clock to ``until``, or until ``unless`` holds, and run what is due."""
         while not unless() and self._due and self._due[0][0] <= until:
             self.now, _, what = heapq.heappop(self._due)
             what()
@@ -105,7 +109,7 @@ class World:
         return any(begin <= when < end for begin, end in self.faults.holes)
 
     def carry(self, frame: bytes, deliver: Callable[[bytes], None]) -> None:
-        """A message is on its way, if it comes at all."""
+        """Deliver a frame after a delay, unless it is lost."""
         self.frames.append(frame)
         healed, copies = self.now >= HEALED, 1
         if self.is_cut(self.now) or (not healed and self.draw.random() < self.faults.lost):
@@ -118,7 +122,7 @@ class World:
 
 
 class Server:
-    """Sessions in front of a real engine. Killed, it forgets them."""
+    """The sessions of a real engine. If the server is killed, it forgets them."""
 
     def __init__(self, world: World, engine, terms: Terms, seconds: float = 0.01) -> None:
         self.world, self._engine, self._terms, self._seconds = world, engine, terms, seconds
@@ -131,7 +135,7 @@ class Server:
         return self
 
     def __exit__(self, *_) -> None:
-        """The engine's rows are free for the next one, whatever has happened."""
+        """Free all rows of the engine for the next server, whatever has happened."""
         self.sessions.close()
         self.settle()
 
@@ -145,7 +149,7 @@ class Server:
         )
 
     def open_row(self, tokens, params, *, listener, **options):
-        """The engine's, whose verdicts take simulated seconds."""
+        """Open a row of the engine, and give its verdicts a simulated time."""
 
         def listen(event) -> None:
             listener(
@@ -155,7 +159,7 @@ class Server:
         return self._engine.open_row(tokens, params, listener=listen, **options)
 
     def kill(self, seconds: float) -> None:
-        """Everything is forgotten; nobody is there for so long."""
+        """Forget everything, and be unreachable for some seconds."""
         for link in list(self.connections):
             link.break_off()
         self.sessions.close()
@@ -164,16 +168,19 @@ class Server:
         self.start()
 
     def settle(self) -> list[Callable[[], None]]:
-        """Wait until the engine has done what it was asked for: what it had to say."""
-        said = []
+        """Wait until the engine has done its work, and return the actions that follow."""
+        actions = []
         while self._is_busy():
             time.sleep(2e-4)
         while not self._posted.empty():
-            said.append(self._posted.get())
-        return said
+            actions.append(self._posted.get())
+        return actions
 
     def _is_busy(self) -> bool:
-        """Whether the engine has something to do. Who waits for a row that nobody gives up is not waited for."""
+        """Return whether the engine has work.
+
+        Requests that wait for a row do not count, unless a row is free or its client is away.
+        """
         engine = self._engine
         with engine._loop.wake:
             states = [request.state for request in engine._loop.clients.rows]
@@ -190,7 +197,7 @@ class Server:
             )
 
     def receive(self, link: "SimulatedLink", frame: bytes) -> None:
-        """A frame has come: whatever follows from it comes a little later."""
+        """Receive a frame. The actions that follow from it run a little later."""
         if link.connection is None:
             return
         try:
@@ -253,7 +260,7 @@ class SimulatedLink:
         return self.connection is not None
 
     def break_off(self, code: int | None = None) -> None:
-        """The connection is reset: both sides see it."""
+        """Reset the connection, and let both sides see it."""
         if self.connection is not None:
             connection, self.connection = self.connection, None
             connection.lost()
@@ -295,7 +302,7 @@ class SimulatedLink:
         if self.connection is not None:
             connection, self.connection = self.connection, None
             self._server.connections.remove(self)
-            # The server learns of it when the network lets it.
+            # The server learns of it after the network's delay.
             self._world.at(self._world.now + self._world.faults.delay[1], connection.lost)
         self._inbox.clear()
 
@@ -317,23 +324,23 @@ class SlowDevice(ClientDevice):
         self.world = world
         yield self
 
-    def propose(self, *given, **named):
-        tree = super().propose(*given, **named)
+    def propose(self, *arguments, **options):
+        tree = super().propose(*arguments, **options)
         self.world.advance(self.world.now + self.seconds)
         return tree
 
 
 @dataclass
 class Outcome:
-    """What became of a text.
+    """The result of a simulated text.
 
     Attributes:
-        tokens: committed.
-        seconds: that it took, simulated.
-        events: all of them.
-        report: of the last process.
-        lives: processes that the client had.
-        frames: all that went over the wire.
+        tokens: the committed tokens.
+        seconds: the simulated time that the text took.
+        events: all events.
+        report: the report of the client's last process.
+        lives: the number of processes that the client had.
+        frames: all frames that were sent, in both directions.
     """
 
     tokens: list[int]
@@ -353,7 +360,7 @@ def run(
     faults: Faults,
     expected: list[int],
 ) -> Outcome:
-    """Write a text while things go wrong. Whatever is committed is checked at once against what is ``expected``."""
+    """Generate a text with faults, and compare committed tokens with ``expected`` at once."""
     world = World(seed, faults, most_seconds(faults, request.params.max_new_tokens))
     with device.on(world), Server(world, engine, terms) as server:
         for at, seconds in faults.restarts:
@@ -366,7 +373,7 @@ def run(
         for at in faults.resets:
             world.at(at, reset)
         kills, journal, events, lives = list(faults.kills), None, [], 0
-        # Impatient, but no more than the network is slow: who gives up before an answer can come never hears one.
+        # The timeouts are short, but longer than the slowest answer, which must be able to arrive.
         again, lost = max(0.5, 2 * faults.delay[1]), max(2.0, 5 * faults.delay[1])
         patience = Patience(
             provisional=0.3, again=again, lost=lost, connecting=1.0, retry=0.05, most_retry=1.0
@@ -379,13 +386,13 @@ def run(
             writer = Writer(
                 exchange, device, link, patience=patience, jitter=random.Random(world.draw.random())
             )
-            shown, seen = [], []  # a new process tells everything again
+            shown, committed = [], []  # a new process reports all tokens again
             was_killed = False
             for event in writer:
                 events.append(event)
-                _follow(event, seen, shown)
-                assert seen == expected[: len(seen)], (
-                    f"seed {seed}: {seen} is no beginning of {expected}"
+                _follow(event, committed, shown)
+                assert committed == expected[: len(committed)], (
+                    f"seed {seed}: {committed} is no beginning of {expected}"
                 )
                 journal = writer.exchange.snapshot()
                 if kills and world.now >= kills[0]:
@@ -395,11 +402,11 @@ def run(
                     break
             if not was_killed:
                 break
-    return Outcome(seen, world.now, events, writer.report, lives, world.frames)
+    return Outcome(committed, world.now, events, writer.report, lives, world.frames)
 
 
-def _follow(event: TextEvent, seen: list[int], shown: list[int]) -> None:
-    """What a reader of the events believes: ``seen`` is committed, ``shown`` is provisional."""
+def _follow(event: TextEvent, committed: list[int], shown: list[int]) -> None:
+    """Update the tokens of a reader: ``committed``, and ``shown``, which are provisional."""
     if isinstance(event, ProvisionalEvent):
         shown += event.tokens
     elif isinstance(event, RetractedEvent):
@@ -410,9 +417,9 @@ def _follow(event: TextEvent, seen: list[int], shown: list[int]) -> None:
         assert tuple(shown[: event.confirmed]) == event.tokens[: event.confirmed]
         del shown[: event.confirmed]
         assert not shown or event.confirmed == len(event.tokens)
-        seen += event.tokens
+        committed += event.tokens
 
 
 def reference(engine, request: ExchangeRequest) -> list[int]:
-    """The text of an undisturbed run, with nobody's drafts."""
+    """Return the text of a request that runs without faults and without a client's drafts."""
     return list(engine.submit(list(request.prompt), request.params).result().tokens)

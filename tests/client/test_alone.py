@@ -1,4 +1,4 @@
-"""A client that has no server: the drafter writes alone, and comes to an end."""
+"""Tests of a client without a server: the drafter writes alone, and ends."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def looking_up() -> Client:
 
 
 def test_a_drafter_that_has_nothing_to_offer_ends_the_text(looking_up) -> None:
-    """Or it would be asked for ever."""
+    """Check that a drafter without proposals is not called for ever."""
     assert not list(looking_up.stream([5, 3, 1], max_new_tokens=4, is_offline=True))
     assert looking_up.report.finish_reason == "offline"
 

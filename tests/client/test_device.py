@@ -1,4 +1,4 @@
-"""A client's drafts are those that its drafter would make beside the target, drawn with the server's random numbers."""
+"""Tests that a client's drafts equal those beside the target, with the same random numbers."""
 
 import jax
 import numpy as np
@@ -38,7 +38,7 @@ DRAFTERS = {
 
 
 def told(target, drafter, tokens: list[int]) -> dict[str, np.ndarray]:
-    """What is told of ``tokens`` but the last."""
+    """Return the inputs that a server sends for all ``tokens`` but the last."""
     output, entries = target.read(np.array([tokens]), taps=drafter.taps(target.config))
     return {
         name: np.asarray(array)[0, :-1]
@@ -61,16 +61,14 @@ MORE = [
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [*BESIDE, *(pytest.param(*each, marks=pytest.mark.thorough) for each in MORE)],
+    [*BESIDE, *(pytest.param(*case, marks=pytest.mark.thorough) for case in MORE)],
 )
 def test_it_drafts_what_is_drafted_beside_the_target(target, name: str, shape) -> None:
     drafter = DRAFTERS[name](target).replace(draft=shape)
-    device, propose_step = (
-        ClientDevice(target, drafter, [shape], CAPACITY),
-        jax.jit(decoding.propose_step),
-    )
-    known = heard(device, target, PROMPT)
-    drawn = set()
+    device = ClientDevice(target, drafter, [shape], CAPACITY)
+    propose_step = jax.jit(decoding.propose_step)
+    drafter_state = heard(device, target, PROMPT)
+    drafts = set()
     for temperature, seed in ((0.0, 0), (1.0, 1), (1.0, 2), (0.6, 3)):
         params = SamplingParams(temperature=temperature, top_k=7 if seed == 3 else 0, seed=seed)
         options = decoding.GenerationOptions(
@@ -85,31 +83,26 @@ def test_it_drafts_what_is_drafted_beside_the_target(target, name: str, shape) -
         )
         parents = np.broadcast_to(draft.parents, draft.tokens.shape)
         expected = Tree.of(np.asarray(draft.tokens)[0], parents[0], valid[0])
-        tree = device.propose(known, PROMPT[-1], len(PROMPT), Settings.of(params), shape.depth)
-        assert (tree.tokens.tolist(), tree.parents.tolist()) == (
-            expected.tokens.tolist(),
-            expected.parents.tolist(),
+        tree = device.propose(
+            drafter_state, PROMPT[-1], len(PROMPT), Settings.of(params), shape.depth
         )
-        drawn.add(tuple(tree.tokens.tolist()))
-    assert len(drawn) > 1
+        assert tree.tokens.tolist() == expected.tokens.tolist()
+        assert tree.parents.tolist() == expected.parents.tolist()
+        drafts.add(tuple(tree.tokens.tolist()))
+    assert len(drafts) > 1
 
 
 @pytest.mark.full
 def test_a_draft_model_alone_writes_its_own_text(target) -> None:
     drafter = DRAFTERS["draft model"](target)
-    expected = (
-        specjax.generate(drafter.model, None, np.array([PROMPT]), max_new_tokens=19)
-        .tokens[0]
-        .tolist()
-    )
-    device, settings = (
-        ClientDevice(target, drafter, [Chain(3)], CAPACITY),
-        Settings.of(SamplingParams()),
-    )
-    known, text = heard(device, target, PROMPT), list(PROMPT)
-    for depth in (3, device.alone, 3, 3):  # each below the one before
-        path = device.propose(known, text[-1], len(text), settings, depth).path
-        known = device.append_unverified(known, [text[-1], *path[:-1]], path)
+    result = specjax.generate(drafter.model, None, np.array([PROMPT]), max_new_tokens=19)
+    expected = result.tokens[0].tolist()
+    device = ClientDevice(target, drafter, [Chain(3)], CAPACITY)
+    settings = Settings.of(SamplingParams())
+    state, text = heard(device, target, PROMPT), list(PROMPT)
+    for depth in (3, device.alone, 3, 3):  # each draft follows the one before
+        path = device.propose(state, text[-1], len(text), settings, depth).path
+        state = device.append_unverified(state, [text[-1], *path[:-1]], path)
         text += path
     assert text == expected[: len(text)]
     assert len(text) >= len(PROMPT) + 17
@@ -119,18 +112,18 @@ def test_a_draft_model_alone_writes_its_own_text(target) -> None:
 def test_it_hears_in_pieces_what_it_hears_at_once(target) -> None:
     tokens = np.random.default_rng(0).integers(0, 11, 101).tolist()
     drafter = DRAFTERS["moa"](target)
-    device, settings = (
-        ClientDevice(target, drafter, [Chain(3)], CAPACITY),
-        Settings.of(SamplingParams()),
-    )
+    device = ClientDevice(target, drafter, [Chain(3)], CAPACITY)
+    settings = Settings.of(SamplingParams())
     whole, arrays = heard(device, target, tokens), told(target, drafter, tokens)
-    known = device.start()
+    pieced = device.start()
     for begin, end in ((0, 1), (1, 9), (9, 40), (40, 100)):
         piece = {name: array[begin:end] for name, array in arrays.items()}
-        known = device.append_remote(known, tokens[begin:end], tokens[begin + 1 : end + 1], piece)
-    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(known), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
-    trees = [device.propose(each, tokens[-1], len(tokens), settings, 3) for each in (whole, known)]
+        pieced = device.append_remote(pieced, tokens[begin:end], tokens[begin + 1 : end + 1], piece)
+    for leaf, pieced_leaf in zip(jax.tree.leaves(whole), jax.tree.leaves(pieced), strict=True):
+        np.testing.assert_allclose(leaf, pieced_leaf, atol=1e-5)
+    trees = [
+        device.propose(state, tokens[-1], len(tokens), settings, 3) for state in (whole, pieced)
+    ]
     assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
 
 
@@ -154,14 +147,14 @@ def test_nothing_is_compiled_after_the_warm_up(name: str) -> None:
     tokens = [*PROMPT] * 6
     arrays = told(target, drafter, tokens)
     before = compilations()
-    known = device.append_remote(device.start(), tokens[:-1], tokens[1:], arrays)
+    state = device.append_remote(device.start(), tokens[:-1], tokens[1:], arrays)
     for temperature in (0.0, 1.0):
         settings = Settings.of(
             SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1, seed=5)
         )
         for depth in (2, 3, device.alone):
-            path = device.propose(known, tokens[-1], len(tokens), settings, depth).path
-            device.append_unverified(known, [tokens[-1], *path[:-1]], path)
+            path = device.propose(state, tokens[-1], len(tokens), settings, depth).path
+            device.append_unverified(state, [tokens[-1], *path[:-1]], path)
     assert compilations() == before
 
 

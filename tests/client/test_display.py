@@ -1,4 +1,4 @@
-"""What a reader of the events believes is what the tokens say, at all times."""
+"""Tests that the text of the events always equals the text of their tokens."""
 
 import random
 
@@ -22,7 +22,7 @@ def tokenizer():
 
 
 class Reader:
-    """Keeps what the events say."""
+    """A reader that collects the tokens and the text of all events."""
 
     def __init__(self) -> None:
         self.committed: list[int] = []
@@ -38,7 +38,7 @@ class Reader:
                 assert begin >= 0
                 wrong, self.shown = self.shown[begin:], self.shown[:begin]
                 assert tuple(token for tokens, _ in wrong for token in tokens) == event.tokens
-                assert "".join(said for _, said in wrong) == event.text
+                assert "".join(piece for _, piece in wrong) == event.text
             else:
                 assert isinstance(event, CommittedEvent)
                 assert [tokens for tokens, _ in self.shown[: event.confirmed]] == [
@@ -54,7 +54,7 @@ class Reader:
 
     @property
     def shown_text(self) -> str:
-        return "".join(said for _, said in self.shown)
+        return "".join(piece for _, piece in self.shown)
 
 
 def drawn_events(
@@ -62,24 +62,18 @@ def drawn_events(
     reader: Reader,
     draw: random.Random,
     truth: list[int],
-    others: list[int],
+    wrong: list[int],
     after,
 ) -> None:
-    """The truth is committed in pieces, with right and wrong tokens shown in between."""
+    """Commit the truth in pieces, and show right and wrong tokens in between."""
     done = 0
     while done < len(truth) and not display.has_stopped:
         if draw.random() < 0.7:
             shown = len(display.provisional)
             right = truth[done + shown : done + shown + draw.randint(0, 6)]
             is_right = [token for token, _ in display.provisional] == truth[done : done + shown]
-            reader.read(
-                display.show(
-                    [
-                        *(right if is_right else []),
-                        *([draw.choice(others)] if draw.random() < 0.4 else []),
-                    ]
-                )
-            )
+            wrong_token = [draw.choice(wrong)] if draw.random() < 0.4 else []
+            reader.read(display.show([*(right if is_right else []), *wrong_token]))
             after(done)
         count = min(draw.randint(1, 5), len(truth) - done)
         done += count
@@ -92,13 +86,12 @@ def test_what_is_shown_is_what_the_tokens_say(tokenizer, seed: int) -> None:
     draw = random.Random(seed)
     prompt = text.encode(tokenizer, PROMPT)
     alphabet = [BYTES, "abc def\n    ", BYTES + "import os; "][seed % 3]
-    truth = tokenizer("".join(draw.choice(alphabet) for _ in range(30)), add_special_tokens=False)[
-        "input_ids"
-    ]
+    characters = "".join(draw.choice(alphabet) for _ in range(30))
+    truth = tokenizer(characters, add_special_tokens=False)["input_ids"]
     display, reader = Display(tokenizer, prompt), Reader()
 
     def said(tokens: list[int]) -> str:
-        """Of some tokens after the prompt, without a character of which a part is missing."""
+        """Return the text of tokens after the prompt, without an incomplete last character."""
         whole = tokenizer.decode(
             [*prompt, *tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
@@ -108,11 +101,10 @@ def test_what_is_shown_is_what_the_tokens_say(tokenizer, seed: int) -> None:
         assert reader.committed == truth[:done]
         assert reader.shown_tokens == [token for token, _ in display.provisional]
         if done < len(truth):
-            # A wrong token after the first part of a character: nothing is shown of that.
+            # A wrong token may follow the first part of a character, which then is not shown.
             expected = said(truth[:done] + reader.shown_tokens)
-            assert (reader.text + reader.shown_text).replace(BROKEN, "") == expected.replace(
-                BROKEN, ""
-            )
+            visible = reader.text + reader.shown_text
+            assert visible.replace(BROKEN, "") == expected.replace(BROKEN, "")
             assert reader.text == said(truth[:done])
 
     drawn_events(display, reader, draw, truth, tokenizer(BYTES + "xyz ")["input_ids"], check)
@@ -142,12 +134,8 @@ def test_without_a_tokenizer_there_are_tokens(tokenizer) -> None:
     reader.read(display.commit([3]))
     assert (reader.committed, reader.shown_tokens) == ([3], [4, 5])
     reader.read(display.commit([4, 6, 7], is_last=True))
-    assert (display.tokens, display.text, reader.committed, reader.shown) == (
-        (3, 4, 6, 7),
-        "",
-        [3, 4, 6, 7],
-        [],
-    )
+    assert (display.tokens, display.text) == ((3, 4, 6, 7), "")
+    assert (reader.committed, reader.shown) == ([3, 4, 6, 7], [])
 
 
 def test_a_text_that_is_written_alone_ends_at_a_stop_string(tokenizer) -> None:
@@ -158,21 +146,19 @@ def test_a_text_that_is_written_alone_ends_at_a_stop_string(tokenizer) -> None:
     assert display.show(tokens) == []
 
 
-@pytest.mark.parametrize(("said", "answer"), ANSWERS)
-def test_of_a_chat_in_channels_the_final_one_is_shown(said: str, answer: str) -> None:
-    made = with_marks()
-    prompt, truth = ids_of(made, ASKED), ids_of(made, said)
-    display, reader = Display(made, prompt, is_chat=True), Reader()
+@pytest.mark.parametrize(("output", "answer"), ANSWERS)
+def test_of_a_chat_in_channels_the_final_one_is_shown(output: str, answer: str) -> None:
+    tokenizer = with_marks()
+    prompt, truth = ids_of(tokenizer, ASKED), ids_of(tokenizer, output)
+    display, reader = Display(tokenizer, prompt, is_chat=True), Reader()
     for at in range(0, len(truth), 3):
         new = truth[at : at + 3]
-        reader.read(
-            display.show([*new[:1], *prompt[:1]])
-        )  # of which one is taken back, in whatever message it is
+        # The second token is retracted, whichever channel it appeared in.
+        reader.read(display.show([*new[:1], *prompt[:1]]))
         reader.read(display.commit(new))
     reader.read(display.commit([], is_last=True))
     assert reader.text == display.text == answer
-    alone = Display(made, prompt, ["never"], is_alone=True, is_chat=True)
-    shown = "".join(
-        event.text for event in alone.show(truth) if isinstance(event, ProvisionalEvent)
-    )
+    alone = Display(tokenizer, prompt, ["never"], is_alone=True, is_chat=True)
+    events = alone.show(truth)
+    shown = "".join(event.text for event in events if isinstance(event, ProvisionalEvent))
     assert answer.startswith(shown.rstrip("\N{REPLACEMENT CHARACTER}"))

@@ -1,4 +1,4 @@
-"""The client's side of the protocol, message by message: those that are late, doubled, lost, or of another text."""
+"""Tests of the client's side of the protocol: late, doubled, lost and foreign messages."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ def opened(session: bytes = SESSION, tells=TELLS) -> bytes:
 
 
 def told(start: int, count: int, session: bytes = SESSION, epoch: int = 0) -> bytes:
-    """Of each token its number."""
+    """Return a frame whose array holds each token's position."""
     numbers = np.repeat(np.arange(start, start + count, dtype=np.float32)[:, None], 2, axis=1)
     packed = {"hidden": wire.pack(numbers, "float32")}
     return wire.encode(
@@ -75,13 +75,13 @@ def refused(code: str, session: bytes = b"") -> bytes:
     return wire.encode(wire.RefusedMessage(code=code, message="so it is", session=session))
 
 
-def sent(news) -> list:
-    """The messages that are to be sent."""
-    return [wire.decode_up(each.frame) for each in news if isinstance(each, SendFrame)]
+def sent(events) -> list:
+    """Return the messages to send."""
+    return [wire.decode_up(event.frame) for event in events if isinstance(event, SendFrame)]
 
 
 def begun() -> Exchange:
-    """One that may draft."""
+    """Return an exchange that may draft."""
     numbers = itertools.count()
     exchange = Exchange(REQUEST, make_nonce=lambda: next(numbers).to_bytes(16, "big"))
     exchange.hello()
@@ -106,9 +106,9 @@ def test_a_round() -> None:
     exchange = waiting()
     draft = wire.decode_up(exchange.again())
     assert (draft.base, draft.sequence, draft.digest) == (3, 1, wire.digest(PROMPT))
-    emitted, heard = exchange.receive(verdict(1))
+    emitted, features = exchange.receive(verdict(1))
     assert emitted == TokensEmitted([1, 9], drafted=2, seconds=0.5)
-    assert (heard.tokens, heard.following) == ([7, 1], [1, 9])
+    assert (features.tokens, features.following) == ([7, 1], [1, 9])
     assert (exchange.tokens, exchange.known, exchange.phase) == ([5, 6, 7, 1, 9], 4, "ready")
 
 
@@ -131,7 +131,7 @@ def test_nothing_is_committed_twice() -> None:
     [
         told(0, 2),
         told(0, 1),
-        told(2, 1),  # of the root: nothing is told of it before the verdict
+        told(2, 1),  # of the root, whose hidden state comes only with the verdict
         told(7, 3),
         ready(3),
         ready(9),
@@ -162,12 +162,12 @@ def test_what_was_told_may_come_in_pieces_that_overlap() -> None:
     exchange = Exchange(ExchangeRequest(tuple(range(1, 9)), SamplingParams(max_new_tokens=4)))
     exchange.hello()
     exchange.receive(opened())
-    known = []
+    positions = []
     for start, count in ((0, 3), (1, 1), (5, 2), (2, 3), (0, 2), (4, 4)):
-        for news in exchange.receive(told(start, count)):
-            known += news.arrays["hidden"][:, 0].tolist()
-            assert len(news.tokens) == len(news.following) == len(news.arrays["hidden"])
-    assert known == list(range(7))  # each once, in order, and nothing of the root
+        for event in exchange.receive(told(start, count)):
+            positions += event.arrays["hidden"][:, 0].tolist()
+            assert len(event.tokens) == len(event.following) == len(event.arrays["hidden"])
+    assert positions == list(range(7))  # each once, in order, without the root
 
 
 def test_what_was_told_and_is_lost_is_asked_for_again() -> None:
@@ -175,12 +175,12 @@ def test_what_was_told_and_is_lost_is_asked_for_again() -> None:
     exchange.hello()
     exchange.receive(opened())
     exchange.receive(told(0, 1))
-    assert exchange.receive(told(2, 1)) == []  # the one before is not here
+    assert exchange.receive(told(2, 1)) == []  # token 1 is missing
     (again,) = sent(exchange.receive(ready(3)))
     assert (again.base, again.known, again.epoch) == (3, 1, 1)
     assert exchange.phase == "opening"
     exchange.receive(told(1, 1, epoch=1))
-    assert exchange.receive(ready(3)) == []  # of before
+    assert exchange.receive(ready(3)) == []  # of the old epoch
     assert exchange.phase == "opening"
     assert exchange.receive(ready(3, epoch=1)) == []
     assert exchange.phase == "ready"
@@ -189,7 +189,7 @@ def test_what_was_told_and_is_lost_is_asked_for_again() -> None:
 def test_a_lost_verdict_comes_over_the_next_connection() -> None:
     exchange = waiting()
     exchange.lost()
-    assert exchange.receive(verdict(1)) == []  # of a connection that is gone
+    assert exchange.receive(verdict(1)) == []  # over the lost connection
     resume = wire.decode_up(exchange.hello())
     assert (resume.session, resume.epoch, resume.base, resume.known) == (SESSION, 1, 3, 2)
     assert exchange.receive(verdict(1)) == []
@@ -205,11 +205,11 @@ def test_a_session_that_is_forgotten_is_opened_anew_with_all_that_is_committed()
     (again,) = sent(exchange.receive(forgotten()))
     assert wire.unpack(again.tokens).tolist() == [5, 6, 7, 1, 9]
     assert (again.prompt, again.known, again.limit) == (3, 4, 20)
-    assert exchange.receive(forgotten()) == []  # the same once more
+    assert exchange.receive(forgotten()) == []  # a duplicate
     assert exchange.receive(opened(OTHER)) == [TextOpened()]
     exchange.receive(ready(5, session=OTHER))
     assert wire.decode_up(exchange.draft(Tree.chain(9, ()))).sequence == 1
-    assert exchange.receive(verdict(1)) == []  # of the session before
+    assert exchange.receive(verdict(1)) == []  # of the forgotten session
     assert exchange.receive(verdict(1, accepted=(), session=OTHER))[0].tokens == [9]
 
 
@@ -230,13 +230,9 @@ def test_a_second_answer_to_an_open_ends_what_nobody_wants() -> None:
 
 def test_texts_that_differ_are_settled_by_the_clients() -> None:
     exchange = waiting()
-    (resume,) = sent(
-        exchange.receive(
-            wire.encode(
-                wire.ResyncMessage(session=SESSION, epoch=0, length=4, tail=wire.pack([3], "int32"))
-            )
-        )
-    )
+    tail = wire.pack([3], "int32")
+    resync = wire.encode(wire.ResyncMessage(session=SESSION, epoch=0, length=4, tail=tail))
+    (resume,) = sent(exchange.receive(resync))
     assert (resume.base, resume.digest) == (3, wire.digest(PROMPT))
     assert exchange.tokens == [5, 6, 7]
 
@@ -279,8 +275,8 @@ def test_where_the_tokens_say_all_nothing_is_told() -> None:
     exchange = Exchange(REQUEST)
     exchange.hello()
     exchange.receive(opened(tells={}))
-    (heard,) = exchange.receive(ready(3))
-    assert (heard.tokens, heard.following, heard.arrays) == ([5, 6], [6, 7], {})
+    (features,) = exchange.receive(ready(3))
+    assert (features.tokens, features.following, features.arrays) == ([5, 6], [6, 7], {})
     assert exchange.phase == "ready"
 
 
@@ -288,18 +284,15 @@ def test_another_process_goes_on_from_a_snapshot() -> None:
     exchange = waiting()
     exchange.receive(verdict(1))
     snapshot = json.loads(json.dumps(exchange.snapshot()))
-    other = Exchange.restored(snapshot)
-    assert (other.request, other.tokens, other.known) == (REQUEST, [5, 6, 7, 1, 9], 0)
-    hello = wire.decode_up(other.hello())
-    assert (wire.unpack(hello.tokens).tolist(), hello.prompt, hello.known) == (
-        [5, 6, 7, 1, 9],
-        3,
-        0,
-    )
-    other.end_if_whole({2})
-    assert other.phase == "opening"
-    other.end_if_whole({9})
-    assert (other.phase, other.over) == ("over", "stop")
+    restored = Exchange.restored(snapshot)
+    assert (restored.request, restored.tokens, restored.known) == (REQUEST, [5, 6, 7, 1, 9], 0)
+    hello = wire.decode_up(restored.hello())
+    assert wire.unpack(hello.tokens).tolist() == [5, 6, 7, 1, 9]
+    assert (hello.prompt, hello.known) == (3, 0)
+    restored.end_if_whole({2})
+    assert restored.phase == "opening"
+    restored.end_if_whole({9})
+    assert (restored.phase, restored.over) == ("over", "stop")
     full = Exchange(REQUEST, committed=range(20))
     full.end_if_whole(())
     assert (full.phase, full.over) == ("over", "length")

@@ -1,4 +1,4 @@
-"""Whatever goes wrong on the way, what is committed is the target's text: schedules of faults, each from its seed."""
+"""Tests that a client commits the target's text under all faults, each schedule from its seed."""
 
 import random
 from dataclasses import replace
@@ -32,7 +32,7 @@ class Place:
         drafter = DRAFTERS[name](target)
         clients = ClientDrafts(drafter, nodes=8, depth=4)
         sizes = {"rows": 1, "widths": (1,), "capacity": CAPACITY, "page": 8, "chunk": 8}
-        # Never idle: the engine's time is not the simulation's.
+        # The client is never idle, because the engine's clock is not the simulated one.
         self.engine = Engine(
             target, drafts=(None,), clients=clients, client_idle_seconds=1e9, **sizes
         )
@@ -59,7 +59,7 @@ class Place:
 
 
 def drawn_request(seed: int) -> ExchangeRequest:
-    """One of some forty texts."""
+    """Draw one of 40 requests."""
     draw = random.Random(seed % 40)
     return ExchangeRequest(
         prompt=tuple(draw.randint(1, 10) for _ in range(draw.choice([1, 5, 12, 20]))),
@@ -76,15 +76,15 @@ def drawn_request(seed: int) -> ExchangeRequest:
 
 @pytest.fixture(scope="module")
 def places():
-    made: dict[str, Place] = {}
+    places: dict[str, Place] = {}
 
     def of(name: str) -> Place:
-        if name not in made:
-            made[name] = Place(name)
-        return made[name]
+        if name not in places:
+            places[name] = Place(name)
+        return places[name]
 
     yield of
-    for place in made.values():
+    for place in places.values():
         place.engine.close()
 
 
@@ -113,15 +113,15 @@ def test_so_it_is_for_ten_thousand_schedules(places, first) -> None:
 
 @pytest.mark.full
 def test_a_schedule_is_the_same_whenever_it_is_run(places) -> None:
-    one, other = (places("draft model").check(11) for _ in range(2))
-    assert (
-        one.seconds == other.seconds and one.frames == other.frames and one.events == other.events
-    )
+    first, second = (places("draft model").check(11) for _ in range(2))
+    assert first.seconds == second.seconds
+    assert first.frames == second.frames
+    assert first.events == second.events
 
 
 @pytest.mark.full
 def test_faults_do_what_they_are_called(places) -> None:
-    """Or the texts above would be whole for want of faults."""
+    """Check that each kind of fault has an effect, without which the tests above prove nothing."""
     calm = places("draft model").check(3, Faults())
     lossy = places("draft model").check(3, Faults(lost=0.3))
     assert lossy.seconds > calm.seconds and lossy.report.bytes_up > calm.report.bytes_up
@@ -136,21 +136,21 @@ def test_faults_do_what_they_are_called(places) -> None:
 @pytest.mark.full_except("a verdict of another draft")
 @pytest.mark.parametrize("wrong", ["another key", "a verdict of another draft"])
 def test_a_wrong_one_is_found(places, monkeypatch, wrong) -> None:
-    """The texts differ where a client believes what it should not."""
+    """Check that the tests above fail if a client accepts what it must not."""
     if wrong == "another key":
         request = drawn_request(1)
         place = places("draft model")
         expected = reference(place.engine, request)
-        other = replace(
+        wrong_request = replace(
             request, params=replace(request.params, seed=request.params.seed + 1, temperature=1.0)
         )
         with pytest.raises(AssertionError, match="is no beginning of"):
-            run(place.engine, place.device, place.terms, other, 1, Faults(), expected)
+            run(place.engine, place.device, place.terms, wrong_request, 1, Faults(), expected)
     else:
         verdict = Exchange._verdict
 
         def careless(self, message):
-            if self._sent is not None:  # whichever draft the verdict is of
+            if self._sent is not None:  # take it as the verdict of the newest draft
                 message = msgspec.structs.replace(
                     message, sequence=self._sent.sequence, epoch=self._epoch
                 )

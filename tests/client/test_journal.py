@@ -1,4 +1,4 @@
-"""A text goes on from its journal, and from no other."""
+"""Tests that a text continues from its journal, and from no other."""
 
 import json
 import os
@@ -60,12 +60,8 @@ def test_a_file_of_an_older_client_is_gone_on_with(file: Path) -> None:
     request |= {"target": "a", "drafter": "b", "precision": "int8"}
     file.write_text(json.dumps({"request": request, "committed": [7, 9]}))
     params = SamplingParams(max_new_tokens=8, seed=3)
-    assert Journal(file).open(ExchangeRequest((5, 6), params, target="a", drafter="b")).tokens == [
-        5,
-        6,
-        7,
-        9,
-    ]
+    exchange = Journal(file).open(ExchangeRequest((5, 6), params, target="a", drafter="b"))
+    assert exchange.tokens == [5, 6, 7, 9]
     del request["limit"]
     file.write_text(json.dumps({"request": request, "committed": []}))
     with pytest.raises(InputError, match="is not a journal"):

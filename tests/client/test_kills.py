@@ -1,4 +1,7 @@
-"""Processes over real sockets with TLS, killed at any moment: what is committed is the target's text, whatever happens."""
+"""Tests with processes over sockets with TLS that are killed at any moment.
+
+The client must commit the target's text in every case.
+"""
 
 import json
 import os
@@ -15,6 +18,7 @@ import jax
 import pytest
 
 from benchmarks.network import Conditions, Proxy
+from specjax.client import ProvisionalEvent, RetractedEvent
 from specjax.drafters import Eagle3
 from specjax.serving import Engine
 from tests.client import one_process
@@ -22,19 +26,19 @@ from tests.client.one_process import LENGTH, PROMPT
 from tests.conftest import tiny_target
 
 SLOW = Conditions(round_trip=0.08)
-"""Between the two, so that a text takes a few seconds."""
+"""The network between server and client, so slow that a text takes a few seconds."""
 
 LIMIT = 240.0
-"""Seconds in which something must have happened; a fiftieth of it where nothing else runs."""
+"""Seconds in which a text must grow. An idle machine needs a fiftieth of them."""
 
 
 class Pair:
-    """A server, a network, and a client that write one text after the other, while they are killed.
+    """A server and a client with a network between them, which write texts while they are killed.
 
     Attributes:
-        killed: how often each of them was.
-        texts: that are whole.
-        lives: processes that the clients had.
+        killed: how often each of the two was killed.
+        texts: the number of finished texts.
+        lives: the number of processes that the clients had.
     """
 
     def __init__(self, directory: Path, proxy: Proxy, port: int, expected) -> None:
@@ -80,13 +84,16 @@ class Pair:
             process.wait()
 
     def write(self, seed: int, kills: Iterator[tuple[str, float]], most: int) -> None:
-        """A text, while processes are killed, ``most`` times at most: so many seconds after it has grown."""
+        """Write a text, and kill processes at most ``most`` times.
+
+        Each kill comes so many seconds after the text has grown.
+        """
         journal, expected = self._directory / f"{seed}.json", self._expected(seed)
         self.start("client", seed)
         for _ in range(most):
             before = len(self._committed(journal, expected))
             if self._wait(lambda before=before: len(self._committed(journal, expected)) > before):
-                break  # it is over
+                break  # the text is finished
             roles, seconds = next(kills)
             time.sleep(seconds)
             if self._running["client"].poll() is not None:
@@ -102,7 +109,7 @@ class Pair:
         self.texts += 1
 
     def _wait(self, has_happened) -> bool:
-        """Until something has happened, or the text is over: whether it is."""
+        """Wait for a condition or the end of the text, and return whether the text has ended."""
         deadline = time.monotonic() + LIMIT
         while not has_happened():
             if (code := self._running["client"].poll()) is not None:
@@ -120,7 +127,7 @@ class Pair:
         )
 
     def _committed(self, journal: Path, expected: list[int]) -> list[int]:
-        """What the journal has at this moment."""
+        """Return the committed tokens that the journal holds now."""
         if not journal.exists():
             return []
         committed = json.loads(journal.read_text())["committed"]
@@ -128,23 +135,24 @@ class Pair:
         return committed
 
     def _read(self, seed: int, expected: list[int]) -> list[int]:
-        """What a reader of the last process's events has in the end. All along every reader has a part of what is right."""
+        """Return what a reader of the last process's events has committed in the end.
+
+        At every moment every reader must have a beginning of the expected tokens.
+        """
         committed: list[int] = []
         shown: list[int] = []
-        for line in (
-            (self._directory / f"{seed}.events")
-            .read_text()
-            .replace("begin", "\nbegin")
-            .splitlines()
-        ):
+        events = (self._directory / f"{seed}.events").read_text()
+        # The last line of a killed process may be incomplete, and "begin" then stands behind it.
+        for line in events.replace("begin", "\nbegin").splitlines():
             if line == "begin":
                 committed, shown = [], []
-            if not (line.startswith("[") and line.endswith("]")):  # killed while it wrote
+            # The line is "begin", "end", or incomplete.
+            if not (line.startswith("[") and line.endswith("]")):
                 continue
             name, fields = json.loads(line)
-            if name == "Provisional":
+            if name == ProvisionalEvent.__name__:
                 shown += fields["tokens"]
-            elif name == "Retracted":
+            elif name == RetractedEvent.__name__:
                 assert shown[len(shown) - len(fields["tokens"]) :] == fields["tokens"]
                 del shown[len(shown) - len(fields["tokens"]) :]
             else:
@@ -174,12 +182,12 @@ def pair(tmp_path_factory, certificate) -> Iterator[Pair]:
             options = {"max_new_tokens": LENGTH, "eos_token_ids": (), **one_process.settings(seed)}
             return list(engine.submit(list(PROMPT), **options).result(timeout=60).tokens)
 
-        made = Pair(directory, proxy, port, expected)
+        running = Pair(directory, proxy, port, expected)
         try:
-            made.start("server")
-            yield made
+            running.start("server")
+            yield running
         finally:
-            made.end()
+            running.end()
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""How deep to draft, as it follows from what was measured."""
+"""Tests of the chosen depth of drafts, which depends on measured times and acceptance."""
 
 import math
 
@@ -10,10 +10,14 @@ DEPTHS = (2, 4, 8, 16)
 
 
 def paced(*, drafting: float, travel: float, accepted: float, rounds: int = 60) -> Pace:
-    """After rounds in which a token takes ``drafting`` seconds, and so many of eight drafted ones are accepted."""
+    """Return a `Pace` that has measured some rounds.
+
+    A drafted token takes ``drafting`` seconds, and ``accepted`` of eight drafted tokens are
+    accepted on average.
+    """
     pace = Pace(DEPTHS)
     for depth in DEPTHS:
-        pace.drafted(depth, 9.0)  # compiled: not counted
+        pace.drafted(depth, 9.0)  # not counted, because it includes compilation
         pace.drafted(depth, drafting * depth)
     for number in range(rounds):
         whole = math.floor(accepted) + (number % 10 < 10 * (accepted % 1))
@@ -59,12 +63,11 @@ def test_it_has_an_answer_before_anything_was_measured() -> None:
     assert pace.choose() in DEPTHS
     assert all(math.isfinite(pace.seconds(depth)) and pace.tokens(depth) >= 1 for depth in DEPTHS)
     assert pace.is_worth_keeping(4) in (True, False)
-    for seconds in (0.0, 0.0, 1e-9, 5.0):  # the same bytes each time: there is no slope
+    for seconds in (0.0, 0.0, 1e-9, 5.0):  # equal sizes give no slope
         pace.round(seconds=seconds, server=0.0, up=0, down=0, drafted=0, accepted=0)
         assert pace.choose() in DEPTHS
-        assert all(
-            math.isfinite(pace.seconds(depth)) and pace.seconds(depth) >= 0 for depth in DEPTHS
-        )
+        seconds_of_rounds = [pace.seconds(depth) for depth in DEPTHS]
+        assert all(math.isfinite(value) and value >= 0 for value in seconds_of_rounds)
 
 
 def test_depths_that_were_not_measured_follow_from_the_nearest() -> None:

@@ -1,4 +1,4 @@
-"""What is private stays here: no frame has it, and the drafter goes by it all the same."""
+"""Tests that no frame holds anything private, and that the drafter still uses it."""
 
 import random
 from typing import Any
@@ -48,7 +48,7 @@ def test_a_token_with_any_private_character_is_private(tokenizer, seed: int) -> 
     }
     assert hidden == [any(place in private for place in range(*span)) for span in spans]
     assert word not in tokenizer.decode(
-        [token for token, own in zip(tokens, hidden, strict=True) if not own]
+        [token for token, is_private in zip(tokens, hidden, strict=True) if not is_private]
     )
 
 
@@ -56,9 +56,8 @@ def test_strings_that_overlap(tokenizer) -> None:
     prompt = "aaaa b"
     hidden = split(tokenizer, prompt, text.encode(tokenizer, prompt), ["aaa"])
     spans = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
-    assert hidden == [
-        begin < min(4, end) for begin, end in spans
-    ]  # nothing of what marks the beginning
+    # The token that marks the beginning has no characters, and is not private.
+    assert hidden == [begin < min(4, end) for begin, end in spans]
 
 
 def test_what_cannot_be_kept_back_is_refused(tokenizer) -> None:
@@ -90,7 +89,7 @@ def test_what_cannot_be_kept_back_is_refused(tokenizer) -> None:
     ids=lambda rope: rope.kind,
 )
 def test_keys_are_turned_to_where_they_would_be(rope: Rope) -> None:
-    """In the first layer they follow from a token and its place alone."""
+    """Check it in the first layer, whose keys depend on a token and its position alone."""
     target = tiny_target(rope=rope)
     tokens, places = [4, 8, 1, 9], [2, 3, 7, 11]
     later = np.full(12, 5)
@@ -118,7 +117,7 @@ def test_keys_are_turned_to_where_they_would_be(rope: Rope) -> None:
 
 
 class Server:
-    """A link to a server that reads texts, and tells what it has read. It keeps all frames."""
+    """A link to a server that reads texts and sends their hidden states. It records all frames."""
 
     def __init__(self, target, drafter) -> None:
         self.target, self.drafter = target, drafter
@@ -139,18 +138,18 @@ class Server:
         if not isinstance(message, wire.OpenMessage):
             assert isinstance(message, wire.CloseMessage)
             return
-        tokens, known = wire.unpack(message.tokens), {"session": bytes(16), "epoch": 0}
+        tokens, session = wire.unpack(message.tokens), {"session": bytes(16), "epoch": 0}
         output, entries = self.target.read(tokens[None], taps=self.drafter.taps(self.target.config))
-        told = {
+        inputs = {
             name: np.asarray(array)[0, :-1]
             for name, array in self.drafter.remote_inputs(self.target, output, entries).items()
         }
-        shapes = {name: list(array.shape[1:]) for name, array in told.items()}
-        packed = {name: wire.pack(array, "float32") for name, array in told.items()}
+        shapes = {name: list(array.shape[1:]) for name, array in inputs.items()}
+        packed = {name: wire.pack(array, "float32") for name, array in inputs.items()}
         for answer in (
-            wire.OpenedMessage(nodes=8, depth=4, capacity=CAPACITY, tells=shapes, **known),
-            wire.ToldMessage(start=0, count=len(tokens) - 1, arrays=packed, **known),
-            wire.ReadyMessage(length=len(tokens), **known),
+            wire.OpenedMessage(nodes=8, depth=4, capacity=CAPACITY, tells=shapes, **session),
+            wire.ToldMessage(start=0, count=len(tokens) - 1, arrays=packed, **session),
+            wire.ReadyMessage(length=len(tokens), **session),
         ):
             self._inbox.append(wire.encode(answer))
 
@@ -171,7 +170,7 @@ class Server:
 
 
 class Place:
-    """A client with a server that keeps all frames."""
+    """A client with a server that records all frames."""
 
     def __init__(self, tokenizer, drafter=None) -> None:
         self.target = tiny_target(vocab_size=3072)
@@ -182,26 +181,26 @@ class Place:
     def write(
         self, prompt: str, private: list[str], is_there: bool = True
     ) -> tuple[list[int], Server, list[FeaturesReceived]]:
-        """The provisional text, the server, and what the drafter heard."""
+        """Return the provisional text, the server, and the hidden states the drafter received."""
         server = Server(self.target, self.drafter)
         server.is_there = is_there
         patience = Patience(server=5.0)
         client = Client(self.device, lambda: server, tokenizer=self.tokenizer, patience=patience)
         writer = client.stream(
-            prompt, private=(each for each in private), max_new_tokens=12, eos_token_ids=()
+            prompt, private=(string for string in private), max_new_tokens=12, eos_token_ids=()
         )
-        heard: list[FeaturesReceived] = []
+        received: list[FeaturesReceived] = []
         speculation: Any = writer._writer.speculation  # pyright: ignore[reportAttributeAccessIssue]
         append_remote = speculation.append_remote
-        speculation.append_remote = lambda *news: (
-            heard.append(FeaturesReceived(*news)),
-            append_remote(*news),
+        speculation.append_remote = lambda *features: (
+            received.append(FeaturesReceived(*features)),
+            append_remote(*features),
         )
         events = list(writer)
         assert all(isinstance(event, ProvisionalEvent) for event in events)
         report = client.report
         assert (report.tokens, report.finish_reason) == ((), "offline")
-        return list(report.provisional_tokens), server, heard
+        return list(report.provisional_tokens), server, received
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +218,9 @@ def test_no_frame_has_anything_private(place: Place) -> None:
     prompt = prompt_with(word)
     tokens = text.encode(place.tokenizer, prompt)
     hidden = split(place.tokenizer, prompt, tokens, [word])
-    safe = [token for token, own in zip(tokens, hidden, strict=True) if not own]
-    private = {token for token, own in zip(tokens, hidden, strict=True) if own} - set(safe)
+    marked = list(zip(tokens, hidden, strict=True))
+    safe = [token for token, is_hidden in marked if not is_hidden]
+    private = {token for token, is_hidden in marked if is_hidden} - set(safe)
     assert len(private) > 2
     _, server, _ = place.write(prompt, [word])
     assert [type(wire.decode_up(frame)) for frame in server.up] == [
@@ -243,51 +243,41 @@ def test_all_that_is_safe_is_heard_and_the_rest_is_assumed(place: Place) -> None
     tokens = text.encode(place.tokenizer, prompt)
     for private in (["hunter2"], ["return"], ["import"], ["name"], ["hunter2", "print", "os"]):
         hidden = split(place.tokenizer, prompt, tokens, private)
-        _, _, heard = place.write(prompt, private)
-        safe = [token for token, own in zip(tokens[:-1], hidden, strict=False) if not own]
-        assert [
-            token for news in heard for token in news.tokens
-        ] == safe  # the last safe one too, where it is not the root
-        assert all(
-            len(array) == len(news.tokens) for news in heard for array in news.arrays.values()
-        )
+        _, _, received = place.write(prompt, private)
+        safe = [
+            token for token, is_private in zip(tokens[:-1], hidden, strict=False) if not is_private
+        ]
+        # With the last safe token too, if it is not the root.
+        assert [token for features in received for token in features.tokens] == safe
+        for features in received:
+            assert all(len(array) == len(features.tokens) for array in features.arrays.values())
 
 
 @pytest.mark.full
 def test_the_drafter_sees_what_the_server_does_not(place: Place) -> None:
     texts, opens = set(), []
     for word in ("hunter2", "zebra99", "a_b_c_d"):
-        written, server, _ = place.write(prompt_with(word), [word])
-        assert len(written) == 12
-        texts.add(tuple(written))
+        tokens, server, _ = place.write(prompt_with(word), [word])
+        assert len(tokens) == 12
+        texts.add(tuple(tokens))
         opened = wire.decode_up(server.up[0])
         assert isinstance(opened, wire.OpenMessage)
-        opens.append(
-            (
-                wire.unpack(opened.tokens).tolist(),
-                opened.prompt,
-                opened.limit,
-                opened.seed,
-                opened.known,
-            )
-        )
+        sent = wire.unpack(opened.tokens).tolist()
+        opens.append((sent, opened.prompt, opened.limit, opened.seed, opened.known))
     assert len(texts) == 3
     assert opens[0] == opens[1] == opens[2]
 
 
 @pytest.mark.full
 def test_all_of_it_is_private_or_nobody_is_there(place: Place) -> None:
-    written, server, heard = place.write("hunter2", ["hunter2"])
-    start = place.tokenizer.bos_token_id  # is not private, and all that there is
+    tokens, server, received = place.write("hunter2", ["hunter2"])
+    start = place.tokenizer.bos_token_id  # the only token that is not private
     opened = wire.decode_up(server.up[0])
     assert isinstance(opened, wire.OpenMessage)
-    assert (len(written), wire.unpack(opened.tokens).tolist(), len(heard)) == (
-        12,
-        [start, start],
-        1,
-    )
-    written, server, heard = place.write(prompt_with("hunter2"), ["hunter2"], is_there=False)
-    assert (len(written), server.up, heard) == (12, [], [])
+    assert (len(tokens), len(received)) == (12, 1)
+    assert wire.unpack(opened.tokens).tolist() == [start, start]
+    tokens, server, received = place.write(prompt_with("hunter2"), ["hunter2"], is_there=False)
+    assert (len(tokens), server.up, received) == (12, [], [])
 
 
 def test_no_journal_and_no_tokens(place: Place, tmp_path) -> None:
@@ -302,10 +292,13 @@ def test_no_journal_and_no_tokens(place: Place, tmp_path) -> None:
 
 
 def test_a_space_that_a_tokenizer_counts_to_no_token_is_private() -> None:
-    """A token that begins with a space may say that it begins behind it, and a token of spaces that it has no characters."""
-    word = np.array(
-        [False, False, True, True, True, True, True, False]
-    )  # "a", " pass", " b", of which the space is private
+    """Check tokens whose offsets leave out a space.
+
+    The offsets of a token that begins with a space may begin after it, and a token of spaces may
+    have no characters.
+    """
+    # "a", " pass" and " b", whose space is private.
+    word = np.array([False, False, True, True, True, True, True, False])
     assert _touched(word, [(0, 2), (2, 6), (7, 8)]) == [False, True, True]
     spaces = np.array([False, True, True, True, False])
     assert _touched(spaces, [(0, 1), (2, 2), (4, 4), (4, 5)]) == [False, True, True, False]

@@ -1,4 +1,7 @@
-"""Clients, a network and `specjax serve` as a process, over real sockets: every text is the one that the server alone gives."""
+"""Tests of clients, a network and a process of `specjax serve`, over real sockets.
+
+Every text must be the one that the server writes alone.
+"""
 
 import json
 import threading
@@ -39,41 +42,43 @@ IMPATIENT = Patience(
 
 
 class Served:
-    """A server's process, and what a client needs of it.
+    """A server's process, and the files that a client of it needs.
 
     Attributes:
         server: the process.
-        drafter: as the command line has it.
-        parts: directory with the client's parts of the target.
-        keys: files with a key each.
+        drafter: the drafter, as the command line names it.
+        parts: the directory with the client's parts of the target.
+        keys: the files with one key each.
     """
 
     def __init__(self, server: Server, directory: Path) -> None:
-        self.server, self.drafter, self.parts = (
-            server,
-            f"eagle3:{directory / 'eagle3'}",
-            str(directory / "parts"),
-        )
+        self.server, self.drafter = server, f"eagle3:{directory / 'eagle3'}"
+        self.parts = str(directory / "parts")
         self.keys = [str(directory / f"key{number}") for number in range(2)]
         self._texts: dict[str, str] = {}
 
-    def text(self, **asked: Any) -> str:
-        """What the server writes alone."""
-        name = json.dumps(asked)
+    def text(self, **parameters: Any) -> str:
+        """Return the text that the server writes alone."""
+        name = json.dumps(parameters)
         if name not in self._texts:
-            body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0.0} | asked
+            body = {
+                "model": "tiny",
+                "prompt": PROMPT,
+                "max_tokens": 40,
+                "temperature": 0.0,
+            } | parameters
             self._texts[name] = self.server.post("/v1/completions", body)["choices"][0]["text"]
         return self._texts[name]
 
     def client(self, port: int | None = None, key: str | None = KEYS[0]) -> Client:
-        """One that is in a hurry."""
+        """Return a client with short timeouts."""
         url = f"ws://127.0.0.1:{port or self.server.port}"
         return connect(
             url, self.drafter, self.parts, api_key=key, capacity=CAPACITY, patience=IMPATIENT
         )
 
     def command(self, capsys, *options: str) -> tuple[int, str, str]:
-        """``specjax client``: its status, and what it has said."""
+        """Run ``specjax client``, and return its status and its output."""
         line = [
             "--server",
             f"ws://127.0.0.1:{self.server.port}",
@@ -119,14 +124,15 @@ def served(tmp_path_factory) -> Iterator[Served]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("asked", [{}, DRAWN], ids=["greedy", "drawn"])
-def test_the_command_writes_the_servers_text(asked, served: Served, capsys) -> None:
-    options = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
+@pytest.mark.parametrize("parameters", [{}, DRAWN], ids=["greedy", "drawn"])
+def test_the_command_writes_the_servers_text(parameters, served: Served, capsys) -> None:
+    options = [word for name, value in parameters.items() for word in (f"--{name}", str(value))]
     status, out, _ = served.command(capsys, "--json", *options)
-    said = json.loads(out)
-    assert (status, said["text"], said["finish_reason"]) == (0, served.text(**asked), "length")
-    assert len(said["tokens"]) == 40 and said["provisional"] == ""
-    assert served.text(**asked)
+    output = json.loads(out)
+    assert (status, output["finish_reason"]) == (0, "length")
+    assert output["text"] == served.text(**parameters)
+    assert len(output["tokens"]) == 40 and output["provisional"] == ""
+    assert served.text(**parameters)
 
 
 @pytest.mark.full
@@ -146,11 +152,11 @@ def test_the_command_goes_on_from_its_journal(served: Served, capsys, tmp_path) 
     cut["committed"] = cut["committed"][:17]
     journal.write_text(json.dumps(cut))
     status, out, _ = served.command(capsys, *options)
-    said = json.loads(out)
-    assert (status, said["text"], len(said["tokens"])) == (0, served.text(), 40)
-    assert said["rounds"] + said["accepted"] == 23
-    said = json.loads(served.command(capsys, *options)[1])
-    assert (said["text"], said["rounds"]) == (served.text(), 0)
+    output = json.loads(out)
+    assert (status, output["text"], len(output["tokens"])) == (0, served.text(), 40)
+    assert output["rounds"] + output["accepted"] == 23
+    output = json.loads(served.command(capsys, *options)[1])
+    assert (output["text"], output["rounds"]) == (served.text(), 0)
     status, _, err = served.command(capsys, *options, "--seed", "9")
     assert status == 2 and "journal=" in err
 
@@ -158,13 +164,9 @@ def test_the_command_goes_on_from_its_journal(served: Served, capsys, tmp_path) 
 @pytest.mark.full
 def test_the_command_without_a_server(served: Served, capsys) -> None:
     status, out, _ = served.command(capsys, "--offline", "--json")
-    said = json.loads(out)
-    assert (status, said["text"], said["finish_reason"], len(said["provisional_tokens"])) == (
-        0,
-        "",
-        "offline",
-        40,
-    )
+    output = json.loads(out)
+    assert (status, output["text"], output["finish_reason"]) == (0, "", "offline")
+    assert len(output["provisional_tokens"]) == 40
     nobody = [
         "--server",
         "ws://127.0.0.1:9",
@@ -176,16 +178,16 @@ def test_the_command_without_a_server(served: Served, capsys) -> None:
     ]
     status, out, _ = served.command(capsys, *nobody)
     assert (status, json.loads(out)["text"]) == (3, "")
-    assert json.loads(out)["provisional_tokens"] == said["provisional_tokens"]
+    assert json.loads(out)["provisional_tokens"] == output["provisional_tokens"]
 
 
 @pytest.mark.full
 def test_the_command_keeps_a_string_back(served: Served, capsys, tmp_path) -> None:
     (tmp_path / "private").write_text("os\n")
     status, out, _ = served.command(capsys, "--private", str(tmp_path / "private"), "--json")
-    said = json.loads(out)
-    assert (status, said["text"], len(said["provisional_tokens"])) == (0, "", 40)
-    assert said["bytes_up"] > 0 and said["bytes_down"] > 0
+    output = json.loads(out)
+    assert (status, output["text"], len(output["provisional_tokens"])) == (0, "", 40)
+    assert output["bytes_up"] > 0 and output["bytes_down"] > 0
     (tmp_path / "private").write_text("not there\n")
     status, _, err = served.command(capsys, "--private", str(tmp_path / "private"))
     assert status == 2 and err.startswith("specjax: error: private: ")
@@ -204,36 +206,31 @@ def test_the_command_without_the_key(served: Served, capsys, tmp_path) -> None:
 
 @pytest.fixture
 def proxy(served: Served) -> Iterator[Proxy]:
-    with Proxy(served.server.port, Conditions(round_trip=0.01)) as made:
-        yield made
+    with Proxy(served.server.port, Conditions(round_trip=0.01)) as proxy:
+        yield proxy
 
 
 @pytest.mark.full
 def test_a_black_hole(served: Served, proxy: Proxy) -> None:
     client = served.client(proxy.port)
-    seen: list[Any] = []
+    events: list[Any] = []
     for event in client.stream(PROMPT, max_new_tokens=40):
-        seen.append(event)
-        provisional = sum(isinstance(each, ProvisionalEvent) for each in seen)
-        if sum(isinstance(each, CommittedEvent) for each in seen) == 8 and not provisional:
+        events.append(event)
+        kinds = [type(event) for event in events]
+        if kinds.count(CommittedEvent) == 8 and ProvisionalEvent not in kinds:
             proxy.cut()
-        if provisional == 8:
+        if kinds.count(ProvisionalEvent) == 8:
             proxy.restore()
-    kinds = [type(each) for each in seen]
-    first, last = (
-        kinds.index(ProvisionalEvent),
-        len(kinds) - 1 - kinds[::-1].index(ProvisionalEvent),
-    )
+    kinds = [type(event) for event in events]
+    first = kinds.index(ProvisionalEvent)
+    last = len(kinds) - 1 - kinds[::-1].index(ProvisionalEvent)
     assert CommittedEvent in kinds[:first] and CommittedEvent in kinds[last:]
-    assert (
-        "".join(each.text for each in seen if isinstance(each, CommittedEvent))
-        == client.report.text
-        == served.text()
-    )
-    taken_back = sum(len(each.tokens) for each in seen if isinstance(each, RetractedEvent))
-    confirmed = sum(each.confirmed for each in seen if isinstance(each, CommittedEvent))
-    assert taken_back > 0
-    assert taken_back + confirmed == kinds.count(ProvisionalEvent)
+    committed = [event for event in events if isinstance(event, CommittedEvent)]
+    assert "".join(event.text for event in committed) == client.report.text == served.text()
+    retracted = sum(len(event.tokens) for event in events if isinstance(event, RetractedEvent))
+    confirmed = sum(event.confirmed for event in committed)
+    assert retracted > 0
+    assert retracted + confirmed == kinds.count(ProvisionalEvent)
 
 
 @pytest.mark.full
@@ -259,29 +256,29 @@ def test_resets_and_half_frames(served: Served, proxy: Proxy) -> None:
 
 @pytest.mark.full
 def test_two_clients_and_a_request_at_a_time(served: Served) -> None:
-    asked = [{"seed": seed, "temperature": 0.8} for seed in (11, 12, 13)]
-    expected = [served.text(**each) for each in asked]
+    parameters = [{"seed": seed, "temperature": 0.8} for seed in (11, 12, 13)]
+    expected = [served.text(**values) for values in parameters]
     assert len(set(expected)) == 3
     clients = [served.client(key=key) for key in KEYS]
     for client in clients:
         client.device.warm_up()
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
 
     def write(number: int) -> None:
         if number < 2:
-            found[number] = (
-                clients[number].generate(PROMPT, max_new_tokens=40, **asked[number]).text
+            texts[number] = (
+                clients[number].generate(PROMPT, max_new_tokens=40, **parameters[number]).text
             )
         else:
-            body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40} | asked[number]
-            found[number] = served.server.post("/v1/completions", body)["choices"][0]["text"]
+            body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40} | parameters[number]
+            texts[number] = served.server.post("/v1/completions", body)["choices"][0]["text"]
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert [found.get(number) for number in range(3)] == expected
+    assert [texts.get(number) for number in range(3)] == expected
     assert all(client.report.resumes == 0 for client in clients)
 
 
@@ -289,7 +286,7 @@ def test_two_clients_and_a_request_at_a_time(served: Served) -> None:
 
 
 def talk(link: WebSocketLink, frame: bytes | None = None) -> Any:
-    """The next message, after one was sent."""
+    """Send a frame, if there is one, and return the next message."""
     if frame is not None:
         link.send(frame)
     answer = link.receive(20.0)
@@ -316,22 +313,22 @@ def test_who_has_no_key_gets_nothing(served: Served) -> None:
 
 @pytest.mark.full
 def test_nobody_goes_on_with_the_text_of_another_key(served: Served) -> None:
-    mine, other = connected(served, KEYS[0]), connected(served, KEYS[1])
+    mine, foreign = connected(served, KEYS[0]), connected(served, KEYS[1])
     exchange = Exchange(
         ExchangeRequest((5, 6, 7), SamplingParams(max_new_tokens=8, eos_token_ids=()))
     )
     session = talk(mine, exchange.hello()).session
-    heard: Any = SimpleNamespace()
-    while not isinstance(heard, wire.ReadyMessage):
-        heard = talk(mine)
-    known = {"session": session, "base": 3, "digest": wire.digest([5, 6, 7]), "known": 2}
-    assert talk(other, wire.encode(wire.ResumeMessage(epoch=1, **known))) == wire.ForgottenMessage(
-        session=session
-    )
-    other.send(wire.encode(wire.CloseMessage(session=session)))
+    message: Any = SimpleNamespace()
+    while not isinstance(message, wire.ReadyMessage):
+        message = talk(mine)
+    state = {"session": session, "base": 3, "digest": wire.digest([5, 6, 7]), "known": 2}
+    assert talk(
+        foreign, wire.encode(wire.ResumeMessage(epoch=1, **state))
+    ) == wire.ForgottenMessage(session=session)
+    foreign.send(wire.encode(wire.CloseMessage(session=session)))
     again = connected(served, KEYS[0])
-    assert talk(again, wire.encode(wire.ResumeMessage(epoch=1, **known))) == wire.ReadyMessage(
+    assert talk(again, wire.encode(wire.ResumeMessage(epoch=1, **state))) == wire.ReadyMessage(
         session=session, epoch=1, length=3
     )
-    for link in (mine, other, again):
+    for link in (mine, foreign, again):
         link.close()

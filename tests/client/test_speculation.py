@@ -1,4 +1,4 @@
-"""What is kept of drafts when a verdict comes, with a device that drafts trees at random."""
+"""Tests of the drafts that remain after a verdict, with a device that drafts random trees."""
 
 import random
 from types import SimpleNamespace
@@ -10,7 +10,10 @@ from tests.client.test_trees import drawn, paths
 
 
 class MadeUpDevice:
-    """Drafts at random, and keeps what it was asked for. What is known is the number of tokens that it was given."""
+    """A device that drafts at random and records the requests.
+
+    Its state is the number of tokens that were appended.
+    """
 
     def __init__(self, seed: int) -> None:
         self.draw, self.asked = random.Random(seed), []
@@ -18,17 +21,17 @@ class MadeUpDevice:
     def start(self) -> int:
         return 0
 
-    def append_remote(self, known, tokens, following, arrays) -> int:
+    def append_remote(self, state, tokens, following, arrays) -> int:
         assert len(tokens) == len(following)
-        return known + len(tokens)
+        return state + len(tokens)
 
-    def append_unverified(self, known, tokens, following) -> int:
+    def append_unverified(self, state, tokens, following) -> int:
         assert len(tokens) == len(following) > 0
         assert list(tokens[1:]) == list(following[:-1])
-        return known + len(tokens)
+        return state + len(tokens)
 
-    def propose(self, known, root, length, settings, depth):
-        assert known == length - 1  # all but the root
+    def propose(self, state, root, length, settings, depth):
+        assert state == length - 1  # all tokens but the root
         self.asked.append((root, length, depth))
         return drawn(self.draw, root=root)
 
@@ -42,17 +45,20 @@ def begun(seed: int, stretches: int) -> Speculation:
 
 
 def believed(speculation: Speculation) -> set[tuple[int, ...]]:
-    """All texts that the stretches have: each hangs below the likeliest path of the one before."""
-    found, above = set(), ()
+    """Return all texts of the stretches.
+
+    Each stretch follows the likeliest path of the one before.
+    """
+    texts, above = set(), ()
     for stretch in speculation.stretches:
-        found |= {(*above, *path) for path in paths(stretch.tree)}
+        texts |= {(*above, *path) for path in paths(stretch.tree)}
         above = (*above, *stretch.path)
-    return found
+    return texts
 
 
 @pytest.mark.parametrize("stretches", [0, 1, 2, 3])
 def test_what_is_kept_is_what_was_drafted_below_the_emitted_tokens(stretches: int) -> None:
-    kept = hopped = 0
+    remained = hopped = 0
     for seed in range(150):
         draw = random.Random(seed)
         speculation = begun(seed, stretches)
@@ -69,14 +75,14 @@ def test_what_is_kept_is_what_was_drafted_below_the_emitted_tokens(stretches: in
         speculation.tokens += emitted
         is_left = speculation.commit(emitted)
         assert is_left == bool(speculation.stretches)
-        # A root alone is no draft.
+        # A root alone is not a draft.
         assert (believed(speculation) if is_left else set()) == (
             expected if expected > {()} else set()
         ), seed
         if is_left:
             assert speculation.stretches[0].tree.root == emitted[-1]
-            kept, hopped = kept + 1, hopped + (len(emitted) > first)
-    assert (kept > 10) == (stretches > 0)
+            remained, hopped = remained + 1, hopped + (len(emitted) > first)
+    assert (remained > 10) == (stretches > 0)
     assert (hopped > 5) == (stretches > 1)
 
 
@@ -85,10 +91,10 @@ def test_the_likeliest_path_goes_on_where_it_was_right() -> None:
         speculation = begun(seed, 3)
         path = speculation.path
         for count in range(1, len(path)):
-            other = begun(seed, 3)
-            other.tokens += path[:count]
-            if other.commit(path[:count]):
-                assert other.path == path[count:]
+            committed = begun(seed, 3)
+            committed.tokens += path[:count]
+            if committed.commit(path[:count]):
+                assert committed.path == path[count:]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,4 +1,4 @@
-"""Small trees against what they are, written out: sets of paths."""
+"""Tests of small trees, which are compared with sets of paths."""
 
 import random
 
@@ -8,30 +8,30 @@ import pytest
 from specjax.client.trees import Tree
 
 Paths = dict[tuple[int, ...], int]
-"""Of each node the tokens down to it, from the root's child on; and its place among all."""
+"""Each node's tokens from the root's child on, and its index in the tree."""
 
 
 def drawn(draw: random.Random, nodes: int = 12, root: int = 0) -> Tree:
-    """A tree whose siblings differ."""
+    """Draw a tree whose siblings have different tokens."""
     tokens, parents = [root], [-1]
     for _ in range(draw.randrange(nodes)):
         parent = draw.randrange(len(tokens))
-        taken = {token for token, above in zip(tokens, parents, strict=True) if above == parent}
-        if free := sorted(set(range(4)) - taken):
+        siblings = {token for token, above in zip(tokens, parents, strict=True) if above == parent}
+        if free := sorted(set(range(4)) - siblings):
             tokens.append(draw.choice(free))
             parents.append(parent)
     return Tree(np.array(tokens, np.int32), np.array(parents))
 
 
 def paths(tree: Tree) -> Paths:
-    """All nodes of a tree, followed up to the root one by one."""
-    found: Paths = {}
+    """Return the path of every node, followed up to the root one by one."""
+    nodes: Paths = {}
     for node in range(len(tree.tokens)):
         path, above = (), node
         while above:
             path, above = (int(tree.tokens[above]), *path), int(tree.parents[above])
-        found[path] = node
-    return found
+        nodes[path] = node
+    return nodes
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -98,11 +98,11 @@ def test_nodes_that_are_not_valid_take_all_below_with_them(seed: int) -> None:
     valid = np.array([True, *(draw.random() < 0.7 for _ in tree.tokens[1:])])
     wrong = [path for path, node in paths(tree).items() if not valid[node]]
     expected = {
-        path for path in paths(tree) if not any(path[: len(each)] == each for each in wrong)
+        path for path in paths(tree) if not any(path[: len(prefix)] == prefix for prefix in wrong)
     }
-    kept = Tree.of(tree.tokens, tree.parents, valid)
-    assert set(paths(kept)) == expected
-    assert kept.parents[0] == -1
+    remaining = Tree.of(tree.tokens, tree.parents, valid)
+    assert set(paths(remaining)) == expected
+    assert remaining.parents[0] == -1
 
 
 def test_a_chain() -> None:

@@ -1,4 +1,7 @@
-"""The gain of a compressed cache by context and batch: the reckoning on made-up times, and the measuring on a tiny model."""
+"""Tests of a compressed cache's gain by context and batch.
+
+The arithmetic is tested on made-up times, the measuring on a tiny model.
+"""
 
 from dataclasses import replace
 
@@ -18,7 +21,11 @@ from tests.conftest import tiny_target
 
 
 def example() -> MeasuredContexts:
-    """Weights take 10 ms, arithmetic 1 ms a node and row, and keys and values 1 ms for every 1,024 tokens and row."""
+    """Return made-up measurements.
+
+    A pass takes 10 ms for the weights, 1 ms per node and row for arithmetic, and 1 ms per 1,024
+    tokens and row for keys and values.
+    """
 
     def costs(context: int, batch: int) -> Costs:
         times = {n: 10 + n * batch + batch * context / 1024 for n in (1, 2, 4, 7)}
@@ -63,7 +70,7 @@ def test_more_rows_gain_more_with_long_contexts_and_less_with_short_ones() -> No
     assert short.critical_context() is None
 
 
-@pytest.mark.thorough  # a clock runs around dozens of compiled programs
+@pytest.mark.thorough  # it compiles and times dozens of programs
 def test_a_tiny_model_is_measured() -> None:
     texts = np.random.default_rng(0).integers(0, 11, (3, 48)).astype(np.int32)
     target = tiny_target(num_layers=1)
@@ -79,25 +86,19 @@ def test_a_tiny_model_is_measured() -> None:
         options=options,
     )
     assert set(measured.costs) == {(16, 2), (48, 2)}
-    assert set(measured.survival) == {
-        (16, 8),
-        (48, 8),
-        (48, 20),
-    }  # a budget of 20 would hold a context of 16
+    # (16, 20) is not measured: a budget of 20 holds a whole context of 16.
+    assert set(measured.survival) == {(16, 8), (48, 8), (48, 20)}
     assert all(
         len(survival) == 2 and 1 >= survival[0] >= survival[1] >= 0
         for survival in measured.survival.values()
     )
     assert all(seconds > 0 for seconds in measured.draft_times.values())
-    assert [gain.speedup for gain in measured.gains(48, 2)] == sorted(
-        (gain.speedup for gain in measured.gains(48, 2)), reverse=True
-    )
-    with pytest.raises(
-        InputError, match="texts: they have 48 tokens; the longest context needs 49"
-    ):
-        measure_contexts(
-            target, CompressedCache(), texts, contexts=(49,), batches=(1,), budgets=(8,)
-        )
+    speedups = [gain.speedup for gain in measured.gains(48, 2)]
+    assert speedups == sorted(speedups, reverse=True)
+    sizes = {"contexts": (49,), "batches": (1,), "budgets": (8,)}
+    message = "texts: they have 48 tokens; the longest context needs 49"
+    with pytest.raises(InputError, match=message):
+        measure_contexts(target, CompressedCache(), texts, **sizes)
 
 
 def test_auto_tries_budgets_of_a_compressed_cache(monkeypatch) -> None:
@@ -111,13 +112,13 @@ def test_auto_tries_budgets_of_a_compressed_cache(monkeypatch) -> None:
     monkeypatch.setattr(choice, "compare_drafts", compare)
     target, texts = tiny_target(), np.ones((1, 300), np.int32)
     drafter, best = fastest_drafter(target, CompressedCache(budget=999, scheme=SnapKV()), texts)
-    assert tried == [128, 256, 999]  # 512 would hold the whole text; the last is its own
+    assert tried == [128, 256, 999]  # 512 holds the whole text; 999 is the drafter's
     assert drafter == CompressedCache(256, SnapKV(), Chain(3)) and best.speedup == 1.5
     tried.clear()
     fastest_drafter(target, CompressedCache(budget=64, scheme=Streaming()), texts[:, :100])
-    assert tried == [64]  # its own: no other is smaller than the text
+    assert tried == [64]  # the drafter's: all others hold the whole text
     tried.clear()
     fastest_drafter(target, CompressedCache(budget=210, scheme=SnapKV(window=200)), texts)
     assert tried == [210, 256]
-    other, _ = fastest_drafter(target, DraftModel(target), texts)
-    assert isinstance(other, DraftModel) and other.draft == Chain(3)
+    draft_model, _ = fastest_drafter(target, DraftModel(target), texts)
+    assert isinstance(draft_model, DraftModel) and draft_model.draft == Chain(3)

@@ -1,4 +1,4 @@
-"""Measured costs, what they predict, and the off switch."""
+"""Tests of measured costs, of the speed-ups predicted from them, and of the off switch."""
 
 import jax
 import numpy as np
@@ -21,10 +21,13 @@ LARGE = {"hidden_size": 1024, "intermediate_size": 2560, "num_layers": 2}
 
 
 def stats_of(*rows: tuple[list[int], int, int]) -> Stats:
-    """From ``(emitted in each step, drafted in all, nodes scored in all)`` of each row."""
+    """Build statistics from ``(emitted in each step, drafted, nodes scored)`` of each row.
+
+    Drafted tokens and scored nodes are those of all the row's steps.
+    """
     histogram = np.array([np.bincount(emitted, minlength=6) for emitted, _, _ in rows])
     zeros = np.zeros((len(rows), 4), int)
-    drafted_at = zeros + np.array([[row[1], 0, 0, 0] for row in rows])  # only their sum counts
+    drafted_at = zeros + np.array([[row[1], 0, 0, 0] for row in rows])  # only their sum matters
     steps = np.array([len(emitted) for emitted, _, _ in rows])
     drafted, scored = np.array([row[1] for row in rows]), np.array([row[2] for row in rows])
     return Stats(
@@ -47,16 +50,15 @@ def test_the_slowest_row_of_a_batch_decides() -> None:
 
 
 def test_a_dynamic_tree_is_charged_all_its_levels() -> None:
-    """Also where the nodes that were kept lie higher up."""
+    """Check it for a tree whose remaining nodes lie on fewer levels than were drafted."""
     costs = Costs(verify={1: 1.0, 4: 2.0}, draft_time=0.5, levels=3)
     stats = stats_of(([2, 2], 4, 8))
     assert predicted_speedup(costs, stats) == pytest.approx(4 * 1.0 / (2 * 3 * 0.5 + 2 * 2.0))
 
 
 def test_between_measured_widths_lies_a_line() -> None:
-    assert Costs(verify={1: 1.0, 3: 2.0, 9: 5.0}, draft_time=0.0).verification(6) == pytest.approx(
-        3.5
-    )
+    costs = Costs(verify={1: 1.0, 3: 2.0, 9: 5.0}, draft_time=0.0)
+    assert costs.verification(6) == pytest.approx(3.5)
 
 
 @pytest.mark.thorough
@@ -77,9 +79,13 @@ def test_a_context_beyond_the_positions_is_refused_by_name() -> None:
         measure_costs(tiny_target(), None, context=2000)
 
 
-@pytest.mark.thorough  # tests/cli/test_main.py has the switch as it is used
+@pytest.mark.thorough  # tests/cli/test_main.py tests the switch through the command line
 def test_the_off_switch_tells_a_good_drafter_from_a_bad_one() -> None:
-    """The same function at a hundredth of the cost; and another one of the target's own size, which is never right."""
+    """Compare a drafter that is always right with one that is never right.
+
+    The good one computes the target's function at a hundredth of its cost. The bad one is another
+    model of the target's size.
+    """
     small = tiny_target()
     large = inflate(small, **LARGE)
     good = DraftModel(small, draft=Chain(4))
@@ -91,8 +97,10 @@ def test_the_off_switch_tells_a_good_drafter_from_a_bad_one() -> None:
 
 @pytest.mark.thorough
 def test_choosing_by_a_trial_leaves_the_text_alone() -> None:
-    """Of many generations, those whose trial accepted much are distributed as all are. With the generation's own key as the
-    trial's the same choice is biased: it has seen the text.
+    """Check that texts chosen by their trials are distributed as all texts are.
+
+    The chosen ones are the generations whose trial accepted many tokens. If the trial has the key
+    of the generation itself, the same choice is biased, because it depends on the text.
     """
     sizes = {
         "vocab_size": 4,

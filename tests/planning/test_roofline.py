@@ -45,51 +45,56 @@ def test_work_by_hand() -> None:
     products = work.product_work(SHAPE, rows=12)
     assert (products.flops, products.bytes) == (2 * WEIGHTS * 12, 2 * WEIGHTS)
     attention = work.attention_work(SHAPE, batch=3, tokens=4, context=100)
-    assert (attention.flops, attention.bytes) == (
-        4 * 3 * 4 * 100 * 4 * 16 * 2,
-        3 * 100 * CACHE_BYTES,
-    )
+    assert attention.flops == 4 * 3 * 4 * 100 * 4 * 16 * 2
+    assert attention.bytes == 3 * 100 * CACHE_BYTES
     assert work.cache_bytes(SHAPE) == CACHE_BYTES
 
 
 def test_a_tied_head_is_multiplied_and_biases_and_norms_are_not() -> None:
-    other = replace(SHAPE, tie_embeddings=True, qkv_bias=True, qk_norm=True)
-    assert work.product_work(other, rows=12) == work.product_work(SHAPE, rows=12)
+    changed = replace(SHAPE, tie_embeddings=True, qkv_bias=True, qk_norm=True)
+    assert work.product_work(changed, rows=12) == work.product_work(SHAPE, rows=12)
 
 
 def test_experts_and_latents_by_hand() -> None:
-    """DeepSeek-V3: 37 billion parameters for a token (its report's abstract), and 512 + 64 numbers in each layer's cache."""
+    """Count DeepSeek-V3's work by hand.
+
+    A token takes 37 billion parameters (the abstract of its report), and 512 + 64 numbers in each
+    layer's cache.
+    """
     config = PUBLISHED["deepseek-v3"]
-    one, many = work.product_work(config, rows=1), work.product_work(config, rows=10_000)
+    one_row, many_rows = work.product_work(config, rows=1), work.product_work(config, rows=10_000)
     experts = 58 * 256 * 3 * 7168 * 2048
-    assert one.flops / 2 == pytest.approx(37e9, rel=0.02)
-    assert many.flops == pytest.approx(10_000 * one.flops)
-    assert (one.bytes, many.bytes) == pytest.approx(
-        (one.flops, 2 * (one.flops / 2 + experts * 31 / 32))
+    assert one_row.flops / 2 == pytest.approx(37e9, rel=0.02)
+    assert many_rows.flops == pytest.approx(10_000 * one_row.flops)
+    assert (one_row.bytes, many_rows.bytes) == pytest.approx(
+        (one_row.flops, 2 * (one_row.flops / 2 + experts * 31 / 32))
     )
     assert work.cache_bytes(config) == 61 * (512 + 64) * 2
     attention = work.attention_work(config, batch=1, tokens=3, context=100)
-    assert (attention.flops, attention.bytes) == (
-        2 * 3 * 100 * 128 * (512 + 64 + 512) * 61,
-        100 * 61 * 576 * 2,
-    )
+    assert attention.flops == 2 * 3 * 100 * 128 * (512 + 64 + 512) * 61
+    assert attention.bytes == 100 * 61 * 576 * 2
 
 
 def test_layers_that_differ_by_hand() -> None:
-    """Layers 2 and 3 store nothing, and read what layers 0 and 1 do: 2 x 2 heads of 4, of the 5 newest tokens, and 2 x 1
-    head of 8."""
+    """Count the work of layers that share entries.
+
+    Layers 2 and 3 store nothing, and read the entries of layers 0 and 1: 2 x 2 heads of 4 for the 5
+    newest tokens, and 2 x 1 head of 8 for all tokens.
+    """
     config = tiny_config(**LAYERED["sharing"])
     assert work.cache_bytes(config) == (16 + 16) * 2
     attention = work.attention_work(config, batch=3, tokens=4, context=100)
     products = 5 * (4 * 2 * 4 + 2 * 2 * 4) + 100 * (4 * 2 * 8 + 4 * 2 * 8)
-    assert (attention.flops, attention.bytes) == (
-        2 * 3 * 4 * products,
-        3 * 2 * (5 * 16 + 100 * 16) * 2,
-    )
+    assert attention.flops == 2 * 3 * 4 * products
+    assert attention.bytes == 3 * 2 * (5 * 16 + 100 * 16) * 2
 
 
 def test_forward_time_by_hand() -> None:
-    """Four tokens: the products wait for arithmetic (4.49 ms), attention for memory (0.77 ms). One token: both for memory."""
+    """Count the time of four tokens per row, and of one.
+
+    With four the products wait for arithmetic (4.49 ms) and attention for memory (0.77 ms). With
+    one both wait for memory.
+    """
     assert work.forward_time(SHAPE, TOY, 3, 4, 100) == pytest.approx(
         2 * WEIGHTS * 12 / 1e9 + 3 * 100 * CACHE_BYTES / 1e8
     )
@@ -100,14 +105,13 @@ def test_forward_time_by_hand() -> None:
     assert work.forward_time(SHAPE, TOY, 3, 1, 100) == pytest.approx(4.5056e-3)
     eight_bits = work.forward_time(SHAPE, TOY, 3, 1, 100, weight_bytes=1, kv_bytes=1)
     assert eight_bits == pytest.approx(4.5056e-3 / 2)
-    many = work.forward_time(
-        SHAPE, TOY, 3, 40, 100
-    )  # enough queries a key for arithmetic to hold attention up
+    # With 40 tokens per row each key has enough queries that attention waits for arithmetic too.
+    many = work.forward_time(SHAPE, TOY, 3, 40, 100)
     assert many == pytest.approx((2 * WEIGHTS * 120 + 4 * 3 * 40 * 100 * 4 * 16 * 2) / 1e9)
 
 
 def test_a_known_model_on_a_known_chip() -> None:
-    """Llama-3.1-8B on an H100: 15.0 GB of weights and 0.13 GB of cache at 3.35 TB/s."""
+    """Check Llama-3.1-8B on an H100: 15.0 GB of weights and 0.13 GB of cache at 3.35 TB/s."""
     assert work.forward_time(LLAMA, CHIPS["h100"], 1, 1, 1024) == pytest.approx(
         (15.009e9 + 0.1342e9) / 3.35e12, rel=1e-4
     )
@@ -118,9 +122,8 @@ def test_chips(name) -> None:
     chip = find_chip(name.upper())
     assert chip is CHIPS[name]
     assert chip.source.startswith("https://")
-    assert (
-        100 < chip.flops / chip.bandwidth < 600
-    )  # operations a byte; a wrong power of ten would show
+    # Operations per byte: a wrong power of ten in either number would show.
+    assert 100 < chip.flops / chip.bandwidth < 600
     assert 15e9 <= chip.memory <= 100e9
 
 
@@ -128,18 +131,15 @@ def test_chips(name) -> None:
 
 
 def test_the_three_times_by_hand() -> None:
-    weights, cache = (
-        2 * WEIGHTS / 1e8,
-        3 * CACHE_BYTES / 1e8,
-    )  # seconds of reading; the latter a token of context
+    # Seconds of reading all weights, and the entries of one token of context.
+    weights, cache = 2 * WEIGHTS / 1e8, 3 * CACHE_BYTES / 1e8
     pair = Pair(SHAPE, TOY, draft_cache=40, selection=0.5)
     assert pair.target_time(3, 100) == pytest.approx(weights + 100 * cache)
     assert pair.verify_time(3, 100, gamma=3) == pytest.approx(5.25312e-3)
     assert pair.verify_time(3, 100, gamma=0) == pair.target_time(3, 100)
     assert pair.draft_time(3, 100) == pytest.approx(weights + 40 * cache + 0.5 * 100 * cache)
-    assert pair.draft_time(3, 40) == pytest.approx(
-        weights + 40 * cache
-    )  # everything is kept: nothing to select
+    # All 40 entries fit into the draft cache, so nothing is selected.
+    assert pair.draft_time(3, 40) == pytest.approx(weights + 40 * cache)
     assert replace(pair, selection=0.0).draft_time(3, 100) == pytest.approx(weights + 40 * cache)
     assert replace(pair, draft_cache=None).draft_time(3, 100) == pytest.approx(
         weights + 100 * cache
@@ -157,13 +157,15 @@ def test_speedup_is_magicdecs_equation_2() -> None:
 
 
 def test_memory_by_hand() -> None:
-    own = WEIGHTS + 64 * 1000 + 5 * 64  # the embedding and five norms take room as well
+    parameters = WEIGHTS + 64 * 1000 + 5 * 64  # with the embedding and five norms
     drafter = replace(SHAPE, num_layers=1)
-    draft = own - LAYER - 2 * 64
-    assert Pair(SHAPE, TOY).memory(3, 100) == 2 * own + 3 * 100 * CACHE_BYTES
-    assert Pair(SHAPE, TOY, draft_cache=40).memory(3, 100) == 2 * own + 3 * 140 * CACHE_BYTES
+    draft = parameters - LAYER - 2 * 64
+    assert Pair(SHAPE, TOY).memory(3, 100) == 2 * parameters + 3 * 100 * CACHE_BYTES
+    assert Pair(SHAPE, TOY, draft_cache=40).memory(3, 100) == 2 * parameters + 3 * 140 * CACHE_BYTES
     pair = Pair(SHAPE, TOY, drafter)
-    assert pair.memory(3, 100) == 2 * (own + draft) + 3 * 100 * (CACHE_BYTES + CACHE_BYTES / 2)
+    assert pair.memory(3, 100) == 2 * (parameters + draft) + 3 * 100 * (
+        CACHE_BYTES + CACHE_BYTES / 2
+    )
     full = next(rows for rows in range(1, 1000) if not pair.fits(rows, 100))
     assert pair.memory(full - 1, 100) <= TOY.memory < pair.memory(full, 100)
 
@@ -204,7 +206,10 @@ def test_with_a_long_context_and_a_compressed_draft_cache_a_larger_batch_gains_m
 
 
 def test_magicdecs_critical_length_lies_where_the_paper_puts_it() -> None:
-    """Figure 2c, Llama-3.1-8B on A100, gamma = 3: a larger batch gains less below 4,000 tokens, and more above."""
+    """Check figure 2c: a larger batch gains less below 4,000 tokens, and more above.
+
+    The figure is of Llama-3.1-8B on A100 with gamma = 3.
+    """
     large = (64, 128, 256)
     assert rising([-roofline.chain_speedup(SELF, rows, 2000, 3, 0.8) for rows in large])
     assert rising([roofline.chain_speedup(SELF, rows, 4500, 3, 0.8) for rows in large])
@@ -213,10 +218,8 @@ def test_magicdecs_critical_length_lies_where_the_paper_puts_it() -> None:
 def test_a_draft_model_with_its_whole_cache_gains_less_from_length_than_one_with_a_part_of_it() -> (
     None
 ):
-    whole, part = (
-        Pair(LLAMA, CHIPS["h100"], SMALL),
-        Pair(LLAMA, CHIPS["h100"], SMALL, draft_cache=512),
-    )
+    whole = Pair(LLAMA, CHIPS["h100"], SMALL)
+    part = Pair(LLAMA, CHIPS["h100"], SMALL, draft_cache=512)
     assert roofline.chain_speedup(whole, 64, 32_000, 3, 0.8) < roofline.chain_speedup(
         whole, 64, 1000, 3, 0.8
     )
@@ -225,7 +228,9 @@ def test_a_draft_model_with_its_whole_cache_gains_less_from_length_than_one_with
     )
 
 
-MEASURED = [  # MagicDec, tables 1 and 2: target, K, rows, context, gamma, tokens a step, speed-up measured on H100
+# MagicDec, tables 1 and 2: target, K, rows, context, gamma, tokens per step, and the speed-up
+# measured on H100.
+MEASURED = [
     ("llama-3.1-8b", 512, 32, 32_000, 3, 2.82, 1.42),
     ("llama-2-7b-32k", 512, 32, 8000, 3, 2.98, 1.44),
     ("llama-2-7b-32k", 512, 64, 8000, 4, 3.37, 1.68),
@@ -270,7 +275,7 @@ PAIRS = {
     "draft model": Pair(LLAMA, CHIPS["a100"], SMALL),
     "draft model with selection": Pair(
         LLAMA, CHIPS["a100"], SMALL, draft_cache=4096, selection=1.0
-    ),  # pays twice at 128 rows
+    ),  # at 128 rows it pays in two ranges of contexts
     "draft model with a part of its cache": Pair(LLAMA, CHIPS["tpu-v5e"], SMALL, draft_cache=256),
 }
 
@@ -280,20 +285,18 @@ PAIRS = {
 def test_break_even_is_the_crossing(pair, alpha) -> None:
     crossings = 0
     for rows in (1, 4, 16, 64, 128, 1024):
-        found = roofline.break_even_context(pair, rows, alpha, longest=6)
+        break_even = roofline.break_even_context(pair, rows, alpha, longest=6)
 
         def gains(context: int, rows: int = rows) -> bool:
             return roofline.best_gamma(pair, rows, context, alpha, longest=6, shortest=1).factor > 1
 
-        if found is None:
+        if break_even is None:
             assert not any(gains(context) for context in range(1, pair.longest_context, 4999))
         else:
-            assert gains(found)
-            assert not any(
-                gains(context)
-                for context in {*range(1, found, max(found // 20, 1)), found - 1} - {0}
-            )
-            crossings += found > 1
+            assert gains(break_even)
+            shorter = {*range(1, break_even, max(break_even // 20, 1)), break_even - 1} - {0}
+            assert not any(gains(context) for context in shorter)
+            crossings += break_even > 1
     assert crossings >= 1
 
 
@@ -301,13 +304,16 @@ def test_break_even_at_the_ends() -> None:
     assert roofline.break_even_context(Pair(LLAMA, CHIPS["h100"], SMALL), 1, 0.8) == 1
     assert roofline.break_even_context(SELF, 1, 0.1) is None
     assert roofline.break_even_context(replace(SELF, draft_cache=None), 64, 0.99) is None
-    assert roofline.break_even_context(SELF, 64, 0.8, longest=1) == roofline.break_even_context(
-        SELF, 64, 0.8
-    )
+    break_even = roofline.break_even_context(SELF, 64, 0.8)
+    assert roofline.break_even_context(SELF, 64, 0.8, longest=1) == break_even
 
 
 def test_best_cache_is_the_best_of_all() -> None:
-    """Acceptance rises with K, and so does the cost: the best K lies inside, and moves up with the context."""
+    """Compare the best cache with a search of all sizes and chains.
+
+    Acceptance rises with K, and so does the cost. So the best K lies inside the range, and rises
+    with the context.
+    """
     alphas = {64: 0.55, 256: 0.75, 1024: 0.85, 4096: 0.9}
     for rows, context in ((16, 8000), (64, 32_000), (256, 100_000)):
         choice = roofline.best_cache(SELF, rows, context, alphas, longest=10)
@@ -351,11 +357,10 @@ def test_bad_input_is_named(call, message) -> None:
 def test_embeddings_that_are_looked_up_are_not_read() -> None:
     config = PUBLISHED["gemma-4-e2b"]
     read = work.product_work(config, rows=1, weight_bytes=1.0).bytes
-    assert read / 1e9 == pytest.approx(2.28, rel=0.01)  # of the 4.63 that it has
+    assert read / 1e9 == pytest.approx(2.28, rel=0.01)  # it has 4.63 billion parameters
     of_experts = work.product_work(PUBLISHED["gpt-oss-20b"], rows=1, weight_bytes=1.0).bytes
-    assert of_experts / 1e9 == pytest.approx(
-        3.6, rel=0.01
-    )  # its model card's active parameters, which have the head
+    # The active parameters on its model card, which include the head.
+    assert of_experts / 1e9 == pytest.approx(3.6, rel=0.01)
 
 
 def test_layers_with_a_window_read_no_more_than_that() -> None:
@@ -382,7 +387,8 @@ def trained(name: str, target: str) -> Trained:
     return Trained(abstract.abstract_drafter(name, Chain(4), model), model)
 
 
-ASSISTANTS = {  # parameters in millions, as their model cards and files count them
+# Parameters in millions, as the model cards and files count them.
+ASSISTANTS = {
     "gemma-4-e2b": 78.0,
     "gemma-4-e4b": 78.8,
     "gemma-4-26b-a4b": 420,
@@ -399,7 +405,7 @@ def test_assistants_have_their_published_sizes(target) -> None:
 
 @pytest.mark.parametrize(("name", "longest"), [("dflash", 15), ("dspark", 7)])
 def test_drafters_of_blocks_have_their_published_sizes(name, longest) -> None:
-    """Five layers, and blocks of 16 and 7."""
+    """Check that they have five layers, and blocks of 16 and of 7 tokens."""
     model = abstract.abstract_model(PUBLISHED["qwen3-8b"], make_mesh(1, 1))
     drafter = abstract.abstract_drafter(name, None, model)
     assert (drafter.config.layer.num_layers, drafter.draft_shape) == (5, Chain(longest))
@@ -408,45 +414,51 @@ def test_drafters_of_blocks_have_their_published_sizes(name, longest) -> None:
 
 
 def test_a_level_of_an_assistant_by_hand() -> None:
-    """E2B's: four layers of 256, heads of 256 and 512, 4,096 tokens of its head, and no more of the target's entries than its
-    layer with a window sees."""
-    found, rows, context, fast = (
-        trained("gemma4-assistant", "gemma-4-e2b"),
-        8,
-        4096,
-        replace(TOY, flops=1e30),
-    )
+    """Count a level of E2B's assistant by hand.
+
+    It has four layers of size 256, with heads of 256 and 512. It reads 4,096 tokens of its head. Of
+    the target's entries its layers with a window read only the tokens in the window.
+    """
+    assistant, fast = trained("gemma4-assistant", "gemma-4-e2b"), replace(TOY, flops=1e30)
+    rows, context = 8, 4096
     queries, mlps = 2 * (3 * 256 * 4 * 256 + 256 * 4 * 512), 4 * 3 * 256 * 2048
     projections = (2 * 1536 + 1536) * 256 + 2048 * 256
-    norms = 4 * (4 * 256 + 1) + 3 * 256 + 512 + 256 + 262_144  # and the order of its tokens
+    norms = 4 * (4 * 256 + 1) + 3 * 256 + 512 + 256 + 262_144  # and the order of the tokens
     entries = 2 * 256 * 512 + 2 * 512 * context
     weights = queries + mlps + projections + norms + 4096 * 256
     of_rows = rows * (entries + 1536) + (rows - 1) * 4096 * 256
-    assert found.level_time(fast, rows, context) == pytest.approx(
+    assert assistant.level_time(fast, rows, context) == pytest.approx(
         2 * (weights + of_rows) / fast.bandwidth
     )
-    assert (found.step_time(fast, rows, context, 4), found.kept(rows, context)) == (0, rows * 1536)
+    assert assistant.step_time(fast, rows, context, 4) == 0
+    assert assistant.kept(rows, context) == rows * 1536
 
 
 def test_eagle3_reads_its_layer_in_every_level_and_what_fuses_once() -> None:
-    found, slow = trained("eagle3", "gpt-oss-20b"), replace(TOY, flops=1.0)
+    eagle, slow = trained("eagle3", "gpt-oss-20b"), replace(TOY, flops=1.0)
     hidden = 2880
-    fuses = 3 * hidden * hidden  # three layers' states
-    assert found.step_time(slow, batch=1, context=1, gamma=4) == pytest.approx(2 * fuses, rel=0.1)
+    fuses = 3 * hidden * hidden  # it fuses the states of three layers
+    assert eagle.step_time(slow, batch=1, context=1, gamma=4) == pytest.approx(2 * fuses, rel=0.1)
     head = 32_000 * hidden
-    assert 2 * head < found.level_time(slow, batch=1, context=1) < 2 * (found.parameters - fuses)
-    assert found.kept(2, 100) >= 2 * 100 * 2 * 8 * 64
+    assert 2 * head < eagle.level_time(slow, batch=1, context=1) < 2 * (eagle.parameters - fuses)
+    assert eagle.kept(2, 100) >= 2 * 100 * 2 * 8 * 64
 
 
 def test_a_block_is_multiplied_whole_and_its_weights_are_read_once() -> None:
-    """DFlash writes all tokens of a block, JetSpec those of the chain alone, and P-EAGLE a place for each."""
+    """Compare DFlash, JetSpec and P-EAGLE.
+
+    DFlash computes all tokens of a block, JetSpec only those of the chain, and P-EAGLE one position
+    per token.
+    """
     model = abstract.abstract_model(PUBLISHED["qwen3-8b"], make_mesh(1, 1))
     busy, slow = replace(TOY, bandwidth=1e30), replace(TOY, flops=1e30)
 
     def times(drafter, gamma: int) -> tuple[float, float]:
-        each = Trained(drafter, model)
-        assert not each.has_levels and each.level_time(busy, 1, 1) == 0
-        return each.step_time(busy, 2, 1, gamma) * busy.flops, each.step_time(slow, 2, 1, gamma)
+        trained_drafter = Trained(drafter, model)
+        assert not trained_drafter.has_levels and trained_drafter.level_time(busy, 1, 1) == 0
+        return trained_drafter.step_time(busy, 2, 1, gamma) * busy.flops, trained_drafter.step_time(
+            slow, 2, 1, gamma
+        )
 
     dflash = abstract.abstract_drafter("dflash", None, model)
     head = 151_936 * 4096
@@ -472,12 +484,12 @@ def test_a_chain_that_is_drafted_at_once_is_paid_once() -> None:
 )
 def test_a_trained_drafter_is_cheaper_than_its_target_and_its_step_counts(target, name) -> None:
     pair = Pair(PUBLISHED[target], CHIPS["h100"], trained(name, target))
-    one, once = pair.draft_time(1, 1024), pair.once_time(1, 1024)
-    assert 0 < one < 0.2 * pair.target_time(1, 1024)
+    level, once = pair.draft_time(1, 1024), pair.once_time(1, 1024)
+    assert 0 < level < 0.2 * pair.target_time(1, 1024)
     gain = (
         theory.expected_tokens(0.8, 4)
         * pair.target_time(1, 1024)
-        / (4 * one + once + pair.verify_time(1, 1024, 4))
+        / (4 * level + once + pair.verify_time(1, 1024, 4))
     )
     assert roofline.chain_speedup(pair, 1, 1024, 4, 0.8) == pytest.approx(gain)
     assert pair.memory(1, 1024) > Pair(PUBLISHED[target], CHIPS["h100"]).memory(1, 1024)

@@ -1,4 +1,8 @@
-"""Every closed form against a simulated decoder, within five standard errors, and never within them when off by one."""
+"""Tests of the closed forms against a simulated decoder.
+
+A closed form must agree within five standard errors. The same formula with a number off by one must
+not.
+"""
 
 import itertools
 import math
@@ -18,12 +22,12 @@ COSTS = [0.05, 0.3]
 
 @dataclass
 class Simulation:
-    """What `ROUNDS` rounds of drafting and verification emit and take.
+    """Counts of `ROUNDS` simulated rounds of drafting and verification.
 
     Attributes:
-        tokens: ``[ROUNDS]`` emitted in each round.
-        drafter_steps, target_forwards: in a round.
-        scored: tokens that the target reads in a round.
+        tokens: ``[ROUNDS]`` tokens emitted in each round.
+        drafter_steps, target_forwards: the number of them in a round.
+        scored: the tokens that the target reads in a round.
     """
 
     tokens: np.ndarray
@@ -32,12 +36,15 @@ class Simulation:
     scored: int = 0
 
     def error(self, simulated: float) -> float:
-        """Five standard errors of a ratio to the mean number of tokens that comes out as ``simulated``."""
+        """Return five standard errors of ``simulated``, a ratio to the mean number of tokens."""
         return five_errors(self.tokens) / self.tokens.mean() * simulated
 
 
 def simulate(alpha: float, gamma: int, seed: int = 0) -> Simulation:
-    """Draft, score, keep what comes before the first rejection and the target's own token; one drafting step at a time."""
+    """Simulate rounds, one drafting step at a time.
+
+    A round emits the drafted tokens before the first rejection, and the target's own token.
+    """
     rng = np.random.default_rng(seed)
     run = Simulation(tokens=np.zeros(ROUNDS))
     going = np.ones(ROUNDS, bool)
@@ -47,13 +54,16 @@ def simulate(alpha: float, gamma: int, seed: int = 0) -> Simulation:
         going &= rng.random(ROUNDS) < alpha
         run.tokens += going
     run.target_forwards += 1
-    run.scored += 1  # the root, which yields the target's own token
+    run.scored += 1  # the root, whose scores give the target's own token
     run.tokens += 1
     return run
 
 
 def five_errors(samples: np.ndarray) -> float:
-    """Five standard errors of the mean: a sound formula fails about once in two million runs, and the seeds are fixed."""
+    """Return five standard errors of the mean.
+
+    A correct formula fails about once in two million runs, and the seeds are fixed.
+    """
     return 5 * samples.std() / math.sqrt(len(samples))
 
 
@@ -77,7 +87,7 @@ def test_expected_tokens(alpha, gamma) -> None:
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize(("alpha", "gamma"), SETTINGS)
 def test_walltime(alpha, gamma, cost) -> None:
-    """A drafting step takes ``cost``, a target forward 1, and plain decoding a forward a token."""
+    """Count time: ``cost`` for a drafting step, 1 for a target forward or a plain token."""
     run = simulate(alpha, gamma)
     simulated = run.tokens.mean() / (run.drafter_steps * cost + run.target_forwards)
     tokens = theory.expected_tokens(alpha, gamma)
@@ -95,7 +105,10 @@ def test_walltime(alpha, gamma, cost) -> None:
 @pytest.mark.parametrize("operations", COSTS)
 @pytest.mark.parametrize(("alpha", "gamma"), SETTINGS)
 def test_operations(alpha, gamma, operations) -> None:
-    """The drafter takes ``operations`` a step, the target 1 for each token it reads, and plain decoding 1 a token."""
+    """Count operations: ``operations`` for a drafting step, 1 for each token the target reads.
+
+    Plain decoding takes 1 per token.
+    """
     run = simulate(alpha, gamma)
     simulated = (run.drafter_steps * operations + run.scored) / run.tokens.mean()
     tokens = theory.expected_tokens(alpha, gamma)
@@ -111,7 +124,10 @@ def test_operations(alpha, gamma, operations) -> None:
 
 @pytest.mark.parametrize(("alpha", "gamma"), SETTINGS)
 def test_memory_traffic(alpha, gamma) -> None:
-    """A forward reads the target's weights once, however many tokens it scores; plain decoding reads them once a token."""
+    """Count reads of the target's weights: one per forward, however many tokens it scores.
+
+    Plain decoding reads them once per token.
+    """
     run = simulate(alpha, gamma)
     simulated = run.tokens.mean() / run.target_forwards
     wrong = [theory.memory_factor(alpha, g) for g in (gamma - 1, gamma + 1)]
@@ -122,25 +138,27 @@ def test_memory_traffic(alpha, gamma) -> None:
     ("alpha", "cost"), [(0.8, 0.05), (0.5, 0.1), (0.9, 0.2), (0.6, 0.4), (0.3, 0.3), (0.2, 0.5)]
 )
 def test_best_gamma(alpha, cost) -> None:
-    """It is the best of all in closed form, and in simulation no neighbour beats it by more than the error."""
+    """Check that it is the best in closed form, and not worse than its neighbours in simulation.
+
+    In simulation no neighbour may be better by more than the error.
+    """
     best = theory.best_gamma(alpha, cost)
     factors = [theory.walltime_factor(alpha, gamma, cost) for gamma in range(65)]
     assert best.factor == max(factors)
     assert best.gamma == factors.index(max(factors))
     assert (best.gamma == 0) == (alpha <= cost)
 
-    own, own_bound = simulated_factor(alpha, best.gamma, cost)
+    best_factor, best_bound = simulated_factor(alpha, best.gamma, cost)
     for gamma in {max(best.gamma - 1, 0), best.gamma + 1}:
-        other, bound = simulated_factor(alpha, gamma, cost)
-        assert own >= other - own_bound - bound
-    beside, bound = simulated_factor(
-        alpha, best.gamma + 4, cost
-    )  # the simulation can tell a wrong choice
-    assert own > beside + own_bound + bound
+        factor, bound = simulated_factor(alpha, gamma, cost)
+        assert best_factor >= factor - best_bound - bound
+    # The simulation is exact enough to reject a wrong choice.
+    wrong_factor, bound = simulated_factor(alpha, best.gamma + 4, cost)
+    assert best_factor > wrong_factor + best_bound + bound
 
 
 def simulated_factor(alpha: float, gamma: int, cost: float) -> tuple[float, float]:
-    """The speed-up over plain decoding, and five of its standard errors."""
+    """Return the speed-up over plain decoding, and five of its standard errors."""
     run = simulate(alpha, gamma, seed=gamma)
     factor = float(run.tokens.mean() / (run.drafter_steps * cost + run.target_forwards))
     return factor, run.error(factor)
@@ -174,12 +192,11 @@ def test_where_alpha_is_not_above_the_cost_no_chain_is_faster_than_plain_decodin
 
 @pytest.mark.parametrize(("alpha", "gamma"), SETTINGS)
 def test_magicdec_time_per_token(alpha, gamma) -> None:
-    """Seconds on a clock where verification is slower than a decoding step, as it is in a large batch."""
+    """Count seconds where verification is slower than a decoding step, as in a large batch."""
     target_time, draft_time, verify_time = 12e-3, 2.5e-3, 17e-3
     run = simulate(alpha, gamma)
-    simulated = (
-        run.drafter_steps * draft_time + run.target_forwards * verify_time
-    ) / run.tokens.mean()
+    seconds = run.drafter_steps * draft_time + run.target_forwards * verify_time
+    simulated = seconds / run.tokens.mean()
     omega = theory.expected_tokens(alpha, gamma)
     closed = theory.time_per_token(draft_time, verify_time, gamma, omega)
     wrong = [
@@ -190,9 +207,8 @@ def test_magicdec_time_per_token(alpha, gamma) -> None:
         for g in (gamma - 1, gamma + 1)
     ]
     assert_confirmed(closed, wrong, simulated, run.error(simulated))
-    assert theory.speedup_from_times(
-        target_time, draft_time, verify_time, gamma, omega
-    ) == pytest.approx(target_time / closed)
+    speedup = theory.speedup_from_times(target_time, draft_time, verify_time, gamma, omega)
+    assert speedup == pytest.approx(target_time / closed)
 
 
 def test_magicdec_is_leviathan_where_verification_costs_one_forward() -> None:
@@ -202,7 +218,8 @@ def test_magicdec_is_leviathan_where_verification_costs_one_forward() -> None:
     )
 
 
-MEASURED = [  # MagicDec, tables 1 and 2: gamma, gamma T_D, T_V and T_T in ms, tokens a step, measured speed-up
+# MagicDec, tables 1 and 2: gamma; gamma T_D, T_V and T_T in ms; tokens per step; measured speed-up.
+MEASURED = [
     (3, 15.09, 18.30, 17.32, 2.82, 1.42),
     (3, 44.11, 45.12, 36.62, 3.00, 1.21),
     (4, 23.63, 27.90, 26.17, 3.37, 1.68),
@@ -215,7 +232,10 @@ MEASURED = [  # MagicDec, tables 1 and 2: gamma, gamma T_D, T_V and T_T in ms, t
 def test_speedup_from_measured_times_is_the_measured_one(
     gamma, drafting, verify, target, tokens, measured
 ) -> None:
-    """The published times leave out some 1 to 4 % of a step, such as sampling: the formula is a little above."""
+    """Check that the formula is at most 4 % above the measured speed-up.
+
+    The published times leave out 1 to 4 % of a step, such as sampling.
+    """
     factor = theory.speedup_from_times(
         target / 1e3, drafting / gamma / 1e3, verify / 1e3, gamma, tokens
     )
@@ -240,9 +260,8 @@ def test_the_ends_of_alpha() -> None:
     assert theory.operations_factor(0.0, 4, 0.5) == 7
     assert theory.operations_factor(1.0, 4, 0.5) == 7 / 5
     assert theory.memory_factor(1.0, 4) == 5
-    assert theory.expected_tokens(1 - 1e-12, 6) == pytest.approx(
-        7, rel=1e-11
-    )  # the quotient loses five digits here
+    # The quotient of the closed form would lose five digits here.
+    assert theory.expected_tokens(1 - 1e-12, 6) == pytest.approx(7, rel=1e-11)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -279,40 +298,41 @@ ACCEPTANCE = (0.55, 0.2, 0.1, 0.05)
 
 
 def likeliest_nodes(acceptance, nodes: int, depth: int) -> set[tuple[int, ...]]:
-    """With positional acceptance the best tree simply holds the nodes that are likeliest to be reached."""
+    """Return the paths of the nodes that are likeliest to be reached.
+
+    With positional acceptance they are the best tree.
+    """
     paths = [
         path
         for level in range(1, depth + 1)
         for path in itertools.product(range(len(acceptance)), repeat=level)
     ]
-    return set(
-        sorted(paths, key=lambda path: (-math.prod(acceptance[rank] for rank in path), path))[
-            : nodes - 1
-        ]
-    )
+
+    def order(path: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        return -math.prod(acceptance[rank] for rank in path), path
+
+    return set(sorted(paths, key=order)[: nodes - 1])
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("nodes", [2, 5, 9, 20])
 def test_the_best_tree_holds_the_likeliest_nodes(nodes, depth) -> None:
-    best = max(
-        (
-            tree
-            for (size, levels), tree in theory.best_trees(ACCEPTANCE, nodes, depth).items()
-            if size <= nodes and levels <= depth
-        ),
-        key=lambda tree: theory.tree_tokens(ACCEPTANCE, tree),
-    )
+    trees = [
+        tree
+        for (size, levels), tree in theory.best_trees(ACCEPTANCE, nodes, depth).items()
+        if size <= nodes and levels <= depth
+    ]
+    best = max(trees, key=lambda tree: theory.tree_tokens(ACCEPTANCE, tree))
     expected = likeliest_nodes(ACCEPTANCE, nodes, depth)
     assert theory.tree_tokens(ACCEPTANCE, best) == pytest.approx(
         theory.tree_tokens(ACCEPTANCE, tuple(expected))
     )
-    StaticTree(best)  # parents before children
+    StaticTree(best)  # raises unless parents come before their children
 
 
 def test_every_tree_of_the_programme_has_the_nodes_and_depth_it_is_listed_under() -> None:
     trees = theory.best_trees(ACCEPTANCE, 12, 4)
-    assert (5, 1) in trees and (6, 1) not in trees  # four children and no more
+    assert (5, 1) in trees and (6, 1) not in trees  # a node has at most four children
     for (nodes, depth), choices in trees.items():
         shape = StaticTree(choices)
         assert (shape.nodes, shape.depth) == (nodes, depth)
@@ -334,9 +354,8 @@ def test_tree_tokens_is_what_a_simulation_emits() -> None:
             path = (*path, int(rng.choice(5, p=[*ACCEPTANCE, 1 - sum(ACCEPTANCE)])))
             if path not in tree:
                 break
-    assert emitted / 40_000 == pytest.approx(
-        theory.tree_tokens(ACCEPTANCE, tree), abs=5 * 1.5 / 200
-    )
+    expected = theory.tree_tokens(ACCEPTANCE, tree)
+    assert emitted / 40_000 == pytest.approx(expected, abs=5 * 1.5 / 200)
 
 
 @pytest.mark.parametrize("acceptance", [(), (0.5, -0.1), (0.7, 0.6)])

@@ -1,4 +1,4 @@
-"""The picture of a text that a client drafts: a line for what is committed, a bar for each provisional token."""
+"""Tests of the picture of a drafted text: a line of committed tokens, a bar per provisional one."""
 
 import numpy as np
 import pytest
@@ -40,18 +40,18 @@ def test_what_is_drawn_is_where_it_was(theme) -> None:
     (line,) = axes.lines
     assert np.array_equal(line.get_xydata(), [(0, 0), (0.5, 2), (4, 3), (4.5, 5), (6, 5)])
     bars = [bar for bar in axes.collections if isinstance(bar, LineCollection)]
-    drawn = {
+    segments = {
         to_hex(bar.get_color()[0]): [segment.tolist() for segment in bar.get_segments()]
         for bar in bars
     }
-    assert drawn[theme.rejected.edge] == [[[2.2, 5], [4.0, 5]]]
-    assert drawn[theme.drafted.edge] == [[[2.0, 3], [4.0, 3]], [[2.1, 4], [4.5, 4]]]
-    assert drawn[theme.passed_over.edge] == [[[6.0, 6], [6.0, 6]]]
-    said = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert segments[theme.rejected.edge] == [[[2.2, 5], [4.0, 5]]]
+    assert segments[theme.drafted.edge] == [[[2.0, 3], [4.0, 3]], [[2.1, 4], [4.5, 4]]]
+    assert segments[theme.passed_over.edge] == [[[6.0, 6], [6.0, 6]]]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
     expected = [
         "no network",
         "committed",
         "provisional, then committed",
         "provisional, then retracted",
     ]
-    assert said == [*expected, "provisional to the end"]
+    assert labels == [*expected, "provisional to the end"]

@@ -1,4 +1,4 @@
-"""One step to look at: what is shown is what was drafted and accepted."""
+"""Tests of snapshots: one step is shown with the tokens that were drafted and accepted."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ PROMPT = [1, 4, 2, 4, 2, 7]
 
 
 class Letters:
-    """A tokenizer of letters, the first of them a space."""
+    """A tokenizer whose tokens are letters; token 0 is a space."""
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(" bcdefghijk"[token] for token in tokens)
@@ -22,13 +22,11 @@ class Letters:
 @pytest.mark.full
 def test_a_perfect_drafter_is_shown_as_accepted_to_the_end(target) -> None:
     shot = take_snapshot(target, DraftModel(target, draft=Chain(3)), PROMPT)
-    plain = np.asarray(specjax.generate(target, None, [PROMPT], max_new_tokens=4).tokens)[
-        0
-    ].tolist()
+    plain = specjax.generate(target, None, [PROMPT], max_new_tokens=4)
+    text = np.asarray(plain.tokens)[0].tolist()
     assert shot.path == (0, 1, 2, 3)
-    assert [*shot.tokens, shot.bonus] == plain[
-        len(PROMPT) - 1 :
-    ]  # the first step's: later ones accept no more
+    # The snapshot is of the first step, because no later step accepts more.
+    assert [*shot.tokens, shot.bonus] == text[len(PROMPT) - 1 :]
 
 
 @pytest.mark.full
@@ -44,9 +42,8 @@ def test_the_accepted_path_is_part_of_the_text(target, draft) -> None:
     assert shot.path[0] == 0
     assert len(shot.path) > 1
     assert [int(shot.parents[node]) for node in shot.path[1:]] == list(shot.path[:-1])
-    text = np.asarray(specjax.generate(target, None, [PROMPT], max_new_tokens=40).tokens)[
-        0
-    ].tolist()
+    plain = specjax.generate(target, None, [PROMPT], max_new_tokens=40)
+    text = np.asarray(plain.tokens)[0].tolist()
     shown = [int(shot.tokens[node]) for node in shot.path] + [shot.bonus]
     assert any(text[i : i + len(shown)] == shown for i in range(len(text)))
 

@@ -1,4 +1,4 @@
-"""The one look of all pictures: colours that everybody can tell apart, labels that do not overlap, two themes."""
+"""Tests of the style of all pictures: distinct colours, no overlapping labels, two themes."""
 
 from itertools import combinations
 
@@ -12,7 +12,8 @@ from specjax.reports.speedups import draw_by_length
 
 THEMES = {"light": style.LIGHT, "dark": style.DARK}
 
-VISION = {  # Machado, Oliveira and Fernandes 2009, table 1, severity 1: on linear RGB
+# Matrices for linear RGB from Machado, Oliveira and Fernandes 2009, table 1, severity 1.
+VISION = {
     "normal": np.eye(3),
     "protanope": [
         [0.152286, 1.052583, -0.204868],
@@ -38,16 +39,16 @@ def linear(colour: str) -> np.ndarray:
 
 
 def oklab(values: np.ndarray) -> np.ndarray:
-    """Ottosson 2020: distances in it are differences as they are seen."""
+    """Convert linear RGB to Oklab (Ottosson 2020), where distances are perceived differences."""
     cones = [[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]]
     lab = [[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]]
     return np.array(lab) @ np.cbrt(np.array(cones) @ np.clip(values, 0, 1))
 
 
-def contrast(one: str, other: str) -> float:
-    """As WCAG defines it."""
+def contrast(first: str, second: str) -> float:
+    """Return the contrast ratio of two colours, as WCAG defines it."""
     dark, light = sorted(
-        float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (one, other)
+        float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (first, second)
     )
     return (light + 0.05) / (dark + 0.05)
 
@@ -55,9 +56,12 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
 @pytest.mark.parametrize("vision", VISION)
 def test_no_two_series_look_alike(theme, vision) -> None:
-    seen = {colour: oklab(np.array(VISION[vision]) @ linear(colour)) for colour in theme.series}
+    perceived = {
+        colour: oklab(np.array(VISION[vision]) @ linear(colour)) for colour in theme.series
+    }
     distances = {
-        pair: np.linalg.norm(seen[pair[0]] - seen[pair[1]]) for pair in combinations(seen, 2)
+        pair: np.linalg.norm(perceived[pair[0]] - perceived[pair[1]])
+        for pair in combinations(perceived, 2)
     }
     assert min(distances.values()) > 0.1, min(distances, key=lambda pair: distances[pair])
 
@@ -76,9 +80,8 @@ def test_a_picture_is_light_unless_its_caller_asks_for_dark(monkeypatch) -> None
     def draw():
         return draw_by_length("a title", {"alpha = 0.8": (1.0, 1.5, 1.7)}, strong="alpha = 0.8")
 
-    monkeypatch.setitem(
-        mpl.rcParams, "axes.facecolor", "#ff0000"
-    )  # what else the process draws with
+    # The process may have set matplotlib's defaults elsewhere: they neither matter nor change.
+    monkeypatch.setitem(mpl.rcParams, "axes.facecolor", "#ff0000")
     with style.use(style.DARK):
         dark = draw()
     light = draw()
@@ -97,14 +100,14 @@ def test_labels_beside_lines_that_end_together_do_not_overlap() -> None:
     figure.draw_without_rendering()
     axes = figure.axes[0]
     boxes = [label.get_window_extent() for label in axes.texts]
-    assert len(boxes) == 4 + 1  # plain decoding
-    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    assert len(boxes) == 4 + 1  # and the label of plain decoding
+    assert not any(box.overlaps(second) for box, second in combinations(boxes, 2))
     assert min(box.x0 for box in boxes) > axes.get_window_extent().x1
     assert max(box.x1 for box in boxes) <= figure.bbox.x1
 
 
 @pytest.mark.parametrize(
-    ("places", "found"),
+    ("places", "expected"),
     [
         ([], []),
         ([5.0, 40.0, 20.0], [5.0, 40.0, 20.0]),
@@ -113,8 +116,8 @@ def test_labels_beside_lines_that_end_together_do_not_overlap() -> None:
         ([0.0, 9.0, 100.0], [-0.5, 9.5, 100.0]),
     ],
 )
-def test_places_are_moved_apart_and_no_further(places, found) -> None:
-    assert style.spread(places, 10) == pytest.approx(found)
+def test_places_are_moved_apart_and_no_further(places, expected) -> None:
+    assert style.spread(places, 10) == pytest.approx(expected)
 
 
 def test_a_long_title_is_broken_into_lines_and_a_dollar_is_a_dollar() -> None:

@@ -1,4 +1,7 @@
-"""An engine's rows that compute nothing: the next token is a hash of the text before it. What they say is held back."""
+"""Rows of an engine that compute nothing: the next token is a hash of the text before it.
+
+Their events are held back until `MadeUpRows.speak` is called.
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -15,12 +18,12 @@ NODES, DEPTH = 16, 5
 
 
 def next_token(text: Sequence[int]) -> int:
-    """What the target says after a text."""
+    """Return the target's next token after a text."""
     return hashlib.sha256(np.asarray(text, "<i4").tobytes()).digest()[0] % (VOCABULARY - 1)
 
 
 def whole(prompt: Sequence[int], limit: int) -> list[int]:
-    """The text of a prompt, without any drafts."""
+    """Return a prompt and its text, generated without drafts."""
     text = list(prompt)
     while len(text) < len(prompt) + limit:
         text.append(next_token(text))
@@ -28,12 +31,12 @@ def whole(prompt: Sequence[int], limit: int) -> list[int]:
 
 
 def told_of(text: Sequence[int]) -> list[float]:
-    """What is told of the last token of a text."""
+    """Return what a client receives for the last token of a text."""
     return [float(next_token([*text, 1])), float(len(text))]
 
 
 class MadeUpRow:
-    """A row."""
+    """A client's row."""
 
     def __init__(
         self, engine: "MadeUpRows", tokens: list[int], limit: int, listener: Callable[[Any], None]
@@ -47,7 +50,7 @@ class MadeUpRow:
 
     def verify(self, tokens: np.ndarray, parents: np.ndarray) -> None:
         if self.is_dropped:
-            return  # whoever asks has not been told yet
+            return  # the caller does not know yet that it was dropped
         assert not self.is_closed
         if len(tokens) > NODES:
             raise InputError(f"tokens: {len(tokens)} nodes")
@@ -75,15 +78,14 @@ class MadeUpRow:
 
 
 class MadeUpRows:
-    """All rows.
+    """The rows of a made-up engine.
 
     Attributes:
-        rows: that were ever opened.
-        held: what they have to say, and have not said.
-        opened: how often a row was opened.
-        verified: how many drafts were.
-        tells: whether anything is told.
-        error: raised when a row is asked for.
+        rows: all rows that were opened.
+        held: the events that were not sent yet, each with its row.
+        verified: the number of verified drafts.
+        tells: whether clients receive hidden states.
+        error: raised when a row is opened, if it is not None.
     """
 
     def __init__(self, tells: bool = True, chunk: int = 3) -> None:
@@ -94,16 +96,11 @@ class MadeUpRows:
         self.verified = 0
 
     def arrays(self, text: Sequence[int], start: int, stop: int) -> dict[str, np.ndarray]:
-        """What is told of the tokens of a text from start to before stop."""
+        """Return what a client receives for the tokens from ``start`` to before ``stop``."""
         if not self.tells:
             return {}
-        return {
-            "hidden": (
-                np.array([told_of(text[: i + 1]) for i in range(start, stop)], np.float32).reshape(
-                    -1, 2
-                )
-            )
-        }
+        rows = [told_of(text[: i + 1]) for i in range(start, stop)]
+        return {"hidden": np.array(rows, np.float32).reshape(-1, 2)}
 
     def open_row(
         self,
@@ -130,12 +127,15 @@ class MadeUpRows:
         return row
 
     def drop(self, row: MadeUpRow) -> None:
-        """Give the row to somebody else."""
+        """Give the row to another request."""
         row.say(RowDropped("the row was given to others"))
         row.is_closed = row.is_dropped = True
 
     def speak(self, count: int = 10**9) -> None:
-        """Say what is held back, or the first of it. A closed row says nothing more, but that it was dropped."""
+        """Send the first ``count`` held events, or all of them.
+
+        A closed row sends only that it was dropped.
+        """
         count = min(count, len(self.held))
         for row, event in self.held[:count]:
             if not row.is_closed or isinstance(event, RowDropped):

@@ -1,4 +1,4 @@
-"""The rule that chooses drafts: on numbers whose answer is known, and on a machine that is made up."""
+"""Tests of the rule that chooses drafts, on known numbers and on a made-up machine."""
 
 import random
 from collections.abc import Sequence
@@ -19,7 +19,10 @@ def depth_of(draft: DraftShape | None) -> int:
 
 
 def tokens_of(draft: DraftShape | None, chance: float) -> float:
-    """E of a step in which each token is accepted with a ``chance``, if those before it are."""
+    """Return the expected number of tokens of a step.
+
+    Each drafted token is accepted with probability ``chance`` if those before it are.
+    """
     return sum(chance**depth for depth in range(depth_of(draft) + 1))
 
 
@@ -33,7 +36,7 @@ def tell(
     steps: int = STEPS,
     **named: bool,
 ) -> None:
-    """What a call comes to on average, without chance."""
+    """Record the average result of a call."""
     row_steps, depth = width * steps, depth_of(choice.drafts[number])
     survival = row_steps * chance ** np.arange(1, depth + 1)
     accepted = np.pad(survival, (0, max(map(depth_of, choice.drafts)) - depth))
@@ -51,7 +54,10 @@ def tell(
 
 
 def costs(width: int, drafts: Sequence[DraftShape | None] = DRAFTS, free: int = 16) -> list[float]:
-    """Seconds of a step: the pass takes longer beyond so many ``free`` tokens, and each drafted level takes a while."""
+    """Return the seconds of a step with each draft.
+
+    The pass takes longer beyond ``free`` tokens, and each drafted level takes a constant time.
+    """
     nodes = [width * (1 if draft is None else draft.nodes) for draft in drafts]
     return [
         0.01 * max(1.0, n / free) + 0.001 * depth_of(draft)
@@ -117,23 +123,23 @@ def test_there_is_nothing_to_choose_of_one() -> None:
 # --- learning -------------------------------------------------------------------------------------
 
 
-def calls_until(choice: DraftChoice, width: int, wanted: int, chance: float) -> int:
-    """How many calls it takes until ten in a row have the ``wanted`` draft."""
+def calls_until(choice: DraftChoice, width: int, expected: int, chance: float) -> int:
+    """Return the number of calls before ten in a row that use the ``expected`` draft."""
     latest: list[int] = []
     for call in range(3000):
         latest = [*latest[-9:], choice.choose(width)]
-        if latest == [wanted] * 10:
+        if latest == [expected] * 10:
             return call
         tell(choice, width, latest[-1], chance, seconds=costs(width, choice.drafts)[latest[-1]])
-    raise AssertionError(f"draft {wanted} is not taken")
+    raise AssertionError(f"draft {expected} is not taken")
 
 
 def test_it_learns_that_acceptance_drops_and_rises() -> None:
     choice = DraftChoice(DRAFTS[:3], seconds_by([4]))
-    assert calls_until(choice, 4, wanted=1, chance=0.8) < 30
-    assert calls_until(choice, 4, wanted=0, chance=0.1) < 60
-    # Plain decoding says nothing of drafts: that they would pay again is found out by trying.
-    assert calls_until(choice, 4, wanted=1, chance=0.9) < 2000
+    assert calls_until(choice, 4, expected=1, chance=0.8) < 30
+    assert calls_until(choice, 4, expected=0, chance=0.1) < 60
+    # Plain decoding does not measure drafts, so only trials show that they pay again.
+    assert calls_until(choice, 4, expected=1, chance=0.9) < 2000
 
 
 def test_chains_inform_each_other_and_no_trees() -> None:
@@ -145,7 +151,7 @@ def test_chains_inform_each_other_and_no_trees() -> None:
     assert choice.tokens_a_step(3) == before
     for _ in range(200):
         tell(choice, 1, 1, 0.9, seconds=0.013)
-    # Of a longer chain the shorter tells the beginning; what is beyond it stays what it was.
+    # A shorter chain informs the first levels of a longer one. The rest keeps its estimate.
     assert choice.tokens_a_step(2) == pytest.approx(
         tokens_of(Chain(3), 0.9) + sum(0.4**depth for depth in range(4, 8)), rel=0.02
     )
@@ -203,7 +209,7 @@ def test_the_table_says_what_it_goes_by() -> None:
     choice = DraftChoice(
         (None, Chain(3)), {(8, 1): 0.05, (8, 0): 0.02, (1, 0): 0.01, (1, 1): 0.012}
     )
-    taken = [choice.choose(8) for _ in range(3)]
+    chosen = [choice.choose(8) for _ in range(3)]
     table = choice.table()
     assert [(line["rows"], line["draft"]) for line in table] == [
         (1, "none"),
@@ -211,12 +217,10 @@ def test_the_table_says_what_it_goes_by() -> None:
         (8, "none"),
         (8, "chain of 3"),
     ]
-    assert [line["taken"] for line in table] == [0, 0, taken.count(0), taken.count(1)]
+    assert [line["taken"] for line in table] == [0, 0, chosen.count(0), chosen.count(1)]
     for line, number in zip(table, (0, 1, 0, 1), strict=True):
-        assert (
-            line["tokens_a_second"]
-            == choice.tokens_a_step(number) / choice.seconds[line["rows"], number]
-        )  # pyright: ignore[reportArgumentType]
+        seconds = choice.seconds[line["rows"], number]  # pyright: ignore[reportArgumentType]
+        assert line["tokens_a_second"] == choice.tokens_a_step(number) / seconds
 
 
 # --- a machine that is made up --------------------------------------------------------------------
@@ -225,15 +229,20 @@ def test_the_table_says_what_it_goes_by() -> None:
 def simulate(
     choice: DraftChoice, chances: Sequence[float], width: int, calls: int, seed: int
 ) -> tuple[float, list[int]]:
-    """Tokens a second of a machine whose clock is not exact and whose texts are accepted by chance, and what was taken."""
+    """Run a machine whose times and acceptance are random.
+
+    Return its tokens per second, and the index of the chosen draft of each call.
+    """
     draw, seconds_of = np.random.default_rng(seed), costs(width, choice.drafts)
-    tokens, spent, taken = 0, 0.0, []
+    tokens, spent, chosen = 0, 0.0, []
     longest = max(map(depth_of, choice.drafts))
     for _ in range(calls):
         number = choice.choose(width)
         steps = int(draw.integers(1, STEPS + 1))
-        drawn = draw.random((width * steps, depth_of(choice.drafts[number]))) < chances[number]
-        accepted = np.cumprod(drawn, axis=1).sum(0)
+        would_accept = (
+            draw.random((width * steps, depth_of(choice.drafts[number]))) < chances[number]
+        )
+        accepted = np.cumprod(would_accept, axis=1).sum(0)
         emitted = width * steps + int(accepted.sum())
         seconds = seconds_of[number] * steps * max(0.5, 1 + 0.1 * draw.standard_normal())
         choice.record(
@@ -245,8 +254,8 @@ def simulate(
             emitted=emitted,
             accepted_at=np.pad(accepted, (0, longest - len(accepted))),
         )
-        tokens, spent, taken = tokens + emitted, spent + seconds, [*taken, number]
-    return tokens / spent, taken
+        tokens, spent, chosen = tokens + emitted, spent + seconds, [*chosen, number]
+    return tokens / spent, chosen
 
 
 def best_rate(chances: Sequence[float], width: int) -> float:
@@ -291,10 +300,9 @@ def test_as_long_as_something_compiles_the_first_draft_that_is_ready_is_used() -
     assert [
         choice.choose(1, ready=ready, is_measuring=False) for ready in ([0], [0, 2], [0, 1, 2])
     ] == [0, 2, 1]
-    assert {choice.choose(1) for _ in range(3 * TRY_UNKNOWN)} == {
-        0
-    }  # what seconds are measured against comes first
-    for _ in range(5):  # calls whose seconds are not known
+    # The first draft is measured first, because the others are compared with it.
+    assert {choice.choose(1) for _ in range(3 * TRY_UNKNOWN)} == {0}
+    for _ in range(5):  # calls without a measured time
         choice.record(1, 0, seconds=None, steps=8, row_steps=8, emitted=8, accepted_at=np.zeros(7))
     assert choice.seconds == {}
 
@@ -305,31 +313,35 @@ def test_where_all_draft_the_first_that_is_ready_is_used() -> None:
 
 
 def test_seconds_that_may_be_too_many_are_better_than_none() -> None:
-    """Texts may take longer to hand out than a call does: then it is never known when the device was done."""
+    """Check upper bounds of a call's time.
+
+    Handing out texts may take longer than a call. Then the engine never learns when the device was
+    done.
+    """
     choice = DraftChoice(DRAFTS, {})
-    taken = []
+    chosen = []
     for _ in range(20 * TRY_UNKNOWN):
-        taken.append(choice.choose(1))
-        tell(choice, 1, taken[-1], 0.9, seconds=0.5, is_upper_bound=True)
+        chosen.append(choice.choose(1))
+        tell(choice, 1, chosen[-1], 0.9, seconds=0.5, is_upper_bound=True)
     assert set(choice.seconds.values()) == {0.5}
-    assert set(taken) == {0, 1, 2, 3}
+    assert set(chosen) == {0, 1, 2, 3}
     tell(choice, 1, 0, 0.9, seconds=0.1)
-    tell(choice, 1, 0, 0.9, seconds=0.9, is_upper_bound=True)  # says nothing beside the other
+    tell(choice, 1, 0, 0.9, seconds=0.9, is_upper_bound=True)  # does not replace a measurement
     assert choice.seconds[1, 0] < 0.5
 
 
 def test_drafts_are_tried_once_in_a_while_until_their_seconds_are_known() -> None:
     choice, seconds = DraftChoice(DRAFTS, {}), costs(1)
-    for slow in (10.0, 1.0):  # the first call of a program takes longer, and is not counted
+    for slow in (10.0, 1.0):  # the slow first call of a program is not counted
         tell(choice, 1, 0, 0.5, seconds=slow * seconds[0])
     assert choice.seconds == {(1, 0): pytest.approx(seconds[0])}
     assert {
         choice.choose(1, ready=[0, 1, 2], is_measuring=False) for _ in range(3 * TRY_UNKNOWN)
     } == {0}
-    taken = []
+    chosen = []
     for _ in range(8 * TRY_UNKNOWN):
-        taken.append(choice.choose(1, ready=[0, 1, 2]))
-        tell(choice, 1, taken[-1], 0.9, seconds=seconds[taken[-1]])
+        chosen.append(choice.choose(1, ready=[0, 1, 2]))
+        tell(choice, 1, chosen[-1], 0.9, seconds=seconds[chosen[-1]])
     assert set(choice.seconds) == {(1, 0), (1, 1), (1, 2)}
-    assert set(taken) == {0, 1, 2}  # the tree is not ready
+    assert set(chosen) == {0, 1, 2}  # the tree is not ready
     assert choice.choose(1, ready=[0, 1, 2]) != 0

@@ -1,7 +1,7 @@
-"""Rows of clients: whatever they draft, and whoever comes between, a text is what `specjax.generate` gives for it, and each
-token is told of once.
+"""Tests of clients' rows: every text equals `specjax.generate`, and each token is sent once.
 
-All engines of one kind have the same sizes, and so the same compiled programs.
+This holds for all drafts, and whatever happens in between. All engines of one kind have the same
+sizes, and so the same compiled programs.
 """
 
 import queue
@@ -60,17 +60,20 @@ def remote_drafter(target) -> MixtureOfAttentions:
 
 @pytest.fixture(scope="module")
 def drafting(target, remote_drafter) -> Iterator[Engine]:
-    """An engine that drafts itself, too, with another drafter than the clients'. Two texts of full length fill its pages."""
+    """Yield an engine that drafts itself, too, with another drafter than the clients'.
+
+    Two texts of full length fill its pages.
+    """
     with drafting_engine(target, remote_drafter, "chain:3") as engine:
         yield engine
 
 
 def drafting_engine(target, remote_drafter, *drafts: str | None, **options) -> Engine:
-    own = specjax.Eagle3.init(target, jax.random.key(5))
+    drafter = specjax.Eagle3.init(target, jax.random.key(5))
     clients = ClientDrafts(remote_drafter, nodes=NODES, depth=DEPTH)
     return Engine(
         target,
-        own,
+        drafter,
         drafts=drafts,
         rows=4,
         widths=(2, 4),
@@ -99,7 +102,7 @@ def plain_engine(target, **options) -> Engine:
 
 @pytest.fixture
 def plain(target) -> Iterator[Engine]:
-    """Engines of this kind compile their programs once."""
+    """Yield a plain engine. All engines of this kind share their compiled programs."""
     with plain_engine(target) as engine:
         yield engine
 
@@ -108,7 +111,7 @@ Draft = tuple[list[int], list[int]]
 
 
 class Client:
-    """Drafts below what it knows, and keeps what it is told."""
+    """A client that drafts below the text it has, and records what it receives."""
 
     def __init__(
         self, engine: Engine, request: Request, tokens: Sequence[int] = (), owner: str = ""
@@ -135,7 +138,7 @@ class Client:
         self.opened, self.draft, self.is_ready = self.opened + 1, None, False
 
     def hear(self, timeout: float = PATIENCE) -> RowEvent:
-        """The next event, noted."""
+        """Receive the next event, and record it."""
         event = self.events.get(timeout=timeout)
         match event:
             case RowFeatures(start, count, arrays):
@@ -143,7 +146,7 @@ class Client:
                 self.note(arrays, count)
             case RowReady(length):
                 assert length == len(self.tokens) == self.row.length
-                assert not self.is_ready, "it is said once, though the text may be read again"
+                assert not self.is_ready, "it is sent once, though the text may be prefilled again"
                 self.is_ready = True
             case DraftVerified(accepted, token, arrays):
                 assert self.draft is not None
@@ -187,7 +190,7 @@ class Client:
 
 
 def drafts_below(rng: random.Random, client: Client, right: Sequence[int]) -> Draft:
-    """A tree of any shape, in which about half of the nodes have the token that stands there."""
+    """Draw a tree of any shape in which about half of the nodes have the right token."""
     tokens, parents, depths = [client.tokens[-1]], [-1], [0]
     after, share = len(client.text), rng.choice([0.0, 0.5, 1.0])
     for node in range(1, rng.randint(1, NODES)):
@@ -203,8 +206,11 @@ def drafts_below(rng: random.Random, client: Client, right: Sequence[int]) -> Dr
 
 
 def accepted_of(draft: Draft, right: Sequence[int]) -> tuple[int, ...]:
-    """The nodes along which a draft goes on as the text does, ``right`` being what comes after the root; of siblings of one
-    token the last. What ends the text is emitted, and not accepted."""
+    """Return the nodes of a draft that the target accepts.
+
+    ``right`` is the text after the root. Of siblings with the same token the last one is accepted.
+    The token that ends the text is emitted, but not accepted.
+    """
     tokens, parents = draft
     path = [0]
     for token in right[:-1]:
@@ -220,13 +226,16 @@ def accepted_of(draft: Draft, right: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_told(target, drafter, client: Client) -> None:
-    """The client has been told of all tokens but the newest what a pass over its whole text gives."""
+    """Check that the client received the hidden states of a pass over its whole text.
+
+    It has received those of all tokens but the newest.
+    """
     output, entries = target.read(jnp.array([client.tokens]), taps=drafter.taps(target.config))
     whole = drafter.remote_inputs(target, output, entries)
     assert len(client.told) == len(client.tokens) - 1
     for name, array in whole.items():
-        told = np.stack([each[name] for each in client.told])
-        np.testing.assert_allclose(told, array[0, :-1], atol=1e-3, rtol=1e-3)
+        received = np.stack([arrays[name] for arrays in client.told])
+        np.testing.assert_allclose(received, array[0, :-1], atol=1e-3, rtol=1e-3)
 
 
 def some_request(rng: random.Random, number: int) -> Request:
@@ -241,7 +250,10 @@ def some_request(rng: random.Random, number: int) -> Request:
 
 
 def run(engine: Engine, target, clients: list[Client], rng: random.Random) -> None:
-    """Until every client has its whole text. Clients come and go; what drops them they open anew."""
+    """Draft for all clients until their texts are finished.
+
+    Clients go away and come back. A client whose row was dropped opens a new one.
+    """
     rights = {id(client): expected(target, client.request) for client in clients}
     while unfinished := [client for client in clients if not client.over]:
         client = rng.choice(unfinished)
@@ -253,15 +265,15 @@ def run(engine: Engine, target, clients: list[Client], rng: random.Random) -> No
             client.open()
         elif client.is_ready and client.draft is None:
             draft = drafts_below(rng, client, right)
-            left = right[len(client.text) :]
+            rest = right[len(client.text) :]
             client.send(draft)
             event = client.hear()
             if isinstance(event, DraftVerified) and tuple(client.text) == right[: len(client.text)]:
-                assert event.accepted == accepted_of(draft, left)
+                assert event.accepted == accepted_of(draft, rest)
             elif isinstance(event, RowDropped):
                 client.open()
         else:
-            with suppress(queue.Empty):  # somebody else has its row, perhaps
+            with suppress(queue.Empty):  # another client may have its row
                 if isinstance(client.hear(timeout=0.01), RowDropped):
                     client.open()
 
@@ -273,10 +285,13 @@ def run(engine: Engine, target, clients: list[Client], rng: random.Random) -> No
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 9))]
 )
-def test_every_text_is_that_of_its_request_and_is_unsent_features_once(
+def test_every_text_is_that_of_its_request_and_each_token_is_sent_once(
     drafting, target, remote_drafter, seed
 ) -> None:
-    """Beside requests whose drafts are the engine's, with too few pages for all. Nothing is compiled for it."""
+    """Check clients beside requests that the engine drafts for, with too few pages for all.
+
+    Nothing may be compiled meanwhile.
+    """
     rng = random.Random(seed)
     requests = [some_request(rng, number) for number in range(14)]
     rights = [expected(target, request) for request in requests]
@@ -295,7 +310,7 @@ def test_every_text_is_that_of_its_request_and_is_unsent_features_once(
         )
         check_told(target, remote_drafter, client)
     statistics = drafting.statistics.clients
-    # Some were dropped with their rows.
+    # Drafts whose rows were dropped are not counted.
     assert 0 < statistics.drafts - drafts_before <= sum(client.drafts for client in clients)
     assert statistics.calls <= statistics.drafts
     assert 0 < statistics.accepted < statistics.drafted
@@ -310,7 +325,7 @@ def test_every_text_is_that_of_its_request_and_is_unsent_features_once(
 def test_texts_of_clients_that_lose_their_rows_and_come_back_are_those_of_their_requests(
     target, remote_drafter, seed
 ) -> None:
-    """What is read again is not told again."""
+    """Check also that tokens that are prefilled again are not sent again."""
     rng = random.Random(seed)
     requests = [some_request(rng, number) for number in range(20)]
     with drafting_engine(target, remote_drafter, "chain:3", client_idle_seconds=0.0) as engine:
@@ -351,7 +366,7 @@ def test_a_text_is_the_one_of_submit(plain, target, settings) -> None:
     submitted = request.submit(plain).result(PATIENCE).tokens
     client = Client(plain, request).ready()
     while not client.over:
-        client.ask(client.root())  # plain decoding, by a client
+        client.ask(client.root())  # the client decodes plainly
     assert tuple(client.text) == submitted == expected(target, request)
     assert client.told == [{}] * len(client.told)
 
@@ -365,20 +380,17 @@ def test_a_right_draft_is_accepted_to_its_end(plain, target) -> None:
     assert checked.seconds > 0
     statistics = plain.statistics.clients
     assert (statistics.rows, statistics.calls, statistics.drafts) == (1, 1, 1)
-    assert (statistics.drafted, statistics.accepted, statistics.generated) == (
-        DEPTH,
-        DEPTH,
-        DEPTH + 1,
-    )
+    assert (statistics.drafted, statistics.accepted) == (DEPTH, DEPTH)
+    assert statistics.generated == DEPTH + 1
 
 
 @pytest.mark.parametrize("place", [0, 2, 4])
 def test_an_end_in_the_middle_of_an_accepted_path(plain, target, place) -> None:
-    """At the limit, and at an end-of-sequence token: what is behind it is not emitted."""
+    """Check a limit and an end-of-sequence token: nothing after them is emitted."""
     request = Request(PROMPT, 16, {"temperature": 1.0}, seed=7)
     right = expected(target, request)
     draft = [PROMPT[-1], *right[:DEPTH]], [-1, 0, 1, 2, 3]
-    first = right.index(right[place])  # the token may have come before
+    first = right.index(right[place])  # the same token may occur earlier
     for changed, end, over in (
         (replace(request, max_new_tokens=place + 1), place, "length"),
         (replace(request, eos_token_ids=(right[place],)), first, "stop"),
@@ -398,29 +410,26 @@ def test_a_text_as_long_as_there_is_room_for(plain, target) -> None:
     while not client.over:
         after = list(right[len(client.text) :][:DEPTH])
         client.ask(([client.tokens[-1], *after], list(range(-1, len(after)))))
-    assert (client.row.length, client.row.max_length, tuple(client.text)) == (
-        CAPACITY,
-        CAPACITY,
-        right,
-    )
+    assert (client.row.length, client.row.max_length) == (CAPACITY, CAPACITY)
+    assert tuple(client.text) == right
 
 
 @pytest.mark.full
 def test_a_text_that_is_opened_in_its_middle_goes_on(drafting, target, remote_drafter) -> None:
-    """It is told of what it does not know, and what it knows is not computed where it was read before."""
+    """Check that it receives what it lacks, and that chunks it knows are not computed again."""
     request = Request(tuple(range(VOCABULARY)) * 3, 16, WARM, seed=11)
     right, first = expected(target, request), Client(drafting, request).ready()
     check_told(target, remote_drafter, first)
     first.row.close()
-    read = drafting.statistics
+    before = drafting.statistics
     second = Client(drafting, request, tokens=[*request.prompt, *right[:5]])
     second.row.close()
     second.told = first.told[:20]
     second.open()
     second.ready()
-    assert (
-        drafting.statistics.prompt_tokens_shared - read.prompt_tokens_shared == CHUNK
-    )  # the 20 that it knows, in chunks
+    # Of the 20 tokens that it knows only whole chunks are shared.
+    shared = drafting.statistics.prompt_tokens_shared - before.prompt_tokens_shared
+    assert shared == CHUNK
     check_told(target, remote_drafter, second)
     while not second.over:
         second.ask(second.root())
@@ -440,7 +449,7 @@ def test_what_a_client_is_told_is_computed_whoever_read_it_before(
     assert after.prompt_tokens_shared == before.prompt_tokens_shared
     assert after.prompt_tokens_read - before.prompt_tokens_read == len(request.prompt) - 1
     client.row.close()
-    # Others may go on from what was read for a client.
+    # Other requests may continue from what was prefilled for a client.
     request.submit(drafting).result(PATIENCE)
     assert drafting.statistics.prompt_tokens_shared > after.prompt_tokens_shared
 
@@ -451,7 +460,7 @@ def test_what_a_client_is_told_is_computed_whoever_read_it_before(
 def test_all_drafts_that_wait_are_verified_in_one_call(plain) -> None:
     clients = [Client(plain, Request(PROMPT, 8, WARM, seed=seed)).ready() for seed in range(2)]
     before = plain.statistics.clients
-    with plain._loop.wake:  # the engine sees neither before both are there
+    with plain._loop.wake:  # the engine sees both at once
         for client in clients:
             client.send(client.root())
     for client in clients:
@@ -465,12 +474,12 @@ def test_who_waits_has_the_row_of_who_is_away_for_the_longest(plain, target) -> 
     request = Request((3, 1), 4)
     waiting = request.submit(plain)
     wait_until(lambda: plain.statistics.waiting == 1)
-    assert plain.statistics.clients.rows == 2  # both are here: it waits
+    assert plain.statistics.clients.rows == 2  # both are connected
     with plain._loop.wake:
         second.row.is_away = True
         first.row.is_away = True
     assert isinstance(second.hear(), RowDropped)
-    second.row.verify(np.array([1]), np.array([-1]))  # nothing happens
+    second.row.verify(np.array([1]), np.array([-1]))  # ignored
     assert waiting.result(PATIENCE).tokens == expected(target, request)
     statistics = plain.statistics.clients
     assert (statistics.rows, statistics.away, statistics.dropped) == (1, 1, 1)
@@ -481,7 +490,7 @@ def test_who_waits_has_the_row_of_who_is_away_for_the_longest(plain, target) -> 
 
 @pytest.mark.parametrize("settings", [{}, WARM], ids=["greedy", "drawn"])
 def test_a_completion_does_not_wait_for_clients_that_do_nothing(target, settings) -> None:
-    """They go on afterwards, as if nothing had been between."""
+    """Check also that the clients continue afterwards as if nothing had happened."""
     requests = [Request(tuple(range(VOCABULARY)) * 2, 16, settings, seed=seed) for seed in range(2)]
     rights = [expected(target, request) for request in requests]
     with plain_engine(target, client_idle_seconds=0.0) as engine:
@@ -489,7 +498,8 @@ def test_a_completion_does_not_wait_for_clients_that_do_nothing(target, settings
         for client in clients:
             client.ask(client.root())
         completions = [Request((3, 1), 4, seed=seed) for seed in range(2)]
-        for completion, handle in [(each, each.submit(engine)) for each in completions]:
+        handles = [completion.submit(engine) for completion in completions]
+        for completion, handle in zip(completions, handles, strict=True):
             assert handle.result(PATIENCE).tokens == expected(target, completion)
         assert 1 <= engine.statistics.clients.preempted <= 2
         before = engine.statistics
@@ -497,9 +507,8 @@ def test_a_completion_does_not_wait_for_clients_that_do_nothing(target, settings
             for client in (client for client in clients if not client.over):
                 client.ask(client.root())
         after = engine.statistics
-        assert (
-            after.prompt_tokens_shared > before.prompt_tokens_shared
-        )  # their prompts were not computed again
+        # The clients' prompts were not computed again.
+        assert after.prompt_tokens_shared > before.prompt_tokens_shared
         assert (after.clients.dropped, after.clients.rows) == (0, 0)
         check_at_rest(engine)
     assert [tuple(client.text) for client in clients] == rights
@@ -507,17 +516,17 @@ def test_a_completion_does_not_wait_for_clients_that_do_nothing(target, settings
 
 
 def test_the_engine_wakes_up_by_itself_when_a_client_becomes_idle(target) -> None:
-    """Nothing else happens by which it would."""
+    """Check it while nothing else wakes the engine."""
     with plain_engine(target, client_idle_seconds=0.05) as engine:
         clients = [Client(engine, Request(PROMPT, 8, seed=seed)).ready() for seed in range(2)]
         request = Request((3, 1), 4)
         assert request.submit(engine).result(PATIENCE).tokens == expected(target, request)
         assert engine.statistics.clients.preempted == 1
-        assert all(client.events.empty() for client in clients)  # they need not know
+        assert all(client.events.empty() for client in clients)  # they are not notified
 
 
 def test_clients_and_requests_take_turns(target) -> None:
-    """Each client waits for its verdict while others have its row, and each has it."""
+    """Check that each client gets its verdict, although others have its row meanwhile."""
     requests = [Request(PROMPT, 6, WARM, seed=seed) for seed in range(5)]
     with plain_engine(target, client_idle_seconds=0.0) as engine:
         handles = [Request((3, 1), 12, seed=seed).submit(engine) for seed in range(3)]
@@ -564,19 +573,19 @@ def test_a_client_whose_draft_waits_for_a_row_is_closed(target) -> None:
             assert (client.row.request.state, engine._loop.clients.has_work) == ("waiting", False)
             client.row.close()
         assert handle.result(PATIENCE).tokens == expected(target, request)
-        for each in clients:
-            each.row.close()
+        for row in [client.row for client in clients]:
+            row.close()
         check_at_rest(engine)
         assert client.events.empty()
 
 
 def test_clients_of_one_owner_leave_rows_to_others(plain, target) -> None:
-    """Half of them, where nothing else is said."""
+    """Check the default limit, which is half of the rows."""
     first = Client(plain, Request(PROMPT, 8), owner="me").ready()
     second = Client(plain, Request(PROMPT, 8, seed=1), owner="me")
-    other = Client(plain, Request(PROMPT, 8, seed=2), owner="you").ready()
+    foreign = Client(plain, Request(PROMPT, 8, seed=2), owner="you").ready()
     assert (second.row.request.state, second.events.empty()) == ("waiting", True)
-    other.row.close()
+    foreign.row.close()
     request = Request((3, 1), 4)
     assert request.submit(plain).result(PATIENCE).tokens == expected(target, request)
     first.row.close()
@@ -603,7 +612,7 @@ def test_who_waits_has_the_row_that_is_closed(plain, target) -> None:
     wait_until(lambda: plain.statistics.waiting == 1)
     clients[0].row.close()
     assert waiting.result(PATIENCE).tokens == expected(target, request)
-    clients[0].row.close()  # again: nothing happens
+    clients[0].row.close()  # a second time is ignored
     clients[1].row.close()
     check_at_rest(plain)
 
@@ -627,10 +636,10 @@ def test_a_row_is_closed_while_its_draft_is_verified(plain) -> None:
     client = Client(plain, Request(PROMPT, 8)).ready()
     verify, is_here, goes_on = plain._loop.device.verify, threading.Event(), threading.Event()
 
-    def late(*given: Any) -> Any:
+    def late(*arguments: Any) -> Any:
         is_here.set()
         goes_on.wait(PATIENCE)
-        return verify(*given)
+        return verify(*arguments)
 
     plain._loop.device.verify = late
     client.send(client.root())
@@ -658,11 +667,11 @@ def test_a_row_whose_own_state_is_broken_is_dropped_alone(plain, monkeypatch, wh
     second = Client(plain, Request(PROMPT, 8, seed=2)).ready()
     method = getattr(plain._loop.clients, where, None)
 
-    def fail_for_the_first(row: ClientRow, *given: Any) -> None:
+    def fail_for_the_first(row: ClientRow, *arguments: Any) -> None:
         if row is first.row:
             raise ValueError("no such token")
         assert method is not None
-        method(row, *given)
+        method(row, *arguments)
 
     def fail(*_: Any) -> None:
         raise ValueError("no such token")
@@ -671,9 +680,10 @@ def test_a_row_whose_own_state_is_broken_is_dropped_alone(plain, monkeypatch, wh
         if where == "_take":
             monkeypatch.setattr(plain._loop.clients, "_take", fail_for_the_first)
             first.send(first.root())
-        else:  # what it is to be told cannot be taken from what the device has read
+        else:  # its features cannot be taken from what the device has computed
             monkeypatch.setattr("specjax.serving.clients._unsent_features", fail)
-            plain._loop.clients._events.append((first.row, (None, {})))  # pyright: ignore[reportArgumentType]
+            event: Any = (None, {})
+            plain._loop.clients._events.append((first.row, event))
         second.send(second.root())
     assert first.hear() == RowDropped("an error of the server; see its log")
     assert isinstance(second.hear(), DraftVerified)
@@ -741,7 +751,7 @@ def test_what_is_no_draft_is_refused(plain, tokens, parents, message) -> None:
     with pytest.raises(InputError, match=message):
         client.send((tokens, parents))
     client.draft = None
-    client.ask(client.root())  # the row goes on
+    client.ask(client.root())  # the row still works
 
 
 def test_drafts_come_one_at_a_time_and_not_too_soon(plain) -> None:

@@ -1,6 +1,7 @@
-"""The engine: whatever comes when, a text is what `specjax.generate` gives for its request alone.
+"""Tests of the engine: every text equals that of `specjax.generate` for its request alone.
 
-All engines of one drafter have the same sizes where they can, and so the same compiled programs.
+This holds for every order of events. All engines of one drafter have the same sizes where possible,
+and so the same compiled programs.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ LONGEST_PROMPT, MOST = 40, 24  # together the capacity
 SIZES = {"page": PAGE, "chunk": CHUNK, "capacity": CAPACITY}
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1)))
 PATIENCE = 60.0
-"""Seconds after which a test fails in place of waiting for good."""
+"""Seconds after which a test fails, so that it does not wait for ever."""
 
 
 # --- what a request's text must be ----------------------------------------------------------------
@@ -46,12 +47,12 @@ PATIENCE = 60.0
 
 @dataclass(frozen=True)
 class Request:
-    """What `Engine.submit` is given."""
+    """The arguments of `Engine.submit`."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int = 16
     settings: dict = field(default_factory=dict)
-    """Of `specjax.Sampling`, those that are not the engine's own."""
+    """The fields of `specjax.Sampling` that differ from the engine's defaults."""
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
     choice: int = 0
@@ -73,7 +74,10 @@ class Request:
 
 
 def expected(target, request: Request) -> tuple[int, ...]:
-    """The request's text, alone, in one contiguous cache. Padded: all requests share one program."""
+    """Return the request's text, generated alone in one contiguous cache.
+
+    Prompts are padded, so that all requests share one program.
+    """
     prompt = np.zeros((1, LONGEST_PROMPT), np.int32)
     prompt[0, : len(request.prompt)] = request.prompt
     options = {"max_new_tokens": MOST, "rule": "coupled", "eos_token_ids": ()}
@@ -92,8 +96,10 @@ def expected(target, request: Request) -> tuple[int, ...]:
 
 
 def is_near_tie(target, request: Request, text: Sequence[int], place: int) -> bool:
-    """Whether moving the logits by 1e-4 may change the token that ``text`` has at ``place``. Two ways of computing may then
-    differ there."""
+    """Return whether the token at ``place`` of ``text`` may change if the logits move by 1e-4.
+
+    Two ways of computing may then give different tokens there.
+    """
     tokens = [*request.prompt, *text[:place]]
     output, _ = target.forward(jnp.array([tokens]))
     logits = output.logits[0, -1]
@@ -101,18 +107,21 @@ def is_near_tie(target, request: Request, text: Sequence[int], place: int) -> bo
     noise = position_noise(
         position_keys(request.key[None], jnp.array([[len(tokens)]])), VOCABULARY
     )[0, 0]
-    drawn = jnp.argmax(
+    sampled = jnp.argmax(
         perturbed(moved, request.sampling.rows(512, "coupled"), jnp.tile(noise, (512, 1))), axis=-1
     )
-    return len(np.unique(drawn)) > 1
+    return len(np.unique(sampled)) > 1
 
 
 def check_tokens(target, request: Request, tokens: Sequence[int], is_whole: bool) -> None:
-    """``tokens`` are the request's text, or its beginning. Where they part from it, two tokens were nearly equally likely."""
+    """Check that ``tokens`` are the request's text, or its beginning.
+
+    They may differ from it after a near-tie.
+    """
     right = expected(target, request)
-    place = next(
-        (i for i, (one, other) in enumerate(zip(tokens, right, strict=False)) if one != other), None
-    )
+    pairs = zip(tokens, right, strict=False)
+    places = (place for place, (token, right_token) in enumerate(pairs) if token != right_token)
+    place = next(places, None)
     if place is not None:
         assert is_near_tie(target, request, right, place), f"{request}: {tokens} is not {right}"
     else:
@@ -122,13 +131,14 @@ def check_tokens(target, request: Request, tokens: Sequence[int], is_whole: bool
 
 
 def check_text(target, request: Request, handle: Handle) -> None:
-    """A text that is finished is right, and so is what its handle says of it."""
+    """Check a finished text, and what its handle reports about it."""
     tokens = handle.result(PATIENCE).tokens
     check_tokens(target, request, tokens, is_whole=True)
     assert handle.finish_reason == ("stop" if tokens[-1] in request.eos_token_ids else "length")
     acceptance = handle.acceptance
     assert acceptance is not None
-    # Also of one that was preempted. The last step has no bonus token where an accepted one ends the text.
+    # The counts include the steps before a preemption. The last step has no bonus token if an
+    # accepted token ends the text.
     assert len(tokens) == acceptance.emitted
     assert acceptance.emitted <= acceptance.steps + acceptance.accepted <= acceptance.emitted + 1
     times = handle.times
@@ -137,7 +147,7 @@ def check_text(target, request: Request, handle: Handle) -> None:
 
 
 def check_at_rest(engine: Engine) -> None:
-    """Nobody has a row or a page, and no page is lost or there twice."""
+    """Check that no request has a row or a page, and that each page exists once."""
     wait_until(lambda: is_idle(engine))
     with engine._loop.wake:
         assert not engine._loop.handles
@@ -152,7 +162,7 @@ def check_at_rest(engine: Engine) -> None:
 
 
 def is_idle(engine: Engine) -> bool:
-    """Whether the engine has nothing to do."""
+    """Return whether the engine has no work."""
     with engine._loop.wake:
         return engine._loop.scheduler.idle
 
@@ -169,7 +179,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 @pytest.fixture(scope="module")
 def drafting(target) -> Iterator[Engine]:
-    """An engine whose drafts change, with too few pages: two texts of full length fill them."""
+    """Yield an engine that changes its drafts, and whose pages hold two texts of full length."""
     drafter = specjax.Eagle3.init(target, jax.random.key(5))
     with Engine(
         target, drafter, drafts=(None, "chain:3", TREE), rows=4, widths=(2, 4), pages=16, **SIZES
@@ -185,20 +195,17 @@ def plain_engine(target, **options) -> Engine:
 
 @pytest.fixture
 def plain(target) -> Iterator[Engine]:
-    """Engines of this kind compile their programs once."""
+    """Yield a plain engine. All engines of this kind share their compiled programs."""
     with plain_engine(target) as engine:
         yield engine
 
 
 class Gate:
-    """Stands before an engine's decode calls, and lets them through one by one, or all."""
+    """A gate before an engine's decode calls, which lets through one call at a time, or all."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._decode, self._allowed = (
-            engine,
-            engine._loop._decode,
-            threading.Semaphore(0),
-        )
+        self._engine, self._decode = engine, engine._loop._decode
+        self._allowed = threading.Semaphore(0)
         self._is_open, self._is_here, self._passed = False, False, 0
         engine._loop._decode = self._pass
 
@@ -216,11 +223,11 @@ class Gate:
         self._passed += 1
 
     def wait(self) -> None:
-        """Until the engine is at the gate, or has nothing to do."""
+        """Wait until the engine is at the gate, or idle."""
         wait_until(lambda: self._is_here or is_idle(self._engine))
 
     def let_through(self) -> None:
-        """One decode call, and until the engine is back at the gate, or has nothing to do."""
+        """Let one decode call through, and wait until the engine is at the gate again, or idle."""
         self.wait()
         if self._is_here:
             passed = self._passed
@@ -234,7 +241,7 @@ class Gate:
 
 
 def submit_together(engine: Engine, requests: Sequence[Request]) -> list[Handle]:
-    """The engine sees none of them before all are there."""
+    """Submit requests so that the engine sees all of them at once."""
     with engine._loop.wake:
         return [request.submit(engine) for request in requests]
 
@@ -252,10 +259,10 @@ def gated(engine: Engine) -> Iterator[Gate]:
 
 
 def random_request(random: np.random.Generator, beginnings: Sequence[Sequence[int]]) -> Request:
-    begun = beginnings[random.integers(len(beginnings))][: random.integers(LONGEST_PROMPT)]
-    prompt = [*begun, *random.integers(0, VOCABULARY, random.integers(0, 6))][:LONGEST_PROMPT] or [
-        3
-    ]
+    beginning = beginnings[random.integers(len(beginnings))][: random.integers(LONGEST_PROMPT)]
+    prompt = [*beginning, *random.integers(0, VOCABULARY, random.integers(0, 6))][
+        :LONGEST_PROMPT
+    ] or [3]
     if random.random() < 0.4:
         settings = {}
     else:
@@ -282,34 +289,36 @@ def random_request(random: np.random.Generator, beginnings: Sequence[Sequence[in
 def run_schedule(
     engine: Engine, seed: int, count: int = 8, clients: int = 3
 ) -> list[tuple[Request, Handle, bool]]:
-    """Requests of several threads, some of which are cancelled at random moments: each with its handle, and whether it was
-    cancelled. All are over."""
+    """Submit requests from several threads, and cancel some of them at random moments.
+
+    Return each with its handle, and whether it was cancelled. All of them have ended.
+    """
     whole = np.random.default_rng(seed)
     beginnings = whole.integers(0, VOCABULARY, (2, LONGEST_PROMPT)).tolist()
-    seen: list[tuple[Request, Handle, bool]] = []
+    ended: list[tuple[Request, Handle, bool]] = []
 
     def client(number: int) -> None:
         random = np.random.default_rng((seed, number))
-        own = []
+        submitted = []
         for _ in range(-(-count // clients)):
             time.sleep(random.choice([0.0, 0.0, 0.002, 0.01]))
             request = random_request(random, beginnings)
             handle = request.submit(engine)
             is_cancelled = random.random() < 0.2
-            own.append((request, handle, is_cancelled))
+            submitted.append((request, handle, is_cancelled))
             if is_cancelled:
                 time.sleep(random.choice([0.0, 0.003, 0.01]))
                 handle.cancel()
-        for _, handle, _ in own:
+        for _, handle, _ in submitted:
             wait_until(lambda handle=handle: handle.finish_reason is not None)
-        seen.extend(own)
+        ended.extend(submitted)
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(2 * PATIENCE)
-    return seen
+    return ended
 
 
 def counted(engine: Engine) -> tuple[int, int, int]:
@@ -319,9 +328,8 @@ def counted(engine: Engine) -> tuple[int, int, int]:
 
 
 def check_schedules(target, engine: Engine, seeds: Sequence[int], count: int, monkeypatch) -> None:
-    GREEDY.submit(engine).result(
-        PATIENCE
-    )  # what makes keys may have been freed, to make room for other tests' programs
+    # Compile the programs that make keys: they may have been freed for other tests' programs.
+    GREEDY.submit(engine).result(PATIENCE)
     before, ended, totals = compilations(), [], counted(engine)
     for seed in seeds:
         random = np.random.default_rng((seed, 99))
@@ -332,12 +340,11 @@ def check_schedules(target, engine: Engine, seeds: Sequence[int], count: int, mo
         ended += run_schedule(engine, seed, count)
         check_at_rest(engine)
     assert compilations() == before
-    # Rows change their texts and their places, and give way: what the engine has counted is what the texts have.
+    # The engine's totals equal the sums over all texts, although texts move between rows and are
+    # preempted.
     of_texts = [handle.acceptance for _, handle, _ in ended if handle.acceptance is not None]
-    sums = [
-        sum(numbers)
-        for numbers in zip(*((a.emitted, a.drafted, a.accepted) for a in of_texts), strict=True)
-    ]
+    counts = [(text.emitted, text.drafted, text.accepted) for text in of_texts]
+    sums = [sum(numbers) for numbers in zip(*counts, strict=True)]
     assert [after - first for after, first in zip(counted(engine), totals, strict=True)] == sums
     for request, handle, is_cancelled in ended:
         if is_cancelled and handle.finish_reason == "cancelled":
@@ -379,12 +386,9 @@ def test_it_is_iterated_over_in_a_thread_and_again(target, plain) -> None:
     for request in (GREEDY, DRAWN):
         handle = request.submit(plain)
         pieces = list(handle)
-        assert len(pieces) >= 4  # of 16 tokens, at most 4 steps a call
-        assert (
-            tuple(token for piece in pieces for token in piece.tokens)
-            == expected(target, request)
-            == handle.tokens
-        )
+        assert len(pieces) >= 4  # 16 tokens, at most 4 in a call
+        tokens = tuple(token for piece in pieces for token in piece.tokens)
+        assert tokens == expected(target, request) == handle.tokens
         assert list(handle) == pieces
         assert handle.finish_reason == "length" and handle.text == ""
 
@@ -413,12 +417,12 @@ def test_more_coroutines_read_than_a_pool_has_threads(target, plain) -> None:
 
 @pytest.mark.full
 def test_a_reader_that_goes_away_harms_nobody(target, plain) -> None:
-    """Neither a coroutine that stops reading, nor an event loop that is closed under it."""
+    """Check a coroutine that stops reading, and a reader whose event loop is closed."""
     with gated(plain) as gate:
-        left, orphan = submit_together(plain, [GREEDY, DRAWN])
+        abandoned, orphan = submit_together(plain, [GREEDY, DRAWN])
 
         async def read_a_piece() -> None:
-            reader = aiter(left)
+            reader = aiter(abandoned)
             task = asyncio.ensure_future(anext(reader))
             await asyncio.sleep(0)
             await asyncio.to_thread(gate.let_through)
@@ -426,12 +430,12 @@ def test_a_reader_that_goes_away_harms_nobody(target, plain) -> None:
             await reader.aclose()
 
         asyncio.run(read_a_piece())
-        assert not left._listeners
+        assert not abandoned._listeners
         loop = asyncio.new_event_loop()
         orphan._listeners.append((loop, asyncio.Event()))
         loop.close()
         gate.open()
-        check_text(target, GREEDY, left)
+        check_text(target, GREEDY, abandoned)
         check_text(target, DRAWN, orphan)
 
 
@@ -472,7 +476,7 @@ def test_it_is_cancelled_before_it_has_a_row(target, plain) -> None:
 
 
 def test_it_is_cancelled_while_it_is_read(target, plain) -> None:
-    """Also between what the scheduler said of it, and the device."""
+    """Check also a cancellation between the scheduler's decision and the device's call."""
     long = Request(tuple([3, 4] * 20), 8)
     with gated(plain) as gate:
         running = GREEDY.submit(plain)
@@ -487,9 +491,9 @@ def test_it_is_cancelled_while_it_is_read(target, plain) -> None:
     check_at_rest(plain)
     read, handles = plain._loop._read, []
 
-    def cancelled_first(*given, **named):
+    def cancelled_first(*arguments, **options):
         handles[-1].cancel()
-        return read(*given, **named)
+        return read(*arguments, **options)
 
     plain._loop._read = cancelled_first
     with plain._loop.wake:
@@ -504,7 +508,7 @@ def test_it_is_cancelled_while_it_is_read(target, plain) -> None:
 def test_a_cancelled_prompt_keeps_the_device_for_no_more_than_it_is_at(
     target, plain, monkeypatch
 ) -> None:
-    """The device takes its time: it has done what it was asked for when this test says so."""
+    """Check it with a device that finishes its work only when this test lets it."""
     is_done, engine_waits, starts = threading.Semaphore(0), threading.Event(), []
     read = plain._loop._read
 
@@ -513,16 +517,16 @@ def test_a_cancelled_prompt_keeps_the_device_for_no_more_than_it_is_at(
             engine_waits.set()
             assert is_done.acquire(timeout=PATIENCE)
 
-    def note_and_read(reads, *given, **named):
-        starts.extend(each.start for each in reads)
-        return read(reads, *given, **named)
+    def note_and_read(reads, *arguments, **options):
+        starts.extend(chunk.start for chunk in reads)
+        return read(reads, *arguments, **options)
 
     monkeypatch.setattr(plain._loop, "_read", note_and_read)
     monkeypatch.setattr(plain._loop.device, "_mark", lambda lengths: Mark())
     whole = Request(tuple([3, 4] * 31), 2)
     handle = whole.submit(plain)
     assert engine_waits.wait(PATIENCE)
-    assert starts == [0, CHUNK]  # of four
+    assert starts == [0, CHUNK]  # two of four chunks
     handle.cancel()
     is_done.release(100)
     check_at_rest(plain)
@@ -532,7 +536,7 @@ def test_a_cancelled_prompt_keeps_the_device_for_no_more_than_it_is_at(
 
 def test_it_is_cancelled_while_it_runs_and_after_the_end(target, plain) -> None:
     with gated(plain) as gate:
-        running, other = submit_together(plain, [GREEDY, DRAWN])
+        running, finished = submit_together(plain, [GREEDY, DRAWN])
         gate.wait()
         gate.let_through()
         assert len(running.tokens) == 4
@@ -540,12 +544,12 @@ def test_it_is_cancelled_while_it_runs_and_after_the_end(target, plain) -> None:
         running.cancel()
         check_cancelled(target, GREEDY, running)
         gate.open()
-        check_text(target, DRAWN, other)
+        check_text(target, DRAWN, finished)
     decode_rows, late = specjax.decoding.rows.decode_rows, []
 
-    def cancelled_meanwhile(*given, **options):
+    def cancelled_meanwhile(*arguments, **options):
         late[0].cancel()
-        return decode_rows(*given, **options)
+        return decode_rows(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         with plain._loop.wake:
@@ -554,8 +558,8 @@ def test_it_is_cancelled_while_it_runs_and_after_the_end(target, plain) -> None:
         wait_until(lambda: late[0].finish_reason is not None)
         check_cancelled(target, GREEDY, late[0])
         check_at_rest(plain)
-    other.cancel()
-    check_text(target, DRAWN, other)
+    finished.cancel()
+    check_text(target, DRAWN, finished)
 
 
 def test_it_ends_at_a_token_or_at_its_limit(target, plain) -> None:
@@ -576,7 +580,7 @@ def test_it_ends_at_a_token_or_at_its_limit(target, plain) -> None:
 
 @pytest.fixture(scope="module")
 def of_words() -> Iterator[tuple[TextGenerator, Engine]]:
-    """A generator whose vocabulary has words, and single bytes for what lacks one; and an engine of it."""
+    """Yield a generator whose vocabulary has words and single bytes, and an engine of it."""
     tokenizer = of_bytes_and_spaces("llama")
     generator = TextGenerator(tiny_target(vocab_size=len(tokenizer), eos_token_ids=(0,)), tokenizer)
     with Engine(generator, rows=2, widths=(2,), pages=16, steps=4, **SIZES) as engine:
@@ -605,30 +609,33 @@ def test_texts_and_stop_strings_are_the_generators(of_words) -> None:
 
 @pytest.mark.full_except("the <0xE8> <0xAA>-\\u8a9e-<0x9E> <0x20> b a-1")
 @pytest.mark.parametrize(
-    ("prompt", "stop", "tokens", "kept"),
+    ("prompt", "stop", "tokens", "count"),
     [
         ("the", "\n\n", "a <0x0A> <0x0A> <0x20> b a", 3),
         ("the <0xE8> <0xAA>", "語", "<0x9E> <0x20> b a", 1),  # the prompt ends within a character
     ],
 )
 def test_what_was_held_back_ends_where_the_stop_string_was_complete(
-    of_words, prompt, stop, tokens, kept
+    of_words, prompt, stop, tokens, count
 ) -> None:
-    """The bytes of a run are text when it ends. The stop string may have been complete before, and the tokens end there."""
+    """Check a stop string that is complete before a run of bytes ends.
+
+    Bytes become text when their run ends. The tokens end where the stop string is complete.
+    """
     generator, engine = of_words
     prompt, tokens = (
-        generator.tokenizer.convert_tokens_to_ids(each.split()) for each in (prompt, tokens)
+        generator.tokenizer.convert_tokens_to_ids(words.split()) for words in (prompt, tokens)
     )
     with gated(engine) as gate:
         handle = engine.submit(prompt, max_new_tokens=24, stop=[stop])
         gate.wait()
         handle.cancel()
-    handle.finish_reason = None  # the engine has forgotten it: here is what a model might have said
+    handle.finish_reason = None  # the engine has forgotten the handle: deliver made-up tokens
     for token in tokens:
-        handle.request.tokens.append(token)  # the scheduler knows of it first
+        handle.request.tokens.append(token)  # the scheduler records it first
         if not handle.deliver(RowProgress([token], [False])):
             break
-    assert handle.tokens == tuple(tokens[:kept]) and handle.finish_reason == "stop"
+    assert handle.tokens == tuple(tokens[:count]) and handle.finish_reason == "stop"
 
 
 @pytest.mark.full
@@ -636,25 +643,25 @@ def test_of_a_chat_of_a_model_with_channels_the_final_one_is_the_text(
     of_words, monkeypatch
 ) -> None:
     generator, engine = of_words
-    asked: list[bool] = []
+    chat_flags: list[bool] = []
     make = text.GrowingText
 
-    def see(*given: Any, is_chat: bool = False) -> Any:
-        *given, is_chat = given if len(given) == 5 else (*given, is_chat)
-        asked.append(is_chat)
-        return make(*given, is_chat=is_chat)
+    def see(*arguments: Any, is_chat: bool = False) -> Any:
+        *arguments, is_chat = arguments if len(arguments) == 5 else (*arguments, is_chat)
+        chat_flags.append(is_chat)
+        return make(*arguments, is_chat=is_chat)
 
     monkeypatch.setattr(text, "GrowingText", see)
     monkeypatch.setattr(pipeline, "GrowingText", see)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ more }}"
     monkeypatch.setattr(generator.tokenizer, "chat_template", template)
     chat = [{"role": "user", "content": "a the"}]
-    for prompt, given in (("a the", None), (chat, None), ("a the", True), (chat, False)):
-        engine.submit(prompt, max_new_tokens=1, is_chat=given).result(PATIENCE)
+    for prompt, is_chat in (("a the", None), (chat, None), ("a the", True), (chat, False)):
+        engine.submit(prompt, max_new_tokens=1, is_chat=is_chat).result(PATIENCE)
     generator("a the", max_new_tokens=1)
     generator([chat, "a the"], max_new_tokens=1)
     list(generator.stream(chat, max_new_tokens=1))
-    assert asked == [False, True, True, False, False, True, False, True]
+    assert chat_flags == [False, True, True, False, False, True, False, True]
     assert engine.encode(chat, {"more": "b"}) == [
         *engine.encode(chat),
         *generator.tokenizer.convert_tokens_to_ids(["b"]),
@@ -695,9 +702,8 @@ def test_prompts_may_be_arrays(target, plain) -> None:
         np.array(GREEDY.prompt),
         jnp.array(GREEDY.prompt),
     ):
-        assert plain.submit(prompt, max_new_tokens=16, eos_token_ids=()).result(
-            PATIENCE
-        ).tokens == expected(target, GREEDY)
+        handle = plain.submit(prompt, max_new_tokens=16, eos_token_ids=())
+        assert handle.result(PATIENCE).tokens == expected(target, GREEDY)
 
 
 BAD_ENGINES = {
@@ -785,7 +791,7 @@ def test_stop_strings_are_strings_and_not_empty(of_words) -> None:
 @pytest.mark.full
 def test_a_text_that_needs_more_pages_than_there_are_is_refused(target) -> None:
     with (
-        plain_engine(target, pages=7) as engine,  # as another test has it
+        plain_engine(target, pages=7) as engine,  # another test has compiled for this size
         pytest.raises(
             InputError, match=r"need 8 pages of 8 tokens, but there are 7; shorten the prompt"
         ),
@@ -907,12 +913,12 @@ def fail(*_, **named):
 
 
 def failing_for(request, method, place: int):
-    """``method``, which fails where its argument at ``place`` is the ``request``, or is of it."""
+    """Return ``method``, which fails for the ``request`` or its handle as argument ``place``."""
 
-    def fails_for_one(*given, **named):
-        if getattr(given[place], "request", given[place]) is request:
+    def fails_for_one(*arguments, **options):
+        if getattr(arguments[place], "request", arguments[place]) is request:
             fail()
-        return method(*given, **named)
+        return method(*arguments, **options)
 
     return fails_for_one
 
@@ -933,8 +939,8 @@ def make_the_handle_fail(name: str):
 def make_the_device_lose_tokens(engine: Engine, handle: Handle, patch: pytest.MonkeyPatch) -> None:
     decode = engine._loop.device.decode
 
-    def lose(*given, **named):
-        progress = decode(*given, **named)
+    def lose(*arguments, **options):
+        progress = decode(*arguments, **options)
         if handle.request.row is None:
             return progress
         return progress.replace(lengths=progress.lengths.at[handle.request.row].set(1))
@@ -944,9 +950,8 @@ def make_the_device_lose_tokens(engine: Engine, handle: Handle, patch: pytest.Mo
 
 def forget_who_asked(engine: Engine, handle: Handle, patch: pytest.MonkeyPatch) -> None:
     engine._loop.handles.pop(handle.request)
-    handle.end(
-        "error", ValueError("no such token")
-    )  # a handle that the engine has lost learns of nothing
+    # The engine cannot notify a handle that it has lost.
+    handle.end("error", ValueError("no such token"))
 
 
 def forget_who_asked_once_it_runs(
@@ -1022,11 +1027,9 @@ def test_a_choice_has_the_key_that_is_folded_from_its_number(target, choice) -> 
     setup = EngineConfig.of(
         target, None, rows=1, steps=8, max_logprobs=0, max_prediction=0, **sizes
     )
-    found = setup.settings(SamplingParams(seed=7), prompt=2, choice=choice)["key"]
-    assert (
-        found.tolist()
-        == jax.random.key_data(jax.random.fold_in(jax.random.key(7), np.uint32(choice))).tolist()
-    )
+    key = setup.settings(SamplingParams(seed=7), prompt=2, choice=choice)["key"]
+    expected = jax.random.fold_in(jax.random.key(7), np.uint32(choice))
+    assert key.tolist() == jax.random.key_data(expected).tolist()
 
 
 def test_a_key_may_lie_anywhere_and_compiles_nothing(target, plain) -> None:
@@ -1072,7 +1075,8 @@ LEFT_OPEN = """
 from specjax.serving.engine import Engine
 from tests.conftest import tiny_target
 
-engine = Engine(tiny_target(), rows=2, widths=(2,), steps=1, page=8, chunk=16, capacity=512, pages=128)
+sizes = {"rows": 2, "widths": (2,), "steps": 1, "page": 8, "chunk": 16, "capacity": 512}
+engine = Engine(tiny_target(), pages=128, **sizes)
 handles = [engine.submit([1, 2, 3], max_new_tokens=500) for _ in range(50)]
 next(iter(handles[0]))
 print(handles[-1].finish_reason)
@@ -1099,31 +1103,25 @@ def test_a_program_ends_that_has_not_closed_its_engine() -> None:
 def test_a_common_beginning_is_read_once_and_lies_once(target) -> None:
     common, count = tuple(np.random.default_rng(3).integers(0, VOCABULARY, 2 * CHUNK).tolist()), 20
     requests = [Request((*common, 5, *divmod(i, 10)), 8) for i in range(count)]
-    with plain_engine(
-        target, rows=4, widths=(4,), pages=4 + 4 * 2
-    ) as engine:  # no room for the beginning twice beside all rests
-        most_held = 0
+    # The pages hold the common beginning once, and the rests of four texts.
+    with plain_engine(target, rows=4, widths=(4,), pages=4 + 4 * 2) as engine:
+        most_used = 0
         with gated(engine) as gate:
             handles = submit_together(engine, requests)
             while not all(handle.finish_reason for handle in handles):
                 gate.let_through()
                 with engine._loop.wake:
-                    held = {
-                        int(page)
-                        for line in engine._loop.scheduler.table
-                        for page in line
-                        if page < 12
-                    }
-                    most_held = max(most_held, len(held))
+                    table = engine._loop.scheduler.table
+                    used = {int(page) for line in table for page in line if page < 12}
+                    most_used = max(most_used, len(used))
         for request, handle in zip(requests, handles, strict=True):
             check_text(target, request, handle)
         statistics = engine.statistics
     assert statistics.preemptions == 0
-    assert (
-        statistics.prompt_tokens_read == 2 * CHUNK + count * 2
-    )  # the last token of a prompt is read by decoding
+    # The last token of a prompt is read by decoding, and not counted here.
+    assert statistics.prompt_tokens_read == 2 * CHUNK + count * 2
     assert statistics.prompt_tokens_shared == (count - 1) * 2 * CHUNK
-    assert most_held <= 12 and most_held > 4
+    assert most_used <= 12 and most_used > 4
 
 
 @pytest.mark.parametrize("length", [1, CHUNK + 1, LONGEST_PROMPT])
@@ -1132,7 +1130,7 @@ def test_the_first_token_comes_soon_where_a_row_is_free(target, length) -> None:
         tuple(np.random.default_rng(length).integers(0, VOCABULARY, length).tolist()), 4
     )
     with plain_engine(target) as engine, gated(engine) as gate:
-        other = Request((1, 2, 3), MOST).submit(engine)
+        running = Request((1, 2, 3), MOST).submit(engine)
         gate.wait()
         gate.let_through()
         before = engine.statistics.decode_calls
@@ -1142,11 +1140,14 @@ def test_the_first_token_comes_soon_where_a_row_is_free(target, length) -> None:
         assert engine.statistics.decode_calls - before <= -(-(length - 1) // CHUNK) + 2
         gate.open()
         check_text(target, request, handle)
-        check_text(target, Request((1, 2, 3), MOST), other)
+        check_text(target, Request((1, 2, 3), MOST), running)
 
 
 def check_turns(target, engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    """While a long prompt is read shorter ones come: their turns are next, and every text is its request's."""
+    """Submit short prompts while a long one is prefilled, and check that they come next.
+
+    Every text must be its request's.
+    """
     random, read, order = np.random.default_rng(6), engine._loop._read, []
     lengths = (LONGEST_PROMPT, 6, CHUNK + 2, 5)
     prompts = [tuple(random.integers(0, VOCABULARY, length).tolist()) for length in lengths]
@@ -1157,11 +1158,11 @@ def check_turns(target, engine: Engine, patch: pytest.MonkeyPatch) -> None:
     shorter = shorter[: engine.rows - 1]
     handles: list[Handle] = []
 
-    def note_and_read(reads, *given, **named):
-        order.extend((len(each.request.tokens), each.start) for each in reads)
+    def note_and_read(reads, *arguments, **options):
+        order.extend((len(chunk.request.tokens), chunk.start) for chunk in reads)
         if len(handles) == 1:
             handles.extend(request.submit(engine) for request in shorter)
-        return read(reads, *given, **named)
+        return read(reads, *arguments, **options)
 
     patch.setattr(engine._loop, "_read", note_and_read)
     with engine._loop.wake:
@@ -1207,14 +1208,12 @@ def test_texts_of_a_target_with_states_begin_alike_and_go_on_from_each_others_st
         for i, prompt in enumerate(prompts)
     ]
     with plain_engine(hybrid, drafter=specjax.PromptLookup(), drafts=("chain:3",)) as engine:
-        assert (
-            engine._loop.device.most_prefix_states() is not None
-        )  # a state is larger than a chunk of this small model
+        # In this small model a state is larger than a chunk, so the number of states is limited.
+        assert engine._loop.device.most_prefix_states() is not None
         for handle in submit_together(engine, requests):
             handle.result(PATIENCE)
-        handles = submit_together(
-            engine, requests
-        )  # in other rows, and now all find what the first ones read
+        # The texts have other rows now, and all of them find the prefixes of the first round.
+        handles = submit_together(engine, requests)
         for request, handle in zip(requests, handles, strict=True):
             check_text(hybrid, request, handle)
         check_at_rest(engine)
@@ -1223,18 +1222,18 @@ def test_texts_of_a_target_with_states_begin_alike_and_go_on_from_each_others_st
 
 @pytest.mark.full
 def test_who_is_preempted_is_counted_and_goes_on(target) -> None:
-    """Two texts that need all pages each: the second gives way, and its handle counts what it emitted in both rows."""
+    """Check two texts that need all pages each.
+
+    The second one is preempted, and its handle counts what it emitted in both rows.
+    """
     requests = [Request((1 + i,) * 20, MOST, {"temperature": 1.0}, seed=i) for i in range(2)]
     with plain_engine(target, pages=7) as engine:
         handles = submit_together(engine, requests)
         for request, handle in zip(requests, handles, strict=True):
             check_text(target, request, handle)
         check_at_rest(engine)
-        assert (
-            engine.statistics.preemptions
-            == sum(handle.request.preemptions for handle in handles)
-            >= 1
-        )
+        preemptions = sum(handle.request.preemptions for handle in handles)
+        assert engine.statistics.preemptions == preemptions >= 1
 
 
 # --- meshes, drafters -----------------------------------------------------------------------------
@@ -1277,7 +1276,9 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.thorough  # one of each kind: rows that come and go with every drafter are in tests/evaluation/test_conformance.py
+# One drafter of each kind. tests/evaluation/test_conformance.py tests all of them with rows that
+# come and go.
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_gives_the_same_texts(target, name) -> None:
     drafter, drafts = DRAFTERS[name](target, jax.random.key(5))

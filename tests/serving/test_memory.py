@@ -1,4 +1,4 @@
-"""How many pages a given memory holds: as many as the arrays of an engine's state really take."""
+"""Tests of the number of pages that a given memory holds, against an engine's real arrays."""
 
 import re
 
@@ -48,10 +48,8 @@ def test_pages_and_rows_take_what_is_said(kind: str, is_hybrid: bool) -> None:
         state = device_rows.empty(target, drafter or NoDraft(), **sizes)
         return bytes_of((state.cache, state.drafter))
 
-    page, row = (
-        memory.page_bytes(target, drafter, PAGE),
-        memory.row_bytes(target, drafter, PAGE, CAPACITY),
-    )
+    page = memory.page_bytes(target, drafter, PAGE)
+    row = memory.row_bytes(target, drafter, PAGE, CAPACITY)
     assert taken(12, 2) - taken(4, 2) == 8 * page
     assert taken(4, 5) - taken(4, 2) == 3 * row
     assert (row > page) == (is_hybrid or kind in ("ring", "hybrid"))
@@ -67,14 +65,17 @@ def test_an_engine_takes_the_memory_that_it_is_given(
 
 @pytest.mark.parametrize("pages", [5, 2000])
 def test_an_engine_on_a_mesh_takes_the_memory_that_it_is_given(pages: int) -> None:
-    """A prefix state has a row for each group of rows."""
-    check_memory(
-        Target.init(tiny_config(**HYBRID), jax.random.key(0), mesh=make_mesh(2, 1)), None, pages
-    )
+    """Check it where a prefix state has a row for each group of rows."""
+    target = Target.init(tiny_config(**HYBRID), jax.random.key(0), mesh=make_mesh(2, 1))
+    check_memory(target, None, pages)
 
 
 def check_memory(target: Target, drafter: Drafter | None, pages: int) -> None:
-    """With what prefixes keep at their ends, where that is limited: with few pages one for each row, and else a quarter."""
+    """Check that an engine with the computed number of pages fits, with its prefix states.
+
+    If the number of prefix states is limited, the limit is a quarter of the pages' memory, or one
+    per row if that is more.
+    """
 
     def device(pages: int) -> EngineDevice:
         sizes = Sizes(
@@ -90,31 +91,28 @@ def check_memory(target: Target, drafter: Drafter | None, pages: int) -> None:
         return EngineDevice(target, [drafter or NoDraft()], sizes)
 
     def needed(device: EngineDevice) -> int:
-        """With the prefix states of all chunks, where all are kept."""
-        kept, chunks = device.most_prefix_states(), device.sizes.pages / (CHUNK // PAGE)
-        prefix_states = device.groups * (chunks if kept is None else kept)
-        return bytes_of((device.state.cache, device.state.drafter)) + prefix_states * bytes_of(
-            device._empty_prefix_state
-        )
+        """Return the bytes of a device with the largest number of prefix states.
 
-    made = device(pages)
-    given, prefix_state = (
-        needed(made),
-        bytes_of(made._empty_prefix_state) if made.most_prefix_states() else 0,
+        If that number is not limited, every chunk has one.
+        """
+        limit, chunks = device.most_prefix_states(), device.sizes.pages / (CHUNK // PAGE)
+        prefix_states = device.groups * (chunks if limit is None else limit)
+        state_bytes = bytes_of((device.state.cache, device.state.drafter))
+        return state_bytes + prefix_states * bytes_of(device._empty_prefix_state)
+
+    first = device(pages)
+    has_limit = bool(first.most_prefix_states())
+    available, prefix_state = needed(first), bytes_of(first._empty_prefix_state) if has_limit else 0
+    fitting = memory.pages_in(
+        available / 1e9, target, drafter, rows=2, page=PAGE, chunk=CHUNK, capacity=CAPACITY
     )
-    found = memory.pages_in(
-        given / 1e9, target, drafter, rows=2, page=PAGE, chunk=CHUNK, capacity=CAPACITY
-    )
-    assert needed(device(found)) <= given
-    assert not made.most_prefix_states() or 4 * prefix_state > memory.page_bytes(
-        target, None, PAGE
-    ) // made.groups * (CHUNK // PAGE)
-    # A quarter of the pages' memory is no whole number of prefix states, which nobody knows before.
-    assert (
-        0
-        <= (pages - found) * memory.page_bytes(target, drafter, PAGE)
-        <= prefix_state * made.groups
-    )
+    assert needed(device(fitting)) <= available
+    chunk_bytes = memory.page_bytes(target, None, PAGE) // first.groups * (CHUNK // PAGE)
+    assert not has_limit or 4 * prefix_state > chunk_bytes
+    # A quarter of the pages' memory is not a whole number of prefix states, so some pages may be
+    # lost, but no more than one prefix state takes.
+    missing = (pages - fitting) * memory.page_bytes(target, drafter, PAGE)
+    assert 0 <= missing <= prefix_state * first.groups
 
 
 def test_memory_on_a_mesh_is_that_of_all_groups() -> None:
@@ -122,25 +120,22 @@ def test_memory_on_a_mesh_is_that_of_all_groups() -> None:
     alone, split = (
         Target.init(config, jax.random.key(0), mesh=mesh) for mesh in (None, make_mesh(2, 1))
     )
-    assert memory.row_bytes(split, None, PAGE, CAPACITY) == memory.row_bytes(
-        alone, None, PAGE, CAPACITY
-    )
+    row = memory.row_bytes(alone, None, PAGE, CAPACITY)
+    assert memory.row_bytes(split, None, PAGE, CAPACITY) == row
     assert memory.page_bytes(split, None, PAGE) == 2 * memory.page_bytes(alone, None, PAGE)
 
 
 def test_memory_for_less_than_a_text_is_refused() -> None:
     target = tiny_target()
-    each, rows = (
-        memory.page_bytes(target, None, PAGE),
-        2 * memory.row_bytes(target, None, PAGE, CAPACITY),
-    )
+    page = memory.page_bytes(target, None, PAGE)
+    rows = 2 * memory.row_bytes(target, None, PAGE, CAPACITY)
     sizes = {"rows": 2, "page": PAGE, "capacity": CAPACITY}
-    assert memory.pages_in((rows + 4 * each) / 1e9, target, None, **sizes) == 4
+    assert memory.pages_in((rows + 4 * page) / 1e9, target, None, **sizes) == 4
     with pytest.raises(
         InputError, match=r"cache_gb=\S+ it holds 24 tokens, .* have 32; give at least .* capacity$"
-    ) as said:
-        memory.pages_in((rows + 3.9 * each) / 1e9, target, None, **sizes)
-    (enough,) = re.findall(r"give at least (\S+),", str(said.value))
+    ) as error:
+        memory.pages_in((rows + 3.9 * page) / 1e9, target, None, **sizes)
+    (enough,) = re.findall(r"give at least (\S+),", str(error.value))
     assert 4 <= memory.pages_in(float(enough), target, None, **sizes) <= 5
 
 
@@ -160,32 +155,24 @@ def test_the_longest_text_that_memory_holds_has_its_pages_there(kind: str, is_hy
     positions = decoding.most_positions(target, drafter or NoDraft())
     assert memory.capacity_in(1e15, target, drafter, **sizes) == positions
 
-    def holds(given: float, capacity: int) -> bool:
+    rows = 2 * memory.row_bytes(target, drafter, PAGE, positions)
+    available = 2 * rows + 30 * memory.page_bytes(target, drafter, PAGE)
+
+    def holds(capacity: int) -> bool:
         try:
-            return (
-                memory.pages_in(given / 1e9, target, drafter, **sizes, capacity=capacity) * PAGE
-                >= capacity
-            )
+            pages = memory.pages_in(available / 1e9, target, drafter, **sizes, capacity=capacity)
         except InputError:
             return False
+        return pages * PAGE >= capacity
 
-    rows, each = (
-        2 * memory.row_bytes(target, drafter, PAGE, positions),
-        memory.page_bytes(target, drafter, PAGE),
-    )
-    given = 2 * rows + 30 * each
-    capacity = memory.capacity_in(given, target, drafter, **sizes)
-    assert holds(given, capacity)
-    assert capacity == positions or not holds(given, capacity + PAGE)
+    capacity = memory.capacity_in(available, target, drafter, **sizes)
+    assert holds(capacity)
+    assert capacity == positions or not holds(capacity + PAGE)
 
 
 def test_memory_that_holds_nothing_is_left_to_who_refuses_it() -> None:
-    assert (
-        memory.capacity_in(
-            1.0, tiny_target(max_positions=2 * PAGE), None, rows=2, page=PAGE, chunk=CHUNK
-        )
-        == PAGE
-    )
+    target = tiny_target(max_positions=2 * PAGE)
+    assert memory.capacity_in(1.0, target, None, rows=2, page=PAGE, chunk=CHUNK) == PAGE
 
 
 def test_free_memory_is_what_linux_and_the_container_leave(tmp_path) -> None:
@@ -204,4 +191,5 @@ def test_free_memory_is_what_linux_and_the_container_leave(tmp_path) -> None:
     for limit, free in ((9000, 5000), (10**12, 10_240), (1000, 0)):
         (group / "memory.max").write_text(f"{limit}\n")
         assert memory._free_on_host(tmp_path) == free
-    assert memory.free_bytes(None) is None or memory.free_bytes(None) > 0  # pyright: ignore[reportOptionalOperand]
+    on_this_machine = memory.free_bytes(None)
+    assert on_this_machine is None or on_this_machine > 0

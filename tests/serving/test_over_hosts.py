@@ -1,4 +1,4 @@
-"""Two processes that serve one model together against one that serves it alone."""
+"""Tests of two processes that serve one model together, against one that serves it alone."""
 
 import json
 import time
@@ -21,11 +21,13 @@ def directory(tmp_path):
 
 @pytest.mark.full
 def test_two_processes_serve_the_texts_that_one_does(directory) -> None:
-    """Rows over ``data`` and params over ``model``: chunks, shared prefixes, log-probabilities, predictions and clients."""
+    """Split the rows over ``data``, and the parameters over ``model``.
+
+    The requests use chunks, shared prefixes, log-probabilities, predictions and clients.
+    """
     with processes(two_processes.__name__, directory) as running:
-        with Engine(
-            *two_processes.models(directory, None), **two_processes.options(None)
-        ) as engine:
+        models, options = two_processes.models(directory, None), two_processes.options(None)
+        with Engine(*models, **options) as engine:
             alone = json.loads(json.dumps(two_processes.serve(engine)))
         wait(running, directory)
     together = json.loads((directory / "texts.json").read_text())
@@ -42,7 +44,6 @@ def test_when_one_is_lost_the_other_says_so_and_ends(directory) -> None:
         died = time.monotonic()
         assert running[0].wait(30) == 1
         assert time.monotonic() - died < 30
-    assert (
-        f"process 1 ({two_processes.processes.socket.gethostname()}, pid {running[1].pid}) is lost"
-        in (directory / "0.log").read_text()
-    )
+    host = two_processes.processes.socket.gethostname()
+    log = (directory / "0.log").read_text()
+    assert f"process 1 ({host}, pid {running[1].pid}) is lost" in log

@@ -1,4 +1,4 @@
-"""Every rule of the scheduler by itself, and all of them together under random schedules."""
+"""Tests of each rule of the scheduler, and of all rules together under random schedules."""
 
 import random
 from collections import Counter
@@ -16,138 +16,137 @@ from specjax.serving.scheduler import PrefillChunk, QueueFullError, Request, Sch
 PAGE, CHUNK = 2, 4
 
 
-def scheduler(**changes: Any) -> Scheduler:
+def make_scheduler(**changes: Any) -> Scheduler:
     sizes: dict[str, Any] = {"rows": 2, "pages": 16, "page": PAGE, "chunk": CHUNK, "capacity": 32}
     return Scheduler(**(sizes | changes))
 
 
-def read_all(made: Scheduler, budget: int | None = None) -> list[PrefillChunk]:
-    """Everything that can be read now. The prefix state is the text up to there."""
+def read_all(scheduler: Scheduler, budget: int | None = None) -> list[PrefillChunk]:
+    """Prefill everything that can be prefilled now, and return the chunks.
+
+    The prefix state of a chunk is the text up to its end.
+    """
     done = []
-    while reads := made.next_reads(budget):
+    while reads := scheduler.next_reads(budget):
         for read in reads:
-            made.was_read(read, prefix_state=tuple(read.request.tokens[: read.start + read.count]))
+            scheduler.was_read(
+                read, prefix_state=tuple(read.request.tokens[: read.start + read.count])
+            )
         done += reads
     return done
 
 
-def pages_of(made: Scheduler, row: int) -> list[int]:
-    return [page for page in made.table[row].tolist() if page < made._pools[0].total]
+def pages_of(scheduler: Scheduler, row: int) -> list[int]:
+    return [page for page in scheduler.table[row].tolist() if page < scheduler._pools[0].total]
 
 
-def finish(made: Scheduler, request: Request) -> None:
+def finish(scheduler: Scheduler, request: Request) -> None:
     assert request.row is not None
-    made.decoded(request.row, [0], done=True)
+    scheduler.decoded(request.row, [0], done=True)
 
 
 # --- who has a row --------------------------------------------------------------------------------
 
 
 def test_rows_are_given_in_the_order_of_submission() -> None:
-    made = scheduler()
+    scheduler = make_scheduler()
     first, second, third, fourth = (
-        made.submit([token, token], max_new_tokens=2) for token in range(4)
+        scheduler.submit([token, token], max_new_tokens=2) for token in range(4)
     )
-    read_all(made)
+    read_all(scheduler)
     assert [first.row, second.row, third.row, fourth.row] == [0, 1, None, None]
-    assert (made.waiting, made.running, made.occupied) == (2, [0, 1], 2)
-    finish(made, second)
-    read_all(made)
-    assert (third.row, fourth.row, made.request_of(1)) == (1, None, third)
-    finish(made, first)
-    read_all(made)
-    assert (fourth.row, made.waiting) == (0, 0)
+    assert (scheduler.waiting, scheduler.running, scheduler.occupied) == (2, [0, 1], 2)
+    finish(scheduler, second)
+    read_all(scheduler)
+    assert (third.row, fourth.row, scheduler.request_of(1)) == (1, None, third)
+    finish(scheduler, first)
+    read_all(scheduler)
+    assert (fourth.row, scheduler.waiting) == (0, 0)
 
 
 def test_nobody_passes_the_head_of_the_line() -> None:
-    made = scheduler(rows=3, pages=5)
-    running = made.submit([1] * 6, max_new_tokens=2)
-    read_all(made)
-    assert len(pages_of(made, 0)) == 3
-    long = made.submit(
-        [2] * 5, max_new_tokens=2
-    )  # two pages for a chunk, one after it, and one for the text that runs
-    short = made.submit([3], max_new_tokens=1)
-    assert read_all(made) == []
-    assert (long.state, short.state, made.waiting) == ("waiting", "waiting", 2)
-    finish(made, running)
-    assert [read.request for read in read_all(made)] == [long, short]
+    scheduler = make_scheduler(rows=3, pages=5)
+    running = scheduler.submit([1] * 6, max_new_tokens=2)
+    read_all(scheduler)
+    assert len(pages_of(scheduler, 0)) == 3
+    # It needs two pages for a chunk and one after it, and the running text needs one.
+    long = scheduler.submit([2] * 5, max_new_tokens=2)
+    short = scheduler.submit([3], max_new_tokens=1)
+    assert read_all(scheduler) == []
+    assert (long.state, short.state, scheduler.waiting) == ("waiting", "waiting", 2)
+    finish(scheduler, running)
+    assert [read.request for read in read_all(scheduler)] == [long, short]
 
 
 def test_prompts_of_one_length_are_read_one_after_another_the_oldest_first() -> None:
-    made = scheduler(rows=3)
-    requests = [made.submit([token] * 7, max_new_tokens=2) for token in range(3)]
-    reads = read_all(made)
+    scheduler = make_scheduler(rows=3)
+    requests = [scheduler.submit([token] * 7, max_new_tokens=2) for token in range(3)]
+    reads = read_all(scheduler)
     assert [read.request for read in reads] == [request for request in requests for _ in range(2)]
     assert [read.is_first for read in reads] == [True, False] * 3
     assert [read.is_last for read in reads] == [False, True] * 3
 
 
 def test_the_prompt_with_the_fewest_pieces_left_comes_first() -> None:
-    made = scheduler(rows=3, pages=32)
-    long = made.submit([1] * 13, max_new_tokens=2)
-    (read,) = made.next_reads()
-    made.was_read(read, None)
-    middle, short = made.submit([2] * 9, max_new_tokens=2), made.submit([3] * 2, max_new_tokens=2)
-    reads = read_all(made)
+    scheduler = make_scheduler(rows=3, pages=32)
+    long = scheduler.submit([1] * 13, max_new_tokens=2)
+    (read,) = scheduler.next_reads()
+    scheduler.was_read(read, None)
+    middle = scheduler.submit([2] * 9, max_new_tokens=2)
+    short = scheduler.submit([3] * 2, max_new_tokens=2)
+    reads = read_all(scheduler)
+    # Then the long one has as few pieces left as the middle one, and is older.
     assert [(read.request, read.start) for read in reads] == [
-        *((short, 0), (long, 4), (long, 8)),  # it has as few left as the middle one, and is older
+        *((short, 0), (long, 4), (long, 8)),
         *((middle, 0), (middle, 4)),
     ]
-    assert made.running == [0, 1, 2]
+    assert scheduler.running == [0, 1, 2]
 
 
 def test_nobody_is_passed_more_often_than_is_said() -> None:
-    """Short prompts come all the time; the long one has a turn after each three."""
-    made = scheduler(rows=2, pages=32)
-    long, order = made.submit([1] * 17, max_new_tokens=1), []
-    made.was_read(*made.next_reads(), prefix_state=None)
+    """Check that a long prompt has a turn after each three of many short ones."""
+    scheduler = make_scheduler(rows=2, pages=32)
+    long, order = scheduler.submit([1] * 17, max_new_tokens=1), []
+    scheduler.was_read(*scheduler.next_reads(), prefix_state=None)
     while long.state == "reading" and len(order) < 20:
-        made.submit([2, len(order) % 2], max_new_tokens=0)
-        (read,) = made.next_reads()
-        made.was_read(read, None)
+        scheduler.submit([2, len(order) % 2], max_new_tokens=0)
+        (read,) = scheduler.next_reads()
+        scheduler.was_read(read, None)
         order.append(read.request is long)
-    assert order == [
-        *[False, False, False, True] * 2,
-        True,
-    ]  # at last it has as few pieces left as they, and is older
+    # At last it has as few pieces left as the short ones, and is older.
+    assert order == [*[False, False, False, True] * 2, True]
 
 
 def test_whose_beginning_is_known_has_fewer_pieces_left() -> None:
-    made = scheduler(rows=2, pages=32)
+    scheduler = make_scheduler(rows=2, pages=32)
     text = list(range(13))
-    finish(made, (made.submit(text, max_new_tokens=1), read_all(made))[0])
-    middle, known = (
-        made.submit([1] * 7, max_new_tokens=1),
-        made.submit([*text, 7], max_new_tokens=1),
-    )
-    assert [(read.request, read.start) for read in read_all(made)] == [
-        (known, 12),
-        (middle, 0),
-        (middle, 4),
-    ]
+    finish(scheduler, (scheduler.submit(text, max_new_tokens=1), read_all(scheduler))[0])
+    middle = scheduler.submit([1] * 7, max_new_tokens=1)
+    cached = scheduler.submit([*text, 7], max_new_tokens=1)
+    order = [(read.request, read.start) for read in read_all(scheduler)]
+    assert order == [(cached, 12), (middle, 0), (middle, 4)]
 
 
 def test_a_prompt_that_waits_for_its_turn_moves_with_its_row() -> None:
-    made = scheduler(rows=3, pages=32)
-    long = made.submit([1] * 13, max_new_tokens=2)
-    made.was_read(*made.next_reads(), prefix_state=None)
-    short = made.submit([2] * 2, max_new_tokens=2)
-    made.was_read(*made.next_reads(), prefix_state=None)
+    scheduler = make_scheduler(rows=3, pages=32)
+    long = scheduler.submit([1] * 13, max_new_tokens=2)
+    scheduler.was_read(*scheduler.next_reads(), prefix_state=None)
+    short = scheduler.submit([2] * 2, max_new_tokens=2)
+    scheduler.was_read(*scheduler.next_reads(), prefix_state=None)
     assert (long.state, short.state) == ("reading", "running")
-    made.swap([1, 0, 2])
-    (read,) = made.next_reads()
+    scheduler.swap([1, 0, 2])
+    (read,) = scheduler.next_reads()
     assert (read.request, read.row, read.start, read.is_first) == (long, 1, 4, False)
 
 
 def test_a_prompt_is_read_but_for_its_last_token() -> None:
-    made = scheduler(last_widths=(1, 2))
+    scheduler = make_scheduler(last_widths=(1, 2))
     spans = {}
     for length in (1, 2, 3, 4, 5, 6, 9, 12):
-        request = made.submit([length] * length, max_new_tokens=1)
-        spans[length] = [(read.start, read.count, read.width) for read in read_all(made)]
+        request = scheduler.submit([length] * length, max_new_tokens=1)
+        spans[length] = [(read.start, read.count, read.width) for read in read_all(scheduler)]
         assert request.state == "running"
-        finish(made, request)
+        finish(scheduler, request)
     assert spans == {
         1: [(0, 0, 1)],
         2: [(0, 1, 1)],
@@ -161,13 +160,14 @@ def test_a_prompt_is_read_but_for_its_last_token() -> None:
 
 
 def test_the_budget_is_kept_and_the_oldest_prompt_is_not_passed() -> None:
-    made = scheduler(last_widths=(1,))
-    wide, narrow = made.submit([1] * 5, max_new_tokens=1), made.submit([2] * 2, max_new_tokens=1)
-    assert made.next_reads(budget=3) == []
-    (read,) = made.next_reads(budget=4)
+    scheduler = make_scheduler(last_widths=(1,))
+    wide = scheduler.submit([1] * 5, max_new_tokens=1)
+    narrow = scheduler.submit([2] * 2, max_new_tokens=1)
+    assert scheduler.next_reads(budget=3) == []
+    (read,) = scheduler.next_reads(budget=4)
     assert (read.request, read.width) == (wide, 4)
-    made.was_read(read, None)
-    (read,) = made.next_reads(budget=1)
+    scheduler.was_read(read, None)
+    (read,) = scheduler.next_reads(budget=1)
     assert (read.request, read.width) == (narrow, 1)
 
 
@@ -184,153 +184,149 @@ def test_the_budget_is_kept_and_the_oldest_prompt_is_not_passed() -> None:
     ],
 )
 def test_what_can_never_be_served_is_refused(length, max_new_tokens, message) -> None:
-    made = scheduler(pages=8)
+    scheduler = make_scheduler(pages=8)
     with pytest.raises(InputError, match=message):
-        made.submit([1] * length, max_new_tokens)
-    assert made.idle
+        scheduler.submit([1] * length, max_new_tokens)
+    assert scheduler.idle
 
 
 def test_the_largest_text_that_pages_hold_is_served() -> None:
-    made = scheduler(pages=8)
-    request = made.submit([1] * 10, max_new_tokens=7)  # the last token is never written
-    read_all(made)
-    assert made.reserve(100) == []
-    assert (request.state, len(pages_of(made, 0))) == ("running", 8)
+    scheduler = make_scheduler(pages=8)
+    request = scheduler.submit([1] * 10, max_new_tokens=7)  # the last token is never written
+    read_all(scheduler)
+    assert scheduler.reserve(100) == []
+    assert (request.state, len(pages_of(scheduler, 0))) == ("running", 8)
 
 
 def test_a_full_line_refuses() -> None:
-    made = scheduler(rows=1, max_waiting=1)
-    made.submit([1], max_new_tokens=1)  # for the row that is free
-    made.submit([2], max_new_tokens=1)
+    scheduler = make_scheduler(rows=1, max_waiting=1)
+    scheduler.submit([1], max_new_tokens=1)  # gets the free row
+    scheduler.submit([2], max_new_tokens=1)
     with pytest.raises(QueueFullError, match="max_waiting"):
-        made.submit([3], max_new_tokens=1)
-    read_all(made)
+        scheduler.submit([3], max_new_tokens=1)
+    read_all(scheduler)
     with pytest.raises(QueueFullError, match="1 requests wait"):
-        made.submit([3], max_new_tokens=1)
-    finish(made, made.request_of(0) or pytest.fail("the row is free"))
-    read_all(made)
-    made.submit([3], max_new_tokens=1)
-    assert made.waiting == 1
+        scheduler.submit([3], max_new_tokens=1)
+    finish(scheduler, scheduler.request_of(0) or pytest.fail("the row is free"))
+    read_all(scheduler)
+    scheduler.submit([3], max_new_tokens=1)
+    assert scheduler.waiting == 1
 
 
 def test_rows_that_are_not_given_out_yet_do_not_make_the_line_longer() -> None:
-    made = scheduler(rows=4, max_waiting=1)
-    made.limit_rows(1)
-    made.submit([1], max_new_tokens=1)
-    made.submit([2], max_new_tokens=1)
+    scheduler = make_scheduler(rows=4, max_waiting=1)
+    scheduler.limit_rows(1)
+    scheduler.submit([1], max_new_tokens=1)
+    scheduler.submit([2], max_new_tokens=1)
     with pytest.raises(QueueFullError, match="2 requests wait"):
-        made.submit([3], max_new_tokens=1)
-    made.limit_rows(4)
-    made.submit([3], max_new_tokens=1)
+        scheduler.submit([3], max_new_tokens=1)
+    scheduler.limit_rows(4)
+    scheduler.submit([3], max_new_tokens=1)
 
 
 # --- pages ----------------------------------------------------------------------------------------
 
 
 def test_unused_entries_of_the_table_are_out_of_range() -> None:
-    made = scheduler()
-    assert made.table.shape == (2, 16)
-    assert (made.table == 16).all()
-    request = made.submit([1] * 6, max_new_tokens=2)
-    read_all(made)
-    assert (made.table[0, :3] < 16).all()
-    assert (made.table[0, 3:] == 16).all()
-    assert (made.table[1] == 16).all()
-    finish(made, request)
-    assert (made.table == 16).all()
+    scheduler = make_scheduler()
+    assert scheduler.table.shape == (2, 16)
+    assert (scheduler.table == 16).all()
+    request = scheduler.submit([1] * 6, max_new_tokens=2)
+    read_all(scheduler)
+    assert (scheduler.table[0, :3] < 16).all()
+    assert (scheduler.table[0, 3:] == 16).all()
+    assert (scheduler.table[1] == 16).all()
+    finish(scheduler, request)
+    assert (scheduler.table == 16).all()
 
 
 def test_running_rows_have_pages_for_what_they_may_become() -> None:
-    made = scheduler()
-    made.submit([1] * 4, max_new_tokens=10)  # 3 entries, at most 13
-    read_all(made)
+    scheduler = make_scheduler()
+    scheduler.submit([1] * 4, max_new_tokens=10)  # 3 entries, at most 13
+    read_all(scheduler)
     for ahead, pages in ((0, 2), (1, 2), (2, 3), (5, 4), (10, 7), (100, 7)):
-        assert made.reserve(ahead) == []
-        assert len(pages_of(made, 0)) == pages
-    made.decoded(0, [5, 6, 7], done=False)
-    assert len(pages_of(made, 0)) == 7
+        assert scheduler.reserve(ahead) == []
+        assert len(pages_of(scheduler, 0)) == pages
+    scheduler.decoded(0, [5, 6, 7], done=False)
+    assert len(pages_of(scheduler, 0)) == 7
 
 
 def test_the_newest_gives_way_and_is_read_again_with_its_tokens() -> None:
-    made = scheduler(pages=8)
-    old, new = made.submit([1] * 5, max_new_tokens=9), made.submit([2] * 5, max_new_tokens=4)
-    read_all(made)
-    assert made.reserve(2) == []
-    for row in made.running:
-        made.decoded(row, [8, 9], done=False)
-    later = made.submit([3], max_new_tokens=1)
-    assert made.reserve(5) == [new]
-    assert (new.state, new.row, new.preemptions, new.tokens) == (
-        "waiting",
-        None,
-        1,
-        [2] * 5 + [8, 9],
-    )
-    assert (old.preemptions, made.running, made.waiting) == (0, [0], 2)
-    finish(made, old)
-    reads = read_all(made)
-    # It is before those that came later, and its first chunk is where it was left.
+    scheduler = make_scheduler(pages=8)
+    old = scheduler.submit([1] * 5, max_new_tokens=9)
+    new = scheduler.submit([2] * 5, max_new_tokens=4)
+    read_all(scheduler)
+    assert scheduler.reserve(2) == []
+    for row in scheduler.running:
+        scheduler.decoded(row, [8, 9], done=False)
+    later = scheduler.submit([3], max_new_tokens=1)
+    assert scheduler.reserve(5) == [new]
+    assert (new.state, new.row, new.preemptions) == ("waiting", None, 1)
+    assert new.tokens == [2] * 5 + [8, 9]
+    assert (old.preemptions, scheduler.running, scheduler.waiting) == (0, [0], 2)
+    finish(scheduler, old)
+    reads = read_all(scheduler)
+    # It comes before later requests, and its first chunk is still in the cache.
     assert [(read.request, read.start, read.count) for read in reads] == [
         (new, 4, 2),
         (later, 0, 0),
     ]
-    made.reserve(100)
-    assert (
-        len(pages_of(made, new.row or 0)) == 4
-    )  # of 5 + 4 - 1 entries: the limit stays where it was
+    scheduler.reserve(100)
+    # The pages of 5 + 4 - 1 entries: its limit has not changed.
+    assert len(pages_of(scheduler, new.row or 0)) == 4
 
 
 def test_who_gave_way_is_the_head_of_the_line_again() -> None:
-    """A later request would fit into what is left, and does not pass it."""
-    scheduled = scheduler(pages=8)
-    scheduled.submit([1] * 5, max_new_tokens=9)
-    new = scheduled.submit([2] * 5, max_new_tokens=4)
-    read_all(scheduled)
-    later = scheduled.submit([3], max_new_tokens=1)
-    assert scheduled.reserve(7) == [new]
-    assert 1 <= scheduled.free_pages < 3  # enough for one of the two
-    assert (scheduled.next_reads(), new.state, later.state) == ([], "waiting", "waiting")
+    """Check that a later request, which would fit into the free pages, does not pass it."""
+    scheduler = make_scheduler(pages=8)
+    scheduler.submit([1] * 5, max_new_tokens=9)
+    new = scheduler.submit([2] * 5, max_new_tokens=4)
+    read_all(scheduler)
+    later = scheduler.submit([3], max_new_tokens=1)
+    assert scheduler.reserve(7) == [new]
+    assert 1 <= scheduler.free_pages < 3  # enough for one of the two
+    assert (scheduler.next_reads(), new.state, later.state) == ([], "waiting", "waiting")
 
 
 def test_who_reads_gives_way_to_the_older_who_run() -> None:
-    made = scheduler(pages=6, capacity=12)
-    old = made.submit([1] * 3, max_new_tokens=9)
-    read_all(made)
-    new = made.submit([2] * 6, max_new_tokens=2)
-    (read,) = made.next_reads()
-    made.was_read(read, None)
-    assert (new.state, made.reserve(9)) == ("reading", [new])
-    assert (made.running, old.state, new.state) == ([0], "running", "waiting")
+    scheduler = make_scheduler(pages=6, capacity=12)
+    old = scheduler.submit([1] * 3, max_new_tokens=9)
+    read_all(scheduler)
+    new = scheduler.submit([2] * 6, max_new_tokens=2)
+    (read,) = scheduler.next_reads()
+    scheduler.was_read(read, None)
+    assert (new.state, scheduler.reserve(9)) == ("reading", [new])
+    assert (scheduler.running, old.state, new.state) == ([0], "running", "waiting")
 
 
 def test_whoever_gives_way_is_not_passed_by_one_who_has_a_row_and_no_pages_yet() -> None:
-    made = scheduler(rows=3, pages=7, capacity=14)
-    first, second = made.submit([1] * 3, max_new_tokens=9), made.submit([2] * 2, max_new_tokens=9)
-    read_all(made)
-    third = made.submit([3] * 3, max_new_tokens=2)
-    assert made.next_reads(budget=1) == []  # it has a row, and the budget is too small
+    scheduler = make_scheduler(rows=3, pages=7, capacity=14)
+    first = scheduler.submit([1] * 3, max_new_tokens=9)
+    second = scheduler.submit([2] * 2, max_new_tokens=9)
+    read_all(scheduler)
+    third = scheduler.submit([3] * 3, max_new_tokens=2)
+    assert scheduler.next_reads(budget=1) == []  # it has a row, but the budget is too small
     assert third.state == "reading"
-    assert made.reserve(100) == [second, third]
+    assert scheduler.reserve(100) == [second, third]
     assert (first.preemptions, second.preemptions, third.preemptions) == (0, 1, 0)
-    finish(made, first)
-    assert [read.request for read in read_all(made)] == [second, third]
+    finish(scheduler, first)
+    assert [read.request for read in read_all(scheduler)] == [second, third]
 
 
 def test_a_newcomer_leaves_to_those_who_run_what_they_need_next() -> None:
-    made = scheduler(rows=3, pages=8)
+    scheduler = make_scheduler(rows=3, pages=8)
     for token in (1, 2):
-        made.submit([token], max_new_tokens=8)
-    read_all(made)
-    made.reserve(4)  # 2 pages each
-    for row in made.running:
-        made.decoded(row, [7, 7, 7], done=False)
-    third = made.submit(
-        [3] * 4, max_new_tokens=2
-    )  # 4 pages are free: it needs 3, and each of the others 2 more
-    read_all(made)
+        scheduler.submit([token], max_new_tokens=8)
+    read_all(scheduler)
+    scheduler.reserve(4)  # 2 pages each
+    for row in scheduler.running:
+        scheduler.decoded(row, [7, 7, 7], done=False)
+    # 4 pages are free: it needs 3, and each running text needs 2 more.
+    third = scheduler.submit([3] * 4, max_new_tokens=2)
+    read_all(scheduler)
     assert third.state == "waiting"
-    finish(made, made.request_of(0) or pytest.fail("the row is free"))
-    read_all(made)
+    finish(scheduler, scheduler.request_of(0) or pytest.fail("the row is free"))
+    read_all(scheduler)
     assert third.state == "running"
 
 
@@ -342,291 +338,273 @@ def starts(reads: Sequence[PrefillChunk]) -> list[tuple[int, Any]]:
 
 
 def test_a_common_beginning_is_read_once() -> None:
-    made = scheduler(rows=4)
+    scheduler = make_scheduler(rows=4)
     common = [1, 2, 3, 4, 5, 6, 7, 8]
     for token in range(4):
-        made.submit([*common, 9, token], max_new_tokens=2)
-    reads = read_all(made)
+        scheduler.submit([*common, 9, token], max_new_tokens=2)
+    reads = read_all(scheduler)
     assert starts(reads) == [(0, None)] + [(8, tuple(common))] * 3
     assert sum(read.count for read in reads) == 9 + 3
-    assert {tuple(pages_of(made, row)[:4]) for row in range(4)} == {tuple(pages_of(made, 0)[:4])}
-    assert len({page for row in range(4) for page in pages_of(made, row)}) == 4 + 4
+    assert {tuple(pages_of(scheduler, row)[:4]) for row in range(4)} == {
+        tuple(pages_of(scheduler, 0)[:4])
+    }
+    assert len({page for row in range(4) for page in pages_of(scheduler, row)}) == 4 + 4
 
 
 def test_a_prefix_holds_only_where_the_token_after_it_is_the_same() -> None:
-    made = scheduler(rows=4)
+    scheduler = make_scheduler(rows=4)
     for after in (5, 6, 5):
-        made.submit([1, 2, 3, 4, after, 9], max_new_tokens=2)
-    assert starts(read_all(made)) == [
-        (0, None),
-        (4, (1, 2, 3, 4)),
-        (0, None),
-    ]  # the third one has less left to read
-    assert pages_of(made, 0)[:2] == pages_of(made, 2)[:2] != pages_of(made, 1)[:2]
+        scheduler.submit([1, 2, 3, 4, after, 9], max_new_tokens=2)
+    # The third one comes before the second, because it has less left to read.
+    assert starts(read_all(scheduler)) == [(0, None), (4, (1, 2, 3, 4)), (0, None)]
+    assert pages_of(scheduler, 0)[:2] == pages_of(scheduler, 2)[:2] != pages_of(scheduler, 1)[:2]
 
 
 def test_a_text_goes_on_from_a_prefix_and_extends_it() -> None:
-    made = scheduler()
+    scheduler = make_scheduler()
     text = list(range(14))
     for length, start in ((5, 0), (10, 4), (13, 8), (13, 12), (14, 12)):
-        request = made.submit(text[:length], max_new_tokens=1)
-        reads = read_all(made)
+        request = scheduler.submit(text[:length], max_new_tokens=1)
+        reads = read_all(scheduler)
         assert starts(reads) == [(start, tuple(text[:start]) or None)]
         assert sum(read.count for read in reads) == length - 1 - start
-        finish(made, request)
+        finish(scheduler, request)
 
 
 def test_a_prompt_that_is_known_is_not_read_at_all() -> None:
-    made = scheduler(last_widths=(1,))
+    scheduler = make_scheduler(last_widths=(1,))
     for _ in range(2):
-        made.submit([1, 2, 3, 4, 5], max_new_tokens=2)
-    first, second = read_all(made)
+        scheduler.submit([1, 2, 3, 4, 5], max_new_tokens=2)
+    first, second = read_all(scheduler)
     assert (first.start, first.count) == (0, 4)
-    assert (second.start, second.count, second.width, second.is_first, second.is_last) == (
-        4,
-        0,
-        1,
-        True,
-        True,
-    )
+    assert (second.start, second.count, second.width) == (4, 0, 1)
+    assert (second.is_first, second.is_last) == (True, True)
 
 
 def test_a_prompt_that_is_read_anew_has_its_borders_again_from_then_on() -> None:
-    """Of two prompts of three chunks, and room for the prefix states of three."""
-    made = scheduler(prefix_states=3, pages=24)
-    one, other = [1] * 13, [2] * 13
+    """Check two prompts of three chunks, with room for the prefix states of three chunks."""
+    scheduler = make_scheduler(prefix_states=3, pages=24)
+    ones, twos = [1] * 13, [2] * 13
 
     def begins_at(tokens: list[int]) -> int:
-        request = made.submit(tokens, max_new_tokens=1)
-        first, *_ = read_all(made)
-        finish(made, request)
+        request = scheduler.submit(tokens, max_new_tokens=1)
+        first, *_ = read_all(scheduler)
+        finish(scheduler, request)
         return first.start
 
-    assert begins_at(one) == begins_at(other) == 0
-    assert begins_at(one) == 0  # its prefix states went when the other's were made
-    assert begins_at(one) == begins_at(one) == 12
-    assert made._pools[0].available == 24  # what was read twice takes no pages twice
+    assert begins_at(ones) == begins_at(twos) == 0
+    assert begins_at(ones) == 0  # the other prompt's states replaced its states
+    assert begins_at(ones) == begins_at(ones) == 12
+    assert scheduler._pools[0].available == 24  # no chunk has pages twice
 
 
 def test_what_was_generated_is_no_prefix() -> None:
-    made = scheduler()
-    made.submit([1, 2, 3], max_new_tokens=8)
-    read_all(made)
-    made.reserve(8)
-    made.decoded(0, [4, 5, 6, 7], done=True)
-    made.submit([1, 2, 3, 4, 5, 6], max_new_tokens=1)
-    assert starts(read_all(made)) == [(0, None)]
+    scheduler = make_scheduler()
+    scheduler.submit([1, 2, 3], max_new_tokens=8)
+    read_all(scheduler)
+    scheduler.reserve(8)
+    scheduler.decoded(0, [4, 5, 6, 7], done=True)
+    scheduler.submit([1, 2, 3, 4, 5, 6], max_new_tokens=1)
+    assert starts(read_all(scheduler)) == [(0, None)]
 
 
 def test_prefixes_go_when_pages_are_needed_and_never_one_that_is_held() -> None:
-    made = scheduler(rows=3, pages=8)
-    forgotten = made.submit([1] * 5, max_new_tokens=1)
-    read_all(made)
-    finish(made, forgotten)
-    held = made.submit([2] * 5, max_new_tokens=1)
-    read_all(made)
-    assert made.free_pages == 6  # two of them hold a prefix
-    long = made.submit([3] * 9, max_new_tokens=2)
-    read_all(made)
-    made.reserve(100)
-    assert (held.preemptions, made.free_pages) == (0, 0)
-    finish(made, long)
-    again = made.submit([2] * 5, max_new_tokens=1)
-    assert starts(read_all(made)) == [(4, (2,) * 4)]
-    for request in (held, again):
-        finish(made, request)
-    made.submit([1] * 5, max_new_tokens=1)
-    assert starts(read_all(made)) == [(0, None)]
+    scheduler = make_scheduler(rows=3, pages=8)
+    forgotten = scheduler.submit([1] * 5, max_new_tokens=1)
+    read_all(scheduler)
+    finish(scheduler, forgotten)
+    in_use = scheduler.submit([2] * 5, max_new_tokens=1)
+    read_all(scheduler)
+    assert scheduler.free_pages == 6  # two of them hold a prefix
+    long = scheduler.submit([3] * 9, max_new_tokens=2)
+    read_all(scheduler)
+    scheduler.reserve(100)
+    assert (in_use.preemptions, scheduler.free_pages) == (0, 0)
+    finish(scheduler, long)
+    again = scheduler.submit([2] * 5, max_new_tokens=1)
+    assert starts(read_all(scheduler)) == [(4, (2,) * 4)]
+    for request in (in_use, again):
+        finish(scheduler, request)
+    scheduler.submit([1] * 5, max_new_tokens=1)
+    assert starts(read_all(scheduler)) == [(0, None)]
 
 
 # --- cancelling -----------------------------------------------------------------------------------
 
 
 def test_requests_are_cancelled_in_every_state_and_twice() -> None:
-    made = scheduler(rows=3, chunk=2)
+    scheduler = make_scheduler(rows=3, chunk=2)
     done, running, reading, waiting = (
-        made.submit([token] * 3, max_new_tokens=4) for token in range(4)
+        scheduler.submit([token] * 3, max_new_tokens=4) for token in range(4)
     )
     for _ in range(2):
-        made.was_read(*made.next_reads(), prefix_state=None)
-    finish(made, done)
-    made.cancel(waiting)
-    (read,) = made.next_reads()
-    assert (read.request, done.state, running.state, reading.state) == (
-        reading,
-        "done",
-        "running",
-        "reading",
-    )
+        scheduler.was_read(*scheduler.next_reads(), prefix_state=None)
+    finish(scheduler, done)
+    scheduler.cancel(waiting)
+    (read,) = scheduler.next_reads()
+    assert read.request is reading
+    assert [done.state, running.state, reading.state] == ["done", "running", "reading"]
     for request in (done, running, reading, waiting):
-        before = made.free_pages, request.row is not None
-        made.cancel(request)
-        assert made.free_pages == before[0] + before[1]
-        made.cancel(request)
-        assert (request.row, made.free_pages) == (None, sum(before))
-    assert [request.state for request in (done, running, reading, waiting)] == [
-        "done",
-        "cancelled",
-        "cancelled",
-        "cancelled",
-    ]
-    assert (made.idle, made.free_pages, made.waiting) == (True, 16, 0)
-    made.was_read(read, prefix_state=None)  # the device had begun
-    assert (made.idle, made.running, made.free_pages) == (True, [], 16)
+        before = scheduler.free_pages, request.row is not None
+        scheduler.cancel(request)
+        assert scheduler.free_pages == before[0] + before[1]
+        scheduler.cancel(request)
+        assert (request.row, scheduler.free_pages) == (None, sum(before))
+    states = [request.state for request in (done, running, reading, waiting)]
+    assert states == ["done", "cancelled", "cancelled", "cancelled"]
+    assert (scheduler.idle, scheduler.free_pages, scheduler.waiting) == (True, 16, 0)
+    scheduler.was_read(read, prefix_state=None)  # the device had begun this chunk
+    assert (scheduler.idle, scheduler.running, scheduler.free_pages) == (True, [], 16)
 
 
 def test_what_is_read_of_a_cancelled_request_is_not_told_of_the_next_in_its_row() -> None:
-    made = scheduler(rows=1)
-    cancelled = made.submit([1] * 5, max_new_tokens=2)
-    (read,) = made.next_reads()
-    made.cancel(cancelled)
-    following = made.submit([2] * 9, max_new_tokens=2)
-    (first,) = made.next_reads()
+    scheduler = make_scheduler(rows=1)
+    cancelled = scheduler.submit([1] * 5, max_new_tokens=2)
+    (read,) = scheduler.next_reads()
+    scheduler.cancel(cancelled)
+    following = scheduler.submit([2] * 9, max_new_tokens=2)
+    (first,) = scheduler.next_reads()
     assert (first.row, first.request) == (read.row, following)
-    made.was_read(read, prefix_state="of the other")
+    scheduler.was_read(read, prefix_state="of the other")
     assert following.state == "reading"
-    made.was_read(first, prefix_state="its own")
-    (second,) = made.next_reads()
+    scheduler.was_read(first, prefix_state="its own")
+    (second,) = scheduler.next_reads()
     assert (second.start, second.is_first) == (4, False)
-    made.submit([1] * 5, max_new_tokens=2)
-    made.was_read(second, prefix_state=None)
-    finish(made, following)
-    assert starts(read_all(made)) == [(0, None)]
+    scheduler.submit([1] * 5, max_new_tokens=2)
+    scheduler.was_read(second, prefix_state=None)
+    finish(scheduler, following)
+    assert starts(read_all(scheduler)) == [(0, None)]
 
 
 # --- rows that are rearranged, and shards ---------------------------------------------------------
 
 
 def test_rows_are_rearranged_with_all_that_they_have() -> None:
-    made = scheduler(rows=3)
-    first = made.submit([1] * 3, max_new_tokens=4)
-    second = made.submit([2] * 9, max_new_tokens=4)
-    made.was_read(*made.next_reads(), prefix_state=None)
-    made.was_read(*made.next_reads(), prefix_state=None)
-    before = [pages_of(made, row) for row in range(3)]
-    made.swap([2, 0, 1])
-    assert [pages_of(made, row) for row in range(3)] == [before[2], before[0], before[1]]
-    assert (first.row, second.row, made.running) == (1, 2, [1])
-    assert [made.request_of(row) for row in range(3)] == [None, first, second]
-    (read,) = made.next_reads()
+    scheduler = make_scheduler(rows=3)
+    first = scheduler.submit([1] * 3, max_new_tokens=4)
+    second = scheduler.submit([2] * 9, max_new_tokens=4)
+    scheduler.was_read(*scheduler.next_reads(), prefix_state=None)
+    scheduler.was_read(*scheduler.next_reads(), prefix_state=None)
+    before = [pages_of(scheduler, row) for row in range(3)]
+    scheduler.swap([2, 0, 1])
+    assert [pages_of(scheduler, row) for row in range(3)] == [before[2], before[0], before[1]]
+    assert (first.row, second.row, scheduler.running) == (1, 2, [1])
+    assert [scheduler.request_of(row) for row in range(3)] == [None, first, second]
+    (read,) = scheduler.next_reads()
     assert (read.row, read.start, read.is_first) == (2, 4, False)
-    made.was_read(read, prefix_state=None)
-    assert made.running == [1, 2]
+    scheduler.was_read(read, prefix_state=None)
+    assert scheduler.running == [1, 2]
 
 
 def test_shards_have_their_own_pages_prefixes_and_reads() -> None:
-    made = scheduler(rows=4, shards=2)
-    requests = [made.submit([1] * 6, max_new_tokens=2) for _ in range(4)]
-    reads = made.next_reads()
+    scheduler = make_scheduler(rows=4, shards=2)
+    requests = [scheduler.submit([1] * 6, max_new_tokens=2) for _ in range(4)]
+    reads = scheduler.next_reads()
     assert [(read.row, read.start) for read in reads] == [(0, 0), (2, 0)]
     for read in reads:
-        made.was_read(read, prefix_state=read.row)
-    # Each goes on from what its own shard has read.
-    assert starts(read_all(made)) == [(4, 0), (4, 2)]
+        scheduler.was_read(read, prefix_state=read.row)
+    # Each continues from the prefix in its own shard.
+    assert starts(read_all(scheduler)) == [(4, 0), (4, 2)]
     assert [request.row for request in requests] == [0, 2, 1, 3]
-    assert pages_of(made, 0)[:2] == pages_of(made, 1)[:2] == pages_of(made, 2)[:2]
-    finish(made, requests[0])
-    finish(made, requests[2])
-    following = made.submit([1] * 6, max_new_tokens=2)
-    assert starts(read_all(made)) == [(4, 0)]
+    assert pages_of(scheduler, 0)[:2] == pages_of(scheduler, 1)[:2] == pages_of(scheduler, 2)[:2]
+    finish(scheduler, requests[0])
+    finish(scheduler, requests[2])
+    following = scheduler.submit([1] * 6, max_new_tokens=2)
+    assert starts(read_all(scheduler)) == [(4, 0)]
     assert following.row == 0
 
 
 def test_requests_that_come_together_are_spread_over_the_shards() -> None:
-    made = scheduler(rows=8, shards=2)
-    one = made.submit([9] * 3, max_new_tokens=2)
-    read_all(made)
-    requests = [made.submit([token] * 5, max_new_tokens=2) for token in range(5)]
-    made.next_reads()
-    assert one.row == 0
+    scheduler = make_scheduler(rows=8, shards=2)
+    running = scheduler.submit([9] * 3, max_new_tokens=2)
+    read_all(scheduler)
+    requests = [scheduler.submit([token] * 5, max_new_tokens=2) for token in range(5)]
+    scheduler.next_reads()
+    assert running.row == 0
     assert [request.row for request in requests] == [4, 1, 5, 2, 6]
 
 
 def test_texts_that_need_no_pages_yet_are_spread_over_the_shards() -> None:
-    made = scheduler(rows=4, shards=2, pages=1, capacity=2)
-    requests = [made.submit([token], max_new_tokens=1) for token in range(3)]
-    made.next_reads()
+    scheduler = make_scheduler(rows=4, shards=2, pages=1, capacity=2)
+    requests = [scheduler.submit([token], max_new_tokens=1) for token in range(3)]
+    scheduler.next_reads()
     assert [request.row for request in requests] == [0, 2, None]
 
 
 def test_two_that_read_the_same_at_a_time_mix_nothing() -> None:
-    made = scheduler(rows=4, shards=2, pages=13)
+    scheduler = make_scheduler(rows=4, shards=2, pages=13)
     text = [0, 1, 2, 3, 7, 4, 5, 6, 7, 8, 9, 10, 11]
-    oldest, passing = made.submit([12], max_new_tokens=14), made.submit([13], max_new_tokens=1)
-    old = made.submit(text, max_new_tokens=2)
-    read_all(made)
+    oldest = scheduler.submit([12], max_new_tokens=14)
+    passing = scheduler.submit([13], max_new_tokens=1)
+    old = scheduler.submit(text, max_new_tokens=2)
+    read_all(scheduler)
     assert (oldest.row, passing.row, old.row) == (0, 2, 1)
-    finish(made, passing)
-    new = made.submit(text, max_new_tokens=2)
-    made.was_read(*made.next_reads(), prefix_state=(0, 1, 2, 3))
-    assert made.reserve(13) == [old]
-    # It goes on in the other shard, before the new one, which has begun there.
-    reads = [(read.request, read.start) for read in read_all(made)]
+    finish(scheduler, passing)
+    new = scheduler.submit(text, max_new_tokens=2)
+    scheduler.was_read(*scheduler.next_reads(), prefix_state=(0, 1, 2, 3))
+    assert scheduler.reserve(13) == [old]
+    # It continues in the other shard, before the new one, which has begun there.
+    reads = [(read.request, read.start) for read in read_all(scheduler)]
     assert reads == [(old, 4), (old, 8), (new, 4), (new, 8)]
     for request in (oldest, old, new):
-        finish(made, request)
-    made.submit([14] * 9, max_new_tokens=2)  # in the first shard
-    last = made.submit([0, 1, 2, 3, 7, 8, 9, 10, 11], max_new_tokens=1)
-    assert [read.start for read in read_all(made) if read.request is last] == [4]
+        finish(scheduler, request)
+    scheduler.submit([14] * 9, max_new_tokens=2)  # in the first shard
+    last = scheduler.submit([0, 1, 2, 3, 7, 8, 9, 10, 11], max_new_tokens=1)
+    assert [read.start for read in read_all(scheduler) if read.request is last] == [4]
     assert last.row == 2
 
 
 def test_where_a_shard_is_short_of_pages_the_other_gives_nobody_up() -> None:
-    made = scheduler(rows=4, shards=2, pages=4, capacity=9)
-    requests = [made.submit([token] * 3, max_new_tokens=6) for token in range(4)]
-    read_all(made)
-    made.swap([0, 1, 3, 2])
+    scheduler = make_scheduler(rows=4, shards=2, pages=4, capacity=9)
+    requests = [scheduler.submit([token] * 3, max_new_tokens=6) for token in range(4)]
+    read_all(scheduler)
+    scheduler.swap([0, 1, 3, 2])
     assert [request.row for request in requests] == [0, 3, 1, 2]
-    made.decoded(0, [5], done=True)
-    assert made.reserve(6) == [requests[3]]
-    assert made.running == [1, 3]
+    scheduler.decoded(0, [5], done=True)
+    assert scheduler.reserve(6) == [requests[3]]
+    assert scheduler.running == [1, 3]
 
 
 # --- clients --------------------------------------------------------------------------------------
 
 
-def held(made: Scheduler, *requests: Request) -> None:
-    read_all(made)
+def held(scheduler: Scheduler, *requests: Request) -> None:
+    read_all(scheduler)
     assert [request.state for request in requests] == ["held"] * len(requests)
 
 
 def test_a_client_holds_its_row_and_is_not_decoded() -> None:
-    made = scheduler()
-    request = made.submit([1] * 6, max_new_tokens=4, is_client=True)
-    held(made, request)
-    assert (made.running, made.held, made.occupied, made.idle, made.can_go_on()) == (
-        [],
-        [0],
-        1,
-        True,
-        False,
-    )
-    assert made.make_room(request, ahead=3)
-    assert len(pages_of(made, 0)) == 4  # of 5 + 3 entries
-    made.decoded(0, [2, 3], done=False)
-    assert made.make_room(request, ahead=5)
-    assert len(pages_of(made, 0)) == 5  # of no more than 6 + 4 - 1
-    made.decoded(0, [4, 5], done=True)
-    assert (request.state, made.occupied) == ("done", 0)
+    scheduler = make_scheduler()
+    request = scheduler.submit([1] * 6, max_new_tokens=4, is_client=True)
+    held(scheduler, request)
+    assert (scheduler.running, scheduler.held, scheduler.occupied) == ([], [0], 1)
+    assert (scheduler.idle, scheduler.can_go_on()) == (True, False)
+    assert scheduler.make_room(request, ahead=3)
+    assert len(pages_of(scheduler, 0)) == 4  # for 5 + 3 entries
+    scheduler.decoded(0, [2, 3], done=False)
+    assert scheduler.make_room(request, ahead=5)
+    assert len(pages_of(scheduler, 0)) == 5  # for at most 6 + 4 - 1 entries
+    scheduler.decoded(0, [4, 5], done=True)
+    assert (request.state, scheduler.occupied) == ("done", 0)
 
 
 def test_a_text_that_is_begun_in_its_middle_keeps_its_limit() -> None:
-    made = scheduler(capacity=8)
-    request = made.submit([1] * 7, max_new_tokens=5, prompt_length=3, is_client=True)
+    scheduler = make_scheduler(capacity=8)
+    request = scheduler.submit([1] * 7, max_new_tokens=5, prompt_length=3, is_client=True)
     assert request.max_length == 8
-    held(made, request)
-    assert made.make_room(request, ahead=20)
-    assert len(pages_of(made, 0)) == 4
+    held(scheduler, request)
+    assert scheduler.make_room(request, ahead=20)
+    assert len(pages_of(scheduler, 0)) == 4
 
 
 def test_prompts_share_what_was_read_with_those_of_the_same_salt_alone() -> None:
-    made = scheduler(pages=64)
+    scheduler = make_scheduler(pages=64)
     prompt = list(range(11))
 
     def shared(salt: str) -> int:
-        request = made.submit(prompt, max_new_tokens=2, salt=salt)
-        read_all(made)
-        finish(made, request)
+        request = scheduler.submit(prompt, max_new_tokens=2, salt=salt)
+        read_all(scheduler)
+        finish(scheduler, request)
         return request.cached
 
     salts = ["", "mine", "yours", "", "mine", "yours"]
@@ -634,123 +612,113 @@ def test_prompts_share_what_was_read_with_those_of_the_same_salt_alone() -> None
 
 
 def test_a_text_that_was_preempted_finds_what_was_read_under_its_salt() -> None:
-    made = scheduler(rows=1)
-    request = made.submit(list(range(9)), max_new_tokens=2, salt="mine")
-    read_all(made)
-    made._preempt(request)
-    assert read_all(made)[0].start == 8
+    scheduler = make_scheduler(rows=1)
+    request = scheduler.submit(list(range(9)), max_new_tokens=2, salt="mine")
+    read_all(scheduler)
+    scheduler._preempt(request)
+    assert read_all(scheduler)[0].start == 8
 
 
 def test_only_so_much_is_shared_as_may_be() -> None:
-    made = scheduler(rows=1, pages=12)
-    finish(made, (made.submit([1] * 13, max_new_tokens=1), read_all(made))[0])
+    scheduler = make_scheduler(rows=1, pages=12)
+    finish(scheduler, (scheduler.submit([1] * 13, max_new_tokens=1), read_all(scheduler))[0])
     for shares, start in ((0, 0), (3, 0), (4, 4), (11, 8), (None, 12)):
-        request = made.submit([1] * 13, max_new_tokens=1, shares=shares)
-        assert read_all(made)[0].start == start
-        finish(made, request)
+        request = scheduler.submit([1] * 13, max_new_tokens=1, shares=shares)
+        assert read_all(scheduler)[0].start == start
+        finish(scheduler, request)
 
 
 def test_the_client_that_is_away_for_the_longest_is_dropped_for_who_waits() -> None:
-    made = scheduler(rows=3)
+    scheduler = make_scheduler(rows=3)
     first, second, third = (
-        made.submit([token, token], max_new_tokens=2, is_client=True) for token in range(3)
+        scheduler.submit([token, token], max_new_tokens=2, is_client=True) for token in range(3)
     )
-    held(made, first, second, third)
-    waiting = made.submit([4, 4], max_new_tokens=2)
-    assert not made.can_go_on()  # they are all there
-    made.set_away(third, True)
-    made.set_away(first, True)
-    made.set_away(third, True)  # still
-    made.set_away(second, True)
-    made.set_away(second, False)
-    assert made.can_go_on()
-    assert (made.dropped, third.state, waiting.row) == ([third], "dropped", 2)
-    made.set_away(first, False)
-    made.submit([5, 5], max_new_tokens=2)
-    read_all(made)
-    assert (made.dropped, made.waiting) == ([third], 1)
+    held(scheduler, first, second, third)
+    waiting = scheduler.submit([4, 4], max_new_tokens=2)
+    assert not scheduler.can_go_on()  # all clients are connected
+    scheduler.set_away(third, True)
+    scheduler.set_away(first, True)
+    scheduler.set_away(third, True)  # no change
+    scheduler.set_away(second, True)
+    scheduler.set_away(second, False)
+    assert scheduler.can_go_on()
+    assert (scheduler.dropped, third.state, waiting.row) == ([third], "dropped", 2)
+    scheduler.set_away(first, False)
+    scheduler.submit([5, 5], max_new_tokens=2)
+    read_all(scheduler)
+    assert (scheduler.dropped, scheduler.waiting) == ([third], 1)
 
 
 def test_a_client_that_is_away_is_dropped_for_pages() -> None:
-    made = scheduler(rows=3, pages=8)
-    client = made.submit([1] * 8, max_new_tokens=4, is_client=True)
-    held(made, client)
-    waiting = made.submit([2] * 9, max_new_tokens=4)
-    assert not made.can_go_on()
-    made.set_away(client, True)
-    assert made.can_go_on()
+    scheduler = make_scheduler(rows=3, pages=8)
+    client = scheduler.submit([1] * 8, max_new_tokens=4, is_client=True)
+    held(scheduler, client)
+    waiting = scheduler.submit([2] * 9, max_new_tokens=4)
+    assert not scheduler.can_go_on()
+    scheduler.set_away(client, True)
+    assert scheduler.can_go_on()
     assert (client.state, waiting.state) == ("dropped", "reading")
 
 
 def test_a_running_text_does_not_give_way_to_clients_that_do_nothing() -> None:
-    made = scheduler(pages=8)
-    client, running = (
-        made.submit([1] * 6, max_new_tokens=4, is_client=True),
-        made.submit([2] * 2, max_new_tokens=12),
-    )
-    read_all(made)
-    assert made.reserve(8) == []
+    scheduler = make_scheduler(pages=8)
+    client = scheduler.submit([1] * 6, max_new_tokens=4, is_client=True)
+    running = scheduler.submit([2] * 2, max_new_tokens=12)
+    read_all(scheduler)
+    assert scheduler.reserve(8) == []
     assert (client.state, running.state) == ("held", "running")
-    assert made.reserve(12) == []
-    assert (client.state, running.state) == ("dropped", "running")  # though it is older
+    assert scheduler.reserve(12) == []
+    assert (client.state, running.state) == ("dropped", "running")  # although it is older
 
 
 def test_a_newer_text_gives_way_to_a_client() -> None:
-    made = scheduler(pages=8)
-    client, running = (
-        made.submit([1] * 6, max_new_tokens=8, is_client=True),
-        made.submit([2] * 6, max_new_tokens=4),
-    )
-    read_all(made)
-    assert made.make_room(client, ahead=8)
-    assert (client.state, running.state, made.dropped) == ("held", "waiting", [])
-    read_all(made)
-    assert running.state == "waiting"  # it would only have to give way again
+    scheduler = make_scheduler(pages=8)
+    client = scheduler.submit([1] * 6, max_new_tokens=8, is_client=True)
+    running = scheduler.submit([2] * 6, max_new_tokens=4)
+    read_all(scheduler)
+    assert scheduler.make_room(client, ahead=8)
+    assert (client.state, running.state, scheduler.dropped) == ("held", "waiting", [])
+    read_all(scheduler)
+    assert running.state == "waiting"  # it would only be preempted again
 
 
 def test_a_client_gives_way_to_what_is_older() -> None:
-    made = scheduler(pages=8)
-    running, client = (
-        made.submit([2] * 6, max_new_tokens=8),
-        made.submit([1] * 6, max_new_tokens=4, is_client=True),
-    )
-    read_all(made)
-    made.reserve(5)
-    assert not made.make_room(client, ahead=8)
-    assert (client.state, running.state, made.dropped) == ("dropped", "running", [client])
+    scheduler = make_scheduler(pages=8)
+    running = scheduler.submit([2] * 6, max_new_tokens=8)
+    client = scheduler.submit([1] * 6, max_new_tokens=4, is_client=True)
+    read_all(scheduler)
+    scheduler.reserve(5)
+    assert not scheduler.make_room(client, ahead=8)
+    assert (client.state, running.state, scheduler.dropped) == ("dropped", "running", [client])
 
 
 def test_a_client_whose_text_is_being_read_is_preempted() -> None:
-    made = scheduler(pages=8)
-    running = made.submit([2] * 4, max_new_tokens=13)
-    read_all(made)
-    client = made.submit([1] * 6, max_new_tokens=4, is_client=True)
-    (read,) = made.next_reads()
-    made.was_read(read, None)
-    assert made.reserve(12) == [client]
-    assert (client.state, client.preemptions, made.dropped, running.state) == (
-        "waiting",
-        1,
-        [],
-        "running",
-    )
+    scheduler = make_scheduler(pages=8)
+    running = scheduler.submit([2] * 4, max_new_tokens=13)
+    read_all(scheduler)
+    client = scheduler.submit([1] * 6, max_new_tokens=4, is_client=True)
+    (read,) = scheduler.next_reads()
+    scheduler.was_read(read, None)
+    assert scheduler.reserve(12) == [client]
+    assert (client.state, client.preemptions) == ("waiting", 1)
+    assert (scheduler.dropped, running.state) == ([], "running")
 
 
 def test_rows_of_clients_that_are_away_count_as_free_for_those_who_wait() -> None:
-    made = scheduler(rows=1, max_waiting=0)
-    client = made.submit([1, 1], max_new_tokens=1, is_client=True)
-    held(made, client)
+    scheduler = make_scheduler(rows=1, max_waiting=0)
+    client = scheduler.submit([1, 1], max_new_tokens=1, is_client=True)
+    held(scheduler, client)
     with pytest.raises(QueueFullError):
-        made.submit([2], max_new_tokens=1)
-    made.set_away(client, True)
-    made.submit([2], max_new_tokens=1)
+        scheduler.submit([2], max_new_tokens=1)
+    scheduler.set_away(client, True)
+    scheduler.submit([2], max_new_tokens=1)
 
 
 # --- clients that do nothing ----------------------------------------------------------------------
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -760,173 +728,181 @@ class Clock:
 
 
 def with_idle_clients(clock: Clock, count: int, **sizes: Any) -> tuple[Scheduler, list[Request]]:
-    """A scheduler, and clients that have been able to draft since one second after another."""
-    made = scheduler(**{"rows": count, "clock": clock, **sizes})
-    clients = [made.submit([token] * 6, max_new_tokens=6, is_client=True) for token in range(count)]
-    held(made, *clients)
+    """Return a scheduler, and clients that became able to draft one second after another."""
+    scheduler = make_scheduler(**{"rows": count, "clock": clock, **sizes})
+    clients = [
+        scheduler.submit([token] * 6, max_new_tokens=6, is_client=True) for token in range(count)
+    ]
+    held(scheduler, *clients)
     for request in clients:
-        made.may_draft(request)
+        scheduler.may_draft(request)
         clock.now += 1.0
-    return made, clients
+    return scheduler, clients
 
 
 def test_who_waits_has_the_row_of_the_client_that_is_idle_for_the_longest() -> None:
     clock = Clock()
-    made, (first, second) = with_idle_clients(clock, 2, idle_seconds=3.0)
-    waiting = made.submit([7, 7], max_new_tokens=2)
+    scheduler, (first, second) = with_idle_clients(clock, 2, idle_seconds=3.0)
+    waiting = scheduler.submit([7, 7], max_new_tokens=2)
     clock.now = 2.9
-    assert (made.can_go_on(), made.seconds_until_idle()) == (False, pytest.approx(0.1))
+    assert (scheduler.can_go_on(), scheduler.seconds_until_idle()) == (False, pytest.approx(0.1))
     clock.now = 3.0
-    assert made.can_go_on()
+    assert scheduler.can_go_on()
     assert (first.state, first.row, waiting.row, second.state) == ("suspended", None, 0, "held")
-    assert (made.suspensions, made.dropped, made.waiting) == (1, [], 0)
-    assert made.seconds_until_idle() is None  # nobody waits
-    made.check()
+    assert (scheduler.suspensions, scheduler.dropped, scheduler.waiting) == (1, [], 0)
+    assert scheduler.seconds_until_idle() is None  # nobody waits
+    scheduler.check()
 
 
 def test_a_client_that_was_suspended_comes_back_with_its_text_behind_those_who_wait() -> None:
     clock = Clock()
-    made, (client,) = with_idle_clients(clock, 1)
-    made.decoded(0, [8, 9], done=False)
-    running, waiting = made.submit([7, 7], max_new_tokens=2), made.submit([6, 6], max_new_tokens=2)
-    read_all(made)
+    scheduler, (client,) = with_idle_clients(clock, 1)
+    scheduler.decoded(0, [8, 9], done=False)
+    running = scheduler.submit([7, 7], max_new_tokens=2)
+    waiting = scheduler.submit([6, 6], max_new_tokens=2)
+    read_all(scheduler)
     assert (client.state, running.state) == ("suspended", "running")
-    made.has_drafted(client)
-    made.check()
-    assert (client.state, made.waiting) == ("waiting", 2)
-    finish(made, running)
-    read_all(made)
+    scheduler.has_drafted(client)
+    scheduler.check()
+    assert (client.state, scheduler.waiting) == ("waiting", 2)
+    finish(scheduler, running)
+    read_all(scheduler)
     assert (waiting.state, client.state) == ("running", "waiting")
     clock.now += 100.0
-    finish(made, waiting)
-    reads = read_all(made)
-    assert [(read.request, read.start, read.count) for read in reads] == [
-        (client, 4, 3)
-    ]  # its prompt was read already
+    finish(scheduler, waiting)
+    reads = read_all(scheduler)
+    # The chunk of its prompt is still in the cache.
+    assert [(read.request, read.start, read.count) for read in reads] == [(client, 4, 3)]
     assert (client.state, client.tokens) == ("held", [0] * 6 + [8, 9])
-    another = made.submit([5, 5], max_new_tokens=2)
+    another = scheduler.submit([5, 5], max_new_tokens=2)
     clock.now += 100.0
-    assert not made.can_go_on()  # the draft that it came back with has no verdict yet
-    made.may_draft(client)
-    assert not made.can_go_on()
+    assert not scheduler.can_go_on()  # its draft has no verdict yet
+    scheduler.may_draft(client)
+    assert not scheduler.can_go_on()
     clock.now += 1.0
-    assert made.can_go_on()
+    assert scheduler.can_go_on()
     assert (client.state, another.state) == ("suspended", "reading")
 
 
 def test_nobody_takes_the_row_of_a_client_that_drafts_or_where_a_row_is_free() -> None:
     clock = Clock()
-    made, (client,) = with_idle_clients(clock, 1, rows=2)
-    other = made.submit([7, 7], max_new_tokens=2)
-    read_all(made)
-    assert (client.state, other.state) == ("held", "running")
-    made.submit([6, 6], max_new_tokens=2)
-    made.has_drafted(client)
+    scheduler, (client,) = with_idle_clients(clock, 1, rows=2)
+    running = scheduler.submit([7, 7], max_new_tokens=2)
+    read_all(scheduler)
+    assert (client.state, running.state) == ("held", "running")
+    scheduler.submit([6, 6], max_new_tokens=2)
+    scheduler.has_drafted(client)
     clock.now += 100.0
-    assert (made.next_reads(), client.state, made.seconds_until_idle()) == ([], "held", None)
+    assert scheduler.next_reads() == []
+    assert (client.state, scheduler.seconds_until_idle()) == ("held", None)
 
 
 def test_a_client_that_is_idle_loses_its_pages_before_any_text_gives_way() -> None:
     clock = Clock()
-    made, (client,) = with_idle_clients(clock, 1, rows=3, pages=8)
-    running, newer = made.submit([2] * 2, max_new_tokens=12), made.submit([3, 3], max_new_tokens=4)
-    read_all(made)
-    assert made.reserve(8) == []
+    scheduler, (client,) = with_idle_clients(clock, 1, rows=3, pages=8)
+    running = scheduler.submit([2] * 2, max_new_tokens=12)
+    newer = scheduler.submit([3, 3], max_new_tokens=4)
+    read_all(scheduler)
+    assert scheduler.reserve(8) == []
     assert (client.state, running.state, newer.state) == ("suspended", "running", "running")
 
 
 def test_a_client_that_becomes_idle_between_two_looks_is_looked_at_once_more() -> None:
-    """Nobody else would wake the engine: it must not wait for ever."""
+    """Check that the engine does not wait for ever, because nothing else would wake it."""
     clock = Clock()
-    made, (client,) = with_idle_clients(clock, 1, idle_seconds=2.0)
-    made.submit([7, 7], max_new_tokens=2)
+    scheduler, (client,) = with_idle_clients(clock, 1, idle_seconds=2.0)
+    scheduler.submit([7, 7], max_new_tokens=2)
     clock.now = 1.999
-    assert not made.can_go_on()
+    assert not scheduler.can_go_on()
     clock.now = 2.001
-    assert made.seconds_until_idle() == 0.0
-    assert made.can_go_on()
+    assert scheduler.seconds_until_idle() == 0.0
+    assert scheduler.can_go_on()
     assert client.state == "suspended"
 
 
 def test_of_one_owners_clients_the_idle_one_goes_before_the_one_that_is_away() -> None:
-    """It loses nothing, and the other one its session, although rows are free."""
+    """Check it although rows are free.
+
+    The idle client loses nothing, but the other one would lose its session.
+    """
     clock = Clock()
-    made = scheduler(rows=4, client_rows=2, clock=clock)
+    scheduler = make_scheduler(rows=4, client_rows=2, clock=clock)
     away, idle = (
-        made.submit([token] * 6, max_new_tokens=6, is_client=True, owner="one")
+        scheduler.submit([token] * 6, max_new_tokens=6, is_client=True, owner="one")
         for token in range(2)
     )
-    held(made, away, idle)
-    made.may_draft(idle)
-    made.set_away(away, True)
+    held(scheduler, away, idle)
+    scheduler.may_draft(idle)
+    scheduler.set_away(away, True)
     clock.now += 10.0
-    third = made.submit([7] * 6, max_new_tokens=6, is_client=True, owner="one")
-    read_all(made)
+    third = scheduler.submit([7] * 6, max_new_tokens=6, is_client=True, owner="one")
+    read_all(scheduler)
     assert (away.state, idle.state, third.state) == ("held", "suspended", "held")
-    made.submit([8] * 6, max_new_tokens=6, is_client=True, owner="one")
-    read_all(made)
+    scheduler.submit([8] * 6, max_new_tokens=6, is_client=True, owner="one")
+    read_all(scheduler)
     assert away.state == "dropped"
 
 
 def test_who_is_away_is_dropped_before_anybody_is_suspended() -> None:
     clock = Clock()
-    made, (first, second) = with_idle_clients(clock, 2)
-    made.set_away(second, True)
-    made.submit([7, 7], max_new_tokens=2)
-    assert made.can_go_on()
+    scheduler, (first, second) = with_idle_clients(clock, 2)
+    scheduler.set_away(second, True)
+    scheduler.submit([7, 7], max_new_tokens=2)
+    assert scheduler.can_go_on()
     assert (first.state, second.state) == ("held", "dropped")
 
 
 def test_rows_of_idle_clients_count_as_free_for_those_who_wait() -> None:
     clock = Clock()
-    made, _ = with_idle_clients(clock, 1, max_waiting=0, idle_seconds=5.0)
+    scheduler, _ = with_idle_clients(clock, 1, max_waiting=0, idle_seconds=5.0)
     with pytest.raises(QueueFullError):
-        made.submit([2], max_new_tokens=1)
+        scheduler.submit([2], max_new_tokens=1)
     clock.now = 5.0
-    made.submit([2], max_new_tokens=1)
+    scheduler.submit([2], max_new_tokens=1)
 
 
 def test_a_client_that_was_suspended_is_cancelled_and_cleared() -> None:
-    made, (first, second) = with_idle_clients(Clock(), 2, idle_seconds=0.0)
+    scheduler, (first, second) = with_idle_clients(Clock(), 2, idle_seconds=0.0)
     for _ in range(2):
-        made.submit([7, 7], max_new_tokens=2)
-    assert made.can_go_on()
+        scheduler.submit([7, 7], max_new_tokens=2)
+    assert scheduler.can_go_on()
     assert (first.state, second.state) == ("suspended", "suspended")
-    made.cancel(first)
-    made.check()
-    made.clear()
-    made.check()
+    scheduler.cancel(first)
+    scheduler.check()
+    scheduler.clear()
+    scheduler.check()
     assert (first.state, second.state) == ("cancelled", "cancelled")
-    made.has_drafted(second)
-    assert made.waiting == 0
+    scheduler.has_drafted(second)
+    assert scheduler.waiting == 0
 
 
 def test_two_clients_that_take_turns_with_one_row_both_come_to_their_ends() -> None:
-    """And so do requests that come all the time: each turn brings a text on."""
+    """Check it beside requests that come all the time. Each turn makes a text longer."""
     clock = Clock()
-    made = scheduler(rows=1, pages=32, clock=clock)
-    clients = [made.submit([token] * 4, max_new_tokens=5, is_client=True) for token in range(2)]
-    requests = [made.submit([5, 5], max_new_tokens=2)]
+    scheduler = make_scheduler(rows=1, pages=32, clock=clock)
+    clients = [
+        scheduler.submit([token] * 4, max_new_tokens=5, is_client=True) for token in range(2)
+    ]
+    requests = [scheduler.submit([5, 5], max_new_tokens=2)]
     turns = []
     while not all(client.state == "done" for client in clients):
-        read_all(made)
-        request = made.request_of(0)
+        read_all(scheduler)
+        request = scheduler.request_of(0)
         assert request is not None
         turns.append(request)
         if request.is_client:
-            made.decoded(
-                0, [1], done=len(request.tokens) + 1 == request.max_length
-            )  # one verdict for each turn
-            made.may_draft(request)
+            # There is one verdict in each turn.
+            scheduler.decoded(0, [1], done=len(request.tokens) + 1 == request.max_length)
+            scheduler.may_draft(request)
             clock.now += 1.0
         else:
-            finish(made, request)
-            requests.append(made.submit([5, 5], max_new_tokens=2))
-        made.can_go_on()
+            finish(scheduler, request)
+            requests.append(scheduler.submit([5, 5], max_new_tokens=2))
+        scheduler.can_go_on()
         for client in clients:
-            made.has_drafted(client)
+            scheduler.has_drafted(client)
     assert turns[:3] == [*clients, requests[0]]
-    # Nobody passes anybody: between two turns of one client there is one of the other, and at least one request.
+    # Between two turns of one client there is one of the other, and one of a request.
     for client in clients:
         places = [place for place, request in enumerate(turns) if request is client]
         assert len(places) == 5
@@ -937,53 +913,50 @@ def test_two_clients_that_take_turns_with_one_row_both_come_to_their_ends() -> N
 
 
 def test_clients_of_one_owner_have_so_many_rows_and_others_pass_them() -> None:
-    made = scheduler(rows=4, pages=32, client_rows=2)
+    scheduler = make_scheduler(rows=4, pages=32, client_rows=2)
     mine = [
-        made.submit([token] * 2, max_new_tokens=2, is_client=True, owner="me") for token in range(3)
+        scheduler.submit([token] * 2, max_new_tokens=2, is_client=True, owner="me")
+        for token in range(3)
     ]
-    yours = made.submit([4, 4], max_new_tokens=2, is_client=True, owner="you")
-    plain = made.submit([5, 5], max_new_tokens=2)
-    read_all(made)
-    assert [request.state for request in (*mine, yours, plain)] == [
-        "held",
-        "held",
-        "waiting",
-        "held",
-        "running",
-    ]
-    nobodys = made.submit([6, 6], max_new_tokens=2, is_client=True)
-    finish(made, plain)
-    read_all(made)
+    yours = scheduler.submit([4, 4], max_new_tokens=2, is_client=True, owner="you")
+    plain = scheduler.submit([5, 5], max_new_tokens=2)
+    read_all(scheduler)
+    states = [request.state for request in (*mine, yours, plain)]
+    assert states == ["held", "held", "waiting", "held", "running"]
+    nobodys = scheduler.submit([6, 6], max_new_tokens=2, is_client=True)
+    finish(scheduler, plain)
+    read_all(scheduler)
     assert (mine[2].state, nobodys.state) == ("waiting", "held")
-    finish(made, mine[0])
-    read_all(made)
+    finish(scheduler, mine[0])
+    read_all(scheduler)
     assert mine[2].state == "held"
 
 
 def test_an_idle_client_of_the_same_owner_makes_way_though_a_row_is_free() -> None:
     clock = Clock()
-    made = scheduler(rows=3, client_rows=1, clock=clock)
+    scheduler = make_scheduler(rows=3, client_rows=1, clock=clock)
     first, second = (
-        made.submit([token] * 2, max_new_tokens=2, is_client=True, owner="me") for token in range(2)
+        scheduler.submit([token] * 2, max_new_tokens=2, is_client=True, owner="me")
+        for token in range(2)
     )
-    other = made.submit([2, 2], max_new_tokens=2, is_client=True, owner="you")
-    read_all(made)
-    made.may_draft(first)
-    made.may_draft(other)
+    foreign = scheduler.submit([2, 2], max_new_tokens=2, is_client=True, owner="you")
+    read_all(scheduler)
+    scheduler.may_draft(first)
+    scheduler.may_draft(foreign)
     clock.now += 1.0
-    read_all(made)
-    assert (first.state, second.state, other.state) == ("suspended", "held", "held")
+    read_all(scheduler)
+    assert (first.state, second.state, foreign.state) == ("suspended", "held", "held")
 
 
 def test_one_owner_does_not_fill_the_line_for_others() -> None:
-    made = scheduler(rows=4, pages=32, client_rows=2, max_waiting=3)
-    running = [made.submit([5, 5], max_new_tokens=2) for _ in range(4)]
-    read_all(made)
+    scheduler = make_scheduler(rows=4, pages=32, client_rows=2, max_waiting=3)
+    running = [scheduler.submit([5, 5], max_new_tokens=2) for _ in range(4)]
+    read_all(scheduler)
     for _ in range(9):
-        made.submit([1, 1], max_new_tokens=2, is_client=True, owner="me")
-    made.submit([5, 5], max_new_tokens=2)
+        scheduler.submit([1, 1], max_new_tokens=2, is_client=True, owner="me")
+    scheduler.submit([5, 5], max_new_tokens=2)
     with pytest.raises(QueueFullError):
-        made.submit([5, 5], max_new_tokens=2)
+        scheduler.submit([5, 5], max_new_tokens=2)
     assert [request.state for request in running] == ["running"] * 4
 
 
@@ -991,18 +964,21 @@ def test_one_owner_does_not_fill_the_line_for_others() -> None:
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """The text that a prompt has: the oracle."""
+    """Return the next token of a text. This is the oracle."""
     return hash(tuple(tokens)) % 7
 
 
 def entry(tokens: Sequence[int], position: int) -> int:
-    """What stands in the cache at a position: it depends on all tokens up to there, and on the one after it."""
+    """Return what the cache holds at a position.
+
+    It depends on all tokens up to the position, and on the token after it.
+    """
     return hash(tuple(tokens[: position + 2]))
 
 
 @dataclass
 class Expectation:
-    """What a user knows."""
+    """A request and its text, as the user knows them."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -1014,7 +990,7 @@ class Expectation:
 
 
 class Device:
-    """Pages that hold what is written into them, and a schedule of everything that can happen."""
+    """A made-up device that records what is written into its pages, with random events."""
 
     ends: tuple[str, ...] = ("done", "cancelled")
 
@@ -1037,16 +1013,15 @@ class Device:
             **sizes, last_widths=self.last_widths, capacity=28, **self.options()
         )
         self.memory: dict[tuple[int, int, int], int] = {}
-        self.begun: dict[
-            Request, int
-        ] = {}  # how much of its prompt has been read, since it has its row
+        # How many tokens of each prompt were read since the request has its row.
+        self.begun: dict[Request, int] = {}
         self.expectations: dict[Request, Expectation] = {}
         self.started: list[int] = []
-        self.seen: Counter[str] = Counter()
+        self.events: Counter[str] = Counter()
         self.common = [[draw.randrange(7) for _ in range(13)] for _ in range(2)]
 
     def options(self) -> dict[str, Any]:
-        """What else the scheduler is given."""
+        """Return further arguments of the scheduler."""
         return {}
 
     # What the device does.
@@ -1086,7 +1061,7 @@ class Device:
         self.write(read.row, tokens, read.start, end)
         if read.is_first:
             assert read.prefix_state == (entry(tokens, read.start - 1) if read.start else None)
-            self.seen["shared"] += read.start > 0
+            self.events["shared"] += read.start > 0
         else:
             assert self.begun[read.request] == read.start
         self.begun[read.request] = end
@@ -1149,9 +1124,8 @@ class Device:
                 self.read(read, budget)
         before, ahead = self.holders(), draw.randint(1, 6)
         given_up = scheduler.reserve(ahead)
-        assert given_up == sorted(
-            (each for each in before if each.state == "waiting"), key=lambda request: request.order
-        )
+        waiting = [request for request in before if request.state == "waiting"]
+        assert given_up == sorted(waiting, key=lambda request: request.order)
         self.check_order(before)
         if draw.random() < 0.2:
             self.swap()
@@ -1178,39 +1152,45 @@ class Device:
     # What must hold.
 
     def holders(self) -> dict[Request, int]:
-        """The shard of each that has a row."""
-        held = ((row, self.scheduler.request_of(row)) for row in range(self.rows))
-        return {request: self.shard(row) for row, request in held if request is not None}
+        """Return every request that has a row, with the shard of the row."""
+        pairs = ((row, self.scheduler.request_of(row)) for row in range(self.rows))
+        return {request: self.shard(row) for row, request in pairs if request is not None}
 
     def check_order(self, before: dict[Request, int]) -> None:
-        """Rows are given to the oldest, and given up by the newest."""
+        """Check that the oldest requests get rows, and the newest give them up."""
         after = self.holders()
         new = sorted(request.order for request in after if request.order not in self.started)
         self.started += new
+        newest = max(self.started, default=0)
         passed = [
-            each
-            for each in self.expectations
-            if each.order < max(self.started, default=0) and each.state == "waiting"
+            request
+            for request in self.expectations
+            if request.order < newest and request.state == "waiting"
         ]
         assert all(request.order in self.started for request in passed), "the head is passed"
         assert self.started == sorted(self.started), "the head is passed"
         in_line = [
-            each.order
-            for each in self.expectations
-            if each.state == "waiting" and each not in before
+            request.order
+            for request in self.expectations
+            if request.state == "waiting" and request not in before
         ]
-        assert all(
-            request.order < min(in_line, default=9**9) for request in after if request not in before
-        ), "the head is passed"
+        head = min(in_line, default=9**9)
+        admitted = [request for request in after if request not in before]
+        assert all(request.order < head for request in admitted), "the head is passed"
         for request, shard in before.items():
             if request.row is None:
-                self.seen["for pages"] += 1
-                kept = [other for other in after if after[other] == shard]
-                assert kept, "the oldest gave way"
-                assert all(other.order < request.order for other in kept), "an older one gave way"
+                self.events["for pages"] += 1
+                remaining = [holder for holder in after if after[holder] == shard]
+                assert remaining, "the oldest gave way"
+                assert all(holder.order < request.order for holder in remaining), (
+                    "an older one gave way"
+                )
 
     def check_pages(self) -> None:
-        """Each page is free, or a row's own, or a prefix's, and held by as many as show it."""
+        """Check that each page is free, or in one row, or in a prefix.
+
+        A prefix must have as many holders as rows use it.
+        """
         table = self.scheduler.table
         assert table.dtype == "int32"
         for shard, pool in enumerate(self.scheduler._pools):
@@ -1220,8 +1200,8 @@ class Device:
                 assert line[: len(pages)] == pages, "an unused entry is not out of range"
             count = Counter(page for pages in used for page in pages)
             shared = shared_pages(self.scheduler, shard)
-            own = [page for page in count.elements() if page not in shared]
-            assert sorted([*pool._free, *shared, *own]) == list(range(self.pages)), (
+            unshared = [page for page in count.elements() if page not in shared]
+            assert sorted([*pool._free, *shared, *unshared]) == list(range(self.pages)), (
                 "a page has not one owner"
             )
             for prefix in pool._prefixes:
@@ -1239,7 +1219,7 @@ class Device:
             while len(text) < len(expectation.text):
                 text.append(next_token(text))
             assert expectation.text == text
-            self.seen[request.state] += 1
+            self.events[request.state] += 1
         assert (self.scheduler.table == self.pages).all()
         assert self.scheduler.free_pages == self.pages * self.shards
         for pool in self.scheduler._pools:
@@ -1248,7 +1228,10 @@ class Device:
 
 
 class WithClients(Device):
-    """Some of the texts are clients': these verify drafts when they like, go away and come back, or never do."""
+    """A device on which some texts are clients'.
+
+    Clients verify drafts at any time, and go away and come back, or stay away.
+    """
 
     ends = ("done", "cancelled", "dropped")
 
@@ -1277,29 +1260,31 @@ class WithClients(Device):
         self.check_left(before)
         for request, shard in before.items():
             if request.state == "waiting":
-                kept = [other for other, place in self.holders().items() if place == shard]
-                assert any(other.state != "held" for other in kept), "nobody goes on"
+                remaining = [holder for holder, place in self.holders().items() if place == shard]
+                assert any(holder.state != "held" for holder in remaining), "nobody goes on"
 
     def check_left(self, before: dict[Request, int]) -> None:
         after = self.holders()
         for request in self.scheduler.dropped:
             assert request.is_client and request.state == "dropped"
-            self.seen["dropped"] += 1
-            self.seen["dropped, being there"] += request.away is None
+            self.events["dropped"] += 1
+            self.events["dropped, being there"] += request.away is None
             if request.away is None:
-                left = [
-                    other for other in after if after[other] == before[request] and other in before
+                remaining = [
+                    holder
+                    for holder in after
+                    if after[holder] == before[request] and holder in before
                 ]
-                assert all(other.away is None for other in left), "one that is away stays"
+                assert all(holder.away is None for holder in remaining), "one that is away stays"
         self.scheduler.dropped.clear()
         for request in before:
             if request.state == "waiting":
                 assert request.away is None
-                self.seen["for pages"] += 1
+                self.events["for pages"] += 1
 
 
 class WithIdleClients(WithClients):
-    """Clients draft when they like, and time passes. Those of one owner have so many rows."""
+    """A device with idle clients, and with a limited number of rows for each owner."""
 
     def options(self) -> dict[str, Any]:
         self.clock, self.client_rows = Clock(), self.draw.randint(1, self.rows)
@@ -1330,7 +1315,7 @@ class WithIdleClients(WithClients):
                 self.scheduler.may_draft(request)
             if request.state == "suspended" or request.idle_since is not None:
                 if self.draw.random() < 0.4:
-                    self.seen["comes back"] += request.state == "suspended"
+                    self.events["comes back"] += request.state == "suspended"
                     self.scheduler.has_drafted(request)
                     self.drafts.add(request)
             elif request.state == "held" and self.draw.random() < 0.5:
@@ -1355,12 +1340,14 @@ class WithIdleClients(WithClients):
         ]
         for request in self.holders():
             passed = [
-                other for other in in_line if other.order < request.order and request not in before
+                earlier
+                for earlier in in_line
+                if earlier.order < request.order and request not in before
             ]
             assert all(
-                owners[other.owner] == self.client_rows for other in passed if other.owner
+                owners[earlier.owner] == self.client_rows for earlier in passed if earlier.owner
             ), "the head is passed"
-            assert all(other.owner for other in passed), "the head is passed"
+            assert all(earlier.owner for earlier in passed), "the head is passed"
 
     def check_left(self, before: dict[Request, int]) -> None:
         for request, place in before.items():
@@ -1368,77 +1355,54 @@ class WithIdleClients(WithClients):
                 assert request.is_client and request not in self.drafts, (
                     "a client that drafts loses its row"
                 )
-                self.seen["suspended"] += 1
+                self.events["suspended"] += 1
             if request.state == "dropped" and request.away is None:
-                left = [
-                    other
-                    for other, shard in self.holders().items()
-                    if shard == place and other in before
+                remaining = [
+                    holder
+                    for holder, shard in self.holders().items()
+                    if shard == place and holder in before
                 ]
-                assert not any(self.scheduler.is_idle(other) for other in left), "an idle one stays"
+                assert not any(self.scheduler.is_idle(holder) for holder in remaining), (
+                    "an idle one stays"
+                )
         super().check_left(before)
 
 
-def shared_pages(made: Scheduler, shard: int) -> set[int]:
-    pages = [page for prefix in made._pools[shard]._prefixes for page in prefix.pages]
+def shared_pages(scheduler: Scheduler, shard: int) -> set[int]:
+    pages = [page for prefix in scheduler._pools[shard]._prefixes for page in prefix.pages]
     assert len(pages) == len(set(pages)), "a page has not one owner"
     return set(pages)
 
 
 def run_schedules(seeds: Sequence[int], kind: type[Device] = Device) -> Counter[str]:
-    seen: Counter[str] = Counter()
+    events: Counter[str] = Counter()
     for seed in seeds:
         device = kind(seed)
         device.run()
-        seen += device.seen
-    return seen
+        events += device.events
+    return events
 
 
 def test_random_schedules_lose_nothing_and_mix_nothing() -> None:
-    seen = run_schedules(range(1500))
-    # Otherwise they would test little.
-    assert min(seen[what] for what in ("done", "cancelled", "shared", "for pages")) > 200
+    events = run_schedules(range(1500))
+    # Each of these must happen often, or the schedules would test little.
+    assert min(events[name] for name in ("done", "cancelled", "shared", "for pages")) > 200
 
 
 def test_random_schedules_with_clients_lose_nothing_and_mix_nothing() -> None:
-    seen = run_schedules(range(1000), WithClients)
-    assert (
-        min(
-            seen[what]
-            for what in (
-                "done",
-                "cancelled",
-                "shared",
-                "for pages",
-                "dropped",
-                "dropped, being there",
-            )
-        )
-        > 30
-    )
+    events = run_schedules(range(1000), WithClients)
+    names = ("done", "cancelled", "shared", "for pages", "dropped", "dropped, being there")
+    assert min(events[name] for name in names) > 30
 
 
 def test_random_schedules_with_idle_clients_lose_nothing_and_starve_nobody() -> None:
-    seen = run_schedules(range(600), WithIdleClients)
-    assert (
-        min(
-            seen[what]
-            for what in (
-                "done",
-                "cancelled",
-                "shared",
-                "for pages",
-                "dropped",
-                "suspended",
-                "comes back",
-            )
-        )
-        > 30
-    )
+    events = run_schedules(range(600), WithIdleClients)
+    names = ("done", "cancelled", "shared", "for pages", "dropped", "suspended", "comes back")
+    assert min(events[name] for name in names) > 30
 
 
 class Checking(WithClients):
-    """The scheduler looks at itself, too."""
+    """A device whose scheduler also checks itself."""
 
     def check_pages(self) -> None:
         super().check_pages()
@@ -1454,74 +1418,83 @@ def test_a_scheduler_that_is_right_never_contradicts_itself() -> None:
 Change = Callable[[Scheduler, Request, Request], object]
 CONTRADICTIONS: dict[str, tuple[Change, str]] = {
     "a page twice": (
-        lambda made, running, _: made._pools[0]._free.append(pages_of(made, 0)[0]),
+        lambda scheduler, running, _: scheduler._pools[0]._free.append(pages_of(scheduler, 0)[0]),
         "pages: 17 are",
     ),
-    "a page is lost": (lambda made, running, _: made._pools[0]._free.pop(), "pages: 15 are"),
+    "a page is lost": (
+        lambda scheduler, running, _: scheduler._pools[0]._free.pop(),
+        "pages: 15 are",
+    ),
     "a prefix that is dropped": (
-        lambda made, running, _: made._pools[0]._drop(made._holder(running.row or 0).prefixes[0]),
+        lambda scheduler, running, _: scheduler._pools[0]._drop(
+            scheduler._holder(running.row or 0).prefixes[0]
+        ),
         "a row uses a prefix that the pool has evicted|pages: ",
     ),
     "a holder too many": (
-        lambda made, running, _: setattr(made._holder(running.row or 0).prefixes[0], "holders", 2),
+        lambda scheduler, running, _: setattr(
+            scheduler._holder(running.row or 0).prefixes[0], "holders", 2
+        ),
         "1 rows use a prefix that counts 2",
     ),
     "another page in the table": (
-        lambda made, running, _: made.table.__setitem__((running.row, 0), 9),
+        lambda scheduler, running, _: scheduler.table.__setitem__((running.row, 0), 9),
         "row 0: the table",
     ),
     "a free row with pages": (
-        lambda made, *_: made.table.__setitem__((1, 0), 3),
+        lambda scheduler, *_: scheduler.table.__setitem__((1, 0), 3),
         "row 1: the table",
     ),
     "another row": (
-        lambda made, running, _: setattr(running, "row", 1),
+        lambda scheduler, running, _: setattr(running, "row", 1),
         "row 0: its request is running, in row 1",
     ),
     "ended, with a row": (
-        lambda made, running, _: setattr(running, "state", "done"),
+        lambda scheduler, running, _: setattr(running, "state", "done"),
         "row 0: its request is done",
     ),
     "more tokens than it may have": (
-        lambda made, running, _: running.tokens.extend([1] * 30),
+        lambda scheduler, running, _: running.tokens.extend([1] * 30),
         "row 0: 5 of 36 tokens are read, and the limit is 8",
     ),
     "more is read than there is": (
-        lambda made, running, _: running.tokens.clear(),
+        lambda scheduler, running, _: running.tokens.clear(),
         "row 0: 5 of 0 tokens are read",
     ),
-    "waits with a row": (lambda made, _, waiting: setattr(waiting, "row", 1), "waiting: requests"),
-    "waits and is cancelled": (
-        lambda made, _, waiting: setattr(waiting, "state", "cancelled"),
+    "waits with a row": (
+        lambda scheduler, _, waiting: setattr(waiting, "row", 1),
         "waiting: requests",
     ),
-    "waits twice": (lambda made, _, waiting: made._waiting.append(waiting), "waiting: requests"),
+    "waits and is cancelled": (
+        lambda scheduler, _, waiting: setattr(waiting, "state", "cancelled"),
+        "waiting: requests",
+    ),
+    "waits twice": (
+        lambda scheduler, _, waiting: scheduler._waiting.append(waiting),
+        "waiting: requests",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_a_contradiction_is_named_and_clearing_helps(name) -> None:
     change, message = CONTRADICTIONS[name]
-    made = scheduler()
-    running = made.submit([1] * 6, max_new_tokens=2)
-    read_all(made)
-    made.limit_rows(1)
-    waiting = made.submit([2] * 6, max_new_tokens=2)
-    made.check()
-    change(made, running, waiting)
+    scheduler = make_scheduler()
+    running = scheduler.submit([1] * 6, max_new_tokens=2)
+    read_all(scheduler)
+    scheduler.limit_rows(1)
+    waiting = scheduler.submit([2] * 6, max_new_tokens=2)
+    scheduler.check()
+    change(scheduler, running, waiting)
     with pytest.raises(RuntimeError, match=message):
-        made.check()
-    made.clear()
-    made.check()
-    assert (running.state, running.row, waiting.state, waiting.row) == (
-        "cancelled",
-        None,
-        "cancelled",
-        None,
-    )
-    assert (made.idle, made.occupied, made.free_pages) == (True, 0, 16)
-    following = made.submit([1] * 6, max_new_tokens=2)
-    assert starts(read_all(made)) == [(0, None)]
+        scheduler.check()
+    scheduler.clear()
+    scheduler.check()
+    assert (running.state, running.row) == ("cancelled", None)
+    assert (waiting.state, waiting.row) == ("cancelled", None)
+    assert (scheduler.idle, scheduler.occupied, scheduler.free_pages) == (True, 0, 16)
+    following = scheduler.submit([1] * 6, max_new_tokens=2)
+    assert starts(read_all(scheduler)) == [(0, None)]
     assert following.state == "running"
 
 
@@ -1532,12 +1505,12 @@ def without_the_token_after(monkeypatch: pytest.MonkeyPatch) -> None:
     register = PagePool.register
 
     def find(pool, tokens, chunk, max_length, salt):
-        chain, known = [], pool._first
+        chain, children = [], pool._first
         for end in range(chunk, max_length + 1, chunk):
-            if (prefix := known.get(tuple(tokens[end - chunk : end]))) is None:
+            if (prefix := children.get(tuple(tokens[end - chunk : end]))) is None:
                 break
             chain.append(prefix)
-            known = prefix.below
+            children = prefix.below
         return chain
 
     monkeypatch.setattr(PagePool, "find", find)
@@ -1570,13 +1543,13 @@ def dropping_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
 def reading_into_shared_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     was_read = Scheduler.was_read
 
-    def again(made, read, prefix_state):
-        was_read(made, read, prefix_state)
-        row = made._rows[read.row]
+    def again(scheduler, read, prefix_state):
+        was_read(scheduler, read, prefix_state)
+        row = scheduler._rows[read.row]
         if (
             row is not None
             and row.request is read.request
-            and read.count == made._chunk
+            and read.count == scheduler._chunk
             and not read.is_last
         ):
             row.read = read.start
@@ -1587,10 +1560,10 @@ def reading_into_shared_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_unused_entries_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     leave = Scheduler._leave
 
-    def leave_zeros(made, request):
+    def leave_zeros(scheduler, request):
         row = request.row
-        leave(made, request)
-        made.table[row] = 0
+        leave(scheduler, request)
+        scheduler.table[row] = 0
 
     monkeypatch.setattr(Scheduler, "_leave", leave_zeros)
 
@@ -1598,21 +1571,21 @@ def with_unused_entries_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 def losing_what_was_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     preemptions = Scheduler._preempt
 
-    def lose(made, request):
-        preemptions(made, request)
+    def lose(scheduler, request):
+        preemptions(scheduler, request)
         del request.tokens[request.prompt_length :]
 
     monkeypatch.setattr(Scheduler, "_preempt", lose)
 
 
 def with_a_grid_from_the_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a shared prefix, the first chunk has one page alone."""
+    """Shorten the first chunk after a shared prefix to one page."""
     next_read = Scheduler._next_read
 
-    def short(made, shard, budget):
-        read = next_read(made, shard, budget)
-        if read is not None and read.is_first and read.start and read.count > made._page:
-            return replace(read, count=made._page, width=made._chunk, is_last=False)
+    def short(scheduler, shard, budget):
+        read = next_read(scheduler, shard, budget)
+        if read is not None and read.is_first and read.start and read.count > scheduler._page:
+            return replace(read, count=scheduler._page, width=scheduler._chunk, is_last=False)
         return read
 
     monkeypatch.setattr(Scheduler, "_next_read", short)
@@ -1621,12 +1594,12 @@ def with_a_grid_from_the_hit(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_the_border_of_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     next_read = Scheduler._next_read
 
-    def first(made, shard, budget):
-        read = next_read(made, shard, budget)
+    def first(scheduler, shard, budget):
+        read = next_read(scheduler, shard, budget)
         return read and replace(
             read,
             prefix_state=(
-                made._rows[read.row].prefixes[0].prefix_state if read.prefix_state else None
+                scheduler._rows[read.row].prefixes[0].prefix_state if read.prefix_state else None
             ),
         )
 
@@ -1642,7 +1615,7 @@ def with_the_oldest_giving_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_pages_for_what_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     reserve = Scheduler.reserve
-    monkeypatch.setattr(Scheduler, "reserve", lambda made, ahead: reserve(made, 1))
+    monkeypatch.setattr(Scheduler, "reserve", lambda scheduler, ahead: reserve(scheduler, 1))
 
 
 @pytest.mark.parametrize(
@@ -1675,8 +1648,8 @@ def test_what_a_text_has_read_itself_is_not_another_ones() -> None:
 
     def read() -> None:
         while reads := scheduler.next_reads():
-            for each in reads:
-                scheduler.was_read(each, prefix_state=None)
+            for chunk in reads:
+                scheduler.was_read(chunk, prefix_state=None)
 
     read()
     scheduler.decoded(row=0, tokens=[2] * 6, done=False)
@@ -1687,42 +1660,37 @@ def test_what_a_text_has_read_itself_is_not_another_ones() -> None:
 
 
 def test_no_more_rows_are_given_out_than_the_limit_allows() -> None:
-    made = scheduler(rows=3)
-    made.limit_rows(1)
-    first, second, third = (made.submit([1, 2], 4) for _ in range(3))
-    read_all(made)
-    assert [request.state for request in (first, second, third)] == [
-        "running",
-        "waiting",
-        "waiting",
-    ]
-    made.limit_rows(2)
-    read_all(made)
-    assert [request.state for request in (first, second, third)] == [
-        "running",
-        "running",
-        "waiting",
-    ]
-    made.limit_rows(1)  # whoever has a row keeps it
-    finish(made, first)
-    read_all(made)
+    scheduler = make_scheduler(rows=3)
+    scheduler.limit_rows(1)
+    first, second, third = (scheduler.submit([1, 2], 4) for _ in range(3))
+    read_all(scheduler)
+    states = [request.state for request in (first, second, third)]
+    assert states == ["running", "waiting", "waiting"]
+    scheduler.limit_rows(2)
+    read_all(scheduler)
+    states = [request.state for request in (first, second, third)]
+    assert states == ["running", "running", "waiting"]
+    scheduler.limit_rows(1)  # running requests keep their rows
+    finish(scheduler, first)
+    read_all(scheduler)
     assert [request.state for request in (second, third)] == ["running", "waiting"]
-    finish(made, second)
-    read_all(made)
+    finish(scheduler, second)
+    read_all(scheduler)
     assert third.state == "running"
 
 
 def test_who_is_held_back_lets_others_pass_and_comes_first_afterwards() -> None:
-    made = scheduler(rows=2)
-    made.hold_back(["logprobs"])
-    held, plain = made.submit([1, 2], 4, needs="logprobs"), made.submit([1, 2], 4)
-    assert made.can_go_on()
-    read_all(made)
-    assert (held.state, plain.state, made.waiting) == ("waiting", "running", 1)
-    finish(made, plain)
-    assert not made.can_go_on()
-    later = made.submit([1, 2], 4)
-    made.limit_rows(1)
-    made.hold_back([])
-    read_all(made)
-    assert (held.state, later.state) == ("running", "waiting")
+    scheduler = make_scheduler(rows=2)
+    scheduler.hold_back(["logprobs"])
+    with_logprobs = scheduler.submit([1, 2], 4, needs="logprobs")
+    plain = scheduler.submit([1, 2], 4)
+    assert scheduler.can_go_on()
+    read_all(scheduler)
+    assert (with_logprobs.state, plain.state, scheduler.waiting) == ("waiting", "running", 1)
+    finish(scheduler, plain)
+    assert not scheduler.can_go_on()
+    later = scheduler.submit([1, 2], 4)
+    scheduler.limit_rows(1)
+    scheduler.hold_back([])
+    read_all(scheduler)
+    assert (with_logprobs.state, later.state) == ("running", "waiting")

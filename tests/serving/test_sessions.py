@@ -1,4 +1,4 @@
-"""Sessions without sockets: every rule of the protocol by itself, and whole texts over a link that loses and repeats."""
+"""Tests of sessions without sockets: each rule of the protocol, and texts over a bad link."""
 
 import random
 from collections import deque
@@ -30,7 +30,7 @@ TERMS = Terms(
 
 
 class World:
-    """Sessions, the rows behind them, and the time."""
+    """Sessions, the rows behind them, and a clock."""
 
     def __init__(self, terms: Terms = TERMS, **rows: Any) -> None:
         self.rows, self.now, self.work, ids = MadeUpRows(**rows), 0.0, deque(), iter(range(10**9))
@@ -43,14 +43,14 @@ class World:
         )
 
     def settle(self, count: int = 10**9) -> None:
-        """Let the engine say what it has to say."""
+        """Send the engine's events, and run the work that follows."""
         self.rows.speak(count)
         while self.work:
             self.work.popleft()()
 
 
 class Wire:
-    """One connection, and what came over it."""
+    """A connection, and the frames that came over it."""
 
     def __init__(self, world: World, owner: str = "me", counted_as: str | None = None) -> None:
         self.world, self.frames, self.error = world, [], None
@@ -63,7 +63,7 @@ class Wire:
         self.connection.receive(wire.encode(message))
 
     def heard(self) -> list[Any]:
-        """What has come since this was last asked."""
+        """Return the messages that came since the last call."""
         self.world.settle()
         frames = list(self.frames)
         self.frames.clear()
@@ -74,7 +74,7 @@ class Wire:
     def open(
         self, tokens: Any = PROMPT, prompt: int = len(PROMPT), limit: int = 40, **more: Any
     ) -> bytes:
-        """A session that is ready."""
+        """Open a session, wait until it is ready, and return its id."""
         self.say(opening(tokens=wire.pack(tokens, "int32"), prompt=prompt, limit=limit, **more))
         opened, *_, ready = self.heard()
         assert ready == wire.ReadyMessage(session=opened.session, epoch=0, length=len(tokens))
@@ -82,7 +82,7 @@ class Wire:
 
 
 def chain(text: list[int], right: int, wrong: int = 0) -> tuple[list[int], list[int]]:
-    """A draft below a text: so many right tokens, and then wrong ones."""
+    """Return a chain below a text: ``right`` right tokens, and then ``wrong`` wrong ones."""
     tokens = [text[-1]]
     for _ in range(right):
         tokens.append(next_token([*text, *tokens[1:]]))
@@ -109,17 +109,17 @@ def draft(
 
 
 def opening(**fields: Any) -> wire.OpenMessage:
-    """An Open that has not been before."""
+    """Return an Open message with a new nonce."""
     return wire.OpenMessage(nonce=random.randbytes(16), **fields)
 
 
 def resume(
-    session: bytes, text: list[int], known: int | None = None, epoch: int = 0
+    session: bytes, text: list[int], received: int | None = None, epoch: int = 0
 ) -> wire.ResumeMessage:
-    """A Resume by who has used an epoch."""
-    known = len(text) - 1 if known is None else known
+    """Return the Resume message of a client whose last epoch was ``epoch``."""
+    received = len(text) - 1 if received is None else received
     return wire.ResumeMessage(
-        session=session, epoch=epoch + 1, base=len(text), digest=wire.digest(text), known=known
+        session=session, epoch=epoch + 1, base=len(text), digest=wire.digest(text), known=received
     )
 
 
@@ -134,12 +134,12 @@ def test_a_text_is_opened_told_and_ready():
     world = World()
     line = Wire(world)
     line.say(opening(tokens=wire.pack(PROMPT, "int32"), prompt=len(PROMPT), limit=40))
-    opened, *told, ready = line.heard()
+    opened, *features, ready = line.heard()
     assert opened == wire.OpenedMessage(
         session=bytes(16), epoch=0, nodes=NODES, depth=DEPTH, capacity=512, tells={"hidden": [2]}
     )
-    assert [(each.start, each.count) for each in told] == [(0, 3), (3, 3), (6, 1)]
-    rows = np.concatenate([wire.unpack(each.arrays["hidden"]) for each in told])
+    assert [(message.start, message.count) for message in features] == [(0, 3), (3, 3), (6, 1)]
+    rows = np.concatenate([wire.unpack(message.arrays["hidden"]) for message in features])
     assert rows.tolist() == [told_of(PROMPT[: i + 1]) for i in range(len(PROMPT) - 1)]
     assert ready.length == len(PROMPT)
 
@@ -147,8 +147,8 @@ def test_a_text_is_opened_told_and_ready():
 def test_what_a_client_knows_is_not_told_again():
     line = Wire(World())
     line.say(opening(tokens=wire.pack(PROMPT, "int32"), prompt=len(PROMPT), limit=40, known=4))
-    _, *told, _ = line.heard()
-    assert [(each.start, each.count) for each in told] == [(4, 2), (6, 1)]
+    _, *features, _ = line.heard()
+    assert [(message.start, message.count) for message in features] == [(4, 2), (6, 1)]
 
 
 def test_a_verdict():
@@ -156,14 +156,10 @@ def test_a_verdict():
     session = line.open()
     line.say(draft(session, PROMPT))
     (verdict,) = line.heard()
-    assert (verdict.sequence, verdict.accepted, verdict.token, verdict.over) == (
-        1,
-        [1, 2],
-        AFTER[-1],
-        "",
-    )
-    told = wire.unpack(verdict.arrays["hidden"])
-    assert told.tolist() == [told_of(TEXT[:count]) for count in range(len(PROMPT), len(AFTER))]
+    assert (verdict.sequence, verdict.accepted) == (1, [1, 2])
+    assert (verdict.token, verdict.over) == (AFTER[-1], "")
+    features = wire.unpack(verdict.arrays["hidden"])
+    assert features.tolist() == [told_of(TEXT[:count]) for count in range(len(PROMPT), len(AFTER))]
     line.say(draft(session, AFTER, 2))
     assert line.heard()[0].sequence == 2
 
@@ -195,9 +191,8 @@ def test_the_same_draft_again_has_the_same_verdict_byte_for_byte():
     line = Wire(world)
     session = line.open()
     line.say(draft(session, PROMPT))
-    line.say(
-        draft(session, PROMPT)
-    )  # while it is verified: it was heard, and the answer comes once
+    # A repeat while the draft is verified is acknowledged, and the verdict comes once.
+    line.say(draft(session, PROMPT))
     world.settle()
     opened, first = line.frames
     assert isinstance(wire.decode_down(opened), wire.OpenedMessage)
@@ -222,12 +217,12 @@ def test_a_draft_before_the_answer_to_the_one_before():
     session = line.open()
     line.say(draft(session, PROMPT))
     line.say(draft(session, AFTER, 2))
-    assert [getattr(each, "code", "verdict") for each in line.heard()] == ["busy", "verdict"]
+    assert [getattr(answer, "code", "verdict") for answer in line.heard()] == ["busy", "verdict"]
     line.say(draft(session, AFTER, 3))
     assert line.heard()[0].code == "sequence"
     line.say(draft(session, AFTER, 2))
     line.heard()
-    line.say(draft(session, PROMPT, 1))  # it was under way for a while: nobody waits for its answer
+    line.say(draft(session, PROMPT, 1))  # late: nobody waits for its verdict
     assert line.heard() == []
 
 
@@ -236,18 +231,18 @@ def test_a_draft_before_the_text_is_read():
     line = Wire(world)
     line.say(opening(tokens=wire.pack(PROMPT, "int32"), prompt=len(PROMPT), limit=40))
     line.say(draft(bytes(16), PROMPT))
-    assert [getattr(each, "code", "") for each in line.heard()][1] == "not_ready"
+    assert [getattr(answer, "code", "") for answer in line.heard()][1] == "not_ready"
     line.say(draft(bytes(16), PROMPT))
     assert isinstance(line.heard()[0], wire.VerdictMessage)
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_draft_below_another_text(known: bool):
+@pytest.mark.parametrize("is_earlier", [True, False])
+def test_a_draft_below_another_text(is_earlier: bool):
     line = Wire(World())
     session = line.open()
     line.say(draft(session, PROMPT))
     line.heard()
-    line.say(draft(session, PROMPT if known else [*PROMPT[:-1], 0], 2))
+    line.say(draft(session, PROMPT if is_earlier else [*PROMPT[:-1], 0], 2))
     (resync,) = line.heard()
     assert resync.length == len(AFTER)
     assert wire.unpack(resync.tail).tolist() == AFTER[len(PROMPT) :]
@@ -288,7 +283,7 @@ def test_a_session_goes_on_over_another_connection():
     assert second.heard()[0].code == "old_epoch"
     second.say(draft(session, PROMPT, epoch=1))
     assert second.heard()[0].epoch == 1
-    first.connection.lost()  # what was known already
+    first.connection.lost()  # an old connection: nothing changes
     assert world.sessions.statistics.away == 0
 
 
@@ -299,11 +294,11 @@ def test_an_old_connection_has_no_say_any_more():
     second.say(resume(session, PROMPT))
     first.say(draft(session, PROMPT))
     first.say(draft(session, PROMPT, epoch=1))
-    assert [each.code for each in first.heard()] == ["old_epoch", "old_epoch"]
+    assert [refusal.code for refusal in first.heard()] == ["old_epoch", "old_epoch"]
     second.heard()
     second.say(draft(session, PROMPT, epoch=1))
-    first.say(resume(session, PROMPT))  # it was under way all the time
-    assert [each.code for each in first.heard()] == ["old_epoch"]
+    first.say(resume(session, PROMPT))  # a late message
+    assert [refusal.code for refusal in first.heard()] == ["old_epoch"]
     assert isinstance(second.heard()[0], wire.VerdictMessage)
 
 
@@ -313,7 +308,7 @@ def test_an_answer_that_was_lost_is_had_for_the_same_draft():
     session = first.open()
     first.say(draft(session, PROMPT))
     first.connection.lost()
-    world.settle()  # the verdict comes while nobody listens
+    world.settle()  # the verdict comes without a connection
     second.say(resume(session, PROMPT))
     assert second.heard() == [wire.ReadyMessage(session=session, epoch=1, length=len(PROMPT))]
     second.say(draft(session, PROMPT, epoch=1))
@@ -329,7 +324,7 @@ def test_an_answer_comes_over_the_connection_that_there_is():
     first.say(draft(session, PROMPT))
     second.say(resume(session, PROMPT))
     second.say(draft(session, PROMPT, epoch=1))
-    assert [type(each) for each in second.heard()] == [
+    assert [type(message) for message in second.heard()] == [
         wire.ReadyMessage,
         wire.OpenedMessage,
         wire.VerdictMessage,
@@ -343,9 +338,9 @@ def test_what_a_client_was_not_told_is_told_in_another_row():
     session = first.open()
     first.say(draft(session, PROMPT))
     first.heard()
-    second.say(resume(session, AFTER, known=5))
-    *told, ready = second.heard()
-    assert [(each.start, each.count, each.epoch) for each in told] == [
+    second.say(resume(session, AFTER, received=5))
+    *features, ready = second.heard()
+    assert [(message.start, message.count, message.epoch) for message in features] == [
         (5, 1, 1),
         (6, 3, 1),
         (9, 1, 1),
@@ -365,9 +360,8 @@ def test_a_client_that_has_less_of_the_text_has_it_again():
         first.say(draft(session, text, sequence))
         text = TEXT[: len(text) + 3]
         first.heard()
-    second.say(
-        resume(session, AFTER)
-    )  # two drafts behind would be none; it is one behind, with the answer kept
+    # The client is one draft behind, and the session still has the verdict that it lacks.
+    second.say(resume(session, AFTER))
     assert second.heard() == [wire.ReadyMessage(session=session, epoch=1, length=len(AFTER))]
     second.say(resume(session, PROMPT, epoch=1))
     assert second.heard()[-1] == wire.ReadyMessage(session=session, epoch=2, length=len(PROMPT))
@@ -380,40 +374,37 @@ def test_where_nothing_is_told_nothing_is_read_again():
     world = World(Terms(nodes=NODES, depth=DEPTH), tells=False)
     first, second = Wire(world), Wire(world)
     session = first.open()
-    second.say(resume(session, PROMPT, known=0))
+    second.say(resume(session, PROMPT, received=0))
     assert second.heard() == [wire.ReadyMessage(session=session, epoch=1, length=len(PROMPT))]
     assert len(world.rows.rows) == 1
 
 
 def test_an_open_and_a_resume_that_come_twice():
     world = World()
-    line, other = Wire(world), Wire(world)
-    asked = opening(tokens=wire.pack(PROMPT, "int32"), prompt=len(PROMPT), limit=40)
-    line.say(asked)
+    line, second = Wire(world), Wire(world)
+    message = opening(tokens=wire.pack(PROMPT, "int32"), prompt=len(PROMPT), limit=40)
+    line.say(message)
     first = line.heard()
-    line.say(asked)
+    line.say(message)
     assert line.heard() == [first[0], first[-1]]
     for _ in range(2):
-        other.say(resume(bytes(16), PROMPT))
-        assert other.heard() == [wire.ReadyMessage(session=bytes(16), epoch=1, length=len(PROMPT))]
-    assert (
-        len(world.rows.rows),
-        world.sessions.statistics.opened,
-        world.sessions.statistics.resumes,
-    ) == (1, 1, 1)
+        second.say(resume(bytes(16), PROMPT))
+        assert second.heard() == [wire.ReadyMessage(session=bytes(16), epoch=1, length=len(PROMPT))]
+    statistics = world.sessions.statistics
+    assert (len(world.rows.rows), statistics.opened, statistics.resumes) == (1, 1, 1)
 
 
 def test_who_asks_again_while_the_text_is_read_hears_so():
     world = World()
     first, second = Wire(world), Wire(world)
-    asked = opening(tokens=wire.pack(PROMPT, "int32"), prompt=len(PROMPT), limit=40)
-    first.say(asked)
-    first.say(asked)
+    message = opening(tokens=wire.pack(PROMPT, "int32"), prompt=len(PROMPT), limit=40)
+    first.say(message)
+    first.say(message)
     opened: Any = wire.decode_down(first.frames[0])
     assert [wire.decode_down(frame) for frame in first.frames] == [opened, opened]
-    second.say(resume(bytes(16), PROMPT, known=0))
+    second.say(resume(bytes(16), PROMPT, received=0))
     assert second.frames == []
-    second.say(resume(bytes(16), PROMPT, known=0))
+    second.say(resume(bytes(16), PROMPT, received=0))
     assert [wire.decode_down(frame) for frame in second.frames] == [
         msgspec.structs.replace(opened, epoch=1)
     ]
@@ -426,9 +417,9 @@ def test_while_a_prompt_is_read_the_connection_changes():
     first, second = Wire(world), Wire(world)
     first.say(opening(tokens=wire.pack(PROMPT, "int32"), prompt=len(PROMPT), limit=40))
     world.settle(1)
-    second.say(resume(bytes(16), PROMPT, known=3))
-    told = second.heard()
-    assert [(getattr(each, "start", None), each.epoch) for each in told] == [
+    second.say(resume(bytes(16), PROMPT, received=3))
+    messages = second.heard()
+    assert [(getattr(message, "start", None), message.epoch) for message in messages] == [
         (3, 1),
         (6, 1),
         (None, 1),
@@ -449,13 +440,13 @@ def test_another_text_than_any_of_ours_is_forgotten(text: list[int]):
 
 def test_a_row_that_was_given_to_others():
     world = World()
-    line, other = Wire(world), Wire(world)
+    line, second = Wire(world), Wire(world)
     session = line.open()
     world.rows.drop(world.rows.rows[0])
     assert line.heard() == [wire.ForgottenMessage(session=session)]
     assert world.sessions.statistics.dropped == 1
-    away = other.open()
-    other.connection.lost()
+    away = second.open()
+    second.connection.lost()
     world.rows.drop(world.rows.rows[1])
     world.settle()
     line.say(resume(away, PROMPT))
@@ -471,7 +462,7 @@ def test_who_is_away_for_too_long_is_forgotten():
     session = line.open()
     world.now = 1000.0
     world.sessions.tick()
-    assert world.sessions.statistics.sessions == 1  # somebody is there
+    assert world.sessions.statistics.sessions == 1  # its client is connected
     line.connection.lost()
     world.now += 119
     world.sessions.tick()
@@ -486,7 +477,10 @@ def test_who_is_away_for_too_long_is_forgotten():
 
 
 def test_who_is_connected_and_sends_no_draft_keeps_its_session():
-    """Its row may be given to others meanwhile, which it need not know: see `specjax.serving.scheduler`."""
+    """Check a client that is silent for 1,000 seconds.
+
+    The scheduler may give its row to others meanwhile, but the session remains.
+    """
     world = World()
     line = Wire(world)
     session = line.open()
@@ -505,13 +499,13 @@ def test_who_is_connected_and_sends_no_draft_keeps_its_session():
 
 def test_a_session_of_somebody_else_does_not_exist():
     world = World()
-    mine, other = Wire(world), Wire(world, "somebody else")
+    mine, foreign = Wire(world), Wire(world, "somebody else")
     session = mine.open()
     for message in (resume(session, PROMPT), draft(session, PROMPT)):
-        other.say(message)
-        assert other.heard() == [wire.ForgottenMessage(session=session)]
-    other.say(wire.CloseMessage(session=session))
-    assert other.heard() == []
+        foreign.say(message)
+        assert foreign.heard() == [wire.ForgottenMessage(session=session)]
+    foreign.say(wire.CloseMessage(session=session))
+    assert foreign.heard() == []
     mine.say(draft(session, PROMPT))
     assert isinstance(mine.heard()[0], wire.VerdictMessage)
 
@@ -549,14 +543,14 @@ def test_texts_that_are_not_taken(more: dict[str, Any], code: str):
 def test_no_new_texts_while_draining():
     world = World()
     line = Wire(world)
-    asked = opening(tokens=wire.pack(PROMPT, "int32"), prompt=len(PROMPT), limit=40)
-    line.say(asked)
+    message = opening(tokens=wire.pack(PROMPT, "int32"), prompt=len(PROMPT), limit=40)
+    line.say(message)
     session = line.heard()[0].session
     world.sessions.is_draining = True
     line.say(opening(tokens=wire.pack(PROMPT, "int32"), prompt=1, limit=4))
     assert line.heard()[0].code == "draining"
-    line.say(asked)  # a copy: it is there already
-    assert [type(each) for each in line.heard()] == [wire.OpenedMessage, wire.ReadyMessage]
+    line.say(message)  # a repeat: its session exists
+    assert [type(answer) for answer in line.heard()] == [wire.OpenedMessage, wire.ReadyMessage]
     assert world.sessions.is_busy
     line.say(draft(session, PROMPT))
     assert isinstance(line.heard()[0], wire.VerdictMessage)
@@ -579,9 +573,9 @@ def test_an_engine_that_is_full_and_the_other_texts_of_the_connection_go_on():
     world.rows.error = QueueFullError("no row")
     line.say(opening(tokens=wire.pack(PROMPT, "int32"), prompt=1, limit=4))
     assert line.heard() == [wire.RefusedMessage(code="full", message="no row")]
-    line.say(resume(second, PROMPT, known=3))  # to be read anew
+    line.say(resume(second, PROMPT, received=3))  # needs another prefill
     assert line.heard() == [wire.RefusedMessage(code="full", message="no row", session=second)]
-    line.say(resume(second, PROMPT, known=3))
+    line.say(resume(second, PROMPT, received=3))
     assert line.heard() == [wire.ForgottenMessage(session=second)]
     line.say(draft(first, PROMPT))
     assert isinstance(line.heard()[0], wire.VerdictMessage)
@@ -621,14 +615,14 @@ def test_a_text_that_has_ended_makes_room():
 def test_one_owner_has_so_many_sessions_and_another_one_has_room():
     world = World(replace(TERMS, sessions=8, sessions_per_owner=None))
     lines = [Wire(world) for _ in range(5)]
-    sessions = [line.open() for line in lines[:4]]  # half of all
+    sessions = [line.open() for line in lines[:4]]  # half of all sessions
     lines[4].say(opening(tokens=wire.pack(PROMPT, "int32"), prompt=1, limit=4))
     (refused,) = lines[4].heard()
     assert refused.code == "full"
     assert refused.message.startswith("there are 4 sessions of this API key or address")
-    other = Wire(world, owner="you")
-    kept = other.open()
-    other.connection.lost()  # who is away makes room for who has the same owner alone
+    foreign = Wire(world, owner="you")
+    foreign_session = foreign.open()
+    foreign.connection.lost()  # makes room only for the same owner
     lines[4].say(opening(tokens=wire.pack(PROMPT, "int32"), prompt=1, limit=4))
     assert lines[4].heard()[0].code == "full"
     lines[1].connection.lost()
@@ -636,7 +630,7 @@ def test_one_owner_has_so_many_sessions_and_another_one_has_room():
     lines[4].say(resume(sessions[1], PROMPT))
     assert lines[4].heard() == [wire.ForgottenMessage(session=sessions[1])]
     back = Wire(world, owner="you")
-    back.say(resume(kept, PROMPT))
+    back.say(resume(foreign_session, PROMPT))
     assert isinstance(back.heard()[0], wire.ReadyMessage)
     assert [row.owner for row in world.rows.rows] == ["me"] * 4 + ["you", "me"]
 
@@ -683,8 +677,14 @@ def test_what_is_told_comes_in_small_frames(monkeypatch):
     monkeypatch.setattr("specjax.serving.sessions.TOLD_BYTES", 16)
     line = Wire(World())
     line.say(opening(tokens=wire.pack(PROMPT, "int32"), prompt=len(PROMPT), limit=40))
-    _, *told, _ = line.heard()
-    assert [(each.start, each.count) for each in told] == [(0, 2), (2, 1), (3, 2), (5, 1), (6, 1)]
+    _, *features, _ = line.heard()
+    assert [(message.start, message.count) for message in features] == [
+        (0, 2),
+        (2, 1),
+        (3, 2),
+        (5, 1),
+        (6, 1),
+    ]
 
 
 def test_between_two_frames_of_what_is_told_others_are_served(monkeypatch):
@@ -695,16 +695,17 @@ def test_between_two_frames_of_what_is_told_others_are_served(monkeypatch):
     world.rows.speak()
     for _ in range(4):
         world.work.popleft()()
-    said: list[Any] = [wire.decode_down(frame) for frame in line.frames]
-    told = said[1:]
-    assert 1 <= len(told) < len(PROMPT) - 1
-    line.say(draft(bytes(16), PROMPT))  # Ready has not been said
+    messages: list[Any] = [wire.decode_down(frame) for frame in line.frames]
+    features = messages[1:]
+    assert 1 <= len(features) < len(PROMPT) - 1
+    line.say(draft(bytes(16), PROMPT))  # before Ready
     assert getattr(wire.decode_down(line.frames[-1]), "code", "") == "not_ready"
-    known = told[-1].start + 1
-    second.say(resume(bytes(16), PROMPT, known=known))  # the rest comes over another connection
+    received = features[-1].start + 1
+    # The rest comes over another connection.
+    second.say(resume(bytes(16), PROMPT, received=received))
     *rest, ready = second.heard()
-    assert [(each.start, each.count, each.epoch) for each in rest] == [
-        (i, 1, 1) for i in range(known, len(PROMPT) - 1)
+    assert [(message.start, message.count, message.epoch) for message in rest] == [
+        (i, 1, 1) for i in range(received, len(PROMPT) - 1)
     ]
     assert ready == wire.ReadyMessage(session=bytes(16), epoch=1, length=len(PROMPT))
     assert len(world.rows.rows) == 1
@@ -718,7 +719,7 @@ def test_what_may_wait_is_bounded_whatever_is_told():
 
 
 class Client:
-    """One that follows the protocol, drafts badly, and checks all that it is told."""
+    """A client that follows the protocol, drafts badly, and checks what it receives."""
 
     def __init__(self, rng: random.Random, prompt: list[int], limit: int) -> None:
         self.rng, self.prompt, self.limit = rng, prompt, limit
@@ -729,21 +730,21 @@ class Client:
         self.nonce = rng.randbytes(16)
 
     def begin(self) -> wire.UpMessage:
-        """What is said first over a connection, or after a silence."""
+        """Return the first message over a connection, or after a silence."""
         if self.session is None:
-            tokens, known = wire.pack(self.text, "int32"), len(self.told)
+            tokens, received = wire.pack(self.text, "int32"), len(self.told)
             return wire.OpenMessage(
                 nonce=self.nonce,
                 tokens=tokens,
                 prompt=len(self.prompt),
                 limit=self.limit,
-                known=known,
+                known=received,
             )
         self.epoch += 1
         return resume(self.session, self.text, len(self.told), self.epoch - 1)
 
     def _draft(self) -> wire.UpMessage:
-        if len(self.told) < len(self.text) - 1:  # something was lost
+        if len(self.told) < len(self.text) - 1:  # a frame was lost
             return self.begin()
         if self.waiting is None:
             self.sequence += 1
@@ -753,7 +754,7 @@ class Client:
         return self.waiting
 
     def hear(self, message: wire.DownMessage) -> wire.UpMessage | None:
-        """The answer to a message."""
+        """Return the answer to a message."""
         if isinstance(message, wire.OpenedMessage):
             if self.session is None:
                 self.session, self.epoch, self.sequence, self.waiting = message.session, 0, 0, None
@@ -781,7 +782,7 @@ class Client:
         return None
 
     def _tell(self, start: int, arrays: Any) -> None:
-        if start <= len(self.told):  # otherwise something before it was lost
+        if start <= len(self.told):  # otherwise an earlier frame was lost
             self.told += wire.unpack(arrays["hidden"]).tolist()[len(self.told) - start :]
 
     def _follow(self, verdict: wire.VerdictMessage) -> wire.UpMessage | None:
@@ -794,45 +795,43 @@ class Client:
 
 
 class Link:
-    """Frames on their way: some are lost, come twice, or too late."""
+    """Frames in transit. Some are lost, doubled or late."""
 
     def __init__(self, rng: random.Random, badness: float) -> None:
         self.rng, self.badness = rng, badness
         self.frames: list[tuple[int, int, Any]] = []
 
     def put(self, now: int, item: Any) -> None:
-        for _ in range(
-            self.rng.choices((1, 0, 2), (1 - self.badness, self.badness / 2, self.badness / 2))[0]
-        ):
+        weights = (1 - self.badness, self.badness / 2, self.badness / 2)
+        (copies,) = self.rng.choices((1, 0, 2), weights)
+        for _ in range(copies):
             late = self.rng.randrange(8) if self.rng.random() < self.badness else 1
             self.frames.append((now + late, len(self.frames), item))
 
     def take(self, now: int) -> list[Any]:
-        here = sorted(
-            (frame for frame in self.frames if frame[0] <= now), key=lambda frame: frame[:2]
-        )
+        arrived = [frame for frame in self.frames if frame[0] <= now]
+        arrived.sort(key=lambda frame: frame[:2])
         self.frames = [frame for frame in self.frames if frame[0] > now]
-        return [item for _, _, item in here]
+        return [item for _, _, item in arrived]
 
 
 def play(seed: int, badness: float) -> tuple[list[int], list[int], World]:
-    """A client's text over a link of some badness, and what it should be."""
+    """Run a client over a bad link, and return its text, the expected text and the world."""
     rng = random.Random(seed)
-    world = World(
-        replace(TERMS, sessions=1000)
-    )  # some connections are lost, and the server does not notice
+    # There are many sessions, because the server does not notice every lost connection.
+    world = World(replace(TERMS, sessions=1000))
     prompt = [rng.randrange(49) for _ in range(rng.randrange(1, 9))]
     client = Client(rng, prompt, rng.randrange(1, 60))
     up, down = Link(rng, badness), Link(rng, badness)
 
     def connect() -> Any:
-        made: list[Any] = []
-        made.append(
-            world.sessions.connect(
-                "me", lambda frame: down.put(now, (made[0], frame)), lambda error: None
-            )
-        )
-        return made[0]
+        connections: list[Any] = []
+
+        def send(frame: bytes) -> None:
+            down.put(now, (connections[0], frame))
+
+        connections.append(world.sessions.connect("me", send, lambda error: None))
+        return connections[0]
 
     now, line = 0, None
     while not client.over:
@@ -855,7 +854,7 @@ def play(seed: int, badness: float) -> tuple[list[int], list[int], World]:
         for answer in filter(None, answers):
             up.put(now, (line, wire.encode(answer)))
         if rng.random() < badness / 20 or client.silent > 30:
-            if rng.random() < 0.8:  # else the server does not notice
+            if rng.random() < 0.8:  # otherwise the server does not notice
                 line.lost()
             line = None
         if world.rows.rows and rng.random() < badness / 50:

@@ -1,4 +1,7 @@
-"""Sessions over a real engine: texts are the engine's own, whatever a client drafts and however its connection fares."""
+"""Tests of sessions over a real engine: every text is the engine's own.
+
+This holds whatever a client drafts, and however its connection fails.
+"""
 
 import os
 import queue
@@ -27,9 +30,9 @@ class Served:
     """An engine and its sessions.
 
     Attributes:
-        engine: it.
-        sessions: over it.
-        work: what is to be done in the thread of the test.
+        engine: the engine.
+        sessions: the sessions over it.
+        work: calls that the thread of the test has to make.
     """
 
     engine: Engine
@@ -39,8 +42,8 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving() as made:
-        yield made
+    with serving() as world:
+        yield world
 
 
 @contextmanager
@@ -59,7 +62,7 @@ def serving(**options: Any) -> Iterator[Served]:
 
 
 class Client:
-    """One that drafts what it likes."""
+    """A client that drafts any tokens."""
 
     def __init__(self, served: Served, **sampling: Any) -> None:
         self.served, self.sampling = served, sampling
@@ -74,7 +77,7 @@ class Client:
         self.connection.receive(wire.encode(message))
 
     def hear(self) -> Any:
-        """The next message."""
+        """Return the next message."""
         while not self.frames:
             self.served.work.get(timeout=60)()
         message = wire.decode_down(self.frames.pop(0))
@@ -82,7 +85,7 @@ class Client:
         return message
 
     def until_ready(self) -> int:
-        """Hear what is told. The length at which a draft may come."""
+        """Receive messages until a draft may be sent, and return the text's length then."""
         while True:
             message = self.hear()
             if isinstance(message, wire.OpenedMessage):
@@ -95,14 +98,14 @@ class Client:
 
     def open(self) -> None:
         tokens = wire.pack(self.text, "int32")
-        known = len(self.told)
+        received = len(self.told)
         self.say(
             wire.OpenMessage(
                 nonce=os.urandom(16),
                 tokens=tokens,
                 prompt=len(PROMPT),
                 limit=LIMIT,
-                known=known,
+                known=received,
                 eos=[],
                 **self.sampling,
             )
@@ -110,7 +113,7 @@ class Client:
         assert self.until_ready() == len(self.text)
 
     def resume(self) -> int:
-        known, digest = len(self.told), wire.digest(self.text)
+        received, digest = len(self.told), wire.digest(self.text)
         self.epoch += 1
         self.say(
             wire.ResumeMessage(
@@ -118,13 +121,13 @@ class Client:
                 epoch=self.epoch,
                 base=len(self.text),
                 digest=digest,
-                known=known,
+                known=received,
             )
         )
         return self.until_ready()
 
     def draft(self, ahead: list[int]) -> wire.DraftMessage:
-        """A draft of these tokens, and of others beside them."""
+        """Return a draft of a chain ``ahead``, with one more token beside its first."""
         self.sequence += 1
         tokens = [self.text[-1], *ahead, (ahead[0] + 1) % 11]
         return wire.DraftMessage(
@@ -138,7 +141,10 @@ class Client:
         )
 
     def verdict(self) -> wire.VerdictMessage:
-        """Wait for the verdict. A draft that is sent again while it waits is answered with another message: it was heard."""
+        """Wait for the verdict.
+
+        A draft that is repeated while it is verified is acknowledged by another message.
+        """
         while isinstance(message := self.hear(), wire.OpenedMessage):
             pass
         assert isinstance(message, wire.VerdictMessage)
@@ -181,7 +187,7 @@ def test_a_text_is_the_engines_own(served: Served, sampling: dict[str, Any]):
     assert (client.text, over) == (expected, "length")
     assert len(client.told) == len(client.text) - 1
 
-    again = Client(served, **sampling)  # read at once, it is told the same
+    again = Client(served, **sampling)  # its text is prefilled at once, with the same features
     again.text = expected[:-1]
     again.open()
     np.testing.assert_allclose(
@@ -192,15 +198,18 @@ def test_a_text_is_the_engines_own(served: Served, sampling: dict[str, Any]):
 
 @pytest.mark.full
 def test_sessions_that_take_each_others_row_hear_nothing_of_it_and_have_their_texts():
-    """One key has one of the two rows. Each draft takes it from the other session, which is idle."""
+    """Check two sessions of one key, which may have one of the two rows.
+
+    Each draft takes the row from the other session, which is idle.
+    """
     samplings: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 5}]
     with serving(client_idle_seconds=0.0) as served:
         handles = [
-            served.engine.submit(PROMPT, max_new_tokens=LIMIT, eos_token_ids=(), **each)
-            for each in samplings
+            served.engine.submit(PROMPT, max_new_tokens=LIMIT, eos_token_ids=(), **sampling)
+            for sampling in samplings
         ]
         expected = [[*PROMPT, *handle.result().tokens] for handle in handles]
-        clients = [Client(served, **each) for each in samplings]
+        clients = [Client(served, **sampling) for sampling in samplings]
         for client in clients:
             client.open()
         under_way = list(zip(clients, expected, strict=True))

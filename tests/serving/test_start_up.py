@@ -1,4 +1,7 @@
-"""An engine that compiles while it answers: what it may use when, and that no text depends on it."""
+"""Tests of an engine that compiles while it answers.
+
+They check which programs it uses at which time, and that no text depends on it.
+"""
 
 import re
 import threading
@@ -32,12 +35,12 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 class Gate:
-    """Stands in place of the compiler's thread, and compiles a program whenever it is told to."""
+    """A replacement of the compiler's thread, which compiles a program when a test asks for it."""
 
     def __init__(self) -> None:
         self.programs: Programs | None = None
         self.when_ready: Callable[[], None] = lambda: None
-        self.start = Programs.start  # the compiler's thread after all
+        self.start = Programs.start  # starts the real thread
 
     def compile_until(self, kind: str, *key: object) -> None:
         assert self.programs is not None
@@ -57,13 +60,13 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch) -> Gate:
-    made = Gate()
+    gate = Gate()
 
     def start(programs: Programs, when_ready: Callable[[], None]) -> None:
-        made.programs, made.when_ready = programs, when_ready
+        gate.programs, gate.when_ready = programs, when_ready
 
     monkeypatch.setattr(Programs, "start", start)
-    return made
+    return gate
 
 
 def drafter_of(target) -> specjax.Eagle3:
@@ -93,10 +96,10 @@ def test_a_text_is_the_same_wherever_drafting_becomes_possible(
 
     monkeypatch.setattr(engine._loop.choice, "choose", longest)
     whole = set(programs._ready)
-    monkeypatch.setattr(programs, "_ready", whole)  # and back, however this ends
+    monkeypatch.setattr(programs, "_ready", whole)  # restored when the test ends
     first = {program for program in whole if program[:1] != ("decode",) or program[2] == 0}
     warm = engine.submit(PROMPT, max_new_tokens=MOST, **settings).result(PATIENCE).tokens
-    monkeypatch.setattr(engine._loop.choice, "choose", lambda *given, **named: min(given[2]))
+    monkeypatch.setattr(engine._loop.choice, "choose", lambda *arguments, **_: min(arguments[2]))
     plain = engine.submit(PROMPT, max_new_tokens=MOST, **settings).result(PATIENCE).tokens
     assert plain == warm
     monkeypatch.setattr(engine._loop.choice, "choose", longest)
@@ -111,9 +114,8 @@ def test_a_text_is_the_same_wherever_drafting_becomes_possible(
 
         programs._ready = set(first)
         monkeypatch.setattr(engine._loop, "_choose", choose)
-        assert (
-            engine.submit(PROMPT, max_new_tokens=MOST, **settings).result(PATIENCE).tokens == warm
-        )
+        tokens = engine.submit(PROMPT, max_new_tokens=MOST, **settings).result(PATIENCE).tokens
+        assert tokens == warm
         assert chosen[:place] == [(0,)] * place
         assert set(chosen[place:]) == {(0, 1)}
 
@@ -146,7 +148,7 @@ def test_rows_and_drafts_and_logprobs_wait_for_their_programs(target, gate) -> N
             texts = [engine.submit(PROMPT, max_new_tokens=MOST) for _ in range(2)]
         assert [text.result(PATIENCE).tokens for text in texts] == results
         assert 2 in occupied
-        # Whatever was measured so far was measured while something compiled.
+        # Times that were measured during compilation are not used.
         assert engine.statistics.drafts == []
         assert engine.statistics.drafted == 0
         gate.compile_until("decode", 1, 1, False)
@@ -158,15 +160,13 @@ def test_rows_and_drafts_and_logprobs_wait_for_their_programs(target, gate) -> N
         assert with_logprobs.result(PATIENCE).tokens == results[0]
         assert engine.statistics.drafts == []
         gate.compile_all()
-        wait_until(
-            lambda: len(engine.statistics.drafts) == 4
-        )  # timed while nobody asks for anything
+        # The drafts are timed while the engine is idle.
+        wait_until(lambda: len(engine.statistics.drafts) == 4)
         assert engine.statistics.compiled == engine.statistics.programs
         shared = engine.statistics.prompt_tokens_shared
         assert engine.submit(PROMPT, max_new_tokens=MOST).result(PATIENCE).tokens == results[0]
-        assert (
-            engine.statistics.prompt_tokens_shared > shared
-        )  # timing left what pages hold as it is
+        # Timing has not changed what the pages hold.
+        assert engine.statistics.prompt_tokens_shared > shared
 
 
 @pytest.mark.full
@@ -174,7 +174,7 @@ def test_a_client_waits_for_its_programs(target, gate) -> None:
     clients = specjax.serving.ClientDrafts(nodes=4, depth=2)
     with Engine(target, warm=False, clients=clients, rows=1, **SIZES) as engine:
         row = engine.open_row(PROMPT, max_new_tokens=4, listener=lambda event: None)
-        tokens = engine.submit(PROMPT, max_new_tokens=4).result(PATIENCE).tokens  # passes it
+        tokens = engine.submit(PROMPT, max_new_tokens=4).result(PATIENCE).tokens  # overtakes it
         assert row.request.state == "waiting"
         gate.compile_all()
         wait_until(lambda: row.request.state == "held")
@@ -199,10 +199,10 @@ def test_the_thread_compiles_everything_and_its_error_is_the_engines(target, mon
         wait_until(lambda: engine._loop.error is not None)
         with pytest.raises(EngineError) as caught:
             engine.submit(PROMPT)
-        assert "no memory" in str(caught.value.__cause__)
+        cause = str(caught.value.__cause__)
+        assert "no memory" in cause
         assert re.search(
-            "the program [a-z_]+\\(.*\\) cannot be compiled .*; start with fewer",
-            str(caught.value.__cause__),
+            r"the program [a-z_]+\(.*\) cannot be compiled .*; start with fewer", cause
         )
 
 
@@ -213,9 +213,8 @@ def test_who_waits_for_a_program_goes_on_where_it_never_comes() -> None:
     programs = Programs([EngineProgram("decode", (1,), 0, fail)], threading.Condition())
     programs.start(lambda: None)
     assert not programs.wait_for("decode", 1)
-    assert "the program decode(1,) cannot be compiled (made up); start with fewer" in str(
-        programs.error
-    )
+    message = "the program decode(1,) cannot be compiled (made up); start with fewer"
+    assert message in str(programs.error)
     programs.stop()
 
 
@@ -223,11 +222,11 @@ def test_who_waits_for_a_program_goes_on_where_it_never_comes() -> None:
 def test_closing_waits_for_no_program(target, gate) -> None:
     with Engine(target, rows=2, widths=(1, 2), warm=False, **SIZES) as engine:
         text = engine.submit(PROMPT, max_new_tokens=MOST)
-        begun, may_end = threading.Event(), threading.Event()
-        program = EngineProgram("made up", (), 9, lambda: begun.set() or may_end.wait(PATIENCE))
+        has_begun, may_end = threading.Event(), threading.Event()
+        program = EngineProgram("made up", (), 9, lambda: has_begun.set() or may_end.wait(PATIENCE))
         engine._loop.programs._uncompiled.insert(0, program)
         gate.start(engine._loop.programs, lambda: None)
-        assert begun.wait(PATIENCE)
+        assert has_begun.wait(PATIENCE)
         text.result(PATIENCE)
     assert engine.is_compiling
     may_end.set()
@@ -235,7 +234,10 @@ def test_closing_waits_for_no_program(target, gate) -> None:
 
 
 def test_a_program_is_compiled_for_a_state_that_a_call_has_given_away() -> None:
-    """The compiler's thread may look at the state just when the engine's thread donates it: shapes are all that it reads."""
+    """Check it, because the engine's thread may donate the state while a program is compiled.
+
+    The compiler's thread reads only the shapes of the state.
+    """
     step = jax.jit(lambda state: {"count": state["count"] + 1}, donate_argnums=0)
     given_away, fresh = ({"count": jax.numpy.zeros(3)} for _ in range(2))
     given_away["count"].delete()

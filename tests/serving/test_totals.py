@@ -1,4 +1,4 @@
-"""Sums that go beyond 32 bits, and what an engine and its server say of them."""
+"""Tests of the totals of an engine's statistics, which may exceed 32 bits."""
 
 import numpy as np
 

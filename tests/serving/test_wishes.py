@@ -1,6 +1,7 @@
-"""What a request may want of an engine beside its text: log-probabilities, an echo, spans, a prediction, a least length.
+"""Tests of what a request may ask for beside its text.
 
-One engine serves all tests: with paused drafts, trees and copies, and too few pages for all rows.
+These are log-probabilities, an echo, spans, a prediction and a minimal length. One engine serves
+all tests. It has paused drafts, trees and copies, and too few pages for all rows.
 """
 
 from collections.abc import Iterator
@@ -40,26 +41,22 @@ def engine(target) -> Iterator[Engine]:
 
 
 def directly(target, tokens: list[int]) -> np.ndarray:
-    """``[T, V]`` the target's log-probabilities after each of ``tokens``, all read at once."""
-    return np.asarray(
-        jax.nn.log_softmax(target.forward(jnp.array([tokens]))[0].logits[0].astype(jnp.float32))
-    )
+    """Return the target's log-probabilities ``[T, V]`` after each of ``tokens``, from one pass."""
+    output, _ = target.forward(jnp.array([tokens]))
+    return np.asarray(jax.nn.log_softmax(output.logits[0].astype(jnp.float32)))
 
 
-def check_logprobs(said: list, of: np.ndarray, tokens: list[int], top: int) -> None:
-    assert len(said) == len(tokens) == len(of)
-    for one, right, token in zip(said, of, tokens, strict=True):
-        assert one.token == token
-        assert abs(one.logprob - right[token]) < 1e-4
-        assert len(one.top) == top
-        assert [logprob for _, logprob in one.top] == sorted(
-            (logprob for _, logprob in one.top), reverse=True
-        )
-        for token_id, logprob in one.top:
+def check_logprobs(reported: list, of: np.ndarray, tokens: list[int], top: int) -> None:
+    assert len(reported) == len(tokens) == len(of)
+    for entry, right, token in zip(reported, of, tokens, strict=True):
+        assert entry.token == token
+        assert abs(entry.logprob - right[token]) < 1e-4
+        assert len(entry.top) == top
+        logprobs = [logprob for _, logprob in entry.top]
+        assert logprobs == sorted(logprobs, reverse=True)
+        for token_id, logprob in entry.top:
             assert abs(logprob - right[token_id]) < 1e-4
-        assert np.allclose(
-            [logprob for _, logprob in one.top], np.sort(right)[::-1][:top], atol=1e-4
-        )
+        assert np.allclose(logprobs, np.sort(right)[::-1][:top], atol=1e-4)
 
 
 def pieces_of(handle: Handle) -> tuple[list[int], list[bool], list]:
@@ -68,7 +65,7 @@ def pieces_of(handle: Handle) -> tuple[list[int], list[bool], list]:
     return (
         [token for piece in pieces for token in piece.tokens],
         [accepted for piece in pieces for accepted in piece.accepted],
-        [one for piece in pieces for one in piece.logprobs],
+        [entry for piece in pieces for entry in piece.logprobs],
     )
 
 
@@ -87,10 +84,10 @@ def test_logprobs_are_the_targets_own(engine, target, temperature, top) -> None:
     alone = engine.submit(
         PROMPT, max_new_tokens=20, temperature=temperature, top_k=3, seed=1, eos_token_ids=()
     )
-    tokens, accepted, said = pieces_of(handle)
+    tokens, accepted, reported = pieces_of(handle)
     assert tuple(tokens) == alone.result(PATIENCE).tokens
     of = directly(target, [*PROMPT, *tokens])[len(PROMPT) - 1 : -1]
-    check_logprobs(said, of, tokens, top)
+    check_logprobs(reported, of, tokens, top)
     assert sum(accepted) == handle.acceptance.accepted
 
 
@@ -98,7 +95,10 @@ def test_logprobs_are_the_targets_own(engine, target, temperature, top) -> None:
 def test_many_with_and_without_logprobs_side_by_side_and_nothing_is_compiled(
     engine, target
 ) -> None:
-    """More than fit the pages: some are preempted, and report each token once."""
+    """Check more requests than fit the pages.
+
+    Some of them are preempted, and still report each token once.
+    """
     wishes = [
         {"logprobs": 2},
         {},
@@ -109,7 +109,7 @@ def test_many_with_and_without_logprobs_side_by_side_and_nothing_is_compiled(
     ]
 
     def results(number: int, length: int) -> list[Handle]:
-        """The handles of so many requests at once, when all are done."""
+        """Submit ``number`` requests at once, and return their handles when all have ended."""
         handles = [
             engine.submit(
                 PROMPT * (1 + i % 4),
@@ -125,23 +125,22 @@ def test_many_with_and_without_logprobs_side_by_side_and_nothing_is_compiled(
             handle.result(PATIENCE)
         return handles
 
-    results(
-        12, 2
-    )  # the small programs of every kind of request, which may have been freed since the engine was made
+    # Compile the small programs of every kind of request again: they may have been freed.
+    results(12, 2)
     before = compilations()
     handles = results(24, 30)
     assert compilations() == before
     assert engine.statistics.preemptions > 0
     for number, handle in enumerate(handles):
-        tokens, accepted, said = pieces_of(handle)
+        tokens, accepted, reported = pieces_of(handle)
         assert len(tokens) == len(accepted) == 30
         prompt = PROMPT * (1 + number % 4)
         of = directly(target, [*prompt, *tokens])
         wish = wishes[number % 6]
         if "logprobs" in wish:
-            check_logprobs(said, of[len(prompt) - 1 : -1], tokens, wish["logprobs"])
+            check_logprobs(reported, of[len(prompt) - 1 : -1], tokens, wish["logprobs"])
         else:
-            assert not said
+            assert not reported
         if wish.get("echo"):
             check_logprobs(handle.prompt_logprobs, of[: len(prompt) - 1], prompt[1:], 0)
 
@@ -149,23 +148,19 @@ def test_many_with_and_without_logprobs_side_by_side_and_nothing_is_compiled(
 @pytest.mark.full
 def test_an_echo_reads_the_prompt_and_no_more(engine, target) -> None:
     prompt = (PROMPT * 8)[:34]
-    first = engine.submit(prompt, max_new_tokens=1, eos_token_ids=())  # its pages could be taken
+    first = engine.submit(prompt, max_new_tokens=1, eos_token_ids=())  # its pages could be shared
     first.result(PATIENCE)
     handle = engine.submit(prompt, max_new_tokens=0, logprobs=2, echo=True)
     generation = handle.result(PATIENCE)
-    assert (generation.text, generation.tokens, handle.finish_reason, handle.cached_tokens) == (
-        "",
-        (),
-        "length",
-        0,
-    )
+    assert (generation.text, generation.tokens) == ("", ())
+    assert (handle.finish_reason, handle.cached_tokens) == ("length", 0)
     check_logprobs(handle.prompt_logprobs, directly(target, prompt)[:-1], prompt[1:], 2)
     again = engine.submit(prompt, max_new_tokens=1, eos_token_ids=())
     assert again.result(PATIENCE).tokens == first.tokens
-    assert again.cached_tokens == 32  # what was read before is of use to others
-    one = engine.submit([5], max_new_tokens=0, logprobs=0, echo=True)
-    one.result(PATIENCE)
-    assert one.prompt_logprobs == []
+    assert again.cached_tokens == 32  # shared with the earlier requests
+    single = engine.submit([5], max_new_tokens=0, logprobs=0, echo=True)
+    single.result(PATIENCE)
+    assert single.prompt_logprobs == []
 
 
 @pytest.mark.full
@@ -184,7 +179,7 @@ def test_spans_are_the_text_in_parts(engine) -> None:
 def test_a_right_prediction_saves_steps_and_changes_nothing(engine) -> None:
     request = {"max_new_tokens": 40, "temperature": 0.6, "seed": 9, "eos_token_ids": ()}
     alone = engine.submit(PROMPT, **request).result(PATIENCE)
-    for _ in range(3):  # until the choice knows what copies are worth
+    for _ in range(3):  # until the choice has measured copies
         handle = engine.submit(PROMPT, prediction=list(alone.tokens), **request)
         assert handle.result(PATIENCE).tokens == alone.tokens
     assert handle.prediction_length == 40 and handle.predicted_tokens == 40
@@ -203,14 +198,20 @@ def test_no_text_ends_too_early(engine, target) -> None:
     end = free.tokens[4]
     short = engine.submit(PROMPT, eos_token_ids=(end,), **request)
     assert len(short.result(PATIENCE).tokens) <= 5 and short.finish_reason == "stop"
-    long = engine.submit(PROMPT, eos_token_ids=(end,), min_new_tokens=20, **request).result(
-        PATIENCE
-    )
+    handle = engine.submit(PROMPT, eos_token_ids=(end,), min_new_tokens=20, **request)
+    long = handle.result(PATIENCE)
     assert len(long.tokens) >= 20 and end not in long.tokens[:20]
     same = specjax.generate(
-        target, None, [PROMPT], max_new_tokens=30, min_new_tokens=20, eos_token_ids=(end,), sampling=specjax.Sampling(),
-        key=jax.random.fold_in(specjax.sampling.make_key(3), 0)[None], rule="coupled",
-    )  # fmt: skip
+        target,
+        None,
+        [PROMPT],
+        max_new_tokens=30,
+        min_new_tokens=20,
+        eos_token_ids=(end,),
+        sampling=specjax.Sampling(),
+        key=jax.random.fold_in(specjax.sampling.make_key(3), 0)[None],
+        rule="coupled",
+    )
     assert long.tokens == tuple(same.tokens[0, len(PROMPT) : same.lengths[0]].tolist())
 
 
@@ -228,23 +229,20 @@ def test_stop_strings_are_looked_for_behind_the_least_length(engine) -> None:
 
 @pytest.mark.full
 def test_totals_are_those_of_all_texts(engine) -> None:
-    engine.submit(PROMPT, max_new_tokens=1).result(
-        PATIENCE
-    )  # of texts that were stopped nothing is counted afterwards
+    # After this request nothing more is counted for texts that were stopped earlier.
+    engine.submit(PROMPT, max_new_tokens=1).result(PATIENCE)
     before = engine.statistics
     handles = [
         engine.submit(PROMPT, max_new_tokens=20, seed=i, temperature=0.5, eos_token_ids=())
         for i in range(4)
     ]
-    found = [handle.result(PATIENCE).statistics for handle in handles]
+    of_texts = [handle.result(PATIENCE).statistics for handle in handles]
     after = engine.statistics
     assert after.generated - before.generated == 80
-    assert after.drafted - before.drafted == sum(each.drafted for each in found)
-    assert (
-        after.accepted - before.accepted
-        == sum(each.accepted for each in found)
-        == sum(after.accepted_at) - sum(before.accepted_at)
-    )
+    assert after.drafted - before.drafted == sum(text.drafted for text in of_texts)
+    accepted = after.accepted - before.accepted
+    assert accepted == sum(text.accepted for text in of_texts)
+    assert accepted == sum(after.accepted_at) - sum(before.accepted_at)
     assert after.draft in {"none", str(TREE), "copies of 4"}
 
 
@@ -259,10 +257,10 @@ REFUSED = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_is_refused(engine, said) -> None:
-    with pytest.raises(InputError, match=said):
-        engine.submit(PROMPT, **REFUSED[said])
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_is_refused(engine, message) -> None:
+    with pytest.raises(InputError, match=message):
+        engine.submit(PROMPT, **REFUSED[message])
 
 
 @pytest.mark.full
@@ -301,14 +299,14 @@ def test_a_prompt_whose_logprobs_cannot_be_handed_out_ends_alone(engine, monkeyp
 def test_who_asks_for_a_prompt_alone_is_answered_while_more_of_them_come(
     engine, monkeypatch
 ) -> None:
-    """Whenever a prompt is read the next one comes, until the first one is answered."""
+    """Check it while each prefill brings another request, until the first one is answered."""
     request = {"max_new_tokens": 0, "logprobs": 2, "echo": True}
     read, handles = engine._loop._read, []
 
-    def read_and_ask_again(*given, **named):
+    def read_and_ask_again(*arguments, **options):
         if handles[0].finish_reason is None and len(handles) < 40:
             handles.append(engine.submit(PROMPT, **request))
-        return read(*given, **named)
+        return read(*arguments, **options)
 
     monkeypatch.setattr(engine._loop, "_read", read_and_ask_again)
     with engine._loop.wake:

@@ -1,9 +1,9 @@
-"""One of two processes that serve one model together: `test_over_hosts` starts both, and serves alone to compare.
+"""One of two processes that serve one model together. `test_over_hosts` starts both.
 
     python -m tests.serving.two_processes DIRECTORY COORDINATOR PROCESS
 
-The directory holds the models. The first process writes the texts into it as texts.json; where it has a file DIES, the second
-ends itself in the middle of a text.
+The directory holds the models. The first process writes the texts into it as texts.json. If the
+directory has a file DIES, the first process kills the second one and submits one more request.
 """
 
 import json
@@ -36,7 +36,7 @@ SIZES = {
     "drafts": (None, Chain(2)),
 }
 ASKED = {"max_logprobs": 2, "max_prediction": 3}
-LONG = [int(token) for token in np.random.default_rng(3).integers(1, 12, 40)]  # some chunks
+LONG = [int(token) for token in np.random.default_rng(3).integers(1, 12, 40)]  # three chunks
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": [1, 4, 2, 4, 2, 7], "max_new_tokens": 30},
     {"prompt": [3, 5, 9], "max_new_tokens": 20, "temperature": 1.0, "seed": 4},
@@ -46,13 +46,9 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": [2, 3, 4, 5], "max_new_tokens": 9, "eos_token_ids": (5, 6)},
     {"prompt": LONG[:20], "max_new_tokens": 4, "logprobs": 1, "echo": True},
 ]
-GOES_ON = {
-    "prompt": [*LONG, 7],
-    "max_new_tokens": 8,
-    "temperature": 0.7,
-    "seed": 9,
-}  # after the pages of another text
-CLIENT = ([3, 5, 9, 1], [5, 5, 5])  # a text and what a client drafts below its newest token
+# It continues from the pages of another text.
+GOES_ON = {"prompt": [*LONG, 7], "max_new_tokens": 8, "temperature": 0.7, "seed": 9}
+CLIENT = ([3, 5, 9, 1], [5, 5, 5])  # a text, and what a client drafts below its newest token
 
 
 def models(directory: Path, mesh: jax.sharding.Mesh | None) -> tuple[specjax.Target, DraftModel]:
@@ -63,13 +59,13 @@ def models(directory: Path, mesh: jax.sharding.Mesh | None) -> tuple[specjax.Tar
 
 
 def options(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
-    """Of the engine; clients are served where rows are not split."""
+    """Return the options of an engine, which serves clients if its mesh does not split rows."""
     takes_clients = mesh is None or mesh.shape["data"] == 1
     return {**SIZES, **ASKED, "clients": ClientDrafts(nodes=8, depth=4) if takes_clients else None}
 
 
 def serve(engine: Engine) -> dict[str, Any]:
-    """The texts of all requests, and what a client is told, as JSON."""
+    """Return the texts of all requests and a client's verdict, as JSON."""
     handles = [engine.submit(**{"eos_token_ids": (), **request}) for request in REQUESTS]
     texts = [list(handle.result(120).tokens) for handle in handles]
     texts.append(list(engine.submit(**{"eos_token_ids": (), **GOES_ON}).result(120).tokens))
@@ -78,7 +74,10 @@ def serve(engine: Engine) -> dict[str, Any]:
 
 
 def client(engine: Engine) -> list[int] | None:
-    """The tokens of a client's verdict."""
+    """Return the accepted nodes and the token of a client's verdict.
+
+    Return None if the engine serves no clients.
+    """
     if engine.client_drafts is None:
         return None
     tokens, drafted = CLIENT
@@ -102,20 +101,20 @@ def main(directory: Path, coordinator: str, process: int) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     together = processes.join(processes.ProcessPlace(coordinator, 2, process))
     assert together is not None
-    found = {}
+    texts = {}
     for name, sizes in MESHES.items():
         mesh = make_mesh(*sizes)
-        given = models(directory, mesh)
+        pair = models(directory, mesh)
         if not together.is_first:
-            follow(*given, **options(mesh))
+            follow(*pair, **options(mesh))
             continue
-        with Engine(*given, **options(mesh)) as engine:
-            found[name] = serve(engine)
+        with Engine(*pair, **options(mesh)) as engine:
+            texts[name] = serve(engine)
             if (directory / DIES).exists():
                 os.kill(together.roster[1].pid, signal.SIGKILL)
                 engine.submit(**REQUESTS[0], eos_token_ids=()).result(120)
     if together.is_first:
-        (directory / "texts.json").write_text(json.dumps(found))
+        (directory / "texts.json").write_text(json.dumps(texts))
     together.leave()
 
 

@@ -1,4 +1,4 @@
-"""Messages there and back, and what is refused of them."""
+"""Tests of messages: each is decoded as it was encoded, and invalid frames are refused."""
 
 from typing import Any
 
@@ -80,7 +80,7 @@ def test_a_draft_is_small():
 
 
 def changed(message: Any, **values: Any) -> bytes:
-    """A frame with other values."""
+    """Return the frame of a message with some values replaced."""
     return msgspec.msgpack.encode(msgspec.msgpack.decode(wire.encode(message)) | values)
 
 

@@ -1,4 +1,7 @@
-"""A headless Chromium, driven over its own pipe: the DevTools protocol, JSON messages that end in a zero byte."""
+"""A headless Chromium that is controlled with the DevTools protocol over its own pipe.
+
+Messages are JSON objects that end in a zero byte.
+"""
 
 import base64
 import fcntl
@@ -13,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 60  # seconds for what takes one; two busy cores take several
+TIMEOUT = 60  # seconds for actions that take one on an idle machine
 
 _OPTIONS = (
     "--headless",
@@ -21,7 +24,7 @@ _OPTIONS = (
     "--no-first-run",
     "--disable-background-networking",
     "--disable-component-update",
-    "--disable-dev-shm-usage",  # which is small in containers
+    "--disable-dev-shm-usage",  # /dev/shm is small in containers
     "--disable-gpu",
     "--disable-sync",
     "--force-color-profile=srgb",
@@ -31,13 +34,13 @@ _OPTIONS = (
 
 
 def found() -> str | None:
-    """The browser's command, where there is one; the variable CHROMIUM names another."""
+    """Return the browser's command, or None. The variable CHROMIUM names another one."""
     names = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 class Browser:
-    """Commands to it, and what it tells: replies belong to commands, and all else is kept in ``events``."""
+    """A connection to the browser, which collects its events in ``events``."""
 
     def __init__(self, process: int, commands: int, replies: int) -> None:
         self.events: list[dict[str, Any]] = []
@@ -45,11 +48,10 @@ class Browser:
         self._sent, self._read = 0, b""
 
     def send(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """A command's result."""
+        """Send a command, and return its result."""
         self._sent += 1
-        message = {"id": self._sent, "method": method, "params": params} | (
-            {"sessionId": session} if session else {}
-        )
+        message = {"id": self._sent, "method": method, "params": params}
+        message |= {"sessionId": session} if session else {}
         os.write(self._commands, json.dumps(message).encode() + b"\0")
         deadline = time.monotonic() + TIMEOUT
         while True:
@@ -62,7 +64,7 @@ class Browser:
                 return reply["result"]
 
     def listen(self, seconds: float) -> None:
-        """Take in what it tells for so long."""
+        """Collect events for some seconds."""
         deadline = time.monotonic() + seconds
         while self._next(deadline) is not None:
             pass
@@ -87,9 +89,8 @@ class Page:
     def __init__(self, browser: Browser) -> None:
         self.browser = browser
         target = browser.send("Target.createTarget", url="about:blank")["targetId"]
-        self.session = browser.send("Target.attachToTarget", targetId=target, flatten=True)[
-            "sessionId"
-        ]
+        attached = browser.send("Target.attachToTarget", targetId=target, flatten=True)
+        self.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
 
@@ -97,7 +98,7 @@ class Page:
         return self.browser.send(method, self.session, **params)
 
     def look(self, width: int, height: int, theme: str = "light") -> None:
-        """The size of the window, and which colours its user prefers."""
+        """Set the size of the window, and the colours that its user prefers."""
         phone = width < 600
         self.send(
             "Emulation.setDeviceMetricsOverride",
@@ -116,7 +117,7 @@ class Page:
         self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def evaluate(self, script: str) -> Any:
-        """What an expression gives."""
+        """Return the value of an expression."""
         reply = self.send(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -125,7 +126,7 @@ class Page:
         return reply["result"].get("value")
 
     def wait_for(self, condition: str, seconds: float = TIMEOUT) -> None:
-        """Until an expression is true."""
+        """Wait until an expression is true."""
         deadline = time.monotonic() + seconds
         while not self.evaluate(f"Boolean({condition})"):
             if time.monotonic() > deadline:
@@ -137,12 +138,12 @@ class Page:
             self.browser.listen(0.05)
 
     def type(self, selector: str, text: str) -> None:
-        """Into a field, in place of what is there."""
+        """Replace the text of a field."""
         self.evaluate(f"document.querySelector({json.dumps(selector)}).select()")
         self.send("Input.insertText", text=text)
 
     def click(self, selector: str) -> None:
-        """With a mouse, in the middle of it."""
+        """Click in the middle of an element."""
         place = self.evaluate(
             f"(() => {{ const it = document.querySelector({json.dumps(selector)});"
             " it.scrollIntoView({block: 'nearest'}); const box = it.getBoundingClientRect();"
@@ -159,7 +160,7 @@ class Page:
             )
 
     def press(self, key: str, code: int, control: bool = False) -> None:
-        """A key; ``code`` is its virtual key code."""
+        """Press a key; ``code`` is its virtual key code."""
         params = {
             "key": key,
             "code": key,
@@ -170,30 +171,29 @@ class Page:
             self.send("Input.dispatchKeyEvent", type=kind, **params)
 
     def screenshot(self, file: Path) -> None:
-        file.write_bytes(
-            base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
-        )
+        picture = self.send("Page.captureScreenshot", format="png")
+        file.write_bytes(base64.b64decode(picture["data"]))
 
     def troubles(self) -> list[str]:
-        """Errors and warnings in the console, exceptions, and requests that failed."""
-        told = []
+        """Return errors and warnings in the console, exceptions, and requests that failed."""
+        messages = []
         for event in self.browser.events:
             params = event["params"]
             match event["method"]:
                 case "Runtime.exceptionThrown":
-                    told.append(json.dumps(params["exceptionDetails"]))
+                    messages.append(json.dumps(params["exceptionDetails"]))
                 case "Runtime.consoleAPICalled" if params["type"] in {"error", "warning", "assert"}:
-                    told.append(json.dumps(params["args"]))
+                    messages.append(json.dumps(params["args"]))
                 case "Log.entryAdded" if params["entry"]["level"] in {"error", "warning"}:
-                    told.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+                    messages.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
                 case "Network.loadingFailed":
-                    told.append(f"a request failed: {params['errorText']}")
+                    messages.append(f"a request failed: {params['errorText']}")
                 case "Network.responseReceived" if params["response"]["status"] >= 400:
-                    told.append(f"{params['response']['url']}: {params['response']['status']}")
-        return told
+                    messages.append(f"{params['response']['url']}: {params['response']['status']}")
+        return messages
 
     def requested(self) -> list[str]:
-        """The addresses of all that the page asked for."""
+        """Return the addresses of all requests of the page."""
         sent = (
             event["params"]
             for event in self.browser.events
@@ -204,7 +204,10 @@ class Page:
 
 @contextmanager
 def chromium(directory: Path) -> Iterator[Browser]:
-    """One that forgets everything; ``directory`` has its profile and what it prints."""
+    """Start a browser that forgets everything when the block ends.
+
+    ``directory`` gets its profile and its output.
+    """
     command = found()
     if command is None:
         raise RuntimeError(
@@ -213,7 +216,7 @@ def chromium(directory: Path) -> Iterator[Browser]:
         )
     theirs, commands = os.pipe()
     replies, answers = os.pipe()
-    # It reads from 3 and writes to 4, which may be in use here.
+    # The browser reads from descriptor 3 and writes to 4, which may be in use in this process.
     low = theirs, answers
     theirs, answers = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in low)
     options = [

@@ -1,4 +1,4 @@
-"""`specjax serve` as a process of its own, with the embedded pair."""
+"""A process of `specjax serve` with the embedded pair."""
 
 import subprocess
 import sys
@@ -21,20 +21,20 @@ class Server:
     """A running server.
 
     Attributes:
-        url: where.
-        port: the number in it.
-        process: the process.
-        said: what it printed to its standard error.
+        url: its address.
+        port: the port in the address.
+        process: its process.
+        errors: the lines that it has printed to its standard error.
     """
 
     url: str
     port: int
     process: subprocess.Popen
-    said: list[str]
+    errors: list[str]
 
 
 def start_server(directory: Path, *options: str) -> Server:
-    """The embedded pair, with a chat template, behind a key; ready for requests."""
+    """Start a server of the embedded pair, with a chat template and a key, and wait for it."""
     target = directory / "target"
     if not target.exists():
         target.mkdir()
@@ -56,29 +56,32 @@ def start_server(directory: Path, *options: str) -> Server:
     line += ["--per-request-spec-decode-metrics", *options]
     command = [sys.executable, "-m", "specjax", "serve", *line]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    said: list[str] = []
-    threading.Thread(target=lambda: said.extend(process.stderr), daemon=True).start()
+    errors: list[str] = []
+    threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True).start()
     assert process.stdout is not None
     ready = process.stdout.readline()
-    assert "is ready" in ready, "".join(said)
+    assert "is ready" in ready, "".join(errors)
     url = ready.split()[0]
-    return Server(url, int(url.rpartition(":")[2]), process, said)
+    return Server(url, int(url.rpartition(":")[2]), process, errors)
 
 
 @pytest.fixture(scope="package")
 def _servers(tmp_path_factory) -> Iterator[list[Server]]:
-    """Those that were started. Each ends when it is asked to, and has had no accident."""
+    """Yield the list of started servers, and end them after the tests.
+
+    Each must end when it is asked to, and must not have printed a traceback.
+    """
     started: list[Server] = []
     yield started
     for server in started:
         server.process.terminate()
         assert server.process.wait(30) == 0
-        assert "Traceback" not in "".join(server.said)
+        assert "Traceback" not in "".join(server.errors)
 
 
 @pytest.fixture
 def server(_servers: list[Server], tmp_path_factory) -> Server:
-    """One for all tests; another one where a test has ended it."""
+    """Return the server of all tests, or a new one if a test has ended it."""
     if not _servers or _servers[-1].process.poll() is not None:
         _servers.append(start_server(tmp_path_factory.mktemp("served")))
     return _servers[-1]

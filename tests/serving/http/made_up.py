@@ -1,4 +1,4 @@
-"""An engine that computes nothing: its texts are known, and so are the moments at which their pieces come."""
+"""An engine that computes nothing: its texts and the times of their pieces are known."""
 
 import asyncio
 import itertools
@@ -26,14 +26,17 @@ CAPACITY = 64
 
 
 class Characters:
-    """A tokenizer whose tokens are characters; those from 1000 on are bytes, as byte-level vocabularies write them."""
+    """A tokenizer whose tokens are characters.
+
+    Tokens from 1000 on are bytes, as byte-level vocabularies write them.
+    """
 
     chat_template: str | None = "made up"
 
     def __call__(
         self, text: str, add_special_tokens: bool = True, **_: Any
     ) -> dict[str, list[int]]:
-        return {"input_ids": [1] * add_special_tokens + [ord(each) for each in text]}
+        return {"input_ids": [1] * add_special_tokens + [ord(character) for character in text]}
 
     def get_vocab(self) -> dict[str, int]:
         return {"a": 97, "<0xC3>": 1003}
@@ -64,27 +67,25 @@ class MadeUpHandle:
     acceptance: Any = None
 
     @property
-    def _known(self) -> int:
+    def _arrived(self) -> int:
         until = time.perf_counter() if self.cancelled_at is None else self.cancelled_at
-        return (
-            len(self.pieces)
-            if not self.pause
-            else min(int((until - self.times.submitted) / self.pause), len(self.pieces))
-        )
+        if not self.pause:
+            return len(self.pieces)
+        return min(int((until - self.times.submitted) / self.pause), len(self.pieces))
 
     @property
     def finish_reason(self) -> str | None:
-        if self._known == len(self.pieces):
+        if self._arrived == len(self.pieces):
             return "error" if self.error else "length"
         return "cancelled" if self.cancelled_at is not None else None
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        return tuple(token for piece in self.pieces[: self._known] for token in piece.tokens)
+        return tuple(token for piece in self.pieces[: self._arrived] for token in piece.tokens)
 
     @property
     def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces[: self._known])
+        return "".join(piece.text for piece in self.pieces[: self._arrived])
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
@@ -99,11 +100,11 @@ class MadeUpHandle:
 
         number = 0
         while True:
-            known, reason = self._known, self.finish_reason
-            for piece in self.pieces[number:known]:
+            count, reason = self._arrived, self.finish_reason
+            for piece in self.pieces[number:count]:
                 self.times.first_token = self.times.first_token or time.perf_counter()
                 yield piece
-            number = known
+            number = count
             if reason == "cancelled":
                 raise TextCancelledError("the text was cancelled")
             if reason == "error":
@@ -119,14 +120,14 @@ def logprobs(token: int, count: int) -> TokenLogprobs:
 
 
 class MadeUpEngine:
-    """Says ``text``, a token at a time.
+    """An engine that repeats ``text``, a token per piece.
 
     Attributes:
-        submitted: the handles of all texts that were ever asked for.
-        room: how many texts it takes; more are refused.
-        error: with which all texts end; None: with none.
-        is_down: refuse everything, as an engine that has failed.
-        encoded_predictions: how often a prediction was made into tokens.
+        submitted: the handles of all submitted texts.
+        room: the largest number of texts that run at once; None: any number.
+        error: the error that ends all texts; None: there is none.
+        is_down: whether it refuses everything, as an engine that has failed.
+        encoded_predictions: how often a prediction was encoded.
     """
 
     rows, capacity, max_logprobs, max_prediction = 4, CAPACITY, 20, 16
@@ -164,7 +165,11 @@ class MadeUpEngine:
             prompt += "".join(
                 f"{name}={value}\n" for name, value in (chat_template_kwargs or {}).items()
             )
-        return [min(ord(each), 999) for each in prompt] if isinstance(prompt, str) else list(prompt)
+        return (
+            [min(ord(character), 999) for character in prompt]
+            if isinstance(prompt, str)
+            else list(prompt)
+        )
 
     def encode_prediction(self, prediction: str) -> list[int]:
         self.encoded_predictions += 1
@@ -192,9 +197,11 @@ class MadeUpEngine:
 
     @staticmethod
     def _piece(token: int, settings: dict[str, Any]) -> Piece:
-        asked, text = settings["logprobs"], Characters().decode([token])
-        said = () if asked is None else (logprobs(token, asked),)
-        return Piece(text, (token,), (True,), said, ((text, True),) if settings["spans"] else ())
+        count, text = settings["logprobs"], Characters().decode([token])
+        reported = () if count is None else (logprobs(token, count),)
+        return Piece(
+            text, (token,), (True,), reported, ((text, True),) if settings["spans"] else ()
+        )
 
     @property
     def statistics(self) -> Any:
@@ -222,8 +229,12 @@ def running(
     bound: socket.socket | None = None,
     **options: Any,
 ) -> Iterator[tuple[run._Server, tuple[str, int]]]:
-    """uvicorn in a thread, as `specjax serve` runs it: the server, and its host and port. By default at a free one."""
-    service = Service(engine, AppOptions(**{"names": ("tiny",), "only_loopback": True} | options))  # pyright: ignore
+    """Run uvicorn in a thread as `specjax serve` does, and yield the server and its address.
+
+    It listens at ``bound``, or at a free port.
+    """
+    all_options: dict[str, Any] = {"names": ("tiny",), "only_loopback": True} | options
+    service = Service(engine, AppOptions(**all_options))
     with bound or run.bind("127.0.0.1", 0) as listening:
         server = run._Server(
             run._config(make_app(service), bounds, tls, service.drafts), service, drain_seconds, ""
@@ -245,13 +256,13 @@ def running(
 def serving(
     engine: MadeUpEngine, bounds: ConnectionLimits = ConnectionLimits(), **options: Any
 ) -> Iterator[tuple[str, int]]:
-    """As `running`: host and port alone."""
+    """Run a server as `running` does, and yield its address."""
     with running(engine, bounds, **options) as (_, address):
         yield address
 
 
 def wait_until(happened: Any, seconds: float = 10.0) -> None:
-    """Fail where ``happened()`` does not become true."""
+    """Wait until ``happened()`` is true, and fail if it takes too long."""
     until = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < until, "it did not happen"
@@ -259,7 +270,10 @@ def wait_until(happened: Any, seconds: float = 10.0) -> None:
 
 
 def read_more(connection: socket.socket, most: int = 65536) -> bytes:
-    """Return the next bytes of a connection, and fail where the other side has closed it: a loop over them ends."""
+    """Return the next bytes of a connection, or fail if the other side has closed it.
+
+    So a loop over the bytes always ends.
+    """
     more = connection.recv(most)
     assert more, "the other side has closed the connection"
     return more

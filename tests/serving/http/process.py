@@ -1,4 +1,4 @@
-"""A server in a process of its own, and raw HTTP to it."""
+"""A server in a process of its own, and requests to it."""
 
 import json
 import os
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-STARTING = 400  # seconds; a tenth of it where nothing else runs
+STARTING = 400  # seconds; an idle machine needs a tenth of them
 
 
 @dataclass(frozen=True)
 class Server:
-    """One that runs.
+    """A running server.
 
     Attributes:
-        address: such as ``http://127.0.0.1:8000``.
-        process: its id.
-        key: without which it does not answer.
+        address: its address, such as ``http://127.0.0.1:8000``.
+        process: the id of its process.
+        key: the API key, if it needs one.
     """
 
     address: str
@@ -37,12 +37,12 @@ class Server:
         return int(self.address.rpartition(":")[2])
 
     def get(self, path: str) -> str:
-        """The body that a path gives."""
+        """Return the body of the answer to a GET request."""
         with self._open(urllib.request.Request(self.address + path)) as response:
             return response.read().decode()
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The JSON that comes back."""
+        """Send a JSON body, and return the JSON object of the answer."""
         request = urllib.request.Request(
             self.address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -58,37 +58,29 @@ class Server:
         return urllib.request.urlopen(request, timeout=120)
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
-        found = re.findall(
+        """Return the sum of a metric's samples."""
+        samples = re.findall(
             rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self.get("/metrics"), re.MULTILINE
         )
-        assert found, f"there is no {name}"
-        return sum(map(float, found))
+        assert samples, f"there is no {name}"
+        return sum(map(float, samples))
 
     def wait_until_idle(self, seconds: float = 10) -> None:
-        """Until no text is being generated, and none waits."""
+        """Wait until no text runs or waits."""
         deadline = time.monotonic() + seconds
         while self.metric("vllm:num_requests_running") or self.metric("vllm:num_requests_waiting"):
             assert time.monotonic() < deadline, self.get("/metrics")
             time.sleep(0.1)
 
     def resident(self) -> int:
-        """Bytes of memory that it has."""
-        return (
-            int(
-                re.search(
-                    r"^VmRSS:\s+(\d+) kB",
-                    Path(f"/proc/{self.process}/status").read_text(),
-                    re.MULTILINE,
-                )[1]
-            )
-            * 1024
-        )
+        """Return the resident memory of the process in bytes."""
+        status = Path(f"/proc/{self.process}/status").read_text()
+        return int(re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)[1]) * 1024
 
 
 @contextmanager
 def serving(log: Path, *options: str) -> Iterator[Server]:
-    """``python -m specjax serve`` at a free port, until the block ends."""
+    """Run ``python -m specjax serve`` at a free port until the block ends."""
     command = [sys.executable, "-m", "specjax", "serve", "--port", "0", "--warm", *options]
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -101,13 +93,13 @@ def serving(log: Path, *options: str) -> Iterator[Server]:
         )
     try:
         deadline = time.monotonic() + STARTING
-        while (found := re.search(r"(http://\S+) is ready", log.read_text())) is None:
+        while (match := re.search(r"(http://\S+) is ready", log.read_text())) is None:
             assert process.poll() is None, f"it ended with {process.returncode}:\n{log.read_text()}"
             assert time.monotonic() < deadline, (
                 f"it was not ready after {STARTING} s:\n{log.read_text()}"
             )
             time.sleep(0.1)
-        yield Server(found[1], process.pid)
+        yield Server(match[1], process.pid)
         assert "Traceback" not in log.read_text()
     finally:
         process.send_signal(signal.SIGKILL)

@@ -1,4 +1,7 @@
-"""The application on an engine that computes nothing: who may ask, what is answered, and what happens to who goes away."""
+"""Tests of the application on an engine that computes nothing.
+
+They check who has access, what is answered, and what happens to clients that leave.
+"""
 
 import asyncio
 import json
@@ -40,7 +43,8 @@ NO_ERRORS = {"message": str, "type": str, "param": (str, type(None)), "code": (s
 
 
 def service_of(engine: MadeUpEngine, **options: Any) -> Service:
-    return Service(engine, AppOptions(**{"names": ("tiny", "other")} | options))  # pyright: ignore[reportArgumentType]
+    all_options: dict[str, Any] = {"names": ("tiny", "other")} | options
+    return Service(engine, AppOptions(**all_options))
 
 
 def ask(
@@ -51,7 +55,7 @@ def ask(
     content: Any = None,
     **body: Any,
 ) -> httpx2.Response:
-    """One request, without a network."""
+    """Send a request without a network, and return the answer."""
     service = service if isinstance(service, Service) else service_of(service)
     base = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "ab"}
     content = (
@@ -74,7 +78,7 @@ def chat(service: Service | MadeUpEngine, **body: Any) -> httpx2.Response:
 
 
 def refused(answer: httpx2.Response, status: int) -> dict[str, Any]:
-    """The error object of an answer, which is one."""
+    """Return the error object of an answer, which must have this status."""
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert set(error) == set(NO_ERRORS)
@@ -83,7 +87,7 @@ def refused(answer: httpx2.Response, status: int) -> dict[str, Any]:
 
 
 def events(answer: httpx2.Response) -> list[Any]:
-    """The objects of a stream, which ends as it should."""
+    """Return the objects of a stream, which must end correctly."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     *lines, last, rest = answer.text.split("\n\n")
@@ -107,11 +111,8 @@ def test_a_completion() -> None:
         "total_tokens": 8,
         "prompt_tokens_details": details,
     }
-    assert (answer["object"], answer["model"], answer["id"][:5]) == (
-        "text_completion",
-        "tiny",
-        "cmpl-",
-    )
+    assert (answer["object"], answer["model"]) == ("text_completion", "tiny")
+    assert answer["id"].startswith("cmpl-")
     assert "metrics" not in answer
 
 
@@ -146,23 +147,13 @@ def test_what_the_engine_is_given() -> None:
         max_tokens=4,
     )
     settings = engine.submitted[0].settings
-    assert {
-        name: settings[name]
-        for name in ("temperature", "top_k", "top_p", "min_p", "min_new_tokens")
-    } == {**{"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "min_new_tokens": 2}}
-    assert (settings["seed"], settings["choice"], settings["stop"], settings["eos_token_ids"]) == (
-        2**63 - 1,
-        0,
-        ("x",),
-        (2, 5),
-    )
-    assert (settings["logprobs"], settings["echo"], settings["prediction"], settings["spans"]) == (
-        None,
-        False,
-        None,
-        False,
-    )
-    assert settings["cache_salt"] == ""
+    expected = {
+        **{"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "min_new_tokens": 2},
+        **{"seed": 2**63 - 1, "choice": 0, "stop": ("x",), "eos_token_ids": (2, 5)},
+        **{"logprobs": None, "echo": False, "prediction": None, "spans": False},
+        "cache_salt": "",
+    }
+    assert {name: settings[name] for name in expected} == expected
     ask(engine, cache_salt="mine")
     assert engine.submitted[1].settings["cache_salt"] == "mine"
 
@@ -170,7 +161,12 @@ def test_what_the_engine_is_given() -> None:
 def test_a_prompt_may_come_without_special_tokens() -> None:
     engine = MadeUpEngine()
     encoded = []
-    engine.encode = lambda prompt, _=None: encoded.append(prompt) or [97]  # pyright: ignore[reportAttributeAccessIssue]
+
+    def encode(prompt: Any, _: Any = None) -> list[int]:
+        encoded.append(prompt)
+        return [97]
+
+    engine.encode = encode  # pyright: ignore[reportAttributeAccessIssue]
     ask(engine, prompt="ab", add_special_tokens=False)
     ask(engine, prompt="ab", add_special_tokens=True)
     ask(engine, "/tokenize", content='{"prompt": "ab", "add_special_tokens": false}')
@@ -189,43 +185,40 @@ def test_without_a_seed_every_request_has_another() -> None:
 def test_without_a_seed_equal_prompts_have_texts_of_their_own() -> None:
     engine = MadeUpEngine()
     ask(engine, prompt=["a", "a"], n=2)
-    assert (
-        len({(handle.settings["seed"], handle.settings["choice"]) for handle in engine.submitted})
-        == 4
-    )
+    settings = [handle.settings for handle in engine.submitted]
+    assert len({(values["seed"], values["choice"]) for values in settings}) == 4
 
 
 def test_choices_are_numbered_by_prompt_and_within_it() -> None:
     engine = MadeUpEngine()
     answer = ask(engine, prompt=["a", "bcd"], n=3, seed=7, max_tokens=2).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3, 4, 5]
-    given = [
+    settings = [
         (len(handle.prompt), handle.settings["choice"], handle.settings["seed"])
         for handle in engine.submitted
     ]
-    assert given == [
-        (1, 0, 7),
-        (1, 1, 7),
-        (1, 2, 7),
-        (3, 0, 7),
-        (3, 1, 7),
-        (3, 2, 7),
-    ]  # as each prompt would have alone
+    # Each prompt has the choices that it would have alone.
+    assert settings == [(length, choice, 7) for length in (1, 3) for choice in range(3)]
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (4, 12)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
 
 
 def test_a_stream_of_a_completion() -> None:
-    said = events(ask(MadeUpEngine("abc"), max_tokens=3, stream=True))
-    assert [each["choices"][0]["text"] for each in said] == ["a", "b", "c", ""]
-    assert [each["choices"][0]["finish_reason"] for each in said] == [None, None, None, "length"]
-    assert len({each["id"] for each in said}) == 1
-    assert not any("usage" in each for each in said)
+    chunks = events(ask(MadeUpEngine("abc"), max_tokens=3, stream=True))
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b", "c", ""]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [
+        None,
+        None,
+        None,
+        "length",
+    ]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert not any("usage" in chunk for chunk in chunks)
 
 
 def test_a_stream_of_a_chat_begins_with_the_role() -> None:
-    said = events(chat(MadeUpEngine("abc"), max_tokens=3, stream=True))
-    deltas = [each["choices"][0]["delta"] for each in said]
+    chunks = events(chat(MadeUpEngine("abc"), max_tokens=3, stream=True))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas == [
         {"role": "assistant", "content": ""},
         {"content": "a"},
@@ -233,14 +226,14 @@ def test_a_stream_of_a_chat_begins_with_the_role() -> None:
         {"content": "c"},
         {},
     ]
-    assert {each["object"] for each in said} == {"chat.completion.chunk"}
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
 def test_usage_comes_last_where_it_is_asked_for() -> None:
-    *said, last = events(
+    *chunks, last = events(
         ask(MadeUpEngine("abc"), max_tokens=3, stream=True, stream_options={"include_usage": True})
     )
-    assert all(each["usage"] is None for each in said)
+    assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 5
 
@@ -251,24 +244,28 @@ def test_usage_comes_with_every_chunk_where_it_is_asked_for() -> None:
         ask(MadeUpEngine("abc"), max_tokens=3, stream=True, stream_options=options),
         chat(MadeUpEngine("abc"), max_tokens=3, stream=True, stream_options=options),
     ):
-        *said, last = events(answer)
+        *chunks, last = events(answer)
         prompt = last["usage"]["prompt_tokens"]
-        assert [each["usage"]["completion_tokens"] for each in said if each["choices"]][-4:] == [
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["choices"]][
+            -4:
+        ] == [
             1,
             2,
             3,
             3,
         ]
         assert all(
-            each["usage"]["total_tokens"] == prompt + each["usage"]["completion_tokens"]
-            for each in said
+            chunk["usage"]["total_tokens"] == prompt + chunk["usage"]["completion_tokens"]
+            for chunk in chunks
         )
         assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
-    said = events(ask(MadeUpEngine("abc"), max_tokens=3, n=2, stream=True, stream_options=options))
-    counts = [each["usage"]["completion_tokens"] for each in said]
-    assert counts == sorted(counts)  # of both texts
+    chunks = events(
+        ask(MadeUpEngine("abc"), max_tokens=3, n=2, stream=True, stream_options=options)
+    )
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)  # the sums of both texts
     assert counts[-1] == 6
-    *said, last = events(
+    *chunks, last = events(
         ask(
             MadeUpEngine("abc"),
             max_tokens=3,
@@ -280,24 +277,26 @@ def test_usage_comes_with_every_chunk_where_it_is_asked_for() -> None:
 
 
 def test_a_stream_of_several_choices() -> None:
-    said = events(ask(MadeUpEngine("abc"), prompt=["x", "y"], n=2, max_tokens=3, stream=True))
+    chunks = events(ask(MadeUpEngine("abc"), prompt=["x", "y"], n=2, max_tokens=3, stream=True))
     for index in range(4):
-        of_it = [each["choices"][0] for each in said if each["choices"][0]["index"] == index]
+        of_it = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
         assert "".join(choice["text"] for choice in of_it) == "abc"
         assert of_it[-1]["finish_reason"] == "length"
 
 
 def test_accepted_text_is_told_apart_where_it_is_asked_for() -> None:
     engine = MadeUpEngine("abc")
-    said = events(ask(engine, max_tokens=3, stream=True, stream_options={"include_accepted": True}))
-    assert [each["choices"][0].get("accepted") for each in said] == [
+    chunks = events(
+        ask(engine, max_tokens=3, stream=True, stream_options={"include_accepted": True})
+    )
+    assert [chunk["choices"][0].get("accepted") for chunk in chunks] == [
         [["a", True]],
         [["b", True]],
         [["c", True]],
         None,
     ]
-    assert [each["choices"][0].get("tokens") for each in said] == [1, 1, 1, None]
-    assert [each["choices"][0].get("accepted_tokens") for each in said] == [1, 1, 1, None]
+    assert [chunk["choices"][0].get("tokens") for chunk in chunks] == [1, 1, 1, None]
+    assert [chunk["choices"][0].get("accepted_tokens") for chunk in chunks] == [1, 1, 1, None]
     assert engine.submitted[0].settings["spans"]
 
 
@@ -312,17 +311,12 @@ def test_logprobs_of_a_completion() -> None:
 
 
 def test_the_prompt_comes_first_where_it_is_echoed() -> None:
-    choice = ask(MadeUpEngine("cd"), prompt="ab", max_tokens=2, logprobs=1, echo=True).json()[
-        "choices"
-    ][0]
+    answer = ask(MadeUpEngine("cd"), prompt="ab", max_tokens=2, logprobs=1, echo=True)
+    choice = answer.json()["choices"][0]
     assert choice["text"] == "abcd"
     assert choice["logprobs"]["tokens"] == ["a", "b", "c", "d"]
-    assert choice["logprobs"]["token_logprobs"] == [
-        None,
-        -0.5,
-        -0.5,
-        -0.5,
-    ]  # nothing comes before the first
+    # The first token has no log-probability, because nothing comes before it.
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5, -0.5]
     assert choice["logprobs"]["top_logprobs"][:2] == [None, {"b": -0.5}]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
 
@@ -351,25 +345,24 @@ def test_what_is_told_of_a_long_prompt_is_not_made_where_everybody_waits(
 
 
 def test_an_echo_in_a_stream() -> None:
-    said = events(ask(MadeUpEngine("cd"), max_tokens=2, logprobs=0, echo=True, stream=True))
-    assert [each["choices"][0]["text"] for each in said] == ["ab", "c", "d", ""]
-    offsets = [each["choices"][0]["logprobs"]["text_offset"] for each in said[:-1]]
+    chunks = events(ask(MadeUpEngine("cd"), max_tokens=2, logprobs=0, echo=True, stream=True))
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["ab", "c", "d", ""]
+    offsets = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks[:-1]]
     assert offsets == [[0, 1], [2], [3]]
-    said = events(ask(MadeUpEngine(), max_tokens=0, logprobs=0, echo=True, stream=True))
-    assert [each["choices"][0]["text"] for each in said] == ["ab", ""]
+    chunks = events(ask(MadeUpEngine(), max_tokens=0, logprobs=0, echo=True, stream=True))
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["ab", ""]
 
 
 def test_logprobs_of_a_chat() -> None:
-    content = chat(MadeUpEngine("é"), max_tokens=1, logprobs=True, top_logprobs=2).json()[
-        "choices"
-    ][0]["logprobs"]["content"]
+    answer = chat(MadeUpEngine("é"), max_tokens=1, logprobs=True, top_logprobs=2)
+    content = answer.json()["choices"][0]["logprobs"]["content"]
     likeliest = [
         {"token": "é", "logprob": -0.5, "bytes": [0xC3, 0xA9]},
         {"token": "ê", "logprob": -1.5, "bytes": [0xC3, 0xAA]},
     ]
     assert content == [likeliest[0] | {"top_logprobs": likeliest}]
-    said = events(chat(MadeUpEngine("ab"), max_tokens=2, logprobs=True, stream=True))
-    assert [each["choices"][0]["logprobs"]["content"][0]["token"] for each in said[1:3]] == [
+    chunks = events(chat(MadeUpEngine("ab"), max_tokens=2, logprobs=True, stream=True))
+    assert [chunk["choices"][0]["logprobs"]["content"][0]["token"] for chunk in chunks[1:3]] == [
         "a",
         "b",
     ]
@@ -382,9 +375,8 @@ def test_tokens_that_are_no_text_say_their_bytes() -> None:
 
 
 def test_what_of_a_prediction_was_there() -> None:
-    usage = ask(
-        MadeUpEngine(), max_tokens=4, prediction={"type": "content", "content": "abcde"}
-    ).json()["usage"]
+    prediction = {"type": "content", "content": "abcde"}
+    usage = ask(MadeUpEngine(), max_tokens=4, prediction=prediction).json()["usage"]
     details = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 3}
     assert usage["completion_tokens_details"] == details
 
@@ -398,8 +390,8 @@ def test_a_prediction_is_made_into_tokens_once_for_all_texts() -> None:
 
 def test_how_the_drafts_of_a_text_fared() -> None:
     service = service_of(MadeUpEngine(), with_acceptance=True)
-    said = ask(service).json()["metrics"]["speculative_decoding"]
-    assert said == {
+    metrics = ask(service).json()["metrics"]["speculative_decoding"]
+    assert metrics == {
         "mean_acceptance_length": 1 + 7 / 5,
         "draft_acceptance_rate": 7 / 15,
         "acceptance_histogram": [1, 2, 1, 1],
@@ -410,7 +402,7 @@ def test_how_the_drafts_of_a_text_fared() -> None:
     }
     assert ask(service, n=2).json()["metrics"] is None
     *_, last = events(ask(service, stream=True, stream_options={"include_usage": True}))
-    assert last["metrics"]["speculative_decoding"] == said
+    assert last["metrics"]["speculative_decoding"] == metrics
 
 
 def test_names_that_are_not_known_are_told_in_a_header_and_logged_once(
@@ -420,16 +412,12 @@ def test_names_that_are_not_known_are_told_in_a_header_and_logged_once(
     many = {f"name{number}": 1 for number in range(10)} | {"top_n": 1}
     odd = {"two\r\nlines": 1, "é": 1, "x" * 65: 1, "": 1}
     for _ in range(2):
-        told = [
-            ask(service, **odd, **many).headers["x-specjax-ignored"],
-            chat(service, stream=True, stream_options={"step": 1}, **odd).headers[
-                "x-specjax-ignored"
-            ],
-            ask(service, "/tokenize", content=json.dumps({"prompt": "a", "other.name": 1})).headers[
-                "x-specjax-ignored"
-            ],
+        answers = [
+            ask(service, **odd, **many),
+            chat(service, stream=True, stream_options={"step": 1}, **odd),
+            ask(service, "/tokenize", content=json.dumps({"prompt": "a", "other.name": 1})),
         ]
-        assert told == [
+        assert [answer.headers["x-specjax-ignored"] for answer in answers] == [
             ", ".join(f"name{number}" for number in range(8)),
             "stream_options.step",
             "other.name",
@@ -470,9 +458,8 @@ def test_tokenize() -> None:
         "tokens": [97, 98],
     }
     messages = [{"role": "user", "content": "a"}]
-    assert ask(engine, "/tokenize", content=json.dumps({"messages": messages})).json()[
-        "count"
-    ] == len("user:a\n")
+    answer = ask(engine, "/tokenize", content=json.dumps({"messages": messages}))
+    assert answer.json()["count"] == len("user:a\n")
 
 
 def test_the_page_comes_from_here_alone() -> None:
@@ -494,9 +481,9 @@ def test_paths_and_methods_that_are_none() -> None:
 
 def metric(text: str, line: str) -> float:
     return next(
-        float(each.rpartition(" ")[2])
-        for each in text.splitlines()
-        if each.rpartition(" ")[0] == line
+        float(sample.rpartition(" ")[2])
+        for sample in text.splitlines()
+        if sample.rpartition(" ")[0] == line
     )
 
 
@@ -560,22 +547,18 @@ def test_with_a_key_nothing_is_answered_without_it() -> None:
         ("/metrics", "GET"),
         ("/nothing", "GET"),
     ):
-        for given in (
+        for headers in (
             {},
             {"Authorization": "Bearer wrong"},
             {"Authorization": "a-secret-key"},
             {"Authorization": "Bearer "},
         ):
-            answer = ask(service, path, method, given)
+            answer = ask(service, path, method, headers)
             assert refused(answer, 401)["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
     for scheme in ("Bearer", "bearer"):
-        assert (
-            ask(
-                service, "/v1/models", "GET", {"Authorization": f"{scheme} a-secret-key"}
-            ).status_code
-            == 200
-        )
+        right = {"Authorization": f"{scheme} a-secret-key"}
+        assert ask(service, "/v1/models", "GET", right).status_code == 200
     assert not service.engine.submitted  # pyright: ignore[reportAttributeAccessIssue]
     for path in ("/", "/health"):
         assert ask(service, path, "GET").status_code == 200
@@ -628,20 +611,16 @@ def test_a_name_that_is_not_this_machines_own_is_refused() -> None:
         "localhost.evil",
         "[::2]",
     ):
-        assert (
-            refused(ask(service, "/v1/models", "GET", {"Host": host}), 403)["code"]
-            == "host_not_allowed"
-        )
+        answer = ask(service, "/v1/models", "GET", {"Host": host})
+        assert refused(answer, 403)["code"] == "host_not_allowed"
     for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:5", "127.1.2.3", "[::1]:8000", "[::1]"):
         assert ask(service, "/v1/models", "GET", {"Host": host}).status_code == 200
-    assert (
-        ask(service_of(MadeUpEngine()), "/v1/models", "GET", {"Host": "my.server"}).status_code
-        == 200
-    )
+    answer = ask(service_of(MadeUpEngine()), "/v1/models", "GET", {"Host": "my.server"})
+    assert answer.status_code == 200
 
 
 def test_a_form_is_no_json() -> None:
-    """What a web page may send to anybody without being asked whether it may."""
+    """Check content types that a web page may send to any server without permission."""
     for kind in (
         "text/plain",
         "application/x-www-form-urlencoded",
@@ -649,10 +628,8 @@ def test_a_form_is_no_json() -> None:
         "",
     ):
         refused(ask(MadeUpEngine(), headers={"Content-Type": kind}), 415)
-    assert (
-        ask(MadeUpEngine(), headers={"Content-Type": "Application/JSON; charset=utf-8"}).status_code
-        == 200
-    )
+    json_type = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert ask(MadeUpEngine(), headers=json_type).status_code == 200
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
@@ -682,9 +659,8 @@ def test_a_prompt_that_is_too_long() -> None:
     ):
         error = refused(ask(engine, prompt="a" * length, **more), 400)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-    error = refused(
-        ask(engine, prompt="a" * (CAPACITY + 1), max_tokens=0, echo=True, logprobs=0), 400
-    )
+    answer = ask(engine, prompt="a" * (CAPACITY + 1), max_tokens=0, echo=True, logprobs=0)
+    error = refused(answer, 400)
     assert error["code"] == "context_length_exceeded"
     error = refused(chat(engine, messages=[{"role": "user", "content": "a" * CAPACITY}]), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
@@ -696,19 +672,18 @@ def test_more_tokens_than_fit_are_as_many_as_fit() -> None:
     for answer in (
         ask(engine, prompt="a", max_tokens=CAPACITY),
         ask(engine, prompt="a" * 60, max_tokens=4096),
-        ask(engine, prompt="a" * 60),  # 16 are the default
+        ask(engine, prompt="a" * 60),  # the default is 16
         ask(engine, prompt=["a" * 60, "a"], max_tokens=2**31 - 1),
         chat(engine, max_tokens=4096),
         chat(engine, max_completion_tokens=4096),
     ):
-        said = answer.json()
-        assert {choice["finish_reason"] for choice in said["choices"]} == {"length"}
-        assert said["usage"]["total_tokens"] == CAPACITY * len(said["choices"])
+        body = answer.json()
+        assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
+        assert body["usage"]["total_tokens"] == CAPACITY * len(body["choices"])
     *_, last = events(ask(engine, prompt="a" * 60, max_tokens=100, stream=True))
     assert last["choices"][0]["finish_reason"] == "length"
-    answer = ask(
-        engine, prompt="a" * CAPACITY, max_tokens=0, echo=True, logprobs=0
-    )  # a prompt alone may fill all
+    # A prompt without new tokens may fill the whole capacity.
+    answer = ask(engine, prompt="a" * CAPACITY, max_tokens=0, echo=True, logprobs=0)
     assert answer.status_code == 200
 
 
@@ -717,12 +692,15 @@ BODIES = json.loads((Path(__file__).parent / "client_bodies.json").read_text())
 
 @pytest.mark.parametrize("case", BODIES, ids=[case["client"] for case in BODIES])
 def test_what_real_clients_send_is_answered(case: dict[str, Any]) -> None:
-    """Whether recorded, derived from a client's source or written down. Tools are refused by name."""
+    """Check bodies that are recorded, derived from a client's source, or written down.
+
+    Tools are refused by name.
+    """
     assert re.fullmatch(
         r"recorded|written down|(derived|inferred) from the source at [\d.]+", case["origin"]
     )
     engine = MadeUpEngine("The text.")
-    engine.capacity = 1024  # fewer than many ask for
+    engine.capacity = 1024  # many bodies ask for more tokens
     answer = ask(engine, case["path"], content=json.dumps(case["body"]))
     if "refused" in case:
         assert refused(answer, 400)["param"] == case["refused"]
@@ -731,31 +709,29 @@ def test_what_real_clients_send_is_answered(case: dict[str, Any]) -> None:
             for name, value in case["body"].items()
             if name not in ("tools", "tool_choice")
         }
-        assert (
-            ask(engine, case["path"], content=json.dumps(rest)).status_code == 200
-        )  # for nothing else
+        # Nothing else in the body is refused.
+        assert ask(engine, case["path"], content=json.dumps(rest)).status_code == 200
         return
     assert answer.status_code == 200, answer.text
-    assert [
-        name for name in answer.headers.get("x-specjax-ignored", "").split(", ") if name
-    ] == case["ignored"]
+    ignored = answer.headers.get("x-specjax-ignored", "").split(", ")
+    assert [name for name in ignored if name] == case["ignored"]
     if not case["body"].get("stream"):
         choice = answer.json()["choices"][0]
         text = choice["message"]["content"] if "chat" in case["path"] else choice["text"]
         assert text.startswith("The text")
         return
-    said = events(answer)
-    choices = [each["choices"][0] for each in said if each["choices"]]
+    chunks = events(answer)
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     text = "".join(
         choice["delta"].get("content", "") if "chat" in case["path"] else choice["text"]
         for choice in choices
     )
     assert text.startswith("The text")
     options = case["body"].get("stream_options", {})
-    assert (said[-1].get("usage") is not None) == options.get("include_usage", False)
+    assert (chunks[-1].get("usage") is not None) == options.get("include_usage", False)
     assert all(
-        "completion_tokens" in each["usage"]
-        for each in said
+        "completion_tokens" in chunk["usage"]
+        for chunk in chunks
         if options.get("continuous_usage_stats")
     )
 
@@ -763,18 +739,12 @@ def test_what_real_clients_send_is_answered(case: dict[str, Any]) -> None:
 def test_what_no_tokens_could_be_short_enough_for_is_not_made_into_tokens() -> None:
     engine = MadeUpEngine()
     engine.encode = None  # pyright: ignore[reportAttributeAccessIssue]
-    far_too_long = "a" * (6 * CAPACITY + 1)  # of the longest token there is
+    far_too_long = "a" * (6 * CAPACITY + 1)  # the longest token has 6 characters
     assert refused(ask(engine, prompt=[far_too_long]), 400)["code"] == "context_length_exceeded"
-    assert (
-        refused(chat(engine, messages=[{"role": "user", "content": far_too_long}]), 400)["code"]
-        == "context_length_exceeded"
-    )
-    assert (
-        refused(ask(engine, "/tokenize", content=json.dumps({"prompt": far_too_long})), 400)[
-            "param"
-        ]
-        == "prompt"
-    )
+    answer = chat(engine, messages=[{"role": "user", "content": far_too_long}])
+    assert refused(answer, 400)["code"] == "context_length_exceeded"
+    answer = ask(engine, "/tokenize", content=json.dumps({"prompt": far_too_long}))
+    assert refused(answer, 400)["param"] == "prompt"
     calls = [
         {"function": {"name": far_too_long}},
         {"function": {"name": "f", "arguments": far_too_long}},
@@ -790,9 +760,8 @@ def test_what_no_tokens_could_be_short_enough_for_is_not_made_into_tokens() -> N
         assert refused(chat(engine, messages=[message]), 400)["code"] == "context_length_exceeded"
     engine = MadeUpEngine()
     ask(engine, prediction={"type": "content", "content": far_too_long})
-    assert (
-        len(engine.submitted[0].settings["prediction"]) == 6 * CAPACITY
-    )  # what is behind that is of no use
+    # The rest of a prediction cannot be used.
+    assert len(engine.submitted[0].settings["prediction"]) == 6 * CAPACITY
 
 
 def test_a_text_that_could_not_be_long_enough() -> None:
@@ -818,18 +787,14 @@ def test_a_request_whose_texts_do_not_all_fit_begins_none_of_them() -> None:
         ) as client:
 
             async def post(n: int) -> int:
-                return (
-                    await client.post(
-                        "/v1/completions",
-                        json={"model": "tiny", "prompt": "a", "n": n, "max_tokens": 2},
-                    )
-                ).status_code
+                body = {"model": "tiny", "prompt": "a", "n": n, "max_tokens": 2}
+                return (await client.post("/v1/completions", json=body)).status_code
 
             first = asyncio.ensure_future(post(3))
             while len(engine.submitted) < 3:
                 await asyncio.sleep(0.01)
             answers = [await post(3)]
-            assert len(engine.submitted) == 3  # nobody's text was begun to be ended again
+            assert len(engine.submitted) == 3  # no text has begun only to be cancelled
             return [*answers, await post(2), await first, await post(5)]
 
     assert asyncio.run(three_requests()) == [429, 200, 200, 200]
@@ -847,10 +812,8 @@ def test_log_probabilities_are_bounded_also_where_no_limit_is_given(
         {"top_logprobs": 2, "n": 2},
         {"top_logprobs": 3, "max_tokens": 10**6},
     ):
-        assert (
-            refused(chat(engine, messages=user, logprobs=True, **more), 400)["code"]
-            == "too_many_logprobs"
-        )
+        answer = chat(engine, messages=user, logprobs=True, **more)
+        assert refused(answer, 400)["code"] == "too_many_logprobs"
     assert not engine.submitted
     for more in (
         {"top_logprobs": 2},
@@ -864,9 +827,9 @@ def test_a_long_body_is_not_read_where_everybody_waits(monkeypatch: pytest.Monke
     threads: list[threading.Thread] = []
 
     def noted(reader: Any) -> Any:
-        def read(*given: Any) -> Any:
+        def read(*arguments: Any) -> Any:
             threads.append(threading.current_thread())
-            return reader(*given)
+            return reader(*arguments)
 
         return read
 
@@ -897,7 +860,7 @@ def test_a_request_gives_settings_to_the_chat_template() -> None:
     engine = MadeUpEngine()
     assert chat(engine, chat_template_kwargs={"mood": "good"}).status_code == 200
     assert chat(engine).status_code == 200
-    first, second = ("".join(map(chr, each.prompt)) for each in engine.submitted)
+    first, second = ("".join(map(chr, handle.prompt)) for handle in engine.submitted)
     assert first == second + "mood=good\n"
     body = {
         "messages": [{"role": "user", "content": "Hi"}],
@@ -906,16 +869,15 @@ def test_a_request_gives_settings_to_the_chat_template() -> None:
     tokens = ask(engine, "/tokenize", content=json.dumps(body)).json()["tokens"]
     assert "".join(map(chr, tokens)) == first
     far_too_long = "a" * (6 * CAPACITY + 1)
-    for given in ({"mood": far_too_long}, {far_too_long: 1}):
-        assert (
-            refused(chat(engine, chat_template_kwargs=given), 400)["code"]
-            == "context_length_exceeded"
-        )
+    for settings in ({"mood": far_too_long}, {far_too_long: 1}):
+        answer = chat(engine, chat_template_kwargs=settings)
+        assert refused(answer, 400)["code"] == "context_length_exceeded"
 
 
 def test_settings_that_the_template_does_not_read_are_told_in_a_header() -> None:
     engine = MadeUpEngine()
-    engine.tokenizer.get_chat_template = lambda: "{{ messages }}{{ mood }}"  # pyright: ignore[reportAttributeAccessIssue]
+    template = "{{ messages }}{{ mood }}"
+    engine.tokenizer.get_chat_template = lambda: template  # pyright: ignore
     answer = chat(engine, chat_template_kwargs={"mood": "good", "thinking": True})
     assert answer.headers["x-specjax-ignored"] == "chat_template_kwargs.thinking"
     assert "x-specjax-ignored" not in chat(engine, chat_template_kwargs={"mood": "good"}).headers
@@ -928,17 +890,15 @@ def test_an_error_about_settings_of_the_template_names_them() -> None:
         raise InputError("chat_template_kwargs: {'mood': 1} cause an error: messages: no such mood")
 
     engine.encode = encode  # pyright: ignore[reportAttributeAccessIssue]
-    assert (
-        refused(chat(engine, chat_template_kwargs={"mood": 1}), 400)["param"]
-        == "chat_template_kwargs"
-    )
+    answer = chat(engine, chat_template_kwargs={"mood": 1})
+    assert refused(answer, 400)["param"] == "chat_template_kwargs"
 
 
 def test_a_chats_answer_is_its_final_channel_and_a_completion_is_raw() -> None:
     engine = MadeUpEngine()
     ask(engine)
     chat(engine)
-    assert [each.settings["is_chat"] for each in engine.submitted] == [False, True]
+    assert [handle.settings["is_chat"] for handle in engine.submitted] == [False, True]
 
 
 @pytest.fixture(scope="module")
@@ -947,39 +907,34 @@ def harmony() -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("said", "answer"), ANSWERS)
+@pytest.mark.parametrize(("output", "answer"), ANSWERS)
 def test_of_an_answer_in_channels_the_content_is_the_final_one(
-    harmony, said: str, answer: str, stream: bool
+    harmony, output: str, answer: str, stream: bool
 ) -> None:
-    prompt, tokens = ids_of(harmony, ASKED), ids_of(harmony, said)
+    prompt, tokens = ids_of(harmony, ASKED), ids_of(harmony, output)
     request = SimpleNamespace(prompt_length=len(prompt), cached=0)
     growing = GrowingText(harmony, prompt, is_chat=True)
-    handle = Handle(
-        lambda _: None, request, {"stop_token_ids": ids_of(harmony, "<|return|><|call|>")}, growing
-    )  # pyright: ignore
+    options = {"stop_token_ids": ids_of(harmony, "<|return|><|call|>")}
+    handle = Handle(lambda _: None, request, options, growing)  # pyright: ignore
     for at in range(0, max(len(tokens), 1), 2):
         new = tokens[at : at + 2]
         handle.deliver(RowProgress(new, [True] * len(new), done=at + 2 >= len(tokens)))
     engine = MadeUpEngine()
     engine.encode = lambda *_: prompt  # pyright: ignore[reportAttributeAccessIssue]
     engine.submit = lambda *_, **__: handle  # pyright: ignore[reportAttributeAccessIssue]
-    made = chat(
-        engine, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {})
-    )
+    stream_options = {"stream_options": {"include_usage": True}} if stream else {}
+    response = chat(engine, stream=stream, **stream_options)
     if stream:
-        *chunks, last = events(made)
+        *chunks, last = events(response)
         content = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
         reason, usage = chunks[-1]["choices"][0]["finish_reason"], last["usage"]
     else:
-        whole = made.json()
-        content, reason = (
-            whole["choices"][0]["message"]["content"],
-            whole["choices"][0]["finish_reason"],
-        )
-        usage = whole["usage"]
+        (choice,) = response.json()["choices"]
+        content, reason = choice["message"]["content"], choice["finish_reason"]
+        usage = response.json()["usage"]
     assert content == answer
     assert usage["completion_tokens"] == len(tokens)
-    assert reason == ("stop" if said.endswith(("<|return|>", "<|call|>")) else "length")
+    assert reason == ("stop" if output.endswith(("<|return|>", "<|call|>")) else "length")
 
 
 def test_an_engine_that_fails() -> None:
@@ -989,11 +944,9 @@ def test_an_engine_that_fails() -> None:
     error = refused(ask(service), 500)
     assert error["type"] == "server_error"
     assert "secret" not in error["message"]
-    assert ask(service, "/health", "GET").status_code == 200  # it was this text's
-    assert (
-        metric(ask(service, "/metrics", "GET").text, 'specjax:engine_running{model_name="tiny"}')
-        == 1
-    )
+    assert ask(service, "/health", "GET").status_code == 200  # only this text has failed
+    text = ask(service, "/metrics", "GET").text
+    assert metric(text, 'specjax:engine_running{model_name="tiny"}') == 1
     engine.is_down = True
     refused(ask(service), 500)
 
@@ -1003,10 +956,8 @@ def test_an_engine_that_has_failed_while_nobody_asked_for_anything() -> None:
     service = service_of(engine)
     engine.is_down = True
     assert "failed" in refused(ask(service, "/health", "GET"), 503)["message"]
-    assert (
-        metric(ask(service, "/metrics", "GET").text, 'specjax:engine_running{model_name="tiny"}')
-        == 0
-    )
+    text = ask(service, "/metrics", "GET").text
+    assert metric(text, 'specjax:engine_running{model_name="tiny"}') == 0
     assert engine.submitted == []
 
 
@@ -1015,10 +966,10 @@ def test_an_error_in_the_middle_of_a_stream_is_said_there() -> None:
     engine.error = RuntimeError("made up")
     answer = ask(engine, max_tokens=3, stream=True)
     assert answer.status_code == 200
-    *said, last, rest = answer.text.split("\n\n")
-    assert [json.loads(each[6:])["choices"][0]["text"] for each in said] == ["a", "b", "c"]
+    *chunks, last, rest = answer.text.split("\n\n")
+    assert [json.loads(chunk[6:])["choices"][0]["text"] for chunk in chunks] == ["a", "b", "c"]
     assert json.loads(last[6:])["error"]["type"] == "server_error"
-    assert rest == ""  # and nothing says that it is complete
+    assert rest == ""  # the stream is not marked as complete
 
 
 def test_who_comes_while_it_drains() -> None:
@@ -1065,11 +1016,11 @@ def request(**body: Any) -> bytes:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the other side closes."""
-    said = b""
+    """Return the bytes that come until the other side closes."""
+    received = b""
     while more := connection.recv(65536):
-        said += more
-    return said
+        received += more
+    return received
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -1081,10 +1032,12 @@ def test_who_goes_away_leaves_nothing_behind(stream: bool) -> None:
             wait_until(lambda: len(engine.submitted) == 3)
             if stream:
                 assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
-        gone = time.perf_counter()
+        closed_at = time.perf_counter()
         wait_until(lambda: all(handle.finish_reason == "cancelled" for handle in engine.submitted))
         assert all(
-            handle.cancelled_at - gone < 1 for handle in engine.submitted if handle.cancelled_at
+            handle.cancelled_at - closed_at < 1
+            for handle in engine.submitted
+            if handle.cancelled_at
         )
 
 
@@ -1096,9 +1049,9 @@ def test_a_second_request_before_the_first_is_answered_is_not_read(at_once: bool
             connection.sendall(request(max_tokens=4) + request() * at_once)
             wait_until(lambda: engine.submitted)
             connection.sendall(request() * (not at_once))
-            said = read_all(connection)
-            assert said.count(b"HTTP/1.1 200") == 1
-            assert b'"total_tokens":6' in said
+            received = read_all(connection)
+            assert received.count(b"HTTP/1.1 200") == 1
+            assert b'"total_tokens":6' in received
         with connected(address) as connection:
             connection.sendall(request(max_tokens=60) + request() * at_once)
             wait_until(lambda: len(engine.submitted) == 2)
@@ -1109,10 +1062,10 @@ def test_a_second_request_before_the_first_is_answered_is_not_read(at_once: bool
 
 def test_who_goes_away_before_it_is_at_the_engine_leaves_nothing_behind() -> None:
     engine = MadeUpEngine(pause=10.0)
-    encode, begun = engine.encode, []
+    encode, encoding = engine.encode, []
 
     def slow(prompt: Any, _: Any) -> list[int]:
-        begun.append(prompt)
+        encoding.append(prompt)
         time.sleep(0.5)
         return encode(prompt)
 
@@ -1120,7 +1073,7 @@ def test_who_goes_away_before_it_is_at_the_engine_leaves_nothing_behind() -> Non
     with serving(engine) as address:
         with connected(address) as connection:
             connection.sendall(request())
-            wait_until(lambda: begun)
+            wait_until(lambda: encoding)
         time.sleep(1)
         assert all(handle.finish_reason == "cancelled" for handle in engine.submitted)
 
@@ -1132,15 +1085,15 @@ def test_a_reader_that_stops_reading_is_dropped_and_nothing_is_kept_for_it() -> 
         serving(engine, ConnectionLimits(reader_seconds=0.5)) as address,
         connected(address, receive_buffer=4096) as connection,
     ):
-        connection.sendall(request(stream=True, max_tokens=50_000))  # some 10 MB of events
+        connection.sendall(request(stream=True, max_tokens=50_000))  # about 10 MB of events
         reset = select.poll()
         reset.register(connection, 0)
         assert reset.poll(20_000)
-        said = 0
+        received = 0
         with pytest.raises(ConnectionError):
             while more := connection.recv(65536):
-                said += len(more)
-        assert said < 2_000_000
+                received += len(more)
+        assert received < 2_000_000
 
 
 def test_a_slow_reader_is_waited_for() -> None:
@@ -1151,43 +1104,43 @@ def test_a_slow_reader_is_waited_for() -> None:
         connected(address, receive_buffer=4096) as connection,
     ):
         connection.sendall(request(stream=True, max_tokens=2_000))
-        said = b""
-        for _ in range(8):  # all together longer than a reader may stop
+        received = b""
+        for _ in range(8):  # in all longer than a reader may stop
             time.sleep(0.25)
-            until = len(said) + 32768
-            while len(said) < until:
-                said += read_more(connection, 4096)
-        while b"[DONE]" not in said:
-            said += read_more(connection)
-    assert said.count(b'"text":"y"') == 2_000
+            until = len(received) + 32768
+            while len(received) < until:
+                received += read_more(connection, 4096)
+        while b"[DONE]" not in received:
+            received += read_more(connection)
+    assert received.count(b'"text":"y"') == 2_000
 
 
 def test_a_body_that_does_not_come() -> None:
     with serving(MadeUpEngine(), body_seconds=0.3) as address, connected(address) as connection:
         connection.sendall(head(100) + b'{"model"')
-        said = read_all(connection)
-    assert said.startswith(b"HTTP/1.1 408")
-    assert b'"code":"timeout"' in said
+        received = read_all(connection)
+    assert received.startswith(b"HTTP/1.1 408")
+    assert b'"code":"timeout"' in received
 
 
 def test_a_head_that_does_not_come() -> None:
     with serving(MadeUpEngine(), ConnectionLimits(request_seconds=0.3)) as address:
-        for begun in (b"", b"POST /v1/comp", head(5)[:-2]):
+        for beginning in (b"", b"POST /v1/comp", head(5)[:-2]):
             with connected(address) as connection:
-                connection.sendall(begun)
+                connection.sendall(beginning)
                 with pytest.raises((ConnectionError, AssertionError)):
-                    assert read_all(connection)  # closed without a word
-        with connected(address) as connection:  # also after one that came
+                    assert read_all(connection)  # closed without an answer
+        with connected(address) as connection:  # also after a whole head
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            said = b""
-            while not said.endswith(b"}}"):
-                said += read_more(connection)
-            assert b'"status":"ok"' in said
+            received = b""
+            while not received.endswith(b"}}"):
+                received += read_more(connection)
+            assert b'"status":"ok"' in received
             connection.sendall(b"GET /hea")
-            begun = time.monotonic()
+            started = time.monotonic()
             with pytest.raises((ConnectionError, AssertionError)):
                 assert read_all(connection)
-            assert time.monotonic() - begun < 5
+            assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize(
@@ -1217,14 +1170,14 @@ def test_a_head_that_does_not_come() -> None:
 def test_what_is_no_http(sent: bytes) -> None:
     with serving(MadeUpEngine(), ConnectionLimits(request_seconds=2)) as address:
         with connected(address) as connection:
-            said = b""
-            with suppress(OSError):  # it may close before it has read all of it
+            received = b""
+            with suppress(OSError):  # the server may close before it has read everything
                 connection.sendall(sent)
                 connection.shutdown(socket.SHUT_WR)
-                said = read_all(connection)
-        if said:
-            assert said.startswith(b"HTTP/1.1 4"), said
-            assert b'{"error":{"message":' in said
+                received = read_all(connection)
+        if received:
+            assert received.startswith(b"HTTP/1.1 4"), received
+            assert b'{"error":{"message":' in received
         with connected(address) as connection:
             connection.sendall(
                 b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -1238,27 +1191,27 @@ def test_there_are_only_so_many_connections() -> None:
         time.sleep(0.1)
         with connected(address) as third:
             third.sendall(request())
-            said = read_all(third)
-        assert said.startswith(b"HTTP/1.1 503")
-        assert b"too many connections" in said
+            received = read_all(third)
+        assert received.startswith(b"HTTP/1.1 503")
+        assert b"too many connections" in received
 
 
 def test_a_long_body_is_refused_and_the_connection_goes_on() -> None:
     with serving(MadeUpEngine(), max_body=1000) as address, connected(address) as connection:
         connection.sendall(head(200_000) + b"x" * 200_000)
-        said = connection.recv(65536)
-        assert said.startswith(b"HTTP/1.1 413")
+        received = connection.recv(65536)
+        assert received.startswith(b"HTTP/1.1 413")
         connection.sendall(request(max_tokens=2))
-        said = b""
-        while b'"total_tokens":4' not in said:
-            said += read_more(connection)
+        received = b""
+        while b'"total_tokens":4' not in received:
+            received += read_more(connection)
 
 
 # --- the beginning and the end --------------------------------------------------------------------
 
 
 def ask_health(address: tuple[str, int]) -> bytes:
-    """Return all that is answered to a request for ``/health``."""
+    """Return the whole answer to a request for ``/health``."""
     with connected(address) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         return read_all(connection)
@@ -1272,17 +1225,14 @@ def test_before_there_is_an_engine_everybody_is_told_to_come_back() -> None:
             with connected(address) as connection:
                 connection.sendall(request())
                 answers.append(read_all(connection))
-            idle = socket.create_connection(
-                address
-            )  # who asks for nothing does not hold the start up
+            # A connection that asks for nothing does not delay the start.
+            idle = socket.create_connection(address)
         for answer in answers:
             assert answer.startswith(b"HTTP/1.1 503 ")
             assert b"retry-after: 5" in answer.lower()
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "starting"
-        with (
-            connected(address) as early,
-            running(MadeUpEngine(), bound=bound),
-        ):  # it waits until somebody listens again
+        # A connection that comes in between waits until the engine is there.
+        with connected(address) as early, running(MadeUpEngine(), bound=bound):
             early.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert read_all(early).startswith(b"HTTP/1.1 200 ")
             assert ask_health(address).startswith(b"HTTP/1.1 200 ")
@@ -1299,15 +1249,15 @@ def test_what_runs_after_sigterm_is_waited_for_only_so_long() -> None:
         whole.sendall(request(max_tokens=50))
         stream.sendall(request(max_tokens=50, stream=True))
         wait_until(lambda: len(engine.submitted) == 2)
-        asked = time.monotonic()
+        signalled_at = time.monotonic()
         server.handle_exit(signal.SIGTERM, None)
-        said = read_all(whole)
-        assert said.startswith(b"HTTP/1.1 503")
-        assert b"shutting down" in said
-        said = read_all(stream)
-        assert b"shutting down" in said
-        assert b"[DONE]" not in said
-        assert 0.3 < time.monotonic() - asked < 4
+        received = read_all(whole)
+        assert received.startswith(b"HTTP/1.1 503")
+        assert b"shutting down" in received
+        received = read_all(stream)
+        assert b"shutting down" in received
+        assert b"[DONE]" not in received
+        assert 0.3 < time.monotonic() - signalled_at < 4
         wait_until(lambda: not server.server_state.connections)
         assert server.status == 0
     assert [handle.finish_reason for handle in engine.submitted] == ["cancelled"] * 2

@@ -1,6 +1,6 @@
-"""The page in a real browser, with a real server. `make test-browser` runs it; it needs a Chromium.
+"""Tests of the page in a real browser, with a real server. They need a Chromium.
 
-The variable SCREENSHOTS names a folder for what it looks like.
+`make test-browser` runs them. The variable SCREENSHOTS names a folder for screenshots.
 """
 
 import json
@@ -41,22 +41,25 @@ ANSWER = "document.querySelector('#answer').textContent"
 STATUS = "document.querySelector('#status').textContent"
 ENTER, ESCAPE = ("Enter", 13), ("Escape", 27)
 
-# Of each place: how well its text can be told from what is behind it, as WCAG counts it.
+# The contrast of the text in each element with its background, as WCAG defines it.
 CONTRASTS = """
 (() => {
   const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
   const linear = (part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
-  const luminance = ([r, g, b]) => 0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
+  const luminance = ([r, g, b]) =>
+    0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
   const behind = (place) => {
     const colour = numbers(getComputedStyle(place).backgroundColor);
     return colour[3] === 0 ? behind(place.parentElement) : colour;
   };
-  const places = ["#answer .accepted", "#answer .given", "#answer", "#legend", "#legend .accepted", "#legend .own", "dt", "dd",
-    "#status", "#generate", "#stop-note", "#model", "label[for=seed]", "summary", "#prompt", "kbd", ".choice label"];
+  const places = ["#answer .accepted", "#answer .given", "#answer", "#legend", "#legend .accepted",
+    "#legend .own", "dt", "dd", "#status", "#generate", "#stop-note", "#model", "label[for=seed]",
+    "summary", "#prompt", "kbd", ".choice label"];
   return Object.fromEntries(places.map((selector) => {
     const place = document.querySelector(selector);
-    const [one, other] = [numbers(getComputedStyle(place).color), behind(place)].map(luminance).sort((a, b) => b - a);
-    return [selector, (one + 0.05) / (other + 0.05)];
+    const colours = [numbers(getComputedStyle(place).color), behind(place)];
+    const [lighter, darker] = colours.map(luminance).sort((a, b) => b - a);
+    return [selector, (lighter + 0.05) / (darker + 0.05)];
   }));
 })()
 """
@@ -105,8 +108,8 @@ def test_an_answer_streams_in_and_shows_what_was_accepted_of_it(
     fill_in(page)
     page.evaluate(
         "window.lengths = []; new MutationObserver(() =>"
-        " lengths.push(document.querySelector('#answer').textContent.length)).observe(document.querySelector('#answer'),"
-        " {childList: true})"
+        " lengths.push(document.querySelector('#answer').textContent.length))"
+        ".observe(document.querySelector('#answer'), {childList: true})"
     )
     if name == "phone":
         page.click("#generate")
@@ -145,7 +148,8 @@ def test_an_answer_streams_in_and_shows_what_was_accepted_of_it(
     page.screenshot(pictures / f"{name}.png")
     for narrow in (width, min(width, 320)):
         page.look(narrow, height, theme)
-        assert page.evaluate("document.documentElement.scrollWidth") <= narrow  # nothing sticks out
+        # The page need not scroll sideways.
+        assert page.evaluate("document.documentElement.scrollWidth") <= narrow
     assert not page.troubles()
     asked_for = [
         f"{plain.address}/{path}" for path in ("", "metrics", "v1/completions", "v1/models")
@@ -201,8 +205,8 @@ def test_a_prediction_changes_nothing_and_is_accounted_for(page, plain):
     page.press(*ENTER, control=True)
     page.wait_for(f"{IDLE} && {STATUS}.includes('prediction')")
     assert page.evaluate(ANSWER) == answer
-    kept, left = (int(word) for word in page.evaluate(STATUS).split() if word.isdigit())
-    assert kept > left >= 0
+    accepted, rejected = (int(word) for word in page.evaluate(STATUS).split() if word.isdigit())
+    assert accepted > rejected >= 0
     assert not page.troubles()
 
 
@@ -220,7 +224,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(page, server: Shared):
     page.click("#generate")
     page.wait_for(f"{ANSWER}.length > 20")
     page.wait_for(IDLE)
-    page.open(server.url)  # again
+    page.open(server.url)  # a second time, in the same tab
     page.wait_for("document.querySelector('#running').textContent === '0'")
     assert page.evaluate("document.querySelector('#key-field').hidden")
     assert page.evaluate("localStorage.length") == 0
@@ -244,11 +248,11 @@ def test_a_chat_goes_on_until_there_is_a_new_one(page, server: Shared, pictures)
     first, second = page.evaluate(
         "[...document.querySelectorAll('.turn:nth-child(even)')].map((turn) => turn.textContent)"
     )
-    asked = {"model": "tiny", "max_tokens": 24, "temperature": 0, "messages": []}
+    body = {"model": "tiny", "max_tokens": 24, "temperature": 0, "messages": []}
     for message, shown in (("Write a class.", first), ("And <i>another</i> one.", second)):
-        asked["messages"].append({"role": "user", "content": message})
-        answer = Server(server.url, server.process.pid, KEY).post("/v1/chat/completions", asked)
-        asked["messages"].append(answer["choices"][0]["message"])
+        body["messages"].append({"role": "user", "content": message})
+        answer = Server(server.url, server.process.pid, KEY).post("/v1/chat/completions", body)
+        body["messages"].append(answer["choices"][0]["message"])
         assert shown == "Model" + answer["choices"][0]["message"]["content"]
     page.click("#clear")
     assert page.evaluate(ANSWER) == ""

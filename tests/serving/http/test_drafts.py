@@ -1,4 +1,4 @@
-"""Drafts from clients over real WebSockets, to a server whose engine is made up."""
+"""Tests of clients' drafts over real WebSockets, to a server with a made-up engine."""
 
 import gc
 import itertools
@@ -34,7 +34,7 @@ KEYS = ("a-key-of-the-tests", "another-key-of-them")
 
 
 class SpeakingEngine(MadeUpEngine):
-    """Reads texts and verifies drafts, in a thread of its own."""
+    """An engine whose rows read texts and verify drafts in a thread."""
 
     def __init__(self, numbers: int = 2) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class SpeakingEngine(MadeUpEngine):
 
 @contextmanager
 def serving(**options: Any) -> Iterator[tuple[Any, tuple[str, int]]]:
-    """A server that takes drafts: it, and where."""
+    """Run a server that takes drafts, and yield it with its address."""
     engine = SpeakingEngine()
     try:
         with running(engine, **options) as (server, address):
@@ -70,53 +70,53 @@ def serving(**options: Any) -> Iterator[tuple[Any, tuple[str, int]]]:
 
 @contextmanager
 def line(address: tuple[str, int], key: str = "", **more: Any) -> Iterator[ClientConnection]:
-    """A connection of a client."""
+    """Connect a client."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     url = more.pop("url", f"ws://127.0.0.1:{address[1]}/v1/drafts")
     more = {"compression": None, "proxy": None, "additional_headers": headers} | more
-    with connect(url, **more) as made:
-        yield made
+    with connect(url, **more) as connection:
+        yield connection
 
 
-def ask(made: ClientConnection, message: wire.UpMessage) -> Any:
-    """The next thing that comes after a message."""
-    made.send(wire.encode(message))
-    return hear(made)
+def ask(connection: ClientConnection, message: wire.UpMessage) -> Any:
+    """Send a message, and return the next one that comes."""
+    connection.send(wire.encode(message))
+    return hear(connection)
 
 
-def hear(made: ClientConnection) -> Any:
-    return wire.decode_down(made.recv(10))  # pyright: ignore[reportArgumentType]
+def hear(connection: ClientConnection) -> Any:
+    return wire.decode_down(connection.recv(10))  # pyright: ignore[reportArgumentType]
 
 
 def begin() -> wire.OpenMessage:
     return opening(tokens=wire.pack(PROMPT, "int32"), prompt=len(PROMPT), limit=40)
 
 
-def open_session(made: ClientConnection) -> bytes:
-    """A session that is ready."""
-    session = ask(made, begin()).session
-    while not isinstance(hear(made), wire.ReadyMessage):
+def open_session(connection: ClientConnection) -> bytes:
+    """Open a session, and return its id when it is ready."""
+    session = ask(connection, begin()).session
+    while not isinstance(hear(connection), wire.ReadyMessage):
         pass
     return session
 
 
-def closed(made: ClientConnection, seconds: float = 10) -> int:
-    """The code with which a connection is closed, whatever else comes before."""
+def closed(connection: ClientConnection, seconds: float = 10) -> int:
+    """Return the code with which a connection is closed, whatever else comes before."""
     with pytest.raises(ConnectionClosed) as end:
         while True:
-            made.recv(seconds)
+            connection.recv(seconds)
     assert end.value.rcvd is not None
     return end.value.rcvd.code
 
 
 def goes_on(address: tuple[str, int], key: str = "") -> bool:
-    """Whether a client has a whole text of a server."""
-    with line(address, key) as made:
-        session, text, sequence = open_session(made), list(PROMPT), 0
+    """Return whether a client gets a whole text from the server."""
+    with line(address, key) as connection:
+        session, text, sequence = open_session(connection), list(PROMPT), 0
         while True:
             sequence += 1
             sent = draft(session, text, sequence, right=sequence % 4)
-            verdict = ask(made, sent)
+            verdict = ask(connection, sent)
             tokens = wire.unpack(sent.tokens).tolist()
             text += [*(tokens[node] for node in verdict.accepted), verdict.token]
             if verdict.over:
@@ -129,16 +129,13 @@ def goes_on(address: tuple[str, int], key: str = "") -> bool:
 def test_a_text_and_what_prometheus_is_told():
     with serving() as (_, address):
         assert goes_on(address)
-        with line(address) as made:
-            open_session(made)
+        with line(address) as connection:
+            open_session(connection)
         metrics = urllib.request.urlopen(f"http://127.0.0.1:{address[1]}/metrics").read().decode()
     values = dict(re.findall(r"^specjax:client_(\w+)\{.*\} (\S+)$", metrics, re.MULTILINE))
-    assert (values["sessions"], values["sessions_away"], values["sessions_opened_total"]) == (
-        "2.0",
-        "2.0",
-        "2.0",
-    )
-    assert values["preemptions_total"] == "6.0"  # as the made up engine says
+    for name in ("sessions", "sessions_away", "sessions_opened_total"):
+        assert values[name] == "2.0"
+    assert values["preemptions_total"] == "6.0"  # the number of the made-up engine
     assert float(values["drafts_total"]) > 8
     assert float(values["received_bytes_total"]) > 1000
     assert float(values["sent_bytes_total"]) > 1000
@@ -146,20 +143,21 @@ def test_a_text_and_what_prometheus_is_told():
 
 def test_a_session_goes_on_after_a_reset():
     with serving() as (_, address):
-        with line(address) as made:
-            session = open_session(made)
-            made.send(wire.encode(draft(session, PROMPT)))
-            made.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            made.socket.close()
-        with line(address) as made:
-            assert ask(made, resume(session, PROMPT)) == wire.ReadyMessage(
+        with line(address) as connection:
+            session = open_session(connection)
+            connection.send(wire.encode(draft(session, PROMPT)))
+            connection.socket.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
+            connection.socket.close()
+        with line(address) as connection:
+            assert ask(connection, resume(session, PROMPT)) == wire.ReadyMessage(
                 session=session, epoch=1, length=len(PROMPT)
             )
-            answer = ask(made, draft(session, PROMPT, epoch=1))
-            if isinstance(
-                answer, wire.OpenedMessage
-            ):  # the draft is still being verified: the server says that it was heard
-                answer = hear(made)
+            answer = ask(connection, draft(session, PROMPT, epoch=1))
+            # While the draft is still being verified, the server acknowledges the repeat.
+            if isinstance(answer, wire.OpenedMessage):
+                answer = hear(connection)
             assert (answer.sequence, answer.token) == (1, AFTER[-1])
 
 
@@ -167,18 +165,18 @@ def test_an_idle_connection_stays(monkeypatch):
     monkeypatch.setattr(run, "PING_SECONDS", 0.2)
     with (
         serving(bounds=ConnectionLimits(request_seconds=0.5, reader_seconds=0.5)) as (_, address),
-        line(address) as made,
+        line(address) as connection,
     ):
-        session = open_session(made)
+        session = open_session(connection)
         time.sleep(1.5)
-        assert ask(made, draft(session, PROMPT)).token == AFTER[-1]
+        assert ask(connection, draft(session, PROMPT)).token == AFTER[-1]
 
 
 # --- who may --------------------------------------------------------------------------------------
 
 
 def refusal(address: tuple[str, int], key: str = "", **more: Any) -> tuple[int, str]:
-    """Status and code of an answer that is no WebSocket."""
+    """Return the status and the code of an answer that does not open a WebSocket."""
     with pytest.raises(InvalidStatus) as error, line(address, key, **more):
         pass
     response = error.value.response
@@ -190,9 +188,9 @@ def test_no_one_without_a_key():
         for key in ("", "a-wrong-key", KEYS[0] + "x"):
             assert refusal(address, key) == (401, "invalid_api_key")
         assert all(goes_on(address, key) for key in KEYS)
-        with line(address, KEYS[0]) as mine, line(address, KEYS[1]) as other:
+        with line(address, KEYS[0]) as mine, line(address, KEYS[1]) as foreign:
             session = open_session(mine)
-            assert ask(other, resume(session, PROMPT)) == wire.ForgottenMessage(session=session)
+            assert ask(foreign, resume(session, PROMPT)) == wire.ForgottenMessage(session=session)
             assert ask(mine, draft(session, PROMPT)).token == AFTER[-1]
 
 
@@ -211,20 +209,20 @@ def test_one_key_or_address_has_so_many_sessions(
 ):
     with serving(client_sessions=1, **options) as (_, address), line(address, keys[0]) as mine:
         session = open_session(mine)
-        with line(address, keys[1]) as other:
-            answer = ask(other, begin())
+        with line(address, keys[1]) as second:
+            answer = ask(second, begin())
             assert isinstance(answer, expected)
             if expected is wire.RefusedMessage:
                 assert answer.code == "full"
                 mine.send(wire.encode(wire.CloseMessage(session=session)))
                 assert isinstance(ask(mine, resume(session, PROMPT)), wire.ForgottenMessage)
-                open_session(other)  # there is room again, over the same connection
+                open_session(second)  # there is room again, for the same connection
 
 
 def test_no_page_of_another_site():
     with serving() as (_, address):
-        with line(address, origin=f"http://127.0.0.1:{address[1]}") as made:  # pyright: ignore[reportArgumentType]
-            open_session(made)
+        with line(address, origin=f"http://127.0.0.1:{address[1]}") as connection:
+            open_session(connection)
         elsewhere = {
             "url": "ws://evil.example/v1/drafts",
             "sock": socket.create_connection(address),
@@ -233,17 +231,17 @@ def test_no_page_of_another_site():
     for options in ({}, {"only_loopback": False}, {"only_loopback": False, "api_keys": KEYS}):
         with serving(**options) as (_, address):
             port = address[1]
-            others = (
+            origins = (
                 "https://evil.example",
                 "http://127.0.0.1.evil.example",
                 f"http://localhost:{port}",
                 "http://127.0.0.1:80",
             )
-            for origin in (*others, "null", f"127.0.0.1:{port}", ""):
+            for origin in (*origins, "null", f"127.0.0.1:{port}", ""):
                 assert refusal(address, origin=origin) == (403, "origin_not_allowed"), origin
     with serving(cors_origins=("https://chat.example",)) as (_, address):
-        with line(address, origin="https://chat.example") as made:  # pyright: ignore[reportArgumentType]
-            open_session(made)
+        with line(address, origin="https://chat.example") as connection:
+            open_session(connection)
         assert refusal(address, origin="https://evil.example") == (403, "origin_not_allowed")
 
 
@@ -265,16 +263,16 @@ def test_which_pages_are_of_a_host(origin: str, host: str, is_of: bool):
 
 
 def test_no_new_ones_while_draining():
-    with serving(drain_seconds=30) as (server, address), line(address) as made:
-        session = open_session(made)
+    with serving(drain_seconds=30) as (server, address), line(address) as connection:
+        session = open_session(connection)
         server.handle_exit(15, None)
         assert refusal(address) == (503, "draining")
-        assert ask(made, begin()).code == "draining"
+        assert ask(connection, begin()).code == "draining"
         time.sleep(0.3)
         assert not server.should_exit  # a client is being served
-        assert ask(made, draft(session, PROMPT)).token == AFTER[-1]
-        made.send(wire.encode(wire.CloseMessage(session=session)))
-        assert closed(made) == 1012
+        assert ask(connection, draft(session, PROMPT)).token == AFTER[-1]
+        connection.send(wire.encode(wire.CloseMessage(session=session)))
+        assert closed(connection) == 1012
 
 
 def test_a_server_that_takes_no_drafts():
@@ -293,16 +291,16 @@ def test_what_is_no_websocket():
             (f"{HANDSHAKE}X: {'y' * 9000}\r\n", 400),
             (f"{HANDSHAKE}Sec-WebSocket-Key: again\r\n", 426),
         ):
-            with socket.create_connection(address) as made:
-                made.settimeout(10)
-                made.sendall(
+            with socket.create_connection(address) as connection:
+                connection.settimeout(10)
+                connection.sendall(
                     f"GET /v1/drafts HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode()
                 )
-                heard = b""
-                while not heard.endswith(b"}}"):
-                    heard += read_more(made)
-            assert heard.startswith(f"HTTP/1.1 {status} ".encode()), heard[:200]
-            assert json.loads(heard.partition(b"\r\n\r\n")[2])["error"]["message"]
+                received = b""
+                while not received.endswith(b"}}"):
+                    received += read_more(connection)
+            assert received.startswith(f"HTTP/1.1 {status} ".encode()), received[:200]
+            assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["message"]
         assert goes_on(address)
 
 
@@ -339,28 +337,28 @@ HANDSHAKE = (
 )
 def test_frames_for_which_a_connection_is_closed(frame: Any, code: int):
     with serving() as (_, address):
-        with line(address) as made:
-            made.send(frame)
-            assert closed(made) == code
+        with line(address) as connection:
+            connection.send(frame)
+            assert closed(connection) == code
         assert goes_on(address)
 
 
 def handshaken(address: tuple[str, int], receive: int = 65536) -> socket.socket:
-    """A connection of which nothing is read."""
-    made = socket.socket()
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
-    made.connect(address)
-    made.settimeout(10)
-    made.sendall(f"GET /v1/drafts HTTP/1.1\r\nHost: localhost\r\n{HANDSHAKE}\r\n".encode())
+    """Return a connection after its handshake."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
+    connection.connect(address)
+    connection.settimeout(10)
+    connection.sendall(f"GET /v1/drafts HTTP/1.1\r\nHost: localhost\r\n{HANDSHAKE}\r\n".encode())
     head = b""
     while not head.endswith(b"\r\n\r\n"):
-        head += read_more(made, 1)
+        head += read_more(connection, 1)
     assert head.startswith(b"HTTP/1.1 101 ")
-    return made
+    return connection
 
 
 def framed(payload: bytes, opcode: int = 2, is_last: bool = True) -> bytes:
-    """A WebSocket frame of a client."""
+    """Return a WebSocket frame of a client."""
     assert len(payload) < 65536
     length = (
         bytes([0x80 | len(payload)])
@@ -370,13 +368,13 @@ def framed(payload: bytes, opcode: int = 2, is_last: bool = True) -> bytes:
     return bytes([0x80 * is_last | opcode]) + length + bytes(4) + payload
 
 
-def sends_until_reset(made: socket.socket, data: bytes, seconds: float = 20) -> bool:
-    """Whether a connection is closed while it is being sent things, and read by nobody."""
+def sends_until_reset(connection: socket.socket, data: bytes, seconds: float = 20) -> bool:
+    """Return whether the server closes a connection that sends ``data`` and reads nothing."""
     until = time.monotonic() + seconds
     with suppress(TimeoutError):
         while time.monotonic() < until:
             try:
-                made.sendall(data)
+                connection.sendall(data)
             except (ConnectionError, BrokenPipeError):
                 return True
     return False
@@ -385,28 +383,28 @@ def sends_until_reset(made: socket.socket, data: bytes, seconds: float = 20) -> 
 def test_half_a_frame_and_a_reset():
     with serving() as (server, address):
         drafts = server._service.drafts
-        with handshaken(address) as made:
-            made.sendall(framed(wire.encode(begin())))
+        with handshaken(address) as connection:
+            connection.sendall(framed(wire.encode(begin())))
             wait_until(lambda: drafts.statistics.sessions == 1)
-            made.sendall(framed(bytes(200))[:100])
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.sendall(framed(bytes(200))[:100])
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         wait_until(lambda: drafts.statistics.away == 1)
-        with line(address) as made:
+        with line(address) as connection:
             (session,) = drafts.sessions._sessions
-            assert ask(made, resume(session, PROMPT)).epoch == 1
+            assert ask(connection, resume(session, PROMPT)).epoch == 1
 
 
 def test_a_slow_reader_is_cut_off_and_costs_little():
     with serving(bounds=ConnectionLimits(reader_seconds=1.0)) as (server, address):
-        made = handshaken(address, 2048)
-        with made:
-            made.sendall(framed(wire.encode(begin())))
+        connection = handshaken(address, 2048)
+        with connection:
+            connection.sendall(framed(wire.encode(begin())))
             drafts = server._service.drafts
             wait_until(lambda: drafts.statistics.sessions == 1)
             (session,) = drafts.sessions._sessions
             wait_until(lambda: drafts.sessions._sessions[session].is_ready)
             again = framed(wire.encode(draft(session, PROMPT)))
-            assert sends_until_reset(made, again * 50)
+            assert sends_until_reset(connection, again * 50)
         wait_until(lambda: drafts.statistics.away == 1)
         assert drafts.statistics.bytes_down < 2 * drafts.sessions.terms.max_unsent_bytes
         assert goes_on(address)
@@ -414,27 +412,28 @@ def test_a_slow_reader_is_cut_off_and_costs_little():
 
 def test_pings_whose_answers_nobody_reads():
     with serving() as (_, address):
-        with handshaken(address, 2048) as made:
-            assert sends_until_reset(made, framed(b"x" * 125, opcode=9) * 100)
+        with handshaken(address, 2048) as connection:
+            assert sends_until_reset(connection, framed(b"x" * 125, opcode=9) * 100)
         assert goes_on(address)
 
 
 def test_a_message_in_too_many_parts(monkeypatch):
     monkeypatch.setattr(protocol, "MAX_PARTS", 100)
     with serving() as (_, address):
-        with handshaken(address) as made:
-            made.sendall(framed(b"", is_last=False) + framed(b"", 0, is_last=False) * 200)
-            heard = b""
-            while more := made.recv(1000):
-                heard += more
-            assert struct.pack("!H", 1009) in heard
+        with handshaken(address) as connection:
+            connection.sendall(framed(b"", is_last=False) + framed(b"", 0, is_last=False) * 200)
+            received = b""
+            while more := connection.recv(1000):
+                received += more
+            assert struct.pack("!H", 1009) in received
         assert goes_on(address)
 
 
 def test_connections_are_counted():
     with serving(bounds=ConnectionLimits(connections=2, trusted=("127.0.0.1",))) as (_, address):
         with line(address) as first, line(address):
-            # 503, which is not always read before the connection ends; the library of the test may then stumble over itself.
+            # The answer is 503. If the connection ends before it is read, the test's library raises
+            # an AssertionError.
             with pytest.raises((WebSocketException, AssertionError)), line(address):
                 pass
             open_session(first)
@@ -456,9 +455,9 @@ def test_tls(certificate: tuple[str, str]):
     context = ssl.create_default_context(cafile=certificate[0])
     with serving(tls=certificate) as (_, address):
         url = f"wss://127.0.0.1:{address[1]}/v1/drafts"
-        with line(address, url=url, ssl=context) as made:
-            session = open_session(made)
-            assert ask(made, draft(session, PROMPT)).token == AFTER[-1]
+        with line(address, url=url, ssl=context) as connection:
+            session = open_session(connection)
+            assert ask(connection, draft(session, PROMPT)).token == AFTER[-1]
         with urllib.request.urlopen(
             f"https://127.0.0.1:{address[1]}/health", context=context
         ) as answer:
@@ -468,44 +467,48 @@ def test_tls(certificate: tuple[str, str]):
             line(address, url=url, ssl=ssl.create_default_context()),
         ):
             pass
-        with socket.create_connection(address) as made:
-            made.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert not made.recv(100).startswith(b"HTTP")
+        with socket.create_connection(address) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert not connection.recv(100).startswith(b"HTTP")
 
 
 def test_tls_whose_last_word_comes_with_the_request(certificate: tuple[str, str]):
-    """As on a network: the tickets of TLS 1.3 have not been sent yet when the WebSocket is asked for."""
+    """Check a handshake whose last message comes together with the request.
+
+    On a network the client may ask for the WebSocket before the server has sent the tickets of TLS
+    1.3.
+    """
     bounds = ConnectionLimits(request_seconds=0.2, reader_seconds=0.2)
     with (
         serving(tls=certificate, bounds=bounds) as (_, address),
-        socket.create_connection(address) as made,
+        socket.create_connection(address) as connection,
     ):
-        made.settimeout(10)
-        come, gone = ssl.MemoryBIO(), ssl.MemoryBIO()
+        connection.settimeout(10)
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         tls = ssl.create_default_context(cafile=certificate[0]).wrap_bio(
-            come, gone, server_hostname="127.0.0.1"
+            incoming, outgoing, server_hostname="127.0.0.1"
         )
         while True:
             try:
                 tls.do_handshake()
                 break
             except ssl.SSLWantReadError:
-                made.sendall(gone.read())
-                come.write(read_more(made))
+                connection.sendall(outgoing.read())
+                incoming.write(read_more(connection))
         tls.write(f"GET /v1/drafts HTTP/1.1\r\nHost: 127.0.0.1\r\n{HANDSHAKE}\r\n".encode())
-        made.sendall(gone.read())
+        connection.sendall(outgoing.read())
 
         def heard() -> bytes:
             while True:
                 try:
                     return tls.read()
                 except ssl.SSLWantReadError:
-                    come.write(read_more(made))
+                    incoming.write(read_more(connection))
 
         assert heard().startswith(b"HTTP/1.1 101 ")
-        time.sleep(1.0)  # nobody waits for a request any more, nor for a reader
+        time.sleep(1.0)  # longer than both time limits
         tls.write(framed(wire.encode(begin())))
-        made.sendall(gone.read())
+        connection.sendall(outgoing.read())
         assert heard()[0] == 0x82
 
 
@@ -513,7 +516,7 @@ def test_tls_whose_last_word_comes_with_the_request(certificate: tuple[str, str]
 
 
 def noise(rng: random.Random, session: bytes) -> bytes:
-    """A frame that is wrong, most often."""
+    """Return a frame that is invalid in most cases."""
     tokens, parents = chain(PROMPT, rng.randrange(6))
     text = TEXT[: rng.randrange(1, len(TEXT))]
     drafted = {"tokens": wire.pack(tokens, "int32"), "parents": wire.pack(parents, "uint8")}
@@ -527,7 +530,7 @@ def noise(rng: random.Random, session: bytes) -> bytes:
     )
     if rng.random() < 0.15:
         return wire.encode(good)
-    if rng.random() < 0.4:  # a value of it is another
+    if rng.random() < 0.4:  # replace one value
         fields = msgspec.msgpack.decode(wire.encode(good))
         odd = [
             None,
@@ -555,38 +558,41 @@ def noise(rng: random.Random, session: bytes) -> bytes:
     return bytes(raw)
 
 
-def close_code(heard: bytes) -> int | None:
-    """The code of the frame that closes a connection, behind others of a server; None: it has not come yet."""
-    while len(heard) >= 4:
-        if heard[0] == 0x88:
-            return int.from_bytes(heard[2:4], "big")
-        length, start = heard[1], 2
+def close_code(received: bytes) -> int | None:
+    """Return the code of the close frame behind other frames of a server, or None."""
+    while len(received) >= 4:
+        if received[0] == 0x88:
+            return int.from_bytes(received[2:4], "big")
+        length, start = received[1], 2
         if length >= 126:
             start = 4 if length == 126 else 10
-            length = int.from_bytes(heard[2:start], "big")
-        heard = heard[start + length :]
+            length = int.from_bytes(received[2:start], "big")
+        received = received[start + length :]
     return None
 
 
 def refused(address: tuple[str, int], frames: Iterator[bytes]) -> tuple[int, int]:
-    """Send frames until one is no message. With which code the connection is closed, and how many frames there were."""
-    number, is_message, heard = 0, True, b""
-    with handshaken(address) as made:
+    """Send frames until one is invalid.
+
+    Return the code with which the connection is closed, and the number of frames.
+    """
+    number, is_message, received = 0, True, b""
+    with handshaken(address) as connection:
         while is_message:
             frame = next(frames)
-            made.sendall(framed(frame))
+            connection.sendall(framed(frame))
             number += 1
             try:
                 wire.decode_up(frame)
             except FrameError:
                 is_message = False
-        while (code := close_code(heard)) is None:
-            heard += read_more(made)
+        while (code := close_code(received)) is None:
+            received += read_more(connection)
     return code, number
 
 
 def resident() -> int:
-    """Bytes of memory that this process has."""
+    """Return the resident memory of this process in bytes."""
     gc.collect()
     return int(re.findall(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
 
@@ -596,8 +602,8 @@ def resident() -> int:
 def test_whatever_is_sent_the_server_goes_on(count: int, caplog):
     rng, codes, sizes, number = random.Random(count), {}, [], 0
     with serving() as (_, address):
-        with line(address) as made:
-            session = open_session(made)
+        with line(address) as connection:
+            session = open_session(connection)
         while number < count:
             code, frames = refused(address, (noise(rng, session) for _ in itertools.count()))
             codes[code] = codes.get(code, 0) + 1
@@ -613,9 +619,9 @@ def test_whatever_is_sent_the_server_goes_on(count: int, caplog):
 
 
 def test_whatever_a_frame_is_it_is_taken_or_refused():
-    rng, taken = random.Random(7), 0
+    rng, decoded = random.Random(7), 0
     for _ in range(20_000):
         with suppress(FrameError):
             wire.decode_up(noise(rng, bytes(16)))
-            taken += 1
-    assert 100 < taken < 10_000
+            decoded += 1
+    assert 100 < decoded < 10_000

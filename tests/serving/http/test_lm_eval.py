@@ -1,4 +1,7 @@
-"""lm-evaluation-harness asks a real server: its log-likelihoods are the target's own, and what it calls greedy is."""
+"""Tests with lm-evaluation-harness, which asks a real server.
+
+Its log-likelihoods and its greedy flags must be the target's own.
+"""
 
 import json
 import os
@@ -47,7 +50,7 @@ metadata: {version: 1.0}
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """That of ``python -m specjax serve``."""
+    """Yield the address of ``python -m specjax serve``."""
     command = [
         sys.executable,
         "-m",
@@ -70,9 +73,9 @@ def address() -> Iterator[str]:
     try:
         assert process.stdout is not None
         line = next((line for line in process.stdout if "is ready" in line), "")
-        found = re.search(r"http://\S+", line)
-        assert found, f"the server has ended with {process.wait()}"
-        yield found.group()
+        match = re.search(r"http://\S+", line)
+        assert match, f"the server has ended with {process.wait()}"
+        yield match.group()
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
@@ -81,7 +84,7 @@ def address() -> Iterator[str]:
 
 
 def greedy_ends(target: specjax.Target, tokenizer, new_tokens: int) -> list[str]:
-    """What the target would write after each context."""
+    """Return what the target writes after each context."""
     ends = []
     for context in CONTEXTS:
         tokens = tokenizer.encode(context, add_special_tokens=False)
@@ -91,18 +94,18 @@ def greedy_ends(target: specjax.Target, tokenizer, new_tokens: int) -> list[str]
 
 
 def own_answer(target: specjax.Target, tokenizer, context: str, end: str) -> tuple[float, bool]:
-    """The log-likelihood of an end, and whether each of its tokens is the likeliest.
+    """Return the log-likelihood of an end, and whether each of its tokens is the likeliest.
 
-    Spaces at the context's end are counted to the end, as lm_eval does.
+    As in lm_eval, spaces at the end of the context belong to the end.
     """
     first = len(tokenizer.encode(context.rstrip(), add_special_tokens=False))
     tokens = np.array(tokenizer.encode(context + end, add_special_tokens=False))
     logits = target.forward(tokens[None])[0].logits[0, first - 1 : -1]
-    each = jax.nn.log_softmax(logits, axis=-1)[np.arange(len(tokens) - first), tokens[first:]]
-    return float(each.sum()), bool((logits.argmax(axis=-1) == tokens[first:]).all())
+    logprobs = jax.nn.log_softmax(logits, axis=-1)[np.arange(len(tokens) - first), tokens[first:]]
+    return float(logprobs.sum()), bool((logits.argmax(axis=-1) == tokens[first:]).all())
 
 
-@pytest.mark.thorough  # a server of its own, and the imports of lm_eval
+@pytest.mark.thorough  # it starts a server and imports lm_eval
 @pytest.mark.parametrize("concurrent", [1, 4])
 def test_log_likelihoods_are_the_targets_own(address, concurrent, tmp_path, monkeypatch) -> None:
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
@@ -115,12 +118,12 @@ def test_log_likelihoods_are_the_targets_own(address, concurrent, tmp_path, monk
     tokenizer = load_tokenizer(Path(embedded("target")))
     ends = greedy_ends(target, tokenizer, new_tokens=5)
     rows = [
-        {"context": context, "choices": [end, other, "zebra quux"], "answer": 0}
-        for context, end, other in zip(CONTEXTS, ends, OTHERS, strict=True)
+        {"context": context, "choices": [end, wrong, "zebra quux"], "answer": 0}
+        for context, end, wrong in zip(CONTEXTS, ends, OTHERS, strict=True)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "code_endings.yaml").write_text(TASK.replace("FILE", str(tmp_path / "rows.jsonl")))
-    found = simple_evaluate(
+    evaluation = simple_evaluate(
         model="local-completions",
         model_args={
             "model": "embedded",
@@ -134,7 +137,7 @@ def test_log_likelihoods_are_the_targets_own(address, concurrent, tmp_path, monk
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
         bootstrap_iters=0,
     )
-    samples = found["samples"]["code_endings"]
+    samples = evaluation["samples"]["code_endings"]
     assert len(samples) == len(rows)
     flags = []
     for sample in samples:
@@ -144,13 +147,9 @@ def test_log_likelihoods_are_the_targets_own(address, concurrent, tmp_path, monk
             assert str(theirs[1]) == str(is_greedy)
             flags.append(is_greedy)
     assert {True, False} == set(flags)
-    best = [
-        int(
-            np.argmax(
-                [own_answer(target, tokenizer, row["context"], end)[0] for end in row["choices"]]
-            )
-        )
-        for row in rows
-    ]
+    best = []
+    for row in rows:
+        ends = [own_answer(target, tokenizer, row["context"], end) for end in row["choices"]]
+        best.append(int(np.argmax([likelihood for likelihood, _ in ends])))
     expected = np.mean(np.array(best) == 0)
-    assert found["results"]["code_endings"]["acc,none"] == pytest.approx(expected)
+    assert evaluation["results"]["code_endings"]["acc,none"] == pytest.approx(expected)

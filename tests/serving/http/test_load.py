@@ -1,4 +1,7 @@
-"""A thousand mixed requests to a busy server: each is answered as by a server that does nothing else and drafts nothing."""
+"""A test of a thousand mixed requests to a busy server.
+
+Each is answered as by a server that does nothing else and drafts nothing.
+"""
 
 import asyncio
 import json
@@ -15,12 +18,15 @@ REQUESTS = 1000
 CLIENTS = 16
 CAPACITY = 256
 LOGPROB_TOLERANCE = 2e-3
-"""A batch adds numbers up in another order than one row does, so log-probabilities differ in their last digits."""
+"""A batch adds numbers in another order than one row, so log-probabilities differ a little."""
 
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory) -> Iterator[Server]:
-    """A server with chains and trees, whose memory holds half of what its rows may ask for, so that texts lose their rows."""
+    """Yield a server with chains and trees, whose memory holds half of what its rows may need.
+
+    So texts are preempted.
+    """
     pair = ("--target", "embedded", "--drafter", "embedded:eagle3")
     drafts = ("--drafts", "none", "chain:3", "complete:2,2", "dynamic:3,3,6")
     sizes = ("--rows", "4", "--capacity", str(CAPACITY), "--page", "16", "--cache-gb", "0.0033")
@@ -30,7 +36,7 @@ def busy(tmp_path_factory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Iterator[Server]:
-    """A server with one row that drafts nothing."""
+    """Yield a server with one row that drafts nothing."""
     options = ("--target", "embedded", "--rows", "1", "--capacity", str(CAPACITY))
     with serving(tmp_path_factory.mktemp("alone") / "log", *options) as running:
         yield running
@@ -43,20 +49,15 @@ def test_a_thousand_mixed_requests_are_answered_as_each_is_alone(busy, alone):
     rng = random.Random(seed)
     requests = [_request(rng) for _ in range(REQUESTS)]
     answers = asyncio.run(_answer_all(busy, requests, rng))
-    print(
-        {
-            name: busy.metric(f"vllm:{name}")
-            for name in ("num_preemptions_total", "spec_decode_num_accepted_tokens_total")
-        }
-    )
+    names = ("num_preemptions_total", "spec_decode_num_accepted_tokens_total")
+    print({name: busy.metric(f"vllm:{name}") for name in names})
     assert busy.metric("vllm:num_preemptions_total") > REQUESTS / 100
 
     differences = []
     for request, answer in zip(requests, answers, strict=True):
         plain = {name: value for name, value in request.items() if name != "prediction"}
-        for choice, expected in zip(
-            answer["choices"], alone.post("/v1/completions", plain)["choices"], strict=True
-        ):
+        reference = alone.post("/v1/completions", plain)
+        for choice, expected in zip(answer["choices"], reference["choices"], strict=True):
             if difference := _difference(choice, expected):
                 differences.append(f"{json.dumps(request)}\n  {difference}")
     assert not differences, f"{len(differences)} of {REQUESTS}\n" + "\n".join(differences)
@@ -91,7 +92,7 @@ def _request(rng: random.Random) -> dict[str, Any]:
 async def _answer_all(
     server: Server, requests: list[dict[str, Any]], rng: random.Random
 ) -> list[dict[str, Any]]:
-    """Return an answer for each request; beside them, clients send other ones and leave."""
+    """Return an answer for each request. Meanwhile other clients send requests and leave."""
     answers: list[dict[str, Any]] = [{}] * len(requests)
     places = iter(range(len(requests)))
 
@@ -127,9 +128,9 @@ def _difference(choice: dict[str, Any], expected: dict[str, Any]) -> str:
     theirs = expected["logprobs"]
     if ours["tokens"] != theirs["tokens"] or ours["text_offset"] != theirs["text_offset"]:
         return f"tokens: {ours['tokens']}, alone {theirs['tokens']}"
-    for value, wanted in zip(ours["token_logprobs"], theirs["token_logprobs"], strict=True):
-        if (value is None) != (wanted is None) or (
-            value is not None and abs(value - wanted) > LOGPROB_TOLERANCE
+    for value, reference in zip(ours["token_logprobs"], theirs["token_logprobs"], strict=True):
+        if (value is None) != (reference is None) or (
+            value is not None and abs(value - reference) > LOGPROB_TOLERANCE
         ):
-            return f"log-probability: {value}, alone {wanted}"
+            return f"log-probability: {value}, alone {reference}"
     return ""

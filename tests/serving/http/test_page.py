@@ -1,4 +1,7 @@
-"""The page as a file: it asks nobody but its own server, and its parts fit together. What it does is in test_browser.py."""
+"""Tests of the page as a file: it asks only its own server, and its parts fit together.
+
+`test_browser` tests what it does.
+"""
 
 import base64
 import hashlib
@@ -29,18 +32,18 @@ def test_the_policy_allows_the_style_and_the_script_that_are_there_and_no_other(
     assert policy.startswith("default-src 'none'; ")
     assert re.search(f"{directive} ('.*?');", policy)[1] == f"'sha256-{digest}'"
     assert re.search("connect-src (.*?);", policy)[1] == "'self'"
-    assert not re.search(r"<[^>]+ (style|on\w+)=", PAGE)  # which such a policy forbids
+    assert not re.search(r"<[^>]+ (style|on\w+)=", PAGE)  # the policy forbids these
 
 
 def test_all_that_is_looked_up_is_there():
     ids = re.findall(r'\bid="([^"]+)"', PAGE)
     assert len(ids) == len(set(ids))
     looked_up = re.findall(r'element\("([^"]+)"\)', SCRIPT)
-    assert len(looked_up) == SCRIPT.count("element(")  # each by its name
+    assert len(looked_up) == SCRIPT.count("element(")  # all of them by a literal name
     assert not {*looked_up, *re.findall(r'(?:for|aria-describedby)="([^"]+)"', PAGE)} - set(ids)
-    assert not set(re.findall(r'<(?:input|textarea)[^>]* id="([^"]+)"', PAGE)) - set(
-        looked_up
-    )  # nor a field that nobody reads
+    # The script reads every field.
+    fields = re.findall(r'<(?:input|textarea)[^>]* id="([^"]+)"', PAGE)
+    assert not set(fields) - set(looked_up)
 
 
 def test_a_model_s_text_cannot_become_html():

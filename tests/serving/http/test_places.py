@@ -1,4 +1,4 @@
-"""Connections that say nothing: they are counted, and nobody else's time or file is theirs."""
+"""Tests of silent connections: they are counted, and cost other clients neither time nor files."""
 
 import json
 import select
@@ -28,7 +28,7 @@ both = pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
 def listening(
     bounds: ConnectionLimits, tls: tuple[str, str] | None, is_starting: bool = False
 ) -> Iterator[tuple[str, int]]:
-    """A server, ready or not."""
+    """Run a server, ready or still starting, and yield its address."""
     if not is_starting:
         with running(MadeUpEngine(), bounds, tls=tls) as (_, address):
             yield address
@@ -44,31 +44,33 @@ def answer(
     source: str = HERE,
     method: str = "GET",
 ) -> bytes:
-    """All that is answered to a request."""
-    made = socket.create_connection(address, 10, source_address=(source, 0))
+    """Send a request, and return the whole answer."""
+    connection = socket.create_connection(address, 10, source_address=(source, 0))
     if tls is not None:
-        made = ssl.create_default_context(cafile=tls[0]).wrap_socket(made, server_hostname=HERE)
-    with made:
-        made.sendall(
+        connection = ssl.create_default_context(cafile=tls[0]).wrap_socket(
+            connection, server_hostname=HERE
+        )
+    with connection:
+        connection.sendall(
             f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
         )
-        said = b""
-        while more := made.recv(65536):
-            said += more
-    return said
+        received = b""
+        while more := connection.recv(65536):
+            received += more
+    return received
 
 
-def status(said: bytes) -> int:
-    return int(said.split()[1])
+def status(received: bytes) -> int:
+    return int(received.split()[1])
 
 
 def are_closed(sockets: list[socket.socket]) -> int:
-    """How many of the connections the other side has closed."""
+    """Return how many of the connections the other side has closed."""
     ready, _, _ = select.select(sockets, [], [], 0)
     closed = 0
-    for each in ready:
+    for connection in ready:
         try:
-            while each.recv(65536):
+            while connection.recv(65536):
                 pass
         except BlockingIOError:
             continue
@@ -82,14 +84,14 @@ def are_closed(sockets: list[socket.socket]) -> int:
 def silent(
     address: tuple[str, int], count: int, source: str = HERE
 ) -> Iterator[list[socket.socket]]:
-    """So many connections that say nothing."""
+    """Open ``count`` connections that send nothing, and yield them."""
     with ExitStack() as stack:
         sockets = [
             stack.enter_context(socket.create_connection(address, 10, source_address=(source, 0)))
             for _ in range(count)
         ]
-        for each in sockets:
-            each.setblocking(False)
+        for connection in sockets:
+            connection.setblocking(False)
         yield sockets
 
 
@@ -106,22 +108,25 @@ def test_silent_connections_keep_nobody_from_looking_after_the_server(
         with silent(address, 40) as sockets:
             wait_until(lambda: are_closed(sockets) == 40 - most - RESERVED)
             for path in ("/health", "/metrics"):
-                said = answer(address, tls, path)
-                assert status(said) == (503 if is_starting else 200)
-                assert b"connection: close" in said.lower()
+                received = answer(address, tls, path)
+                assert status(received) == (503 if is_starting else 200)
+                assert b"connection: close" in received.lower()
                 if is_starting:
-                    assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["code"] == "starting"
+                    assert (
+                        json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"]
+                        == "starting"
+                    )
             for path, method in (
                 ("/v1/models", "GET"),
                 ("/", "GET"),
                 ("/v1/completions", "POST"),
                 ("/health", "POST"),
             ):
-                said = answer(address, tls, path, method=method)
-                assert status(said) == 503
-                assert b"retry-after: 1" in said.lower()
-                assert b"too many connections" in said
-            assert are_closed(sockets[:most]) == 0  # those within the limit stay
+                received = answer(address, tls, path, method=method)
+                assert status(received) == 503
+                assert b"retry-after: 1" in received.lower()
+                assert b"too many connections" in received
+            assert are_closed(sockets[:most]) == 0  # the connections within the limit stay
         if not is_starting:
             wait_until(lambda: status(answer(address, tls, "/v1/models")) == 200)
 
@@ -141,29 +146,35 @@ def test_one_address_has_a_quarter(has_tls: bool, certificate: tuple[str, str]) 
 def test_a_handshake_that_does_not_come(sent: bytes, certificate: tuple[str, str]) -> None:
     bounds = ConnectionLimits(connections=MOST, trusted=(HERE,), handshake_seconds=0.3)
     with listening(bounds, certificate) as address, silent(address, MOST) as sockets:
-        for each in sockets:
-            each.sendall(sent)
+        for connection in sockets:
+            connection.sendall(sent)
         wait_until(lambda: are_closed(sockets) == MOST, 5)
         assert status(answer(address, certificate, "/v1/models")) == 200
 
 
 def test_a_client_that_does_not_end_tls_is_not_waited_for(certificate: tuple[str, str]) -> None:
-    """Its connection has been closed by the server, and counts as long as it has a file."""
+    """Check a connection that only the server has closed.
+
+    It counts as long as it has a file.
+    """
     bounds = ConnectionLimits(connections=1, request_seconds=30, handshake_seconds=0.5)
-    with listening(bounds, certificate) as address, socket.create_connection(address, 10) as made:
-        come, gone = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with (
+        listening(bounds, certificate) as address,
+        socket.create_connection(address, 10) as connection,
+    ):
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         tls = ssl.create_default_context(cafile=certificate[0]).wrap_bio(
-            come, gone, server_hostname=HERE
+            incoming, outgoing, server_hostname=HERE
         )
         while True:
             try:
                 tls.do_handshake()
                 break
             except ssl.SSLWantReadError:
-                made.sendall(gone.read())
-                come.write(made.recv(65536))
+                connection.sendall(outgoing.read())
+                incoming.write(connection.recv(65536))
         tls.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        made.sendall(gone.read())
+        connection.sendall(outgoing.read())
         wait_until(lambda: status(answer(address, certificate, "/v1/models")) == 200, 5)
 
 
@@ -185,9 +196,9 @@ def test_a_server_does_not_wait_for_handshakes_when_it_ends(certificate: tuple[s
     with run.bind(HERE, 0) as bound:
         with run.starting(bound, tls=certificate), silent(bound.getsockname(), 3) as sockets:
             time.sleep(0.2)
-            begun = time.monotonic()
-        assert time.monotonic() - begun < 4
-        assert all(each.fileno() == -1 for each in sockets)
+            started = time.monotonic()
+        assert time.monotonic() - started < 4
+        assert all(connection.fileno() == -1 for connection in sockets)
 
 
 @both
@@ -199,8 +210,8 @@ def test_a_websocket_is_counted_until_it_is_closed(
     try:
         with running(engine, ConnectionLimits(connections=1), tls=tls) as (_, address):
             url = f"{'wss' if has_tls else 'ws'}://{HERE}:{address[1]}/v1/drafts"
-            with connect(url, ssl=context, compression=None, proxy=None) as made:
-                open_session(made)
+            with connect(url, ssl=context, compression=None, proxy=None) as connection:
+                open_session(connection)
                 assert status(answer(address, tls, "/v1/models")) == 503
                 assert status(answer(address, tls)) == 200
                 with (
@@ -215,26 +226,29 @@ def test_a_websocket_is_counted_until_it_is_closed(
 
 def test_whose_connections_are_counted_together() -> None:
     places = Places(8, ("10.0.0.0/8", "fd00::/8"))
-    for one, other in (
+    for address, second_address in (
         ("192.0.2.1", "192.0.2.2"),
         ("2001:db8::1", "2001:db8:0:1::1"),
         ("fe80::1%eth0", "::ffff:192.0.2.9"),
     ):
-        taken = [places.take(one) for _ in range(2)]
-        assert not any(place.refusal for place in taken)
-        assert places.take(one).refusal
-        beside = places.take(other)
+        occupied = [places.take(address) for _ in range(2)]
+        assert not any(place.refusal for place in occupied)
+        assert places.take(address).refusal
+        beside = places.take(second_address)
         assert not beside.refusal
-        for place in [*taken, beside, *taken]:  # who leaves twice leaves once
+        for place in [*occupied, beside, *occupied]:  # leaving twice counts once
             place.leave()
-    taken = [places.take(f"2001:db8::{number}") for number in range(2)]  # one network
+    occupied = [places.take(f"2001:db8::{number}") for number in range(2)]  # one /64 network
     assert places.take("2001:db8::7").refusal
-    mapped = [places.take(each) for each in ("192.0.2.1", "::ffff:192.0.2.1")]
+    mapped = [places.take(mapped_address) for mapped_address in ("192.0.2.1", "::ffff:192.0.2.1")]
     assert places.take("192.0.2.1").refusal
-    for place in [*taken, *mapped]:
+    for place in [*occupied, *mapped]:
         place.leave()
     for _ in range(2):
-        trusted = [places.take(each) for each in ("10.1.2.3", "::ffff:10.1.2.3", "fd00::1", "")]
+        trusted = [
+            places.take(mapped_address)
+            for mapped_address in ("10.1.2.3", "::ffff:10.1.2.3", "fd00::1", "")
+        ]
         assert not any(place.refusal for place in trusted)
     assert "this address" not in places.take("10.1.2.3").refusal
     assert networks(()) == []
@@ -243,17 +257,17 @@ def test_whose_connections_are_counted_together() -> None:
 
 
 def test_who_has_asked_gives_way_last() -> None:
-    places, gone = Places(1), []
+    places, dropped = Places(1), []
     places.take("192.0.2.1")
-    kept = []
+    occupied = []
     for number in range(RESERVED):
-        kept.append(place := places.take("192.0.2.1"))
-        place.on_give_way(lambda number=number: gone.append(number))
-    kept[0].has_no_request = False
+        occupied.append(place := places.take("192.0.2.1"))
+        place.on_give_way(lambda number=number: dropped.append(number))
+    occupied[0].has_no_request = False
     for _ in range(RESERVED):
         place = places.take("192.0.2.1")
-        place.on_give_way(lambda: gone.append("new"))
-    assert gone == [1, 2, 3, "new"]
-    kept[0].leave()
+        place.on_give_way(lambda: dropped.append("new"))
+    assert dropped == [1, 2, 3, "new"]
+    occupied[0].leave()
     assert places.take("192.0.2.1").refusal
-    assert gone == [1, 2, 3, "new"]
+    assert dropped == [1, 2, 3, "new"]

@@ -1,4 +1,4 @@
-"""From bytes to what is asked for: every name and every value is known, or refused by its name."""
+"""Tests of reading requests: every name and value is known, or refused by its name."""
 
 import dataclasses
 import json
@@ -44,17 +44,16 @@ def refusal(kind: str = "completion", limits: Limits = LIMITS, **values: Any) ->
 
 def test_what_a_template_reads_is_given_to_it_and_the_rest_is_told() -> None:
     limits = dataclasses.replace(LIMITS, template_names=frozenset(["messages", "enable_thinking"]))
-    given = {"enable_thinking": False, "thinking": True, "tools": None}
-    asked = read("chat", limits, chat_template_kwargs=given, unknown=1)
-    assert asked.chat_template_kwargs == {"enable_thinking": False, "thinking": True}
-    assert asked.ignored == ("unknown", "chat_template_kwargs.thinking")
-    body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": given}
+    settings = {"enable_thinking": False, "thinking": True, "tools": None}
+    request = read("chat", limits, chat_template_kwargs=settings, unknown=1)
+    assert request.chat_template_kwargs == {"enable_thinking": False, "thinking": True}
+    assert request.ignored == ("unknown", "chat_template_kwargs.thinking")
+    body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": settings}
     tokens = read_tokenize(json.dumps(body).encode(), limits)
-    assert tokens.chat_template_kwargs == asked.chat_template_kwargs
-    assert tokens.ignored == asked.ignored[1:]
-    assert (
-        read("chat", chat_template_kwargs=given).ignored == ()
-    )  # nobody knows what this template reads
+    assert tokens.chat_template_kwargs == request.chat_template_kwargs
+    assert tokens.ignored == request.ignored[1:]
+    # Without the names that the template reads, nothing is reported.
+    assert read("chat", chat_template_kwargs=settings).ignored == ()
     for nothing in (None, {}):
         assert read("chat", chat_template_kwargs=nothing) == read("chat")
 
@@ -68,12 +67,12 @@ def test_where_there_is_no_template_its_settings_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [1, "a", [1], {"tools": [1]}, {"messages": []}, {"continue_final_message": True}],
     ids=str,
 )
-def test_settings_that_are_none_are_refused_by_their_name(given: Any) -> None:
-    error = refusal("chat", chat_template_kwargs=given)
+def test_settings_that_are_none_are_refused_by_their_name(settings: Any) -> None:
+    error = refusal("chat", chat_template_kwargs=settings)
     assert (error.status, error.param) == (400, "chat_template_kwargs")
 
 
@@ -81,19 +80,13 @@ def test_settings_that_are_none_are_refused_by_their_name(given: Any) -> None:
 
 
 def test_what_is_not_given_has_openais_defaults() -> None:
-    asked = read()
-    assert (asked.prompts, asked.n, asked.max_tokens, asked.seed, asked.stop) == (
-        ("import os",),
-        1,
-        16,
-        None,
-        (),
-    )
-    assert {name: getattr(asked.params, name) for name in SAMPLING_NAMES} == vars(
-        Sampling(temperature=1.0)
-    )
-    assert (asked.params.eos_token_ids, asked.logprobs) == (None, None)
-    assert not (asked.stream or asked.echo or asked.include_usage)
+    request = read()
+    assert (request.prompts, request.n, request.max_tokens) == (("import os",), 1, 16)
+    assert (request.seed, request.stop) == (None, ())
+    sampling = {name: getattr(request.params, name) for name in SAMPLING_NAMES}
+    assert sampling == vars(Sampling(temperature=1.0))
+    assert (request.params.eos_token_ids, request.logprobs) == (None, None)
+    assert not (request.stream or request.echo or request.include_usage)
     assert read("chat").max_tokens is None  # as many as fit
 
 
@@ -155,7 +148,7 @@ def test_an_answer_s_message_can_be_sent_back(role: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "made"),
+    ("message", "replaced"),
     [
         ({"role": "assistant", "content": None, "tool_calls": [CALL]}, None),
         (
@@ -197,14 +190,16 @@ def test_an_answer_s_message_can_be_sent_back(role: str, name: str) -> None:
         ),
     ],
 )
-def test_what_templates_read_of_a_message_is_kept(given: dict, made: dict | None) -> None:
-    expected = {name: value for name, value in (made or given).items() if name != "tool_calls"}
-    if "tool_calls" in given:  # without what nobody reads
+def test_what_templates_read_of_a_message_is_kept(message: dict, replaced: dict | None) -> None:
+    expected = {
+        name: value for name, value in (replaced or message).items() if name != "tool_calls"
+    }
+    if "tool_calls" in message:  # without the index, which templates do not read
         expected["tool_calls"] = [
             {name: value for name, value in call.items() if name != "index"}
-            for call in given["tool_calls"]
+            for call in message["tool_calls"]
         ]
-    assert read("chat", messages=[given]).prompts == ([expected],)
+    assert read("chat", messages=[message]).prompts == ([expected],)
 
 
 def test_messages_are_text_or_parts_of_text() -> None:
@@ -216,28 +211,27 @@ def test_messages_are_text_or_parts_of_text() -> None:
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": parts, "name": "me"},
     ]
-    made = [
+    joined = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "one\ntwo", "name": "me"},
     ]
-    assert read("chat", messages=messages).prompts == (made,)
+    assert read("chat", messages=messages).prompts == (joined,)
 
 
 def test_the_newer_name_of_the_limit_wins() -> None:
     for kind in READERS:
         assert read(kind, max_tokens=5).max_tokens == 5
         assert read(kind, max_tokens=5, max_completion_tokens=7).max_tokens == 7
-        assert (
-            read(kind, max_tokens=-1, max_completion_tokens=7).max_tokens == 7
-        )  # the other is not read
+        # The value of the older name is not read.
+        assert read(kind, max_tokens=-1, max_completion_tokens=7).max_tokens == 7
         assert refusal(kind, max_completion_tokens=0).param == "max_completion_tokens"
 
 
 @pytest.mark.parametrize(
-    ("given", "seed"), [(0, 0), (7, 7), (2**63 - 1, 2**63 - 1), (-1, 2**63 - 1), (-(2**63), 0)]
+    ("number", "seed"), [(0, 0), (7, 7), (2**63 - 1, 2**63 - 1), (-1, 2**63 - 1), (-(2**63), 0)]
 )
-def test_every_integer_of_64_bits_is_a_seed(given: int, seed: int) -> None:
-    assert read(seed=given).seed == seed
+def test_every_integer_of_64_bits_is_a_seed(number: int, seed: int) -> None:
+    assert read(seed=number).seed == seed
 
 
 def test_no_limit_on_candidates_has_two_names() -> None:
@@ -269,8 +263,8 @@ def test_logprobs_are_a_number_here_and_a_switch_with_a_number_there() -> None:
 
 
 def test_the_prompt_alone_may_be_asked_about() -> None:
-    asked = read(echo=True, max_tokens=0, logprobs=1)
-    assert (asked.max_tokens, asked.echo, asked.logprobs) == (0, True, 1)
+    request = read(echo=True, max_tokens=0, logprobs=1)
+    assert (request.max_tokens, request.echo, request.logprobs) == (0, True, 1)
 
 
 @both
@@ -300,42 +294,38 @@ def test_what_does_not_change_the_text_is_not_read(kind: str, name: str) -> None
 @both
 def test_names_that_are_not_known_are_told_and_change_nothing(kind: str) -> None:
     odd = {"unknown": 0, "Another-One": None, "é\n": {"a": [1]}, "thinking_budget": "x"}
-    made = read(kind, **odd)
-    assert made.ignored == tuple(odd)
-    assert dataclasses.replace(made, ignored=()) == read(kind)
-    assert read_tokenize(json.dumps({"prompt": "a", "max_tokens": 5}).encode(), LIMITS).ignored == (
-        "max_tokens",
-    )
+    request = read(kind, **odd)
+    assert request.ignored == tuple(odd)
+    assert dataclasses.replace(request, ignored=()) == read(kind)
+    tokens = read_tokenize(json.dumps({"prompt": "a", "max_tokens": 5}).encode(), LIMITS)
+    assert tokens.ignored == ("max_tokens",)
 
 
 @both
 def test_so_are_those_within_an_object(kind: str) -> None:
-    made = read(
+    request = read(
         kind,
         stream=True,
         stream_options={"step": 1},
         prediction={"type": "content", "content": "a", "id": 1},
     )
-    assert set(made.ignored) == {"stream_options.step", "prediction.id"}
-    assert made.prediction == "a"
+    assert set(request.ignored) == {"stream_options.step", "prediction.id"}
+    assert request.prediction == "a"
 
 
 @both
 def test_the_usage_may_come_with_every_chunk(kind: str) -> None:
-    made = read(
+    request = read(
         kind, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}
     )
-    assert made.include_usage and made.continuous_usage
-    assert not read(
-        kind, stream=True, stream_options={"continuous_usage_stats": False}
-    ).continuous_usage
+    assert request.include_usage and request.continuous_usage
+    request = read(kind, stream=True, stream_options={"continuous_usage_stats": False})
+    assert not request.continuous_usage
 
 
 def test_special_tokens_may_be_left_out_of_a_prompt_and_are_a_template_s_in_a_chat() -> None:
-    assert [read(**given).add_special_tokens for given in ({}, {"add_special_tokens": False})] == [
-        True,
-        False,
-    ]
+    assert read().add_special_tokens is True
+    assert read(add_special_tokens=False).add_special_tokens is False
     assert read("chat", add_special_tokens=False) == read("chat")
     assert refusal("chat", add_special_tokens=True).param == "add_special_tokens"
 
@@ -389,7 +379,7 @@ WRONG = [
 def test_an_error_names_the_parameter_and_its_value(kind: str, name: str, values: list) -> None:
     for value in values:
         if kind == "chat" and (name, value) == ("min_tokens", 17):
-            continue  # there is no limit that it could be above
+            continue  # a chat without max_tokens has no limit to exceed
         error = refusal(kind, **{name: value})
         assert (error.status, error.param) == (400, name), value
         assert error.message.startswith(name) or name in error.message
@@ -463,7 +453,7 @@ def test_lists_that_are_too_long_are_refused_before_they_are_read(
     assert read(limits=short, prompt=[5] * 10).prompts == ([5] * 10,)
     assert len(read(limits=short, prompt=[[5] * 10] * 64).prompts) == 64
     assert read(limits=short, prompt=["a,b" * 1000] * 2).prompts == ("a,b" * 1000,) * 2
-    monkeypatch.setattr(requests, "_value", None)  # nothing is made of any value
+    monkeypatch.setattr(requests, "_value", None)  # no value is converted
     for prompt in ([5] * 11, [[5] * 10] * 65, [[]] * 641, [-1] * 11):
         error = refusal(limits=short, prompt=prompt)
         assert (error.param, error.code) == ("prompt", "context_length_exceeded")
@@ -495,14 +485,10 @@ def test_what_is_of_another_path_is_refused_unless_it_says_nothing() -> None:
 
 def test_what_the_server_was_not_started_for() -> None:
     bare = Limits(names=("tiny",), vocab_size=100, max_logprobs=0, max_prediction=0)
-    assert (
-        refusal(limits=bare, logprobs=0).param
-        == refusal("chat", limits=bare, logprobs=True).param
-        == "logprobs"
-    )
-    assert (
-        refusal(limits=bare, prediction={"type": "content", "content": "a"}).param == "prediction"
-    )
+    assert refusal(limits=bare, logprobs=0).param == "logprobs"
+    assert refusal("chat", limits=bare, logprobs=True).param == "logprobs"
+    prediction = {"type": "content", "content": "a"}
+    assert refusal(limits=bare, prediction=prediction).param == "prediction"
     error = refusal("chat", limits=Limits(names=("tiny",), vocab_size=100, has_chat=False))
     assert (error.code, "/v1/completions" in error.message) == ("no_chat_template", True)
 
@@ -510,7 +496,7 @@ def test_what_the_server_was_not_started_for() -> None:
 def test_another_model_is_not_found() -> None:
     error = refusal(model="gpt-4o")
     assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
-    assert refusal(model="gpt-4o", n=0).status == 404  # nothing else is said about another model
+    assert refusal(model="gpt-4o", n=0).status == 404  # the other error is not reported
     assert read(model="other").model == "other"
     with pytest.raises(RequestError, match="missing"):
         read_completion(b'{"prompt": "a"}', LIMITS)
@@ -554,14 +540,13 @@ DEEP = b'{"model": "tiny", "prompt": "a", "metadata": ' + b"[" * 100_000 + b"]" 
     ],
 )
 def test_bodies_that_are_none(body: bytes) -> None:
-    does_not_matter = (
-        b'"temperature": 1e999' in body or b'"n": 1' in body
-    )  # for tokens: it is passed over
-    for reader in (read_completion, read_chat, *([] if does_not_matter else [read_tokenize])):
+    # read_tokenize does not read these two values.
+    is_for_tokenize = b'"temperature": 1e999' not in body and b'"n": 1' not in body
+    for reader in (read_completion, read_chat, *([read_tokenize] if is_for_tokenize else [])):
         with pytest.raises(RequestError) as caught:
             reader(body, LIMITS)
         assert caught.value.status in (400, 404)
-        msgspec.json.encode(caught.value.object)  # it can be said
+        msgspec.json.encode(caught.value.object)  # the error can be sent
 
 
 @pytest.mark.parametrize(
@@ -590,28 +575,25 @@ def test_half_of_a_character_is_called_that_wherever_it_stands(half: str, rest: 
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (b'{"model": "tiny", "prompt": "a', "truncated"),
-        (b'{"model": "tiny", "prompt": "\\\\ud800', "truncated"),  # a backslash, and letters
+        (b'{"model": "tiny", "prompt": "\\\\ud800', "truncated"),  # a backslash, and then letters
         (b'{"model": "tiny", "prompt": "\\ud8', "truncated"),
         (b'{"model": "tiny", "prompt": 5, "stop": "\\ud83d\\ude00"}', "Expected"),
     ],
 )
-def test_what_is_wrong_otherwise_is_called_what_it_is(body: bytes, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+def test_what_is_wrong_otherwise_is_called_what_it_is(body: bytes, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         read_completion(body, LIMITS)
-    assert read(prompt="\U0001f600\\ud800").prompts == (
-        "\U0001f600\\ud800",
-    )  # json.dumps escapes both
+    prompt = "\U0001f600\\ud800"  # json.dumps escapes both characters
+    assert read(prompt=prompt).prompts == (prompt,)
 
 
 def test_tokenize() -> None:
     assert read_tokenize(b'{"prompt": "a", "model": "tiny"}', LIMITS).prompt == "a"
-    assert (
-        read_tokenize(json.dumps({"messages": CHAT["messages"]}).encode(), LIMITS).param
-        == "messages"
-    )
+    body = json.dumps({"messages": CHAT["messages"]}).encode()
+    assert read_tokenize(body, LIMITS).param == "messages"
     for body in (
         b"{}",
         b'{"prompt": "a", "messages": []}',
@@ -674,7 +656,7 @@ NAMES += [
 
 
 def value(rng: random.Random, depth: int = 0) -> Any:
-    """Any JSON there might be."""
+    """Return any JSON value."""
     kind = rng.random()
     if depth > 3 or kind < 0.6:
         return rng.choice(SCALARS)
@@ -684,7 +666,7 @@ def value(rng: random.Random, depth: int = 0) -> Any:
 
 
 def mutated(rng: random.Random) -> bytes:
-    """A good body, with values exchanged, names added or bytes changed."""
+    """Return a valid body with values exchanged, names added or bytes changed."""
     body = dict(rng.choice((COMPLETION, CHAT)))
     for _ in range(rng.randint(0, 3)):
         body[rng.choice(NAMES)] = value(rng)
@@ -701,15 +683,15 @@ def mutated(rng: random.Random) -> bytes:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_a_body_is_it_is_taken_or_refused(seed: int) -> None:
-    rng, taken = random.Random(seed), 0
+    rng, accepted = random.Random(seed), 0
     for _ in range(200):
         body = mutated(rng)
         for reader in (read_completion, read_chat, read_tokenize):
             try:
-                asked = reader(body, LIMITS)
-                taken += 1
-                assert all(asked.prompts) if hasattr(asked, "prompts") else asked.prompt
+                request = reader(body, LIMITS)
+                accepted += 1
+                assert all(request.prompts) if hasattr(request, "prompts") else request.prompt
             except RequestError as error:
                 assert error.status in (400, 404)
                 msgspec.json.encode(error.object)
-    assert taken > 10
+    assert accepted > 10

@@ -1,4 +1,7 @@
-"""Clients of every kind at once, over raw sockets: whoever stays gets a whole text, and whoever goes leaves nothing behind."""
+"""Tests with clients of every kind at once, over raw sockets.
+
+A client that stays gets a whole text, and a client that leaves costs nothing afterwards.
+"""
 
 import asyncio
 import json
@@ -21,29 +24,34 @@ from tests.serving.http.conftest import Server as Shared
 from tests.serving.http.process import Server, serving
 
 CLIENTS = 12
-LONGEST = 24  # tokens of an answer
-PATIENCE = 60  # seconds for one answer, of which some twenty share four rows
+LONGEST = 24  # tokens per answer
+PATIENCE = 60  # seconds per answer, while about twenty texts share four rows
 SOURCE = Path(__file__).read_text()
 
 GROWTH = 16 * 2**20
-"""Bytes by which the server may grow after the first third of a run. What allocators keep is 3 MiB. The ten minutes have more
-than a thousand requests, so that they tell of 20 kB that a request leaves; one minute tells of a leak that ends a server within
-the hour."""
+"""Bytes by which the server may grow after the first third of a run.
+
+Allocators keep 3 MiB. Ten minutes have more than a thousand requests, so they show a leak of 20 kB
+per request. One minute shows a leak that ends a server within an hour.
+"""
 
 TIES = 200
-"""One repeated text in so many may differ: other rows beside it round otherwise, and two tokens may be as good as equal."""
+"""One repeated text in so many may differ.
+
+Other rows beside it change the rounding, and two tokens may be almost equally likely.
+"""
 
 
 @dataclass
-class Seen:
-    """What happened.
+class Outcomes:
+    """The outcomes of a run.
 
     Attributes:
-        texts: of each request that was answered, by what its text depends on.
-        ends: how many requests ended in each way.
-        repeated: requests that had been answered before.
-        differing: those of them whose answer was another one.
-        memory: bytes that the server had, again and again.
+        texts: the texts of each answered request, by the values that they depend on.
+        ends: the number of requests that ended in each way.
+        repeated: the number of requests that had been answered before.
+        differing: the repeated requests whose answer was a different one.
+        memory: the bytes of the server, measured again and again.
     """
 
     texts: dict[str, list[str]] = field(default_factory=dict)
@@ -85,56 +93,47 @@ def test_the_same_for_ten_minutes(larger):
 
 def _hold(server: Server, model: str, seconds: float) -> None:
     opened = _open_files(server)
-    seen = asyncio.run(_soak(server, model, seconds))
-    print(
-        seen.ends,
-        seen.repeated,
-        len(seen.differing),
-        [size >> 20 for size in seen.memory[:: max(1, len(seen.memory) // 20)]],
-    )
+    outcomes = asyncio.run(_soak(server, model, seconds))
+    sizes = [size >> 20 for size in outcomes.memory[:: max(1, len(outcomes.memory) // 20)]]
+    print(outcomes.ends, outcomes.repeated, len(outcomes.differing), sizes)
 
-    assert (
-        min(seen.ends.get(how, 0) for how in ("whole", "closed", "killed", "silent", "half"))
-        >= seconds / 20
-    )
-    assert seen.repeated >= seconds / 4
-    assert len(seen.differing) <= seen.repeated / TIES, "\n".join(seen.differing)
+    ways = ("whole", "closed", "killed", "silent", "half")
+    assert min(outcomes.ends.get(how, 0) for how in ways) >= seconds / 20
+    assert outcomes.repeated >= seconds / 4
+    assert len(outcomes.differing) <= outcomes.repeated / TIES, "\n".join(outcomes.differing)
 
     server.wait_until_idle()
-    assert (
-        server.metric("vllm:kv_cache_usage_perc") == 0
-    )  # pages of prefixes that nobody holds are free
+    # Pages of prefixes without holders count as free.
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
     assert _open_files(server) <= opened + 2
 
-    third = len(seen.memory) // 3
-    early, late = (
-        median(seen.memory[third : third + third // 2]),
-        median(seen.memory[-(third // 2) :]),
-    )
-    assert late - early < GROWTH, [size >> 20 for size in seen.memory]
+    third = len(outcomes.memory) // 3
+    early = median(outcomes.memory[third : third + third // 2])
+    late = median(outcomes.memory[-(third // 2) :])
+    assert late - early < GROWTH, [size >> 20 for size in outcomes.memory]
 
-    request, texts = next(iter(seen.texts.items()))
+    request, texts = next(iter(outcomes.texts.items()))
     answer = server.post("/v1/completions", json.loads(request))
     assert [choice["text"] for choice in answer["choices"]] == texts
 
 
-async def _soak(server: Server, model: str, seconds: float) -> Seen:
-    seen, until = Seen(), time.monotonic() + seconds
+async def _soak(server: Server, model: str, seconds: float) -> Outcomes:
+    outcomes, until = Outcomes(), time.monotonic() + seconds
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     ours = random.Random(seed)
-    known = [_request(ours, model) for _ in range(6)]
+    common = [_request(ours, model) for _ in range(6)]
     clients = [
-        _client(server, model, random.Random(f"{seed} {number}"), known, seen, until)
+        _client(server, model, random.Random(f"{seed} {number}"), common, outcomes, until)
         for number in range(CLIENTS)
     ]
-    await asyncio.gather(_watch(server, seen, until), *clients)
-    return seen
+    await asyncio.gather(_watch(server, outcomes, until), *clients)
+    return outcomes
 
 
-async def _watch(server: Server, seen: Seen, until: float) -> None:
+async def _watch(server: Server, outcomes: Outcomes, until: float) -> None:
     while time.monotonic() < until:
-        seen.memory.append(server.resident())
+        outcomes.memory.append(server.resident())
         await asyncio.sleep(0.25)
 
 
@@ -143,7 +142,7 @@ def _open_files(server: Server) -> int:
 
 
 def _request(rng: random.Random, model: str) -> dict[str, Any]:
-    """What a text depends on."""
+    """Return the values that a text depends on."""
     start = rng.randrange(len(SOURCE) - 400)
     body = {
         "model": model,
@@ -159,7 +158,7 @@ def _request(rng: random.Random, model: str) -> dict[str, Any]:
 
 
 def _presentation(rng: random.Random, request: dict[str, Any]) -> dict[str, Any]:
-    """What it does not depend on."""
+    """Add values that the text does not depend on."""
     more: dict[str, Any] = {}
     if rng.random() < 0.6:
         more = {
@@ -178,12 +177,12 @@ async def _client(
     server: Server,
     model: str,
     rng: random.Random,
-    known: list[dict[str, Any]],
-    seen: Seen,
+    common: list[dict[str, Any]],
+    outcomes: Outcomes,
     until: float,
 ) -> None:
     while time.monotonic() < until:
-        request = rng.choice(known) if rng.random() < 0.6 else _request(rng, model)
+        request = rng.choice(common) if rng.random() < 0.6 else _request(rng, model)
         body = _presentation(rng, request)
         how = rng.choices(
             ["whole", "slow", "closed", "killed", "silent", "half"], [8, 2, 3, 3, 2, 2]
@@ -191,19 +190,19 @@ async def _client(
         async with asyncio.timeout(PATIENCE):
             answer = await exchange(server, rng, json.dumps(body).encode(), how)
         if answer is None:
-            seen.end(how)
+            outcomes.end(how)
         else:
-            seen.answer(json.dumps(request), _texts(answer, body))
+            outcomes.answer(json.dumps(request), _texts(answer, body))
 
 
 async def exchange(server: Server, rng: random.Random, body: bytes, how: str) -> bytes | None:
-    """One connection and what comes over it; None where the client did not stay."""
-    made = socket.socket()
-    made.setblocking(False)
+    """Send a request over a new connection, and return the answer; None: the client left."""
+    connection = socket.socket()
+    connection.setblocking(False)
     if how == "slow":
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", server.port))
-    reader, writer = await asyncio.open_connection(sock=made, limit=4096)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", server.port))
+    reader, writer = await asyncio.open_connection(sock=connection, limit=4096)
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
         " application/json\r\nConnection: close\r\n"
@@ -219,12 +218,12 @@ async def exchange(server: Server, rng: random.Random, body: bytes, how: str) ->
             return None
         writer.write(message)
         await writer.drain()
-        if how == "silent":  # gone before there is anything
+        if how == "silent":  # it leaves before there is an answer
             return None
         if how in ("closed", "killed"):
             await reader.read(rng.randint(1, 1500))
-            if how == "killed":  # what is under way is answered with a reset
-                made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if how == "killed":  # later packets are answered with a reset
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             return None
         received = b""
         while part := await reader.read(200 if how == "slow" else 65536):
@@ -237,7 +236,7 @@ async def exchange(server: Server, rng: random.Random, body: bytes, how: str) ->
 
 
 def _texts(received: bytes, body: dict[str, Any]) -> list[str]:
-    """The texts of an answer, which is whole."""
+    """Return the texts of an answer, which must be whole."""
     head, _, rest = received.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 "), (received, body)
     if not body.get("stream"):
@@ -273,7 +272,7 @@ def _streamed(events: str) -> tuple[dict[int, str], dict[str, int]]:
     reasons: dict[int, str] = {}
     for choice in (choice for chunk in decoded for choice in chunk["choices"]):
         index = choice["index"]
-        assert index not in reasons  # nothing comes behind the end
+        assert index not in reasons  # nothing follows the end
         texts[index] = texts.get(index, "") + choice["text"]
         if choice.get("accepted"):
             assert "".join(text for text, _ in choice["accepted"]) == choice["text"]

@@ -1,4 +1,4 @@
-"""What single tokens say, in the ways in which vocabularies write a space."""
+"""Tests of the texts of single tokens, in all ways in which vocabularies write a space."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -22,9 +22,11 @@ BYTES = {"<0x0A>": "\n", "<0x20>": " ", "<0x41>": "A"}
 
 def of_words(decoder: decoders.Decoder) -> tuple[PreTrainedTokenizerFast, dict[str, int]]:
     vocabulary = {word: number for number, word in enumerate(("<unk>", *WORDS, *BYTES))}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
-    made.decoder = decoder
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>"), vocabulary
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"), vocabulary
 
 
 KEPT = decoders.Sequence([decoders.Replace(BLOCK, " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -40,6 +42,6 @@ def test_every_space_of_a_token_is_said(decoder: decoders.Decoder) -> None:
     for word, text in WORDS.items():
         assert texts.text(vocabulary[word]) == text
         assert texts.bytes_of(vocabulary[word]) == text.encode()
-    # The texts of tokens together are what they say together, but for the space that a text begins with.
+    # The joined texts of tokens are the decoded text, except for a space at its beginning.
     together = [vocabulary[word] for word in ("a", *WORDS)]
     assert "".join(map(texts.text, together)) == texts.decode(together)
