@@ -287,7 +287,7 @@ def test_an_end_before_the_fault_is_no_error(breaks) -> None:
     begin = PROMPTS.shape[1]
     limits = np.array([broken.get(row, begin + NEW) - begin for row in range(len(PROMPTS))])
     chosen = np.flatnonzero(limits > 0)
-    assert 1 <= np.sum(limits[chosen] < NEW) < len(chosen)  # the others go on when those have ended
+    assert 1 <= np.sum(limits[chosen] < NEW) < len(chosen)  # some rows go on when others have ended
     settings = options("coupled") | {"max_new_tokens": limits[chosen]}
     settings["sampling"] = Sampling(temperature=np.array([0.0, 0.7] * 4)[chosen], top_p=0.95)
     settings["key"] = decoding.GenerationOptions(key=jax.random.key(3)).row_keys(len(PROMPTS))[

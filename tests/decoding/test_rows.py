@@ -333,7 +333,7 @@ def test_a_row_that_is_read_leaves_the_others_alone() -> None:
     host.begin(0, first)
     host.admit(3, second)
     before = own_state(host, 0)
-    for start in (0, CHUNK):  # half of the prompt, a few steps of the other, the other half
+    for start in (0, CHUNK):  # half of the prompt, then a few steps of the first row, then the rest
         count = min(CHUNK, int(second.length) - 1 - start)
         arguments = np.array([3], np.int32), np.array([count], np.int32), np.array([start > 0])
         host.state, _, _, _ = rows.read_chunk(
@@ -453,7 +453,7 @@ def test_a_retired_row_reads_and_writes_nothing() -> None:
     progress = host.decode(host.drafter, 1)
     assert progress.done.tolist() == [True, False, True, True] and progress.lengths[0] == 1
     assert host.state.cache.length[0] == 0 and host.state.drafter.own.cache.length[0] == 0
-    host.begin(0, texts[2])  # in the pages that held another text, and now NaN
+    host.begin(0, texts[2])  # its pages held another text, and now hold NaN
     progress = host.decode(host.drafter)
     assert [row_of(progress, row) for row in (0, 1)] == [alone(texts[2]), alone(texts[1])]
 
@@ -518,7 +518,7 @@ def test_catching_up_is_absorbing_at_every_step(kind) -> None:
     host = Host(make(kind))
     at_once, one_by_one = after_pause(host, text, [13]), after_pause(host, text, [1] * 13)
     assert_same(at_once, one_by_one)
-    with pytest.raises(AssertionError):  # what is pending is seen
+    with pytest.raises(AssertionError):  # pending tokens show in the state
         assert_same(at_once, after_pause(host, text, [12]))
 
 

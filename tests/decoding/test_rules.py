@@ -436,7 +436,7 @@ def test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_th
     for row, node, token in np.ndindex(3, 4, 5):
         is_early = [0, 1, 2, 1][node] < tokens_before_stop[row] and token in stop_token_ids[row]
         assert masked[row, node, token] == (-np.inf if is_early else logits[row, node, token])
-    ids = jnp.array([4, 2, 0])  # of a drafter that has three of the tokens
+    ids = jnp.array([4, 2, 0])  # the vocabulary of a drafter that has three of the tokens
     narrow = np.asarray(without_stop_tokens(jnp.asarray(logits[:, :1, :3]), sampling, 0, ids))
     np.testing.assert_array_equal(
         narrow[:, 0] == -np.inf, [[False, True, False], [False, False, True], [False] * 3]
