@@ -117,7 +117,7 @@ def load(
         (3072, Chain(length=4, stop_below=0.0))
         >>> specjax.load("embedded", "early-exit:four")
         Traceback (most recent call last):
-        specjax.errors.InputError: drafter='early-exit:four': write early-exit:LAYERS, such as early-exit:4
+        specjax.errors.InputError: drafter='early-exit:four': write early-exit:LAYERS, such as ...
     """
     _check_generation_config(generation_config)
     shape = None if draft is None else as_shape(draft)

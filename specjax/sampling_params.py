@@ -96,7 +96,7 @@ class SamplingParams(Sampling):
             20
             >>> specjax.SamplingParams.of(None, {"temp": 0.5})
             Traceback (most recent call last):
-            specjax.errors.InputError: temp=0.5: SamplingParams has no argument of that name; did you mean temperature?
+            specjax.errors.InputError: temp=0.5: SamplingParams has no argument of that name; ...
         """
         if params is not None and not isinstance(params, cls):
             raise InputError(

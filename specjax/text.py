@@ -310,8 +310,9 @@ def encode_chat(
         >>> messages = [{"role": "user", "content": "Hello"}]
         >>> specjax.text.encode_chat(tokenizer, messages)  # the embedded target is no chat model
         Traceback (most recent call last):
-        specjax.errors.InputError: chat=True: this tokenizer has no chat template; leave --chat out, or give the prompt as text
-        >>> tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        specjax.errors.InputError: chat=True: this tokenizer has no chat template; ...
+        >>> of_message = "{{ message.role }}: {{ message.content }}"
+        >>> tokenizer.chat_template = f"{{% for message in messages %}}{of_message}{{% endfor %}}"
         >>> tokenizer.decode(specjax.text.encode_chat(tokenizer, messages))
         'user: Hello'
     """
@@ -444,11 +445,9 @@ def _for_template(message: Mapping[str, Any], as_mappings: bool) -> dict[str, An
     if thought is not None:
         result = {**dict.fromkeys(_REASONING, thought), **result}
         if calls and "content" in result:
-            result[
-                "thinking"
-            ] = (  # gpt-oss's template allows only one of the two in a call, and reads content as reasoning
-                ""
-            )
+            # gpt-oss's template allows only one of the two in a call, and reads content as
+            # reasoning.
+            result["thinking"] = ""
     return result
 
 
@@ -880,12 +879,13 @@ def text_stream(
     Examples:
         >>> from specjax.text import text_stream
         >>> tokenizer = specjax.load("embedded").tokenizer
-        >>> text_stream(tokenizer, tokenizer.encode("import"), is_chat=True).push(tokenizer.encode(" os"), last=True)
+        >>> stream = text_stream(tokenizer, tokenizer.encode("import"), is_chat=True)
+        >>> stream.push(tokenizer.encode(" os"), last=True)
         ' os'
     """
-    return (FinalChannel if is_chat and FinalChannel.reads(tokenizer, prompt) else TextStream)(
-        tokenizer, prompt
-    )
+    if is_chat and FinalChannel.reads(tokenizer, prompt):
+        return FinalChannel(tokenizer, prompt)
+    return TextStream(tokenizer, prompt)
 
 
 def _mark_id(tokenizer: Any, name: str) -> int | None:
@@ -1028,7 +1028,7 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
         (('END',), ('END', 'STOP'))
         >>> check_stop([""])
         Traceback (most recent call last):
-        specjax.errors.InputError: stop=['']: give a string or a sequence of strings, none of them empty
+        specjax.errors.InputError: stop=['']: give a string or a sequence of strings, none of ...
     """
     strings = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
     if not all(isinstance(string, str) and string for string in strings):

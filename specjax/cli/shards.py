@@ -55,8 +55,8 @@ def find_shard(text: str, environment: Mapping[str, str] = os.environ) -> Shard:
         Shard(number=3, count=16)
         >>> find_shard("auto/16", {"JOB_COMPLETION_INDEX": "5"})
         Shard(number=5, count=16)
-        >>> slurm = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "8"}
-        >>> find_shard("auto", slurm)
+        >>> slurm = {"TASK_ID": "1", "TASK_MIN": "1", "TASK_COUNT": "8"}
+        >>> find_shard("auto", {f"SLURM_ARRAY_{name}": value for name, value in slurm.items()})
         Shard(number=0, count=8)
     """
     match = re.fullmatch(r"(\d+|auto)(?:/(\d+))?", text)

@@ -56,7 +56,8 @@ class ExchangeRequest:
 
     Examples:
         >>> from specjax.client.exchange import ExchangeRequest
-        >>> ExchangeRequest((5, 6, 7), specjax.SamplingParams(max_new_tokens=64, seed=3)).params.temperature
+        >>> params = specjax.SamplingParams(max_new_tokens=64, seed=3)
+        >>> ExchangeRequest((5, 6, 7), params).params.temperature
         0.0
     """
 
@@ -85,7 +86,7 @@ def check_params(params: SamplingParams) -> None:
         >>> from specjax.client.exchange import check_params
         >>> check_params(specjax.SamplingParams(min_new_tokens=3))
         Traceback (most recent call last):
-        specjax.errors.InputError: min_new_tokens=3: the client protocol does not support it; leave it out
+        specjax.errors.InputError: min_new_tokens=3: the client protocol does not support it; ...
     """
     for field in fields(params):
         value = getattr(params, field.name)

@@ -159,8 +159,8 @@ class PrivateWriter:
         """Append the prompt to the drafter's state.
 
         Args:
-            features: ``[count, ...]`` hidden states of the first ``count`` safe tokens. Those of all
-                other tokens are simulated.
+            features: ``[count, ...]`` hidden states of the first ``count`` safe tokens. Those of
+                all other tokens are simulated.
             count: see ``features``.
         """
         speculation, tokens = self._writer.speculation, self._writer.exchange.tokens

@@ -69,7 +69,8 @@ class ByRows(Generic[P, R]):
 
     def _for(self, *arguments: P.args, **named: P.kwargs) -> Any:
         bound = self._signature.bind(*arguments, **named).arguments
-        # A traced call becomes a part of another program. Only the outermost program has compiler options.
+        # A traced call becomes a part of another program, and only the outermost program has
+        # compiler options.
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(bound)):
             return self._usual
         models = tuple(bound[name] for name in self._models)
@@ -98,7 +99,8 @@ def avoids_ynnpack(rows: int, models: tuple[Any, ...]) -> bool:
         and sharding.is_on_cpu(None)
     ):
         return False
-    # Narrower weights use YNNPACK: Eigen has no int8 products, and its bfloat16 products were not measured.
+    # Narrower weights use YNNPACK: Eigen has no int8 products, and its bfloat16 products were not
+    # measured.
     return not any(leaf.ndim > 1 and leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(models))
 
 

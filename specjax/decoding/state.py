@@ -151,9 +151,11 @@ def read_prompts(
     """
     batch, width = tokens.shape
     committed, taps = lengths - 1, drafter.taps(target.config)
-    # The token after each token. The roll wraps around at the last one, which is not committed here.
+    # The token after each token. The roll wraps around at the last one, which is not committed
+    # here.
     following = jnp.roll(tokens, -1, axis=1)
-    # Empty caches are constants. Without the barrier XLA folds the attention over them while compiling, which takes minutes.
+    # Empty caches are constants. Without the barrier XLA folds the attention over them while
+    # compiling, which takes minutes.
     cache, state = jax.lax.optimization_barrier(
         (target.new_cache(batch, capacity), start_drafter(drafter, target, batch, capacity))
     )
@@ -261,8 +263,10 @@ def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:
         )
     for leaf, new in zip(jax.tree.leaves(state), jax.tree.leaves(request), strict=True):
         if new.shape != (1, *leaf.shape[1:]):
-            raise InputError(f"request: its shape {new.shape} does not fit the state's {leaf.shape}; start it with one prompt, "
-                             f"capacity={state.tokens.shape[1]} and the same drafter")  # fmt: skip
+            raise InputError(
+                f"request: its shape {new.shape} does not fit the state's {leaf.shape}; start it"
+                f" with one prompt, capacity={state.tokens.shape[1]} and the same drafter"
+            )
     return _insert(state, request, jnp.asarray(row))
 
 

@@ -181,8 +181,8 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         causal = jnp.tril(jnp.ones((1, count, count), bool))
         newest_states, new_entries, first_pair_states = [], [], []
         for module in range(self.modules):
-            # Module m pairs the token with the state of module m - 1 at the position before. At the first
-            # position of this call that state comes from the call before.
+            # Module m pairs the token with the state of module m - 1 at the position before. At the
+            # first position of this call that state comes from the call before.
             if module:
                 states = jnp.concatenate(
                     [state.newest[:, module - 1, None].astype(states.dtype), states[:, :-1]], axis=1
@@ -254,12 +254,12 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         position n + d - 1. The pair of the root has position n - 1; all modules have read it when
         the root was committed, and ``newest`` has their states there. Then, level by level::
 
-            node, its pair     module 0   module 1 reads        module 2 reads        its children come from
-            root,    n - 1     newest     newest                newest                module 0, at n - 1
-            depth 1, n         -          module 0's at n - 1   module 1's at n - 1   module 1, at n
-            depth 2, n + 1     -          -                     module 1's at n       module 2, at n + 1
-            depth 3, n + 2     -          -                     module 2's at n + 1   module 2, at n + 2
-            depth d, n + d - 1 -          -                     module 2's at n + d - 2, and so on
+            node, its pair     module 0  module 1 reads       module 2 reads       children are from
+            root,    n - 1     newest    newest               newest               module 0 at n - 1
+            depth 1, n         -         module 0's at n - 1  module 1's at n - 1  module 1 at n
+            depth 2, n + 1     -         -                    module 1's at n      module 2 at n + 1
+            depth 3, n + 2     -         -                    module 2's at n + 1  module 2 at n + 2
+            depth d, n + d - 1 -         -                    module 2's at n + d - 2, and so on
 
         A module reads the state of the module before it at the position before. Below the root
         there are no features of the target, so module 0 has nothing to read. So module 1 has

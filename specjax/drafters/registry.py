@@ -295,7 +295,7 @@ def load_drafter(
         EarlyExit(layers=1, draft=Chain(length=2, stop_below=0.0))
         >>> load_drafter("eagle4", draft=None, target=config)
         Traceback (most recent call last):
-        specjax.errors.InputError: drafter='eagle4': no method of that name, no directory and no hub id owner/name; ...
+        specjax.errors.InputError: drafter='eagle4': no method of that name, no directory and ...
     """
     method, where, files = find(name)
     if tokenizer is not None and method.recognises is not None and not method.translates:
@@ -323,7 +323,7 @@ def resolve(name: str) -> tuple[DraftingMethod, str]:
         ({'tli': 2}, 'runs/best')
         >>> resolve("moa,layers=2:runs/best")
         Traceback (most recent call last):
-        specjax.errors.InputError: drafter='moa,layers=2:runs/best': 'layers=2' is no setting of moa; write moa:DIRECTORY or ...
+        specjax.errors.InputError: drafter='moa,layers=2:runs/best': 'layers=2' is no setting ...
     """
     return find(name)[:2]
 

@@ -61,14 +61,14 @@ It is nearly the most powerful one for other shares.
 
 _BINS = 20
 _DRAFTS = 16  # drafts per text for the test against q
-_MIXED_EVERY = (
-    4  # use all settings in every fourth batch: truncation takes a CPU as long as all the rest
-)
+# Every fourth batch uses all settings: truncation takes a CPU as long as all the rest.
+_MIXED_EVERY = 4
 _ROWS = 256  # the maximum number of rows of a batch; more are not faster on a CPU
-_NUMBERS = (
-    2**27
-)  # the maximum size of an array; it limits the rows of a batch for large vocabularies
-_LEAST_VARIANCE = 100.0  # of the score; below it, only a doubling would be detected, and the approximations are invalid
+# The maximum size of an array, which limits the rows of a batch for large vocabularies.
+_NUMBERS = 2**27
+# The smallest variance of the score. Below it, only a doubling would be detected, and the
+# approximations are invalid.
+_LEAST_VARIANCE = 100.0
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-_ARRAY = re.compile(
-    r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?"
-)  # such as bf16[8,128]{1,0:T(8,128)S(1)}
+# An array, such as bf16[8,128]{1,0:T(8,128)S(1)}.
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?")
 _OPERATION = re.compile(r"\s*(ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _NOTHING_MOVES = {
-    "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional", "call", "after-all", "iota",
-    "partition-id", "replica-id", "async-update", "opt-barrier", "optimization-barrier",
-}  # fmt: skip
+    *("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota"),
+    *("while", "conditional", "call", "after-all", "async-update"),
+    *("partition-id", "replica-id", "opt-barrier", "optimization-barrier"),
+}
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 """The collective operations, by which chips exchange data."""
 _SLICES, _UPDATES = ("dynamic-slice", "gather", "slice"), ("dynamic-update-slice", "scatter")

@@ -61,7 +61,8 @@ def find(environment: Mapping[str, str] = os.environ) -> ProcessPlace | None:
 
     Examples:
         >>> from specjax import processes
-        >>> processes.find({"LWS_LEADER_ADDRESS": "m-0.m", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"})
+        >>> leader = {"LWS_LEADER_ADDRESS": "m-0.m"}
+        >>> processes.find({**leader, "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"})
         ProcessPlace(address='m-0.m:8476', count=2, number=1, devices=None)
         >>> processes.find({})
     """

@@ -164,9 +164,18 @@ def write_token(
         "facecolor": paint.face,
         "edgecolor": paint.edge,
         "linewidth": 1.4 if strong else 1.0,
+        "linestyle": "--" if dashed else "-",
     }
     axes.text(
-        x, y, label, ha="center", va="center", family="monospace", fontsize=size, zorder=2,
-        bbox=box | {"linestyle": "--" if dashed else "-"}, fontweight="bold" if strong else "normal",
+        x,
+        y,
+        label,
+        ha="center",
+        va="center",
+        family="monospace",
+        fontsize=size,
+        fontweight="bold" if strong else "normal",
         color=style.theme().ink if strong else style.theme().muted,
-    )  # fmt: skip
+        bbox=box,
+        zorder=2,
+    )

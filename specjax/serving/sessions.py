@@ -180,7 +180,8 @@ class SessionStatistics:
         resumes: sessions that were resumed on another connection.
         bytes_up: bytes of received frames.
         bytes_down: bytes of sent frames.
-        dropped: sessions that the server ended, for lack of rows or room, or after ``away_seconds``.
+        dropped: sessions that the server ended, for lack of rows or room, or after
+            ``away_seconds``.
         sessions: sessions that exist now.
         away: sessions without a connection now.
 

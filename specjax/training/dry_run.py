@@ -165,9 +165,8 @@ def needs(config: TrainConfig) -> Needs:
             "target": _bytes(target),
             "student": _bytes(state.student),
             "optimiser": _bytes(state.optimizer),
-            f"inner values of a step, gradients among them, as compiled for {jax.default_backend()}": (
-                temporary
-            ),
+            "inner values of a step, gradients among them, as compiled for"
+            f" {jax.default_backend()}": temporary,
         },
         disk={"two checkpoints": 2 * _bytes(state), "best and latest student": 2 * exported},
     )

@@ -155,7 +155,8 @@ def train(config: TrainConfig) -> Path:
                         # this checkpoint would not repeat the export.
                         export("latest", state)
                         run_directory.save(checkpoints, state, iterator)
-                    figures.restart()  # evaluation and saving must not count as time of the next step
+                    # Evaluation and saving must not count as time of the next step.
+                    figures.restart()
             finally:  # write the metrics of the last steps even if an error ends the run
                 figures.flush()
     if jax.process_count() > 1:

@@ -98,7 +98,8 @@ class OpenMessage(_WireMessage, frozen=True, kw_only=True, tag="open"):
 
     Examples:
         >>> from specjax.wire import OpenMessage, decode_up, encode, pack
-        >>> message = OpenMessage(nonce=bytes(16), tokens=pack([5, 6, 7], "int32"), prompt=3, limit=64)
+        >>> tokens = pack([5, 6, 7], "int32")
+        >>> message = OpenMessage(nonce=bytes(16), tokens=tokens, prompt=3, limit=64)
         >>> decode_up(encode(message)) == message
         True
     """
@@ -234,7 +235,8 @@ class OpenedMessage(_WireMessage, frozen=True, kw_only=True, tag="opened"):
 
     Examples:
         >>> from specjax.wire import OpenedMessage
-        >>> OpenedMessage(session=bytes(16), epoch=0, nodes=64, depth=16, capacity=4096, tells={}).nodes
+        >>> bounds = {"nodes": 64, "depth": 16, "capacity": 4096}
+        >>> OpenedMessage(session=bytes(16), epoch=0, tells={}, **bounds).nodes
         64
     """
 
@@ -261,7 +263,8 @@ class ToldMessage(_WireMessage, frozen=True, kw_only=True, tag="told"):
     Examples:
         >>> from specjax.wire import ToldMessage, pack
         >>> arrays = {"hidden": pack(np.zeros((2, 4)), "float16")}
-        >>> ToldMessage(session=bytes(16), epoch=0, start=0, count=2, arrays=arrays).arrays["hidden"].shape
+        >>> message = ToldMessage(session=bytes(16), epoch=0, start=0, count=2, arrays=arrays)
+        >>> message.arrays["hidden"].shape
         (2, 4)
     """
 
@@ -311,7 +314,8 @@ class VerdictMessage(_WireMessage, frozen=True, kw_only=True, tag="verdict"):
 
     Examples:
         >>> from specjax.wire import VerdictMessage
-        >>> verdict = VerdictMessage(session=bytes(16), epoch=0, sequence=1, accepted=[1, 3], token=9)
+        >>> draft = {"session": bytes(16), "epoch": 0, "sequence": 1}
+        >>> verdict = VerdictMessage(**draft, accepted=[1, 3], token=9)
         >>> 1 + len(verdict.accepted)  # tokens
         3
     """

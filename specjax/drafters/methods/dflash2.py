@@ -294,7 +294,8 @@ def convolve(
 
         >>> from specjax.drafters.methods.dflash2 import convolve
         >>> x = jnp.array([1.0, 2.0, 3.0, 4.0])[None, :, None]
-        >>> convolve(x, jnp.ones((2, 1)), jnp.zeros((1, 4, 2, 1)), jnp.array([0, 1, 0, 1]))[0, :, 0].tolist()
+        >>> kernel, changes = jnp.ones((2, 1)), jnp.zeros((1, 4, 2, 1))
+        >>> convolve(x, kernel, changes, jnp.array([0, 1, 0, 1]))[0, :, 0].tolist()
         [1.0, 3.0, 3.0, 7.0]
     """
     kernel_size, groups = changes.shape[2:]

@@ -47,7 +47,7 @@ def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
         >>> check_vocabulary(replace(config, vocab_size=24), config)  # padded: fits
         >>> check_vocabulary(replace(config, vocab_size=32_000), config)
         Traceback (most recent call last):
-        specjax.errors.InputError: drafter has a vocabulary of 32000 tokens and target one of 16: ...
+        specjax.errors.InputError: drafter has a vocabulary of 32000 tokens and target one of 16...
     """
     if abs(own.vocab_size - target.vocab_size) >= MAX_PADDING:
         raise InputError(

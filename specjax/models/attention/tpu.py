@@ -172,8 +172,18 @@ def attend_in_kernel(
     )
     return pl.pallas_call(
         functools.partial(
-            _kernel, parts=len(q), entry_parts=len(entry), pages=pages, width=width, blocks=blocks, values_part=values_part,
-            has_scales=bool(scales), has_others=bool(extra), has_sinks=sinks is not None, in_pages=table is not None, cap=cap,
+            _kernel,
+            parts=len(q),
+            entry_parts=len(entry),
+            pages=pages,
+            width=width,
+            blocks=blocks,
+            values_part=values_part,
+            has_scales=bool(scales),
+            has_others=bool(extra),
+            has_sinks=sinks is not None,
+            in_pages=table is not None,
+            cap=cap,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -184,14 +194,16 @@ def attend_in_kernel(
         ),
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, rows, dim), q[0].dtype),
         # The axis of blocks is sequential, since the sums in VMEM carry over from block to block.
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        ),
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * (dim + sum(part.shape[3] for part in q)),
             bytes_accessed=cache_bytes + other_bytes,
             transcendentals=pairs,
         ),
         interpret=interpret,
-    )(*scalars, *inputs)  # fmt: skip
+    )(*scalars, *inputs)
 
 
 def _arrays(entry: Entry) -> tuple[list[jax.Array], list[jax.Array]]:

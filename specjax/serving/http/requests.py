@@ -475,7 +475,7 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
         >>> limits = Limits(names=("tiny",), vocab_size=3072, has_chat=False)
         >>> read_tokenize(b'{"messages": []}', limits)
         Traceback (most recent call last):
-        specjax.serving.http.errors.RequestError: messages: this model has no chat template; give text to /v1/completions
+        specjax.serving.http.errors.RequestError: messages: this model has no chat template; ...
     """
     fields, ignored = _read(body, _TokenizeFields, limits)
     template_kwargs = fields.chat_template_kwargs

@@ -39,7 +39,7 @@ class DFlash2Training(TokenMethod):
         >>> DFlash2Training(target="embedded").check(window=512)
         >>> DFlash2Training(target="embedded", block_size=4, conv_kernel_size=5).check(window=512)
         Traceback (most recent call last):
-        specjax.config.ConfigError: method.conv_kernel_size=5: must be at least 1, and at most method.block_size=4
+        specjax.config.ConfigError: method.conv_kernel_size=5: must be at least 1, and at most ...
     """
 
     name: Literal["dflash2"] = "dflash2"

@@ -53,7 +53,7 @@ class MoATraining(TrainingMethod):
         >>> MoATraining(target="embedded").check(window=512)
         >>> MoATraining().check(window=512)
         Traceback (most recent call last):
-        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
+        specjax.config.ConfigError: method.target='': this method learns from a target; give ...
     """
 
     name: Literal["moa"] = "moa"

@@ -63,7 +63,7 @@ class PEagleTraining(TrainingMethod):
         (10, 7, 4, 3)
         >>> PEagleTraining().check(window=512)
         Traceback (most recent call last):
-        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
+        specjax.config.ConfigError: method.target='': this method learns from a target; give ...
     """
 
     name: Literal["peagle"] = "peagle"
