@@ -56,6 +56,7 @@ class ByRows(Generic[P, R]):
     ) -> None:
         functools.update_wrapper(self, function)
         self._rows, self._models, self._signature = rows, models, inspect.signature(function)
+        # Two functions, because JAX takes compiler options when a function is made, not per call.
         self._usual = jax.jit(function, **settings)
         self._without_ynnpack = jax.jit(function, compiler_options=WITHOUT_YNNPACK, **settings)
 
@@ -116,14 +117,8 @@ def lacks_avx512(cpuinfo: str) -> bool:
 
     It is False for other architectures, where nothing was measured.
     """
-    flags = next(
-        (
-            line.split(":", 1)[1].split()
-            for line in cpuinfo.splitlines()
-            if line.startswith("flags")
-        ),
-        [],
-    )
+    lines = [line for line in cpuinfo.splitlines() if line.startswith("flags")]
+    flags = lines[0].split(":", 1)[1].split() if lines else []
     return "avx2" in flags and "avx512f" not in flags
 
 

@@ -31,7 +31,8 @@ class DecodeState:
         tokens: ``[B, S]`` prompt and output; S is the capacity.
         lengths: ``[B]`` committed tokens, the root included. The root is token ``lengths - 1``.
         max_lengths: ``[B]`` number of committed tokens at which a row is done.
-        done: ``[B]`` bool.
+        done: ``[B]`` bool, rows that steps skip: the text has ended, or, if rows come and go, the
+            row is free, its prompt is not prefilled yet, or a client drafts for it.
         keys: ``[B]`` random keys, one for each row.
         stop_token_ids: ``[B, E]`` token ids that end each row, padded with -1.
         sampling: the sampling parameters of the rows.

@@ -146,7 +146,7 @@ class Sizes:
 
     @property
     def read_widths(self) -> tuple[int, int]:
-        """The widths that prefill is compiled for: that of a short last chunk, and a full one."""
+        """The tokens per chunk that prefill is compiled for: a short last chunk, and a full one."""
         return max(self.chunk // 4, 1), self.chunk
 
 
@@ -290,7 +290,7 @@ class EngineDevice:
         rows: Sequence[int],
         counts: Sequence[int],
         is_last: Sequence[bool],
-        width: int,
+        size: int,
         logprobs: bool,
         for_client: bool = False,
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
@@ -301,7 +301,7 @@ class EngineDevice:
             hidden states for the client.
         """
         arguments, options = self._read_arguments(
-            table, rows, counts, is_last, width, logprobs, for_client
+            table, rows, counts, is_last, size, logprobs, for_client
         )
         self.state, *results = device_rows.read_chunk(*arguments, **options)
         self._marks.append(self._mark(self.state.lengths))
@@ -577,19 +577,16 @@ class EngineDevice:
         rows: Sequence[int],
         counts: Sequence[int],
         is_last: Sequence[bool],
-        width: int,
+        size: int,
         logprobs: bool,
         for_client: bool,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and the keyword arguments of `specjax.decoding.rows.read_chunk`."""
         arguments = np.array(rows, np.int32), np.array(counts, np.int32), np.array(is_last)
-        options = {"width": width, "logprobs": self._top(logprobs)}
-        remote_drafter = (
-            {"remote_drafter": self.remote_drafter}
-            if for_client and self.remote_drafter is not None
-            else {}
-        )
-        return (*self._reading, table, *arguments), options | remote_drafter
+        options: dict[str, Any] = {"size": size, "logprobs": self._top(logprobs)}
+        if for_client and self.remote_drafter is not None:
+            options["remote_drafter"] = self.remote_drafter
+        return (*self._reading, table, *arguments), options
 
     def _placeholders(self, settings: dict[str, Any]) -> tuple[np.ndarray, device_rows.Text]:
         """Return pages for all rows, and a text that is as long as these pages allow."""

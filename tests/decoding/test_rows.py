@@ -185,7 +185,7 @@ class Host:
             last = np.array([done == end for end, done in zip(ends, read, strict=True)])
             given = np.array(numbers, np.int32), np.array(counts, np.int32), last
             self.state, prefix_state, _, _ = rows.read_chunk(
-                self.target, self.drafter, self.state, self.table, *given, width=CHUNK
+                self.target, self.drafter, self.state, self.table, *given, size=CHUNK
             )
             prefix_states.append(prefix_state)
             if last.all():
@@ -324,7 +324,7 @@ def test_a_row_that_is_read_leaves_the_others_alone() -> None:
         count = min(CHUNK, int(second.length) - 1 - start)
         given = np.array([3], np.int32), np.array([count], np.int32), np.array([start > 0])
         host.state, _, _, _ = rows.read_chunk(
-            TARGET, host.drafter, host.state, host.table, *given, width=CHUNK
+            TARGET, host.drafter, host.state, host.table, *given, size=CHUNK
         )
         if not start:
             assert_same(own_state(host, 0), before)
