@@ -140,9 +140,8 @@ def differences(before: Any, after: Any, prefix: str = "") -> list[str]:
         a, b = getattr(before, field.name), getattr(after, field.name)
         if dataclasses.is_dataclass(a) and type(a) is type(b):
             changes += differences(a, b, f"{prefix}{field.name}.")
-        elif dataclasses.is_dataclass(a) and dataclasses.is_dataclass(
-            b
-        ):  # two classes of one tagged section
+        # The two are classes of one tagged section.
+        elif dataclasses.is_dataclass(a) and dataclasses.is_dataclass(b):
             changes.append(f"{prefix}{field.name}.name: {_tag(type(a))!r} -> {_tag(type(b))!r}")
         elif a != b:
             changes.append(f"{prefix}{field.name}: {a!r} -> {b!r}")

@@ -48,9 +48,8 @@ class Mismatch(NamedTuple):
         """The remedy as a shell command."""
         import shlex
 
-        return shlex.join(
-            (sys.executable, "-m", "pip", *self.remedy)
-        )  # the pip on the PATH may belong to another Python
+        # The pip on the PATH may belong to another Python.
+        return shlex.join((sys.executable, "-m", "pip", *self.remedy))
 
 
 class Requirement(NamedTuple):

@@ -370,9 +370,8 @@ class Run:
                 if all(row.stopped for row in self._rows):
                     break
         except LogitsError as error:  # raised after the last result
-            is_over = all(
-                self._rows[row].stopped for row in error.rows
-            )  # each text ended before the error
+            # Each text ended before the error.
+            is_over = all(self._rows[row].stopped for row in error.rows)
             failure = None if is_over else error
         yield [row.finish() for row in self._rows]
         assert result is not None

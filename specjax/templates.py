@@ -201,9 +201,8 @@ def renderer(tokenizer: Any, settings: Settings | None = None) -> Render:
             return tokenizer.apply_chat_template(
                 chat, add_generation_prompt=True, tokenize=False, **variables
             )
-        from transformers.utils.chat_template_utils import (
-            render_jinja_template,
-        )  # apply_chat_template drops None
+        # `apply_chat_template` would drop fields that are None.
+        from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered, _ = render_jinja_template(
             conversations=[chat],
@@ -235,9 +234,9 @@ def _read(file: str, name: str) -> str:
 
 def _names(template: str) -> frozenset[str]:
     from jinja2.meta import find_undeclared_variables
-    from transformers.utils.chat_template_utils import (
-        _compile_jinja_template,
-    )  # it adds the Jinja extensions of chat templates
+
+    # This function adds the Jinja extensions of chat templates.
+    from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return frozenset(
         find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))

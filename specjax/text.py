@@ -262,9 +262,8 @@ def encode(
     if chat:
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}], chat_template_kwargs)
     _check_unicode(prompt)
-    tokens = list(
-        tokenizer(prompt, verbose=False)["input_ids"]
-    )  # no warning about the length: the models check it
+    # Without a warning about the length, which the models check.
+    tokens = list(tokenizer(prompt, verbose=False)["input_ids"])
     begin = getattr(tokenizer, "bos_token_id", None)
     is_twice = (
         begin is not None
@@ -1043,9 +1042,8 @@ def _special_tokens(tokenizer: Any, stop: Sequence[str]) -> Iterator[int]:
     for string in stop:
         # Tokenizers raise errors for a lone surrogate, which is not a token.
         token = tokenizer.convert_tokens_to_ids(string.encode(errors="replace").decode())
-        if (
-            token is None or tokenizer.convert_ids_to_tokens(token) != string
-        ):  # it is the unknown token
+        # Then it is the unknown token.
+        if token is None or tokenizer.convert_ids_to_tokens(token) != string:
             continue
         if not tokenizer.decode([token], skip_special_tokens=True):
             yield token
@@ -1177,9 +1175,8 @@ def _completed_in_run(stop: StopStrings, text: str, run: Sequence[tuple[int, int
 
     if not run or not is_found(len(text)):
         return None
-    last = (
-        bisect_left(range(len(text) + 1), True, key=is_found) - 1
-    )  # index of the string's last character
+    # The index of the string's last character.
+    last = bisect_left(range(len(text) + 1), True, key=is_found) - 1
     try:
         characters = bytes(byte for byte, _ in run).decode()
     except UnicodeDecodeError:  # the run becomes one replacement character per byte

@@ -213,9 +213,8 @@ def hugging_face_cache() -> str:
     """Return the folder with models from the hub; empty if huggingface_hub cannot be imported."""
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
-    except (
-        Exception
-    ):  # a broken installation may raise any error, and the report must still be printed
+    # A broken installation may raise any error, and the report must still be printed.
+    except Exception:
         return ""
     return str(HF_HUB_CACHE)
 

@@ -312,9 +312,8 @@ def choose_capacity(
         capacity, why = usual, "the default, as the free memory is unknown"
     else:
         capacity = memory.capacity_in(free / 4, target, drafter, **sizes)
-        if (
-            capacity < positions
-        ):  # a power of two, so that the next start finds its compiled programs
+        # Less is rounded to a power of two, so that the next start finds its compiled programs.
+        if capacity < positions:
             capacity = max(usual, 1 << (capacity.bit_length() - 1))
         why = f"in a quarter of {free / 1e9:.3g} GB of free memory, or at least {usual}"
     if capacity == positions:

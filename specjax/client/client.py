@@ -169,9 +169,8 @@ class Client:
             store = None if journal is None else Journal(Path(journal))
             exchange = Exchange(request) if store is None else store.open(request)
             if store is not None:
-                store.keep(
-                    exchange
-                )  # fail now, not after the first tokens, if the file cannot be written
+                # Fail now, not after the first tokens, if the file cannot be written.
+                store.keep(exchange)
             is_chat = not isinstance(prompt, str) and any(
                 isinstance(message, Mapping) for message in prompt
             )

@@ -87,9 +87,8 @@ class Journal:
             ) as file:
                 file.write(content)
                 file.flush()
-                os.fsync(
-                    file.fileno()
-                )  # the content must be on disk before the old file is replaced
+                # The content must be on disk before the old file is replaced.
+                os.fsync(file.fileno())
             os.replace(temporary, self._path)
         except OSError as error:
             with suppress(OSError):

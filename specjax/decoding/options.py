@@ -143,9 +143,8 @@ class GenerationOptions:
                 raise InputError(
                     f"eos_token_ids={bad}: outside the vocabulary of {config.vocab_size} tokens"
                 )
-        width = max(
-            1, *map(len, rows)
-        )  # at least 1, so that rows without stop tokens use the same compiled program
+        # At least 1, so that rows without stop tokens share a compiled program with others.
+        width = max(1, *map(len, rows))
         return np.array([row + [-1] * (width - len(row)) for row in rows], np.int32).reshape(
             batch, width
         )

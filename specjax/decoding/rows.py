@@ -395,8 +395,8 @@ def read_chunk(
     positions = part.cache.length[:, None] + jnp.arange(size)[None]
 
     def at(positions: jax.Array) -> jax.Array:
-        # Padding may lie beyond the capacity, where `take_along_axis` returns invalid ids. Any valid
-        # token will do, because ``counts`` leaves padding out of all that is stored below.
+        # Padding may lie beyond the capacity, where `take_along_axis` returns invalid ids. Any
+        # valid token will do, because ``counts`` leaves padding out of all that is stored below.
         existing = jnp.minimum(positions, part.tokens.shape[1] - 1)
         return jnp.take_along_axis(part.tokens, existing, axis=1)
 

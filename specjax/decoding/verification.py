@@ -224,9 +224,8 @@ def descend(draft: Draft, visit: Visit) -> Verdict:
         bad=jnp.zeros(batch, bool),
     )
     start = _Descent(depth=jnp.zeros((), jnp.int32), going=jnp.ones(batch, bool), verdict=root)
-    if (
-        draft.depth == 0
-    ):  # plain decoding: one visit needs no loop, and no synchronization of host and device
+    # Plain decoding: one visit needs no loop, and no synchronization of host and device.
+    if draft.depth == 0:
         return go(start).verdict
     return jax.lax.while_loop(lambda descent: jnp.any(descent.going), go, start).verdict
 

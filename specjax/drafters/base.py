@@ -274,9 +274,8 @@ class Drafter(OneLine, Generic[State]):
         """
         super().__init_subclass__(**options)
         defined: dict[str, Any] = {}
-        for base in reversed(
-            cls.__mro__
-        ):  # base classes that are drafters have passed here themselves
+        # Base classes that are drafters have passed here themselves.
+        for base in reversed(cls.__mro__):
             if base is cls or not issubclass(base, Drafter):
                 defined |= vars(base)
         for old, new in _OLD_METHODS.items():

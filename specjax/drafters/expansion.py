@@ -163,7 +163,8 @@ def expand(
             values = jnp.pad(values, ((0, 0), (0, width - count), (0, 0)), constant_values=filler)
             return values.reshape(batch, candidates)
 
-        # A row whose chain has stopped gets no further nodes: the score of -inf marks them as filler.
+        # A row whose chain has stopped gets no further nodes: the score of -inf marks them as
+        # filler.
         scores = jnp.where(
             growth.going[:, None, None], parent_scores[..., None] + children.scores, -jnp.inf
         )
@@ -324,9 +325,9 @@ def _next_frontier(
     """
     newest = growth.frontier
     parents = picked // branching
-    read_index = (
-        newest.offset + parents
-    )  # of the parents, among all nodes read; meaningless for the root
+    # The parents' indices among all nodes that were read. For the root's children they have no
+    # meaning, and `is_parent` leaves them out.
+    read_index = newest.offset + parents
     is_parent = (read_index[..., None] == jnp.arange(newest.visible.shape[-1])) & (growth.depth > 0)
     return Frontier(
         tokens=jnp.take_along_axis(tokens, picked, axis=1),

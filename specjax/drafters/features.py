@@ -271,17 +271,15 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         # Module 0 reads nothing but features, so drafting does not run it, unless it is the last.
         layers, last, batch = self.sizes.num_layers, self.modules - 1, root.shape[0]
         modules = range(min(1, last), self.modules)
-        depths = (
-            jnp.arange(self.draft_shape.read_slots) // self.draft_shape.width + 1
-        )  # of the nodes in the scratch
+        # The depths of the nodes in the scratch.
+        depths = jnp.arange(self.draft_shape.read_slots) // self.draft_shape.width + 1
 
         def read(
             frontier: Frontier, carried: tuple[tuple[Entry, ...], jax.Array]
         ) -> tuple[jax.Array, tuple[tuple[Entry, ...], jax.Array]]:
             scratch, states = carried
-            above = jnp.take_along_axis(
-                states, frontier.parents[..., None, None], axis=1
-            )  # [B, F, M, H]
+            # ``[B, F, M, H]`` the states of each node's parent, by module.
+            above = jnp.take_along_axis(states, frontier.parents[..., None, None], axis=1)
             embedded = self.embed(target, frontier.tokens)
             positions = jnp.broadcast_to(
                 state.cache.length[:, None] + frontier.depth - 1, frontier.tokens.shape

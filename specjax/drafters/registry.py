@@ -336,9 +336,8 @@ def find(name: str) -> tuple[DraftingMethod, str, CheckpointFiles | None]:
     if own_class := OWN_CLASS.fullmatch(name):
         return _method_of_class(name, own_class[1], own_class[2]), own_class[3], None
     before, colon, where = name.partition(":")
-    kind, *settings = (
-        before.split(",") if colon else [before]
-    )  # without a colon a comma belongs to the directory's name
+    # Without a colon a comma belongs to the directory's name.
+    kind, *settings = before.split(",") if colon else [before]
     points = {} if kind in METHODS else _entry_points()
     if kind in METHODS or kind in points:
         method = METHODS[kind] if kind in METHODS else _method_of_entry_point(points[kind])

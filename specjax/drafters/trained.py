@@ -45,10 +45,8 @@ def open_drafter(path: str | Path | CheckpointFiles) -> CheckpointFiles:
     """
     files = hub.open_checkpoint(path)
     directories.check(files)
-    _ = (
-        files.raw,
-        files.shapes,
-    )  # read first, so that a damaged file is reported before a wrong field
+    # Read first, so that a damaged file is reported before a wrong field.
+    _ = (files.raw, files.shapes)
     return files
 
 

@@ -203,7 +203,6 @@ def g_test(counts: np.ndarray, exact: np.ndarray) -> float:
         return np.append(values[order[pool:]], values[order[:pool]].sum())
 
     observed, expected = pooled(counts), pooled(expected)
-    g = max(
-        0.0, 2 * special.xlogy(observed, observed / expected).sum()
-    )  # rounding may make it negative
+    # Rounding may make it negative, and a statistic of less than 0 has no p-value.
+    g = max(0.0, 2 * special.xlogy(observed, observed / expected).sum())
     return float(special.chdtrc(len(observed) - 1, g)) if len(observed) > 1 else 1.0

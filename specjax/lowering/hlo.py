@@ -435,9 +435,8 @@ def sent_between_slices(operations: Sequence[Operation]) -> int:
 
 def _exchanged(operation: Operation) -> str:
     """Return the part of the printed shape of a collective that is its result."""
-    if (
-        operation.kind.endswith("-start") and operation.collective != "all-reduce"
-    ):  # (operand, result, …)
+    # The shape of such a start is (operand, result, …).
+    if operation.kind.endswith("-start") and operation.collective != "all-reduce":
         return _elements(operation.shape)[1]
     return operation.shape
 

@@ -298,9 +298,8 @@ def report(
                 time.sleep(0.2)
         link = ProcessLink(connection)
         link.send(_HELLO, json.dumps(asdict(member)).encode())
-        message = (
-            link.receive()
-        )  # process 0 gives up at its own deadline, and names the missing processes
+        # Process 0 gives up at its own deadline, and names the missing processes.
+        message = link.receive()
     if message is None:
         raise InputError(
             f"{place.address}: process 0 ended before all had connected, or another program listens"

@@ -527,8 +527,8 @@ class Clients:
                 if not wait and isinstance(event, tuple) and not _are_here(event[1]):
                     return
                 del self._events[0]
-                # The client can draft from now on, and not since the verification: it must not count
-                # as idle because its event waited for delivery.
+                # The client can draft from now on, and not since the verification: it must not
+                # count as idle because its event waited for delivery.
                 if isinstance(event, RowReady | DraftVerified) and row.draft is None:
                     self._scheduler.may_draft(row.request)
             if isinstance(event, tuple):

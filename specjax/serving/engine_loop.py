@@ -348,8 +348,8 @@ class EngineLoop:
             self._unread += [
                 (handle, chunk, self._group(chunk), logprobs) for handle, chunk in echoed
             ]
-            # The device makes calls in the order of their queueing. So rows may share the pages of a
-            # chunk from now on, although it may not be computed yet.
+            # The device makes calls in the order of their queueing. So rows may share the pages of
+            # a chunk from now on, although it may not be computed yet.
             with self.wake:
                 for chunk, recipient, _ in chosen:
                     try:
@@ -718,8 +718,8 @@ class EngineLoop:
             if handle in prompt_pending:
                 index += 1
                 continue
-            # Without the lock, because detokenizing takes long. The entry stays in the list until it
-            # is delivered: if this thread fails in between, `_run` still ends the handle.
+            # Without the lock, because detokenizing takes long. The entry stays in the list until
+            # it is delivered: if this thread fails in between, `_run` still ends the handle.
             try:
                 goes_on = handle.deliver(row_progress)
             except Exception as error:  # only this text ends: perhaps its tokens cannot be decoded

@@ -835,8 +835,9 @@ class Scheduler:
         for prefix in row.prefixes[::-1]:
             pool.let_go(prefix)
         pool.give_back(row.pages)
-        # That page does not exist, so later calls write nothing for the row. The call that the device
-        # is at may still write to the old pages. It ends before any call that gives them to others.
+        # That page does not exist, so later calls write nothing for the row. The call that the
+        # device is at may still write to the old pages, but it ends before any call that has a
+        # table in which they are another row's.
         self.table[index] = pool.total
         self._rows[index] = None
         request.row = request.idle_since = None

@@ -179,9 +179,8 @@ def _student(config: TrainConfig, target: Shapes, vocab: int) -> Any:
     )
     inputs = StudentInputs(stand_in, np.zeros(vocab, int), target, init_from=config.init_from)
     student = config.method.init(jax.random.key(0), inputs)
-    if isinstance(
-        student, Drafter
-    ):  # fail as the run would, if the drafter does not fit the target
+    # Fail as the run would, if the drafter does not fit the target.
+    if isinstance(student, Drafter):
         student.check(target)
     return cast(student, jnp.float32)
 

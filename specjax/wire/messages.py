@@ -39,9 +39,8 @@ NO_PARENT = 255
 
 _Count = Annotated[int, Meta(ge=0, le=2**20)]
 _Token = Annotated[int, Meta(ge=0, lt=2**31)]
-_Number = Annotated[
-    int, Meta(ge=0, lt=2**53)
-]  # epochs and sequences: what JavaScript counts exactly
+# An epoch or a sequence, as far as JavaScript counts exactly.
+_Number = Annotated[int, Meta(ge=0, lt=2**53)]
 _Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Digest = Annotated[bytes, Meta(min_length=8, max_length=8)]
 _Name = Annotated[str, Meta(max_length=128)]

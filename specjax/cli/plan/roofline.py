@@ -279,9 +279,10 @@ def _draw(
             )
             for context in contexts
         ]
+        # Memory grows with the context, so it fits for the first contexts and for no others.
         fits_until[rows] = sum(
             any(variant.fits(rows, context) for variant, _ in sized) for context in contexts
-        )  # memory grows with context
+        )
     return draw_by_length_and_context(
         _title(config, pair), by_length, contexts, by_context, fits_until, config.context
     )

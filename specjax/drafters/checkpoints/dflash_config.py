@@ -268,9 +268,8 @@ def _declare_layer(config: DFlashConfig, index: int) -> Params:
     declared: Params = declarations.declare_layer(config.layer, prefix, index)
     if not kernel_size:
         return declared
-    kernels = (
-        2 * kernel_size * (hidden // config.conv_group_size)
-    )  # for the convolutions before and after the part
+    # 2, for the convolutions before and after the part.
+    kernels = 2 * kernel_size * (hidden // config.conv_group_size)
     for part in ("attention", "mlp"):
         name = f"{prefix}{part}_conv"
         declared[f"{part}_conv"] = replace(

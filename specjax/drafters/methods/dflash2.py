@@ -215,9 +215,8 @@ class DFlash2(DFlash):
 
         first = children_after(jnp.zeros((), jnp.int32), root[:, None])
         draft, _, _ = expand(shape, read, first, (), root, sampling, keys, active)
-        if (
-            draft.q is not None
-        ):  # over the candidates of each node's depth; leaves have no children and a q of zeros
+        # q is over the candidates of each node's depth. Leaves have no children, and a q of zeros.
+        if draft.q is not None:
             node_ids = ids[:, np.minimum(draft.depths, shape.depth - 1)]
             zeros = jnp.zeros((*draft.q.shape[:2], vocab), draft.q.dtype)
             draft = replace(

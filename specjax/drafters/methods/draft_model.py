@@ -275,9 +275,8 @@ class DraftModel(Drafter[DraftModelState]):
         count = jnp.where(active, 1 + state.behind, 0)
         output, cache = self.model.forward(self._known(unread), state.cache, count)
         root_index = state.behind.astype(jnp.int32)[:, None, None]
-        logits = jnp.take_along_axis(output.logits, root_index, axis=1)[
-            :, 0
-        ]  # within each row: no exchange on a mesh
+        # The index is within each row, so that a mesh exchanges nothing.
+        logits = jnp.take_along_axis(output.logits, root_index, axis=1)[:, 0]
 
         def read(
             frontier: Frontier, scratch: tuple[Entry, ...]
@@ -314,7 +313,8 @@ class DraftModel(Drafter[DraftModelState]):
         if self.draft_shape.read_slots:
             # The nodes of a chain were read in the order of its path: nothing has to be gathered.
             path = drafted.entries if draft.is_chain else gather_entries(drafted.entries, places)
-            # The pass of `propose` has stored the root already, so only accepted nodes are appended.
+            # The pass of `propose` has stored the root already, so only accepted nodes are
+            # appended.
             cache = cache.append(path, accepted - behind, after=draft.tokens[:, -1:])
         return DraftModelState(
             cache=cache,

@@ -350,9 +350,8 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
     # --- the contract ---
 
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
-        return tuple(
-            range(*self.config.tli_layers_of(config.num_layers))
-        )  # these run with their cache
+        # These layers run while it drafts, with the target's cache.
+        return tuple(range(*self.config.tli_layers_of(config.num_layers)))
 
     def start(self, target: Target, batch: int, capacity: int) -> MixtureState:
         """Return empty caches of self-attention and cross-attention."""

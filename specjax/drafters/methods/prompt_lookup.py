@@ -54,10 +54,8 @@ class PromptLookup(Drafter[PromptLookupState]):
 
     @property
     def node_counts(self) -> tuple[int, ...]:
-        return (
-            1,
-            *halvings(self.draft_shape.nodes),
-        )  # 1: the root alone, if no suffix occurs earlier
+        # 1 is the root alone, if no suffix occurs earlier.
+        return (1, *halvings(self.draft_shape.nodes))
 
     def check(self, target: Target) -> None:
         if not 1 <= self.max_ngram <= LONGEST_NGRAM:
@@ -116,9 +114,8 @@ class PromptLookup(Drafter[PromptLookupState]):
         overlap = jnp.zeros_like(tokens)
         equal = jnp.ones(tokens.shape, bool)
         for back in range(1, self.max_ngram + 1):
-            suffix = tokens[
-                rows, lengths[:, None] - back
-            ]  # a negative index wraps around; `position >= back` discards it
+            # A negative index wraps around, and `position >= back` discards what it finds.
+            suffix = tokens[rows, lengths[:, None] - back]
             equal = equal & (jnp.roll(tokens, back, axis=1) == suffix) & (position >= back)
             overlap = overlap + equal
         overlap = jnp.where(position < lengths[:, None], overlap, 0)

@@ -124,7 +124,8 @@ def attend_in_kernel(
     index_maps: list[Any] = [map_block]
     if table is not None:
         index_maps = [functools.partial(map_page, number) for number in range(pages)]
-    # The last tile of queries may reach beyond them: Pallas pads it, and drops its padding's output.
+    # The last tile of queries may reach beyond them: Pallas pads it, and drops the padding's
+    # output.
     inputs = [since[..., None], *q, *(part for part in (*stored, *scales) for _ in index_maps)]
     in_specs = [pl.BlockSpec((1, tile, 1), lambda b, h, r, i, *_: (b, r, 0))]
     in_specs += [pl.BlockSpec((1, 1, tile, part.shape[3]), map_rows) for part in q]

@@ -241,6 +241,5 @@ def draft_everywhere(
         attended = student.cross_attend(ahead(states, step), positions, (summaries, verified))
         hidden, new = student.finish(target, attended, positions, alone, scratch=scratch)
         yield hidden
-        scratch.append(
-            (new, None)
-        )  # no mask: each draft attends to its own tokens of earlier steps
+        # There is no mask, because each draft attends to its own tokens of earlier steps alone.
+        scratch.append((new, None))

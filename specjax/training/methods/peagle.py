@@ -197,9 +197,8 @@ class PEagleTraining(TrainingMethod):
                 if depth
                 else (every, counted(batch, 0))
             )
-            at = jnp.minimum(
-                places + 1 + depth, window - 1
-            )  # places beyond the window do not count
+            # Clamped, because places beyond the window do not count.
+            at = jnp.minimum(places + 1 + depth, window - 1)
             mean, loss_of_depth = loss_of(states, at, counts)
             total += mean * (size / sum(sizes))
             metrics[f"loss_{depth}"] = loss_of_depth
@@ -288,9 +287,8 @@ def read_depths(
     states, text = run(student, features, embedded, every, mask, ((),) * student.sizes.num_layers)
     yield states
     mask = _take(mask, places)
-    between: list[tuple[Entry, ...]] = [
-        () for _ in text
-    ]  # by layer, the entries of depths 1 and beyond
+    # The entries of depths 1 and beyond, by layer.
+    between: list[tuple[Entry, ...]] = [() for _ in text]
     for depth, size in enumerate(sizes, 1):
         between = jax.tree.map(lambda part, size=size: part[:, :, :size], between)
         past: tuple[tuple[Piece, ...], ...] = tuple(
