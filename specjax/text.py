@@ -114,9 +114,8 @@ def load_tokenizer(directory: Path) -> Any:
     try:
         # Without this argument, transformers asks on stdin whether to run the checkpoint's code.
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # damaged files cause errors of many types in transformers and tokenizers
+    # Damaged files cause errors of many types in transformers and tokenizers.
+    except Exception as error:
         if "trust_remote_code" in str(error):
             raise InputError(
                 f"{directory}: its tokenizer is code, which is never run: give a tokenizer whose"
@@ -537,9 +536,8 @@ def _marked(message: Mapping[str, Any], mark: str, with_calls: bool) -> dict[str
 def _check_unicode(prompt: str) -> None:
     try:
         prompt.encode()
-    except (
-        UnicodeEncodeError
-    ) as error:  # a lone surrogate: bytes of a command line that are not UTF-8
+    # A lone surrogate: bytes of a command line that are not UTF-8.
+    except UnicodeEncodeError as error:
         raise InputError(
             f"prompt: character {error.start} is not valid Unicode ({error.reason}); give UTF-8"
         ) from None

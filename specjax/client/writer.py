@@ -288,11 +288,10 @@ class Writer:
             raise LinkLostError(str(error)) from None
         link_error = None
         for event in events:
+            # If sending fails, the other events must still be handled: their tokens are committed.
             try:
                 self._handle(event)
-            except (
-                LinkLostError
-            ) as error:  # sending failed, but the other events must still be handled
+            except LinkLostError as error:
                 link_error = error
         if link_error is not None:
             raise link_error

@@ -48,9 +48,8 @@ def encode(
                 return_assistant_tokens_mask=responses_only,
                 **settings,
             )
-        except (
-            Exception
-        ) as error:  # a template is code of the checkpoint, which may raise any error
+        # A template is code of the checkpoint, which may raise any error.
+        except Exception as error:
             arguments = f", given data.chat_template_kwargs={settings}," if settings else ""
             raise ConfigError(
                 f"data.source: the chat template{arguments} refuses conversation {number} ({error})"

@@ -95,7 +95,7 @@ def log_acceptance(log_p: Float[Array, "*N V"], logits: Float[Array, "*N V"]) ->
         >>> round(float(jnp.exp(log_acceptance)), 3)  # 0.5 of the first token, 0.4 of the second
         0.9
     """
-    log_p = jax.lax.stop_gradient(log_p)
+    log_p = jax.lax.stop_gradient(log_p)  # the target is not trained
     return jax.nn.logsumexp(jnp.minimum(log_p, jax.nn.log_softmax(logits)), axis=-1)
 
 
@@ -165,6 +165,7 @@ def mean_over_positions(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -
         >>> float(losses.mean_over_positions(values, mask))
         1.5
     """
+    # Selected, not multiplied: a value that does not count may be NaN, and 0 times NaN is NaN.
     return jnp.sum(jnp.where(mask, values, 0)) / mask.size
 
 

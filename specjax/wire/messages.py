@@ -465,12 +465,8 @@ def _decode(decoder: "msgspec.msgpack.Decoder[_Decoded]", frame: bytes, most: in
         raise FrameError(1009, f"the frame has {len(frame)} bytes; at most {most} are allowed")
     try:
         return decoder.decode(frame)
-    except (
-        msgspec.MsgspecError,
-        ValueError,
-        OverflowError,
-        RecursionError,
-    ) as error:  # ValueError: invalid UTF-8
+    # ValueError: invalid UTF-8.
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise FrameError(4400, str(error)) from None
 
 
