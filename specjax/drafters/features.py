@@ -174,10 +174,8 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
     ) -> FeatureState:
         count = told.tokens.shape[1]
         positions = state.cache.length[:, None] + jnp.arange(count)[None]
-        embedded, states = (
-            self.embed(target, told.following),
-            told.arrays["features"].astype(self._dtype),
-        )
+        embedded = self.embed(target, told.following)
+        states = told.arrays["features"].astype(self._dtype)
         causal = jnp.tril(jnp.ones((1, count, count), bool))
         newest_states, new_entries, first_pair_states = [], [], []
         for module in range(self.modules):
@@ -194,9 +192,9 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             newest_states.append(newest_of(states, told.count, state.newest[:, module]))
             new_entries += entries
             first_pair_states.append(states[:, 0])
-        cache = state.cache.append(
-            new_entries, told.count, after=sum(first_pair_states[1:], first_pair_states[0])
-        )
+        # The write waits until every module has read the cache: the sum depends on all of them.
+        all_read = sum(first_pair_states[1:], first_pair_states[0])
+        cache = state.cache.append(new_entries, told.count, after=all_read)
         return FeatureState(cache=cache, newest=self._by_row(jnp.stack(newest_states, axis=1)))
 
     def append_unverified(
@@ -223,18 +221,13 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             states, entries = self.run(
                 state.newest, embedded, positions, None, self._past(state.cache, 0)
             )
-            newest = jnp.where(
-                counts[:, None, None] > 0, states.astype(state.newest.dtype), state.newest
-            )
-            return (
-                FeatureState(
-                    cache=state.cache.append(entries, counts, after=states), newest=newest
-                ),
-                None,
-            )
+            is_valid = counts[:, None, None] > 0
+            newest = jnp.where(is_valid, states.astype(state.newest.dtype), state.newest)
+            cache = state.cache.append(entries, counts, after=states)
+            return FeatureState(cache=cache, newest=newest), None
 
-        is_valid = (jnp.arange(tokens.shape[1])[:, None] < count).astype(jnp.int32)
-        state, _ = jax.lax.scan(read, state, (following.T, is_valid))
+        counts = (jnp.arange(tokens.shape[1])[:, None] < count).astype(jnp.int32)  # 0: padding
+        state, _ = jax.lax.scan(read, state, (following.T, counts))
         return state, ()
 
     def propose(
@@ -286,14 +279,11 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             )
 
             def read_with(module: int, states: jax.Array) -> tuple[jax.Array, tuple[Entry, ...]]:
-                cached, first_layer = (
-                    self._past(state.cache, module),
-                    (module - modules.start) * layers,
-                )
+                cached = self._past(state.cache, module)
+                first_layer = (module - modules.start) * layers
                 # As in the cache, the first pairs of a text are hidden (see `visible_in`).
-                visible = (
-                    frontier.visible & (state.cache.length[:, None] + depths - 1 >= module)[:, None]
-                )
+                has_state = state.cache.length[:, None] + depths - 1 >= module
+                visible = frontier.visible & has_state[:, None]
                 drafted = scratch[first_layer : first_layer + layers]
                 past = tuple(
                     (*pieces, (entry, visible))
@@ -311,6 +301,7 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
                     )
                     at_module, entries = read_with(module, before)
                 else:
+                    # A conditional, so that the weights of a module without input are not read.
                     run = partial(read_with, module)
                     needed, before = frontier.depth <= module, above[:, :, module - 1]
                     at_module, entries = jax.lax.cond(needed, run, partial(_zeros_of, run), before)
@@ -319,10 +310,8 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             current = jnp.minimum(frontier.depth, last)
             of_modules = jnp.stack(module_states, axis=2)
             logits = self.logits(target, jnp.take(of_modules, current, axis=2), current)
-            return logits, (
-                place_entries(scratch, new, frontier.offset, after=of_modules),
-                of_modules,
-            )
+            scratch = place_entries(scratch, new, frontier.offset, after=of_modules)
+            return logits, (scratch, of_modules)
 
         above = jnp.broadcast_to(
             state.newest[:, None], (batch, self.draft_shape.width, *state.newest.shape[1:])
@@ -369,11 +358,11 @@ def visible_in(module: int, positions: jax.Array, causal: jax.Array) -> jax.Arra
         positions: ``[B, T]``, the position of each pair in its text.
         causal: ``[B|1, T, T]`` bool, the mask of the first module.
     """
-    return (
-        causal
-        if module == 0
-        else causal & ((positions >= module)[:, None] | jnp.eye(positions.shape[1], dtype=bool))
-    )
+    if module == 0:
+        return causal
+    # A hidden pair still sees itself.
+    itself = jnp.eye(positions.shape[1], dtype=bool)
+    return causal & ((positions >= module)[:, None] | itself)
 
 
 def _zeros_of(run: Callable[..., Any], *arguments: jax.Array) -> Any:

@@ -271,6 +271,7 @@ class DraftModel(Drafter[DraftModelState]):
     ) -> tuple[Draft, DraftModelState]:
         # The first forward reads up to two tokens: the end of the newest path, if it is unread, and
         # the root.
+        # If the end is read, the root comes first, and the second token is padding.
         unread = jnp.stack([jnp.where(state.behind, state.last, root), root], axis=1)
         count = jnp.where(active, 1 + state.behind, 0)
         output, cache = self.model.forward(self._known(unread), state.cache, count)
