@@ -246,10 +246,8 @@ class TextGenerator(OneLine):
         """
         prompts, is_list = _prompts(prompt)
         stop, generation_options = _split_options(options, self.default_sampling)
-        tokens, chats = (
-            list(map(self.encode, prompts)),
-            [not isinstance(messages, str) for messages in prompts],
-        )
+        tokens = list(map(self.encode, prompts))
+        chats = [not isinstance(messages, str) for messages in prompts]
         run = self.start(
             tokens, generation_options, stop=stop, steps=LOOK_EVERY if stop else None, is_chat=chats
         )

@@ -392,10 +392,8 @@ def distributions(logits: jax.Array, sampling: RowSampling) -> Distributions:
     )
     if sampling.truncated:  # truncation stores the remaining logits as a new array
         values = _warped(logits, sampling)
-        top, temperature = (
-            jnp.zeros(is_greedy.shape, jnp.float32),
-            jnp.ones(is_greedy.shape, jnp.float32),
-        )
+        top = jnp.zeros(is_greedy.shape, jnp.float32)
+        temperature = jnp.ones(is_greedy.shape, jnp.float32)
     else:
         values, top = logits, _top(logits)
         temperature = jnp.where(is_greedy, 1.0, _by_row(sampling.temperature, top))

@@ -425,10 +425,8 @@ def _for_template(message: Mapping[str, Any], as_mappings: bool) -> dict[str, An
 
     A message that only calls tools has no content.
     """
-    result, calls = (
-        {name: value for name, value in message.items() if value is not None},
-        message.get("tool_calls"),
-    )
+    result = {name: value for name, value in message.items() if value is not None}
+    calls = message.get("tool_calls")
     if calls:
         result["tool_calls"] = [_with_arguments(call, as_mappings) for call in calls]
         if not result.get("content"):

@@ -302,10 +302,8 @@ def choose_capacity(
     positions = decoding.most_positions(target, drafter or NoDraft())
     usual = min(positions, memory.USUAL_CAPACITY)
     if config.cache_gb:
-        capacity, why = (
-            memory.capacity_in(config.cache_gb * 1e9, target, drafter, **sizes),
-            f"in {config.cache_gb:g} GB of caches",
-        )
+        capacity = memory.capacity_in(config.cache_gb * 1e9, target, drafter, **sizes)
+        why = f"in {config.cache_gb:g} GB of caches"
     elif spans_processes(target.mesh):  # all processes must choose the same capacity
         capacity, why = usual, "the default; see --capacity and --cache-gb"
     elif (free := memory.free_bytes(target.mesh)) is None:

@@ -92,10 +92,8 @@ def _of_scheduler(text: str, environment: Mapping[str, str]) -> tuple[str, str |
             f"shard={text!r}: neither {' nor '.join(names)} is set: run it as a task of an array,"
             " or give I/N"
         )
-    index, first_index = (
-        environment[name],
-        environment.get("SLURM_ARRAY_TASK_MIN", "0") if name == names[0] else "0",
-    )
+    index = environment[name]
+    first_index = environment.get("SLURM_ARRAY_TASK_MIN", "0") if name == names[0] else "0"
     if not (index.isdecimal() and first_index.isdecimal()) or int(index) < int(first_index):
         raise InputError(
             f"shard={text!r}: {name}={index!r} must be a number, at least {first_index}: give I/N"

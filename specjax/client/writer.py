@@ -399,11 +399,9 @@ class Writer:
         tree = self.speculation.to_send(
             bounds.nodes, depth, as_chain=bool(self._display.provisional)
         )
-        self._sizes, self._resent, self._is_kept = (
-            (self.report.bytes_up, self.report.bytes_down),
-            False,
-            is_kept,
-        )
+        self._sizes = (self.report.bytes_up, self.report.bytes_down)
+        self._resent = False
+        self._is_kept = is_kept
         self.report.depths.append(tree.depth)
         self._progress_at = self._link.now()
         self._send(self.exchange.draft(tree))

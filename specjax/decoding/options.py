@@ -83,10 +83,8 @@ class GenerationOptions:
             "max_new_tokens", batch, 1, 2**31 - 1, "at least 1 and below 2**31, one number or"
         )
         in_range = f"from 0 to max_new_tokens={self.max_new_tokens}, one number, or"
-        least, stop_token_ids = (
-            self._counts("min_new_tokens", batch, 0, most, in_range),
-            self._stop_token_ids(config, batch),
-        )
+        least = self._counts("min_new_tokens", batch, 0, most, in_range)
+        stop_token_ids = self._stop_token_ids(config, batch)
         if any(
             len(set(row) - {-1}) == config.vocab_size for row in stop_token_ids[least > 0].tolist()
         ):

@@ -556,10 +556,8 @@ def _check_same(result: decoding.Result, row: int, elsewhere: decoding.Result, t
         f"row {row}: other tokens among other rows"
     )
     # The width of a pass depends on all rows of the batch.
-    here, reordered = (
-        metrics.summarise(result.stats, row),
-        metrics.summarise(elsewhere.stats, there),
-    )
+    here = metrics.summarise(result.stats, row)
+    reordered = metrics.summarise(elsewhere.stats, there)
     assert replace(here, scored=0) == replace(reordered, scored=0), (
         f"row {row}: other statistics among other rows"
     )

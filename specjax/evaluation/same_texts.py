@@ -212,10 +212,8 @@ def _partings(
     """
     partings = []
     for row, (plain_tokens, drafted_tokens) in enumerate(zip(*outputs, strict=True)):
-        plain, drafted = (
-            plain_tokens[: sizes[0][row]].tolist(),
-            drafted_tokens[: sizes[1][row]].tolist(),
-        )
+        plain = plain_tokens[: sizes[0][row]].tolist()
+        drafted = drafted_tokens[: sizes[1][row]].tolist()
         if plain == drafted:
             continue
         shorter = min(len(plain), len(drafted))

@@ -273,11 +273,9 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
         index: the index of the layer in the model, which decides whether it has experts, and how it
             differs from others.
     """
-    has_entries, is_sparse, is_linear = (
-        config.entries_of(index) == index,
-        config.is_sparse(index),
-        config.is_linear(index),
-    )
+    has_entries = config.entries_of(index) == index
+    is_sparse = config.is_sparse(index)
+    is_linear = config.is_linear(index)
     config = config.of_layer(index)
     if is_linear:
         attention = _declare_linear_attention(config, f"{prefix}linear_attn.")

@@ -295,10 +295,8 @@ class Pair:
 
         A target that drafts for itself has one set of weights.
         """
-        weights, caches = (
-            parameter_count(self.target),
-            batch * context * cache_bytes(self.target, self.kv_bytes),
-        )
+        weights = parameter_count(self.target)
+        caches = batch * context * cache_bytes(self.target, self.kv_bytes)
         caches += batch * state_bytes(self.target)
         if isinstance(self.drafter, Trained):
             weights += self.drafter.parameters

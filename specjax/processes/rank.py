@@ -80,10 +80,8 @@ def find(environment: Mapping[str, str] = os.environ) -> ProcessPlace | None:
                 f"JAX_COORDINATOR_ADDRESS={address!r}: no scheduler gives the number of processes"
                 " and the index of this one: set JAX_NUM_PROCESSES and JAX_PROCESS_ID as well"
             )
-        count, number = (
-            scheduler_place.count if count is None else count,
-            scheduler_place.number if number is None else number,
-        )
+        count = scheduler_place.count if count is None else count
+        number = scheduler_place.number if number is None else number
         return _checked(ProcessPlace(address, count, number, scheduler_place.devices))
     if leader := environment.get("LWS_LEADER_ADDRESS"):
         count, number = (

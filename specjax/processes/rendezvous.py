@@ -260,10 +260,8 @@ def _read_member(message: tuple[bytes, bytes] | None) -> Member | None:
         member = Member(**json.loads(message[1] if message and message[0] == _HELLO else b"{}"))
     except (TypeError, ValueError, RecursionError):
         return None
-    numbers, texts = (
-        (member.number, member.count, member.pid),
-        (member.host, member.versions, member.task),
-    )
+    numbers = (member.number, member.count, member.pid)
+    texts = (member.host, member.versions, member.task)
     is_valid = all(isinstance(x, int) for x in numbers) and all(
         isinstance(x, str) and x.isprintable() for x in texts
     )

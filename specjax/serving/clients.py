@@ -199,12 +199,10 @@ class ClientRow:
         sent_tokens: int,
     ) -> None:
         """Make the row of a submitted request, for `specjax.serving.Engine.open_row`."""
-        self._clients, self.request, self.settings, self.listener = (
-            clients,
-            request,
-            settings,
-            listener,
-        )
+        self._clients = clients
+        self.request = request
+        self.settings = settings
+        self.listener = listener
         self.sent_tokens = sent_tokens
         self.draft: tuple[np.ndarray, np.ndarray] | None = None
         self.is_ready = False

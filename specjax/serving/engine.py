@@ -155,12 +155,10 @@ class Engine:
         sizes = config.sizes
         self._config, self.target, self.tokenizer = config, config.target, config.tokenizer
         self.default_sampling = config.default_sampling
-        self.page, self.chunk, self.capacity, self.widths = (
-            sizes.page,
-            sizes.chunk,
-            sizes.capacity,
-            sizes.widths,
-        )
+        self.page = sizes.page
+        self.chunk = sizes.chunk
+        self.capacity = sizes.capacity
+        self.widths = sizes.widths
         self.rows, self.steps = rows, steps
         self.max_logprobs, self.max_prediction = max_logprobs, max_prediction
         device = config.device(together)

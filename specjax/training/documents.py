@@ -219,10 +219,8 @@ def hash_of(content: str) -> str:
 
 def _message(entry: Any, where: str) -> Message:
     if isinstance(entry, Mapping):
-        role, content = (
-            entry.get("role", entry.get("from")),
-            entry.get("content", entry.get("value")),
-        )
+        role = entry.get("role", entry.get("from"))
+        content = entry.get("content", entry.get("value"))
         if isinstance(content, str) and isinstance(role, str):
             if role.lower() not in _ROLES:
                 raise ConfigError(f"{where}: role {role!r}: it must be one of {', '.join(_ROLES)}")

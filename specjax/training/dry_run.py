@@ -135,13 +135,11 @@ def needs(config: TrainConfig) -> Needs:
         InputError: The configuration is invalid, or the target does not exist.
     """
     run = abstract_run(config)
-    method, state, target, batch, student = (
-        config.method,
-        run.state,
-        run.target,
-        run.batch,
-        run.state.student,
-    )
+    method = config.method
+    state = run.state
+    target = run.target
+    batch = run.batch
+    student = run.state.student
     analysis = run.lower().compile().memory_analysis()
     temporary = int(analysis.temp_size_in_bytes) if analysis is not None else 0
     paths = {

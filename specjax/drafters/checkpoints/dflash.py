@@ -355,11 +355,9 @@ def _with_windows(raw: dict[str, Any]) -> dict[str, Any]:
     All other fields about windows are ignored. A window that is longer than any text still makes
     blocks causal, so it stays, cut to the length of the longest text.
     """
-    kinds, window, longest = (
-        raw.get("layer_types"),
-        raw.get("sliding_window"),
-        raw.get("max_position_embeddings", 32_768),
-    )
+    kinds = raw.get("layer_types")
+    window = raw.get("sliding_window")
+    longest = raw.get("max_position_embeddings", 32_768)
     if not isinstance(kinds, list) or "sliding_attention" not in kinds:
         return raw
     if type(window) is int and type(longest) is int:

@@ -260,11 +260,9 @@ def declare(config: DFlashConfig, layout: str) -> Params:
 
 
 def _declare_layer(config: DFlashConfig, index: int) -> Params:
-    prefix, hidden, kernel_size = (
-        f"layers.{index}.",
-        config.layer.hidden_size,
-        config.conv_kernel_size,
-    )
+    prefix = f"layers.{index}."
+    hidden = config.layer.hidden_size
+    kernel_size = config.conv_kernel_size
     declared: Params = declarations.declare_layer(config.layer, prefix, index)
     if not kernel_size:
         return declared

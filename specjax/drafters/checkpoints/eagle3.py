@@ -240,12 +240,10 @@ def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> E
         CheckpointError: A field is invalid, a count does not match the tensors, or ``d2t`` or
             ``t2d`` is missing.
     """
-    raw, source, shapes, layout = (
-        stored.raw if raw is None else raw,
-        stored.file,
-        stored.shapes,
-        layout_of(stored),
-    )
+    raw = stored.raw if raw is None else raw
+    source = stored.file
+    shapes = stored.shapes
+    layout = layout_of(stored)
     fields = check_fields(raw, _FIELDS, source)
     nested, layer_fields = fields["eagle_config"] or {}, fields["transformer_layer_config"]
     flags = check_fields({**nested, **raw}, _FLAGS, source)

@@ -103,10 +103,8 @@ class PromptLookup(Drafter[PromptLookupState]):
         keys: jax.Array,
         active: jax.Array,
     ) -> tuple[Draft, PromptLookupState]:
-        tokens, lengths = (
-            append_tokens(state.tokens, state.lengths, root[:, None], active),
-            state.lengths + 1,
-        )
+        tokens = append_tokens(state.tokens, state.lengths, root[:, None], active)
+        lengths = state.lengths + 1
         rows = jnp.arange(tokens.shape[0])[:, None]
         position = jnp.arange(tokens.shape[1])[None]
         # overlap[b, i]: the number of tokens right before position i that equal the text's last

@@ -21,11 +21,9 @@ _NO_POSITIONS = Layer(rope=Rope(kind="none"))
 
 
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
-    count, every, turned = (
-        fields["num_hidden_layers"],
-        fields["no_rope_layer_interval"],
-        fields["no_rope_layers"],
-    )
+    count = fields["num_hidden_layers"]
+    every = fields["no_rope_layer_interval"]
+    turned = fields["no_rope_layers"]
     if turned is None:
         turned = [(layer + 1) % every for layer in range(count)]
     if len(turned) < count:

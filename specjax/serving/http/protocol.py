@@ -288,12 +288,10 @@ class Door(asyncio.Protocol):
             security: the TLS context; None: there is no TLS.
             options: uvicorn's arguments of a protocol.
         """
-        self._bounds, self._places, self._security, self._options = (
-            bounds,
-            places,
-            security,
-            options,
-        )
+        self._bounds = bounds
+        self._places = places
+        self._security = security
+        self._options = options
         # uvicorn waits at its shutdown until this set is empty.
         self._connections: set[Any] = options["server_state"].connections
         self._early: list[bytes] = []

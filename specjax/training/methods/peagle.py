@@ -279,10 +279,8 @@ def read_depths(
     """
     rows, window = features.shape[:2]
     run = jax.checkpoint(type(student).run) if remat else type(student).run
-    every, mask = (
-        jnp.broadcast_to(jnp.arange(window), (rows, window)),
-        document_mask(batch["segments"][:, :-1]),
-    )
+    every = jnp.broadcast_to(jnp.arange(window), (rows, window))
+    mask = document_mask(batch["segments"][:, :-1])
     embedded = student.embed(target, ahead(batch["tokens"], 1)[:, :window])
     states, text = run(student, features, embedded, every, mask, ((),) * student.sizes.num_layers)
     yield states
