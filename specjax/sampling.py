@@ -713,11 +713,9 @@ def _block_tops(logits: jax.Array, count: int) -> jax.Array:
 def _count_of_blocks(vocab: int) -> int:
     """Return the number of equal blocks for a search, as in `draw` a power of two if possible."""
     count = math.gcd(vocab, _BLOCKS)
-    return (
-        count
-        if count >= 16
-        else max(blocks for blocks in range(1, _BLOCKS + 1) if vocab % blocks == 0)
-    )
+    if count >= 16:
+        return count
+    return max(blocks for blocks in range(1, _BLOCKS + 1) if vocab % blocks == 0)
 
 
 def likeliest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

@@ -499,11 +499,9 @@ def _first_left_out(render: Render, messages: Messages, with_calls: bool = True)
 
 def _says_something(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
-    return (
-        bool(content.strip())
-        if content and isinstance(content, str)
-        else not content and bool(message.get("tool_calls"))
-    )
+    if content and isinstance(content, str):
+        return bool(content.strip())
+    return not content and bool(message.get("tool_calls"))
 
 
 _MARK = re.compile("specjaxmark[a-p]{8}")

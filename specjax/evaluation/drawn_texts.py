@@ -241,11 +241,9 @@ class _Drafts:
         values = [value for value in values if value < 1]  # a test with a single cell gives 1
         if not values:
             return None
-        return (
-            float(special.chdtrc(2 * len(values), -2 * np.sum(np.log(values))))
-            if min(values) > 0
-            else 0.0
-        )
+        if min(values) > 0:
+            return float(special.chdtrc(2 * len(values), -2 * np.sum(np.log(values))))
+        return 0.0
 
 
 def _batch(

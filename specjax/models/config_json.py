@@ -99,11 +99,9 @@ def read_config(files: CheckpointFiles) -> ModelConfig:
     config = parse_config(files.raw, files.file)
     source = str(files.directory / generation_config.FILE)
     eos = check_fields(files.json(generation_config.FILE, {}), _GENERATION, source)["eos_token_id"]
-    return (
-        config
-        if eos is None
-        else replace(config, eos_token_ids=_eos_token_ids(eos, config.vocab_size, source))
-    )
+    if eos is None:
+        return config
+    return replace(config, eos_token_ids=_eos_token_ids(eos, config.vocab_size, source))
 
 
 _PART: dict[str, Field] = {

@@ -125,11 +125,9 @@ class Param:
     @property
     def stored_names(self) -> tuple[str, ...]:
         """The names of its tensors in the checkpoint, in the order of the first axis."""
-        return (
-            tuple(self.name.replace("{}", str(i)) for i in range(self.shape[0]))
-            if self.stacked
-            else (self.name,)
-        )
+        if self.stacked:
+            return tuple(self.name.replace("{}", str(i)) for i in range(self.shape[0]))
+        return (self.name,)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

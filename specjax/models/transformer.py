@@ -260,11 +260,9 @@ class Target(OneLine):
     def held(self) -> parts.Layers:
         """The layers of this target: from the first index to the one after the last."""
         present = [i for i, layer in enumerate(self.params["layers"]) if layer]
-        return (
-            (present[0], present[-1] + 1)
-            if present
-            else (self.config.num_layers, self.config.num_layers)
-        )
+        if present:
+            return (present[0], present[-1] + 1)
+        return (self.config.num_layers, self.config.num_layers)
 
     def fingerprint(self) -> str:
         """Return 32 hexadecimal digits by which a server and a client compare their targets.
@@ -343,11 +341,9 @@ class Target(OneLine):
         """
 
         def look_up(rows: jax.Array) -> jax.Array:
-            return (
-                rows_of(table, rows, self.dtype)
-                if isinstance(table, QuantizedMatrix)
-                else table[rows, columns]
-            )
+            if isinstance(table, QuantizedMatrix):
+                return rows_of(table, rows, self.dtype)
+            return table[rows, columns]
 
         if self.mesh is None or tokens.size > 1:
             return look_up(tokens)
@@ -595,11 +591,9 @@ class Target(OneLine):
     def embedding(self) -> jax.Array:
         """The embedding ``[V, H]`` in floats, to initialize those of drafters."""
         stored = self.params["embed"]
-        return (
-            dequantize_matrix(stored, self.dtype).T
-            if isinstance(stored, QuantizedMatrix)
-            else stored
-        )
+        if isinstance(stored, QuantizedMatrix):
+            return dequantize_matrix(stored, self.dtype).T
+        return stored
 
     @property
     def head_weights(self) -> jax.Array:

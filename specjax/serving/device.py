@@ -230,11 +230,9 @@ class EngineDevice:
         A drafter that copies predictions is rarely used, so it has the smallest and largest only.
         """
         widths = self.sizes.widths
-        return (
-            tuple(dict.fromkeys((widths[0], widths[-1])))
-            if copies(self.drafters[index])
-            else widths
-        )
+        if copies(self.drafters[index]):
+            return tuple(dict.fromkeys((widths[0], widths[-1])))
+        return widths
 
     def most_prefix_states(self) -> int | None:
         """Return the largest number of prefix states in each group of rows; None: no limit.

@@ -152,11 +152,9 @@ class Terms:
     @property
     def max_of_owner(self) -> int:
         """The largest number of sessions of one API key or address."""
-        return (
-            max(1, self.sessions // 2)
-            if self.sessions_per_owner is None
-            else self.sessions_per_owner
-        )
+        if self.sessions_per_owner is None:
+            return max(1, self.sessions // 2)
+        return self.sessions_per_owner
 
     @property
     def max_unsent_bytes(self) -> int:

@@ -256,11 +256,9 @@ def _sequences(
 
 def _tokens_of(tokenizer_hash: str | None, document: Document) -> WrittenTokens | None:
     """Return the generated tokens of a document if they are of this tokenizer, else None."""
-    return (
-        document.written
-        if document.written is not None and document.written.tokenizer == tokenizer_hash
-        else None
-    )
+    if document.written is not None and document.written.tokenizer == tokenizer_hash:
+        return document.written
+    return None
 
 
 def _report_generated_tokens(

@@ -226,11 +226,9 @@ def _message(entry: Any, where: str) -> Message:
                 raise ConfigError(f"{where}: role {role!r}: it must be one of {', '.join(_ROLES)}")
             message = {"role": _ROLES[role.lower()], "content": content}
             thinking = entry.get("thinking")
-            return (
-                message | {"thinking": thinking}
-                if isinstance(thinking, str) and thinking
-                else message
-            )
+            if isinstance(thinking, str) and thinking:
+                return message | {"thinking": thinking}
+            return message
     raise ConfigError(
         f"{where}: a message needs role and content, or from and value, and both must be text"
     )

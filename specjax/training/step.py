@@ -225,11 +225,9 @@ def flops_of_step(state: TrainState, batch: Batch, target: Target | None, **fixe
     """Return the floating-point operations of a `train_step` on all devices, as XLA counts them."""
     # XLA counts the body of a loop once.
     analysis = train_step.lower(state, batch, target, **fixed).cost_analysis()
-    return (
-        float(analysis.get("flops", 0.0)) * fixed.get("accumulate", 1)
-        if isinstance(analysis, dict)
-        else 0.0
-    )
+    if isinstance(analysis, dict):
+        return float(analysis.get("flops", 0.0)) * fixed.get("accumulate", 1)
+    return 0.0
 
 
 def trainable(student: Any, method: TrainingMethod) -> Any:

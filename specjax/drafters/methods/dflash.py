@@ -295,11 +295,9 @@ class DFlash(TrainedDrafter[Cache]):
                 it.
         """
         is_visible = back >= (0 if self.is_causal(window) else -self.config.block_size)
-        return (
-            is_visible
-            if window is None or self.config.window_of_block
-            else is_visible & (back < window)
-        )
+        if window is None or self.config.window_of_block:
+            return is_visible
+        return is_visible & (back < window)
 
     def reach(
         self, window: int | None, positions: jax.Array, anchors: jax.Array

@@ -340,11 +340,9 @@ class DraftModel(Drafter[DraftModelState]):
 
     def _offered(self, logits: jax.Array, target: Target) -> jax.Array:
         """Return the logits of the draft model over `_vocabulary`."""
-        return (
-            _fit(logits, target.config.vocab_size)
-            if self.shared is None
-            else self.shared.narrow(logits)
-        )
+        if self.shared is None:
+            return _fit(logits, target.config.vocab_size)
+        return self.shared.narrow(logits)
 
     def _vocabulary(self, target: Target) -> Vocabulary | None:
         return None if self.shared is None else self.shared.vocabulary(target.config.vocab_size)

@@ -73,11 +73,9 @@ class Eagle3(FeatureDrafter):
 
     @classmethod
     def usual_sizes(cls, target: Target) -> dict[str, Any]:
-        return (
-            {"ids": np.arange(USUAL_VOCABULARY)}
-            if target.config.vocab_size > USUAL_VOCABULARY
-            else {}
-        )
+        if target.config.vocab_size > USUAL_VOCABULARY:
+            return {"ids": np.arange(USUAL_VOCABULARY)}
+        return {}
 
     @classmethod
     def init(
@@ -210,11 +208,9 @@ class Eagle3(FeatureDrafter):
             if self.config.norm_output
             else rms_norm(states, self.params["norm"], self.sizes.norm_eps)
         )
-        return (
-            self._split(vocabulary_logits(x, self.params["lm_head"]))
-            if self.config.own_head
-            else target.head(x)
-        )
+        if self.config.own_head:
+            return self._split(vocabulary_logits(x, self.params["lm_head"]))
+        return target.head(x)
 
     def drafted_logits(self, target: Target, hidden: jax.Array) -> jax.Array:
         """Return the target's logits ``[..., Vd]`` of the tokens that the drafter can draft.

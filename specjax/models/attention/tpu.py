@@ -289,11 +289,9 @@ def _kernel(
             for i, pieces in enumerate(split)
         ]
         numbers, scales = whole[:entry_parts], whole[entry_parts:]
-        return (
-            [QuantizedPart(*pair) for pair in zip(numbers, scales, strict=True)]
-            if has_scales
-            else [*numbers]
-        )
+        if has_scales:
+            return [QuantizedPart(*pair) for pair in zip(numbers, scales, strict=True)]
+        return [*numbers]
 
     def product(q: jax.Array, keys: Part) -> jax.Array:
         # The sums are in float32: as bfloat16 a score would have two to three digits.
