@@ -305,11 +305,12 @@ def recursive_rejection(
     accept_keys, token_keys = split_keys(keys, 2)
     first, next_sibling = tree.first_children(draft.parents), tree.next_siblings(draft.parents)
 
-    def following(
-        order: Any, node: jax.Array
-    ) -> jax.Array:  # a child that was not drafted ends the list of siblings
-        child = at_nodes(jnp.broadcast_to(jnp.asarray(order, jnp.int32), draft.tokens.shape), node)
-        return jnp.where((child >= 0) & at_nodes(_drafted(draft), jnp.maximum(child, 0)), child, -1)
+    def following(order: Any, node: jax.Array) -> jax.Array:
+        by_row = jnp.broadcast_to(jnp.asarray(order, jnp.int32), draft.tokens.shape)
+        child = at_nodes(by_row, node)
+        # A child that was not drafted ends the list of siblings.
+        is_drafted = at_nodes(_drafted(draft), jnp.maximum(child, 0))
+        return jnp.where((child >= 0) & is_drafted, child, -1)
 
     def waiting(trial: _Trial) -> jax.Array:
         return (trial.child >= 0) & ~trial.accepted
@@ -496,6 +497,7 @@ def _uniform(keys: jax.Array, count: int) -> jax.Array:
     The first numbers are the same for every ``count``.
     """
 
+    # One key per number: a single draw of ``count`` numbers would depend on ``count``.
     def row(key: jax.Array) -> jax.Array:
         return jax.vmap(
             lambda i: jax.random.uniform(jax.random.fold_in(key, i), dtype=jnp.float32)

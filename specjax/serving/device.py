@@ -278,6 +278,7 @@ class EngineDevice:
                 None: the prompt is prefilled from its beginning.
         """
         initial_state, group = prefix_state or (self._empty_prefix_state, np.int32(0))
+        # Numbers of numpy's types: with those of Python JAX would compile another program.
         self.state = device_rows.admit(
             *self._reading, np.int32(row), text, np.int32(start), initial_state, group
         )

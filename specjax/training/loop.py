@@ -110,6 +110,7 @@ def train(config: TrainConfig) -> Path:
             waiting("training, compiling the first step", config.steps, first) as wait,
         ):
             report = _Report(wait, config.mesh[0] * config.mesh[1])
+            # A run that continues must not replace a better student of its earlier steps.
             best = max(map(method.goodness, log.values(best_metric)), default=-np.inf)
             figures = _Figures(log, report, tokens_per_step)
             try:

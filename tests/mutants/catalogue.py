@@ -110,7 +110,7 @@ CATALOGUE = (
     Mutant(
         name="siblings-behind-a-gap",
         file="specjax/decoding/verification.py",
-        old="return jnp.where((child >= 0) & at_nodes(_drafted(draft), jnp.maximum(child, 0)), child, -1)",
+        old="return jnp.where((child >= 0) & is_drafted, child, -1)",
         new="return child",
         tests=("tests/decoding/test_rules.py::test_siblings_are_judged_one_after_the_other",),
         breaks="A sibling that this row did not draft is judged, too.",
@@ -926,8 +926,8 @@ CATALOGUE = (
     Mutant(
         name="window-one-too-wide",
         file="specjax/models/transformer.py",
-        old="else mask & (positions[:, :, None] - positions[:, None] < window)",
-        new="else mask & (positions[:, :, None] - positions[:, None] <= window)",
+        old="return mask & (positions[:, :, None] - positions[:, None] < window)",
+        new="return mask & (positions[:, :, None] - positions[:, None] <= window)",
         tests=(
             "tests/models/test_windows.py::test_the_newest_token_sees_itself_and_the_two_before_it_and_no_more[0]",
         ),
