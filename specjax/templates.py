@@ -257,11 +257,10 @@ def _checked(tokenizer: Any, settings: dict[str, Any], name: str) -> dict[str, A
             remaining = sorted(
                 names_of_template - {"messages", *_OWN, *tokenizer.special_tokens_map}
             )
-            hint = (
-                f", but {', '.join(remaining)}{did_you_mean(key, remaining)}"
-                if remaining
-                else "; leave it out"
-            )
+            if remaining:
+                hint = f", but {', '.join(remaining)}{did_you_mean(key, remaining)}"
+            else:
+                hint = "; leave it out"
             raise InputError(f"{name}: the chat template does not read {key!r}{hint}")
     chat = [{"role": "user", "content": "a"}]
     try:

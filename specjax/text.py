@@ -807,11 +807,10 @@ class FinalChannel:
         self._name: list[int] = []  # the tokens of the channel's name so far
         self._is_named = self._is_final = False
         tokens = [int(token) for token in prompt]
-        last = (
-            len(tokens) - 1 - tokens[::-1].index(self._start)
-            if self._start in tokens
-            else len(tokens)
-        )
+        if self._start in tokens:
+            last = len(tokens) - 1 - tokens[::-1].index(self._start)
+        else:
+            last = len(tokens)
         for token in tokens[last:]:
             self._is_text(token)
 

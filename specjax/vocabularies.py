@@ -121,11 +121,8 @@ class VocabularyTokens:
             for token, i in vocabulary.items()
             if (i in special or i in added) and i not in nothing
         }
-        unknown = (
-            roles.get("eos_token", 0)
-            if unknown is None or (size is not None and unknown >= size)
-            else unknown
-        )
+        if unknown is None or (size is not None and unknown >= size):
+            unknown = roles.get("eos_token", 0)
         return cls(texts_of(plain, literal), roles, unknown, spellings)
 
     @cached_property

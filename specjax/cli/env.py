@@ -253,10 +253,9 @@ def to_json(report: EnvironmentReport) -> str:
 def _name_devices(devices: Sequence[dict[str, str]]) -> str:
     counts: dict[str, int] = {}
     for device in devices:
-        name = (
-            f"{device['kind']} ({device['platform']})"
-            if device["kind"] != device["platform"]
-            else device["kind"]
-        )
+        if device["kind"] != device["platform"]:
+            name = f"{device['kind']} ({device['platform']})"
+        else:
+            name = device["kind"]
         counts[name] = counts.get(name, 0) + 1
     return ", ".join(f"{count} x {name}" for name, count in counts.items())

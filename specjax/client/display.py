@@ -46,11 +46,10 @@ class Display:
         self._tokenizer, self._is_chat = tokenizer, is_chat
         self._all = list(prompt)  # the prompt and the committed tokens
         self._prompt = len(prompt)
-        self._growing = (
-            None
-            if tokenizer is None
-            else GrowingText(tokenizer, list(prompt), stop, is_chat=is_chat)
-        )
+        if tokenizer is None:
+            self._growing = None
+        else:
+            self._growing = GrowingText(tokenizer, list(prompt), stop, is_chat=is_chat)
         is_cut = is_alone and bool(stop) and tokenizer is not None
         self._alone = (
             GrowingText(tokenizer, list(prompt), stop, is_chat=is_chat) if is_cut else None

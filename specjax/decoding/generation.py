@@ -226,11 +226,10 @@ def start(
     rows = options.sampling.rows(batch, rule)
     # Batches that are all greedy have their own program, and all others share one. That one
     # searches for the threshold of top-k, top-p and min-p only if a row uses them.
-    rows = (
-        replace(rows, greedy=False, truncated=True, rule=rule)
-        if mixed
-        else replace(rows, truncated=not rows.greedy)
-    )
+    if mixed:
+        rows = replace(rows, greedy=False, truncated=True, rule=rule)
+    else:
+        rows = replace(rows, truncated=not rows.greedy)
     # Prefill draws no token, so one program serves every kind of sampling. The real fields are
     # restored below.
     state = prefill(

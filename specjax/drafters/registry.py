@@ -161,11 +161,10 @@ class DraftingMethod:
 
 
 def _make_prompt_lookup(request: DrafterRequest) -> Drafter:
-    longest = (
-        {"max_ngram": _whole(request, "prompt-lookup:MAX_NGRAM, such as prompt-lookup:3")}
-        if request.where
-        else {}
-    )
+    if request.where:
+        longest = {"max_ngram": _whole(request, "prompt-lookup:MAX_NGRAM, such as prompt-lookup:3")}
+    else:
+        longest = {}
     drafter = PromptLookup(**longest, **request.draft_given)
     drafter.check_draft()
     return drafter

@@ -369,11 +369,10 @@ def _read(
         p = probabilities(logits, state.sampling)
         loose = replace(state.sampling, top_p=jnp.minimum(1.0, state.sampling.top_p * looser))
         raised = logits + rounding * jax.nn.one_hot(token, logits.shape[-1])
-        outside = (
-            _at(probabilities(raised, loose), token) == 0
-            if loose.truncated
-            else jnp.zeros(token.shape, bool)
-        )
+        if loose.truncated:
+            outside = _at(probabilities(raised, loose), token) == 0
+        else:
+            outside = jnp.zeros(token.shape, bool)
         return after, _place(draft, p, logits, state.sampling, token, outside)
 
     return jax.lax.scan(read_token, state, texts)[1]

@@ -79,11 +79,10 @@ def find_mesh(topology: str, data: int, model: int, slices: int = 1) -> tuple[Me
         )
     chips = math.prod(map(int, sides.split("x"))) * slices
     if data * model > chips or (slices > 1 and data * model < chips):
-        have = (
-            f"{topology} has"
-            if slices == 1
-            else f"{slices} slices of {topology}, which are all used, have"
-        )
+        if slices == 1:
+            have = f"{topology} has"
+        else:
+            have = f"{slices} slices of {topology}, which are all used, have"
         raise InputError(f"mesh={data} {model}: needs {data * model} chips, and {have} {chips}")
     return make_mesh(data, model, _tpus(topology, slices)), CHIPS[_TPUS[kind][0]]
 

@@ -403,11 +403,10 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     raw |= _format_windows(config, family)
     if not family.ropes_by_kind:
         rope = format_rope(config.rope)
-        scaling = (
-            None
-            if config.rope.kind == "default"
-            else {k: v for k, v in rope.items() if k != "rope_theta"}
-        )
+        if config.rope.kind == "default":
+            scaling = None
+        else:
+            scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
         # Both layouts are written: programs before transformers 5 know only the first.
         raw |= {"rope_theta": config.rope.theta, "rope_scaling": scaling, "rope_parameters": rope}
     raw |= family.format(config)
@@ -448,11 +447,10 @@ def _check_windows(config: ModelConfig, family: Family) -> None:
     if windows and not (
         family.windows == "any" or (family.windows == "all" and windows == config.num_layers)
     ):
-        rule = (
-            "all of its layers have a window, or none"
-            if family.windows == "all"
-            else "its layers have no window"
-        )
+        if family.windows == "all":
+            rule = "all of its layers have a window, or none"
+        else:
+            rule = "its layers have no window"
         raise CheckpointError(
             f"windowed_layers={config.windowed_layers}: a {config.model_type} checkpoint cannot"
             f" express this: {rule}"

@@ -171,11 +171,10 @@ class Param:
 
         ``units`` are as in `sharding.partition`; this parameter's own take precedence.
         """
-        own_units = (
-            {}
-            if self.units is None
-            else {axis: self.units for axis in self.axes if axis is not None}
-        )
+        if self.units is None:
+            own_units = {}
+        else:
+            own_units = {axis: self.units for axis in self.axes if axis is not None}
         return sharding.named(mesh, self.axes, {**units, **own_units})
 
     def initialise(self, key: jax.Array, dtype: DTypeLike) -> jax.Array:

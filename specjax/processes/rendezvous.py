@@ -95,11 +95,10 @@ class ProcessLink:
         if header is None:
             return None
         kind, length = _HEADER.unpack(header)
-        content = (
-            None
-            if max_bytes is not None and length > max_bytes
-            else self._exactly(length, deadline)
-        )
+        if max_bytes is not None and length > max_bytes:
+            content = None
+        else:
+            content = self._exactly(length, deadline)
         return None if content is None else (kind, content)
 
     def is_closed(self) -> bool:
@@ -222,13 +221,12 @@ def _why_not(
             f"{member} is one of {member.count}, and {first} one of {first.count}: give all the"
             " same JAX_NUM_PROCESSES"
         )
-    holder = (
-        first
-        if member.number == 0
-        else connected[member.number][0]
-        if member.number in connected
-        else None
-    )
+    if member.number == 0:
+        holder = first
+    elif member.number in connected:
+        holder = connected[member.number][0]
+    else:
+        holder = None
     if holder is not None:
         return (
             f"{member} and {holder} have the same number: give each JAX_PROCESS_ID to one process"

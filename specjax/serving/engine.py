@@ -253,11 +253,8 @@ class Engine:
         stop = text.check_stop(stop)
         growing = None
         if self.tokenizer is not None:
-            is_chat = (
-                not isinstance(prompt, str) and not _is_tokens(prompt)
-                if is_chat is None
-                else is_chat
-            )
+            if is_chat is None:
+                is_chat = not isinstance(prompt, str) and not _is_tokens(prompt)
             growing = text.GrowingText(self.tokenizer, tokens, stop, params.min_new_tokens, is_chat)
         options = OutputOptions(
             logprobs=logprobs, echo=echo, spans=spans, prediction=len(predicted_tokens)

@@ -514,11 +514,10 @@ class Scheduler:
 
     def _prefixes_of(self, request: Request, shard: int) -> list[Prefix]:
         """Return the cached prefixes that a ``request`` may share."""
-        max_reused = (
-            len(request.tokens) - 1
-            if request.shares is None
-            else min(request.shares, len(request.tokens) - 1)
-        )
+        if request.shares is None:
+            max_reused = len(request.tokens) - 1
+        else:
+            max_reused = min(request.shares, len(request.tokens) - 1)
         return self._pools[shard].find(request.tokens, self._chunk, max_reused, request.salt)
 
     def _left(self, shard: int) -> int:
@@ -668,11 +667,10 @@ class Scheduler:
 
     def _check_row(self, index: int, row: _RowHolder | None) -> None:
         """Raise RuntimeError if a row does not agree with its request or its line of the table."""
-        pages = (
-            []
-            if row is None
-            else [*(page for prefix in row.prefixes for page in prefix.pages), *row.pages]
-        )
+        if row is None:
+            pages = []
+        else:
+            pages = [*(page for prefix in row.prefixes for page in prefix.pages), *row.pages]
         unused = self.table.shape[1] - len(pages)
         if self.table[index].tolist() != pages + [self._pool(index).total] * unused:
             raise RuntimeError(f"row {index}: the table does not have the pages {pages}")

@@ -452,8 +452,8 @@ CATALOGUE = (
     Mutant(
         name="truncation-compiles-another-program",
         file="specjax/decoding/generation.py",
-        old="rows = (\n    replace(rows, greedy=False, truncated=True, rule=rule)\n    if mixed\n    else replace(rows, truncated=not rows.greedy)\n)",
-        new="rows = replace(rows, greedy=False, truncated=True, rule=rule) if mixed else rows",
+        old="rows = replace(rows, truncated=not rows.greedy)",
+        new="rows = replace(rows)",
         tests=("tests/decoding/test_loop.py::test_five_different_requests_compile_three_programs",),
         breaks="A request with top-k, top-p or min-p compiles another program than one without.",
     ),

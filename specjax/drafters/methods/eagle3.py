@@ -203,11 +203,10 @@ class Eagle3(FeatureDrafter):
         return mask, past
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
-        x = (
-            states
-            if self.config.norm_output
-            else rms_norm(states, self.params["norm"], self.sizes.norm_eps)
-        )
+        if self.config.norm_output:
+            x = states
+        else:
+            x = rms_norm(states, self.params["norm"], self.sizes.norm_eps)
         if self.config.own_head:
             return self._split(vocabulary_logits(x, self.params["lm_head"]))
         return target.head(x)

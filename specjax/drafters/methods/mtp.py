@@ -418,11 +418,14 @@ class MTP(FeatureDrafter):
         self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
     ) -> DraftingReads:
         """Return the arrays of a level: one of the modules with its part of the cache."""
-        module_state = (
-            (state.cache.layers[: self.sizes.num_layers], state.cache.length, state.newest)
-            if state
-            else ()
-        )
+        if state:
+            module_state = (
+                state.cache.layers[: self.sizes.num_layers],
+                state.cache.length,
+                state.newest,
+            )
+        else:
+            module_state = ()
         return DraftingReads(
             level=(self.params["modules"][-1], module_state, target.head_as_stored)
         )

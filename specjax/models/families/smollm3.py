@@ -33,11 +33,10 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     windows: dict[str, Any] = {}
     # Without layer_types the layers without RoPE have a window, if any layers do.
     if fields["layer_types"] is None:
-        windowed = (
-            tuple(layer for layer in range(count) if not turned[layer])
-            if _has_windows(fields)
-            else ()
-        )
+        if _has_windows(fields):
+            windowed = tuple(layer for layer in range(count) if not turned[layer])
+        else:
+            windowed = ()
         windows = {
             "sliding_window": fields["sliding_window"] if windowed else None,
             "windowed_layers": windowed,

@@ -162,11 +162,10 @@ class Form:
         *lead_axes, in_axis, out_axis = _in_out(param, param.axes)
         size = self.group or inputs
         groups = inputs // size
-        units = (
-            param.units
-            if groups == 1 or in_axis is None
-            else int(np.gcd(param.units or groups, groups))
-        )
+        if groups == 1 or in_axis is None:
+            units = param.units
+        else:
+            units = int(np.gcd(param.units or groups, groups))
         group_axis = in_axis if groups > 1 else None
 
         def part(

@@ -203,11 +203,10 @@ class Protocol(_Watched, H11Protocol):
 
     def _start_request_timer(self) -> None:
         bounds = self._bounds
-        seconds = (
-            min(bounds.request_seconds, bounds.probe_seconds)
-            if self._place.refusal
-            else bounds.request_seconds
-        )
+        if self._place.refusal:
+            seconds = min(bounds.request_seconds, bounds.probe_seconds)
+        else:
+            seconds = bounds.request_seconds
         self._request_timer = self.loop.call_later(
             seconds, self._give_way if self._place.refusal else self._drop
         )

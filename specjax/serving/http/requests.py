@@ -568,11 +568,10 @@ def _check_counts(raw: Mapping[str, msgspec.Raw], limits: Limits) -> None:
             continue
         maximum = MAX_TEXTS
         if name == "prompt":
-            maximum = (
-                math.inf
-                if limits.capacity is None
-                else limits.capacity * (MAX_PROMPTS if first == b"[" else 1)
-            )
+            if limits.capacity is None:
+                maximum = math.inf
+            else:
+                maximum = limits.capacity * (MAX_PROMPTS if first == b"[" else 1)
         if (count := text.count(b",") + 1) > maximum:
             code = "context_length_exceeded" if name == "prompt" else None
             raise RequestError(

@@ -73,11 +73,10 @@ class DFlash2Training(TokenMethod):
         self, student: DFlash2, target: Target, drafted: DraftedBlocks
     ) -> dict[str, jax.Array]:
         logits = student.logits(target, drafted.states)
-        right = (
-            drafted.tokens
-            if self.labels == "text"
-            else jnp.argmax(target.head(drafted.hidden), axis=-1)
-        )
+        if self.labels == "text":
+            right = drafted.tokens
+        else:
+            right = jnp.argmax(target.head(drafted.hidden), axis=-1)
         entropy = _selector_loss(student, logits, drafted, right)
         selector = self.weighed(entropy, jnp.exp(-entropy), drafted.valid)
         return {
