@@ -143,9 +143,8 @@ class GenerationOptions:
                 )
         # At least 1, so that rows without stop tokens share a compiled program with others.
         width = max(1, *map(len, rows))
-        return np.array([row + [-1] * (width - len(row)) for row in rows], np.int32).reshape(
-            batch, width
-        )
+        padded = [row + [-1] * (width - len(row)) for row in rows]
+        return np.array(padded, np.int32).reshape(batch, width)
 
     def row_keys(self, batch: int) -> jax.Array:
         """Return the random keys ``[B]`` of ``batch`` rows.

@@ -160,9 +160,8 @@ def exact_joint(target: Target, prompt: np.ndarray, horizon: int, sampling: Samp
     count = len(continuations)
     tokens = np.concatenate([np.tile(prompt, (count, 1)), continuations], axis=1)
     output, _ = jax.jit(Target.forward)(target, tokens)
-    p = sharding.to_host(probabilities(output.logits, sampling.rows(count)), target.mesh).astype(
-        np.float64
-    )
+    p = probabilities(output.logits, sampling.rows(count))
+    p = sharding.to_host(p, target.mesh).astype(np.float64)
     joint = np.ones(count)
     for i in range(horizon):
         joint *= p[np.arange(count), len(prompt) - 1 + i, continuations[:, i]]

@@ -433,9 +433,8 @@ def _check_said(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
             f" transformers does not read it in a {config.model_type} checkpoint"
         )
     for field in fields_of(ModelConfig):
-        if (value := getattr(expected, field.name)) != getattr(
-            read, field.name
-        ) and field.name not in elsewhere:
+        value = getattr(expected, field.name)
+        if value != getattr(read, field.name) and field.name not in elsewhere:
             raise CheckpointError(
                 f"{field.name}={show(value)}: a {config.model_type} checkpoint cannot express this"
             )

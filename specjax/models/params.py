@@ -183,9 +183,8 @@ class Param:
         if self.init == "normal":
             return (self.stddev * jax.random.normal(key, self.shape, jnp.float32)).astype(dtype)
         if self.init == "log_rates":
-            return jnp.log(jax.random.uniform(key, self.shape, jnp.float32, 0.01, 16.0)).astype(
-                dtype
-            )
+            rates = jax.random.uniform(key, self.shape, jnp.float32, 0.01, 16.0)
+            return jnp.log(rates).astype(dtype)
         return jnp.full(self.shape, 1.0 if self.init == "ones" else 0.0, dtype)
 
 

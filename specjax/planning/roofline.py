@@ -274,9 +274,8 @@ class Pair:
             return self.drafter.level_time(
                 self.chip, batch, context, self.weight_bytes, self.kv_bytes
             )
-        return self._forward(
-            self.draft_config, batch, 1, self._cached(context)
-        ) + self._selection_time(batch, context)
+        forward = self._forward(self.draft_config, batch, 1, self._cached(context))
+        return forward + self._selection_time(batch, context)
 
     def once_time(self, batch: int, context: int, gamma: int = 1) -> float:
         """Return the seconds of the drafter's work that is done once for all levels of a chain.

@@ -313,9 +313,8 @@ def _read_taps(
     if (inputs := fields["eagle_aux_hidden_state_layer_ids"]) is not None:
         return tuple(inputs)
     table = {"eagle_aux_hidden_state_layer_ids": _ids()}
-    outputs = check_fields(nested, table, source, "eagle_config.")[
-        "eagle_aux_hidden_state_layer_ids"
-    ]
+    checked = check_fields(nested, table, source, "eagle_config.")
+    outputs = checked["eagle_aux_hidden_state_layer_ids"]
     return None if outputs is None else tuple(layer + 1 for layer in outputs)
 
 

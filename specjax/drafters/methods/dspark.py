@@ -132,9 +132,8 @@ class DSpark(DFlash):
                 self._confidence([states]),
             )
         vector = self.params["markov_in"][tokens].astype(self._dtype)
-        states = jnp.broadcast_to(states, (*vector.shape[:-1], states.shape[-1])).astype(
-            self._dtype
-        )
+        states = jnp.broadcast_to(states, (*vector.shape[:-1], states.shape[-1]))
+        states = states.astype(self._dtype)
         inputs = [states, vector] if self.config.confidence_of_token else [states]
         if self.config.markov == "gated":
             joined = jnp.concatenate([states, vector], axis=-1)

@@ -360,10 +360,9 @@ def _read(
             visible = visible & (jnp.arange(context_mask.shape[2]) >= since[..., None])
         return jnp.asarray(mask)[None], [(context[layer], visible)]
 
-    states = student.run(target, tokens, positions, jnp.asarray(offset), visible_pieces).reshape(
-        rows, blocks, size, -1
-    )
-    return states[:, :, size - config.depth :]
+    states = student.run(target, tokens, positions, jnp.asarray(offset), visible_pieces)
+    by_block = states.reshape(rows, blocks, size, -1)
+    return by_block[:, :, size - config.depth :]
 
 
 def read_everywhere(student: DFlash, target: Target, batch: Batch, output: Output) -> jax.Array:
