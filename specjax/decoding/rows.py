@@ -240,6 +240,7 @@ def empty_prefix_state(
     return make(target, drafter)
 
 
+# Here and below the state is donated, so that the caches are updated in place.
 @partial(jax.jit, donate_argnames="state")
 def admit(
     target: Target,

@@ -62,6 +62,7 @@ class ProcessLink:
     """A connection between the first process and another, for messages with a length prefix."""
 
     def __init__(self, connection: socket.socket) -> None:
+        # Under this lock a message is sent whole: those of two threads must not mix.
         self._socket, self._sending = connection, threading.Lock()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -361,4 +361,5 @@ def _fit(logits: jax.Array, vocab: int) -> jax.Array:
     missing = vocab - logits.shape[-1]
     if missing <= 0:
         return logits[..., :vocab]
+    # -inf, so that a token which the draft model lacks is never drafted.
     return jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)

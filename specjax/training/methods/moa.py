@@ -133,6 +133,7 @@ class MoATraining(TrainingMethod):
         length = jax.random.randint(
             length_key, (rows,), self.shortest_block, self.longest_block + 1
         )
+        # The lower bound stands for 0, with which there is no staircase from the first step on.
         share = jnp.maximum(1 - progress / max(self.staircase_until, 1e-6), 0)
         return length, jax.random.uniform(staircase_key, (rows,)) < share
 
