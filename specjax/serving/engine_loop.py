@@ -285,10 +285,10 @@ class EngineLoop:
             and is_ready("decode", sizes.rows, self.device.reporting, True)
         ):
             needs.append("logprobs")
-        programs = [("verify", width) for width in sizes.widths]
+        are_ready = [is_ready("verify", width) for width in sizes.widths]
         if self.device.remote_drafter is not None:
-            programs += [("read", size, False, True) for size in sizes.read_widths]
-        if not all(is_ready(*program) for program in programs):
+            are_ready += [is_ready("read", size, False, True) for size in sizes.read_widths]
+        if not all(are_ready):
             needs.append("clients")
         return needs
 
