@@ -110,6 +110,7 @@ class DFlash2(DFlash):
         drafter = super().init(
             target, key, draft, block_size=block_size, variant=variant, **options
         )
+        # The convolutions begin as the identity: a token's own number is 1.
         for layer in drafter.params["layers"]:
             layer |= {
                 name: layer[name].at[:, 0].set(1.0)
@@ -165,9 +166,8 @@ class DFlash2(DFlash):
             before: ``[...]``, the token before.
         """
         query = self.params["predecessors"][before] * context
-        bonus = jnp.sum(
-            query[..., None, :] * self.params["successors"][ids], axis=-1, dtype=jnp.float32
-        )
+        products = query[..., None, :] * self.params["successors"][ids]
+        bonus = jnp.sum(products, axis=-1, dtype=jnp.float32)
         return scores + bonus
 
     def expected(self, target: Target, states: jax.Array, before: jax.Array) -> jax.Array:

@@ -189,9 +189,10 @@ class Eagle3(FeatureDrafter):
                 layer, config, x, turn, *self.seen(index, positions, mask, before)
             )
             entries.append(entry)
-        return (rms_norm(x, self.params["norm"], eps) if self.config.norm_output else x), tuple(
-            entries
-        )
+        # What is fed back in place of a feature is the state before the norm, unless the checkpoint
+        # says otherwise.
+        output = rms_norm(x, self.params["norm"], eps) if self.config.norm_output else x
+        return output, tuple(entries)
 
     def seen(
         self, layer: int, positions: jax.Array, mask: jax.Array | None, past: tuple[Piece, ...]

@@ -395,6 +395,7 @@ class MTP(FeatureDrafter):
             normed(params, "hidden_norm", config, states),
             normed(params, "embed_norm", config, embedded),
         ]
+        # MiMo's modules join the state first, all others the embedding.
         joined = jnp.concatenate(parts if self.config.layout == "mimo" else parts[::-1], axis=-1)
         turn = rotations(config.rope, config.head_dim, positions)
         x, entry = decoder_layer(
