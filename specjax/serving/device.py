@@ -146,7 +146,7 @@ class Sizes:
 
     @property
     def read_widths(self) -> tuple[int, int]:
-        """The widths that prefill is compiled for: that of a short last chunk, and a full one."""
+        """The tokens per chunk that prefill is compiled for: a short last chunk, and a full one."""
         return max(self.chunk // 4, 1), self.chunk
 
 
@@ -230,11 +230,9 @@ class EngineDevice:
         A drafter that copies predictions is rarely used, so it has the smallest and largest only.
         """
         widths = self.sizes.widths
-        return (
-            tuple(dict.fromkeys((widths[0], widths[-1])))
-            if copies(self.drafters[index])
-            else widths
-        )
+        if copies(self.drafters[index]):
+            return tuple(dict.fromkeys((widths[0], widths[-1])))
+        return widths
 
     def most_prefix_states(self) -> int | None:
         """Return the largest number of prefix states in each group of rows; None: no limit.
@@ -280,6 +278,7 @@ class EngineDevice:
                 None: the prompt is prefilled from its beginning.
         """
         initial_state, group = prefix_state or (self._empty_prefix_state, np.int32(0))
+        # Numbers of numpy's types: with those of Python JAX would compile another program.
         self.state = device_rows.admit(
             *self._reading, np.int32(row), text, np.int32(start), initial_state, group
         )
@@ -290,7 +289,7 @@ class EngineDevice:
         rows: Sequence[int],
         counts: Sequence[int],
         is_last: Sequence[bool],
-        width: int,
+        size: int,
         logprobs: bool,
         for_client: bool = False,
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
@@ -301,7 +300,7 @@ class EngineDevice:
             hidden states for the client.
         """
         arguments, options = self._read_arguments(
-            table, rows, counts, is_last, width, logprobs, for_client
+            table, rows, counts, is_last, size, logprobs, for_client
         )
         self.state, *results = device_rows.read_chunk(*arguments, **options)
         self._marks.append(self._mark(self.state.lengths))
@@ -577,19 +576,16 @@ class EngineDevice:
         rows: Sequence[int],
         counts: Sequence[int],
         is_last: Sequence[bool],
-        width: int,
+        size: int,
         logprobs: bool,
         for_client: bool,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and the keyword arguments of `specjax.decoding.rows.read_chunk`."""
         arguments = np.array(rows, np.int32), np.array(counts, np.int32), np.array(is_last)
-        options = {"width": width, "logprobs": self._top(logprobs)}
-        remote_drafter = (
-            {"remote_drafter": self.remote_drafter}
-            if for_client and self.remote_drafter is not None
-            else {}
-        )
-        return (*self._reading, table, *arguments), options | remote_drafter
+        options: dict[str, Any] = {"size": size, "logprobs": self._top(logprobs)}
+        if for_client and self.remote_drafter is not None:
+            options["remote_drafter"] = self.remote_drafter
+        return (*self._reading, table, *arguments), options
 
     def _placeholders(self, settings: dict[str, Any]) -> tuple[np.ndarray, device_rows.Text]:
         """Return pages for all rows, and a text that is as long as these pages allow."""

@@ -361,11 +361,10 @@ class Handle:
         elif news.error is not None:
             reason = "error"
         elif news.done:
-            reason = (
-                "stop"
-                if news.tokens and news.tokens[-1] in self.settings["stop_token_ids"]
-                else "length"
-            )
+            if news.tokens and news.tokens[-1] in self.settings["stop_token_ids"]:
+                reason = "stop"
+            else:
+                reason = "length"
         count = len(new)
         self._add(
             Piece(

@@ -197,7 +197,7 @@ class Host:
             last = np.array([done == end for end, done in zip(ends, read, strict=True)])
             arguments = np.array(numbers, np.int32), np.array(counts, np.int32), last
             self.state, prefix_state, _, _ = rows.read_chunk(
-                self.target, self.drafter, self.state, self.table, *arguments, width=CHUNK
+                self.target, self.drafter, self.state, self.table, *arguments, size=CHUNK
             )
             prefix_states.append(prefix_state)
             if last.all():
@@ -337,7 +337,7 @@ def test_a_row_that_is_read_leaves_the_others_alone() -> None:
         count = min(CHUNK, int(second.length) - 1 - start)
         arguments = np.array([3], np.int32), np.array([count], np.int32), np.array([start > 0])
         host.state, _, _, _ = rows.read_chunk(
-            TARGET, host.drafter, host.state, host.table, *arguments, width=CHUNK
+            TARGET, host.drafter, host.state, host.table, *arguments, size=CHUNK
         )
         if not start:
             assert_same(own_state(host, 0), before)
