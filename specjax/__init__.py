@@ -142,7 +142,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if not (
-    sys.argv[1:2] == ["env"] and Path(sys.argv[0]).name in ("-m", "specjax")
-):  # `env` reports mismatches itself
+# `env` reports mismatches itself.
+if not (sys.argv[1:2] == ["env"] and Path(sys.argv[0]).name in ("-m", "specjax")):
     warn_of_mismatches()

@@ -37,9 +37,8 @@ def one_or_each(name: str, value: Any) -> np.ndarray:
     refusal = InputError(f"{name}={value!r}: must be a number, or one number for each row")
     try:
         numbers = np.asarray(value)
-        if numbers.dtype == object and all(
-            map(is_whole, numbers.ravel())
-        ):  # integers beyond numpy's int64
+        # Integers beyond numpy's int64 have become objects.
+        if numbers.dtype == object and all(map(is_whole, numbers.ravel())):
             numbers = numbers.astype(np.float64)
     except (ValueError, TypeError, OverflowError):
         raise refusal from None

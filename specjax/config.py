@@ -36,11 +36,8 @@ def load_yaml(cls: type[_Config], path: str | Path) -> _Config:
         raise ConfigError(f"--config {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read as a text file ({error})") from None
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: an invalid number or date
+    # ValueError: an invalid number or date.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(
@@ -78,11 +75,8 @@ def parse(cls: type[_Config], content: Mapping[str, Any], source: str, prefix: s
         if prefix:
             error.update_path(prefix.removesuffix("."))
         raise ConfigError(f"{source}: {error}") from None
-    except (
-        ValueError,
-        TypeError,
-        OverflowError,
-    ) as error:  # such as a date for a list, or a number too large for a float
+    # Such as a date for a list, or a number too large for a float.
+    except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{source}: {error}") from None
 
 
@@ -140,9 +134,8 @@ def differences(before: Any, after: Any, prefix: str = "") -> list[str]:
         a, b = getattr(before, field.name), getattr(after, field.name)
         if dataclasses.is_dataclass(a) and type(a) is type(b):
             changes += differences(a, b, f"{prefix}{field.name}.")
-        elif dataclasses.is_dataclass(a) and dataclasses.is_dataclass(
-            b
-        ):  # two classes of one tagged section
+        # The two are classes of one tagged section.
+        elif dataclasses.is_dataclass(a) and dataclasses.is_dataclass(b):
             changes.append(f"{prefix}{field.name}.name: {_tag(type(a))!r} -> {_tag(type(b))!r}")
         elif a != b:
             changes.append(f"{prefix}{field.name}: {a!r} -> {b!r}")

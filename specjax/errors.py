@@ -99,7 +99,7 @@ def check_options(
         >>> from specjax.errors import check_options
         >>> check_options("generate", {"max_tokens": 8}, specjax.pipeline.settings)
         Traceback (most recent call last):
-        specjax.errors.InputError: max_tokens=8: generate has no argument of that name; did you mean max_new_tokens?
+        specjax.errors.InputError: max_tokens=8: generate has no argument of that name; did you ...
     """
     parameters = inspect.signature(takes).parameters.values()
     names = [

@@ -134,9 +134,8 @@ def writing(path: Path, needs: int = 0) -> Iterator[Path]:
     """
     with naming_full_disk(path, needs), _parents_of(path) as created:
         _check_room(path, needs)
-        scratch = path.with_name(
-            f".{path.stem}-{os.getpid()}{path.suffix}"
-        )  # matplotlib reads the format from the suffix
+        # The suffix stays at the end, because matplotlib reads the format from it.
+        scratch = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
         with _on_the_way(scratch, created):
             yield scratch
             scratch.replace(path)

@@ -48,9 +48,8 @@ class Mismatch(NamedTuple):
         """The remedy as a shell command."""
         import shlex
 
-        return shlex.join(
-            (sys.executable, "-m", "pip", *self.remedy)
-        )  # the pip on the PATH may belong to another Python
+        # The pip on the PATH may belong to another Python.
+        return shlex.join((sys.executable, "-m", "pip", *self.remedy))
 
 
 class Requirement(NamedTuple):
@@ -352,11 +351,10 @@ def _needs_of_specjax(path: Sequence[str] | None) -> Iterator[Requirement]:
 
 def _problem(package: Package | None, requirement: Requirement, owner: Package | None) -> str:
     needing = f"{owner.name} {owner.version}" if owner else "specjax"
-    versions = (
-        "no version of it"
-        if requirement.versions == "<0"
-        else requirement.name + requirement.versions
-    )
+    if requirement.versions == "<0":
+        versions = "no version of it"
+    else:
+        versions = requirement.name + requirement.versions
     if package is None:
         return f"{requirement.name} is not installed, but {needing} needs {versions}"
     return f"{package.name} {package.version} is installed, but {needing} needs {versions}"

@@ -122,7 +122,7 @@ def load(
         (3072, Chain(length=4, stop_below=0.0))
         >>> specjax.load("embedded", "early-exit:four")
         Traceback (most recent call last):
-        specjax.errors.InputError: drafter='early-exit:four': write early-exit:LAYERS, such as early-exit:4
+        specjax.errors.InputError: drafter='early-exit:four': write early-exit:LAYERS, such as ...
     """
     _check_generation_config(generation_config)
     shape = None if draft is None else as_shape(draft)
@@ -256,10 +256,8 @@ class TextGenerator(OneLine):
         """
         prompts, is_list = _prompts(prompt)
         stop, generation_options = _split_options(options, self.default_sampling)
-        tokens, chats = (
-            list(map(self.encode, prompts)),
-            [not isinstance(messages, str) for messages in prompts],
-        )
+        tokens = list(map(self.encode, prompts))
+        chats = [not isinstance(messages, str) for messages in prompts]
         run = self.start(
             tokens, generation_options, stop=stop, steps=LOOK_EVERY if stop else None, is_chat=chats
         )
@@ -395,9 +393,8 @@ class Run:
                 if all(row.stopped for row in self._rows):
                     break
         except LogitsError as error:  # raised after the last result
-            is_over = all(
-                self._rows[row].stopped for row in error.rows
-            )  # each text ended before the error
+            # Each text ended before the error.
+            is_over = all(self._rows[row].stopped for row in error.rows)
             failure = None if is_over else error
         yield [row.finish() for row in self._rows]
         assert result is not None

@@ -60,7 +60,8 @@ class Generate:
         ...     batch = generate({"prompt": np.array(["import os", "class Stack:"])})
         >>> sorted(set(batch) - {"prompt"})[:4]
         ['answer', 'left_out', 'loss_spans', 'regenerated_from']
-        >>> [len(tokens) - spans[0][0] for tokens, spans in zip(batch["tokens"], batch["loss_spans"])]
+        >>> spans = [row[0] for row in batch["loss_spans"]]
+        >>> [len(tokens) - start for tokens, (start, _) in zip(batch["tokens"], spans)]
         [8, 8]
 
         With Ray on four GPUs; ``dataset`` is a ``ray.data.Dataset`` with a column ``prompt``::

@@ -100,9 +100,8 @@ class AnswerWriter(AbstractContextManager["AnswerWriter"]):
         """
         try:
             tokens = self._engine.encode(prompt)[:most]
-        except (
-            InputError
-        ) as error:  # an error of this prompt: its characters, or the order of its roles
+        # An error of this prompt: its characters, or the order of its roles.
+        except InputError as error:
             return [], f"it cannot be encoded ({error})"
         if len(tokens) + self._params.max_new_tokens > self.capacity:
             return (

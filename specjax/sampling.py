@@ -70,7 +70,7 @@ def check_rule(rule: Any) -> None:
         >>> from specjax.sampling import check_rule
         >>> check_rule("coupling")
         Traceback (most recent call last):
-        specjax.errors.InputError: rule='coupling': must be one of coupled, independent, block, rejection
+        specjax.errors.InputError: rule='coupling': must be one of coupled, independent, ...
     """
     if not isinstance(rule, str) or rule not in RULE_NAMES:
         raise InputError(f"rule={rule!r}: must be one of {', '.join(RULE_NAMES)}")
@@ -325,8 +325,8 @@ class Distributions:
 
     Examples:
         >>> from specjax.sampling import distributions
-        >>> logits = jnp.log(jnp.array([[[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]]))  # one row of two nodes
-        >>> p = distributions(logits, specjax.Sampling().rows(1))
+        >>> one_row_of_two_nodes = jnp.array([[[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]])
+        >>> p = distributions(jnp.log(one_row_of_two_nodes), specjax.Sampling().rows(1))
         >>> np.round(np.asarray(p.of(jnp.array([[1, 2]]))), 3)  # of one token at each node
         array([[0.3, 0.8]], dtype=float32)
         >>> np.round(np.asarray(p.at(jnp.array([1]))), 3)  # of all tokens at one node
@@ -397,10 +397,8 @@ def distributions(
     # Truncation stores the remaining logits as a new array, and so does a grammar.
     if sampling.truncated or legal is not None:
         values = _warped(logits, sampling, legal=legal)
-        top, temperature = (
-            jnp.zeros(is_greedy.shape, jnp.float32),
-            jnp.ones(is_greedy.shape, jnp.float32),
-        )
+        top = jnp.zeros(is_greedy.shape, jnp.float32)
+        temperature = jnp.ones(is_greedy.shape, jnp.float32)
     else:
         values, top = logits, _top(logits)
         temperature = jnp.where(is_greedy, 1.0, _by_row(sampling.temperature, top))
@@ -581,8 +579,11 @@ def without_stop_tokens(
     Examples:
         >>> from dataclasses import replace
         >>> from specjax.sampling import without_stop_tokens
-        >>> stop_token_ids, tokens_before_stop = jnp.array([[2]]), jnp.array([1])  # token 2 ends a text
-        >>> sampling = replace(specjax.Sampling().rows(1), stop_token_ids=stop_token_ids, tokens_before_stop=tokens_before_stop)
+        >>> sampling = replace(
+        ...     specjax.Sampling().rows(1),
+        ...     stop_token_ids=jnp.array([[2]]),  # token 2 ends a text
+        ...     tokens_before_stop=jnp.array([1]),
+        ... )
         >>> without_stop_tokens(jnp.zeros((1, 2, 3)), sampling, depth=jnp.array([0, 1]))[0]
         Array([[  0.,   0., -inf],
                [  0.,   0.,   0.]], dtype=float32)
@@ -805,11 +806,9 @@ def _block_tops(logits: jax.Array, count: int) -> jax.Array:
 def _count_of_blocks(vocab: int) -> int:
     """Return the number of equal blocks for a search, as in `draw` a power of two if possible."""
     count = math.gcd(vocab, _BLOCKS)
-    return (
-        count
-        if count >= 16
-        else max(blocks for blocks in range(1, _BLOCKS + 1) if vocab % blocks == 0)
-    )
+    if count >= 16:
+        return count
+    return max(blocks for blocks in range(1, _BLOCKS + 1) if vocab % blocks == 0)
 
 
 def likeliest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

@@ -104,7 +104,7 @@ class SamplingParams(Sampling):
             20
             >>> specjax.SamplingParams.of(None, {"temp": 0.5})
             Traceback (most recent call last):
-            specjax.errors.InputError: temp=0.5: SamplingParams has no argument of that name; did you mean temperature?
+            specjax.errors.InputError: temp=0.5: SamplingParams has no argument of that name; ...
         """
         if params is not None and not isinstance(params, cls):
             raise InputError(
@@ -168,8 +168,7 @@ def _check_count(name: str, value: Any, bounds: str) -> None:
 def _one_number(name: str, value: Any) -> Any:
     """Convert a value to a Python number. Refuse, with an InputError, anything else."""
     numbers = one_or_each(name, value)
-    if numbers.size != 1 or (
-        numbers.ndim and name not in SAMPLING_NAMES
-    ):  # a sampling parameter may be an array of one number
+    # An array of one number is accepted for a sampling parameter alone.
+    if numbers.size != 1 or (numbers.ndim and name not in SAMPLING_NAMES):
         raise InputError(f"{name}={value}: give one number")
     return numbers.item()

@@ -70,11 +70,12 @@ def with_template(
         >>> from specjax.templates import renderer, with_template
         >>> tokenizer = specjax.load("embedded").tokenizer
         >>> tokenizer.chat_template = "{{ messages[0].content }}{% if thinks %} Think.{% endif %}"
-        >>> renderer(with_template(tokenizer, settings='{"thinks": true}'))([{"role": "user", "content": "Why?"}])
+        >>> render = renderer(with_template(tokenizer, settings='{"thinks": true}'))
+        >>> render([{"role": "user", "content": "Why?"}])
         'Why? Think.'
         >>> with_template(tokenizer, settings={"quick": True})
         Traceback (most recent call last):
-        specjax.errors.InputError: chat_template_kwargs: the chat template does not read 'quick', but thinks
+        specjax.errors.InputError: chat_template_kwargs: the chat template does not read 'quick'...
     """
     if not file and not settings:
         return tokenizer
@@ -98,7 +99,7 @@ def read_settings(settings: str | Settings, name: str = "chat_template_kwargs") 
         {'enable_thinking': False}
         >>> read_settings("think=no")
         Traceback (most recent call last):
-        specjax.errors.InputError: chat_template_kwargs='think=no': must be a JSON object, such as '{"enable_thinking": false}'
+        specjax.errors.InputError: chat_template_kwargs='think=no': must be a JSON object, ...
     """
     parsed: Any = settings
     if isinstance(settings, str):
@@ -137,7 +138,7 @@ def check_is_chat(is_chat: bool, file: str, settings: str) -> None:
         >>> from specjax.templates import check_is_chat
         >>> check_is_chat(False, "qwen3.jinja", "")
         Traceback (most recent call last):
-        specjax.errors.InputError: chat_template='qwen3.jinja': it applies to chats only; give --chat, or leave it out
+        specjax.errors.InputError: chat_template='qwen3.jinja': it applies to chats only; ...
     """
     for name, value in (("chat_template", file), ("chat_template_kwargs", settings)):
         if value and not is_chat:
@@ -169,7 +170,8 @@ def names_read(tokenizer: Any) -> frozenset[str] | None:
     Examples:
         >>> from specjax.templates import names_read
         >>> tokenizer = specjax.load("embedded").tokenizer
-        >>> tokenizer.chat_template = "{% if thinks is not defined %}{% set thinks = 1 %}{% endif %}{{ thinks }}{{ messages }}"
+        >>> default = "{% if thinks is not defined %}{% set thinks = 1 %}{% endif %}"
+        >>> tokenizer.chat_template = default + "{{ thinks }}{{ messages }}"
         >>> sorted(names_read(tokenizer))
         ['messages', 'thinks']
     """
@@ -199,9 +201,8 @@ def renderer(tokenizer: Any, settings: Settings | None = None) -> Render:
             return tokenizer.apply_chat_template(
                 chat, add_generation_prompt=True, tokenize=False, **variables
             )
-        from transformers.utils.chat_template_utils import (
-            render_jinja_template,
-        )  # apply_chat_template drops None
+        # `apply_chat_template` would drop fields that are None.
+        from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered, _ = render_jinja_template(
             conversations=[chat],
@@ -233,9 +234,9 @@ def _read(file: str, name: str) -> str:
 
 def _names(template: str) -> frozenset[str]:
     from jinja2.meta import find_undeclared_variables
-    from transformers.utils.chat_template_utils import (
-        _compile_jinja_template,
-    )  # it adds the Jinja extensions of chat templates
+
+    # This function adds the Jinja extensions of chat templates.
+    from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return frozenset(
         find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
@@ -256,11 +257,10 @@ def _checked(tokenizer: Any, settings: dict[str, Any], name: str) -> dict[str, A
             remaining = sorted(
                 names_of_template - {"messages", *_OWN, *tokenizer.special_tokens_map}
             )
-            hint = (
-                f", but {', '.join(remaining)}{did_you_mean(key, remaining)}"
-                if remaining
-                else "; leave it out"
-            )
+            if remaining:
+                hint = f", but {', '.join(remaining)}{did_you_mean(key, remaining)}"
+            else:
+                hint = "; leave it out"
             raise InputError(f"{name}: the chat template does not read {key!r}{hint}")
     chat = [{"role": "user", "content": "a"}]
     try:

@@ -114,9 +114,8 @@ def load_tokenizer(directory: Path) -> Any:
     try:
         # Without this argument, transformers asks on stdin whether to run the checkpoint's code.
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # damaged files cause errors of many types in transformers and tokenizers
+    # Damaged files cause errors of many types in transformers and tokenizers.
+    except Exception as error:
         if "trust_remote_code" in str(error):
             raise InputError(
                 f"{directory}: its tokenizer is code, which is never run: give a tokenizer whose"
@@ -262,9 +261,8 @@ def encode(
     if chat:
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}], chat_template_kwargs)
     _check_unicode(prompt)
-    tokens = list(
-        tokenizer(prompt, verbose=False)["input_ids"]
-    )  # no warning about the length: the models check it
+    # Without a warning about the length, which the models check.
+    tokens = list(tokenizer(prompt, verbose=False)["input_ids"])
     begin = getattr(tokenizer, "bos_token_id", None)
     is_twice = (
         begin is not None
@@ -310,8 +308,9 @@ def encode_chat(
         >>> messages = [{"role": "user", "content": "Hello"}]
         >>> specjax.text.encode_chat(tokenizer, messages)  # the embedded target is no chat model
         Traceback (most recent call last):
-        specjax.errors.InputError: chat=True: this tokenizer has no chat template; leave --chat out, or give the prompt as text
-        >>> tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        specjax.errors.InputError: chat=True: this tokenizer has no chat template; ...
+        >>> of_message = "{{ message.role }}: {{ message.content }}"
+        >>> tokenizer.chat_template = f"{{% for message in messages %}}{of_message}{{% endfor %}}"
         >>> tokenizer.decode(specjax.text.encode_chat(tokenizer, messages))
         'user: Hello'
     """
@@ -426,10 +425,8 @@ def _for_template(message: Mapping[str, Any], as_mappings: bool) -> dict[str, An
 
     A message that only calls tools has no content.
     """
-    result, calls = (
-        {name: value for name, value in message.items() if value is not None},
-        message.get("tool_calls"),
-    )
+    result = {name: value for name, value in message.items() if value is not None}
+    calls = message.get("tool_calls")
     if calls:
         result["tool_calls"] = [_with_arguments(call, as_mappings) for call in calls]
         if not result.get("content"):
@@ -444,11 +441,9 @@ def _for_template(message: Mapping[str, Any], as_mappings: bool) -> dict[str, An
     if thought is not None:
         result = {**dict.fromkeys(_REASONING, thought), **result}
         if calls and "content" in result:
-            result[
-                "thinking"
-            ] = (  # gpt-oss's template allows only one of the two in a call, and reads content as reasoning
-                ""
-            )
+            # gpt-oss's template allows only one of the two in a call, and reads content as
+            # reasoning.
+            result["thinking"] = ""
     return result
 
 
@@ -504,11 +499,9 @@ def _first_left_out(render: Render, messages: Messages, with_calls: bool = True)
 
 def _says_something(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
-    return (
-        bool(content.strip())
-        if content and isinstance(content, str)
-        else not content and bool(message.get("tool_calls"))
-    )
+    if content and isinstance(content, str):
+        return bool(content.strip())
+    return not content and bool(message.get("tool_calls"))
 
 
 _MARK = re.compile("specjaxmark[a-p]{8}")
@@ -539,9 +532,8 @@ def _marked(message: Mapping[str, Any], mark: str, with_calls: bool) -> dict[str
 def _check_unicode(prompt: str) -> None:
     try:
         prompt.encode()
-    except (
-        UnicodeEncodeError
-    ) as error:  # a lone surrogate: bytes of a command line that are not UTF-8
+    # A lone surrogate: bytes of a command line that are not UTF-8.
+    except UnicodeEncodeError as error:
         raise InputError(
             f"prompt: character {error.start} is not valid Unicode ({error.reason}); give UTF-8"
         ) from None
@@ -815,11 +807,10 @@ class FinalChannel:
         self._name: list[int] = []  # the tokens of the channel's name so far
         self._is_named = self._is_final = False
         tokens = [int(token) for token in prompt]
-        last = (
-            len(tokens) - 1 - tokens[::-1].index(self._start)
-            if self._start in tokens
-            else len(tokens)
-        )
+        if self._start in tokens:
+            last = len(tokens) - 1 - tokens[::-1].index(self._start)
+        else:
+            last = len(tokens)
         for token in tokens[last:]:
             self._is_text(token)
 
@@ -880,12 +871,13 @@ def text_stream(
     Examples:
         >>> from specjax.text import text_stream
         >>> tokenizer = specjax.load("embedded").tokenizer
-        >>> text_stream(tokenizer, tokenizer.encode("import"), is_chat=True).push(tokenizer.encode(" os"), last=True)
+        >>> stream = text_stream(tokenizer, tokenizer.encode("import"), is_chat=True)
+        >>> stream.push(tokenizer.encode(" os"), last=True)
         ' os'
     """
-    return (FinalChannel if is_chat and FinalChannel.reads(tokenizer, prompt) else TextStream)(
-        tokenizer, prompt
-    )
+    if is_chat and FinalChannel.reads(tokenizer, prompt):
+        return FinalChannel(tokenizer, prompt)
+    return TextStream(tokenizer, prompt)
 
 
 def _mark_id(tokenizer: Any, name: str) -> int | None:
@@ -1028,7 +1020,7 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
         (('END',), ('END', 'STOP'))
         >>> check_stop([""])
         Traceback (most recent call last):
-        specjax.errors.InputError: stop=['']: give a string or a sequence of strings, none of them empty
+        specjax.errors.InputError: stop=['']: give a string or a sequence of strings, none of ...
     """
     strings = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
     if not all(isinstance(string, str) and string for string in strings):
@@ -1043,9 +1035,8 @@ def _special_tokens(tokenizer: Any, stop: Sequence[str]) -> Iterator[int]:
     for string in stop:
         # Tokenizers raise errors for a lone surrogate, which is not a token.
         token = tokenizer.convert_tokens_to_ids(string.encode(errors="replace").decode())
-        if (
-            token is None or tokenizer.convert_ids_to_tokens(token) != string
-        ):  # it is the unknown token
+        # Then it is the unknown token.
+        if token is None or tokenizer.convert_ids_to_tokens(token) != string:
             continue
         if not tokenizer.decode([token], skip_special_tokens=True):
             yield token
@@ -1177,9 +1168,8 @@ def _completed_in_run(stop: StopStrings, text: str, run: Sequence[tuple[int, int
 
     if not run or not is_found(len(text)):
         return None
-    last = (
-        bisect_left(range(len(text) + 1), True, key=is_found) - 1
-    )  # index of the string's last character
+    # The index of the string's last character.
+    last = bisect_left(range(len(text) + 1), True, key=is_found) - 1
     try:
         characters = bytes(byte for byte, _ in run).decode()
     except UnicodeDecodeError:  # the run becomes one replacement character per byte

@@ -121,11 +121,8 @@ class VocabularyTokens:
             for token, i in vocabulary.items()
             if (i in special or i in added) and i not in nothing
         }
-        unknown = (
-            roles.get("eos_token", 0)
-            if unknown is None or (size is not None and unknown >= size)
-            else unknown
-        )
+        if unknown is None or (size is not None and unknown >= size):
+            unknown = roles.get("eos_token", 0)
         return cls(texts_of(plain, literal), roles, unknown, spellings)
 
     @cached_property
@@ -186,11 +183,14 @@ def shared_tokens(target: VocabularyTokens, draft: VocabularyTokens) -> dict[int
     Examples:
         >>> from specjax.vocabularies import VocabularyTokens, shared_tokens, texts_of
         >>> target = VocabularyTokens(texts_of({"Ġthe": 0, "Ġcat": 1, "Ċ": 2}), {"eos_token": 3})
-        >>> draft = VocabularyTokens(texts_of({"<0x0A>": 0, "▁cat": 8, "▁dog": 9}), {"eos_token": 5})
+        >>> draft_texts = texts_of({"<0x0A>": 0, "▁cat": 8, "▁dog": 9})
+        >>> draft = VocabularyTokens(draft_texts, {"eos_token": 5})
         >>> shared_tokens(target, draft)
         {1: 8, 2: 0, 3: 5}
-        >>> target = VocabularyTokens({0: b"cat"}, {"eos_token": 3}, written={"<|im_start|>": 2, "<|im_end|>": 3})
-        >>> draft = VocabularyTokens({8: b"cat"}, {"eos_token": 1}, written={"<|im_start|>": 6, "<|im_end|>": 7, "</s>": 1})
+        >>> written = {"<|im_start|>": 2, "<|im_end|>": 3}
+        >>> target = VocabularyTokens({0: b"cat"}, {"eos_token": 3}, written=written)
+        >>> written = {"<|im_start|>": 6, "<|im_end|>": 7, "</s>": 1}
+        >>> draft = VocabularyTokens({8: b"cat"}, {"eos_token": 1}, written=written)
         >>> shared_tokens(target, draft)  # what is written alike goes before what has one role
         {0: 8, 2: 6, 3: 7}
     """

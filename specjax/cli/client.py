@@ -147,11 +147,8 @@ def run_client(config: ClientConfig) -> int:
     )
     try:
         tell(writer, as_object=config.json, is_all_provisional=config.offline or bool(private))
-    except (
-        LinkRefusedError,
-        ServerRefusedError,
-        FrameError,
-    ) as error:  # a retry would give the same error
+    # A retry would give the same error.
+    except (LinkRefusedError, ServerRefusedError, FrameError) as error:
         raise InputError(str(error)) from None
     is_whole = writer.report.finish_reason != "offline" or config.offline or bool(private)
     return 0 if is_whole else 3

@@ -172,10 +172,8 @@ def write_quantized(config: ConvertConfig) -> None:
         wide = Target.from_pretrained(
             source, dtype=jnp.promote_types(dtype, default_dtype()), weights=schemes.FLOATS
         )
-        target, how = (
-            calibrate(wide, scheme, tokens),
-            f"{how}, calibrated on {tokens.size:,} tokens",
-        )
+        target = calibrate(wide, scheme, tokens)
+        how = f"{how}, calibrated on {tokens.size:,} tokens"
     else:
         target = Target.from_pretrained(source, dtype=dtype, weights=scheme)
     with waiting(f"writing {config.output}"), replacing(output) as scratch:

@@ -213,9 +213,8 @@ def hugging_face_cache() -> str:
     """Return the folder with models from the hub; empty if huggingface_hub cannot be imported."""
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
-    except (
-        Exception
-    ):  # a broken installation may raise any error, and the report must still be printed
+    # A broken installation may raise any error, and the report must still be printed.
+    except Exception:
         return ""
     return str(HF_HUB_CACHE)
 
@@ -254,10 +253,9 @@ def to_json(report: EnvironmentReport) -> str:
 def _name_devices(devices: Sequence[dict[str, str]]) -> str:
     counts: dict[str, int] = {}
     for device in devices:
-        name = (
-            f"{device['kind']} ({device['platform']})"
-            if device["kind"] != device["platform"]
-            else device["kind"]
-        )
+        if device["kind"] != device["platform"]:
+            name = f"{device['kind']} ({device['platform']})"
+        else:
+            name = device["kind"]
         counts[name] = counts.get(name, 0) + 1
     return ", ".join(f"{count} x {name}" for name, count in counts.items())

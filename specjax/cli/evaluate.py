@@ -126,11 +126,10 @@ def run_evaluate(config: EvaluateConfig) -> int:
     output = Path(config.output) if config.output and speaks() else None
     if output is not None and output.is_file():
         raise InputError(f"output={config.output!r} is a file: give a directory")
-    questions = (
-        read_questions("questions", config.questions, config.per_category)
-        if config.questions
-        else []
-    )
+    if config.questions:
+        questions = read_questions("questions", config.questions, config.per_category)
+    else:
+        questions = []
     grammar = read_grammar(config.json_schema, config.regex, config.choice)
     if config.lossless and grammar is not None:
         raise InputError(

@@ -102,9 +102,8 @@ def _end(number: int) -> None:
 def _clean_up() -> None:
     calls = [*_also]
     for module, name in (("specjax.files", "discard_unfinished"), ("specjax.progress", "clear")):
-        if call := getattr(
-            sys.modules.get(module), name, None
-        ):  # a module that is still being imported has no such function
+        # A module that is still being imported has no such function.
+        if call := getattr(sys.modules.get(module), name, None):
             calls.append(call)
     for call in calls:
         with suppress(Exception):  # the process ends in any case

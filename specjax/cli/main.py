@@ -259,7 +259,8 @@ def _run(name: str, command: Command, options: Sequence[str]) -> int:
         together = processes.join(place, task=f"{name} {config}", say=say)
         status = command.run(config) or 0
     if together is not None:
-        together.leave()  # without this call the other processes would treat this one as lost, and end
+        # Without this call the other processes would treat this one as lost, and end.
+        together.leave()
     return status
 
 

@@ -428,11 +428,10 @@ def _write(
 
 def _write_one(writer: AnswerWriter, copy: _Copy, config: RegenerateConfig) -> _Written:
     """Rewrite one copy of a document."""
-    result = (
-        _write_text(writer, copy, config)
-        if copy.document.messages is None
-        else _write_chat(writer, copy, config)
-    )
+    if copy.document.messages is None:
+        result = _write_text(writer, copy, config)
+    else:
+        result = _write_chat(writer, copy, config)
     return replace(result, record={**result.record, **copy.provenance}) if result.record else result
 
 

@@ -302,19 +302,16 @@ def choose_capacity(
     positions = decoding.most_positions(target, drafter or NoDraft())
     usual = min(positions, memory.USUAL_CAPACITY)
     if config.cache_gb:
-        capacity, why = (
-            memory.capacity_in(config.cache_gb * 1e9, target, drafter, **sizes),
-            f"in {config.cache_gb:g} GB of caches",
-        )
+        capacity = memory.capacity_in(config.cache_gb * 1e9, target, drafter, **sizes)
+        why = f"in {config.cache_gb:g} GB of caches"
     elif spans_processes(target.mesh):  # all processes must choose the same capacity
         capacity, why = usual, "the default; see --capacity and --cache-gb"
     elif (free := memory.free_bytes(target.mesh)) is None:
         capacity, why = usual, "the default, as the free memory is unknown"
     else:
         capacity = memory.capacity_in(free / 4, target, drafter, **sizes)
-        if (
-            capacity < positions
-        ):  # a power of two, so that the next start finds its compiled programs
+        # Less is rounded to a power of two, so that the next start finds its compiled programs.
+        if capacity < positions:
             capacity = max(usual, 1 << (capacity.bit_length() - 1))
         why = f"in a quarter of {free / 1e9:.3g} GB of free memory, or at least {usual}"
     if capacity == positions:

@@ -55,8 +55,8 @@ def find_shard(text: str, environment: Mapping[str, str] = os.environ) -> Shard:
         Shard(number=3, count=16)
         >>> find_shard("auto/16", {"JOB_COMPLETION_INDEX": "5"})
         Shard(number=5, count=16)
-        >>> slurm = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "8"}
-        >>> find_shard("auto", slurm)
+        >>> slurm = {"TASK_ID": "1", "TASK_MIN": "1", "TASK_COUNT": "8"}
+        >>> find_shard("auto", {f"SLURM_ARRAY_{name}": value for name, value in slurm.items()})
         Shard(number=0, count=8)
     """
     match = re.fullmatch(r"(\d+|auto)(?:/(\d+))?", text)
@@ -92,10 +92,8 @@ def _of_scheduler(text: str, environment: Mapping[str, str]) -> tuple[str, str |
             f"shard={text!r}: neither {' nor '.join(names)} is set: run it as a task of an array,"
             " or give I/N"
         )
-    index, first_index = (
-        environment[name],
-        environment.get("SLURM_ARRAY_TASK_MIN", "0") if name == names[0] else "0",
-    )
+    index = environment[name]
+    first_index = environment.get("SLURM_ARRAY_TASK_MIN", "0") if name == names[0] else "0"
     if not (index.isdecimal() and first_index.isdecimal()) or int(index) < int(first_index):
         raise InputError(
             f"shard={text!r}: {name}={index!r} must be a number, at least {first_index}: give I/N"

@@ -11,9 +11,8 @@ from specjax.training.config import TrainConfig
 
 def run_train(config: TrainConfig) -> None:
     """Run ``specjax train``."""
-    if (
-        config == TrainConfig()
-    ):  # the defaults train a model on Python's own source for hours, which is rarely intended
+    # The defaults train a model on Python's own source for hours, which is rarely intended.
+    if config == TrainConfig():
         raise InputError(
             "train: no configuration; give --config FILE.yaml with a method, its target and the"
             " data (see the folder configs of the repository), or give them as options (see specjax"

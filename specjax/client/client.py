@@ -47,8 +47,10 @@ class Client:
 
     Examples:
         >>> from specjax.client import connect
-        >>> client = connect("ws://localhost:8000", specjax.PromptLookup(draft=2), target, capacity=32)
-        >>> for event in client.stream([5, 3, 1, 5, 3, 1, 5], max_new_tokens=2, is_offline=True):  # without any server
+        >>> drafter = specjax.PromptLookup(draft=2)
+        >>> client = connect("ws://localhost:8000", drafter, target, capacity=32)
+        >>> prompt = [5, 3, 1, 5, 3, 1, 5]
+        >>> for event in client.stream(prompt, max_new_tokens=2, is_offline=True):  # no server
         ...     print(event)
         ProvisionalEvent(tokens=(3,), text='')
         ProvisionalEvent(tokens=(1,), text='')
@@ -167,9 +169,8 @@ class Client:
             store = None if journal is None else Journal(Path(journal))
             exchange = Exchange(request) if store is None else store.open(request)
             if store is not None:
-                store.keep(
-                    exchange
-                )  # fail now, not after the first tokens, if the file cannot be written
+                # Fail now, not after the first tokens, if the file cannot be written.
+                store.keep(exchange)
             is_chat = not isinstance(prompt, str) and any(
                 isinstance(message, Mapping) for message in prompt
             )

@@ -215,6 +215,8 @@ def _start(target: Target, drafter: Drafter, *, capacity: int) -> Known:
     return Known(drafter=drafter.start(target, 1, capacity), cache=cache)
 
 
+# Nothing is donated here and below: `Speculation` keeps the state after the committed tokens, and
+# simulates the tokens after them more than once.
 @jax.jit
 def _append_remote(
     target: Target,
@@ -227,13 +229,11 @@ def _append_remote(
 ) -> Known:
     cache = state.cache
     if cache is not None:
-        cache = cache.append(_as(cache, drafter.remote_entries(target, arrays)), count, after=count)
-    return Known(
-        drafter=drafter.append_remote(
-            target, state.drafter, RemoteFeatures(tokens, following, arrays, count)
-        ),
-        cache=cache,
-    )
+        # Nothing in this program reads the cache before the write, so there is nothing to wait for.
+        entries = _as(cache, drafter.remote_entries(target, arrays))
+        cache = cache.append(entries, count, after=count)
+    features = RemoteFeatures(tokens, following, arrays, count)
+    return Known(drafter=drafter.append_remote(target, state.drafter, features), cache=cache)
 
 
 @jax.jit
@@ -277,6 +277,7 @@ def _propose(
     draft, _ = drafter.propose(
         target, state.drafter, root, settings.sampling, keys, jnp.ones(1, bool), **cache
     )
+    # A fixed shape has one topology for all rows, without a row axis.
     parents = jnp.broadcast_to(jnp.asarray(draft.parents, jnp.int32), draft.tokens.shape)
     valid = jnp.ones(draft.tokens.shape, bool) if draft.valid is None else draft.valid
     return draft.tokens, parents, valid

@@ -46,11 +46,10 @@ class Display:
         self._tokenizer, self._is_chat = tokenizer, is_chat
         self._all = list(prompt)  # the prompt and the committed tokens
         self._prompt = len(prompt)
-        self._growing = (
-            None
-            if tokenizer is None
-            else GrowingText(tokenizer, list(prompt), stop, is_chat=is_chat)
-        )
+        if tokenizer is None:
+            self._growing = None
+        else:
+            self._growing = GrowingText(tokenizer, list(prompt), stop, is_chat=is_chat)
         is_cut = is_alone and bool(stop) and tokenizer is not None
         self._alone = (
             GrowingText(tokenizer, list(prompt), stop, is_chat=is_chat) if is_cut else None
@@ -104,27 +103,15 @@ class Display:
         """
         new, text = self._grow(tokens, is_last=is_last)
         shown = [token for token, _ in self.provisional]
-        confirmed = next(
-            (
-                index
-                for index, (before, after) in enumerate(zip(shown, new, strict=False))
-                if before != after
-            ),
-            min(len(shown), len(new)),
-        )
+        is_equal = [before == after for before, after in zip(shown, new, strict=False)]
+        confirmed = is_equal.index(False) if False in is_equal else len(is_equal)
         events: list[TextEvent] = []
         if confirmed < len(new) or is_last or self.has_stopped:
-            wrong, self.provisional, self._stream = (
-                self.provisional[confirmed:],
-                self.provisional[:confirmed],
-                None,
-            )
+            wrong, self.provisional = self.provisional[confirmed:], self.provisional[:confirmed]
+            self._stream = None  # it has decoded the wrong tokens
             if wrong:
-                events.append(
-                    RetractedEvent(
-                        tuple(token for token, _ in wrong), "".join(text for _, text in wrong)
-                    )
-                )
+                tokens_of_wrong = tuple(token for token, _ in wrong)
+                events.append(RetractedEvent(tokens_of_wrong, "".join(text for _, text in wrong)))
         del self.provisional[:confirmed]
         return [*events, CommittedEvent(new, text, confirmed=confirmed)]
 

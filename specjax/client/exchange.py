@@ -56,7 +56,8 @@ class ExchangeRequest:
 
     Examples:
         >>> from specjax.client.exchange import ExchangeRequest
-        >>> ExchangeRequest((5, 6, 7), specjax.SamplingParams(max_new_tokens=64, seed=3)).params.temperature
+        >>> params = specjax.SamplingParams(max_new_tokens=64, seed=3)
+        >>> ExchangeRequest((5, 6, 7), params).params.temperature
         0.0
     """
 
@@ -85,7 +86,7 @@ def check_params(params: SamplingParams) -> None:
         >>> from specjax.client.exchange import check_params
         >>> check_params(specjax.SamplingParams(min_new_tokens=3))
         Traceback (most recent call last):
-        specjax.errors.InputError: min_new_tokens=3: the client protocol does not support it; leave it out
+        specjax.errors.InputError: min_new_tokens=3: the client protocol does not support it; ...
     """
     for field in fields(params):
         value = getattr(params, field.name)
@@ -266,11 +267,10 @@ class Exchange:
 
     def again(self) -> bytes:
         """Return the frame to send again when no answer comes."""
-        return (
-            wire.encode(self._sent)
-            if self.phase == "waiting" and self._sent is not None
-            else self._hello
-        )
+        if self.phase == "waiting" and self._sent is not None:
+            return wire.encode(self._sent)
+        # The very same frame: with another nonce the server would open a second session.
+        return self._hello
 
     def close(self) -> bytes | None:
         """Return the frame that ends the session; None if the server does not have the text."""
@@ -326,34 +326,26 @@ class Exchange:
             return self._ready(message)
         if isinstance(message, wire.VerdictMessage):
             return self._verdict(message)
-        return [
-            SendFrame(self.hello())
-        ]  # ResyncMessage: the texts differ, and the client's is the committed one
+        # ResyncMessage: the texts differ, and the client's is the committed one.
+        return [SendFrame(self.hello())]
 
     def _opened(self, message: wire.OpenedMessage) -> list[ExchangeEvent]:
-        if (
-            message.session == self._session or message.epoch
-        ):  # acknowledges a ResumeMessage during prefill
+        # It acknowledges a ResumeMessage during the prefill.
+        if message.session == self._session or message.epoch:
             return []
-        if (
-            self._session is not None or self.phase != "opening"
-        ):  # answers an OpenMessage of an earlier connection
+        # It answers an OpenMessage of an earlier connection, whose session nobody uses.
+        if self._session is not None or self.phase != "opening":
             return [SendFrame(wire.encode(wire.CloseMessage(session=message.session)))]
-        self._session, self._epoch, self._sequence, self._sent = (
-            message.session,
-            message.epoch,
-            0,
-            None,
-        )
+        self._session, self._epoch = message.session, message.epoch
+        self._sequence, self._sent = 0, None
         tells = {name: tuple(shape) for name, shape in message.tells.items()}
         self.bounds = ServerLimits(message.nodes, message.depth, message.capacity, tells)
         return [TextOpened()]
 
     def _take_features(self, message: wire.ToldMessage) -> list[ExchangeEvent]:
         end = min(message.start + message.count, len(self.tokens) - 1)
-        if (
-            message.start > self.known or end <= self.known
-        ):  # an earlier message was lost, or nothing here is new
+        # An earlier message was lost, so that these would leave a gap; or nothing here is new.
+        if message.start > self.known or end <= self.known:
             return []
         piece = slice(self.known - message.start, end - message.start)
         return [
@@ -383,17 +375,16 @@ class Exchange:
             return []
         events: list[ExchangeEvent] = []
         last = len(self.tokens) - 1
-        if (
-            self.bounds is not None and not self.bounds.tells and self.known < last
-        ):  # the drafter needs tokens alone
+        # The drafter needs tokens alone, and the client has them all.
+        if self.bounds is not None and not self.bounds.tells and self.known < last:
             events.append(self._advance(last, {}))
-        if (
-            message.length != len(self.tokens) or self.known < last
-        ):  # hidden states were lost on the way
+        # Hidden states were lost on the way: the hello says which ones are missing.
+        if message.length != len(self.tokens) or self.known < last:
             return [*events, SendFrame(self.hello())]
         if self._sent is None:
             self.phase = "ready"
             return events
+        # The draft whose verdict was lost with the old connection is sent again over this one.
         self.phase, self._sent = "waiting", msgspec.structs.replace(self._sent, epoch=self._epoch)
         return [*events, SendFrame(self.again())]
 
@@ -407,6 +398,7 @@ class Exchange:
             node < len(drafted) and parents[node] == path[i]
             for i, node in enumerate(message.accepted)
         )
+        # What comes from the network is checked: a wrong index would commit other tokens.
         room = len(self.request.prompt) + self.request.params.max_new_tokens - len(self.tokens)
         if not is_path or len(message.accepted) >= room:
             raise wire.FrameError(

@@ -20,7 +20,8 @@ class Journal:
         >>> from pathlib import Path
         >>> from specjax.client.journal import Journal
         >>> from specjax.client.exchange import ExchangeRequest
-        >>> journal, request = Journal(Path("text.json")), ExchangeRequest((5, 6), specjax.SamplingParams(max_new_tokens=8))
+        >>> journal = Journal(Path("text.json"))
+        >>> request = ExchangeRequest((5, 6), specjax.SamplingParams(max_new_tokens=8))
         >>> exchange = journal.open(request)  # the file does not exist
         >>> exchange.tokens.append(7)
         >>> journal.keep(exchange)
@@ -86,9 +87,8 @@ class Journal:
             ) as file:
                 file.write(content)
                 file.flush()
-                os.fsync(
-                    file.fileno()
-                )  # the content must be on disk before the old file is replaced
+                # The content must be on disk before the old file is replaced.
+                os.fsync(file.fileno())
             os.replace(temporary, self._path)
         except OSError as error:
             with suppress(OSError):

@@ -143,6 +143,7 @@ class WebSocketLink:
     def is_open(self) -> bool:
         """See `Link`."""
         if self._attempt is not None and self._attempt.done():
+            # Cleared first: `result` raises the error of an attempt that has failed.
             attempt, self._attempt = self._attempt, None
             self._connection = attempt.result()
         return self._connection is not None
@@ -154,15 +155,14 @@ class WebSocketLink:
                 self._url,
                 additional_headers=self._headers,
                 open_timeout=timeout,
-                close_timeout=0.1,
+                close_timeout=0.1,  # `close` runs in the loop of the text, which it must not delay
                 max_size=MOST_DOWN,
                 compression=None,
                 proxy=None,
                 **security,
             )
-            return (
-                connection.__enter__()
-            )  # websockets requires it since 17.1; `close` does what __exit__ would do
+            # websockets requires it since 17.1; `close` does what __exit__ would do.
+            return connection.__enter__()
         except InvalidStatus as error:
             status = error.response.status_code
             if status in (401, 403, 404, 426):

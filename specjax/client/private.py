@@ -159,8 +159,8 @@ class PrivateWriter:
         """Append the prompt to the drafter's state.
 
         Args:
-            features: ``[count, ...]`` hidden states of the first ``count`` safe tokens. Those of all
-                other tokens are simulated.
+            features: ``[count, ...]`` hidden states of the first ``count`` safe tokens. Those of
+                all other tokens are simulated.
             count: see ``features``.
         """
         speculation, tokens = self._writer.speculation, self._writer.exchange.tokens
@@ -174,17 +174,16 @@ class PrivateWriter:
             range(len(has_features)), key=lambda position: has_features[position]
         ):
             positions = list(run)
-            piece, following = (
-                [tokens[position] for position in positions],
-                [tokens[position + 1] for position in positions],
-            )
+            piece = [tokens[position] for position in positions]
+            following = [tokens[position + 1] for position in positions]
             if is_received:
+                # The server has seen the safe tokens without the private ones between them, and so
+                # at earlier positions.
                 indices = safe_indices[positions]
-                arrays = {name: array[indices] for name, array in features.items()}
                 shift = np.array(positions) - indices
-                speculation.append_remote(
-                    piece, following, moved(self._device.target, arrays, shift)
-                )
+                arrays = {name: array[indices] for name, array in features.items()}
+                arrays = moved(self._device.target, arrays, shift)
+                speculation.append_remote(piece, following, arrays)
             else:
                 speculation.append_unverified(piece, following)
 
@@ -257,6 +256,7 @@ def _rotated(target: Target, layer: int, keys: np.ndarray, shift: np.ndarray) ->
             "private: target layer inference (tli) does not support a target that caches latents"
             " (MLA)"
         )
+    # The keys have yarn's factor already, and must not get it twice.
     _, factor = inverse_frequencies(config.rope, config.head_dim)
     cos, sin, _ = rotations(config.rope, config.head_dim, jnp.asarray(shift, jnp.int32)[None])
     return np.asarray(rotate(jnp.asarray(keys)[None], cos / factor, sin / factor)[0])

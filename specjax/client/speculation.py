@@ -66,18 +66,15 @@ class Speculation:
             following: ``[T]`` the token after each.
             arrays: the hidden states by name, ``[T, …]`` each.
         """
-        self._state, self._simulated = (
-            self._device.append_remote(self._state, tokens, following, arrays),
-            None,
-        )
+        # The simulation continued from the state before, without these hidden states.
+        self._simulated = None
+        self._state = self._device.append_remote(self._state, tokens, following, arrays)
         self.heard += len(tokens)
 
     def append_unverified(self, tokens: Sequence[int], following: Sequence[int]) -> None:
         """Append tokens for good whose hidden states the target will never send."""
-        self._state, self._simulated = (
-            self._device.append_unverified(self._state, tokens, following),
-            None,
-        )
+        self._simulated = None
+        self._state = self._device.append_unverified(self._state, tokens, following)
         self.heard += len(tokens)
 
     def draft(self, depth: int) -> None:
@@ -138,9 +135,8 @@ def _after(stretches: list[Stretch], emitted: Sequence[int]) -> list[Stretch]:
     (first, *rest), is_likeliest = stretches, True
     tree, path = first.tree, first.path
     for token in emitted:
-        while (
-            not path and is_likeliest and rest
-        ):  # at the end of the likeliest path, where the next stretch begins
+        # This is the end of the likeliest path, where the next stretch begins.
+        while not path and is_likeliest and rest:
             (following, *rest) = rest
             tree, path = following.tree, following.path
         below = tree.below(token)

@@ -102,6 +102,7 @@ class Tree:
 
         The nodes of the `path` come first, then all others level by level.
         """
+        # A parent comes before its children in this order, so that no node loses its parent.
         depths = self.depths
         order = depths + len(depths)
         order[[0, *self._path_nodes]] = 0

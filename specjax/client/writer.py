@@ -187,6 +187,7 @@ class Writer:
     def _connect(self) -> None:
         now, patience = self._link.now(), self._patience
         if self._is_connected:
+            # In the phase "ready" the server waits for this client, and owes it nothing.
             if now - self._silent_since > self._lost_after and self.exchange.phase != "ready":
                 self._silent += 1
                 raise LinkLostError("the server does not answer")
@@ -201,9 +202,8 @@ class Writer:
 
     def _lose(self, error: LinkLostError) -> None:
         """Close the connection, and set the time of the next attempt to connect."""
-        if (
-            error.code == 4400
-        ):  # the server cannot decode this client's frames, so a new connection would not help
+        # The server cannot decode this client's frames, so a new connection would not help.
+        if error.code == 4400:
             raise FrameError(
                 error.code, f"the server does not understand this client: {error}"
             ) from None
@@ -211,6 +211,8 @@ class Writer:
         self.exchange.lost()
         self._is_connected = self._is_connecting = False
         self._resent = True  # a round over two connections is no measurement of either
+        # Longer with each failure, and random, so that the clients of a server that starts again
+        # do not all come at the same moment.
         wait = min(self._patience.retry * 2**self._retries, self._patience.most_retry)
         self._retry_at = self._link.now() + wait * (0.5 + self._jitter.random())
         self._retries += 1
@@ -252,9 +254,8 @@ class Writer:
             times.append(self._progress_at + patience.provisional)
         if patience.server is not None:
             times.append(self._answered_at + patience.server)
-        wait = (
-            max(min(times) - now, 0.0) + 1e-3
-        )  # a little later, so that the timeout has surely passed
+        # A millisecond later, so that the timeout has surely passed.
+        wait = max(min(times) - now, 0.0) + 1e-3
         return min(wait, 0.01) if self._is_connecting else wait
 
     def _listen(self, timeout: float) -> None:
@@ -267,6 +268,8 @@ class Writer:
             self.report.bytes_down += len(frame)
             self._received_at = self._answered_at = self._link.now()
             self._silent = 0
+            # A frame without an event, such as one that was repeated, is no progress: the timeouts
+            # stay as long as they have become.
             if self._process(frame):
                 self._retries = self._resends = 0
             if self.exchange.phase == "over" or self._display.has_stopped:
@@ -285,11 +288,10 @@ class Writer:
             raise LinkLostError(str(error)) from None
         link_error = None
         for event in events:
+            # If sending fails, the other events must still be handled: their tokens are committed.
             try:
                 self._handle(event)
-            except (
-                LinkLostError
-            ) as error:  # sending failed, but the other events must still be handled
+            except LinkLostError as error:
                 link_error = error
         if link_error is not None:
             raise link_error
@@ -342,6 +344,7 @@ class Writer:
         report.rounds += 1
         report.drafted += event.drafted
         report.accepted += accepted
+        # If a message was sent twice, nobody knows which of the two the verdict answers.
         if not self._resent:
             seconds = now - self._sent_at
             report.round_trips.append(seconds)
@@ -391,17 +394,14 @@ class Writer:
     def _send_tree(self, *, is_kept: bool = False) -> None:
         bounds = self.exchange.bounds
         assert bounds is not None
-        depth = max(
-            min(bounds.depth, self._tokens_left - 1), 0
-        )  # the last token is the bonus token
+        # The text may end with the bonus token, which is not drafted.
+        depth = max(min(bounds.depth, self._tokens_left - 1), 0)
         tree = self.speculation.to_send(
             bounds.nodes, depth, as_chain=bool(self._display.provisional)
         )
-        self._sizes, self._resent, self._is_kept = (
-            (self.report.bytes_up, self.report.bytes_down),
-            False,
-            is_kept,
-        )
+        self._sizes = (self.report.bytes_up, self.report.bytes_down)
+        self._resent = False
+        self._is_kept = is_kept
         self.report.depths.append(tree.depth)
         self._progress_at = self._link.now()
         self._send(self.exchange.draft(tree))
@@ -449,9 +449,8 @@ class Writer:
     def _has_room(self) -> bool:
         """Return whether the drafter can continue: its own text has room, and has not ended."""
         stretches, path = self.speculation.stretches, self.speculation.path
-        if (
-            stretches and not stretches[-1].path
-        ):  # the newest draft is empty: prompt lookup has found nothing
+        # The newest draft is empty: prompt lookup has found nothing.
+        if stretches and not stretches[-1].path:
             return False
         return len(path) < self._tokens_left and not self._stop_token_ids.intersection(path)
 

@@ -22,7 +22,7 @@ from specjax.decoding.row_arrays import (
     with_table,
     without_pools,
 )
-from specjax.decoding.rows import Progress, progress_since, rows_of_call
+from specjax.decoding.rows import Progress, nodes_of_call, progress_since
 from specjax.decoding.state import DecodeState, place_rows
 from specjax.drafters.base import Drafter
 from specjax.drafts.draft import Draft
@@ -30,7 +30,7 @@ from specjax.models.transformer import Target
 
 
 @by_rows(
-    rows_of_call,
+    nodes_of_call,
     models=("target", "drafter"),
     static_argnames="width",
     donate_argnames="state",
@@ -59,7 +59,7 @@ def propose_rows(
 
 
 @by_rows(
-    rows_of_call,
+    nodes_of_call,
     models=("target", "drafter"),
     static_argnames="width",
     donate_argnames=("state", "drafted"),

@@ -56,6 +56,7 @@ class ByRows(Generic[P, R]):
     ) -> None:
         functools.update_wrapper(self, function)
         self._rows, self._models, self._signature = rows, models, inspect.signature(function)
+        # Two functions, because JAX takes compiler options when a function is made, not per call.
         self._usual = jax.jit(function, **settings)
         self._without_ynnpack = jax.jit(function, compiler_options=WITHOUT_YNNPACK, **settings)
 
@@ -69,7 +70,8 @@ class ByRows(Generic[P, R]):
 
     def _for(self, *arguments: P.args, **named: P.kwargs) -> Any:
         bound = self._signature.bind(*arguments, **named).arguments
-        # A traced call becomes a part of another program. Only the outermost program has compiler options.
+        # A traced call becomes a part of another program, and only the outermost program has
+        # compiler options.
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(bound)):
             return self._usual
         models = tuple(bound[name] for name in self._models)
@@ -98,7 +100,8 @@ def avoids_ynnpack(rows: int, models: tuple[Any, ...]) -> bool:
         and sharding.is_on_cpu(None)
     ):
         return False
-    # Narrower weights use YNNPACK: Eigen has no int8 products, and its bfloat16 products were not measured.
+    # Narrower weights use YNNPACK: Eigen has no int8 products, and its bfloat16 products were not
+    # measured.
     return not any(leaf.ndim > 1 and leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(models))
 
 
@@ -114,14 +117,8 @@ def lacks_avx512(cpuinfo: str) -> bool:
 
     It is False for other architectures, where nothing was measured.
     """
-    flags = next(
-        (
-            line.split(":", 1)[1].split()
-            for line in cpuinfo.splitlines()
-            if line.startswith("flags")
-        ),
-        [],
-    )
+    lines = [line for line in cpuinfo.splitlines() if line.startswith("flags")]
+    flags = lines[0].split(":", 1)[1].split() if lines else []
     return "avx2" in flags and "avx512f" not in flags
 
 

@@ -114,7 +114,7 @@ def generate(
         ... )
         >>> specjax.generate(target, drafter, [[99]])
         Traceback (most recent call last):
-        specjax.errors.InputError: tokens: id 99 is outside the vocabulary of 16 tokens; is it the target's tokenizer?
+        specjax.errors.InputError: tokens: id 99 is outside the vocabulary of 16 tokens; ...
     """
     options = GenerationOptions(
         max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens, grammar
@@ -266,9 +266,9 @@ def start(
     max_lengths = lengths + checked.max_new_tokens
     _check_positions(lengths, max_lengths, config.max_positions, "the target")
     _check_positions(lengths, max_lengths, most_positions(target, drafter), "the drafter")
-    if (
-        capacity is None
-    ):  # depends on the shape of the prompts, not on their lengths: equal shapes share a program
+    if capacity is None:
+        # It depends on the shape of the prompts, not on their lengths, so that equal shapes share a
+        # program.
         capacity = bucket(width + int(checked.max_new_tokens.max()))
     elif capacity < max_lengths.max():
         raise InputError(
@@ -277,14 +277,14 @@ def start(
     padded = np.pad(tokens[:, :width], ((0, 0), (0, bucket(width) - width)))
     rule = options.rule_for(drafter.draft_shape)
     rows = options.sampling.rows(batch, rule)
-    # Batches that are all greedy have their own program, and all others share one. That one searches for the threshold of
-    # top-k, top-p and min-p only if a row uses them.
-    rows = (
-        replace(rows, greedy=False, truncated=True, rule=rule)
-        if mixed
-        else replace(rows, truncated=not rows.greedy)
-    )
-    # Prefill draws no token, so one program serves every kind of sampling. The real fields are restored below.
+    # Batches that are all greedy have their own program, and all others share one. That one
+    # searches for the threshold of top-k, top-p and min-p only if a row uses them.
+    if mixed:
+        rows = replace(rows, greedy=False, truncated=True, rule=rule)
+    else:
+        rows = replace(rows, truncated=not rows.greedy)
+    # Prefill draws no token, so one program serves every kind of sampling. The real fields are
+    # restored below.
     state = prefill(
         target,
         drafter,

@@ -62,6 +62,7 @@ def propose_step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[
     reads = drafter.reads(target.config)
     caches = {"cache": state.cache.of_layers(reads)} if reads else {}
     sampling = state.next_sampling
+    # Rows that are done draft nothing: a chain that stops early stops when all active rows have.
     proposal = drafter.propose(
         target, state.drafter, state.roots, sampling, draft_keys, ~state.done, **caches
     )
@@ -160,9 +161,8 @@ def advance(
         )
     max_depth = state.stats.depth
     if draft.depth > max_depth:
-        advice = (
-            "" if draft.grown is None or draft.levels is not None else "; give the draft's levels"
-        )
+        lacks_levels = draft.grown is not None and draft.levels is None
+        advice = "; give the draft's levels" if lacks_levels else ""
         raise InputError(
             f"draft: it is {draft.depth} deep, but the state was started for drafts of depth"
             f" {max_depth}{advice}"
@@ -171,6 +171,7 @@ def advance(
     scored = _score(target, drafter, draft, state, verify_keys, logprobs, legal)
     accepted = scored.verdict.count - 1
     verdict, done, failed = _cut(scored.verdict, scored.emitted, state, legal)
+    # `hidden` is the end of the pass: a write that waits for it is in place (see `append`).
     cache = state.cache.append(scored.entries, verdict.count, after=scored.output.hidden)
     committed = Committed(
         tokens=jnp.take_along_axis(draft.tokens, verdict.path, axis=1),
@@ -180,6 +181,7 @@ def advance(
         count=verdict.count,
         cache=cache,
     )
+    # Padded to the state's depth, so that drafts of all depths are counted in the same arrays.
     info = StepInfo(
         active=~state.done,
         emitted=verdict.count,
@@ -261,31 +263,30 @@ def _score(
         words = None if legal is None else legal[:, :nodes]
         verdict = verify(shorter, output.logits, sampling, keys, words)
 
-        def along_path(leaf: jax.Array) -> jax.Array:  # [B, nodes, …] -> [B, D+1, …]
-            if shorter.is_chain:
-                return widen(leaf)
-            return jnp.take_along_axis(
-                leaf, verdict.path.reshape(*verdict.path.shape, *(1,) * (leaf.ndim - 2)), axis=1
-            )
-
+        # All branches must return the same shapes, so a shorter draft's results are padded.
         widen = partial(_pad, size=draft.depth + 1)
-        emitted = widen(verdict.emitted(shorter))
 
+        def along_path(leaf: jax.Array) -> jax.Array:  # [B, nodes, …] -> [B, D+1, …]
+            if shorter.is_chain:  # its path is its nodes in order: nothing has to be gathered
+                return widen(leaf)
+            path = verdict.path.reshape(*verdict.path.shape, *(1,) * (leaf.ndim - 2))
+            return jnp.take_along_axis(leaf, path, axis=1)
+
+        if shorter.is_chain:
+            entries = jax.tree.map(partial(widen, axis=2), new)
+        else:
+            entries = gather_entries(new, verdict.path)
+        emitted = widen(verdict.emitted(shorter))
+        emitted_logprobs = None
+        if logprobs is not None:
+            emitted_logprobs = Logprobs.of(along_path(output.logits), emitted, logprobs)
         return _Scored(
             verdict=replace(verdict, path=widen(verdict.path)),
             emitted=emitted,
             output=jax.tree.map(along_path, output.states),
-            entries=(
-                jax.tree.map(partial(widen, axis=2), new)
-                if shorter.is_chain
-                else gather_entries(new, verdict.path)
-            ),
+            entries=entries,
             nodes=jnp.asarray(nodes, jnp.int32),
-            logprobs=(
-                None
-                if logprobs is None
-                else Logprobs.of(along_path(output.logits), emitted, logprobs)
-            ),
+            logprobs=emitted_logprobs,
         )
 
     full = draft.tokens.shape[1]
@@ -295,18 +296,18 @@ def _score(
     counts = drafter.node_counts if may_be_shorter else (full,)
     if len(counts) == 1:
         return branch(*counts)
-    count = jnp.sum(jnp.asarray(counts) < 1 + jnp.max(jnp.where(state.done, 0, draft.length)))
-    return jax.lax.switch(count, [partial(branch, nodes) for nodes in counts])
+    # The index of the first of `counts`, which ascend, that holds the longest draft and its root.
+    longest = jnp.max(jnp.where(state.done, 0, draft.length))
+    index = jnp.sum(jnp.asarray(counts) < 1 + longest)
+    return jax.lax.switch(index, [partial(branch, nodes) for nodes in counts])
 
 
 def _pad(values: jax.Array, size: int, axis: int = 1) -> jax.Array:
     """Append zeros, or False, along an ``axis`` so that it has ``size`` elements."""
     missing = size - values.shape[axis]
-    return (
-        jnp.pad(values, [(0, missing if i == axis else 0) for i in range(values.ndim)])
-        if missing
-        else values
-    )
+    if not missing:
+        return values
+    return jnp.pad(values, [(0, missing if i == axis else 0) for i in range(values.ndim)])
 
 
 def _cut(
@@ -328,10 +329,12 @@ def _cut(
     is_end = jnp.any(emitted[..., None] == state.stop_token_ids[:, None], axis=-1) & (
         index < drawn_count[:, None]
     )
+    # Without a stop token it is more than any count, so that it cuts nothing.
     until_end = jnp.min(jnp.where(is_end, index + 1, emitted.shape[1] + 1), axis=1)
     count = jnp.minimum(drawn_count, jnp.minimum(until_end, state.max_lengths - state.lengths))
     count = jnp.where(state.done, 0, count)
     done = state.done | (until_end <= count) | (state.lengths + count >= state.max_lengths)
+    # A row that ends before the token that cannot be drawn does not need that token.
     failed = bad & ~done
     if legal is not None:
         end_of_path = at_nodes(verdict.path, verdict.count - 1)
@@ -402,6 +405,7 @@ def run_steps(
     done_before, lengths_before = state.done, state.lengths
     top = None if logprobs is None else logprobs.top
 
+    # The device decides when to stop, so that no step waits for the host.
     def unfinished(carry: tuple[jax.Array, DecodeState, Logprobs | None]) -> jax.Array:
         steps, state, _ = carry
         ended = jnp.asarray(until_any_done) & jnp.any(state.done & ~done_before)
@@ -412,6 +416,7 @@ def run_steps(
     ) -> tuple[jax.Array, DecodeState, Logprobs | None]:
         steps, before, logprobs = carry
         state, info = step(target, drafter, before, top)
+        # Collected here, because the loop keeps no step's `StepInfo`.
         if logprobs is not None:
             starts = before.lengths - lengths_before
             logprobs = jax.tree.map(

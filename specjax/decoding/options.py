@@ -92,10 +92,8 @@ class GenerationOptions:
             "max_new_tokens", batch, 1, 2**31 - 1, "at least 1 and below 2**31, one number or"
         )
         in_range = f"from 0 to max_new_tokens={self.max_new_tokens}, one number, or"
-        least, stop_token_ids = (
-            self._counts("min_new_tokens", batch, 0, most, in_range),
-            self._stop_token_ids(config, batch),
-        )
+        least = self._counts("min_new_tokens", batch, 0, most, in_range)
+        stop_token_ids = self._stop_token_ids(config, batch)
         if any(
             len(set(row) - {-1}) == config.vocab_size for row in stop_token_ids[least > 0].tolist()
         ):
@@ -180,12 +178,10 @@ class GenerationOptions:
                 raise InputError(
                     f"eos_token_ids={bad}: outside the vocabulary of {config.vocab_size} tokens"
                 )
-        width = max(
-            1, *map(len, rows)
-        )  # at least 1, so that rows without stop tokens use the same compiled program
-        return np.array([row + [-1] * (width - len(row)) for row in rows], np.int32).reshape(
-            batch, width
-        )
+        # At least 1, so that rows without stop tokens share a compiled program with others.
+        width = max(1, *map(len, rows))
+        padded = [row + [-1] * (width - len(row)) for row in rows]
+        return np.array(padded, np.int32).reshape(batch, width)
 
     def row_keys(self, batch: int) -> jax.Array:
         """Return the random keys ``[B]`` of ``batch`` rows.

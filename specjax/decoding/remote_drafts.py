@@ -123,22 +123,14 @@ def verify_rows(
         >>> drafter = NoDraft()
         >>> sizes = {"capacity": 32, "pages": 16, "page": 8}
         >>> state = rows.empty(target, drafter, rows=4, depth=2, **sizes)
-        >>> prefix_state = rows.empty_prefix_state(target, drafter, **sizes)
-        >>> text = rows.Text(
-        ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
-        ...     length=np.int32(6),
-        ...     max_length=np.int32(14),
-        ...     key=jax.random.key(0),
-        ...     stop_token_ids=np.full(8, -1, np.int32),
-        ...     sampling=specjax.sampling.GREEDY.of_row(),
-        ... )
-        >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
-        >>> state = rows.admit(target, drafter, state, row, text, start, prefix_state, group)
+        >>> begin = rows.empty_prefix_state(target, drafter, **sizes)
+        >>> text = rows.Text.of_prompt(prompts[0], capacity=32, max_new_tokens=8)
+        >>> state = rows.admit(target, drafter, state, 1, text, 0, begin)  # row 1, nothing cached
         >>> table = np.full((4, 4), 16, np.int32)  # 16: no page
         >>> table[1, :2] = 3, 7
         >>> row, count, is_last = np.array([1]), np.array([5]), np.array([False])
         >>> state, _, _, _ = rows.read_chunk(
-        ...     target, drafter, state, table, row, count, is_last, width=8
+        ...     target, drafter, state, table, row, count, is_last, size=8
         ... )
         >>> first, second = plain.tokens[0, 6:8]
         >>> wrong = (first + 1) % 11
@@ -152,10 +144,13 @@ def verify_rows(
     """
     indices, batch = jnp.asarray(rows), state.lengths.shape[0]
     state = with_table(state, table)
-    # Padding has index B. It reads the last row here, counts as done, and is dropped when rows are written back.
+    # Padding has index B. It reads the last row here, counts as done, and is dropped when rows are
+    # written back.
+    # The state of a drafter on this machine is left out, so that no row of it is copied.
     part = map_rows(lambda leaf: leaf.at[indices].get(mode="clip"), replace(state, drafter=()))
     part = replace(part, done=indices >= batch)
     draft = Draft.of_tree(
+        # A draft from elsewhere cannot replace the newest committed token.
         jnp.asarray(tokens).at[:, 0].set(part.roots),
         jnp.asarray(parents),
         valid=jnp.asarray(valid),
@@ -174,6 +169,7 @@ def verify_rows(
         failed=after.failed,
         told=after.drafter,
     )
+    # Done again, so that decode calls skip the rows until the next draft comes.
     after = replace(after, drafter=(), done=jnp.ones_like(after.done))
     merged = put_rows(
         replace(state, drafter=()), after, lambda leaf, new: leaf.at[indices].set(new, mode="drop")

@@ -31,11 +31,9 @@ def to_pages(tree: Tree, pages: int, page: int, target: Target) -> Tree:
     """
 
     def page_node(node: Any) -> Any:
-        return (
-            PagedCache.like(node, pages=pages, page=page, mesh=target.mesh)
-            if isinstance(node, KVCache)
-            else node
-        )
+        if not isinstance(node, KVCache):
+            return node
+        return PagedCache.like(node, pages=pages, page=page, mesh=target.mesh)
 
     return jax.tree.map(page_node, tree, is_leaf=lambda node: isinstance(node, KVCache))
 
@@ -44,13 +42,13 @@ def retire(state: DecodeState, mask: HostOrDevice) -> DecodeState:
     """Free the rows of ``mask [B]``: they are done, and their cached tokens are not read again."""
 
     def forget(node: Any) -> Any:
-        return (
-            replace(node, length=jnp.where(mask, 0, node.length))
-            if isinstance(node, PagedCache)
-            else node
-        )
+        if not isinstance(node, PagedCache):
+            return node
+        return replace(node, length=jnp.where(mask, 0, node.length))
 
+    # Attention reads as many blocks as the longest row needs, so a free row must not be long.
     state = jax.tree.map(forget, state, is_leaf=_is_paged)
+    # A length of 1, not 0, because the root is the token before it.
     return replace(state, done=state.done | mask, lengths=jnp.where(mask, 1, state.lengths))
 
 
@@ -89,11 +87,8 @@ def put_rows(tree: Tree, part: Tree, write: Callable[[jax.Array, jax.Array], jax
     def put_node(node: Any, new: Any) -> Any:
         if not _is_paged(node):
             return write(node, new)
-        return replace(
-            node,
-            layers=new.layers or node.layers,
-            **jax.tree.map(write, _of_rows(node), _of_rows(new)),
-        )
+        of_rows = jax.tree.map(write, _of_rows(node), _of_rows(new))
+        return replace(node, layers=new.layers or node.layers, **of_rows)
 
     return jax.tree.map(put_node, tree, part, is_leaf=_is_paged)
 

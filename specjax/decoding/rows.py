@@ -40,7 +40,7 @@ from specjax.drafters.pausable import Pausable
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.models.cache import KVCache, PagedCache, by_group, groups_of
 from specjax.models.transformer import States, Target
-from specjax.sampling import GREEDY
+from specjax.sampling import GREEDY, Sampling
 
 
 @struct.dataclass
@@ -63,14 +63,10 @@ class Text:
 
     Examples:
         >>> from specjax.decoding import rows
-        >>> text = rows.Text(
-        ...     tokens=np.resize(prompts[0], 32).astype(np.int32),  # a capacity of 32
-        ...     length=np.int32(6),
-        ...     max_length=np.int32(14),
-        ...     key=jax.random.key(0),
-        ...     stop_token_ids=np.full(8, -1, np.int32),
-        ...     sampling=specjax.Sampling(temperature=0.7, top_p=0.9).of_row(),
-        ... )
+        >>> sampling = specjax.Sampling(temperature=0.7, top_p=0.9)
+        >>> text = rows.Text.of_prompt(prompts[0], capacity=32, max_new_tokens=8, sampling=sampling)
+        >>> text.tokens.shape, text.length, text.max_length
+        ((32,), np.int32(6), np.int32(14))
     """
 
     tokens: Any
@@ -82,6 +78,38 @@ class Text:
     min_length: Any = 0
     prediction: Any = None
     predicted: Any = None
+
+    @classmethod
+    def of_prompt(
+        cls,
+        prompt: ArrayLike,
+        *,
+        capacity: int,
+        max_new_tokens: int,
+        key: jax.Array | None = None,
+        stop_token_ids: np.ndarray | None = None,
+        sampling: Sampling = GREEDY,
+    ) -> "Text":
+        """Return the text of a prompt.
+
+        Args:
+            prompt: ``[P]`` the token ids of the prompt.
+            capacity: the largest number of tokens of a text, as in `empty`.
+            max_new_tokens: the largest number of tokens of the output.
+            key: the random key; None for ``jax.random.key(0)``.
+            stop_token_ids: ``[E]`` ids that end the text, padded with -1, as many as the state has
+                room for; None for eight times -1.
+            sampling: the parameters of its distribution.
+        """
+        prompt = np.asarray(prompt)
+        return cls(
+            tokens=np.pad(prompt.astype(np.int32), (0, capacity - len(prompt))),
+            length=np.int32(len(prompt)),
+            max_length=np.int32(len(prompt) + max_new_tokens),
+            key=jax.random.key(0) if key is None else key,
+            stop_token_ids=np.full(8, -1, np.int32) if stop_token_ids is None else stop_token_ids,
+            sampling=sampling.of_row(),
+        )
 
 
 @struct.dataclass
@@ -153,15 +181,12 @@ def empty(
         >>> state.done.tolist(), state.cache.table.shape
         ([True, True, True, True], (4, 4))
     """
-    cache, drafter_state = to_pages(
-        (target.new_cache(rows, capacity), start_drafter(drafter, target, rows, capacity)),
-        pages,
-        page,
-        target,
-    )
+    contiguous = target.new_cache(rows, capacity), start_drafter(drafter, target, rows, capacity)
+    # Only the shapes of the contiguous caches are read, so this program never allocates them.
+    cache, drafter_state = to_pages(contiguous, pages, page, target)
     state = DecodeState(
         tokens=jnp.zeros((rows, capacity), jnp.int32),
-        lengths=jnp.ones(rows, jnp.int32),
+        lengths=jnp.ones(rows, jnp.int32),  # not 0, because the root is the token before
         max_lengths=jnp.ones(rows, jnp.int32),
         done=jnp.ones(rows, bool),
         keys=jnp.broadcast_to(jax.random.key(0), (rows,)),
@@ -202,6 +227,7 @@ def empty_prefix_state(
     `read_chunk` has.
     """
 
+    # Compiled, so that the caches, which are not a part of the result, are never allocated.
     @jax.jit
     def make(target: Target, drafter: Drafter) -> PrefixState:
         groups = groups_of(target.mesh)
@@ -214,6 +240,7 @@ def empty_prefix_state(
     return make(target, drafter)
 
 
+# Here and below the state is donated, so that the caches are updated in place.
 @partial(jax.jit, donate_argnames="state")
 def admit(
     target: Target,
@@ -247,17 +274,9 @@ def admit(
         >>> drafter = specjax.PromptLookup(draft=2)
         >>> sizes = {"capacity": 32, "pages": 16, "page": 8}
         >>> state = rows.empty(target, drafter, rows=4, **sizes)
-        >>> prefix_state = rows.empty_prefix_state(target, drafter, **sizes)
-        >>> text = rows.Text(
-        ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
-        ...     length=np.int32(6),
-        ...     max_length=np.int32(14),
-        ...     key=jax.random.key(0),
-        ...     stop_token_ids=np.full(8, -1, np.int32),
-        ...     sampling=specjax.sampling.GREEDY.of_row(),
-        ... )
-        >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
-        >>> state = rows.admit(target, drafter, state, row, text, start, prefix_state, group)
+        >>> begin = rows.empty_prefix_state(target, drafter, **sizes)
+        >>> text = rows.Text.of_prompt(prompts[0], capacity=32, max_new_tokens=8)
+        >>> state = rows.admit(target, drafter, state, 1, text, 0, begin)  # row 1, nothing cached
         >>> state.lengths.tolist(), state.done.tolist()  # done: its prompt has yet to be read
         ([1, 6, 1, 1], [True, True, True, True])
     """
@@ -265,18 +284,19 @@ def admit(
     assert isinstance(cache, PagedCache)
     prefix_row = map_rows(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, group, 1), prefix_state)
     new_drafter_state = to_pages(drafter.start(target, 1, capacity), 1, cache.page, target)
+    # An engine makes keys on the host, where they are plain data: numpy has no arrays of keys.
+    key = text.key
+    if key.dtype == jnp.uint32:
+        key = jax.random.wrap_key_data(key, impl="threefry2x32")
     new_row = DecodeState(
         tokens=text.tokens,
         lengths=text.length,
         max_lengths=text.max_length,
         done=jnp.ones((), bool),
-        keys=(
-            jax.random.wrap_key_data(text.key, impl="threefry2x32")
-            if text.key.dtype == jnp.uint32
-            else text.key
-        ),
+        keys=key,
         stop_token_ids=text.stop_token_ids,
         sampling=replace(state.sampling, **text.sampling),
+        # The pools have no row axis, and `put_rows` leaves them as they are if there are none here.
         cache=replace(cache, layers=(), table=cache.table[0], length=cached, states=()),  # pyright: ignore[reportArgumentType]
         drafter=None,
         stats=jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), state.stats),
@@ -287,10 +307,8 @@ def admit(
     new_row = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], new_row)
     drafter_state = drafter.from_prefix_state(new_drafter_state, prefix_row.drafter)
     if isinstance(drafter, WithPrediction) and text.prediction is not None:
-        tokens, count = (
-            jnp.asarray(text.prediction, jnp.int32),
-            jnp.asarray(text.predicted, jnp.int32),
-        )
+        tokens = jnp.asarray(text.prediction, jnp.int32)
+        count = jnp.asarray(text.predicted, jnp.int32)
         drafter_state = drafter.predict(drafter_state, tokens[None], count[None])
     new_row = replace(
         new_row,
@@ -304,7 +322,7 @@ def admit(
     )
 
 
-@partial(jax.jit, static_argnames=("width", "logprobs"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("size", "logprobs"), donate_argnames="state")
 def read_chunk(
     target: Target,
     drafter: Drafter,
@@ -314,7 +332,7 @@ def read_chunk(
     counts: HostOrDevice,
     is_last: HostOrDevice,
     *,
-    width: int,
+    size: int,
     logprobs: int | None = None,
     remote_drafter: Drafter | None = None,
 ) -> tuple[DecodeState, PrefixState, Logprobs | None, dict[str, jax.Array]]:
@@ -326,12 +344,12 @@ def read_chunk(
         state: the state; it is donated.
         table: ``[B, n]`` the pages of all rows.
         rows: ``[G]`` the index of the row to read, one for each group.
-        counts: ``[G]`` the number of tokens to read, at most ``width``; 0 for a group with nothing
+        counts: ``[G]`` the number of tokens to read, at most ``size``; 0 for a group with nothing
             to read.
         is_last: ``[G]`` bool, whether this chunk ends the prompt, so that the row is decoded from
             now on. The prompt's last token is never in a chunk: it is the first root, which the
             first step of decoding reads.
-        width: the number of tokens that are computed, padding included.
+        size: the number of tokens that are computed for each row, padding included.
         logprobs: if not None, return the target's log-probabilities, with those of this number of
             likeliest tokens at each position.
         remote_drafter: the drafter that drafts for this text on another machine and needs the
@@ -339,8 +357,8 @@ def read_chunk(
 
     Returns:
         The state; the `PrefixState` at the end of the chunk, for `admit`; the log-probabilities
-        ``[G, width]`` of the token after each token of the chunk, or None; and the
-        `Drafter.remote_inputs` of ``remote_drafter``, ``[G, width, …]`` each, or an empty
+        ``[G, size]`` of the token after each token of the chunk, or None; and the
+        `Drafter.remote_inputs` of ``remote_drafter``, ``[G, size, …]`` each, or an empty
         dictionary.
 
     Examples:
@@ -348,22 +366,14 @@ def read_chunk(
         >>> drafter = specjax.PromptLookup(draft=2)
         >>> sizes = {"capacity": 32, "pages": 16, "page": 8}
         >>> state = rows.empty(target, drafter, rows=4, **sizes)
-        >>> prefix_state = rows.empty_prefix_state(target, drafter, **sizes)
-        >>> text = rows.Text(
-        ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
-        ...     length=np.int32(6),
-        ...     max_length=np.int32(14),
-        ...     key=jax.random.key(0),
-        ...     stop_token_ids=np.full(8, -1, np.int32),
-        ...     sampling=specjax.sampling.GREEDY.of_row(),
-        ... )
-        >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
-        >>> state = rows.admit(target, drafter, state, row, text, start, prefix_state, group)
+        >>> begin = rows.empty_prefix_state(target, drafter, **sizes)
+        >>> text = rows.Text.of_prompt(prompts[0], capacity=32, max_new_tokens=8)
+        >>> state = rows.admit(target, drafter, state, 1, text, 0, begin)  # row 1, nothing cached
         >>> table = np.full((4, 4), 16, np.int32)  # 16: no page
         >>> table[1, :2] = 3, 7
         >>> row, count, is_last = np.array([1]), np.array([5]), np.array([True])
         >>> state, _, _, _ = rows.read_chunk(
-        ...     target, drafter, state, table, row, count, is_last, width=8
+        ...     target, drafter, state, table, row, count, is_last, size=8
         ... )
         >>> state.cache.length.tolist(), state.done.tolist()
         ([0, 5, 0, 0], [True, False, True, True])
@@ -371,7 +381,8 @@ def read_chunk(
     state = with_table(state, table)
     groups, batch = rows.shape[0], state.lengths.shape[0]
     counts, is_last = jnp.asarray(counts), jnp.asarray(is_last)
-    rows_in_groups = jnp.asarray(rows) % (batch // groups)  # an index within each group
+    # An index within each group: each device finds the row among its own, without an exchange.
+    rows_in_groups = jnp.asarray(rows) % (batch // groups)
 
     def take(leaf: jax.Array) -> jax.Array:
         return by_group(lambda leaf, row: leaf[row], groups, leaf, rows_in_groups)
@@ -382,38 +393,37 @@ def read_chunk(
         )
 
     part = map_rows(take, state)
-    positions = part.cache.length[:, None] + jnp.arange(width)[None]
+    positions = part.cache.length[:, None] + jnp.arange(size)[None]
 
     def at(positions: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(
-            part.tokens, jnp.minimum(positions, part.tokens.shape[1] - 1), axis=1
-        )
+        # Padding may lie beyond the capacity, where `take_along_axis` returns invalid ids. Any
+        # valid token will do, because ``counts`` leaves padding out of all that is stored below.
+        existing = jnp.minimum(positions, part.tokens.shape[1] - 1)
+        return jnp.take_along_axis(part.tokens, existing, axis=1)
 
     tokens, following = at(positions), at(positions + 1)
     # One pass of the target records the taps of both drafters.
-    local_taps, remote_taps = (
-        drafter.taps(target.config),
-        () if remote_drafter is None else remote_drafter.taps(target.config),
-    )
+    local_taps = drafter.taps(target.config)
+    remote_taps = () if remote_drafter is None else remote_drafter.taps(target.config)
     taps = tuple(sorted({*local_taps, *remote_taps}))
     output, new = target.read(tokens, part.cache, taps=taps, commit=counts)
-    remote = (
-        {}
-        if remote_drafter is None
-        else remote_drafter.remote_inputs(target, _with_taps(output, taps, remote_taps), new)
-    )
+    remote = {}
+    if remote_drafter is not None:
+        remote_output = _with_taps(output, taps, remote_taps)
+        remote = remote_drafter.remote_inputs(target, remote_output, new)
     output = _with_taps(output, taps, local_taps)
     cache = part.cache.append(new, counts, after=output.hidden)
     committed = Committed(
         tokens=tokens, following=following, output=output, entries=new, count=counts, cache=cache
     )
     drafter_state = drafter.append_committed(target, part.drafter, committed)
+    # Before `_prompts_read`: another text continues from here with a rest of its own.
     prefix_state = PrefixState(cache.states, without_pools(drafter.to_prefix_state(drafter_state)))
     drafter_state = _prompts_read(target, drafter, drafter_state, part.tokens, cache, is_last)
     part = replace(part, cache=cache, drafter=drafter_state, done=part.done & ~is_last)
-    scored = (
-        None if logprobs is None else _read_logprobs(target, output.hidden, following, logprobs)
-    )
+    scored = None
+    if logprobs is not None:
+        scored = _read_logprobs(target, output.hidden, following, logprobs)
     return place_rows(put_rows(state, part, put), target), prefix_state, scored, remote
 
 
@@ -421,9 +431,8 @@ def _with_taps(output: States, taps: tuple[int, ...], selected: tuple[int, ...])
     """Return ``output``, which has ``taps``, with the ``selected`` taps alone."""
     if taps == selected:
         return output
-    return replace(
-        output, taps=output.taps[:, :, np.array([taps.index(tap) for tap in selected], np.int32)]
-    )
+    indices = np.array([taps.index(tap) for tap in selected], np.int32)
+    return replace(output, taps=output.taps[:, :, indices])
 
 
 _SCORED_AT_ONCE = 64
@@ -435,7 +444,7 @@ def _read_logprobs(target: Target, hidden: jax.Array, following: jax.Array, top:
 
     They are computed for a few tokens at a time to save memory.
     """
-    size = math.gcd(following.shape[1], _SCORED_AT_ONCE)
+    size = math.gcd(following.shape[1], _SCORED_AT_ONCE)  # `lax.map` needs parts of one size
 
     def split(values: jax.Array) -> jax.Array:  # [G, T, …] -> [T / size, G, size, …]
         return jnp.moveaxis(values.reshape(values.shape[0], -1, size, *values.shape[2:]), 1, 0)
@@ -475,13 +484,13 @@ def _prompts_read(
     return put_rows(state, after, lambda _, new: new)
 
 
-def rows_of_call(drafter: Drafter, width: int, **_: Any) -> int:
+def nodes_of_call(drafter: Drafter, width: int, **_: Any) -> int:
     """Return the number of nodes that the target reads in one pass of `decode_rows`."""
     return width * drafter.draft_shape.nodes
 
 
 @by_rows(
-    rows_of_call,
+    nodes_of_call,
     models=("target", "drafter"),
     static_argnames=("width", "logprobs", "call_steps"),
     donate_argnames="state",
@@ -527,30 +536,24 @@ def decode_rows(
         >>> drafter = specjax.PromptLookup(draft=2)
         >>> sizes = {"capacity": 32, "pages": 16, "page": 8}
         >>> state = rows.empty(target, drafter, rows=4, **sizes)
-        >>> prefix_state = rows.empty_prefix_state(target, drafter, **sizes)
-        >>> text = rows.Text(
-        ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
-        ...     length=np.int32(6),
-        ...     max_length=np.int32(14),
-        ...     key=jax.random.key(0),
-        ...     stop_token_ids=np.full(8, -1, np.int32),
-        ...     sampling=specjax.sampling.GREEDY.of_row(),
-        ... )
-        >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
-        >>> state = rows.admit(target, drafter, state, row, text, start, prefix_state, group)
+        >>> begin = rows.empty_prefix_state(target, drafter, **sizes)
+        >>> text = rows.Text.of_prompt(prompts[0], capacity=32, max_new_tokens=8)
+        >>> state = rows.admit(target, drafter, state, 1, text, 0, begin)  # row 1, nothing cached
         >>> table = np.full((4, 4), 16, np.int32)  # 16: no page
         >>> table[1, :2] = 3, 7
         >>> row, count, is_last = np.array([1]), np.array([5]), np.array([True])
         >>> state, _, _, _ = rows.read_chunk(
-        ...     target, drafter, state, table, row, count, is_last, width=8
+        ...     target, drafter, state, table, row, count, is_last, size=8
         ... )
         >>> free = np.array([True, False, True, True])
         >>> state, progress = rows.decode_rows(
-        ...     target, drafter, state, table, free, np.int32(8), np.bool_(False), width=2, call_steps=8
+        ...     target, drafter, state, table, free, 8, False, width=2, call_steps=8
         ... )
         >>> progress.tokens[1, :8].tolist() == plain.tokens[0, 6:].tolist()
         True
     """
+    # A row without a text must be done before the loop, which would otherwise go on with the text
+    # that had the row before.
     state = retire(with_table(state, table), free)
     starts, report_tokens = state.lengths, call_steps * (drafter.draft_shape.depth + 1)
     reported = None if logprobs is None else Logprobs.zeros(width, report_tokens, logprobs)
@@ -567,6 +570,7 @@ def decode_rows(
 
 def progress_since(state: DecodeState, starts: jax.Array, room: int) -> Progress:
     """Return the `Progress` of rows that had ``starts [B]`` tokens, for up to ``room`` tokens."""
+    # The room is static and may reach beyond the capacity; `lengths` says what has a meaning.
     emitted = jnp.minimum(starts[:, None] + jnp.arange(room), state.tokens.shape[1] - 1)
     return Progress(
         tokens=jnp.take_along_axis(state.tokens, emitted, axis=1),

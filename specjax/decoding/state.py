@@ -31,7 +31,8 @@ class DecodeState:
         tokens: ``[B, S]`` prompt and output; S is the capacity.
         lengths: ``[B]`` committed tokens, the root included. The root is token ``lengths - 1``.
         max_lengths: ``[B]`` number of committed tokens at which a row is done.
-        done: ``[B]`` bool.
+        done: ``[B]`` bool, rows that steps skip: the text has ended, or, if rows come and go, the
+            row is free, its prompt is not prefilled yet, or a client drafts for it.
         keys: ``[B]`` random keys, one for each row.
         stop_token_ids: ``[B, E]`` token ids that end each row, padded with -1.
         sampling: the sampling parameters of the rows.
@@ -153,9 +154,11 @@ def read_prompts(
     """
     batch, width = tokens.shape
     committed, taps = lengths - 1, drafter.taps(target.config)
-    # The token after each token. The roll wraps around at the last one, which is not committed here.
+    # The token after each token. The roll wraps around at the last one, which is not committed
+    # here.
     following = jnp.roll(tokens, -1, axis=1)
-    # Empty caches are constants. Without the barrier XLA folds the attention over them while compiling, which takes minutes.
+    # Empty caches are constants. Without the barrier XLA folds the attention over them while
+    # compiling, which takes minutes.
     cache, state = jax.lax.optimization_barrier(
         (target.new_cache(batch, capacity), start_drafter(drafter, target, batch, capacity))
     )
@@ -263,8 +266,10 @@ def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:
         )
     for leaf, new in zip(jax.tree.leaves(state), jax.tree.leaves(request), strict=True):
         if new.shape != (1, *leaf.shape[1:]):
-            raise InputError(f"request: its shape {new.shape} does not fit the state's {leaf.shape}; start it with one prompt, "
-                             f"capacity={state.tokens.shape[1]} and the same drafter")  # fmt: skip
+            raise InputError(
+                f"request: its shape {new.shape} does not fit the state's {leaf.shape}; start it"
+                f" with one prompt, capacity={state.tokens.shape[1]} and the same drafter"
+            )
     return _insert(state, request, jnp.asarray(row))
 
 

@@ -130,11 +130,12 @@ def independent(
         return descend(draft, by_rule(recursive_rejection, logits, sampling, keys, legal))
     allowed, is_legal, good = _allowed(logits, sampling, draft.depths, legal)
     p, x = distributions(allowed, sampling, is_legal), draft.tokens[:, 1:]
-    # A drafter's q is NaN for all tokens or for none, so this condition does not depend on x and cannot bias the output.
+    # A drafter's q is NaN for all tokens or for none, so this condition does not depend on x and
+    # cannot bias the output.
     drafted = draft.drafted & good[:, :-1] & ~jnp.isnan(_of(draft.q, x))
     drafted = jnp.cumprod(drafted, axis=1).astype(bool)
-    # Where p is NaN any one-hot p will do: the chain ends there (see `drafted`), and `bad` discards the token that is drawn.
-    # So the rules need no special case.
+    # Where p is NaN any one-hot p will do: the chain ends there (see `drafted`), and `bad` discards
+    # the token that is drawn. So the rules need no special case.
     p = replace(p, best=jnp.where(good, p.best, 0), is_certain=p.is_certain | ~good)
     accepted, token = (judge_chain or block)(p, draft.q, x, drafted, keys)
     path = jnp.broadcast_to(jnp.arange(draft.tokens.shape[1], dtype=jnp.int32), draft.tokens.shape)
@@ -268,9 +269,8 @@ def descend(draft: Draft, visit: Visit) -> Verdict:
         bad=jnp.zeros(batch, bool),
     )
     start = _Descent(depth=jnp.zeros((), jnp.int32), going=jnp.ones(batch, bool), verdict=root)
-    if (
-        draft.depth == 0
-    ):  # plain decoding: one visit needs no loop, and no synchronization of host and device
+    # Plain decoding: one visit needs no loop, and no synchronization of host and device.
+    if draft.depth == 0:
         return go(start).verdict
     return jax.lax.while_loop(lambda descent: jnp.any(descent.going), go, start).verdict
 
@@ -359,11 +359,12 @@ def recursive_rejection(
     accept_keys, token_keys = split_keys(keys, 2)
     first, next_sibling = tree.first_children(draft.parents), tree.next_siblings(draft.parents)
 
-    def following(
-        order: Any, node: jax.Array
-    ) -> jax.Array:  # a child that was not drafted ends the list of siblings
-        child = at_nodes(jnp.broadcast_to(jnp.asarray(order, jnp.int32), draft.tokens.shape), node)
-        return jnp.where((child >= 0) & at_nodes(_drafted(draft), jnp.maximum(child, 0)), child, -1)
+    def following(order: Any, node: jax.Array) -> jax.Array:
+        by_row = jnp.broadcast_to(jnp.asarray(order, jnp.int32), draft.tokens.shape)
+        child = at_nodes(by_row, node)
+        # A child that was not drafted ends the list of siblings.
+        is_drafted = at_nodes(_drafted(draft), jnp.maximum(child, 0))
+        return jnp.where((child >= 0) & is_drafted, child, -1)
 
     def waiting(trial: _Trial) -> jax.Array:
         return (trial.child >= 0) & ~trial.accepted
@@ -372,9 +373,10 @@ def recursive_rejection(
         child = jnp.maximum(trial.child, 0)
         x = at_nodes(draft.tokens, child)
         u = jax.vmap(partial(jax.random.uniform, dtype=jnp.float32))(_fold_in(accept_keys, child))
-        # This is u < p/q without the division, because q(x) can be 0 in a greedy row. There q is one-hot: say (1, 0, 0),
-        # with the children 0, 1 and 2 in this order. If token 0 is rejected, no mass is left and q is 0 everywhere. Token 1
-        # is then accepted if 0 < p(1). As p is one-hot too, that is the case if token 1 is the target's argmax.
+        # This is u < p/q without the division, because q(x) can be 0 in a greedy row. There q is
+        # one-hot: say (1, 0, 0), with the children 0, 1 and 2 in this order. If token 0 is
+        # rejected, no mass is left and q is 0 everywhere. Token 1 is then accepted if 0 < p(1). As
+        # p is one-hot too, that is the case if token 1 is the target's argmax.
         accept = waiting(trial) & (u * at_nodes(trial.q, x) < at_nodes(trial.p, x))
         reject = waiting(trial) & ~accept
         residual = jnp.maximum(0.0, trial.p - trial.q)
@@ -507,7 +509,8 @@ def _residual(
     p_node = p.at(node)
     q_node = jnp.where(at_nodes(_is_parent(drafted), node)[:, None], at_nodes(q, node), 0.0)
     residual = jnp.maximum(0.0, ratio[:, None] * p_node - q_node)
-    # If p equals q, the residual is 0 and a rejection has probability 0. Rounding may still cause one: then draw from p.
+    # If p equals q, the residual is 0 and a rejection has probability 0. Rounding may still cause
+    # one: then draw from p.
     return jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, p_node)
 
 
@@ -548,6 +551,7 @@ def _uniform(keys: jax.Array, count: int) -> jax.Array:
     The first numbers are the same for every ``count``.
     """
 
+    # One key per number: a single draw of ``count`` numbers would depend on ``count``.
     def row(key: jax.Array) -> jax.Array:
         return jax.vmap(
             lambda i: jax.random.uniform(jax.random.fold_in(key, i), dtype=jnp.float32)

@@ -40,10 +40,8 @@ class _Narrow(Target):
     def run(
         self, x: jax.Array, cache: KVCache | None = None, **options: Any
     ) -> tuple[jax.Array, jax.Array, tuple[Entry, ...]]:
-        size, layers = (
-            self.config.hidden_size,
-            options.pop("layers", None) or (0, self.config.num_layers),
-        )
+        size = self.config.hidden_size
+        layers = options.pop("layers", None) or (0, self.config.num_layers)
         wide = jnp.pad(x, ((0, 0), (0, 0), (0, self.inflated.config.hidden_size - size)))
         after, taps, new = self.inflated.run(wide, cache, layers=layers, **options)
         return after[..., :size], taps[..., :size], new
@@ -51,10 +49,8 @@ class _Narrow(Target):
     def cache_piece(
         self, cache: Cache, layer: int, positions: jax.Array, window: int | None
     ) -> Filled:
-        piece, heads = (
-            super().cache_piece(cache, layer, positions, window),
-            self.config.num_kv_heads,
-        )
+        piece = super().cache_piece(cache, layer, positions, window)
+        heads = self.config.num_kv_heads
         return replace(piece, entry=jax.tree.map(lambda part: part[:, :heads], piece.entry))
 
 

@@ -219,11 +219,10 @@ def check_proposal(drafter: "Drafter", proposal: Any, batch: int) -> tuple[Draft
             f" B={batch}",
         )
     if draft.depth > shape.depth:
-        advice = (
-            ""
-            if draft.grown is None or draft.levels is not None
-            else ", and a dynamic tree must state its levels"
-        )
+        if draft.grown is None or draft.levels is not None:
+            advice = ""
+        else:
+            advice = ", and a dynamic tree must state its levels"
         raise _broken(
             drafter,
             f"propose() drafts {draft.depth} deep, but draft={shape!r}: drafts must have that"
@@ -274,9 +273,8 @@ class Drafter(OneLine, Generic[State]):
         """
         super().__init_subclass__(**options)
         defined: dict[str, Any] = {}
-        for base in reversed(
-            cls.__mro__
-        ):  # base classes that are drafters have passed here themselves
+        # Base classes that are drafters have passed here themselves.
+        for base in reversed(cls.__mro__):
             if base is cls or not issubclass(base, Drafter):
                 defined |= vars(base)
         for old, new in _OLD_METHODS.items():

@@ -168,11 +168,10 @@ def _children(
         return tokens, best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), None
     q = probabilities(logits, sampling)
     if count == 1:
-        node_keys = (
-            keys
-            if nodes == 1
-            else jax.vmap(lambda key: jax.random.split(key, nodes))(keys).reshape(-1)
-        )
+        if nodes == 1:
+            node_keys = keys
+        else:
+            node_keys = jax.vmap(lambda key: jax.random.split(key, nodes))(keys).reshape(-1)
         token = draw(q.reshape(-1, vocab), node_keys).reshape(batch, nodes, 1)
         return token, jnp.zeros(token.shape, jnp.float32), q
     # Gumbel top-k: the k largest of log q + Gumbel noise, in order, are k draws without replacement

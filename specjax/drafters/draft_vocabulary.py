@@ -113,11 +113,10 @@ def initial_params(target: Target, ids: TokenIds | None, own_head: bool) -> Para
     They are ``d2t`` for the ``ids``, and a copy of the target's head if the drafter has a head of
     its own.
     """
-    params = (
-        {}
-        if ids is None
-        else {"d2t": jnp.asarray(ids, jnp.int32) - jnp.arange(len(ids), dtype=jnp.int32)}
-    )
+    if ids is None:
+        params = {}
+    else:
+        params = {"d2t": jnp.asarray(ids, jnp.int32) - jnp.arange(len(ids), dtype=jnp.int32)}
     if own_head:
         params["lm_head"] = (
             target.head_weights if ids is None else target.head_weights[:, jnp.asarray(ids)]

@@ -159,11 +159,13 @@ def expand(
             assert isinstance(shape, Chain)
             going = going & (children.confidence[:, 0] >= shape.stop_below)
 
+        # The root is one node, but all levels must have the same shape: the loop carries them.
         def level(values: jax.Array, filler: Any) -> jax.Array:  # [B, n, k] -> [B, C]
             values = jnp.pad(values, ((0, 0), (0, width - count), (0, 0)), constant_values=filler)
             return values.reshape(batch, candidates)
 
-        # A row whose chain has stopped gets no further nodes: the score of -inf marks them as filler.
+        # A row whose chain has stopped gets no further nodes: the score of -inf marks them as
+        # filler.
         scores = jnp.where(
             growth.going[:, None, None], parent_scores[..., None] + children.scores, -jnp.inf
         )
@@ -186,12 +188,10 @@ def expand(
 
     def deepen(growth: _Growth) -> _Growth:
         logits, state = read(growth.frontier, growth.state)
-        parent_scores = jnp.take_along_axis(
-            growth.scores[growth.depth - 1], growth.picked[growth.depth - 1], axis=1
-        )
-        return add_level(
-            replace(growth, state=state), children_of(logits, growth.depth), parent_scores
-        )
+        newest = growth.depth - 1
+        parent_scores = jnp.take_along_axis(growth.scores[newest], growth.picked[newest], axis=1)
+        children = children_of(logits, growth.depth)
+        return add_level(replace(growth, state=state), children, parent_scores)
 
     first = children_of(
         logits if isinstance(logits, CandidateTokens) else logits[:, None], jnp.zeros((), jnp.int32)
@@ -324,9 +324,9 @@ def _next_frontier(
     """
     newest = growth.frontier
     parents = picked // branching
-    read_index = (
-        newest.offset + parents
-    )  # of the parents, among all nodes read; meaningless for the root
+    # The parents' indices among all nodes that were read. For the root's children they have no
+    # meaning, and `is_parent` leaves them out.
+    read_index = newest.offset + parents
     is_parent = (read_index[..., None] == jnp.arange(newest.visible.shape[-1])) & (growth.depth > 0)
     return Frontier(
         tokens=jnp.take_along_axis(tokens, picked, axis=1),
@@ -364,6 +364,7 @@ def _fixed(
         has_child = np.isin(np.arange(shape.nodes), template.parents)
         q = jnp.where(has_child[None, :, None], rows[:, np.where(has_child, row, 0)], 0.0)
     stops_early = isinstance(shape, Chain) and shape.stop_below > 0
+    # Siblings are drawn without replacement: q may have fewer tokens than a node has children.
     may_lack_tokens = growth.q is not None and shape.branching > 1
     offered = jnp.pad(gather(growth.scores) > -jnp.inf, ((0, 0), (1, 0)), constant_values=True)
     draft = Draft.of_tree(
@@ -372,12 +373,10 @@ def _fixed(
         q=q,
         valid=offered if stops_early or may_lack_tokens else None,
     )
+    if not stops_early:
+        return draft, template.places
     # If the loop ended early, the newest level was never read.
-    return draft, (
-        jnp.where(draft.depths < growth.depth, template.places, -1)
-        if stops_early
-        else template.places
-    )
+    return draft, jnp.where(draft.depths < growth.depth, template.places, -1)
 
 
 def _dynamic(shape: DynamicTree, growth: _Growth, root: jax.Array) -> tuple[Draft, jax.Array]:
@@ -479,12 +478,12 @@ def read_nodes(
     count, read_slots = frontier.tokens.shape[1], frontier.visible.shape[-1]
     above = slots_of(scratch) - read_slots
     visible = jnp.pad(frontier.visible, ((0, 0), (0, 0), (above, 0)), constant_values=True)
+    positions = cache.length[:, None] + above + frontier.depth - 1
     output, new = model.score(
         frontier.tokens,
         cache,
-        positions=jnp.broadcast_to(
-            cache.length[:, None] + above + frontier.depth - 1, frontier.tokens.shape
-        ),
+        positions=jnp.broadcast_to(positions, frontier.tokens.shape),
+        # Nodes of one depth are not ancestors of each other: each sees itself alone.
         mask=np.eye(count, dtype=bool)[None],
         scratch=[(scratch, visible)],
         layers=layers,

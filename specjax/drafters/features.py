@@ -174,15 +174,13 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
     ) -> FeatureState:
         count = told.tokens.shape[1]
         positions = state.cache.length[:, None] + jnp.arange(count)[None]
-        embedded, states = (
-            self.embed(target, told.following),
-            told.arrays["features"].astype(self._dtype),
-        )
+        embedded = self.embed(target, told.following)
+        states = told.arrays["features"].astype(self._dtype)
         causal = jnp.tril(jnp.ones((1, count, count), bool))
         newest_states, new_entries, first_pair_states = [], [], []
         for module in range(self.modules):
-            # Module m pairs the token with the state of module m - 1 at the position before. At the first
-            # position of this call that state comes from the call before.
+            # Module m pairs the token with the state of module m - 1 at the position before. At the
+            # first position of this call that state comes from the call before.
             if module:
                 states = jnp.concatenate(
                     [state.newest[:, module - 1, None].astype(states.dtype), states[:, :-1]], axis=1
@@ -194,9 +192,9 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             newest_states.append(newest_of(states, told.count, state.newest[:, module]))
             new_entries += entries
             first_pair_states.append(states[:, 0])
-        cache = state.cache.append(
-            new_entries, told.count, after=sum(first_pair_states[1:], first_pair_states[0])
-        )
+        # The write waits until every module has read the cache: the sum depends on all of them.
+        all_read = sum(first_pair_states[1:], first_pair_states[0])
+        cache = state.cache.append(new_entries, told.count, after=all_read)
         return FeatureState(cache=cache, newest=self._by_row(jnp.stack(newest_states, axis=1)))
 
     def append_unverified(
@@ -223,18 +221,13 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             states, entries = self.run(
                 state.newest, embedded, positions, None, self._past(state.cache, 0)
             )
-            newest = jnp.where(
-                counts[:, None, None] > 0, states.astype(state.newest.dtype), state.newest
-            )
-            return (
-                FeatureState(
-                    cache=state.cache.append(entries, counts, after=states), newest=newest
-                ),
-                None,
-            )
+            is_valid = counts[:, None, None] > 0
+            newest = jnp.where(is_valid, states.astype(state.newest.dtype), state.newest)
+            cache = state.cache.append(entries, counts, after=states)
+            return FeatureState(cache=cache, newest=newest), None
 
-        is_valid = (jnp.arange(tokens.shape[1])[:, None] < count).astype(jnp.int32)
-        state, _ = jax.lax.scan(read, state, (following.T, is_valid))
+        counts = (jnp.arange(tokens.shape[1])[:, None] < count).astype(jnp.int32)  # 0: padding
+        state, _ = jax.lax.scan(read, state, (following.T, counts))
         return state, ()
 
     def propose(
@@ -254,12 +247,12 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         position n + d - 1. The pair of the root has position n - 1; all modules have read it when
         the root was committed, and ``newest`` has their states there. Then, level by level::
 
-            node, its pair     module 0   module 1 reads        module 2 reads        its children come from
-            root,    n - 1     newest     newest                newest                module 0, at n - 1
-            depth 1, n         -          module 0's at n - 1   module 1's at n - 1   module 1, at n
-            depth 2, n + 1     -          -                     module 1's at n       module 2, at n + 1
-            depth 3, n + 2     -          -                     module 2's at n + 1   module 2, at n + 2
-            depth d, n + d - 1 -          -                     module 2's at n + d - 2, and so on
+            node, its pair     module 0  module 1 reads       module 2 reads       children are from
+            root,    n - 1     newest    newest               newest               module 0 at n - 1
+            depth 1, n         -         module 0's at n - 1  module 1's at n - 1  module 1 at n
+            depth 2, n + 1     -         -                    module 1's at n      module 2 at n + 1
+            depth 3, n + 2     -         -                    module 2's at n + 1  module 2 at n + 2
+            depth d, n + d - 1 -         -                    module 2's at n + d - 2, and so on
 
         A module reads the state of the module before it at the position before. Below the root
         there are no features of the target, so module 0 has nothing to read. So module 1 has
@@ -271,31 +264,26 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         # Module 0 reads nothing but features, so drafting does not run it, unless it is the last.
         layers, last, batch = self.sizes.num_layers, self.modules - 1, root.shape[0]
         modules = range(min(1, last), self.modules)
-        depths = (
-            jnp.arange(self.draft_shape.read_slots) // self.draft_shape.width + 1
-        )  # of the nodes in the scratch
+        # The depths of the nodes in the scratch.
+        depths = jnp.arange(self.draft_shape.read_slots) // self.draft_shape.width + 1
 
         def read(
             frontier: Frontier, carried: tuple[tuple[Entry, ...], jax.Array]
         ) -> tuple[jax.Array, tuple[tuple[Entry, ...], jax.Array]]:
             scratch, states = carried
-            above = jnp.take_along_axis(
-                states, frontier.parents[..., None, None], axis=1
-            )  # [B, F, M, H]
+            # ``[B, F, M, H]`` the states of each node's parent, by module.
+            above = jnp.take_along_axis(states, frontier.parents[..., None, None], axis=1)
             embedded = self.embed(target, frontier.tokens)
             positions = jnp.broadcast_to(
                 state.cache.length[:, None] + frontier.depth - 1, frontier.tokens.shape
             )
 
             def read_with(module: int, states: jax.Array) -> tuple[jax.Array, tuple[Entry, ...]]:
-                cached, first_layer = (
-                    self._past(state.cache, module),
-                    (module - modules.start) * layers,
-                )
+                cached = self._past(state.cache, module)
+                first_layer = (module - modules.start) * layers
                 # As in the cache, the first pairs of a text are hidden (see `visible_in`).
-                visible = (
-                    frontier.visible & (state.cache.length[:, None] + depths - 1 >= module)[:, None]
-                )
+                has_state = state.cache.length[:, None] + depths - 1 >= module
+                visible = frontier.visible & has_state[:, None]
                 drafted = scratch[first_layer : first_layer + layers]
                 past = tuple(
                     (*pieces, (entry, visible))
@@ -313,6 +301,7 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
                     )
                     at_module, entries = read_with(module, before)
                 else:
+                    # A conditional, so that the weights of a module without input are not read.
                     run = partial(read_with, module)
                     needed, before = frontier.depth <= module, above[:, :, module - 1]
                     at_module, entries = jax.lax.cond(needed, run, partial(_zeros_of, run), before)
@@ -321,10 +310,8 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             current = jnp.minimum(frontier.depth, last)
             of_modules = jnp.stack(module_states, axis=2)
             logits = self.logits(target, jnp.take(of_modules, current, axis=2), current)
-            return logits, (
-                place_entries(scratch, new, frontier.offset, after=of_modules),
-                of_modules,
-            )
+            scratch = place_entries(scratch, new, frontier.offset, after=of_modules)
+            return logits, (scratch, of_modules)
 
         above = jnp.broadcast_to(
             state.newest[:, None], (batch, self.draft_shape.width, *state.newest.shape[1:])
@@ -371,11 +358,11 @@ def visible_in(module: int, positions: jax.Array, causal: jax.Array) -> jax.Arra
         positions: ``[B, T]``, the position of each pair in its text.
         causal: ``[B|1, T, T]`` bool, the mask of the first module.
     """
-    return (
-        causal
-        if module == 0
-        else causal & ((positions >= module)[:, None] | jnp.eye(positions.shape[1], dtype=bool))
-    )
+    if module == 0:
+        return causal
+    # A hidden pair still sees itself.
+    itself = jnp.eye(positions.shape[1], dtype=bool)
+    return causal & ((positions >= module)[:, None] | itself)
 
 
 def _zeros_of(run: Callable[..., Any], *arguments: jax.Array) -> Any:

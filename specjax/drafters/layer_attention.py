@@ -118,9 +118,8 @@ def block_like(
         num_kv_heads=kv_heads,
         intermediate_size=intermediate_size,
     )
-    return replace(
-        block, rope=Rope(theta=block.rope.theta)
-    )  # positions are layer indices, so no RoPE scaling
+    # Positions are layer indices, so RoPE is not scaled.
+    return replace(block, rope=Rope(theta=block.rope.theta))
 
 
 _FIELDS = {

@@ -169,9 +169,9 @@ class Pausable(Wrapper[PausableState]):
         # The drafter sees a chain that it has not drafted itself, and that was accepted in full.
         draft = Draft.chain(committed.tokens[:, 0], committed.tokens[:, 1:])
         path = jnp.broadcast_to(jnp.arange(ROOM, dtype=jnp.int32)[None], positions.shape)
-        newest = jnp.take_along_axis(
-            committed.following, jnp.maximum(count - 1, 0)[:, None], axis=1
-        )[:, 0]
+        # Of a row without pending tokens it is arbitrary: nothing is committed there.
+        last = jnp.maximum(count - 1, 0)[:, None]
+        newest = jnp.take_along_axis(committed.following, last, axis=1)[:, 0]
         verdict = Verdict(path=path, count=count, token=newest)
         drafter_state = self.drafter.update(target, state.own, draft, verdict, committed)
         return PausableState(

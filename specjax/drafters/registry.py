@@ -161,11 +161,10 @@ class DraftingMethod:
 
 
 def _make_prompt_lookup(request: DrafterRequest) -> Drafter:
-    longest = (
-        {"max_ngram": _whole(request, "prompt-lookup:MAX_NGRAM, such as prompt-lookup:3")}
-        if request.where
-        else {}
-    )
+    if request.where:
+        longest = {"max_ngram": _whole(request, "prompt-lookup:MAX_NGRAM, such as prompt-lookup:3")}
+    else:
+        longest = {}
     drafter = PromptLookup(**longest, **request.draft_given)
     drafter.check_draft()
     return drafter
@@ -295,7 +294,7 @@ def load_drafter(
         EarlyExit(layers=1, draft=Chain(length=2, stop_below=0.0))
         >>> load_drafter("eagle4", draft=None, target=config)
         Traceback (most recent call last):
-        specjax.errors.InputError: drafter='eagle4': no method of that name, no directory and no hub id owner/name; ...
+        specjax.errors.InputError: drafter='eagle4': no method of that name, no directory and ...
     """
     method, where, files = find(name)
     if tokenizer is not None and method.recognises is not None and not method.translates:
@@ -323,7 +322,7 @@ def resolve(name: str) -> tuple[DraftingMethod, str]:
         ({'tli': 2}, 'runs/best')
         >>> resolve("moa,layers=2:runs/best")
         Traceback (most recent call last):
-        specjax.errors.InputError: drafter='moa,layers=2:runs/best': 'layers=2' is no setting of moa; write moa:DIRECTORY or ...
+        specjax.errors.InputError: drafter='moa,layers=2:runs/best': 'layers=2' is no setting ...
     """
     return find(name)[:2]
 
@@ -336,9 +335,8 @@ def find(name: str) -> tuple[DraftingMethod, str, CheckpointFiles | None]:
     if own_class := OWN_CLASS.fullmatch(name):
         return _method_of_class(name, own_class[1], own_class[2]), own_class[3], None
     before, colon, where = name.partition(":")
-    kind, *settings = (
-        before.split(",") if colon else [before]
-    )  # without a colon a comma belongs to the directory's name
+    # Without a colon a comma belongs to the directory's name.
+    kind, *settings = before.split(",") if colon else [before]
     points = {} if kind in METHODS else _entry_points()
     if kind in METHODS or kind in points:
         method = METHODS[kind] if kind in METHODS else _method_of_entry_point(points[kind])

@@ -45,10 +45,8 @@ def open_drafter(path: str | Path | CheckpointFiles) -> CheckpointFiles:
     """
     files = hub.open_checkpoint(path)
     directories.check(files)
-    _ = (
-        files.raw,
-        files.shapes,
-    )  # read first, so that a damaged file is reported before a wrong field
+    # Read first, so that a damaged file is reported before a wrong field.
+    _ = (files.raw, files.shapes)
     return files
 
 
@@ -321,10 +319,8 @@ class TrainedDrafter(Drafter[State]):
         content = form.format_config(self, layout, type_name, target)
         params, declared = self.params, form.declare(self.config, layout)
         if (vocabulary := form.reduced_vocabulary(self.config)) is not None:
-            params, declared = (
-                params | vocabulary.compute_t2d(params),
-                declared | vocabulary.declare_t2d(),
-            )
+            params = params | vocabulary.compute_t2d(params)
+            declared = declared | vocabulary.declare_t2d()
         declared = schemes.declare_like(declared, params)
         if (quantization := saved.format_config(declared)) is not None:
             content["quantization_config"] = quantization

@@ -228,10 +228,10 @@ class WithPrediction(Wrapper[WithPredictionState]):
 
         def search() -> tuple[jax.Array, jax.Array]:
             match, points = _search(state.tokens, state.lengths, newest, certain)
-            return jnp.where(is_lost, match, position), jnp.where(
-                is_lost, points >= FEWEST_POINTS, state.fits
-            )
+            fits = jnp.where(is_lost, points >= FEWEST_POINTS, state.fits)
+            return jnp.where(is_lost, match, position), fits
 
+        # A search reads whole predictions, which most steps need not do.
         position, fits = jax.lax.cond(jnp.any(is_lost), search, lambda: (position, state.fits))
         matched = state.matched + run
         return replace(
@@ -277,10 +277,12 @@ def _search(
     positions = jnp.arange(count + 1)[None]
     points = jnp.zeros((tokens.shape[0], count + 1), jnp.int32)
     for distance, weight in enumerate(WEIGHTS, 1):
+        # No token is -2, and no filler of `newest` (-1): nothing matches before the prediction.
         before = jnp.pad(tokens, ((0, 0), (distance, 0)), constant_values=-2)[:, : count + 1]
         points = points + weight * (before == newest[:, -distance, None])
     ahead = positions - certain[:, None]
     order = jnp.where(ahead >= 0, ahead, count - ahead)  # behind `certain`: last, the nearest first
     points = jnp.where(positions < lengths[:, None], points, 0)
+    # The factor is larger than any order, so that the points decide, and the order among equals.
     best = jnp.argmax(points * (2 * count + 2) - order, axis=1).astype(jnp.int32)
     return best, jnp.take_along_axis(points, best[:, None], axis=1)[:, 0]

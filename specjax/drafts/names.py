@@ -34,7 +34,7 @@ def parse_shape(name: str) -> DraftShape:
         16
         >>> parse_shape("chain:0")
         Traceback (most recent call last):
-        specjax.errors.InputError: draft=Chain(length=0): a draft has at least 1 token; for none, use drafter=None
+        specjax.errors.InputError: draft=Chain(length=0): a draft has at least 1 token; ...
     """
     kind, _, rest = name.partition(":")
     words = rest.split(",") if rest else []

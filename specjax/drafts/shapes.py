@@ -45,8 +45,8 @@ class Template:
     The root is read first, alone. This gives level 0: its two children and padding. Then nodes 1
     and 2 are read, which gives level 1. Its candidate 1, the second child of node 1, is not in the
     tree. Of the nodes of level 1, only node 4 has a child. It is read at place 2, beside padding
-    (candidate 0) at place 3, which gives level 2. The KV of the nodes that a drafter reads is in its
-    scratch by place (see `read_nodes`). The last line applies to drafters whose scratch has the
+    (candidate 0) at place 3, which gives level 2. The KV of the nodes that a drafter reads is in
+    its scratch by place (see `read_nodes`). The last line applies to drafters whose scratch has the
     root in its first slot: early exit, a compressed cache, Mixture of Attentions. Draft models and
     feature drafters (EAGLE, MTP) have the root, or its pair, in their cache already, so a node's
     slot is its place.
@@ -240,7 +240,7 @@ class StaticTree(FixedShape):
         static tree, 4 nodes, 2 deep
         >>> specjax.StaticTree(((0, 0),))
         Traceback (most recent call last):
-        specjax.errors.InputError: draft=StaticTree: (0, 0) is there without its parent (0,); list parents before children
+        specjax.errors.InputError: draft=StaticTree: (0, 0) is there without its parent (0,); ...
     """
 
     choices: Choices
@@ -289,7 +289,7 @@ class SampledTree(FixedShape):
         InputError: There is no width, or one is below 1.
 
     Examples:
-        >>> print(specjax.SampledTree((3, 2, 1)))  # the root has 3 children, each of them 2, each of those 1
+        >>> print(specjax.SampledTree((3, 2, 1)))  # 1 root, 3 children, 3 * 2 and 3 * 2 * 1 below
         sampled tree, 16 nodes, 3 deep
     """
 

@@ -24,9 +24,8 @@ def ancestors(parents: np.ndarray | jax.Array, depth: int | None = None) -> Any:
     """
     xp = _arrays(parents)
     nodes = xp.arange(parents.shape[-1])
-    node = xp.broadcast_to(
-        nodes, parents.shape
-    )  # the ancestor of each node, one step further up in each pass
+    # ``node`` is the ancestor of each node, one step further up in each pass.
+    node = xp.broadcast_to(nodes, parents.shape)
     visible = node[..., None] == nodes
     for _ in range(parents.shape[-1] - 1 if depth is None else depth):
         node = xp.where(node >= 0, xp.take_along_axis(parents, xp.maximum(node, 0), axis=-1), -1)

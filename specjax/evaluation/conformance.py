@@ -444,16 +444,13 @@ def _texts(target: Target, new_tokens: int) -> list[rows.Text]:
     def text(
         index: int, key: jax.Array, length: int, max_new_tokens: int, sampling: Sampling
     ) -> rows.Text:
-        tokens = np.zeros(full + new_tokens, np.int32)
-        tokens[:length] = prompts[index, :length]
-        max_length = length + min(max_new_tokens, new_tokens)
-        return rows.Text(
-            tokens=tokens,
-            length=np.int32(length),
-            max_length=np.int32(max_length),
+        return rows.Text.of_prompt(
+            prompts[index, :length],
+            capacity=full + new_tokens,
+            max_new_tokens=min(max_new_tokens, new_tokens),
             key=key,
             stop_token_ids=stop_token_ids,
-            sampling=sampling.of_row(),
+            sampling=sampling,
         )
 
     greedy, sampled = Sampling(temperature=0.0), Sampling(top_p=0.9)
@@ -551,7 +548,7 @@ class _PagedRows:
                 np.full(self.groups, cached == end),
             )
             self.state, prefix_state, _, _ = rows.read_chunk(
-                self.target, self.drafter, self.state, self._full_table(), *arguments, width=_PAGE
+                self.target, self.drafter, self.state, self._full_table(), *arguments, size=_PAGE
             )
             prefix_states.append(prefix_state)
         return prefix_states[0]
@@ -599,10 +596,8 @@ def _check_same(result: decoding.Result, row: int, elsewhere: decoding.Result, t
         f"row {row}: other tokens among other rows"
     )
     # The width of a pass depends on all rows of the batch.
-    here, reordered = (
-        metrics.summarise(result.stats, row),
-        metrics.summarise(elsewhere.stats, there),
-    )
+    here = metrics.summarise(result.stats, row)
+    reordered = metrics.summarise(elsewhere.stats, there)
     assert replace(here, scored=0) == replace(reordered, scored=0), (
         f"row {row}: other statistics among other rows"
     )

@@ -61,14 +61,14 @@ It is nearly the most powerful one for other shares.
 
 _BINS = 20
 _DRAFTS = 16  # drafts per text for the test against q
-_MIXED_EVERY = (
-    4  # use all settings in every fourth batch: truncation takes a CPU as long as all the rest
-)
+# Every fourth batch uses all settings: truncation takes a CPU as long as all the rest.
+_MIXED_EVERY = 4
 _ROWS = 256  # the maximum number of rows of a batch; more are not faster on a CPU
-_NUMBERS = (
-    2**27
-)  # the maximum size of an array; it limits the rows of a batch for large vocabularies
-_LEAST_VARIANCE = 100.0  # of the score; below it, only a doubling would be detected, and the approximations are invalid
+# The maximum size of an array, which limits the rows of a batch for large vocabularies.
+_NUMBERS = 2**27
+# The smallest variance of the score. Below it, only a doubling would be detected, and the
+# approximations are invalid.
+_LEAST_VARIANCE = 100.0
 
 
 @dataclass(frozen=True)
@@ -241,11 +241,9 @@ class _Drafts:
         values = [value for value in values if value < 1]  # a test with a single cell gives 1
         if not values:
             return None
-        return (
-            float(special.chdtrc(2 * len(values), -2 * np.sum(np.log(values))))
-            if min(values) > 0
-            else 0.0
-        )
+        if min(values) > 0:
+            return float(special.chdtrc(2 * len(values), -2 * np.sum(np.log(values))))
+        return 0.0
 
 
 def _batch(
@@ -371,11 +369,10 @@ def _read(
         p = probabilities(logits, state.sampling)
         loose = replace(state.sampling, top_p=jnp.minimum(1.0, state.sampling.top_p * looser))
         raised = logits + rounding * jax.nn.one_hot(token, logits.shape[-1])
-        outside = (
-            _at(probabilities(raised, loose), token) == 0
-            if loose.truncated
-            else jnp.zeros(token.shape, bool)
-        )
+        if loose.truncated:
+            outside = _at(probabilities(raised, loose), token) == 0
+        else:
+            outside = jnp.zeros(token.shape, bool)
         return after, _place(draft, p, logits, state.sampling, token, outside)
 
     return jax.lax.scan(read_token, state, texts)[1]

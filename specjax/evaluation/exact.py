@@ -160,9 +160,8 @@ def exact_joint(target: Target, prompt: np.ndarray, horizon: int, sampling: Samp
     count = len(continuations)
     tokens = np.concatenate([np.tile(prompt, (count, 1)), continuations], axis=1)
     output, _ = jax.jit(Target.forward)(target, tokens)
-    p = sharding.to_host(probabilities(output.logits, sampling.rows(count)), target.mesh).astype(
-        np.float64
-    )
+    p = probabilities(output.logits, sampling.rows(count))
+    p = sharding.to_host(p, target.mesh).astype(np.float64)
     joint = np.ones(count)
     for i in range(horizon):
         joint *= p[np.arange(count), len(prompt) - 1 + i, continuations[:, i]]
@@ -203,7 +202,6 @@ def g_test(counts: np.ndarray, exact: np.ndarray) -> float:
         return np.append(values[order[pool:]], values[order[:pool]].sum())
 
     observed, expected = pooled(counts), pooled(expected)
-    g = max(
-        0.0, 2 * special.xlogy(observed, observed / expected).sum()
-    )  # rounding may make it negative
+    # Rounding may make it negative, and a statistic of less than 0 has no p-value.
+    g = max(0.0, 2 * special.xlogy(observed, observed / expected).sum())
     return float(special.chdtrc(len(observed) - 1, g)) if len(observed) > 1 else 1.0

@@ -99,7 +99,8 @@ def check(
 
     Examples:
         >>> from specjax.evaluation import losslessness
-        >>> verdict = losslessness.check(target, specjax.PromptLookup(draft=2), prompts, max_new_tokens=8, draws=2000)
+        >>> drafter = specjax.PromptLookup(draft=2)
+        >>> verdict = losslessness.check(target, drafter, prompts, max_new_tokens=8, draws=2000)
         >>> verdict.lossless, verdict.greedy.passes, verdict.distribution.passes
         (True, True, True)
     """

@@ -23,20 +23,13 @@ class Question:
     turns: tuple[str, ...]
 
 
-SPEC_BENCH = {  # the category of a question -> its task in the tables of Xia et al. 2024, arXiv 2401.07851
-    **dict.fromkeys(
-        (
-            "writing",
-            "roleplay",
-            "reasoning",
-            "math",
-            "coding",
-            "extraction",
-            "stem",
-            "humanities",
-        ),
-        "mt-bench",
-    ),
+_MT_BENCH = (
+    *("writing", "roleplay", "reasoning", "math"),
+    *("coding", "extraction", "stem", "humanities"),
+)
+# The category of a question -> its task in the tables of Xia et al. 2024, arXiv 2401.07851.
+SPEC_BENCH = {
+    **dict.fromkeys(_MT_BENCH, "mt-bench"),
     "translation": "translation",
     "summarization": "summarisation",
     "qa": "question answering",

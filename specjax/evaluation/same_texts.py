@@ -212,10 +212,8 @@ def _partings(
     """
     partings = []
     for row, (plain_tokens, drafted_tokens) in enumerate(zip(*outputs, strict=True)):
-        plain, drafted = (
-            plain_tokens[: sizes[0][row]].tolist(),
-            drafted_tokens[: sizes[1][row]].tolist(),
-        )
+        plain = plain_tokens[: sizes[0][row]].tolist()
+        drafted = drafted_tokens[: sizes[1][row]].tolist()
         if plain == drafted:
             continue
         shorter = min(len(plain), len(drafted))
@@ -223,11 +221,10 @@ def _partings(
         position = next(
             (i for i, (token, drafted_token) in pairs if token != drafted_token), shorter
         )
-        margin = (
-            float("inf")
-            if position >= shorter
-            else abs(float(lags[0][row, position] - lags[1][row, position]))
-        )
+        if position >= shorter:
+            margin = float("inf")
+        else:
+            margin = abs(float(lags[0][row, position] - lags[1][row, position]))
         plain_token, drafted_token = (
             text[position] if position < len(text) else -1 for text in (plain, drafted)
         )

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-_ARRAY = re.compile(
-    r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?"
-)  # such as bf16[8,128]{1,0:T(8,128)S(1)}
+# An array, such as bf16[8,128]{1,0:T(8,128)S(1)}.
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?")
 _OPERATION = re.compile(r"\s*(ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _NOTHING_MOVES = {
-    "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional", "call", "after-all", "iota",
-    "partition-id", "replica-id", "async-update", "opt-barrier", "optimization-barrier",
-}  # fmt: skip
+    *("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota"),
+    *("while", "conditional", "call", "after-all", "async-update"),
+    *("partition-id", "replica-id", "opt-barrier", "optimization-barrier"),
+}
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 """The collective operations, by which chips exchange data."""
 _SLICES, _UPDATES = ("dynamic-slice", "gather", "slice"), ("dynamic-update-slice", "scatter")
@@ -180,10 +180,8 @@ class HloProgram:
             loop_turns.append(Turn(tuple(operations), turns))
             for operation in operations:
                 if operation.kind == "while":
-                    (body,), (condition,) = (
-                        operation.computations("body"),
-                        operation.computations("condition"),
-                    )
+                    (body,) = operation.computations("body")
+                    (condition,) = operation.computations("condition")
                     visit(body, turns * self._length(operation, condition, unknown))
 
         visit(start, 1)
@@ -268,10 +266,8 @@ class HloProgram:
 
     def _moved_by(self, operation: Operation) -> tuple[int, int]:
         """Return the bytes that an operation reads and writes."""
-        operands, result = (
-            [self._shape(name) for name in operation.operands],
-            main_memory_bytes(operation.shape),
-        )
+        operands = [self._shape(name) for name in operation.operands]
+        result = main_memory_bytes(operation.shape)
         if operation.kind.endswith("slice-start"):  # ((source, …), slice, …)
             part = _elements(operation.shape)[1]
             return main_memory_bytes(without_layout(part)), main_memory_bytes(part)
@@ -312,10 +308,8 @@ class HloProgram:
                     main_memory_bytes(without_layout(inside[user.operands[_update_of(user)]].shape))
                     for user in users
                 )
-                bytes_read, bytes_written = (
-                    bytes_read + update,
-                    max(bytes_written - size, 0) + update,
-                )
+                bytes_read = bytes_read + update
+                bytes_written = max(bytes_written - size, 0) + update
             else:
                 bytes_read += min(size, self._read_of(inside, parameter, size))
         return bytes_read, bytes_written
@@ -398,10 +392,8 @@ def _operation(line: str) -> Operation | None:
     if not match:
         return None
     root, name, shape, kind, rest = match.groups()
-    origin, cycles = (
-        re.search(r'op_name="([^"]*)"', rest),
-        re.search(r'"estimated_cycles":"(\d+)"', rest),
-    )
+    origin = re.search(r'op_name="([^"]*)"', rest)
+    cycles = re.search(r'"estimated_cycles":"(\d+)"', rest)
     return Operation(
         name=name,
         kind=kind,
@@ -435,9 +427,8 @@ def sent_between_slices(operations: Sequence[Operation]) -> int:
 
 def _exchanged(operation: Operation) -> str:
     """Return the part of the printed shape of a collective that is its result."""
-    if (
-        operation.kind.endswith("-start") and operation.collective != "all-reduce"
-    ):  # (operand, result, …)
+    # The shape of such a start is (operand, result, …).
+    if operation.kind.endswith("-start") and operation.collective != "all-reduce":
         return _elements(operation.shape)[1]
     return operation.shape
 

@@ -28,10 +28,13 @@ _CUDA = {"jax_cuda13_plugin": "nvidia.cu13", "jax_cuda12_plugin": "nvidia.cuda_n
 
 _H100 = """
 gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800
   device_memory_size: 84942979072 cuda_compute_capability { major: 9 }
 }
 platform_name: "CUDA"
@@ -76,11 +79,10 @@ def find_mesh(topology: str, data: int, model: int, slices: int = 1) -> tuple[Me
         )
     chips = math.prod(map(int, sides.split("x"))) * slices
     if data * model > chips or (slices > 1 and data * model < chips):
-        have = (
-            f"{topology} has"
-            if slices == 1
-            else f"{slices} slices of {topology}, which are all used, have"
-        )
+        if slices == 1:
+            have = f"{topology} has"
+        else:
+            have = f"{slices} slices of {topology}, which are all used, have"
         raise InputError(f"mesh={data} {model}: needs {data * model} chips, and {have} {chips}")
     return make_mesh(data, model, _tpus(topology, slices)), CHIPS[_TPUS[kind][0]]
 

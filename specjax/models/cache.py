@@ -398,7 +398,8 @@ class PagedCache:
         step = jnp.arange(slots_of(entries))[None]
         positions = self.length[:, None] + step
         pages, slots = self._slots(positions)
-        # This index is out of range, and a scatter in drop mode does not write there.
+        # This index is out of range, and a scatter in drop mode does not write there. Positions
+        # beyond the capacity need it, too: `_slots` clamps them to the last page.
         number = jax.tree.leaves(self.layers)[0].shape[0]
         pages = jnp.where((step < count[:, None]) & (positions < self.capacity), pages, number)
         layers = jax.tree.map(
@@ -410,12 +411,10 @@ class PagedCache:
 
     def _slots(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the page of each of the ``positions [B, …]``, and the offset in that page."""
-        column = jnp.minimum(positions // self.page, self.table.shape[1] - 1).reshape(
-            positions.shape[0], -1
-        )
-        return jnp.take_along_axis(self.table, column, axis=1).reshape(
-            positions.shape
-        ), positions % self.page
+        column = jnp.minimum(positions // self.page, self.table.shape[1] - 1)
+        flat = column.reshape(positions.shape[0], -1)
+        pages = jnp.take_along_axis(self.table, flat, axis=1).reshape(positions.shape)
+        return pages, positions % self.page
 
 
 def groups_of(mesh: Mesh | None) -> int:

@@ -64,10 +64,8 @@ def calibrate(target: Target, weights: schemes.Weights, tokens: Int[np.ndarray, 
     entering = {0: [target.embed(jnp.asarray(batch)) for batch in batches]}
     firsts, unread = [_first(target, layer) for layer in range(config.num_layers)], 0
     for layer in track(range(config.num_layers), "calibrating layer {}"):
-        declarations_here, streams = (
-            declared["layers"][layer],
-            list(zip(entering[firsts[layer]], batches, strict=True)),
-        )
+        declarations_here = declared["layers"][layer]
+        streams = list(zip(entering[firsts[layer]], batches, strict=True))
         watched = _watch(declarations_here, target.params["layers"][layer], form_of)
         for x, batch in streams:
             watched = _add_moments(target, watched, x, batch, (firsts[layer], layer + 1))

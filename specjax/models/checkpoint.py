@@ -325,13 +325,12 @@ def _check_all(
         )
     for name, param in [(name, owner) for owner in declared for name in owner.stored_names]:
         floating = param.dtype is None or jnp.issubdtype(param.dtype, jnp.floating)
-        kinds = (
-            (float8.KIND,)
-            if param.dtype == "float8_e4m3fn"
-            else _FLOATS
-            if floating
-            else _WHOLE_NUMBERS
-        )
+        if param.dtype == "float8_e4m3fn":
+            kinds = (float8.KIND,)
+        elif floating:
+            kinds = _FLOATS
+        else:
+            kinds = _WHOLE_NUMBERS
         _check_tensor(name, tensors[name], param.stored_shape, kinds, what, directory)
     extra = sorted(
         n for n in tensors.keys() - names if not any(fnmatchcase(n, pattern) for pattern in ignored)

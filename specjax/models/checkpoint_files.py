@@ -149,11 +149,10 @@ class CheckpointFiles:
         tensors: dict[str, Any] = {}
         for name in self.weight_files:
             path = self.directory / name
-            file_tensors = (
-                _open_safetensors(path)
-                if name.endswith(".safetensors")
-                else TorchFile(path).tensors
-            )
+            if name.endswith(".safetensors"):
+                file_tensors = _open_safetensors(path)
+            else:
+                file_tensors = TorchFile(path).tensors
             if name.endswith(".safetensors") and (
                 twice := sorted(file_tensors.keys() & tensors.keys())
             ):

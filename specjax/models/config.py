@@ -537,11 +537,9 @@ class ModelConfig:
 
         The parts are those of `entry_parts`.
         """
-        return (
-            self.linear
-            if self.linear is not None and self.is_linear(layer)
-            else self.entry_parts(layer)
-        )
+        if self.linear is not None and self.is_linear(layer):
+            return self.linear
+        return self.entry_parts(layer)
 
     def entry_parts(self, layer: int) -> tuple[tuple[int, int], ...]:
         """Return the ``(heads, dim)`` of each array that a layer stores for a token.

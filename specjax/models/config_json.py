@@ -99,11 +99,9 @@ def read_config(files: CheckpointFiles) -> ModelConfig:
     config = parse_config(files.raw, files.file)
     source = str(files.directory / generation_config.FILE)
     eos = check_fields(files.json(generation_config.FILE, {}), _GENERATION, source)["eos_token_id"]
-    return (
-        config
-        if eos is None
-        else replace(config, eos_token_ids=_eos_token_ids(eos, config.vocab_size, source))
-    )
+    if eos is None:
+        return config
+    return replace(config, eos_token_ids=_eos_token_ids(eos, config.vocab_size, source))
 
 
 _PART: dict[str, Field] = {
@@ -405,11 +403,10 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     raw |= _format_windows(config, family)
     if not family.ropes_by_kind:
         rope = format_rope(config.rope)
-        scaling = (
-            None
-            if config.rope.kind == "default"
-            else {k: v for k, v in rope.items() if k != "rope_theta"}
-        )
+        if config.rope.kind == "default":
+            scaling = None
+        else:
+            scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
         # Both layouts are written: programs before transformers 5 know only the first.
         raw |= {"rope_theta": config.rope.theta, "rope_scaling": scaling, "rope_parameters": rope}
     raw |= family.format(config)
@@ -436,9 +433,8 @@ def _check_said(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
             f" transformers does not read it in a {config.model_type} checkpoint"
         )
     for field in fields_of(ModelConfig):
-        if (value := getattr(expected, field.name)) != getattr(
-            read, field.name
-        ) and field.name not in elsewhere:
+        value = getattr(expected, field.name)
+        if value != getattr(read, field.name) and field.name not in elsewhere:
             raise CheckpointError(
                 f"{field.name}={show(value)}: a {config.model_type} checkpoint cannot express this"
             )
@@ -450,11 +446,10 @@ def _check_windows(config: ModelConfig, family: Family) -> None:
     if windows and not (
         family.windows == "any" or (family.windows == "all" and windows == config.num_layers)
     ):
-        rule = (
-            "all of its layers have a window, or none"
-            if family.windows == "all"
-            else "its layers have no window"
-        )
+        if family.windows == "all":
+            rule = "all of its layers have a window, or none"
+        else:
+            rule = "its layers have no window"
         raise CheckpointError(
             f"windowed_layers={config.windowed_layers}: a {config.model_type} checkpoint cannot"
             f" express this: {rule}"

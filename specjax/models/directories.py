@@ -22,11 +22,10 @@ def check(files: CheckpointFiles) -> None:
         CheckpointError: It is one of these. The message names which, and the remedy.
     """
     directory = files.directory
-    names = (
-        {file.name for file in directory.iterdir() if file.is_file()}
-        if directory.is_dir()
-        else set()
-    )
+    if directory.is_dir():
+        names = {file.name for file in directory.iterdir() if file.is_file()}
+    else:
+        names = set()
     weights = {name for name in names if name.endswith((".safetensors", ".bin"))}
     if "adapter_config.json" in names and "config.json" not in names:
         raise CheckpointError(

@@ -126,11 +126,10 @@ def _reader(
     family, stored = config_json.family_of(files.raw, files.file), files.shapes
     # MTP modules are numbered after the last layer. `config_json.parse_config` has checked the
     # field.
-    modules = (
-        (files.raw.get("num_nextn_predict_layers") or 0)
-        if layers is None and family.modules_follow
-        else 0
-    )
+    if layers is None and family.modules_follow:
+        modules = files.raw.get("num_nextn_predict_layers") or 0
+    else:
+        modules = 0
     prefix = family.prefix_in(stored)
     _compare_sizes(files, config, prefix, modules, layers)
     left_over = [f"{prefix}layers.{config.num_layers + i}.*" for i in range(modules)]

@@ -213,9 +213,8 @@ def _convolved(weight: jax.Array, past: jax.Array, new: jax.Array, ancestry: Anc
             ]
     else:
         at = jnp.broadcast_to(ancestry.newest, (batch, count, earlier)).reshape(batch, 1, -1, 1)
-        ancestors = jnp.take_along_axis(slots, at, axis=2).reshape(
-            batch, heads, count, earlier, dim
-        )
+        ancestors = jnp.take_along_axis(slots, at, axis=2)
+        ancestors = ancestors.reshape(batch, heads, count, earlier, dim)
         before = [ancestors[:, :, :, i] for i in range(earlier)]
     kernels = weight.astype(jnp.float32).reshape(heads, dim, -1)
     shares = [

@@ -125,11 +125,9 @@ class Param:
     @property
     def stored_names(self) -> tuple[str, ...]:
         """The names of its tensors in the checkpoint, in the order of the first axis."""
-        return (
-            tuple(self.name.replace("{}", str(i)) for i in range(self.shape[0]))
-            if self.stacked
-            else (self.name,)
-        )
+        if self.stacked:
+            return tuple(self.name.replace("{}", str(i)) for i in range(self.shape[0]))
+        return (self.name,)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -173,11 +171,10 @@ class Param:
 
         ``units`` are as in `sharding.partition`; this parameter's own take precedence.
         """
-        own_units = (
-            {}
-            if self.units is None
-            else {axis: self.units for axis in self.axes if axis is not None}
-        )
+        if self.units is None:
+            own_units = {}
+        else:
+            own_units = {axis: self.units for axis in self.axes if axis is not None}
         return sharding.named(mesh, self.axes, {**units, **own_units})
 
     def initialise(self, key: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -186,9 +183,8 @@ class Param:
         if self.init == "normal":
             return (self.stddev * jax.random.normal(key, self.shape, jnp.float32)).astype(dtype)
         if self.init == "log_rates":
-            return jnp.log(jax.random.uniform(key, self.shape, jnp.float32, 0.01, 16.0)).astype(
-                dtype
-            )
+            rates = jax.random.uniform(key, self.shape, jnp.float32, 0.01, 16.0)
+            return jnp.log(rates).astype(dtype)
         return jnp.full(self.shape, 1.0 if self.init == "ones" else 0.0, dtype)
 
 
@@ -273,11 +269,9 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
         index: the index of the layer in the model, which decides whether it has experts, and how it
             differs from others.
     """
-    has_entries, is_sparse, is_linear = (
-        config.entries_of(index) == index,
-        config.is_sparse(index),
-        config.is_linear(index),
-    )
+    has_entries = config.entries_of(index) == index
+    is_sparse = config.is_sparse(index)
+    is_linear = config.is_linear(index)
     config = config.of_layer(index)
     if is_linear:
         attention = _declare_linear_attention(config, f"{prefix}linear_attn.")

@@ -116,11 +116,9 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
 
     See Hendrycks and Gimpel 2016, arXiv 1606.08415.
     """
-    return (
-        jax.nn.silu(x)
-        if activation == "silu"
-        else jax.nn.gelu(x, approximate=activation == "gelu_tanh")
-    )
+    if activation == "silu":
+        return jax.nn.silu(x)
+    return jax.nn.gelu(x, approximate=activation == "gelu_tanh")
 
 
 def capped(x: jax.Array, cap: float | None) -> jax.Array:

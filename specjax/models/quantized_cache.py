@@ -69,11 +69,9 @@ def quantize(x: Float[Array, "B heads S dim"]) -> QuantizedPart:
 
 def dequantize(part: Part) -> jax.Array:
     """Return a part in floats: a quantized one in float32, any other as it is."""
-    return (
-        part.numbers.astype(jnp.float32) * part.scales[..., None]
-        if isinstance(part, QuantizedPart)
-        else part
-    )
+    if isinstance(part, QuantizedPart):
+        return part.numbers.astype(jnp.float32) * part.scales[..., None]
+    return part
 
 
 def quantized_as(part: Part, stored: Part) -> Part:

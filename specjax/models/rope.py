@@ -28,9 +28,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     if rope.kind == "proportional":
         return _proportional(rope, head_dim), 1.0
     head_dim = int(head_dim * rope.turned)
-    base = (1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)).astype(
-        np.float32
-    )
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
+    base = (1.0 / rope.theta**exponents).astype(np.float32)
     if rope.kind == "default":
         return base, 1.0
     if rope.kind == "linear":

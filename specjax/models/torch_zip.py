@@ -115,9 +115,8 @@ class TorchTensor:
                 " again"
             )
         strides = [step * numbers.itemsize for step in tensor.strides]
-        return np.lib.stride_tricks.as_strided(numbers[tensor.offset :], tensor.shape, strides)[
-            part
-        ]
+        stored = numbers[tensor.offset :]
+        return np.lib.stride_tricks.as_strided(stored, tensor.shape, strides)[part]
 
 
 # These are tuples, so that a pickle cannot change them after they are checked.

@@ -260,11 +260,9 @@ class Target(OneLine):
     def held(self) -> parts.Layers:
         """The layers of this target: from the first index to the one after the last."""
         present = [i for i, layer in enumerate(self.params["layers"]) if layer]
-        return (
-            (present[0], present[-1] + 1)
-            if present
-            else (self.config.num_layers, self.config.num_layers)
-        )
+        if present:
+            return (present[0], present[-1] + 1)
+        return (self.config.num_layers, self.config.num_layers)
 
     def fingerprint(self) -> str:
         """Return 32 hexadecimal digits by which a server and a client compare their targets.
@@ -343,11 +341,9 @@ class Target(OneLine):
         """
 
         def look_up(rows: jax.Array) -> jax.Array:
-            return (
-                rows_of(table, rows, self.dtype)
-                if isinstance(table, QuantizedMatrix)
-                else table[rows, columns]
-            )
+            if isinstance(table, QuantizedMatrix):
+                return rows_of(table, rows, self.dtype)
+            return table[rows, columns]
 
         if self.mesh is None or tokens.size > 1:
             return look_up(tokens)
@@ -440,6 +436,7 @@ class Target(OneLine):
             offset = jnp.zeros(batch, jnp.int32) if cache is None else cache.length
             positions = offset[:, None] + jnp.arange(count)[None]
         if mask is None:
+            # In numpy: `Ancestry` must see while tracing that it is a chain.
             mask = np.tril(np.ones((1, count, count), bool))
         contexts = self._contexts(cache, (start, stop), batch, mask, documents, scratch, commit)
         mask = jnp.asarray(mask)
@@ -447,10 +444,9 @@ class Target(OneLine):
             mask = mask & (documents[:, :, None] == documents[:, None])
         inputs = self._inputs(tokens, (start, stop))
         sizes = [self.config.of_layer(layer) for layer in range(start, stop)]
-        turns = {
-            kind: rotations(*kind, positions)
-            for kind in dict.fromkeys((size.rope, size.head_dim) for size in sizes)
-        }
+        # Computed once for all layers of a kind, not in every layer.
+        kinds = dict.fromkeys((size.rope, size.head_dim) for size in sizes)
+        turns = {kind: rotations(*kind, positions) for kind in kinds}
         tapped, new = [], []
         for i, config in enumerate(sizes):
             if start + i in taps:
@@ -462,11 +458,7 @@ class Target(OneLine):
                 past.append(self.cache_piece(cache, source, positions, window))
             if not has_state:
                 past += [(entries[source], visible) for entries, visible in scratch]
-            visible = (
-                mask
-                if window is None
-                else mask & (positions[:, :, None] - positions[:, None] < window)
-            )
+            visible = _in_window(mask, positions, window)
             if source < i:
                 past.append((new[source], visible))
             turn, layer = turns[config.rope, config.head_dim], self.params["layers"][start + i]
@@ -487,11 +479,9 @@ class Target(OneLine):
             new.append(entry)
         if stop in taps:
             tapped.append(x)
-        recorded = (
-            jnp.stack(tapped, axis=2)
-            if tapped
-            else jnp.zeros((batch, count, 0, x.shape[-1]), x.dtype)
-        )
+        recorded = jnp.zeros((batch, count, 0, x.shape[-1]), x.dtype)
+        if tapped:
+            recorded = jnp.stack(tapped, axis=2)
         return x, recorded, tuple(new)
 
     def _contexts(
@@ -595,11 +585,9 @@ class Target(OneLine):
     def embedding(self) -> jax.Array:
         """The embedding ``[V, H]`` in floats, to initialize those of drafters."""
         stored = self.params["embed"]
-        return (
-            dequantize_matrix(stored, self.dtype).T
-            if isinstance(stored, QuantizedMatrix)
-            else stored
-        )
+        if isinstance(stored, QuantizedMatrix):
+            return dequantize_matrix(stored, self.dtype).T
+        return stored
 
     @property
     def head_weights(self) -> jax.Array:
@@ -620,9 +608,9 @@ class Target(OneLine):
     @property
     def weights_of_pass(self) -> Params:
         """The params that a pass reads: all, except embeddings whose rows are looked up."""
-        looked_up = (
-            {"per_layer_embed"} if self.config.tie_embeddings else {"embed", "per_layer_embed"}
-        )
+        looked_up = {"per_layer_embed"}
+        if not self.config.tie_embeddings:
+            looked_up.add("embed")
         return {name: value for name, value in self.params.items() if name not in looked_up}
 
     # --- the whole model ---
@@ -702,6 +690,13 @@ class Target(OneLine):
     def _constrain(self, x: jax.Array, last: str | None) -> jax.Array:
         axes = ("batch", *(None,) * (x.ndim - 2), last)
         return sharding.constrain(x, axes, self.config.axis_units, self.mesh)
+
+
+def _in_window(mask: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
+    """Return which tokens of a call see each other in a layer with a ``window``, or without one."""
+    if window is None:
+        return mask
+    return mask & (positions[:, :, None] - positions[:, None] < window)
 
 
 def default_dtype() -> DTypeLike:

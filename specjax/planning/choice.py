@@ -33,10 +33,7 @@ from specjax.planning.costs import Costs, measure_costs, tokens_needed, trial_ke
 from specjax.progress import waiting
 from specjax.sampling import Sampling
 
-_TRIAL_STEPS, _LEAST_STEPS = (
-    256,
-    32,
-)  # steps of a trial, of all rows together and at least of each row
+_TRIAL_STEPS, _LEAST_STEPS = 256, 32  # of a trial: of all rows together, and at least of each row
 _RANKS = 8
 _REPEATS = 3
 _COUNTS = (2, 3, 5, 9, 17, 33, 65)

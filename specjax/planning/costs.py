@@ -271,9 +271,8 @@ def predicted_speedup(costs: Costs, *batches: Stats) -> float:
             np.asarray(field) for field in (stats.steps, stats.drafted_at.sum(axis=1), stats.scored)
         )
         emitted = np.asarray(stats.histogram) @ np.arange(stats.histogram.shape[1])
-        if (
-            costs.levels is not None
-        ):  # all levels are drafted, even if the best nodes of a dynamic tree are not deep
+        # All levels are drafted, even if the best nodes of a dynamic tree are not deep.
+        if costs.levels is not None:
             levels = steps * costs.levels
         last = int(np.argmax(steps))
         plain += emitted.max() * costs.target

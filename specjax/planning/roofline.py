@@ -274,9 +274,8 @@ class Pair:
             return self.drafter.level_time(
                 self.chip, batch, context, self.weight_bytes, self.kv_bytes
             )
-        return self._forward(
-            self.draft_config, batch, 1, self._cached(context)
-        ) + self._selection_time(batch, context)
+        forward = self._forward(self.draft_config, batch, 1, self._cached(context))
+        return forward + self._selection_time(batch, context)
 
     def once_time(self, batch: int, context: int, gamma: int = 1) -> float:
         """Return the seconds of the drafter's work that is done once for all levels of a chain.
@@ -295,10 +294,8 @@ class Pair:
 
         A target that drafts for itself has one set of weights.
         """
-        weights, caches = (
-            parameter_count(self.target),
-            batch * context * cache_bytes(self.target, self.kv_bytes),
-        )
+        weights = parameter_count(self.target)
+        caches = batch * context * cache_bytes(self.target, self.kv_bytes)
         caches += batch * state_bytes(self.target)
         if isinstance(self.drafter, Trained):
             weights += self.drafter.parameters

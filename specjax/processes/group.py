@@ -200,11 +200,10 @@ def join(
     )
     together = Processes(place.number, roster, links)
     atexit.register(together._end_unless_left)  # runs before the handlers that JAX has registered
-    sigterm_handler = (
-        signal.getsignal(signal.SIGTERM)
-        if threading.current_thread() is threading.main_thread()
-        else None
-    )
+    if threading.current_thread() is threading.main_thread():
+        sigterm_handler = signal.getsignal(signal.SIGTERM)
+    else:
+        sigterm_handler = None
     # From here on JAX uses the port. Its processes connect anew; all of them are running by now.
     jax.distributed.initialize(
         place.address,

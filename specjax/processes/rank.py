@@ -61,7 +61,8 @@ def find(environment: Mapping[str, str] = os.environ) -> ProcessPlace | None:
 
     Examples:
         >>> from specjax import processes
-        >>> processes.find({"LWS_LEADER_ADDRESS": "m-0.m", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"})
+        >>> leader = {"LWS_LEADER_ADDRESS": "m-0.m"}
+        >>> processes.find({**leader, "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"})
         ProcessPlace(address='m-0.m:8476', count=2, number=1, devices=None)
         >>> processes.find({})
     """
@@ -79,10 +80,8 @@ def find(environment: Mapping[str, str] = os.environ) -> ProcessPlace | None:
                 f"JAX_COORDINATOR_ADDRESS={address!r}: no scheduler gives the number of processes"
                 " and the index of this one: set JAX_NUM_PROCESSES and JAX_PROCESS_ID as well"
             )
-        count, number = (
-            scheduler_place.count if count is None else count,
-            scheduler_place.number if number is None else number,
-        )
+        count = scheduler_place.count if count is None else count
+        number = scheduler_place.number if number is None else number
         return _checked(ProcessPlace(address, count, number, scheduler_place.devices))
     if leader := environment.get("LWS_LEADER_ADDRESS"):
         count, number = (

@@ -62,6 +62,7 @@ class ProcessLink:
     """A connection between the first process and another, for messages with a length prefix."""
 
     def __init__(self, connection: socket.socket) -> None:
+        # Under this lock a message is sent whole: those of two threads must not mix.
         self._socket, self._sending = connection, threading.Lock()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -95,11 +96,10 @@ class ProcessLink:
         if header is None:
             return None
         kind, length = _HEADER.unpack(header)
-        content = (
-            None
-            if max_bytes is not None and length > max_bytes
-            else self._exactly(length, deadline)
-        )
+        if max_bytes is not None and length > max_bytes:
+            content = None
+        else:
+            content = self._exactly(length, deadline)
         return None if content is None else (kind, content)
 
     def is_closed(self) -> bool:
@@ -222,13 +222,12 @@ def _why_not(
             f"{member} is one of {member.count}, and {first} one of {first.count}: give all the"
             " same JAX_NUM_PROCESSES"
         )
-    holder = (
-        first
-        if member.number == 0
-        else connected[member.number][0]
-        if member.number in connected
-        else None
-    )
+    if member.number == 0:
+        holder = first
+    elif member.number in connected:
+        holder = connected[member.number][0]
+    else:
+        holder = None
     if holder is not None:
         return (
             f"{member} and {holder} have the same number: give each JAX_PROCESS_ID to one process"
@@ -260,10 +259,8 @@ def _read_member(message: tuple[bytes, bytes] | None) -> Member | None:
         member = Member(**json.loads(message[1] if message and message[0] == _HELLO else b"{}"))
     except (TypeError, ValueError, RecursionError):
         return None
-    numbers, texts = (
-        (member.number, member.count, member.pid),
-        (member.host, member.versions, member.task),
-    )
+    numbers = (member.number, member.count, member.pid)
+    texts = (member.host, member.versions, member.task)
     is_valid = all(isinstance(x, int) for x in numbers) and all(
         isinstance(x, str) and x.isprintable() for x in texts
     )
@@ -298,9 +295,8 @@ def report(
                 time.sleep(0.2)
         link = ProcessLink(connection)
         link.send(_HELLO, json.dumps(asdict(member)).encode())
-        message = (
-            link.receive()
-        )  # process 0 gives up at its own deadline, and names the missing processes
+        # Process 0 gives up at its own deadline, and names the missing processes.
+        message = link.receive()
     if message is None:
         raise InputError(
             f"{place.address}: process 0 ended before all had connected, or another program listens"

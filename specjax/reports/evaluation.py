@@ -113,9 +113,8 @@ _HEADINGS = (
 
 def _rows(results: Results) -> list[tuple[str, ...]]:
     rows = []
-    shown = (
-        results if len(results) > 2 else {OVERALL: results[OVERALL]}
-    )  # a single category equals the total
+    # A single category equals the total.
+    shown = results if len(results) > 2 else {OVERALL: results[OVERALL]}
     for category, methods in shown.items():
         for i, (method, values) in enumerate(methods.items()):
             by_position = " ".join(

@@ -63,7 +63,8 @@ def stands_of(moments: Sequence[Moment]) -> list[Stand]:
 
     Examples:
         >>> from specjax.reports.growth import Moment, stands_of
-        >>> shown = [Moment(1.0, "provisional", 2), Moment(3.0, "retracted", 1), Moment(3.0, "committed", 2, confirmed=1)]
+        >>> shown = [Moment(1.0, "provisional", 2), Moment(3.0, "retracted", 1)]
+        >>> shown.append(Moment(3.0, "committed", 2, confirmed=1))
         >>> [(stand.place, stand.outcome) for stand in stands_of(shown)]
         [(1, 'retracted'), (0, 'committed')]
     """

@@ -70,11 +70,9 @@ def draw_draft(
         columns[depths[node]].append(labels[node])
     inches = np.array([letters_width(max(map(len, column)), _SIZE) + 0.2 for column in columns])
     lefts = np.cumsum([0.15, *inches[:-1] + _GAP])
-    centre, width, lowest = (
-        (lefts + inches / 2).tolist(),
-        lefts[-1] + inches[-1] + 0.15,
-        max(rows.values()),
-    )
+    centre = (lefts + inches / 2).tolist()
+    width = lefts[-1] + inches[-1] + 0.15
+    lowest = max(rows.values())
     title = f"{drafted} tokens drafted, {len(path) - 1} accepted (green); dashed: the bonus token"
     figure, (axes,) = style.new_figure(
         min(_ROW * (lowest + 2.2), 100), width=max(width, 3.0), title=title
@@ -164,9 +162,18 @@ def write_token(
         "facecolor": paint.face,
         "edgecolor": paint.edge,
         "linewidth": 1.4 if strong else 1.0,
+        "linestyle": "--" if dashed else "-",
     }
     axes.text(
-        x, y, label, ha="center", va="center", family="monospace", fontsize=size, zorder=2,
-        bbox=box | {"linestyle": "--" if dashed else "-"}, fontweight="bold" if strong else "normal",
+        x,
+        y,
+        label,
+        ha="center",
+        va="center",
+        family="monospace",
+        fontsize=size,
+        fontweight="bold" if strong else "normal",
         color=style.theme().ink if strong else style.theme().muted,
-    )  # fmt: skip
+        bbox=box,
+        zorder=2,
+    )

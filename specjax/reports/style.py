@@ -225,9 +225,16 @@ def label_ends(axes: "Axes", ends: Mapping[str, tuple[float, Any]]) -> None:
         ends.items(), heights, spread(heights, 13), strict=True
     ):
         axes.annotate(
-            label, (1, y), xycoords=("axes fraction", "data"), xytext=(6, free_height - height), textcoords="offset points",
-            va="center", fontsize=10.5, color=colour, annotation_clip=False,
-        )  # fmt: skip
+            label,
+            (1, y),
+            xycoords=("axes fraction", "data"),
+            xytext=(6, free_height - height),
+            textcoords="offset points",
+            va="center",
+            fontsize=10.5,
+            color=colour,
+            annotation_clip=False,
+        )
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:

@@ -199,12 +199,10 @@ class ClientRow:
         sent_tokens: int,
     ) -> None:
         """Make the row of a submitted request, for `specjax.serving.Engine.open_row`."""
-        self._clients, self.request, self.settings, self.listener = (
-            clients,
-            request,
-            settings,
-            listener,
-        )
+        self._clients = clients
+        self.request = request
+        self.settings = settings
+        self.listener = listener
         self.sent_tokens = sent_tokens
         self.draft: tuple[np.ndarray, np.ndarray] | None = None
         self.is_ready = False
@@ -323,6 +321,7 @@ class Clients:
 
     def submit_draft(self, row: ClientRow, tokens: np.ndarray, parents: np.ndarray) -> None:
         """Submit a draft, as `ClientRow.verify` describes."""
+        # Without the lock, because it looks at nothing but the draft.
         self._check(tokens, parents)
         with self.wake:
             if row.request.state in ("dropped", "cancelled"):
@@ -423,22 +422,22 @@ class Clients:
             **self._counts,
         )
 
-    def was_read(self, read: PrefillChunk, features: dict[str, jax.Array]) -> None:
+    def was_read(self, chunk: PrefillChunk, features: dict[str, jax.Array]) -> None:
         """Record that a chunk of a client's text was queued on the device.
 
         Args:
-            read: the chunk.
+            chunk: the chunk.
             features: the hidden states for the client, which the device may still be computing.
         """
-        row = self.rows.get(read.request)
+        row = self.rows.get(chunk.request)
         if row is None:
             return
-        if features and read.start + read.count > row.sent_tokens:
-            self._events.append((row, (read, features)))
+        if features and chunk.start + chunk.count > row.sent_tokens:
+            self._events.append((row, (chunk, features)))
         # A client that was suspended has had the event before.
-        if read.request.state == "held" and not row.is_ready:
+        if chunk.request.state == "held" and not row.is_ready:
             row.is_ready = True
-            self._events.append((row, RowReady(length=len(read.request.tokens))))
+            self._events.append((row, RowReady(length=len(chunk.request.tokens))))
 
     # --- for the engine's thread, without the lock ------------------------------------------------
 
@@ -471,7 +470,7 @@ class Clients:
         for request, row in sorted(self.rows.items(), key=lambda pair: pair[0].order):
             if row.draft is not None and request.state == "held":
                 self._scheduler.make_room(request, self.drafts.depth + 1)
-        # Again, because rows may have been dropped.
+        # Look again, because `make_room` may have dropped rows.
         in_rows = [row for request, row in self.rows.items() if request.state == "held"]
         return [(row, row.draft) for row in in_rows if row.draft is not None]
 
@@ -492,6 +491,7 @@ class Clients:
         row.draft = None
         tokens = checked.tokens[index, :count].tolist()
         self._scheduler.decoded(request.row, tokens, done)
+        # The newest token, the next root, has no hidden states yet: the target has not read it.
         row.sent_tokens = len(request.tokens) - 1
         if request.shares is not None:
             request.shares = row.sent_tokens  # for the case that it is prefilled again
@@ -501,10 +501,11 @@ class Clients:
         self._counts["drafted"] += len(draft[0]) - 1
         self._counts["accepted"] += int(checked.accepted[index])
         self._counts["generated"] += count
+        # Copies: a view would keep the arrays of all rows in memory until it is sent.
         arrays = {name: np.array(array[index, :count]) for name, array in checked.told.items()}
-        over = (
-            ("stop" if tokens[-1] in row.settings["stop_token_ids"] else "length") if done else ""
-        )
+        over = ""
+        if done:
+            over = "stop" if tokens[-1] in row.settings["stop_token_ids"] else "length"
         accepted = tuple(checked.path[index, 1:count].tolist())
         self._events.append((row, DraftVerified(accepted, tokens[-1], arrays, over, seconds)))
 
@@ -524,9 +525,12 @@ class Clients:
                 if not wait and isinstance(event, tuple) and not _are_here(event[1]):
                     return
                 del self._events[0]
+                # The client can draft from now on, and not since the verification: it must not
+                # count as idle because its event waited for delivery.
                 if isinstance(event, RowReady | DraftVerified) and row.draft is None:
                     self._scheduler.may_draft(row.request)
             if isinstance(event, tuple):
+                # Without the lock, because it may wait for the device.
                 try:
                     features = _unsent_features(row.sent_tokens, *event)
                 except Exception as error:  # only this row ends
@@ -595,12 +599,12 @@ def _are_here(arrays: dict[str, jax.Array]) -> bool:
 
 
 def _unsent_features(
-    sent_tokens: int, read: PrefillChunk, arrays: dict[str, jax.Array]
+    sent_tokens: int, chunk: PrefillChunk, arrays: dict[str, jax.Array]
 ) -> RowFeatures:
     """Return the hidden states of a chunk beyond the tokens whose states were sent already."""
-    first = max(0, sent_tokens - read.start)
-    count = max(0, read.count - first)
+    first = max(0, sent_tokens - chunk.start)
+    count = max(0, chunk.count - first)
     cut = {
         name: np.asarray(array)[0, first : first + count].copy() for name, array in arrays.items()
     }
-    return RowFeatures(start=read.start + first, count=count, arrays=cut)
+    return RowFeatures(start=chunk.start + first, count=count, arrays=cut)

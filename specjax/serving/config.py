@@ -267,11 +267,10 @@ def _shapes(
 
 def _widths(rows: int, widths: Sequence[int] | None, by_default: bool) -> tuple[int, ...]:
     if widths is None:
-        widths = (
-            [1 << power for power in range(rows.bit_length()) if 1 << power < rows]
-            if by_default
-            else []
-        )
+        if by_default:
+            widths = [1 << power for power in range(rows.bit_length()) if 1 << power < rows]
+        else:
+            widths = []
         return (*widths, rows)
     if not by_default and tuple(widths) != (rows,):
         raise InputError(f"widths={widths}: on a mesh that splits rows, give ({rows},)")

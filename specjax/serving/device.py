@@ -149,7 +149,7 @@ class Sizes:
 
     @property
     def read_widths(self) -> tuple[int, int]:
-        """The widths that prefill is compiled for: that of a short last chunk, and a full one."""
+        """The tokens per chunk that prefill is compiled for: a short last chunk, and a full one."""
         return max(self.chunk // 4, 1), self.chunk
 
 
@@ -213,8 +213,14 @@ class EngineDevice:
             [clients.depth] if clients else []
         )
         self.grammars = grammars
-        # The shortest chain, because many drafted tokens are not legal.
-        self.masked = None if self.reporting == self.plain else self.reporting
+        # The shortest chain, because many drafted tokens are not legal; without chains a tree.
+        drafting = [
+            index
+            for index, drafter in enumerate(drafters)
+            if drafter.draft_shape.depth > 0 and not copies(drafter)
+        ]
+        is_chain = self.reporting in drafting
+        self.masked = self.reporting if is_chain else next(iter(drafting), None)
         if grammars:
             deepest.append(FORCED)
         self.depth = max(deepest)
@@ -243,11 +249,9 @@ class EngineDevice:
         A drafter that copies predictions is rarely used, so it has the smallest and largest only.
         """
         widths = self.sizes.widths
-        return (
-            tuple(dict.fromkeys((widths[0], widths[-1])))
-            if copies(self.drafters[index])
-            else widths
-        )
+        if copies(self.drafters[index]):
+            return tuple(dict.fromkeys((widths[0], widths[-1])))
+        return widths
 
     @property
     def masked_widths(self) -> tuple[int, ...]:
@@ -298,6 +302,7 @@ class EngineDevice:
                 None: the prompt is prefilled from its beginning.
         """
         initial_state, group = prefix_state or (self._empty_prefix_state, np.int32(0))
+        # Numbers of numpy's types: with those of Python JAX would compile another program.
         self.state = device_rows.admit(
             *self._reading, np.int32(row), text, np.int32(start), initial_state, group
         )
@@ -308,7 +313,7 @@ class EngineDevice:
         rows: Sequence[int],
         counts: Sequence[int],
         is_last: Sequence[bool],
-        width: int,
+        size: int,
         logprobs: bool,
         for_client: bool = False,
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
@@ -319,7 +324,7 @@ class EngineDevice:
             hidden states for the client.
         """
         arguments, options = self._read_arguments(
-            table, rows, counts, is_last, width, logprobs, for_client
+            table, rows, counts, is_last, size, logprobs, for_client
         )
         self.state, *results = device_rows.read_chunk(*arguments, **options)
         self._marks.append(self._mark(self.state.lengths))
@@ -673,19 +678,16 @@ class EngineDevice:
         rows: Sequence[int],
         counts: Sequence[int],
         is_last: Sequence[bool],
-        width: int,
+        size: int,
         logprobs: bool,
         for_client: bool,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and the keyword arguments of `specjax.decoding.rows.read_chunk`."""
         arguments = np.array(rows, np.int32), np.array(counts, np.int32), np.array(is_last)
-        options = {"width": width, "logprobs": self._top(logprobs)}
-        remote_drafter = (
-            {"remote_drafter": self.remote_drafter}
-            if for_client and self.remote_drafter is not None
-            else {}
-        )
-        return (*self._reading, table, *arguments), options | remote_drafter
+        options: dict[str, Any] = {"size": size, "logprobs": self._top(logprobs)}
+        if for_client and self.remote_drafter is not None:
+            options["remote_drafter"] = self.remote_drafter
+        return (*self._reading, table, *arguments), options
 
     def _placeholders(self, settings: dict[str, Any]) -> tuple[np.ndarray, device_rows.Text]:
         """Return pages for all rows, and a text that is as long as these pages allow."""

@@ -160,12 +160,10 @@ class Engine:
         sizes = config.sizes
         self._config, self.target, self.tokenizer = config, config.target, config.tokenizer
         self.default_sampling = config.default_sampling
-        self.page, self.chunk, self.capacity, self.widths = (
-            sizes.page,
-            sizes.chunk,
-            sizes.capacity,
-            sizes.widths,
-        )
+        self.page = sizes.page
+        self.chunk = sizes.chunk
+        self.capacity = sizes.capacity
+        self.widths = sizes.widths
         self.rows, self.steps = rows, steps
         self.max_logprobs, self.max_prediction = max_logprobs, max_prediction
         device = config.device(together)
@@ -260,11 +258,8 @@ class Engine:
         stop = text.check_stop(stop)
         growing = None
         if self.tokenizer is not None:
-            is_chat = (
-                not isinstance(prompt, str) and not _is_tokens(prompt)
-                if is_chat is None
-                else is_chat
-            )
+            if is_chat is None:
+                is_chat = not isinstance(prompt, str) and not _is_tokens(prompt)
             growing = text.GrowingText(self.tokenizer, tokens, stop, params.min_new_tokens, is_chat)
         matcher = None
         if params.grammar is not None:

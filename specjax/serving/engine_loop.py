@@ -78,6 +78,9 @@ class EngineLoop:
         self.device, self.sizes, self.scheduler = device, device.sizes, scheduler
         self._config, self._together = config, together
         self._groups = groups_of(config.target.mesh)
+        # Reentrant, because the compiler's thread calls `_programs_changed` with the lock, which
+        # takes it again. A handle has a lock of its own: it is taken after this one, never before,
+        # so the two cannot deadlock.
         self.wake = threading.Condition(threading.RLock())
         self.programs = Programs(device.programs(config.placeholder_settings()), self.wake)
         seconds: dict[tuple[int, int], float] = {}
@@ -207,7 +210,8 @@ class EngineLoop:
                         break
                     if self.programs.error is not None:
                         raise self.programs.error
-                # Time one program per turn, so that a new request waits for one at most.
+                # Time one program per turn, so that a new request waits for one at most. Without
+                # the lock, because the call takes as long as several decoding steps.
                 if to_time is not None:
                     seconds = self.device.time_decoding(
                         self._config.placeholder_settings(), *to_time
@@ -221,7 +225,7 @@ class EngineLoop:
                 if not self._decode():
                     # If a chunk was just queued, do not wait for it: queue the next one first.
                     self._deliver(wait=not has_read)
-            self._deliver()
+            self._deliver()  # the tokens of the last call are the callers', too
         except _ClosedError:
             pass
         except BaseException as error:
@@ -290,11 +294,10 @@ class EngineLoop:
             needs.append("logprobs")
         if not self.programs.are_ready(*_MASKED):
             needs.append("grammars")
-        tells_remote_drafters = self.device.remote_drafter is not None
-        if not all(is_ready("verify", width) for width in sizes.widths) or (
-            tells_remote_drafters
-            and not all(is_ready("read", width, False, True) for width in sizes.read_widths)
-        ):
+        are_ready = [is_ready("verify", width) for width in sizes.widths]
+        if self.device.remote_drafter is not None:
+            are_ready += [is_ready("read", size, False, True) for size in sizes.read_widths]
+        if not all(are_ready):
             needs.append("clients")
         return needs
 
@@ -314,7 +317,7 @@ class EngineLoop:
         with self.wake:
             self.scheduler.cancel(request)
             handle = self.handles.pop(request, None)
-            self.wake.notify_all()
+            self.wake.notify_all()  # the freed row may be what another request waits for
         if handle is not None:
             handle.end("cancelled")
 
@@ -332,57 +335,62 @@ class EngineLoop:
                 if self.closing:
                     break
                 chosen = self._prepared(self.scheduler.next_reads(remaining))
+                # A copy: another thread may cancel a request, which changes the table, while the
+                # device reads it.
                 table = self.scheduler.table.copy()
             if not chosen:
                 break
             has_read = True
-            reads = [read for read, _, _ in chosen]
-            for read, _, row_text in chosen:
+            chunks = [chunk for chunk, _, _ in chosen]
+            for chunk, _, row_text in chosen:
                 if row_text is not None:
-                    self._admitted[read.row] = read.request
+                    self._admitted[chunk.row] = chunk.request
                     for counts in vars(self._counted).values():
-                        counts[read.row] = 0
-                    self.device.admit(read.row, row_text, read.start, read.prefix_state)
+                        counts[chunk.row] = 0
+                    self.device.admit(chunk.row, row_text, chunk.start, chunk.prefix_state)
             echoed = [
-                (owner, read)
-                for read, owner, _ in chosen
-                if isinstance(owner, Handle) and owner.output_options.echo
+                (recipient, chunk)
+                for chunk, recipient, _ in chosen
+                if isinstance(recipient, Handle) and recipient.output_options.echo
             ]
-            prefix_state, logprobs, features = self._read(reads, table, logprobs=bool(echoed))
-            self._unread += [(handle, read, self._group(read), logprobs) for handle, read in echoed]
+            prefix_state, logprobs, features = self._read(chunks, table, logprobs=bool(echoed))
+            self._unread += [
+                (handle, chunk, self._group(chunk), logprobs) for handle, chunk in echoed
+            ]
+            # The device makes calls in the order of their queueing. So rows may share the pages of
+            # a chunk from now on, although it may not be computed yet.
             with self.wake:
-                for read, owner, _ in chosen:
+                for chunk, recipient, _ in chosen:
                     try:
-                        self._was_read(read, prefix_state, features)
+                        self._was_read(chunk, prefix_state, features)
                     except Exception as error:  # only this text ends
-                        self._give_up(read.request, owner, error)
-            remaining -= max(read.width for read in reads)
+                        self._give_up(chunk.request, recipient, error)
+            remaining -= max(chunk.width for chunk in chunks)
         return has_read
 
     def _prepared(
-        self, reads: Sequence[PrefillChunk]
+        self, chunks: Sequence[PrefillChunk]
     ) -> list[tuple[PrefillChunk, Handle | ClientRow, device_rows.Text | None]]:
-        """Return the chunks with the owners of their requests, and the texts of new rows.
+        """Return the chunks with the recipients of their texts, and the texts of new rows.
 
-        It needs the lock.
+        The recipient is the request's handle, or the client's row. It needs the lock.
         """
         chosen = []
-        for read in reads:
-            owner = self.handles.get(read.request) or self.clients.rows.get(read.request)
+        for chunk in chunks:
+            recipient = self.handles.get(chunk.request) or self.clients.rows.get(chunk.request)
             try:
-                if owner is None:
+                if recipient is None:
                     raise RuntimeError(
-                        f"request {read.request.order}: its prompt is to be read, but it has no"
-                        " owner"
+                        f"request {chunk.request.order}: its prompt is to be read, but it has no"
+                        " recipient"
                     )
-                chosen.append(
-                    (read, owner, self._row_text(read.request, owner) if read.is_first else None)
-                )
+                row_text = self._row_text(chunk.request, recipient) if chunk.is_first else None
+                chosen.append((chunk, recipient, row_text))
             except Exception as error:  # only this text ends
-                self._give_up(read.request, owner, error)
+                self._give_up(chunk.request, recipient, error)
         return chosen
 
-    def _row_text(self, request: Request, owner: Handle | ClientRow) -> device_rows.Text:
+    def _row_text(self, request: Request, recipient: Handle | ClientRow) -> device_rows.Text:
         """Return a request's text and settings as arrays, for its new row on the device."""
         tokens = np.zeros(self.sizes.capacity, np.int32)
         tokens[: len(request.tokens)] = request.tokens
@@ -390,38 +398,38 @@ class EngineLoop:
             tokens=tokens,
             length=np.int32(len(request.tokens)),
             max_length=np.int32(request.max_length),
-            **owner.settings,
+            **recipient.settings,
         )
-        if isinstance(owner, Handle):
-            owner.admitted()
+        if isinstance(recipient, Handle):
+            recipient.admitted()
         return row_text
 
     def _was_read(
-        self, read: PrefillChunk, prefix_state: Any, features: dict[str, jax.Array]
+        self, chunk: PrefillChunk, prefix_state: Any, features: dict[str, jax.Array]
     ) -> None:
         """Record that a chunk was queued on the device. Needs the lock."""
-        self._counts["read"] += read.count
-        self._counts["shared"] += read.start if read.is_first else 0
-        self.scheduler.was_read(read, (prefix_state, np.int32(self._group(read))))
-        self.clients.was_read(read, features)
-        if read.is_last and read.request.state == "done":  # max_new_tokens is 0
-            self._undelivered.append((self.handles.pop(read.request), RowProgress(done=True)))
+        self._counts["read"] += chunk.count
+        self._counts["shared"] += chunk.start if chunk.is_first else 0
+        self.scheduler.was_read(chunk, (prefix_state, np.int32(self._group(chunk))))
+        self.clients.was_read(chunk, features)
+        if chunk.is_last and chunk.request.state == "done":  # max_new_tokens is 0
+            self._undelivered.append((self.handles.pop(chunk.request), RowProgress(done=True)))
 
     def _give_up(
-        self, request: Request, owner: Handle | ClientRow | None, error: Exception
+        self, request: Request, recipient: Handle | ClientRow | None, error: Exception
     ) -> None:
         """End one text with an ``error`` that concerns it alone; others continue. Needs the lock.
 
         Raises:
             RuntimeError: Rows or pages are inconsistent, so that no text can continue.
         """
-        if isinstance(owner, ClientRow):
-            self.clients.give_up(owner, error)
+        if isinstance(recipient, ClientRow):
+            self.clients.give_up(recipient, error)
             return
         _LOGGER.error("a text ended with an error; the others continue", exc_info=error)
         self.handles.pop(request, None)
-        if owner is not None:
-            owner.end(
+        if recipient is not None:
+            recipient.end(
                 "error",
                 error,
                 f"this text failed{f': {error}' if isinstance(error, LogitsError) else ''}",
@@ -429,12 +437,12 @@ class EngineLoop:
         self.scheduler.cancel(request)
         self.scheduler.check()
 
-    def _group(self, read: PrefillChunk) -> int:
+    def _group(self, chunk: PrefillChunk) -> int:
         """Return the index of the group of rows that a chunk's row belongs to."""
-        return read.row // (self.sizes.rows // self._groups)
+        return chunk.row // (self.sizes.rows // self._groups)
 
     def _read(
-        self, reads: Sequence[PrefillChunk], table: np.ndarray, logprobs: bool
+        self, chunks: Sequence[PrefillChunk], table: np.ndarray, logprobs: bool
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
         """Prefill chunks on the device, at most one per group of rows.
 
@@ -442,26 +450,26 @@ class EngineLoop:
             The prefix state after the chunks, the log-probabilities if ``logprobs``, and the
             features for a remote drafter.
         """
-        read_of_group = {self._group(read): read for read in reads}
+        chunk_of_group = {self._group(chunk): chunk for chunk in chunks}
         rows_per_group = self.sizes.rows // self._groups
-        reads_by_group = [read_of_group.get(group) for group in range(self._groups)]
-        for_client = any(read.request.is_client for read in reads)
-        width = max(read.width for read in reads)
-        if logprobs or not (for_client or self.programs.is_ready("read", width, False, False)):
-            width = self.sizes.chunk  # its program is compiled first
+        chunks_by_group = [chunk_of_group.get(group) for group in range(self._groups)]
+        for_client = any(chunk.request.is_client for chunk in chunks)
+        size = max(chunk.width for chunk in chunks)
+        if logprobs or not (for_client or self.programs.is_ready("read", size, False, False)):
+            size = self.sizes.chunk  # its program is compiled first
         return self.device.read(
             table,
             rows=[
-                group * rows_per_group if read is None else read.row
-                for group, read in enumerate(reads_by_group)
+                group * rows_per_group if chunk is None else chunk.row
+                for group, chunk in enumerate(chunks_by_group)
             ],
-            counts=[0 if read is None else read.count for read in reads_by_group],
+            counts=[0 if chunk is None else chunk.count for chunk in chunks_by_group],
             # After its last chunk a row decodes in the next call, unless a client drafts for it.
             is_last=[
-                read is not None and read.is_last and not read.request.is_client
-                for read in reads_by_group
+                chunk is not None and chunk.is_last and not chunk.request.is_client
+                for chunk in chunks_by_group
             ],
-            width=width,
+            size=size,
             logprobs=logprobs,
             for_client=for_client,
         )
@@ -482,7 +490,8 @@ class EngineLoop:
             self._draft = str(self.choice.drafts[index] or "none")
             drafter = self.device.drafters[index]
             # Use short calls while a prompt is being prefilled or a client drafts, because both
-            # wait for this thread. Otherwise the call ends by itself when a row is free.
+            # wait for this thread. Otherwise the call ends by itself when a row is free. Pages are
+            # allocated for the longest possible call, because the device cannot ask for more.
             is_short = bool(scheduler.reading) or self.clients.are_drafting
             steps = max(1, self.sizes.steps // 4) if is_short else self.sizes.steps
             depth = drafter.draft_shape.depth
@@ -497,21 +506,24 @@ class EngineLoop:
             for row in scheduler.running:
                 request = requests[row]
                 snapshot[row] = (request, self.handles[request])  # pyright: ignore[reportArgumentType]
-            # Rows without a request, and rows whose new request is not on the device yet.
+            # Rows without a request, and rows whose new request is not on the device yet. There the
+            # device would go on with the row's former text, and write to the new one's pages.
             free = np.array(
                 [
                     request is None or request is not self._admitted[row]
                     for row, request in enumerate(requests)
                 ]
             )
+            # If a request waits for a row, the call ends with the first text that does.
             table, until_any_done = scheduler.table.copy(), scheduler.waiting > 0
         if order is not None:
             self.device.rearrange(order)
         pauses = is_paused(drafter)
-        # Time the decode call alone, without the prompts that the device is still reading.
+        # Time the decode call alone, without the chunks that the device is still prefilling.
         if self.device.is_busy():
             self._deliver()
             self.device.wait()
+        # A drafter must have read all tokens before it drafts, and a paused one has room for few.
         if self._pending and (not pauses or self._pending + steps > ROOM):
             self._catch_up(table)
         if is_masked:
@@ -574,14 +586,14 @@ class EngineLoop:
         return sum(map(len, forced)) >= running * depth / 2 and any(forced)
 
     def _give_up_orphans(self) -> None:
-        """End texts that run without an owner, which would be a bug. Needs the lock."""
+        """End texts that run without a handle, which would be a bug. Needs the lock."""
         for row in self.scheduler.running:
             request = self.scheduler.request_of(row)
             if request is not None and request not in self.handles:
                 self._give_up(
                     request,
                     None,
-                    RuntimeError(f"request {request.order}: it runs, but it has no owner"),
+                    RuntimeError(f"request {request.order}: it runs, but it has no handle"),
                 )
 
     def _choose(self) -> tuple[int, int, bool]:
@@ -638,6 +650,8 @@ class EngineLoop:
         running = self.scheduler.running
         if max(running) < width:
             return None
+        # A decode call computes the first rows alone. The device moves its rows before that call,
+        # and tables that are copied from now on have the new order.
         order = np.array(
             [*running, *(row for row in range(self.sizes.rows) if row not in set(running))],
             np.int32,
@@ -743,7 +757,7 @@ class EngineLoop:
         )
 
     def _deliver(self, wait: bool = True) -> None:
-        """Detokenize the new tokens, and deliver them to the requests' owners.
+        """Detokenize the new tokens, and deliver them to the handles and to clients.
 
         Args:
             wait: whether to wait for arrays that are still being computed; otherwise only those
@@ -751,18 +765,18 @@ class EngineLoop:
         """
         self.clients.deliver(wait)
         while self._unread and (wait or self._unread[0][3].chosen.is_ready()):
-            handle, read, group, logprobs = self._unread.pop(0)
+            handle, chunk, group, logprobs = self._unread.pop(0)
             try:
                 of_group = [np.asarray(values)[group] for values in vars(logprobs).values()]
-                _check_finite(read, of_group[0][: read.count])
-                tokens = read.request.tokens[read.start + 1 : read.start + 1 + read.count]
+                _check_finite(chunk, of_group[0][: chunk.count])
+                tokens = chunk.request.tokens[chunk.start + 1 : chunk.start + 1 + chunk.count]
                 handle.prompt_read(
-                    read.start,
+                    chunk.start,
                     token_logprobs(handle.output_options.logprobs or 0, tokens, *of_group),
                 )
             except Exception as error:  # only this text ends
                 with self.wake:
-                    self._give_up(read.request, handle, error)
+                    self._give_up(chunk.request, handle, error)
         # A prompt's log-probabilities come before the tokens of its text.
         prompt_pending = {handle for handle, *_ in self._unread}
         index = 0
@@ -771,6 +785,8 @@ class EngineLoop:
             if handle in prompt_pending:
                 index += 1
                 continue
+            # Without the lock, because detokenizing takes long. The entry stays in the list until
+            # it is delivered: if this thread fails in between, `_run` still ends the handle.
             try:
                 goes_on = handle.deliver(row_progress)
             except Exception as error:  # only this text ends: perhaps its tokens cannot be decoded
@@ -784,10 +800,10 @@ class EngineLoop:
                     self.handles.pop(handle.request, None)
 
 
-def _check_finite(read: PrefillChunk, chosen: np.ndarray) -> None:
+def _check_finite(chunk: PrefillChunk, chosen: np.ndarray) -> None:
     """Raise `LogitsError` if the target's logits, and so the log-probabilities, were not finite."""
     if np.isnan(chosen).any():
-        raise LogitsError([read.row], [read.start + 1 + int(np.argmax(np.isnan(chosen)))])
+        raise LogitsError([chunk.row], [chunk.start + 1 + int(np.argmax(np.isnan(chosen)))])
 
 
 class _ClosedError(Exception):

@@ -237,9 +237,8 @@ def _free_on_host(root: Path = Path("/")) -> int | None:
     """Return the available memory that Linux reports, within the limit of the container."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
-        free = 1024 * next(
-            int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
-        )
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+        free = 1024 * int(available.split()[1])
     except (OSError, ValueError, StopIteration):
         return None
     group = root / "sys/fs/cgroup"
@@ -291,19 +290,16 @@ class _Sizes:
         # is more.
         groups = groups_of(target.mesh)
         prefix_state, of_chunk = _prefix_state_bytes(target, drafter, page, capacity), chunk // page
-        if (
-            prefix_states_kept(prefix_state, 0, chunk=in_target // groups * of_chunk, rows=rows)
-            is None
-        ):
+        in_chunk = in_target // groups * of_chunk
+        if prefix_states_kept(prefix_state, 0, chunk=in_chunk, rows=rows) is None:
             return cls(of_page, of_rows, 0, 1 + groups * prefix_state / (of_chunk * of_page))
         return cls(of_page, of_rows, rows * prefix_state, 1 + in_target / 4 / of_page)
 
     def pages_in(self, memory: float) -> int:
         """Return the number of pages that fit into ``memory``."""
         room = memory - self.rows
-        return int(
-            min((room - self.prefix_states) / self.page, room / (self.share * self.page)) + 1e-6
-        )
+        pages = min((room - self.prefix_states) / self.page, room / (self.share * self.page))
+        return int(pages + 1e-6)  # rounding must not cost a page
 
     def bytes_of(self, pages: int) -> float:
         """Return the memory of ``pages`` pages, all rows, and the prefix states."""

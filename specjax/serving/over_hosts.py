@@ -174,13 +174,13 @@ class LeadingDevice(EngineDevice):
         rows: Sequence[int],
         counts: Sequence[int],
         is_last: Sequence[bool],
-        width: int,
+        size: int,
         logprobs: bool,
         for_client: bool = False,
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
         """Send the call, and make it as `EngineDevice.read`."""
         if not self._is_warm:
-            return super().read(table, rows, counts, is_last, width, logprobs, for_client)
+            return super().read(table, rows, counts, is_last, size, logprobs, for_client)
         forget = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         self._send(
             ReadCall(
@@ -188,14 +188,14 @@ class LeadingDevice(EngineDevice):
                 list(rows),
                 list(counts),
                 list(is_last),
-                width,
+                size,
                 logprobs,
                 for_client,
                 forget,
             )
         )
         prefix_state, token_logprobs, features = super().read(
-            table, rows, counts, is_last, width, logprobs, for_client
+            table, rows, counts, is_last, size, logprobs, for_client
         )
         numbered = _NumberedState(self._reads, prefix_state)
         # The other processes may free theirs as soon as no prefix and no waiting chunk refers to
@@ -271,11 +271,11 @@ def repeat_calls(device: EngineDevice, processes: Processes) -> None:
                     start,
                     None if prefix_state < 0 else (prefix_states[prefix_state], np.int32(group)),
                 )
-            case ReadCall(table, rows, counts, is_last, width, logprobs, for_client, forget):
+            case ReadCall(table, rows, counts, is_last, size, logprobs, for_client, forget):
                 for index in forget:
                     prefix_states.pop(index, None)
                 prefix_states[reads], _, _ = device.read(
-                    table.array(), rows, counts, is_last, width, logprobs, for_client
+                    table.array(), rows, counts, is_last, size, logprobs, for_client
                 )
                 reads += 1
             case Verify(table, rows, drafts):

@@ -141,6 +141,7 @@ class PagePool:
                 break
             chain.append(prefix)
             candidates = prefix.below
+        # Pages alone are not enough: a text continues only where the state is stored as well.
         while chain and chain[-1].prefix_state is DROPPED:
             chain.pop()
         return chain
@@ -166,12 +167,13 @@ class PagePool:
         state, and its own ``pages`` are freed.
         """
         siblings = self._first if above is None else above.below
-        if key in siblings:
+        if key in siblings:  # another row has prefilled the same chunk meanwhile
             self.give_back(pages)
         else:
             siblings[key] = Prefix(above, key, pages, prefix_state)
             self._prefixes.add(siblings[key])
         prefix = siblings[key]
+        # Also if the prefix existed: its own state may be dropped.
         prefix.prefix_state, prefix.last_used = prefix_state, self._now()
         self._hold(prefix)
         self._drop_prefix_states()
@@ -232,6 +234,7 @@ class PagePool:
         prefix.used = self._now()
 
     def _now(self) -> int:
+        # A counter, not a time: the order of two uses is always known, and tests repeat it.
         self._clock += 1
         return self._clock
 

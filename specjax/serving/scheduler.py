@@ -164,9 +164,9 @@ class Scheduler:
         >>> scheduler = Scheduler(rows=2, pages=8, page=4, chunk=4, capacity=16)
         >>> request = scheduler.submit([5, 6, 7, 8, 9, 5], max_new_tokens=3)
         >>> for _ in range(2):
-        ...     (read,) = scheduler.next_reads()
-        ...     print(read.start, read.count, read.is_last)
-        ...     scheduler.was_read(read, prefix_state=None)
+        ...     (chunk,) = scheduler.next_reads()
+        ...     print(chunk.start, chunk.count, chunk.is_last)
+        ...     scheduler.was_read(chunk, prefix_state=None)
         0 4 False
         4 1 True
         >>> scheduler.reserve(4)  # no request is preempted
@@ -272,6 +272,7 @@ class Scheduler:
                 f" {length + max_new_tokens} tokens, but there is room for {self._capacity};"
                 " shorten the prompt, or give a larger capacity"
             )
+        # The last token of a text is never read, so it needs no place in a page.
         needed, total = -(-(length + max_new_tokens - 1) // self._page), self._pools[0].total
         if needed > total:
             raise InputError(
@@ -279,6 +280,7 @@ class Scheduler:
                 f" of {self._page} tokens, but there are {total}; shorten the prompt, or give more"
                 " pages"
             )
+        # Rows that a waiting request may take count as free.
         in_use = sum(row is not None and not self._may_lose_row(row.request) for row in self._rows)
         free = max(0, self._max_rows - in_use)
         if (
@@ -397,37 +399,37 @@ class Scheduler:
             budget: the largest number of tokens to compute per chunk; None: no limit.
         """
         self._give_rows()
-        reads = [self._next_read(shard, budget) for shard in range(len(self._pools))]
-        return [read for read in reads if read is not None]
+        chunks = [self._next_read(shard, budget) for shard in range(len(self._pools))]
+        return [chunk for chunk in chunks if chunk is not None]
 
-    def was_read(self, read: PrefillChunk, prefix_state: Any) -> None:
+    def was_read(self, chunk: PrefillChunk, prefix_state: Any) -> None:
         """Note that the engine has prefilled a chunk, and cache it as a prefix if it is full.
 
         Args:
-            read: the chunk.
+            chunk: the chunk.
             prefix_state: the prefix state at its end.
         """
-        row = self._rows[read.row]
-        if row is None or row.request is not read.request:  # the request was cancelled meanwhile
+        row = self._rows[chunk.row]
+        if row is None or row.request is not chunk.request:  # the request was cancelled meanwhile
             return
-        row.read = read.start + read.count
-        if read.count == self._chunk:
+        row.read = chunk.start + chunk.count
+        if chunk.count == self._chunk:
             above = row.prefixes[-1] if row.prefixes else None
-            key = chunk_key(read.request.tokens, read.start, row.read, read.request.salt)
+            key = chunk_key(chunk.request.tokens, chunk.start, row.read, chunk.request.salt)
             count = self._chunk // self._page
             row.prefixes.append(
-                self._pool(read.row).register(above, key, tuple(row.pages[:count]), prefix_state)
+                self._pool(chunk.row).register(above, key, tuple(row.pages[:count]), prefix_state)
             )
             del row.pages[:count]
             # The pages change if another row has cached the same chunk meanwhile.
-            self._fill(read.row)
-        if read.is_last and read.request.is_client:
-            read.request.state = "held"
-        elif read.is_last and read.request.max_new_tokens:
-            read.request.state = "running"
-        elif read.is_last:
-            self._leave(read.request)
-            read.request.state = "done"
+            self._fill(chunk.row)
+        if chunk.is_last and chunk.request.is_client:
+            chunk.request.state = "held"
+        elif chunk.is_last and chunk.request.max_new_tokens:
+            chunk.request.state = "running"
+        elif chunk.is_last:
+            self._leave(chunk.request)
+            chunk.request.state = "done"
 
     def can_go_on(self) -> bool:
         """Give rows to waiting requests, and return whether any row can be prefilled or decoded."""
@@ -444,11 +446,13 @@ class Scheduler:
                 self._take_client_row(self._rows_of(request.owner), is_idle_first=True)
                 continue
             free = [row for row, holder in enumerate(self._rows) if holder is None]
+            # While wider programs are being compiled, some free rows cannot be used.
             free = free if self.occupied < self._max_rows else []
             if not free:
                 if not self._take_client_row(self._occupied):
                     return
                 continue
+            # Of shards with as many pages left, the one with the fewest requests.
             shards = {self._shard(row) for row in free}
             shard = max(
                 shards, key=lambda shard: (self._left(shard), -len(self._of_shard(shard)), -shard)
@@ -457,13 +461,9 @@ class Scheduler:
             # The rows in use will grow, too. A request without enough pages for all would be
             # preempted at once.
             holders = [self._holder(index) for index in self._of_shard(shard)]
-            reserved = sum(
-                max(0, self._missing(holder, self._goal(holder.request))) for holder in holders
-            )
-            if (
-                holders
-                and self._pools[shard].available < self._pages_needed(request, shard) + reserved
-            ):
+            missing = [self._missing(holder, self._goal(holder.request)) for holder in holders]
+            needed = self._pages_needed(request, shard) + sum(max(0, pages) for pages in missing)
+            if holders and self._pools[shard].available < needed:
                 if not self._take_client_row(self._of_shard(shard)):
                     return
                 continue
@@ -514,11 +514,10 @@ class Scheduler:
 
     def _prefixes_of(self, request: Request, shard: int) -> list[Prefix]:
         """Return the cached prefixes that a ``request`` may share."""
-        max_reused = (
-            len(request.tokens) - 1
-            if request.shares is None
-            else min(request.shares, len(request.tokens) - 1)
-        )
+        if request.shares is None:
+            max_reused = len(request.tokens) - 1
+        else:
+            max_reused = min(request.shares, len(request.tokens) - 1)
         return self._pools[shard].find(request.tokens, self._chunk, max_reused, request.salt)
 
     def _left(self, shard: int) -> int:
@@ -549,6 +548,7 @@ class Scheduler:
             chain, start = row.prefixes, row.read or 0
         count = min(to_read - start, self._chunk)
         width = next(width for width in self._widths if width >= count)
+        # Nothing has changed so far: the same chunk is found again in the next turn.
         if budget is not None and width > budget:
             return None
         if is_first:
@@ -581,6 +581,7 @@ class Scheduler:
         """
         self._ahead = ahead
         before = {self._holder(row).request for row in self._occupied}
+        # The oldest first, so that no row grows that is then preempted for an older one.
         for index in sorted(self.running, key=lambda row: self._holder(row).request.order):
             row = self._rows[index]
             if row is None:  # it was preempted for an older one
@@ -632,6 +633,7 @@ class Scheduler:
         self._waiting.clear()
         self._suspended.clear()
         self._rows = [None] * len(self._rows)
+        # New pools also free what the device has stored for prefixes: their prefix states.
         self._pools = [PagePool(pool.total, self._prefix_states) for pool in self._pools]
         self.table[:] = self._pools[0].total
 
@@ -665,11 +667,10 @@ class Scheduler:
 
     def _check_row(self, index: int, row: _RowHolder | None) -> None:
         """Raise RuntimeError if a row does not agree with its request or its line of the table."""
-        pages = (
-            []
-            if row is None
-            else [*(page for prefix in row.prefixes for page in prefix.pages), *row.pages]
-        )
+        if row is None:
+            pages = []
+        else:
+            pages = [*(page for prefix in row.prefixes for page in prefix.pages), *row.pages]
         unused = self.table.shape[1] - len(pages)
         if self.table[index].tolist() != pages + [self._pool(index).total] * unused:
             raise RuntimeError(f"row {index}: the table does not have the pages {pages}")
@@ -750,7 +751,7 @@ class Scheduler:
         while (pages := pool.take(missing)) is None:
             rows = self._of_shard(self._shard(index))
             if self._take_client_row(rows):
-                if self._rows[index] is not row:
+                if self._rows[index] is not row:  # it was this row
                     return False
                 continue
             victim = self._victim(index, rows)
@@ -827,9 +828,14 @@ class Scheduler:
         index = request.row
         assert index is not None
         row, pool = self._holder(index), self._pool(index)
+        # The last chunk first. It is then the least recently used one, and is evicted before the
+        # chunks above it, without which it is of no use.
         for prefix in row.prefixes[::-1]:
             pool.let_go(prefix)
         pool.give_back(row.pages)
+        # That page does not exist, so later calls write nothing for the row. The call that the
+        # device is at may still write to the old pages, but it ends before any call that has a
+        # table in which they are another row's.
         self.table[index] = pool.total
         self._rows[index] = None
         request.row = request.idle_since = None

@@ -152,11 +152,9 @@ class Terms:
     @property
     def max_of_owner(self) -> int:
         """The largest number of sessions of one API key or address."""
-        return (
-            max(1, self.sessions // 2)
-            if self.sessions_per_owner is None
-            else self.sessions_per_owner
-        )
+        if self.sessions_per_owner is None:
+            return max(1, self.sessions // 2)
+        return self.sessions_per_owner
 
     @property
     def max_unsent_bytes(self) -> int:
@@ -180,7 +178,8 @@ class SessionStatistics:
         resumes: sessions that were resumed on another connection.
         bytes_up: bytes of received frames.
         bytes_down: bytes of sent frames.
-        dropped: sessions that the server ended, for lack of rows or room, or after ``away_seconds``.
+        dropped: sessions that the server ended, for lack of rows or room, or after
+            ``away_seconds``.
         sessions: sessions that exist now.
         away: sessions without a connection now.
 
@@ -251,7 +250,7 @@ class Connection:
             return 0
         frame = wire.encode(message)
         if self.unsent + len(frame) > self._sessions.terms.max_unsent_bytes:
-            self.lost()
+            self.lost()  # the session stays, so that the client can connect again and resume
             self._close(
                 FrameError(
                     4408, f"{self.unsent} bytes wait to be read; the client must read faster"
@@ -437,6 +436,7 @@ class Sessions:
             self._open(connection, message)
             return
         session = self._sessions.get(message.session)
+        # For another owner a session does not exist, so that nobody learns of it.
         if session is None or session.owner != connection.owner:
             if not isinstance(message, wire.CloseMessage):
                 self._send(connection, wire.ForgottenMessage(session=message.session))
@@ -451,10 +451,10 @@ class Sessions:
 
     def _open(self, connection: Connection, message: wire.OpenMessage) -> None:
         """Open a session, and have its text prefilled."""
-        before = next(
-            (old for old in self._sessions.values() if old.is_of(connection.owner, message.nonce)),
-            None,
-        )
+        same = [
+            old for old in self._sessions.values() if old.is_of(connection.owner, message.nonce)
+        ]
+        before = same[0] if same else None
         if before is None and (refusal := self._refusal(message)) is not None:
             self._send(connection, wire.RefusedMessage(code=refusal[0], message=refusal[1][:1000]))
             return
@@ -564,6 +564,7 @@ class Sessions:
         session.row_index += 1
         session.unsent_events.clear()
         session.is_ready, session.draft, session.last_round, session.over = False, None, None, ""
+        # A client may claim any number. The last token has no hidden states before it is read.
         sent_tokens = min(sent_tokens, len(session.text))
         session.sent_tokens = min(sent_tokens, len(session.text) - 1)
         listener = partial(self._listen, session, session.row_index)
@@ -652,7 +653,7 @@ class Sessions:
     def _verify(self, session: _Session, row: Row, draft: wire.DraftMessage) -> None:
         """Submit a draft to the engine."""
         tokens, parents = wire.unpack(draft.tokens), wire.unpack(draft.parents).astype(np.int32)
-        parents[0] = -1
+        parents[0] = -1  # unsigned bytes on the wire have no -1
         if tokens[0] != session.text[-1]:
             raise FrameError(
                 4400,
@@ -697,6 +698,8 @@ class Sessions:
         if session.row is not None:
             session.row.is_away = False
         if not self._can_continue(session, message):
+            # Tokens that the client lacks are forgotten. Its next drafts lead to the same ones,
+            # because a verdict depends on the text and the settings alone.
             del text[base:]
             self._read_again(session, message.known)
         else:
@@ -729,6 +732,7 @@ class Sessions:
         """Have the text prefilled in another row. The next draft may have any ``sequence``."""
         if session.row is not None:
             session.row.close()
+        # The client may repeat its draft, or make a new one: both numbers must be accepted.
         session.row, session.sequence = None, None
         try:
             self._read(session, sent_tokens)
@@ -756,6 +760,8 @@ class Sessions:
 
     def _listen(self, session: _Session, row_index: int, event: Any) -> None:
         """Pass an event of a row to the sessions' thread. The engine's thread calls it."""
+        # The index of the row as it was when the row was opened: the session may have another one
+        # when the event arrives.
         self._post(partial(self._handle_event, session, row_index, event))
 
     def _handle_event(self, session: _Session, row_index: int, event: Any) -> None:
@@ -794,17 +800,12 @@ class Sessions:
                 ),
             )
         else:
-            session.is_ready, session.sent_tokens, session.quiet_since = (
-                True,
-                len(session.text) - 1,
-                self._clock(),
+            session.is_ready, session.quiet_since = True, self._clock()
+            session.sent_tokens = len(session.text) - 1
+            ready = wire.ReadyMessage(
+                session=session.id, epoch=session.epoch, length=len(session.text)
             )
-            self._send_to_client(
-                session,
-                wire.ReadyMessage(
-                    session=session.id, epoch=session.epoch, length=len(session.text)
-                ),
-            )
+            self._send_to_client(session, ready)
         if session.unsent_events:
             self._post(partial(self._send_next, session, row_index))
 
@@ -826,8 +827,10 @@ class Sessions:
             over=event.over,  # pyright: ignore[reportArgumentType] - the same literals
             seconds=event.seconds,
         )
+        # Stored until the next draft: if the verdict is lost on the way, the draft is repeated.
         session.draft, session.last_round, session.over = None, (draft, verdict), event.over
         self.statistics.rounds += 1
+        # Others can have the row at once. The session stays, for a client that lacks the verdict.
         if event.over and session.row is not None:
             session.row.close()
             session.row = None

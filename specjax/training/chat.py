@@ -48,19 +48,17 @@ def encode(
                 return_assistant_tokens_mask=responses_only,
                 **settings,
             )
-        except (
-            Exception
-        ) as error:  # a template is code of the checkpoint, which may raise any error
+        # A template is code of the checkpoint, which may raise any error.
+        except Exception as error:
             arguments = f", given data.chat_template_kwargs={settings}," if settings else ""
             raise ConfigError(
                 f"data.source: the chat template{arguments} refuses conversation {number} ({error})"
             ) from None
         ids = list(encoding["input_ids"])
-        mask = (
-            np.array(encoding["assistant_masks"], bool)
-            if responses_only
-            else np.ones(len(ids), bool)
-        )
+        if responses_only:
+            mask = np.array(encoding["assistant_masks"], bool)
+        else:
+            mask = np.ones(len(ids), bool)
         encoded.append((ids, mask))
     if encoded and not any(mask.any() for _, mask in encoded):
         first_line = tokenizer.chat_template.strip().splitlines()[0][:80]

@@ -150,9 +150,8 @@ class TrainConfig:
             )
         if not 0 < self.data.holdout < 1:
             raise ConfigError(f"data.holdout={self.data.holdout}: must be between 0 and 1")
-        if (
-            min(self.mesh) >= 1 and self.data.batch % self.mesh[0]
-        ):  # `make_mesh` raises for sizes below 1
+        # `make_mesh` raises for sizes below 1.
+        if min(self.mesh) >= 1 and self.data.batch % self.mesh[0]:
             raise ConfigError(
                 f"data.batch={self.data.batch}: must be a multiple of the {self.mesh[0]} devices of"
                 " mesh's data axis"

@@ -31,10 +31,8 @@ def split_documents(
     def is_held_out(document: Document) -> bool:
         return zlib.crc32(document.name.encode()) / 2**32 < holdout
 
-    train, held_out = (
-        [d for d in documents if not is_held_out(d)],
-        [d for d in documents if is_held_out(d)],
-    )
+    train = [d for d in documents if not is_held_out(d)]
+    held_out = [d for d in documents if is_held_out(d)]
     if not train or not held_out:
         raise ConfigError(
             f"data.holdout={holdout}: it leaves {len(train)} documents to train on and"
@@ -164,10 +162,8 @@ def prepare(
     if config.tokenizer:
         loaded = read_tokenizer(config.tokenizer)
         tokenizer_hash = fingerprint.of_tokenizer(loaded, chats=False)
-        tokenizer, end = (
-            loaded.backend_tokenizer,
-            end if loaded.eos_token_id is None else loaded.eos_token_id,
-        )
+        tokenizer = loaded.backend_tokenizer
+        end = end if loaded.eos_token_id is None else loaded.eos_token_id
     else:
         tokenizer = train_tokenizer([document.text or "" for document in train], config.vocab_size)
     begin = begin_token(tokenizer)
@@ -260,11 +256,9 @@ def _sequences(
 
 def _tokens_of(tokenizer_hash: str | None, document: Document) -> WrittenTokens | None:
     """Return the generated tokens of a document if they are of this tokenizer, else None."""
-    return (
-        document.written
-        if document.written is not None and document.written.tokenizer == tokenizer_hash
-        else None
-    )
+    if document.written is not None and document.written.tokenizer == tokenizer_hash:
+        return document.written
+    return None
 
 
 def _report_generated_tokens(

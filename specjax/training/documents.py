@@ -219,20 +219,16 @@ def hash_of(content: str) -> str:
 
 def _message(entry: Any, where: str) -> Message:
     if isinstance(entry, Mapping):
-        role, content = (
-            entry.get("role", entry.get("from")),
-            entry.get("content", entry.get("value")),
-        )
+        role = entry.get("role", entry.get("from"))
+        content = entry.get("content", entry.get("value"))
         if isinstance(content, str) and isinstance(role, str):
             if role.lower() not in _ROLES:
                 raise ConfigError(f"{where}: role {role!r}: it must be one of {', '.join(_ROLES)}")
             message = {"role": _ROLES[role.lower()], "content": content}
             thinking = entry.get("thinking")
-            return (
-                message | {"thinking": thinking}
-                if isinstance(thinking, str) and thinking
-                else message
-            )
+            if isinstance(thinking, str) and thinking:
+                return message | {"thinking": thinking}
+            return message
     raise ConfigError(
         f"{where}: a message needs role and content, or from and value, and both must be text"
     )

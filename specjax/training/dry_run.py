@@ -135,13 +135,11 @@ def needs(config: TrainConfig) -> Needs:
         InputError: The configuration is invalid, or the target does not exist.
     """
     run = abstract_run(config)
-    method, state, target, batch, student = (
-        config.method,
-        run.state,
-        run.target,
-        run.batch,
-        run.state.student,
-    )
+    method = config.method
+    state = run.state
+    target = run.target
+    batch = run.batch
+    student = run.state.student
     analysis = run.lower().compile().memory_analysis()
     temporary = int(analysis.temp_size_in_bytes) if analysis is not None else 0
     paths = {
@@ -165,9 +163,8 @@ def needs(config: TrainConfig) -> Needs:
             "target": _bytes(target),
             "student": _bytes(state.student),
             "optimiser": _bytes(state.optimizer),
-            f"inner values of a step, gradients among them, as compiled for {jax.default_backend()}": (
-                temporary
-            ),
+            "inner values of a step, gradients among them, as compiled for"
+            f" {jax.default_backend()}": temporary,
         },
         disk={"two checkpoints": 2 * _bytes(state), "best and latest student": 2 * exported},
     )
@@ -180,9 +177,8 @@ def _student(config: TrainConfig, target: Shapes, vocab: int) -> Any:
     )
     inputs = StudentInputs(stand_in, np.zeros(vocab, int), target, init_from=config.init_from)
     student = config.method.init(jax.random.key(0), inputs)
-    if isinstance(
-        student, Drafter
-    ):  # fail as the run would, if the drafter does not fit the target
+    # Fail as the run would, if the drafter does not fit the target.
+    if isinstance(student, Drafter):
         student.check(target)
     return cast(student, jnp.float32)
 

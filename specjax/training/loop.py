@@ -87,9 +87,8 @@ def train(config: TrainConfig) -> Path:
     output, method = Path(config.output), config.method
     run = _prepare(config)
     state, target, iterator = run.state, run.target, run.iterator
-    noise = jax.random.fold_in(
-        make_key(config.seed), 2**31
-    )  # independent of the key of the initial weights
+    # Folded, so that it is independent of the key of the initial weights.
+    noise = jax.random.fold_in(make_key(config.seed), 2**31)
     tokens_per_step = config.data.batch * config.data.window
     best_metric = f"held_out_{method.best_by}"
 
@@ -111,6 +110,7 @@ def train(config: TrainConfig) -> Path:
             waiting("training, compiling the first step", config.steps, first) as wait,
         ):
             report = _Report(wait, config.mesh[0] * config.mesh[1])
+            # A run that continues must not replace a better student of its earlier steps.
             best = max(map(method.goodness, log.values(best_metric)), default=-np.inf)
             figures = _Figures(log, report, tokens_per_step)
             try:
@@ -123,9 +123,8 @@ def train(config: TrainConfig) -> Path:
                     )
                     if step == first + 1:
                         report.flops = flops_of_step(state, batch, target, **run.fixed)
-                    state, metrics = train_step(
-                        state, batch, target, **run.fixed
-                    )  # dispatched, not awaited
+                    # Dispatched, not awaited: the host makes the next batch meanwhile.
+                    state, metrics = train_step(state, batch, target, **run.fixed)
                     figures.add(step, metrics)
                     last = step == config.steps
                     evaluates, saves = (
@@ -155,13 +154,13 @@ def train(config: TrainConfig) -> Path:
                         # this checkpoint would not repeat the export.
                         export("latest", state)
                         run_directory.save(checkpoints, state, iterator)
-                    figures.restart()  # evaluation and saving must not count as time of the next step
+                    # Evaluation and saving must not count as time of the next step.
+                    figures.restart()
             finally:  # write the metrics of the last steps even if an error ends the run
                 figures.flush()
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(
-            "specjax: trained"
-        )  # wait until the first process has written all files
+        # The caller may read the files at once, so wait until the first process has written them.
+        multihost_utils.sync_global_devices("specjax: trained")
     return output / "best"
 
 
@@ -214,9 +213,8 @@ def _prepare(config: TrainConfig) -> _Run:
     inputs = StudentInputs(
         tokenizer, data.count_labels(packed, vocab), target, mesh, config.init_from
     )
-    student = cast(
-        method.init(make_key(config.seed), inputs), jnp.float32
-    )  # also if the target is in bfloat16
+    # In float32, also if the target is in bfloat16: bfloat16 would round small updates away.
+    student = cast(method.init(make_key(config.seed), inputs), jnp.float32)
     if config.init_from:
         student = _warm_start(student, config.init_from)
     if isinstance(student, Drafter):
@@ -258,9 +256,8 @@ def _warm_start(student: Any, path: str) -> Any:
             f"init_from={path!r}: its shape differs from this run's student ({'; '.join(changed)});"
             " set the options under method to its values"
         )
-    if jax.tree.structure(earlier) != jax.tree.structure(
-        student
-    ):  # equal configs, but other parameters
+    # The configurations may be equal although the parameters differ.
+    if jax.tree.structure(earlier) != jax.tree.structure(student):
         raise ConfigError(
             f"init_from={path!r}: its parameters differ from this run's student; set the options"
             " under method to its values"
@@ -339,9 +336,8 @@ class _Figures:
 
     def _fetch(self) -> None:
         step, metrics = self._pending[0]
-        values = {
-            name: float(value) for name, value in jax.device_get(metrics).items()
-        }  # this waits for the step
+        # The host waits for the step here, one step late.
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self._pending.popleft()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now

@@ -91,10 +91,11 @@ def log_acceptance(log_p: Float[Array, "*N V"], logits: Float[Array, "*N V"]) ->
     Examples:
         >>> from specjax.training import losses
         >>> log_p = jnp.log(jnp.array([0.6, 0.4]))
-        >>> round(float(jnp.exp(losses.log_acceptance(log_p, jnp.zeros(2)))), 3)  # 0.5 of the first, 0.4 of the second
+        >>> log_acceptance = losses.log_acceptance(log_p, jnp.zeros(2))
+        >>> round(float(jnp.exp(log_acceptance)), 3)  # 0.5 of the first token, 0.4 of the second
         0.9
     """
-    log_p = jax.lax.stop_gradient(log_p)
+    log_p = jax.lax.stop_gradient(log_p)  # the target is not trained
     return jax.nn.logsumexp(jnp.minimum(log_p, jax.nn.log_softmax(logits)), axis=-1)
 
 
@@ -123,7 +124,7 @@ def hybrid(
         >>> kl, log_a, mask = jnp.array([2.0]), jnp.log(jnp.array([0.5])), jnp.array([True])
         >>> losses.hybrid(kl, log_a, mask, eta=0.0).tolist()  # the divergence alone
         [2.0]
-        >>> round(float(losses.hybrid(kl, log_a, mask, eta=2.0)[0]), 3)  # exp(-1) 2 + (1 - exp(-1)) 0.5
+        >>> round(float(losses.hybrid(kl, log_a, mask, eta=2.0)[0]), 3)  # 2 / e + 0.5 * (1 - 1 / e)
         1.052
     """
     share = jax.lax.stop_gradient(jnp.exp(-eta * mean_over_labels(jnp.exp(log_a), mask)))
@@ -164,6 +165,7 @@ def mean_over_positions(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -
         >>> float(losses.mean_over_positions(values, mask))
         1.5
     """
+    # Selected, not multiplied: a value that does not count may be NaN, and 0 times NaN is NaN.
     return jnp.sum(jnp.where(mask, values, 0)) / mask.size
 
 

@@ -130,6 +130,8 @@ def open_checkpoints(output: Path) -> Iterator[ocp.CheckpointManager]:
 
 def save(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any) -> None:
     """Save a checkpoint for `restore` in the background."""
+    # Orbax copies the state to the host before it returns. It must, because the next step donates
+    # the arrays of this one.
     checkpoints.save(
         int(state.step),
         args=ocp.args.Composite(
@@ -159,9 +161,8 @@ def restore(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any
                 ),
             )
             iterator.set_state(restored["data"])
-        except (
-            Exception
-        ) as error:  # orbax, tensorstore and JSON raise unrelated types for damaged files
+        # orbax, tensorstore and JSON raise unrelated types for damaged files.
+        except Exception as error:
             damaged.append(step)
             reason = f"the checkpoint of step {step} cannot be read ({type(error).__name__})"
             if jax.process_count() > 1:

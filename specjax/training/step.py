@@ -128,6 +128,7 @@ def make_batch(
     return {name: sharding.put(value, place(name)) for name, value in batch.items()}
 
 
+# The state is donated, so that the weights and the optimizer's state exist once in memory.
 @partial(
     jax.jit,
     static_argnames=("method", "optimizer", "accumulate", "compute_dtype"),
@@ -158,7 +159,9 @@ def train_step(
     trained = trainable(state.student, method)
 
     def loss(trained: Any, part: Batch) -> tuple[jax.Array, Metrics]:
-        return method.objective(cast(_with(trained, state.student), compute_dtype), part, target)
+        # The cast is differentiated, too, so that the gradients have the weights' own type.
+        student = cast(_with(trained, state.student), compute_dtype)
+        return method.objective(student, part, target)
 
     def add(sums: Any, part: Batch) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, jax.grad(loss, has_aux=True)(trained, part)), None
@@ -179,6 +182,7 @@ def train_step(
     student = _with(optax.apply_updates(trained, updates), state.student)
     next_state = replace(state, student=student, optimizer=optimizer_state, step=state.step + 1)
     if state.places is not None:
+        # Otherwise XLA might shard the results differently, and compile the next step again.
         places = jax.tree.unflatten(jax.tree.structure(state), state.places)
         next_state = jax.lax.with_sharding_constraint(next_state, places)
         # Replicate the metrics, so that each process can fetch them without the others.
@@ -210,12 +214,9 @@ def cast(student: Any, dtype: Any) -> Any:
     def cast_leaf(leaf: Any) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
-        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-        return (
-            jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
-            if is_shape
-            else leaf.astype(dtype)
-        )
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+        return leaf.astype(dtype)
 
     return jax.tree.map(cast_leaf, student)
 
@@ -224,11 +225,9 @@ def flops_of_step(state: TrainState, batch: Batch, target: Target | None, **fixe
     """Return the floating-point operations of a `train_step` on all devices, as XLA counts them."""
     # XLA counts the body of a loop once.
     analysis = train_step.lower(state, batch, target, **fixed).cost_analysis()
-    return (
-        float(analysis.get("flops", 0.0)) * fixed.get("accumulate", 1)
-        if isinstance(analysis, dict)
-        else 0.0
-    )
+    if isinstance(analysis, dict):
+        return float(analysis.get("flops", 0.0)) * fixed.get("accumulate", 1)
+    return 0.0
 
 
 def trainable(student: Any, method: TrainingMethod) -> Any:
@@ -281,6 +280,7 @@ def evaluate(
     windows = min(_EVALUATION_WINDOWS, len(packed["tokens"]))
     starts = range(0, windows - batch + 1, batch) or range(1)
     parts = [{name: array[i : i + batch] for name, array in packed.items()} for i in starts]
+    # The same key in every evaluation, so that two of them differ by the student alone.
     batches = [make_batch(part, jax.random.key(0), 1.0, mesh) for part in parts]
     totals = [
         sharding.to_host(_evaluate_batch(student, part, target, method=method), mesh)

@@ -73,11 +73,9 @@ def encode_texts(
     """
 
     def with_end(encoding: tokenizers.Encoding) -> list[int]:
-        return (
-            encoding.ids
-            if end is None or any(encoding.special_tokens_mask)
-            else [*encoding.ids, end]
-        )
+        if end is None or any(encoding.special_tokens_mask):
+            return encoding.ids
+        return [*encoding.ids, end]
 
     return [with_end(encoding) for encoding in tokenizer.encode_batch(texts)]
 

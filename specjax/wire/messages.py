@@ -39,9 +39,8 @@ NO_PARENT = 255
 
 _Count = Annotated[int, Meta(ge=0, le=2**20)]
 _Token = Annotated[int, Meta(ge=0, lt=2**31)]
-_Number = Annotated[
-    int, Meta(ge=0, lt=2**53)
-]  # epochs and sequences: what JavaScript counts exactly
+# An epoch or a sequence, as far as JavaScript counts exactly.
+_Number = Annotated[int, Meta(ge=0, lt=2**53)]
 _Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Digest = Annotated[bytes, Meta(min_length=8, max_length=8)]
 _Name = Annotated[str, Meta(max_length=128)]
@@ -98,7 +97,8 @@ class OpenMessage(_WireMessage, frozen=True, kw_only=True, tag="open"):
 
     Examples:
         >>> from specjax.wire import OpenMessage, decode_up, encode, pack
-        >>> message = OpenMessage(nonce=bytes(16), tokens=pack([5, 6, 7], "int32"), prompt=3, limit=64)
+        >>> tokens = pack([5, 6, 7], "int32")
+        >>> message = OpenMessage(nonce=bytes(16), tokens=tokens, prompt=3, limit=64)
         >>> decode_up(encode(message)) == message
         True
     """
@@ -234,7 +234,8 @@ class OpenedMessage(_WireMessage, frozen=True, kw_only=True, tag="opened"):
 
     Examples:
         >>> from specjax.wire import OpenedMessage
-        >>> OpenedMessage(session=bytes(16), epoch=0, nodes=64, depth=16, capacity=4096, tells={}).nodes
+        >>> bounds = {"nodes": 64, "depth": 16, "capacity": 4096}
+        >>> OpenedMessage(session=bytes(16), epoch=0, tells={}, **bounds).nodes
         64
     """
 
@@ -261,7 +262,8 @@ class ToldMessage(_WireMessage, frozen=True, kw_only=True, tag="told"):
     Examples:
         >>> from specjax.wire import ToldMessage, pack
         >>> arrays = {"hidden": pack(np.zeros((2, 4)), "float16")}
-        >>> ToldMessage(session=bytes(16), epoch=0, start=0, count=2, arrays=arrays).arrays["hidden"].shape
+        >>> message = ToldMessage(session=bytes(16), epoch=0, start=0, count=2, arrays=arrays)
+        >>> message.arrays["hidden"].shape
         (2, 4)
     """
 
@@ -311,7 +313,8 @@ class VerdictMessage(_WireMessage, frozen=True, kw_only=True, tag="verdict"):
 
     Examples:
         >>> from specjax.wire import VerdictMessage
-        >>> verdict = VerdictMessage(session=bytes(16), epoch=0, sequence=1, accepted=[1, 3], token=9)
+        >>> draft = {"session": bytes(16), "epoch": 0, "sequence": 1}
+        >>> verdict = VerdictMessage(**draft, accepted=[1, 3], token=9)
         >>> 1 + len(verdict.accepted)  # tokens
         3
     """
@@ -462,12 +465,8 @@ def _decode(decoder: "msgspec.msgpack.Decoder[_Decoded]", frame: bytes, most: in
         raise FrameError(1009, f"the frame has {len(frame)} bytes; at most {most} are allowed")
     try:
         return decoder.decode(frame)
-    except (
-        msgspec.MsgspecError,
-        ValueError,
-        OverflowError,
-        RecursionError,
-    ) as error:  # ValueError: invalid UTF-8
+    # ValueError: invalid UTF-8.
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise FrameError(4400, str(error)) from None
 
 

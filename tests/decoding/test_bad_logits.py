@@ -1,6 +1,7 @@
-"""Logits that no token can be drawn from: NaN, +inf, or -inf for every token. A row ends there with an error, and no other way.
+"""Check that a row whose logits allow no token ends with an error, and in no other way.
 
-What is exact is compared bit for bit: at a node with such logits every rule decides as if nothing had been drafted below it.
+Such logits are NaN, +inf, or -inf for every token. At a node with such logits every rule decides as
+if nothing had been drafted below it. What is exact is compared bit for bit.
 """
 
 from dataclasses import replace
@@ -49,14 +50,15 @@ RULES = {  # shape of draft, sampling, rule
     "coupled chain": (Chain(3), DRAWN, "coupled"),
     "coupled tree": (SHAPES["static"], DRAWN, "coupled"),
 }
-TABLE = (
-    np.random.default_rng(1).normal(size=(V, V)).astype(np.float32)
-)  # of the target; the drafter's is close to it
-OTHER = TABLE + 0.3 * np.random.default_rng(2).normal(size=(V, V)).astype(np.float32)
+TABLE = np.random.default_rng(1).normal(size=(V, V)).astype(np.float32)
+"""The target's logits after each token."""
+
+DRAFTER_TABLE = TABLE + 0.3 * np.random.default_rng(2).normal(size=(V, V)).astype(np.float32)
+"""The drafter's logits after each token, which are close to the target's."""
 
 
 def drafted(shape, sampling, rule):
-    """Drafts of many rows, the target's logits at each node, and the keys of a verdict."""
+    """Return drafts of many rows, the target's logits at each node, and the keys of a verdict."""
     rows = sampling.rows(ROWS, rule)
     draft_keys, keys = split_keys(jax.random.split(jax.random.key(0), ROWS), 2)
     at_depths = split_keys(draft_keys, shape.depth)
@@ -71,12 +73,12 @@ def drafted(shape, sampling, rule):
     root = jnp.zeros(ROWS, jnp.int32)
 
     def read(frontier, state):
-        return jnp.asarray(OTHER)[frontier.tokens], state
+        return jnp.asarray(DRAFTER_TABLE)[frontier.tokens], state
 
     draft, _, _ = expand(
         shape,
         read,
-        jnp.asarray(OTHER)[root],
+        jnp.asarray(DRAFTER_TABLE)[root],
         (),
         root,
         rows,
@@ -87,7 +89,7 @@ def drafted(shape, sampling, rule):
 
 
 def cut_below(draft: Draft, node: jax.Array) -> Draft:
-    """The draft of which nothing below each row's ``node [B]`` was drafted."""
+    """Return the draft without the nodes below each row's ``node [B]``."""
     above = jnp.broadcast_to(jnp.asarray(draft.parents), draft.tokens.shape)
     valid = jnp.ones(draft.tokens.shape, bool) if draft.valid is None else draft.valid
     return replace(draft, valid=valid & (above != node[:, None]))
@@ -104,43 +106,50 @@ def cut_below(draft: Draft, node: jax.Array) -> Draft:
     ],
 )
 def test_every_rule_ends_at_a_node_without_a_distribution(name) -> None:
-    """The rule goes on as if nothing had been drafted there, and tells of it if the path ends there. Other rows see nothing."""
+    """Check that a rule decides as if nothing had been drafted below the node.
+
+    It reports an error if the path ends there. Other rows are not affected.
+    """
     draft, logits, rows, keys = drafted(*RULES[name])
     run = jax.jit(verify)
-    node = jnp.arange(ROWS) % (
-        draft.tokens.shape[1] + 1
-    )  # the last number is none's: those rows are sound
+    # The last index belongs to no node: its rows are sound.
+    node = jnp.arange(ROWS) % (draft.tokens.shape[1] + 1)
     is_node = jnp.arange(draft.tokens.shape[1]) == node[:, None]
     expected = run(cut_below(draft, node), logits, rows, keys)
     ends = jnp.take_along_axis(expected.path, expected.count[:, None] - 1, axis=1)[:, 0] == node
     assert 0.1 < np.mean(ends) < 0.9
     assert not expected.bad.any()
     for fault, spoil in FAULTS.items():
-        found = run(draft, jnp.where(is_node[..., None], spoil(logits), logits), rows, keys)
-        assert np.array_equal(found.bad, ends), fault
-        assert np.array_equal(found.count, expected.count), fault
+        spoilt = jnp.where(is_node[..., None], spoil(logits), logits)
+        verdict = run(draft, spoilt, rows, keys)
+        assert np.array_equal(verdict.bad, ends), fault
+        assert np.array_equal(verdict.count, expected.count), fault
         assert np.array_equal(
-            jnp.where(ends, 0, found.token), jnp.where(ends, 0, expected.token)
+            jnp.where(ends, 0, verdict.token), jnp.where(ends, 0, expected.token)
         ), fault
-        on_path = np.arange(found.path.shape[1]) < np.asarray(found.count)[:, None]
+        on_path = np.arange(verdict.path.shape[1]) < np.asarray(verdict.count)[:, None]
         assert np.array_equal(
-            np.where(on_path, found.path, 0), np.where(on_path, expected.path, 0)
+            np.where(on_path, verdict.path, 0), np.where(on_path, expected.path, 0)
         ), fault
 
 
 @pytest.mark.parametrize("name", ["block", "rejection", "drawn siblings"])
 def test_what_a_drafter_could_not_draw_was_not_drafted(name) -> None:
-    """Where a drafter's q is NaN, every rule decides as it does where nothing was drafted: what comes is the target's own."""
+    """Check that a q of NaN gives the same verdict as no draft below that node.
+
+    The next token is then the target's own.
+    """
     draft, logits, rows, keys = drafted(*RULES[name])
     node = jnp.arange(ROWS) % (draft.tokens.shape[1] + 1)
     is_node = jnp.arange(draft.tokens.shape[1]) == node[:, None]
     run = jax.jit(verify)
     expected = run(cut_below(draft, node), logits, rows, keys)
-    found = run(
-        replace(draft, q=jnp.where(is_node[..., None], jnp.nan, draft.q)), logits, rows, keys
-    )
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert np.array_equal(one, other)
+    spoilt = replace(draft, q=jnp.where(is_node[..., None], jnp.nan, draft.q))
+    verdict = run(spoilt, logits, rows, keys)
+    for leaf, expected_leaf in zip(
+        jax.tree.leaves(verdict), jax.tree.leaves(expected), strict=True
+    ):
+        assert np.array_equal(leaf, expected_leaf)
 
 
 # --- a whole generation ---------------------------------------------------------------------------
@@ -148,7 +157,10 @@ def test_what_a_drafter_could_not_draw_was_not_drafted(name) -> None:
 
 @struct.dataclass
 class Breaks(Target):
-    """A target whose logits are NaN wherever that of token 7 is large, which depends on the whole text before."""
+    """A target whose logits are NaN wherever the logit of token 7 is large.
+
+    This depends on the whole text before.
+    """
 
     def head(self, hidden: jax.Array) -> jax.Array:
         logits = super().head(hidden)
@@ -170,7 +182,7 @@ def breaks(sound) -> Breaks:
 
 
 def attempt(run) -> tuple[decoding.Result, dict[int, int]]:
-    """What a run came to, and where its rows broke."""
+    """Return the result of a run, and the position of the fault by row."""
     try:
         return run(), {}
     except LogitsError as error:
@@ -194,7 +206,7 @@ def options(rule: str) -> dict:
 def test_a_bad_row_ends_where_plain_decoding_would_and_the_others_go_on(
     sound, breaks, shape
 ) -> None:
-    """The error names each row and the position; what it holds of the others is their whole text."""
+    """Check that the error names each row and position, and holds the other rows' whole texts."""
     drafters = {None: None, "lookup": PromptLookup(draft=Chain(3))}
     drafter = (
         drafters[shape]
@@ -213,20 +225,28 @@ def test_a_bad_row_ends_where_plain_decoding_would_and_the_others_go_on(
 
 
 def expected_ends(breaks: Breaks) -> tuple[dict[int, int], list[list[int]]]:
-    """By reading the texts of a sound target again: the first position whose logits are none, of rows that have one."""
+    """Return the position of the first bad logits by row, and the texts of a sound target.
+
+    The positions are found by reading those texts again. Rows without bad logits are left out.
+    """
     sound = Target(**vars(breaks))
     texts = outputs(specjax.generate(sound, None, PROMPTS, **options("coupled")))
     logits = breaks.forward(jnp.asarray(texts))[0].logits
     is_bad = np.asarray(jnp.isnan(logits).any(-1))[:, PROMPTS.shape[1] - 1 : -1]
     return {
-        row: PROMPTS.shape[1] + int(np.argmax(bad)) for row, bad in enumerate(is_bad) if bad.any()
+        row: PROMPTS.shape[1] + int(np.argmax(bad_in_row))
+        for row, bad_in_row in enumerate(is_bad)
+        if bad_in_row.any()
     }, texts
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("rule", ["coupled", "independent", "block", "rejection"])
 def test_no_rule_says_a_word_where_there_is_none(breaks, rule) -> None:
-    """Every text, whatever rule drew it, has good logits before each of its tokens, and bad ones after a row that broke."""
+    """Check that logits are good before each token, and bad after a row that broke.
+
+    This holds whatever rule drew the text.
+    """
     drafter = DraftModel(tiny_target(seed=5, num_layers=1), draft=Chain(3))
     result, broken = attempt(lambda: specjax.generate(breaks, drafter, PROMPTS, **options(rule)))
     assert broken
@@ -242,7 +262,10 @@ def test_no_rule_says_a_word_where_there_is_none(breaks, rule) -> None:
 @pytest.mark.full_except("lm_head")
 @pytest.mark.parametrize("fault", ["norm", "lm_head", "embed"])
 def test_broken_weights_are_an_error_at_the_first_token(sound, fault) -> None:
-    """NaN in any weight that every pass reads, plain and with a draft: nothing is emitted."""
+    """Check that NaN in a weight that every pass reads ends a row before any token.
+
+    This holds for plain decoding and with a draft.
+    """
     name = next((name for name in sound.params if fault in name), "embed")
     broken = sound.replace(
         params={
@@ -259,17 +282,19 @@ def test_broken_weights_are_an_error_at_the_first_token(sound, fault) -> None:
 
 
 def test_an_end_before_the_fault_is_no_error(breaks) -> None:
-    """A row that has reached its limit or an end-of-sequence token asks for no more logits."""
+    """Check that a row at its limit or at an end-of-sequence token needs no more logits."""
     broken, texts = expected_ends(breaks)
     begin = PROMPTS.shape[1]
     limits = np.array([broken.get(row, begin + NEW) - begin for row in range(len(PROMPTS))])
     chosen = np.flatnonzero(limits > 0)
-    assert 1 <= np.sum(limits[chosen] < NEW) < len(chosen)  # the others go on when those have ended
-    given = options("coupled") | {"max_new_tokens": limits[chosen]}
-    given["sampling"] = Sampling(temperature=np.array([0.0, 0.7] * 4)[chosen], top_p=0.95)
-    given["key"] = decoding.GenerationOptions(key=jax.random.key(3)).row_keys(len(PROMPTS))[chosen]
+    assert 1 <= np.sum(limits[chosen] < NEW) < len(chosen)  # some rows go on when others have ended
+    settings = options("coupled") | {"max_new_tokens": limits[chosen]}
+    settings["sampling"] = Sampling(temperature=np.array([0.0, 0.7] * 4)[chosen], top_p=0.95)
+    settings["key"] = decoding.GenerationOptions(key=jax.random.key(3)).row_keys(len(PROMPTS))[
+        chosen
+    ]
     for drafter in (None, PromptLookup(draft=Chain(3))):
-        result = specjax.generate(breaks, drafter, PROMPTS[chosen], **given)
+        result = specjax.generate(breaks, drafter, PROMPTS[chosen], **settings)
         assert outputs(result) == [texts[row][: begin + limits[row]] for row in chosen]
 
 
@@ -284,10 +309,10 @@ def test_a_stream_yields_everything_and_then_the_error(breaks) -> None:
 
 
 def test_a_text_that_had_its_stop_string_is_no_error() -> None:
-    """And where another's is, its text is there nevertheless."""
+    """Check that a fault after a stop string is no error, and that an error keeps all texts."""
     tokenizer = of_bytes_and_spaces("llama")
-    said = tokenizer.encode("the a b c d", add_special_tokens=False)
-    tokens, lengths = np.array([said, said]), np.array([len(said)] * 2)
+    token_ids = tokenizer.encode("the a b c d", add_special_tokens=False)
+    tokens, lengths = np.array([token_ids, token_ids]), np.array([len(token_ids)] * 2)
     stats = specjax.generate(tiny_target(), None, PROMPTS[:2], max_new_tokens=1).stats
 
     def results(rows):
@@ -296,20 +321,28 @@ def test_a_text_that_had_its_stop_string_is_no_error() -> None:
         raise LogitsError(rows, lengths[rows].tolist(), result)
 
     def texts():
-        return [GrowingText(tokenizer, said[:1], ("b",)), GrowingText(tokenizer, said[:1], ())]
+        return [
+            GrowingText(tokenizer, token_ids[:1], ("b",)),
+            GrowingText(tokenizer, token_ids[:1], ()),
+        ]
 
     stopped = Run(results([0]), texts())
     assert len(list(stopped)) == 2
     broken = Run(results([0, 1]), texts())
     with pytest.raises(LogitsError):
         list(broken)
-    assert [each.text for each in broken.generations] == [each.text for each in stopped.generations]
+    assert [generation.text for generation in broken.generations] == [
+        generation.text for generation in stopped.generations
+    ]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("shape", ["chain", "adaptive", "dynamic", "sampled"])
 def test_a_drafter_without_logits_changes_no_text(sound, shape) -> None:
-    """Its weights are NaN from some token on, or all along: greedy and coupled texts are plain decoding's."""
+    """Check that a drafter with NaN weights leaves greedy and coupled texts as they are.
+
+    The weights are NaN for all tokens, or for some.
+    """
     small = tiny_target(seed=5, num_layers=1)
     plain = outputs(specjax.generate(sound, None, PROMPTS, **options("coupled")))
     for part in (slice(None), slice(3, 5)):
@@ -325,7 +358,10 @@ def test_a_drafter_without_logits_changes_no_text(sound, shape) -> None:
 
 
 def test_the_check_is_no_pass_of_its_own() -> None:
-    """A compiled verdict over a vocabulary reads no more with the check than the same one that takes all logits for good."""
+    """Check that the check for bad logits reads the logits no second time.
+
+    The compiled verdict reads about as many bytes with the check as without.
+    """
     vocab = 20_000
     logits = jnp.zeros((2, 4, vocab))
     draft = Draft.chain(jnp.zeros(2, jnp.int32), jnp.zeros((2, 3), jnp.int32))
@@ -337,9 +373,11 @@ def test_the_check_is_no_pass_of_its_own() -> None:
         )
 
         def verdict(logits, *, with_check, rows=rows, keys=keys):
-            found = verify(draft, logits, rows, keys)
+            result = verify(draft, logits, rows, keys)
             return (
-                (found.count, found.token, found.bad) if with_check else (found.count, found.token)
+                (result.count, result.token, result.bad)
+                if with_check
+                else (result.count, result.token)
             )
 
         counted = [
@@ -358,7 +396,7 @@ def test_the_check_is_no_pass_of_its_own() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("drafter", [None, PromptLookup(draft=Chain(3))], ids=["plain", "lookup"])
 def test_an_engine_ends_the_bad_texts_alone_and_serves_on(breaks, drafter) -> None:
-    """Each bad text keeps the tokens before the fault, and its error names the position. The server is as it was."""
+    """Check that a bad text keeps its tokens, its error names the position, and serving goes on."""
     broken, texts = expected_ends(breaks)
     keys = decoding.GenerationOptions(key=options("coupled")["key"]).row_keys(len(PROMPTS))
     sizes = {

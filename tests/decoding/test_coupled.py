@@ -1,4 +1,4 @@
-"""Coupled sampling: the text is a function of the target, the prompt, the key and the settings alone."""
+"""Coupled sampling: a text depends only on the target, the prompt, the key and the settings."""
 
 from functools import partial
 
@@ -55,14 +55,14 @@ def plain(run) -> list[list[int]]:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["draft model, dynamic", "prompt lookup"])
 def test_no_drafter_changes_the_text_at_any_setting(run, plain, name) -> None:
-    """At fewer settings no drafter of the library does: `conformance.check_coupled`."""
+    """Check many settings; `conformance.check_coupled` checks every drafter at fewer settings."""
     assert outputs(run(drafters()[name], PROMPTS, LENGTHS, key=KEYS)) == plain
 
 
 def test_rows_differ_and_keys_matter(run, plain) -> None:
     alike = Sampling(temperature=np.ones(ROWS), top_p=0.99)
-    one = run(None, np.tile(PROMPTS[:1], (ROWS, 1)), key=jax.random.key(5), sampling=alike)
-    assert len({tuple(text) for text in outputs(one)}) == ROWS
+    result = run(None, np.tile(PROMPTS[:1], (ROWS, 1)), key=jax.random.key(5), sampling=alike)
+    assert len({tuple(text) for text in outputs(result)}) == ROWS
     again = outputs(run(None, PROMPTS, LENGTHS, key=jax.random.split(jax.random.key(6), ROWS)))
     assert again[0] == plain[0]  # the greedy row
     assert sum(a == b for a, b in zip(again[1:], plain[1:], strict=True)) <= 1
@@ -81,12 +81,12 @@ def test_a_row_is_the_same_alone_and_in_any_batch(target, run, plain, name) -> N
     )
     assert moved == [plain[row] for row in order]
     for row in (0, 2, 6) if drafter is None else (2,):
-        one, (temperature, top_p, top_k, min_p) = slice(row, row + 1), SETTINGS[row]
+        only_row, (temperature, top_p, top_k, min_p) = slice(row, row + 1), SETTINGS[row]
         alone = run(
             drafter,
-            PROMPTS[one],
-            LENGTHS[one],
-            key=KEYS[one],
+            PROMPTS[only_row],
+            LENGTHS[only_row],
+            key=KEYS[only_row],
             sampling=Sampling(temperature, top_k, top_p, min_p),
         )
         assert outputs(alone)[0] == plain[row]
@@ -104,7 +104,10 @@ def test_streaming_gives_the_same_text(target, plain, steps) -> None:
 
 @pytest.mark.full
 def test_a_generation_that_is_cut_continues_with_the_same_text(run, plain) -> None:
-    """From its own output, with the same keys: what is drawn belongs to the position."""
+    """Check that a text continues the same from its own output with the same keys.
+
+    The random numbers belong to the position.
+    """
     cut = LENGTHS + np.resize([1, 7, 12], ROWS)
     prompts = np.zeros((ROWS, cut.max()), int)
     for row, length in enumerate(cut):
@@ -158,21 +161,23 @@ def test_noise_that_serves_two_positions_fails_the_distribution(monkeypatch) -> 
 
 @struct.dataclass
 class OtherNoise(DraftModel):
-    """Drafts with numbers that are not the target's."""
+    """A drafter that drafts with other random numbers than the target's."""
 
     def propose(self, target, state, root, sampling, keys, active):
-        other = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1)))(keys)
-        return super().propose(target, state, root, sampling, other, active)
+        own_keys = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1)))(keys)
+        return super().propose(target, state, root, sampling, own_keys, active)
 
 
 @pytest.mark.full
 def test_a_drafter_with_noise_of_its_own_is_accepted_less_and_changes_nothing(run, plain) -> None:
     drafter = drafters()["draft model, static"]
-    other = run(OtherNoise(drafter.model, draft=drafter.draft_shape), PROMPTS, LENGTHS, key=KEYS)
-    assert outputs(other) == plain
+    independent = run(
+        OtherNoise(drafter.model, draft=drafter.draft_shape), PROMPTS, LENGTHS, key=KEYS
+    )
+    assert outputs(independent) == plain
     same = run(drafter, PROMPTS, LENGTHS, key=KEYS)
     assert (
-        metrics.summarise(other.stats).acceptance_length
+        metrics.summarise(independent.stats).acceptance_length
         < metrics.summarise(same.stats).acceptance_length - 0.2
     )
 
@@ -182,7 +187,11 @@ def test_a_drafter_with_noise_of_its_own_is_accepted_less_and_changes_nothing(ru
     "sampling", [Sampling(temperature=1.0, top_k=2), Sampling(temperature=1.5, top_p=0.5)]
 )
 def test_children_beyond_a_truncation_are_the_next_likely_ones(target, sampling) -> None:
-    """What the target keeps may be what the drafter does not. Here they keep two tokens each, or about as few."""
+    """Check that a drafter's further children are useful if truncation leaves few tokens.
+
+    The target may keep a token that the drafter's truncation drops. Here both keep about two
+    tokens.
+    """
     drafter = drafters()["draft model, static"]
     lengths = {}
     for rule in ("independent", "coupled"):
@@ -203,7 +212,11 @@ def test_a_perfect_drafter_is_always_right(target, run) -> None:
 @pytest.mark.thorough  # one key that judges and draws is among the mutants
 @pytest.mark.usefixtures("compiled_anew")
 def test_numbers_that_draft_and_residual_share_bias_the_other_rules(monkeypatch) -> None:
-    """Equal noise is exact only where nothing but equality is asked. Here a rejected token's numbers draw the next one too."""
+    """Check that shared noise makes a rule other than matching fail the distribution.
+
+    Equal noise is exact only if the rule asks for nothing but equality. Here the random numbers of
+    a rejected token draw the next one too.
+    """
     keys_of_step, split = loop._keys_of_step, verification.split_keys
 
     def shared(state, depth):
@@ -217,11 +230,11 @@ def test_numbers_that_draft_and_residual_share_bias_the_other_rules(monkeypatch)
     drafter = DraftModel(tiny_target(seed=5, num_layers=1, **FEW_TOKENS), draft=Chain(1))
     monkeypatch.setattr(loop, "_keys_of_step", shared)
     monkeypatch.setattr(verification, "split_keys", as_the_drafter_does)
-    # Of the first token, which is the draft or what is drawn in its place.
-    (found,) = conformance.p_values(
+    # One token is enough: it is the draft, or it is drawn in place of the draft.
+    (p_value,) = conformance.p_values(
         few(), drafter, [Sampling()], rule="rejection", draws=50_000, horizon=1
     )
-    assert found < conformance.FALSE_ALARM
+    assert p_value < conformance.FALSE_ALARM
 
 
 def test_the_default_rules(target) -> None:
@@ -242,7 +255,10 @@ def test_the_default_rules(target) -> None:
 
 @pytest.mark.parametrize("rule", ["block", "rejection"])
 def test_rules_of_chains_are_refused_for_trees(target, rule) -> None:
-    """And not replaced by another rule. Whoever compares drafters by one rule is told which of them it does not fit."""
+    """Check that the rule is refused rather than replaced by another.
+
+    A user who compares drafters by one rule must be told which drafters it does not fit.
+    """
     model, options = (
         tiny_target(seed=5, num_layers=1),
         GenerationOptions(sampling=Sampling(), rule=rule),
@@ -262,7 +278,10 @@ def test_rules_of_chains_are_refused_for_trees(target, rule) -> None:
 
 @pytest.mark.full
 def test_of_a_certain_q_the_rules_of_chains_come_to_matching() -> None:
-    """So copied tokens, which have no q, are verified as asked: as many are accepted, as often."""
+    """Check that every rule of chains accepts equally often if q is one-hot.
+
+    So copied tokens, which have no q, are verified as the rule says.
+    """
     p, x, rows = (
         np.random.default_rng(0).dirichlet(np.ones(5), 4).astype(np.float32),
         np.array([0, 1, 2]),

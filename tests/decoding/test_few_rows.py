@@ -1,4 +1,7 @@
-"""Which library multiplies few rows on a CPU: the choice, that it reaches the compiled loop, and that the text is the same."""
+"""Check which library multiplies few rows on a CPU.
+
+The choice must reach the compiled loop, and the text must be the same.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +60,8 @@ def test_only_a_few_rows_of_float32_on_one_cpu_avoid_ynnpack(eigen_is_faster) ->
         "lm_head": jnp.ones((target.config.hidden_size, target.config.vocab_size), jnp.int8)
     }
     on_mesh = Target(target.params, target.config, sharding.make_mesh(1, 1))
-    for other in (halves, Target(params, target.config), on_mesh):
-        assert not few_rows.avoids_ynnpack(5, (other, drafter))
+    for unsuitable in (halves, Target(params, target.config), on_mesh):
+        assert not few_rows.avoids_ynnpack(5, (unsuitable, drafter))
     assert not few_rows.avoids_ynnpack(5, (target, DraftModel(halves)))
     eigen_is_faster(False)
     assert not few_rows.avoids_ynnpack(5, (target, drafter))
@@ -100,11 +103,11 @@ def test_plain_decoding_of_one_row_is_compiled_as_ever(eigen_is_faster) -> None:
 
 
 def test_a_loop_inside_another_program_is_compiled_with_it(eigen_is_faster) -> None:
-    """XLA takes options of whole programs."""
+    """Check that a loop inside a program compiles: XLA takes options of whole programs only."""
     target, drafter = tiny_target(), DraftModel(tiny_target(seed=5, num_layers=1), draft=Chain(4))
     _, state = decoding.start(target, drafter, PROMPT)
     eigen_is_faster(True)
-    jax.jit(lambda *given: decoding.decode(*given, 5)).lower(target, drafter, state)
+    jax.jit(lambda *arguments: decoding.decode(*arguments, 5)).lower(target, drafter, state)
     jax.jit(lambda state: decoding.decode(target, drafter, state, 5)).lower(state)
 
 

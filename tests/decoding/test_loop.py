@@ -1,4 +1,7 @@
-"""The loop: lossless end to end, rows that stand alone, ends in the middle of a block, and nothing compiled twice."""
+"""The loop: texts are lossless, rows are independent, and nothing is compiled twice.
+
+A text may also end in the middle of an accepted block.
+"""
 
 import itertools
 import json
@@ -56,16 +59,12 @@ def drafters() -> dict:
 
 
 NAMES = list(drafters())
-ENDINGS = [
-    "draft model",
-    "prompt lookup",
-    "dynamic draft model",
-    "static early exit",
-]  # of every way to draft one
+ENDINGS = ["draft model", "prompt lookup", "dynamic draft model", "static early exit"]
+"""One drafter for every way to draft."""
 
 
 def greedy_oracle(target, prompt: list[int], count: int, eos=()) -> list[int]:
-    """One token at a time, the whole text read again each time, no cache."""
+    """Decode greedily without a cache: read the whole text again for each token."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count:
         padded = np.zeros((1, 96), np.int32)
@@ -92,7 +91,7 @@ def test_greedy_equals_decoding_without_a_cache(target, name) -> None:
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("name", [None, "adaptive draft model"])
 def test_a_cache_is_read_in_blocks_as_far_as_it_is_filled(target, name, monkeypatch) -> None:
-    """Rows of different lengths, across the boundaries of many blocks."""
+    """Check rows of different lengths, across the boundaries of many blocks."""
     for module in (by_device, plain):
         monkeypatch.setattr(module, "BLOCK", 8)
     drafter = drafters()[name] if name else None
@@ -103,15 +102,18 @@ def test_a_cache_is_read_in_blocks_as_far_as_it_is_filled(target, name, monkeypa
 
 @struct.dataclass
 class DropsUnsure(DraftModel):
-    """Ends a draft *before* its first improbable token: the token is judged and then thrown away."""
+    """A drafter that ends a draft *before* its first improbable token.
+
+    The token is judged and then thrown away.
+    """
 
     def propose(self, target, state, root, sampling, keys, active):
         draft, state = super().propose(target, state, root, sampling, keys, active)
-        sure = (
-            jnp.take_along_axis(draft.q[:, :-1], draft.tokens[:, 1:, None], axis=2)[..., 0] >= 0.3
-        )
-        kept = jnp.cumprod(sure, axis=1).astype(bool)
-        return replace(draft, valid=draft.valid.at[:, 1:].set(draft.valid[:, 1:] & kept)), state
+        q = jnp.take_along_axis(draft.q[:, :-1], draft.tokens[:, 1:, None], axis=2)[..., 0]
+        is_before_unsure = jnp.cumprod(q >= 0.3, axis=1).astype(bool)
+        return replace(
+            draft, valid=draft.valid.at[:, 1:].set(draft.valid[:, 1:] & is_before_unsure)
+        ), state
 
     @property
     def node_counts(self):
@@ -125,18 +127,16 @@ def test_a_stop_rule_that_drops_the_improbable_token_fails_the_same_test(rule) -
     drafter = DropsUnsure(
         tiny_target(seed=5, num_layers=1, **FEW_TOKENS), draft=Chain(2, stop_below=0.3)
     )
-    assert (
-        max(conformance.p_values(target, drafter, [Sampling()], rule=rule, draws=25_000))
-        < conformance.FALSE_ALARM
-    )
+    p_values = conformance.p_values(target, drafter, [Sampling()], rule=rule, draws=25_000)
+    assert max(p_values) < conformance.FALSE_ALARM
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name", [None, pytest.param("dynamic draft model", marks=pytest.mark.thorough)]
-)  # see conformance
+)
 def test_a_row_is_the_same_alone(target, name) -> None:
-    """As in any batch, which the conformance suite sees to."""
+    """Check rows alone; the conformance suite checks them in any batch."""
     drafter = drafters()[name] if name else None
     keys = jax.random.split(jax.random.key(3), 3)
     run = partial(specjax.generate, target, drafter, max_new_tokens=NEW)
@@ -147,12 +147,12 @@ def test_a_row_is_the_same_alone(target, name) -> None:
         key=keys,
     )
     for row, temperature in enumerate((0.0, 1.0, 0.7)):
-        one = slice(row, row + 1)
+        only_row = slice(row, row + 1)
         alone = run(
-            PROMPTS[one],
-            LENGTHS[one],
+            PROMPTS[only_row],
+            LENGTHS[only_row],
             sampling=Sampling(temperature=temperature, top_p=0.9),
-            key=keys[one],
+            key=keys[only_row],
         )
         assert outputs(alone)[0] == outputs(together)[row]
 
@@ -177,12 +177,8 @@ def test_end_of_sequence_inside_an_accepted_block(target, name) -> None:
 @pytest.mark.parametrize("name", ENDINGS)
 def test_the_limit_falls_inside_an_accepted_block(target, name) -> None:
     full = outputs(specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=NEW))
-    for limits in (
-        [1, 2, NEW],
-        [NEW, 5, 6],
-        [7, NEW, 3],
-        [4, 11, NEW],
-    ):  # one shape, one compilation
+    # All limits have one shape, so that the program is compiled once.
+    for limits in ([1, 2, NEW], [NEW, 5, 6], [7, NEW, 3], [4, 11, NEW]):
         result = specjax.generate(
             target, drafters()[name], PROMPTS, LENGTHS, max_new_tokens=np.array(limits)
         )
@@ -195,7 +191,10 @@ def test_the_limit_falls_inside_an_accepted_block(target, name) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rule", ["block", "rejection"])
 def test_full_acceptance_for_200_steps(temperature, rule) -> None:
-    """Drafter = target: after full acceptance the draft model has yet to read its own last token."""
+    """Check a drafter that is the target.
+
+    After full acceptance the draft model has yet to read its own last token.
+    """
     target = tiny_target(max_positions=1024)
     drafter = DraftModel(model=target, draft=Chain(3))
     result = specjax.generate(
@@ -209,18 +208,15 @@ def test_full_acceptance_for_200_steps(temperature, rule) -> None:
     )
     for row in range(3):
         summary = metrics.summarise(result.stats, row)
-        assert (summary.steps, summary.acceptance_length, summary.acceptance_rate) == (
-            200,
-            4.0,
-            1.0,
-        )
+        rates = summary.acceptance_length, summary.acceptance_rate
+        assert (summary.steps, *rates) == (200, 4.0, 1.0)
         assert summary.histogram == (0, 0, 0, 0, 200)
         assert summary.by_position == (1.0, 1.0, 1.0)
 
 
 @pytest.mark.full
 def test_full_acceptance_of_a_tree_for_200_steps() -> None:
-    """The path ends at a leaf every time, which the draft model has yet to read."""
+    """Check that the path ends at a leaf every time, which the draft model has yet to read."""
     target = tiny_target(max_positions=1024)
     drafter = DraftModel(model=target, draft=StaticTree(((0,), (1,), (0, 0), (0, 1), (0, 0, 0))))
     result = specjax.generate(target, drafter, PROMPTS, LENGTHS, max_new_tokens=800)
@@ -232,7 +228,7 @@ def test_full_acceptance_of_a_tree_for_200_steps() -> None:
 
 @struct.dataclass
 class Recorder(NoDraft):
-    """Drafts nothing, and keeps everything it is told of."""
+    """A drafter that drafts nothing, and records everything that it receives."""
 
     def taps(self, config):
         return (1, config.num_layers)
@@ -269,7 +265,10 @@ class Recorder(NoDraft):
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("chunk", [512, 16])
 def test_a_drafter_is_told_of_every_committed_token_once(monkeypatch, chunk) -> None:
-    """With the token after it and the target's states: from prompts read whole or in chunks, and from every step."""
+    """Check that each token comes with the token after it and the target's states.
+
+    Prompts are read whole or in chunks, and several steps follow.
+    """
     monkeypatch.setattr("specjax.decoding.state.PREFILL_CHUNK", chunk)
     target = tiny_target()
     prompts, lengths = np.random.default_rng(0).integers(0, 11, (2, 45)), np.array([45, 17])
@@ -277,23 +276,26 @@ def test_a_drafter_is_told_of_every_committed_token_once(monkeypatch, chunk) -> 
         target, Recorder(), prompts, lengths, GenerationOptions(max_new_tokens=6), capacity=64
     )
     state = decoding.decode(target, Recorder(), state, 4)
-    told, texts = state.drafter, np.asarray(state.tokens)
+    received, texts = state.drafter, np.asarray(state.tokens)
     whole = jax.jit(lambda target, tokens: target.forward(tokens, taps=(1, 2))[0])(target, texts)
-    np.testing.assert_array_equal(told["seen"], lengths - 1 + 4)
+    np.testing.assert_array_equal(received["seen"], lengths - 1 + 4)
     np.testing.assert_array_equal(state.cache.length, lengths - 1 + 4)
-    for row, count in enumerate(np.asarray(told["seen"])):
-        np.testing.assert_array_equal(told["tokens"][row, :count], texts[row, :count])
-        np.testing.assert_array_equal(told["following"][row, :count], texts[row, 1 : count + 1])
-        np.testing.assert_allclose(told["taps"][row, :count], whole.taps[row, :count], atol=1e-4)
-        kept = state.cache.layers[-1][0][row, :, :count].transpose(1, 0, 2)
-        np.testing.assert_allclose(told["keys"][row, :count], kept, atol=1e-5)
+    for row, count in enumerate(np.asarray(received["seen"])):
+        np.testing.assert_array_equal(received["tokens"][row, :count], texts[row, :count])
+        np.testing.assert_array_equal(received["following"][row, :count], texts[row, 1 : count + 1])
+        np.testing.assert_allclose(
+            received["taps"][row, :count], whole.taps[row, :count], atol=1e-4
+        )
+        keys = state.cache.layers[-1][0][row, :, :count].transpose(1, 0, 2)
+        np.testing.assert_allclose(received["keys"][row, :count], keys, atol=1e-5)
 
 
 @pytest.mark.full
 def test_a_request_takes_the_place_of_a_finished_row(target) -> None:
-    """Every leaf of the state has the row axis first: inserting is one update a leaf, and nobody else notices.
+    """Check that inserting a request updates one row of each leaf, and changes no other row.
 
-    The request is greedy among sampling rows, and has no end token where its predecessor had two.
+    Every leaf of the state has the row axis first. The request is greedy among sampling rows, and
+    has no end token; its predecessor had two.
     """
     drafter = drafters()["draft model"]
     sampling = Sampling(temperature=np.array([1.0, 0.5, 0.8]), top_p=0.9)
@@ -308,7 +310,7 @@ def test_a_request_takes_the_place_of_a_finished_row(target) -> None:
     _, request = decoding.start(
         target, drafter, [[5, 4, 5, 4]], options=fresh, capacity=32, mixed=True
     )
-    for row, other, message in (
+    for row, unsuitable, message in (
         (3, request, "row=3: the state has 3 rows"),
         (
             1,
@@ -322,7 +324,7 @@ def test_a_request_takes_the_place_of_a_finished_row(target) -> None:
         ),
     ):
         with pytest.raises(InputError, match=message):
-            decoding.insert(state, other, row)
+            decoding.insert(state, unsuitable, row)
     state = decoding.decode(target, drafter, decoding.insert(state, request, 1), 100)
     alone = specjax.generate(target, drafter, [[5, 4, 5, 4]], **vars(fresh))
     undisturbed = specjax.generate(target, drafter, PROMPTS, LENGTHS, **vars(options))
@@ -334,7 +336,10 @@ def test_a_request_takes_the_place_of_a_finished_row(target) -> None:
 
 @pytest.mark.full
 def test_a_coupled_request_keeps_its_text_wherever_it_is_inserted(target) -> None:
-    """Its random numbers belong to its own key and positions: neither the row nor the step at which it came matters."""
+    """Check that neither the row nor the step of the insertion changes the text.
+
+    The random numbers belong to the request's own key and positions.
+    """
     drafter = drafters()["draft model"]
     shared = {
         "sampling": Sampling(temperature=0.8, top_p=0.9),
@@ -357,13 +362,13 @@ def test_a_coupled_request_keeps_its_text_wherever_it_is_inserted(target) -> Non
 
 @struct.dataclass
 class FromElsewhere(NoDraft):
-    """Stands for a drafter in another place: it says how deep the drafts are that come from there."""
+    """A stand-in for a remote drafter, which declares the depth of the drafts to come."""
 
     draft: Chain = struct.field(pytree_node=False, default=Chain(3))
 
 
 def test_a_draft_may_come_from_elsewhere(target) -> None:
-    """`advance` verifies any draft: here one that was made by hand."""
+    """Check that `advance` verifies any draft, here one that was made by hand."""
     plain = specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=4)
     _, state = decoding.start(
         target, FromElsewhere(), PROMPTS, LENGTHS, GenerationOptions(max_new_tokens=4)
@@ -391,24 +396,25 @@ def test_a_draft_may_come_from_elsewhere(target) -> None:
 
 @struct.dataclass
 class RecorderOfDrafts(Recorder):
-    """Is told of drafts that come from elsewhere."""
+    """A recorder whose drafts come from elsewhere."""
 
     draft: Chain = struct.field(pytree_node=False, default=Chain(3))
 
 
 @pytest.mark.kills_alone("logprobs-of-the-first-nodes")
 def test_everything_that_is_kept_of_a_tree_is_of_the_accepted_path(target) -> None:
-    """Log-probabilities, the cache's entries, and what the drafter is told, against one pass over the whole text.
+    """Compare log-probabilities, the cache and the drafter's input with a pass over the whole text.
 
-    Of three rows, one goes down the left of the tree to a leaf, one down the right, and one stays at the root. No path is made
-    of the first nodes.
+    The first row goes down the left of the tree to a leaf, the second goes down the right, and the
+    third stays at the root. No path consists of the first nodes.
     """
     new, parents, paths = 4, np.array([-1, 0, 0, 1, 2, 3]), [[0, 1, 3, 5], [0, 2, 4], [0]]
     texts = outputs(specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=new))
     coming = np.stack([row[length:] for row, length in zip(texts, LENGTHS, strict=True)])
     drafter = RecorderOfDrafts()
-    # In one of many runs of all tests the state came without the recorder's arrays, as if from a program that was traced for
-    # plain decoding. Why is not known yet; nothing that was traced before is found here.
+    # In one of many runs of all tests the state came without the recorder's arrays, as if from a
+    # program that was traced for plain decoding. The cause is not known yet. Clearing the caches
+    # makes sure that no program from before is used here.
     jax.clear_caches()
     _, state = decoding.start(
         target, drafter, PROMPTS, LENGTHS, GenerationOptions(max_new_tokens=new)
@@ -439,21 +445,25 @@ def test_everything_that_is_kept_of_a_tree_is_of_the_accepted_path(target) -> No
             state.tokens[row, :end].tolist() == texts[row][:end]
             and info.path[row, : len(path)].tolist() == path
         )
-        said = np.asarray(of_text[row, start - 1 : end - 1])
+        logprobs = np.asarray(of_text[row, start - 1 : end - 1])
         np.testing.assert_allclose(
             info.logprobs.chosen[row, : len(path)],
-            said[np.arange(len(path)), texts[row][start:end]],
+            logprobs[np.arange(len(path)), texts[row][start:end]],
             atol=1e-4,
         )
-        np.testing.assert_array_equal(info.logprobs.ids[row, : len(path)], np.argsort(-said)[:, :2])
+        np.testing.assert_array_equal(
+            info.logprobs.ids[row, : len(path)], np.argsort(-logprobs)[:, :2]
+        )
         np.testing.assert_allclose(
-            info.logprobs.values[row, : len(path)], -np.sort(-said)[:, :2], atol=1e-4
+            info.logprobs.values[row, : len(path)], -np.sort(-logprobs)[:, :2], atol=1e-4
         )
         assert state.cache.length[row] == end - 1
-        for held, read in zip(
+        for cached, read in zip(
             jax.tree.leaves(state.cache.layers), jax.tree.leaves(entries), strict=True
         ):
-            np.testing.assert_allclose(held[row, :, : end - 1], read[row, :, : end - 1], atol=1e-4)
+            np.testing.assert_allclose(
+                cached[row, :, : end - 1], read[row, :, : end - 1], atol=1e-4
+            )
         assert state.drafter["tokens"][row, : end - 1].tolist() == texts[row][: end - 1]
         assert state.drafter["following"][row, : end - 1].tolist() == texts[row][1:end]
         for name, read in (("taps", output.taps), ("keys", entries[-1][0].transpose(0, 2, 1, 3))):
@@ -462,8 +472,11 @@ def test_everything_that_is_kept_of_a_tree_is_of_the_accepted_path(target) -> No
             )
 
 
-def hand_made(kind: str, roots: jax.Array, guesses: np.ndarray, drawn: bool) -> Draft:
-    """A draft of ``guesses [B, depth]``, below each other; a tree has a second child of the root. Drawn from one-hot q."""
+def hand_made(kind: str, roots: jax.Array, guesses: np.ndarray, with_q: bool) -> Draft:
+    """Return a draft of ``guesses [B, depth]``, each below the one before.
+
+    A tree has a second child of the root. ``with_q`` adds a one-hot q, as if the tokens were drawn.
+    """
     depth = guesses.shape[1]
     chosen = jnp.asarray(guesses)
     if kind != "chain" and depth:
@@ -477,7 +490,7 @@ def hand_made(kind: str, roots: jax.Array, guesses: np.ndarray, drawn: bool) -> 
     children = [
         max(np.flatnonzero(parents == node).tolist()[:1], default=0) for node in range(len(parents))
     ]
-    q = jax.nn.one_hot(tokens[:, np.array(children)], 11) if drawn else None
+    q = jax.nn.one_hot(tokens[:, np.array(children)], 11) if with_q else None
     if kind == "grown tree":
         return Draft.of_tree(
             tokens, jnp.broadcast_to(jnp.asarray(parents), tokens.shape), q, levels=depth
@@ -497,8 +510,11 @@ SHALLOW += [
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "rule"), SHALLOW)
 def test_a_draft_may_be_shallower_than_the_state(target, kind, rule) -> None:
-    """Of every depth down to a root alone, in turn: the text is the same, the statistics count what was drafted, and the
-    drafter is told of every token once. Of rows that share no random numbers with another generation the greedy one counts.
+    """Check drafts of every depth in turn, down to a root alone.
+
+    The text stays the same, the statistics count what was drafted, and the drafter receives every
+    token once. By rules that share no random numbers with another generation only the greedy row
+    can be compared.
     """
     sampling = Sampling(temperature=np.array([0.0, 1.0, 0.7]), top_p=0.9)
     shared = {"max_new_tokens": NEW, "sampling": sampling, "key": jax.random.key(7), "rule": rule}
@@ -514,21 +530,23 @@ def test_a_draft_may_be_shallower_than_the_state(target, kind, rule) -> None:
             coming = np.pad(texts[row][length : length + depth], (0, depth))[:depth]
             guesses[row] = np.where(rng.random(depth) < 0.8, coming, (coming + 1) % 11)
         levels += depth * ~np.asarray(state.done)
-        state, info = advance(state, hand_made(kind, state.roots, guesses, drawn=rule != "coupled"))
+        state, info = advance(
+            state, hand_made(kind, state.roots, guesses, with_q=rule != "coupled")
+        )
         assert (info.drafted_at.shape, info.path.shape) == ((3, 3), (3, 4))
         np.testing.assert_array_equal(info.drafted_at[:, depth:], False)
     assert bool(state.done.all())
-    told = state.drafter
+    received = state.drafter
     for row, length in enumerate(LENGTHS):
         if rule == "coupled" or row == 0:
             assert state.tokens[row, : state.lengths[row]].tolist() == texts[row]
         np.testing.assert_array_equal(
-            told["tokens"][row, : length + NEW - 1], state.tokens[row, : length + NEW - 1]
+            received["tokens"][row, : length + NEW - 1], state.tokens[row, : length + NEW - 1]
         )
         np.testing.assert_array_equal(
-            told["following"][row, : length + NEW - 1], state.tokens[row, 1 : length + NEW]
+            received["following"][row, : length + NEW - 1], state.tokens[row, 1 : length + NEW]
         )
-    np.testing.assert_array_equal(told["seen"], LENGTHS + NEW - 1)
+    np.testing.assert_array_equal(received["seen"], LENGTHS + NEW - 1)
     stats = state.stats
     np.testing.assert_array_equal(stats.drafted_at.sum(axis=1), levels)
     np.testing.assert_array_equal(stats.accepted_at.sum(axis=1), stats.accepted)
@@ -542,7 +560,7 @@ def test_a_draft_may_be_shallower_than_the_state(target, kind, rule) -> None:
 def test_a_tree_from_elsewhere_is_refused_where_the_rule_verifies_chains(target, kind) -> None:
     options = GenerationOptions(max_new_tokens=NEW, sampling=Sampling(), rule="block")
     _, state = decoding.start(target, RecorderOfDrafts(), PROMPTS, LENGTHS, options)
-    tree = hand_made(kind, state.roots, np.ones((3, 2), np.int32), drawn=True)
+    tree = hand_made(kind, state.roots, np.ones((3, 2), np.int32), with_q=True)
     with pytest.raises(
         InputError,
         match="draft: a tree, but the state was started with rule='block', which verifies chains",
@@ -552,7 +570,10 @@ def test_a_tree_from_elsewhere_is_refused_where_the_rule_verifies_chains(target,
 
 @pytest.mark.full
 def test_a_finished_row_holds_nobody_up(target) -> None:
-    """An adaptive chain drafts as many levels beside a finished neighbour as alone, and as little of the cache is read."""
+    """Check that a finished row does not change how far an adaptive chain drafts in another.
+
+    So no more of the cache is read than without it.
+    """
     model = drafters()["draft model"].model
     drafter = DraftModel(model=model, draft=Chain(8, stop_below=0.5))
     levels = jax.jit(
@@ -575,12 +596,16 @@ def test_a_finished_row_holds_nobody_up(target) -> None:
     assert compared > 3
 
 
-TWENTY = range(2, 42, 2)  # lengths
+TWENTY = range(2, 42, 2)
+"""Twenty lengths of prompts."""
 
 
 @pytest.mark.thorough  # that a second call compiles nothing is tested every time
 def test_lengths_share_compiled_programs(target) -> None:
-    """Twenty prompts of as many lengths, with different numbers of new tokens, and the text of each is the same as alone."""
+    """Check twenty prompts of different lengths, with different numbers of new tokens.
+
+    Each text is the same as alone.
+    """
     drafter = drafters()["prompt lookup"]
     rng = np.random.default_rng(0)
     compiled = 0
@@ -592,9 +617,8 @@ def test_lengths_share_compiled_programs(target) -> None:
         assert outputs(drafted)[0] == greedy_oracle(target, prompt[0].tolist(), 20 + length % 7)
     sizes = len({bucket(length + 20 + length % 7) for length in TWENTY})
     widths = len({(bucket(length), bucket(length + 20 + length % 7)) for length in TWENTY})
-    assert (
-        compiled <= sizes + widths + 12
-    )  # and a few programs of a line that prepare the arguments
+    # A few programs of one line prepare the arguments.
+    assert compiled <= sizes + widths + 12
 
 
 @pytest.mark.parametrize("name", [None, "dynamic draft model"])
@@ -628,7 +652,7 @@ def test_the_targets_own_end_tokens_are_the_default(target) -> None:
 
 @pytest.mark.full
 def test_keys_of_another_kind_leave_rows_alone(target) -> None:
-    """Keys of the kind "rbg" make a row's numbers depend on its neighbours under vmap."""
+    """Check keys of the kind "rbg", whose numbers depend on the other rows under vmap."""
     keys = jax.random.split(jax.random.key(3, impl="rbg"), 3)
     run = partial(
         specjax.generate,
@@ -640,8 +664,10 @@ def test_keys_of_another_kind_leave_rows_alone(target) -> None:
     together = outputs(run(PROMPTS, LENGTHS, key=keys))
     moved = outputs(run(PROMPTS[[2, 0, 1]], LENGTHS[[2, 0, 1]], key=keys[np.array([2, 0, 1])]))
     assert together == [moved[1], moved[2], moved[0]]
-    other = outputs(run(PROMPTS, LENGTHS, key=jax.random.split(jax.random.key(4, impl="rbg"), 3)))
-    assert other != together
+    with_other_keys = outputs(
+        run(PROMPTS, LENGTHS, key=jax.random.split(jax.random.key(4, impl="rbg"), 3))
+    )
+    assert with_other_keys != together
 
 
 @pytest.mark.full
@@ -674,15 +700,13 @@ def test_stream_yields_what_generate_returns(target, name) -> None:
             assert b[: len(a)] == a
 
 
-ALIKE = (
-    "sampled draft model",
-    "adaptive draft model",
-)  # conformance checks every drafter; here the whole call counts
+ALIKE = ("sampled draft model", "adaptive draft model")
+"""Drafters left to the thorough tests: conformance checks each, and here the whole call counts."""
 
 
 @pytest.mark.kills_alone("end-tokens-compile-another-program, truncation-compiles-another-program")
 def test_five_different_requests_compile_three_programs() -> None:
-    """One that reads prompts, one that decodes greedy rows, and one that decodes rows of every other kind."""
+    """Check that one program prefills, one decodes greedy rows, and one decodes all other rows."""
     prompts = np.tile(PROMPTS, (3, 1))[:7]  # a number of rows that no other test has
 
     def run(target, number: int) -> None:
@@ -700,9 +724,8 @@ def test_five_different_requests_compile_three_programs() -> None:
         specjax.generate(target, None, prompts, max_new_tokens=6 - number, **request)
 
     first, second = tiny_target(num_layers=1), tiny_target(num_layers=1, hidden_size=24)
-    for number in range(
-        5
-    ):  # what is not of the model, such as keys of seven rows, is compiled here
+    # This compiles what does not depend on the model, such as keys of seven rows.
+    for number in range(5):
         run(first, number)
     before = compilations()
     for number in range(5):
@@ -721,12 +744,11 @@ def test_a_second_call_compiles_nothing(target, name) -> None:
     run = partial(specjax.generate, target, drafter, max_new_tokens=NEW)
     run(PROMPTS, LENGTHS, sampling=Sampling(temperature=0.5, top_p=0.9), key=jax.random.key(0))
     before = compilations()
-    other = Sampling(temperature=np.array([0.0, 2.0, 1.0]), top_k=3)
-    run(
-        (PROMPTS + 1) % 11, np.array([1, 3, 2]), sampling=other, key=jax.random.key(9)
-    )  # all shorter: the shapes count
+    other_sampling = Sampling(temperature=np.array([0.0, 2.0, 1.0]), top_k=3)
+    # All prompts are shorter: only the shapes decide whether a program is compiled.
+    run((PROMPTS + 1) % 11, np.array([1, 3, 2]), sampling=other_sampling, key=jax.random.key(9))
     assert compilations() == before
-    if name is None:  # a shape that no other test has: the counter counts
+    if name is None:  # no other test has this shape: the counter works
         run(np.tile(PROMPTS, (5, 1)), np.tile(LENGTHS, 5), key=jax.random.key(9))
         assert compilations() > before
 
@@ -738,7 +760,7 @@ def test_the_state_is_donated(target) -> None:
 
 
 def in_pages(state, page: int):
-    """A state whose caches have pools of sixteen times as many pages as a row can hold."""
+    """Return the state with paged caches, with sixteen times the pages that a row can hold."""
 
     def paged(node):
         return (
@@ -773,20 +795,25 @@ IN_PLACE = [
 def test_the_compiled_loop_updates_caches_in_place_and_never_leaves_the_device(
     name, rule, page
 ) -> None:
-    """The state is aliased to the result, no buffer of a cache's shape is copied, all scratch space together is smaller than
-    one layer's keys or a few times the attention scores, and nothing is sent to the host. One row: with more of them XLA finds
-    the fast products by itself. In pages, too, whose pool is larger than what a row can hold: here the pages of a row are
-    gathered before they are read, the pool is not.
+    """Check that the loop copies no cache and sends nothing to the host.
+
+    The state is aliased to the result. All scratch space together is smaller than one layer's keys
+    or a few times the attention scores. There is one row: with several XLA finds the fast products
+    by itself.
+
+    With pages, the pool is larger than what a row can hold: the pages of a row are gathered before
+    they are read, but not the whole pool.
     """
     target = tiny_target(num_heads=8, num_kv_heads=4, head_dim=32)
     check_in_place(target, drafters()[name] if name else None, rule, page)
 
 
 def check_in_place(target, drafter, rule=None, page=None) -> None:
-    """See the test above."""
+    """Check one target and drafter, as the test above describes."""
     options = GenerationOptions(max_new_tokens=450, sampling=Sampling(), rule=rule)
     drafter, state = decoding.start(target, drafter, PROMPTS[:1], options=options)
-    # Attention scores of all nodes, before and after the softmax, are the largest of what is computed in a step.
+    # Attention scores of all nodes, before and after the softmax, are the largest arrays that a
+    # step computes.
     scores = target.config.num_heads * drafter.draft_shape.nodes * state.cache.capacity * 4
     if page:
         state = in_pages(state, page)
@@ -794,9 +821,8 @@ def check_in_place(target, drafter, rule=None, page=None) -> None:
     keys = state.cache.layers[0][0]
     shapes = {",".join(map(str, part.shape)) for part in jax.tree.leaves(state.cache.layers)}
     program = compiled.as_text().splitlines()
-    assert [
-        line for line in program if any(f"f32[{s}]" in line for s in shapes) and " copy(" in line
-    ] == []
+    copies = [line for line in program if " copy(" in line]
+    assert [line for line in copies if any(f"f32[{shape}]" in line for shape in shapes)] == []
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(
         buffer.nbytes for buffer in jax.tree.leaves(state.cache)
@@ -820,7 +846,7 @@ ROLLED_BACK = {
     "name", ["draft model", pytest.param("assistant", marks=pytest.mark.thorough)]
 )
 def test_what_is_not_accepted_costs_layers_with_windows_nothing_either(name, page) -> None:
-    """Nor layers that read the entries of others, which have no buffer at all."""
+    """Check layers with windows, and layers that read the entries of others and have no buffer."""
     wide = {"head_dim": 64, "num_kv_heads": 2}
     layers = (Layer(), Layer(**wide), Layer(entries_of=0), Layer(entries_of=1, **wide))
     sizes = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "layers": layers}
@@ -830,7 +856,10 @@ def test_what_is_not_accepted_costs_layers_with_windows_nothing_either(name, pag
 
 
 def texts_of(kinds: str) -> dict[str, list[list[int]]]:
-    """Drawn with truncation; of "all" kinds also greedy after a prompt of two chunks, and coupled by a tree."""
+    """Generate texts with truncation; for "all" kinds also greedy ones and coupled ones.
+
+    The greedy text follows a prompt of two chunks, and the coupled one is drafted by a tree.
+    """
     cut = Sampling(temperature=np.array([0.0, 1.0, 0.7]), top_k=7, top_p=0.9, min_p=0.01)
     run = partial(
         specjax.generate, tiny_target(), max_new_tokens=NEW, key=jax.random.key(4), sampling=cut
@@ -850,7 +879,7 @@ def texts_of(kinds: str) -> dict[str, list[list[int]]]:
 @pytest.mark.full
 @pytest.mark.parametrize("kinds", ["drawn", pytest.param("all", marks=pytest.mark.thorough)])
 def test_numbers_of_64_bits_change_no_text(kinds) -> None:
-    """JAX_ENABLE_X64=1, which other libraries of a program may need."""
+    """Check JAX_ENABLE_X64=1, which other libraries of a program may need."""
     script = (
         "import json; from tests.decoding import test_loop as t;"
         f" print(json.dumps(t.texts_of({kinds!r})))"
@@ -916,9 +945,9 @@ def test_bad_input_is_refused_by_name(target, change, message) -> None:
 
 
 def test_a_drafter_that_does_not_fit_is_refused(target) -> None:
-    other = DraftModel(model=tiny_target(vocab_size=2000))
+    drafter = DraftModel(model=tiny_target(vocab_size=2000))
     with pytest.raises(InputError, match="vocabulary of 2000 tokens and target one of 11"):
-        specjax.generate(target, other, [[1]])
+        specjax.generate(target, drafter, [[1]])
     for layers in (0, 2):
         with pytest.raises(InputError, match=rf"EarlyExit\(layers={layers}\): the target has 2"):
             specjax.generate(target, EarlyExit(layers=layers), [[1]])
@@ -928,31 +957,31 @@ def test_a_drafter_that_does_not_fit_is_refused(target) -> None:
 
 @struct.dataclass
 class _Reader(PromptLookup):
-    """Prompt lookup that asks for the cache of some layers, and notes what it is given."""
+    """Prompt lookup that asks for the cache of some layers, and records what it receives."""
 
     layers: tuple[int, ...] = struct.field(pytree_node=False, default=())
-    given: list = struct.field(pytree_node=False, default=None)
+    caches: list = struct.field(pytree_node=False, default=None)
 
     def reads(self, config):
         return self.layers
 
     def propose(self, target, state, root, sampling, keys, active, **cache):
-        self.given.append({name: value.layers for name, value in cache.items()})
+        self.caches.append({name: value.layers for name, value in cache.items()})
         return super().propose(target, state, root, sampling, keys, active)
 
 
 @pytest.mark.full_except("layers1", "layers2")
 @pytest.mark.parametrize("layers", [(), (1,), (0, 2)])
 def test_a_drafter_is_given_the_cache_of_exactly_the_layers_that_it_reads(layers) -> None:
-    target, given = tiny_target(**LAYERED["differing"]), []
+    target, caches = tiny_target(**LAYERED["differing"]), []
     drafter, state = decoding.start(
         target,
-        _Reader(layers=layers, given=given),
+        _Reader(layers=layers, caches=caches),
         PROMPTS,
         LENGTHS,
         options=GenerationOptions(max_new_tokens=NEW),
     )
     decoding.propose_step(target, drafter, state)
-    assert len(given) == 1 and given[0].keys() == ({"cache"} if layers else set())
-    for layer, entry in zip(layers, given[0].get("cache", ()), strict=True):
+    assert len(caches) == 1 and caches[0].keys() == ({"cache"} if layers else set())
+    for layer, entry in zip(layers, caches[0].get("cache", ()), strict=True):
         jax.tree.map(np.testing.assert_array_equal, entry, state.cache.layers[layer])

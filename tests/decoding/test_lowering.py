@@ -1,4 +1,7 @@
-"""Every step of decoding lowers for TPUs and for NVIDIA's GPUs: without either, and without their compilers."""
+"""Check that every step of decoding lowers for TPUs and for NVIDIA's GPUs.
+
+The tests need neither these devices nor their compilers.
+"""
 
 from contextlib import nullcontext
 from functools import partial
@@ -22,7 +25,7 @@ B, P = 2, 4
 
 @pytest.fixture(scope="module", autouse=True)
 def _own_programs():
-    """The tests say that they are not on a CPU."""
+    """Keep the programs of these tests apart: the tests pretend that they are not on a CPU."""
     with own_programs():
         yield
 
@@ -32,14 +35,18 @@ DEVICES = {
     "tpu": jax.sharding.AbstractDevice("TPU v5 lite", num_cores=1, platform="tpu"),
 }
 KERNELS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}
-"""How a kernel of attention is called in a program."""
+"""The name by which a program calls a kernel of attention, by platform."""
 
 
-def lower(function, platform: str, *given) -> str:
-    """From JAX 0.11 on a kernel for a GPU has to know which; one for a TPU has to where it divides, as it does for pages."""
+def lower(function, platform: str, *arguments) -> str:
+    """Lower a function for a platform, with its device named.
+
+    From JAX 0.11 on a kernel for a GPU has to know its device. A kernel for a TPU has to know it if
+    the kernel divides, as it does for pages.
+    """
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=DEVICES.get(platform))
     with jax.sharding.use_abstract_mesh(mesh) if platform in DEVICES else nullcontext():
-        return jax.jit(function).trace(*given).lower(lowering_platforms=(platform,)).as_text()
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
 
 def lowered(target, drafter, platform: str, sampling: Sampling) -> str:
@@ -49,7 +56,7 @@ def lowered(target, drafter, platform: str, sampling: Sampling) -> str:
         jax.ShapeDtypeStruct((B, 1), jnp.int32),
         jax.ShapeDtypeStruct((B, P), jnp.int32),
     )
-    given = (
+    arguments = (
         target,
         drafter,
         tokens,
@@ -59,7 +66,7 @@ def lowered(target, drafter, platform: str, sampling: Sampling) -> str:
         stop_token_ids,
         jax.eval_shape(lambda: sampling.rows(B)),
     )
-    state = jax.eval_shape(partial(decoding.prefill, capacity=40), *given)
+    state = jax.eval_shape(partial(decoding.prefill, capacity=40), *arguments)
     return lower(decoding.step, platform, target, drafter, state)
 
 
@@ -92,14 +99,14 @@ def test_decoding_with_a_cache_in_8_bits_lowers(target, method, monkeypatch) -> 
 def test_attention_in_8_bits_lowers(dims, count, page, dtype, platform) -> None:
     parts = dims if len(dims) > 1 else dims * 2
     q = tuple(jnp.zeros((1, count, 4, d), dtype) for d in dims)
-    own, cached = (
+    nodes, cached = (
         tuple(quantize(jnp.zeros((rows, 2, n, d))) for d in parts)
         for rows, n in ((1, count), ((page and 9) or 1, page or 100))
     )
     table = jnp.arange(5)[None] if page else None
     pieces = [
         Filled(cached, jnp.array([70]), table=table),
-        (own, jnp.ones((1, count, count), bool)),
+        (nodes, jnp.ones((1, count, count), bool)),
     ]
     assert KERNELS[platform] in lower(
         partial(attend, values_part=2 - len(dims)), platform, q, pieces
@@ -112,15 +119,18 @@ def test_attention_in_8_bits_lowers(dims, count, page, dtype, platform) -> None:
 @pytest.mark.parametrize("dims", [(4,), (8,), (80,), (192,), (320,), (512, 64)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_attention_lowers_for_gpus_whatever_its_sizes(dims, dtype, page) -> None:
-    """Also with queries in another dtype than the cache's, and in pages smaller and larger than what is read at a time."""
+    """Check all sizes, also with queries in another dtype than the cache's, and with pages.
+
+    The pages are smaller or larger than a block that the kernel reads at a time.
+    """
     parts = dims if len(dims) > 1 else dims * 2
     q = tuple(jnp.zeros((1, 60, 4, d)) for d in dims)
-    own, cached = (
+    nodes, cached = (
         (tuple(jnp.zeros((rows, 2, n, d), dtype) for d in parts))
         for rows, n in ((1, 60), ((page and 9) or 1, page or 100))
     )
     table = jnp.arange(5)[None] if page else None
-    pieces = [Filled(cached, jnp.array([70]), table=table), (own, jnp.ones((1, 60, 60), bool))]
+    pieces = [Filled(cached, jnp.array([70]), table=table), (nodes, jnp.ones((1, 60, 60), bool))]
     assert KERNELS["cuda"] in lower(partial(attend, values_part=2 - len(dims)), "cuda", q, pieces)
 
 
@@ -142,14 +152,14 @@ def test_attention_with_sinks_and_a_cap_lowers(
 ) -> None:
     parts = dims if len(dims) > 1 else dims * 2
     q = tuple(jnp.zeros((1, count, kv_heads * group, d), "bfloat16") for d in dims)
-    own, cached = (
+    nodes, cached = (
         (tuple(jnp.zeros((rows, kv_heads, n, d), "bfloat16") for d in parts))
         for rows, n in ((1, count), ((page and 9) or 1, page or 100))
     )
     table = jnp.arange(5)[None] if page else None
     pieces = [
         Filled(cached, jnp.array([70]), table=table),
-        (own, jnp.ones((1, count, count), bool)),
+        (nodes, jnp.ones((1, count, count), bool)),
     ]
 
     def run(q, pieces, sinks):
@@ -173,20 +183,25 @@ def test_a_product_of_one_row_is_one_of_two_on_a_gpu() -> None:
 @pytest.mark.parametrize("head", [None, primitives.vocabulary_logits, primitives.embedding_logits])
 def test_a_product_of_one_row_is_one_of_eight_on_a_tpu(head) -> None:
     x, weight = jnp.arange(6.0)[None], jnp.arange(24.0).reshape(6, 4)
-    given = weight.T if head is primitives.embedding_logits else weight
+    stored = weight.T if head is primitives.embedding_logits else weight
     run = (
-        partial(primitives.linear, {"w": weight}, "w") if head is None else lambda x: head(x, given)
+        partial(primitives.linear, {"w": weight}, "w")
+        if head is None
+        else lambda x: head(x, stored)
     )
     rows = {platform: lower(run, platform, x) for platform in ("tpu", "cpu")}
     assert "tensor<8x4xf32>" in rows["tpu"] and "tensor<8x4xf32>" not in rows["cpu"]
-    assert "tensor<8x4xf32>" not in lower(
-        run, "tpu", jnp.ones((3, 6))
-    )  # more rows than one are as they are
+    # A product of several rows stays as it is.
+    assert "tensor<8x4xf32>" not in lower(run, "tpu", jnp.ones((3, 6)))
     np.testing.assert_array_equal(products._of_eight_rows(jnp.matmul, x, weight), x @ weight)
 
 
 def test_heads_are_written_to_a_cache_one_by_one_on_a_tpu() -> None:
-    """Where they share a slot XLA writes them together, and lays out the cache for that and not for attention."""
+    """Check that each head has its own update.
+
+    If heads share an update, XLA chooses a layout of the cache that suits the update and not
+    attention.
+    """
     entry = tuple(jnp.zeros((2, 3, 16, 8)) for _ in range(2))
     new = tuple(jnp.ones((2, 3, 4, 8)) for _ in range(2))
 
@@ -197,9 +212,11 @@ def test_heads_are_written_to_a_cache_one_by_one_on_a_tpu() -> None:
             .layers
         )
 
-    given = jnp.array([3, 14]), jnp.array([2, 4])
+    arguments = jnp.array([3, 14]), jnp.array([2, 4])
     by_head = "scatter_indices_batching_dims = [0, 1]"
-    assert by_head in lower(append, "tpu", *given) and by_head not in lower(append, "cpu", *given)
+    assert by_head in lower(append, "tpu", *arguments) and by_head not in lower(
+        append, "cpu", *arguments
+    )
 
 
 def test_a_cache_is_the_same_however_its_heads_are_written() -> None:
@@ -208,7 +225,7 @@ def test_a_cache_is_the_same_however_its_heads_are_written() -> None:
         -jnp.arange(1, 2 * 3 * 3 * 2 + 1.0).reshape(2, 3, 3, 2),
     )
     slots = jnp.array([[4, 5, 6], [0, 6, 6]])  # 6 is out of range, and dropped
-    found = cache._set_by_head(buffer, slots, values)
-    np.testing.assert_array_equal(found, cache._set_by_row(buffer, slots, values))
-    np.testing.assert_array_equal(found[0, :, 4:], values[0, :, :2])
-    np.testing.assert_array_equal(found[1, :, 1:], buffer[1, :, 1:])
+    by_head = cache._set_by_head(buffer, slots, values)
+    np.testing.assert_array_equal(by_head, cache._set_by_row(buffer, slots, values))
+    np.testing.assert_array_equal(by_head[0, :, 4:], values[0, :, :2])
+    np.testing.assert_array_equal(by_head[1, :, 1:], buffer[1, :, 1:])

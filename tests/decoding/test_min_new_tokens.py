@@ -1,4 +1,7 @@
-"""No text ends before its ``min_new_tokens``: until then what is drawn from is the distribution without end tokens."""
+"""Check that no text ends before its ``min_new_tokens``.
+
+Until then tokens are drawn from the distribution without end tokens.
+"""
 
 import itertools
 
@@ -37,7 +40,7 @@ def drafters(target) -> dict:
 
 
 def oracle(target, prompt: np.ndarray, key: jax.Array, sampling: Sampling, least: int) -> list[int]:
-    """Token by token: the likeliest, noise included, of those that may come."""
+    """Decode token by token: take the likeliest allowed token, noise included."""
     text, forward = prompt.tolist(), jax.jit(target.forward)
     for number in range(NEW):
         padded = np.zeros((1, 32), np.int32)
@@ -46,9 +49,8 @@ def oracle(target, prompt: np.ndarray, key: jax.Array, sampling: Sampling, least
         if number < least:
             logits[list(ENDS)] = -np.inf
         noise = position_noise(position_keys(key[None], jnp.array([[len(text)]])), 11)[0]
-        text.append(
-            int(argmax(perturbed(jnp.asarray(logits)[None], sampling.rows(1, "coupled"), noise))[0])
-        )
+        with_noise = perturbed(jnp.asarray(logits)[None], sampling.rows(1, "coupled"), noise)
+        text.append(int(argmax(with_noise)[0]))
         if text[-1] in ENDS:
             break
     return text
@@ -125,19 +127,19 @@ RULES = {
 
 
 def p_value(rule: str, draws: int) -> float:
-    """Of three tokens, the first two of which must not be 1 or 3, against their exact distribution by enumeration."""
+    """Compare three tokens, of which the first two must not be 1 or 3, with an enumeration."""
     target, model = tiny_target(seed=2, **FEW), tiny_target(seed=5, num_layers=1, **FEW)
     drafter, rule = RULES[rule][0](model), RULES[rule][1]
     prompt, ends, least, most, vocab = np.array([1, 3, 0, 1]), (1, 3), 2, 3, 5
-    tails = np.array(list(itertools.product(range(vocab), repeat=most)))
+    continuations = np.array(list(itertools.product(range(vocab), repeat=most)))
     output, _ = jax.jit(target.forward)(
-        np.concatenate([np.tile(prompt, (len(tails), 1)), tails], axis=1)
+        np.concatenate([np.tile(prompt, (len(continuations), 1)), continuations], axis=1)
     )
     logits = np.array(output.logits, np.float64)[:, len(prompt) - 1 : -1]
     logits[:, :least, list(ends)] = -np.inf
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    exact = np.prod(np.take_along_axis(p, tails[..., None], axis=-1)[..., 0], axis=1)
+    exact = np.prod(np.take_along_axis(p, continuations[..., None], axis=-1)[..., 0], axis=1)
     counts = np.zeros(vocab**most)
     for number in range(-(-draws // 50_000)):
         rows = min(draws, 50_000)

@@ -1,4 +1,4 @@
-"""What is asked of a generation: values of the wrong type are refused at once, by name, wherever they are given."""
+"""Options of a generation: values of the wrong type are refused at once and by name."""
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +136,7 @@ def test_keys_of_every_kind_are_taken() -> None:
 
 @pytest.mark.parametrize("ids", [range(11), [(3,), range(11)], [*range(11), 0, 5]])
 def test_min_new_tokens_are_refused_where_every_token_ends_the_text(target, ids) -> None:
-    """Of no distribution over no token can one be drawn."""
+    """Check the refusal: without end tokens no token would be left to draw."""
     for least in (1, [0, 2]):
         with pytest.raises(
             InputError, match=r"^min_new_tokens=.*: all 11 tokens of the vocabulary end the text"

@@ -1,12 +1,13 @@
-"""The random parts of the rules against their exact outcomes, by tests that notice a quantity which is wrong by a fiftieth.
+"""Test the random parts of the rules against exact outcomes, to within a fiftieth.
 
-Each test counts the joint outcome of one decision: which tokens were drafted, how many of them were accepted, and which token
-came next. A second model of the rule, by enumeration in float64, says how likely each outcome is, and also how likely it would
-be if one quantity were multiplied by 0.98 or 1.02. A test fails where it would notice one of these rules too seldom. The
-distributions were found by a random search for those that need few draws.
+Each test counts the joint outcome of one decision: which tokens were drafted, how many of them were
+accepted, and which token came next. A second model of the rule, by enumeration in float64, says how
+likely each outcome is, and how likely it would be if one quantity were multiplied by 0.98 or 1.02.
+A test fails if it would notice one of these wrong rules too seldom. The distributions come from a
+random search for those that need few draws.
 
-tests/decoding/test_verification.py asks of whole drafts what they lead to, with many drafters and settings. It takes fewer
-draws of each, and notices larger mistakes alone.
+tests/decoding/test_verification.py checks what whole drafts lead to, with many drafters and
+settings. It takes fewer draws of each, and notices only larger mistakes.
 """
 
 from functools import partial
@@ -24,7 +25,7 @@ from specjax.sampling import RowSampling, Sampling, position_keys, position_nois
 from tests.decoding import power
 
 Factors = dict[str, float]
-"""What a quantity of a rule is multiplied by, where that is not 1."""
+"""The factors of quantities of a rule that are not multiplied by 1."""
 
 
 def draws_of(probabilities: np.ndarray, rows: int, rng: np.random.Generator) -> np.ndarray:
@@ -38,7 +39,10 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def count_outcomes(outcome: tuple[np.ndarray, ...], shape: tuple[int, ...]) -> np.ndarray:
-    """Return the flat array of how often each outcome came; an outcome is a number along each axis of ``shape``."""
+    """Return a flat array of how often each outcome came.
+
+    An outcome is an index along each axis of ``shape``.
+    """
     return np.bincount(np.ravel_multi_index(outcome, shape), minlength=int(np.prod(shape)))
 
 
@@ -64,16 +68,18 @@ CHAIN_QUANTITIES = {
 
 
 def chain_outcomes(rule: str, p: np.ndarray, q: np.ndarray, factors: Factors) -> np.ndarray:
-    """Return ``[gamma + 1, V ** gamma, V]``: how likely so many tokens are accepted, of this chain, with this token next.
+    """Return the probability ``[gamma + 1, V ** gamma, V]`` of each outcome of a chain.
+
+    The axes are the number of accepted tokens, the drafted tokens, and the next token.
 
     Args:
         rule: one of `CHAIN_QUANTITIES`.
         p: ``[gamma + 1, V]`` the target's distribution at each depth.
         q: ``[gamma, V]`` the drafter's.
-        factors: of the rule's quantities.
+        factors: the factors of the rule's quantities.
     """
 
-    def of(name: str) -> float:
+    def factor(name: str) -> float:
         return factors.get(name, 1.0)
 
     gamma, vocab = q.shape
@@ -81,9 +87,12 @@ def chain_outcomes(rule: str, p: np.ndarray, q: np.ndarray, factors: Factors) ->
     q_with_end = np.append(q, np.zeros((1, vocab)), axis=0)
     for number, x in enumerate(product(range(vocab), repeat=gamma)):
         drafted = np.prod(q[range(gamma), x])
-        judged = [of("p judged") * p[i, x[i]] / (of("q judged") * q[i, x[i]]) for i in range(gamma)]
+        judged = [
+            factor("p judged") * p[i, x[i]] / (factor("q judged") * q[i, x[i]])
+            for i in range(gamma)
+        ]
         if rule == "rejection":
-            passes = [min(1.0, ratio / of("number")) for ratio in judged]
+            passes = [min(1.0, ratio / factor("number")) for ratio in judged]
             reached = np.cumprod([1.0, *passes])
             chances, ratios = reached - np.append(reached[1:], 0.0), np.ones(gamma + 1)
         else:
@@ -93,16 +102,17 @@ def chain_outcomes(rule: str, p: np.ndarray, q: np.ndarray, factors: Factors) ->
             chances, none_longer = np.zeros(gamma + 1), 1.0
             for i in range(gamma, 0, -1):
                 excess = np.maximum(
-                    0.0, of("p excess") * ratios[i] * p[i] - of("q excess") * q_with_end[i]
+                    0.0, factor("p excess") * ratios[i] * p[i] - factor("q excess") * q_with_end[i]
                 ).sum()
-                h = of("h") * excess / max(excess + 1 - ratios[i], 1e-30)
-                chances[i] = none_longer * min(1.0, h / of("number"))
+                h = factor("h") * excess / max(excess + 1 - ratios[i], 1e-30)
+                chances[i] = none_longer * min(1.0, h / factor("number"))
                 none_longer -= chances[i]
             chances[0] = none_longer
         for count, chance in enumerate(chances):
             residual = np.maximum(
                 0.0,
-                of("p residual") * ratios[count] * p[count] - of("q residual") * q_with_end[count],
+                factor("p residual") * ratios[count] * p[count]
+                - factor("q residual") * q_with_end[count],
             )
             outcomes[count, number] += drafted * chance * normalised(residual, p[count])
     return outcomes
@@ -120,7 +130,7 @@ CHAINS = {
         100_000,
     ),
 }
-"""Of each rule the distributions of target and drafter at each depth, and how many chains are drawn."""
+"""The target's and the drafter's distributions at each depth, and the number of chains, by rule."""
 
 
 def every_row(values: np.ndarray, rows: int) -> jax.Array:
@@ -161,39 +171,42 @@ SIBLING_QUANTITIES = ("number", "p judged", "q judged", "p residual", "q residua
 
 
 def sibling_outcomes(p: np.ndarray, q: np.ndarray, count: int, factors: Factors) -> np.ndarray:
-    """Return ``[count + 1, n, V]``: how likely this child of these siblings is accepted, and how likely none and this token.
+    """Return the probability ``[count + 1, n, V]`` of each outcome of siblings.
+
+    The axes are the accepted child, or ``count`` for none, the drafted siblings, and the next
+    token.
 
     Args:
         p: ``[V]`` the target's distribution.
         q: ``[V]`` the drafter's; the siblings are the ``n`` permutations of ``count`` tokens.
         count: number of siblings.
-        factors: of `SIBLING_QUANTITIES`.
+        factors: the factors of `SIBLING_QUANTITIES`.
     """
 
-    def of(name: str) -> float:
+    def factor(name: str) -> float:
         return factors.get(name, 1.0)
 
     siblings = list(permutations(range(len(p)), count))
     outcomes = np.zeros((count + 1, len(siblings), len(p)))
     for number, x in enumerate(siblings):
-        own, drafted = q, 1.0
-        left, supposed, waiting = p, q, 1.0
+        drawn_from, drafted = q, 1.0
+        residual_p, assumed_q, waiting = p, q, 1.0
         for child, token in enumerate(x):
-            drafted *= own[token]
-            own = normalised(np.where(np.arange(len(p)) == token, 0.0, own), own)
-            accept = (
-                of("p judged")
-                * left[token]
-                / max(of("number") * of("q judged") * supposed[token], 1e-30)
+            drafted *= drawn_from[token]
+            drawn_from = normalised(
+                np.where(np.arange(len(p)) == token, 0.0, drawn_from), drawn_from
             )
-            accept = min(1.0, accept)
+            bound = max(factor("number") * factor("q judged") * assumed_q[token], 1e-30)
+            accept = min(1.0, factor("p judged") * residual_p[token] / bound)
             outcomes[child, number, token] = waiting * accept
             waiting *= 1 - accept
-            residual = np.maximum(0.0, of("p residual") * left - of("q residual") * supposed)
-            left = normalised(residual, left)
-            rest = np.where(np.arange(len(p)) == token, 0.0, supposed)
-            supposed = of("rest") * normalised(rest, rest)
-        outcomes[count, number] = waiting * left
+            residual = np.maximum(
+                0.0, factor("p residual") * residual_p - factor("q residual") * assumed_q
+            )
+            residual_p = normalised(residual, residual_p)
+            rest = np.where(np.arange(len(p)) == token, 0.0, assumed_q)
+            assumed_q = factor("rest") * normalised(rest, rest)
+        outcomes[count, number] = waiting * residual_p
         outcomes[:, number] *= drafted
     return outcomes
 
@@ -203,13 +216,12 @@ SIBLINGS = ([0.04, 0.43, 0.53], [0.78, 0.1, 0.12], 60_000)
 
 
 def test_drawn_siblings_have_the_outcomes_that_the_papers_say() -> None:
-    """The drafter's own draws included: siblings are the largest of its logits with Gumbel noise."""
+    """Check drafting and verifying: siblings are the largest logits with Gumbel noise."""
     p, q, rows, count = np.array(SIBLINGS[0]), np.array(SIBLINGS[1]), SIBLINGS[2], 2
     vocab, settings = len(p), Sampling().rows(rows)
     draft_keys, verify_keys = split_keys(jax.random.split(jax.random.key(0), rows), 2)
-    x = np.asarray(children(jnp.log(every_row(q[None], rows)), count, settings, draft_keys)[0])[
-        :, 0
-    ]
+    tokens = children(jnp.log(every_row(q[None], rows)), count, settings, draft_keys)[0]
+    x = np.asarray(tokens)[:, 0]
     draft = Draft.of_tree(
         jnp.asarray(np.pad(x, ((0, 0), (1, 0))), jnp.int32),
         np.array([-1] + [0] * count),
@@ -241,11 +253,14 @@ def children(logits: jax.Array, count: int, settings: RowSampling, keys: jax.Arr
 # --- noise ----------------------------------------------------------------------------------------
 
 LEVELS = np.log([0.5, *[0.5 / 15] * 15])
-"""Logits of one likely token and fifteen alike. The size of the noise has much influence on how often the first one comes."""
+"""Logits of one likely token and fifteen equal ones.
+
+How often the first token comes depends strongly on the size of the noise.
+"""
 
 
 def test_coupled_tokens_are_drawn_with_noise_of_the_right_size() -> None:
-    """Noise that is multiplied by a number draws as if the logits were divided by it."""
+    """Check the size of the noise: scaling it is like dividing the logits by the same number."""
     rows = 120_000
     keys = jax.random.split(jax.random.key(0), rows)
     settings = Sampling().rows(rows, "coupled")
@@ -264,11 +279,11 @@ def test_coupled_tokens_are_drawn_with_noise_of_the_right_size() -> None:
 
 
 def test_two_siblings_are_drawn_without_replacement_with_noise_of_the_right_size() -> None:
-    """What they were drawn from, as the draft says, is what they were drawn from."""
+    """Check that the tokens follow the q that the draft states."""
     rows, q = 120_000, softmax(LEVELS)
     settings, keys = Sampling().rows(rows), jax.random.split(jax.random.key(1), rows)
-    tokens, _, said = children(every_row(LEVELS[None], rows), 2, settings, keys)
-    np.testing.assert_allclose(said[0, 0], q, rtol=1e-5)
+    tokens, _, stated_q = children(every_row(LEVELS[None], rows), 2, settings, keys)
+    np.testing.assert_allclose(stated_q[0, 0], q, rtol=1e-5)
     is_likely = np.asarray(tokens)[:, 0] == 0
     counts = np.array([is_likely[:, 0].sum(), is_likely[:, 1].sum(), rows - is_likely.sum()])
 
@@ -283,14 +298,15 @@ def test_two_siblings_are_drawn_without_replacement_with_noise_of_the_right_size
 
 
 def test_noise_has_the_gumbel_distribution_in_a_thousand_parts() -> None:
-    """Of all positions and tokens together. Each part has the same probability; noise of another size or place has not."""
+    """Check the noise of all positions and tokens together.
+
+    Each part has the same probability. Noise of another size or location would differ.
+    """
     parts, positions, vocab = 1_000, 100, 10_000
-    keys = position_keys(jax.random.split(jax.random.key(0), 1), jnp.arange(positions)[:, None])[
-        :, 0
-    ]
-    noise = np.asarray(
-        jax.jit(position_noise, static_argnames="vocab")(keys, vocab=vocab), np.float64
-    )
+    row_keys = jax.random.split(jax.random.key(0), 1)
+    keys = position_keys(row_keys, jnp.arange(positions)[:, None])[:, 0]
+    draw_noise = jax.jit(position_noise, static_argnames="vocab")
+    noise = np.asarray(draw_noise(keys, vocab=vocab), np.float64)
     bounds = -np.log(-np.log(np.arange(1, parts) / parts))
 
     def outcomes(factor: float = 1.0, shift: float = 0.0) -> np.ndarray:

@@ -12,9 +12,10 @@ from tests.processes import processes, wait
 @pytest.mark.full
 @pytest.mark.parametrize("look", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_two_processes_find_what_one_does(tmp_path, look) -> None:
-    """Rows over ``data`` and params over ``model``: the same tokens, streams and statistics in either process.
+    """Check that both processes have the tokens, streams and statistics of a single one.
 
-    The clock of process 0 calls drafting hopeless and that of process 1 calls it free: both must go by process 0's.
+    Rows are split over ``data`` and params over ``model``. The clock of process 0 calls drafting
+    hopeless, and that of process 1 calls it free: both must go by process 0's.
     """
     sizes = {"num_layers": 1, "vocab_size": 12}
     tiny_target(**sizes).save_pretrained(tmp_path / "target")
@@ -26,11 +27,10 @@ def test_two_processes_find_what_one_does(tmp_path, look) -> None:
         wait(running, tmp_path)
     alone = json.loads(json.dumps(alone))
     for process in range(2):
-        for mesh, found in json.loads((tmp_path / f"{process}.json").read_text()).items():
-            for what, value in found.items():
+        for mesh, results in json.loads((tmp_path / f"{process}.json").read_text()).items():
+            for what, value in results.items():
                 assert value == alone[what], f"{what}, mesh over {mesh}, process {process}"
     assert len(alone["stream"]) > 2
-    assert (
-        next(iter(alone["speedups"])) == "None"
-    )  # plain decoding is fastest, which the clock of process 1 denies
+    # Plain decoding is fastest, but not by the clock of process 1.
+    assert next(iter(alone["speedups"])) == "None"
     assert alone["survival"][0] > 0

@@ -1,4 +1,4 @@
-"""Texts of targets that remember in 8 bits: drafted or not, alone or among others, the same."""
+"""Texts of targets with a cache of 8 bits: the same with a drafter, alone and among others."""
 
 import jax
 import numpy as np
@@ -67,7 +67,10 @@ def test_every_text_of_a_batch_is_that_of_its_row_alone() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "shape"), ALL)
 def test_every_drafter_that_has_or_reads_such_a_cache(name, shape) -> None:
-    """Greedy and coupled, in batches and alone, and of chains rows that come and go in pages."""
+    """Check greedy and coupled texts, in batches and alone.
+
+    Chains are also checked in rows that come and go, in pages.
+    """
     target = in_8_bits()
     conformance.check(
         target, DRAFTERS[name](target, SHAPES[shape]), new_tokens=12, come_and_go=shape == "chain"
@@ -113,11 +116,10 @@ def test_generated_tokens_have_its_exact_distribution(method, shape, draws) -> N
 
 @pytest.mark.full
 def test_a_target_that_sees_its_own_tokens_unrounded_fails(monkeypatch) -> None:
-    """The text of a draft is then another one than plain decoding's."""
+    """Check that the text with a draft then differs from plain decoding's."""
 
-    def plainly(
-        q, pieces, sinks=None, *, values_part, kernel, cap=None
-    ):  # kernels take no entries of two kinds
+    # Kernels take no entries of two kinds.
+    def plainly(q, pieces, sinks=None, *, values_part, kernel, cap=None):
         return attend_plainly(q, pieces, sinks, values_part=values_part, block=16, cap=cap)
 
     right = layers.attention
@@ -134,7 +136,7 @@ def test_a_target_that_sees_its_own_tokens_unrounded_fails(monkeypatch) -> None:
     with own_programs():
         monkeypatch.setattr(by_device, "_attend_by_kernel", plainly)
         monkeypatch.setattr(
-            layers, "attention", lambda *given: sees_its_own_tokens_unrounded(right, *given)
+            layers, "attention", lambda *arguments: sees_its_own_tokens_unrounded(right, *arguments)
         )
         assert np.any(texts(None) != texts(drafter))
 
@@ -159,17 +161,17 @@ def test_an_engine_gives_the_text_of_each_request_alone() -> None:
             engine.submit(prompt, max_new_tokens=20, temperature=0.8, seed=i, eos_token_ids=())
             for i, prompt in enumerate(prompts)
         ]
-        found = [list(handle.result(60).tokens) for handle in handles]
+        texts = [list(handle.result(60).tokens) for handle in handles]
     for i, prompt in enumerate(prompts):
         key = jax.random.fold_in(specjax.sampling.make_key(i), 0)[None]
         alone = specjax.generate(
             target, None, np.array([prompt]), sampling=Sampling(temperature=0.8), key=key, **options
         )
-        assert found[i] == alone.tokens[0, len(prompt) :].tolist()
+        assert texts[i] == alone.tokens[0, len(prompt) :].tolist()
 
 
 def test_the_loop_updates_it_in_place() -> None:
-    """No array of a cache's shape is copied, neither numbers nor scales."""
+    """Check that no array of a cache's shape is copied, neither numbers nor scales."""
     target = in_8_bits(num_heads=8, num_kv_heads=4, head_dim=32)
     _, state = decoding.start(
         target, None, PROMPTS[:1], options=GenerationOptions(max_new_tokens=450)
@@ -182,9 +184,8 @@ def test_the_loop_updates_it_in_place() -> None:
     ]
     program = compiled.as_text().splitlines()
     assert all(any(name in line for line in program) for name in names)
-    assert [
-        line for line in program if any(name in line for name in names) and " copy(" in line
-    ] == []
+    copies = [line for line in program if " copy(" in line]
+    assert [line for line in copies if any(name in line for name in names)] == []
     assert compiled.memory_analysis().alias_size_in_bytes >= sum(
         part.nbytes for part in jax.tree.leaves(state.cache)
     )

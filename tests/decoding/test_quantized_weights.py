@@ -1,4 +1,7 @@
-"""Drafting for targets with quantized weights, and with quantized drafters: the text stays that of the quantized target."""
+"""Drafting with quantized weights of the target or the drafter.
+
+The text stays that of the quantized target.
+"""
 
 from collections.abc import Callable, Collection, Iterable
 from itertools import product
@@ -72,12 +75,12 @@ def target_of(config: ModelConfig, weights: str) -> Target:
 PROMPTS = np.random.default_rng(0).integers(0, 64, size=(3, 6))
 
 
-def usual(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    """All ``cases``, of which those that are not ``kept`` are left to the thorough tests."""
-    marks = {case: () if case in kept else (pytest.mark.thorough,) for case in cases}
+def usual(cases: Iterable[Any], ordinary: Collection[Any]) -> list[Any]:
+    """Return all ``cases``, marked as thorough unless they are ``ordinary``."""
+    marks = {case: () if case in ordinary else (pytest.mark.thorough,) for case in cases}
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=own)
-        for case, own in marks.items()
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=case_marks)
+        for case, case_marks in marks.items()
     ]
 
 

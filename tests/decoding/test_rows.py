@@ -1,4 +1,7 @@
-"""Rows that come and go. What is free holds NaN here: every page that no text has, and every slot beyond a text."""
+"""Rows that come and go.
+
+Here NaN stands in everything free: in every page without a text, and in every slot beyond a text.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -30,7 +33,7 @@ from tests.conftest import SHAPES, compilations, outputs, tiny_target
 ROWS, CAPACITY, PAGE, CHUNK = 4, 48, 8, 16
 KEY = jax.random.key(5)
 CALL_STEPS = 20
-"""Of a call whose tokens are all reported; some of the calls below take more."""
+"""The most steps of a call whose tokens are all reported; some calls below take more."""
 NO_STOP_TOKENS = np.full(8, -1, np.int32)
 TARGET = tiny_target()
 KINDS = {
@@ -48,9 +51,9 @@ KINDS = {
     ),
     "prompt lookup": lambda target, shape: PromptLookup(draft=shape),
 }
-OFTEN = (  # others every time in tests/evaluation/test_conformance.py, by what becomes of their drafts
-    "eagle3"
-)
+OFTEN = "eagle3"
+"""The kind in the ordinary tests; tests/evaluation/test_conformance.py has other kinds there."""
+
 EVERY_KIND = [pytest.param(kind, marks=[pytest.mark.thorough] * (kind != OFTEN)) for kind in KINDS]
 
 
@@ -93,7 +96,10 @@ def some_text(
 
 
 def alone(text: rows.Text, target=TARGET) -> list[int]:
-    """The whole text, as plain decoding has it. All texts share a program."""
+    """Return the whole text as plain decoding writes it.
+
+    All texts share a program.
+    """
     prompt = np.zeros((1, CHUNK * 2), np.int32)
     prompt[0] = text.tokens[: CHUNK * 2]
     result = specjax.generate(
@@ -112,20 +118,20 @@ def alone(text: rows.Text, target=TARGET) -> list[int]:
 
 @partial(jax.jit, donate_argnums=0)
 def spoil(state, pages):
-    """NaN in ``pages``, in all pools; those out of range are none."""
+    """Write NaN to ``pages`` in all pools; page numbers out of range are ignored."""
 
-    def one(node):
+    def with_nan(node):
         if not isinstance(node, PagedCache):
             return node
         return node.replace(
             layers=jax.tree.map(lambda pool: pool.at[pages].set(jnp.nan, mode="drop"), node.layers)
         )
 
-    return jax.tree.map(one, state, is_leaf=lambda node: isinstance(node, PagedCache))
+    return jax.tree.map(with_nan, state, is_leaf=lambda node: isinstance(node, PagedCache))
 
 
 class Host:
-    """A host that gives out rows and pages, of one group of each pool."""
+    """A host that assigns rows and pages, for each group of rows."""
 
     def __init__(
         self,
@@ -155,13 +161,16 @@ class Host:
     def admit(
         self, row: int, text: rows.Text, cached: int = 0, prefix_state=None, pages=()
     ) -> None:
-        """Pages of its own for all but the first ``cached`` tokens, which lie in ``pages``."""
+        """Admit a text to a row, with pages of its own for the tokens that are not cached.
+
+        The first ``cached`` tokens lie in ``pages``.
+        """
         self.texts[row] = text
-        own = [
+        own_pages = [
             self.free[self.group(row)].pop()
             for _ in range(-(-int(text.max_length) // PAGE) - len(pages))
         ]
-        self.table[row] = np.resize([*pages, *own, *[self.pages] * self.each], self.each)
+        self.table[row] = np.resize([*pages, *own_pages, *[self.pages] * self.each], self.each)
         at_group = np.int32(0 if prefix_state is None else self.group(row))
         prefix_state = self.fresh if prefix_state is None else prefix_state
         self.state = rows.admit(
@@ -176,16 +185,19 @@ class Host:
         )
 
     def read(self, *numbers: int, cached: int = 0) -> list:
-        """The prompts of these rows, of one in each group, side by side; the prefix states of the chunks."""
+        """Prefill the prompts of these rows, one row of each group, side by side.
+
+        Returns the prefix states of the chunks.
+        """
         ends = [int(self.texts[row].length) - 1 for row in numbers]
         read, prefix_states = [cached] * len(numbers), []
         while True:
             counts = [min(CHUNK, end - done) for end, done in zip(ends, read, strict=True)]
             read = [done + count for done, count in zip(read, counts, strict=True)]
             last = np.array([done == end for end, done in zip(ends, read, strict=True)])
-            given = np.array(numbers, np.int32), np.array(counts, np.int32), last
+            arguments = np.array(numbers, np.int32), np.array(counts, np.int32), last
             self.state, prefix_state, _, _ = rows.read_chunk(
-                self.target, self.drafter, self.state, self.table, *given, width=CHUNK
+                self.target, self.drafter, self.state, self.table, *arguments, size=CHUNK
             )
             prefix_states.append(prefix_state)
             if last.all():
@@ -227,17 +239,18 @@ class Host:
         )
 
     def leave(self, row: int) -> None:
-        """The row is free, and NaN stands in what were its own pages."""
+        """Free the row, and write NaN to the pages that no other row has."""
         del self.texts[row]
-        own = [
+        own_pages = [
             int(page)
             for page in self.table[row]
             if page < self.pages and (self.table == page).sum() == 1
         ]
         self.table[row] = self.pages
-        self.free[self.group(row)] += own
+        self.free[self.group(row)] += own_pages
         self.state = spoil(
-            self.state, np.resize([*own, *[self.pages] * self.each], self.each).astype(np.int32)
+            self.state,
+            np.resize([*own_pages, *[self.pages] * self.each], self.each).astype(np.int32),
         )
 
     def rearrange(self, order) -> None:
@@ -247,7 +260,7 @@ class Host:
 
 
 def check_report(progress: rows.Progress, tokens: np.ndarray, accepted: np.ndarray) -> None:
-    """What a call reports is what it has added to the state, as far as there is room."""
+    """Check that the report of a call holds what the call added, as far as there is room."""
     for row, (start, length) in enumerate(zip(progress.starts, progress.lengths, strict=True)):
         end = min(length, start + progress.tokens.shape[1])
         np.testing.assert_array_equal(progress.tokens[row, : end - start], tokens[row, start:end])
@@ -261,28 +274,31 @@ def row_of(progress, row: int) -> list[int]:
 
 
 def own_state(host: Host, row: int) -> list[np.ndarray]:
-    """What the drafter knows in a row: its caches as far as they are filled, and all else. What lies beyond has no meaning."""
-    own = row_arrays.with_table(host.state.drafter.own, jnp.asarray(host.table))
-    found = []
+    """Return the drafter's state in a row, with its caches as far as they are filled.
 
-    def one(node) -> None:
+    Slots beyond that have no meaning.
+    """
+    drafter_state = row_arrays.with_table(host.state.drafter.own, jnp.asarray(host.table))
+    arrays = []
+
+    def append(node) -> None:
         if isinstance(node, PagedCache):
             length = int(node.length[row])
             entries = node.gather(
                 jnp.broadcast_to(jnp.arange(CAPACITY)[None], (len(host.table), CAPACITY))
             )
-            found.extend(np.asarray(part[row, :, :length]) for part in jax.tree.leaves(entries))
-            found.append(np.asarray(length))
+            arrays.extend(np.asarray(part[row, :, :length]) for part in jax.tree.leaves(entries))
+            arrays.append(np.asarray(length))
         else:
-            found.append(np.asarray(node[row]))
+            arrays.append(np.asarray(node[row]))
 
-    jax.tree.map(one, own, is_leaf=lambda node: isinstance(node, PagedCache))
-    return found
+    jax.tree.map(append, drafter_state, is_leaf=lambda node: isinstance(node, PagedCache))
+    return arrays
 
 
 def assert_same(here: list[np.ndarray], there: list[np.ndarray]) -> None:
-    for one, other in zip(here, there, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4)
+    for array, expected in zip(here, there, strict=True):
+        np.testing.assert_allclose(array, expected, atol=1e-4)
 
 
 # --- one by one -----------------------------------------------------------------------------------
@@ -293,11 +309,8 @@ def test_free_rows_do_nothing() -> None:
     host = Host(make("eagle3"))
     assert host.state.done.all() and host.state.cache.table.shape == (ROWS, CAPACITY // PAGE)
     progress = host.decode(host.drafter)
-    assert (
-        progress.done.all()
-        and progress.lengths.tolist() == [1] * ROWS
-        and not progress.stats.steps.any()
-    )
+    assert progress.done.all() and progress.lengths.tolist() == [1] * ROWS
+    assert not progress.stats.steps.any()
 
 
 @pytest.mark.full_except("16", "17", "18", "32")
@@ -320,17 +333,16 @@ def test_a_row_that_is_read_leaves_the_others_alone() -> None:
     host.begin(0, first)
     host.admit(3, second)
     before = own_state(host, 0)
-    for start in (0, CHUNK):  # half of the prompt, a few steps of the other, the other half
+    for start in (0, CHUNK):  # half of the prompt, then a few steps of the first row, then the rest
         count = min(CHUNK, int(second.length) - 1 - start)
-        given = np.array([3], np.int32), np.array([count], np.int32), np.array([start > 0])
+        arguments = np.array([3], np.int32), np.array([count], np.int32), np.array([start > 0])
         host.state, _, _, _ = rows.read_chunk(
-            TARGET, host.drafter, host.state, host.table, *given, width=CHUNK
+            TARGET, host.drafter, host.state, host.table, *arguments, size=CHUNK
         )
         if not start:
             assert_same(own_state(host, 0), before)
-            assert (
-                host.decode(host.drafter, 2).lengths[3] == 2 * CHUNK
-            )  # as long as its prompt, which is not read yet
+            # The length of the prompt, which is not read yet.
+            assert host.decode(host.drafter, 2).lengths[3] == 2 * CHUNK
     progress = host.decode(host.drafter)
     assert [row_of(progress, row) for row in (0, 3)] == [alone(first), alone(second)]
 
@@ -358,9 +370,8 @@ def test_a_row_that_is_done_ends_the_steps_where_that_is_asked() -> None:
     progress = host.decode(host.paused, until_any_done=True)
     assert progress.done.tolist() == [False, True, False, True]
     assert progress.lengths.tolist() == [7, 7, 7, 1]
-    progress = host.decode(
-        host.paused, 2, until_any_done=True
-    )  # one that was done before ends nothing
+    # A row that was done before does not end the call.
+    progress = host.decode(host.paused, 2, until_any_done=True)
     assert progress.lengths.tolist() == [9, 7, 9, 1]
     progress = host.decode(host.paused)
     assert [row_of(progress, row) for row in range(3)] == [alone(text) for text in texts]
@@ -374,9 +385,8 @@ def test_rows_beyond_the_width_stay_as_they_are() -> None:
         host.begin(row, text)
     before = own_state(host, 3)
     progress = host.decode(host.drafter, width=2)
-    assert progress.done.tolist() == [True, True, False, False] and progress.lengths[
-        2:
-    ].tolist() == [9, 9]
+    assert progress.done.tolist() == [True, True, False, False]
+    assert progress.lengths[2:].tolist() == [9, 9]
     assert_same(own_state(host, 3), before)
     host.rearrange([3, 1, 0, 2])
     progress = host.decode(host.drafter, 2, width=2)
@@ -390,7 +400,7 @@ def test_rows_beyond_the_width_stay_as_they_are() -> None:
 
 @pytest.mark.full
 def test_drafts_from_elsewhere_are_verified_in_some_rows_and_others_stay_as_they_are() -> None:
-    """Right drafts, wrong ones and none, side by side, with room for a row that is none."""
+    """Check right drafts, wrong ones and none, side by side, with room for a row that is none."""
     rng, depth = np.random.default_rng(5), 3
     host = Host(make("eagle3"), depth=4)
     texts = [some_text(rng, number, length, 12) for number, length in enumerate((9, 2, 17, 20))]
@@ -398,25 +408,27 @@ def test_drafts_from_elsewhere_are_verified_in_some_rows_and_others_stay_as_they
     for row, text in enumerate(texts):
         host.begin(row, text)
     before, remote_drafter = [own_state(host, row) for row in range(4)], host.drafter.drafter
-    asked, lengths = [3, 1], [int(text.length) for text in texts]
-    while asked:
-        # The root; a chain that is right as far as it is drawn to be; a wrong node; one that is not there.
-        tokens, wrong = np.zeros((3, 6), np.int32), rng.integers(0, 5, 3)
-        for place, row in enumerate(asked):
+    drafted, lengths = [3, 1], [int(text.length) for text in texts]
+    while drafted:
+        # A draft is the root, a chain with some correct tokens, a wrong node, and an invalid node.
+        tokens, correct = np.zeros((3, 6), np.int32), rng.integers(0, 5, 3)
+        for place, row in enumerate(drafted):
             after = np.resize([*right[row][lengths[row] :], *[0] * depth], depth)
-            tokens[place, 1:4] = np.where(np.arange(depth) < wrong[place], after, (after + 1) % 11)
+            tokens[place, 1:4] = np.where(
+                np.arange(depth) < correct[place], after, (after + 1) % 11
+            )
             tokens[place, 4:] = after[0] + np.array([2, 0]) - 11 * (after[0] > 8) * np.array([1, 0])
-        given = np.array([*asked, *[ROWS] * (3 - len(asked))], np.int32), tokens
+        arguments = np.array([*drafted, *[ROWS] * (3 - len(drafted))], np.int32), tokens
         parents = np.tile(np.array([-1, 0, 1, 2, 0, 0], np.int32), (3, 1))
         valid = np.tile(np.arange(6) < 5, (3, 1))
         host.state, checked = remote_drafts.verify_rows(
-            TARGET, remote_drafter, host.state, host.table, *given, parents, valid, depth=depth
+            TARGET, remote_drafter, host.state, host.table, *arguments, parents, valid, depth=depth
         )
-        assert checked.count[len(asked) :].tolist() == [0] * (3 - len(asked))
+        assert checked.count[len(drafted) :].tolist() == [0] * (3 - len(drafted))
         assert host.state.done.tolist() == [False, True, False, True]
-        for place, row in enumerate(asked):
+        for place, row in enumerate(drafted):
             count = int(checked.count[place])
-            accepted = min(int(wrong[place]), depth)
+            accepted = min(int(correct[place]), depth)
             assert count == min(accepted + 1, len(right[row]) - lengths[row])
             assert checked.path[place, :count].tolist() == list(range(count))
             assert checked.tokens[place, :count].tolist() == right[row][lengths[row] :][:count]
@@ -424,7 +436,7 @@ def test_drafts_from_elsewhere_are_verified_in_some_rows_and_others_stay_as_they
             lengths[row] += count
             assert bool(checked.done[place]) == (lengths[row] == len(right[row]))
         assert host.state.lengths.tolist() == lengths
-        asked = [row for row in asked if lengths[row] < len(right[row])]
+        drafted = [row for row in drafted if lengths[row] < len(right[row])]
     for row in range(4):
         assert_same(own_state(host, row), before[row])
     progress = host.decode(host.drafter)
@@ -441,7 +453,7 @@ def test_a_retired_row_reads_and_writes_nothing() -> None:
     progress = host.decode(host.drafter, 1)
     assert progress.done.tolist() == [True, False, True, True] and progress.lengths[0] == 1
     assert host.state.cache.length[0] == 0 and host.state.drafter.own.cache.length[0] == 0
-    host.begin(0, texts[2])  # in the pages that held another text, and now NaN
+    host.begin(0, texts[2])  # its pages held another text, and now hold NaN
     progress = host.decode(host.drafter)
     assert [row_of(progress, row) for row in (0, 1)] == [alone(texts[2]), alone(texts[1])]
 
@@ -452,22 +464,24 @@ def test_a_text_that_is_preempted_goes_on_as_if_nothing_had_been() -> None:
     host.begin(0, text)
     so_far = row_of(host.decode(host.paused, 6), 0)
     host.leave(0)
-    host.begin(
-        2, replace(a_text(so_far, 0, 1, text.sampling["temperature"]), max_length=text.max_length)
-    )
+    again = a_text(so_far, 0, 1, text.sampling["temperature"])
+    host.begin(2, replace(again, max_length=text.max_length))
     assert len(so_far) == 15
     assert row_of(host.decode(host.drafter), 2) == alone(text)
 
 
-# --- a beginning that another text has read -------------------------------------------------------
+# --- a prefix that another text has read ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_a_text_goes_on_from_anothers_pages_and_border(kind) -> None:
-    """Not its text alone, which is the target's whatever the drafter knows: what the drafter knows, and every verdict."""
+    """Check the drafter's state and every verdict.
+
+    The text alone shows nothing: it is the target's, whatever state the drafter has.
+    """
     rng, host = np.random.default_rng(6), Host(make(kind))
     first = some_text(rng, 0, 2 * CHUNK, 4)
-    # Drafters pair a token with the one after it, so that this one must be the same, too.
+    # Drafters pair a token with the next one, so that the token after the chunk must be the same.
     tokens = np.concatenate([first.tokens[: CHUNK + 1], rng.integers(0, 11, 8)])
     second = a_text(tokens, 14, number=1, temperature=1.0)
     host.admit(0, first)
@@ -478,7 +492,7 @@ def test_a_text_goes_on_from_anothers_pages_and_border(kind) -> None:
     assert host.state.cache.length[2] == CHUNK
     host.read(2, cached=CHUNK)
     assert_same(own_state(host, 2), own_state(host, 1))
-    host.leave(0)  # but for the pages that both have
+    host.leave(0)  # the pages that row 2 shares stay
     progress = host.decode(host.drafter)
     assert row_of(progress, 1) == row_of(progress, 2) == alone(second)
     jax.tree.map(lambda leaf: np.testing.assert_array_equal(leaf[1], leaf[2]), progress.stats)
@@ -488,14 +502,14 @@ def test_a_text_goes_on_from_anothers_pages_and_border(kind) -> None:
 
 
 def after_pause(host: Host, text: rows.Text, steps: list[int]) -> list[np.ndarray]:
-    """The drafter's state after so many paused steps between one call of `catch_up` and the next."""
+    """Return the drafter's state after paused steps, with `catch_up` after each of ``steps``."""
     host.begin(0, text)
     for count in steps:
         host.decode(host.paused, count)
         host.catch_up()
-    found = own_state(host, 0)
+    state = own_state(host, 0)
     host.leave(0)
-    return found
+    return state
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
@@ -504,20 +518,22 @@ def test_catching_up_is_absorbing_at_every_step(kind) -> None:
     host = Host(make(kind))
     at_once, one_by_one = after_pause(host, text, [13]), after_pause(host, text, [1] * 13)
     assert_same(at_once, one_by_one)
-    with pytest.raises(AssertionError):  # what is pending is seen
+    with pytest.raises(AssertionError):  # pending tokens show in the state
         assert_same(at_once, after_pause(host, text, [12]))
 
 
 def test_a_draft_after_a_pause_is_that_of_a_text_read_so_far() -> None:
-    """Where nothing else is known of prompts: the state, and every verdict that follows."""
+    """Compare the state and all later verdicts with those of a text that was read to here.
+
+    This holds for drafters that use nothing else of a prompt.
+    """
     rng, host = np.random.default_rng(8), Host(make("eagle3"))
     text = some_text(rng, 1, 9, 30)
     host.begin(0, text)
     so_far = row_of(host.decode(host.paused, 11), 0)
     host.catch_up()
-    host.begin(
-        1, replace(a_text(so_far, 0, 1, text.sampling["temperature"]), max_length=text.max_length)
-    )
+    again = a_text(so_far, 0, 1, text.sampling["temperature"])
+    host.begin(1, replace(again, max_length=text.max_length))
     assert_same(own_state(host, 0), own_state(host, 1))
     progress = host.decode(host.drafter)
     assert row_of(progress, 0) == row_of(progress, 1) == alone(text)
@@ -526,7 +542,7 @@ def test_a_draft_after_a_pause_is_that_of_a_text_read_so_far() -> None:
 
 
 def test_a_drafter_that_was_not_caught_up_shows() -> None:
-    """It drafts from a state that lacks the newest tokens: the text is the target's still, and the state is another."""
+    """Check that a drafter without the newest tokens has another state, but the same text."""
     rng, host = np.random.default_rng(10), Host(make("eagle3"))
     text = some_text(rng, 1, 9, 30)
     caught_up = after_pause(host, text, [5])
@@ -549,14 +565,14 @@ LENGTHS_OF = (1, CHUNK, CHUNK + 1, 5, 2 * CHUNK, 12, 2, 27, 9)
 
 @pytest.mark.parametrize(("kind", "shape"), TOGETHER)
 def test_texts_that_come_and_go(kind, shape) -> None:
-    """Drafted and paused steps at random, rows rearranged, texts preempted, pages that had other texts before."""
+    """Mix drafted and paused steps at random, rearrange rows, preempt texts and reuse pages."""
     rng = np.random.default_rng(11)
     host = Host(make(kind, shape))
     texts = {
         n: some_text(rng, n, length, int(rng.integers(1, 16)), (7, 3) if n % 3 == 2 else ())
         for n, length in enumerate(LENGTHS_OF)
     }
-    waiting, whose, found, pending, preemptions = list(texts.items()), {}, {}, 0, 0
+    waiting, whose, finished, pending, preemptions = list(texts.items()), {}, {}, 0, 0
     while waiting or host.texts:
         for row in range(ROWS):
             if row not in host.texts and waiting:
@@ -574,42 +590,41 @@ def test_texts_that_come_and_go(kind, shape) -> None:
         for row in list(host.texts):
             so_far, text = row_of(progress, row), host.texts[row]
             if progress.done[row]:
-                found[whose[row]] = so_far
+                finished[whose[row]] = so_far
                 host.leave(row)
             elif rng.random() < 0.08:
-                waiting.append(
-                    (
-                        whose[row],
-                        replace(
-                            a_text(so_far, 0, whose[row], text.sampling["temperature"]),
-                            max_length=text.max_length,
-                            stop_token_ids=text.stop_token_ids,
-                        ),
-                    )
+                preempted = replace(
+                    a_text(so_far, 0, whose[row], text.sampling["temperature"]),
+                    max_length=text.max_length,
+                    stop_token_ids=text.stop_token_ids,
                 )
+                waiting.append((whose[row], preempted))
                 host.leave(row)
                 preemptions += 1
         order = rng.permutation(ROWS).tolist()
         host.rearrange(order)
         whose = {row: whose[old] for row, old in enumerate(order) if old in whose}
-    assert preemptions and found == {number: alone(text) for number, text in texts.items()}
+    assert preemptions and finished == {number: alone(text) for number, text in texts.items()}
 
 
 def test_a_second_text_compiles_nothing() -> None:
-    """Of another length, with other settings, in another row; and the pieces of a prefix, and pausing."""
+    """Check a text with another length, other settings and another row.
+
+    The calls include a shared prefix and pausing.
+    """
     rng, host = np.random.default_rng(12), Host(make("eagle3"))
 
-    def everything(row: int, text: rows.Text, other: rows.Text, order) -> None:
+    def everything(row: int, text: rows.Text, second: rows.Text, order) -> None:
         host.admit(row, text)
         prefix_state = host.read(row)[0]
-        host.admit(row - 1, other, CHUNK, prefix_state, pages=host.table[row, : CHUNK // PAGE])
+        host.admit(row - 1, second, CHUNK, prefix_state, pages=host.table[row, : CHUNK // PAGE])
         host.read(row - 1, cached=CHUNK)
         host.decode(host.paused, row, until_any_done=bool(row % 2))
         host.catch_up()
         host.rearrange(order)
         host.decode(host.drafter, 100)
-        for left in list(host.texts):
-            host.leave(left)
+        for remaining in list(host.texts):
+            host.leave(remaining)
 
     def pair(length: int, most: int, number: int) -> tuple[rows.Text, rows.Text]:
         text = some_text(rng, number, length, most, stop_token_ids=(4, 9)[:number])
@@ -627,7 +642,7 @@ def test_a_second_text_compiles_nothing() -> None:
 
 @pytest.mark.thorough  # tests/serving/test_engine.py has a mesh every time
 def test_rows_on_a_mesh_have_the_same_texts() -> None:
-    """Two groups of rows, whose pages are numbered from 0 in each, and heads split by two."""
+    """Check two groups of rows, whose pages are numbered from 0, and heads split by two."""
     mesh = sharding.make_mesh(data=2, model=2)
     places = params.shardings(params.declare(TARGET.config), mesh, TARGET.config.axis_units)
     target = TARGET.replace(params=jax.device_put(TARGET.params, places), mesh=mesh)
@@ -651,7 +666,7 @@ def test_rows_on_a_mesh_have_the_same_texts() -> None:
 @pytest.mark.full
 @pytest.mark.usefixtures("compiled_anew")
 def test_as_much_as_there_is_room_for_may_be_owed(monkeypatch) -> None:
-    """Exactly to the last place of the buffer, which is made smaller here than texts are."""
+    """Check that the buffer of pending tokens can be full; here it is smaller than the texts."""
     from specjax.drafters import pausable
 
     assert ROOM == 64
@@ -677,12 +692,8 @@ def test_retired_rows_are_done_and_rearranged_rows_take_along_what_is_theirs() -
     )
     retired = row_arrays.retire(state, np.array([False, True, False, True]))
     assert retired.done.tolist() == [False, True, False, True]
-    assert retired.lengths.tolist() == [6, 1, 3, 1] and retired.cache.length.tolist() == [
-        5,
-        0,
-        2,
-        0,
-    ]
+    assert retired.lengths.tolist() == [6, 1, 3, 1]
+    assert retired.cache.length.tolist() == [5, 0, 2, 0]
     table = np.arange(ROWS * 6).reshape(ROWS, 6)
     moved = rows.rearrange(row_arrays.with_table(retired, table), np.array([2, 0, 3, 1]))
     assert moved.lengths.tolist() == [3, 6, 1, 1] and moved.cache.length.tolist() == [2, 5, 0, 0]

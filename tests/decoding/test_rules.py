@@ -1,7 +1,7 @@
-"""The rules of verification, one step of each, against slow walks that are given the same random numbers.
+"""The rules of verification, one step of each, against slow walks with the same random numbers.
 
-Whether a rule keeps the distribution is shown in test_verification.py, by counting. These are exact and small: which tokens are
-accepted, and from which numbers the last token is drawn.
+Whether a rule keeps the distribution is shown in test_verification.py, by counting. These tests are
+exact and small: which tokens are accepted, and from which numbers the last token is drawn.
 """
 
 import math
@@ -41,21 +41,24 @@ PARENTS = np.array([-1, 0, 0, 1, 0, 1, 3, 4])
 
 
 def distributions(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Of a few tokens each; a third of them cannot come."""
+    """Return random distributions over a few tokens, about a third of which have no probability."""
     mass = rng.random((*shape, VOCAB)) ** 2 * (rng.random((*shape, VOCAB)) > 1 / 3)
     mass[..., 0] += mass.sum(axis=-1) == 0
     return (mass / mass.sum(axis=-1, keepdims=True)).astype(np.float32)
 
 
 def distributions_of(p: np.ndarray, is_certain: np.ndarray) -> Distributions:
-    """``p [B, N, V]`` as rules take it; rows that are certain have their likeliest token alone."""
+    """Return ``p [B, N, V]`` as the rules take it.
+
+    Rows that are certain have only their likeliest token.
+    """
     of_nodes = sampling.distributions(jnp.log(p), Sampling().rows(len(p)))
     return of_nodes.replace(is_certain=jnp.broadcast_to(is_certain[:, None], p.shape[:2]))
 
 
 @pytest.fixture
 def drawn_from(monkeypatch) -> list[np.ndarray]:
-    """What tokens are drawn from, in place of drawing them: the likeliest comes."""
+    """Replace each draw by the likeliest token, and return the list of what is drawn from."""
     masses: list[np.ndarray] = []
 
     def likeliest(mass: jax.Array, keys: jax.Array) -> jax.Array:
@@ -76,7 +79,10 @@ def normalised(mass: np.ndarray) -> np.ndarray:
 def by_rejection(
     p: np.ndarray, q: np.ndarray, x: list[int], u: list[float]
 ) -> tuple[int, np.ndarray]:
-    """Leviathan et al., Algorithm 1, of one chain: how many tokens are accepted, and what the next is drawn from."""
+    """Verify one chain by Leviathan et al., Algorithm 1.
+
+    Returns how many tokens are accepted, and the mass that the next token is drawn from.
+    """
     for i, token in enumerate(x):
         if p[i, token] == 0 or u[i] >= min(1.0, p[i, token] / q[i, token]):
             return i, np.maximum(0.0, p[i] - q[i])
@@ -84,7 +90,7 @@ def by_rejection(
 
 
 def by_block(p: np.ndarray, q: np.ndarray, x: list[int], u: list[float]) -> tuple[int, np.ndarray]:
-    """Sun et al., Algorithm 2, likewise."""
+    """Verify one chain by Sun et al., Algorithm 2; the result is as in `by_rejection`."""
     ratio, accepted, mass = 1.0, 0, p[0] if not x else np.maximum(0.0, p[0] - q[0])
     for i, token in enumerate(x, start=1):
         ratio = min(1.0, ratio * p[i - 1, token] / q[i - 1, token])
@@ -97,15 +103,17 @@ def by_block(p: np.ndarray, q: np.ndarray, x: list[int], u: list[float]) -> tupl
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_chains_are_accepted_as_the_papers_algorithms_say(rule, drawn_from, monkeypatch) -> None:
-    """Of every length, and with numbers on the edge: 0 accepts no token that the target gives no chance."""
+    """Check chains of every length, also with random numbers of 0.
+
+    The number 0 must accept no token that has probability 0 in the target.
+    """
     rng = np.random.default_rng(0)
     p, q = distributions(rng, ROWS, LENGTH + 1), distributions(rng, ROWS, LENGTH + 1)
-    x = np.array(
-        [
-            [rng.choice(VOCAB, p=normalised(of_node.astype(float))) for of_node in row[:-1]]
-            for row in q
-        ]
-    )
+
+    def drafted_token(of_node: np.ndarray) -> int:
+        return rng.choice(VOCAB, p=normalised(of_node.astype(float)))
+
+    x = np.array([[drafted_token(of_node) for of_node in row[:-1]] for row in q])
     u = (rng.random((ROWS, LENGTH)) * (rng.random((ROWS, LENGTH)) > 0.3)).astype(np.float32)
     lengths = np.arange(ROWS) % (LENGTH + 1)
     drafted = np.arange(LENGTH) < lengths[:, None]
@@ -127,14 +135,20 @@ def test_chains_are_accepted_as_the_papers_algorithms_say(rule, drawn_from, monk
 
 
 BYTES = {"block": 15, "rejection": 11, "greedy": 3.3}
-"""Read and written at most, in units of the logits' own. With arrays of p, q and ids it was 27, 19 and 6."""
+"""The most bytes that a verdict reads and writes, in units of the size of the logits.
+
+With arrays of p, q and ids it was 27, 19 and 6.
+"""
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the numbers are those of a CPU")
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("rule", BYTES)
 def test_a_chain_is_judged_without_another_array_of_the_logits_size(rule, batch) -> None:
-    """To write one takes most of the time where the vocabulary is large. What is held beside the logits is small."""
+    """Check the bytes that verification reads, writes and holds beside the logits.
+
+    Writing an array as large as the logits takes most of the time if the vocabulary is large.
+    """
     shape = (batch, 9, 2**15)
     tokens = jnp.zeros(shape[:2], jnp.int32)
     draft = Draft.chain(tokens[:, 0], tokens[:, 1:], jnp.zeros((batch, 8, shape[2])))
@@ -156,7 +170,10 @@ def test_a_chain_is_judged_without_another_array_of_the_logits_size(rule, batch)
 def siblings_by_rejection(
     p: np.ndarray, q: np.ndarray, x: list[int], u: list[float]
 ) -> tuple[int, np.ndarray]:
-    """SpecInfer, section 4.3, of one node: which child is accepted, -1 for none, and what the next token is drawn from."""
+    """Verify the children of one node by SpecInfer, section 4.3.
+
+    Returns the accepted child, or -1 for none, and what the next token is drawn from.
+    """
     for child, token in enumerate(x):
         if u[child] * q[token] < p[token]:
             return child, p
@@ -167,16 +184,18 @@ def siblings_by_rejection(
 
 
 def test_siblings_are_judged_one_after_the_other(drawn_from) -> None:
-    """Three children of the root, drawn without replacement; of some rows the second or the third was not drafted."""
+    """Check three children of the root that are drawn without replacement.
+
+    In some rows the second or the third was not drafted.
+    """
     rng = np.random.default_rng(0)
     p, q = distributions(rng, ROWS), distributions(rng, ROWS) + np.float32(0.02)
     q = normalised(q).astype(np.float32)
     x = np.array(
         [rng.choice(VOCAB, 3, replace=False, p=normalised(of_row.astype(float))) for of_row in q]
     )
-    drafted = np.array([True, True, True, False])[(np.arange(ROWS)[:, None] + [1, 2, 3]) % 4] | (
-        np.arange(3) == 0
-    )
+    is_valid = np.array([True, True, True, False])[(np.arange(ROWS)[:, None] + [1, 2, 3]) % 4]
+    drafted = is_valid | (np.arange(3) == 0)
     draft = Draft.of_tree(
         jnp.asarray(np.pad(x, ((0, 0), (1, 0))), jnp.int32),
         np.array([-1, 0, 0, 0]),
@@ -185,12 +204,13 @@ def test_siblings_are_judged_one_after_the_other(drawn_from) -> None:
     )
     keys = jax.random.split(jax.random.key(0), ROWS)
     child, _ = recursive_rejection(draft, jnp.zeros(ROWS, jnp.int32), jnp.asarray(p), keys)
-    number = jax.vmap(
-        lambda key: jax.vmap(lambda node: jax.random.uniform(jax.random.fold_in(key, node)))(
+
+    def uniforms(key: jax.Array) -> jax.Array:
+        return jax.vmap(lambda node: jax.random.uniform(jax.random.fold_in(key, node)))(
             jnp.arange(4)
         )
-    )
-    u = np.asarray(number(split_keys(keys, 2)[0]), float)
+
+    u = np.asarray(jax.vmap(uniforms)(split_keys(keys, 2)[0]), float)
     for row in range(ROWS):
         offered = x[row, : np.cumprod(drafted[row]).sum()].tolist()
         expected, mass = siblings_by_rejection(
@@ -204,7 +224,7 @@ def test_siblings_are_judged_one_after_the_other(drawn_from) -> None:
 def a_tree(
     rng: np.random.Generator, rows: int, likeliest: np.ndarray, parents: np.ndarray = PARENTS
 ) -> tuple[Draft, np.ndarray, np.ndarray]:
-    """A draft of a tree, most of whose nodes hold what is ``likeliest [B, N]`` after their parents."""
+    """Return a draft of a tree; most nodes hold the ``likeliest [B, N]`` token after the parent."""
     tokens, missed = (
         np.zeros((rows, len(parents)), np.int32),
         rng.random((rows, len(parents))) < 0.3,
@@ -220,7 +240,7 @@ def a_tree(
 def walk(
     tokens: np.ndarray, valid: np.ndarray, best: np.ndarray, parents: np.ndarray = PARENTS
 ) -> list[int]:
-    """From the root of one row to the last node that holds what is ``best [N]`` after its parent."""
+    """Walk from the root of one row as long as a child holds the ``best [N]`` token."""
     path = [0]
     while True:
         below = [
@@ -235,7 +255,7 @@ def walk(
 
 @pytest.mark.parametrize("rule", ["argmax", "matching", "coupled"])
 def test_chosen_children_are_accepted_where_the_target_goes(rule) -> None:
-    """Where it goes is its argmax, all that p leaves, or the argmax with the noise of the depth."""
+    """Check argmax, matching with one allowed token, and argmax with the noise of the depth."""
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(ROWS, len(PARENTS), VOCAB)).astype(np.float32)
     depths = np.array([0, 1, 1, 2, 1, 2, 3, 2])
@@ -268,7 +288,7 @@ def test_chosen_children_are_accepted_where_the_target_goes(rule) -> None:
 
 
 def test_of_a_target_that_allows_one_token_that_one_comes_whatever_is_drafted() -> None:
-    """Also as the last one, after all drafted tokens: it is warped as they are."""
+    """Check that also the last token, after all drafted tokens, is warped."""
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(ROWS, 3, VOCAB)).astype(np.float32)
     x = rng.integers(0, VOCAB, (ROWS, 2))
@@ -334,7 +354,7 @@ def test_other_keys_are_used_once() -> None:
 def cut(
     emitted: list[int], count: int, stop_token_ids: list[int], room: int, done: bool
 ) -> tuple[int, bool]:
-    """How many of a row's first ``count`` tokens stay, and whether it is done then."""
+    """Return how many of a row's first ``count`` tokens stay, and whether the row is done then."""
     if done:
         return 0, True
     for number, token in enumerate(emitted[: min(count, room)], 1):
@@ -344,7 +364,10 @@ def cut(
 
 
 def test_a_row_ends_with_its_first_end_token_or_at_its_limit() -> None:
-    """Also in the middle of what was accepted. An end token beyond that, where anything may stand, ends nothing."""
+    """Check ends in the middle of the accepted tokens.
+
+    Beyond the accepted tokens anything may stand; an end token there ends nothing.
+    """
     rng = np.random.default_rng(0)
     emitted, count = rng.integers(0, 5, (200, 4)), rng.integers(1, 5, 200)
     stop_token_ids = np.stack([rng.integers(0, 5, 200), np.full(200, -1)], axis=1)
@@ -372,12 +395,10 @@ def test_a_row_ends_with_its_first_end_token_or_at_its_limit() -> None:
 
 
 def test_statistics_count_what_was_emitted() -> None:
-    """Of three rows, the last of which is done, in two steps of drafts of depth 2."""
+    """Count three rows, the last of which is done, in two steps of drafts of depth 2."""
     stats = Stats.zeros(3, 2)
-    for emitted, accepted in (
-        ([1, 3, 0], [0, 2, 0]),
-        ([2, 2, 0], [1, 2, 0]),
-    ):  # in the last step the limit cut the bonus off
+    # In the last step of the second row the limit cuts the bonus token off.
+    for emitted, accepted in (([1, 3, 0], [0, 2, 0]), ([2, 2, 0], [1, 2, 0])):
         info = StepInfo(
             active=jnp.array([True, True, False]),
             emitted=jnp.array(emitted),
@@ -391,19 +412,16 @@ def test_statistics_count_what_was_emitted() -> None:
         stats = stats.add(info)
     assert stats.steps.tolist() == [2, 2, 0] and stats.scored.tolist() == [6, 6, 0]
     assert stats.drafted.tolist() == [4, 4, 0] and stats.accepted.tolist() == [1, 4, 0]
-    assert stats.drafted_at.tolist() == [[2, 2], [2, 2], [0, 0]] and stats.accepted_at.tolist() == [
-        [1, 0],
-        [2, 2],
-        [0, 0],
-    ]
+    assert stats.drafted_at.tolist() == [[2, 2], [2, 2], [0, 0]]
+    assert stats.accepted_at.tolist() == [[1, 0], [2, 2], [0, 0]]
     assert stats.histogram.tolist() == [[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]]
 
 
-# --- where no text may end yet --------------------------------------------------------------------
+# --- end tokens that are too early ----------------------------------------------------------------
 
 
 def test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_then_on() -> None:
-    """Row by row and depth by depth; the row's own end tokens, and no others."""
+    """Check each row and depth: only the row's own end tokens are masked."""
     stop_token_ids, tokens_before_stop = np.array([[2, -1], [0, 3], [1, 2]]), np.array([1, 3, 0])
     sampling = (
         Sampling()
@@ -418,7 +436,7 @@ def test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_th
     for row, node, token in np.ndindex(3, 4, 5):
         is_early = [0, 1, 2, 1][node] < tokens_before_stop[row] and token in stop_token_ids[row]
         assert masked[row, node, token] == (-np.inf if is_early else logits[row, node, token])
-    ids = jnp.array([4, 2, 0])  # of a drafter that has three of the tokens
+    ids = jnp.array([4, 2, 0])  # the vocabulary of a drafter that has three of the tokens
     narrow = np.asarray(without_stop_tokens(jnp.asarray(logits[:, :1, :3]), sampling, 0, ids))
     np.testing.assert_array_equal(
         narrow[:, 0] == -np.inf, [[False, True, False], [False, False, True], [False] * 3]
@@ -426,7 +444,10 @@ def test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_th
 
 
 def test_a_gpu_masks_end_tokens_without_a_branch() -> None:
-    """It would wait for its host to choose one. Others leave out what no row asks for."""
+    """Check that a GPU has no branch here, because it would wait for its host to choose one.
+
+    Other platforms skip the mask if no row needs it.
+    """
     sampling = (
         Sampling()
         .rows(2)
@@ -439,7 +460,7 @@ def test_a_gpu_masks_end_tokens_without_a_branch() -> None:
     )
 
     def branches(platform: str) -> int:
-        """Those that choose by platform are among them, in every program."""
+        """Count the branches of the program, including those that choose by platform."""
         return traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.case")
 
     assert branches("cuda") == branches("rocm") == branches("cpu") - 1 == branches("tpu") - 1
@@ -448,8 +469,11 @@ def test_a_gpu_masks_end_tokens_without_a_branch() -> None:
 @pytest.mark.parametrize("greedy", ["all rows", "some rows"])
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 def test_greedy_rows_go_where_the_likeliest_token_is_that_may_come_there(shape, greedy) -> None:
-    """Every node is masked by its own depth: an end token that is too early at the root may come further down. A batch of
-    greedy rows alone has code of its own."""
+    """Check that each node is masked by its own depth.
+
+    An end token that is too early at the root may come further down. A batch of greedy rows only
+    has code of its own.
+    """
     rng = np.random.default_rng(0)
     parents = PARENTS if shape == "tree" else np.arange(-1, 3)
     depths = np.array([0, 1, 1, 2, 1, 2, 3, 2]) if shape == "tree" else np.arange(4)
@@ -461,7 +485,7 @@ def test_greedy_rows_go_where_the_likeliest_token_is_that_may_come_there(shape, 
     is_end = (np.arange(VOCAB) == stop_token_ids[..., None]).any(axis=1)
     is_early = depths[None] < tokens_before_stop[:, None]
     best = np.where(is_early[..., None] & is_end[:, None], -np.inf, logits).argmax(axis=-1)
-    assert (best != logits.argmax(axis=-1)).sum() > ROWS / 2  # that the mask matters
+    assert (best != logits.argmax(axis=-1)).sum() > ROWS / 2  # the mask matters
     draft, tokens, valid = a_tree(rng, ROWS, best, parents)
     temperature = np.where(np.arange(ROWS) < ROWS - 2, 0.0, 1.0 if greedy == "some rows" else 0.0)
     sampling = Sampling(temperature=temperature, top_k=3, top_p=0.2).rows(ROWS)
@@ -486,7 +510,10 @@ def test_greedy_rows_go_where_the_likeliest_token_is_that_may_come_there(shape, 
 
 @pytest.mark.parametrize("rule", ["block", "rejection", "siblings", "matching", "coupled"])
 def test_by_every_rule_the_likeliest_token_comes_that_may_come_there(rule) -> None:
-    """Where truncation leaves one token, that one comes, whatever the rule, whatever is drafted, and at every depth."""
+    """Check that the only token that truncation leaves comes at every depth.
+
+    This holds for every rule and every draft.
+    """
     rng = np.random.default_rng(0)
     is_chain = rule in ("block", "rejection")
     parents = np.arange(-1, 3) if is_chain else PARENTS
@@ -494,11 +521,8 @@ def test_by_every_rule_the_likeliest_token_comes_that_may_come_there(rule) -> No
     logits = rng.normal(size=(ROWS, len(parents), VOCAB)).astype(np.float32)
     stop_token_ids, tokens_before_stop = rng.integers(0, VOCAB, ROWS), rng.integers(0, 4, ROWS)
     is_early = depths[None] < tokens_before_stop[:, None]
-    best = np.where(
-        is_early[..., None] & (np.arange(VOCAB) == stop_token_ids[:, None])[:, None],
-        -np.inf,
-        logits,
-    ).argmax(axis=-1)
+    is_end = np.arange(VOCAB) == stop_token_ids[:, None]
+    best = np.where(is_early[..., None] & is_end[:, None], -np.inf, logits).argmax(axis=-1)
     draft, tokens, _ = a_tree(rng, ROWS, best, parents)
     if is_chain or rule == "siblings":
         draft = draft.replace(q=jnp.full((*tokens.shape, VOCAB), 1 / VOCAB))
@@ -526,7 +550,5 @@ def test_a_text_may_end_with_its_token_number_min_new_tokens_plus_one() -> None:
         lengths=jnp.array([7, 5]),
     )
     sampling = DecodeState.next_sampling.fget(state)
-    assert sampling.tokens_before_stop.tolist() == [2, 0] and sampling.stop_token_ids.tolist() == [
-        [2],
-        [3],
-    ]
+    assert sampling.tokens_before_stop.tolist() == [2, 0]
+    assert sampling.stop_token_ids.tolist() == [[2], [3]]

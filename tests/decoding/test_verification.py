@@ -1,12 +1,13 @@
-"""Losslessness of the rules themselves, on Markov chains whose joint distribution is known exactly.
+"""Losslessness of the rules themselves, on Markov chains with an exactly known joint distribution.
 
-Many drafts of one kind are verified. Two things are compared with what an enumeration of all drafts gives: the joint
-distribution of the next three tokens, and how many tokens come of a draft (the papers' formulas, slow and obvious, in float64).
-Both by `conformance.g_test`, and rules that are broken on purpose must fail at the very p-value at which the right ones pass.
+Many drafts of one kind are verified. Two things are compared with an enumeration of all drafts: the
+joint distribution of the next three tokens, and how many tokens a draft leads to (the papers'
+formulas, slow and obvious, in float64). Both are compared by `conformance.g_test`. Rules that are
+broken on purpose must fail at the very p-value at which the right ones pass.
 
-Compiling costs as much as drawing. So one compiled program verifies each draft by several rules, and its rows belong in turn to
-the cases (`cases_of`), each a drafter and settings of its own. The run of every change takes 32,000 drafts of a case, the
-thorough run a million.
+Compiling costs as much as drawing. So one compiled program verifies each draft by several rules,
+and its rows belong in turn to the cases (`cases_of`), each with its own drafter and settings. The
+run of every change takes 32,000 drafts of a case, the thorough run a million.
 """
 
 import operator
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from specjax.decoding import verification
 from specjax.decoding.verification import RULES, by_rule, descend, recursive_rejection, verify
@@ -44,13 +46,13 @@ TIERS = pytest.mark.parametrize(
 
 
 def logits_table(seed: int, scale: float = 1.5) -> np.ndarray:
-    """``[V, V]``: row t holds the logits of what follows token t. Token 0 is as likely as any other."""
+    """Return ``[V, V]`` logits: row t holds those of the token after t. No token is special."""
     return np.random.default_rng(seed).normal(size=(V, V)).astype(np.float32) * scale
 
 
 P_TABLE = logits_table(1)
 ZERO_Q = logits_table(2)
-ZERO_Q[:, [0, 3]] = -np.inf  # the drafter never proposes tokens 0 and 3, which the target likes
+ZERO_Q[:, [0, 3]] = -np.inf  # this drafter never proposes tokens 0 and 3, which the target likes
 Q_TABLES = {
     "unlike": logits_table(2),
     "close": P_TABLE + 0.05 * logits_table(3),  # alpha near 1
@@ -63,7 +65,7 @@ Q_TABLES = {
 
 @dataclass(frozen=True)
 class Case:
-    """What a group of rows drafts and samples with."""
+    """The drafter and the settings of a group of rows."""
 
     q: str = "unlike"
     sampling: Sampling = Sampling()
@@ -85,7 +87,7 @@ CASES = (*DRAFTERS, *(Case(sampling=sampling) for sampling in SETTINGS))
 
 
 def cases_of(draws: int) -> tuple["Case", ...]:
-    """The thorough run takes all cases, that of every change every drafter and every fourth setting."""
+    """Return all cases in the thorough run, else every drafter and every fourth setting."""
     return CASES if draws > 32_000 else (*DRAFTERS, *CASES[len(DRAFTERS) :: 4])
 
 
@@ -102,14 +104,15 @@ TREES = ["static", "dynamic", "sampled"]
 def propose(
     after: Callable, length: jax.Array, sampling: RowSampling, keys: jax.Array, how: str
 ) -> Draft:
-    """A draft of the Markov drafter below token 0.
+    """Return a draft of the Markov drafter below token 0.
 
     Args:
-        after: ``[B, ...]`` tokens to the drafter's logits after each.
-        length: ``[B]`` 0 to GAMMA, tokens of a ``ragged`` chain.
+        after: maps ``[B, ...]`` tokens to the drafter's logits after each.
+        length: ``[B]`` the tokens of a ``ragged`` chain, 0 to GAMMA.
         sampling: the rows' settings.
         keys: ``[B]``.
-        how: one of SHAPES; or a chain of GAMMA tokens made without `expand`: ``ragged`` or ``chosen``, the argmax.
+        how: one of SHAPES, or a chain of GAMMA tokens made without `expand`: ``ragged``, or
+            ``chosen`` for the argmax.
     """
     root = jnp.zeros(length.shape, jnp.int32)
     if how in SHAPES:
@@ -156,9 +159,9 @@ def verified(
     how: str,
     checks: tuple,
 ) -> list:
-    """For each of ``checks`` the ``[B, HORIZON]`` emitted tokens, and how many there are in each row ``[B]``.
+    """Return for each of ``checks`` the ``[B, HORIZON]`` emitted tokens, and their number ``[B]``.
 
-    A check is its name and the number of the only case whose rows it is asked about, None for all.
+    A check is its name, and the index of the only case whose rows it verifies, or None for all.
     """
     key, length_key = jax.random.split(key)
     draft_keys, verify_keys = split_keys(jax.random.split(key, len(group)), 2)
@@ -172,9 +175,8 @@ def verified(
     for check, number in checks:
         rows = slice(number, None, 1 if number is None else len(q_tables))
         fields = {name: getattr(draft, name) for name in ("tokens", "q", "valid", "grown")}
-        some = draft.replace(
-            **{name: field[rows] for name, field in fields.items() if isinstance(field, jax.Array)}
-        )
+        arrays = {name: field for name, field in fields.items() if isinstance(field, jax.Array)}
+        some = draft.replace(**{name: field[rows] for name, field in arrays.items()})
         settings, keys = jax.tree.map(operator.itemgetter(rows), (sampling, verify_keys))
         verdict = CHECKS[check](some, jnp.asarray(P_TABLE)[some.tokens], settings, keys)
         results.append((verdict.emitted(some)[:, :HORIZON], verdict.count))
@@ -182,14 +184,14 @@ def verified(
 
 
 @dataclass
-class Found:
-    """What came of the drafts of one case under one check, and what should.
+class Outcome:
+    """The outcome of the drafts of one case under one check, and the exact probabilities.
 
     Attributes:
         joint: ``[V ** HORIZON]`` how many drafts led to each continuation.
         counts: ``[n]`` how many drafts emitted so many tokens.
         exact: ``[V ** HORIZON]`` the target's probability of each continuation.
-        exact_counts: ``[n]`` how likely the rule is to emit so many tokens; None where that is not worked out.
+        exact_counts: ``[n]`` how likely the rule is to emit so many tokens; None if not computed.
     """
 
     joint: np.ndarray
@@ -199,12 +201,12 @@ class Found:
 
     @property
     def emitted(self) -> float:
-        """Tokens a draft."""
+        """The mean number of tokens of a draft."""
         return float(self.counts @ np.arange(len(self.counts)) / self.counts.sum())
 
     @property
     def p_values(self) -> dict[str, float]:
-        """Of the tokens, and of how many there are."""
+        """The p-values of the tokens and of their number."""
         tokens = {"tokens": g_test(self.joint, self.exact)}
         return (
             tokens
@@ -218,7 +220,7 @@ class Found:
 
 
 @cache
-def find(how: str, draws: int, seed: int = 0) -> dict[str, dict[Case, Found]]:
+def outcomes_of(how: str, draws: int, seed: int = 0) -> dict[str, dict[Case, Outcome]]:
     """Verify ``draws`` drafts of each case by each of the PROGRAMS' checks."""
     cases, checks = cases_of(draws), PROGRAMS[how]
     rows = 4_000 * len(cases)
@@ -227,16 +229,16 @@ def find(how: str, draws: int, seed: int = 0) -> dict[str, dict[Case, Found]]:
         **{n: np.resize([getattr(case.sampling, n) for case in cases], rows) for n in names}
     ).rows(rows)
     group, q_tables = np.arange(rows) % len(cases), np.stack([Q_TABLES[case.q] for case in cases])
-    asked = {check: (ONE_CASE[check],) if check in ONE_CASE else cases for check in checks}
-    found = {
+    cases_by_check = {check: (ONE_CASE[check],) if check in ONE_CASE else cases for check in checks}
+    outcomes = {
         check: {
-            case: Found(
+            case: Outcome(
                 joint=np.zeros(V**HORIZON),
                 counts=np.zeros(GAMMA + 2),
                 exact=exact_joint(table(P_TABLE, case.sampling)),
                 exact_counts=exact_counts(how, check, case),
             )
-            for case in asked[check]
+            for case in cases_by_check[check]
         }
         for check in checks
     }
@@ -247,13 +249,13 @@ def find(how: str, draws: int, seed: int = 0) -> dict[str, dict[Case, Found]]:
     for key in jax.random.split(jax.random.key(seed), draws // 4_000):
         results = verified(q_tables, group, sampling, key, how=how, checks=numbered)
         for check, (emitted, count) in zip(checks, jax.device_get(results), strict=True):
-            for number, (case, so_far) in enumerate(found[check].items()):
-                mine = slice(number, None, len(found[check]))
+            for number, (case, so_far) in enumerate(outcomes[check].items()):
+                of_case = slice(number, None, len(outcomes[check]))
                 so_far.joint += continued(
-                    emitted[mine], count[mine], table(P_TABLE, case.sampling), rng
+                    emitted[of_case], count[of_case], table(P_TABLE, case.sampling), rng
                 )
-                so_far.counts += np.bincount(count[mine], minlength=GAMMA + 2)
-    return found
+                so_far.counts += np.bincount(count[of_case], minlength=GAMMA + 2)
+    return outcomes
 
 
 @cache
@@ -264,14 +266,17 @@ def _table(logits: bytes, sampling: Sampling) -> np.ndarray:
 
 
 def table(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """``[V, V]`` float64, the distribution that tokens are drawn from after each token."""
+    """Return ``[V, V]`` float64, the distribution that the token after each token is drawn from."""
     return _table(logits.tobytes(), sampling)
 
 
 def continued(
     emitted: np.ndarray, count: np.ndarray, p: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """``[V ** HORIZON]`` how many of the rows continue in each way: where a row emitted fewer tokens, p goes on."""
+    """Return ``[V ** HORIZON]``, the number of rows with each continuation.
+
+    If a row emitted fewer tokens, p continues it.
+    """
     joint = np.zeros(V**HORIZON)
     for length in range(1, HORIZON + 1):
         tokens = emitted[np.minimum(count, HORIZON) == length, :length]
@@ -282,16 +287,16 @@ def continued(
     return joint
 
 
-# --- what is exact, by enumeration ----------------------------------------------------------------
+# --- exact probabilities, by enumeration ----------------------------------------------------------
 
 
 def exact_joint(p: np.ndarray) -> np.ndarray:
-    """The exact distribution of the HORIZON tokens after token 0."""
+    """Return the exact distribution of the HORIZON tokens after token 0."""
     return np.einsum("a,ab,bc->abc", p[0], p, p).reshape(-1)
 
 
 def exact_counts(how: str, check: str, case: Case) -> np.ndarray | None:
-    """``[GAMMA + 2]`` how likely a draft is to lead to so many tokens; None where that is not worked out."""
+    """Return ``[GAMMA + 2]``, how likely a draft leads to so many tokens; None if not computed."""
     rule = MUTANTS[check].of if check in MUTANTS else check
     p, q = table(P_TABLE, case.sampling), table(Q_TABLES[case.q], case.sampling)
     if how == "sampled":  # greedy rows do not draw
@@ -315,9 +320,8 @@ def exact_counts(how: str, check: str, case: Case) -> np.ndarray | None:
             "as_chosen": "matching",
         }
         return chain_counts(named.get(rule, rule), p, q, lengths)
-    if (
-        how == "adaptive" and case.sampling.temperature > 0
-    ):  # greedy rows end by another probability
+    # Chains of greedy rows end by another probability.
+    if how == "adaptive" and case.sampling.temperature > 0:
         return chain_counts(rule, p, q, [SHAPES[how].length], SHAPES[how].stop_below)
     return None
 
@@ -325,22 +329,29 @@ def exact_counts(how: str, check: str, case: Case) -> np.ndarray | None:
 def chain_counts(
     rule: str, p: np.ndarray, q: np.ndarray, lengths: Any, stop_below: float = 0.0
 ) -> np.ndarray:
-    """Of all chains below token 0, of any of ``lengths`` alike; they may end after a token of which q is below a bound."""
+    """Return `exact_counts` over all chains below token 0.
+
+    All ``lengths`` are equally likely. A chain may end after a token whose q is below a bound.
+    """
     total = np.zeros(GAMMA + 2)
     for longest in lengths:
         for x in product(range(V), repeat=longest):
-            own = [q[pair] for pair in pairwise((0, *x))]
-            length = next((i + 1 for i, chance in enumerate(own) if chance < stop_below), longest)
-            if np.prod(own) > 0:
-                total[1 : length + 2] += np.prod(own) * accepted(rule, p, q, x[:length])
+            chances = [q[pair] for pair in pairwise((0, *x))]
+            ends = (i + 1 for i, chance in enumerate(chances) if chance < stop_below)
+            length = next(ends, longest)
+            if np.prod(chances) > 0:
+                total[1 : length + 2] += np.prod(chances) * accepted(rule, p, q, x[:length])
     return total / len(lengths)
 
 
 def accepted(rule: str, p: np.ndarray, q: np.ndarray, x: tuple[int, ...]) -> np.ndarray:
-    """``[len(x) + 1]`` the chance that so many tokens of the chain ``x`` below token 0 are accepted."""
+    """Return ``[len(x) + 1]``, the chance that so many tokens of the chain ``x`` are accepted.
+
+    The chain is below token 0.
+    """
     if rule == "block":
         return accepted_by_block(p, q, x)
-    # Leviathan et al., Algorithm 1, ends with the first token that is rejected; and so does whatever asks for the target's own.
+    # Leviathan et al., Algorithm 1, ends with the first token that is rejected. So does matching.
     passes = [
         min(1.0, p[pair] / q[pair]) if rule == "rejection" else p[pair]
         for pair in pairwise((0, *x))
@@ -350,7 +361,10 @@ def accepted(rule: str, p: np.ndarray, q: np.ndarray, x: tuple[int, ...]) -> np.
 
 
 def accepted_by_block(p: np.ndarray, q: np.ndarray, x: tuple[int, ...]) -> np.ndarray:
-    """Sun et al., Algorithm 2: the longest prefix i with u_i < h_i is accepted, and u_1, u_2, … are independent."""
+    """Compute `accepted` by Sun et al., Algorithm 2.
+
+    The longest prefix i with u_i < h_i is accepted, and u_1, u_2, … are independent.
+    """
     h, ratio = [], 1.0
     for i, pair in enumerate(pairwise((0, *x)), start=1):
         ratio = min(1.0, ratio * p[pair] / q[pair])
@@ -364,7 +378,7 @@ def accepted_by_block(p: np.ndarray, q: np.ndarray, x: tuple[int, ...]) -> np.nd
 
 
 def siblings_counts(p: np.ndarray, q: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
-    """Of sampled trees below token 0."""
+    """Return `exact_counts` over sampled trees below token 0."""
 
     def below(token: int, depth: int) -> np.ndarray:
         counts = np.zeros(GAMMA + 2)
@@ -382,9 +396,10 @@ def siblings_counts(p: np.ndarray, q: np.ndarray, widths: tuple[int, ...]) -> np
 
 
 def accepted_sibling(p: np.ndarray, q: np.ndarray, count: int) -> np.ndarray:
-    """``[V]`` the chance of each token to be the accepted one of ``count`` siblings that are drawn without replacement.
+    """Return ``[V]``, the chance of each token to be the accepted one of ``count`` siblings.
 
-    SpecInfer, section 4.3, with Sequoia's q: after each rejection p becomes norm(max(0, p - q)) and q is drawn from without x.
+    The siblings are drawn without replacement. SpecInfer, section 4.3, with Sequoia's q: after each
+    rejection p becomes norm(max(0, p - q)), and the next token is drawn from q without x.
     """
     chances = np.zeros(V)
     if count == 0:
@@ -403,18 +418,21 @@ def accepted_sibling(p: np.ndarray, q: np.ndarray, count: int) -> np.ndarray:
 
 
 def coupled_counts(p: np.ndarray, q: np.ndarray, length: int) -> np.ndarray:
-    """Of coupled chains below token 0: argmax(log p + G) and argmax(log q + G) are both i with probability
-    1 / sum_j max(p_j / p_i, q_j / q_i) (Daliri et al.)."""
+    """Return `exact_counts` over coupled chains below token 0.
 
-    def below(token: int, left: int) -> np.ndarray:
+    Both argmax(log p + G) and argmax(log q + G) are i with probability
+    1 / sum_j max(p_j / p_i, q_j / q_i) (Daliri et al.).
+    """
+
+    def below(token: int, remaining: int) -> np.ndarray:
         counts = np.zeros(GAMMA + 2)
-        both = np.flatnonzero((p[token] > 0) & (q[token] > 0)) if left else []
+        both = np.flatnonzero((p[token] > 0) & (q[token] > 0)) if remaining else []
         chances = {
             i: 1 / np.maximum(p[token] / p[token, i], q[token] / q[token, i]).sum() for i in both
         }
         counts[1] = 1 - sum(chances.values())
         for i, chance in chances.items():
-            counts[1:] += chance * below(i, left - 1)[:-1]
+            counts[1:] += chance * below(i, remaining - 1)[:-1]
         return counts
 
     return below(0, length)
@@ -443,10 +461,13 @@ CHAIN_RULES = [name for name, rule in RULES.items() if not rule.takes_trees]
 
 
 def by_chain_rule(rule: str, full: bool = False) -> Check:
-    """A chain by ``rule``; ``full``: all its tokens, though some do not count as drafted."""
+    """Return the check of a chain by ``rule``.
+
+    ``full`` verifies all tokens of the chain, though some do not count as drafted.
+    """
 
     def check(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
-        # Said by an array, for all rows' lengths as a constant XLA would work out while compiling, for a second each time.
+        # If the mask were a constant, XLA would fold it while compiling, for a second each time.
         whole = draft.replace(valid=draft.tokens >= 0) if full else draft
         return verify(whole, logits, sampling.replace(rule=rule), keys)
 
@@ -468,9 +489,9 @@ class Mutant:
     """A rule that is broken on purpose.
 
     Attributes:
-        of: which of CHECKS, whose exact numbers are the right ones.
-        case: whose rows show it.
-        check: the broken one.
+        of: the name in CHECKS of the right rule, which gives the exact numbers.
+        case: the case whose rows show the fault.
+        check: the broken check.
     """
 
     of: str
@@ -479,7 +500,10 @@ class Mutant:
 
 
 def patched(of: str, case: Case, *patches: tuple[Any, str, Callable[[Any], Any]]) -> Mutant:
-    """A mutant of the library's own code: each patch is a module, a function of it, and what to make of that function."""
+    """Return a mutant of the library's own code.
+
+    Each patch is a module, the name of a function in it, and what turns it into the broken one.
+    """
 
     def check(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
         with pytest.MonkeyPatch.context() as patch:
@@ -491,7 +515,10 @@ def patched(of: str, case: Case, *patches: tuple[Any, str, Callable[[Any], Any]]
 
 
 def scaled(factor: float) -> tuple[Any, str, Callable[[Any], Any]]:
-    """The number that judges a token is drawn alone; a token takes two."""
+    """Return a patch that scales the random numbers of shape ``()``, which judge a token.
+
+    Tokens are drawn from larger arrays, which stay as they are.
+    """
 
     def change(uniform: Any) -> Any:
         def changed(
@@ -507,24 +534,27 @@ def scaled(factor: float) -> tuple[Any, str, Callable[[Any], Any]]:
 def noise_of_the_next_position(
     draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array
 ) -> Verdict:
-    """Draws each token with the numbers that belong to the position below."""
+    """Draw each token with the numbers that belong to the position below."""
     return CHECKS["coupled"](draft, logits, sampling, jnp.roll(keys, -1, axis=0))
 
 
 def ratio_on_chosen(
     draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array
 ) -> Verdict:
-    """Divides by the drafter's own probability of tokens that it chose."""
+    """Divide by the drafter's own probability of tokens that it chose."""
     q = probabilities(jnp.asarray(Q_TABLES["unlike"])[draft.tokens], sampling)
     return verify(draft.replace(q=q), logits, sampling.replace(rule="rejection"), keys)
 
 
 def dropping(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
-    """A draft may end early at a token of low probability, but not without it (lessons: the stop rule)."""
-    own = jnp.take_along_axis(draft.q[:, :-1], draft.tokens[:, 1:, None], axis=-1)[..., 0]
-    kept = jnp.cumprod(own > 0.4, axis=1).astype(bool)
+    """End a draft before a token of low probability.
+
+    A draft may end early at such a token, but not without it (lessons: the stop rule).
+    """
+    probability = jnp.take_along_axis(draft.q[:, :-1], draft.tokens[:, 1:, None], axis=-1)[..., 0]
+    is_kept = jnp.cumprod(probability > 0.4, axis=1).astype(bool)
     return verify(
-        draft.replace(valid=jnp.pad(kept, ((0, 0), (1, 0)), constant_values=True)),
+        draft.replace(valid=jnp.pad(is_kept, ((0, 0), (1, 0)), constant_values=True)),
         logits,
         sampling,
         keys,
@@ -533,8 +563,8 @@ def dropping(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.A
 
 def unwarped_bonus(real: Any) -> Any:
     def unwarped(logits: jax.Array, sampling: RowSampling) -> Distributions:
-        """Of the last node what the target has before it is warped, as every distribution's logits."""
-        found = real(logits, sampling)
+        """Replace the distribution of the last node by the target's before it is warped."""
+        warped = real(logits, sampling)
         total = jnp.sum(jnp.exp(logits[:, -1]), axis=-1)
         numbers = {
             "values": logits[:, -1],
@@ -543,8 +573,8 @@ def unwarped_bonus(real: Any) -> Any:
             "total": total,
             "is_certain": False,
         }
-        return found.replace(
-            **{name: getattr(found, name).at[:, -1].set(value) for name, value in numbers.items()}
+        return warped.replace(
+            **{name: getattr(warped, name).at[:, -1].set(value) for name, value in numbers.items()}
         )
 
     return unwarped
@@ -562,7 +592,7 @@ MUTANTS = {
         (
             verification,
             "_residual",
-            lambda real: lambda ratio, *others: real(jnp.ones_like(ratio), *others),
+            lambda real: lambda ratio, *rest: real(jnp.ones_like(ratio), *rest),
         ),
     ),
     "no residual": patched(
@@ -640,9 +670,8 @@ PROGRAMS = {
 
 
 def test_every_mutant_is_tried() -> None:
-    assert set(MUTANTS) == {check for checks in PROGRAMS.values() for check in checks} & set(
-        MUTANTS
-    )
+    tried = {check for checks in PROGRAMS.values() for check in checks}
+    assert set(MUTANTS) == tried & set(MUTANTS)
 
 
 @pytest.mark.full
@@ -651,33 +680,38 @@ def test_every_mutant_is_tried() -> None:
 def test_every_right_rule_keeps_the_distribution_at_every_setting_and_no_mutant_does(
     how: str, draws: int
 ) -> None:
-    """Whatever drafts; and as many tokens are accepted as the papers' formulas say."""
-    for check, found in find(how, draws).items():
-        for case in found:
-            assert found[case].passes == (check not in MUTANTS), (check, case, found[case].p_values)
+    """Check every drafter; the number of accepted tokens must follow the papers' formulas."""
+    for check, outcomes in outcomes_of(how, draws).items():
+        for case, outcome in outcomes.items():
+            passes = check not in MUTANTS
+            assert outcome.passes == passes, (check, case, outcome.p_values)
             if how in TREES and check == "verify" and case.sampling == Sampling():
-                assert found[case].emitted > 1.01, (
-                    case
-                )  # something was accepted: the test is not about bonus tokens alone
+                # Some drafted tokens were accepted, so that not only bonus tokens are tested.
+                assert outcome.emitted > 1.01, case
 
 
 @pytest.mark.full
 @TIERS
 def test_block_accepts_at_least_as_much_as_rejection(draws: int) -> None:
-    found = find("ragged", draws)
+    outcomes = outcomes_of("ragged", draws)
     for case in cases_of(draws):
         block, token = (
-            found[f"full {rule}"][case].exact_counts @ np.arange(GAMMA + 2) for rule in CHAIN_RULES
+            outcomes[f"full {rule}"][case].exact_counts @ np.arange(GAMMA + 2)
+            for rule in CHAIN_RULES
         )
         assert block > token - 1e-12, case
-    assert found["full block"][Case()].emitted > found["full rejection"][Case()].emitted + 0.01
-    # Whether a token is the target's own may be asked of drawn tokens too: it is as exact as it is wasteful.
+    by_block, by_token = (outcomes[f"full {rule}"][Case()] for rule in ("block", "rejection"))
+    assert by_block.emitted > by_token.emitted + 0.01
+    # Matching may verify drawn tokens too: it is exact, but wasteful.
     close = Case("close")
-    assert found["as_chosen"][close].emitted < found["full rejection"][close].emitted - 0.5
+    assert outcomes["as_chosen"][close].emitted < outcomes["full rejection"][close].emitted - 0.5
 
 
 def test_rejection_accepts_at_rate_sum_of_minima() -> None:
-    """Leviathan et al., Theorem 3.5: the first drafted token is accepted with probability beta = sum min(p, q)."""
+    """Check Leviathan et al., Theorem 3.5.
+
+    The first drafted token is accepted with probability beta = sum min(p, q).
+    """
     for case in DRAFTERS:
         p, q = table(P_TABLE, Sampling()), table(Q_TABLES[case.q], Sampling())
         assert chain_counts("rejection", p, q, [GAMMA])[2:].sum() == pytest.approx(
@@ -687,33 +721,36 @@ def test_rejection_accepts_at_rate_sum_of_minima() -> None:
 
 @pytest.mark.full
 def test_equal_distributions_accept_everything() -> None:
-    found = find("ragged", 32_000)
+    outcomes = outcomes_of("ragged", 32_000)
     for rule in CHAIN_RULES:
-        assert found[f"full {rule}"][Case("equal")].emitted == GAMMA + 1
+        assert outcomes[f"full {rule}"][Case("equal")].emitted == GAMMA + 1
 
 
 @pytest.mark.full
 def test_siblings_accept_more_than_one_token_alone() -> None:
-    siblings = find("sampled", 32_000)["verify"][Case()].emitted
-    chain = find("ragged", 32_000)["full rejection"][Case()].emitted
-    assert siblings > chain + 0.2  # of two levels, against the chain's three
+    siblings = outcomes_of("sampled", 32_000)["verify"][Case()].emitted
+    chain = outcomes_of("ragged", 32_000)["full rejection"][Case()].emitted
+    assert siblings > chain + 0.2  # the tree has two levels, the chain three
 
 
 # --- greedy rows ----------------------------------------------------------------------------------
 
 
 def descent_of(tokens, parents, valid, best) -> tuple[list[int], int]:
-    """The slow, obvious greedy rule for one row of a tree: the path, and the token after it."""
+    """Follow the slow, obvious greedy rule for one row of a tree.
+
+    Returns the path, and the token after it.
+    """
     path = [0]
     while True:
-        wanted = best[path[-1]]
+        likeliest = best[path[-1]]
         below = [
             n
             for n in range(len(tokens))
-            if parents[n] == path[-1] and valid[n] and tokens[n] == wanted
+            if parents[n] == path[-1] and valid[n] and tokens[n] == likeliest
         ]
         if not below:
-            return path, wanted
+            return path, likeliest
         path.append(below[0])
 
 
@@ -729,10 +766,10 @@ def test_greedy_rows_equal_the_oracle(kind: str) -> None:
     batches, rows, nodes, longest = (15, 20, 7, 0) if kind == "static" else (1, 300, 7, 0)
     for _ in range(batches):
         if kind in ("chain", "static"):
-            known = np.arange(-1, nodes - 1) if kind == "chain" else some_tree(rng, nodes)
-            parents = np.tile(known, (rows, 1))
+            shared_parents = np.arange(-1, nodes - 1) if kind == "chain" else some_tree(rng, nodes)
+            parents = np.tile(shared_parents, (rows, 1))
         else:
-            known, parents = None, np.stack([some_tree(rng, nodes) for _ in range(rows)])
+            shared_parents, parents = None, np.stack([some_tree(rng, nodes) for _ in range(rows)])
         siblings_before = [
             [sum(of_row[:n] == of_row[n]) for n in range(nodes)] for of_row in parents
         ]
@@ -752,7 +789,7 @@ def test_greedy_rows_equal_the_oracle(kind: str) -> None:
         sampling = Sampling(temperature=np.where(greedy, 0.0, 1.0)).rows(rows)
         draft = Draft.of_tree(
             tokens=jnp.asarray(tokens),
-            parents=jnp.asarray(parents) if known is None else known,
+            parents=jnp.asarray(parents) if shared_parents is None else shared_parents,
             valid=jnp.asarray(valid),
         )
         verdict = verify(
@@ -770,11 +807,14 @@ def test_greedy_rows_equal_the_oracle(kind: str) -> None:
     assert longest > 3
 
 
-# --- what verification makes of its arguments -----------------------------------------------------
+# --- independence of rows, and cost ---------------------------------------------------------------
 
 
 def a_draft(how: str, rows: int, extra: int = 0) -> tuple[Draft, jax.Array]:
-    """A draft of one of TREES or a chain, with ``extra`` nodes that were not drafted; and the target's logits."""
+    """Return a draft of a chain or one of TREES, and the target's logits.
+
+    The draft has ``extra`` nodes that were not drafted.
+    """
     parents = np.arange(-1, GAMMA)
     if how == "dynamic":
         parents = np.array([-1, 0, 0, 0, 1, 1, 2, 4, 4])
@@ -783,9 +823,8 @@ def a_draft(how: str, rows: int, extra: int = 0) -> tuple[Draft, jax.Array]:
     nodes = len(parents)
     rank = np.array([sum(parents[:node] == parents[node]) for node in range(nodes)])
     rng = np.random.default_rng(0)
-    tokens = jnp.asarray(
-        (rng.integers(0, V, (rows, nodes))[:, parents] + rank) % V, jnp.int32
-    )  # siblings differ
+    # Siblings have different tokens.
+    tokens = jnp.asarray((rng.integers(0, V, (rows, nodes))[:, parents] + rank) % V, jnp.int32)
 
     def wider(values: jax.Array) -> jax.Array:
         return jnp.pad(values, ((0, 0), (0, extra), *((0, 0),) * (values.ndim - 2)))
@@ -814,11 +853,9 @@ def test_a_rows_verdict_depends_on_no_other_row_and_not_on_the_number_of_nodes(h
 
     def verdict(some: np.ndarray, extra: int) -> Verdict:
         draft, logits = a_draft(how, rows, extra)
+        fields = {name: getattr(draft, name) for name in ("tokens", "q", "valid")}
         draft = draft.replace(
-            **{
-                name: None if (v := getattr(draft, name)) is None else v[some]
-                for name in ("tokens", "q", "valid")
-            }
+            **{name: None if field is None else field[some] for name, field in fields.items()}
         )
         sampling = Sampling(temperature=temperature[some], top_p=0.95).rows(len(some))
         return jax.jit(lambda logits, keys: verify(draft, logits, sampling, keys))(
@@ -835,18 +872,21 @@ def test_a_rows_verdict_depends_on_no_other_row_and_not_on_the_number_of_nodes(h
 
 
 def exponentials(jaxpr) -> list:
-    """Shape of every array that a program makes by exp, as for a distribution, its loops and functions included."""
+    """Return the shape of every array that a program computes by exp, as for a distribution.
+
+    The program's loops and functions are included.
+    """
     arrays = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "exp":
             arrays += [variable.aval.shape for variable in equation.outvars]
         for inner in jax.tree.leaves(
             list(equation.params.values()),
-            is_leaf=lambda x: isinstance(x, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr),
+            is_leaf=lambda leaf: isinstance(leaf, ClosedJaxpr | Jaxpr),
         ):
-            if isinstance(inner, jax.extend.core.ClosedJaxpr):
+            if isinstance(inner, ClosedJaxpr):
                 arrays += exponentials(inner.jaxpr)
-            elif isinstance(inner, jax.extend.core.Jaxpr):
+            elif isinstance(inner, Jaxpr):
                 arrays += exponentials(inner)
     return arrays
 
@@ -856,7 +896,10 @@ def exponentials(jaxpr) -> list:
 def test_the_targets_distribution_is_formed_where_the_walk_goes_and_not_at_all_nodes(
     how: str, temperature: float
 ) -> None:
-    """It is what verification costs: ``[B, N, V]`` is 31 MB a row for 60 nodes and 128,000 tokens."""
+    """Check the main cost of verification.
+
+    ``[B, N, V]`` takes 31 MB a row for 60 nodes and 128,000 tokens.
+    """
     rows = 2
     sampling = Sampling(temperature=temperature, top_p=0.9).rows(rows)
     draft, logits = a_draft(how, rows)
@@ -868,10 +911,10 @@ def test_the_targets_distribution_is_formed_where_the_walk_goes_and_not_at_all_n
     arrays = exponentials(jax.make_jaxpr(check)(logits, draft.q).jaxpr)
     everywhere = [array for array in arrays if array == logits.shape]
     at_a_node = [array for array in arrays if array == (rows, V)]
-    assert bool(everywhere) == (
-        how == "drawn" and temperature > 0
-    )  # block and rejection need it along the whole chain
-    assert bool(at_a_node) == (temperature > 0)  # of a chain, where its last token is drawn
+    # Block and rejection need the distribution along the whole chain.
+    assert bool(everywhere) == (how == "drawn" and temperature > 0)
+    # A chain needs it at the node where its last token is drawn.
+    assert bool(at_a_node) == (temperature > 0)
 
 
 def test_the_table_has_every_rule_once_and_drafters_know_whose_keys_they_have() -> None:

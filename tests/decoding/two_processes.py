@@ -1,8 +1,10 @@
-"""One of two processes that decode together: `test_processes` starts both, and decodes alone to compare.
+"""One of two processes that decode together.
 
     python -m tests.decoding.two_processes DIRECTORY COORDINATOR PROCESS
 
-The directory holds the models, and takes what was found as PROCESS.json. Where it has a file LOOK, a snapshot is taken as well.
+`test_processes` starts both, and decodes alone to compare. The directory holds the models; each
+process writes its results there as PROCESS.json. If the directory has a file LOOK, a snapshot is
+taken as well.
 """
 
 import json
@@ -25,24 +27,23 @@ from specjax.reports.snapshot import take_snapshot
 from specjax.sampling import Sampling
 from specjax.sharding import make_mesh
 
-# Rows end at different steps. The last one's text repeats itself, so that prompt lookup finds something to copy.
+# Rows end at different steps. The text of the last one repeats itself, so that prompt lookup can
+# copy tokens.
 PROMPTS = np.array([[1, 4, 2, 4, 2, 7], [3, 5, 9, 0, 0, 0], [8, 0, 0, 0, 0, 0], [6, 6, 6, 6, 6, 6]])
 LENGTHS = np.array([6, 3, 1, 6])
 NEW_TOKENS = 30
 LOOK = "look"
-SLOW, FREE = (
-    1024.0,
-    2.0**-10,
-)  # seconds of the drafting passes, where every other one takes a second
+SLOW, FREE = 1024.0, 2.0**-10
+"""Seconds of a drafting pass; every other pass takes one second."""
 
 
 def decode(
     directory: Path, mesh: Mesh | None, drafting: float, *, choose: bool, look: bool
 ) -> dict[str, Any]:
-    """What the host reads of decoding over ``mesh``, as JSON.
+    """Return what the host reads when it decodes over ``mesh``, as JSON.
 
     Args:
-        directory: of the models.
+        directory: the directory with the models.
         mesh: None is one process.
         drafting: seconds that the clock says drafting takes.
         choose: whether to compare drafts as well.
@@ -57,13 +58,12 @@ def decode(
     )
     whole = specjax.generate(target, drafter, PROMPTS, LENGTHS, **vars(options))
     parts = list(specjax.stream(target, drafter, PROMPTS, LENGTHS, **vars(options), steps=3))
-    found = {"generate": as_lists(whole), "stream": [as_lists(part) for part in parts]}
+    results = {"generate": as_lists(whole), "stream": [as_lists(part) for part in parts]}
     if look:
-        found["snapshot"] = as_lists(
-            vars(take_snapshot(target, drafter, PROMPTS[0].tolist(), steps=4))
-        )
+        snapshot = take_snapshot(target, drafter, PROMPTS[0].tolist(), steps=4)
+        results["snapshot"] = as_lists(vars(snapshot))
     if not choose:
-        return found
+        return results
     timed = costs._timed
 
     def clock(run: Any, *arguments: Any) -> tuple[float, Any]:
@@ -75,11 +75,11 @@ def decode(
             target, PromptLookup(), PROMPTS, LENGTHS, options=greedy, longest=2
         )
     speedups = {str(candidate.draft): candidate.speedup for candidate in compared.candidates}
-    return found | {"speedups": speedups, "survival": compared.acceptance.survival}
+    return results | {"speedups": speedups, "survival": compared.acceptance.survival}
 
 
 def as_lists(arrays: Any) -> Any:
-    """``arrays``, one a leaf, as nested lists."""
+    """Return the leaves of ``arrays`` as nested lists."""
     return [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(arrays)]
 
 
@@ -90,7 +90,7 @@ def main(directory: Path, coordinator: str, process: int) -> None:
     jax.distributed.initialize(coordinator, num_processes=2, process_id=process)
     assert jax.local_device_count() == 1 and jax.device_count() == 2
     drafting = FREE if process else SLOW
-    found = {
+    results = {
         "data": decode(directory, make_mesh(data=2), drafting, choose=True, look=False),
         "model": decode(
             directory, make_mesh(model=2), drafting, choose=False, look=(directory / LOOK).exists()
@@ -98,7 +98,7 @@ def main(directory: Path, coordinator: str, process: int) -> None:
     }
     if process == 0:  # a model on a process's own device waits for no other process
         assert costs.agreed(np.ones(1), make_mesh(devices=jax.local_devices())) == 1
-    (directory / f"{process}.json").write_text(json.dumps(found))
+    (directory / f"{process}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ def test_the_standard_library_is_found_without_tests_and_tables() -> None:
 
 def test_the_split_is_by_name_alone() -> None:
     everything = [Document(f"directory/{i}.py", text="text") for i in range(300)]
-    train, held = data.split_documents(everything, 0.1)
-    assert sorted((*train, *held), key=everything.index) == everything
-    assert 0.03 < len(held) / len(everything) < 0.25
-    fewer_train, fewer_held = data.split_documents(everything[::2], 0.1)
+    train, held_out = data.split_documents(everything, 0.1)
+    assert sorted((*train, *held_out), key=everything.index) == everything
+    assert 0.03 < len(held_out) / len(everything) < 0.25
+    fewer_train, fewer_held_out = data.split_documents(everything[::2], 0.1)
     assert set(fewer_train) <= set(train)
-    assert set(fewer_held) <= set(held)
+    assert set(fewer_held_out) <= set(held_out)
 
 
 def test_packing_loses_and_repeats_nothing() -> None:
@@ -95,7 +95,7 @@ TEMPLATE = (
 
 
 def tokenizer_with(directory: Path, **changes) -> Path:
-    """The embedded target's tokenizer, with other entries in its tokenizer.json."""
+    """Save the embedded target's tokenizer with other entries in its tokenizer.json."""
     directory.mkdir()
     shutil.copy(ASSETS / "target" / "tokenizer_config.json", directory)
     content = json.loads((ASSETS / "target" / "tokenizer.json").read_text())
@@ -105,8 +105,8 @@ def tokenizer_with(directory: Path, **changes) -> Path:
 
 def write_texts(directory: Path) -> str:
     directory.mkdir()
-    for i, each in enumerate(TEXTS):
-        (directory / f"{i}.py").write_text(each)
+    for i, content in enumerate(TEXTS):
+        (directory / f"{i}.py").write_text(content)
     return str(directory)
 
 
@@ -143,8 +143,8 @@ def test_chats_have_the_tokens_that_generation_gives_them(left_on, tmp_path) -> 
     )
     template.write_text(TEMPLATE)
     chats = [
-        [{"role": "user", "content": each}, {"role": "assistant", "content": each}]
-        for each in TEXTS
+        [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+        for content in TEXTS
     ]
     source = tmp_path / "chats.jsonl"
     source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
@@ -159,16 +159,15 @@ def test_chats_have_the_tokens_that_generation_gives_them(left_on, tmp_path) -> 
         token for document in train for token in text.encode_chat(generation, document.messages)
     ]
     assert flat(packed) == expected[: len(flat(packed))]
-    assert tokenizer.encode(TEXTS[0]).ids == text.encode(
-        generation, TEXTS[0]
-    )  # what the encoder is handed on as
+    # The tokenizer that comes back encodes as generation does.
+    assert tokenizer.encode(TEXTS[0]).ids == text.encode(generation, TEXTS[0])
 
 
 # --- where a document ends ------------------------------------------------------------------------
 
 
 def labels_across(packed: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The labels that belong to another document than their input, and which of them count."""
+    """Return the labels that belong to another document than their input, and which count."""
     across = packed["segments"][:, 1:] != packed["segments"][:, :-1]
     return packed["tokens"][:, 1:][across], packed["loss_mask"][across]
 
@@ -186,7 +185,7 @@ def test_texts_of_a_tokenizer_that_begins_none_end_with_an_end_token(tmp_path) -
     assert not counts.any()
     tokens, segments = flat(packed), [*packed["segments"][:, :-1].ravel().tolist(), -1]
     last = [tokens[i] for i in range(len(tokens) - 2) if segments[i] != segments[i + 1]]
-    assert last == [0] * len(last)  # the end token, which the text before it is counted to lead to
+    assert last == [0] * len(last)  # the end token, which is a label that counts
     ends = packed["tokens"][:, 1:] == 0
     assert ends.sum() >= len(last) - 1 and packed["loss_mask"][ends].all()
 
@@ -198,8 +197,8 @@ def test_the_end_token_is_the_targets_where_the_tokenizer_has_none(tmp_path) -> 
     )
     (directory / "tokenizer_config.json").write_text("{}")
     settings = DataConfig(source=source, tokenizer=str(directory), window=8, holdout=0.2)
-    for given, expected in ((7, 7), (None, None)):
-        _, packed, _ = data.prepare(settings, end=given)
+    for end, expected in ((7, 7), (None, None)):
+        _, packed, _ = data.prepare(settings, end=end)
         assert not labels_across(packed)[1].any()
         assert (flat(packed).count(7) > 20) == (expected == 7)
 
@@ -211,21 +210,16 @@ def test_a_begin_token_goes_on_being_learnt_as_the_end_of_the_text_before(tmp_pa
     tokens, counts = labels_across(packed)
     assert len(tokens) > 20 and set(tokens.tolist()) == {0} and counts.all()
     assert packed["loss_mask"].all()
-    assert (
-        7 not in flat(packed)[:1]
-        and sum(np.diff(np.flatnonzero(np.array(flat(packed)) == 0)) == 1) == 0
-    )
+    begins = np.flatnonzero(np.array(flat(packed)) == 0)
+    assert 7 not in flat(packed)[:1] and sum(np.diff(begins) == 1) == 0
 
 
 def test_a_conversation_is_no_label_of_the_one_before(tmp_path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
     source = tmp_path / "chats.jsonl"
-    source.write_text(
-        "".join(
-            json.dumps({"messages": [{"role": "user", "content": each}]}) + "\n" for each in TEXTS
-        )
-    )
+    chats = [{"messages": [{"role": "user", "content": content}]} for content in TEXTS]
+    source.write_text("".join(json.dumps(record) + "\n" for record in chats))
     settings = DataConfig(
         str(source), str(ASSETS / "target"), chat_template=str(template), window=8, holdout=0.2
     )

@@ -1,4 +1,7 @@
-"""Documents from every kind of file, and conversations in the chat template with the mask of what the assistant wrote."""
+"""Documents from every kind of file, and conversations in the chat template.
+
+Conversations come with the mask of what the assistant wrote.
+"""
 
 import json
 
@@ -60,14 +63,11 @@ def test_equal_documents_have_one_origin_and_what_is_written_after_them_keeps_it
     assert len(set(documents.identities(read))) == 3
     write_jsonl(
         tmp_path / "again.jsonl",
-        [{"messages": MESSAGES[:2], documents.REGENERATED_FROM: each} for each in origins],
+        [{"messages": MESSAGES[:2], documents.REGENERATED_FROM: origin} for origin in origins],
     )
     again = documents.read_documents(str(tmp_path / "again.jsonl"))
-    assert (
-        [documents.find_origin(document) for document in again]
-        == [document.name for document in again]
-        == origins
-    )
+    assert [documents.find_origin(document) for document in again] == origins
+    assert [document.name for document in again] == origins
     assert len(set(documents.identities(again))) == 3
 
 
@@ -111,10 +111,10 @@ def test_a_record_that_is_neither_is_refused_by_its_line(line, words, tmp_path) 
 def test_the_hub_is_named_where_it_fails(monkeypatch) -> None:
     import datasets
 
-    asked = []
+    requests = []
 
     def load(name, split):
-        asked.append((name, split))
+        requests.append((name, split))
         if name == "some/chats":
             return [{"messages": MESSAGES}]
         raise ConnectionError
@@ -125,14 +125,14 @@ def test_the_hub_is_named_where_it_fails(monkeypatch) -> None:
         ConfigError, match=r"data\.source='hf:no/chats': it cannot be loaded from the hub"
     ):
         documents.read_documents("hf:no/chats")
-    assert asked == [("some/chats", "test"), ("no/chats", "train")]
+    assert requests == [("some/chats", "test"), ("no/chats", "train")]
 
 
 @pytest.fixture
 def tokenizer():
-    made = AutoTokenizer.from_pretrained(ASSETS / "target", trust_remote_code=False)
-    made.chat_template = TEMPLATE
-    return made
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "target", trust_remote_code=False)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 def test_the_assistants_words_are_what_counts(tokenizer) -> None:
@@ -155,7 +155,7 @@ def test_the_projects_templates_mark_what_the_assistant_says(tokenizer, name) ->
     assert "two and two" in whole and "two and two" not in learnt
     prompt = tokenizer.apply_chat_template(MESSAGES[:1], add_generation_prompt=True, tokenize=False)
     answered = tokenizer.apply_chat_template(MESSAGES[:2], tokenize=False)
-    assert answered.startswith(prompt)  # generation goes on where the answer was learnt
+    assert answered.startswith(prompt)  # generation continues where the answer was learnt
 
 
 def test_a_template_without_marks_is_refused_with_its_first_line(tokenizer, tmp_path) -> None:
@@ -186,8 +186,8 @@ def test_conversations_are_packed_with_their_mask(tmp_path) -> None:
         "holdout": 0.2,
     }
     config = DataConfig(**settings, chat_template=str(tmp_path / "template.jinja"))
-    tokenizer, packed, held = data.prepare(config)
-    assert len(packed["tokens"]) > len(held["tokens"]) > 0
+    tokenizer, packed, held_out = data.prepare(config)
+    assert len(packed["tokens"]) > len(held_out["tokens"]) > 0
     labels = packed["tokens"][:, 1:][packed["loss_mask"]]
     answers = tokenizer.decode(labels.tolist()).split("<end>")
     assert set(answers[1:-1]) == {"Four.", "Seven, I think."}  # at the ends a window may cut one

@@ -1,4 +1,4 @@
-"""The objectives that train EAGLE drafters, against their formulas written out position by position."""
+"""The objectives of EAGLE drafters, against their formulas written out position by position."""
 
 from types import SimpleNamespace
 
@@ -25,12 +25,8 @@ BATCH = {
     **batch_of([[1, 2, 3, 4, 9, 3, 1], [5, 6, 7, 8]], [0, 1, 1, 1, 0, 1, 1, 1, 1, 1]),
     "key": jax.random.key(0),
 }
-COUNTED = {  # by step, the positions whose pairs are of one document and whose label is under the mask
-    0: [0, 1, 2, 4, 5, 7, 8],
-    1: [0, 1, 3, 4, 7],
-    2: [0, 2, 3],
-}
-
+COUNTED = {0: [0, 1, 2, 4, 5, 7, 8], 1: [0, 1, 3, 4, 7], 2: [0, 2, 3]}
+"""The positions by step whose pairs are of one document and whose label is under the mask."""
 
 JUDGED = Eagle1Training(target="here")
 
@@ -42,7 +38,10 @@ def strong(drafter):
 
 
 def parts(student, steps):
-    """The states of every step, and the target's hidden states and logits, as numpy arrays without the batch axis."""
+    """Return the states and logits of every step, and the target's hidden states and logits.
+
+    All are numpy arrays without the batch axis.
+    """
     output = forward(TARGET, BATCH, student.taps(TARGET.config))
     states = list(unroll(student, BATCH, TARGET, student.features(output), steps, detach=True))
     ours = [np.asarray(student.logits(TARGET, state)[0], np.float64) for state in states]
@@ -55,15 +54,15 @@ def parts(student, steps):
 
 
 def log_softmax(x):
-    return (
-        x
-        - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
-        - x.max(-1, keepdims=True)
-    )
+    largest = x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x - largest).sum(-1, keepdims=True)) - largest
 
 
 class Recorder:
-    """A drafter whose states are labels, and which notes what it is given to read: by step and place, as `unroll` tells it."""
+    """A drafter whose states are labels, and which records what `unroll` gives it to read.
+
+    The records are by step and place.
+    """
 
     sizes = SimpleNamespace(num_layers=1)
 
@@ -74,23 +73,24 @@ class Recorder:
         return tokens[..., None].astype(float)
 
     def run(self, states, embedded, positions, mask, past, module):
-        """The state of call c at pair t is 10 (c + 1) + t; an entry is the number of its call."""
+        """Record one call, and return its states and entry.
+
+        The state of call c at pair t is 10 (c + 1) + t; an entry is the number of its call.
+        """
         call, count = len(self.calls), positions.shape[1]
-        own = np.eye(count, dtype=bool) if mask is None else np.asarray(mask[0])
+        own_mask = np.eye(count, dtype=bool) if mask is None else np.asarray(mask[0])
         pieces = [
-            (entry, np.eye(count, dtype=bool) if seen is None else np.asarray(seen[0]))
-            for entry, seen in past[0]
+            (entry, np.eye(count, dtype=bool) if visible is None else np.asarray(visible[0]))
+            for entry, visible in past[0]
         ]
-        seen = [
-            {(entry, u) for entry, m in [(call, own), *pieces] for u in range(count) if m[t, u]}
+        masks = [(call, own_mask), *pieces]
+        visible = [
+            {(entry, u) for entry, m in masks for u in range(count) if m[t, u]}
             for t in range(count)
         ]
-        read = (
-            np.stack([states[0, :, 0], embedded[0, :, 0], positions[0]], axis=1)
-            .astype(int)
-            .tolist()
-        )
-        self.calls.append((module, read, seen))
+        columns = [states[0, :, 0], embedded[0, :, 0], positions[0]]
+        read = np.stack(columns, axis=1).astype(int).tolist()
+        self.calls.append((module, read, visible))
         return jnp.arange(count)[None, :, None] + 10 * (call + 1.0), (call,)
 
 
@@ -99,7 +99,7 @@ def test_what_is_read_at_each_step_is_as_the_table_has_it(modules) -> None:
     student, features = Recorder(modules), jnp.arange(5.0)[None, :, None]
     places = list(unroll(student, batch_of([list(range(6))]), None, features, 3, detach=False))
     (first, read_0, seen_0), (second, read_1, seen_1), (third, read_2, seen_2) = student.calls
-    moved = modules - 1  # module 1 reads what stands at place t at pair t + 1
+    moved = modules - 1  # module 1 reads at pair t + 1 what is at place t
     assert (first, second, third) == (0, moved, moved)
     assert read_0 == [[t, t + 1, t] for t in range(5)]
     assert read_1[moved : moved + 4] == [[10 + t, t + 2, t + 1] for t in range(4)]
@@ -134,51 +134,55 @@ def test_features_and_tokens_are_learnt(method, steps, top_weight) -> None:
     for step in range(steps):
         for t in COUNTED[step]:
             gap = np.abs(states[step][t] - hidden[t + 1 + step])
-            p, log_q = (
-                np.exp(log_softmax(theirs[t + 1 + step].astype(np.float64))),
-                log_softmax(ours[step][t]),
-            )
+            p = np.exp(log_softmax(theirs[t + 1 + step].astype(np.float64)))
+            log_q = log_softmax(ours[step][t])
             best = np.argsort(-p)[:3]
             expected += (
                 np.where(gap < 1, gap**2 / 2, gap - 0.5).mean()
                 - 0.1 * (p @ log_q)
                 - top_weight * (p[best] @ log_q[best])
             )
-    np.testing.assert_allclose(
-        loss, expected / 10 / steps, rtol=1e-4
-    )  # over all 10 positions, counted or not
+    # The mean is over all 10 positions, whether they count or not.
+    np.testing.assert_allclose(loss, expected / 10 / steps, rtol=1e-4)
     assert set(metrics) >= {"loss", "feature_loss_0", f"token_loss_{steps - 1}"}
 
 
 @pytest.mark.full
 def test_noise_is_of_the_width_that_was_asked_for(monkeypatch) -> None:
     student = strong(Eagle.init(TARGET, jax.random.key(1), Chain(3)))
-    objective = jax.jit(lambda noise, batch: Eagle1Training(target="here", noise=noise).objective(student, batch, TARGET)[0],
-                        static_argnums=0)  # fmt: skip
-    seen = []
+
+    def loss(noise, batch):
+        return Eagle1Training(target="here", noise=noise).objective(student, batch, TARGET)[0]
+
+    objective = jax.jit(loss, static_argnums=0)
+    recorded = []
+
+    def record(student, batch, target, features, *_, **__):
+        recorded.append(features)
+        return []
+
     with monkeypatch.context() as patched:
-        patched.setattr(
-            feature_loss,
-            "unroll",
-            lambda student, batch, target, features, *a, **k: seen.append(features) or [],
-        )
+        patched.setattr(feature_loss, "unroll", record)
         for noise in (0.0, 0.2):
-            Eagle1Training(target="here", noise=noise).objective(student, BATCH, TARGET)
-    gap = np.abs(
-        seen[1] - seen[0]
-    ).max()  # uniform, and for a window of 512 tokens; this one has 10
+            loss(noise, BATCH)
+    # The noise is uniform, and its width is meant for a window of 512 tokens; this one has 10.
+    gap = np.abs(recorded[1] - recorded[0]).max()
     assert 0.9 < gap / (0.2 / 2 * 512 / 10) <= 1
     quiet, noisy = objective(0.0, BATCH), objective(0.2, BATCH)
     assert quiet != noisy
-    assert noisy == objective(0.2, BATCH)  # the step's own key, and nothing else
+    assert noisy == objective(0.2, BATCH)  # only the step's own key decides the noise
     assert noisy != objective(0.2, {**BATCH, "key": jax.random.key(1)})
 
 
 def losses_of_acceptance(loss, pairs, eta=3.0):
-    """The loss of each pair of one depth: the target's logits, all of them, and the drafter's of the tokens ``ids``."""
+    """Return the loss of each pair of one depth.
+
+    A pair has all the target's logits, and the drafter's logits of the tokens ``ids``.
+    """
     chances, divergences = [], []
-    for wanted, ids, ours in pairs:
-        p, q = np.exp(log_softmax(np.asarray(wanted, np.float64)))[ids], np.exp(log_softmax(ours))
+    for target_logits, ids, ours in pairs:
+        p = np.exp(log_softmax(np.asarray(target_logits, np.float64)))[ids]
+        q = np.exp(log_softmax(ours))
         chances.append(sum(min(x, y) for x, y in zip(p, q, strict=True)))
         scaled = p / p.sum()
         divergences.append(sum(x * np.log(x / y) for x, y in zip(scaled, q, strict=True) if x))
@@ -204,19 +208,19 @@ def test_tokens_are_learnt_at_every_step_within_the_draft_vocabulary(kind) -> No
     for step in range(3):
         pairs = []
         for t in COUNTED[step]:
-            wanted = theirs[t + 1 + step]
-            if wanted.argmax() not in ids:
+            target_logits = theirs[t + 1 + step]
+            if target_logits.argmax() not in ids:
                 left_out += 1
                 continue
-            pairs.append((wanted, ids, ours[step][t]))
+            pairs.append((target_logits, ids, ours[step][t]))
         if kind == "cross_entropy":
-            each = [
-                -np.exp(log_softmax(wanted[ids].astype(np.float64))) @ log_softmax(q)
-                for wanted, ids, q in pairs
+            terms = [
+                -np.exp(log_softmax(target_logits[ids].astype(np.float64))) @ log_softmax(q)
+                for target_logits, ids, q in pairs
             ]
         else:
-            each = losses_of_acceptance(kind, pairs, eta=2.0)
-        expected += 0.8**step * sum(each)
+            terms = losses_of_acceptance(kind, pairs, eta=2.0)
+        expected += 0.8**step * sum(terms)
     assert left_out and expected > 1
     np.testing.assert_allclose(loss, expected / 10, rtol=1e-4)
 
@@ -224,7 +228,7 @@ def test_tokens_are_learnt_at_every_step_within_the_draft_vocabulary(kind) -> No
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["acceptance", "hybrid"])
 def test_a_loss_of_acceptance_raises_it(kind) -> None:
-    """Within a vocabulary of its own; a few steps of plain gradient descent."""
+    """Check a draft vocabulary and a few steps of plain gradient descent."""
     student = Eagle3.init(TARGET, jax.random.key(1), Chain(3), ids=np.array([0, 2, 3, 4, 6, 8, 10]))
     batch = batch_of([[1, 2, 3, 4, 9, 3, 1, 5, 6, 7, 8, 2, 1, 4]])
     method = Eagle3Training(target="here", steps=2, loss=kind)
@@ -255,7 +259,7 @@ def test_a_loss_of_acceptance_raises_it(kind) -> None:
         (
             Eagle3Training(target="here", loss="kl"),
             r"method\.loss='kl': must be one of cross_entropy, acceptance, hybrid",
-        ),  # type: ignore[arg-type]
+        ),
         (Eagle3Training(target="here", eta=-1.0), r"method\.eta=-1\.0: must be at least 0"),
     ],
 )
@@ -268,7 +272,10 @@ def test_losses_that_are_none_are_refused(method, message) -> None:
 def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass(
     monkeypatch,
 ) -> None:
-    """The first step's state is changed a little: does the loss of the third know? And what each method asks for."""
+    """Check whether the third step's loss depends on the first step's state.
+
+    Check also which of the two each method chooses.
+    """
 
     def sensitivity(student, detach):
         def last(shift):
@@ -281,7 +288,7 @@ def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass
     eagle = strong(Eagle.init(TARGET, jax.random.key(1), Chain(3)))
     whole, cut = sensitivity(eagle, False), sensitivity(eagle, True)
     assert whole != cut
-    asked = {}
+    detached = {}
     for module, method, student in (
         (feature_loss, HassTraining(target="here"), eagle),
         (
@@ -295,18 +302,18 @@ def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass
             patched.setattr(
                 module,
                 "unroll",
-                lambda *_, detach, name=name, **__: asked.update({name: detach}) or [],
+                lambda *_, detach, name=name, **__: detached.update({name: detach}) or [],
             )
             method.objective(student, BATCH, TARGET)
-    assert asked == {"hass": True, "eagle3": False}
-    rematerialised = Eagle3Training(target="here", steps=2, remat=True)
-    kept = Eagle3Training(target="here", steps=2)
+    assert detached == {"hass": True, "eagle3": False}
+    with_remat = Eagle3Training(target="here", steps=2, remat=True)
+    without_remat = Eagle3Training(target="here", steps=2)
     student = Eagle3.init(TARGET, jax.random.key(1), Chain(3))
     gradients = [
         jax.grad(lambda p, m=method: m.objective(student.replace(params=p), BATCH, TARGET)[0])(
             student.params
         )
-        for method in (rematerialised, kept)
+        for method in (with_remat, without_remat)
     ]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *gradients)
 
@@ -319,30 +326,28 @@ def test_a_drafter_that_says_what_the_target_says_is_simulated_as_always_right(m
     assert 1 <= unsure["acceptance_length"] < 1 + SIMULATED_STEPS
     output = forward(TARGET, batch)
 
-    def oracle(
-        self, target, states, module
-    ):  # the target's own logits, shifted as far as the step is
+    # The target's own logits, shifted by the number of the step.
+    def oracle(self, target, states, module):
         oracle.step += 1
         return jnp.roll(output.logits, -oracle.step, axis=1)
 
     oracle.step = 0
     monkeypatch.setattr(Eagle, "logits", oracle)
     sure = JUDGED.evaluation(student, batch, TARGET)
-    assert (
-        sure["acceptance_length"] == sure["accuracy_4"] * SIMULATED_STEPS + 1 == 1 + SIMULATED_STEPS
-    )
+    assert sure["acceptance_length"] == sure["accuracy_4"] * SIMULATED_STEPS + 1
+    assert sure["acceptance_length"] == 1 + SIMULATED_STEPS
     np.testing.assert_allclose(sure["acceptance_length_sampled"], 1 + SIMULATED_STEPS, rtol=1e-5)
 
 
 @pytest.mark.full
 def test_chains_are_simulated_where_all_their_tokens_count() -> None:
-    """Two holes in the mask: of ten labels only the first five in a row are a chain of five."""
+    """Check a mask with two holes: only the first five of ten labels are a chain of five."""
     student = strong(Eagle.init(TARGET, jax.random.key(1), Chain(3)))
     mask = [0, 1, 1, 1, 1, 1, 0, 1, 1, 1]
     tokens = [1, 2, 3, 4, 9, 3, 1, 5, 6, 7, 8]
-    found = JUDGED.evaluation(student, batch_of([tokens], mask), TARGET)
+    metrics = JUDGED.evaluation(student, batch_of([tokens], mask), TARGET)
     alone = JUDGED.evaluation(student, batch_of([tokens], [0, 1, 1, 1, 1, 1, 0, 0, 0, 0]), TARGET)
-    assert found["acceptance_length_sampled"] == alone["acceptance_length_sampled"] > 1
+    assert metrics["acceptance_length_sampled"] == alone["acceptance_length_sampled"] > 1
 
 
 def test_the_draft_vocabulary_is_what_is_said_most() -> None:

@@ -1,4 +1,4 @@
-"""The objective that trains Gemma 4's assistants, against drafts that are made token by token with a cache."""
+"""The objective of Gemma 4's assistants, against drafts made token by token with a cache."""
 
 import dataclasses
 
@@ -52,7 +52,10 @@ def strong(target, **shape):
 
 
 def drafted(target, student, document, read):
-    """Logits ``[V]`` of each step of a chain along ``document``, of which the target has ``read`` so many tokens."""
+    """Return the logits ``[V]`` of each step of a chain along ``document``.
+
+    The target has read ``read`` tokens of it.
+    """
     padded = jnp.asarray(document + [0] * (7 + STEPS - len(document)))
     chain = drafted_chain(
         target, student, padded[None, :7], jnp.array([read]), jnp.roll(padded, -read)[:STEPS]
@@ -63,19 +66,16 @@ def drafted(target, student, document, read):
 @jax.jit
 def drafted_chain(target, student, text, read, tokens):
     output, cache = target.forward(text, target.new_cache(1, 16), read)
-    state, cache, found = (
-        output.hidden[:, read[0] - 1][:, None],
-        cache.of_layers(student.reads(target.config)),
-        [],
-    )
+    state = output.hidden[:, read[0] - 1][:, None]
+    cache, chain = cache.of_layers(student.reads(target.config)), []
     for token in tokens:
         logits, state = student.read(target, token[None, None], state, cache)
-        found.append(logits[0, 0])
-    return found
+        chain.append(logits[0, 0])
+    return chain
 
 
 def places():
-    """Of each place in the batch: its document, and how many tokens of it have been read there."""
+    """Return for each place in the batch its document, and how many tokens were read there."""
     return [(document, read + 1) for document in DOCUMENTS for read in range(len(document))]
 
 
@@ -118,14 +118,12 @@ def test_clusters_are_learnt_beside_all_tokens() -> None:
     student = strong(target, centroids=4, centroids_kept=2)
     order = np.random.default_rng(0).permutation(12)
     student.params["order"] = jnp.asarray(order)
-    one = Gemma4AssistantTraining(target="here", steps=1)
-    loss, _ = one.objective(student, BATCH, target)
+    method = Gemma4AssistantTraining(target="here", steps=1)
+    loss, _ = method.objective(student, BATCH, target)
     output, entries = score(target, BATCH)
     (x,) = draft_along(student, BATCH, target, output, entries, 1)
-    everything, theirs = (
-        np.asarray(student.all_logits(x)[0], np.float64),
-        np.asarray(output.logits[0], np.float64),
-    )
+    everything = np.asarray(student.all_logits(x)[0], np.float64)
+    theirs = np.asarray(output.logits[0], np.float64)
     of_clusters = np.asarray(x[0] @ student.params["centroids"], np.float64)
     expected = 0.0
     for place in COUNTED[0]:
@@ -137,7 +135,7 @@ def test_clusters_are_learnt_beside_all_tokens() -> None:
             of_clusters[place]
         )
     np.testing.assert_allclose(loss, expected / 10, rtol=1e-4)
-    without = dataclasses.replace(one, centroid_weight=0.0).objective(student, BATCH, target)[0]
+    without = dataclasses.replace(method, centroid_weight=0.0).objective(student, BATCH, target)[0]
     assert without < loss
 
 
@@ -152,25 +150,27 @@ def test_gradients_reach_every_parameter_through_all_steps(remat) -> None:
         return method.objective(student.replace(params=params), BATCH, target)[0]
 
     gradient = jax.grad(loss, allow_int=True)(student.params)
-    gradient["layers"][-1].pop(
-        "scalar"
-    )  # a norm follows: how long the last layer's states are makes no difference
+    # A norm follows the last layer, so that the length of its states makes no difference.
+    gradient["layers"][-1].pop("scalar")
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         assert leaf.dtype == jax.dtypes.float0 or np.abs(leaf).max() > 1e-6, path
-    kept = jax.grad(lambda p: dataclasses.replace(method, remat=False).objective(student.replace(params=p), BATCH, target)[0],
-                    allow_int=True)(student.params)  # fmt: skip
-    np.testing.assert_allclose(
-        gradient["post"], kept["post"], atol=1e-5
-    )  # which the first step's loss does not depend on
+
+    def loss_without_remat(params):
+        plain = dataclasses.replace(method, remat=False)
+        return plain.objective(student.replace(params=params), BATCH, target)[0]
+
+    expected = jax.grad(loss_without_remat, allow_int=True)(student.params)
+    # The first step's loss does not depend on "post".
+    np.testing.assert_allclose(gradient["post"], expected["post"], atol=1e-5)
     assert method.frozen("params.embed") is False
     assert dataclasses.replace(method, freeze_head=True).frozen("params.embed")
 
 
 @pytest.mark.full
 def test_what_it_would_be_worth_is_simulated(target) -> None:
-    found = Gemma4AssistantTraining(target="here").evaluation(strong(target), BATCH, target)
-    assert 1 <= found["acceptance_length"] < 1 + SIMULATED_STEPS
-    assert 0 <= found["accuracy_4"] <= 1
+    metrics = Gemma4AssistantTraining(target="here").evaluation(strong(target), BATCH, target)
+    assert 1 <= metrics["acceptance_length"] < 1 + SIMULATED_STEPS
+    assert 0 <= metrics["accuracy_4"] <= 1
 
 
 def test_an_earlier_assistant_s_shape_is_kept(tmp_path) -> None:
@@ -179,15 +179,13 @@ def test_an_earlier_assistant_s_shape_is_kept(tmp_path) -> None:
         target, jax.random.key(3), num_layers=2, hidden_size=24, num_heads=4, intermediate_size=20
     )
     earlier.save_pretrained(tmp_path)
-    given = StudentInputs(None, np.ones(11), target, init_from=str(tmp_path))  # type: ignore[arg-type]
-    assert (
-        Gemma4AssistantTraining(target="here").init(jax.random.key(0), given).config
-        == earlier.config
-    )
+    inputs = StudentInputs(None, np.ones(11), target, init_from=str(tmp_path))
+    student = Gemma4AssistantTraining(target="here").init(jax.random.key(0), inputs)
+    assert student.config == earlier.config
     with pytest.raises(
         ConfigError, match=r"init_from=.*its shape is kept; leave out method\.hidden_size"
     ):
-        Gemma4AssistantTraining(target="here", hidden_size=24).init(jax.random.key(0), given)
+        Gemma4AssistantTraining(target="here", hidden_size=24).init(jax.random.key(0), inputs)
 
 
 @pytest.mark.parametrize(

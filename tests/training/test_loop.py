@@ -1,4 +1,7 @@
-"""Training end to end on a small text: it learns, it resumes bit for bit after a kill, it refuses to mix runs."""
+"""Training end to end on a small text.
+
+It learns, it resumes bit for bit after a kill, and it refuses to mix runs.
+"""
 
 import json
 import os
@@ -45,11 +48,10 @@ SIZES = ModelSizes(
 
 
 def write_texts(path: Path, lines: int) -> str:
-    """Thirty texts of so many lines, into a folder."""
+    """Write thirty texts with so many lines into a folder, and return its path."""
     for i in range(30):
-        (path / f"{i}.txt").write_text(
-            "".join(f"line {i} says {j % 7} and then {j % 5}\n" for j in range(lines))
-        )
+        text = "".join(f"line {i} says {j % 7} and then {j % 5}\n" for j in range(lines))
+        (path / f"{i}.txt").write_text(text)
     return str(path)
 
 
@@ -78,7 +80,7 @@ def metrics_of(output) -> list[dict]:
 
 
 def stopping_at(last: int):
-    """`train_step`, which is interrupted before the step after ``last``."""
+    """Return a `train_step` that is interrupted before the step after ``last``."""
 
     def stopped_step(state, *arguments, **options):
         if int(state.step) == last:
@@ -88,10 +90,10 @@ def stopping_at(last: int):
     return stopped_step
 
 
-def assert_same_runs(left: Path, right: Path) -> None:
-    """Every reported number and every bit of the students."""
-    assert metrics_of(left) == metrics_of(right)
-    students = [load_file(path / "best" / "model.safetensors") for path in (left, right)]
+def assert_same_runs(output: Path, expected: Path) -> None:
+    """Check that every reported number and every bit of the students is the same."""
+    assert metrics_of(output) == metrics_of(expected)
+    students = [load_file(path / "best" / "model.safetensors") for path in (output, expected)]
     jax.tree.map(np.testing.assert_array_equal, *students)
 
 
@@ -117,7 +119,10 @@ def test_it_learns_and_reports(finished) -> None:
 
 @pytest.mark.full
 def test_a_killed_run_continues_bit_for_bit(source, finished, tmp_path) -> None:
-    """SIGKILL in the middle of training, then the same command again, here: in a process that has compiled it already."""
+    """Kill a process in the middle of training, and run the same command again.
+
+    The second run is in this process, which has compiled the program already.
+    """
     output = tmp_path / "run"
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(config(source, output, checkpoint_every=4)))
@@ -126,9 +131,11 @@ def test_a_killed_run_continues_bit_for_bit(source, finished, tmp_path) -> None:
     first = subprocess.Popen(running, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log = output / "metrics.jsonl"
     deadline = time.time() + 120
-    while time.time() < deadline and not any(
-        path.name.isdigit() for path in (output / "checkpoints").glob("*")
-    ):
+
+    def has_checkpoint() -> bool:
+        return any(path.name.isdigit() for path in (output / "checkpoints").glob("*"))
+
+    while time.time() < deadline and not has_checkpoint():
         time.sleep(0.02)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
@@ -137,11 +144,10 @@ def test_a_killed_run_continues_bit_for_bit(source, finished, tmp_path) -> None:
     )
     before = log.read_text().splitlines()[:4]
     with log.open("a") as torn:
-        torn.write('{"step": 39')  # what a kill can leave: half a line
+        torn.write('{"step": 39')  # a kill can leave half a line
     assert main(command) == 0
-    assert (
-        log.read_text().splitlines()[:4] == before
-    )  # speeds and all: these steps were not run again
+    # Even the speeds are the same: these steps were not run again.
+    assert log.read_text().splitlines()[:4] == before
     assert_same_runs(output, finished)
 
 
@@ -182,7 +188,10 @@ def test_a_run_does_not_continue_on_another_text(source, finished) -> None:
 def test_a_run_does_not_continue_with_another_target(
     source, finished, tmp_path, monkeypatch
 ) -> None:
-    """The target's directory is overwritten between two halves: one weight changed a little, another epsilon."""
+    """Overwrite the target's directory between two halves of a run.
+
+    One change is to a single weight, and one to epsilon.
+    """
     target = tmp_path / "target"
     shutil.copytree(finished / "best", target)
     run = config(
@@ -205,8 +214,8 @@ def test_a_run_does_not_continue_with_another_target(
         r"method\.target='.*target': the model there has changed since the run in output=.*choose"
         r" another output"
     )
-    for other in (changed, swapped):
-        save_file(other, target / "model.safetensors")
+    for tensors in (changed, swapped):
+        save_file(tensors, target / "model.safetensors")
         with pytest.raises(ConfigError, match=message):
             loop.train(run)
     save_file(weights, target / "model.safetensors")
@@ -215,7 +224,7 @@ def test_a_run_does_not_continue_with_another_target(
     with pytest.raises(ConfigError, match=message):
         loop.train(run)
     (target / "config.json").write_text(json.dumps(settings))
-    shutil.move(target, tmp_path / "elsewhere")  # the content counts, and not the path
+    shutil.move(target, tmp_path / "elsewhere")  # only the content counts, not the directory
     shutil.copytree(tmp_path / "elsewhere", target)
     loop.train(run)
     assert metrics_of(tmp_path / "draft")[-2]["step"] == 8
@@ -241,9 +250,8 @@ def test_a_targets_fingerprint_is_the_same_on_any_mesh() -> None:
     for place in places:
 
         def spread(leaf, place=place):
-            return jax.device_put(
-                leaf, place if leaf.ndim == 2 else NamedSharding(place.mesh, PartitionSpec())
-            )
+            replicated = NamedSharding(place.mesh, PartitionSpec())
+            return jax.device_put(leaf, place if leaf.ndim == 2 else replicated)
 
         params = jax.tree.map(spread, target.params)
         assert fingerprint.of_target(target.replace(params=params, mesh=place.mesh)) == alone
@@ -258,7 +266,7 @@ def test_a_targets_fingerprint_is_the_same_on_any_mesh() -> None:
 
 
 def test_a_targets_fingerprint_outlives_new_fields_of_its_configuration() -> None:
-    """A later version has more to say of a model, and says of this one that it is as before."""
+    """Check a later version, whose new fields have their defaults for this model."""
 
     @dataclass(frozen=True)
     class LaterRope(Rope):
@@ -273,19 +281,18 @@ def test_a_targets_fingerprint_outlives_new_fields_of_its_configuration() -> Non
 
     def later(bend: float = 0.0, **changes) -> str | None:
         rope = LaterRope(**vars(target.config.rope), bend=bend)
-        return fingerprint.of_target(
-            target.replace(config=LaterConfig(**{**vars(target.config), "rope": rope, **changes}))
-        )
+        config = LaterConfig(**{**vars(target.config), "rope": rope, **changes})
+        return fingerprint.of_target(target.replace(config=config))
 
     assert later() == alone
-    others = [
+    changed = [
         later(bend=1.0),
         later(echo=(1,)),
         later(norm_eps=2e-5),
         later(rope=Rope(theta=301.0)),
         later(rope=Rope()),
     ]
-    assert len({alone, *others}) == 6
+    assert len({alone, *changed}) == 6
 
 
 @pytest.mark.full
@@ -309,7 +316,7 @@ def test_windows_that_the_target_cannot_read_are_refused(source, finished, tmp_p
         ConfigError, match=r"data\.window=128 is longer than the 64 positions of method\.target="
     ):
         loop.train(replace(run, data=replace(run.data, window=128)))
-    assert not (tmp_path / "draft").exists()  # nothing is claimed by a run that cannot start
+    assert not (tmp_path / "draft").exists()  # a run that cannot start claims no directory
 
 
 def test_a_batch_larger_than_the_text_claims_nothing(source, tmp_path) -> None:
@@ -331,15 +338,18 @@ def test_a_seed_out_of_range_is_one_line_and_claims_nothing(source, tmp_path, ca
 
 
 def test_every_bit_of_a_seed_counts(source, tmp_path, monkeypatch) -> None:
-    """Seeds that agree in their last 32 bits: other weights, another order of the data, other noise in the steps."""
-    begun, keys, first = {}, {}, {}
+    """Check seeds that agree in their last 32 bits.
+
+    Each has other weights, another order of the data, and other noise in the steps.
+    """
+    weights, keys, first = {}, {}, {}
 
     def watched_batch(windows, key, *arguments):
         keys[seed], first[seed] = jax.random.key_data(key), windows["tokens"]
         return step.make_batch(windows, key, *arguments)
 
     def watched_step(state, *_, **__):
-        begun[seed] = state.student.params["embed"]
+        weights[seed] = state.student.params["embed"]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loop, "make_batch", watched_batch)
@@ -347,12 +357,10 @@ def test_every_bit_of_a_seed_counts(source, tmp_path, monkeypatch) -> None:
     for seed in (7, 2**32 + 7, 2**63 - 1):
         with pytest.raises(KeyboardInterrupt):
             loop.train(config(source, tmp_path / str(seed), seed=seed))
-    for found in (begun, keys, first):
-        assert len({np.asarray(each).tobytes() for each in found.values()}) == 3
-    np.testing.assert_array_equal(
-        keys[7],
-        jax.random.key_data(jax.random.fold_in(jax.random.fold_in(jax.random.key(7), 2**31), 1)),
-    )
+    for by_seed in (weights, keys, first):
+        assert len({np.asarray(array).tobytes() for array in by_seed.values()}) == 3
+    first_step = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), 2**31), 1)
+    np.testing.assert_array_equal(keys[7], jax.random.key_data(first_step))
 
 
 @pytest.mark.full
@@ -360,24 +368,23 @@ def test_a_mesh_trains_the_same_and_resumes_bit_for_bit(
     source, finished, tmp_path, monkeypatch
 ) -> None:
     loop.train(config(source, tmp_path / "whole", mesh=(2, 2)))
-    one, four = metrics_of(finished), metrics_of(tmp_path / "whole")
-    for name in ("loss", "accuracy", "gradient_norm"):  # later, rounding has had time to grow
+    single, four = metrics_of(finished), metrics_of(tmp_path / "whole")
+    for name in ("loss", "accuracy", "gradient_norm"):  # in later steps rounding errors have grown
         np.testing.assert_allclose(
-            [line[name] for line in four[:6]], [line[name] for line in one[:6]], rtol=1e-4
+            [line[name] for line in four[:6]], [line[name] for line in single[:6]], rtol=1e-4
         )
-    np.testing.assert_allclose(four[-1]["held_out_loss"], one[-1]["held_out_loss"], atol=0.05)
+    np.testing.assert_allclose(four[-1]["held_out_loss"], single[-1]["held_out_loss"], atol=0.05)
 
-    mesh, seen = make_mesh(2, 2), []
+    mesh, shapes = make_mesh(2, 2), []
 
     def watched_step(state, batch, *arguments, **options):
-        if len(seen) == 6:
+        if len(shapes) == 6:
             raise KeyboardInterrupt
         assert batch["tokens"].sharding.shard_shape((4, 33)) == (2, 33)
         state, metrics = step.train_step(state, batch, *arguments, **options)
-        gates = [
-            leaf for leaf in jax.tree.leaves(state) if leaf.shape == (16, 32)
-        ]  # "gate", "up" and their moments
-        seen.append([leaf.sharding.shard_shape((16, 32)) for leaf in gates])
+        # These are "gate", "up" and their moments.
+        gates = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (16, 32)]
+        shapes.append([leaf.sharding.shard_shape((16, 32)) for leaf in gates])
         assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(state))
         return state, metrics
 
@@ -385,19 +392,21 @@ def test_a_mesh_trains_the_same_and_resumes_bit_for_bit(
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(loop, "train_step", watched_step)
         loop.train(run)
-    assert (
-        seen == [[(8, 16)] * 4] * 6
-    )  # a quarter on each device: units over "model", and the rest over "data"
+    # A quarter is on each device: units are split over "model", and the other axis over "data".
+    assert shapes == [[(8, 16)] * 4] * 6
     loop.train(run)
     assert_same_runs(tmp_path / "whole", tmp_path / "resumed")
 
 
 @struct.dataclass
 class Head:
-    """A drafter in miniature, and no `Target`: from the target's state at t and the token after it, the token after that.
+    """A drafter in miniature, which is no `Target`.
+
+    It predicts token t + 2 from the target's state at t and token t + 1.
 
     Attributes:
-        params: "embed" (the target's own array, frozen), "ids" (whole numbers) and "fuse" (trained).
+        params: "embed" (the target's own array, frozen), "ids" (whole numbers) and "fuse"
+            (trained).
         taps: layers of the target that it reads.
     """
 
@@ -418,19 +427,20 @@ class TrainHead(TrainingMethod):
     target: str = ""
     noise: float = 0.1
 
-    def init(self, key, given):
-        hidden = given.target.config.hidden_size
+    def init(self, key, inputs):
+        hidden = inputs.target.config.hidden_size
         fuse = jax.random.normal(key, (2 * hidden, hidden)) / 4
-        embed = given.target.params["embed"]
+        embed = inputs.target.params["embed"]
         return Head(params={"embed": embed, "ids": jnp.arange(3), "fuse": fuse})
 
     def objective(self, student, batch, target):
-        seen = forward(target, batch, student.taps).taps[:, :-1, 0]
-        seen += self.noise * (1 - batch["progress"]) * jax.random.normal(batch["key"], seen.shape)
+        features = forward(target, batch, student.taps).taps[:, :-1, 0]
+        noise = jax.random.normal(batch["key"], features.shape)
+        features += self.noise * (1 - batch["progress"]) * noise
         following = student.params["embed"][batch["tokens"][:, 1:-1]]
-        state = jnp.concatenate([seen, following], axis=-1) @ student.params["fuse"]
-        each = losses.cross_entropy(target.head(state), batch["tokens"][:, 2:])
-        loss = losses.mean_over_positions(each, batch["loss_mask"][:, 1:])
+        state = jnp.concatenate([features, following], axis=-1) @ student.params["fuse"]
+        terms = losses.cross_entropy(target.head(state), batch["tokens"][:, 2:])
+        loss = losses.mean_over_positions(terms, batch["loss_mask"][:, 1:])
         return loss, {"loss": loss}
 
     def frozen(self, path):
@@ -438,7 +448,10 @@ class TrainHead(TrainingMethod):
 
 
 def test_a_drafter_trains_as_a_whole_model_does(source, finished, tmp_path) -> None:
-    """Frozen target, frozen and whole-number parameters, an export of its own: nothing in the loop is about models."""
+    """Check that the loop needs no model.
+
+    The drafter has a frozen target, frozen and whole-number parameters, and its own export.
+    """
     method = TrainHead(target=str(finished / "best"))
     target = Target.from_pretrained(method.target)
     student = method.init(jax.random.key(0), StudentInputs(None, None, target))
@@ -450,12 +463,8 @@ def test_a_drafter_trains_as_a_whole_model_does(source, finished, tmp_path) -> N
     )
     state = step.initial_state(method, student, make_optimizer(run.optimizer, run.steps))
     sizes = sorted(leaf.size for leaf in jax.tree.leaves(state.optimizer))
-    assert sizes == [
-        1,
-        1,
-        student.params["fuse"].size,
-        student.params["fuse"].size,
-    ]  # counts, and Adam's two moments
+    trained_size = student.params["fuse"].size
+    assert sizes == [1, 1, trained_size, trained_size]  # counts, and Adam's two moments
 
     directory = loop.train(run)
     lines = [line["loss"] for line in metrics_of(tmp_path / "head") if "loss" in line]
@@ -465,9 +474,8 @@ def test_a_drafter_trains_as_a_whole_model_does(source, finished, tmp_path) -> N
     assert trained["embed"].tobytes() == np.asarray(student.params["embed"]).tobytes()
     assert trained["ids"].tolist() == [0, 1, 2]
     assert np.all(trained["fuse"] != student.params["fuse"])
-    np.testing.assert_array_equal(
-        target.params["embed"], student.params["embed"]
-    )  # its array was not given away
+    # The target's array was not donated.
+    np.testing.assert_array_equal(target.params["embed"], student.params["embed"])
 
 
 # --- two steps at once ----------------------------------------------------------------------------
@@ -490,7 +498,10 @@ class SlowLm(Lm):
 
 @pytest.mark.full
 def test_a_step_runs_while_the_next_ones_data_are_made(source, tmp_path, monkeypatch) -> None:
-    """Data that take about as long as a step: when they are asked for, the step before has begun and not ended."""
+    """Check that making data overlaps with a step, if both take about as long.
+
+    When the data are requested, the step before has begun and not ended.
+    """
     real_batches, newest, still_running, times = loop.data.batches, [], [], []
 
     class SlowBatches:
@@ -529,8 +540,8 @@ def test_a_step_runs_while_the_next_ones_data_are_made(source, tmp_path, monkeyp
     ]
     reported = np.array([4 * 32 / line["tokens_per_s"] for line in lines if "tokens_per_s" in line])
     assert len(reported) == 16
-    # The speeds that are reported add up to the time that passed: from the third batch, when the first step has just been
-    # reported, to the last one, when the last but two has.
+    # The reported speeds add up to the time that passed: from the third batch, when the first step
+    # has just been reported, to the last batch, when the last step but two has.
     np.testing.assert_allclose(sum(reported[1:-2]), times[-1] - times[2], rtol=0.1)
 
 
@@ -543,11 +554,11 @@ def test_metrics_of_the_steps_that_finished_are_written_where_a_run_is_interrupt
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
-# --- what else a run leaves, and how else it can be run -------------------------------------------
+# --- other files of a run, and other ways to run it -----------------------------------------------
 
 
 def test_the_best_student_is_kept_beside_the_latest(source, tmp_path, monkeypatch) -> None:
-    """Held-out losses that were made up: the second evaluation is the best of three."""
+    """Check made-up held-out losses, of which the second is the best of three."""
     made_up = iter([3.0, 1.0, 2.0])
     monkeypatch.setattr(loop, "evaluate", lambda *_: {"loss": next(made_up)})
     directory = loop.train(
@@ -558,9 +569,9 @@ def test_the_best_student_is_kept_beside_the_latest(source, tmp_path, monkeypatc
         load_file(tmp_path / "run" / name / "model.safetensors") for name in ("best", "latest")
     )
     assert not np.array_equal(best["model.norm.weight"], latest["model.norm.weight"])
-    assert [
-        line["held_out_loss"] for line in metrics_of(tmp_path / "run") if "held_out_loss" in line
-    ] == [3.0, 1.0, 2.0]
+    lines = metrics_of(tmp_path / "run")
+    held_out = [line["held_out_loss"] for line in lines if "held_out_loss" in line]
+    assert held_out == [3.0, 1.0, 2.0]
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
 
 
@@ -610,14 +621,14 @@ def test_a_warm_start_begins_with_the_weights_and_nothing_else(source, finished,
     first = metrics_of(tmp_path / "run")[0]
     assert first["step"] == 1
     assert first["loss"] < metrics_of(finished)[0]["loss"] - 0.5
-    other = replace(
+    other_run = replace(
         run, output=str(tmp_path / "other"), method=Lm(model=replace(SIZES, intermediate_size=16))
     )
     with pytest.raises(
         ConfigError,
         match=r"its shape differs from this run's student \(intermediate_size: 32 -> 16\)",
     ):
-        loop.train(other)
+        loop.train(other_run)
 
 
 @pytest.mark.full

@@ -62,19 +62,22 @@ def softmax(x) -> np.ndarray:
 
 @pytest.mark.parametrize("ids", [np.arange(11), PART])
 def test_the_chance_of_acceptance_is_what_p_and_q_have_in_common(ids) -> None:
-    """Of a vocabulary of 5 tokens p is as it is among 11: its sum there bounds the chance."""
+    """Check that p in a vocabulary of 5 tokens stays as among 11: its sum bounds the chance."""
     log_p, logits = jax.nn.log_softmax(SHARP_TARGET)[..., ids], SHARP[..., ids]
     p, q = softmax(SHARP_TARGET)[..., ids], softmax(logits)
     expected = np.zeros((3, 5))
     for place in np.ndindex(3, 5):
         expected[place] = sum(min(a, b) for a, b in zip(p[place], q[place], strict=True))
-    found = jax.jit(losses.log_acceptance)(log_p, logits)
-    np.testing.assert_allclose(np.exp(found), expected, rtol=1e-5)
-    assert np.all(np.exp(found) <= p.sum(axis=-1) + 1e-6)
+    log_chance = jax.jit(losses.log_acceptance)(log_p, logits)
+    np.testing.assert_allclose(np.exp(log_chance), expected, rtol=1e-5)
+    assert np.all(np.exp(log_chance) <= p.sum(axis=-1) + 1e-6)
 
 
 def test_the_losses_of_acceptance_are_those_of_speculators() -> None:
-    """Of all tokens; theirs gives each position its own share of the divergence, so here each is a batch of its own."""
+    """Compare the losses over all tokens.
+
+    Speculators gives each position its own share of the divergence, so each is a batch here.
+    """
     eager = pytest.importorskip(
         "speculators.losses.eager", reason="speculators 0.9 is not installed"
     )
@@ -83,19 +86,21 @@ def test_the_losses_of_acceptance_are_those_of_speculators() -> None:
     ours, theirs = as_torch(SHARP), as_torch(SHARP_TARGET)
     np.testing.assert_allclose(-log_a, eager.neg_log_acceptance_loss(ours, theirs), atol=1e-5)
     np.testing.assert_allclose(1 - jnp.exp(log_a), eager.tv_loss(ours, theirs), atol=1e-5)
-    alone = jax.vmap(
-        jax.vmap(lambda kl, log_a: losses.hybrid(kl[None], log_a[None], jnp.ones(1, bool), 3.0)[0])
-    )(kl, log_a)
+
+    def of_position(kl, log_a):
+        return losses.hybrid(kl[None], log_a[None], jnp.ones(1, bool), 3.0)[0]
+
+    alone = jax.vmap(jax.vmap(of_position))(kl, log_a)
     np.testing.assert_allclose(alone, eager.lk_hybrid_loss(ours, theirs, eta=3.0), atol=1e-5)
 
 
 def test_a_hybrid_has_one_share_of_the_divergence_for_all_that_count() -> None:
     kl, a = np.array([2.0, 1.0, 7.0]), np.array([0.5, 0.7, 0.1])
     share = np.exp(-2.0 * 0.6)
-    found = losses.hybrid(
+    loss = losses.hybrid(
         jnp.asarray(kl), jnp.log(jnp.asarray(a)), jnp.array([True, True, False]), 2.0
     )
-    np.testing.assert_allclose(found, share * kl + (1 - share) * (1 - a), rtol=1e-5)
+    np.testing.assert_allclose(loss, share * kl + (1 - share) * (1 - a), rtol=1e-5)
     np.testing.assert_allclose(
         losses.hybrid(jnp.asarray(kl), jnp.log(jnp.asarray(a)), jnp.zeros(3, bool), 2.0), kl
     )
@@ -103,7 +108,7 @@ def test_a_hybrid_has_one_share_of_the_divergence_for_all_that_count() -> None:
 
 @pytest.mark.parametrize("loss", ["acceptance", "hybrid"])
 def test_gradients_are_those_of_finite_differences(loss) -> None:
-    """In NumPy with 64 bits; of the hybrid the share is held where it is."""
+    """Compare with NumPy in 64 bits; the share of the hybrid is constant."""
     log_p, p, mask = (
         jax.nn.log_softmax(SHARP_TARGET)[..., PART],
         softmax(SHARP_TARGET)[..., PART],
@@ -120,26 +125,22 @@ def test_gradients_are_those_of_finite_differences(loss) -> None:
         if loss == "acceptance":
             return -np.log(chance(x)).sum()
         scaled = p / p.sum(axis=-1, keepdims=True)
-        return (
-            share * (scaled * np.log(scaled / softmax(x))).sum(axis=-1)
-            + (1 - share) * (1 - chance(x))
-        ).sum()
+        divergence = (scaled * np.log(scaled / softmax(x))).sum(axis=-1)
+        return (share * divergence + (1 - share) * (1 - chance(x))).sum()
 
     def fast(x):
         log_a = losses.log_acceptance(log_p, x)
-        return jnp.sum(
-            -log_a
-            if loss == "acceptance"
-            else losses.hybrid(losses.forward_kl(log_p, x), log_a, mask, 3.0)
-        )
+        if loss == "acceptance":
+            return jnp.sum(-log_a)
+        return jnp.sum(losses.hybrid(losses.forward_kl(log_p, x), log_a, mask, 3.0))
 
-    value, found = jax.value_and_grad(fast)(SHARP[..., PART])
+    value, gradient = jax.value_and_grad(fast)(SHARP[..., PART])
     np.testing.assert_allclose(value, slow(start), rtol=1e-5)
     for index in [(0, 0, 0), (0, 3, 2), (1, 1, 4), (2, 4, 1), (2, 0, 3)]:
         step = np.zeros_like(start)
         step[index] = 1e-5
         np.testing.assert_allclose(
-            found[index], (slow(start + step) - slow(start - step)) / 2e-5, atol=2e-4
+            gradient[index], (slow(start + step) - slow(start - step)) / 2e-5, atol=2e-4
         )
 
 
@@ -149,11 +150,11 @@ def test_where_the_drafter_is_right_nothing_moves_and_where_it_is_far_off_it_sti
     np.testing.assert_allclose(gradient(SHARP_TARGET), 0.0, atol=1e-6)
     sure, wrong = jnp.array([200.0, 0.0, -200.0]), jnp.array([0.0, 200.0, -200.0])
     log_a = losses.log_acceptance(jax.nn.log_softmax(sure), wrong)
-    np.testing.assert_allclose(
-        log_a, np.log(2) - 200.0, rtol=1e-5
-    )  # a chance that 32 bits would round to 0
+    # With 32 bits the chance itself would be rounded to 0.
+    np.testing.assert_allclose(log_a, np.log(2) - 200.0, rtol=1e-5)
     push = jax.grad(lambda x: losses.log_acceptance(jax.nn.log_softmax(sure), x))(wrong)
-    # Half of the chance lies at token 0, where q is the smaller one, the other half at token 1, where p is.
+    # Half of the chance lies at token 0, where q is smaller than p, and half at token 1, where p is
+    # smaller.
     np.testing.assert_allclose(push, [0.5, -0.5, 0.0], atol=1e-5)
 
 

@@ -50,13 +50,13 @@ def test_labels_outside_the_mask_change_nothing(lm) -> None:
     batch = batch_of([[1, 2, 3, 4, 5, 6]], mask)
     loss, metrics = lm(TARGET, batch, None)
     logits = jax.jit(forward)(TARGET, batch).logits
-    each = np.asarray(losses.cross_entropy(logits, batch["tokens"][:, 1:]))[0]
-    np.testing.assert_allclose(loss, (each[1] + each[2]) / 5, rtol=1e-5)
+    terms = np.asarray(losses.cross_entropy(logits, batch["tokens"][:, 1:]))[0]
+    np.testing.assert_allclose(loss, (terms[1] + terms[2]) / 5, rtol=1e-5)
     hits = np.argmax(logits, -1)[0] == np.arange(2, 7)
     np.testing.assert_allclose(metrics["accuracy"], (float(hits[1]) + hits[2]) / 2, rtol=1e-6)
-    # The last token is a label alone, outside the mask.
-    other, _ = lm(TARGET, batch_of([[1, 2, 3, 4, 5, 9]], mask), None)
-    np.testing.assert_array_equal(other, loss)
+    # The last token is only a label, outside the mask.
+    other_loss, _ = lm(TARGET, batch_of([[1, 2, 3, 4, 5, 9]], mask), None)
+    np.testing.assert_array_equal(other_loss, loss)
 
 
 def test_distilling_from_oneself_costs_nothing_and_what_is_masked_never_does() -> None:
@@ -66,8 +66,8 @@ def test_distilling_from_oneself_costs_nothing_and_what_is_masked_never_does() -
     np.testing.assert_allclose(loss, 0, atol=1e-4)
     np.testing.assert_allclose(metrics["acceptance"], 1, atol=1e-4)
     assert metrics["agreement"] == 1
-    other = tiny_target(seed=1, num_layers=1)
-    first, _ = distill(other, batch, TARGET)
-    masked, metrics = distill(other, batch_of([[1, 2, 3, 4], [5, 6]], [0, 0, 0, 0, 0]), TARGET)
+    student = tiny_target(seed=1, num_layers=1)
+    first, _ = distill(student, batch, TARGET)
+    masked, metrics = distill(student, batch_of([[1, 2, 3, 4], [5, 6]], [0, 0, 0, 0, 0]), TARGET)
     assert first > 0.1
     assert masked == metrics["acceptance"] == metrics["agreement"] == 0

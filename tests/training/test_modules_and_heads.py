@@ -1,4 +1,4 @@
-"""The objectives of multi-token prediction and Medusa, against their formulas written out position by position."""
+"""The objectives of multi-token prediction and Medusa, against formulas position by position."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,10 @@ TOKENS = np.asarray(BATCH["tokens"][0])
 
 
 def of_labels(labels: str, theirs: np.ndarray, ours: np.ndarray, step: int, t: int) -> float:
-    """The cross entropy of one prediction: of token t + 2 + step, or of the target's distribution there."""
+    """Return the cross entropy of one prediction.
+
+    The label is token t + 2 + step, or the target's distribution there.
+    """
     log_q = log_softmax(ours[t].astype(np.float64))
     if labels == "text":
         return -log_q[TOKENS[t + 2 + step]]
@@ -42,14 +45,10 @@ def test_each_head_learns_the_token_that_far_ahead(labels) -> None:
     )
     output = forward(TARGET, BATCH)
     theirs = np.asarray(output.logits[0])
-    expected = [
-        sum(
-            of_labels(labels, theirs, np.asarray(student.head(head, output.hidden)[0]), head, t)
-            for t in COUNTED[head]
-        )
-        / 10
-        for head in range(3)
-    ]
+    expected = []
+    for head in range(3):
+        ours = np.asarray(student.head(head, output.hidden)[0])
+        expected.append(sum(of_labels(labels, theirs, ours, head, t) for t in COUNTED[head]) / 10)
     np.testing.assert_allclose([metrics[f"loss_{head}"] for head in range(3)], expected, rtol=1e-4)
     np.testing.assert_allclose(
         loss, 0.8 * expected[0] + 0.64 * expected[1] + 0.512 * expected[2], rtol=1e-4
@@ -60,28 +59,20 @@ def test_each_head_learns_the_token_that_far_ahead(labels) -> None:
     ("labels", "modules", "steps"), [("text", 3, 0), ("target", 3, 0), ("target", 2, 3)]
 )
 def test_each_module_learns_one_token_further(labels, modules, steps) -> None:
-    """Three tokens, the last one by the second module again, where there are two. `test_features` compares the states with
-    reading token by token."""
+    """Check three tokens; if there are two modules, the second one predicts the last token too.
+
+    `test_features` compares the states with reading token by token.
+    """
     student = strong(MTP.init(TARGET, jax.random.key(1), modules=modules))
     method = MTPTraining(target="here", modules=modules, steps=steps, labels=labels)
     loss, metrics = jax.jit(method.objective)(student, BATCH, TARGET)
     output = forward(TARGET, BATCH)
     theirs = np.asarray(output.logits[0])
     states = list(unroll(student, BATCH, TARGET, output.hidden, 3, detach=False))
-    expected = [
-        sum(
-            of_labels(
-                labels,
-                theirs,
-                np.asarray(student.logits(TARGET, states[m], min(m, modules - 1))[0]),
-                m,
-                t,
-            )
-            for t in COUNTED[m]
-        )
-        / 10
-        for m in range(3)
-    ]
+    expected = []
+    for m in range(3):
+        ours = np.asarray(student.logits(TARGET, states[m], min(m, modules - 1))[0])
+        expected.append(sum(of_labels(labels, theirs, ours, m, t) for t in COUNTED[m]) / 10)
     np.testing.assert_allclose([metrics[f"loss_{m}"] for m in range(3)], expected, rtol=1e-4)
     np.testing.assert_allclose(loss, np.mean(expected), rtol=1e-4)
 
@@ -90,9 +81,9 @@ def test_a_later_module_teaches_the_ones_before_it() -> None:
     student = MTP.init(TARGET, jax.random.key(1), modules=2)
 
     def second(params):
-        return MTPTraining(target="here", modules=2).objective(
-            student.replace(params=params), BATCH, TARGET
-        )[1]["loss_1"]
+        method = MTPTraining(target="here", modules=2)
+        _, metrics = method.objective(student.replace(params=params), BATCH, TARGET)
+        return metrics["loss_1"]
 
     first, last = jax.jit(jax.grad(second))(student.params)["modules"]
     assert all(np.abs(module["fc"]).max() > 0 for module in (first, last))
@@ -102,7 +93,7 @@ def test_a_later_module_teaches_the_ones_before_it() -> None:
     "method", [Lm(), MedusaTraining(target="here", heads=2), MTPTraining(target="here", modules=2)]
 )
 def test_no_prediction_is_held_against_the_next_document(method) -> None:
-    """Two windows that differ in their last token alone, with which another document begins."""
+    """Check two windows that differ only in the last token, which begins another document."""
     students = {"lm": TARGET, "medusa": Medusa.init(TARGET, jax.random.key(1), heads=2)}
     student = (
         students[method.name]
@@ -111,17 +102,12 @@ def test_no_prediction_is_held_against_the_next_document(method) -> None:
     )
     objective = jax.jit(method.objective)
 
-    def loss(begin: int | None, other: int) -> float:
-        return float(
-            objective(
-                student,
-                data.pack([[1, 2, 3, 4, 9, 3, 1], [other, 6]], window=7, begin=begin),
-                TARGET,
-            )[0]
-        )
+    def loss(begin: int | None, first_token: int) -> float:
+        batch = data.pack([[1, 2, 3, 4, 9, 3, 1], [first_token, 6]], window=7, begin=begin)
+        return float(objective(student, batch, TARGET)[0])
 
     assert loss(None, 5) == loss(None, 8)
-    assert loss(5, 5) != loss(8, 8)  # unless it is what separates documents
+    assert loss(5, 5) != loss(8, 8)  # a token that separates documents is a label
 
 
 SIZES = ModelSizes(
@@ -138,29 +124,29 @@ SIZES = ModelSizes(
 @pytest.mark.full
 def test_model_and_modules_are_trained_together() -> None:
     method = LmMTP(model=SIZES, modules=2)
-    given = StudentInputs(train_tokenizer(["abc"] * 4, 259), np.ones(259))
-    student = method.init(jax.random.key(0), given)
-    alone = Lm(model=SIZES).init(jax.random.key(0), given)
+    inputs = StudentInputs(train_tokenizer(["abc"] * 4, 259), np.ones(259))
+    student = method.init(jax.random.key(0), inputs)
+    alone = Lm(model=SIZES).init(jax.random.key(0), inputs)
     jax.tree.map(np.testing.assert_array_equal, student.model.params, alone.params)
     batch = batch_of([list(range(1, 9)), [3, 4, 5]])
     objective = jax.jit(
         lambda student, progress: method.objective(student, {**batch, "progress": progress}, None)
     )
     reported = {progress: objective(student, progress) for progress in (0.1, 0.9)}
-    own = losses.mean_over_positions(
+    lm_loss = losses.mean_over_positions(
         losses.cross_entropy(forward(student.model, batch).logits, batch["tokens"][:, 1:]),
         batch["loss_mask"],
     )
     for progress, weight in ((0.1, 0.3), (0.9, 0.1)):
         loss, metrics = reported[progress]
-        np.testing.assert_allclose(metrics["lm_loss"], own, rtol=1e-6)
+        np.testing.assert_allclose(metrics["lm_loss"], lm_loss, rtol=1e-6)
         np.testing.assert_allclose(
-            loss, own + weight * (metrics["loss_0"] + metrics["loss_1"]) / 2, rtol=1e-5
+            loss, lm_loss + weight * (metrics["loss_0"] + metrics["loss_1"]) / 2, rtol=1e-5
         )
     judged = jax.jit(lambda student: method.evaluation(student, {**batch, "progress": 1.0}, None))(
         student
     )
-    np.testing.assert_allclose(judged["loss"], own, rtol=1e-6)
+    np.testing.assert_allclose(judged["loss"], lm_loss, rtol=1e-6)
     gradient = jax.jit(
         jax.grad(lambda model: objective(student.replace(model=model), 0.1)[1]["loss_0"])
     )(student.model)
@@ -182,9 +168,8 @@ def test_model_and_modules_are_saved_together(tmp_path) -> None:
         student.mtp.params,
     )
     again = type(student).from_pretrained(tmp_path, dtype=np.float32)
-    jax.tree.map(
-        np.testing.assert_array_equal, again, student
-    )  # also of one structure, as a warm start needs
+    # The structure is the same too, as a warm start needs.
+    jax.tree.map(np.testing.assert_array_equal, again, student)
 
 
 @pytest.mark.parametrize(

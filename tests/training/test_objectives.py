@@ -1,4 +1,4 @@
-"""What objectives are made of, each against a loop over windows, places and depths."""
+"""Parts of objectives, each against a loop over windows, places and depths."""
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,13 @@ BATCH = {
 }
 
 
-def test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_label_is_under_the_mask() -> (
+def test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_label_is_under_the_mask() -> (  # noqa: E501, RUF100
     None
 ):
-    """Label t + 2 + k is under the mask at its input, token t + 1 + k; it may be of the next document."""
+    """Check that label t + 2 + k counts if its input, token t + 1 + k, is under the mask.
+
+    The label itself may belong to the next document.
+    """
     for step in range(4):
         counts = np.asarray(counted(BATCH, step))
         for row, t in np.ndindex(2, 10):
@@ -93,7 +96,11 @@ def test_weights_fall_from_one_by_depth() -> None:
 
 
 def test_a_block_is_compared_with_what_comes_after_its_anchor() -> None:
-    """At place t the anchor is token t + 1; at depth d stands token t + 1 + d, which the target says at t + d."""
+    """Check the tokens of a block.
+
+    The anchor at place t is token t + 1. Depth d has token t + 1 + d, which the target predicts at
+    t + d.
+    """
     hidden, depth = jnp.arange(20.0).reshape(2, 10, 1), 3
     valid = jnp.asarray(np.random.default_rng(2).random((2, 10, depth)) < 0.5)
     at, output = jnp.array([[4, 0], [1, 5]]), Output(hidden=hidden, taps=hidden, logits=hidden)
@@ -107,7 +114,7 @@ def test_a_block_is_compared_with_what_comes_after_its_anchor() -> None:
 
 
 def test_a_token_is_accepted_with_its_chance_among_all_tokens() -> None:
-    """The drafter has three of the target's five."""
+    """Check a drafter that has three of the target's five tokens."""
     rng = np.random.default_rng(0)
     whole, ours, ids = (
         rng.normal(size=(1, 2, 5)) * 2,

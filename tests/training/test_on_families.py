@@ -1,5 +1,8 @@
-"""Every method that trains a drafter, for targets of the families that differ most from Llama: the loss is what the drafter
-itself comes to while it drafts, and falls."""
+"""Every method that trains a drafter, for the families that differ most from Llama.
+
+The loss must be the one that follows from the drafter's own predictions while it drafts, and it
+must fall.
+"""
 
 import re
 from collections.abc import Iterator
@@ -67,7 +70,8 @@ METHODS: dict[str, TrainingMethod] = {
 }
 METHODS["moa without lsa"] = MoATraining(**vars(METHODS["moa"]) | {"lsa": False})
 METHODS["moa with tli"] = MoATraining(**vars(METHODS["moa"]) | {"lsa": False, "tli": 1})
-# Layers of several sizes have no summary, and the target's last layers finish nothing where they have windows or inputs.
+# Layers of several sizes have no summary. The target's last layers cannot finish a draft if they
+# have windows or inputs of their own.
 REFUSED = [
     ("moa", "gemma4 E2B"),
     ("moa", "gemma4 31B"),
@@ -91,10 +95,11 @@ MASK = np.arange(19) % 6 != 0  # label 0 and three more do not count
 
 
 def begins_of(method: TrainingMethod) -> tuple[int, ...]:
-    """Where the documents begin, and the end. Each is longer than a window of 5 and a draft together.
+    """Return where the documents begin, and the end of the last one.
 
-    Layer self-attention reads keys as they are remembered, turned by their positions: what it makes of a text depends on where
-    that stands, as nothing else does. So it is given one text, from position 0 on.
+    Each document is longer than a window of 5 and a draft together. Layer self-attention reads keys
+    as they are stored, turned by their positions, so that its output depends on where a text
+    stands. No other method does so. Therefore it has one text, which begins at position 0.
     """
     return (0, 20) if isinstance(method, MoATraining) and method.lsa else (0, 10, 20)
 
@@ -110,8 +115,8 @@ def batch_for(method: TrainingMethod) -> dict:
 
 
 @pytest.fixture(scope="module")
-def of(tmp_path_factory):
-    """The target of a name in the zoo."""
+def target_of(tmp_path_factory):
+    """Return a function that makes the target of a name in the zoo."""
 
     @cache
     def make(name: str) -> Target:
@@ -122,40 +127,46 @@ def of(tmp_path_factory):
     return make
 
 
-# --- the oracle: what a drafter expects while it drafts, from decoding's own code -----------------
+# --- the oracle: what a drafter predicts while it drafts, from decoding's own code ----------------
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """A row that has read ``known`` tokens of the document that begins at ``begin``, and drafts: so far ``depth`` tokens of it
-    below its root, which is the next one. What it expects comes behind those; ``level`` says at which level of its draft.
+    """A row that has read part of a document, and drafts.
+
+    Attributes:
+        begin: where the document begins.
+        read: the number of tokens of the document that it has read. The next one is the root.
+        depth: the number of tokens below the root that it has drafted so far.
+        level: the level of the draft that it predicts, counted from those tokens.
     """
 
     begin: int
-    known: int
+    read: int
     depth: int = 0
     level: int = 0
 
     @property
     def expects(self) -> int:
-        """Place of the token that it expects."""
-        return self.begin + self.known + self.depth + self.level + 1
+        """The place of the token that it predicts."""
+        return self.begin + self.read + self.depth + self.level + 1
 
     @property
     def step(self) -> int:
-        """Of the objective."""
+        """The step of the objective."""
         return self.depth + self.level
 
 
 def draftings(method: TrainingMethod) -> Iterator[Drafting]:
-    """All predictions of which the objective is made."""
+    """Yield all predictions that the objective consists of."""
     begins = begins_of(method)
     for begin, end in pairwise(begins):
         length = end - begin
-        if isinstance(method, Distill):  # of the token after the root
-            rows = [Drafting(begin, known) for known in range(length)]
+        if isinstance(method, Distill):  # it predicts the token after the root
+            rows = [Drafting(begin, read) for read in range(length)]
         elif isinstance(method, MoATraining):
-            # Tokens that nobody answered with are blocks of their own, and so are first ones; the rest is cut at every third.
+            # A token that is not part of an answer is a block of its own, and so is a first token.
+            # The rest is cut at every third token.
             starts = [0]
             for i in range(1, length):
                 alone = not MASK[begin + i - 1] or (begin + i) % BLOCK == 0
@@ -173,66 +184,74 @@ def draftings(method: TrainingMethod) -> Iterator[Drafting]:
                 Drafting(begin, 1 + place, step) for place in range(length) for step in range(steps)
             ]
         for row in rows:
-            # What the target says behind a document's last token counts, and a drafter reads no other document.
+            # The target's prediction after a document's last token counts. A drafter reads no other
+            # document.
             if row.expects <= end and row.expects < len(TEXT) and MASK[row.expects - 1]:
                 yield row
 
 
-HOT = 8.0  # a temperature at which no probability is too small for float32
+HOT = 8.0
+"""A temperature at which no probability is too small for float32."""
 
 
 @partial(jax.jit, static_argnames="deepest")
 def draft_on(target: Target, drafter: Drafter, state, tokens, following, count, root, deepest: int):
-    """``[B, D, V]`` what a drafter draws from, `HOT`, below a ``root`` that it comes to by itself, and its state there."""
+    """Return ``[B, D, V]`` the distribution at `HOT` below ``root``, and the drafter's state there.
+
+    The drafter reads the tokens above the root with its own states.
+    """
     reads = drafter.reads(target.config)
-    kept, given = state.drafter, {"cache": state.cache.of_layers(reads)} if reads else {}
+    drafter_state = state.drafter
+    options = {"cache": state.cache.of_layers(reads)} if reads else {}
     if deepest:
-        kept, entries = drafter.append_unverified(target, kept, tokens, following, count, **given)
+        drafter_state, entries = drafter.append_unverified(
+            target, drafter_state, tokens, following, count, **options
+        )
         if reads:
-            given["cache"] = given["cache"].append(entries, count, after=entries[0][0][:, 0, 0])
+            options["cache"] = options["cache"].append(entries, count, after=entries[0][0][:, 0, 0])
     keys = jax.random.split(jax.random.key(0), (drafter.draft_shape.depth, len(root)))
     hot = Sampling(temperature=HOT).rows(len(root))
-    draft, _ = drafter.propose(target, kept, root, hot, keys, jnp.ones(len(root), bool), **given)
-    return draft.q, kept
+    draft, _ = drafter.propose(
+        target, drafter_state, root, hot, keys, jnp.ones(len(root), bool), **options
+    )
+    return draft.q, drafter_state
 
 
 def while_drafting(
     target: Target, drafter: Drafter, rows: list[Drafting]
 ) -> tuple[np.ndarray, object]:
-    """``[R, V]`` the logarithm of what is expected in each row, and the drafter's state in it.
+    """Return ``[R, V]`` log-probabilities of each row's prediction, and the drafter's states.
 
-    Every row is a text of its own, which `decoding.start` reads as a prompt. Each token below its root is then read alone, with
-    what the drafter itself came to before.
+    Every row is a separate text, which `decoding.start` reads as a prompt. Each token below its
+    root is then read alone, with the drafter's own states before it.
     """
     deepest = max(row.depth for row in rows)
-    prompts = np.zeros((len(rows), max(row.known for row in rows) + 1), int)
+    prompts = np.zeros((len(rows), max(row.read for row in rows) + 1), int)
     drafted = np.zeros((len(rows), deepest + 1), int)  # the root, and what is below it
     for i, row in enumerate(rows):
         text = TEXT[row.begin :]
-        prompts[i, : row.known + 1] = text[: row.known + 1]
-        drafted[i, : row.depth + 1] = text[row.known : row.known + row.depth + 1]
-    known, count = (
-        np.array([row.known for row in rows]),
-        np.array([row.depth for row in rows], np.int32),
-    )
+        prompts[i, : row.read + 1] = text[: row.read + 1]
+        drafted[i, : row.depth + 1] = text[row.read : row.read + row.depth + 1]
+    lengths = np.array([row.read for row in rows])
+    count = np.array([row.depth for row in rows], np.int32)
     options = GenerationOptions(max_new_tokens=8, eos_token_ids=())
-    drafter, state = decoding.start(target, drafter, prompts, known + 1, options)
+    drafter, state = decoding.start(target, drafter, prompts, lengths + 1, options)
     roots = drafted[np.arange(len(rows)), count]
-    q, kept = draft_on(
+    q, drafter_state = draft_on(
         target, drafter, state, drafted[:, :-1], drafted[:, 1:], count, roots, deepest
     )
     levels = np.array([row.level for row in rows])
-    with np.errstate(divide="ignore"):  # of tokens that cannot be drafted
-        return (
-            log_softmax(HOT * np.log(np.asarray(q, np.float64)[np.arange(len(rows)), levels])),
-            kept,
-        )
+    predicted = np.asarray(q, np.float64)[np.arange(len(rows)), levels]
+    with np.errstate(divide="ignore"):  # tokens that cannot be drafted have probability 0
+        return log_softmax(HOT * np.log(predicted)), drafter_state
 
 
 @jax.jit
-def said_by(target: Target, texts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``[T, B, H]`` the target's hidden states after each token of ``texts [B, T]``, and ``[T, B, V]`` its logits: read one by
-    one."""
+def target_outputs(target: Target, texts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Read ``texts [B, T]`` token by token.
+
+    Returns the target's hidden states ``[T, B, H]`` and its logits ``[T, B, V]`` after each token.
+    """
 
     def read(cache, token):
         output, cache = target.forward(token[:, None], cache)
@@ -247,13 +266,13 @@ def smooth_l1(gap: np.ndarray) -> np.ndarray:
 
 
 def slow_loss(method: TrainingMethod, target: Target, student) -> float:
-    """The objective's formula over what the drafter expects while it drafts."""
+    """Compute the objective's formula from what the drafter predicts while it drafts."""
     rows = list(draftings(method))
-    said = said_by(target, jnp.asarray(TEXT.reshape(len(begins_of(method)) - 1, -1)))
+    outputs = target_outputs(target, jnp.asarray(TEXT.reshape(len(begins_of(method)) - 1, -1)))
     hidden, logits = (
-        np.asarray(part, np.float64).swapaxes(0, 1).reshape(len(TEXT), -1) for part in said
+        np.asarray(part, np.float64).swapaxes(0, 1).reshape(len(TEXT), -1) for part in outputs
     )
-    before = np.array([row.expects for row in rows]) - 1  # where the target has said the same
+    before = np.array([row.expects for row in rows]) - 1  # the target predicts the token here
     p = np.exp(log_softmax(logits[before]))
     step = np.array([row.step for row in rows])
     if isinstance(method, Distill):
@@ -262,32 +281,35 @@ def slow_loss(method: TrainingMethod, target: Target, student) -> float:
     log_q, state = while_drafting(target, drafter, rows)
     cross = -(p * log_q).sum(-1)
     if isinstance(method, Distill):
-        each = cross + (p * np.log(p)).sum(-1)
+        terms = cross + (p * np.log(p)).sum(-1)
     elif isinstance(method, HassTraining | Eagle1Training):
         states = np.asarray(state.newest[:, 0])
-        each = smooth_l1(states - hidden[before]) + 0.1 * cross
+        terms = smooth_l1(states - hidden[before]) + 0.1 * cross
         if isinstance(method, HassTraining):
             best = np.argsort(-p, axis=-1)[:, : method.top_k]
-            each = (each - np.take_along_axis(p * log_q, best, -1).sum(-1)) / STEPS
+            terms = (terms - np.take_along_axis(p * log_q, best, -1).sum(-1)) / STEPS
     elif isinstance(method, Eagle3Training):
         ids = np.asarray(student.vocabulary(target).ids)
         within = np.exp(log_softmax(logits[before][:, ids]))
         can_be_drafted = np.isin(logits[before].argmax(-1), ids)
         assert 0 < can_be_drafted.sum() < len(rows)
-        each = -(within * log_q[:, ids]).sum(-1) * can_be_drafted * method.decay**step
+        terms = -(within * log_q[:, ids]).sum(-1) * can_be_drafted * method.decay**step
     elif isinstance(method, MTPTraining):
-        each = -log_q[np.arange(len(rows)), TEXT[before + 1]] / STEPS
+        terms = -log_q[np.arange(len(rows)), TEXT[before + 1]] / STEPS
     else:
         weight = method.decay ** (step + 1) if isinstance(method, MedusaTraining) else 1.0
-        each = cross * weight
-    return each.sum() / len(MASK)
+        terms = cross * weight
+    return terms.sum() / len(MASK)
 
 
 # --- a few steps of training ----------------------------------------------------------------------
 
 
 def begin(method: TrainingMethod, target: Target):
-    """A student with weights so large that every key, position and state matters; heads are left as they are."""
+    """Return a student with weights so large that every key, position and state matters.
+
+    Heads stay as they are.
+    """
     stand_in = tokenizers.Tokenizer(tokenizers.models.BPE())
     counts = np.arange(zoo.VOCABULARY)
     student = method.init(jax.random.key(1), StudentInputs(stand_in, counts, target))
@@ -306,7 +328,10 @@ def begin(method: TrainingMethod, target: Target):
 
 
 def learn(trained: TrainingMethod, target: Target):
-    """A student after a few steps: its first loss is that of its drafts, and falls; all that is learnt moves, and no more."""
+    """Return a student after a few steps, and check what it learnt.
+
+    The first loss is that of its drafts, and falls. Exactly the trainable parameters move.
+    """
     student = begin(trained, target)
     expected = slow_loss(trained, target, student)
     optimizer = make_optimizer(
@@ -322,8 +347,10 @@ def learn(trained: TrainingMethod, target: Target):
         name_of(path)
         for path, _ in jax.tree_util.tree_leaves_with_path(trainable(student, trained))
     }
-    before, after = (jax.tree_util.tree_leaves_with_path(each) for each in (student, state.student))
-    # Decay is off, and Adam takes a step wherever there is a gradient.
+    before, after = (
+        jax.tree_util.tree_leaves_with_path(leaves) for leaves in (student, state.student)
+    )
+    # Decay is off, and Adam moves every parameter that has a gradient.
     moved = {
         name_of(path)
         for (path, old), (_, new) in zip(before, after, strict=True)
@@ -343,12 +370,12 @@ def learn(trained: TrainingMethod, target: Target):
         for case in LEARNS
     ],
 )
-def test_a_method_learns_what_its_drafter_does(of, method, name) -> None:
-    learn(METHODS[method], of(name))
+def test_a_method_learns_what_its_drafter_does(target_of, method, name) -> None:
+    learn(METHODS[method], target_of(name))
 
 
 def check_refused(method: TrainingMethod, target: Target) -> None:
-    """Before anything is trained, and by a dry run too."""
+    """Check that the run is refused before training, by a dry run too."""
     with pytest.raises(InputError) as caught:
         abstract_run(TrainConfig(method=method), target=target)
     assert re.fullmatch(
@@ -358,5 +385,5 @@ def check_refused(method: TrainingMethod, target: Target) -> None:
 
 
 @pytest.mark.parametrize(("method", "name"), REFUSED)
-def test_what_a_method_cannot_learn_from_is_refused_in_a_line(of, method, name) -> None:
-    check_refused(METHODS[method], of(name))
+def test_what_a_method_cannot_learn_from_is_refused_in_a_line(target_of, method, name) -> None:
+    check_refused(METHODS[method], target_of(name))

@@ -1,4 +1,7 @@
-"""Drafters that are trained for targets with layers that keep a state: what a step minimises, and what comes of it."""
+"""Drafters that are trained for targets with layers that keep a state.
+
+The tests check the loss of a step, and the drafter after training.
+"""
 
 import json
 from dataclasses import replace
@@ -47,7 +50,7 @@ def source(tmp_path_factory) -> str:
 
 
 def thoroughly(cases, often):
-    """All ``cases``, of which those that are not ``often`` run wait for the thorough tests."""
+    """Return all ``cases``, marked as thorough unless they run ``often``."""
     return [
         pytest.param(case, marks=[pytest.mark.thorough] * (case not in often)) for case in cases
     ]
@@ -58,7 +61,10 @@ def thoroughly(cases, often):
 
 @pytest.mark.full
 def test_what_a_drafter_reads_of_a_document_is_as_of_the_document_alone(hybrid) -> None:
-    """Longer than the chunks in which states are carried on, with borders of documents within them and at one."""
+    """Check documents longer than the chunks in which states are carried on.
+
+    Documents end inside chunks, and one ends with a chunk.
+    """
     lengths = [30, 34, 3, 83]
     text = np.random.default_rng(5).integers(0, zoo.VOCABULARY, sum(lengths) + 1)
     documents = [part.tolist() for part in np.split(text, np.cumsum(lengths)[:-1])]
@@ -75,14 +81,13 @@ def test_what_a_drafter_reads_of_a_document_is_as_of_the_document_alone(hybrid) 
         alone = np.asarray(read(batch_of([[*document, 0]])))[:length]
         here = slice(begin, begin + length)
         np.testing.assert_allclose(packed[here], alone, atol=1e-4 * np.abs(alone).max())
-        if (
-            begin
-        ):  # what enters layer 1 depends on the text before through the state of layer 0 alone
+        # The input of layer 1 depends on the text before only through the state of layer 0.
+        if begin:
             assert np.abs(as_one[here, 1] - alone[:, 1]).max() > 0.1 * np.abs(alone[:, 1]).max()
         begin += length
 
 
-# --- what a step minimises ------------------------------------------------------------------------
+# --- the loss of a step ---------------------------------------------------------------------------
 
 METHODS: dict[str, TrainingMethod] = {
     **on_families.METHODS,
@@ -97,10 +102,9 @@ METHODS: dict[str, TrainingMethod] = {
         ),
     ),
 }
-REFUSED = (
-    "moa",
-    "moa with tli",
-)  # summaries of keys and values, and layers that would go on from states
+REFUSED = ("moa", "moa with tli")
+"""Methods with summaries of keys and values, or with layers that would continue from states."""
+
 LEARNS = [method for method in METHODS if method not in REFUSED]
 
 
@@ -116,7 +120,7 @@ def test_a_method_learns_what_its_drafter_does(hybrid, method) -> None:
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])
 def test_a_method_learns_so_beside_experts(tmp_path, name, method) -> None:
-    """Of targets that transformers made; a module for one has experts too."""
+    """Check targets made by transformers; a module for such a target has experts too."""
     zoo.save(name, tmp_path)
     student = on_families.learn(METHODS[method], Target.from_pretrained(tmp_path, dtype=np.float32))
     if method == "mtp":
@@ -137,7 +141,7 @@ def test_what_cannot_be_learnt_from_states_is_refused_in_a_line(hybrid, method) 
     on_families.check_refused(METHODS[method], hybrid)
 
 
-# --- what comes of it -----------------------------------------------------------------------------
+# --- the drafter after training -------------------------------------------------------------------
 
 LENGTH, NEW, STEPS = 4, 28, 200
 REAL = {
@@ -149,8 +153,8 @@ REAL = {
 
 
 @pytest.fixture(scope="module")
-def written(hybrid):
-    """The target's own texts, and what it goes on to write after the beginning of each."""
+def generated(hybrid):
+    """Return the target's own texts, which continue a few random tokens each."""
     prompts = np.random.default_rng(4).integers(0, zoo.VOCABULARY, (6, LENGTH))
     return write(hybrid, None, prompts)
 
@@ -162,10 +166,10 @@ def write(target, drafter, prompts):
 @pytest.mark.full
 @pytest.mark.parametrize("name", thoroughly(REAL, often=("mtp",)))
 def test_what_was_trained_is_read_back_and_halves_the_steps(
-    hybrid, written, name, tmp_path
+    hybrid, generated, name, tmp_path
 ) -> None:
-    """Trained on the target's own texts."""
-    method, texts = REAL[name], np.asarray(written.tokens)
+    """Check drafters that were trained on the target's own texts."""
+    method, texts = REAL[name], np.asarray(generated.tokens)
     batch = {
         "tokens": jnp.asarray(texts),
         "segments": jnp.zeros(texts.shape, jnp.int32),
@@ -173,8 +177,8 @@ def test_what_was_trained_is_read_back_and_halves_the_steps(
         "key": jax.random.key(0),
         "progress": jnp.ones(()),
     }
-    given = StudentInputs(None, np.bincount(texts.ravel(), minlength=zoo.VOCABULARY), hybrid)
-    student = method.init(jax.random.key(1), given)
+    inputs = StudentInputs(None, np.bincount(texts.ravel(), minlength=zoo.VOCABULARY), hybrid)
+    student = method.init(jax.random.key(1), inputs)
     optimizer = make_optimizer(
         OptimizerConfig(learning_rate=1e-2, warmup_steps=2, weight_decay=0.0), STEPS
     )
@@ -187,8 +191,8 @@ def test_what_was_trained_is_read_back_and_halves_the_steps(
     drafter = load_drafter(f"{name}:{tmp_path}", Chain(3), hybrid.config)
     jax.tree.map(np.testing.assert_array_equal, drafter.params, state.student.params)
     drafted = write(hybrid, drafter, texts[:, :LENGTH])
-    assert outputs(drafted) == outputs(written)
-    assert drafted.stats.steps.sum() < written.stats.steps.sum() / 2
+    assert outputs(drafted) == outputs(generated)
+    assert drafted.stats.steps.sum() < generated.stats.steps.sum() / 2
 
 
 @pytest.mark.thorough
@@ -196,7 +200,10 @@ def test_what_was_trained_is_read_back_and_halves_the_steps(
 def test_training_goes_on_from_the_module_in_the_targets_own_checkpoint(
     tmp_path, source, joined
 ) -> None:
-    """It is written as it was named, its experts in as many tensors. Its target has more end tokens than config.json says."""
+    """Check that the module keeps its names, and its experts in as many tensors.
+
+    The target has more end tokens than its config.json says.
+    """
     zoo.save("qwen3_5_moe", tmp_path / "sizes")
     config = replace(
         config_json.read_config(CheckpointFiles(tmp_path / "sizes")),
@@ -206,9 +213,9 @@ def test_training_goes_on_from_the_module_in_the_targets_own_checkpoint(
     target, directory = Target.init(config, jax.random.key(0)), tmp_path / "target"
     target.save_pretrained(directory)
     MTP.init(target, jax.random.key(1)).save_pretrained(directory / "module")
-    own = load_file(directory / "module" / "model.safetensors")
-    own = join_experts(own) if joined else own
-    save_file(load_file(directory / "model.safetensors") | own, directory / "model.safetensors")
+    module = load_file(directory / "module" / "model.safetensors")
+    module = join_experts(module) if joined else module
+    save_file(load_file(directory / "model.safetensors") | module, directory / "model.safetensors")
     raw = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(raw | {"eos_token_id": 2}))
     rate = 1e-6
@@ -224,22 +231,21 @@ def test_training_goes_on_from_the_module_in_the_targets_own_checkpoint(
         optimizer=OptimizerConfig(learning_rate=rate, warmup_steps=1),
     )
     best = loop.train(run)
-    written = load_file(best / "model.safetensors")
-    assert set(written) == set(own) and ("mtp.layers.0.mlp.experts.gate_up_proj" in own) == joined
-    for (
-        name,
-        value,
-    ) in (
-        written.items()
-    ):  # Adam's first step is no larger than its rate, and decay adds a part of it
-        np.testing.assert_allclose(value, own[name], atol=2 * rate, err_msg=name)
+    trained = load_file(best / "model.safetensors")
+    assert (
+        set(trained) == set(module)
+        and ("mtp.layers.0.mlp.experts.gate_up_proj" in module) == joined
+    )
+    # Adam's first step is no larger than its rate, and decay adds a part of it.
+    for name, value in trained.items():
+        np.testing.assert_allclose(value, module[name], atol=2 * rate, err_msg=name)
 
 
 # --- a hybrid and its module together -------------------------------------------------------------
 
 
 def tiny_run(output, source) -> TrainConfig:
-    """`configs/lm_mtp_hybrid.yaml`, made small."""
+    """Return the run of `configs/lm_mtp_hybrid.yaml`, made small."""
     run = load_yaml(TrainConfig, ASSETS.parents[1] / "configs" / "lm_mtp_hybrid.yaml")
     sizes = {
         "hidden_size": 16,
@@ -291,6 +297,5 @@ def test_a_model_that_could_not_be_written_is_refused_before_it_is_trained() -> 
         ConfigError, match=r"method\.model: .*partial_rotary_factor=0.25: must be 1"
     ):
         sizes.check(window=8)
-    replace(sizes, rope=Rope(), linear=LinearAttention(1, 1, 4, 4)).check(
-        window=8
-    )  # of which a llama reads nothing
+    # A Llama model does not read the sizes of linear attention.
+    replace(sizes, rope=Rope(), linear=LinearAttention(1, 1, 4, 4)).check(window=8)

@@ -1,4 +1,4 @@
-"""The objective that trains P-EAGLE, against blocks that the drafter writes after each text, one place at a time."""
+"""The objective of P-EAGLE, against blocks that the drafter writes one place at a time."""
 
 import dataclasses
 from collections import Counter
@@ -37,7 +37,7 @@ def strong(**options) -> PEagle:
     drafter = PEagle.init(
         TARGET, jax.random.key(1), DEPTHS, mask_token_id=10, num_layers=2, **options
     )
-    # Over so few places the states of all depths are alike with weights near 0.
+    # With weights near 0 the states of all depths would be alike over so few places.
     return drafter.replace(
         params=jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, drafter.params)
     )
@@ -45,31 +45,37 @@ def strong(**options) -> PEagle:
 
 @jax.jit
 def block_logits(student: PEagle, text, read):
-    """Logits ``[D, Vd]`` of the block that it writes when the target has ``read`` so many tokens of a text."""
+    """Return the logits ``[D, Vd]`` of the block that the drafter writes.
+
+    The target has read ``read`` tokens of the text.
+    """
     output, entries = TARGET.read(text, taps=student.taps(TARGET.config))
-    told = RemoteFeatures(
+    received = RemoteFeatures(
         text, jnp.roll(text, -1, axis=1), student.remote_inputs(TARGET, output, entries), read[None]
     )
-    state = student.append_remote(TARGET, student.start(TARGET, 1, 16), told)
+    state = student.append_remote(TARGET, student.start(TARGET, 1, 16), received)
     return student.logits(TARGET, student.block(TARGET, state))[0]
 
 
 def drafted(student: PEagle) -> dict[tuple[int, int], np.ndarray]:
-    """By place in the batch and depth, the drafter's logits; the root is the document's token after the place's."""
-    found, first = {}, 0
+    """Return the drafter's logits by place in the batch and depth.
+
+    The root is the document's token after the place.
+    """
+    logits_by_place, first = {}, 0
     for document in DOCUMENTS:
         padded = jnp.asarray(document + [0] * (8 - len(document)))[None]
-        for read in range(1, len(document)):  # of its last token there is no root
+        for read in range(1, len(document)):  # after the last token there is no root
             logits = np.asarray(block_logits(student, padded, jnp.array(read)), np.float64)
-            found |= {(first + read - 1, depth): logits[depth] for depth in range(DEPTHS)}
+            logits_by_place |= {(first + read - 1, depth): logits[depth] for depth in range(DEPTHS)}
         first += len(document)
-    return found
+    return logits_by_place
 
 
 def learnt(batch, sizes) -> dict[int, list[int]]:
-    """By depth, the places that are learnt from."""
+    """Return the places that are learnt from, by depth."""
     places, reach = (np.asarray(array)[0] for array in draw(batch, sizes))
-    for depth, size in enumerate(sizes, 1):  # all of a depth are among the first
+    for depth, size in enumerate(sizes, 1):  # all places of a depth are among the first
         assert not np.any(reach[size:] >= depth)
     return {
         0: COUNTED[0],
@@ -81,7 +87,7 @@ def learnt(batch, sizes) -> dict[int, list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.represents("P-EAGLE's training")
 def test_every_place_drafts_as_the_drafter_does(kind) -> None:
-    """All places, and some in another order at the depths beyond 0."""
+    """Check all places at depth 0, and some in another order at the other depths."""
     student = strong(**KINDS[kind])
     places, sizes = np.random.default_rng(0).permutation(PLACES)[:9], (9, 8)
     features = student.features(forward(TARGET, BATCH, student.taps(TARGET.config)))
@@ -95,11 +101,11 @@ def test_every_place_drafts_as_the_drafter_does(kind) -> None:
                 np.testing.assert_allclose(logits, expected[place, depth], atol=2e-4)
                 compared += 1
     assert compared > 20
-    others = (
+    differences = (
         np.abs(expected[2, 1] - expected[3, 1]).max(),
         np.abs(expected[3, 1] - expected[3, 2]).max(),
     )
-    assert min(others) > 1e-2  # places and depths differ
+    assert min(differences) > 1e-2  # places and depths differ
 
 
 @pytest.mark.parametrize(
@@ -124,29 +130,31 @@ def test_the_target_s_distribution_is_learnt_at_every_depth(kind, remat, loss) -
     for depth, places in learnt(BATCH, sizes[1:]).items():
         pairs = []
         for place in places:
-            wanted = theirs[place + 1 + depth]
-            if wanted.argmax() not in ids:
+            target_logits = theirs[place + 1 + depth]
+            if target_logits.argmax() not in ids:
                 left_out += 1
                 continue
-            pairs.append((wanted, ids, ours[place, depth]))
+            pairs.append((target_logits, ids, ours[place, depth]))
         if loss == "cross_entropy":
             terms[depth] = [
-                -np.exp(log_softmax(wanted[ids])) @ log_softmax(q) for wanted, _, q in pairs
+                -np.exp(log_softmax(target_logits[ids])) @ log_softmax(q)
+                for target_logits, _, q in pairs
             ]
         else:
             terms[depth] = losses_of_acceptance(loss, pairs)
     assert (left_out > 0) == (kind == "own vocabulary")
     assert all(terms[depth] for depth in (0, 1))
     np.testing.assert_allclose(value, sum(map(sum, terms.values())) / sum(sizes), rtol=1e-4)
-    for depth, each in terms.items():
+    for depth, of_depth in terms.items():
         np.testing.assert_allclose(
-            metrics[f"loss_{depth}"], np.mean(each) if each else 0.0, rtol=1e-4
+            metrics[f"loss_{depth}"], np.mean(of_depth) if of_depth else 0.0, rtol=1e-4
         )
 
 
 def test_all_places_are_learnt_where_none_are_dropped() -> None:
     everything = learnt(BATCH, (PLACES, PLACES))
-    # A place has depth 2 only if it has depth 1: place 2 has not, for the label between is not under the mask.
+    # A place has depth 2 only if it has depth 1. Place 2 does not, because the label between is not
+    # under the mask.
     assert {depth: sorted(places) for depth, places in everything.items()} == {
         0: COUNTED[0],
         1: COUNTED[1],
@@ -155,12 +163,13 @@ def test_all_places_are_learnt_where_none_are_dropped() -> None:
 
 
 def test_places_are_drawn_fairly_and_go_on_together() -> None:
-    """Of 5 places that count 3 go on to depth 1, and of those 1 to depth 2, if it counts there."""
-    drawing, chosen, deeper = (
-        jax.jit(lambda key: draw({**BATCH, "key": key}, (3, 1))),
-        Counter(),
-        Counter(),
-    )
+    """Check which places go on to greater depths.
+
+    Of the 5 places that count, 3 go on to depth 1. One of these goes on to depth 2, if it counts
+    there.
+    """
+    drawing = jax.jit(lambda key: draw({**BATCH, "key": key}, (3, 1)))
+    chosen, deeper = Counter(), Counter()
     for seed in range(600):
         places, reach = (np.asarray(array)[0].tolist() for array in drawing(jax.random.key(seed)))
         assert len(set(places)) == 3
@@ -175,12 +184,15 @@ def test_places_are_drawn_fairly_and_go_on_together() -> None:
 
 @pytest.mark.full
 def test_nothing_is_learnt_across_a_document_s_end() -> None:
-    """Other tokens in the second document, and another target's say on them: the first one's loss is the same."""
+    """Check that the second document's tokens do not change the loss of the first.
+
+    The target's logits change with them.
+    """
     method = PEagleTraining(target="here", depths=DEPTHS, kept=1.0)
     student, mask = strong(), [1] * 6 + [0] * 4
     batches = [
-        {**batch_of([DOCUMENTS[0], other], mask), "key": jax.random.key(0)}
-        for other in (DOCUMENTS[1], [9, 9, 2, 0])
+        {**batch_of([DOCUMENTS[0], second], mask), "key": jax.random.key(0)}
+        for second in (DOCUMENTS[1], [9, 9, 2, 0])
     ]
     losses = [method.objective(student, batch, TARGET)[0] for batch in batches]
     assert losses[0] == losses[1] > 0
@@ -201,7 +213,7 @@ def test_gradients_reach_every_parameter(remat) -> None:
     )(student.params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         assert np.abs(leaf).max() > 1e-7, path
-    assert np.abs(gradient["embed"][10]).max() > 1e-7  # the mask token's row, which no text has
+    assert np.abs(gradient["embed"][10]).max() > 1e-7  # the row of the mask token
     shallow = dataclasses.replace(method, depths=1)
     first = jax.grad(
         lambda params: shallow.objective(student.replace(params=params), BATCH, TARGET)[0]
@@ -218,32 +230,29 @@ def test_the_head_may_stay_as_it_is() -> None:
 def test_what_it_would_be_worth_is_simulated() -> None:
     method = PEagleTraining(target="here")
     student = strong(ids=IDS)
-    found = jax.jit(method.evaluation)(
+    metrics = jax.jit(method.evaluation)(
         student, {**batch_of([list(range(1, 11))]), "key": jax.random.key(0)}, TARGET
     )
-    assert 1 <= found["acceptance_length"] < 1 + SIMULATED_STEPS
-    assert 1 < found["acceptance_length_sampled"] < 1 + SIMULATED_STEPS
-    assert "accuracy_4" in found
+    assert 1 <= metrics["acceptance_length"] < 1 + SIMULATED_STEPS
+    assert 1 < metrics["acceptance_length_sampled"] < 1 + SIMULATED_STEPS
+    assert "accuracy_4" in metrics
 
 
 def test_a_student_is_as_its_options_say() -> None:
-    given = StudentInputs(None, np.arange(11), TARGET)  # type: ignore[arg-type]
+    inputs = StudentInputs(None, np.arange(11), TARGET)
     method = PEagleTraining(
         target="here", draft_vocab_size=4, layers=3, depths=6, mask_token_id=5, fc_norm=True
     )
-    student = method.init(jax.random.key(0), given)
+    student = method.init(jax.random.key(0), inputs)
     assert student.vocabulary(TARGET).ids.tolist() == [7, 8, 9, 10]
-    assert (student.config.mask_token_id, student.sizes.num_layers, student.draft_shape.depth) == (
-        5,
-        3,
-        6,
-    )
+    assert student.config.mask_token_id == 5
+    assert (student.sizes.num_layers, student.draft_shape.depth) == (3, 6)
     assert student.config.fc_norm
     np.testing.assert_array_equal(student.params["lm_head"], TARGET.params["lm_head"][:, 7:])
     np.testing.assert_array_equal(student.params["embed"], TARGET.params["embed"])
-    assert PEagleTraining(target="here").init(jax.random.key(0), given).config.mask_token_id == 10
+    assert PEagleTraining(target="here").init(jax.random.key(0), inputs).config.mask_token_id == 10
     with pytest.raises(ConfigError, match=r"method\.mask_token_id=11: the target has 11 tokens"):
-        PEagleTraining(target="here", mask_token_id=11).init(jax.random.key(0), given)
+        PEagleTraining(target="here", mask_token_id=11).init(jax.random.key(0), inputs)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def directory(tmp_path):
 
 
 def curve(directory, output) -> list[list[float]]:
-    """What a run reported of its loss, on both kinds of windows."""
+    """Return the numbers that a run reported of its loss, on both kinds of windows."""
     lines = [
         json.loads(line) for line in (directory / output / "metrics.jsonl").read_text().splitlines()
     ]
@@ -34,20 +34,23 @@ def curve(directory, output) -> list[list[float]]:
 
 
 def assert_same_runs(directory: Path, output: str) -> None:
-    """The run in ``output`` went as the one on one device, in ``one``."""
+    """Check that the run in ``output`` went as the one on one device, in ``one``."""
     alone = curve(directory, "one")
     assert len(alone[0]) == 6
-    for expected, found in zip(alone, curve(directory, output), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-3, err_msg=output)
-    weights, found = (
+    for expected, numbers in zip(alone, curve(directory, output), strict=True):
+        np.testing.assert_allclose(numbers, expected, rtol=1e-3, err_msg=output)
+    expected, weights = (
         load_file(directory / run / "latest" / "model.safetensors") for run in ("one", output)
     )
-    assert found.keys() == weights.keys()
-    np.testing.assert_array_equal(found["d2t"], weights["d2t"])
-    np.testing.assert_allclose(found["fc.weight"], weights["fc.weight"], atol=2e-3, err_msg=output)
+    assert weights.keys() == expected.keys()
+    np.testing.assert_array_equal(weights["d2t"], expected["d2t"])
+    np.testing.assert_allclose(
+        weights["fc.weight"], expected["fc.weight"], atol=2e-3, err_msg=output
+    )
 
 
-@pytest.mark.thorough  # two processes that decode are tested every time, and so is a training on a mesh
+# Decoding in two processes and training on a mesh are tested every time.
+@pytest.mark.thorough
 def test_a_drafter_learns_the_same_on_one_device_and_in_two_processes(directory) -> None:
     with processes(two_processes.__name__, directory) as running:
         loop.train(two_processes.config(directory, "one", (1, 1)))

@@ -1,10 +1,11 @@
-"""The chat templates that come with the project: the texts they write, and what of them is learnt.
+"""The chat templates that come with the project: what they write, and what of it is learnt.
 
-The expected texts are those of the published templates, but for the day, which is always the same in ours.
+The expected texts are those of the published templates, except the date, which is fixed in ours.
 """
 
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -24,20 +25,20 @@ SECOND = [{"role": "user", "content": "And three?"}, {"role": "assistant", "cont
 
 @dataclass(frozen=True)
 class Format:
-    """What a template writes.
+    """The text that a template writes.
 
     Attributes:
-        special: tokens of its own, apart from ``ends``.
-        ends: of an answer that another turn follows, and of the last one.
-        asked: the first question, where the answer is to be generated.
-        talk: the system message and two rounds; empty where there is no system message.
+        special: the template's special tokens, apart from ``ends``.
+        ends: the end of an answer that another turn follows, and the end of the last answer.
+        prompt: the first question, with the beginning of the answer that is to be generated.
+        talk: the system message and two rounds; empty if there is no system message.
         round: the first round alone.
         before: learnt before the words of an answer.
     """
 
     special: tuple[str, ...]
     ends: tuple[str, str]
-    asked: str
+    prompt: str
     round: str
     talk: str
     before: str = ""
@@ -46,7 +47,7 @@ class Format:
 
     @property
     def learnt(self) -> list[str]:
-        """Of two rounds."""
+        """The texts that are learnt from two rounds."""
         return [f"{self.before}Four.{self.ends[0]}", f"{self.before}Seven.{self.ends[1]}"]
 
 
@@ -107,7 +108,7 @@ FORMATS = {
         bos="<|begin_of_text|>",
         special=("<|start_header_id|>", "<|end_header_id|>"),
         ends=("<|eot_id|>", "<|eot_id|>"),
-        asked=(
+        prompt=(
             "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nTwo and two?<|eot_id|>"
             "<|start_header_id|>assistant<|end_header_id|>\n\n"
         ),
@@ -127,7 +128,7 @@ FORMATS = {
         special=("<|im_start|>",),
         ends=("<|im_end|>", "<|im_end|>"),
         before="<think>\n\n</think>\n\n",
-        asked=(
+        prompt=(
             "<|im_start|>user\nTwo and"
             " two?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
         ),
@@ -137,7 +138,8 @@ FORMATS = {
         ),
         talk=(
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTwo and"
-            " two?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nFour.<|im_end|>\n<|im_start|>user\nAnd"
+            " two?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nFour.<|im_end|>\n"
+            "<|im_start|>user\nAnd"
             " three?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nSeven.<|im_end|>\n"
         ),
     ),
@@ -145,7 +147,7 @@ FORMATS = {
         bos="<bos>",
         special=("<start_of_turn>",),
         ends=("<end_of_turn>", "<end_of_turn>"),
-        asked="<bos><start_of_turn>user\nTwo and two?<end_of_turn>\n<start_of_turn>model\n",
+        prompt="<bos><start_of_turn>user\nTwo and two?<end_of_turn>\n<start_of_turn>model\n",
         round=(
             "<bos><start_of_turn>user\nTwo and"
             " two?<end_of_turn>\n<start_of_turn>model\nFour.<end_of_turn>\n"
@@ -156,7 +158,7 @@ FORMATS = {
         bos="<bos>",
         special=("<start_of_turn>",),
         ends=("<end_of_turn>", "<end_of_turn>"),
-        asked="<bos><start_of_turn>user\nTwo and two?<end_of_turn>\n<start_of_turn>model\n",
+        prompt="<bos><start_of_turn>user\nTwo and two?<end_of_turn>\n<start_of_turn>model\n",
         round=(
             "<bos><start_of_turn>user\nTwo and"
             " two?<end_of_turn>\n<start_of_turn>model\nFour.<end_of_turn>\n"
@@ -171,7 +173,7 @@ FORMATS = {
         bos="<bos>",
         special=("<|turn>", "<|channel>", "<channel|>"),
         ends=("<turn|>", "<turn|>"),
-        asked="<bos><|turn>user\nTwo and two?<turn|>\n<|turn>model\n",
+        prompt="<bos><|turn>user\nTwo and two?<turn|>\n<|turn>model\n",
         round="<bos><|turn>user\nTwo and two?<turn|>\n<|turn>model\nFour.<turn|>\n",
         talk=(
             "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nTwo and"
@@ -179,12 +181,13 @@ FORMATS = {
             " three?<turn|>\n<|turn>model\nSeven.<turn|>\n"
         ),
     ),
-    # The published template leaves the empty thought out of the last answer too, which it puts at the end of every prompt.
+    # The published template ends every prompt with an empty thought, but leaves it out of the last
+    # answer too.
     "gemma4_31b": Format(
         bos="<bos>",
         special=("<|turn>", "<|channel>", "<channel|>"),
         ends=("<turn|>", "<turn|>"),
-        asked="<bos><|turn>user\nTwo and two?<turn|>\n<|turn>model\n<|channel>thought\n<channel|>",
+        prompt="<bos><|turn>user\nTwo and two?<turn|>\n<|turn>model\n<|channel>thought\n<channel|>",
         round=(
             "<bos><|turn>user\nTwo and"
             " two?<turn|>\n<|turn>model\n<|channel>thought\n<channel|>Four.<turn|>\n"
@@ -199,18 +202,19 @@ FORMATS = {
         special=("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
         ends=("", "<|return|>"),
         before="<|channel|>final<|message|>",
-        asked=_HARMONY + "<|start|>user<|message|>Two and two?<|end|><|start|>assistant",
+        prompt=_HARMONY + "<|start|>user<|message|>Two and two?<|end|><|start|>assistant",
         round=_HARMONY + "<|start|>user<|message|>Two and two?<|end|>"
         "<|start|>assistant<|channel|>final<|message|>Four.<|return|>",
         talk=_HARMONY + "<|start|>developer<|message|># Instructions\n\nBe"
         " brief.\n\n<|end|><|start|>user<|message|>Two and"
-        " two?<|end|><|start|>assistant<|channel|>final<|message|>Four.<|end|><|start|>user<|message|>And"
-        " three?<|end|><|start|>assistant<|channel|>final<|message|>Seven.<|return|>",
+        " two?<|end|><|start|>assistant<|channel|>final<|message|>Four.<|end|>"
+        "<|start|>user<|message|>And three?<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Seven.<|return|>",
     ),
     "phi3": Format(
         special=("<|system|>", "<|user|>", "<|assistant|>"),
         ends=("<|end|>", "<|end|>"),
-        asked="<|user|>\nTwo and two?<|end|>\n<|assistant|>\n",
+        prompt="<|user|>\nTwo and two?<|end|>\n<|assistant|>\n",
         round="<|user|>\nTwo and two?<|end|>\n<|assistant|>\nFour.<|end|>\n<|endoftext|>",
         talk=(
             "<|system|>\nBe brief.<|end|>\n<|user|>\nTwo and"
@@ -221,21 +225,22 @@ FORMATS = {
     "phi4": Format(
         special=("<|im_start|>", "<|im_sep|>"),
         ends=("<|im_end|>", "<|im_end|>"),
-        asked="<|im_start|>user<|im_sep|>Two and two?<|im_end|><|im_start|>assistant<|im_sep|>",
+        prompt="<|im_start|>user<|im_sep|>Two and two?<|im_end|><|im_start|>assistant<|im_sep|>",
         round=(
             "<|im_start|>user<|im_sep|>Two and"
             " two?<|im_end|><|im_start|>assistant<|im_sep|>Four.<|im_end|>"
         ),
         talk=(
             "<|im_start|>system<|im_sep|>Be brief.<|im_end|><|im_start|>user<|im_sep|>Two and"
-            " two?<|im_end|><|im_start|>assistant<|im_sep|>Four.<|im_end|><|im_start|>user<|im_sep|>And"
-            " three?<|im_end|><|im_start|>assistant<|im_sep|>Seven.<|im_end|>"
+            " two?<|im_end|><|im_start|>assistant<|im_sep|>Four.<|im_end|>"
+            "<|im_start|>user<|im_sep|>And three?<|im_end|>"
+            "<|im_start|>assistant<|im_sep|>Seven.<|im_end|>"
         ),
     ),
     "phi4_mini": Format(
         special=("<|system|>", "<|user|>", "<|assistant|>"),
         ends=("<|end|>", "<|end|>"),
-        asked="<|user|>Two and two?<|end|><|assistant|>",
+        prompt="<|user|>Two and two?<|end|><|assistant|>",
         round="<|user|>Two and two?<|end|><|assistant|>Four.<|end|><|endoftext|>",
         talk=(
             "<|system|>Be brief.<|end|><|user|>Two and two?<|end|><|assistant|>Four.<|end|>"
@@ -245,21 +250,21 @@ FORMATS = {
     "granite3": Format(
         special=_GRANITE,
         ends=("<|end_of_text|>", "<|end_of_text|>"),
-        asked=_GRANITE_3 + _GRANITE_ASKED,
+        prompt=_GRANITE_3 + _GRANITE_ASKED,
         round=_GRANITE_3 + _GRANITE_ROUND,
         talk=_GRANITE_TALK,
     ),
     "granite4": Format(
         special=_GRANITE,
         ends=("<|end_of_text|>", "<|end_of_text|>"),
-        asked=_GRANITE_4 + _GRANITE_ASKED,
+        prompt=_GRANITE_4 + _GRANITE_ASKED,
         round=_GRANITE_4 + _GRANITE_ROUND,
         talk=_GRANITE_TALK,
     ),
     "granite4.1": Format(
         special=_GRANITE,
         ends=("<|end_of_text|>", "<|end_of_text|>"),
-        asked=_GRANITE_ASKED,
+        prompt=_GRANITE_ASKED,
         round=_GRANITE_ROUND,
         talk=_GRANITE_TALK,
     ),
@@ -268,7 +273,7 @@ FORMATS = {
         eos="</s>",
         special=("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"),
         ends=("</s>", "</s>"),
-        asked="<s>[INST]Two and two?[/INST]",
+        prompt="<s>[INST]Two and two?[/INST]",
         round="<s>[INST]Two and two?[/INST]Four.</s>",
         talk=(
             "<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]Two and two?[/INST]Four.</s>[INST]And"
@@ -278,7 +283,7 @@ FORMATS = {
     "seed_oss": Format(
         special=("<seed:bos>",),
         ends=("<seed:eos>", "<seed:eos>"),
-        asked="<seed:bos>user\nTwo and two?<seed:eos><seed:bos>assistant\n",
+        prompt="<seed:bos>user\nTwo and two?<seed:eos><seed:bos>assistant\n",
         round="<seed:bos>user\nTwo and two?<seed:eos><seed:bos>assistant\nFour.<seed:eos>",
         talk=(
             "<seed:bos>system\nBe brief.<seed:eos><seed:bos>user\nTwo and"
@@ -289,7 +294,7 @@ FORMATS = {
     "olmo3": Format(
         special=("<|im_start|>",),
         ends=("<|im_end|>", "<|endoftext|>"),
-        asked=_OLMO + "<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\n",
+        prompt=_OLMO + "<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\n",
         round=_OLMO
         + "<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\nFour.<|endoftext|>",
         talk=(
@@ -301,7 +306,7 @@ FORMATS = {
     "smollm3": Format(
         special=("<|im_start|>",),
         ends=("<|im_end|>", "<|im_end|>"),
-        asked=_SMOL
+        prompt=_SMOL
         + _SMOL_DEFAULT
         + "<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\n",
         round=_SMOL
@@ -315,14 +320,13 @@ FORMATS = {
 
 
 def make_tokenizer(name: str, has_marks: bool = True):
-    """A token a byte, and with ``has_marks`` one for each mark of a turn; with the template's file."""
+    """Return a tokenizer with one token for each byte, and with the template's file.
+
+    If ``has_marks`` it has one more token for each mark of a turn.
+    """
     form = FORMATS[name]
-    raw = Tokenizer(
-        models.BPE(
-            vocab={each: i for i, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))},
-            merges=[],
-        )
-    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
@@ -334,12 +338,12 @@ def make_tokenizer(name: str, has_marks: bool = True):
 
 
 def find_learnt(tokenizer, talk) -> list[list[int]]:
-    """The runs of tokens that are to be learnt."""
+    """Return the runs of tokens that are to be learnt."""
     ((ids, mask),) = chat.encode(tokenizer, [talk], responses_only=True)
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(talk, tokenize=False)
     return [
         [token for token, _ in run]
-        for counts, run in groupby(zip(ids, mask, strict=True), lambda each: each[1])
+        for counts, run in groupby(zip(ids, mask, strict=True), key=itemgetter(1))
         if counts
     ]
 
@@ -352,14 +356,14 @@ def test_every_template_is_tested() -> None:
 def test_a_template_writes_what_the_published_one_writes(name) -> None:
     form, tokenizer = FORMATS[name], make_tokenizer(name)
 
-    def written(talk, **options) -> str:
+    def write(talk, **options) -> str:
         return tokenizer.apply_chat_template(talk, tokenize=False, **options)
 
-    assert written(FIRST[:1], add_generation_prompt=True) == form.asked
-    assert written(FIRST) == form.round
-    assert form.round.startswith(form.asked)  # generation goes on where the answer was learnt
+    assert write(FIRST[:1], add_generation_prompt=True) == form.prompt
+    assert write(FIRST) == form.round
+    assert form.round.startswith(form.prompt)  # generation continues where the answer was learnt
     if form.talk:
-        assert written([SYSTEM, *FIRST, *SECOND]) == form.talk
+        assert write([SYSTEM, *FIRST, *SECOND]) == form.talk
     else:
         with pytest.raises(
             ConfigError, match=r"refuses conversation 1 .*there is no system message"
@@ -436,11 +440,11 @@ def test_smollm3_has_its_mode_from_the_system_message() -> None:
     tokenizer = make_tokenizer("smollm3")
     quick = [{"role": "system", "content": "Be brief. /no_think"}, *FIRST]
     text = tokenizer.apply_chat_template(quick, tokenize=False)
-    assert (
-        text
-        == _SMOL.replace("/think", "/no_think")
-        + "Be brief.\n\n<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\nFour.<|im_end|>\n"
+    round_without_thought = (
+        "Be brief.\n\n<|im_start|>user\nTwo and two?<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\nFour.<|im_end|>\n"
     )
+    assert text == _SMOL.replace("/think", "/no_think") + round_without_thought
     assert text.startswith(
         tokenizer.apply_chat_template(quick[:2], tokenize=False, add_generation_prompt=True)
     )

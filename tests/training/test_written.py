@@ -1,4 +1,4 @@
-"""Records with the tokens that they were written in: what is read of them, when it is used, and what is refused."""
+"""Records with the tokens that they were written in: how they are read, used and refused."""
 
 import json
 import shutil
@@ -31,13 +31,13 @@ CHATS = [
 
 @pytest.fixture
 def tokenizer():
-    made = text.load_tokenizer(ASSETS / "target")
-    made.chat_template = TEMPLATE
-    return made
+    tokenizer = text.load_tokenizer(ASSETS / "target")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 @pytest.fixture
-def said(monkeypatch) -> list[str]:
+def notes(monkeypatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(data, "say", lines.append)
     monkeypatch.setattr(documents, "say", lines.append)
@@ -50,17 +50,17 @@ def write(file: Path, records: list[dict]) -> Path:
 
 
 def by_letters(tokenizer, words: str) -> list[int]:
-    """Tokens of a text that no tokenizer would give it: one a character."""
+    """Return the tokens of a text letter by letter, as no tokenizer would encode it."""
     return [token for letter in words for token in text.encode_continuation(tokenizer, letter)]
 
 
 def written_texts(tokenizer, encode) -> list[dict]:
-    """`TEXTS` as ``encode`` has them, of which the first three tokens are the prompt's."""
-    own = fingerprint.of_tokenizer(tokenizer, chats=False)
+    """Return `TEXTS` with the tokens of ``encode``; the first three tokens are the prompt's."""
+    digest = fingerprint.of_tokenizer(tokenizer, chats=False)
     return [
-        {"text": each, **WrittenTokens.of_turns([(ids[:3], ids[3:])], own).record()}
-        for each in TEXTS
-        for ids in [encode(tokenizer, each)]
+        {"text": content, **WrittenTokens.of_turns([(ids[:3], ids[3:])], digest).record()}
+        for content in TEXTS
+        for ids in [encode(tokenizer, content)]
     ]
 
 
@@ -70,10 +70,10 @@ def spans(mask: np.ndarray) -> list[list[int]]:
 
 
 def written_chats(tokenizer) -> list[dict]:
-    own = fingerprint.of_tokenizer(tokenizer)
+    digest = fingerprint.of_tokenizer(tokenizer)
     encoded = chat.encode(tokenizer, CHATS, responses_only=True)
     return [
-        {"messages": messages, TOKENIZER: own, "tokens": list(ids), "loss_spans": spans(mask)}
+        {"messages": messages, TOKENIZER: digest, "tokens": list(ids), "loss_spans": spans(mask)}
         for messages, (ids, mask) in zip(CHATS, encoded, strict=True)
     ]
 
@@ -83,6 +83,10 @@ def config(source: Path, template: Path | None = None) -> DataConfig:
     return DataConfig(
         str(source), str(ASSETS / "target"), chat_template=named, window=8, holdout=0.2
     )
+
+
+def as_lists(arrays: dict[str, np.ndarray]) -> dict[str, list]:
+    return {name: array.tolist() for name, array in arrays.items()}
 
 
 def without_tokens(records: list[dict]) -> list[dict]:
@@ -99,69 +103,64 @@ def test_answers_stand_after_the_tokens_that_they_were_written_after() -> None:
     left_out = WrittenTokens.of_turns(
         [([1, 2], [3, 4]), ([1, 2, 4, 5], [6]), ([1, 2, 4, 5, 6, 7], [8])], "t"
     )
-    found = [
+    sequences = [
         (tokens.tolist(), np.flatnonzero(counts).tolist())
         for tokens, counts in left_out.sequences(True)
     ]
-    assert found == [([1, 2, 3, 4], [2, 3]), ([1, 2, 4, 5, 6, 7, 8], [4, 6])]
+    assert sequences == [([1, 2, 3, 4], [2, 3]), ([1, 2, 4, 5, 6, 7, 8], [4, 6])]
     everything = [np.flatnonzero(counts).tolist() for _, counts in left_out.sequences(False)]
     assert everything == [[1, 2, 3], [4, 6]]
-    for each in (goes_on, left_out):
-        read = parse(json.loads(json.dumps(each.record())), "somewhere")
-        assert read is not None and read.record() == each.record()
+    for written_tokens in (goes_on, left_out):
+        read = parse(json.loads(json.dumps(written_tokens.record())), "somewhere")
+        assert read is not None and read.record() == written_tokens.record()
 
 
-def test_texts_give_the_same_windows_as_their_tokens(tokenizer, tmp_path, said) -> None:
+def test_texts_give_the_same_windows_as_their_tokens(tokenizer, tmp_path, notes) -> None:
     records = written_texts(tokenizer, text.encode)
-    own = write(tmp_path / "own.jsonl", records)
+    source = write(tmp_path / "own.jsonl", records)
     for responses_only in (True, False):
-        settings = replace(config(own), responses_only=responses_only)
-        _, packed, held = data.prepare(settings)
-        write(own, without_tokens(records))
-        _, expected, expected_held = data.prepare(settings)
-        write(own, records)
-        for ours, theirs in ((packed, expected), (held, expected_held)):
+        settings = replace(config(source), responses_only=responses_only)
+        _, packed, held_out = data.prepare(settings)
+        write(source, without_tokens(records))
+        _, expected, expected_held_out = data.prepare(settings)
+        write(source, records)
+        for ours, theirs in ((packed, expected), (held_out, expected_held_out)):
             assert ours["tokens"].tolist() == theirs["tokens"].tolist()
             assert ours["segments"].tolist() == theirs["segments"].tolist()
-        train, _ = data.split_documents(documents.read_documents(str(own)), 0.2)
+        train, _ = data.split_documents(documents.read_documents(str(source)), 0.2)
         place = [place for document in train for place in range(len(document.written.tokens))]
         labels = np.array(place[1 : packed["loss_mask"].size + 1])
-        # The text before may have been cut, so that another one begins is no label of it.
+        # The text before may have been cut, so that the beginning of the next one is no label.
         assert (
             packed["loss_mask"].ravel().tolist()
             == (labels >= (3 if responses_only else 1)).tolist()
         )
-    assert said == 2 * [
-        f"data.source='{own}': 40 of 40 documents are read in the tokens they were written in"
+    assert notes == 2 * [
+        f"data.source='{source}': 40 of 40 documents are read in the tokens they were written in"
     ]
 
 
-def test_chats_give_the_same_windows_as_their_tokens(tokenizer, tmp_path, said) -> None:
+def test_chats_give_the_same_windows_as_their_tokens(tokenizer, tmp_path, notes) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
     records = written_chats(tokenizer)
     source = write(tmp_path / "chats.jsonl", records)
-    found = data.prepare(config(source, template))[1:]
+    with_tokens = data.prepare(config(source, template))[1:]
     write(source, without_tokens(records))
     expected = data.prepare(config(source, template))[1:]
-    assert len(said) == 1
-    for ours, theirs in zip(found, expected, strict=True):
-        assert {name: array.tolist() for name, array in ours.items()} == {
-            name: a.tolist() for name, a in theirs.items()
-        }
+    assert len(notes) == 1
+    for ours, theirs in zip(with_tokens, expected, strict=True):
+        assert as_lists(ours) == as_lists(theirs)
     template.write_text(TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
     with pytest.raises(ConfigError, match="marks no token as the assistant's"):
         data.prepare(config(source, template))
     unmarked = fingerprint.of_tokenizer(
         with_template(text.load_tokenizer(ASSETS / "target"), str(template))
     )
-    write(
-        source, [record | {TOKENIZER: unmarked} for record in records]
-    )  # their spans say what the marks would
-    assert (
-        data.prepare(config(source, template))[1]["loss_mask"].tolist()
-        == expected[0]["loss_mask"].tolist()
-    )
+    # The spans of the records replace the marks of the template.
+    write(source, [record | {TOKENIZER: unmarked} for record in records])
+    _, packed, _ = data.prepare(config(source, template))
+    assert packed["loss_mask"].tolist() == expected[0]["loss_mask"].tolist()
 
 
 def test_tokens_that_the_text_does_not_say_are_those_that_are_trained_on(
@@ -174,11 +173,11 @@ def test_tokens_that_the_text_does_not_say_are_those_that_are_trained_on(
     tokens = {record["text"]: record["tokens"] for record in records}
     assert tokens[TEXTS[0]] != text.encode(tokenizer, TEXTS[0])
     expected = [token for document in train for token in tokens[document.text]]
-    found = flat(packed)
-    assert found == expected[: len(found)] and len(expected) - len(found) < 8
+    trained_on = flat(packed)
+    assert trained_on == expected[: len(trained_on)] and len(expected) - len(trained_on) < 8
 
 
-def test_records_with_and_without_tokens_stand_in_their_order(tokenizer, tmp_path, said) -> None:
+def test_records_with_and_without_tokens_stand_in_their_order(tokenizer, tmp_path, notes) -> None:
     records = written_texts(tokenizer, by_letters)
     mixed = [
         record if number % 2 else {"text": record["text"]} for number, record in enumerate(records)
@@ -186,47 +185,40 @@ def test_records_with_and_without_tokens_stand_in_their_order(tokenizer, tmp_pat
     source = write(tmp_path / "texts.jsonl", mixed)
     _, packed, _ = data.prepare(config(source))
     train, _ = data.split_documents(documents.read_documents(str(source)), 0.2)
-    expected = [
-        token
-        for document in train
-        for token in (text.encode if document.written is None else by_letters)(
-            tokenizer, document.text
-        )
-    ]
+    expected = []
+    for document in train:
+        encode = text.encode if document.written is None else by_letters
+        expected += encode(tokenizer, document.text)
     assert flat(packed) == expected[: len(flat(packed))]
-    assert said == [
+    assert notes == [
         f"data.source='{source}': 20 of 40 documents are read in the tokens they were written in"
     ]
 
 
-def test_tokens_of_another_tokenizer_or_template_are_not_used(tokenizer, tmp_path, said) -> None:
+def test_tokens_of_another_tokenizer_or_template_are_not_used(tokenizer, tmp_path, notes) -> None:
     records = [record | {TOKENIZER: "another"} for record in written_texts(tokenizer, by_letters)]
     source = write(tmp_path / "texts.jsonl", records)
     _, packed, _ = data.prepare(config(source))
-    assert said == [
+    assert notes == [
         f"data.source='{source}': 40 of 40 documents have tokens of another tokenizer or chat"
         " template than this run's: their text is tokenised"
     ]
     write(source, without_tokens(records))
     _, expected, _ = data.prepare(config(source))
-    assert {name: array.tolist() for name, array in packed.items()} == {
-        name: a.tolist() for name, a in expected.items()
-    }
+    assert as_lists(packed) == as_lists(expected)
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE.replace("<end>", "<stop>"))
     write(source, written_chats(tokenizer))
     tokenizer_read, packed, _ = data.prepare(config(source, template))
-    assert (
-        "<stop>" in tokenizer_read.decode(flat(packed))
-        and "30 of 30 documents have tokens of another" in said[-1]
-    )
+    assert "<stop>" in tokenizer_read.decode(flat(packed))
+    assert "30 of 30 documents have tokens of another" in notes[-1]
 
 
-def test_a_tokenizer_trained_here_has_no_tokens_of_records(tokenizer, tmp_path, said) -> None:
+def test_a_tokenizer_trained_here_has_no_tokens_of_records(tokenizer, tmp_path, notes) -> None:
     records = [record | {TOKENIZER: ""} for record in written_texts(tokenizer, by_letters)]
     source = write(tmp_path / "texts.jsonl", records)
     data.prepare(DataConfig(str(source), vocab_size=300, window=8, holdout=0.2))
-    assert "40 of 40 documents have tokens of another" in said[-1]
+    assert "40 of 40 documents have tokens of another" in notes[-1]
 
 
 def test_what_other_data_sets_call_tokens_is_not_looked_at(tmp_path) -> None:
@@ -258,10 +250,10 @@ def test_what_other_data_sets_call_tokens_is_not_looked_at(tmp_path) -> None:
     ],
 )
 def test_damaged_tokens_are_refused_by_their_line(tokenizer, tmp_path, changed, words) -> None:
-    own = fingerprint.of_tokenizer(tokenizer, chats=False)
+    digest = fingerprint.of_tokenizer(tokenizer, chats=False)
     whole = {
         "text": "abcdef",
-        TOKENIZER: own,
+        TOKENIZER: digest,
         "tokens": [0, 5, 6, 7, 8, 9, 10],
         "loss_spans": [[3, 7]],
     }
@@ -273,7 +265,11 @@ def test_damaged_tokens_are_refused_by_their_line(tokenizer, tmp_path, changed, 
 def test_ids_that_the_target_has_and_the_tokenizer_has_not_are_the_targets(
     tokenizer, tmp_path
 ) -> None:
-    """Published targets have more rows than their tokenizer has tokens, and may write what no text stands for."""
+    """Check ids beyond the tokenizer.
+
+    Published targets have more rows than their tokenizer has tokens, and may write an id without
+    text.
+    """
     records = written_texts(tokenizer, text.encode)
     for record in records:
         record["tokens"][-1] = 3075
@@ -287,7 +283,7 @@ def test_ids_that_the_target_has_and_the_tokenizer_has_not_are_the_targets(
 
 
 def test_a_folder_is_read_without_what_is_not_whole_and_without_notes(
-    tokenizer, tmp_path, said
+    tokenizer, tmp_path, notes
 ) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
@@ -295,9 +291,8 @@ def test_a_folder_is_read_without_what_is_not_whole_and_without_notes(
     write(folder / "00000-of-00003.jsonl", [{"text": "first"}])
     write(folder / "00002-of-00003.jsonl.part", [{"text": "third"}])
     for number in range(3):
-        (folder / f"{number:05d}-of-00003.yaml").write_text(
-            "# written by the target of the fingerprint ab\ntarget: embedded\n"
-        )
+        settings = "# written by the target of the fingerprint ab\ntarget: embedded\n"
+        (folder / f"{number:05d}-of-00003.yaml").write_text(settings)
     (folder / ".00002-of-00003.yaml.tmp").write_text("# written by the tar")
     (folder / "my.yaml").write_text("a: text of one's own")
     for source in (str(folder), f"{folder}/*", f"{folder}/*.jsonl"):
@@ -307,17 +302,14 @@ def test_a_folder_is_read_without_what_is_not_whole_and_without_notes(
             "second",
             *(["a: text of one's own"] if "jsonl" not in source else []),
         ]
-    assert len(said) == 2 and all(
-        "as they are unfinished: 00002-of-00003.jsonl.part" in line for line in said
-    )
+    assert len(notes) == 2
+    assert all("as they are unfinished: 00002-of-00003.jsonl.part" in line for line in notes)
 
 
 def test_a_fingerprint_is_of_what_decides_the_tokens(tokenizer, tmp_path) -> None:
-    whole, texts = (
-        fingerprint.of_tokenizer(tokenizer),
-        fingerprint.of_tokenizer(tokenizer, chats=False),
-    )
-    tokenizer("a", truncation=True, max_length=5)  # leaves it on
+    whole = fingerprint.of_tokenizer(tokenizer)
+    texts = fingerprint.of_tokenizer(tokenizer, chats=False)
+    tokenizer("a", truncation=True, max_length=5)  # truncation stays on after this
     assert fingerprint.of_tokenizer(tokenizer) == whole
     for name, left_on in (
         ("padded", {"padding": {**PADDED, "pad_token": "<|endoftext|>"}}),

@@ -20,7 +20,7 @@ from specjax.training.step import TrainState
 
 
 def config(directory: Path, output: str, mesh: tuple[int, int]) -> TrainConfig:
-    """Of a drafter for the target in ``directory``."""
+    """Return the configuration of a drafter for the target in ``directory``."""
     return TrainConfig(
         output=str(directory / output),
         method=Eagle3Training(target=str(directory / "target"), steps=2, draft_vocab_size=200),

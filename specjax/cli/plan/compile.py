@@ -135,10 +135,8 @@ def _step_table(steps: list[Step], chip: Chip, chips: int, slices: int) -> Table
     table = table_of_numbers(
         "a step, on one chip", "", *(step.drafter for step in steps), named=True
     )
-    limits, has_states = (
-        [step.limits(chip, chips) for step in steps],
-        any(step.states for step in steps),
-    )
+    limits = [step.limits(chip, chips) for step in steps]
+    has_states = any(step.states for step in steps)
     lines: dict[str, list[str]] = {
         "the target's cache, GB": [f"{step.cache / 1e9:.2f}" for step in steps],
         **(_lines_of_states(steps) if has_states else {}),

@@ -34,9 +34,8 @@ def run_measure(config: MeasureConfig) -> None:
     console = new_console()
     prompts_read = text.pad([pair.encode(prompt) for prompt in prompts[:_PROMPTS]])
     comparisons = {}
-    options = replace(
-        options, max_new_tokens=target.config.max_positions
-    )  # the only limit of a trial
+    # The positions of the target are the only limit of a trial.
+    options = replace(options, max_new_tokens=target.config.max_positions)
     acceptance = measure_acceptance(
         target, drafter, *prompts_read, options=options, longest=longest
     )

@@ -170,11 +170,10 @@ def _find_drafter(
         raise InputError(
             f"draft_cache={config.draft_cache}: {name} has no draft cache; leave it out"
         )
-    drafter = (
-        abstract.stored_drafter(name, on_one)
-        if is_checkpoint(name)
-        else abstract.abstract_drafter(name, None, on_one)
-    )
+    if is_checkpoint(name):
+        drafter = abstract.stored_drafter(name, on_one)
+    else:
+        drafter = abstract.abstract_drafter(name, None, on_one)
     assert isinstance(drafter, TrainedDrafter)
     return roofline.Trained(drafter, on_one)
 
@@ -199,11 +198,10 @@ def _table(
     for rows, choice in best.items():
         chosen = replace(pair, draft_cache=choice.draft_cache)
         break_even = _break_even(config, pair, rows, alphas)
-        draft = (
-            chosen.once_time(rows, config.context, choice.gamma or 1)
-            if is_at_once
-            else chosen.draft_time(rows, config.context)
-        )
+        if is_at_once:
+            draft = chosen.once_time(rows, config.context, choice.gamma or 1)
+        else:
+            draft = chosen.draft_time(rows, config.context)
         memory = f"{chosen.memory(rows, config.context) / 1e9:,.1f}"
         table.add_row(
             str(rows),
@@ -279,9 +277,10 @@ def _draw(
             )
             for context in contexts
         ]
+        # Memory grows with the context, so it fits for the first contexts and for no others.
         fits_until[rows] = sum(
             any(variant.fits(rows, context) for variant, _ in sized) for context in contexts
-        )  # memory grows with context
+        )
     return draw_by_length_and_context(
         _title(config, pair), by_length, contexts, by_context, fits_until, config.context
     )

@@ -170,11 +170,10 @@ def read_config(stored: CheckpointFiles) -> DFlashConfig:
             " of one"
         )
     fields = check_fields(stored.raw, _FIELDS[layout], stored.file)
-    config_fields = (
-        _read_speculators(fields, stored)
-        if layout == "speculators"
-        else _read_qwen3(fields, stored, layout)
-    )
+    if layout == "speculators":
+        config_fields = _read_speculators(fields, stored)
+    else:
+        config_fields = _read_qwen3(fields, stored, layout)
     if layout == "dflash":
         config_fields |= _read_factors(stored)
     else:
@@ -355,11 +354,9 @@ def _with_windows(raw: dict[str, Any]) -> dict[str, Any]:
     All other fields about windows are ignored. A window that is longer than any text still makes
     blocks causal, so it stays, cut to the length of the longest text.
     """
-    kinds, window, longest = (
-        raw.get("layer_types"),
-        raw.get("sliding_window"),
-        raw.get("max_position_embeddings", 32_768),
-    )
+    kinds = raw.get("layer_types")
+    window = raw.get("sliding_window")
+    longest = raw.get("max_position_embeddings", 32_768)
     if not isinstance(kinds, list) or "sliding_attention" not in kinds:
         return raw
     if type(window) is int and type(longest) is int:
@@ -534,11 +531,10 @@ def _dflash2_of(config: DFlashConfig) -> dict[str, int]:
 
 def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> dict[str, Any]:
     if config.causal or (config.layer.windowed_layers and not config.window_of_block):
-        what = (
-            "a block that is causal in every layer"
-            if config.causal
-            else "windows that are counted from each token"
-        )
+        if config.causal:
+            what = "a block that is causal in every layer"
+        else:
+            what = "windows that are counted from each token"
         raise InputError(f"layout='speculators': it cannot express {what}: write it as 'dflash'")
     if config.changed_factors:
         raise InputError(

@@ -260,17 +260,14 @@ def declare(config: DFlashConfig, layout: str) -> Params:
 
 
 def _declare_layer(config: DFlashConfig, index: int) -> Params:
-    prefix, hidden, kernel_size = (
-        f"layers.{index}.",
-        config.layer.hidden_size,
-        config.conv_kernel_size,
-    )
+    prefix = f"layers.{index}."
+    hidden = config.layer.hidden_size
+    kernel_size = config.conv_kernel_size
     declared: Params = declarations.declare_layer(config.layer, prefix, index)
     if not kernel_size:
         return declared
-    kernels = (
-        2 * kernel_size * (hidden // config.conv_group_size)
-    )  # for the convolutions before and after the part
+    # 2, for the convolutions before and after the part.
+    kernels = 2 * kernel_size * (hidden // config.conv_group_size)
     for part in ("attention", "mlp"):
         name = f"{prefix}{part}_conv"
         declared[f"{part}_conv"] = replace(

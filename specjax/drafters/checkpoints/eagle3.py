@@ -240,12 +240,10 @@ def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> E
         CheckpointError: A field is invalid, a count does not match the tensors, or ``d2t`` or
             ``t2d`` is missing.
     """
-    raw, source, shapes, layout = (
-        stored.raw if raw is None else raw,
-        stored.file,
-        stored.shapes,
-        layout_of(stored),
-    )
+    raw = stored.raw if raw is None else raw
+    source = stored.file
+    shapes = stored.shapes
+    layout = layout_of(stored)
     fields = check_fields(raw, _FIELDS, source)
     nested, layer_fields = fields["eagle_config"] or {}, fields["transformer_layer_config"]
     flags = check_fields({**nested, **raw}, _FLAGS, source)
@@ -315,9 +313,8 @@ def _read_taps(
     if (inputs := fields["eagle_aux_hidden_state_layer_ids"]) is not None:
         return tuple(inputs)
     table = {"eagle_aux_hidden_state_layer_ids": _ids()}
-    outputs = check_fields(nested, table, source, "eagle_config.")[
-        "eagle_aux_hidden_state_layer_ids"
-    ]
+    checked = check_fields(nested, table, source, "eagle_config.")
+    outputs = checked["eagle_aux_hidden_state_layer_ids"]
     return None if outputs is None else tuple(layer + 1 for layer in outputs)
 
 

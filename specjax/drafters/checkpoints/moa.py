@@ -336,10 +336,8 @@ def _format_authors(config: MoAConfig, dtype: str, name: str) -> dict[str, Any]:
             "layout='authors': its config.json is the target's, which is not known here: give"
             " target=DIRECTORY or OWNER/NAME"
         )
-    lsa, layers = (
-        config.lsa,
-        target.num_layers if config.target_layers is None else config.target_layers,
-    )
+    lsa = config.lsa
+    layers = target.num_layers if config.target_layers is None else config.target_layers
     kv_heads = target.num_kv_heads if lsa is None else lsa.target_kv_heads
     expected = (
         layer.vocab_size,

@@ -159,11 +159,10 @@ def _paid_by_last(
         q = queries(params, sizes, normed(params, "input_norm", sizes, entering[:, :, i]), turn)
         window = config.window_of(i)
         filled = target.cache_piece(before, source, positions, window)
-        visible = (
-            causal
-            if window is None
-            else causal & (positions[:, :, None] - positions[:, None] < window)
-        )
+        if window is None:
+            visible = causal
+        else:
+            visible = causal & (positions[:, :, None] - positions[:, None] < window)
         options = {
             "scale": sizes.attention_scale,
             "sinks": params.get("sinks"),

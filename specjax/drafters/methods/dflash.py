@@ -252,9 +252,8 @@ class DFlash(TrainedDrafter[Cache]):
             attends_to: what the tokens attend to in each layer.
         """
         x = self.params["embed"][tokens] if "embed" in self.params else target.embed(tokens)
-        if (
-            self.config.input_embedding_scale != 1.0
-        ):  # in float32, so that only the product is rounded
+        # The product is in float32, so that it is rounded only once.
+        if self.config.input_embedding_scale != 1.0:
             x = x.astype(jnp.float32) * self.config.input_embedding_scale
         x = x.astype(self._dtype)
         for index, params in enumerate(self.params["layers"]):
@@ -296,11 +295,9 @@ class DFlash(TrainedDrafter[Cache]):
                 it.
         """
         is_visible = back >= (0 if self.is_causal(window) else -self.config.block_size)
-        return (
-            is_visible
-            if window is None or self.config.window_of_block
-            else is_visible & (back < window)
-        )
+        if window is None or self.config.window_of_block:
+            return is_visible
+        return is_visible & (back < window)
 
     def reach(
         self, window: int | None, positions: jax.Array, anchors: jax.Array

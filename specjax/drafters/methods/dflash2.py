@@ -110,6 +110,7 @@ class DFlash2(DFlash):
         drafter = super().init(
             target, key, draft, block_size=block_size, variant=variant, **options
         )
+        # The convolutions begin as the identity: a token's own number is 1.
         for layer in drafter.params["layers"]:
             layer |= {
                 name: layer[name].at[:, 0].set(1.0)
@@ -165,9 +166,8 @@ class DFlash2(DFlash):
             before: ``[...]``, the token before.
         """
         query = self.params["predecessors"][before] * context
-        bonus = jnp.sum(
-            query[..., None, :] * self.params["successors"][ids], axis=-1, dtype=jnp.float32
-        )
+        products = query[..., None, :] * self.params["successors"][ids]
+        bonus = jnp.sum(products, axis=-1, dtype=jnp.float32)
         return scores + bonus
 
     def expected(self, target: Target, states: jax.Array, before: jax.Array) -> jax.Array:
@@ -215,9 +215,8 @@ class DFlash2(DFlash):
 
         first = children_after(jnp.zeros((), jnp.int32), root[:, None])
         draft, _, _ = expand(shape, read, first, (), root, sampling, keys, active)
-        if (
-            draft.q is not None
-        ):  # over the candidates of each node's depth; leaves have no children and a q of zeros
+        # q is over the candidates of each node's depth. Leaves have no children, and a q of zeros.
+        if draft.q is not None:
             node_ids = ids[:, np.minimum(draft.depths, shape.depth - 1)]
             zeros = jnp.zeros((*draft.q.shape[:2], vocab), draft.q.dtype)
             draft = replace(
@@ -294,7 +293,8 @@ def convolve(
 
         >>> from specjax.drafters.methods.dflash2 import convolve
         >>> x = jnp.array([1.0, 2.0, 3.0, 4.0])[None, :, None]
-        >>> convolve(x, jnp.ones((2, 1)), jnp.zeros((1, 4, 2, 1)), jnp.array([0, 1, 0, 1]))[0, :, 0].tolist()
+        >>> kernel, changes = jnp.ones((2, 1)), jnp.zeros((1, 4, 2, 1))
+        >>> convolve(x, kernel, changes, jnp.array([0, 1, 0, 1]))[0, :, 0].tolist()
         [1.0, 3.0, 3.0, 7.0]
     """
     kernel_size, groups = changes.shape[2:]

@@ -47,7 +47,7 @@ def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
         >>> check_vocabulary(replace(config, vocab_size=24), config)  # padded: fits
         >>> check_vocabulary(replace(config, vocab_size=32_000), config)
         Traceback (most recent call last):
-        specjax.errors.InputError: drafter has a vocabulary of 32000 tokens and target one of 16: ...
+        specjax.errors.InputError: drafter has a vocabulary of 32000 tokens and target one of 16...
     """
     if abs(own.vocab_size - target.vocab_size) >= MAX_PADDING:
         raise InputError(
@@ -271,13 +271,13 @@ class DraftModel(Drafter[DraftModelState]):
     ) -> tuple[Draft, DraftModelState]:
         # The first forward reads up to two tokens: the end of the newest path, if it is unread, and
         # the root.
+        # If the end is read, the root comes first, and the second token is padding.
         unread = jnp.stack([jnp.where(state.behind, state.last, root), root], axis=1)
         count = jnp.where(active, 1 + state.behind, 0)
         output, cache = self.model.forward(self._known(unread), state.cache, count)
         root_index = state.behind.astype(jnp.int32)[:, None, None]
-        logits = jnp.take_along_axis(output.logits, root_index, axis=1)[
-            :, 0
-        ]  # within each row: no exchange on a mesh
+        # The index is within each row, so that a mesh exchanges nothing.
+        logits = jnp.take_along_axis(output.logits, root_index, axis=1)[:, 0]
 
         def read(
             frontier: Frontier, scratch: tuple[Entry, ...]
@@ -314,7 +314,8 @@ class DraftModel(Drafter[DraftModelState]):
         if self.draft_shape.read_slots:
             # The nodes of a chain were read in the order of its path: nothing has to be gathered.
             path = drafted.entries if draft.is_chain else gather_entries(drafted.entries, places)
-            # The pass of `propose` has stored the root already, so only accepted nodes are appended.
+            # The pass of `propose` has stored the root already, so only accepted nodes are
+            # appended.
             cache = cache.append(path, accepted - behind, after=draft.tokens[:, -1:])
         return DraftModelState(
             cache=cache,
@@ -339,11 +340,9 @@ class DraftModel(Drafter[DraftModelState]):
 
     def _offered(self, logits: jax.Array, target: Target) -> jax.Array:
         """Return the logits of the draft model over `_vocabulary`."""
-        return (
-            _fit(logits, target.config.vocab_size)
-            if self.shared is None
-            else self.shared.narrow(logits)
-        )
+        if self.shared is None:
+            return _fit(logits, target.config.vocab_size)
+        return self.shared.narrow(logits)
 
     def _vocabulary(self, target: Target) -> Vocabulary | None:
         return None if self.shared is None else self.shared.vocabulary(target.config.vocab_size)
@@ -362,4 +361,5 @@ def _fit(logits: jax.Array, vocab: int) -> jax.Array:
     missing = vocab - logits.shape[-1]
     if missing <= 0:
         return logits[..., :vocab]
+    # -inf, so that a token which the draft model lacks is never drafted.
     return jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)

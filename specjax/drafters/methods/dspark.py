@@ -126,40 +126,31 @@ class DSpark(DFlash):
             probability that the next token is accepted.
         """
         if not self.config.markov_rank:
-            return (
-                jnp.broadcast_to(logits, (*tokens.shape, logits.shape[-1])),
-                memory,
-                self._confidence([states]),
-            )
+            by_token = jnp.broadcast_to(logits, (*tokens.shape, logits.shape[-1]))
+            return by_token, memory, self._confidence([states])
         vector = self.params["markov_in"][tokens].astype(self._dtype)
-        states = jnp.broadcast_to(states, (*vector.shape[:-1], states.shape[-1])).astype(
-            self._dtype
-        )
+        states = jnp.broadcast_to(states, (*vector.shape[:-1], states.shape[-1]))
+        states = states.astype(self._dtype)
         inputs = [states, vector] if self.config.confidence_of_token else [states]
         if self.config.markov == "gated":
             joined = jnp.concatenate([states, vector], axis=-1)
             latent = jax.nn.sigmoid(linear(self.params, "markov_gate", joined)) * vector
         elif self.config.markov == "rnn":
-            joint = linear(
-                self.params, "markov_joint", jnp.concatenate([memory, vector, states], axis=-1)
-            )
+            joined = jnp.concatenate([memory, vector, states], axis=-1)
+            joint = linear(self.params, "markov_joint", joined)
             gate, candidate, output = jnp.split(joint, 3, axis=-1)
             gate = jax.nn.sigmoid(gate)
             memory, latent = gate * memory + (1 - gate) * jnp.tanh(candidate), jnp.tanh(output)
         else:
             latent = vector
-        return (
-            logits + vocabulary_logits(latent, self.params["markov_out"]),
-            memory,
-            self._confidence(inputs),
-        )
+        logits = logits + vocabulary_logits(latent, self.params["markov_out"])
+        return logits, memory, self._confidence(inputs)
 
     def _confidence(self, inputs: Sequence[jax.Array]) -> jax.Array | None:
         if not self.config.confidence:
             return None
-        return linear(self.params, "confidence", jnp.concatenate(inputs, axis=-1))[..., 0].astype(
-            jnp.float32
-        )
+        confidence = linear(self.params, "confidence", jnp.concatenate(inputs, axis=-1))
+        return confidence[..., 0].astype(jnp.float32)
 
     def propose(
         self,
@@ -183,6 +174,7 @@ class DSpark(DFlash):
             )
             logits, memory, confidence = self.after(logits, states_here, tokens, memory)
             children = offered_by(shape, logits, depth, sampling, keys[depth], vocabulary)
+            # The trained head decides where a chain stops, not the draft's own probability.
             if children.confidence is not None and confidence is not None:
                 children = replace(children, confidence=jax.nn.sigmoid(confidence))
             return children, memory

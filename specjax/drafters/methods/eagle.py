@@ -180,11 +180,11 @@ class Eagle(FeatureDrafter):
         config, (layer,) = self.config.layer, self.params["layers"]
         turn = rotations(config.rope, config.head_dim, positions)
         x = linear(self.params, "fc", jnp.concatenate([embedded, states], axis=-1))
+        # Unlike the target's layers, this one has no norm before attention.
         attended, entry = attention(layer, config, x, turn, mask, past[0])
         x = x + attended
-        return x + mlp(
-            layer, rms_norm(x, layer["post_norm"], config.norm_eps), activation=config.activation
-        ), (entry,)
+        normed = rms_norm(x, layer["post_norm"], config.norm_eps)
+        return x + mlp(layer, normed, activation=config.activation), (entry,)
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
         return target.head(states)

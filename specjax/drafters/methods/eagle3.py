@@ -73,11 +73,9 @@ class Eagle3(FeatureDrafter):
 
     @classmethod
     def usual_sizes(cls, target: Target) -> dict[str, Any]:
-        return (
-            {"ids": np.arange(USUAL_VOCABULARY)}
-            if target.config.vocab_size > USUAL_VOCABULARY
-            else {}
-        )
+        if target.config.vocab_size > USUAL_VOCABULARY:
+            return {"ids": np.arange(USUAL_VOCABULARY)}
+        return {}
 
     @classmethod
     def init(
@@ -191,9 +189,10 @@ class Eagle3(FeatureDrafter):
                 layer, config, x, turn, *self.seen(index, positions, mask, before)
             )
             entries.append(entry)
-        return (rms_norm(x, self.params["norm"], eps) if self.config.norm_output else x), tuple(
-            entries
-        )
+        # What is fed back in place of a feature is the state before the norm, unless the checkpoint
+        # says otherwise.
+        output = rms_norm(x, self.params["norm"], eps) if self.config.norm_output else x
+        return output, tuple(entries)
 
     def seen(
         self, layer: int, positions: jax.Array, mask: jax.Array | None, past: tuple[Piece, ...]
@@ -205,16 +204,13 @@ class Eagle3(FeatureDrafter):
         return mask, past
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
-        x = (
-            states
-            if self.config.norm_output
-            else rms_norm(states, self.params["norm"], self.sizes.norm_eps)
-        )
-        return (
-            self._split(vocabulary_logits(x, self.params["lm_head"]))
-            if self.config.own_head
-            else target.head(x)
-        )
+        if self.config.norm_output:
+            x = states
+        else:
+            x = rms_norm(states, self.params["norm"], self.sizes.norm_eps)
+        if self.config.own_head:
+            return self._split(vocabulary_logits(x, self.params["lm_head"]))
+        return target.head(x)
 
     def drafted_logits(self, target: Target, hidden: jax.Array) -> jax.Array:
         """Return the target's logits ``[..., Vd]`` of the tokens that the drafter can draft.

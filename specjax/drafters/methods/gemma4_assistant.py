@@ -372,10 +372,9 @@ class Gemma4Assistant(NewestStateDrafter):
         Returns:
             The float32 logits ``[B, F, V]`` after each node, and the nodes' states ``[B, F, H]``.
         """
-        reads, positions = (
-            self.reads(target.config),
-            jnp.broadcast_to(cache.length[:, None], tokens.shape),
-        )
+        reads = self.reads(target.config)
+        # All nodes have one position, that of the root, whatever their depth.
+        positions = jnp.broadcast_to(cache.length[:, None], tokens.shape)
 
         def attends_to(layer: int, back: int | None) -> Piece:
             return target.cache_piece(cache, reads.index(layer), positions, back)
@@ -436,17 +435,14 @@ class Gemma4Assistant(NewestStateDrafter):
             return self.all_logits(x)
         flat, vocab = x.reshape(-1, x.shape[-1]), self.config.model.vocab_size
         best = jax.lax.top_k(linear(self.params, "centroids", flat), self.config.centroids_kept)[1]
-        tokens = (
-            self.params["order"].reshape(self.config.centroids, -1)[best].reshape(len(flat), -1)
-        )
+        clusters = self.params["order"].reshape(self.config.centroids, -1)
+        tokens = clusters[best].reshape(len(flat), -1)
         multiply = partial(jnp.einsum, "rth,rnh->rtn", preferred_element_type=jnp.float32)
         best_logits = product_on_device(multiply, flat[:, None], self.params["embed"][tokens])[:, 0]
-        logits = jnp.broadcast_to(best_logits.min(axis=-1, keepdims=True) - 1.0, (len(flat), vocab))
-        return (
-            logits.at[jnp.arange(len(flat))[:, None], tokens]
-            .set(best_logits)
-            .reshape(*x.shape[:-1], vocab)
-        )
+        below_best = best_logits.min(axis=-1, keepdims=True) - 1.0
+        logits = jnp.broadcast_to(below_best, (len(flat), vocab))
+        logits = logits.at[jnp.arange(len(flat))[:, None], tokens].set(best_logits)
+        return logits.reshape(*x.shape[:-1], vocab)
 
     def all_logits(self, x: jax.Array) -> jax.Array:
         """Return the float32 logits ``[..., V]`` of all tokens, in any cluster, for training."""
@@ -488,11 +484,8 @@ class Gemma4Assistant(NewestStateDrafter):
         params, config = dict(self.params), self.config
         if config.centroids:
             embed, size = params["embed"], config.model.vocab_size
-            tokens = (
-                config.centroids_kept
-                * (size // config.centroids)
-                * (1 if isinstance(state, tuple) else state.shape[0])
-            )
+            rows = 1 if isinstance(state, tuple) else state.shape[0]
+            tokens = rows * config.centroids_kept * (size // config.centroids)
             params["embed"] = jax.ShapeDtypeStruct(
                 (min(tokens, size), embed.shape[1]), embed.dtype, sharding=embed.sharding
             )

@@ -63,9 +63,8 @@ def read_config(stored: CheckpointFiles) -> MedusaConfig:
         )
     vocab, hidden = stored.shapes[output]
     heads = stored.numbered("")
-    if (
-        heads < fields["medusa_num_heads"]
-    ):  # published files may have more heads than their config.json states
+    # Published files may have more heads than their config.json states.
+    if heads < fields["medusa_num_heads"]:
         stored.check_count("medusa_num_heads", fields["medusa_num_heads"], heads, "heads")
     for head in range(heads):
         stored.check_count(
@@ -208,9 +207,8 @@ class Medusa(NewestStateDrafter):
         keys: jax.Array,
         active: jax.Array,
     ) -> tuple[Draft, jax.Array]:
-        logits = jnp.stack(
-            [self.head(i, state) for i in range(self.draft_shape.depth)], axis=1
-        )  # [B, D, V]
+        # ``[B, D, V]``
+        logits = jnp.stack([self.head(i, state) for i in range(self.draft_shape.depth)], axis=1)
         return expand_by_depth(self.draft_shape, logits, root, sampling, keys, active), state
 
     def drafting_reads(

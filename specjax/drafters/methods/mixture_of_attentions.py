@@ -293,19 +293,11 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             summaries: the entries of `remember_summaries`, and which of them each state sees. At
                 the beginning of a text that is none.
         """
-        config, params, eps = (
-            self.config.cross_layer,
-            self.params["cross_attention"],
-            self.config.cross_layer.norm_eps,
-        )
+        config, params = self.config.cross_layer, self.params["cross_attention"]
+        eps = config.norm_eps
         turn = rotations(config.rope, config.head_dim, positions)
-        x = x + linear(
-            params,
-            "o",
-            attend(
-                queries(params, config, rms_norm(x, params["input_norm"], eps), turn), [summaries]
-            ),
-        )
+        q = queries(params, config, rms_norm(x, params["input_norm"], eps), turn)
+        x = x + linear(params, "o", attend(q, [summaries]))
         return x + mlp(params, rms_norm(x, params["post_norm"], eps), activation=config.activation)
 
     def tli_layers(self, target: Target) -> tuple[int, int]:
@@ -350,9 +342,8 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
     # --- the contract ---
 
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
-        return tuple(
-            range(*self.config.tli_layers_of(config.num_layers))
-        )  # these run with their cache
+        # These layers run while it drafts, with the target's cache.
+        return tuple(range(*self.config.tli_layers_of(config.num_layers)))
 
     def start(self, target: Target, batch: int, capacity: int) -> MixtureState:
         """Return empty caches of self-attention and cross-attention."""
@@ -442,6 +433,8 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             target.embed(tokens), positions, jnp.asarray(causal), past
         )
         entries: tuple[Entry, ...] = ()
+        # Nothing is drafted here. So without TLI, whose layers store entries, the states after
+        # self-attention are of no use.
         if self.config.tli:
             x = self.cross_attend(x, positions, Filled.of(state.summaries, 0, mesh=self.mesh))
             _, entries = self.finish(target, x, positions, causal, cache=cache)
@@ -498,6 +491,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             mesh=self.mesh,
         )
         scratch = token_scratch + target.new_scratch(batch, slots, self.tli_layers(target))
+        # The root sees nothing in the scratch, which is still empty.
         hidden, new = read(root[:, None], 0, jnp.zeros((batch, 1, slots), bool), scratch)
         scratch = place_entries(scratch, new, 0, after=hidden)
         draft, _, _ = expand(

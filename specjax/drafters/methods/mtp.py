@@ -395,6 +395,7 @@ class MTP(FeatureDrafter):
             normed(params, "hidden_norm", config, states),
             normed(params, "embed_norm", config, embedded),
         ]
+        # MiMo's modules join the state first, all others the embedding.
         joined = jnp.concatenate(parts if self.config.layout == "mimo" else parts[::-1], axis=-1)
         turn = rotations(config.rope, config.head_dim, positions)
         x, entry = decoder_layer(
@@ -418,11 +419,14 @@ class MTP(FeatureDrafter):
         self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
     ) -> DraftingReads:
         """Return the arrays of a level: one of the modules with its part of the cache."""
-        module_state = (
-            (state.cache.layers[: self.sizes.num_layers], state.cache.length, state.newest)
-            if state
-            else ()
-        )
+        if state:
+            module_state = (
+                state.cache.layers[: self.sizes.num_layers],
+                state.cache.length,
+                state.newest,
+            )
+        else:
+            module_state = ()
         return DraftingReads(
             level=(self.params["modules"][-1], module_state, target.head_as_stored)
         )

@@ -54,10 +54,8 @@ class PromptLookup(Drafter[PromptLookupState]):
 
     @property
     def node_counts(self) -> tuple[int, ...]:
-        return (
-            1,
-            *halvings(self.draft_shape.nodes),
-        )  # 1: the root alone, if no suffix occurs earlier
+        # 1 is the root alone, if no suffix occurs earlier.
+        return (1, *halvings(self.draft_shape.nodes))
 
     def check(self, target: Target) -> None:
         if not 1 <= self.max_ngram <= LONGEST_NGRAM:
@@ -105,10 +103,8 @@ class PromptLookup(Drafter[PromptLookupState]):
         keys: jax.Array,
         active: jax.Array,
     ) -> tuple[Draft, PromptLookupState]:
-        tokens, lengths = (
-            append_tokens(state.tokens, state.lengths, root[:, None], active),
-            state.lengths + 1,
-        )
+        tokens = append_tokens(state.tokens, state.lengths, root[:, None], active)
+        lengths = state.lengths + 1
         rows = jnp.arange(tokens.shape[0])[:, None]
         position = jnp.arange(tokens.shape[1])[None]
         # overlap[b, i]: the number of tokens right before position i that equal the text's last
@@ -116,9 +112,8 @@ class PromptLookup(Drafter[PromptLookupState]):
         overlap = jnp.zeros_like(tokens)
         equal = jnp.ones(tokens.shape, bool)
         for back in range(1, self.max_ngram + 1):
-            suffix = tokens[
-                rows, lengths[:, None] - back
-            ]  # a negative index wraps around; `position >= back` discards it
+            # A negative index wraps around, and `position >= back` discards what it finds.
+            suffix = tokens[rows, lengths[:, None] - back]
             equal = equal & (jnp.roll(tokens, back, axis=1) == suffix) & (position >= back)
             overlap = overlap + equal
         overlap = jnp.where(position < lengths[:, None], overlap, 0)

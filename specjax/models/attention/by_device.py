@@ -171,11 +171,9 @@ def _attend_by_kernel(
         if kv_heads % filled.mesh.shape["model"]:
             units = {"batch": batch, "heads": group}
         place = functools.partial(sharding.partition, filled.mesh, units=units)
-        by_head, by_kv_head, by_row = (
-            place(("batch", "kv_heads", None, "heads")),
-            place(("batch", "kv_heads")),
-            place(("batch",)),
-        )
+        by_head = place(("batch", "kv_heads", None, "heads"))
+        by_kv_head = place(("batch", "kv_heads"))
+        by_row = place(("batch",))
         # Pages are on the device of their rows, and each group of rows counts its own pages from 0.
         run = jax.shard_map(
             run,

@@ -68,6 +68,7 @@ def attend_in_kernel(
     splits = _power_of_two(-(-PROGRAMS // (batch * kv_heads * tiles)), least=1)
     splits = min(splits, MAX_SPLITS, _power_of_two(blocks, least=1))
 
+    # A cache drops tokens beyond its capacity, but counts them. They have no slot to read.
     inputs = [jnp.minimum(count, slots), since, *q, *_arrays(entry)]
     if table is not None:
         inputs.insert(0, table)
@@ -77,6 +78,7 @@ def attend_in_kernel(
         inputs.append(sinks)
     split_shape = (batch, kv_heads, splits, rows)
     merged_shape = jax.ShapeDtypeStruct((batch, kv_heads, rows, dim), q[0].dtype)
+    # In float32, because they are added up again.
     split_outputs = [
         jax.ShapeDtypeStruct(shape, jnp.float32)
         for shape in (split_shape, split_shape, (*split_shape, dim))
@@ -141,15 +143,11 @@ def _kernel(
     q_refs, entry_refs, refs = refs[:parts], refs[parts : parts + arrays], refs[parts + arrays :]
     extra_refs, out_refs = refs[: num_extra * (1 + arrays)], refs[num_extra * (1 + arrays) :]
     sinks_ref, out_refs = (out_refs[0], out_refs[1:]) if has_sinks else (None, out_refs)
-    b, h, first_row, split = (
-        pl.program_id(0),
-        pl.program_id(1),
-        pl.program_id(2) * tile,
-        pl.program_id(3),
-    )
-    rows = q_refs[0].shape[2]
-    is_row = first_row + jnp.arange(tile) < rows
+    b, h, tile_index, split = (pl.program_id(axis) for axis in range(4))
+    first_row = tile_index * tile
+    is_row = first_row + jnp.arange(tile) < q_refs[0].shape[2]
     q = [_load(ref, (b, h), first_row, is_row) for ref in q_refs]
+    # The queries that fill up a tile see nothing, so that they add no block for the others.
     since = plt.load(
         since_ref.at[b, pl.ds(first_row, tile)], mask=is_row, other=jnp.iinfo(jnp.int32).max
     )
@@ -166,22 +164,24 @@ def _kernel(
         top, mass, total = sums
         entry = _load_entry(refs, entry_parts, (at, h), start, is_slot)
         values = operand(entry[values_part], q[0].dtype)
+        # Finite, and below the initial top of LEAST: the weight of a hidden key is then exp(LEAST),
+        # which is 0, also where no key is visible. With -inf the difference would be NaN.
         scores = jnp.where(visible, capped(_scores(q, entry), cap), 2 * LEAST)
         # Online softmax: earlier sums are rescaled to the new largest score.
         largest = jnp.maximum(top, jnp.max(scores, axis=1))
         weights, decay = jnp.exp(scores - largest[:, None]), jnp.exp(top - largest)
-        total = total * decay[:, None] + _dot(
-            _scaled(weights, entry[values_part]).astype(values.dtype), values, 0
-        )
+        # The scales belong to the values: `mass` is the sum of the weights without them.
+        weighted = _scaled(weights, entry[values_part]).astype(values.dtype)
+        total = total * decay[:, None] + _dot(weighted, values, 0)
         return largest, mass * decay + jnp.sum(weights, axis=1), total
 
     def attend_block(block: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         slot = block * width + jnp.arange(width)
-        is_filled = (slot < count) & (slot >= earliest)
+        # Slots that no query sees are loaded as zeros: they may hold NaN, and 0 times NaN is NaN.
+        is_needed = (slot < count) & (slot >= earliest)
         at, start = _place_of(block * width, b, table_ref, entry_refs[0].shape)
-        return add(
-            sums, entry_refs, start, is_filled, is_filled[None] & (slot[None] >= since[:, None]), at
-        )
+        visible = is_needed[None] & (slot[None] >= since[:, None])
+        return add(sums, entry_refs, start, is_needed, visible, at)
 
     def attend_extra(sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         # The defaults bind this iteration's values, as a closure over loop variables would not.
@@ -216,20 +216,32 @@ def _kernel(
     dim = _power_of_two(entry_refs[values_part].shape[3])
     start = _before_all_keys(tile, dim, sinks_ref, h, first_row, split, splits)
     begin = first + split * share
-    top, mass, total = sums = jax.lax.fori_loop(
-        begin, jnp.minimum(begin + share, last), attend_block, start
-    )
-    if num_extra:
-        top, mass, total = jax.lax.cond(split == splits - 1, attend_extra, lambda sums: sums, sums)
-    if splits > 1:
-        top_ref, mass_ref, total_ref = out_refs
-        at_rows = pl.ds(first_row, tile)
-        plt.store(top_ref.at[b, h, split, at_rows], top, mask=is_row)
-        plt.store(mass_ref.at[b, h, split, at_rows], mass, mask=is_row)
-        _store(total_ref, (b, h, split), first_row, is_row, total)
-    else:
-        (out_ref,) = out_refs
-        _store(out_ref, (b, h), first_row, is_row, total / jnp.where(mass > 0, mass, 1.0)[:, None])
+    sums = jax.lax.fori_loop(begin, jnp.minimum(begin + share, last), attend_block, start)
+    if num_extra:  # once for each query: in the last share
+        sums = jax.lax.cond(split == splits - 1, attend_extra, lambda sums: sums, sums)
+    _store_sums(out_refs, (b, h), split, first_row, is_row, sums)
+
+
+def _store_sums(
+    out_refs: Sequence[Any],
+    head: tuple[Any, Any],
+    split: Any,
+    first_row: Any,
+    is_row: jax.Array,
+    sums: tuple[jax.Array, ...],
+) -> None:
+    """Store the output of a tile of queries, or its sums if those of other shares are added."""
+    top, mass, total = sums
+    if len(out_refs) == 1:
+        # A query that sees no key has a mass and a total of 0. Its output is 0, not NaN.
+        output = total / jnp.where(mass > 0, mass, 1.0)[:, None]
+        _store(out_refs[0], head, first_row, is_row, output)
+        return
+    top_ref, mass_ref, total_ref = out_refs
+    at_rows = pl.ds(first_row, is_row.size)
+    plt.store(top_ref.at[*head, split, at_rows], top, mask=is_row)
+    plt.store(mass_ref.at[*head, split, at_rows], mass, mask=is_row)
+    _store(total_ref, (*head, split), first_row, is_row, total)
 
 
 def _before_all_keys(
@@ -240,11 +252,8 @@ def _before_all_keys(
     In the last share the sinks, if there are any, are counted in: each with a weight of 1 and no
     value.
     """
-    top, mass, total = (
-        jnp.full(tile, LEAST, jnp.float32),
-        jnp.zeros(tile, jnp.float32),
-        jnp.zeros((tile, dim), jnp.float32),
-    )
+    top = jnp.full(tile, LEAST, jnp.float32)
+    mass, total = jnp.zeros(tile, jnp.float32), jnp.zeros((tile, dim), jnp.float32)
     if sinks_ref is None:
         return top, mass, total
     row_sinks = plt.load(sinks_ref.at[head, (first_row + jnp.arange(tile)) % sinks_ref.shape[1]])
@@ -270,6 +279,8 @@ def _merge(top_ref: Any, mass_ref: Any, total_ref: Any, out_ref: Any) -> None:
     dim = total_ref.shape[4]
     is_number = jnp.arange(_power_of_two(dim)) < dim
     top = top_ref[b, h, :, row]
+    # A share without a visible key has a top of LEAST, and so no weight beside another share. If no
+    # share has one, all masses and totals are 0, and so is the output.
     weights = jnp.exp(top - jnp.max(top))
     mass = jnp.sum(mass_ref[b, h, :, row] * weights)
     splits, numbers = _rows_and_numbers(0, top.size, _numbers(dim))
@@ -297,11 +308,9 @@ def _load_entry(
     numbers = [_load(ref, head, start, is_row) for ref in refs[:parts]]
     row_slice = pl.ds(start, is_row.size)
     scales = [plt.load(ref.at[*head, row_slice], mask=is_row, other=0.0) for ref in refs[parts:]]
-    return (
-        [QuantizedPart(*pair) for pair in zip(numbers, scales, strict=True)]
-        if scales
-        else [*numbers]
-    )
+    if not scales:
+        return [*numbers]
+    return [QuantizedPart(*pair) for pair in zip(numbers, scales, strict=True)]
 
 
 def _store(

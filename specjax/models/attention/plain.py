@@ -66,9 +66,8 @@ def attend_plainly(
     """
     attended = _attend_all(q, pieces, sinks, values_part, block, cap)
     # A query that sees no key has mass 0, and its output is 0.
-    return (attended.total / jnp.where(attended.mass > 0, attended.mass, 1.0)[..., None]).astype(
-        q[0].dtype
-    )
+    mass = jnp.where(attended.mass > 0, attended.mass, 1.0)
+    return (attended.total / mass[..., None]).astype(q[0].dtype)
 
 
 def attention_paid(
@@ -97,10 +96,9 @@ def attention_paid(
 
     def add(block: jax.Array | int, paid: jax.Array) -> jax.Array:
         entry, visible = filled.block(block * width, width)
-        weights = (
-            jnp.exp(_scores(grouped, entry, visible, cap) - attended.top[..., None])
-            / attended.mass[..., None]
-        )
+        scores = _scores(grouped, entry, visible, cap)
+        weights = jnp.exp(scores - attended.top[..., None]) / attended.mass[..., None]
+        # The last block begins earlier, so that it ends with the cache (see `Filled.block`).
         first = jnp.minimum(block * width, filled.slots - width)
         before = jax.lax.dynamic_slice_in_dim(paid, first, width, axis=2)
         return jax.lax.dynamic_update_slice_in_dim(
@@ -123,13 +121,12 @@ def group_queries(
     first = pieces[0].entry if isinstance(pieces[0], Filled) else pieces[0][0]
     kv_heads = first[0].shape[1]
     factor = d**-0.5 if scale is None else scale
-    return tuple(
-        part.reshape(batch, count, kv_heads, heads // kv_heads, part.shape[-1]).transpose(
-            0, 2, 1, 3, 4
-        )
-        * factor
-        for part in q
-    )
+
+    def group(part: jax.Array) -> jax.Array:
+        by_kv_head = part.reshape(batch, count, kv_heads, heads // kv_heads, part.shape[-1])
+        return by_kv_head.transpose(0, 2, 1, 3, 4) * factor
+
+    return tuple(map(group, q))
 
 
 def group_sinks(sinks: jax.Array | None, q: tuple[jax.Array, ...]) -> jax.Array | None:

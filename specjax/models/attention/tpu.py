@@ -75,15 +75,17 @@ def attend_in_kernel(
     slots = page if table is None else page * table.shape[1]
     tile = min(ROWS, rows)
     stored, scales = _arrays(entry)
-    slot_bytes = sum(part.shape[3] * part.dtype.itemsize for part in stored) + sum(
-        part.dtype.itemsize * kv_heads for part in scales
-    )
+    # The scales of all heads are fetched with each head, see `_of_scales`.
+    slot_bytes = sum(part.shape[3] * part.dtype.itemsize for part in stored)
+    slot_bytes += sum(part.dtype.itemsize * kv_heads for part in scales)
     # Few queries leave VMEM for wider blocks, and so need fewer steps of the grid.
     width = min(BLOCK * max(1, min(4, ROWS // tile, BYTES // (slot_bytes * BLOCK))), slots)
     pages = 1
     if table is not None:
         # The pages of a block are not contiguous: the pool is passed once for each of them, and
         # each copy has its own index map.
+        # A cache drops tokens beyond its capacity, but counts them. They must not lead to a column
+        # that the table does not have.
         count = jnp.minimum(count, slots)
         pages = max(1, width // page)
         width = pages * page
@@ -115,18 +117,15 @@ def attend_in_kernel(
         # Beyond the row's last page, repeat the page of the block before, which is not fetched
         # again.
         filled_pages = -(-count[b] // page)
-        column = jnp.clip(
-            jnp.where(column < filled_pages, column, column - pages),
-            0,
-            jnp.maximum(filled_pages - 1, 0),
-        )
+        column = jnp.where(column < filled_pages, column, column - pages)
+        column = jnp.clip(column, 0, jnp.maximum(filled_pages - 1, 0))
         return table[b * (slots // page) + column], h, 0, 0
 
-    index_maps = (
-        [map_block]
-        if table is None
-        else [functools.partial(map_page, number) for number in range(pages)]
-    )
+    index_maps: list[Any] = [map_block]
+    if table is not None:
+        index_maps = [functools.partial(map_page, number) for number in range(pages)]
+    # The last tile of queries may reach beyond them: Pallas pads it, and drops the padding's
+    # output.
     inputs = [since[..., None], *q, *(part for part in (*stored, *scales) for _ in index_maps)]
     in_specs = [pl.BlockSpec((1, tile, 1), lambda b, h, r, i, *_: (b, r, 0))]
     in_specs += [pl.BlockSpec((1, 1, tile, part.shape[3]), map_rows) for part in q]
@@ -156,9 +155,8 @@ def attend_in_kernel(
     if sinks is not None:
         # One array serves all tiles if every tile begins with the first query of a group.
         is_aligned = tile % sinks.shape[1] == 0
-        inputs.append(
-            jnp.tile(sinks, (1, (tile if is_aligned else rows) // sinks.shape[1]))[..., None]
-        )
+        repeats = (tile if is_aligned else rows) // sinks.shape[1]
+        inputs.append(jnp.tile(sinks, (1, repeats))[..., None])
         in_specs.append(
             pl.BlockSpec((1, tile, 1), lambda b, h, r, i, *_: (h, 0 if is_aligned else r, 0))
         )
@@ -172,8 +170,18 @@ def attend_in_kernel(
     )
     return pl.pallas_call(
         functools.partial(
-            _kernel, parts=len(q), entry_parts=len(entry), pages=pages, width=width, blocks=blocks, values_part=values_part,
-            has_scales=bool(scales), has_others=bool(extra), has_sinks=sinks is not None, in_pages=table is not None, cap=cap,
+            _kernel,
+            parts=len(q),
+            entry_parts=len(entry),
+            pages=pages,
+            width=width,
+            blocks=blocks,
+            values_part=values_part,
+            has_scales=bool(scales),
+            has_others=bool(extra),
+            has_sinks=sinks is not None,
+            in_pages=table is not None,
+            cap=cap,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -184,14 +192,17 @@ def attend_in_kernel(
         ),
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, rows, dim), q[0].dtype),
         # The axis of blocks is sequential, since the sums in VMEM carry over from block to block.
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        ),
+        # XLA cannot look into a kernel, and schedules other operations around it by this estimate.
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * (dim + sum(part.shape[3] for part in q)),
             bytes_accessed=cache_bytes + other_bytes,
             transcendentals=pairs,
         ),
         interpret=interpret,
-    )(*scalars, *inputs)  # fmt: skip
+    )(*scalars, *inputs)
 
 
 def _arrays(entry: Entry) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -278,33 +289,32 @@ def _kernel(
             for i, pieces in enumerate(split)
         ]
         numbers, scales = whole[:entry_parts], whole[entry_parts:]
-        return (
-            [QuantizedPart(*pair) for pair in zip(numbers, scales, strict=True)]
-            if has_scales
-            else [*numbers]
-        )
+        if has_scales:
+            return [QuantizedPart(*pair) for pair in zip(numbers, scales, strict=True)]
+        return [*numbers]
 
     def product(q: jax.Array, keys: Part) -> jax.Array:
+        # The sums are in float32: as bfloat16 a score would have two to three digits.
         products = jax.lax.dot_general(
             q, operand(keys, q.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
         return products * keys.scales if isinstance(keys, QuantizedPart) else products
 
     def scores_of(keys: Sequence[Part]) -> jax.Array:
-        return capped(
-            functools.reduce(
-                jnp.add, [product(q[0, 0], part) for q, part in zip(q_refs, keys, strict=False)]
-            ),
-            cap,
-        )
+        # An entry may have more parts than the queries: the last ones are values alone.
+        products = [product(q[0, 0], part) for q, part in zip(q_refs, keys, strict=False)]
+        return capped(functools.reduce(jnp.add, products), cap)
 
     def add(scores: jax.Array, visible: jax.Array, part: Part) -> None:
         values = operand(part, q_refs[0].dtype)
+        # Finite, and below the initial top of LEAST: the weight of a hidden key is then exp(LEAST),
+        # which is 0, also where no key is visible. With -inf the difference would be NaN.
         scores = jnp.where(visible, scores, 2 * LEAST)
         before = top_ref[...]
         # Online softmax: earlier sums are rescaled to the new largest score.
         top = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
         weights, decay = jnp.exp(scores - top), jnp.exp(before - top)
+        # The scales belong to the values: `mass` is the sum of the weights without them.
         weighted = weights * part.scales if isinstance(part, QuantizedPart) else weights
         total = jnp.dot(weighted.astype(values.dtype), values, preferred_element_type=jnp.float32)
         top_ref[...] = top
@@ -317,6 +327,8 @@ def _kernel(
         top_ref[...] = extra_refs[-1][0] if has_sinks else jnp.full_like(top_ref, LEAST)
         mass_ref[...] = jnp.ones_like(mass_ref) if has_sinks else jnp.zeros_like(mass_ref)
         total_ref[...] = jnp.zeros_like(total_ref)
+        # The tokens outside the cache are attended to here, because every row has a block 0, also
+        # one whose cache is empty.
         if has_others:
             visible_ref, *entry_refs_beside = extra_refs[: 1 + arrays]
             extra_entry = entry_in(entry_refs_beside, pages=1)
@@ -339,7 +351,7 @@ def _kernel(
 
         part = entry[values_part]
         values = (
-            QuantizedPart(part.numbers, clean(part.scales, 1))
+            QuantizedPart(part.numbers, clean(part.scales, 1))  # numbers in 8 bits are never NaN
             if isinstance(part, QuantizedPart)
             else clean(part, 0)
         )
@@ -347,5 +359,6 @@ def _kernel(
 
     @pl.when(block == blocks - 1)
     def _() -> None:
+        # A query that sees no key has a mass and a total of 0. Its output is 0, not NaN.
         mass = mass_ref[...]
         out_ref[0, 0] = (total_ref[...] / jnp.where(mass > 0, mass, 1.0)).astype(out_ref.dtype)

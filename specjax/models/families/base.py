@@ -179,11 +179,9 @@ class Family:
 
     def said_of_whole(self, raw: Mapping[str, Any]) -> set[str]:
         """Return the fields that are read outside of the ``nested`` object, not within it."""
-        return (
-            {name for name in _OF_THE_WHOLE if raw.get(name) is not None}
-            if self.nested is not None
-            else set()
-        )
+        if self.nested is not None:
+            return {name for name in _OF_THE_WHOLE if raw.get(name) is not None}
+        return set()
 
     def complete(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a config.json, with the family's defaults."""

@@ -10,11 +10,10 @@ from specjax.models.families.base import Family
 
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     dense = experts.dense_layers(fields)
-    moe = (
-        experts.parse_shared(fields, dense_layers=dense)
-        if len(dense) < fields["num_hidden_layers"]
-        else None
-    )
+    if len(dense) < fields["num_hidden_layers"]:
+        moe = experts.parse_shared(fields, dense_layers=dense)
+    else:
+        moe = None
     return delta_net.parse(fields, by_key_head=True) | {"moe": moe}
 
 

@@ -78,11 +78,9 @@ def parse_rope(
         )
     rope = _parse(raw, f"{place}.", theta, fields["max_position_embeddings"], turned, turns_parts)
     original = fields["original_max_position_embeddings"]
-    return (
-        replace(rope, original_max_positions=original)
-        if original and rope.kind in ("llama3", "yarn")
-        else rope
-    )
+    if original and rope.kind in ("llama3", "yarn"):
+        return replace(rope, original_max_positions=original)
+    return rope
 
 
 def said_of_rope(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

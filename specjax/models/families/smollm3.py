@@ -21,11 +21,9 @@ _NO_POSITIONS = Layer(rope=Rope(kind="none"))
 
 
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
-    count, every, turned = (
-        fields["num_hidden_layers"],
-        fields["no_rope_layer_interval"],
-        fields["no_rope_layers"],
-    )
+    count = fields["num_hidden_layers"]
+    every = fields["no_rope_layer_interval"]
+    turned = fields["no_rope_layers"]
     if turned is None:
         turned = [(layer + 1) % every for layer in range(count)]
     if len(turned) < count:
@@ -35,11 +33,10 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     windows: dict[str, Any] = {}
     # Without layer_types the layers without RoPE have a window, if any layers do.
     if fields["layer_types"] is None:
-        windowed = (
-            tuple(layer for layer in range(count) if not turned[layer])
-            if _has_windows(fields)
-            else ()
-        )
+        if _has_windows(fields):
+            windowed = tuple(layer for layer in range(count) if not turned[layer])
+        else:
+            windowed = ()
         windows = {
             "sliding_window": fields["sliding_window"] if windowed else None,
             "windowed_layers": windowed,

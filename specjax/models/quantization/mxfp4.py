@@ -59,9 +59,8 @@ class Mxfp4Tensor(StoredMatrix):
         weights = np.empty((len(experts), len(inputs), len(outputs)), jnp.bfloat16)
         for slot, expert in enumerate(experts):  # one by one, so that little is unpacked at a time
             place = (slice(expert, expert + 1), part[2], of_blocks)
-            weights[slot] = unpack(self._blocks[*place, slice(None)][0], self._scales[place][0])[
-                :, within
-            ].T
+            rows = unpack(self._blocks[*place, slice(None)][0], self._scales[place][0])
+            weights[slot] = rows[:, within].T
         return weights
 
     def shape_of(self, role: str) -> list[int]:
@@ -87,9 +86,8 @@ def doubled(blocks: np.ndarray) -> np.ndarray:
         >>> mxfp4.doubled(np.full((1, 16), 0x97, np.uint8))[0, :4].tolist()
         [12, -1, 12, -1]
     """
-    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(
-        *blocks.shape[:-1], 2 * blocks.shape[-1]
-    )
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1)
+    codes = codes.reshape(*blocks.shape[:-1], 2 * blocks.shape[-1])
     return (2 * _numbers()).astype(np.int8)[codes]
 
 

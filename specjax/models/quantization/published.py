@@ -174,11 +174,10 @@ def _check_group(group: Mapping[str, Any], need: _Need, of: str, is_packed: bool
     )
     strategy = _strategy(weights)
     is_float = weights.get("type") == "float"
-    strategies = (
-        ("channel", "group")
-        if is_packed
-        else ("tensor", "channel", "block" if is_float else "group")
-    )
+    if is_packed:
+        strategies = ("channel", "group")
+    else:
+        strategies = ("tensor", "channel", "block" if is_float else "group")
     need.one_of(f"{of}.weights.strategy", strategy, *strategies)
     need(
         strategy != "group" or type(size) is int,
@@ -378,13 +377,12 @@ def _of_float8(parts: _Parts, name: str) -> Found:
     else:
         scale = f"{name}_scale" if f"{name}_scale" in parts.tensors else f"{name}_scale_inv"
         block = parts.raw.get("weight_block_size")
-        strategies = (
-            ("block",)
-            if block
-            else ("tensor", "channel")
-            if parts.raw
-            else ("block", "tensor", "channel")
-        )
+        if block:
+            strategies = ("block",)
+        elif parts.raw:
+            strategies = ("tensor", "channel")
+        else:
+            strategies = ("block", "tensor", "channel")
     shapes = {
         shape: strategy
         for strategy in strategies
@@ -501,11 +499,10 @@ def _of_qweight(parts: _Parts, name: str) -> Found:
     form = Form("int4" if bits == 4 else "int8", 0 if groups == 1 else size, has_zeros=True)
     if method == "awq":
         return base, Awq(parts.tensors[name], scales, zeros, form), names - {f"{stem}g_idx"}
-    order = (
-        _order(parts, f"{stem}g_idx", base, inputs, groups)
-        if f"{stem}g_idx" in parts.tensors
-        else None
-    )
+    if f"{stem}g_idx" in parts.tensors:
+        order = _order(parts, f"{stem}g_idx", base, inputs, groups)
+    else:
+        order = None
     add, form = 1 if _gptq_format(raw) == "gptq" else 0, replace(form, is_ordered=order is not None)
     return base, Gptq(parts.tensors[name], scales, zeros, order, form, add, raw.get("sym")), names
 

@@ -166,11 +166,9 @@ def quantize_params(
 
         def put(part: Param, numbers: np.ndarray) -> jax.Array:
             numbers = np.asarray(numbers, jnp.dtype(part.dtype))
-            return (
-                jnp.asarray(numbers)
-                if mesh is None
-                else sharding.put(numbers, part.place(mesh, units))
-            )
+            if mesh is None:
+                return jnp.asarray(numbers)
+            return sharding.put(numbers, part.place(mesh, units))
 
         return jax.tree.map(put, target, matrix)
 
@@ -181,11 +179,9 @@ def declare_like(declared: Any, params: Any) -> Any:
     """Declare a `QuantizedMatrix` wherever ``params`` have one."""
 
     def declare_one(value: Any, param: Param) -> Any:
-        return (
-            value.form.declare(param, value.values.dtype)
-            if isinstance(value, QuantizedMatrix)
-            else param
-        )
+        if isinstance(value, QuantizedMatrix):
+            return value.form.declare(param, value.values.dtype)
+        return param
 
     return jax.tree.map(declare_one, params, declared, is_leaf=is_quantized)
 

@@ -171,11 +171,10 @@ class OneMatrix(StoredMatrix):
         if self.groups == 1 and self._of_input is None:
             return self.numbers(outputs, places)[None][groups]
         if self._of_input is None:
+            # The inputs of these groups are contiguous, and no others are read from the file.
             first, last, _ = groups.indices(self.groups)
-            rows, within = (
-                self.numbers(outputs, slice(first * self.size, last * self.size)),
-                slice(None),
-            )
+            inputs, within = slice(first * self.size, last * self.size), slice(None)
+            rows = self.numbers(outputs, inputs)
         else:
             rows, within = self.numbers(outputs, slice(None))[:, self.order()], groups
         grouped = np.moveaxis(rows.reshape(len(rows), rows.shape[1] // self.size, self.size), 1, 0)
@@ -267,9 +266,8 @@ class PackedMatrix(_PackedFormat):
 
     def numbers(self, outputs: slice, inputs: slice) -> np.ndarray:
         words, within = self._words(inputs)
-        return _signed(
-            unpacked(self._stored[outputs, words], self.form.bits)[:, within], self.form.bits
-        )
+        numbers = unpacked(self._stored[outputs, words], self.form.bits)
+        return _signed(numbers[:, within], self.form.bits)
 
     def scales(self, outputs: slice) -> np.ndarray:
         return np.asarray(self._scales[outputs, slice(None)], np.float32)
@@ -277,9 +275,8 @@ class PackedMatrix(_PackedFormat):
     def zeros(self, outputs: slice) -> np.ndarray:
         if self._zeros is None:
             return super().zeros(outputs)
-        numbers = unpacked(self._zeros[slice(None), slice(None)].T, self.form.bits)[
-            :, : self.shape[0]
-        ]
+        stored = self._zeros[slice(None), slice(None)].T
+        numbers = unpacked(stored, self.form.bits)[:, : self.shape[0]]
         return _signed(numbers.T[outputs], self.form.bits)
 
 
@@ -323,18 +320,16 @@ class Gptq(_PackedFormat):
 
     def numbers(self, outputs: slice, inputs: slice) -> np.ndarray:
         words, within = self._words(inputs)
-        return _signed(
-            unpacked(self._stored[words, outputs].T, self.form.bits)[:, within], self.form.bits
-        )
+        numbers = unpacked(self._stored[words, outputs].T, self.form.bits)
+        return _signed(numbers[:, within], self.form.bits)
 
     def scales(self, outputs: slice) -> np.ndarray:
         return np.asarray(self._scales[slice(None), outputs], np.float32).T
 
     def zeros(self, outputs: slice) -> np.ndarray:
         bits = self.form.bits
-        numbers = unpacked(self._zeros[slice(None), slice(None)], bits)[
-            :, : self.shape[0]
-        ] + np.uint8(self._add)
+        stored = unpacked(self._zeros[slice(None), slice(None)], bits)[:, : self.shape[0]]
+        numbers = stored + np.uint8(self._add)
         numbers &= np.uint8((1 << bits) - 1)  # GPTQ's own kernels wrap around, too
         return _signed(numbers[:, outputs].T, bits)
 
@@ -370,9 +365,8 @@ class Awq(OneMatrix):
         indices = range(stored.get_shape()[1] * 8)[outputs]
         words = slice(indices.start // 8, max(-(-indices.stop // 8), indices.start // 8))
         numbers = unpacked(stored[rows, words], 4)
-        numbers = numbers.reshape(len(numbers), numbers.shape[1] // 8, 8)[..., AWQ_NIBBLES].reshape(
-            numbers.shape
-        )
+        by_word = numbers.reshape(len(numbers), numbers.shape[1] // 8, 8)
+        numbers = by_word[..., AWQ_NIBBLES].reshape(numbers.shape)
         within = slice(
             indices.start - words.start * 8,
             max(indices.stop, indices.start) - words.start * 8,

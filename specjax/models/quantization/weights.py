@@ -84,13 +84,9 @@ class QuantizedMatrix:
     @property
     def form(self) -> "Form":
         """The form in which it is quantized."""
-        kind = (
-            "fp8"
-            if jnp.dtype(self.values.dtype) == jnp.float8_e4m3fn
-            else "int4"
-            if self.bits == 4
-            else "int8"
-        )
+        kind: Kind = "int4" if self.bits == 4 else "int8"
+        if jnp.dtype(self.values.dtype) == jnp.float8_e4m3fn:
+            kind = "fp8"
         *_, groups, _, size = self.values.shape
         return Form(
             kind,
@@ -166,11 +162,10 @@ class Form:
         *lead_axes, in_axis, out_axis = _in_out(param, param.axes)
         size = self.group or inputs
         groups = inputs // size
-        units = (
-            param.units
-            if groups == 1 or in_axis is None
-            else int(np.gcd(param.units or groups, groups))
-        )
+        if groups == 1 or in_axis is None:
+            units = param.units
+        else:
+            units = int(np.gcd(param.units or groups, groups))
         group_axis = in_axis if groups > 1 else None
 
         def part(
@@ -239,26 +234,28 @@ def scales_of(grouped: Numbers, form: Form) -> Numbers:
     for share in np.linspace(0.7, 1.0, 13, dtype=np.float32):
         scales = _scales(largest * share, form)
         with np.errstate(invalid="ignore"):
-            lost = xp.square(rounded(grouped, scales, form) * scales[..., None] - grouped).sum(
-                axis=-1
-            )
+            errors = rounded(grouped, scales, form) * scales[..., None] - grouped
+            lost = xp.square(errors).sum(axis=-1)
+        # A comparison with NaN is false, so a group that is not finite keeps its first scale.
         best, least = xp.where(lost < least, scales, best), xp.minimum(lost, least)
     return best
 
 
 def _scales(largest: Numbers, form: Form) -> Numbers:
     xp = largest.__array_namespace__()
-    return xp.where(largest == 0, np.float32(1), largest / np.float32(_LARGEST[form.kind])).astype(
-        np.float32
-    )
+    # A group of zeros has a scale of 1, because a division by 0 would give NaN.
+    scales = xp.where(largest == 0, np.float32(1), largest / np.float32(_LARGEST[form.kind]))
+    return scales.astype(np.float32)
 
 
 def rounded(grouped: Numbers, scales: Numbers, form: Form) -> Numbers:
     """Return the values ``[..., size]`` of weights ``grouped [..., size]`` under their scales."""
     xp = grouped.__array_namespace__()
+    # An infinity divided by an infinite scale is NaN, which no integer type has. Any number will do
+    # there, because its product with the scale is not finite.
     with np.errstate(invalid="ignore"):
         numbers = xp.nan_to_num(grouped / scales[..., None])
-    if form.kind == "fp8":
+    if form.kind == "fp8":  # the type has no infinities: a larger number would become NaN
         return xp.clip(numbers, -448, 448).astype(jnp.float8_e4m3fn)
     return xp.clip(xp.rint(numbers), -_LARGEST[form.kind], _LARGEST[form.kind]).astype(np.int8)
 

@@ -51,11 +51,10 @@ def make_app(service: Service) -> ASGIApp:
         state = service.engine.state
         if service.is_draining or state != "running":
             is_ending = service.is_draining or state == "closed"
-            message = (
-                "the server is shutting down"
-                if is_ending
-                else "the engine has failed; restart the server"
-            )
+            if is_ending:
+                message = "the server is shutting down"
+            else:
+                message = "the engine has failed; restart the server"
             raise RequestError(503, message, headers={"Retry-After": "10"})
         statistics = service.engine.statistics
         return json_response(

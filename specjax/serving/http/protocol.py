@@ -203,11 +203,10 @@ class Protocol(_Watched, H11Protocol):
 
     def _start_request_timer(self) -> None:
         bounds = self._bounds
-        seconds = (
-            min(bounds.request_seconds, bounds.probe_seconds)
-            if self._place.refusal
-            else bounds.request_seconds
-        )
+        if self._place.refusal:
+            seconds = min(bounds.request_seconds, bounds.probe_seconds)
+        else:
+            seconds = bounds.request_seconds
         self._request_timer = self.loop.call_later(
             seconds, self._give_way if self._place.refusal else self._drop
         )
@@ -288,12 +287,10 @@ class Door(asyncio.Protocol):
             security: the TLS context; None: there is no TLS.
             options: uvicorn's arguments of a protocol.
         """
-        self._bounds, self._places, self._security, self._options = (
-            bounds,
-            places,
-            security,
-            options,
-        )
+        self._bounds = bounds
+        self._places = places
+        self._security = security
+        self._options = options
         # uvicorn waits at its shutdown until this set is empty.
         self._connections: set[Any] = options["server_state"].connections
         self._early: list[bytes] = []

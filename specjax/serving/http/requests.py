@@ -475,7 +475,7 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
         >>> limits = Limits(names=("tiny",), vocab_size=3072, has_chat=False)
         >>> read_tokenize(b'{"messages": []}', limits)
         Traceback (most recent call last):
-        specjax.serving.http.errors.RequestError: messages: this model has no chat template; give text to /v1/completions
+        specjax.serving.http.errors.RequestError: messages: this model has no chat template; ...
     """
     fields, ignored = _read(body, _TokenizeFields, limits)
     template_kwargs = fields.chat_template_kwargs
@@ -568,11 +568,10 @@ def _check_counts(raw: Mapping[str, msgspec.Raw], limits: Limits) -> None:
             continue
         maximum = MAX_TEXTS
         if name == "prompt":
-            maximum = (
-                math.inf
-                if limits.capacity is None
-                else limits.capacity * (MAX_PROMPTS if first == b"[" else 1)
-            )
+            if limits.capacity is None:
+                maximum = math.inf
+            else:
+                maximum = limits.capacity * (MAX_PROMPTS if first == b"[" else 1)
         if (count := text.count(b",") + 1) > maximum:
             code = "context_length_exceeded" if name == "prompt" else None
             raise RequestError(

@@ -123,11 +123,10 @@ class Answer:
     def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         handle, request = self.handles[index], self.request
         choice: dict[str, Any] = {"index": index, "finish_reason": handle.finish_reason}
-        logprobs = (
-            []
-            if request.logprobs is None
-            else [logprob for piece in pieces for logprob in piece.logprobs]
-        )
+        if request.logprobs is None:
+            logprobs = []
+        else:
+            logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
         logprobs = logprobs[: len(handle.tokens)]  # a stop string removes the tokens after it
         if request.is_chat:
             choice["message"] = {"role": "assistant", "content": handle.text, "refusal": None}
@@ -157,11 +156,10 @@ class Answer:
             )
         if not self.request.echo:
             return None
-        logprobs = (
-            None
-            if self.request.logprobs is None
-            else self._completion_logprobs(index, [*self._echoed(index)])
-        )
+        if self.request.logprobs is None:
+            logprobs = None
+        else:
+            logprobs = self._completion_logprobs(index, [*self._echoed(index)])
         return self._chunk(
             index, {"text": self.prompt_text(index), "logprobs": logprobs, "finish_reason": None}
         )

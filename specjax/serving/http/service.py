@@ -300,11 +300,10 @@ def _characters(prompt: Any) -> int:
 
     The chat template may use any of these strings.
     """
-    remaining = (
-        [prompt]
-        if isinstance(prompt, str)
-        else [value for message in prompt for value in message.values()]
-    )
+    if isinstance(prompt, str):
+        remaining = [prompt]
+    else:
+        remaining = [value for message in prompt for value in message.values()]
     count = 0
     while remaining:
         value = remaining.pop()

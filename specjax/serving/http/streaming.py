@@ -123,10 +123,8 @@ _EVENT_HEADERS = [
 
 async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
     """Run ``work`` until it ends or the client disconnects, and cancel it in the latter case."""
-    working, leaving = (
-        asyncio.ensure_future(work),
-        asyncio.ensure_future(_wait_for_disconnect(receive)),
-    )
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():

@@ -22,7 +22,7 @@ class DFlashTraining(TokenMethod):
         >>> DFlashTraining(target="embedded").check(window=512)
         >>> DFlashTraining().check(window=512)
         Traceback (most recent call last):
-        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
+        specjax.config.ConfigError: method.target='': this method learns from a target; give ...
     """
 
     name: Literal["dflash"] = "dflash"

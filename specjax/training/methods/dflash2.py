@@ -39,7 +39,7 @@ class DFlash2Training(TokenMethod):
         >>> DFlash2Training(target="embedded").check(window=512)
         >>> DFlash2Training(target="embedded", block_size=4, conv_kernel_size=5).check(window=512)
         Traceback (most recent call last):
-        specjax.config.ConfigError: method.conv_kernel_size=5: must be at least 1, and at most method.block_size=4
+        specjax.config.ConfigError: method.conv_kernel_size=5: must be at least 1, and at most ...
     """
 
     name: Literal["dflash2"] = "dflash2"
@@ -73,11 +73,10 @@ class DFlash2Training(TokenMethod):
         self, student: DFlash2, target: Target, drafted: DraftedBlocks
     ) -> dict[str, jax.Array]:
         logits = student.logits(target, drafted.states)
-        right = (
-            drafted.tokens
-            if self.labels == "text"
-            else jnp.argmax(target.head(drafted.hidden), axis=-1)
-        )
+        if self.labels == "text":
+            right = drafted.tokens
+        else:
+            right = jnp.argmax(target.head(drafted.hidden), axis=-1)
         entropy = _selector_loss(student, logits, drafted, right)
         selector = self.weighed(entropy, jnp.exp(-entropy), drafted.valid)
         return {

@@ -27,7 +27,7 @@ class Distill(TrainingMethod):
         >>> Distill(target="embedded").check(window=512)
         >>> Distill().check(window=512)
         Traceback (most recent call last):
-        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
+        specjax.config.ConfigError: method.target='': this method learns from a target; give ...
     """
 
     name: Literal["distill"] = "distill"

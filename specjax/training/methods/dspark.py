@@ -50,7 +50,7 @@ class DSparkTraining(BlockMethod):
         >>> DSparkTraining(target="embedded").check(window=512)
         >>> DSparkTraining(target="embedded", markov_rank=0, confidence=False).check(window=512)
         Traceback (most recent call last):
-        specjax.config.ConfigError: method.markov_rank=0, method.confidence=False: a DSpark has at least one of the two heads
+        specjax.config.ConfigError: method.markov_rank=0, method.confidence=False: a DSpark ...
     """
 
     name: Literal["dspark"] = "dspark"

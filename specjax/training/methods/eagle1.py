@@ -31,7 +31,7 @@ class Eagle1Training(EagleMethod):
         >>> Eagle1Training(target="embedded").check(window=512)
         >>> Eagle1Training().check(window=512)
         Traceback (most recent call last):
-        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
+        specjax.config.ConfigError: method.target='': this method learns from a target; give ...
     """
 
     name: Literal["eagle1"] = "eagle1"

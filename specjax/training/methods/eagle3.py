@@ -48,7 +48,7 @@ class Eagle3Training(FeatureMethod):
         >>> Eagle3Training(target="embedded").check(window=512)
         >>> Eagle3Training().check(window=512)
         Traceback (most recent call last):
-        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
+        specjax.config.ConfigError: method.target='': this method learns from a target; give ...
     """
 
     name: Literal["eagle3"] = "eagle3"

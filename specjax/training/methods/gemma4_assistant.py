@@ -56,7 +56,7 @@ class Gemma4AssistantTraining(TrainingMethod):
         >>> Gemma4AssistantTraining(target="embedded").check(window=512)
         >>> Gemma4AssistantTraining().check(window=512)
         Traceback (most recent call last):
-        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
+        specjax.config.ConfigError: method.target='': this method learns from a target; give ...
     """
 
     name: Literal["gemma4_assistant"] = "gemma4_assistant"

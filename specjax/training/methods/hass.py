@@ -34,7 +34,7 @@ class HassTraining(EagleMethod):
         >>> HassTraining(target="embedded").check(window=512)
         >>> HassTraining().check(window=512)
         Traceback (most recent call last):
-        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
+        specjax.config.ConfigError: method.target='': this method learns from a target; give ...
     """
 
     name: Literal["hass"] = "hass"

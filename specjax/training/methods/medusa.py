@@ -31,7 +31,7 @@ class MedusaTraining(TrainingMethod):
         >>> MedusaTraining(target="embedded").check(window=512)
         >>> MedusaTraining().check(window=512)
         Traceback (most recent call last):
-        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
+        specjax.config.ConfigError: method.target='': this method learns from a target; give ...
     """
 
     name: Literal["medusa"] = "medusa"

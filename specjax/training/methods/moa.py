@@ -53,7 +53,7 @@ class MoATraining(TrainingMethod):
         >>> MoATraining(target="embedded").check(window=512)
         >>> MoATraining().check(window=512)
         Traceback (most recent call last):
-        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
+        specjax.config.ConfigError: method.target='': this method learns from a target; give ...
     """
 
     name: Literal["moa"] = "moa"
@@ -133,6 +133,7 @@ class MoATraining(TrainingMethod):
         length = jax.random.randint(
             length_key, (rows,), self.shortest_block, self.longest_block + 1
         )
+        # The lower bound stands for 0, with which there is no staircase from the first step on.
         share = jnp.maximum(1 - progress / max(self.staircase_until, 1e-6), 0)
         return length, jax.random.uniform(staircase_key, (rows,)) < share
 
@@ -241,6 +242,5 @@ def draft_everywhere(
         attended = student.cross_attend(ahead(states, step), positions, (summaries, verified))
         hidden, new = student.finish(target, attended, positions, alone, scratch=scratch)
         yield hidden
-        scratch.append(
-            (new, None)
-        )  # no mask: each draft attends to its own tokens of earlier steps
+        # There is no mask, because each draft attends to its own tokens of earlier steps alone.
+        scratch.append((new, None))

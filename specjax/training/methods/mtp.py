@@ -40,7 +40,7 @@ class MTPTraining(FeatureMethod):
         >>> MTPTraining(target="embedded").check(window=512)
         >>> MTPTraining().check(window=512)
         Traceback (most recent call last):
-        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
+        specjax.config.ConfigError: method.target='': this method learns from a target; give ...
     """
 
     name: Literal["mtp"] = "mtp"

@@ -63,7 +63,7 @@ class PEagleTraining(TrainingMethod):
         (10, 7, 4, 3)
         >>> PEagleTraining().check(window=512)
         Traceback (most recent call last):
-        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
+        specjax.config.ConfigError: method.target='': this method learns from a target; give ...
     """
 
     name: Literal["peagle"] = "peagle"
@@ -197,9 +197,8 @@ class PEagleTraining(TrainingMethod):
                 if depth
                 else (every, counted(batch, 0))
             )
-            at = jnp.minimum(
-                places + 1 + depth, window - 1
-            )  # places beyond the window do not count
+            # Clamped, because places beyond the window do not count.
+            at = jnp.minimum(places + 1 + depth, window - 1)
             mean, loss_of_depth = loss_of(states, at, counts)
             total += mean * (size / sum(sizes))
             metrics[f"loss_{depth}"] = loss_of_depth
@@ -280,17 +279,14 @@ def read_depths(
     """
     rows, window = features.shape[:2]
     run = jax.checkpoint(type(student).run) if remat else type(student).run
-    every, mask = (
-        jnp.broadcast_to(jnp.arange(window), (rows, window)),
-        document_mask(batch["segments"][:, :-1]),
-    )
+    every = jnp.broadcast_to(jnp.arange(window), (rows, window))
+    mask = document_mask(batch["segments"][:, :-1])
     embedded = student.embed(target, ahead(batch["tokens"], 1)[:, :window])
     states, text = run(student, features, embedded, every, mask, ((),) * student.sizes.num_layers)
     yield states
     mask = _take(mask, places)
-    between: list[tuple[Entry, ...]] = [
-        () for _ in text
-    ]  # by layer, the entries of depths 1 and beyond
+    # The entries of depths 1 and beyond, by layer.
+    between: list[tuple[Entry, ...]] = [() for _ in text]
     for depth, size in enumerate(sizes, 1):
         between = jax.tree.map(lambda part, size=size: part[:, :, :size], between)
         past: tuple[tuple[Piece, ...], ...] = tuple(

@@ -51,11 +51,9 @@ def acceptance_loss(
         eta: see `losses.hybrid`.
     """
     log_a = losses.log_acceptance(log_p, logits)
-    return (
-        -log_a
-        if loss == "acceptance"
-        else losses.hybrid(losses.forward_kl(log_p, logits), log_a, mask, eta)
-    )
+    if loss == "acceptance":
+        return -log_a
+    return losses.hybrid(losses.forward_kl(log_p, logits), log_a, mask, eta)
 
 
 @shape_checked

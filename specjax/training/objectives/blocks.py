@@ -302,9 +302,8 @@ class DraftedBlocks:
             valid: ``[B, T, D]`` bool which predictions count, for every place of the window.
         """
         depth = states.shape[2]
-        after = (
-            places[..., None] + 1 + jnp.arange(depth)
-        )  # where the target predicts the token of each depth
+        # The places where the target predicts the token of each depth.
+        after = places[..., None] + 1 + jnp.arange(depth)
 
         def take(values: jax.Array, indices: jax.Array) -> jax.Array:
             indices = jnp.minimum(indices, values.shape[1] - 1).reshape(indices.shape[0], -1)
@@ -340,9 +339,8 @@ def _read(
 ) -> jax.Array:
     config = student.config
     size, (rows, blocks) = config.block_size, places.shape
-    anchors = jnp.repeat(
-        places + 1, size, axis=1
-    )  # [B, N], of each of the N = A * size tokens of blocks
+    # ``[B, N]`` the anchor of each of the N = A * size tokens of blocks.
+    anchors = jnp.repeat(places + 1, size, axis=1)
     offset = np.tile(np.arange(size), blocks)  # [N] of each token from the anchor of its block
     is_anchor, block = jnp.asarray(offset == 0), np.arange(blocks * size) // size
     roots = jnp.take_along_axis(batch["tokens"], anchors, axis=1)
@@ -362,10 +360,9 @@ def _read(
             visible = visible & (jnp.arange(context_mask.shape[2]) >= since[..., None])
         return jnp.asarray(mask)[None], [(context[layer], visible)]
 
-    states = student.run(target, tokens, positions, jnp.asarray(offset), visible_pieces).reshape(
-        rows, blocks, size, -1
-    )
-    return states[:, :, size - config.depth :]
+    states = student.run(target, tokens, positions, jnp.asarray(offset), visible_pieces)
+    by_block = states.reshape(rows, blocks, size, -1)
+    return by_block[:, :, size - config.depth :]
 
 
 def read_everywhere(student: DFlash, target: Target, batch: Batch, output: Output) -> jax.Array:
@@ -377,12 +374,13 @@ def read_everywhere(student: DFlash, target: Target, batch: Batch, output: Outpu
     starts = jnp.arange(0, count, width)
     # If the width does not divide the window, the last place is read several times.
     places = jnp.minimum(starts[:, None] + jnp.arange(width), count - 1)
+    # ``[chunks, B, width, D, H]``
     chunks = jax.lax.map(
         lambda chunk: _read(
             student, target, batch, context, jnp.broadcast_to(chunk, (rows, width))
         ),
         places,
-    )  # [chunks, B, width, D, H]
+    )
     return jnp.moveaxis(chunks, 0, 1).reshape(rows, -1, *chunks.shape[3:])[:, :count]
 
 

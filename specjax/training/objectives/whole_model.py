@@ -55,9 +55,8 @@ class ModelSizes:
                 " layers with linear attention, and a llama has none"
             )
         try:
-            config_json.format_config(
-                self._config(vocab_size=1), "float32"
-            )  # fail now if the model could not be saved
+            # Fail now if the model could not be saved.
+            config_json.format_config(self._config(vocab_size=1), "float32")
         except InputError as error:
             raise ConfigError(f"method.model: {error}") from None
 
