@@ -44,8 +44,8 @@ def test_a_part_computes_what_the_whole_computes_and_is_read_back_to_the_bit(
     part.save_pretrained(tmp_path / "part")
     read = Target.from_pretrained(tmp_path / "part", dtype=np.float32)
     assert (read.config, read.held, read.part_of) == (target.config, layers, target.fingerprint())
-    same = jax.tree.map(np.array_equal, read.params, part.params)
-    assert jax.tree.structure(read) == jax.tree.structure(part) and jax.tree.all(same)
+    is_equal = jax.tree.map(np.array_equal, read.params, part.params)
+    assert jax.tree.structure(read) == jax.tree.structure(part) and jax.tree.all(is_equal)
 
 
 def test_layers_of_several_kinds_keep_their_numbers() -> None:
@@ -140,7 +140,7 @@ def test_a_part_is_as_large_as_what_it_holds(tmp_path) -> None:
     assert tensors["last"].keys() == ends | {
         name for name in tensors["whole"] if ".layers.3." in name
     }
-    header = 4000  # at most
+    header = 4000  # the most bytes of a header
     for name, part_tensors in tensors.items():
         numbers = sum(tensor.nbytes for tensor in part_tensors.values())
         assert numbers < CheckpointFiles(tmp_path / name).weight_bytes < numbers + header

@@ -143,18 +143,18 @@ def test_yarn_interpolates_by_how_often_a_pair_turns_in_the_original_context(tru
     )
     base = 500.0 ** (-np.arange(16) / 16)
     # The pairs, as fractional indices, that turn beta_fast times and once.
-    turning = [16 * np.log(256 / (2 * np.pi * turns)) / np.log(500.0) for turns in (20.0, 1.0)]
-    first, last = (np.floor(turning[0]), np.ceil(turning[1])) if truncate else turning
+    bounds = [16 * np.log(256 / (2 * np.pi * turns)) / np.log(500.0) for turns in (20.0, 1.0)]
+    first, last = (np.floor(bounds[0]), np.ceil(bounds[1])) if truncate else bounds
     assert 0 < first < last < 15
     share = np.clip((np.arange(16) - first) / (last - first), 0, 1)
     result, factor = rope.inverse_frequencies(scaled, 32)
     np.testing.assert_allclose(result, share * base / 4 + (1 - share) * base, rtol=1e-5)
     assert factor == pytest.approx(0.1 * np.log(4.0) + 1)
-    _, of_deepseek = rope.inverse_frequencies(
+    _, deepseek_factor = rope.inverse_frequencies(
         Rope(kind="yarn", factor=4.0, original_max_positions=256, mscale=0.7, mscale_all_dim=1.2),
         32,
     )
-    assert of_deepseek == pytest.approx((0.07 * np.log(4.0) + 1) / (0.12 * np.log(4.0) + 1))
+    assert deepseek_factor == pytest.approx((0.07 * np.log(4.0) + 1) / (0.12 * np.log(4.0) + 1))
 
 
 def test_gemma4_turns_a_share_of_the_pairs_at_the_speeds_of_a_whole_head() -> None:

@@ -201,7 +201,7 @@ def random_entry(rng: np.random.Generator, sizes: LinearAttention, count: int):
         rng.normal(size=part.shape).astype(np.float32)
         for part in empty_nodes(sizes, 3, count, jnp.float32)
     ]
-    entry[2] = -np.abs(entry[2])  # logarithms of shares
+    entry[2] = -np.abs(entry[2])  # logarithms of decay factors
     return entry
 
 

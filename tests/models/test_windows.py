@@ -29,5 +29,5 @@ def test_the_newest_token_sees_itself_and_the_two_before_it_and_no_more(cached) 
         return output.logits[:, -1]
 
     logits = np.asarray(newest(jnp.asarray(texts)))
-    differs = [np.abs(of_text - logits[0]).max() > 1e-3 for of_text in logits[1:]]
+    differs = [np.abs(changed - logits[0]).max() > 1e-3 for changed in logits[1:]]
     assert differs == [position > LENGTH - 1 - WINDOW for position in range(LENGTH)]
