@@ -171,11 +171,11 @@ def test_below_drafted_nodes_in_scratch_each_node_is_as_its_path() -> None:
     )
     for depth in range(1, depths.max() + 1):
         level = np.flatnonzero(depths == depth)
-        wide = np.resize(level, 14)  # nodes are repeated, so that all levels share a program
+        repeated = np.resize(level, 14)  # nodes are repeated, so that all levels share a program
         ancestry = Ancestry.of(
-            np.eye(14, dtype=bool)[None], [jnp.asarray(above[None, wide])], SIZES.kernel
+            np.eye(14, dtype=bool)[None], [jnp.asarray(above[None, repeated])], SIZES.kernel
         )
-        y, entry = run(params, nodes[:, wide], Context(state, [scratch], ancestry))
+        y, entry = run(params, nodes[:, repeated], Context(state, [scratch], ancestry))
         np.testing.assert_allclose(y[:, : len(level)], expected[:, level], atol=TOLERANCE)
         for slots, new in zip(scratch, entry, strict=True):
             slots[:, :, level] = new[:, :, : len(level)]

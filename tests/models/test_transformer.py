@@ -249,9 +249,9 @@ def slow_logits(target: Target, tokens: np.ndarray) -> np.ndarray:
     return norm(x, params["norm"]) @ params["lm_head"]
 
 
-@pytest.mark.parametrize("which", LAYERED)
-def test_each_layer_has_its_own_sizes_and_may_read_anothers_entries(which) -> None:
-    target = tiny_target(**LAYERED[which])
+@pytest.mark.parametrize("name", LAYERED)
+def test_each_layer_has_its_own_sizes_and_may_read_anothers_entries(name) -> None:
+    target = tiny_target(**LAYERED[name])
     tokens = np.random.default_rng(0).integers(0, 11, 20)
     output, _ = forward(target, tokens[None])
     assert np.abs(output.logits).max() > 1
@@ -326,7 +326,7 @@ def test_a_configuration_by_layer() -> None:
     assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (2, 1, 8)
     assert (layer.rope, layer.layers) == (Rope(theta=300.0), ())
     assert config.first(2).layers == config.layers[:2] and config.first(2).num_layers == 2
-    alike = tiny_config()
-    assert alike.of_layer(1) is alike
+    uniform = tiny_config()
+    assert uniform.of_layer(1) is uniform
     with pytest.raises(CheckpointError, match=r"a llama checkpoint cannot express this"):
         config_json.format_config(config, "float32")
