@@ -1,6 +1,7 @@
 """Test DFlash, JetSpec and DSpark.
 
-They are compared with speculators' classes and the slow oracle, in every layout and draft shape.
+The tests compare them with speculators' classes and the slow oracle, in every layout and with every
+draft shape.
 """
 
 import dataclasses
@@ -426,7 +427,7 @@ def test_taps_are_spread_as_z_lab_spreads_them() -> None:
 
 @pytest.mark.full
 def test_a_causal_block_is_read_as_far_as_the_draft_is_deep() -> None:
-    """Check that the result is the same as if the block were read whole."""
+    """Check that the states of a causal block are the same as if it were read whole."""
     target = tiny_target()
     whole, cut = (
         of_tiny("dflash", variant={"causal": True}, block_size=6, draft=depth) for depth in (5, 2)

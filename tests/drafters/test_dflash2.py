@@ -1,7 +1,7 @@
 """Test DFlash2.
 
-It is compared with speculators' classes and the slow oracle: its layouts, the distributions that
-it draws from, and the trees that it grows.
+The tests compare it with speculators' classes and the slow oracle. They cover layouts, the
+distributions that it draws from, and the trees that it grows.
 """
 
 import itertools
@@ -465,7 +465,7 @@ def paths_of(draft) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("candidates", [1, 2])
 def test_an_end_that_must_not_come_yet_is_no_candidate(candidates) -> None:
-    """Check that the likeliest token is replaced by another one if it is such a stop token.
+    """Check that another candidate replaces the likeliest token if it would end the text too early.
 
     q still sums to 1.
     """

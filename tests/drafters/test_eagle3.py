@@ -85,7 +85,7 @@ def independent_model(layers: int = 1, kind: str = "llama", **flags):
 def test_logits_are_those_of_speculators(variant, tmp_path) -> None:
     """Compare logits after reading speculators' own checkpoint.
 
-    The window has two documents, and there are three steps of the training-time test.
+    The window has two documents, and the training-time test has three steps.
     """
     from tests.with_torch import torch
 

@@ -146,7 +146,7 @@ def test_a_dynamic_tree_is_the_reference_node_for_node(shape, ties, read) -> Non
 def check_slots(parents: np.ndarray, places: np.ndarray, shape) -> None:
     """Check that nodes with children were read, each in a place of its level.
 
-    No two nodes share a place.
+    No two nodes have the same place.
     """
     depths = tree.depths(parents)
     assert set(parents[1:]) - {0} <= set(np.flatnonzero(places >= 0))
@@ -292,9 +292,7 @@ def test_children_that_are_taken_once_for_a_depth_are_those_of_its_every_node(sh
         jax.jit(partial(by_depth, shape, slowly=slowly))(logits, root, keys, sampling)
         for slowly in (False, True)
     )
-    is_valid = (
-        np.asarray(slow.valid) if slow.valid is not None else np.ones(slow.tokens.shape, bool)
-    )
+    is_valid = np.ones(slow.tokens.shape, bool) if slow.valid is None else np.asarray(slow.valid)
     assert (quick.valid is None) == (slow.valid is None)
     assert (
         slow.valid is None or 0 < is_valid[:, 1:].mean() < 1 or not getattr(shape, "stop_below", 0)
@@ -516,7 +514,7 @@ def test_what_is_held_while_the_example_grows_is_what_its_docstring_shows(exampl
 
 @pytest.mark.parametrize("how", ["greedy", "coupled", "drawn"])
 def test_a_vocabulary_of_its_own_is_the_targets_without_the_rest(how) -> None:
-    """Check that tokens and noise are by the target's ids.
+    """Check that tokens are named by the target's ids, and that noise belongs to these ids.
 
     q is 0 for all tokens that cannot be drafted.
     """

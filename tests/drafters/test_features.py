@@ -1,4 +1,4 @@
-"""Test what drafters draft that read the target's features.
+"""Test the drafts of drafters that read the target's features.
 
 The expected drafts come from reading the whole text again for every token.
 """
@@ -101,23 +101,23 @@ def read_pairs(
 
 
 def slow_states(
-    drafter: FeatureDrafter, target, tokens: np.ndarray, target_tokens: int
+    drafter: FeatureDrafter, target, tokens: np.ndarray, tokens_read: int
 ) -> list[tuple[jax.Array, int]]:
     """Return the state ``[H]`` at each pair of a text, and the module that computed it.
 
-    The target has read the first ``target_tokens`` of the text. Each pair is read in a pass of its
-    own over all pairs up to it: without a cache, without scratch, and with a causal mask only.
+    The target has read the first ``tokens_read`` tokens. Each pair is read in a pass of its own
+    over all pairs up to it: without a cache, without scratch, and with a causal mask only.
     """
     text = np.pad(tokens, (0, WIDTH + drafter.modules - len(tokens)))
     features, embedded = map(np.asarray, read_text(drafter, target, text))
-    features = features[:target_tokens]
+    features = features[:tokens_read]
     last = drafter.modules - 1
     # The first pairs have no input and no state.
     inputs: list[list] = [[None] * module for module in range(drafter.modules)]
     states: list[list] = [[None] * module for module in range(drafter.modules)]
     for pair in range(len(tokens) - 1):
         for module in range(drafter.modules):
-            beyond = pair - module >= target_tokens
+            beyond = pair - module >= tokens_read
             if pair < module or (beyond and module < last):
                 continue  # the module has no input at this pair
             if beyond:  # the drafter's own state takes the place of the target's feature
@@ -130,7 +130,7 @@ def slow_states(
             padded = np.pad(read, ((0, WIDTH - len(read)), (0, 0)))
             outputs = read_pairs(drafter, padded, embedded[module : module + WIDTH], module)
             states[module].append(np.asarray(outputs[len(read) - 1]))
-    modules = [min(max(0, pair - target_tokens + 1), last) for pair in range(len(tokens) - 1)]
+    modules = [min(max(0, pair - tokens_read + 1), last) for pair in range(len(tokens) - 1)]
     return [(jnp.asarray(states[module][pair]), module) for pair, module in enumerate(modules)]
 
 

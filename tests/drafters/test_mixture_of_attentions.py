@@ -211,7 +211,7 @@ VARIANTS = {
 
 
 def variants(in_suite: str):
-    """Return all variants; all but ``in_suite``, which has every part, are thorough."""
+    """Mark all variants but ``in_suite``, which has every part, as thorough."""
     return [
         pytest.param(name, marks=[pytest.mark.thorough] * (name != in_suite)) for name in VARIANTS
     ]
@@ -347,8 +347,8 @@ BATCH = batch_of(DOCUMENTS, MASK)
 def slow_starts(tokens: int, segments: list[int], mask: list[int], length: int) -> list[int]:
     """Return the first token of the block of each token.
 
-    A token after one that does not count, or at the start of a document, begins a block. Other
-    blocks begin at every multiple of ``length``.
+    A block begins at a token of a prompt, at the first token of a document, and at every multiple
+    of ``length``.
     """
     starts = []
     for i in range(tokens):

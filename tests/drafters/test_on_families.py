@@ -50,9 +50,9 @@ TREE = DynamicTree(top_k=3, depth=3, nodes=9)
 
 @pytest.fixture(scope="module")
 def of(tmp_path_factory):
-    """Return a function of a name in the zoo.
+    """Return a function that takes a name in the zoo.
 
-    It returns the target, and the texts that transformers writes after each prompt alone.
+    The function returns the target, and the texts that transformers writes after each prompt alone.
     """
     from tests.with_torch import torch
 
@@ -320,9 +320,9 @@ def test_what_is_saved_for_gemma_4_is_read_back(of, make, tmp_path) -> None:
 
 
 def test_layer_attention_of_gemma_3_is_read_back(of, tmp_path) -> None:
-    """Check the positions, which are layers, and their theta.
+    """Check the theta of layer self-attention, whose positions are layers.
 
-    The theta is of the drafter's own layer, and only that one is in the file.
+    It is the theta of the drafter's own layer, the only theta in the file.
     """
     drafter = TRAINED["moa"](of("gemma3")[0])
     drafter.save_pretrained(tmp_path)

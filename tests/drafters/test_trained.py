@@ -80,9 +80,9 @@ LAYOUTS.remove(("dflash", "deepspec"))  # it is for drafters with an embedding o
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_ids_beyond_a_drafters_vocabulary_are_left_out(tmp_path, name, layout) -> None:
-    """Check that such end tokens are ignored: a drafter's end tokens are never used.
+    """Check that end tokens beyond the vocabulary are ignored, because a drafter's are never used.
 
-    Published drafters have those of a target with a larger vocabulary.
+    Published drafters have the end tokens of a target with a larger vocabulary.
     """
     drafter = TRAINED[name].init(tiny_target(), jax.random.key(0))
     drafter.save_pretrained(tmp_path, layout=layout)
@@ -165,9 +165,9 @@ def test_modules_are_counted_before_they_are_declared(tmp_path) -> None:
 
 
 def deepseek(tmp_path) -> tuple[dict, str]:
-    """Return a config.json and how its tensors' names begin.
+    """Return the config.json of a checkpoint, and the start of the names of its module's tensors.
 
-    The target has two layers, and a module of eight experts.
+    The target has two layers, and its module has eight experts.
     """
     config = tiny_config(**MIXTURES["deepseek_v3"])
     drafter = MTP.init(tiny_target(), jax.random.key(0))

@@ -433,7 +433,7 @@ def test_in_a_chat_special_tokens_that_both_have_are_read_and_drafted(
 ) -> None:
     """Test with a draft model that is the target itself under other ids.
 
-    A drafted token that is not accepted shows that the draft model could not read a token.
+    All drafted tokens are accepted, unless the draft model could not read some tokens.
     """
     words_of_target = ["<unk>", *TURNS, "user", "assistant", *SAME_WORDS]
     order = np.random.default_rng(3).permutation(len(words_of_target) - 1) + 1
@@ -497,7 +497,7 @@ def test_trained_models_of_different_tokenizers() -> None:
 def test_a_trained_model_drafts_for_itself_in_another_vocabulary(tmp_path) -> None:
     """Check a draft model whose tokens have other ids.
 
-    The tokens that it does not need are missing, in its tokenizer too.
+    It lacks the tokens that it does not need, as does its tokenizer.
     """
     directory = SHARED / "stories260k"
     model = Target.from_pretrained(directory, dtype=np.float32)

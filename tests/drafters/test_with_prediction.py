@@ -137,7 +137,7 @@ def test_the_contract(target, kind) -> None:
     "rule", ["independent", pytest.param("rejection", marks=pytest.mark.thorough)]
 )
 def test_the_distribution_is_the_targets(rule, draws) -> None:
-    """Check rows that copy beside rows that draw.
+    """Check a batch in which some rows copy while others draw.
 
     q is one-hot in the former, and the drafter's in the latter.
     """
@@ -163,9 +163,9 @@ def test_rows_without_a_prediction_draft_as_always(varied) -> None:
 
 @pytest.mark.full
 def test_a_drafter_that_keeps_the_state_changes_nothing(varied, text) -> None:
-    """Check ``longest=0``, which follows the text while another drafter takes its turn.
+    """Check ``longest=0``, which takes turns with a wrapper that copies.
 
-    It drafts as the inner drafter does, and knows the place in the text.
+    It drafts as the inner drafter does, and follows the text for the other wrapper.
     """
     inner = PromptLookup(draft=4)
     silent = WithPrediction(inner, jnp.asarray(text, jnp.int32), longest=0)
