@@ -96,10 +96,8 @@ PLACES = (
         HTML,
         ("Use the form for private reports: <{address}/security/advisories/new>.",),
         (
-            (
-                "The repository has no public address yet, so there is no form for reports: write to"
-                " the people who gave you this copy."
-            ),
+            "The repository has no public address yet, so there is no form for reports: write to"
+            " the people who gave you this copy.",
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""Check the wording of every package that ruff holds to D401.
+"""Check the wording of the library, its tests, benchmarks and tools.
 
 Docstrings begin with a subject or a verb, and variables say what they hold.
 """
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests import prose
+
+HELD = [prose.ROOT / folder for folder in ("specjax", "benchmarks", "release", "tests", "docs")]
 
 EXAMPLE = '''
 """Of a module."""
@@ -61,9 +63,9 @@ def test_the_table_has_a_line_for_each_package(capsys) -> None:
     assert [row.split()[0] for row in rows] == ["specjax/drafts", "specjax/wire", "total"]
 
 
-def test_finished_packages_have_no_docstring_that_opens_with_part_of_a_sentence() -> None:
+def test_the_code_has_no_docstring_that_opens_with_part_of_a_sentence() -> None:
     errors = []
-    for file in prose.finished():
+    for file in prose.files(HELD):
         for node, text in prose.docstrings(ast.parse(file.read_text())):
             if prose.first_word(text) in prose.OPENERS:
                 line = getattr(node, "lineno", 1)
@@ -71,9 +73,9 @@ def test_finished_packages_have_no_docstring_that_opens_with_part_of_a_sentence(
     assert not errors, "begin with a verb, or name the thing:\n" + "\n".join(errors)
 
 
-def test_finished_packages_have_no_variable_with_a_banned_name() -> None:
+def test_the_code_has_no_variable_with_a_banned_name() -> None:
     errors = []
-    for file in prose.finished():
+    for file in prose.files(HELD):
         path = str(file.relative_to(prose.ROOT))
         for scope, name in prose.local_names(ast.parse(file.read_text())):
             stays = (path, name) in prose.FORMATS or (

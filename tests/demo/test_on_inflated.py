@@ -1,4 +1,4 @@
-"""A drafter of a small target on an inflated copy of it: the same drafts, and the same text."""
+"""Check that a small target's drafter drafts the same on an inflated copy of the target."""
 
 import jax
 import numpy as np

@@ -1,14 +1,16 @@
-"""Oracles for drafters that write a whole block in one pass: P-EAGLE, DFlash, JetSpec, DSpark and DFlash2.
+"""Oracles for drafters that draft a whole block in one pass.
 
-There are two, and tests hold one against the other:
+These are P-EAGLE, DFlash, JetSpec, DSpark and DFlash2. There are two oracles, and tests compare
+them with each other:
 
-- the speculators package, torch code of another hand: it makes tiny random checkpoints here, and computes the states and the
-  logits of blocks with its own classes (`speculators_blocks`);
-- `SlowBlock`, the same network in NumPy, one query at a time, from the tensors of a checkpoint. It also covers what speculators
-  has no class for: z-lab's layout, and JetSpec.
+- the speculators package, independent torch code: it makes tiny random checkpoints here, and
+  computes the states and the logits of blocks with its own classes (`speculators_blocks`);
+- `SlowBlock`, the same network in NumPy, one query at a time, from the tensors of a checkpoint. It
+  also covers what speculators has no class for: z-lab's layout, and JetSpec.
 
-Words: the *anchor* is the newest committed token, which the target has not read yet. A block is the anchor and mask tokens
-after it; its places are *slots*, slot 0 the anchor's. The *context* is what the target has read: positions before the anchor's.
+Terms: the *anchor* is the newest committed token, which the target has not read yet. A block is the
+anchor and the mask tokens after it; its places are *slots*, and slot 0 is the anchor's. The
+*context* is what the target has read: the positions before the anchor's.
 """
 
 import json
@@ -21,25 +23,23 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-if TYPE_CHECKING:  # each function imports it where it needs it: without torch, `SlowBlock` works
+if TYPE_CHECKING:  # functions import torch themselves, so that `SlowBlock` works without it
     import torch
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, TARGET_LAYERS = 48, 32, 4, 2, 8, 6
 MASK = VOCAB - 1
-TAPS = (
-    1,
-    3,
-    5,
-)  # layers of the target whose *input* is read: speculators', vLLM's and our own way of counting
+TAPS = (1, 3, 5)
+"""The layers of the target whose *input* is read: speculators, vLLM and we count them so."""
+
 BLOCK = 5
-IDS = np.array(
-    [0, 2, 3, 5, 7, 8, 11, 13, 17, 19, 20, 23, 29, 31, 37, 41]
-)  # what a small vocabulary can draft
-DRAFT_THETA = 3_000.0  # of the drafter; the target has another
+IDS = np.array([0, 2, 3, 5, 7, 8, 11, 13, 17, 19, 20, 23, 29, 31, 37, 41])
+"""The tokens of the target that a drafter with a small vocabulary can draft."""
+
+DRAFT_THETA = 3_000.0  # the target's theta differs
 
 
 def needs_speculators() -> None:
-    """Skip the test where the package is not installed (`make .venv-test/installed` installs it)."""
+    """Skip the test if speculators is missing; `make .venv-test/installed` installs it."""
     pytest.importorskip("speculators.models.dflash2", reason="speculators 0.9 is not installed")
 
 
@@ -48,16 +48,16 @@ def needs_speculators() -> None:
 
 @dataclass(frozen=True)
 class Text:
-    """A text and what a tiny random target makes of it.
+    """A text, and what a tiny random target computes from it.
 
     Attributes:
         directory: the target's checkpoint.
         tokens: ``[T]``.
-        features: ``[T, n, H]`` the residual stream entering each of the tapped layers.
-        last: ``[T, H]`` the residual stream after the last layer, before the final norm.
-        logits: ``[T, V]`` the target's.
-        embedding: ``[V, H]`` the target's.
-        head: ``[V, H]`` the target's.
+        features: ``[T, n, H]``, the residual stream entering each of the tapped layers.
+        last: ``[T, H]``, the residual stream after the last layer, before the final norm.
+        logits: ``[T, V]``, the target's logits.
+        embedding: ``[V, H]``, the target's embedding.
+        head: ``[V, H]``, the target's head.
     """
 
     directory: Path
@@ -72,7 +72,7 @@ class Text:
 def make_text(
     directory: Path, kind: str = "qwen3", length: int = 24, taps: Sequence[int] = TAPS
 ) -> Text:
-    """A random target, written to ``directory``, and random tokens that it has read."""
+    """Return random tokens that a random target has read; write the target to ``directory``."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     from tests.with_torch import torch
@@ -117,12 +117,16 @@ def _layer_sizes(layers: int) -> dict[str, Any]:
 
 
 def _randomise(model: "torch.nn.Module", scale: float = 0.3) -> None:
-    """Far from what models begin with: convolutions that do nothing and heads of zeros would hide every fault of theirs."""
+    """Draw all parameters at random.
+
+    The parameters that models start with, convolutions that do nothing and heads of zeros, would
+    hide every error in these parts.
+    """
     from tests.with_torch import torch
 
     for name, parameter in model.named_parameters():
-        around = 1.0 if "norm" in name else 0.0
-        torch.nn.init.normal_(parameter, around, scale)
+        mean = 1.0 if "norm" in name else 0.0
+        torch.nn.init.normal_(parameter, mean, scale)
 
 
 # --- checkpoints by speculators ---
@@ -143,23 +147,26 @@ def make_drafter(
     seed: int = 0,
     **options: Any,
 ) -> Any:
-    """A checkpoint with random weights, written to ``directory`` by speculators, and the model read back from there.
+    """Return a random drafter that speculators has written to ``directory`` and read back.
 
     Args:
-        directory: is made.
+        directory: the folder to write the checkpoint to. It is created.
         method: "dflash", "dspark", "dflash2" or "peagle".
-        text: what it drafts for.
-        layers: of the drafter.
-        ids: the target's tokens that it can draft, ascending; None: all.
-        layer_types: "full_attention" or "sliding_attention" for each layer; None: full.
-        sliding_window: of the sliding layers.
-        kind: of the layers, "qwen3" or (P-EAGLE alone) "llama".
-        taps: layers of the target whose input it reads.
-        block_size: slots of a block, the anchor's included. P-EAGLE has none.
-        seed: of the weights.
-        options: fields of the method's configuration: ``sample_from_anchor``, ``sliding_window_non_causal``, ``markov_rank``,
-            ``markov_head_type``, ``enable_confidence_head``, ``confidence_head_with_markov``, ``conv_group_size``,
-            ``selector_rank``, ``selector_top_k``, ``norm_before_residual``, ``norm_before_fc``, ``fc_norm`` ...
+        text: the text of the target to draft for.
+        layers: the number of layers of the drafter.
+        ids: the target's tokens that it can draft, ascending; None for all.
+        layer_types: "full_attention" or "sliding_attention" for each layer; None for full
+            attention.
+        sliding_window: the window of the sliding layers.
+        kind: the kind of the layers, "qwen3" or (for P-EAGLE only) "llama".
+        taps: the layers of the target whose input it reads.
+        block_size: the slots of a block, including the anchor's. P-EAGLE has no block size.
+        seed: the seed of the weights.
+        options: fields of the method's configuration: ``sample_from_anchor``,
+            ``sliding_window_non_causal``, ``markov_rank``, ``markov_head_type``,
+            ``enable_confidence_head``, ``confidence_head_with_markov``, ``conv_group_size``,
+            ``selector_rank``, ``selector_top_k``, ``norm_before_residual``, ``norm_before_fc``,
+            ``fc_norm`` ...
     """
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -179,9 +186,9 @@ def make_drafter(
         }
     layer = {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind](**sizes)
     layer._attn_implementation = "eager"
-    own = {"eagle_aux_hidden_state_layer_ids": list(taps)}
+    method_fields = {"eagle_aux_hidden_state_layer_ids": list(taps)}
     if method != "peagle":
-        own = {"aux_hidden_state_layer_ids": list(taps), "block_size": block_size}
+        method_fields = {"aux_hidden_state_layer_ids": list(taps), "block_size": block_size}
     architecture = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
     config = config_class(
         transformer_layer_config=layer,
@@ -195,7 +202,7 @@ def make_drafter(
                 name_or_path=str(text.directory), architectures=[architecture["qwen3"]]
             ),
         ),
-        **own,
+        **method_fields,
         **options,
     )
     torch.manual_seed(seed)
@@ -210,7 +217,10 @@ def make_drafter(
 
 
 def read_drafter(directory: Path, method: str) -> Any:
-    """speculators' own reading of a checkpoint; what it leaves out comes from the target that its config.json names."""
+    """Return the drafter of a checkpoint as speculators reads it.
+
+    What the checkpoint leaves out comes from the target that its config.json names.
+    """
     from tests.with_torch import torch
 
     _, model_class = _classes(method)
@@ -233,23 +243,22 @@ def _classes(method: str) -> tuple[Any, Any]:
     }[method]
 
 
-# --- the other publishers' layouts, of the same tensors ---
+# --- the layouts of other publishers, with the same tensors ---
 
 
 def write_as(layout: str, source: Path, directory: Path, text: Text, **changes: Any) -> None:
-    """The weights of a speculators checkpoint (full vocabulary) in another publisher's layout.
+    """Write a speculators checkpoint (full vocabulary) in another publisher's layout.
 
     Args:
-        layout: "zlab" (DFlash; DFlash2 where the tensors are there), "jetspec" or "deepspec".
-        source: directory of the speculators checkpoint.
-        directory: is made.
-        text: of the target; DeepSpec's checkpoints bring copies of its embedding and head.
-        changes: fields of config.json to set beside.
+        layout: "zlab" (DFlash2 if the checkpoint has its tensors, otherwise DFlash), "jetspec" or
+            "deepspec".
+        source: the directory of the speculators checkpoint.
+        directory: the folder to write to. It is created.
+        text: the target's text; DeepSpec's checkpoints contain copies of its embedding and head.
+        changes: further fields of config.json.
     """
-    raw, tensors = (
-        json.loads((source / "config.json").read_text()),
-        dict(load_file(source / "model.safetensors")),
-    )
+    raw = json.loads((source / "config.json").read_text())
+    tensors = dict(load_file(source / "model.safetensors"))
     layer = raw["transformer_layer_config"]
     names = (
         "hidden_size",
@@ -273,9 +282,8 @@ def write_as(layout: str, source: Path, directory: Path, text: Text, **changes: 
         "use_sliding_window": layer.get("sliding_window") is not None,
         "dtype": "float32",
     }
-    outputs = [
-        tap - 1 for tap in raw["aux_hidden_state_layer_ids"]
-    ]  # of which layer the output is read
+    # These layouts number the layers whose output is read.
+    outputs = [tap - 1 for tap in raw["aux_hidden_state_layer_ids"]]
     inner: dict[str, Any] = {"mask_token_id": raw["mask_token_id"], "target_layer_ids": outputs}
     if layout == "deepspec":
         config |= {
@@ -299,9 +307,7 @@ def write_as(layout: str, source: Path, directory: Path, text: Text, **changes: 
             name: raw[name]
             for name in ("conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k")
         }
-        inner |= {
-            "block_size": raw["block_size"]
-        }  # which DFlash2's keep here, and the first DFlash's beside
+        inner |= {"block_size": raw["block_size"]}  # DFlash has it outside of dflash_config
         config |= {
             "architectures": ["DFlash2DraftModel"],
             "is_causal": False,
@@ -324,15 +330,18 @@ def write_as(layout: str, source: Path, directory: Path, text: Text, **changes: 
 
 @dataclass(frozen=True)
 class Blocks:
-    """What the drafter makes of a block at each of A anchors.
+    """The outputs of a drafter for a block at each of A anchors.
 
     Attributes:
-        anchors: ``[A]`` positions of the anchors.
-        states: ``[A, D, H]`` after the drafter's final norm, slot by slot.
-        logits: ``[A, D, Vd]`` of each slot, before a Markov head or a selector.
-        chains: ``[A, K]`` the greedy draft, in the target's ids: Markov head and selector see the tokens drafted before.
-        corrected: ``[A, K, Vd]`` the logits that the chain's tokens were chosen from; of a selector its scores, -inf elsewhere.
-        confidence: ``[A, K]`` that each token is accepted, as the confidence head says; None: there is none.
+        anchors: ``[A]``, the positions of the anchors.
+        states: ``[A, D, H]``, the states after the drafter's final norm, slot by slot.
+        logits: ``[A, D, Vd]``, the logits of each slot, before a Markov head or a selector.
+        chains: ``[A, K]``, the greedy draft, in the target's ids. A Markov head or a selector reads
+            the tokens drafted before.
+        corrected: ``[A, K, Vd]``, the logits that the chain's tokens were chosen from. With a
+            selector these are its scores, and -inf for all other tokens.
+        confidence: ``[A, K]``, the probability that each token is accepted, as the confidence head
+            predicts it; None if there is no such head.
     """
 
     anchors: np.ndarray
@@ -346,7 +355,10 @@ class Blocks:
 def speculators_blocks(
     model: Any, text: Text, anchors: Sequence[int], depth: int = BLOCK - 1
 ) -> Blocks:
-    """Blocks by speculators' own classes. ``depth`` is for P-EAGLE, whose blocks have no size of their own."""
+    """Return the blocks that speculators' own classes compute.
+
+    ``depth`` is for P-EAGLE, whose blocks have no fixed size.
+    """
     from tests.with_torch import torch
 
     with torch.no_grad():
@@ -356,8 +368,10 @@ def speculators_blocks(
 
 
 def _batch(text: Text, length: int) -> "dict[str, torch.Tensor]":
-    """The text as speculators' forward takes it, filled up to ``length`` with what must not be seen."""
+    """Return the text as speculators' forward takes it, padded to ``length``.
 
+    The padding has large values, so that a drafter that reads it fails the test.
+    """
     from tests.with_torch import torch
 
     def filled(values: np.ndarray, filler: float) -> "torch.Tensor":
@@ -373,7 +387,10 @@ def _batch(text: Text, length: int) -> "dict[str, torch.Tensor]":
 
 
 def _dflash_blocks(model: Any, text: Text, anchors: Sequence[int]) -> Blocks:
-    """The network is run as in training, which samples anchors among the labels: so the labels are the anchors wanted."""
+    """Return the blocks of a drafter of the DFlash family, which runs as in training.
+
+    In training it samples anchors among the labels, so here the labels are the anchors.
+    """
     from tests.with_torch import torch
 
     size, config = model.block_size, model.config
@@ -390,23 +407,17 @@ def _dflash_blocks(model: Any, text: Text, anchors: Sequence[int]) -> Blocks:
     for slot in range(first, size):
         here = logits[:, slot]
         if getattr(model, "markov_head", None) is not None:
-            tokens = torch.stack(
-                fed, dim=1
-            )  # of an RNN head all slots count, from 0 on: as in training
-            here = (
-                here
-                + model.markov_head.block_bias(
-                    prev_token_ids=tokens, hidden_states=hidden[:, : slot + 1]
-                )[:, -1]
+            # An RNN head reads all slots from 0 on, as in training.
+            tokens = torch.stack(fed, dim=1)
+            bias = model.markov_head.block_bias(
+                prev_token_ids=tokens, hidden_states=hidden[:, : slot + 1]
             )
+            here = here + bias[:, -1]
         if getattr(model, "confidence_head", None) is not None:
-            seen = [hidden[:, slot]]
-            seen += (
-                [model.markov_head.prev_embeddings(previous)]
-                if config.confidence_head_with_markov
-                else []
-            )
-            confidence.append(torch.sigmoid(model.confidence_head(torch.cat(seen, dim=-1))))
+            inputs = [hidden[:, slot]]
+            if config.confidence_head_with_markov:
+                inputs.append(model.markov_head.prev_embeddings(previous))
+            confidence.append(torch.sigmoid(model.confidence_head(torch.cat(inputs, dim=-1))))
         if hasattr(model, "candidate_selector"):
             tokens, scores = model.candidate_selector.select(here, hidden[:, slot], previous)
             here = torch.full_like(here, -torch.inf).scatter(1, tokens, scores)
@@ -426,8 +437,11 @@ def _dflash_blocks(model: Any, text: Text, anchors: Sequence[int]) -> Blocks:
 
 
 def _peagle_blocks(model: Any, text: Text, anchors: Sequence[int], depth: int) -> Blocks:
-    """Its forward samples where to predict; here it is told. Pair p is the feature of p and the token at p + 1, so the block of
-    the anchor at n hangs at pair n - 1."""
+    """Return the blocks of a P-EAGLE drafter.
+
+    Its forward samples the places to predict; here they are fixed. Pair p is the feature of p and
+    the token at p + 1, so the block of the anchor at n starts with pair n - 1.
+    """
     from speculators.losses import eager
     from speculators.models.peagle import core
 
@@ -442,13 +456,13 @@ def _peagle_blocks(model: Any, text: Text, anchors: Sequence[int], depth: int) -
     }
     at = torch.tensor([*range(length), *(pair for deep in range(1, depth) for pair in pairs)])
     depths = torch.tensor([0] * length + [deep for deep in range(1, depth) for _ in pairs])
-    seen: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
     hooks = [
         model.norm.register_forward_hook(
-            lambda _module, _inputs, output: seen.update(states=output[0])
+            lambda _module, _inputs, output: outputs.update(states=output[0])
         ),
         model.lm_head.register_forward_hook(
-            lambda _module, _inputs, output: seen.update(logits=output[0])
+            lambda _module, _inputs, output: outputs.update(logits=output[0])
         ),
     ]
     with pytest.MonkeyPatch.context() as patch:
@@ -462,21 +476,23 @@ def _peagle_blocks(model: Any, text: Text, anchors: Sequence[int], depth: int) -
             for i, pair in enumerate(pairs)
         ]
     )
-    states, logits = seen["states"][rows], seen["logits"][rows]
+    states, logits = outputs["states"][rows], outputs["logits"][rows]
     drafted = logits.argmax(-1)
     chains = drafted if model.d2t is None else drafted + model.d2t[drafted]
     return Blocks(np.array(anchors), states.numpy(), logits.numpy(), chains.numpy(), logits.numpy())
 
 
 def speculators_loss(model: Any, text: Text, loss_mask: np.ndarray, **options: Any) -> float:
-    """The loss of speculators' own training step on the text, with every anchor that the mask allows.
+    """Return the loss of speculators' own training step, with every anchor that the mask allows.
 
     Args:
-        model: of the DFlash family.
-        text: what is learnt from.
-        loss_mask: ``[T]`` bool, the tokens that count. Anchors are those that are not among the last ``block_size``.
-        options: ``losses``, weights by name ("ce", "tv", "kl_div", "nla", "lk_hybrid"), and those of the class's forward, as
-            ``gamma``, ``per_position_loss_weight``, ``dpace_alpha``, ``confidence_head_alpha``, ``selector_loss_alpha``.
+        model: a drafter of the DFlash family.
+        text: the training text.
+        loss_mask: ``[T]`` bool, the tokens that count. Anchors are the ones that are not among the
+            last ``block_size`` tokens.
+        options: ``losses``, weights by name ("ce", "tv", "kl_div", "nla", "lk_hybrid"), and
+            arguments of the class's forward, such as ``gamma``, ``per_position_loss_weight``,
+            ``dpace_alpha``, ``confidence_head_alpha``, ``selector_loss_alpha``.
     """
     from speculators.losses.utils import resolve_loss_config
 
@@ -499,28 +515,30 @@ def speculators_loss(model: Any, text: Text, loss_mask: np.ndarray, **options: A
 
 @dataclass(frozen=True)
 class SlowBlock:
-    """The networks of this family in NumPy, in double precision, one query at a time.
+    """The networks of these drafters in NumPy, in double precision, one query at a time.
 
     Attributes:
-        weights: the tensors of a checkpoint, by the names that all publishers of the DFlash family share, or P-EAGLE's.
-        embedding: ``[V, H]`` where the tokens of the block are looked up.
-        head: ``[Vd, H]``.
-        ids: ``[Vd]`` the target's ids of the drafted tokens; None: they are the same.
-        layer_types: as in config.json; empty: full attention.
-        window: of the sliding layers: the tokens before that are seen.
-        window_from: where the window of a query ends. "anchor": all slots see the last ``window`` tokens of the context
-            (speculators' training). "query": a slot sees ``window`` positions, its own included (SpecForge, FlashAttention).
-        causal: for each kind of layer, whether a slot sees no later slots.
-        sample_from_anchor: slot 0 drafts, too.
-        block_size: slots.
-        top_k: of the selector.
-        markov: "vanilla", "gated" or "rnn", where there is a Markov head.
-        embedding_factor: of the embeddings of a block's tokens.
-        logit_factor: of the products with the head.
-        logit_cap: of the logits after that factor; None: they are unbounded.
-        norm_before_residual: of P-EAGLE, as in EAGLE-3.
-        eps: of the norms.
-        theta: of RoPE.
+        weights: the tensors of a checkpoint, by the names that all publishers of the DFlash family
+            share, or by P-EAGLE's.
+        embedding: ``[V, H]``, the embedding of the block's tokens.
+        head: ``[Vd, H]``, the head.
+        ids: ``[Vd]``, the target's ids of the drafter's tokens; None if they are the same.
+        layer_types: as in config.json; empty for full attention.
+        window: the window of the sliding layers: how many tokens they see.
+        window_from: how the window of a query is counted. With "anchor" all slots see the last
+            ``window`` tokens of the context (speculators' training). With "query" a slot sees
+            ``window`` positions, including its own (SpecForge, FlashAttention).
+        causal: by kind of layer, whether a slot sees no later slots.
+        sample_from_anchor: whether slot 0 drafts, too.
+        block_size: the number of slots.
+        top_k: the number of the selector's candidates; 0 without a selector.
+        markov: the kind of the Markov head, if there is one: "vanilla", "gated" or "rnn".
+        embedding_factor: multiplies the embeddings of a block's tokens.
+        logit_factor: multiplies the products with the head.
+        logit_cap: the bound of the logits after that factor; None if they are unbounded.
+        norm_before_residual: P-EAGLE's option, as in EAGLE-3.
+        eps: the epsilon of the norms.
+        theta: the theta of RoPE.
     """
 
     weights: dict[str, np.ndarray]
@@ -542,21 +560,21 @@ class SlowBlock:
     eps: float = 1e-5
     theta: float = DRAFT_THETA
 
-    # --- what all share ---
+    # --- shared parts ---
 
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        """RMSNorm over the last axis."""
+        """Return RMSNorm over the last axis."""
         return (
             x / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps) * self.weights[f"{name}.weight"]
         )
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        """``W x``, with a bias where the tensors have one."""
+        """Return ``W x``, plus a bias if the checkpoint has one."""
         bias = self.weights.get(f"{name}.bias", 0.0)
         return x @ self.weights[f"{name}.weight"].astype(np.float64).T + bias
 
     def mlp(self, layer: str, x: np.ndarray) -> np.ndarray:
-        """Gate, up and down."""
+        """Return the output of the MLP: gate, up and down."""
         gate = self.linear(f"{layer}.mlp.gate_proj", x)
         return self.linear(
             f"{layer}.mlp.down_proj",
@@ -564,7 +582,7 @@ class SlowBlock:
         )
 
     def turned(self, x: np.ndarray, position: int) -> np.ndarray:
-        """RoPE: ``[heads, dim]`` at a position; the halves of a head are the pairs."""
+        """Return heads ``[heads, dim]`` with RoPE; the halves of a head are the pairs."""
         half = x.shape[-1] // 2
         angle = position * self.theta ** (-np.arange(half) / half)
         first, second = x[:, :half], x[:, half:]
@@ -577,7 +595,7 @@ class SlowBlock:
         )
 
     def key_value(self, layer: str, x: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """What is seen of a token with input ``x``: ``[KV heads, dim]`` each."""
+        """Return key and value, ``[KV heads, dim]`` each, of a token with input ``x``."""
         key = self.linear(f"{layer}.self_attn.k_proj", x).reshape(KV_HEADS, HEAD_DIM)
         if f"{layer}.self_attn.k_norm.weight" in self.weights:  # Qwen3's layers, not Llama's
             key = self.norm(f"{layer}.self_attn.k_norm", key)
@@ -585,50 +603,52 @@ class SlowBlock:
         return self.turned(key, position), value
 
     def attend(
-        self, layer: str, x: np.ndarray, position: int, seen: list[tuple[np.ndarray, np.ndarray]]
+        self, layer: str, x: np.ndarray, position: int, visible: list[tuple[np.ndarray, np.ndarray]]
     ) -> np.ndarray:
-        """One query over the keys and values that it sees."""
+        """Return the attention of one query over its visible keys and values."""
         query = self.linear(f"{layer}.self_attn.q_proj", x).reshape(HEADS, HEAD_DIM)
         if f"{layer}.self_attn.q_norm.weight" in self.weights:
             query = self.norm(f"{layer}.self_attn.q_norm", query)
         query, heads = self.turned(query, position), []
         for head in range(HEADS):
             shared = head // (HEADS // KV_HEADS)
-            scores = np.array([query[head] @ key[shared] for key, _ in seen]) / np.sqrt(HEAD_DIM)
-            paid = np.exp(scores - scores.max())
+            scores = np.array([query[head] @ key[shared] for key, _ in visible]) / np.sqrt(HEAD_DIM)
+            weights = np.exp(scores - scores.max())
             heads.append(
                 sum(
-                    p * value[shared] for p, (_, value) in zip(paid / paid.sum(), seen, strict=True)
+                    weight * value[shared]
+                    for weight, (_, value) in zip(weights / weights.sum(), visible, strict=True)
                 )
             )
         return self.linear(f"{layer}.self_attn.o_proj", np.concatenate(heads))
 
     @property
     def layers(self) -> int:
-        """How many there are tensors of."""
+        """Return the number of layers that the checkpoint has tensors for."""
         return 1 + max(
             int(name.split(".")[1]) for name in self.weights if name.startswith("layers.")
         )
 
     def own_ids(self, tokens: np.ndarray) -> np.ndarray:
-        """The target's ids of drafted tokens."""
+        """Return the target's ids of drafted tokens."""
         return tokens if self.ids is None else self.ids[tokens]
 
     # --- the DFlash family ---
 
     def context(self, features: np.ndarray) -> np.ndarray:
-        """``[n, H]`` of features ``[T, taps, H]``: what every layer makes its keys and values of, without a norm of its own."""
+        """Return the fused features ``[T, H]``, which all layers compute keys and values from."""
         return self.norm(
             "hidden_norm", self.linear("fc", features.reshape(len(features), -1).astype(np.float64))
         )
 
     def block(self, features: np.ndarray, anchor: int, length: int | None = None) -> np.ndarray:
-        """``[D, H]`` the states of the block that begins with token ``anchor``, after the text with ``features [n, taps, H]``.
+        """Return the states ``[D, H]`` of the block that starts with token ``anchor``.
 
         Args:
-            features: of the context, and nothing else: the anchor is at position n.
+            features: ``[n, taps, H]``, the features of the context only: the anchor is at position
+                n.
             anchor: the token.
-            length: slots to run, for causal blocks; None: all.
+            length: the slots to run, for causal blocks; None for all.
         """
         start, size = len(features), self.block_size if length is None else length
         context = self.context(features)
@@ -636,29 +656,22 @@ class SlowBlock:
             self.embedding[[anchor] + [MASK] * (size - 1)].astype(np.float64)
             * self.embedding_factor
         )
-        for number in range(self.layers):
-            layer = f"layers.{number}"
-            kind = self.layer_types[number] if self.layer_types else "full_attention"
+        for index in range(self.layers):
+            layer = f"layers.{index}"
+            kind = self.layer_types[index] if self.layer_types else "full_attention"
             before = [self.key_value(layer, row, position) for position, row in enumerate(context)]
             normed = self.norm(f"{layer}.input_layernorm", x)
             normed, after = self.convolved(f"{layer}.attention_conv", normed)
-            own = [self.key_value(layer, row, start + slot) for slot, row in enumerate(normed)]
+            inside = [self.key_value(layer, row, start + slot) for slot, row in enumerate(normed)]
             attended = []
             for slot in range(size):
                 first = 0
                 if kind == "sliding_attention" and self.window is not None:
-                    first = max(
-                        0,
-                        (
-                            start - self.window
-                            if self.window_from == "anchor"
-                            else start + slot - self.window + 1
-                        ),
-                    )
+                    end = start if self.window_from == "anchor" else start + slot + 1
+                    first = max(0, end - self.window)
                 last = slot if self.causal.get(kind, False) else size - 1
-                attended.append(
-                    self.attend(layer, normed[slot], start + slot, before[first:] + own[: last + 1])
-                )
+                visible = before[first:] + inside[: last + 1]
+                attended.append(self.attend(layer, normed[slot], start + slot, visible))
             x = x + after(np.stack(attended))
             normed, after = self.convolved(
                 f"{layer}.mlp_conv", self.norm(f"{layer}.post_attention_layernorm", x)
@@ -667,23 +680,23 @@ class SlowBlock:
         return self.norm("norm", x)
 
     def convolved(self, name: str, x: np.ndarray) -> tuple[np.ndarray, Any]:
-        """DFlash2's convolutions around a sublayer, both with kernels that the sublayer's normed input ``x [D, H]`` says: x
-        after the first, and the second, for the sublayer's output. Without such tensors nothing is done.
+        """Apply DFlash2's convolutions around a sublayer.
+
+        Return the sublayer's normed input ``x [D, H]`` after the first convolution, and a function
+        that applies the second one to the sublayer's output. The kernels of both depend on ``x``. A
+        checkpoint without these tensors has no convolutions.
         """
         if f"{name}.base_kernel" not in self.weights:
             return x, lambda y: y
         base = self.weights[f"{name}.base_kernel"].astype(np.float64)  # [side, lag, H]
         kernel_size = base.shape[1]
-        kernels = self.linear(f"{name}.kernel_projection", x).reshape(
-            len(x), 2, kernel_size, -1
-        )  # [slot, side, lag, group]
+        kernels = self.linear(f"{name}.kernel_projection", x)
+        kernels = kernels.reshape(len(x), 2, kernel_size, -1)  # [slot, side, lag, group]
 
         def convolve(y: np.ndarray, side: int) -> np.ndarray:
             out = np.zeros_like(y)
             for slot in range(len(y)):
-                for lag in range(
-                    min(kernel_size, slot + 1)
-                ):  # nothing comes in from before the block
+                for lag in range(min(kernel_size, slot + 1)):  # not beyond the start of the block
                     groups = kernels[slot, side, lag]
                     kernel = base[side, lag] + np.repeat(groups, HIDDEN // len(groups))
                     out[slot] += kernel * y[slot - lag]
@@ -692,7 +705,7 @@ class SlowBlock:
         return convolve(x, 0), lambda y: convolve(y, 1)
 
     def draft(self, features: np.ndarray, anchor: int) -> tuple[list[int], np.ndarray, list[float]]:
-        """The greedy chain, the logits that its tokens were chosen from, and the confidence in each token."""
+        """Return the greedy chain, the logits of its choices, and the confidence in each token."""
         states = self.block(features, anchor)
         first, previous = 0 if self.sample_from_anchor else 1, anchor
         chain, corrected, confidence = [], [], []
@@ -705,17 +718,15 @@ class SlowBlock:
             before = None if before is None else before[previous].astype(np.float64)
             if before is not None:
                 inner, memory = self.markov_state(before, state, memory)
-                logits = (
-                    logits + self.weights["markov_head.markov_w2.weight"].astype(np.float64) @ inner
-                )
+                output = self.weights["markov_head.markov_w2.weight"].astype(np.float64)
+                logits = logits + output @ inner
             if slot < first:
                 continue
             if "confidence_head.proj.weight" in self.weights:
                 wide = self.weights["confidence_head.proj.weight"].shape[1] > HIDDEN
-                seen = np.concatenate([state, before]) if wide and before is not None else state
-                confidence.append(
-                    float(1 / (1 + np.exp(-self.linear("confidence_head.proj", seen)[0])))
-                )
+                inputs = np.concatenate([state, before]) if wide and before is not None else state
+                logit = self.linear("confidence_head.proj", inputs)[0]
+                confidence.append(float(1 / (1 + np.exp(-logit))))
             if self.top_k:
                 logits = self.selected(logits, state, previous)
             token = int(np.argmax(logits))
@@ -727,13 +738,18 @@ class SlowBlock:
     def markov_state(
         self, before: np.ndarray, state: np.ndarray, memory: np.ndarray | float
     ) -> tuple[np.ndarray, Any]:
-        """What ``markov_w2`` reads, of the embedding of the token before and the slot's state; and the RNN's new memory."""
+        """Return the input of ``markov_w2``, and the RNN's new memory.
+
+        Args:
+            before: the embedding of the token before.
+            state: the state of the slot.
+            memory: the RNN's memory.
+        """
         if self.markov == "vanilla":
             return before, memory
         if self.markov == "gated":
-            gate = 1 / (
-                1 + np.exp(-self.linear("markov_head.gate_proj", np.concatenate([state, before])))
-            )
+            joint = np.concatenate([state, before])
+            gate = 1 / (1 + np.exp(-self.linear("markov_head.gate_proj", joint)))
             return gate * before, memory
         memory = memory + np.zeros_like(before)
         joint = self.linear("markov_head.joint_proj", np.concatenate([memory, before, state]))
@@ -742,7 +758,7 @@ class SlowBlock:
         return np.tanh(output), gate * memory + (1 - gate) * np.tanh(candidate)
 
     def selected(self, logits: np.ndarray, state: np.ndarray, previous: int) -> np.ndarray:
-        """The selector's scores of the ``top_k`` likeliest tokens, -inf of all others."""
+        """Return the selector's scores of the ``top_k`` likeliest tokens, and -inf for others."""
         name = "candidate_selector."
         best = np.argsort(-logits, kind="stable")[: self.top_k]
         context = self.weights[f"{name}predecessor_codebook"][previous] * self.linear(
@@ -757,16 +773,17 @@ class SlowBlock:
     def peagle_block(
         self, features: np.ndarray, tokens: Sequence[int], anchor: int, depth: int
     ) -> np.ndarray:
-        """``[depth, H]`` the states, after the final norm, of P-EAGLE's block.
+        """Return the states ``[depth, H]`` of P-EAGLE's block, after the final norm.
 
-        Pair p is the feature of p and the token at p + 1, so the last pair of n features holds the anchor; below it hang pairs
-        of the learnt feature and the mask token. All see the pairs before them.
+        Pair p is the feature of p and the token at p + 1, so the last pair of n features contains
+        the anchor. It is followed by pairs of the learnt feature and the mask token. All pairs see
+        the ones before them.
 
         Args:
-            features: ``[n, taps, H]`` of the context.
-            tokens: ``[n]`` of the context.
+            features: ``[n, taps, H]``, the features of the context.
+            tokens: ``[n]``, the tokens of the context.
             anchor: the token at n.
-            depth: tokens to draft.
+            depth: the number of tokens to draft.
         """
         mask_hidden = self.weights["mask_hidden"].reshape(1, -1)
         rows = np.concatenate(
@@ -774,11 +791,11 @@ class SlowBlock:
         )
         rows = self.normed_taps(rows.astype(np.float64), features.shape[1])
         fused = self.linear("fc", rows)
-        x, seen_by_layer = fused, []
+        x = fused
         embedded = self.embedding[[*tokens[1:], anchor, *[MASK] * (depth - 1)]].astype(np.float64)
-        for number in range(self.layers):
-            layer = f"layers.{number}"
-            if number:
+        for index in range(self.layers):
+            layer = f"layers.{index}"
+            if index:
                 normed = self.norm(f"{layer}.input_layernorm", x)
             else:
                 hidden = self.norm(f"{layer}.hidden_norm", x)
@@ -786,9 +803,9 @@ class SlowBlock:
                     [self.norm(f"{layer}.input_layernorm", embedded), hidden], axis=-1
                 )
                 x = hidden if self.norm_before_residual else x
-            seen_by_layer = [self.key_value(layer, row, place) for place, row in enumerate(normed)]
+            visible = [self.key_value(layer, row, place) for place, row in enumerate(normed)]
             attended = [
-                self.attend(layer, row, place, seen_by_layer[: place + 1])
+                self.attend(layer, row, place, visible[: place + 1])
                 for place, row in enumerate(normed)
             ]
             x = x + np.stack(attended)
@@ -796,7 +813,7 @@ class SlowBlock:
         return self.norm("norm", x)[-depth:]
 
     def normed_taps(self, rows: np.ndarray, taps: int) -> np.ndarray:
-        """The norms before ``fc``, where there are any: the learnt feature goes through them, too."""
+        """Return the rows after the norms before ``fc``, if there are any."""
         if "input_norm.weight" in self.weights:
             return self.norm("input_norm", rows)
         if "fc_norm.0.weight" in self.weights:
@@ -808,12 +825,13 @@ class SlowBlock:
 
 
 def slow_of(directory: Path, text: Text, **options: Any) -> SlowBlock:
-    """`SlowBlock` of a checkpoint in any layout: an embedding, a head and a table of ids are its own where it has them."""
+    """Return the `SlowBlock` of a checkpoint in any layout.
+
+    The embedding and the head are the checkpoint's if it has them, otherwise the target's.
+    """
     weights = dict(load_file(directory / "model.safetensors"))
     d2t = weights.get("d2t")
     ids = None if d2t is None else np.arange(len(d2t)) + d2t
-    embedding, head = (
-        weights.get("embed_tokens.weight", text.embedding),
-        weights.get("lm_head.weight", text.head),
-    )
+    embedding = weights.get("embed_tokens.weight", text.embedding)
+    head = weights.get("lm_head.weight", text.head)
     return SlowBlock(weights, embedding, head, ids, **options)

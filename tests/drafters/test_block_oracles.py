@@ -1,4 +1,4 @@
-"""The oracles of `block_oracles` against each other: speculators' own classes, and the network written out slowly."""
+"""Compare the oracles of `block_oracles`: speculators' classes, and the slow network in NumPy."""
 
 import json
 from dataclasses import replace
@@ -40,7 +40,7 @@ DFLASH = {
         {"layer_types": SLIDING, "sliding_window": 4, "sliding_window_non_causal": True},
         {"layer_types": SLIDING, "window": 4},
     ),
-    "causal": (  # what JetSpec is: speculators has no other way to say it
+    "causal": (  # JetSpec, as far as speculators' configuration can express it
         {"layer_types": ("sliding_attention",) * 2, "sliding_window": 1000},
         {
             "layer_types": ("sliding_attention",) * 2,
@@ -81,7 +81,7 @@ def text(tmp_path_factory) -> Text:
 
 
 def assert_the_same(slow: SlowBlock, text: Text, blocks: Blocks) -> None:
-    """States and logits within 1e-4, drafts token for token."""
+    """Check that states and logits agree within 1e-4, and drafts token for token."""
     for i, at in enumerate(blocks.anchors):
         features, anchor = text.features[:at], int(text.tokens[at])
         states = slow.block(features, anchor)
@@ -96,7 +96,10 @@ def assert_the_same(slow: SlowBlock, text: Text, blocks: Blocks) -> None:
 
 
 def test_taps_are_counted_as_ours_are(any_text) -> None:
-    """speculators' layer id k is the stream entering layer k, and so is ours; its state after the last layer is tap L."""
+    """Check that speculators' layer id k is the stream entering layer k, as our tap k is.
+
+    The state after the last layer is tap L.
+    """
     target = Target.from_pretrained(any_text.directory, dtype=np.float32)
     output, _ = target.forward(any_text.tokens[None], taps=(*TAPS, target.config.num_layers))
     np.testing.assert_allclose(output.taps[0, :, :-1], any_text.features, atol=1e-4)
@@ -130,10 +133,9 @@ def test_dspark(variant, text, tmp_path) -> None:
         markov=options.get("markov_head_type", "vanilla"),
     )
     assert_the_same(slow, text, blocks)
-    if options["markov_rank"]:  # the head is no ornament
-        assert (
-            blocks.chains != slow.own_ids(blocks.logits.argmax(-1)[:, -blocks.chains.shape[1] :])
-        ).any()
+    if options["markov_rank"]:  # the head changes which tokens are drafted
+        likeliest = blocks.logits.argmax(-1)[:, -blocks.chains.shape[1] :]
+        assert (blocks.chains != slow.own_ids(likeliest)).any()
 
 
 @pytest.mark.parametrize("anchor_drafts", [False, True])
@@ -153,7 +155,7 @@ def test_dflash2(anchor_drafts, text, tmp_path) -> None:
     assert (blocks.chains != blocks.logits.argmax(-1)[:, -blocks.chains.shape[1] :]).any()
     weights = {name: value for name, value in slow.weights.items() if "_conv." not in name}
     plain = replace(slow, weights=weights).block(text.features[:9], int(text.tokens[9]))
-    assert np.abs(plain - blocks.states[1]).max() > 0.1  # and so are the convolutions
+    assert np.abs(plain - blocks.states[1]).max() > 0.1  # the convolutions change states
 
 
 @pytest.mark.parametrize("variant", PEAGLE)
@@ -177,16 +179,14 @@ def test_peagle(variant, any_text, tmp_path) -> None:
 
 
 def test_a_causal_block_may_be_cut(text, tmp_path) -> None:
-    """The first slots of a causal block do not depend on how many follow; those of any other block do."""
+    """Check that the first slots depend on the block's length unless the block is causal."""
     needs_speculators()
     make_drafter(tmp_path / "drafter", "dflash", text)
     features, anchor = text.features[:9], int(text.tokens[9])
     for causal in (True, False):
         slow = slow_of(tmp_path / "drafter", text, causal={"full_attention": causal})
-        apart = np.abs(
-            slow.block(features, anchor, length=3) - slow.block(features, anchor)[:3]
-        ).max()
-        assert (apart < 1e-9) == causal
+        cut, whole = slow.block(features, anchor, length=3), slow.block(features, anchor)
+        assert (np.abs(cut - whole[:3]).max() < 1e-9) == causal
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_causal_block_may_be_cut(text, tmp_path) -> None:
     ["taps in another order", "theta", "anchor sees itself in the context", "position", "window"],
 )
 def test_mistakes_show(mistake, text, tmp_path) -> None:
-    """What is easily wrong by one makes differences far above the bound."""
+    """Check that likely mistakes cause differences far above the tolerance."""
     needs_speculators()
     types = ("sliding_attention",) * 2
     model = make_drafter(tmp_path / "drafter", "dflash", text, layer_types=types, sliding_window=4)
@@ -207,7 +207,7 @@ def test_mistakes_show(mistake, text, tmp_path) -> None:
     elif mistake == "anchor sees itself in the context":
         features = text.features[: at + 1]
     elif mistake == "position":
-        features = text.features[1:at]  # fewer tokens, all one place further back
+        features = text.features[1:at]  # one token less: all positions are lower by one
         slow = replace(slow, window=3)
     else:
         slow = replace(slow, window_from="query")
@@ -216,7 +216,10 @@ def test_mistakes_show(mistake, text, tmp_path) -> None:
 
 
 def test_layouts_hold_the_same_network(text, tmp_path) -> None:
-    """z-lab's names layers one lower. speculators' own converter reads what is written here, and its block is the same."""
+    """Check that speculators' converter reads z-lab's layout as we write it, with the same blocks.
+
+    z-lab numbers layers one lower.
+    """
     needs_speculators()
     from speculators.convert.dflash import DFlashConverter
 
@@ -268,7 +271,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("weighting", ["fixed-exp-decay", "dpace"])
 def test_dflash_loss(weighting, text, tmp_path) -> None:
-    """The cross entropy to the target's likeliest tokens, by a loop over anchors."""
+    """Check the cross entropy to the target's likeliest tokens, by a loop over anchors."""
     needs_speculators()
     model = make_drafter(tmp_path / "drafter", "dflash", text)
     mask = np.arange(len(text.tokens)) >= 6
@@ -279,9 +282,8 @@ def test_dflash_loss(weighting, text, tmp_path) -> None:
     slow, total, count = slow_of(tmp_path / "drafter", text), 0.0, 0
     for anchor in np.flatnonzero(mask[:-BLOCK]):
         states = slow.block(text.features[:anchor], int(text.tokens[anchor]))
-        labels = text.logits[anchor : anchor + BLOCK - 1].argmax(
-            -1
-        )  # slot k stands for the token at anchor + k
+        # Slot k predicts the token at anchor + k.
+        labels = text.logits[anchor : anchor + BLOCK - 1].argmax(-1)
         counts = mask[anchor + 1 : anchor + BLOCK]
         chosen = softmax(states[1:] @ slow.head.T)[np.arange(BLOCK - 1), labels]
         if weighting == "dpace":
@@ -295,7 +297,10 @@ def test_dflash_loss(weighting, text, tmp_path) -> None:
 
 
 def test_dspark_loss(text, tmp_path) -> None:
-    """0.1 CE + 0.9 TV + the confidence head's, each slot's with the text's own token before it."""
+    """Check 0.1 CE + 0.9 TV + the confidence head's loss.
+
+    The Markov head reads the text's own token before each slot.
+    """
     needs_speculators()
     model = make_drafter(tmp_path / "drafter", "dspark", text, markov_rank=6)
     mask = np.arange(len(text.tokens)) >= 6
@@ -306,29 +311,30 @@ def test_dspark_loss(text, tmp_path) -> None:
         states = slow.block(text.features[:anchor], int(text.tokens[anchor]))
         before = first[text.tokens[anchor : anchor + BLOCK]]
         drafted = softmax(states @ slow.head.T + before @ second.T)
-        wanted = softmax(
-            text.logits[anchor : anchor + BLOCK]
-        )  # slot k stands for the token at anchor + k + 1
-        entropy = -np.log(drafted[np.arange(BLOCK), wanted.argmax(-1)])
-        accepted = np.minimum(drafted, wanted).sum(-1)
+        # Slot k predicts the token at anchor + k + 1.
+        expected = softmax(text.logits[anchor : anchor + BLOCK])
+        entropy = -np.log(drafted[np.arange(BLOCK), expected.argmax(-1)])
+        accepted = np.minimum(drafted, expected).sum(-1)
         sure = slow.linear("confidence_head.proj", np.concatenate([states, before], axis=-1))[:, 0]
         confidence = np.log1p(np.exp(sure)) - accepted * sure
-        total += (
-            (0.1 * entropy + 0.9 * (1 - accepted) + confidence) * np.exp(-np.arange(BLOCK) / 3.0)
-        ).sum()
+        losses = 0.1 * entropy + 0.9 * (1 - accepted) + confidence
+        total += (losses * np.exp(-np.arange(BLOCK) / 3.0)).sum()
         count += BLOCK
     assert theirs == pytest.approx(total / count, rel=1e-4)
 
 
 def test_dflash2_loss(text, tmp_path) -> None:
-    """The unary cross entropy, and beside it the selector's over its candidates, into which the label is put where it lacks."""
+    """Check the unary cross entropy, plus the selector's over its candidates.
+
+    A label that is not among the candidates replaces the last one.
+    """
     needs_speculators()
     model = make_drafter(
         tmp_path / "drafter", "dflash2", text, conv_group_size=8, selector_rank=6, selector_top_k=4
     )
     mask = np.arange(len(text.tokens)) >= 6
     theirs = speculators_loss(model, text, mask, gamma=3.0, selector_loss_alpha=0.6)
-    slow, total, count, lacking = slow_of(tmp_path / "drafter", text, top_k=4), 0.0, 0, 0
+    slow, total, count, missing = slow_of(tmp_path / "drafter", text, top_k=4), 0.0, 0, 0
     codes = [
         slow.weights[f"candidate_selector.{name}_codebook"] for name in ("predecessor", "successor")
     ]
@@ -338,14 +344,13 @@ def test_dflash2_loss(text, tmp_path) -> None:
             logits = slow.head @ states[slot]
             label = int(text.logits[anchor + slot - 1].argmax())
             best = np.argsort(-logits)[:4]
-            lacking += label not in best
+            missing += label not in best
             best[3] = best[3] if label in best else label
-            context = codes[0][text.tokens[anchor + slot - 1]] * slow.linear(
-                "candidate_selector.hidden_projection", states[slot]
-            )
+            projected = slow.linear("candidate_selector.hidden_projection", states[slot])
+            context = codes[0][text.tokens[anchor + slot - 1]] * projected
             scores = logits[best] + codes[1][best] @ context
             loss = -np.log(softmax(logits)[label]) - 0.6 * np.log(softmax(scores)[best == label][0])
             total += loss * np.exp(-(slot - 1) / 3.0)
             count += 1
-    assert 0 < lacking < count
+    assert 0 < missing < count
     assert theirs == pytest.approx(total / count, rel=1e-4)

@@ -1,4 +1,4 @@
-"""Drafting with the target over a compressed cache: what it keeps, and what it therefore drafts."""
+"""Check which tokens a compressed cache keeps, and what the target therefore drafts over it."""
 
 from dataclasses import replace
 
@@ -49,12 +49,15 @@ def test_a_budget_that_holds_everything_drafts_the_targets_own_tokens(
 @pytest.mark.full
 @pytest.mark.parametrize("steps", [0, 5])
 def test_streaming_drafts_as_the_target_does_when_it_sees_only_those_tokens(target, steps) -> None:
-    """The first node's logits against the target's over its whole cache, with a mask that shows sinks and ring alone."""
+    """Compare the first node's logits with the target's over its whole cache.
+
+    A mask shows the target only the sinks and the ring.
+    """
     drafter = CompressedCache(budget=12, scheme=Streaming(sinks=3), draft=Chain(2))
     _, state = started(target, drafter)
     state = decoding.decode(target, drafter, state, jnp.asarray(steps))
     roots = state.roots[:, None]
-    found, _ = target.score(roots, state.drafter)
+    drafted, _ = target.score(roots, state.drafter)
     slots = np.arange(state.cache.capacity)
     committed = np.asarray(state.cache.length)[:, None]
     visible = (slots < committed) & ((slots < 3) | (slots >= committed - 9))
@@ -64,12 +67,12 @@ def test_streaming_drafts_as_the_target_does_when_it_sees_only_those_tokens(targ
         positions=state.cache.length[:, None],
         scratch=[(state.cache.layers, jnp.asarray(visible)[:, None])],
     )
-    np.testing.assert_allclose(found.logits, expected.logits, atol=1e-4)
+    np.testing.assert_allclose(drafted.logits, expected.logits, atol=1e-4)
 
 
 @pytest.mark.full
 def test_accepted_tokens_are_copied_exactly(target) -> None:
-    """After many steps every slot holds, bit for bit, what the target's cache has at its position."""
+    """Check after many steps that slots equal the target's cache at their positions bit for bit."""
     drafter = CompressedCache(
         budget=12, scheme=Streaming(sinks=3), draft=DynamicTree(top_k=3, depth=3, nodes=8)
     )
@@ -77,47 +80,47 @@ def test_accepted_tokens_are_copied_exactly(target) -> None:
     state = decoding.decode(target, drafter, state, jnp.asarray(7))
     np.testing.assert_array_equal(state.drafter.length, state.cache.length)
     positions = np.asarray(state.drafter.newest_at(state.drafter.length))
-    for kept, whole in zip(state.drafter.layers, state.cache.layers, strict=True):
+    for compressed, whole in zip(state.drafter.layers, state.cache.layers, strict=True):
         for row in range(3):
             slots = int(state.drafter.filled[row])
-            for small, large in zip(kept, whole, strict=True):
+            for small, large in zip(compressed, whole, strict=True):
                 np.testing.assert_array_equal(
                     small[row, :, :slots], large[row][:, positions[row, :slots]]
                 )
 
 
 def attention_of_last_tokens(target, row: np.ndarray, window: int) -> dict[int, np.ndarray]:
-    """``[kv_heads, n - window]`` of each layer that has keys: the sum of the attention that the last ``window`` tokens of a
-    ``row`` pay to the others, in all layers that read them, worked out in numpy from the states that enter each layer when the
-    whole row is read at once."""
+    """Return the attention that the last ``window`` tokens of a ``row`` pay to the others.
+
+    It is computed in NumPy from the states that enter each layer when the whole row is read at
+    once, and summed over all layers that read the same keys.
+
+    Returns:
+        ``[kv_heads, n - window]`` for each layer that has keys.
+    """
     config, n, paid, keys = target.config, len(row), {}, {}
     _, entering, _ = target.run(target.embed(jnp.asarray(row)[None]), taps=range(config.num_layers))
     for i, params in enumerate(target.params["layers"]):
-        own, source = config.of_layer(i), config.entries_of(i)
-        group = own.num_heads // own.num_kv_heads
+        layer, source = config.of_layer(i), config.entries_of(i)
+        group = layer.num_heads // layer.num_kv_heads
         x = np.asarray(entering[0, :, i], np.float64)
-        x = (
-            x
-            / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps)
-            * np.asarray(params["input_norm"])
-        )
+        scale = np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps)
+        x = x / scale * np.asarray(params["input_norm"])
 
-        def heads(name, count, x=x, params=params, own=own):
-            y = (x @ np.asarray(params[name], np.float64)).reshape(n, count, own.head_dim)
-            half = own.head_dim // 2
-            angle = np.arange(n)[:, None] / own.rope.theta ** (np.arange(half) / half)
+        def heads(name, count, x=x, params=params, layer=layer):
+            y = (x @ np.asarray(params[name], np.float64)).reshape(n, count, layer.head_dim)
+            half = layer.head_dim // 2
+            angle = np.arange(n)[:, None] / layer.rope.theta ** (np.arange(half) / half)
             cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-            left, right = y[..., :half], y[..., half:]
-            return np.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+            first, second = y[..., :half], y[..., half:]
+            return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
-        q, k = (
-            heads("q", own.num_heads),
-            heads("k", own.num_kv_heads) if source == i else keys[source],
-        )
-        keys[i], total = k, paid.setdefault(source, np.zeros((own.num_kv_heads, n - window)))
-        for head in range(own.num_heads):
+        q = heads("q", layer.num_heads)
+        k = heads("k", layer.num_kv_heads) if source == i else keys[source]
+        keys[i], total = k, paid.setdefault(source, np.zeros((layer.num_kv_heads, n - window)))
+        for head in range(layer.num_heads):
             for t in range(n - window, n):
-                scores = k[: t + 1, head // group] @ q[t, head] * own.head_dim**-0.5
+                scores = k[: t + 1, head // group] @ q[t, head] * layer.head_dim**-0.5
                 weights = np.exp(scores - scores.max())
                 total[head // group] += (weights / weights.sum())[: n - window]
     return paid
@@ -129,7 +132,7 @@ def attention_of_last_tokens(target, row: np.ndarray, window: int) -> dict[int, 
     ("block", "changes"), [(512, {}), (16, {}), (16, LAYERED["sharing"] | {"windowed_layers": ()})]
 )
 def test_snapkv_keeps_what_a_slow_reference_keeps(block, changes, monkeypatch) -> None:
-    """Per row, layer and head; a row that fits the budget keeps everything."""
+    """Compare each row, layer and head; a row that fits the budget keeps everything."""
     target = tiny_target(**changes)
     for module in (by_device, plain):
         monkeypatch.setattr(module, "BLOCK", block)
@@ -140,25 +143,24 @@ def test_snapkv_keeps_what_a_slow_reference_keeps(block, changes, monkeypatch) -
     _, state = started(target, drafter)
     for row, length in enumerate(LENGTHS - 1):
         whole = [np.asarray(entry[0][row]) for entry in state.cache.layers if entry]
-        kept = [np.asarray(entry[0][row]) for entry in state.drafter.layers if entry]
+        compressed = [np.asarray(entry[0][row]) for entry in state.drafter.layers if entry]
         if length <= budget:
-            for small, large in zip(kept, whole, strict=True):
+            for small, large in zip(compressed, whole, strict=True):
                 np.testing.assert_array_equal(small[:, :length], large[:, :length])
             continue
         for small, large, paid in zip(
-            kept,
+            compressed,
             whole,
             attention_of_last_tokens(target, PROMPTS[row, :length], window).values(),
             strict=True,
         ):
             padded = np.pad(paid, ((0, 0), (pool // 2, pool // 2)))
-            pooled = np.stack([padded[:, i : i + pool] for i in range(paid.shape[1])], axis=1).mean(
-                axis=-1
-            )
+            pools = [padded[:, i : i + pool] for i in range(paid.shape[1])]
+            pooled = np.stack(pools, axis=1).mean(axis=-1)
             for head in range(len(paid)):
                 best = np.argsort(-pooled[head], kind="stable")[: budget - window]
                 margin = np.sort(pooled[head])[::-1][budget - window - 1 : budget - window + 1]
-                assert margin[0] - margin[1] > 1e-6  # else rounding may choose
+                assert margin[0] - margin[1] > 1e-6  # otherwise rounding may decide
                 np.testing.assert_array_equal(
                     small[head, : budget - window], large[head, np.sort(best)]
                 )
@@ -205,15 +207,20 @@ def test_a_draft_model_with_a_ring_is_itself_while_all_fits(target) -> None:
     small = replace(ringed, budget=12)
     _, state = started(target, small)
     assert state.drafter.cache.layers[0][0].shape[2] == 12
-    other = specjax.generate(target, small, PROMPTS, LENGTHS, max_new_tokens=25, eos_token_ids=())
-    np.testing.assert_array_equal(plain.tokens, other.tokens)
-    assert other.stats.histogram.tolist() != plain.stats.histogram.tolist()
+    compressed = specjax.generate(
+        target, small, PROMPTS, LENGTHS, max_new_tokens=25, eos_token_ids=()
+    )
+    np.testing.assert_array_equal(plain.tokens, compressed.tokens)
+    assert compressed.stats.histogram.tolist() != plain.stats.histogram.tolist()
 
 
 @pytest.mark.full
 def test_a_draft_models_ring_holds_what_it_read(target) -> None:
-    """After chunks of a prompt and some steps: the first and the newest of its own tokens; keys of the first layer depend on
-    nothing but token and position."""
+    """Check that the ring holds the first and the newest of the draft model's own tokens.
+
+    This is after chunks of a prompt and some steps. The keys of the first layer depend on nothing
+    but the token and its position.
+    """
     model = tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model, cache=Streaming(sinks=2), budget=12, draft=Chain(3))
     _, state = started(target, drafter)

@@ -1,4 +1,8 @@
-"""DFlash, JetSpec and DSpark: against speculators' classes and the slow oracle; layouts; every shape of draft."""
+"""Test DFlash, JetSpec and DSpark.
+
+The tests compare them with speculators' classes and the slow oracle, in every layout and with every
+draft shape.
+"""
 
 import dataclasses
 import json
@@ -45,7 +49,11 @@ def target(text) -> Target:
 
 @jax.jit
 def drafted(drafter, target, features, length, root):
-    """States, and a greedy chain, below ``root [B]`` after the first ``length [B]`` tokens with ``features [B, T, n, H]``."""
+    """Return the states of a block, and a greedy chain.
+
+    The block is below ``root [B]``, after the first ``length [B]`` tokens of ``features [B, T, n,
+    H]``.
+    """
     output = States(hidden=jnp.zeros((*features.shape[:2], 1)), taps=features)
     state = drafter.start(target, len(root), 64)
     state = state.append(
@@ -60,7 +68,7 @@ def drafted(drafter, target, features, length, root):
 
 
 def of_anchors(drafter, target, text):
-    """`drafted` of a row for each anchor: the rows have read more or less of one text."""
+    """Return `drafted` with a row for each anchor; all rows have read the same text up to there."""
     features = jnp.broadcast_to(text.features[None], (len(ANCHORS), *text.features.shape))
     return drafted(
         drafter, target, features, jnp.array(ANCHORS), jnp.asarray(text.tokens[list(ANCHORS)])
@@ -106,7 +114,7 @@ def test_a_chain_of_dspark_is_that_of_speculators(variant, text, target, tmp_pat
     )
     np.testing.assert_allclose(jax.nn.sigmoid(confidence), blocks.confidence, atol=1e-4)
 
-    # Of all thresholds the one by which the rows' chains end at most different places.
+    # The chains of the rows end at as many different places as possible with this threshold.
     def lengths(threshold: float) -> list[int]:
         return [first_below(row, threshold) for row in blocks.confidence]
 
@@ -119,7 +127,7 @@ def test_a_chain_of_dspark_is_that_of_speculators(variant, text, target, tmp_pat
 
 
 def first_below(confidence: np.ndarray, threshold: float) -> int:
-    """How many tokens a chain has that ends after its first one below a threshold."""
+    """Return the length of a chain that ends after its first token below a threshold."""
     below = np.flatnonzero(confidence < threshold)
     return int(below[0]) + 1 if len(below) else len(confidence)
 
@@ -163,11 +171,11 @@ def test_the_other_publishers_layouts_are_read_and_written(layout, text, target,
         assert chains[row].tolist() == slow.draft(text.features[:at], int(text.tokens[at]))[0]
     ours = dflash_checkpoint.layout_of(CheckpointFiles(tmp_path / layout).raw)
     drafter.save_pretrained(tmp_path / "again", layout=ours)
-    read, written = (
+    published, saved = (
         load_file(tmp_path / place / "model.safetensors") for place in (layout, "again")
     )
-    assert read.keys() == written.keys()
-    assert all(np.array_equal(read[name], written[name]) for name in read)
+    assert published.keys() == saved.keys()
+    assert all(np.array_equal(published[name], saved[name]) for name in published)
     again = load_drafter(str(tmp_path / "again"), None, target.config, np.float32)
     assert again.config == drafter.config
 
@@ -223,7 +231,10 @@ NAMES_OF_SPECFORGE = {
     "vocab_size",
     "hidden_size",
 }
-"""What SpecForge's classes of DFlash, and of DFlash2 and DSpark that follow it, take from config.json without a default."""
+"""The fields of config.json that SpecForge's classes read without a default.
+
+These are the classes of DFlash, and of DFlash2 and DSpark, which follow it.
+"""
 
 
 @pytest.mark.parametrize(
@@ -232,14 +243,14 @@ NAMES_OF_SPECFORGE = {
 )
 def test_what_specforge_asks_for_is_written_and_kept(which, tmp_path) -> None:
     target = tiny_target()
-    made = DFlash2.init(target, jax.random.key(1), block_size=4)
-    layout, drafter = ("dflash", made) if which == "dflash2" else SAVED[which]
+    dflash2 = DFlash2.init(target, jax.random.key(1), block_size=4)
+    layout, drafter = ("dflash", dflash2) if which == "dflash2" else SAVED[which]
     drafter.save_pretrained(tmp_path / "first", layout=layout)
     load_drafter(str(tmp_path / "first"), None, target.config, np.float32).save_pretrained(
         tmp_path / "again", layout=layout
     )
-    for written in ("first", "again"):
-        raw = json.loads((tmp_path / written / "config.json").read_text())
+    for place in ("first", "again"):
+        raw = json.loads((tmp_path / place / "config.json").read_text())
         assert raw.keys() >= NAMES_OF_SPECFORGE
         assert raw["num_target_layers"] == target.config.num_layers
         assert raw["block_size"] == drafter.config.block_size
@@ -279,7 +290,15 @@ def test_a_layout_that_cannot_say_it_is_refused(which, layout, message, tmp_path
 
 
 def damaged(tmp_path, which, *, without=(), beside=None, **fields):
-    """A checkpoint of ``SAVED``, without some tensors, with others ``beside``, and with other ``fields`` in its config.json."""
+    """Write a checkpoint of ``SAVED`` with errors, and return its directory.
+
+    Args:
+        tmp_path: the directory to write to.
+        which: the name in ``SAVED``.
+        without: the starts of the names of tensors to leave out.
+        beside: tensors to add or to replace.
+        fields: fields of config.json to set; "absent" removes one.
+    """
     layout, drafter = SAVED[which]
     drafter.save_pretrained(tmp_path, layout=layout)
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -287,12 +306,12 @@ def damaged(tmp_path, which, *, without=(), beside=None, **fields):
         json.dumps({k: v for k, v in (raw | fields).items() if v != "absent"})
     )
     tensors = load_file(tmp_path / "model.safetensors")
-    kept = {
+    remaining = {
         name: value
         for name, value in tensors.items()
         if not any(name.startswith(start) for start in without)
     }
-    save_file(kept | (beside or {}), tmp_path / "model.safetensors")
+    save_file(remaining | (beside or {}), tmp_path / "model.safetensors")
     return tmp_path
 
 
@@ -408,7 +427,7 @@ def test_taps_are_spread_as_z_lab_spreads_them() -> None:
 
 @pytest.mark.full
 def test_a_causal_block_is_read_as_far_as_the_draft_is_deep() -> None:
-    """And comes to what it would come to if it were read whole."""
+    """Check that the states of a causal block are the same as if it were read whole."""
     target = tiny_target()
     whole, cut = (
         of_tiny("dflash", variant={"causal": True}, block_size=6, draft=depth) for depth in (5, 2)
@@ -458,7 +477,10 @@ RINGED = {
 
 
 def having_heard(drafter, target, features):
-    """Its state when rows have read ``LENGTHS`` tokens: a chunk of up to 9, and then up to 2 at a time."""
+    """Return the drafter's state when rows have read ``LENGTHS`` tokens.
+
+    The features arrive in one chunk of up to 9 tokens, and then up to 2 at a time.
+    """
     state, before = drafter.start(target, len(LENGTHS), 32), 0
     while before < max(LENGTHS):
         width = 2 if before else 9
@@ -473,14 +495,16 @@ def having_heard(drafter, target, features):
 
 
 def is_seen(drafter, window, length, slot, position) -> bool:
-    """Whether a token of a block sees the one at a ``position`` of the text, of which a ring has kept the ends."""
+    """Return whether a token of a block sees the one at a ``position`` of the text.
+
+    A ring has kept the first and the newest tokens of the text.
+    """
     if SINKS <= position < length - (BUDGET - SINKS) or position >= length:
         return False
     if window is None:
         return True
-    return position >= (
-        length - window if drafter.config.window_of_block else length + slot - window + 1
-    )
+    end = length if drafter.config.window_of_block else length + slot + 1
+    return position >= end - window
 
 
 @pytest.fixture(scope="module")
@@ -491,43 +515,43 @@ def features():
 @pytest.mark.full
 @pytest.mark.parametrize("which", RINGED)
 def test_with_a_small_cache_a_block_sees_the_text_s_ends_alone(which, features) -> None:
-    """As a block does whose whole text is hidden but for what is kept, position by position."""
+    """Compare with a block over the whole text in which a mask hides the dropped tokens."""
     target, drafter = tiny_target(), with_more_weight(RINGED[which]())
     small = drafter.replace(cache=specjax.Streaming(sinks=SINKS), budget=BUDGET)
     state, root = having_heard(small, target, features), jnp.array([3, 5, 1])
     assert state.layers[0][0].shape[2] == BUDGET
-    found = np.asarray(small.block(target, state, root))
+    block = np.asarray(small.block(target, state, root))
     entries = drafter.context(
         jnp.asarray(features), jnp.broadcast_to(jnp.arange(20), (len(LENGTHS), 20))
     )
-    size = found.shape[1]
+    size = block.shape[1]
     tokens = jnp.concatenate(
         [root[:, None], jnp.full((3, size - 1), drafter.config.mask_token_id)], axis=1
     )
     positions = jnp.asarray(LENGTHS)[:, None] + jnp.arange(size)
 
-    def seen(number, window):
+    def visible(layer, window):
         mask = [
             [[is_seen(drafter, window, n, slot, p) for p in range(20)] for slot in range(size)]
             for n in LENGTHS
         ]
-        own = [
-            [other <= slot or not drafter.is_causal(window) for other in range(size)]
+        inside = [
+            [key_slot <= slot or not drafter.is_causal(window) for key_slot in range(size)]
             for slot in range(size)
         ]
         if window is not None and not drafter.config.window_of_block:
-            own = [
-                [own[slot][other] and slot - other < window for other in range(size)]
+            inside = [
+                [inside[slot][key_slot] and slot - key_slot < window for key_slot in range(size)]
                 for slot in range(size)
             ]
-        return jnp.asarray(own)[None], [(entries[number], jnp.asarray(mask))]
+        return jnp.asarray(inside)[None], [(entries[layer], jnp.asarray(mask))]
 
     np.testing.assert_allclose(
-        found, drafter.run(target, tokens, positions, jnp.arange(size), seen), atol=1e-5
+        block, drafter.run(target, tokens, positions, jnp.arange(size), visible), atol=1e-5
     )
     whole = np.asarray(drafter.block(target, having_heard(drafter, target, features), root))
-    np.testing.assert_allclose(found[1], whole[1], atol=1e-5)  # four tokens: all of them are kept
-    assert np.abs(found[[0, 2]] - whole[[0, 2]]).max() > 1e-3
+    np.testing.assert_allclose(block[1], whole[1], atol=1e-5)  # four tokens fit the cache
+    assert np.abs(block[[0, 2]] - whole[[0, 2]]).max() > 1e-3
 
 
 @pytest.mark.parametrize("which", RINGED)
@@ -535,8 +559,8 @@ def test_a_small_cache_that_holds_the_text_changes_nothing(which, features) -> N
     target, drafter = tiny_target(), with_more_weight(RINGED[which]())
     large = drafter.replace(cache=specjax.Streaming(sinks=SINKS), budget=24)
     blocks = [
-        one.block(target, having_heard(one, target, features), jnp.array([3, 5, 1]))
-        for one in (drafter, large)
+        variant.block(target, having_heard(variant, target, features), jnp.array([3, 5, 1]))
+        for variant in (drafter, large)
     ]
     np.testing.assert_allclose(*blocks, atol=1e-5)
 
@@ -552,16 +576,16 @@ def test_a_small_cache_holds_the_first_tokens_and_the_newest(features) -> None:
         jnp.asarray(features), jnp.broadcast_to(jnp.arange(20), (len(LENGTHS), 20))
     )
     for row, length in enumerate(LENGTHS):
-        kept = [p for p in range(length) if p < SINKS or p >= length - (BUDGET - SINKS)]
+        positions = [p for p in range(length) if p < SINKS or p >= length - (BUDGET - SINKS)]
         filled = int(state.filled[row])
-        assert filled == len(kept)
+        assert filled == len(positions)
         for ours, whole in zip(
             jax.tree.leaves(state.layers), jax.tree.leaves(entries), strict=True
         ):
-            held = np.asarray(ours[row, :, :filled])
-            np.testing.assert_allclose(held[:, :SINKS], whole[row][:, :SINKS], atol=1e-6)
+            ring = np.asarray(ours[row, :, :filled])
+            np.testing.assert_allclose(ring[:, :SINKS], whole[row][:, :SINKS], atol=1e-6)
             by_value = [
-                np.sort(np.asarray(x), axis=1) for x in (held, whole[row][:, np.array(kept)])
+                np.sort(np.asarray(x), axis=1) for x in (ring, whole[row][:, np.array(positions)])
             ]
             np.testing.assert_allclose(*by_value, atol=1e-6)
 

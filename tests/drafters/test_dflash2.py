@@ -1,4 +1,8 @@
-"""DFlash2: against speculators' classes and the slow oracle; layouts; what is drawn, and which trees grow."""
+"""Test DFlash2.
+
+The tests compare it with speculators' classes and the slow oracle. They cover layouts, the
+distributions that it draws from, and the trees that it grows.
+"""
 
 import itertools
 import json
@@ -72,7 +76,7 @@ WINDOWS = {
     "sliding_window": 6,
     "use_sliding_window": True,
 }
-ZLAB = {  # fields of config.json, and what they come to
+ZLAB = {  # fields of config.json, and the options of the slow oracle that they stand for
     "plain": ({}, {}),
     "windows": (WINDOWS, {"window": 6, "window_from": "query"}),
     "windows, of whose blocks nothing is said": (
@@ -104,17 +108,17 @@ def test_z_lab_s_layout_is_read_and_written(variant, text, target, tmp_path) -> 
         np.testing.assert_allclose(states[row], slow.block(text.features[:at], anchor), atol=1e-4)
         assert chains[row].tolist() == slow.draft(text.features[:at], anchor)[0]
     drafter.save_pretrained(tmp_path / "again")
-    read, written = (
+    published, saved = (
         load_file(tmp_path / place / "model.safetensors") for place in ("zlab", "again")
     )
-    assert read.keys() == written.keys()
-    assert all(np.array_equal(read[name], written[name]) for name in read)
+    assert published.keys() == saved.keys()
+    assert all(np.array_equal(published[name], saved[name]) for name in published)
     again = load_drafter(str(tmp_path / "again"), None, target.config, np.float32)
     assert again.config == drafter.config
 
 
 PUBLISHED = {"input_embedding_scale": 1.7, "output_multiplier": 0.4, "final_logit_softcapping": 2.0}
-FACTORS_AT = {  # fields of dflash_config, fields beside it, and what they come to together
+FACTORS_AT = {  # fields inside of dflash_config, fields outside of it, and the resulting factors
     "in dflash_config": (PUBLISHED, {}, PUBLISHED),
     "beside it": ({}, PUBLISHED, PUBLISHED),
     "in both, of which the inner ones count": (
@@ -132,7 +136,7 @@ FACTORS_AT = {  # fields of dflash_config, fields beside it, and what they come 
 def test_factors_of_embeddings_and_logits_are_those_of_z_lab(
     which, method, text, target, tmp_path
 ) -> None:
-    """Against the network written out slowly, with factors that change which tokens are drafted."""
+    """Compare with the slow network, with factors that change which tokens are drafted."""
     needs_speculators()
     inner, beside, means = FACTORS_AT[which]
     make_drafter(tmp_path / "drafter", method, text, **(SIZES if method == "dflash2" else {}))
@@ -166,8 +170,8 @@ def test_factors_of_embeddings_and_logits_are_those_of_z_lab(
     again = load_drafter(str(tmp_path / "again"), None, target.config, np.float32)
     assert again.config == drafter.config
     assert again.config.changed_factors == means
-    written = json.loads((tmp_path / "again" / "config.json").read_text())["dflash_config"]
-    assert {name: written[name] for name in means} == means
+    saved = json.loads((tmp_path / "again" / "config.json").read_text())["dflash_config"]
+    assert {name: saved[name] for name in means} == means
 
 
 def test_a_bound_of_the_drafter_takes_the_place_of_the_target_s() -> None:
@@ -204,7 +208,7 @@ def test_with_factors_a_greedy_text_is_the_target_s(kind) -> None:
 @pytest.mark.parametrize("anchor_drafts", [False, True])
 def test_speculators_reads_what_is_written(anchor_drafts, text, target, tmp_path) -> None:
     needs_speculators()
-    made = DFlash2.init(
+    drafter = DFlash2.init(
         target,
         jax.random.key(1),
         block_size=BLOCK,
@@ -213,12 +217,11 @@ def test_speculators_reads_what_is_written(anchor_drafts, text, target, tmp_path
         taps=(1, 3, 5),
         **SIZES,
     )
-    drafter = lively(made)
+    drafter = lively(drafter)
     drafter.save_pretrained(tmp_path, layout="speculators", target=str(text.directory))
     raw = json.loads((tmp_path / "config.json").read_text())
-    raw["speculators_config"]["verifier"]["architectures"] = [
-        "Qwen3ForCausalLM"
-    ]  # which speculators fills in itself
+    # speculators fills in the architecture itself.
+    raw["speculators_config"]["verifier"]["architectures"] = ["Qwen3ForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     blocks = block_oracles.speculators_blocks(
         block_oracles.read_drafter(tmp_path, "dflash2"), text, ANCHORS
@@ -229,7 +232,10 @@ def test_speculators_reads_what_is_written(anchor_drafts, text, target, tmp_path
 
 
 def test_a_convolution_is_its_sum() -> None:
-    """A kernel of three, in two blocks of unequal sizes; the first token of the second one sees nothing of the first."""
+    """Check a kernel of three in two blocks of unequal sizes.
+
+    The first token of the second block sees nothing of the first block.
+    """
     rng = np.random.default_rng(0)
     x, base, changes = (rng.normal(size=size) for size in ((2, 7, 6), (3, 6), (2, 7, 3, 2)))
     place = np.array([0, 1, 2, 3, 0, 1, 2])
@@ -238,17 +244,17 @@ def test_a_convolution_is_its_sum() -> None:
         for lag in range(min(3, place[token] + 1)):
             kernel = base[lag, channel] + changes[row, token, lag, channel // 3]
             expected[row, token, channel] += kernel * x[row, token - lag, channel]
-    found = convolve(
+    convolved = convolve(
         *(jnp.asarray(value, jnp.float32) for value in (x, base, changes)), jnp.asarray(place)
     )
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(convolved, expected, atol=1e-5)
 
 
 # --- without the authors' code ---
 
 
 def lively(drafter: DFlash2, by: float = 30.0) -> DFlash2:
-    """Convolutions that do something, and a selector that changes what the block says."""
+    """Return the drafter with convolutions and a selector that change what it drafts."""
     keys = iter(jax.random.split(jax.random.key(9), 100))
     params = dict(drafter.params)
     params |= {name: params[name] * by for name in ("predecessors", "successors", "selector")}
@@ -265,13 +271,8 @@ def lively(drafter: DFlash2, by: float = 30.0) -> DFlash2:
 
 
 def of_tiny(**options) -> DFlash2:
-    given = {
-        "block_size": 4,
-        "selector_top_k": 4,
-        "selector_rank": 3,
-        "conv_group_size": 8,
-    } | options
-    return lively(DFlash2.init(tiny_target(), jax.random.key(1), **given))
+    sizes = {"block_size": 4, "selector_top_k": 4, "selector_rank": 3, "conv_group_size": 8}
+    return lively(DFlash2.init(tiny_target(), jax.random.key(1), **sizes | options))
 
 
 def test_convolutions_begin_as_doing_nothing() -> None:
@@ -290,7 +291,10 @@ def test_convolutions_begin_as_doing_nothing() -> None:
 
 
 def test_a_block_is_read_whole_unless_it_is_causal() -> None:
-    """A causal one comes to what it would come to if it were read whole: its convolutions look back, too."""
+    """Check that a causal block has the same states as if it were read whole.
+
+    Its convolutions look back, too.
+    """
     target, root = tiny_target(), jnp.array([3])
     cut = of_tiny(variant={"causal": True}, draft=2)
     state, whole = cut.start(target, 1, 8), replace(cut, draft=specjax.Chain(3))
@@ -307,23 +311,28 @@ def test_a_block_is_read_whole_unless_it_is_causal() -> None:
 
 
 def proposed(drafter, sampling, rows, rule="independent", **settings):
-    """A draft of so many rows below token 3 after an empty text, and the keys of its levels."""
+    """Return a draft of several rows, and the keys of its levels.
+
+    The draft is below token 3, after an empty text.
+    """
     target = tiny_target()
     keys = split_keys(jax.random.split(jax.random.key(5), rows), drafter.draft_shape.depth)
     state, root = drafter.start(target, rows, 8), jnp.full(rows, 3)
-    each = replace(sampling.rows(rows, rule), **settings)
-    draft, _ = jax.jit(lambda *given: drafter.propose(target, *given))(
-        state, root, each, keys, jnp.ones(rows, bool)
+    row_sampling = replace(sampling.rows(rows, rule), **settings)
+    draft, _ = jax.jit(lambda *arguments: drafter.propose(target, *arguments))(
+        state, root, row_sampling, keys, jnp.ones(rows, bool)
     )
     return jax.tree.map(np.asarray, draft), keys
 
 
 def slow_scores(drafter, before: int, depth: int) -> np.ndarray:
-    """``[V]`` of a node with token ``before``: the selector's scores of the candidates, -inf of all others."""
+    """Return the selector's scores ``[V]`` below a node: -inf for all but the candidates.
+
+    ``before`` is the token of the node.
+    """
     target = tiny_target()
-    states = drafter.block(target, drafter.start(target, 1, 8), jnp.array([3]))[
-        0, 1:
-    ]  # behind the anchor
+    block = drafter.block(target, drafter.start(target, 1, 8), jnp.array([3]))
+    states = block[0, 1:]  # without the anchor
     state = np.asarray(states, np.float64)[depth]
     logits = np.asarray(drafter.logits(target, states[depth]), np.float64)
     before_code, after_codes, matrix = (
@@ -345,7 +354,10 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 @pytest.mark.full
 def test_drawn_chains_have_the_distribution_that_they_say() -> None:
-    """Over all pairs of tokens; and chains of a drafter that knows the root alone, or all tokens, would be found out."""
+    """Check the joint distribution of all pairs of tokens.
+
+    The test would notice chains of a drafter that reads the root only, or all tokens.
+    """
     drafter, rows, temperature = of_tiny(draft=2), 40_000, 1.7
     draft, _ = proposed(drafter, Sampling(temperature=temperature), rows)
     first, second = draft.tokens[:, 1], draft.tokens[:, 2]
@@ -394,7 +406,10 @@ def test_siblings_are_drawn_without_replacement() -> None:
 
 @pytest.mark.full
 def test_coupled_chains_are_drawn_with_the_target_s_numbers() -> None:
-    """At each position the numbers belong to the target's tokens, whatever the candidates' order is."""
+    """Check that the noise at each position belongs to the target's tokens.
+
+    The order of the candidates does not matter.
+    """
     drafter, rows = of_tiny(draft=2), 50
     draft, keys = proposed(drafter, Sampling(temperature=1.5), rows, rule="coupled")
     settings = Sampling(temperature=1.5).rows(rows, "coupled")
@@ -440,7 +455,7 @@ def test_the_children_of_a_static_tree_s_nodes_are_the_likeliest_after_each() ->
 
 
 def paths_of(draft) -> set[tuple[int, ...]]:
-    """The tokens of each node's path, of the first row."""
+    """Return the tokens of each node's path, for the first row."""
     parents = np.broadcast_to(draft.parents, draft.tokens.shape)[0]
     paths: list[tuple[int, ...]] = [()]
     for node, parent in itertools.islice(enumerate(parents), 1, None):
@@ -450,7 +465,10 @@ def paths_of(draft) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("candidates", [1, 2])
 def test_an_end_that_must_not_come_yet_is_no_candidate(candidates) -> None:
-    """Though it is the likeliest token of the place: another one is looked at in its stead, and q is whole."""
+    """Check that another candidate replaces the likeliest token if it would end the text too early.
+
+    q still sums to 1.
+    """
     drafter = of_tiny(draft=2, selector_top_k=candidates)
     target = tiny_target()
     block = drafter.block(target, drafter.start(target, 1, 8), jnp.array([3]))[:, 1]
@@ -496,12 +514,9 @@ def test_a_small_cache_changes_blocks_where_it_drops_tokens_alone() -> None:
 def test_of_the_codebooks_a_few_rows_are_read() -> None:
     drafter, target = of_tiny(), tiny_target()
     reads = drafter.drafting_reads(target)
-    own = reads.step[0]
-    assert {"predecessors", "successors"}.isdisjoint(own) and {
-        "selector",
-        "layers",
-        "fc",
-    } <= own.keys()
+    step_reads = reads.step[0]
+    assert {"predecessors", "successors"}.isdisjoint(step_reads)
+    assert {"selector", "layers", "fc"} <= step_reads.keys()
     assert reads.level == ()
 
 
@@ -555,7 +570,7 @@ def test_a_layout_that_cannot_say_it_is_refused(tmp_path) -> None:
 
 
 def of_field(name: str, value: object):
-    """A change of one field of ``dflash_config``; None takes it away."""
+    """Return a function that changes one field of ``dflash_config``; None removes the field."""
 
     def change(raw: dict) -> dict:
         nested = {k: v for k, v in (raw["dflash_config"] | {name: value}).items() if v is not None}
@@ -568,7 +583,7 @@ def as_dflash(raw: dict) -> dict:
     return raw | {"architectures": ["DFlashDraftModel"]}
 
 
-FAULTS = {  # a change of config.json, tensors to leave out, and the error
+FAULTS = {  # a change of config.json, tensors to leave out, and the error message
     "no selector": (
         None,
         ("candidate_selector",),
@@ -656,10 +671,10 @@ def test_a_damaged_checkpoint_is_refused_in_a_line(fault, tmp_path) -> None:
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(change(raw) if change else raw))
     tensors = load_file(tmp_path / "model.safetensors")
-    kept = {
+    remaining = {
         name: value for name, value in tensors.items() if not name.startswith(without or "no such")
     }
-    save_file(kept, tmp_path / "model.safetensors")
+    save_file(remaining, tmp_path / "model.safetensors")
     kind = DFlash if "a DFlash" in fault else DFlash2
     with pytest.raises(CheckpointError, match=message) as error:
         kind.from_pretrained(tmp_path, dtype=np.float32)
@@ -673,18 +688,18 @@ def test_factors_that_change_nothing_are_as_if_they_were_not_there(
 ) -> None:
     drafter = kind.init(tiny_target(), jax.random.key(0), block_size=4)
     drafter.save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
+    saved = json.loads((tmp_path / "config.json").read_text())
 
     def read(**changes):
-        (tmp_path / "config.json").write_text(json.dumps(written | changes))
+        (tmp_path / "config.json").write_text(json.dumps(saved | changes))
         return kind.from_pretrained(tmp_path, dtype=np.float32).config
 
     for value in harmless:
-        assert read(dflash_config=written["dflash_config"] | {name: value}) == drafter.config
+        assert read(dflash_config=saved["dflash_config"] | {name: value}) == drafter.config
         assert read(**{name: value}) == drafter.config
     for value in impossible:
         with pytest.raises(CheckpointError, match=f"dflash_config.{name}={value!r}: must be"):
-            read(dflash_config=written["dflash_config"] | {name: value})
+            read(dflash_config=saved["dflash_config"] | {name: value})
         with pytest.raises(CheckpointError, match=f"config.json: {name}={value!r}: must be"):
             read(**{name: value})
 
@@ -692,19 +707,15 @@ def test_factors_that_change_nothing_are_as_if_they_were_not_there(
 @pytest.mark.parametrize("layout", ["speculators", "deepspec"])
 @pytest.mark.parametrize(("name", "harmless", "impossible"), FACTORS)
 def test_layouts_without_factors_refuse_them(name, harmless, impossible, layout, tmp_path) -> None:
-    brings = (
-        {"from_anchor": True, "own_embedding": True, "own_head": True}
-        if layout == "deepspec"
-        else {}
-    )
-    DFlash.init(tiny_target(), jax.random.key(0), block_size=4, variant=brings).save_pretrained(
-        tmp_path, layout=layout
-    )
-    written = json.loads((tmp_path / "config.json").read_text())
+    of_deepspec = {"from_anchor": True, "own_embedding": True, "own_head": True}
+    variant = of_deepspec if layout == "deepspec" else {}
+    drafter = DFlash.init(tiny_target(), jax.random.key(0), block_size=4, variant=variant)
+    drafter.save_pretrained(tmp_path, layout=layout)
+    saved = json.loads((tmp_path / "config.json").read_text())
     for value in harmless:
-        (tmp_path / "config.json").write_text(json.dumps(written | {name: value}))
+        (tmp_path / "config.json").write_text(json.dumps(saved | {name: value}))
         DFlash.from_pretrained(tmp_path, dtype=np.float32)
-    (tmp_path / "config.json").write_text(json.dumps(written | {name: 2.5}))
+    (tmp_path / "config.json").write_text(json.dumps(saved | {name: 2.5}))
     with pytest.raises(
         CheckpointError, match=f"config.json: {name}=2.5: must be .* in this layout"
     ):

@@ -1,4 +1,4 @@
-"""The draft model's own cache, against reading the whole text again."""
+"""Compare the draft model's own cache with reading the whole text again."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,23 +27,23 @@ SAMPLING = Sampling(temperature=0.8)
 OPTIONS = GenerationOptions(max_new_tokens=40, sampling=SAMPLING)
 
 
-# Models are among the arguments: all of one shape share a program.
-step, advance, propose_step = (
-    jax.jit(decoding.step),
-    jax.jit(decoding.advance),
-    jax.jit(decoding.propose_step),
-)
+# Models are arguments, so that all models of one shape share a compiled program.
+step, advance = jax.jit(decoding.step), jax.jit(decoding.advance)
+propose_step = jax.jit(decoding.propose_step)
 forward = jax.jit(Target.forward)
 
 
 @partial(jax.jit, static_argnames="layers")
 def read_whole(model, tokens, layers=None) -> jax.Array:
-    """``[B, T, V]`` logits, the whole text read at once."""
+    """Return ``[B, T, V]`` logits of the whole text, read at once."""
     return model.forward(tokens, layers=layers)[0].logits
 
 
 def check_q(model, state, draft, layers=None) -> None:
-    """Every q of ``draft`` is the model's own distribution given the text before it, computed without a cache."""
+    """Check that every q of ``draft`` is the model's own distribution given the text before it.
+
+    The expected distribution is computed without a cache.
+    """
     for row, length in enumerate(np.asarray(state.lengths)):
         text = np.zeros((1, 64), np.int32)
         text[0, :length] = state.tokens[row, :length]
@@ -57,7 +57,7 @@ def check_q(model, state, draft, layers=None) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["unlike the target", "the target itself"])
 def test_q_is_the_models_own_distribution_after_every_step(target, kind) -> None:
-    """Through accepted, partly accepted and fully accepted drafts."""
+    """Check steps with drafts that are accepted in part or in full."""
     model = target if kind == "the target itself" else tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model=model, draft=Chain(3))
     _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
@@ -73,7 +73,7 @@ def test_q_is_the_models_own_distribution_after_every_step(target, kind) -> None
 
 @struct.dataclass
 class OnlyAppends(DraftModel):
-    """Is told of every step by `append_committed` alone."""
+    """A draft model that observes every step through `append_committed` only."""
 
     def update(self, target, state, draft, verdict, committed):
         return self.append_committed(target, state, committed)
@@ -83,31 +83,36 @@ class OnlyAppends(DraftModel):
 @pytest.mark.parametrize("kind", [DraftModel, OnlyAppends])
 @pytest.mark.parametrize("model", ["the target itself", "like the target"])
 def test_steps_with_drafts_of_its_own_and_without_mix(target, model, kind) -> None:
-    """Before every draft the model has read the text: after full acceptance too, and after roots alone and drafts that come
-    from elsewhere, one or several of them."""
+    """Check that the model has read the whole text before every draft.
+
+    This holds after full acceptance, after roots without a draft, and after one or several drafts
+    from elsewhere.
+    """
     softer = target.replace(params=target.params | {"lm_head": 0.6 * target.params["lm_head"]})
-    own = target if model == "the target itself" else softer
-    drafter, told = DraftModel(own, draft=Chain(3)), kind(own, draft=Chain(3))
+    draft_model = target if model == "the target itself" else softer
+    drafter, observer = DraftModel(draft_model, draft=Chain(3)), kind(draft_model, draft=Chain(3))
     _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
-    empty, behind = own.new_cache(3, 64), []
-    for others in ([0], [], [0, 0, 0], [2], [0, 1], [1, 0]):
+    empty, behind = draft_model.new_cache(3, 64), []
+    for depths in ([0], [], [0, 0, 0], [2], [0, 1], [1, 0]):
         state, _ = step(target, drafter, state)
         behind += state.drafter.behind.tolist()
-        for depth in others:
+        for depth in depths:
             guess = jnp.zeros((3, depth), jnp.int32)
-            state, _ = advance(target, told, state, Draft.chain(state.roots, guess))
+            state, _ = advance(target, observer, state, Draft.chain(state.roots, guess))
         draft, proposed = propose_step(target, drafter, state)
-        check_q(own, state, draft)
+        check_q(draft_model, state, draft)
         texts = jnp.pad(state.tokens, ((0, 0), (0, 64 - state.tokens.shape[1])))
-        _, fresh = forward(own, texts, empty, state.lengths)
+        _, fresh = forward(draft_model, texts, empty, state.lengths)
         np.testing.assert_array_equal(proposed.drafter.cache.length, state.lengths)
         for row, length in enumerate(np.asarray(state.lengths)):
-            for kept, read in zip(
+            for cached, read in zip(
                 jax.tree.leaves(proposed.drafter.cache.layers),
                 jax.tree.leaves(fresh.layers),
                 strict=True,
             ):
-                np.testing.assert_allclose(kept[row, :, :length], read[row, :, :length], atol=1e-4)
+                np.testing.assert_allclose(
+                    cached[row, :, :length], read[row, :, :length], atol=1e-4
+                )
     assert set(behind) == ({True} if model == "the target itself" else {True, False})
 
 
@@ -146,26 +151,28 @@ _thorough = partial(pytest.param, marks=pytest.mark.thorough)
     [("chain", -3), ("sampled", 5), _thorough("chain", 5), _thorough("dynamic", -3)],
 )
 def test_a_vocabulary_of_another_width_serves(target, name, padding) -> None:
-    """Padded beyond the target's, or short of it: the text is that of the same model without the difference."""
+    """Check a vocabulary that is padded beyond the target's, or smaller than the target's.
+
+    The text is the same as with a model that has the target's vocabulary.
+    """
     same = tiny_target(seed=5, num_layers=1)
     vocab = 11 + padding
-    rows = np.resize(
-        np.asarray(same.params["embed"]), (vocab, 16)
-    )  # what is added are copies of other tokens' rows
+    # The added rows are copies of other tokens' rows.
+    rows = np.resize(np.asarray(same.params["embed"]), (vocab, 16))
     head = np.resize(np.asarray(same.params["lm_head"]).T, (vocab, 16)).T
-    other = same.replace(
+    resized = same.replace(
         params=same.params | {"embed": rows, "lm_head": head},
         config=replace(same.config, vocab_size=vocab),
     )
-    prompts = np.minimum(PROMPTS, 7)  # ids that both know, and then what the target says
+    prompts = np.minimum(PROMPTS, 7)  # ids that are in both vocabularies
     texts = []
-    for model in (same, other):
+    for model in (same, resized):
         drafter = DraftModel(model=model, draft=SHAPES[name])
         started, state = decoding.start(target, drafter, prompts, LENGTHS, OPTIONS)
         draft = propose(started, target, state)
         assert draft.q is None or draft.q.shape[-1] == 11
         assert np.asarray(draft.tokens[:, 1:]).max() < min(11, model.config.vocab_size)
-        if padding > 0 and model is other:  # the cut logits are the same model's
+        if padding > 0 and model is resized:  # the cut logits are the same model's
             np.testing.assert_array_equal(draft.tokens, texts[0][0])
         coupled = specjax.generate(
             target,
@@ -185,7 +192,10 @@ def test_a_vocabulary_of_another_width_serves(target, name, padding) -> None:
 def test_an_adaptive_draft_is_the_fixed_one_up_to_its_first_improbable_token(
     target, temperature
 ) -> None:
-    """That token included. Rows end on their own, and their tokens and q are those of the fixed chain."""
+    """Check tokens and q against those of the fixed chain, including the first improbable token.
+
+    Rows end independently.
+    """
     model, threshold = tiny_target(seed=5, num_layers=1), 0.35
     sampling = Sampling(temperature=temperature)
     lengths = set()
@@ -218,7 +228,7 @@ def test_an_adaptive_draft_is_the_fixed_one_up_to_its_first_improbable_token(
 
 
 def test_the_drafting_loop_ends_with_the_last_row_that_drafts(target) -> None:
-    """A draft that always stops at once leaves the rest of the buffers as they were."""
+    """Check that a draft that always stops at once leaves the rest of the buffers unchanged."""
     drafter = DraftModel(model=tiny_target(seed=5, num_layers=1), draft=Chain(6, stop_below=1.0))
     _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
     draft = propose(drafter, target, state)
@@ -241,13 +251,16 @@ KEPT = [
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "name"), KEPT)
 def test_a_kept_cache_drafts_what_a_new_one_does(target, name, kind) -> None:
-    """After paths that end at read nodes, at leaves and at the root: the same draft as from reading the whole text anew."""
+    """Compare the draft with one after reading the whole text anew.
+
+    The accepted paths end at nodes that were read, at leaves and at the root.
+    """
     model = target if kind == "the target itself" else tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model=model, draft=SHAPES[name])
     _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS, capacity=64)
     counts, behind = set(), set()
     for _ in range(8):
-        kept = propose(drafter, target, state)
+        draft = propose(drafter, target, state)
         _, anew = decoding.start(
             target,
             drafter,
@@ -257,10 +270,10 @@ def test_a_kept_cache_drafts_what_a_new_one_does(target, name, kind) -> None:
             capacity=64,
         )
         fresh = propose(drafter, target, anew.replace(keys=state.keys))
-        np.testing.assert_array_equal(kept.tokens, fresh.tokens)
-        np.testing.assert_array_equal(kept.parents, fresh.parents)
-        if kept.q is not None:
-            np.testing.assert_allclose(kept.q, fresh.q, atol=1e-4)
+        np.testing.assert_array_equal(draft.tokens, fresh.tokens)
+        np.testing.assert_array_equal(draft.parents, fresh.parents)
+        if draft.q is not None:
+            np.testing.assert_allclose(draft.q, fresh.q, atol=1e-4)
         state, info = step(target, drafter, state)
         counts |= set(np.asarray(info.emitted).tolist())
         behind |= set(np.asarray(state.drafter.behind).tolist())
@@ -269,7 +282,10 @@ def test_a_kept_cache_drafts_what_a_new_one_does(target, name, kind) -> None:
 
 
 def check_tree_q(model, state, draft, parents, layers=None) -> None:
-    """The q of every node with children is the model's own distribution after that node's path, without a cache."""
+    """Check that q of every node with children is the model's own distribution after its path.
+
+    The expected distribution is computed without a cache.
+    """
     parents = np.asarray(parents)
     depths = tree.depths(parents)
     paths = tree.paths(parents, int(depths.max()))
@@ -288,7 +304,7 @@ def check_tree_q(model, state, draft, parents, layers=None) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["draft model", "early exit"])
 def test_every_q_of_a_tree_is_the_models_own_after_its_path(kind) -> None:
-    """Whatever was read beside that path: nodes see their ancestors alone, at their own positions."""
+    """Check that a node sees its ancestors only, at their own positions, whatever else was read."""
     shape = SampledTree((3, 2, 2, 1))
     target, model = tiny_target(num_layers=3), tiny_target(seed=5, num_layers=1)
     drafter = (
@@ -323,11 +339,7 @@ def test_a_hybrid_of_too_few_layers_is_refused_and_what_is_said_then_helps() -> 
         InputError, match=r"num_layers=2: all of them would be linear.*: give 4 or more, or other"
     ):
         DraftModel.init(target, jax.random.key(0), num_layers=2)
-    assert DraftModel.init(target, jax.random.key(0), num_layers=4).model.config.linear_layers == (
-        0,
-        1,
-        2,
-    )
-    assert DraftModel.init(
-        target, jax.random.key(0), num_layers=2, linear_layers=(0,)
-    ).model.config.linear_layers == (0,)
+    four = DraftModel.init(target, jax.random.key(0), num_layers=4)
+    assert four.model.config.linear_layers == (0, 1, 2)
+    two = DraftModel.init(target, jax.random.key(0), num_layers=2, linear_layers=(0,))
+    assert two.model.config.linear_layers == (0,)

@@ -1,4 +1,4 @@
-"""EAGLE-1 against a slow reading of its description in numpy, and its checkpoints."""
+"""Compare EAGLE-1 with a slow version of its description in NumPy, and test its checkpoints."""
 
 import json
 
@@ -20,14 +20,14 @@ def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def turned(x: np.ndarray, position: int) -> np.ndarray:
-    """Heads ``x [heads, d]`` at ``position``, RoPE with theta 10000."""
+    """Return heads ``x [heads, d]`` with RoPE of theta 10000 at ``position``."""
     half = x.shape[-1] // 2
     angle = position / 10000 ** (np.arange(half) / half)
-    left, right = x[:, :half], x[:, half:]
+    first, second = x[:, :half], x[:, half:]
     return np.concatenate(
         [
-            left * np.cos(angle) - right * np.sin(angle),
-            right * np.cos(angle) + left * np.sin(angle),
+            first * np.cos(angle) - second * np.sin(angle),
+            second * np.cos(angle) + first * np.sin(angle),
         ],
         axis=1,
     )
@@ -36,11 +36,14 @@ def turned(x: np.ndarray, position: int) -> np.ndarray:
 def slow_states(
     tensors: dict[str, np.ndarray], states: np.ndarray, embedded: np.ndarray
 ) -> np.ndarray:
-    """One pair after the other, a Python loop over positions and heads; ``tensors`` as they are published."""
+    """Return the state at each pair, by a Python loop over positions and heads.
+
+    ``tensors`` are the ones of a published checkpoint.
+    """
     layer = {
         name.removeprefix("layers.0."): array.astype(np.float64) for name, array in tensors.items()
     }
-    keys, values, found = [], [], []
+    keys, values, results = [], [], []
     for t in range(len(states)):
         x = layer["fc.weight"] @ np.concatenate([embedded[t], states[t]]) + layer.get("fc.bias", 0)
         q = turned((layer["self_attn.q_proj.weight"] @ x).reshape(4, 4), t)
@@ -48,9 +51,8 @@ def slow_states(
         values.append((layer["self_attn.v_proj.weight"] @ x).reshape(2, 4))
         heads = []
         for head in range(4):
-            scores = (
-                np.array([q[head] @ key[head // 2] for key in keys]) / 2
-            )  # the root of head_dim
+            # 2 is the square root of head_dim.
+            scores = np.array([q[head] @ key[head // 2] for key in keys]) / 2
             weights = np.exp(scores - scores.max())
             heads.append(
                 sum(w * v[head // 2] for w, v in zip(weights / weights.sum(), values, strict=True))
@@ -59,8 +61,8 @@ def slow_states(
         normed = norm(x, layer["post_attention_layernorm.weight"])
         gate, up = layer["mlp.gate_proj.weight"] @ normed, layer["mlp.up_proj.weight"] @ normed
         x = x + layer["mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
-        found.append(x)
-    return np.stack(found)
+        results.append(x)
+    return np.stack(results)
 
 
 def random_drafter() -> Eagle:
@@ -93,18 +95,21 @@ def test_states_are_those_of_the_description(bias, tmp_path) -> None:
 
 
 def test_a_checkpoint_is_read_back_bit_for_bit(tmp_path) -> None:
-    written = random_drafter()
-    written.save_pretrained(tmp_path / "once")
+    saved = random_drafter()
+    saved.save_pretrained(tmp_path / "once")
     read = Eagle.from_pretrained(tmp_path / "once", draft=Chain(3), dtype=np.float32)
-    assert read.config == written.config
-    jax.tree.map(np.testing.assert_array_equal, read.params, written.params)
+    assert read.config == saved.config
+    jax.tree.map(np.testing.assert_array_equal, read.params, saved.params)
     read.save_pretrained(tmp_path / "twice")
     for file in (tmp_path / "once").iterdir():
         assert file.read_bytes() == (tmp_path / "twice" / file.name).read_bytes()
 
 
 def test_what_is_in_a_checkpoint_decides(tmp_path) -> None:
-    """Biases, and an embedding of its own, are told by their tensors; unknown tensors and more layers are refused."""
+    """Check that tensors decide whether there are biases and an embedding of its own.
+
+    Unknown tensors and more than one layer are refused.
+    """
     random_drafter().save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["embed_tokens.weight"] = np.ones((11, 16), np.float32)

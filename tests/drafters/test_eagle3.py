@@ -1,4 +1,7 @@
-"""EAGLE-3 against the speculators package's own model, its checkpoints in both layouts, and what is refused of them."""
+"""Compare EAGLE-3 with the speculators package's own model.
+
+The file also tests its checkpoints in both layouts, and which checkpoints are refused.
+"""
 
 import json
 
@@ -17,7 +20,7 @@ from specjax.training.objectives.unrolling import unroll
 from tests.conftest import tiny_target
 from tests.drafters.block_oracles import needs_speculators
 
-IDS = (0, 1, 3, 4, 7, 8, 10)  # what the drafter can draft, of the target's 11 tokens
+IDS = (0, 1, 3, 4, 7, 8, 10)  # the tokens that the drafter can draft, among the target's 11
 VARIANTS = {
     "plain": {},
     "norm_before_residual": {"norm_before_residual": True},
@@ -29,7 +32,7 @@ VARIANTS = {
 
 
 def independent_model(layers: int = 1, kind: str = "llama", **flags):
-    """speculators' model with random weights, of a shape that fits `tiny_target`."""
+    """Return speculators' model with random weights, in a shape that fits `tiny_target`."""
     needs_speculators()
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3.config import Eagle3SpeculatorConfig
@@ -70,8 +73,8 @@ def independent_model(layers: int = 1, kind: str = "llama", **flags):
     t2d[list(IDS)] = True
     model.load_vocab_mappings(t2d, d2t)
     for name, parameter in model.named_parameters():
-        around = 1.0 if "norm" in name else 0.0
-        torch.nn.init.normal_(parameter, around, 0.3)
+        mean = 1.0 if "norm" in name else 0.0
+        torch.nn.init.normal_(parameter, mean, 0.3)
     return model.eval()
 
 
@@ -80,7 +83,10 @@ def independent_model(layers: int = 1, kind: str = "llama", **flags):
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_speculators(variant, tmp_path) -> None:
-    """Its own checkpoint, read here; two documents in a window, three steps of the training-time test."""
+    """Compare logits after reading speculators' own checkpoint.
+
+    The window has two documents, and the training-time test has three steps.
+    """
     from tests.with_torch import torch
 
     model = independent_model(**VARIANTS[variant])
@@ -89,13 +95,11 @@ def test_logits_are_those_of_speculators(variant, tmp_path) -> None:
     assert drafter.config.taps == (0, 1, 2)
     rng = np.random.default_rng(0)
     length, documents = 9, np.array([0] * 5 + [1] * 4)
-    taps, following = (
-        rng.normal(size=(length, 3, 16)).astype(np.float32),
-        rng.integers(0, 11, length),
-    )
-    seen = []
+    taps = rng.normal(size=(length, 3, 16)).astype(np.float32)
+    following = rng.integers(0, 11, length)
+    expected = []
     model.lm_head.register_forward_hook(
-        lambda _module, _inputs, output: seen.append(output.detach().numpy()[0])
+        lambda _module, _inputs, output: expected.append(output.detach().numpy()[0])
     )
     with torch.no_grad():
         model(
@@ -105,9 +109,8 @@ def test_logits_are_those_of_speculators(variant, tmp_path) -> None:
             position_ids=torch.arange(length)[None],
             ttt_steps=3,
         )
-    tokens = jnp.asarray(
-        np.concatenate([[0], following])[None]
-    )  # the token before the first pair is read by nobody
+    # The token before the first pair is not read.
+    tokens = jnp.asarray(np.concatenate([[0], following])[None])
     segments = jnp.asarray(np.append(documents, 1)[None])
     target = tiny_target()
     output = type("Output", (), {"taps": jnp.asarray(taps[None])})()
@@ -120,10 +123,8 @@ def test_logits_are_those_of_speculators(variant, tmp_path) -> None:
         detach=False,
     )
     for step, state in enumerate(states):
-        ours = np.asarray(drafter.logits(target, state))[
-            0, : length - step
-        ]  # beyond, its inputs are filler
-        np.testing.assert_allclose(ours, seen[step][: length - step], atol=1e-4)
+        ours = np.asarray(drafter.logits(target, state))[0, : length - step]  # the rest is padding
+        np.testing.assert_allclose(ours, expected[step][: length - step], atol=1e-4)
 
 
 def drafter(**options) -> Eagle3:
@@ -135,11 +136,11 @@ def drafter(**options) -> Eagle3:
     "variant", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True}]
 )
 def test_a_checkpoint_is_read_back_bit_for_bit(layout, variant, tmp_path) -> None:
-    written = drafter(variant=variant, taps=(0, 1, 2))
-    written.save_pretrained(tmp_path / "once", layout=layout)
+    saved = drafter(variant=variant, taps=(0, 1, 2))
+    saved.save_pretrained(tmp_path / "once", layout=layout)
     read = Eagle3.from_pretrained(tmp_path / "once", draft=Chain(3), dtype=np.float32)
-    assert read.config == written.config
-    jax.tree.map(np.testing.assert_array_equal, read.params, written.params)
+    assert read.config == saved.config
+    jax.tree.map(np.testing.assert_array_equal, read.params, saved.params)
     read.save_pretrained(tmp_path / "twice", layout=layout)
     for file in (tmp_path / "once").iterdir():
         assert file.read_bytes() == (tmp_path / "twice" / file.name).read_bytes()
@@ -151,13 +152,10 @@ def test_the_layouts_name_layers_by_what_each_reader_expects(tmp_path) -> None:
     sglang, vllm = (
         json.loads((tmp_path / layout / "config.json").read_text()) for layout in Eagle3.layouts
     )
-    assert sglang["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [
-        -1,
-        0,
-        1,
-    ]  # whose output is read
-    assert vllm["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]  # whose input is read
-    assert vllm["norm_before_residual"] is False  # written always: the readers' defaults disagree
+    # SGLang numbers the layers whose output is read, vLLM the layers whose input is read.
+    assert sglang["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 1]
+    assert vllm["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert vllm["norm_before_residual"] is False  # always written: the readers' defaults differ
     names = [set(load_file(tmp_path / layout / "model.safetensors")) for layout in Eagle3.layouts]
     assert {name.replace("midlayer.", "layers.0.") for name in names[0]} == names[1]
     tables = load_file(tmp_path / "eagle3" / "model.safetensors")
@@ -171,13 +169,13 @@ def test_speculators_reads_what_is_written(tmp_path) -> None:
     from speculators.models.eagle3.core import Eagle3DraftModel
 
     tiny_target().save_pretrained(tmp_path / "target")
-    written = drafter(taps=(0, 1, 2))
-    written.save_pretrained(
+    saved = drafter(taps=(0, 1, 2))
+    saved.save_pretrained(
         tmp_path / "drafter", layout="speculators", target=str(tmp_path / "target")
     )
     model = Eagle3DraftModel.from_pretrained(tmp_path / "drafter")
-    np.testing.assert_array_equal(model.fc.weight.detach().numpy().T, written.params["fc"])
-    assert model.d2t.tolist() == written.params["d2t"].tolist()
+    np.testing.assert_array_equal(model.fc.weight.detach().numpy().T, saved.params["fc"])
+    assert model.d2t.tolist() == saved.params["d2t"].tolist()
     assert model.config.eagle_aux_hidden_state_layer_ids == [0, 1, 2]
 
 
@@ -224,8 +222,8 @@ def test_a_spoiled_checkpoint_is_refused_by_name(spoil, words, tmp_path) -> None
 
 
 def test_modelopt_leaves_out_what_follows_from_d2t(tmp_path) -> None:
-    written = drafter(taps=(0, 1, 2))
-    written.save_pretrained(tmp_path, layout="eagle3")
+    saved = drafter(taps=(0, 1, 2))
+    saved.save_pretrained(tmp_path, layout="eagle3")
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["t2d"]
     save_file(
@@ -233,8 +231,8 @@ def test_modelopt_leaves_out_what_follows_from_d2t(tmp_path) -> None:
         tmp_path / "model.safetensors",
     )
     read = Eagle3.from_pretrained(tmp_path, draft=Chain(3), dtype=np.float32)
-    assert read.config == written.config
-    jax.tree.map(np.testing.assert_array_equal, read.params, written.params)
+    assert read.config == saved.config
+    jax.tree.map(np.testing.assert_array_equal, read.params, saved.params)
 
 
 def test_a_target_that_it_was_not_made_for_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Growing trees, against references that grow them node by node in Python."""
+"""Compare the growth of trees with references that grow them node by node in Python."""
 
 import inspect
 import itertools
@@ -26,12 +26,15 @@ V = 12
 
 
 def read_table(table, frontier, state):
-    """A drafter without memory: the logits of what follows a token."""
+    """Return the logits of what follows a token: a drafter without memory."""
     return table[frontier.tokens], state
 
 
 def read_path(table, frontier, states):
-    """A drafter with memory: its state at a node depends on the whole path there, and it has to ask for the parent's."""
+    """Return logits and states of a drafter with memory.
+
+    Its state at a node depends on the whole path, so it must read the parent's state.
+    """
     states = jnp.take_along_axis(states, frontier.parents, axis=1)
     states = (states * 7 + frontier.tokens + 1) % table.shape[0]
     return table[states], states
@@ -50,13 +53,8 @@ def grow(shape, read, table, root, keys, sampling):
         split_keys(keys, shape.depth),
         jnp.ones(root.shape[0], bool),
     )
-    return (
-        draft.tokens,
-        jnp.broadcast_to(draft.parents, draft.tokens.shape),
-        draft.q,
-        draft.valid,
-        places,
-    )
+    parents = jnp.broadcast_to(draft.parents, draft.tokens.shape)
+    return draft.tokens, parents, draft.q, draft.valid, places
 
 
 def state_after(read, state: int, token: int, size: int) -> int:
@@ -71,14 +69,18 @@ def log_probabilities(table: np.ndarray) -> np.ndarray:
 
 
 def best(scores: np.ndarray, count: int) -> list[int]:
-    """The largest, the first among equals."""
+    """Return the indices of the largest scores; equal scores in order of their index."""
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
 
 
 def grow_slowly(
     shape: DynamicTree, read, table: np.ndarray, root: int
 ) -> tuple[list[tuple[int, int]], int]:
-    """EAGLE-2, node by node: ``(token, parent)`` of every node, and how many score as much as their parents."""
+    """Grow EAGLE-2's tree node by node.
+
+    Return ``(token, parent)`` of every node, and the number of nodes whose score equals their
+    parent's.
+    """
     logp = log_probabilities(table)
     candidates = []  # (score, token, parent candidate or None, state)
     frontier = [(np.float32(0.0), None, root)]  # (score, candidate, state)
@@ -92,20 +94,22 @@ def grow_slowly(
         candidates += level
         chosen = best([score for score, *_ in level], shape.top_k)
         frontier = [(level[i][0], first + i, level[i][3]) for i in chosen]
-    kept = sorted(best([score for score, *_ in candidates], shape.nodes - 1))
-    number = {None: 0} | {candidate: node for node, candidate in enumerate(kept, 1)}
+    chosen_nodes = sorted(best([score for score, *_ in candidates], shape.nodes - 1))
+    node_of = {None: 0} | {candidate: node for node, candidate in enumerate(chosen_nodes, 1)}
     ties = sum(
         parent is not None and score == candidates[parent][0]
-        for score, _, parent, _ in (candidates[i] for i in kept)
+        for score, _, parent, _ in (candidates[i] for i in chosen_nodes)
     )
-    return [(root, -1)] + [(candidates[i][1], number[candidates[i][2]]) for i in kept], ties
+    nodes = [(candidates[i][1], node_of[candidates[i][2]]) for i in chosen_nodes]
+    return [(root, -1), *nodes], ties
 
 
 def tables(ties: bool) -> np.ndarray:
     rng = np.random.default_rng(3)
     if ties:
-        # Whole numbers in every order: ties among siblings and between branches. After every other token one child is certain
-        # (its log probability is 0 in float32), so that it ties with its parent.
+        # Whole numbers in every order cause ties among siblings and between branches. After every
+        # second token one child is certain: its log probability is 0 in float32, so that it ties
+        # with its parent.
         few = ([6, 4, 2], [6, 5, 1])
         return np.stack(
             [rng.permutation(np.repeat([0.0, 2.0, 60.0], few[row % 2])) for row in range(V)]
@@ -140,7 +144,10 @@ def test_a_dynamic_tree_is_the_reference_node_for_node(shape, ties, read) -> Non
 
 
 def check_slots(parents: np.ndarray, places: np.ndarray, shape) -> None:
-    """A node with children was read, in its level's place; no two nodes share one."""
+    """Check that nodes with children were read, each in a place of its level.
+
+    No two nodes have the same place.
+    """
     depths = tree.depths(parents)
     assert set(parents[1:]) - {0} <= set(np.flatnonzero(places >= 0))
     read = places[places >= 0]
@@ -156,7 +163,7 @@ def check_slots(parents: np.ndarray, places: np.ndarray, shape) -> None:
 @pytest.mark.parametrize("read", [read_table, read_path])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_static_tree_takes_each_rank_from_its_parent(choices, read, temperature) -> None:
-    """At any temperature: children are chosen, not drawn."""
+    """Check that children are chosen, not drawn, at any temperature."""
     table, shape = tables(ties=False), StaticTree(choices)
     tokens, parents, q, valid, places = grow(
         shape,
@@ -179,7 +186,10 @@ def test_a_static_tree_takes_each_rank_from_its_parent(choices, read, temperatur
 
 
 def test_drawn_siblings_are_a_draw_without_replacement() -> None:
-    """Their joint distribution, in order; each node's q is what its children were drawn from."""
+    """Check the joint distribution of ordered siblings.
+
+    Each node's q is the distribution that its children were drawn from.
+    """
     table, shape, rows = tables(ties=False)[:, :4] * 0.7, SampledTree((3, 2)), 100_000
     table = table[:4]
     root = jnp.zeros(rows, jnp.int32)
@@ -190,15 +200,15 @@ def test_drawn_siblings_are_a_draw_without_replacement() -> None:
     p = np.asarray(probabilities(jnp.asarray(table), Sampling().rows(4)), np.float64)
 
     def in_order(q: np.ndarray, count: int) -> np.ndarray:
-        """``[4, …]`` the chance of each sequence of ``count`` different tokens."""
+        """Return the probability of each sequence of ``count`` different tokens, flattened."""
         joint = np.zeros((4,) * count)
-        for drawn in np.ndindex(joint.shape):
-            if len(set(drawn)) == count:
-                left, chance = 1.0, 1.0
-                for token in drawn:
-                    chance *= q[token] / left
-                    left -= q[token]
-                joint[drawn] = chance
+        for sequence in np.ndindex(joint.shape):
+            if len(set(sequence)) == count:
+                remaining, probability = 1.0, 1.0
+                for token in sequence:
+                    probability *= q[token] / remaining
+                    remaining -= q[token]
+                joint[sequence] = probability
         return joint.ravel()
 
     siblings = np.asarray(tokens[:, 1:4])
@@ -208,17 +218,18 @@ def test_drawn_siblings_are_a_draw_without_replacement() -> None:
         children = np.asarray(tokens)[:, np.flatnonzero(np.asarray(parents[0]) == node)]
         for token in range(4):
             below = children[siblings[:, node - 1] == token]
-            assert (
-                g_test(np.bincount(below @ [4, 1], minlength=16), in_order(p[token], 2))
-                >= FALSE_ALARM
-            )
+            pairs = np.bincount(below @ [4, 1], minlength=16)
+            assert g_test(pairs, in_order(p[token], 2)) >= FALSE_ALARM
         np.testing.assert_allclose(
             np.asarray(q)[:100, node], p[siblings[:100, node - 1]], atol=1e-6
         )
 
 
 def by_depth(shape, logits, root, keys, rows, slowly=False):
-    """A draft of a drafter that knows the depth alone; ``slowly``: level by level, with logits at every node."""
+    """Return a draft of a drafter whose logits depend on the depth only.
+
+    With ``slowly`` the tree grows level by level, with logits at every node.
+    """
     keys, active = split_keys(keys, shape.depth), jnp.ones(len(root), bool)
 
     def read(frontier, _):
@@ -230,10 +241,11 @@ def by_depth(shape, logits, root, keys, rows, slowly=False):
     return expand_by_depth(shape, logits, root, rows, keys, active)
 
 
-def test_a_dynamic_tree_of_a_drafter_that_knows_the_depth_alone_holds_the_best_of_all_paths() -> (
-    None
-):
-    """The 36 best of all paths of up to 3 tokens, each among the 4 likeliest of its depth."""
+def test_a_dynamic_tree_by_depth_holds_the_best_of_all_paths() -> None:
+    """Check that the tree holds the 36 best of all paths of up to 3 tokens.
+
+    Each token of a path is among the 4 likeliest of its depth.
+    """
     shape, rng = DynamicTree(4, 3, 37), np.random.default_rng(5)
     logits = jnp.asarray(rng.normal(size=(2, 3, V)) * 0.5, jnp.float32)
     rows, root = Sampling(0.0).rows(2), jnp.arange(2)
@@ -247,18 +259,15 @@ def test_a_dynamic_tree_of_a_drafter_that_knows_the_depth_alone_holds_the_best_o
         scored = sorted(
             paths, key=lambda path: -sum(log_q[depth, token] for depth, token in enumerate(path))
         )
-        tokens, parents, found = (
-            np.asarray(draft.tokens[row]),
-            np.asarray(draft.parents[row]),
-            {0: ()},
-        )
+        tokens, parents = np.asarray(draft.tokens[row]), np.asarray(draft.parents[row])
+        path_of = {0: ()}
         for node in range(1, 37):
-            found[node] = (*found[parents[node]], int(tokens[node]))
-        assert set(found.values()) - {()} == set(scored[:36])
+            path_of[node] = (*path_of[parents[node]], int(tokens[node]))
+        assert set(path_of.values()) - {()} == set(scored[:36])
     narrow = jax.jit(partial(by_depth, shape, slowly=True))(
         logits, root, jax.random.split(jax.random.key(0), 2), rows
     )
-    assert not np.array_equal(narrow.tokens, draft.tokens)  # four a level are not enough here
+    assert not np.array_equal(narrow.tokens, draft.tokens)  # four nodes a level are not enough here
 
 
 BY_DEPTH = [
@@ -273,39 +282,38 @@ BY_DEPTH = [
 @pytest.mark.parametrize("how", ["greedy", "coupled", "drawn"])
 def test_children_that_are_taken_once_for_a_depth_are_those_of_its_every_node(shape, how) -> None:
     rng, rows = np.random.default_rng(0), 6
-    logits, root = (
-        jnp.asarray(rng.normal(size=(rows, shape.depth, V)) * 2, jnp.float32),
-        jnp.arange(rows),
-    )
-    settings = Sampling(
-        temperature=(0.0 if how == "greedy" else (0.7, 1.0, 0.0, 1.3, 1.0, 0.2)), top_p=0.9
-    )
+    logits = jnp.asarray(rng.normal(size=(rows, shape.depth, V)) * 2, jnp.float32)
+    root = jnp.arange(rows)
+    temperature = 0.0 if how == "greedy" else (0.7, 1.0, 0.0, 1.3, 1.0, 0.2)
+    settings = Sampling(temperature=temperature, top_p=0.9)
     sampling = settings.rows(rows, "coupled" if how == "coupled" else "independent")
     keys = jax.random.split(jax.random.key(4), rows)
     quick, slow = (
         jax.jit(partial(by_depth, shape, slowly=slowly))(logits, root, keys, sampling)
         for slowly in (False, True)
     )
-    seen = np.asarray(slow.valid) if slow.valid is not None else np.ones(slow.tokens.shape, bool)
+    is_valid = np.ones(slow.tokens.shape, bool) if slow.valid is None else np.asarray(slow.valid)
     assert (quick.valid is None) == (slow.valid is None)
-    assert slow.valid is None or 0 < seen[:, 1:].mean() < 1 or not getattr(shape, "stop_below", 0)
-    np.testing.assert_array_equal(np.where(seen, quick.tokens, -1), np.where(seen, slow.tokens, -1))
+    assert (
+        slow.valid is None or 0 < is_valid[:, 1:].mean() < 1 or not getattr(shape, "stop_below", 0)
+    )
+    np.testing.assert_array_equal(
+        np.where(is_valid, quick.tokens, -1), np.where(is_valid, slow.tokens, -1)
+    )
     np.testing.assert_array_equal(quick.parents, slow.parents)
     if slow.valid is not None:
         np.testing.assert_array_equal(quick.valid, slow.valid)
     assert (quick.q is None) == (slow.q is None)
     if slow.q is not None:
-        # What lies below the end of a chain is worked out here, and not there.
-        read = seen[:, :-1] if isinstance(shape, Chain) else np.ones_like(seen[:, :-1])
+        # The quick way computes q below the end of a chain, too; the slow way does not.
+        read = is_valid[:, :-1] if isinstance(shape, Chain) else np.ones_like(is_valid[:, :-1])
         np.testing.assert_allclose(
             quick.q[:, :-1] * read[..., None], slow.q[:, :-1] * read[..., None], atol=1e-6
         )
 
 
-def test_children_that_are_drawn_once_for_a_depth_are_drawn_without_replacement_from_its_distribution() -> (
-    None
-):
-    """And the draws of different depths have nothing to do with each other."""
+def test_children_that_are_drawn_once_for_a_depth_are_drawn_without_replacement() -> None:
+    """Check the joint distribution: the draws of different depths are independent."""
     rows, shape = 60_000, SampledTree((2, 2))
     p = np.array([[0.5, 0.3, 0.2], [0.1, 0.3, 0.6]])
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (rows, 2, 3))
@@ -318,19 +326,13 @@ def test_children_that_are_drawn_once_for_a_depth_are_drawn_without_replacement_
     parents = parents if parents.ndim == 1 else parents[0]
     first, second = (np.flatnonzero(parents == parent) for parent in (0, 1))
     expected = {}
-    for a in np.ndindex(3, 3, 3, 3):
-        if a[0] != a[1] and a[2] != a[3]:
-            expected[a] = (
-                p[0][a[0]]
-                * p[0][a[1]]
-                / (1 - p[0][a[0]])
-                * p[1][a[2]]
-                * p[1][a[3]]
-                / (1 - p[1][a[2]])
-            )
-    drawn = [tuple(row) for row in tokens[:, [*first, *second]].tolist()]
-    assert set(drawn) <= set(expected)
-    counts = np.array([drawn.count(outcome) for outcome in expected])
+    for a, b, c, d in np.ndindex(3, 3, 3, 3):
+        if a != b and c != d:
+            of_first = p[0][a] * p[0][b] / (1 - p[0][a])
+            expected[a, b, c, d] = of_first * p[1][c] * p[1][d] / (1 - p[1][c])
+    outcomes = [tuple(row) for row in tokens[:, [*first, *second]].tolist()]
+    assert set(outcomes) <= set(expected)
+    counts = np.array([outcomes.count(outcome) for outcome in expected])
     assert g_test(counts, np.array(list(expected.values()))) > FALSE_ALARM
     np.testing.assert_allclose(draft.q[0, 0], p[0], atol=1e-6)
     np.testing.assert_allclose(draft.q[0, 1], p[1], atol=1e-6)
@@ -340,13 +342,14 @@ def test_children_that_are_drawn_once_for_a_depth_are_drawn_without_replacement_
 def test_coupled_children_are_those_that_truncation_leaves_and_then_the_next_likely_ones(
     cut,
 ) -> None:
-    """In the order of log p plus noise, both. The target may keep what the drafter does not."""
+    """Check that both groups are in the order of log p plus noise.
+
+    The target may keep tokens that the drafter's truncation removes.
+    """
     rows, count = 40, 4
     logits = np.random.default_rng(0).normal(size=(rows, V)).astype(np.float32) * 2
-    keys, sampling = (
-        jax.random.split(jax.random.key(0), rows),
-        Sampling(temperature=0.8, **cut).rows(rows, "coupled"),
-    )
+    keys = jax.random.split(jax.random.key(0), rows)
+    sampling = Sampling(temperature=0.8, **cut).rows(rows, "coupled")
     shape = StaticTree(tuple((rank,) for rank in range(count)))
     offered = candidates.offered_by(
         shape, jnp.asarray(logits)[:, None], jnp.zeros((), int), sampling, keys, None
@@ -372,12 +375,12 @@ def test_siblings_beyond_what_q_can_give_are_not_drafted() -> None:
 
 
 def test_only_a_chain_that_may_stop_asks_after_each_level_whether_to_go_on() -> None:
-    """The loop of every other shape has a number of turns: a GPU does not wait for its host after each."""
-    table, root, keys = (
-        jnp.zeros((V, V)),
-        jnp.zeros(2, jnp.int32),
-        jax.random.split(jax.random.key(0), 2),
-    )
+    """Check that the loops of all other shapes have a fixed number of turns.
+
+    So a GPU does not wait for its host after each turn.
+    """
+    table, root = jnp.zeros((V, V)), jnp.zeros(2, jnp.int32)
+    keys = jax.random.split(jax.random.key(0), 2)
     for name, shape in SHAPES.items():
         traced = jax.make_jaxpr(partial(grow, shape, read_table, sampling=0.0))(table, root, keys)
         assert ("reduce_or" in str(traced)) == (name == "adaptive"), name
@@ -389,16 +392,21 @@ EXAMPLE = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0)))
 
 
 def columns(text: str, first: str) -> dict[str, list[str]]:
-    """The cells of the table whose first line begins with ``first``, by the name of their line."""
-    lines = (
-        re.search(rf"^ +{first}  .*?\n\n", text, re.MULTILINE | re.DOTALL)[0].strip().splitlines()
-    )
-    return {name: cells for name, *cells in (re.split(r" {2,}", line.strip()) for line in lines)}
+    """Return the cells of a table in a docstring, by the name of their line.
+
+    The first line of the table starts with ``first``.
+    """
+    table = re.search(rf"^ +{first}  .*?\n\n", text, re.MULTILINE | re.DOTALL)[0]
+    rows = [re.split(r" {2,}", line.strip()) for line in table.strip().splitlines()]
+    return {name: cells for name, *cells in rows}
 
 
 @dataclass(frozen=True)
 class Remembering:
-    """A model of a table, which remembers the tokens that it read; with as much of a model as drafting asks for."""
+    """A model that is a table and stores the tokens that it has read.
+
+    It has the methods of a model that drafting uses.
+    """
 
     table: jax.Array
 
@@ -412,7 +420,7 @@ class Remembering:
 
 @pytest.fixture(scope="module")
 def example():
-    """The growth of the tree, the frontiers that were read, stacked, and what lies in the slots of scratch."""
+    """Return the growth of the tree, the frontiers that were read, stacked, and the scratch."""
     token, grown, fixed = np.arange(V), [], expansion._fixed
     table = np.full((V, V), 1 / 4 / (V - 2))
     table[token, (token + 1) % V], table[token, (token + 2) % V] = 1 / 2, 1 / 4
@@ -428,10 +436,11 @@ def example():
 
     @jax.jit
     def run(root, keys):
-        none, seen = jnp.zeros((2, 1, 2), jnp.int32), jnp.zeros((2, 1, 2, EXAMPLE.read_slots), bool)
+        none = jnp.zeros((2, 1, 2), jnp.int32)
+        visible = jnp.zeros((2, 1, 2, EXAMPLE.read_slots), bool)
         state = (
             model.new_scratch(1 + EXAMPLE.read_slots),
-            expansion.Frontier(none, jnp.zeros(2, jnp.int32), none, seen),
+            expansion.Frontier(none, jnp.zeros(2, jnp.int32), none, visible),
         )
         sampling, active = Sampling(0.0).rows(1), jnp.ones(1, bool)
         _, _, (scratch, frontiers) = expand(
@@ -493,11 +502,10 @@ def test_what_is_held_while_the_example_grows_is_what_its_docstring_shows(exampl
     fields = [name for name in shown if name.startswith("frontier.")]
     assert len(fields) == 3
     for name in fields:
-        held = np.asarray(getattr(frontiers, name.removeprefix("frontier.")))[:, 0].astype(
-            int
-        )  # [level, F] or [level, F, R]
-        assert len(shown[name]) == len(held) == 2
-        for level, of_level in enumerate(held.reshape(2, 2, -1)):
+        field = np.asarray(getattr(frontiers, name.removeprefix("frontier.")))
+        values = field[:, 0].astype(int)  # [level, F] or [level, F, R]
+        assert len(shown[name]) == len(values) == 2
+        for level, of_level in enumerate(values.reshape(2, 2, -1)):
             assert ["".join(map(str, node)) for node in of_level] == shown[name][level].split(), (
                 name,
                 level,
@@ -506,20 +514,23 @@ def test_what_is_held_while_the_example_grows_is_what_its_docstring_shows(exampl
 
 @pytest.mark.parametrize("how", ["greedy", "coupled", "drawn"])
 def test_a_vocabulary_of_its_own_is_the_targets_without_the_rest(how) -> None:
-    """Tokens are named by the target's ids, noise belongs to these, and q is 0 for all that cannot be drafted."""
+    """Check that tokens are named by the target's ids, and that noise belongs to these ids.
+
+    q is 0 for all tokens that cannot be drafted.
+    """
     ids, rows = np.array([7, 1, 4, 10, 5]), 6
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(rows, 1, len(ids))), jnp.float32)
     whole = jnp.full((rows, 1, V), -1e9).at[..., ids].set(logits)
-    keys, shape = (
-        jax.random.split(jax.random.key(0), rows),
-        SampledTree((3,)) if how == "drawn" else StaticTree(((0,), (1,))),
-    )
+    keys = jax.random.split(jax.random.key(0), rows)
+    shape = SampledTree((3,)) if how == "drawn" else StaticTree(((0,), (1,)))
     sampling = Sampling(0.0 if how == "greedy" else 1.0).rows(
         rows, "coupled" if how == "coupled" else "independent"
     )
     vocabulary = candidates.Vocabulary(jnp.asarray(ids), size=V)
-    few, every = (candidates.offered_by(shape, x, jnp.zeros((), int), sampling, keys, v)
-                  for x, v in ((logits, vocabulary), (whole, None)))  # fmt: skip
+    few, every = (
+        candidates.offered_by(shape, x, jnp.zeros((), int), sampling, keys, of_drafter)
+        for x, of_drafter in ((logits, vocabulary), (whole, None))
+    )
     assert np.isin(few.tokens, ids).all()
     if how == "drawn":
         np.testing.assert_allclose(vocabulary.widen(few.q), every.q, atol=1e-6)

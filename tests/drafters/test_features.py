@@ -1,4 +1,7 @@
-"""Drafters that read the target's features: what they draft, against reading the whole text again for every token."""
+"""Test the drafts of drafters that read the target's features.
+
+The expected drafts come from reading the whole text again for every token.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -23,7 +26,7 @@ IDS = np.array([0, 1, 3, 4, 7, 8, 10])
 
 
 def strong(drafter):
-    """Weights so large that every key, position and state matters."""
+    """Return the drafter with weights so large that every key, position and state matters."""
     return drafter.replace(
         params=jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, drafter.params)
     )
@@ -51,12 +54,15 @@ DRAFTERS = {
 
 
 def moa(target) -> MixtureOfAttentions:
-    """Fed by the target, too, though not by features."""
+    """Return a drafter that the target feeds, but not with features."""
     return MixtureOfAttentions.init(target, jax.random.key(3), Chain(3), tli=1)
 
 
 def in_deepseek_layout(drafter: MTP) -> MTP:
-    """The other way to join embedding and state, and to hand the state on; with norms that differ."""
+    """Return the drafter with DeepSeek's way to join embedding and state, and to pass the state on.
+
+    The norms of the modules differ.
+    """
     modules = [
         {**module, "norm": module["norm"] * (1 + i)}
         for i, module in enumerate(drafter.params["modules"])
@@ -67,12 +73,19 @@ def in_deepseek_layout(drafter: MTP) -> MTP:
     )
 
 
-WIDTH = 24  # all passes of the oracle are as wide: one program for each module. What is behind a text is not seen from it.
+WIDTH = 24
+"""The width of all passes of the oracle, so that each module compiles one program.
+
+A text does not see the padding after it.
+"""
 
 
 @jax.jit
 def read_text(drafter: FeatureDrafter, target, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``[n, H']`` what the target says of each of ``tokens [n + 1]``, and ``[n, H]`` the embeddings of those that follow."""
+    """Return the target's features ``[n, H']``, and the embeddings ``[n, H]`` of the next tokens.
+
+    The features are of all but the last of ``tokens [n + 1]``.
+    """
     output = target.forward(tokens[None, :-1], taps=drafter.taps(target.config))[0]
     return drafter.features(output)[0], drafter.embed(target, tokens[None, 1:])[0]
 
@@ -81,50 +94,48 @@ def read_text(drafter: FeatureDrafter, target, tokens: jax.Array) -> tuple[jax.A
 def read_pairs(
     drafter: FeatureDrafter, features: jax.Array, embedded: jax.Array, module: int
 ) -> jax.Array:
-    """``[n, H]`` the states of a module at n pairs, the first of which is at position ``module``."""
+    """Return the states ``[n, H]`` of a module at n pairs; the first is at position ``module``."""
     causal, nothing = jnp.tril(jnp.ones((1, WIDTH, WIDTH), bool)), ((),) * drafter.sizes.num_layers
     at = module + jnp.arange(WIDTH)[None]
     return drafter.run(features[None], embedded[None], at, causal, nothing, module)[0][0]
 
 
 def slow_states(
-    drafter: FeatureDrafter, target, tokens: np.ndarray, known: int
+    drafter: FeatureDrafter, target, tokens: np.ndarray, tokens_read: int
 ) -> list[tuple[jax.Array, int]]:
-    """The state ``[H]`` at each pair of a text of which the target has read ``known`` tokens, and which module came to it.
+    """Return the state ``[H]`` at each pair of a text, and the module that computed it.
 
-    Every pair is read by a pass of its own over all pairs up to it: no cache, no scratch, no mask but the causal one.
+    The target has read the first ``tokens_read`` tokens. Each pair is read in a pass of its own
+    over all pairs up to it: without a cache, without scratch, and with a causal mask only.
     """
     text = np.pad(tokens, (0, WIDTH + drafter.modules - len(tokens)))
     features, embedded = map(np.asarray, read_text(drafter, target, text))
-    features = features[:known]
+    features = features[:tokens_read]
     last = drafter.modules - 1
-    inputs: list[list] = [
-        [None] * module for module in range(drafter.modules)
-    ]  # the first pairs have none
+    # The first pairs have no input and no state.
+    inputs: list[list] = [[None] * module for module in range(drafter.modules)]
     states: list[list] = [[None] * module for module in range(drafter.modules)]
     for pair in range(len(tokens) - 1):
         for module in range(drafter.modules):
-            if pair < module or (pair - module >= known and module < last):
-                continue  # nothing was there to be read, or nothing is any more
-            beyond = (
-                pair - module >= known
-            )  # of what the target has read: its own state is the next feature
-            inputs[module].append(
-                states[last][pair - 1]
-                if beyond
-                else features[pair]
-                if module == 0
-                else states[module - 1][pair - 1]
-            )
+            beyond = pair - module >= tokens_read
+            if pair < module or (beyond and module < last):
+                continue  # the module has no input at this pair
+            if beyond:  # the drafter's own state takes the place of the target's feature
+                inputs[module].append(states[last][pair - 1])
+            else:
+                inputs[module].append(
+                    features[pair] if module == 0 else states[module - 1][pair - 1]
+                )
             read = np.stack(inputs[module][module:])
             padded = np.pad(read, ((0, WIDTH - len(read)), (0, 0)))
-            found = read_pairs(drafter, padded, embedded[module : module + WIDTH], module)
-            states[module].append(np.asarray(found[len(read) - 1]))
-    modules = [min(max(0, pair - known + 1), last) for pair in range(len(tokens) - 1)]
+            outputs = read_pairs(drafter, padded, embedded[module : module + WIDTH], module)
+            states[module].append(np.asarray(outputs[len(read) - 1]))
+    modules = [min(max(0, pair - tokens_read + 1), last) for pair in range(len(tokens) - 1)]
     return [(jnp.asarray(states[module][pair]), module) for pair, module in enumerate(modules)]
 
 
-VARIANTS = ("eagle3.1", "mtp, deepseek")  # what they change is tested where steps are unrolled, too
+VARIANTS = ("eagle3.1", "mtp, deepseek")
+"""Drafters whose special parts the test of unrolled steps covers, too."""
 
 
 @pytest.mark.full
@@ -132,7 +143,7 @@ VARIANTS = ("eagle3.1", "mtp, deepseek")  # what they change is tested where ste
     "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in VARIANTS)) for n in DRAFTERS]
 )
 def test_drafts_are_those_of_reading_everything_again(name) -> None:
-    """Prompts of different lengths, one of a single token, and accepted tokens in between."""
+    """Check prompts of different lengths, one of a single token, and accepted tokens in between."""
     target = tiny_target()
     drafter = DRAFTERS[name](target)
     prompts = np.array([[1, 4, 2, 4, 2], [5, 9, 0, 0, 0], [3, 0, 0, 0, 0]])
@@ -144,18 +155,16 @@ def test_drafts_are_those_of_reading_everything_again(name) -> None:
         for row in range(3):
             text = np.asarray(state.tokens[row, : int(state.lengths[row])])
             if len(text) == 1:
-                continue  # nothing has been read: there is no pair to draft from
+                continue  # there is no pair to draft from
             drafted = np.asarray(draft.tokens[row, 1:])
             states = slow_states(
-                drafter, target, np.concatenate([text, drafted[:-1]]), known=len(text) - 1
+                drafter, target, np.concatenate([text, drafted[:-1]]), len(text) - 1
             )
             logits = np.stack([drafter.logits(target, *state) for state in states[len(text) - 2 :]])
             vocabulary = drafter.vocabulary(target)
-            expected = (
-                logits.argmax(-1)
-                if vocabulary is None
-                else np.asarray(vocabulary.ids)[logits.argmax(-1)]
-            )
+            expected = logits.argmax(-1)
+            if vocabulary is not None:
+                expected = np.asarray(vocabulary.ids)[expected]
             assert drafted.tolist() == expected.tolist(), (step, row)
         state, _ = advance(target, drafter, drafting, draft)
 
@@ -169,7 +178,10 @@ TREE = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)))
     [("eagle3", TREE), ("eagle3", DynamicTree(3, 3, 9)), ("mtp", DynamicTree(3, 4, 12))],
 )
 def test_nodes_of_a_tree_hang_where_they_say(name, shape) -> None:
-    """Every node is among the likeliest that reading its path alone gives: parents, positions and scratch are right."""
+    """Check that every node is among the likeliest after reading its path only.
+
+    So parents, positions and scratch are right.
+    """
     target = tiny_target()
     drafter = DRAFTERS[name](target).replace(draft=shape)
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
@@ -177,16 +189,14 @@ def test_nodes_of_a_tree_hang_where_they_say(name, shape) -> None:
     draft, _ = jax.jit(decoding.propose_step)(target, drafter, state)
     parents = np.asarray(draft.parents).reshape(-1)
     vocabulary = drafter.vocabulary(target)
-    tokens, ids = (
-        np.asarray(draft.tokens[0]),
-        np.arange(11) if vocabulary is None else np.asarray(vocabulary.ids),
-    )
+    tokens = np.asarray(draft.tokens[0])
+    ids = np.arange(11) if vocabulary is None else np.asarray(vocabulary.ids)
     text = np.array([1, 4, 2, 4, 2])
     for parent in set(parents[1:].tolist()):
         path, node = [], parent
         while node > 0:
             path, node = [tokens[node], *path], parents[node]
-        states = slow_states(drafter, target, np.concatenate([text, np.array(path, int)]), known=4)
+        states = slow_states(drafter, target, np.concatenate([text, np.array(path, int)]), 4)
         logits = np.asarray(drafter.logits(target, *states[-1]))
         children = [tokens[node] for node in range(1, len(parents)) if parents[node] == parent]
         assert children == ids[np.argsort(-logits)[: len(children)]].tolist()
@@ -200,10 +210,8 @@ def test_nodes_of_a_tree_hang_where_they_say(name, shape) -> None:
 def test_a_long_prompt_is_absorbed_in_parts_and_a_mesh_changes_nothing(name, monkeypatch) -> None:
     target = tiny_target()
     drafter = moa(target) if name == "moa" else DRAFTERS[name](target)
-    prompts, lengths = (
-        np.array([[1, 4, 2, 4, 2, 7, 3, 9], [5, 9, 10, 0, 0, 0, 0, 0]]),
-        np.array([8, 3]),
-    )
+    prompts = np.array([[1, 4, 2, 4, 2, 7, 3, 9], [5, 9, 10, 0, 0, 0, 0, 0]])
+    lengths = np.array([8, 3])
     options = GenerationOptions(max_new_tokens=16, sampling=Sampling(temperature=0.0))
     whole = specjax.generate(target, drafter, prompts, lengths, **vars(options))
     mesh = specjax.make_mesh(data=2, model=2)
@@ -213,16 +221,19 @@ def test_a_long_prompt_is_absorbed_in_parts_and_a_mesh_changes_nothing(name, mon
     jax.clear_caches()
     parts = specjax.generate(target, drafter, prompts, lengths, **vars(options))
     meshed = specjax.generate(placed, spread, prompts, lengths, **vars(options))
-    for other in (parts, meshed):
-        np.testing.assert_array_equal(other.tokens, whole.tokens)
-        np.testing.assert_array_equal(other.stats.accepted_at, whole.stats.accepted_at)
+    for result in (parts, meshed):
+        np.testing.assert_array_equal(result.tokens, whole.tokens)
+        np.testing.assert_array_equal(result.stats.accepted_at, whole.stats.accepted_at)
     assert whole.stats.accepted.sum() > 0
 
 
 @pytest.mark.full_except("mtp", "mtp, deepseek")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_unrolled_steps_are_what_the_drafter_infers(name) -> None:
-    """Every step at every position of a window with two documents, against reading one document up to there, token by token."""
+    """Check every step at every position of a window with two documents.
+
+    The expected states come from reading one document up to there, token by token.
+    """
     target = tiny_target()
     drafter = DRAFTERS[name](target)
     tokens = np.random.default_rng(1).integers(0, 11, 12)
@@ -243,17 +254,21 @@ def test_unrolled_steps_are_what_the_drafter_infers(name) -> None:
             begin = 0 if place < 5 else 5
             text = tokens[
                 begin : place + 2 + step
-            ]  # the pair of `place`, and one more token a step
-            expected, _ = slow_states(drafter, target, text, known=place + 1 - begin)[-1]
+            ]  # the pair of `place`, and a token for each step
+            expected, _ = slow_states(drafter, target, text, place + 1 - begin)[-1]
             np.testing.assert_allclose(states[0, place], expected, atol=1e-3, rtol=1e-3)
-    # What is read is of one document: the first has 5 tokens, and its pairs begin at 0 to 3. Token 11 is the last label.
+    # The pairs of the first document, which has 5 tokens, begin at 0 to 3. Token 11 is the last
+    # label.
     assert counts == [[0, 1, 2, 3, 5, 6, 7, 8, 9], [0, 1, 2, 5, 6, 7, 8], [0, 1, 5, 6, 7]]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "moa"])
 def test_what_is_remembered_comes_from_the_target(name) -> None:
-    """After a generation the cache is that of reading the text at once: no state of its own is left in it."""
+    """Check that after a generation the cache equals one from reading the text at once.
+
+    It contains no states of the drafter's own.
+    """
     target = tiny_target()
     drafter = moa(target) if name == "moa" else DRAFTERS[name](target)
     prompt = np.array([[1, 4, 2, 4, 2]])
@@ -266,13 +281,13 @@ def test_what_is_remembered_comes_from_the_target(name) -> None:
     _, fresh = decoding.start(target, drafter, text, None, GenerationOptions(max_new_tokens=1))
     assert int(state.stats.accepted[0]) > 0
     for of_drafter in ("tokens", "summaries") if name == "moa" else ("cache",):
-        after, afresh = (getattr(each.drafter, of_drafter) for each in (state, fresh))
+        after, afresh = (getattr(rows.drafter, of_drafter) for rows in (state, fresh))
         length = int(afresh.length[0])
         assert int(after.length[0]) == length == text.shape[1] - 1
         for grown, read in zip(after.layers, afresh.layers, strict=True):
-            for one, other in zip(grown, read, strict=True):
+            for ours, expected in zip(grown, read, strict=True):
                 np.testing.assert_allclose(
-                    one[:, :, :length], other[:, :, :length], atol=1e-3, rtol=1e-3
+                    ours[:, :, :length], expected[:, :, :length], atol=1e-3, rtol=1e-3
                 )
     if name != "moa":
         np.testing.assert_allclose(state.drafter.newest, fresh.drafter.newest, atol=1e-3, rtol=1e-3)

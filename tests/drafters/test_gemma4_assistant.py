@@ -1,4 +1,8 @@
-"""Gemma 4's assistant: against transformers, round by round; lossless with every shape of draft; in Google's layout."""
+"""Test Gemma 4's assistant.
+
+It is compared with transformers round by round, drafts losslessly with every shape, and is saved
+in Google's layout.
+"""
 
 import dataclasses
 import json
@@ -29,7 +33,10 @@ VOCABULARY = 36  # 9 clusters of 4
 
 @cache
 def pair(head: str, directory: str):
-    """A Gemma 4 whose last layers share entries, and an assistant: transformers' and ours."""
+    """Return a Gemma 4 whose last layers share entries, and an assistant.
+
+    The result is transformers' target and assistant, and ours.
+    """
     from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
     from tests.with_torch import torch
@@ -39,7 +46,7 @@ def pair(head: str, directory: str):
     assert kind == "Gemma4Text"
     theirs = zoo.build(kind, fields)
     theirs.save_pretrained(f"{directory}/target")
-    none = {
+    without = {
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 0,
         "use_double_wide_mlp": False,
@@ -55,7 +62,8 @@ def pair(head: str, directory: str):
         "final_logit_softcapping": None,
     }
 
-    # transformers 5.23 raises where all layers read the entries of others, as an assistant's do.
+    # transformers 5.23 raises an error if all layers read the entries of other layers, as the
+    # assistant's layers do.
     sharing = Gemma4TextConfig.kv_sharing_modes
 
     def modes(config):
@@ -63,8 +71,8 @@ def pair(head: str, directory: str):
         return ["reuse"] * config.num_hidden_layers if is_assistant else sharing.fget(config)
 
     Gemma4TextConfig.kv_sharing_modes = property(modes)
-    own = Gemma4TextConfig(**fields | none | sizes | kinds)
-    config = Gemma4AssistantConfig(text_config=own, backbone_hidden_size=32, **HEADS[head])
+    text_config = Gemma4TextConfig(**fields | without | sizes | kinds)
+    config = Gemma4AssistantConfig(text_config=text_config, backbone_hidden_size=32, **HEADS[head])
     config._attn_implementation = config.text_config._attn_implementation = "eager"
     torch.manual_seed(1)
     assistant = Gemma4AssistantForCausalLM(config).eval()
@@ -74,12 +82,8 @@ def pair(head: str, directory: str):
             assistant.masked_embedding.token_ordering.copy_(torch.randperm(VOCABULARY))
     assistant.save_pretrained(f"{directory}/assistant")
     target = Target.from_pretrained(f"{directory}/target", dtype=np.float32)
-    return (
-        theirs,
-        assistant,
-        target,
-        load_drafter(f"{directory}/assistant", None, target.config, np.float32),
-    )
+    drafter = load_drafter(f"{directory}/assistant", None, target.config, np.float32)
+    return theirs, assistant, target, drafter
 
 
 @pytest.fixture(params=HEADS)
@@ -91,37 +95,37 @@ def both(request, tmp_path_factory):
 @pytest.mark.full
 @pytest.mark.parametrize("read", [1, 4, 5, 6, 20])
 def test_a_rounds_states_and_logits_are_those_of_transformers(both, read) -> None:
-    """Three levels of a chain, behind texts shorter and longer than the window of 5."""
+    """Check three levels of a chain, after texts shorter and longer than the window of 5."""
     from tests.with_torch import torch
 
     (theirs, assistant, target, drafter), _ = both
     tokens = np.random.default_rng(read).integers(0, VOCABULARY, (1, read + 4))
     with torch.no_grad():
-        seen = theirs(
+        prefill = theirs(
             torch.tensor(tokens[:, :read]),
             output_hidden_states=True,
             return_shared_kv_states=True,
             use_cache=False,
         )
-        above = seen.hidden_states[-1][:, -1:]
+        above = prefill.hidden_states[-1][:, -1:]
     output, cache = target.forward(jnp.asarray(tokens[:, :read]), target.new_cache(1, 32))
-    own = output.hidden[:, -1:]
-    np.testing.assert_allclose(own, above.numpy(), atol=1e-4)
+    hidden = output.hidden[:, -1:]
+    np.testing.assert_allclose(hidden, above.numpy(), atol=1e-4)
     of_reads = cache.of_layers(drafter.reads(target.config))
     for level in range(3):
         token = tokens[:, read + level]
         with torch.no_grad():
             embedded = theirs.get_input_embeddings()(torch.tensor(token[:, None]))
-            said = assistant(
+            expected = assistant(
                 inputs_embeds=torch.cat([embedded, above], dim=-1),
                 position_ids=torch.tensor([[read]]),
-                shared_kv_states=seen.shared_kv_states,
+                shared_kv_states=prefill.shared_kv_states,
             )
-        above = said.last_hidden_state
-        logits, own = drafter.read(target, jnp.asarray(token[:, None]), own, of_reads)
-        assert np.abs(said.logits.numpy()).max() > 0.1
-        np.testing.assert_allclose(own, above.numpy(), atol=1e-4)
-        np.testing.assert_allclose(logits, said.logits.numpy(), atol=1e-4)
+        above = expected.last_hidden_state
+        logits, hidden = drafter.read(target, jnp.asarray(token[:, None]), hidden, of_reads)
+        assert np.abs(expected.logits.numpy()).max() > 0.1
+        np.testing.assert_allclose(hidden, above.numpy(), atol=1e-4)
+        np.testing.assert_allclose(logits, expected.logits.numpy(), atol=1e-4)
 
 
 def test_google_s_layout_is_read_and_written_bit_for_bit(both, tmp_path) -> None:

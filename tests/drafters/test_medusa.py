@@ -1,4 +1,4 @@
-"""Medusa's heads: what they draft, published checkpoints, what is refused."""
+"""Test the drafts of Medusa's heads, published checkpoints, and which checkpoints are refused."""
 
 import json
 
@@ -23,16 +23,14 @@ from tests.conftest import tiny_target
 def published(
     rng, heads: int = 3, blocks: int = 1, hidden: int = 16, vocab: int = 11
 ) -> dict[str, np.ndarray]:
-    """Heads under the names of the authors' checkpoints."""
+    """Return heads under the names of the authors' checkpoints."""
     tensors = {}
     for head in range(heads):
         for block in range(blocks):
-            tensors[f"{head}.{block}.linear.weight"] = rng.normal(size=(hidden, hidden)).astype(
-                np.float32
-            )
-            tensors[f"{head}.{block}.linear.bias"] = rng.normal(size=hidden).astype(np.float32)
-        tensors[f"{head}.{blocks}.weight"] = rng.normal(size=(vocab, hidden)).astype(np.float32)
-    return tensors
+            tensors[f"{head}.{block}.linear.weight"] = rng.normal(size=(hidden, hidden))
+            tensors[f"{head}.{block}.linear.bias"] = rng.normal(size=hidden)
+        tensors[f"{head}.{blocks}.weight"] = rng.normal(size=(vocab, hidden))
+    return {name: array.astype(np.float32) for name, array in tensors.items()}
 
 
 def write(directory, tensors, kind: str = "safetensors", **config) -> None:
@@ -85,7 +83,7 @@ TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
     "shape", [pytest.param(Chain(3), marks=pytest.mark.thorough), TREE, DynamicTree(3, 3, 9)]
 )
 def test_a_node_at_depth_d_is_among_the_best_of_head_d(tmp_path, shape) -> None:
-    """Before and after a verdict, in rows of different lengths."""
+    """Check drafts before and after a verdict, in rows of different lengths."""
     target, tensors = tiny_target(), published(np.random.default_rng(0))
     write(tmp_path, tensors)
     drafter = Medusa.from_pretrained(tmp_path, draft=shape, dtype=jnp.float32)

@@ -1,4 +1,7 @@
-"""Mixture of Attentions: drafts against numpy, masks against their definition, training against drafting."""
+"""Test Mixture of Attentions.
+
+Drafts are compared with NumPy, masks with their definition, and training with drafting.
+"""
 
 import json
 from dataclasses import replace
@@ -37,16 +40,17 @@ def target_of(**changes):
 
 
 def strong(target, **options) -> MixtureOfAttentions:
-    """Weights so large that every key, position and state matters; norms and biases that differ from one and zero."""
+    """Return a drafter with weights so large that every key, position and state matters.
+
+    Its norms and biases differ from one and zero.
+    """
     drafter = MixtureOfAttentions.init(target, jax.random.key(3), Chain(4), **options)
     rng = np.random.default_rng(0)
 
     def larger(leaf: jax.Array) -> jax.Array:
-        return (
-            leaf * 12
-            if leaf.ndim == 2
-            else jnp.asarray(leaf + rng.uniform(0.1, 0.5, leaf.shape), leaf.dtype)
-        )
+        if leaf.ndim == 2:
+            return leaf * 12
+        return jnp.asarray(leaf + rng.uniform(0.1, 0.5, leaf.shape), leaf.dtype)
 
     return drafter.replace(params=jax.tree.map(larger, drafter.params))
 
@@ -59,13 +63,10 @@ def rms(x, weight, eps):
 
 
 def turn(x: np.ndarray, position: float, rope: Rope) -> np.ndarray:
-    """One head at one position."""
+    """Return one head with RoPE at one position."""
     half = len(x) // 2
-    angle = (
-        position
-        / (rope.factor if rope.kind == "linear" else 1)
-        * rope.theta ** (-np.arange(half) / half)
-    )
+    factor = rope.factor if rope.kind == "linear" else 1
+    angle = position / factor * rope.theta ** (-np.arange(half) / half)
     a, b = x[:half], x[half:]
     return np.concatenate(
         [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)]
@@ -80,7 +81,10 @@ def block(
     past: list[tuple[np.ndarray, int]],
     itself: bool = True,
 ) -> np.ndarray:
-    """A Llama block at one token; ``past`` lists the states that its keys and values are made of, and their positions."""
+    """Return the output of a Llama block at one token.
+
+    ``past`` lists the states that its keys and values are computed from, and their positions.
+    """
     sources = [*past, (x, position)] if itself else past
     normed = [(rms(state, params["input_norm"], config.norm_eps), at) for state, at in sources]
     query = rms(x, params["input_norm"], config.norm_eps) @ params["q"]
@@ -104,23 +108,25 @@ def block(
 def slow_summary(
     drafter: MixtureOfAttentions, layers: list[tuple[np.ndarray, np.ndarray]]
 ) -> np.ndarray:
-    """Of one token, whose keys and values ``[kv_heads, d]`` each layer remembers."""
+    """Return the summary of one token.
+
+    ``layers`` has the token's keys and values ``[kv_heads, d]`` in each layer.
+    """
     assert drafter.config.lsa is not None
     config, params = drafter.config.lsa.block, numbers(drafter)
     x = [
         np.concatenate([part for head in zip(*layer, strict=True) for part in head])
         for layer in layers
     ]
-    seen = []
+    outputs = []
     for i, state in enumerate(x):
-        others = [(other, j) for j, other in enumerate(x) if j != i]
-        seen.append(block(params["layer_self_attention"], config, state, i, others))
-    return np.mean(seen, axis=0) @ params["ekv2e"] + params["ekv2e_bias"]
+        past = [(past_state, j) for j, past_state in enumerate(x) if j != i]
+        outputs.append(block(params["layer_self_attention"], config, state, i, past))
+    return np.mean(outputs, axis=0) @ params["ekv2e"] + params["ekv2e_bias"]
 
 
-LONGEST = (
-    24  # every text is read at this length, and every draft at DEEPEST: so a target compiles once
-)
+# Every text is padded to LONGEST and every draft to DEEPEST, so that a target compiles once.
+LONGEST = 24
 DEEPEST = 5
 
 
@@ -132,13 +138,16 @@ def read_by_target(target, tokens):
 
 @partial(jax.jit, static_argnames="layers")
 def run_last_layers(target, rows, entries, begin, root, layers):
-    """The target's last layers over a draft whose root is at ``root``, behind what they remember of its text's other tokens."""
+    """Return the output of the target's last layers over a draft.
+
+    The root is at position ``root``, after the other tokens of its text, whose entries are
+    ``entries``.
+    """
     index = jnp.arange(entries[0][0].shape[2])
     visible = jnp.broadcast_to((begin <= index) & (index < root), (1, DEEPEST, len(index)))
     at = root + jnp.arange(DEEPEST)[None]
-    return target.norm(
-        target.run(rows[None], layers=layers, positions=at, scratch=[(entries, visible)])[0]
-    )[0]
+    hidden = target.run(rows[None], layers=layers, positions=at, scratch=[(entries, visible)])[0]
+    return target.norm(hidden)[0]
 
 
 def slow_chain(
@@ -149,9 +158,10 @@ def slow_chain(
     window: dict | None = None,
     begin: int = 0,
 ) -> np.ndarray:
-    """``[n, V]`` what it expects after the last token of ``text``, the root, and after each of ``drafted``.
+    """Return the logits ``[n, V]`` after the root and after each drafted token.
 
-    The text is read alone, or as it stands from ``begin`` on in a ``window`` of several.
+    The root is the last token of ``text``. The text is read alone, or as it stands from ``begin``
+    on in a ``window`` of several texts.
     """
     params, config = numbers(drafter), drafter.config
     if window is None:
@@ -167,24 +177,23 @@ def slow_chain(
             (np.asarray(k[0, :, t], np.float64), np.asarray(v[0, :, t], np.float64))
             for k, v in entries
         ]
-        lsa = config.lsa is not None
-        summaries.append(
-            (slow_summary(drafter, layers) if lsa else np.asarray(hidden[t], np.float64), t)
-        )
+        if config.lsa is not None:
+            summaries.append((slow_summary(drafter, layers), t))
+        else:
+            summaries.append((np.asarray(hidden[t], np.float64), t))
     read, below, expected = text[:-1], np.zeros((DEEPEST, config.self_layer.hidden_size)), []
     for position, token in enumerate([text[-1], *drafted], start=end - 1):
-        past = [(embeddings[other], at) for at, other in enumerate(read, start=begin)]
+        past = [(embeddings[past_token], at) for at, past_token in enumerate(read, start=begin)]
         x = block(params["self_attention"], config.self_layer, embeddings[token], position, past)
         x = block(
             params["cross_attention"], config.cross_layer, x, position, summaries, itself=False
         )
         read = [*read, token]
-        if config.tli:  # all of the draft again
+        if config.tli:  # the last layers read the whole draft again
             below[position - root] = x
             layers, rows = drafter.tli_layers(target), jnp.asarray(below, jnp.float32)
-            x = run_last_layers(target, rows, entries[slice(*layers)], begin, root, layers)[
-                position - root
-            ]
+            states = run_last_layers(target, rows, entries[slice(*layers)], begin, root, layers)
+            x = states[position - root]
         expected.append(np.asarray(target.head(jnp.asarray(x, jnp.float32))))
     return np.array(expected)
 
@@ -202,7 +211,7 @@ VARIANTS = {
 
 
 def variants(in_suite: str):
-    """All of them; those but ``in_suite``, which has every part, are thorough."""
+    """Mark all variants but ``in_suite``, which has every part, as thorough."""
     return [
         pytest.param(name, marks=[pytest.mark.thorough] * (name != in_suite)) for name in VARIANTS
     ]
@@ -211,7 +220,7 @@ def variants(in_suite: str):
 @pytest.mark.full
 @pytest.mark.parametrize("name", variants("tli"))
 def test_drafts_are_those_of_the_definition(name) -> None:
-    """Prompts of different lengths, one of a single token, and accepted tokens in between."""
+    """Check prompts of different lengths, one of a single token, and accepted tokens in between."""
     target = target_of()
     drafter = strong(target, **VARIANTS[name])
     prompts = np.array([[1, 4, 2, 4, 2], [5, 9, 0, 0, 0], [3, 0, 0, 0, 0]])
@@ -255,7 +264,7 @@ def test_nodes_of_a_tree_hang_where_they_say(shape) -> None:
 @pytest.mark.full
 @pytest.mark.usefixtures("compiled_anew")
 def test_layers_are_summarised_once_for_every_verified_token(monkeypatch) -> None:
-    """Drafting never runs layer self-attention: it is not in the program of `propose_step`."""
+    """Check that layer self-attention is not in the program of `propose_step`."""
     target, ran = target_of(), []
     drafter = strong(target)
     original = layer_attention.mean_over_layers
@@ -275,7 +284,10 @@ def test_layers_are_summarised_once_for_every_verified_token(monkeypatch) -> Non
 
 
 def test_nothing_is_asked_of_the_target_while_it_drafts() -> None:
-    """K-step boundedness: without target layer inference what the target remembers may be lost."""
+    """Check K-step boundedness: a draft does not depend on the target's cache.
+
+    This holds without target layer inference.
+    """
     target = target_of()
     drafter = strong(target)
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
@@ -284,13 +296,13 @@ def test_nothing_is_asked_of_the_target_while_it_drafts() -> None:
         cache=state.cache.replace(layers=jax.tree.map(lambda x: x * jnp.nan, state.cache.layers))
     )
     propose = jax.jit(decoding.propose_step)
-    kept, without = (propose(target, drafter, each)[0] for each in (state, lost))
-    np.testing.assert_array_equal(kept.tokens, without.tokens)
+    with_cache, without = (propose(target, drafter, rows)[0] for rows in (state, lost))
+    np.testing.assert_array_equal(with_cache.tokens, without.tokens)
 
 
 @pytest.mark.full
 def test_no_cache_is_copied_in_the_compiled_loop() -> None:
-    """Neither the target's nor its own."""
+    """Check the target's cache and the drafter's."""
     target = tiny_target(num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32)
     drafter = MixtureOfAttentions.init(target, jax.random.key(0), Chain(3), tli=1, num_kv_heads=2)
     drafter, state = decoding.start(
@@ -307,12 +319,10 @@ def test_the_default_draft_is_the_authors(tmp_path) -> None:
     target = target_of()
     drafter = MixtureOfAttentions.init(target, jax.random.key(0))
     drafter.save_pretrained(tmp_path)
-    for each in (
-        drafter,
-        MixtureOfAttentions.from_pretrained(tmp_path),
-        load_drafter(str(tmp_path), None, target.config),
-    ):
-        assert each.draft == DynamicTree(top_k=8, depth=6, nodes=1 + 62)
+    by_class = MixtureOfAttentions.from_pretrained(tmp_path)
+    by_name = load_drafter(str(tmp_path), None, target.config)
+    for moa in (drafter, by_class, by_name):
+        assert moa.draft == DynamicTree(top_k=8, depth=6, nodes=1 + 62)
 
 
 @pytest.mark.thorough
@@ -335,8 +345,11 @@ BATCH = batch_of(DOCUMENTS, MASK)
 
 
 def slow_starts(tokens: int, segments: list[int], mask: list[int], length: int) -> list[int]:
-    """A token that nobody answered with is a block of its own, and so is the first of a document; the others are cut at every
-    multiple of ``length``."""
+    """Return the first token of the block of each token.
+
+    A block begins at a token of a prompt, at the first token of a document, and at every multiple
+    of ``length``.
+    """
     starts = []
     for i in range(tokens):
         start = i
@@ -358,7 +371,7 @@ def test_blocks_begin_where_they_should(length) -> None:
 
 @pytest.mark.parametrize("length", [1, 3, 5])
 def test_masks_are_those_of_the_definition(length) -> None:
-    """The tokens of the same document before the block, and those of the block up to the token itself."""
+    """Check that a token sees its document before the block, and the block up to itself."""
     segments = np.asarray(BATCH["segments"][0, :-1])
     starts = slow_starts(len(segments), segments.tolist(), MASK, length)
     before, inside = block_masks(BATCH["segments"][:, :-1], jnp.array([starts]))
@@ -371,23 +384,20 @@ def test_masks_are_those_of_the_definition(length) -> None:
 
 @pytest.mark.parametrize("name", variants("tli"))
 def test_a_window_is_read_as_if_each_block_were_a_draft(name) -> None:
-    """Every position of two documents, against drafts of each text by the definition."""
+    """Compare every position of two documents with drafts by the definition."""
     target = target_of()
     student = strong(target, **VARIANTS[name])
     output, entries = score(target, BATCH)
     starts = block_starts(BATCH, jnp.array([5]))
-    whole = jax.jit(draft_blocks)(
+    whole, _ = jax.jit(draft_blocks)(
         student, BATCH, target, output, entries, starts, jnp.array([False])
-    )[0]
-    tokens, segments = (
-        np.asarray(BATCH["tokens"][0]).tolist(),
-        np.asarray(BATCH["segments"][0]).tolist(),
     )
+    tokens = np.asarray(BATCH["tokens"][0]).tolist()
+    segments = np.asarray(BATCH["segments"][0]).tolist()
     for i, start in enumerate(np.asarray(starts[0]).tolist()):
         begin = segments.index(segments[i])
-        expected = slow_chain(
-            student, target, tokens[begin : start + 1], tokens[start + 1 : i + 1], BATCH, begin
-        )[-1]
+        text, drafted = tokens[begin : start + 1], tokens[start + 1 : i + 1]
+        expected = slow_chain(student, target, text, drafted, BATCH, begin)[-1]
         np.testing.assert_allclose(
             target.head(whole[0, i]), expected, atol=2e-3, rtol=1e-4, err_msg=str(i)
         )
@@ -395,14 +405,12 @@ def test_a_window_is_read_as_if_each_block_were_a_draft(name) -> None:
 
 @pytest.mark.parametrize("name", variants("no lsa, tli"))
 def test_held_out_chains_are_drafts(name) -> None:
-    """What the evaluation simulates: at every step, from every root."""
+    """Check the chains that the evaluation simulates, at every step, from every root."""
     target = target_of()
     student = strong(target, **VARIANTS[name])
     output, entries = score(target, BATCH)
-    steps = [
-        target.head(hidden)[0]
-        for hidden in draft_everywhere(student, BATCH, target, output, entries, 3)
-    ]
+    states = draft_everywhere(student, BATCH, target, output, entries, 3)
+    steps = [target.head(hidden)[0] for hidden in states]
     text = DOCUMENTS[0]
     for root in (0, 1, 4):
         expected = slow_chain(student, target, text[: root + 1], text[root + 1 : root + 3])
@@ -412,21 +420,22 @@ def test_held_out_chains_are_drafts(name) -> None:
 
 @pytest.mark.full
 def test_held_out_windows_are_judged_by_such_chains() -> None:
-    """Acceptance length and accuracies, from the definition: chains of five from every token that five tokens follow."""
+    """Check acceptance length and accuracies by the definition.
+
+    There is a chain of five from every token that five tokens follow.
+    """
     target, text = target_of(), [1, 2, 3, 4, 9, 3, 1, 2, 10, 5]
     student, batch = strong(target), batch_of([text])
-    found = MoATraining(target="here").evaluation(
+    metrics = MoATraining(target="here").evaluation(
         student, {**batch, "key": jax.random.key(0), "progress": 1.0}, target
     )
-    wanted = np.asarray(score(target, batch)[0].logits[0]).argmax(-1)
+    likeliest = np.asarray(score(target, batch)[0].logits[0]).argmax(-1)
     lengths, right = [], []
     for root in range(1, len(text) - 5):
-        guesses = slow_chain(student, target, text[: root + 1], text[root + 1 : root + 5]).argmax(
-            -1
-        )
-        right.append(guesses == wanted[root : root + 5])
+        logits = slow_chain(student, target, text[: root + 1], text[root + 1 : root + 5])
+        right.append(logits.argmax(-1) == likeliest[root : root + 5])
         lengths.append(1 + np.cumprod(right[-1]).sum())
-    np.testing.assert_allclose(found["acceptance_length"], np.mean(lengths), rtol=1e-5)
+    np.testing.assert_allclose(metrics["acceptance_length"], np.mean(lengths), rtol=1e-5)
     assert 0 < np.mean(right) < 1
 
 
@@ -439,7 +448,10 @@ def test_blocks_and_staircases_are_drawn_as_asked() -> None:
 
 
 def test_the_staircase_hides_what_lies_before_the_block() -> None:
-    """Another token before the block changes what is seen of it through the summaries alone; without those, nothing."""
+    """Change a token before the block: a block sees it through the summaries only.
+
+    Without summaries nothing changes.
+    """
     target = target_of()
     student = strong(target, lsa=False)
     output, entries = score(target, BATCH)
@@ -451,9 +463,11 @@ def test_the_staircase_hides_what_lies_before_the_block() -> None:
             student, batch, target, output, entries, starts, jnp.array([staircase])
         )[0][0]
 
-    other = BATCH["tokens"].at[0, 1].set(7)  # the target's output and entries are left as they were
+    # The target's output and entries stay the same.
+    changed_tokens = BATCH["tokens"].at[0, 1].set(7)
     for staircase in (True, False):
-        gap = np.abs(np.asarray(at(other, staircase) - at(BATCH["tokens"], staircase))).max(-1)
+        difference = at(changed_tokens, staircase) - at(BATCH["tokens"], staircase)
+        gap = np.abs(np.asarray(difference)).max(-1)
         changed = np.flatnonzero(gap > 1e-4).tolist()
         assert changed == ([1] if staircase else list(range(1, 9))), staircase
 
@@ -473,7 +487,7 @@ def test_the_objective_is_its_formula() -> None:
     loss, metrics = jax.jit(method.objective)(student, batch, target)
     output, entries = score(target, batch, taps=(2,))
     starts = block_starts(batch, jnp.array([5]))
-    hidden, begun = draft_blocks(
+    hidden, first_states = draft_blocks(
         student, batch, target, output, entries, starts, jnp.array([False])
     )
     ours, theirs = (
@@ -486,7 +500,7 @@ def test_the_objective_is_its_formula() -> None:
         return np.where(gap < 1, gap**2 / 2, gap - 0.5).mean(-1)
 
     token = -(np.exp(theirs) * ours).sum(-1)
-    feature = smooth(hidden[0], output.hidden[0]) + smooth(begun[0], output.taps[0, :, 0])
+    feature = smooth(hidden[0], output.hidden[0]) + smooth(first_states[0], output.taps[0, :, 0])
     counted = np.array(MASK, bool)
     np.testing.assert_allclose(metrics["token_loss"], token[counted].sum() / 12, rtol=1e-4)
     np.testing.assert_allclose(loss, (token + 0.3 * feature)[counted].sum() / 12, rtol=1e-4)
@@ -518,7 +532,10 @@ def assert_all_learn(method, student, target) -> None:
 
 @pytest.mark.full
 def test_eagle_reads_summaries_of_all_layers() -> None:
-    """The state that it drafts from, from its definition: the features of the pairs are the summaries."""
+    """Compare the state that EAGLE drafts from with its definition.
+
+    The features of the pairs are the summaries.
+    """
     target, text = target_of(), [1, 4, 2, 4, 2]
     drafter = EagleWithLayerAttention.init(target, jax.random.key(3), Chain(2))
     drafter = drafter.replace(
@@ -579,7 +596,7 @@ def test_it_is_saved_and_read_again(tmp_path) -> None:
 def test_heads_that_all_layers_have_in_place_of_the_model_s_are_what_is_saved(
     kind, tmp_path
 ) -> None:
-    layered, other = (
+    layered, larger = (
         target_of(layers=(Layer(num_kv_heads=1, head_dim=size),) * 3) for size in (4, 6)
     )
     drafter = kind.init(layered, jax.random.key(0), Chain(2))
@@ -590,25 +607,27 @@ def test_heads_that_all_layers_have_in_place_of_the_model_s_are_what_is_saved(
     with pytest.raises(
         InputError, match=r"made for a target with .* \(3, 1, 4\), but target has \(3, 1, 6\)"
     ):
-        again.check(other)
+        again.check(larger)
 
 
 def test_the_sizes_of_llama_3_8b_are_the_papers() -> None:
     llama = ModelConfig(
-        vocab_size=64, hidden_size=32 * 128, intermediate_size=14336, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32 * 128,
+        intermediate_size=14336,
+        num_layers=2,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+    )
     drafter = jax.eval_shape(
         lambda key: MixtureOfAttentions.init(specjax.Target.init(llama, key), key),
         jax.random.key(0),
     )
     layer, lsa = drafter.config.self_layer, drafter.config.lsa.block
     assert (layer.num_kv_heads, layer.intermediate_size) == (4, 6144)
-    assert (lsa.hidden_size, lsa.num_heads, lsa.num_kv_heads, lsa.intermediate_size) == (
-        2048,
-        32,
-        8,
-        3072,
-    )
+    assert (lsa.hidden_size, lsa.intermediate_size) == (2048, 3072)
+    assert (lsa.num_heads, lsa.num_kv_heads) == (32, 8)
     assert drafter.params["layer_self_attention"]["q"].shape == (2048, 2048)
     assert drafter.params["ekv2e"].shape == (2048, 4096)
 
@@ -640,8 +659,8 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
     drafter.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     content = json.loads(file.read_text())
-    own = content["moa_config"]
-    lsa = own["layer_self_attention"]
+    moa_config = content["moa_config"]
+    lsa = moa_config["layer_self_attention"]
     for change, message in [
         ({"target_layer_inference": 3}, "tli=3: the target has 3 layers"),
         ({"target_layer_inference": "1"}, "moa_config: target_layer_inference='1'"),
@@ -658,12 +677,12 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
             "'Ekv2E.weight' has shape",
         ),
     ]:
-        file.write_text(json.dumps(content | {"moa_config": own | change}))
+        file.write_text(json.dumps(content | {"moa_config": moa_config | change}))
         with pytest.raises(CheckpointError, match=message):
             MixtureOfAttentions.from_pretrained(tmp_path)
 
 
-OF_TARGET = {  # of `target_of(num_kv_heads=4)`, as transformers wrote it when the authors published
+OF_TARGET = {  # config.json of `target_of(num_kv_heads=4)`, as transformers wrote it at that time
     "_name_or_path": "some/target",
     "architectures": ["MOASpec"],
     "attention_bias": False,
@@ -690,10 +709,11 @@ OF_TARGET = {  # of `target_of(num_kv_heads=4)`, as transformers wrote it when t
     "vocab_size": 11,
 }
 NOT_IN_VLLM = (
-    "_name_or_path", "attention_bias", "attention_dropout", "bos_token_id", "eos_token_id", "initializer_range",
-    "intermediate_size", "num_hidden_layers", "num_key_value_heads", "pretraining_tp", "tie_word_embeddings", "use_cache",
-)  # fmt: skip
-BLOCKS = {  # width, numbers of all keys, MLP: of 2, 1 and 2 heads
+    *("_name_or_path", "attention_bias", "attention_dropout", "bos_token_id", "eos_token_id"),
+    *("initializer_range", "intermediate_size", "num_hidden_layers", "num_key_value_heads"),
+    *("pretraining_tp", "tie_word_embeddings", "use_cache"),
+)
+BLOCKS = {  # the width, the size of all keys (of 2, 1 and 2 heads) and of the MLP
     "self_attention": (16, 8, 40),
     "cross_attention": (16, 4, 56),
     "layer_self_attention": (32, 16, 72),
@@ -701,7 +721,10 @@ BLOCKS = {  # width, numbers of all keys, MLP: of 2, 1 and 2 heads
 
 
 def published_tensors(bias: bool = False) -> dict[str, np.ndarray]:
-    """Under the authors' names, of blocks that all have other sizes. In drafters for Qwen2 two of them have biases."""
+    """Return tensors under the authors' names, for blocks of different sizes.
+
+    In drafters for Qwen2 two of the blocks have biases.
+    """
     rng = np.random.default_rng(0)
     tensors = {"Ekv2E.weight": rng.normal(size=(16, 32)) * 0.3, "Ekv2E.bias": rng.normal(size=16)}
     for name, (width, keys, intermediate) in BLOCKS.items():
@@ -723,7 +746,7 @@ def published_tensors(bias: bool = False) -> dict[str, np.ndarray]:
 
 
 def publish(directory, layout: str, bias: bool = False, **changes) -> None:
-    """Write a drafter as the authors' training code does, or as their converter for vLLM."""
+    """Write a drafter as the authors' training code does, or as their converter for vLLM does."""
     content = OF_TARGET | ({"model_type": "qwen2"} if bias else {})
     if layout == "vllm":
         content = {name: value for name, value in content.items() if name not in NOT_IN_VLLM}
@@ -733,15 +756,12 @@ def publish(directory, layout: str, bias: bool = False, **changes) -> None:
             "disable_LSA": False,
             "kv_hidden_size": 32,
         }
-        content |= {"self_attention_num_key_value_heads": 2, "self_attention_intermediate_size": 40}
-        content |= {
-            "cross_attention_num_key_value_heads": 1,
-            "cross_attention_intermediate_size": 56,
-        }
-        content |= {
-            "layer_self_attention_num_key_value_heads": 2,
-            "layer_self_attention_intermediate_size": 72,
-        }
+        for block, heads, size in (
+            ("self_attention", 2, 40),
+            ("cross_attention", 1, 56),
+            ("layer_self_attention", 2, 72),
+        ):
+            content |= {f"{block}_num_key_value_heads": heads, f"{block}_intermediate_size": size}
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(content | changes))
     save_file(published_tensors(bias), directory / "model.safetensors")
@@ -749,33 +769,29 @@ def publish(directory, layout: str, bias: bool = False, **changes) -> None:
 
 @pytest.mark.parametrize("layout", ["authors", "vllm"])
 def test_published_checkpoints_are_read_and_written_back(tmp_path, layout) -> None:
-    """Each is recognised, has the sizes of its tensors, and comes back equal from every layout."""
+    """Check that each has the sizes of its tensors, and is read back from every layout."""
     publish(tmp_path / "published", layout)
     target = target_of(num_kv_heads=4)
     drafter = load_drafter(str(tmp_path / "published"), None, target.config, dtype=jnp.float32)
-    assert isinstance(drafter, MixtureOfAttentions) and drafter.draft == DynamicTree(
-        top_k=8, depth=6, nodes=1 + 62
-    )
+    assert isinstance(drafter, MixtureOfAttentions)
+    assert drafter.draft == DynamicTree(top_k=8, depth=6, nodes=1 + 62)
     drafter.check(target)
-    own, cross, lsa = drafter.config.self_layer, drafter.config.cross_layer, drafter.config.lsa
+    self_layer, cross = drafter.config.self_layer, drafter.config.cross_layer
+    lsa = drafter.config.lsa
     assert lsa is not None and drafter.config.tli == 0
-    assert (own.num_heads, own.num_kv_heads, own.head_dim, own.intermediate_size) == (4, 2, 4, 40)
-    assert (cross.num_heads, cross.num_kv_heads, cross.head_dim, cross.intermediate_size) == (
-        4,
-        1,
-        4,
-        56,
-    )
-    assert (
-        lsa.block.num_heads,
-        lsa.block.num_kv_heads,
-        lsa.block.head_dim,
-        lsa.block.intermediate_size,
-    ) == (4, 2, 8, 72)
+
+    def sizes(block: ModelConfig) -> tuple[int, int, int, int]:
+        return block.num_heads, block.num_kv_heads, block.head_dim, block.intermediate_size
+
+    assert sizes(self_layer) == (4, 2, 4, 40)
+    assert sizes(cross) == (4, 1, 4, 56)
+    assert sizes(lsa.block) == (4, 2, 8, 72)
     assert (lsa.target_kv_heads, lsa.target_head_dim) == (4, 4)
-    # Of the target the converter keeps little, and so its own number of layers is not asked for.
+    # The converter does not save the target's number of layers, so it is not checked.
     assert lsa.target_layers == drafter.config.target_layers == (3 if layout == "authors" else None)
-    assert own.rope == Rope(theta=100.0, kind="linear", factor=4.0, original_max_positions=512)
+    assert self_layer.rope == Rope(
+        theta=100.0, kind="linear", factor=4.0, original_max_positions=512
+    )
     assert cross.rope == lsa.block.rope == Rope(theta=100.0)
     tensors = published_tensors()
     np.testing.assert_array_equal(
@@ -784,9 +800,9 @@ def test_published_checkpoints_are_read_and_written_back(tmp_path, layout) -> No
     np.testing.assert_array_equal(drafter.params["ekv2e"], tensors["Ekv2E.weight"].T)
     for again in (layout, "specjax"):
         drafter.save_pretrained(tmp_path / again, layout=again)
-        written = load_file(tmp_path / again / "model.safetensors")
-        assert written.keys() == tensors.keys()
-        jax.tree.map(np.testing.assert_array_equal, written, tensors)
+        saved = load_file(tmp_path / again / "model.safetensors")
+        assert saved.keys() == tensors.keys()
+        jax.tree.map(np.testing.assert_array_equal, saved, tensors)
         read = MixtureOfAttentions.from_pretrained(tmp_path / again, dtype=np.float32)
         assert read.config == drafter.config
         jax.tree.map(np.testing.assert_array_equal, read.params, drafter.params)
@@ -795,9 +811,9 @@ def test_published_checkpoints_are_read_and_written_back(tmp_path, layout) -> No
     )
     same = before.keys() & after.keys() - {"rope_scaling"}
     assert {name: before[name] for name in same} == {name: after[name] for name in same}
-    assert {name for name in before if name not in after} <= {
-        "_name_or_path", "attention_dropout", "initializer_range", "pretraining_tp", "use_cache", "mlp_bias",
-    }  # fmt: skip
+    not_written = {"_name_or_path", "attention_dropout", "initializer_range"}
+    not_written |= {"pretraining_tp", "use_cache", "mlp_bias"}
+    assert {name for name in before if name not in after} <= not_written
 
 
 @pytest.mark.parametrize("layout", ["authors", "vllm"])
@@ -809,30 +825,25 @@ def test_by_name_a_published_checkpoint_has_the_target_layer_inference_that_the_
     drafter = load_drafter(
         f"moa,tli=1:{tmp_path / 'published'}", Chain(4), target.config, dtype=jnp.float32
     )
-    made = MixtureOfAttentions.from_pretrained(
+    by_class = MixtureOfAttentions.from_pretrained(
         tmp_path / "published", draft=Chain(4), dtype=jnp.float32, tli=1
     )
     assert isinstance(drafter, MixtureOfAttentions)
-    assert drafter.config == made.config and drafter.config.tli == 1
-    assert drafter.fingerprint() == made.fingerprint()
+    assert drafter.config == by_class.config and drafter.config.tli == 1
+    assert drafter.fingerprint() == by_class.fingerprint()
     plain = load_drafter(
         f"moa:{tmp_path / 'published'}", Chain(4), target.config, dtype=jnp.float32
     )
-    assert (
-        plain.fingerprint() != made.fingerprint()
-    )  # a client and a server of which one says no tli do not fit
-    made.save_pretrained(tmp_path / "ours")
+    # A client and a server do not fit if only one of them has tli.
+    assert plain.fingerprint() != by_class.fingerprint()
+    by_class.save_pretrained(tmp_path / "ours")
     with pytest.raises(
         InputError,
         match=r"tli=2: the checkpoint says that it was trained with tli=1; leave tli out",
     ):
         load_drafter(f"moa,tli=2:{tmp_path / 'ours'}", None, target.config, dtype=jnp.float32)
-    assert (
-        load_drafter(
-            f"moa,tli=1:{tmp_path / 'ours'}", None, target.config, dtype=jnp.float32
-        ).config
-        == made.config
-    )
+    same = load_drafter(f"moa,tli=1:{tmp_path / 'ours'}", None, target.config, dtype=jnp.float32)
+    assert same.config == by_class.config
 
 
 @pytest.mark.full
@@ -860,10 +871,8 @@ def test_published_checkpoints_draft_by_the_definition(tmp_path, layout, tli) ->
     propose, advance = jax.jit(decoding.propose_step), jax.jit(decoding.advance)
     for _ in range(2):
         draft, drafting = propose(target, drafter, state)
-        text, drafted = (
-            np.asarray(state.tokens[0, : int(state.lengths[0])]).tolist(),
-            np.asarray(draft.tokens[0, 1:]).tolist(),
-        )
+        text = np.asarray(state.tokens[0, : int(state.lengths[0])]).tolist()
+        drafted = np.asarray(draft.tokens[0, 1:]).tolist()
         assert drafted == slow_chain(drafter, target, text, drafted[:-1]).argmax(-1).tolist()
         state, _ = advance(target, drafter, drafting, draft)
 
@@ -872,17 +881,14 @@ def test_biases_of_a_published_checkpoint_are_told_by_its_tensors(tmp_path) -> N
     publish(tmp_path / "published", "authors", bias=True)
     drafter = MixtureOfAttentions.from_pretrained(tmp_path / "published", dtype=np.float32)
     config = drafter.config
-    assert config.lsa is not None and (config.self_layer.qkv_bias, config.cross_layer.qkv_bias) == (
-        True,
-        False,
-    )
+    assert config.lsa is not None
+    assert (config.self_layer.qkv_bias, config.cross_layer.qkv_bias) == (True, False)
     assert drafter.params["layer_self_attention"]["k_bias"].shape == (16,)
     for layout in MixtureOfAttentions.layouts:
         drafter.save_pretrained(tmp_path / layout, layout=layout)
         again = MixtureOfAttentions.from_pretrained(tmp_path / layout, dtype=np.float32)
-        assert again.config.self_layer.qkv_bias and again.config.lsa == (
-            config.lsa if layout != "vllm" else replace(config.lsa, target_layers=None)
-        )
+        lsa = config.lsa if layout != "vllm" else replace(config.lsa, target_layers=None)
+        assert again.config.self_layer.qkv_bias and again.config.lsa == lsa
         jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
 
 
@@ -901,10 +907,9 @@ def test_target_layer_inference_is_asked_for_where_a_checkpoint_does_not_say(tmp
             MixtureOfAttentions.from_pretrained(tmp_path / "authors", tli=wrong)
     drafter = MixtureOfAttentions.from_pretrained(tmp_path / "authors", tli=2)
     drafter.save_pretrained(tmp_path / "ours")
-    for asked in ({}, {"tli": 2}):
-        assert (
-            MixtureOfAttentions.from_pretrained(tmp_path / "ours", **asked).config == drafter.config
-        )
+    for options in ({}, {"tli": 2}):
+        read = MixtureOfAttentions.from_pretrained(tmp_path / "ours", **options)
+        assert read.config == drafter.config
     with pytest.raises(
         CheckpointError, match=r"config\.json: tli=0: .* trained with tli=2; leave tli out"
     ):

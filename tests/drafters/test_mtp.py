@@ -1,4 +1,7 @@
-"""MTP modules in checkpoints: published names and habits, what is refused. What they draft is in `test_features`."""
+"""Test MTP modules in checkpoints: published names and layouts, and what is refused.
+
+`test_features` tests what they draft.
+"""
 
 import json
 from dataclasses import replace
@@ -30,22 +33,24 @@ def target():
 
 @pytest.fixture
 def beside_its_target(tmp_path, target):
-    """A checkpoint as MiMo's: the modules' tensors among the target's."""
+    """Return a checkpoint such as MiMo's, and its drafter.
+
+    The modules' tensors are among the target's.
+    """
     drafter = MTP.init(target, jax.random.key(1), modules=2, qkv_bias=True, model_type="qwen2")
     target.save_pretrained(tmp_path)
     drafter.save_pretrained(tmp_path / "mtp")
-    tensors = load_file(tmp_path / "model.safetensors") | load_file(
-        tmp_path / "mtp" / "model.safetensors"
-    )
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= load_file(tmp_path / "mtp" / "model.safetensors")
     save_file(tensors, tmp_path / "model.safetensors")
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 2}))
     return tmp_path, drafter
 
 
-def assert_same(one: MTP, other: MTP) -> None:
-    assert one.config == other.config
-    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+def assert_same(actual: MTP, expected: MTP) -> None:
+    assert actual.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, actual.params, expected.params)
 
 
 @pytest.mark.full
@@ -97,7 +102,7 @@ EXPERTS = {
     "n_group": 4,
     "topk_group": 2,
 }
-PUBLISHED = {  # transformers' name of the family, its sizes, and how the module's tensors are called
+PUBLISHED = {  # transformers' name of the family, its sizes, and the names of the module's tensors
     "mimo": (
         "Qwen2",
         {},
@@ -115,27 +120,25 @@ PUBLISHED = {  # transformers' name of the family, its sizes, and how the module
 
 @pytest.fixture(params=PUBLISHED)
 def published(request, tmp_path):
-    """A checkpoint of two layers and a module, made of a model of three that transformers runs; a text; the module's logits."""
+    """Return a checkpoint of two layers and a module, a text, the module's logits, and a draft.
+
+    The checkpoint is made from a model of three layers that transformers runs.
+    """
     import transformers
 
     from tests.with_torch import torch
 
     family, sizes, prefix, names = PUBLISHED[request.param]
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(
-        getattr(transformers, f"{family}Config")(**SIZES | sizes)
-    ).eval()
-    extra = {name: torch.randn(32) * 0.3 + 1 for name in names} | {
-        names[2]: torch.randn(32, 64) * 0.2
-    }
+    config = getattr(transformers, f"{family}Config")(**SIZES | sizes)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    extra = {name: torch.randn(32) * 0.3 + 1 for name in names}
+    extra |= {names[2]: torch.randn(32, 64) * 0.2}
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 37, (1, 12)))
 
     def norm(x, name):
-        return (
-            x
-            * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps)
-            * extra[name]
-        )
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps)
+        return x * scale * extra[name]
 
     with torch.no_grad():
         for key, value in model.state_dict().items():
@@ -144,18 +147,12 @@ def published(request, tmp_path):
         inner = model.model
 
         def read(states, following):
-            count, parts = (
-                states.shape[1],
-                [norm(states, names[0]), norm(inner.embed_tokens(following), names[1])],
-            )
-            x = (
-                torch.cat(parts if request.param == "mimo" else parts[::-1], dim=-1)
-                @ extra[names[2]].T
-            )
-            mask, places = (
-                torch.full((count, count), float("-inf")).triu(1)[None, None],
-                torch.arange(count)[None],
-            )
+            count = states.shape[1]
+            parts = [norm(states, names[0]), norm(inner.embed_tokens(following), names[1])]
+            joined = torch.cat(parts if request.param == "mimo" else parts[::-1], dim=-1)
+            x = joined @ extra[names[2]].T
+            mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+            places = torch.arange(count)[None]
             x = inner.layers[2](
                 x,
                 attention_mask=mask,
@@ -167,11 +164,12 @@ def published(request, tmp_path):
         hidden = inner.norm(model(tokens[:, :-1], output_hidden_states=True).hidden_states[2])
         first = read(hidden, tokens[:, 1:])
         logits = norm(first, names[3]) @ model.lm_head.weight.T
-        # Drafting goes on with the module's own state: MiMo hands it on after its norm, DeepSeek before.
-        handed_on = norm(first, names[3]) if request.param == "mimo" else first
+        # Drafting continues with the module's own state: after its norm in MiMo, before it in
+        # DeepSeek.
+        next_state = norm(first, names[3]) if request.param == "mimo" else first
         drafted = logits[:, -1:].argmax(-1)
         second = read(
-            torch.cat([hidden, handed_on[:, -1:]], 1), torch.cat([tokens[:, 1:], drafted], 1)
+            torch.cat([hidden, next_state[:, -1:]], 1), torch.cat([tokens[:, 1:], drafted], 1)
         )
         following = (norm(second[:, -1], names[3]) @ model.lm_head.weight.T).argmax(-1)
     model.save_pretrained(tmp_path)
@@ -180,28 +178,23 @@ def published(request, tmp_path):
         for name, value in load_file(tmp_path / "model.safetensors").items()
     }
     tensors |= {f"{prefix}{name}.weight": value.numpy() for name, value in extra.items()}
-    if request.param == "deepseek_v3":  # which repeats what the modules share
+    if request.param == "deepseek_v3":  # its checkpoints repeat the tensors that modules share
         tensors |= {f"{prefix}embed_tokens.weight": tensors["model.embed_tokens.weight"]}
         tensors |= {f"{prefix}shared_head.head.weight": tensors["lm_head.weight"]}
     save_file(tensors, tmp_path / "model.safetensors")
-    raw = json.loads((tmp_path / "config.json").read_text()) | {
-        "num_hidden_layers": 2,
-        "model_type": request.param,
-    }
-    (tmp_path / "config.json").write_text(
-        json.dumps(raw | {"num_nextn_predict_layers": 1, "layer_types": None})
-    )
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw |= {"num_hidden_layers": 2, "model_type": request.param}
+    raw |= {"num_nextn_predict_layers": 1, "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     return tmp_path, tokens.numpy(), logits.numpy(), [int(drafted), int(following)]
 
 
 @pytest.mark.full
 def test_published_modules_say_what_the_published_network_says(published) -> None:
-    """In one pass over the text, and in the engine: the tokens that are drafted after a prompt."""
+    """Check one pass over the text, and the tokens that the engine drafts after a prompt."""
     directory, tokens, expected, drafted = published
-    target, drafter = (
-        specjax.Target.from_pretrained(directory, dtype=np.float32),
-        MTP.from_pretrained(directory, draft=Chain(2), dtype=np.float32),
-    )
+    target = specjax.Target.from_pretrained(directory, dtype=np.float32)
+    drafter = MTP.from_pretrained(directory, draft=Chain(2), dtype=np.float32)
     output = target.forward(tokens[:, :-1])[0]
     causal, positions = jnp.tril(jnp.ones((1, 11, 11), bool)), jnp.arange(11)[None]
     states, _ = drafter.run(
@@ -223,8 +216,10 @@ def test_published_modules_say_what_the_published_network_says(published) -> Non
 def test_a_tensor_that_no_module_has_is_refused(published) -> None:
     directory, *_ = published
     tensors = load_file(directory / "model.safetensors")
-    own = next(name for name in tensors if name.endswith((".eh_proj.weight", ".input_proj.weight")))
-    strange = own.replace("weight", "bias")
+    weight = next(
+        name for name in tensors if name.endswith((".eh_proj.weight", ".input_proj.weight"))
+    )
+    strange = weight.replace("weight", "bias")
     save_file(tensors | {strange: np.zeros(32, np.float32)}, directory / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"{strange}. is no part of the MTP modules"):
         MTP.from_pretrained(directory)
@@ -235,12 +230,12 @@ def test_what_is_wrong_is_refused_by_name(beside_its_target, target) -> None:
     tensors = load_file(directory / "model.safetensors")
 
     def keep(*left_out: str) -> None:
-        kept = {
+        remaining = {
             name: value
             for name, value in tensors.items()
             if not any(part in name for part in left_out)
         }
-        save_file(kept, directory / "model.safetensors")
+        save_file(remaining, directory / "model.safetensors")
 
     keep("mtp_layers.1.")
     with pytest.raises(

@@ -1,4 +1,7 @@
-"""Qwen3.5's and Qwen3-Next's own MTP modules, against a slow reading of what vLLM makes of them: transformers ignores them."""
+"""Compare the MTP modules of Qwen3.5 and Qwen3-Next with a slow version of vLLM's network.
+
+transformers ignores these modules.
+"""
 
 import json
 import re
@@ -39,7 +42,10 @@ NAMES = (
 
 @dataclass
 class Published:
-    """A target that transformers made, and a module for it, whose decoder layer it made too."""
+    """A target that transformers made, and a module for it.
+
+    transformers has made the module's decoder layer, too.
+    """
 
     model: Any
     of_module: Any
@@ -69,7 +75,11 @@ class Published:
         return scaled * (1 + self.extra[f"mtp.{name}.weight"])
 
     def read(self, states: Any, tokens: Any) -> Any:
-        """``[1, T, H]`` what the module hands on at pairs of ``states [1, T, H]`` and the ``tokens [1, T]`` that follow."""
+        """Return the module's states ``[1, T, H]``, which it passes on.
+
+        A pair is a state of ``states [1, T, H]`` and the token of ``tokens [1, T]`` that follows
+        it.
+        """
         from tests.with_torch import torch
 
         embedded = self.model.model.embed_tokens(tokens)
@@ -77,49 +87,54 @@ class Published:
             [self.norm("pre_fc_norm_embedding", embedded), self.norm("pre_fc_norm_hidden", states)],
             dim=-1,
         )
-        x, inner, count = (
-            joined @ self.extra["mtp.fc.weight"].T,
-            self.of_module.model,
-            tokens.shape[1],
-        )
-        mask, places = (
-            torch.full((count, count), float("-inf")).triu(1)[None, None],
-            torch.arange(count)[None],
-        )
-        turned = inner.rotary_emb(x, places)
-        x = inner.layers[0](x, attention_mask=mask, position_ids=places, position_embeddings=turned)
+        x = joined @ self.extra["mtp.fc.weight"].T
+        inner, count = self.of_module.model, tokens.shape[1]
+        mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+        places = torch.arange(count)[None]
+        rotary = inner.rotary_emb(x, places)
+        x = inner.layers[0](x, attention_mask=mask, position_ids=places, position_embeddings=rotary)
         return self.norm("norm", x[0] if isinstance(x, tuple) else x)
 
-    def expected(self, known: int, drafted: list[int]) -> np.ndarray:
-        """``[D, V]`` probabilities at each level of a chain of ``drafted`` tokens, after ``known`` tokens of the text."""
+    def expected(self, length: int, drafted: list[int]) -> np.ndarray:
+        """Return the probabilities ``[D, V]`` at each level of a chain of ``drafted`` tokens.
+
+        The chain is after the first ``length`` tokens of the text.
+        """
         from tests.with_torch import torch
 
-        tokens, found = TEXT.tolist(), []
+        tokens, levels = TEXT.tolist(), []
         with torch.no_grad():
-            states = self.model.model(torch.tensor([tokens[:known]])).last_hidden_state[
-                :, : known - 1
-            ]
+            output = self.model.model(torch.tensor([tokens[:length]]))
+            states = output.last_hidden_state[:, : length - 1]
             for depth in range(len(drafted)):
-                following = torch.tensor([tokens[1:known] + drafted[:depth]])
+                following = torch.tensor([tokens[1:length] + drafted[:depth]])
                 out = self.read(states, following)
-                found.append((out[0, -1] @ self.model.lm_head.weight.T).softmax(-1).numpy())
-                states = torch.cat(
-                    [states, out[:, -1:]], dim=1
-                )  # the next pair has what was handed on
-        return np.stack(found)
+                levels.append((out[0, -1] @ self.model.lm_head.weight.T).softmax(-1).numpy())
+                # The next pair has the module's own state.
+                states = torch.cat([states, out[:, -1:]], dim=1)
+        return np.stack(levels)
 
     def save(
         self, directory: Path, *, nested: str = "", one_by_one: bool = False, counted: bool = True
     ) -> None:
-        """As published: the module's tensors among the target's."""
+        """Write a checkpoint with the module's tensors among the target's, as they are published.
+
+        Args:
+            directory: the directory to write to.
+            nested: the model type of a multimodal model around the target; empty for none.
+            one_by_one: whether each expert has tensors of its own.
+            counted: whether config.json states the number of modules.
+        """
         self.of_module.save_pretrained(directory / "module")
-        own = load_file(directory / "module" / "model.safetensors")
-        own = {
+        module_model = load_file(directory / "module" / "model.safetensors")
+        module_tensors = {
             name.replace("model.", "mtp."): value
-            for name, value in own.items()
+            for name, value in module_model.items()
             if ".layers." in name
         }
-        own = split_experts(own) if one_by_one else join_experts(own)
+        module_tensors = (
+            split_experts(module_tensors) if one_by_one else join_experts(module_tensors)
+        )
         self.model.save_pretrained(directory)
         tensors = load_file(directory / "model.safetensors")
         raw = json.loads((directory / "config.json").read_text())
@@ -132,89 +147,91 @@ class Published:
             }
             tensors["model.visual.merger.norm.weight"] = np.ones(3, np.float32)
             raw = {"model_type": nested, "text_config": raw, "vision_config": {}}
-        tensors |= own | {name: value.numpy() for name, value in self.extra.items()}
+        tensors |= module_tensors | {name: value.numpy() for name, value in self.extra.items()}
         save_file(tensors, directory / "model.safetensors")
         (directory / "config.json").write_text(json.dumps(raw))
 
 
 def split_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Tensors of all experts as one for each."""
-    found = {}
+    """Return tensors of all experts as tensors of each expert."""
+    result = {}
     for name, value in tensors.items():
-        stem, joined = name.rpartition(".")[0], name.rpartition(".")[2]
+        stem, _, joined = name.rpartition(".")
         if joined not in ("gate_up_proj", "down_proj"):
-            found[name] = value
+            result[name] = value
             continue
-        for i, own in enumerate(value):
-            parts = (
-                {"down": own}
-                if joined == "down_proj"
-                else dict(zip(("gate", "up"), np.split(own, 2), strict=True))
-            )
-            found |= {
+        for i, of_expert in enumerate(value):
+            if joined == "down_proj":
+                parts = {"down": of_expert}
+            else:
+                parts = dict(zip(("gate", "up"), np.split(of_expert, 2), strict=True))
+            result |= {
                 f"{stem}.{i}.{part}_proj.weight": np.ascontiguousarray(matrix)
                 for part, matrix in parts.items()
             }
-    return found
+    return result
 
 
 def join_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Tensors of one expert each as two for all of them."""
-    found, experts = {}, defaultdict(dict)
+    """Return the tensors of single experts as two tensors of all experts."""
+    result, experts = {}, defaultdict(dict)
     for name, value in tensors.items():
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
             experts[match[1]][int(match[2]), match[3]] = value
         else:
-            found[name] = value
-    for stem, own in experts.items():
-        numbers = sorted({number for number, _ in own})
-        found[f"{stem}.gate_up_proj"] = np.stack(
-            [np.concatenate([own[i, "gate"], own[i, "up"]]) for i in numbers]
+            result[name] = value
+    for stem, matrices in experts.items():
+        indices = sorted({index for index, _ in matrices})
+        result[f"{stem}.gate_up_proj"] = np.stack(
+            [np.concatenate([matrices[i, "gate"], matrices[i, "up"]]) for i in indices]
         )
-        found[f"{stem}.down_proj"] = np.stack([own[i, "down"] for i in numbers])
-    return found
+        result[f"{stem}.down_proj"] = np.stack([matrices[i, "down"] for i in indices])
+    return result
 
 
 def drafted_by(
-    directory: Path, known: np.ndarray
+    directory: Path, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, specjax.Target, MTP]:
-    """The chains that the engine drafts after so many tokens of the text and a root, and what they were drawn from."""
+    """Return the chains that the engine drafts, their q, the target and the drafter.
+
+    Each row has read the first tokens of the text, and a root; ``lengths`` has the number of both.
+    """
     target = specjax.Target.from_pretrained(directory, dtype=np.float32)
     drafter = MTP.from_pretrained(directory, draft=Chain(DEPTH), dtype=np.float32)
     options = GenerationOptions(
         max_new_tokens=8, sampling=Sampling(temperature=1.0), eos_token_ids=()
     )
-    drafter, state = decoding.start(target, drafter, np.tile(TEXT, (len(known), 1)), known, options)
+    drafter, state = decoding.start(
+        target, drafter, np.tile(TEXT, (len(lengths), 1)), lengths, options
+    )
     draft, _ = jax.jit(decoding.propose_step)(target, drafter, state)
     return np.asarray(draft.tokens)[:, 1:], np.asarray(draft.q)[:, :DEPTH], target, drafter
 
 
-KNOWN = np.array([2, 5, LENGTH])
+LENGTHS = np.array([2, 5, LENGTH])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_are_drawn_from_what_the_published_network_says(tmp_path, name) -> None:
-    """At every level, after texts of several lengths; and in one pass at every position."""
+    """Check every level after texts of several lengths, and one pass at every position."""
     published = Published.make(name)
     published.save(tmp_path, counted=name != "qwen3_next")
-    tokens, q, target, drafter = drafted_by(tmp_path, KNOWN)
-    for row, known in enumerate(KNOWN):
+    tokens, q, target, drafter = drafted_by(tmp_path, LENGTHS)
+    for row, length in enumerate(LENGTHS):
         np.testing.assert_allclose(
-            q[row], published.expected(known, tokens[row].tolist()), atol=2e-5
+            q[row], published.expected(length, tokens[row].tolist()), atol=2e-5
         )
     output = target.forward(TEXT[None, :-1])[0]
-    causal, positions = (
-        jnp.tril(jnp.ones((1, LENGTH - 1, LENGTH - 1), bool)),
-        jnp.arange(LENGTH - 1)[None],
-    )
+    causal = jnp.tril(jnp.ones((1, LENGTH - 1, LENGTH - 1), bool))
+    positions = jnp.arange(LENGTH - 1)[None]
     states, _ = drafter.run(
         drafter.features(output), drafter.embed(target, TEXT[None, 1:]), positions, causal, ((),)
     )
     probabilities = jax.nn.softmax(drafter.logits(target, states))[0]
-    for known in range(2, LENGTH + 1):
+    for length in range(2, LENGTH + 1):
         np.testing.assert_allclose(
-            probabilities[known - 2], published.expected(known, [0])[0], atol=2e-5
+            probabilities[length - 2], published.expected(length, [0])[0], atol=2e-5
         )
     assert drafter.config.layer.gated_attention and drafter.config.layer.norm_offset == 1
     assert (drafter.config.layer.moe is not None) == (name in ("qwen3_5_moe", "qwen3_next"))
@@ -227,11 +244,12 @@ def test_drafts_are_drawn_from_what_the_published_network_says(tmp_path, name) -
 def test_modules_of_models_that_see(tmp_path, name, nested) -> None:
     published = Published.make(name)
     published.save(tmp_path, nested=nested, one_by_one=True)
-    tokens, q, target, _ = drafted_by(tmp_path, KNOWN[1:2])
-    np.testing.assert_allclose(q[0], published.expected(KNOWN[1], tokens[0].tolist()), atol=2e-5)
+    tokens, q, target, _ = drafted_by(tmp_path, LENGTHS[1:2])
+    np.testing.assert_allclose(q[0], published.expected(LENGTHS[1], tokens[0].tolist()), atol=2e-5)
     assert isinstance(load_drafter(str(tmp_path), Chain(2), target.config), MTP)
     raw = json.loads((tmp_path / "config.json").read_text())
-    assert MTP.checkpoint_format.recognises(raw, ())  # of the hub's, the tensors are not there yet
+    # The tensors of a checkpoint on the hub are not known yet.
+    assert MTP.checkpoint_format.recognises(raw, ())
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
@@ -246,13 +264,14 @@ def test_modules_alone_are_read_as_they_were_written(tmp_path, name, one_by_one)
     before, after = (
         load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "alone")
     )
-    assert set(after) == {each for each in before if each.startswith("mtp.")}
-    jax.tree.map(np.testing.assert_array_equal, {each: before[each] for each in after}, after)
+    assert set(after) == {tensor for tensor in before if tensor.startswith("mtp.")}
+    expected = {tensor: before[tensor] for tensor in after}
+    jax.tree.map(np.testing.assert_array_equal, expected, after)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_new_modules_have_the_names_of_the_published_ones(tmp_path, name) -> None:
-    """What is trained for a hybrid can be put beside it, and is found there."""
+    """Check that a trained module can be put beside its hybrid target, and is found there."""
     Published.make(name).save(tmp_path, one_by_one=True)
     config = config_json.read_config(CheckpointFiles(tmp_path))
     target = specjax.Target.init(config, jax.random.key(0))
@@ -262,8 +281,8 @@ def test_new_modules_have_the_names_of_the_published_ones(tmp_path, name) -> Non
     before, after = (
         load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "alone")
     )
-    assert {each: value.shape for each, value in after.items()} == {
-        each: value.shape for each, value in before.items() if each.startswith("mtp.")
+    assert {tensor: value.shape for tensor, value in after.items()} == {
+        tensor: value.shape for tensor, value in before.items() if tensor.startswith("mtp.")
     }
     again = MTP.from_pretrained(tmp_path / "alone", dtype=np.float32)
     assert again.config == drafter.config
@@ -279,10 +298,8 @@ def test_more_modules_than_there_are_names_for_are_plain() -> None:
 def test_what_is_wrong_is_refused_by_name(tmp_path) -> None:
     published = Published.make("qwen3_5")
     published.save(tmp_path)
-    raw, tensors = (
-        json.loads((tmp_path / "config.json").read_text()),
-        load_file(tmp_path / "model.safetensors"),
-    )
+    raw = json.loads((tmp_path / "config.json").read_text())
+    tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(raw | {"mtp_num_hidden_layers": 2}))
     with pytest.raises(CheckpointError, match="modules=2: Qwen's checkpoints have names for one"):
         MTP.from_pretrained(tmp_path)
@@ -309,10 +326,8 @@ def test_what_is_wrong_is_refused_by_name(tmp_path) -> None:
     )
     with pytest.raises(CheckpointError, match="num_nextn_predict_layers"):
         MTP.from_pretrained(tmp_path)
-    assert isinstance(
-        load_drafter(str(tmp_path), Chain(2), config_json.read_config(CheckpointFiles(tmp_path))),
-        DraftModel,
-    )
+    config = config_json.read_config(CheckpointFiles(tmp_path))
+    assert isinstance(load_drafter(str(tmp_path), Chain(2), config), DraftModel)
     llama = {"model_type": "llama", **{key: raw[key] for key in zoo.SIZES if key in raw}}
     (tmp_path / "config.json").write_text(json.dumps(llama))
     save_file(tensors, tmp_path / "model.safetensors")

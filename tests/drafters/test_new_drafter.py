@@ -1,4 +1,7 @@
-"""A drafter that the library does not know: what a class and one line of the registry bring it."""
+"""Test a drafter that the library does not know.
+
+A class and one line of the registry are enough for the library to support it.
+"""
 
 import json
 from dataclasses import dataclass
@@ -49,8 +52,8 @@ def layout_of(stored: CheckpointFiles) -> str:
 
 
 def read_config(stored: CheckpointFiles) -> WizardConfig:
-    known = {name: whole(1, 10_000) for name in ("wizard_rungs", "hidden_size", "vocab_size")}
-    rungs, hidden, vocab = check_fields(stored.raw, known, stored.file).values()
+    checks = {name: whole(1, 10_000) for name in ("wizard_rungs", "hidden_size", "vocab_size")}
+    rungs, hidden, vocab = check_fields(stored.raw, checks, stored.file).values()
     stored.check_count("wizard_rungs", rungs, stored.numbered(f"{layout_of(stored)}."), "rungs")
     return WizardConfig(hidden, vocab, rungs)
 
@@ -66,7 +69,7 @@ def declare(config: WizardConfig, layout: str) -> Params:
         }
 
     return {
-        "rungs": [rung(f"{layout}.{number}") for number in range(config.rungs)],
+        "rungs": [rung(f"{layout}.{index}") for index in range(config.rungs)],
         "lm_head": matrix("lm_head", (hidden, None), (config.vocab_size, "vocab")),
     }
 
@@ -80,7 +83,10 @@ def format_config(drafter: "Wizard", layout: str, dtype: str, target: str) -> di
 
 @struct.dataclass
 class Wizard(TrainedDrafter):
-    """A recurrent head: from the target's last hidden state it goes on with the tokens that it drafts itself."""
+    """A recurrent head.
+
+    It starts from the target's last hidden state, and continues with the tokens that it drafts.
+    """
 
     params: Params
     config: WizardConfig = struct.field(pytree_node=False)
@@ -163,7 +169,7 @@ def _registered(monkeypatch) -> None:
     )
 
 
-# --- what follows ---
+# --- the tests ---
 
 
 @pytest.fixture
@@ -171,9 +177,9 @@ def wizard() -> Wizard:
     return Wizard.init(tiny_target(), jax.random.key(3), rungs=2)
 
 
-def assert_same(one: TrainedDrafter, other: TrainedDrafter) -> None:
-    assert type(one) is type(other) and one.config == other.config
-    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+def assert_same(actual: TrainedDrafter, expected: TrainedDrafter) -> None:
+    assert type(actual) is type(expected) and actual.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, actual.params, expected.params)
 
 
 @pytest.mark.full
@@ -191,9 +197,9 @@ def test_it_is_saved_and_found_by_name_and_by_what_it_is(wizard, tmp_path, layou
     assert f"{layout}.1.step.weight" in load_file(tmp_path / "model.safetensors")
     assert_same(Wizard.from_pretrained(tmp_path, dtype=jnp.float32), wizard)
     for name in (str(tmp_path), f"wizard:{tmp_path}"):
-        found = load_drafter(name, DynamicTree(2, 2, 4), config, dtype=jnp.float32)
-        assert_same(found, wizard)
-        assert found.draft == DynamicTree(2, 2, 4)
+        drafter = load_drafter(name, DynamicTree(2, 2, 4), config, dtype=jnp.float32)
+        assert_same(drafter, wizard)
+        assert drafter.draft == DynamicTree(2, 2, 4)
     assert load_drafter(str(tmp_path), None, config).draft == Chain(3)
 
 
@@ -201,24 +207,17 @@ def test_it_is_converted(wizard, tmp_path, capsys) -> None:
     wizard.save_pretrained(tmp_path / "hat", dtype=jnp.bfloat16)
     arguments = ("convert", "--drafter", str(tmp_path / "hat"), "--output", str(tmp_path / "robe"))
     assert main([*arguments, "--to", "robe"]) == 0
-    assert "layout robe, bfloat16; rungs are called robe" in " ".join(
-        capsys.readouterr().out.split()
-    )
-    arguments = (
-        "convert",
-        "--drafter",
-        f"wizard:{tmp_path / 'robe'}",
-        "--output",
-        str(tmp_path / "again"),
-    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "layout robe, bfloat16; rungs are called robe" in printed
+    arguments = ("convert", "--drafter", f"wizard:{tmp_path / 'robe'}")
+    arguments += ("--output", str(tmp_path / "again"))
     assert main([*arguments, "--to", "hat"]) == 0
     for file in (tmp_path / "hat").iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
     capsys.readouterr()
     assert main([*arguments, "--to", "scarf"]) == 2
-    assert "to='scarf': a wizard is written as hat, robe: give one of these" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "to='scarf': a wizard is written as hat, robe: give one of these" in printed
 
 
 def test_what_is_wrong_with_a_checkpoint_is_said_in_its_words(wizard, tmp_path) -> None:
@@ -240,7 +239,10 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_its_words(wizard, tmp_path) 
 
 @pytest.mark.full
 def test_it_is_planned_for_chips_that_are_not_there(tmp_path, capsys, monkeypatch) -> None:
-    """``specjax plan compile``, with four CPU devices in place of a TPU's; and what a step must read at least."""
+    """Test ``specjax plan compile`` with four CPU devices in place of a TPU's.
+
+    The bytes that a step reads are checked, too.
+    """
     chip = Chip("toy", flops=1e12, bandwidth=1e11, memory=1e9, source="made up", links=1e10)
     monkeypatch.setattr(
         plan_compile,
@@ -249,35 +251,23 @@ def test_it_is_planned_for_chips_that_are_not_there(tmp_path, capsys, monkeypatc
     )
     shape = tiny_config(vocab_size=64, hidden_size=32, intermediate_size=64)
     (tmp_path / "config.json").write_text(json.dumps(config_json.format_config(shape, "float32")))
-    options = (
-        "--target",
-        str(tmp_path),
-        "--drafter",
-        "wizard",
-        "--draft",
-        "chain:2",
-        "--batch",
-        "4",
-        "--context",
-        "24",
-    )
-    assert (
-        main(["plan", "compile", "--chips", "v5e:2x2", "--mesh", "2", "2", "--json", *options]) == 0
-    )
+    arguments = ["plan", "compile", "--chips", "v5e:2x2", "--mesh", "2", "2", "--json"]
+    arguments += ["--target", str(tmp_path), "--drafter", "wizard", "--draft", "chain:2"]
+    arguments += ["--batch", "4", "--context", "24"]
+    assert main(arguments) == 0
     plain, drafted = json.loads(capsys.readouterr().out)["steps"]
     assert (plain["drafter"], drafted["drafter"]) == ("plain", "wizard")
-    # In each of two levels its own weights and state, and, unless it says otherwise, the target's head: in bfloat16, of which a
-    # device holds half of what is split over the vocabulary, and the states of half of the rows.
-    own, head, state = 64 + 64 * 32 + 32 + 32 * 64 // 2, 32 * 64 // 2, 2 * 32
-    assert drafted["must_read_bytes"] - plain["must_read_bytes"] == 2 * 2 * (own + head + state)
+    # Each of the two levels reads the drafter's weights and state, and by default the target's
+    # head, all in bfloat16. A device has half of what is split over the vocabulary, and the states
+    # of half of the rows.
+    weights, head, state = 64 + 64 * 32 + 32 + 32 * 64 // 2, 32 * 64 // 2, 2 * 32
+    expected = 2 * 2 * (weights + head + state)
+    assert drafted["must_read_bytes"] - plain["must_read_bytes"] == expected
     target = abstract.abstract_model(shape, make_mesh(2, 2))
     placed = abstract.abstract_drafter("wizard", None, target)
     real = Wizard.init(
         Target.init(shape, jax.random.key(0), jnp.bfloat16, make_mesh(2, 2)), jax.random.key(1)
     )
-    for found, wanted in zip(jax.tree.leaves(placed), jax.tree.leaves(real), strict=True):
-        assert (found.shape, found.dtype, found.sharding) == (
-            wanted.shape,
-            wanted.dtype,
-            wanted.sharding,
-        )
+    for planned, leaf in zip(jax.tree.leaves(placed), jax.tree.leaves(real), strict=True):
+        assert planned.shape == leaf.shape and planned.dtype == leaf.dtype
+        assert planned.sharding == leaf.sharding

@@ -1,4 +1,7 @@
-"""Every drafter on targets of the families that differ most from Llama: small random models that transformers made."""
+"""Test every drafter on targets of the families that differ most from Llama.
+
+The targets are small random models that transformers made.
+"""
 
 import json
 from functools import cache
@@ -41,13 +44,16 @@ from tests.models.families import zoo
 NAMES = tuple(zoo.MODELS)
 PROMPTS = np.array([[5, 8, 30, 2, 5, 8, 30, 2, 5, 8], [7, 7, 19, 0, 0, 0, 0, 0, 0, 0]], np.int32)
 LENGTHS = np.array([10, 3])
-NEW = 18  # with either prompt more than three windows of 5
+NEW = 18  # so that each text is longer than three windows of 5
 TREE = DynamicTree(top_k=3, depth=3, nodes=9)
 
 
 @pytest.fixture(scope="module")
 def of(tmp_path_factory):
-    """Of a name in the zoo: the target, and the texts that transformers writes after each prompt alone."""
+    """Return a function that takes a name in the zoo.
+
+    The function returns the target, and the texts that transformers writes after each prompt alone.
+    """
     from tests.with_torch import torch
 
     @cache
@@ -57,17 +63,17 @@ def of(tmp_path_factory):
         for row, length in zip(PROMPTS, LENGTHS, strict=True):
             ids = torch.tensor(row[None, :length])
             mask = torch.ones_like(ids)
-            found = model.generate(
+            output = model.generate(
                 ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0
             )
-            texts.append(found[0].tolist())
+            texts.append(output[0].tolist())
         return specjax.Target.from_pretrained(directory), texts
 
     return make
 
 
 def thoroughly(cases, often):
-    """All ``cases``, of which those that are not ``often`` run wait for the thorough tests."""
+    """Return all ``cases``, with a mark on all that only the thorough tests run."""
     return [
         pytest.param(*case, marks=[pytest.mark.thorough] * (case not in often)) for case in cases
     ]
@@ -79,13 +85,11 @@ def written(target, drafter, rows=(0, 1)) -> list[list[int]]:
     result = specjax.generate(
         target, drafter, prompts, lengths, max_new_tokens=NEW, eos_token_ids=()
     )
-    return [
-        row[:length].tolist()
-        for row, length in zip(np.asarray(result.tokens), np.asarray(result.lengths), strict=True)
-    ]
+    tokens, lengths = np.asarray(result.tokens), np.asarray(result.lengths)
+    return [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
 
 
-# --- greedy texts are those of transformers -------------------------------------------------------
+# --- greedy texts equal those of transformers -----------------------------------------------------
 
 FREE = {
     "plain": lambda target: None,
@@ -124,7 +128,7 @@ def test_a_greedy_text_alone_is_what_transformers_writes(of, method, name) -> No
     assert written(target, FREE[method](target), rows=[1]) == texts[1:]
 
 
-# --- every drafter keeps what every drafter must --------------------------------------------------
+# --- every drafter keeps the contract -------------------------------------------------------------
 
 TRAINED = {
     "eagle": lambda target: Eagle.init(target, jax.random.key(3), Chain(2)),
@@ -154,9 +158,8 @@ TRAINED = {
         budget=4, scheme=SnapKV(window=2, pool=3), draft=Chain(3)
     ),
 }
-UNLIKE = [
-    name for name in NAMES if name.startswith("gemma4")
-]  # layers whose entries are of several sizes
+# Models whose layers have entries of different sizes.
+UNLIKE = [name for name in NAMES if name.startswith("gemma4")]
 REFUSED = [(method, name) for method in ("moa", "eagle with lsa") for name in UNLIKE]
 REFUSED += [("moa with tli", "gemma3"), ("moa with tli", "gemma4 E2B")]
 KEPT = [(method, name) for method in TRAINED for name in NAMES if (method, name) not in REFUSED]
@@ -215,7 +218,7 @@ def test_no_drafted_state_is_finished_by_layers_that_are_given_inputs() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["gemma3", "gemma4 E2B", "gpt_oss"])
 def test_the_target_itself_drafts_its_own_tokens(of, name) -> None:
-    """Drafted one by one behind a cache and scratch, and scored at once."""
+    """Check tokens that are drafted one by one, with a cache and scratch, and scored at once."""
     target, _ = of(name)
     drafter = DraftModel(target, draft=Chain(3))
     result = specjax.generate(
@@ -225,8 +228,13 @@ def test_the_target_itself_drafts_its_own_tokens(of, name) -> None:
 
 
 def attention_of_last(model, name: str, tokens: np.ndarray, window: int) -> list[np.ndarray]:
-    """``[kv_heads, n - window]`` of each layer: the attention that the last ``window`` tokens pay to the others, by
-    transformers, added up over the query heads that read a head of keys."""
+    """Return the attention that the last ``window`` tokens pay to the others, by transformers.
+
+    It is summed over the query heads that read a head of keys.
+
+    Returns:
+        ``[kv_heads, n - window]`` for each layer.
+    """
     from tests.with_torch import torch
 
     with torch.no_grad():
@@ -251,25 +259,22 @@ def test_snapkv_keeps_what_the_models_own_attention_chooses(of, name) -> None:
         np.array([26]),
         GenerationOptions(max_new_tokens=4, eos_token_ids=()),
     )
-    read = tokens[:-1]  # the newest is the first root
+    read = tokens[:-1]  # the newest token is the first root
     paid: dict[int, np.ndarray] = {}
     for layer, of_heads in enumerate(attention_of_last(model, name, read, window)):
         source = config.entries_of(layer)
-        by_group = of_heads.reshape(
-            config.of_layer(source).num_kv_heads, -1, of_heads.shape[-1]
-        ).sum(1)
-        paid[source] = paid.get(source, 0) + by_group
+        groups = of_heads.reshape(config.of_layer(source).num_kv_heads, -1, of_heads.shape[-1])
+        paid[source] = paid.get(source, 0) + groups.sum(1)
     for layer, share in paid.items():
         padded = np.pad(share, ((0, 0), (1, 1)))
-        pooled = np.stack([padded[:, i : i + pool] for i in range(share.shape[1])], axis=1).mean(
-            axis=-1
-        )
+        pools = [padded[:, i : i + pool] for i in range(share.shape[1])]
+        pooled = np.stack(pools, axis=1).mean(axis=-1)
         small, whole = (
             np.asarray(cache.layers[layer][0][0]) for cache in (state.drafter, state.cache)
         )
         for head, scores in enumerate(pooled):
             best = np.sort(-scores)[budget - window - 1 : budget - window + 1]
-            assert best[1] - best[0] > 1e-6 or best[0] == 0  # else rounding may choose
+            assert best[1] - best[0] > 1e-6 or best[0] == 0  # otherwise rounding may decide
             chosen = np.sort(np.argsort(-scores, kind="stable")[: budget - window])
             np.testing.assert_array_equal(small[head, : budget - window], whole[head, chosen])
 
@@ -282,7 +287,7 @@ def test_a_drafters_layer_is_a_plain_one_with_the_rope_of_layers_that_read_the_w
 ) -> None:
     ropes = {name: layer_like(of(name)[0].config).rope for name in ("gemma3", "gemma4", "gpt_oss")}
     assert ropes["gemma3"] == Rope(theta=1e6, kind="linear", factor=8.0, original_max_positions=128)
-    assert ropes["gemma4"] == Rope(theta=1e6)  # of proportional RoPE the theta alone
+    assert ropes["gemma4"] == Rope(theta=1e6)  # the theta of its proportional RoPE
     assert ropes["gpt_oss"].kind == "yarn" and ropes["gpt_oss"].factor == 8.0
     unpositioned = tiny_target(
         layers=(Layer(rope=Rope(kind="none")), Layer(rope=Rope(theta=300.0)))
@@ -290,16 +295,11 @@ def test_a_drafters_layer_is_a_plain_one_with_the_rope_of_layers_that_read_the_w
     assert layer_like(unpositioned).rope == Rope(theta=300.0)
     for name in ("gemma2", "gemma4 26B-A4B", "gpt_oss"):
         target = of(name)[0].config
-        own = layer_like(target)
-        kept = {
-            name: getattr(target, name)
-            for name in ("vocab_size", "hidden_size", "intermediate_size", "norm_eps")
-        }
-        kept |= {
-            name: getattr(target, name)
-            for name in ("num_heads", "num_kv_heads", "head_dim", "max_positions")
-        }
-        assert own == ModelConfig(num_layers=1, rope=own.rope, **kept)
+        layer = layer_like(target)
+        names = ("vocab_size", "hidden_size", "intermediate_size", "norm_eps")
+        names += ("num_heads", "num_kv_heads", "head_dim", "max_positions")
+        shared = {field: getattr(target, field) for field in names}
+        assert layer == ModelConfig(num_layers=1, rope=layer.rope, **shared)
 
 
 @pytest.mark.full_except("draft model, chain", "eagle", "moa without lsa", "mtp")
@@ -311,20 +311,25 @@ def test_what_is_saved_for_gemma_4_is_read_back(of, make, tmp_path) -> None:
     drafter = {**TRAINED, **FREE}[make](target)
     drafter.save_pretrained(tmp_path)
     again = type(drafter).from_pretrained(tmp_path, draft=drafter.draft)
-    assert jax.tree.structure(again) == jax.tree.structure(drafter)  # and so the configurations
+    assert jax.tree.structure(again) == jax.tree.structure(
+        drafter
+    )  # this compares the configurations, too
     jax.tree.map(np.testing.assert_array_equal, again, drafter)
     if make == "eagle3":
         assert written(target, again) == texts
 
 
 def test_layer_attention_of_gemma_3_is_read_back(of, tmp_path) -> None:
-    """Its positions are layers, and their theta that of the drafter's own layer, which alone is in the file."""
+    """Check the theta of layer self-attention, whose positions are layers.
+
+    It is the theta of the drafter's own layer, the only theta in the file.
+    """
     drafter = TRAINED["moa"](of("gemma3")[0])
     drafter.save_pretrained(tmp_path)
     assert MixtureOfAttentions.from_pretrained(tmp_path).config == drafter.config
 
 
-# --- EAGLE-3 drafters for gpt-oss, in the layouts in which they are published ---------------------
+# --- EAGLE-3 drafters for gpt-oss, in their published layouts -------------------------------------
 
 _LLAMA = {
     "model_type": "llama",
@@ -332,7 +337,7 @@ _LLAMA = {
     "hidden_size": 32,
     "intermediate_size": 40,
     "num_hidden_layers": 1,
-    "num_attention_heads": 6,  # of their own sizes: together they are not the hidden size
+    "num_attention_heads": 6,  # the heads together are not as wide as the hidden size
     "num_key_value_heads": 2,
     "head_dim": 4,
     "max_position_embeddings": 64,
@@ -420,10 +425,10 @@ TAPS = {
 
 
 def publish(directory, which: str) -> dict[str, np.ndarray]:
-    """Write a checkpoint of random weights, and give its tensors."""
+    """Write a checkpoint of random weights, and return its tensors."""
     first, fields = PUBLISHED[which]
     whole, rng = which == "without head and fc", np.random.default_rng(0)
-    hidden, mlp, heads, kv_heads, drafted = 32, 40, 6 * 4, 2 * 4, 37 if whole else 19
+    hidden, mlp, heads, kv_heads, vocab = 32, 40, 6 * 4, 2 * 4, 37 if whole else 19
     shapes = {
         f"{first}self_attn.q_proj.weight": (heads, 2 * hidden),
         f"{first}self_attn.k_proj.weight": (kv_heads, 2 * hidden),
@@ -438,7 +443,7 @@ def publish(directory, which: str) -> dict[str, np.ndarray]:
         "norm.weight": (hidden,),
     }
     if not whole:
-        shapes |= {"fc.weight": (hidden, 3 * hidden), "lm_head.weight": (drafted, hidden)}
+        shapes |= {"fc.weight": (hidden, 3 * hidden), "lm_head.weight": (vocab, hidden)}
     if which in ("NVIDIA v3", "speculators"):
         shapes["input_norm.weight"] = (3 * hidden,)
     tensors = {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
@@ -464,20 +469,13 @@ def test_an_eagle3_for_gpt_oss_is_read_as_published(of, which, tmp_path) -> None
     kind = {"ModelOpt": "llama3", "speculators": "yarn"}.get(which, "default")
     assert drafter.sizes.rope.kind == kind
     output, _ = target.forward(PROMPTS, taps=drafter.taps(target.config))
-    states = np.asarray(
-        output.hidden
-        if which == "without head and fc"
-        else np.concatenate(np.split(output.taps, 3, 2), -1)
-    )
     if which == "without head and fc":
-        np.testing.assert_array_equal(drafter.features(output), states)
-        np.testing.assert_allclose(
-            drafter.logits(target, output.hidden),
-            normed(output.hidden, tensors["norm.weight"]) @ np.asarray(target.head_weights),
-            atol=1e-4,
-        )
+        np.testing.assert_array_equal(drafter.features(output), np.asarray(output.hidden))
+        hidden = normed(output.hidden, tensors["norm.weight"])
+        expected = hidden @ np.asarray(target.head_weights)
+        np.testing.assert_allclose(drafter.logits(target, output.hidden), expected, atol=1e-4)
     else:
-        joined = states[:, :, 0]
+        joined = np.concatenate(np.split(np.asarray(output.taps), 3, 2), -1)[:, :, 0]
         if "input_norm.weight" in tensors:
             joined = normed(joined, tensors["input_norm.weight"])
         np.testing.assert_allclose(
@@ -520,10 +518,8 @@ def test_what_eagle_config_says_and_is_not_read_is_refused(tmp_path) -> None:
 
 def test_experts_in_a_drafter_are_refused(tmp_path) -> None:
     publish(tmp_path, "SpecForge")
-    config = json.loads((tmp_path / "config.json").read_text()) | {
-        "model_type": "gpt_oss",
-        "num_local_experts": 16,
-    }
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "gpt_oss", "num_local_experts": 16}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         CheckpointError, match="model_type='gpt_oss': this drafter's layers must have ordinary"

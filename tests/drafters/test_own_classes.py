@@ -1,4 +1,7 @@
-"""Drafters of other packages: named by their class, or by an entry point; and what is said of those that break a rule."""
+"""Test drafters of other packages, named by their class or by an entry point.
+
+The file also tests the messages for drafters that break a rule.
+"""
 
 import json
 import os
@@ -30,7 +33,7 @@ def checkpoint(tmp_path) -> Path:
 
 
 def install(monkeypatch, folder: Path, points: str, **modules: str) -> None:
-    """Put a package with these entry points and modules where Python finds it."""
+    """Put a package with these entry points and modules on the import path."""
     info = folder / "magic-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: magic\nVersion: 1.0\n")
@@ -83,7 +86,10 @@ def test_what_is_wrong_with_such_a_name_is_said(name, message) -> None:
 
 
 def test_code_beside_a_checkpoint_is_not_run(checkpoint, monkeypatch) -> None:
-    """Not where it lies, not where config.json names it as transformers' remote code."""
+    """Check modules in the checkpoint's directory, and modules that config.json names.
+
+    transformers would run the latter as remote code.
+    """
     for name in ("modeling.py", "__init__.py", "config.py"):
         (checkpoint / name).write_text("raise SystemExit('it was run')")
     file = checkpoint / "config.json"
@@ -107,7 +113,7 @@ def test_an_entry_point_is_a_method_and_recognises_its_checkpoints(
         load_drafter("wizard", None, tiny_config())
     with pytest.raises(InputError, match=r"did you mean wizard[?]; methods: .*; wizard:DIRECTORY;"):
         load_drafter("wizzard", None, tiny_config())
-    file = checkpoint / "config.json"  # its own fields count before those of a model
+    file = checkpoint / "config.json"  # the drafter's fields are checked before a model's
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "llama"}))
     assert isinstance(load_drafter(str(checkpoint), None, tiny_config(), jnp.float32), Wizard)
 
@@ -147,23 +153,13 @@ def test_the_command_line_takes_a_class(tmp_path, tiny_pair) -> None:
     target = specjax.Target.from_pretrained(tiny_pair[0])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "drafters.py").write_text(
-        "import specjax\nfrom flax import struct\n\n\n@struct.dataclass\nclass"
-        " Mine(specjax.Eagle3):\n    pass\n"
+        "import specjax\nfrom flax import struct\n\n\n"
+        "@struct.dataclass\nclass Mine(specjax.Eagle3):\n    pass\n"
     )
     specjax.Eagle3.init(target, jax.random.key(3)).save_pretrained(tmp_path / "drafter", target="t")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    command = [
-        sys.executable,
-        "-m",
-        "specjax",
-        "generate",
-        "--target",
-        tiny_pair[0],
-        "--prompt",
-        "x",
-        "--max-new-tokens",
-        "4",
-    ]
+    command = [sys.executable, "-m", "specjax", "generate", "--target", tiny_pair[0]]
+    command += ["--prompt", "x", "--max-new-tokens", "4"]
     texts = []
     for drafter in ("none", f"mine.drafters:Mine@{tmp_path / 'drafter'}"):
         environment = os.environ | {"PYTHONPATH": path}
@@ -269,8 +265,6 @@ def test_a_drafter_without_the_field_draft_is_refused_when_it_is_made() -> None:
 
 
 def test_the_page_that_errors_name_exists() -> None:
-    assert (Path(specjax.__file__).parents[1] / registry.RULES_PAGE).is_file()
-    assert (
-        TrainedDrafter.__name__
-        in (Path(specjax.__file__).parents[1] / registry.RULES_PAGE).read_text()
-    )
+    page = Path(specjax.__file__).parents[1] / registry.RULES_PAGE
+    assert page.is_file()
+    assert TrainedDrafter.__name__ in page.read_text()

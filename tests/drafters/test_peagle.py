@@ -1,4 +1,7 @@
-"""P-EAGLE against speculators' own classes and the network written out slowly; its checkpoints, and what is refused of them."""
+"""Compare P-EAGLE with speculators' own classes and the slow network.
+
+The file also tests its checkpoints, and which checkpoints are refused.
+"""
 
 import json
 from dataclasses import replace
@@ -41,7 +44,7 @@ SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_wind
 VARIANTS = PEAGLE | {
     "windows": SLIDING,
     "windows, llama": SLIDING | {"kind": "llama"},
-    "no own output": {"norm_output": True},  # of EAGLE-3.1's norms the one that means nothing here
+    "no own output": {"norm_output": True},  # EAGLE-3.1's norm that has no meaning here
 }
 
 
@@ -56,18 +59,24 @@ def target(text) -> Target:
 
 
 @pytest.fixture(scope="module")
-def made(text, tmp_path_factory) -> Path:
-    """A checkpoint in SpecForge's manner that every test may read: a vocabulary of its own, two layers."""
+def checkpoint(text, tmp_path_factory) -> Path:
+    """Return a checkpoint in SpecForge's layout, which every test may read.
+
+    It has a vocabulary of its own and two layers.
+    """
     directory = tmp_path_factory.mktemp("drafter")
     drafter(Target.from_pretrained(text.directory, dtype=np.float32)).save_pretrained(directory)
     return directory
 
 
 def drafter(target: Target, draft=Chain(DEPTH), **options) -> PEagle:
-    """Random weights, all of them: a head or an embedding like the target's would hide mistakes."""
+    """Return a drafter with random weights.
+
+    A head or an embedding like the target's would hide mistakes.
+    """
     options = {"ids": IDS, "taps": TAPS, "num_layers": 2, "mask_token_id": MASK} | options
-    one = PEagle.init(target, jax.random.key(3), draft, **options)
-    return one.replace(params=jax.tree.map(_far_from_nothing, one.params))
+    peagle = PEagle.init(target, jax.random.key(3), draft, **options)
+    return peagle.replace(params=jax.tree.map(_far_from_nothing, peagle.params))
 
 
 def _far_from_nothing(leaf: jax.Array) -> jax.Array:
@@ -77,44 +86,54 @@ def _far_from_nothing(leaf: jax.Array) -> jax.Array:
     return jnp.asarray(1 + 0.3 * noise if leaf.ndim == 1 else 0.3 * noise)
 
 
-def heard(one: PEagle, target: Target, tokens: np.ndarray, count: int, pieces=()):
-    """Its state after the first ``count`` of ``tokens [T]``, heard in ``pieces`` that begin there."""
-    output, entries = target.read(jnp.asarray(tokens)[None], taps=one.taps(target.config))
-    arrays = one.remote_inputs(target, output, entries)
-    state = one.start(target, 1, len(tokens) + 2)
+def heard(peagle: PEagle, target: Target, tokens: np.ndarray, count: int, pieces=()):
+    """Return the state after the first ``count`` of ``tokens [T]``.
+
+    The drafter receives them in pieces; ``pieces`` are the starts of all but the first one.
+    """
+    output, entries = target.read(jnp.asarray(tokens)[None], taps=peagle.taps(target.config))
+    arrays = peagle.remote_inputs(target, output, entries)
+    state = peagle.start(target, 1, len(tokens) + 2)
     for begin, end in zip((0, *pieces), (*pieces, count), strict=True):
-        told = {name: array[:, begin:end] for name, array in arrays.items()}
+        features = {name: array[:, begin:end] for name, array in arrays.items()}
         read, following = (
             jnp.asarray(tokens[first : first + end - begin])[None] for first in (begin, begin + 1)
         )
-        state = one.append_remote(
-            target, state, RemoteFeatures(read, following, told, jnp.array([end - begin]))
+        state = peagle.append_remote(
+            target, state, RemoteFeatures(read, following, features, jnp.array([end - begin]))
         )
     return state
 
 
-def chain_of(one: PEagle, target: Target, state, root: int) -> list[int]:
-    keys = jnp.broadcast_to(jax.random.key(0), (one.draft_shape.depth, 1))
-    draft, _ = one.propose(
+def chain_of(peagle: PEagle, target: Target, state, root: int) -> list[int]:
+    keys = jnp.broadcast_to(jax.random.key(0), (peagle.draft_shape.depth, 1))
+    draft, _ = peagle.propose(
         target, state, jnp.array([root]), Sampling(temperature=0.0).rows(1), keys, jnp.ones(1, bool)
     )
     return np.asarray(draft.tokens)[0, 1:].tolist()
 
 
-def assert_drafts_as(one: PEagle, target: Target, text: Text, blocks) -> None:
-    """States and logits within 1e-4, chains token for token; the text is heard whole, and in three pieces."""
+def assert_drafts_as(peagle: PEagle, target: Target, text: Text, blocks) -> None:
+    """Check that states and logits agree within 1e-4, and chains token for token.
+
+    The drafter receives the text at once, and in three pieces.
+    """
     for i, at in enumerate(blocks.anchors.tolist()):
         for pieces in ((), (1, at - 1)):
-            state = heard(one, target, text.tokens, at, pieces)
-            states = one.block(target, state)
+            state = heard(peagle, target, text.tokens, at, pieces)
+            states = peagle.block(target, state)
             normed = (
-                states if one.config.norm_output else rms_norm(states, one.params["norm"], 1e-5)
+                states
+                if peagle.config.norm_output
+                else rms_norm(states, peagle.params["norm"], 1e-5)
             )
             np.testing.assert_allclose(normed[0], blocks.states[i], atol=1e-4)
             np.testing.assert_allclose(
-                one.logits(target, states)[0], blocks.logits[i], atol=1e-4, rtol=1e-4
+                peagle.logits(target, states)[0], blocks.logits[i], atol=1e-4, rtol=1e-4
             )
-            assert chain_of(one, target, state, int(text.tokens[at])) == blocks.chains[i].tolist()
+            assert (
+                chain_of(peagle, target, state, int(text.tokens[at])) == blocks.chains[i].tolist()
+            )
 
 
 @pytest.mark.full
@@ -122,14 +141,11 @@ def assert_drafts_as(one: PEagle, target: Target, text: Text, blocks) -> None:
 def test_it_drafts_as_speculators_does(variant, text, target, tmp_path) -> None:
     needs_speculators()
     model = make_drafter(tmp_path / "drafter", "peagle", text, **VARIANTS[variant])
-    one = PEagle.from_pretrained(tmp_path / "drafter", draft=DEPTH, dtype=np.float32)
-    assert (one.config.taps, one.config.mask_token_id, one.sizes.rope.theta) == (
-        TAPS,
-        MASK,
-        DRAFT_THETA,
-    )
-    one.check(target)
-    assert_drafts_as(one, target, text, speculators_blocks(model, text, ANCHORS, depth=DEPTH))
+    peagle = PEagle.from_pretrained(tmp_path / "drafter", draft=DEPTH, dtype=np.float32)
+    assert peagle.config.taps == TAPS and peagle.config.mask_token_id == MASK
+    assert peagle.sizes.rope.theta == DRAFT_THETA
+    peagle.check(target)
+    assert_drafts_as(peagle, target, text, speculators_blocks(model, text, ANCHORS, depth=DEPTH))
 
 
 @pytest.mark.full
@@ -139,27 +155,27 @@ def test_it_drafts_as_speculators_does(variant, text, target, tmp_path) -> None:
 def test_speculators_drafts_as_what_is_written(variant, text, target, tmp_path) -> None:
     needs_speculators()
     make_drafter(tmp_path / "theirs", "peagle", text, **VARIANTS[variant])
-    one = PEagle.from_pretrained(tmp_path / "theirs", draft=DEPTH, dtype=np.float32)
-    one.save_pretrained(tmp_path / "ours", layout="speculators", target=str(text.directory))
+    peagle = PEagle.from_pretrained(tmp_path / "theirs", draft=DEPTH, dtype=np.float32)
+    peagle.save_pretrained(tmp_path / "ours", layout="speculators", target=str(text.directory))
     model = read_drafter(tmp_path / "ours", "peagle")
-    assert_drafts_as(one, target, text, speculators_blocks(model, text, ANCHORS, depth=DEPTH))
-    written = json.loads((tmp_path / "ours" / "config.json").read_text())
-    assert written["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == DEPTH
+    assert_drafts_as(peagle, target, text, speculators_blocks(model, text, ANCHORS, depth=DEPTH))
+    raw = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == DEPTH
 
 
 @pytest.mark.full
 def test_windows_are_no_ornament(text, target, tmp_path) -> None:
-    one = drafter(target).replace(draft=Chain(DEPTH))
-    near = one.replace(config=_windowed(one.config))
+    peagle = drafter(target).replace(draft=Chain(DEPTH))
+    windowed = peagle.replace(config=_windowed(peagle.config))
     states = [
-        np.asarray(which.block(target, heard(which, target, text.tokens, 16)))
-        for which in (one, near)
+        np.asarray(variant.block(target, heard(variant, target, text.tokens, 16)))
+        for variant in (peagle, windowed)
     ]
     assert np.abs(states[0] - states[1]).max() > 1e-2
     with pytest.raises(
         InputError, match=r"6 deep, but layers of this drafter see only the newest 5 pairs"
     ):
-        near.replace(draft=Chain(6)).check(target)
+        windowed.replace(draft=Chain(6)).check(target)
 
 
 def _windowed(config):
@@ -173,9 +189,9 @@ def _windowed(config):
 @pytest.mark.represents("P-EAGLE's drafts")
 @pytest.mark.full_except("variant0-speculators")
 def test_it_drafts_as_the_network_written_out(layout, variant, text, target, tmp_path) -> None:
-    """In both layouts, and without speculators."""
+    """Check both layouts without speculators."""
     drafter(target, variant=variant).save_pretrained(tmp_path / "drafter", layout=layout)
-    one = PEagle.from_pretrained(tmp_path / "drafter", draft=DEPTH, dtype=np.float32)
+    peagle = PEagle.from_pretrained(tmp_path / "drafter", draft=DEPTH, dtype=np.float32)
     slow = slow_of(
         tmp_path / "drafter",
         text,
@@ -183,22 +199,23 @@ def test_it_drafts_as_the_network_written_out(layout, variant, text, target, tmp
         theta=20_000.0,
     )
     for at in ANCHORS:
-        state = heard(one, target, text.tokens, at)
+        state = heard(peagle, target, text.tokens, at)
         tokens = text.tokens[:at].tolist()
         states = slow.peagle_block(text.features[:at], tokens, int(text.tokens[at]), depth=DEPTH)
         logits = states @ slow.head.T
         np.testing.assert_allclose(
-            one.logits(target, one.block(target, state))[0], logits, atol=1e-4, rtol=1e-4
+            peagle.logits(target, peagle.block(target, state))[0], logits, atol=1e-4, rtol=1e-4
         )
-        assert (
-            chain_of(one, target, state, int(text.tokens[at]))
-            == slow.own_ids(logits.argmax(-1)).tolist()
-        )
+        chain = chain_of(peagle, target, state, int(text.tokens[at]))
+        assert chain == slow.own_ids(logits.argmax(-1)).tolist()
 
 
 @pytest.mark.full
 def test_a_draft_is_a_prefix_of_a_deeper_one(text, target) -> None:
-    """Each depth sees those before it alone: so no more of them are run than the draft is deep."""
+    """Check that each depth sees earlier depths only.
+
+    So a drafter runs no more depths than the draft has.
+    """
     state = heard(drafter(target), target, text.tokens, 9)
     chains = [
         chain_of(drafter(target, draft), target, state, int(text.tokens[9])) for draft in (1, 2, 6)
@@ -215,26 +232,25 @@ STATIC = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
     "shape", [pytest.param(STATIC, marks=pytest.mark.thorough), DynamicTree(3, 3, 9)]
 )
 def test_all_nodes_of_a_depth_offer_the_same(shape, text, target) -> None:
-    """Before and after a verdict, in rows of different lengths."""
-    one = drafter(target, shape)
+    """Check drafts before and after a verdict, in rows of different lengths."""
+    peagle = drafter(target, shape)
     rows = np.array([text.tokens[:7], [*text.tokens[:4], 0, 0, 0]])
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
-    _, state = decoding.start(target, one, rows, np.array([7, 4]), options)
+    _, state = decoding.start(target, peagle, rows, np.array([7, 4]), options)
     propose, advance = jax.jit(decoding.propose_step), jax.jit(decoding.advance)
     for _ in range(3):
-        draft, drafting = propose(target, one, state)
+        draft, drafting = propose(target, peagle, state)
         for row in range(2):
-            known = np.asarray(state.tokens[row, : int(state.lengths[row])])
-            logits = one.logits(
-                target, one.block(target, heard(one, target, known, len(known) - 1))
-            )[0]
+            tokens = np.asarray(state.tokens[row, : int(state.lengths[row])])
+            block = peagle.block(target, heard(peagle, target, tokens, len(tokens) - 1))
+            logits = peagle.logits(target, block)[0]
             parents = np.broadcast_to(np.asarray(draft.parents), draft.tokens.shape)[row]
             depths = np.broadcast_to(np.asarray(draft.depths), draft.tokens.shape)[row]
             for parent in set(parents[1:].tolist()):
                 children = np.flatnonzero(parents == parent)
                 best = IDS[np.argsort(-logits[depths[parent]])[: len(children)]]
                 assert np.asarray(draft.tokens)[row, children].tolist() == best.tolist()
-        state, _ = advance(target, one, drafting, draft)
+        state, _ = advance(target, peagle, drafting, draft)
 
 
 # --- its checkpoints ---
@@ -246,29 +262,29 @@ def test_all_nodes_of_a_depth_offer_the_same(shape, text, target) -> None:
     [{}, {"ids": None}, {"variant": {"fc_norm": True}}, {"model_type": "qwen3", "qk_norm": True}],
 )
 def test_a_checkpoint_is_read_back_bit_for_bit(layout, options, target, tmp_path) -> None:
-    written = drafter(target, **options)
+    saved = drafter(target, **options)
     if layout == "specforge" and "qk_norm" in options:
         with pytest.raises(InputError, match=r"layout='specforge': it has Llama's layers"):
-            written.save_pretrained(tmp_path / "once", layout=layout)
+            saved.save_pretrained(tmp_path / "once", layout=layout)
         return
-    written.save_pretrained(tmp_path / "once", layout=layout)
+    saved.save_pretrained(tmp_path / "once", layout=layout)
     read = PEagle.from_pretrained(tmp_path / "once", draft=DEPTH, dtype=np.float32)
-    assert read.config == written.config
-    jax.tree.map(np.testing.assert_array_equal, read.params, written.params)
+    assert read.config == saved.config
+    jax.tree.map(np.testing.assert_array_equal, read.params, saved.params)
     read.save_pretrained(tmp_path / "twice", layout=layout)
     for file in (tmp_path / "once").iterdir():
         assert file.read_bytes() == (tmp_path / "twice" / file.name).read_bytes()
 
 
 def test_windows_are_written_and_read(target, tmp_path) -> None:
-    written = drafter(target)
-    written = written.replace(config=_windowed(written.config))
-    written.save_pretrained(tmp_path)
-    assert PEagle.from_pretrained(tmp_path).config == written.config
+    saved = drafter(target)
+    saved = saved.replace(config=_windowed(saved.config))
+    saved.save_pretrained(tmp_path)
+    assert PEagle.from_pretrained(tmp_path).config == saved.config
     with pytest.raises(
         InputError, match=r"layout='specforge': it has Llama's layers without windows"
     ):
-        written.save_pretrained(tmp_path / "other", layout="specforge")
+        saved.save_pretrained(tmp_path / "other", layout="specforge")
 
 
 def test_layers_are_named_as_each_reader_counts_them(target, tmp_path) -> None:
@@ -282,35 +298,23 @@ def test_layers_are_named_as_each_reader_counts_them(target, tmp_path) -> None:
         tap - 1 for tap in TAPS
     ]
     assert vllm["mask_token_id"] == specforge["mask_token_id"] == MASK
-    assert vllm["norm_before_residual"] is False  # written always: the readers' defaults disagree
-    assert (vllm["speculators_model_type"], specforge["architectures"]) == (
-        "peagle",
-        ["PEagleDraftModel"],
-    )
+    assert vllm["norm_before_residual"] is False  # always written: the readers' defaults differ
+    assert vllm["speculators_model_type"] == "peagle"
+    assert specforge["architectures"] == ["PEagleDraftModel"]
     names = [set(load_file(tmp_path / layout / "model.safetensors")) for layout in PEagle.layouts]
-    assert (
-        names[0]
-        == names[1]
-        >= {
-            "mask_hidden",
-            "embed_tokens.weight",
-            "lm_head.weight",
-            "d2t",
-            "t2d",
-            "layers.0.hidden_norm.weight",
-        }
-    )
+    assert names[0] == names[1]
+    assert names[0] >= {"mask_hidden", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
+    assert "layers.0.hidden_norm.weight" in names[0]
 
 
 @pytest.mark.parametrize("layout", PEagle.layouts)
-def test_it_is_recognised_before_eagle3(layout, made, target, tmp_path) -> None:
+def test_it_is_recognised_before_eagle3(layout, target, tmp_path) -> None:
     drafter(target).save_pretrained(tmp_path, layout=layout)
     method, _ = registry.resolve(str(tmp_path))
     assert method.trained is PEagle
     raw = json.loads((tmp_path / "config.json").read_text())
-    assert PEagle.checkpoint_format.recognises(
-        raw, ()
-    )  # of the hub's, whose tensors are not there yet
+    # The tensors of a checkpoint on the hub are not known yet.
+    assert PEagle.checkpoint_format.recognises(raw, ())
     assert PEagle.checkpoint_format.recognises(
         {"architectures": ["LlamaForCausalLMEagle3"]}, ["mask_hidden"]
     )
@@ -319,7 +323,7 @@ def test_it_is_recognised_before_eagle3(layout, made, target, tmp_path) -> None:
 
 
 def change(directory: Path, copy: Path, spoil=None, drop=(), **fields) -> Path:
-    """A copy of a checkpoint with other tensors and other fields of config.json."""
+    """Return a copy of a checkpoint with other tensors and other fields of config.json."""
     copy.mkdir()
     raw = json.loads((directory / "config.json").read_text()) | fields
     (copy / "config.json").write_text(
@@ -342,22 +346,42 @@ def _as_eagle3(name: str) -> str:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda tensors: tensors.pop("mask_hidden"), "'mask_hidden' is missing, which a P-EAGLE drafter reads in place of"),
-        (lambda tensors: tensors.pop("lm_head.weight"), "'lm_head.weight' of a P-EAGLE drafter .* is missing"),
-        (lambda tensors: tensors.pop("d2t"), "'d2t' is missing: it says which of the target's 48 tokens the drafter's 16"),
-        (lambda tensors: tensors.pop("fc.weight"), "fc.weight reads 0 numbers"),
-        (lambda tensors: tensors.update(mask_hidden=tensors["mask_hidden"][..., 1:]), r"'mask_hidden' has shape \(1, 1, 95\)"),
-        (lambda tensors: tensors.update(d2t=tensors["d2t"] + 40), "'d2t' must map the drafter's tokens to different tokens"),
-        (lambda tensors: tensors.update(extra=np.zeros(3, np.float32)), "'extra' is no part of a P-EAGLE drafter"),
         (
-            lambda tensors: [tensors.update({_as_eagle3(name): tensors.pop(name)}) for name in list(tensors)],
+            lambda tensors: tensors.pop("mask_hidden"),
+            "'mask_hidden' is missing, which a P-EAGLE drafter reads in place of",
+        ),
+        (
+            lambda tensors: tensors.pop("lm_head.weight"),
+            "'lm_head.weight' of a P-EAGLE drafter .* is missing",
+        ),
+        (
+            lambda tensors: tensors.pop("d2t"),
+            "'d2t' is missing: it says which of the target's 48 tokens the drafter's 16",
+        ),
+        (lambda tensors: tensors.pop("fc.weight"), "fc.weight reads 0 numbers"),
+        (
+            lambda tensors: tensors.update(mask_hidden=tensors["mask_hidden"][..., 1:]),
+            r"'mask_hidden' has shape \(1, 1, 95\)",
+        ),
+        (
+            lambda tensors: tensors.update(d2t=tensors["d2t"] + 40),
+            "'d2t' must map the drafter's tokens to different tokens",
+        ),
+        (
+            lambda tensors: tensors.update(extra=np.zeros(3, np.float32)),
+            "'extra' is no part of a P-EAGLE drafter",
+        ),
+        (
+            lambda tensors: [
+                tensors.update({_as_eagle3(name): tensors.pop(name)}) for name in list(tensors)
+            ],
             r"begin with 'midlayer\.'",
         ),
     ],
-)  # fmt: skip
-def test_half_a_drafter_is_refused_by_name(spoil, words, made, tmp_path) -> None:
+)
+def test_half_a_drafter_is_refused_by_name(spoil, words, checkpoint, tmp_path) -> None:
     with pytest.raises(CheckpointError, match=words):
-        PEagle.from_pretrained(change(made, tmp_path / "spoilt", spoil))
+        PEagle.from_pretrained(change(checkpoint, tmp_path / "spoilt", spoil))
 
 
 def test_a_table_without_a_head_is_refused(target, tmp_path) -> None:
@@ -371,8 +395,8 @@ def test_a_table_without_a_head_is_refused(target, tmp_path) -> None:
         PEagle.from_pretrained(spoilt)
 
 
-def test_the_mask_token_must_be_known(made, tmp_path) -> None:
-    without = change(made, tmp_path / "without", drop=["mask_token_id"])
+def test_the_mask_token_must_be_known(checkpoint, tmp_path) -> None:
+    without = change(checkpoint, tmp_path / "without", drop=["mask_token_id"])
     with pytest.raises(
         CheckpointError, match=r"mask_token_id is missing.*from_pretrained\(\.\.\., mask_token_id="
     ):
@@ -382,10 +406,10 @@ def test_the_mask_token_must_be_known(made, tmp_path) -> None:
         CheckpointError, match="mask_token_id=48: must be a token of the target, from 0 to 47"
     ):
         PEagle.from_pretrained(without, mask_token_id=48)
-    vllm = change(made, tmp_path / "vllm", drop=["mask_token_id"], pard_token=9)
+    vllm = change(checkpoint, tmp_path / "vllm", drop=["mask_token_id"], pard_token=9)
     assert PEagle.from_pretrained(vllm).config.mask_token_id == 9
     with pytest.raises(CheckpointError, match=r"mask_token_id is stated as 7 and 47: give only"):
-        PEagle.from_pretrained(made, mask_token_id=7)
+        PEagle.from_pretrained(checkpoint, mask_token_id=7)
 
 
 @pytest.mark.parametrize(
@@ -405,25 +429,25 @@ def test_the_mask_token_must_be_known(made, tmp_path) -> None:
         ),
     ],
 )
-def test_windows_that_make_no_sense_are_refused(layer, words, made, tmp_path) -> None:
-    described = json.loads((made / "config.json").read_text())["transformer_layer_config"]
+def test_windows_that_make_no_sense_are_refused(layer, words, checkpoint, tmp_path) -> None:
+    described = json.loads((checkpoint / "config.json").read_text())["transformer_layer_config"]
     with pytest.raises(CheckpointError, match=words):
         PEagle.from_pretrained(
-            change(made, tmp_path / "spoilt", transformer_layer_config=described | layer)
+            change(checkpoint, tmp_path / "spoilt", transformer_layer_config=described | layer)
         )
 
 
 def test_a_target_that_it_was_not_made_for_is_refused(target) -> None:
-    one = drafter(target)
+    peagle = drafter(target)
     with pytest.raises(
         InputError,
         match="this PEagle was made for a target with a vocabulary of 48 tokens, but target has 11",
     ):
-        one.check(tiny_target())
+        peagle.check(tiny_target())
     with pytest.raises(InputError, match="a node has 17 children, but the vocabulary has 16"):
-        one.replace(draft=DynamicTree(top_k=17, depth=3, nodes=20)).check(target)
+        peagle.replace(draft=DynamicTree(top_k=17, depth=3, nodes=20)).check(target)
     with pytest.raises(
         InputError, match="mask_token_id=48: must be a token of the target, from 0 to 47"
     ):
         drafter(target, mask_token_id=48)
-    assert not one.drafts_elsewhere
+    assert not peagle.drafts_elsewhere

@@ -1,4 +1,4 @@
-"""The device-side search against a slow, obvious one."""
+"""Compare the search on the device with a slow, obvious one."""
 
 import jax
 import jax.numpy as jnp
@@ -16,41 +16,47 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def oracle(text: list[int], max_ngram: int, length: int) -> list[int]:
-    """What followed the latest occurrence of the longest suffix that occurs earlier, as often as it takes."""
+    """Return the tokens after the latest occurrence of the longest suffix that occurs earlier.
+
+    They are repeated up to ``length`` tokens.
+    """
     for n in range(min(max_ngram, len(text) - 1), 0, -1):
         for start in range(len(text) - n - 1, -1, -1):
             if text[start : start + n] == text[-n:]:
                 followed = text[start + n :]
-                return (followed * length)[:length]  # where the text ends the copy begins again
+                return (followed * length)[:length]
     return []
 
 
-@pytest.mark.parametrize("vocab", [2, 4, 30])  # token 0 is among them
+@pytest.mark.parametrize("vocab", [2, 4, 30])  # token 0 is an ordinary token
 @pytest.mark.parametrize("max_ngram", [1, 3])
 def test_search_equals_the_oracle(vocab, max_ngram) -> None:
     rng = np.random.default_rng(vocab)
     rows, capacity = 200, 24
     drafter = PromptLookup(max_ngram=max_ngram, draft=Chain(4))
-    tokens = rng.integers(0, vocab, (rows, capacity))  # what lies beyond a row's length is garbage
+    tokens = rng.integers(0, vocab, (rows, capacity))  # arbitrary beyond a row's length
     lengths = rng.integers(1, capacity, rows)
     state = PromptLookupState(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths - 1))
     root = jnp.asarray(tokens[np.arange(rows), lengths - 1])
     keys = jax.random.split(jax.random.key(0), rows)
     draft, _ = drafter.propose(None, state, root, GREEDY.rows(rows), keys, jnp.ones(rows, bool))
     assert draft.q is None
-    found = 0
+    matches = 0
     for row in range(rows):
         expected = oracle(tokens[row, : lengths[row]].tolist(), max_ngram, 4)
         drafted = np.asarray(draft.drafted[row])
         assert np.asarray(draft.tokens[row, 1:])[drafted].tolist() == expected
         assert drafted.tolist() == [i < len(expected) for i in range(4)]
-        found += bool(expected)
-    assert found > 0
+        matches += bool(expected)
+    assert matches > 0
 
 
 @pytest.mark.full
 def test_the_state_follows_the_text(target) -> None:
-    """After every step the drafter's own copy of the text is the engine's, for each row's own length."""
+    """Check after every step that the drafter's copy of the text equals the engine's.
+
+    Rows have different lengths.
+    """
     drafter = PromptLookup(draft=Chain(3))
     prompts = np.array([[1, 4, 2, 4, 2, 7], [3, 3, 0, 0, 0, 0]])
     _, state = decoding.start(
@@ -74,7 +80,7 @@ def test_the_root_is_the_first_node() -> None:
 
 
 def look_up(text: list[int], length: int) -> list[int]:
-    """What is drafted after ``text``, its last token first."""
+    """Return the draft after ``text``, starting with its last token."""
     state = PromptLookupState(
         tokens=jnp.array([[*text[:-1], 0]]), lengths=jnp.array([len(text) - 1])
     )

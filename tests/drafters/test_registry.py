@@ -1,4 +1,4 @@
-"""Drafters by name."""
+"""Test drafters by name."""
 
 import json
 
@@ -39,13 +39,10 @@ def test_a_checkpoint_named_or_recognised(checkpoint) -> None:
 
 def test_drafters_that_read_the_target_are_recognised_in_every_layout(tmp_path) -> None:
     target = tiny_target()
-    made = {
-        "eagle": Eagle.init(target, jax.random.key(0)),
-        "eagle3": Eagle3.init(target, jax.random.key(0)),
-    }
-    made["eagle"].save_pretrained(tmp_path / "eagle")
-    made["eagle3"].save_pretrained(tmp_path / "eagle3")
-    made["eagle3"].save_pretrained(tmp_path / "speculators", layout="speculators")
+    Eagle.init(target, jax.random.key(0)).save_pretrained(tmp_path / "eagle")
+    eagle3 = Eagle3.init(target, jax.random.key(0))
+    eagle3.save_pretrained(tmp_path / "eagle3")
+    eagle3.save_pretrained(tmp_path / "speculators", layout="speculators")
     for place, kind in (("eagle", Eagle), ("eagle3", Eagle3), ("speculators", Eagle3)):
         assert type(load_drafter(str(tmp_path / place), Chain(2), target.config)) is kind
     file = tmp_path / "eagle" / "config.json"
@@ -54,16 +51,16 @@ def test_drafters_that_read_the_target_are_recognised_in_every_layout(tmp_path) 
         for name, value in json.loads(file.read_text()).items()
         if name not in ("bias", "qkv_bias")
     }
-    file.write_text(json.dumps(published))  # as SafeAILab's for Vicuna: nothing in it says EAGLE
+    file.write_text(json.dumps(published))  # as SafeAILab's for Vicuna, which does not name EAGLE
     assert type(load_drafter(str(tmp_path / "eagle"), Chain(2), target.config)) is Eagle
     assert load_drafter(f"eagle3:{tmp_path / 'eagle3'}", None, target.config).draft == DynamicTree()
 
 
 def test_a_new_method_is_one_line_in_the_table(monkeypatch, tmp_path, checkpoint) -> None:
-    made = []
+    requested = []
 
     def make(request):
-        made.append(request.where)
+        requested.append(request.where)
         return PromptLookup(**request.draft_given)
 
     wizard = DraftingMethod(
@@ -73,10 +70,9 @@ def test_a_new_method_is_one_line_in_the_table(monkeypatch, tmp_path, checkpoint
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "wizard_layers": 2}))
     assert load_drafter(str(tmp_path), Chain(2), tiny_config()) == PromptLookup(draft=Chain(2))
     load_drafter("wizard:some/where", None, tiny_config())
-    assert made == [str(tmp_path), "some/where"]
-    assert isinstance(
-        load_drafter(checkpoint, Chain(2), tiny_config()), DraftModel
-    )  # its config.json lacks the field
+    assert requested == [str(tmp_path), "some/where"]
+    # The config.json of this checkpoint lacks the field.
+    assert isinstance(load_drafter(checkpoint, Chain(2), tiny_config()), DraftModel)
     with pytest.raises(InputError, match="methods: wizard:DIRECTORY; prompt-lookup"):
         load_drafter("witch:3", None, tiny_config())
 

@@ -1,4 +1,7 @@
-"""What all trained drafters' checkpoints have in common: how they are asked for, and counts that no tensor bears out."""
+"""Test what the checkpoints of all trained drafters have in common.
+
+They are loaded in the same way, and counts in config.json must agree with the tensors.
+"""
 
 import json
 import tracemalloc
@@ -24,39 +27,42 @@ TRAINED = {name: method.trained for name, method in METHODS.items() if method.tr
 
 @pytest.mark.parametrize("kind", [Target, DraftModel, *TRAINED.values()])
 def test_nothing_but_the_path_is_given_by_position(tmp_path, kind) -> None:
-    """A data type in the second place became the shape of the drafts."""
+    """Check that a data type as second argument is refused.
+
+    It was once taken for the shape of the drafts.
+    """
     target = tiny_target()
-    made = target if kind is Target else kind.init(target, jax.random.key(0))
-    made.save_pretrained(tmp_path)
+    model = target if kind is Target else kind.init(target, jax.random.key(0))
+    model.save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="positional"):
-        made.save_pretrained(tmp_path, jnp.bfloat16)
+        model.save_pretrained(tmp_path, jnp.bfloat16)
     with pytest.raises(TypeError, match="positional argument"):
         kind.from_pretrained(tmp_path, jnp.float32)
     read = kind.from_pretrained(tmp_path, dtype=jnp.bfloat16)
-    assert {leaf.dtype for leaf in jax.tree.leaves(read)} - {np.dtype("int32")} == {
-        jnp.dtype("bfloat16")
-    }
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(read)}
+    assert dtypes - {np.dtype("int32")} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_it_is_loaded_with_its_own_draft_or_with_the_one_asked_for(tmp_path, name) -> None:
-    made = TRAINED[name].init(tiny_target(), jax.random.key(0))
-    made.save_pretrained(tmp_path)
-    assert type(made).from_pretrained(tmp_path).draft == made.draft
-    assert type(made).from_pretrained(tmp_path, draft=Chain(2)).draft == Chain(2)
-    assert (
-        next(
-            one
-            for one in TRAINED
-            if TRAINED[one].checkpoint_format.recognises(*described(tmp_path))
-        )
-        == name
-    )
+    drafter = TRAINED[name].init(tiny_target(), jax.random.key(0))
+    drafter.save_pretrained(tmp_path)
+    assert type(drafter).from_pretrained(tmp_path).draft == drafter.draft
+    assert type(drafter).from_pretrained(tmp_path, draft=Chain(2)).draft == Chain(2)
+    recognising = [
+        method
+        for method, kind in TRAINED.items()
+        if kind.checkpoint_format.recognises(*described(tmp_path))
+    ]
+    assert recognising[0] == name
     with pytest.raises(
         InputError,
-        match=rf"layout='papyrus': {made.title} is written in the layouts? '{made.layouts[0]}'",
+        match=(
+            rf"layout='papyrus': {drafter.title} is written in the layouts?"
+            rf" '{drafter.layouts[0]}'"
+        ),
     ):
-        made.save_pretrained(tmp_path, layout="papyrus")
+        drafter.save_pretrained(tmp_path, layout="papyrus")
 
 
 @pytest.mark.parametrize("kind", TRAINED.values())
@@ -69,41 +75,40 @@ def test_an_option_that_there_is_not_is_named_before_anything_is_read(tmp_path, 
 
 
 LAYOUTS = [(name, layout) for name, kind in TRAINED.items() for layout in kind.layouts]
-LAYOUTS.remove(("dflash", "deepspec"))  # which says that the drafter has an embedding of its own
+LAYOUTS.remove(("dflash", "deepspec"))  # it is for drafters with an embedding of their own
 
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_ids_beyond_a_drafters_vocabulary_are_left_out(tmp_path, name, layout) -> None:
-    """Nobody reads a drafter's end tokens, and published drafters have those of a target with a larger vocabulary."""
-    made = TRAINED[name].init(tiny_target(), jax.random.key(0))
-    made.save_pretrained(tmp_path, layout=layout)
+    """Check that end tokens beyond the vocabulary are ignored, because a drafter's are never used.
+
+    Published drafters have the end tokens of a target with a larger vocabulary.
+    """
+    drafter = TRAINED[name].init(tiny_target(), jax.random.key(0))
+    drafter.save_pretrained(tmp_path, layout=layout)
     content = json.loads((tmp_path / "config.json").read_text())
-    before = type(made).from_pretrained(tmp_path).config
+    before = type(drafter).from_pretrained(tmp_path).config
 
     def with_foreign_ids(fields: dict) -> dict:
         changed = {
             key: with_foreign_ids(value) if isinstance(value, dict) else value
             for key, value in fields.items()
         }
-        return changed | (
-            {"bos_token_id": 128_000, "eos_token_id": 128_001} if "vocab_size" in fields else {}
-        )
+        if "vocab_size" in fields:
+            changed |= {"bos_token_id": 128_000, "eos_token_id": 128_001}
+        return changed
 
-    (tmp_path / "config.json").write_text(json.dumps(with_foreign_ids(content)))
-    read = type(made).from_pretrained(tmp_path)
-    assert jax.tree.all(jax.tree.map(np.array_equal, read.params, made.params)) and type(
-        read.config
-    ) is type(before)
-    (tmp_path / "config.json").write_text(
-        json.dumps(with_foreign_ids(content)).replace("128001", "[3, 128001]")
-    )
-    type(made).from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(
-        json.dumps(with_foreign_ids(content)).replace("128001", '"</s>"')
-    )
-    if name != "medusa":  # its config.json says nothing of a model
+    foreign = json.dumps(with_foreign_ids(content))
+    (tmp_path / "config.json").write_text(foreign)
+    read = type(drafter).from_pretrained(tmp_path)
+    assert jax.tree.all(jax.tree.map(np.array_equal, read.params, drafter.params))
+    assert type(read.config) is type(before)
+    (tmp_path / "config.json").write_text(foreign.replace("128001", "[3, 128001]"))
+    type(drafter).from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(foreign.replace("128001", '"</s>"'))
+    if name != "medusa":  # its config.json does not describe a model
         with pytest.raises(CheckpointError, match="eos_token_id='</s>': must be a token id"):
-            type(made).from_pretrained(tmp_path)
+            type(drafter).from_pretrained(tmp_path)
 
 
 def described(directory):
@@ -115,7 +120,7 @@ def described(directory):
 
 
 def tiny(directory, tensors: dict[str, tuple[int, ...]], content: dict) -> None:
-    """A checkpoint of nearly no bytes, with a tensor of each shape."""
+    """Write a very small checkpoint, with a tensor of each shape."""
     save_file(
         {name: np.zeros(shape, np.float32) for name, shape in tensors.items()},
         directory / "model.safetensors",
@@ -125,15 +130,15 @@ def tiny(directory, tensors: dict[str, tuple[int, ...]], content: dict) -> None:
 
 
 def refused_in_little_memory(kind, directory, words: str) -> None:
-    """That a checkpoint is refused for a count, and takes less than a megabyte until it is."""
+    """Check that a checkpoint is refused for a count, with less than a megabyte of memory."""
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError, match=words):
             kind.from_pretrained(directory)
-        most = tracemalloc.get_traced_memory()[1]
+        peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert most < 1_000_000
+    assert peak < 1_000_000
 
 
 def config_of(drafter, tmp_path) -> dict:
@@ -160,17 +165,19 @@ def test_modules_are_counted_before_they_are_declared(tmp_path) -> None:
 
 
 def deepseek(tmp_path) -> tuple[dict, str]:
-    """The config.json of a target of two layers with a module of eight experts, and how its tensors' names begin."""
+    """Return the config.json of a checkpoint, and the start of the names of its module's tensors.
+
+    The target has two layers, and its module has eight experts.
+    """
     config = tiny_config(**MIXTURES["deepseek_v3"])
     drafter = MTP.init(tiny_target(), jax.random.key(0))
-    own = replace(
-        drafter.config, layer=replace(config, num_layers=1), layout="deepseek", first_layer=2
-    )
-    declared = MTP.checkpoint_format.declare(own, "mtp")
+    layer = replace(config, num_layers=1)
+    module_config = replace(drafter.config, layer=layer, layout="deepseek", first_layer=2)
+    declared = MTP.checkpoint_format.declare(module_config, "mtp")
     params = jax.tree.map(lambda param: jnp.ones(param.shape, param.dtype or "float32"), declared)
-    made = drafter.replace(config=own, params=params)
-    content = config_of(made, tmp_path)
-    assert MTP.from_pretrained(tmp_path / "whole").config == own
+    saved = drafter.replace(config=module_config, params=params)
+    content = config_of(saved, tmp_path)
+    assert MTP.from_pretrained(tmp_path / "whole").config == module_config
     return content, "model.layers.2."
 
 
@@ -193,7 +200,7 @@ def test_experts_are_counted_before_they_are_declared(tmp_path) -> None:
 
 
 def test_a_module_s_number_of_any_length_is_one_line(tmp_path) -> None:
-    """Python refuses to read thousands of digits with an error of its own."""
+    """Check a number of thousands of digits, which makes Python raise an error of its own."""
     deepseek(tmp_path)
     weights = tmp_path / "whole" / "model.safetensors"
     long = f"model.layers.{'1' * 5000}.eh_proj.weight"
@@ -237,33 +244,35 @@ def test_layers_and_taps_are_counted_before_they_are_declared(tmp_path) -> None:
 
 
 def test_a_target_of_any_size_declares_nothing(tmp_path) -> None:
-    """What config.json says of it is compared with the target, and nothing is made after it."""
+    """Check that sizes of the target in config.json are only compared with the target.
+
+    Reading the drafter allocates nothing for them.
+    """
     drafter = MixtureOfAttentions.init(tiny_target(), jax.random.key(0))
     content = config_of(drafter, tmp_path)
-    own = content["moa_config"]
-    lsa = own["layer_self_attention"] | {"target_num_hidden_layers": 10_000}
+    moa_config = content["moa_config"]
+    lsa = moa_config["layer_self_attention"] | {"target_num_hidden_layers": 10_000}
     changed = {
         "target_num_hidden_layers": 10_000,
         "target_layer_inference": 9_999,
         "layer_self_attention": lsa,
     }
     (tmp_path / "whole" / "config.json").write_text(
-        json.dumps(content | {"moa_config": own | changed})
+        json.dumps(content | {"moa_config": moa_config | changed})
     )
     tracemalloc.start()
     read = MixtureOfAttentions.from_pretrained(tmp_path / "whole")
-    most = tracemalloc.get_traced_memory()[1]
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert most < 1_000_000 and len(jax.tree.leaves(read.params)) == len(
-        jax.tree.leaves(drafter.params)
-    )
+    assert peak < 1_000_000
+    assert len(jax.tree.leaves(read.params)) == len(jax.tree.leaves(drafter.params))
     with pytest.raises(InputError, match=r"\(11, 16, 10000\), but target has \(11, 16, 2\)"):
         read.check(tiny_target())
 
 
 def test_a_drafter_with_layer_self_attention_says_how_it_is_loaded(tmp_path) -> None:
-    made = TRAINED["eagle-lsa"].init(tiny_target(), jax.random.key(0))
-    made.save_pretrained(tmp_path)
+    drafter = TRAINED["eagle-lsa"].init(tiny_target(), jax.random.key(0))
+    drafter.save_pretrained(tmp_path)
     assert "layer_self_attention.self_attn.q_proj.weight" in load_file(
         tmp_path / "model.safetensors"
     )

@@ -1,4 +1,7 @@
-"""Draft models whose tokenizer is another one than the target's: the text is the target's, whatever they could not read."""
+"""Test draft models with another tokenizer than the target's.
+
+The text is the target's, even if the draft model cannot read some of its tokens.
+"""
 
 import json
 from dataclasses import replace
@@ -36,12 +39,15 @@ run = partial(specjax.generate, max_new_tokens=NEW, eos_token_ids=(), rule="coup
 
 
 def permuted(model: Target, ids: list[int], **settings) -> DraftModel:
-    """``model`` in a vocabulary of its own: its i-th token is the one that it called ``ids[i]``, and it lacks all others."""
+    """Return ``model`` with a vocabulary of its own.
+
+    Its i-th token is the token ``ids[i]`` of ``model``, and it lacks all other tokens.
+    """
     rows = np.array(ids)
     parts = {"embed": model.params["embed"][rows]}
     if not model.config.tie_embeddings:
         parts["lm_head"] = model.params["lm_head"][:, rows]
-    own = model.replace(
+    reordered = model.replace(
         params=model.params | parts, config=replace(model.config, vocab_size=len(ids))
     )
     texts = {i: f"token {i}".encode() for i in range(model.config.vocab_size)}
@@ -49,7 +55,7 @@ def permuted(model: Target, ids: list[int], **settings) -> DraftModel:
         VocabularyTokens(texts, {}),
         VocabularyTokens({i: texts[token] for i, token in enumerate(ids)}, {}),
     )
-    return DraftModel(own, shared=shared, **settings)
+    return DraftModel(reordered, shared=shared, **settings)
 
 
 def shuffled(tokens) -> list[int]:
@@ -61,7 +67,7 @@ def shuffled(tokens) -> list[int]:
 
 @pytest.fixture(scope="module")
 def varied() -> Target:
-    """So many tokens that a text leaves most of them out."""
+    """Return a target with so many tokens that most of them do not occur in a text."""
     return tiny_target(vocab_size=200)
 
 
@@ -79,9 +85,8 @@ def test_every_draft_is_accepted_where_the_text_keeps_to_shared_tokens(
     drafter = permuted(varied, shuffled(set(range(200)) - dropped), draft=SHAPES[shape])
     result = run(varied, drafter, PROMPTS, LENGTHS, sampling=sampling)
     assert outputs(result) == outputs(plain)
-    assert (
-        result.stats.steps.tolist() == [NEW / 4] * 3
-    )  # three drafted tokens and one more, in every step
+    # Every step emits three drafted tokens and the bonus token.
+    assert result.stats.steps.tolist() == [NEW / 4] * 3
 
 
 @pytest.mark.full
@@ -107,7 +112,10 @@ def test_text_with_tokens_that_the_drafter_lacks_is_the_targets_too(varied, shap
 
 
 def test_what_it_drafts_and_reads(varied) -> None:
-    """Against the model itself: its logits of the tokens that both have, after the tokens as it knows them."""
+    """Compare with the model's own logits of the shared tokens.
+
+    The model reads the tokens by their ids in its own vocabulary.
+    """
     ids = shuffled(range(0, 200, 2))
     drafter = permuted(varied, ids, draft=Chain(2))
     shared = drafter.shared
@@ -117,9 +125,8 @@ def test_what_it_drafts_and_reads(varied) -> None:
     np.testing.assert_allclose(
         shared.narrow(logits), varied.forward(tokens)[0].logits[..., shared.ids], atol=1e-4
     )
-    lacking = shared.read(
-        jnp.array([3, 199, 4_000])
-    )  # a token, the last one, and what is only padding
+    # A token, the last token, and an id of padding.
+    lacking = shared.read(jnp.array([3, 199, 4_000]))
     assert lacking.tolist() == [shared.unknown] * 3
 
 
@@ -149,7 +156,7 @@ def test_it_goes_with_what_goes_with_draft_models(varied, kind) -> None:
     "shape",
     [
         "chain",
-        *(pytest.param(each, marks=pytest.mark.thorough) for each in SHAPES if each != "chain"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in SHAPES if name != "chain"),
     ],
 )
 def test_the_contract(target, shape) -> None:
@@ -165,19 +172,19 @@ def test_texts_may_come_and_go(target) -> None:
     conformance.check_rows_that_come_and_go(target, drafter)
 
 
-DRAWN: list = [(Chain(2), "independent")]
-DRAWN += [
+DRAWS: list = [(Chain(2), "independent")]
+DRAWS += [
     pytest.param(Chain(2), rule, marks=pytest.mark.thorough)
     for rule in ("rejection", "block", "coupled")
 ]
-DRAWN += [pytest.param(SampledTree((3, 2)), "independent", marks=pytest.mark.thorough)]
+DRAWS += [pytest.param(SampledTree((3, 2)), "independent", marks=pytest.mark.thorough)]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("draws", [25_000, pytest.param(500_000, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize(("shape", "rule"), DRAWN)
+@pytest.mark.parametrize(("shape", "rule"), DRAWS)
 def test_drawn_tokens_keep_the_exact_distribution(shape: DraftShape, rule, draws) -> None:
-    """Also by rules that read q: it lies on the shared tokens alone."""
+    """Check rules that read q, too: it is above 0 only for shared tokens."""
     few = tiny_target(seed=2, scale=12.0, **FEW_TOKENS)
     drafter = permuted(tiny_target(seed=5, num_layers=1, **FEW_TOKENS), [3, 0, 2], draft=shape)
     conformance.check_distribution(few, drafter, rule=rule, draws=draws)
@@ -194,26 +201,28 @@ def save(model: Target, tokenizer, directory: Path) -> str:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> tuple[str, str]:
-    """Directories of a target with byte-level BPE and of a draft model with SentencePiece's kind; their words are alike."""
+    """Return the directories of a target and of a draft model.
+
+    The target's tokenizer is byte-level BPE, and the draft model's is of SentencePiece's kind. They
+    have similar words.
+    """
     root = tmp_path_factory.mktemp("two")
     ours, theirs = byte_level(eos_token="<end>"), sentence_piece(bos_token="<s>", eos_token="</s>")
-    target, draft = (
-        tiny_target(vocab_size=304),
-        tiny_target(seed=5, num_layers=1, vocab_size=len(theirs)),
-    )
+    target = tiny_target(vocab_size=304)
+    draft = tiny_target(seed=5, num_layers=1, vocab_size=len(theirs))
     return save(target, ours, root / "target"), save(draft, theirs, root / "draft")
 
 
-def words(*known: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of a few words."""
-    vocabulary = {"<unk>": 0, "</s>": 1, **{word: i for i, word in enumerate(known, 2)}}
-    model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+def words(*vocabulary: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of a few words."""
+    ids = {"<unk>": 0, "</s>": 1, **{word: i for i, word in enumerate(vocabulary, 2)}}
+    model = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     return PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", eos_token="</s>")
 
 
 @pytest.fixture(scope="module")
 def foreign(pair, tmp_path_factory) -> str:
-    """A draft model that has three tokens of eight from the target."""
+    """Return a draft model that shares three of its eight tokens with the target."""
     return save(
         tiny_target(seed=5, num_layers=1, vocab_size=8),
         words("zebra", "b", "yak", "gnu", "emu", "e"),
@@ -221,7 +230,7 @@ def foreign(pair, tmp_path_factory) -> str:
     )
 
 
-SAID = (
+WARNING = (
     r"tokenizers differ: drafting with \d+ tokens that both have: \d+% of the drafter's \d+, \d+%"
     r" of the target's 293"
 )
@@ -231,7 +240,7 @@ SAID = (
 def test_sampled_text_of_different_tokenizers_is_plain_text(pair) -> None:
     target, draft = pair
     plain = specjax.load(target)
-    with pytest.warns(UserWarning, match=SAID):
+    with pytest.warns(UserWarning, match=WARNING):
         drafted = specjax.load(target, draft, draft="chain:3")
     assert drafted.drafter.shared.overlap > 0.5
     for temperature in (0.8, 0.0):
@@ -243,9 +252,9 @@ def test_sampled_text_of_different_tokenizers_is_plain_text(pair) -> None:
             "eos_token_ids": (),
         }
         expected = plain("the cat sat on a café\n", **options)
-        made = drafted("the cat sat on a café\n", **options)
-        assert made.tokens == expected.tokens and made.text == expected.text
-        assert made.statistics.drafted > 0
+        result = drafted("the cat sat on a café\n", **options)
+        assert result.tokens == expected.tokens and result.text == expected.text
+        assert result.statistics.drafted > 0
 
 
 @pytest.mark.full
@@ -260,26 +269,24 @@ def test_through_generate(pair) -> None:
     )
     assert drafter.shared.ids.shape[0] == drafter.shared.columns.shape[0] < 304
     for temperature in (0.0, 0.8):
-        made, plain = (
-            run(target, each, PROMPTS, LENGTHS, sampling=Sampling(temperature=temperature))
-            for each in (drafter, None)
-        )
-        assert outputs(made) == outputs(plain)
+        sampling = Sampling(temperature=temperature)
+        drafted = run(target, drafter, PROMPTS, LENGTHS, sampling=sampling)
+        plain = run(target, None, PROMPTS, LENGTHS, sampling=sampling)
+        assert outputs(drafted) == outputs(plain)
 
 
 def test_ends_of_texts_are_translated(pair) -> None:
-    ours, theirs = (text.load_tokenizer(Path(each)) for each in pair)
+    ours, theirs = (text.load_tokenizer(Path(directory)) for directory in pair)
     shared = share(ours, theirs, "intersect")
     (at,) = np.flatnonzero(np.asarray(shared.ids) == ours.eos_token_id)
     assert shared.columns[at] == theirs.eos_token_id
-    assert shared.read(jnp.array(ours.encode(" the cat"))).tolist() == theirs.encode(
-        " the cat", add_special_tokens=False
-    )
+    expected = theirs.encode(" the cat", add_special_tokens=False)
+    assert shared.read(jnp.array(ours.encode(" the cat"))).tolist() == expected
 
 
 @pytest.mark.full
 def test_a_token_that_ends_the_text_too_early_is_not_drafted(pair) -> None:
-    """``min_new_tokens`` reaches the draft model's column of the target's end."""
+    """Check that ``min_new_tokens`` reaches the draft model's columns of the stop tokens."""
     target = Target.from_pretrained(pair[0], dtype=np.float32)
     drafter = DraftModel.from_pretrained(
         pair[1], dtype=np.float32, tokenizer=pair[0], vocabulary="intersect"
@@ -289,19 +296,16 @@ def test_a_token_that_ends_the_text_too_early_is_not_drafted(pair) -> None:
         "min_new_tokens": 10,
         "sampling": Sampling(temperature=0.8),
     }
-    made, plain = (
-        specjax.generate(
-            target, each, PROMPTS, LENGTHS, max_new_tokens=NEW, key=KEYS, rule="coupled", **settings
-        )
-        for each in (drafter, None)
-    )
-    assert outputs(made) == outputs(plain)
+    settings |= {"max_new_tokens": NEW, "key": KEYS, "rule": "coupled"}
+    drafted = specjax.generate(target, drafter, PROMPTS, LENGTHS, **settings)
+    plain = specjax.generate(target, None, PROMPTS, LENGTHS, **settings)
+    assert outputs(drafted) == outputs(plain)
 
 
 def test_few_tokens_in_common_are_refused_unless_asked_for(pair, foreign, tmp_path) -> None:
     tokenizer, config = text.load_tokenizer(Path(pair[0])), Target.from_pretrained(pair[0]).config
     unread = tmp_path / "unread"
-    text.copy_tokenizer(Path(foreign), into=_made(unread))
+    text.copy_tokenizer(Path(foreign), into=_created(unread))
     (unread / "config.json").write_bytes((Path(foreign) / "config.json").read_bytes())
     (unread / "model.safetensors").write_bytes(b"never read")
     message = (
@@ -319,9 +323,8 @@ def test_few_tokens_in_common_are_refused_unless_asked_for(pair, foreign, tmp_pa
         with pytest.raises(InputError) as caught:
             refused()
         assert str(caught.value) == message
-    named = load_drafter(
-        f"draft-model-intersect:{foreign}", Chain(2), config, tokenizer=tokenizer
-    )  # and nothing is warned of
+    # A drafter that is asked for by this name causes no warning.
+    named = load_drafter(f"draft-model-intersect:{foreign}", Chain(2), config, tokenizer=tokenizer)
     loaded = DraftModel.from_pretrained(
         foreign, draft=Chain(2), tokenizer=tokenizer, vocabulary="intersect"
     )
@@ -331,7 +334,7 @@ def test_few_tokens_in_common_are_refused_unless_asked_for(pair, foreign, tmp_pa
         share(tokenizer, words("zebra"), "intersect")
 
 
-def _made(directory: Path) -> Path:
+def _created(directory: Path) -> Path:
     directory.mkdir()
     return directory
 
@@ -341,12 +344,10 @@ def test_one_tokenizer_is_no_translation(tiny_pair, tmp_path) -> None:
     config = Target.from_pretrained(tiny_pair[0]).config
     for name in (tiny_pair[1], f"draft-model-intersect:{tiny_pair[1]}"):
         assert load_drafter(name, None, config, tokenizer=tokenizer).shared is None
-    assert (
-        DraftModel.from_pretrained(
-            tiny_pair[1], tokenizer=tiny_pair[0], vocabulary="intersect"
-        ).shared
-        is None
+    drafter = DraftModel.from_pretrained(
+        tiny_pair[1], tokenizer=tiny_pair[0], vocabulary="intersect"
     )
+    assert drafter.shared is None
 
 
 def test_bad_arguments_are_refused_by_name(pair, foreign) -> None:
@@ -385,16 +386,8 @@ def test_bad_arguments_are_refused_by_name(pair, foreign) -> None:
 @pytest.mark.full
 def test_the_command_line_says_it_in_a_line(pair, foreign, capsys, monkeypatch) -> None:
     monkeypatch.setattr(progress, "_display", progress._Nothing())
-    command = [
-        "generate",
-        "--target",
-        pair[0],
-        "--prompt",
-        "the cat",
-        "--max-new-tokens",
-        "4",
-        "--drafter",
-    ]
+    command = ["generate", "--target", pair[0], "--prompt", "the cat"]
+    command += ["--max-new-tokens", "4", "--drafter"]
     assert main([*command, pair[1]]) == 0
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if "tokenizers differ" in line]
@@ -419,7 +412,10 @@ CHAT = (
 
 
 def of_chats(order: list[str], **special: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of words and of what begins and ends a turn, whose ids are their places in ``order``."""
+    """Return a tokenizer of words and of the tokens that begin and end a turn.
+
+    The id of a word is its place in ``order``.
+    """
     model = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(order)}, unk_token="<unk>")
     )
@@ -435,38 +431,42 @@ def of_chats(order: list[str], **special: str) -> PreTrainedTokenizerFast:
 def test_in_a_chat_special_tokens_that_both_have_are_read_and_drafted(
     temperature, tmp_path, monkeypatch
 ) -> None:
-    """The draft model is the target itself under other ids: what it accepts less than all of is what it could not read."""
+    """Test with a draft model that is the target itself under other ids.
+
+    All drafted tokens are accepted, unless the draft model could not read some tokens.
+    """
     words_of_target = ["<unk>", *TURNS, "user", "assistant", *SAME_WORDS]
     order = np.random.default_rng(3).permutation(len(words_of_target) - 1) + 1
     words_of_draft = ["<unk>", *(words_of_target[i] for i in order)]
     model = tiny_target(vocab_size=len(words_of_target))
-    own = permuted(model, [0, *order.tolist()]).model
+    reordered = permuted(model, [0, *order.tolist()]).model
     ends = {"eos_token": TURNS[1]}
-    target, draft = (
-        save(model, of_chats(words_of_target, **ends), tmp_path / "target"),
-        tmp_path / "draft",
-    )
-    save(own, of_chats(words_of_draft, **ends), draft)
+    target = save(model, of_chats(words_of_target, **ends), tmp_path / "target")
+    draft = save(reordered, of_chats(words_of_draft, **ends), tmp_path / "draft")
     turns = ["w3 w9 w17", "w4 w40", "w11 w3 w3 w25"]
     messages = [
         {"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)
     ]
     options = {
-        "max_new_tokens": NEW, "temperature": temperature, "key": KEYS[0], "rule": "coupled", "eos_token_ids": (),
-    }  # fmt: skip
+        "max_new_tokens": NEW,
+        "temperature": temperature,
+        "key": KEYS[0],
+        "rule": "coupled",
+        "eos_token_ids": (),
+    }
     expected = specjax.load(target)(messages, **options)
 
     def steps() -> int:
         with pytest.warns(UserWarning, match="tokenizers differ"):
-            drafted = specjax.load(target, str(draft), draft="chain:3")
+            drafted = specjax.load(target, draft, draft="chain:3")
         result = drafted(messages, **options)
         assert result.tokens == expected.tokens and result.text == expected.text
         return int(result.statistics.steps)
 
     assert steps() == NEW // 4  # every drafted token is accepted
-    by_roles_alone = VocabularyTokens.of
+    original = VocabularyTokens.of
     monkeypatch.setattr(
-        VocabularyTokens, "of", lambda *given: replace(by_roles_alone(*given), written={})
+        VocabularyTokens, "of", lambda *arguments: replace(original(*arguments), written={})
     )
     assert steps() > NEW // 4 + 3
 
@@ -477,42 +477,47 @@ def test_in_a_chat_special_tokens_that_both_have_are_read_and_drafted(
 @pytest.mark.thorough
 @pytest.mark.skipif(not (SHARED / "stories260k").is_dir(), reason="needs ../shared/data")
 def test_trained_models_of_different_tokenizers() -> None:
-    """Python source by byte-level BPE, drafted for by a model of stories with SentencePiece."""
+    """Test tokenizers of different kinds.
+
+    The target writes Python source with byte-level BPE; the draft model is trained on stories, and
+    its tokenizer is SentencePiece's.
+    """
     plain = specjax.load("embedded")
     with pytest.warns(
         UserWarning, match="drafting with 376 tokens that both have: 89% of the drafter's 422"
     ):
         drafted = specjax.load("embedded", str(SHARED / "stories260k"), draft="chain:3")
     options = {"max_new_tokens": 40, "temperature": 0.8, "key": KEYS[0], "rule": "coupled"}
-    assert (
-        drafted("import os\nimport ", **options).tokens
-        == plain("import os\nimport ", **options).tokens
-    )
+    prompt = "import os\nimport "
+    assert drafted(prompt, **options).tokens == plain(prompt, **options).tokens
 
 
 @pytest.mark.skipif(not (SHARED / "stories260k").is_dir(), reason="needs ../shared/data")
 @pytest.mark.full
 def test_a_trained_model_drafts_for_itself_in_another_vocabulary(tmp_path) -> None:
-    """Its tokens have other ids, and those that it does not need are gone, from its tokenizer too."""
+    """Check a draft model whose tokens have other ids.
+
+    It lacks the tokens that it does not need, as does its tokenizer.
+    """
     directory = SHARED / "stories260k"
-    model, tokenizer = (
-        Target.from_pretrained(directory, dtype=np.float32),
-        text.load_tokenizer(directory),
-    )
+    model = Target.from_pretrained(directory, dtype=np.float32)
+    tokenizer = text.load_tokenizer(directory)
     prompt = np.array([text.encode(tokenizer, "Once upon a time, there was a little girl")])
     plain = specjax.generate(model, None, prompt, max_new_tokens=60, eos_token_ids=())
-    kept = set(outputs(plain)[0]) | set(range(0, 512, 2)) | {0, 1, 2}
-    order = [0, 1, 2, *shuffled(kept - {0, 1, 2})]
+    needed = set(outputs(plain)[0]) | set(range(0, 512, 2)) | {0, 1, 2}
+    order = [0, 1, 2, *shuffled(needed - {0, 1, 2})]
     content = json.loads((directory / "tokenizer.json").read_text())
     names = {i: token for token, i in content["model"]["vocab"].items()}
-    content["model"]["vocab"] = {names[old]: new for new, old in enumerate(order)}
-    known = content["model"]["vocab"]
+    vocabulary = {names[old]: new for new, old in enumerate(order)}
+    content["model"]["vocab"] = vocabulary
     merges = [
-        each if isinstance(each, list) else each.split(" ") for each in content["model"]["merges"]
+        merge if isinstance(merge, list) else merge.split(" ")
+        for merge in content["model"]["merges"]
     ]
-    content["model"]["merges"] = [each for each in merges if {*each, "".join(each)} <= known.keys()]
-    own = permuted(model, order).model
-    own.save_pretrained(tmp_path)
+    content["model"]["merges"] = [
+        merge for merge in merges if {*merge, "".join(merge)} <= vocabulary.keys()
+    ]
+    permuted(model, order).model.save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_bytes(
         (directory / "tokenizer_config.json").read_bytes()

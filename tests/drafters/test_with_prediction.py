@@ -1,4 +1,7 @@
-"""Copying from a prediction: the text stays the target's, and a prediction that is nearly right saves most of its steps."""
+"""Test copying from a prediction.
+
+The text stays the target's, and a prediction that is nearly right saves most of its steps.
+"""
 
 from dataclasses import replace
 
@@ -22,7 +25,7 @@ NEW = 60
 
 @pytest.fixture(scope="module")
 def varied() -> specjax.Target:
-    """A target whose greedy texts do not repeat themselves at once."""
+    """Return a target whose greedy texts do not repeat themselves at once."""
     return tiny_target(seed=3, scale=12.0, vocab_size=64)
 
 
@@ -36,21 +39,19 @@ def text(varied) -> np.ndarray:
 
 def generate(target, prediction, longest: int = 8, drafter=NoDraft(), **options) -> specjax.Result:
     drafter = WithPrediction(drafter, jnp.asarray(prediction, jnp.int32), longest=longest)
-    named = {
-        "max_new_tokens": NEW,
-        "sampling": Sampling(temperature=1.0),
-        "rule": "coupled",
-        **options,
-    }
-    return specjax.generate(target, drafter, PROMPT, **named)
+    defaults = {"max_new_tokens": NEW, "sampling": Sampling(temperature=1.0), "rule": "coupled"}
+    return specjax.generate(target, drafter, PROMPT, **defaults | options)
 
 
 def oracle(tokens: list[int], newest: list[int], certain: int) -> tuple[int, int]:
-    """The place with the most points; among equals the first from ``certain`` on, and then the nearest before it."""
+    """Return the place with the most points, and its points.
+
+    Among equal places it is the first from ``certain`` on, and then the nearest before it.
+    """
 
     def points(place: int) -> int:
         pairs = zip(reversed(tokens[:place]), reversed(newest), WEIGHTS, strict=False)
-        return sum(weight for before, said, weight in pairs if before == said)
+        return sum(weight for predicted, emitted, weight in pairs if predicted == emitted)
 
     def order(place: int) -> tuple[int, int, int]:
         return -points(place), place < certain, abs(place - certain)
@@ -67,9 +68,9 @@ def test_the_search_equals_the_oracle(vocab) -> None:
     newest = rng.integers(0, vocab, (rows, len(WEIGHTS)))
     newest[:20, :5] = -1  # the output has just begun
     certain = rng.integers(0, lengths)
-    given = (jnp.asarray(each, jnp.int32) for each in (tokens, lengths, newest, certain))
-    places, points = map(np.asarray, _search(*given))
-    found = 0
+    arguments = [jnp.asarray(array, jnp.int32) for array in (tokens, lengths, newest, certain)]
+    places, points = map(np.asarray, _search(*arguments))
+    matches = 0
     for row in range(rows):
         best, most = oracle(
             tokens[row, : lengths[row]].tolist(), newest[row].tolist(), int(certain[row])
@@ -77,8 +78,8 @@ def test_the_search_equals_the_oracle(vocab) -> None:
         assert points[row] == most
         if most >= FEWEST_POINTS:
             assert places[row] == best
-            found += 1
-    assert found > rows // 4
+            matches += 1
+    assert matches > rows // 4
 
 
 @pytest.mark.full
@@ -88,7 +89,7 @@ def test_a_right_prediction_takes_as_few_steps_as_there_can_be(varied, text) -> 
     assert result.stats.steps[0] == -(-NEW // 9)  # 8 copied tokens and the bonus
 
 
-EDITS = {  # of the text, and how many of its tokens the prediction does not have
+EDITS = {  # a change of the text, and the number of its tokens that the prediction lacks
     "another token": (lambda text: [*text[:20], 63 - text[20], *text[21:]], 1),
     "tokens left out": (lambda text: [*text[:20], *text[25:]], 5),
     "tokens put in": (lambda text: [*text[:20], 1, 2, 3, 4, 5, *text[20:]], 0),
@@ -102,7 +103,8 @@ def test_after_a_mismatch_the_copy_goes_on(varied, text, edit) -> None:
     change, unknown = EDITS[edit]
     result = generate(varied, np.array(change(text.tolist())))
     assert np.array_equal(result.tokens[0, PROMPT.size :], text)
-    # Beside the steps of a right one: one for each unknown token, and a few until the place is found again.
+    # A right prediction takes the first number of steps. There is one more for each unknown token,
+    # and a few until the place is found again.
     assert result.stats.steps[0] <= -(-NEW // 9) + unknown + 4
 
 
@@ -115,7 +117,7 @@ def test_after_a_mismatch_the_copy_goes_on(varied, text, edit) -> None:
     ],
 )
 def test_the_contract(target, kind) -> None:
-    """Predictions that are right here and there, beside drafters of every kind."""
+    """Check predictions that are right in part, with drafters of every kind."""
     inner = {
         "draft model": lambda: DraftModel(tiny_target(seed=5, num_layers=1), draft=Chain(2)),
         "EAGLE-3": lambda: specjax.Eagle3.init(target, jax.random.key(5), draft=Chain(3)),
@@ -124,7 +126,8 @@ def test_the_contract(target, kind) -> None:
     prediction = specjax.generate(target, None, PROMPT, max_new_tokens=30).tokens[0, PROMPT.size :]
     prediction[10:12] = 3
     drafter = WithPrediction(inner, jnp.asarray(prediction, jnp.int32), longest=4)
-    # The engine pauses the other drafter, and not this one, which then would have to guess what came in which step.
+    # An engine pauses the inner drafter, not the wrapper, which would have to guess which tokens
+    # were emitted in which step.
     conformance.check(target, drafter, new_tokens=12, come_and_go=False)
 
 
@@ -134,7 +137,10 @@ def test_the_contract(target, kind) -> None:
     "rule", ["independent", pytest.param("rejection", marks=pytest.mark.thorough)]
 )
 def test_the_distribution_is_the_targets(rule, draws) -> None:
-    """Some rows copy while others draw: q is one-hot in the first, and the drafter's in the others."""
+    """Check a batch in which some rows copy while others draw.
+
+    q is one-hot in the former, and the drafter's in the latter.
+    """
     few = tiny_target(seed=2, vocab_size=5)
     model = tiny_target(seed=5, num_layers=1, vocab_size=5)
     drafter = WithPrediction(DraftModel(model, draft=Chain(2)), jnp.array([2, 0, 3, 1]), longest=3)
@@ -146,24 +152,28 @@ def test_rows_without_a_prediction_draft_as_always(varied) -> None:
     prompts = np.tile(PROMPT, (2, 1))
     inner = PromptLookup(draft=4)
     drafter = WithPrediction(inner, jnp.zeros((2, 8), jnp.int32), jnp.array([0, 8]), longest=4)
-    one, both = (
-        specjax.generate(varied, each, prompts, max_new_tokens=30) for each in (inner, drafter)
+    alone, both = (
+        specjax.generate(varied, variant, prompts, max_new_tokens=30)
+        for variant in (inner, drafter)
     )
-    assert np.array_equal(one.tokens, both.tokens)
-    assert (
-        one.stats.steps[0] == both.stats.steps[0] and one.stats.drafted[0] == both.stats.drafted[0]
-    )
+    assert np.array_equal(alone.tokens, both.tokens)
+    assert alone.stats.steps[0] == both.stats.steps[0]
+    assert alone.stats.drafted[0] == both.stats.drafted[0]
 
 
 @pytest.mark.full
 def test_a_drafter_that_keeps_the_state_changes_nothing(varied, text) -> None:
-    """``longest=0`` takes turns with one that copies: it drafts as the other drafter, and knows where the text is."""
+    """Check ``longest=0``, which takes turns with a wrapper that copies.
+
+    It drafts as the inner drafter does, and follows the text for the other wrapper.
+    """
     inner = PromptLookup(draft=4)
     silent = WithPrediction(inner, jnp.asarray(text, jnp.int32), longest=0)
-    one, both = (
-        specjax.generate(varied, each, PROMPT, max_new_tokens=20) for each in (inner, silent)
+    alone, both = (
+        specjax.generate(varied, variant, PROMPT, max_new_tokens=20) for variant in (inner, silent)
     )
-    assert np.array_equal(one.tokens, both.tokens) and one.stats.steps[0] == both.stats.steps[0]
+    assert np.array_equal(alone.tokens, both.tokens)
+    assert alone.stats.steps[0] == both.stats.steps[0]
     assert silent.draft_shape == inner.draft_shape
 
 

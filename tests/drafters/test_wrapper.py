@@ -1,4 +1,7 @@
-"""Drafters that wrap another one: every hook of `Drafter` reaches the wrapped drafter, with the same arguments."""
+"""Test drafters that wrap another one.
+
+Every hook of `Drafter` reaches the wrapped drafter with the same arguments.
+"""
 
 import inspect
 from dataclasses import dataclass
@@ -15,12 +18,8 @@ from specjax.drafters.pausable import Pausable
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafters.wrapper import Wrapper
 
-OF_EVERY_DRAFTER = {
-    "draft_shape",
-    "draft",
-    "shown_fields",
-    *_OLD_METHODS,
-}  # these follow from the wrapper's own fields
+# These follow from the wrapper's own fields.
+OF_EVERY_DRAFTER = {"draft_shape", "draft", "shown_fields", *_OLD_METHODS}
 HOOKS = [
     name for name in vars(Drafter) if not name.startswith("_") and name not in OF_EVERY_DRAFTER
 ]
@@ -38,7 +37,10 @@ class State:
 
 
 class Recorder:
-    """Stands for a wrapped drafter. Whatever is asked of it is written down, and answered with its name."""
+    """A stand-in for a wrapped drafter.
+
+    It records every call, and answers with the name of the method.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
@@ -49,10 +51,10 @@ class Recorder:
 
         def answer(*arguments: Any, **named: Any) -> Any:
             self.calls.append((name, arguments, named))
-            new, other = f"state after {name}", f"other of {name}"
+            state, result = f"state after {name}", f"result of {name}"
             if name in RETURN_STATE_SECOND:
-                return other, new
-            return (new, other) if name in RETURN_STATE_FIRST else new
+                return result, state
+            return (state, result) if name in RETURN_STATE_FIRST else state
 
         return answer
 
@@ -67,16 +69,8 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_the_base_has_every_hook() -> None:
-    assert {
-        "check",
-        "taps",
-        "reads",
-        "start",
-        "append_committed",
-        "propose",
-        "update",
-        "max_positions",
-    } < set(HOOKS)
+    examples = {"check", "taps", "reads", "start", "append_committed", "propose", "update"}
+    assert examples | {"max_positions"} < set(HOOKS)
     assert set(METHODS) >= RETURN_STATES | RETURN_STATE_FIRST | RETURN_STATE_SECOND
     assert all(name in vars(Wrapper) for name in HOOKS), (
         "a hook that the base of wrappers does not pass on"
@@ -85,7 +79,7 @@ def test_the_base_has_every_hook() -> None:
 
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_a_property_is_the_wrapped_drafters(name: str) -> None:
-    # What the wrapper adds would be missing where the other drafter drafts elsewhere.
+    # A drafter on another machine would lack what the wrapper adds.
     expected = False if name == "drafts_elsewhere" else f"the {name}"
     assert getattr(Plain(Recorder()), name) == expected
 
@@ -93,24 +87,23 @@ def test_a_property_is_the_wrapped_drafters(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "start"])
 def test_a_method_is_passed_on_with_its_arguments_and_the_wrapped_drafters_state(name: str) -> None:
     inner = Recorder()
-    names = parameters(getattr(Drafter, name))
-    given = {
-        each: State("own state", count=3) if each in ("state", "fresh") else f"the {each}"
-        for each in names
-    }
-    result = getattr(Plain(inner), name)(*given.values())
+    outer_arguments = [
+        State("own state", count=3) if parameter in ("state", "fresh") else f"the {parameter}"
+        for parameter in parameters(getattr(Drafter, name))
+    ]
+    returned = getattr(Plain(inner), name)(*outer_arguments)
     ((called, arguments, named),) = inner.calls
-    expected = ["own state" if isinstance(value, State) else value for value in given.values()]
+    expected = ["own state" if isinstance(value, State) else value for value in outer_arguments]
     assert (called, [*arguments, *named.values()]) == (name, expected)
-    new, other = State(f"state after {name}", count=3), f"other of {name}"
+    state, result = State(f"state after {name}", count=3), f"result of {name}"
     if name in RETURN_STATES:
-        assert result == new
+        assert returned == state
     elif name in RETURN_STATE_SECOND:
-        assert result == (other, new)
+        assert returned == (result, state)
     elif name in RETURN_STATE_FIRST:
-        assert result == (new, other)
+        assert returned == (state, result)
     else:
-        assert result == (None if name == "check" else f"state after {name}")
+        assert returned == (None if name == "check" else f"state after {name}")
 
 
 def test_a_cache_reaches_the_wrapped_drafters_propose() -> None:
@@ -126,10 +119,8 @@ def test_an_override_takes_what_the_hook_takes(kind: type) -> None:
     assert {Pausable, WithPrediction, OnInflated} <= set(Wrapper.__subclasses__())
     for name in METHODS:
         if name in vars(kind):
-            own = parameters(getattr(kind, name))
-            assert own[: len(parameters(getattr(Drafter, name)))] == parameters(
-                getattr(Drafter, name)
-            ), name
+            of_hook = parameters(getattr(Drafter, name))
+            assert parameters(getattr(kind, name))[: len(of_hook)] == of_hook, name
 
 
 def test_a_wrapper_says_what_its_drafter_reads_and_grows(target) -> None:

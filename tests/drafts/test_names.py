@@ -1,4 +1,4 @@
-"""What an argument ``draft`` may be."""
+"""Test the values that an argument ``draft`` may have."""
 
 import jax
 import numpy as np
@@ -38,15 +38,14 @@ def test_every_drafter_takes_a_number(target) -> None:
         (EarlyExit(layers=1, draft=3), EarlyExit(layers=1, draft=Chain(3))),
         (PromptLookup(draft=2), PromptLookup(draft=Chain(2))),
     ]
-    for given, meant in pairs:
+    for with_number, with_chain in pairs:
         ours, theirs = (
             specjax.generate(target, drafter, prompt, max_new_tokens=9)
-            for drafter in (given, meant)
+            for drafter in (with_number, with_chain)
         )
-        assert given == meant
-        assert jax.tree.structure(given) == jax.tree.structure(
-            meant
-        )  # one compiled program serves both
+        assert with_number == with_chain
+        # One compiled program serves both.
+        assert jax.tree.structure(with_number) == jax.tree.structure(with_chain)
         assert ours.stats.steps == theirs.stats.steps
         np.testing.assert_array_equal(ours.tokens, theirs.tokens)
     with pytest.raises(InputError, match=r"draft=Chain\(length=0\)"):

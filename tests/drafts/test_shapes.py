@@ -46,18 +46,18 @@ def random_parents(seed: int, nodes: int = 9) -> np.ndarray:
 
 
 def path_to(parents: np.ndarray, node: int) -> list[int]:
-    """The slow, obvious way: climb, then turn round."""
+    """Return the nodes from the root to ``node``, found by climbing from parent to parent."""
     path = [node]
     while parents[path[-1]] >= 0:
         path.append(int(parents[path[-1]]))
     return path[::-1]
 
 
-def check_topology(parents: np.ndarray, seen, depths, paths, children, siblings) -> None:
+def check_topology(parents: np.ndarray, ancestors, depths, paths, children, siblings) -> None:
     nodes = range(len(parents))
     for node in nodes:
         path = path_to(parents, node)
-        assert np.flatnonzero(seen[node]).tolist() == sorted(path)
+        assert np.flatnonzero(ancestors[node]).tolist() == sorted(path)
         assert depths[node] == len(path) - 1
         assert paths[node, : len(path)].tolist() == path
         assert not paths[node, len(path) :].any()
@@ -71,22 +71,22 @@ def check_topology(parents: np.ndarray, seen, depths, paths, children, siblings)
 def test_topology_from_parents(seed) -> None:
     parents = random_parents(seed)
     depth = int(tree.depths(parents).max())
-    found = (
+    arrays = (
         tree.ancestors(parents),
         tree.depths(parents),
         tree.paths(parents, depth),
         tree.first_children(parents),
         tree.next_siblings(parents),
     )
-    assert all(isinstance(array, np.ndarray) for array in found)  # constants for the compiler
-    check_topology(parents, *found)
+    assert all(isinstance(array, np.ndarray) for array in arrays)  # constants for the compiler
+    check_topology(parents, *arrays)
 
 
 def test_topology_on_the_device_row_by_row() -> None:
     parents = np.stack([random_parents(seed) for seed in range(8)])
     rows = jnp.asarray(parents)
     depth = max(int(tree.depths(of_row).max()) for of_row in parents)
-    found = (
+    arrays = (
         tree.ancestors(rows, depth),
         tree.depths(rows, depth),
         tree.paths(rows, depth),
@@ -94,7 +94,7 @@ def test_topology_on_the_device_row_by_row() -> None:
         tree.next_siblings(rows),
     )
     for row, of_row in enumerate(parents):
-        check_topology(of_row, *(np.asarray(array[row]) for array in found))
+        check_topology(of_row, *(np.asarray(array[row]) for array in arrays))
 
 
 def test_published_trees() -> None:

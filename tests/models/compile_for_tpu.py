@@ -1,6 +1,13 @@
-"""Compiles for a TPU v5e that is not there: a pass of two layers of Llama-3.1-8B, of which it prints the bytes over weights and
-cache by tokens a row; and attention at its widest, chunks of a prompt with 8 query heads a key, trees of latent attention and
-few queries of heads of 512, all with sinks and a cap, which must fit the chip's fast memory."""
+"""Compile programs for a TPU v5e that is not there, and print the bytes that some of them move.
+
+The first programs are passes of two layers of Llama-3.1-8B over 1, 5 and 60 tokens a row. For each
+number of tokens the script prints, in JSON, the bytes that a pass moves divided by those of its
+weights and its cache.
+
+The other programs are attention at its widest, all with sinks and a cap. They must fit the chip's
+fast memory: chunks of a prompt with 8 query heads a key, trees of latent attention, and few queries
+of heads of 512.
+"""
 
 import itertools
 import json
@@ -21,11 +28,11 @@ from specjax.models.quantized_cache import quantize
 BATCH, SLOTS = 16, 8192
 config = replace(published("llama-3.1-8b"), num_layers=2)
 mesh, _ = find_mesh("v5e:2x4", 1, 1)
-everywhere = NamedSharding(mesh, PartitionSpec())
+replicated = NamedSharding(mesh, PartitionSpec())
 
 
 def shaped(tree):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), tree)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree)
 
 
 target = abstract_model(config, mesh)
@@ -35,7 +42,7 @@ cache = shaped(
 )
 shares = {}
 for count in (1, 5, 60):
-    x = jax.ShapeDtypeStruct((BATCH, count, config.hidden_size), jnp.bfloat16, sharding=everywhere)
+    x = jax.ShapeDtypeStruct((BATCH, count, config.hidden_size), jnp.bfloat16, sharding=replicated)
     lowered = jax.jit(lambda layers, x, cache: target.replace(params=layers).run(x, cache)).lower(
         {"layers": params["layers"]}, x, cache
     )
@@ -50,13 +57,13 @@ widest += [
     (4, 8, (512,), 16, None),
     (8, 7, (128,), 100, None),
 ]
-of_pages = [
+paged = [
     (8, 4, (64,), 5, PAGE),
     (8, 4, (128,), 1, PAGE),
     (8, 8, (128,), 512, PAGE),
     (1, 128, (512, 64), 60, PAGE),
 ]
-of_pages += [(4, 8, (512,), 16, PAGE)]
+paged += [(4, 8, (512,), 16, PAGE)]
 
 
 def part(shape, dtype):
@@ -64,27 +71,25 @@ def part(shape, dtype):
     return shaped(jax.eval_shape(quantize, floats) if dtype == jnp.int8 else floats)
 
 
-for (kv_heads, group, sizes, count, page), kept in itertools.product(
-    widest + of_pages, (jnp.bfloat16, jnp.float32, jnp.int8)
+for (kv_heads, group, sizes, count, page), stored_dtype in itertools.product(
+    widest + paged, (jnp.bfloat16, jnp.float32, jnp.int8)
 ):
-    if kept == jnp.float32 and sizes != (
-        512,
-    ):  # whose blocks are narrower where they would not fit
+    # In float32 only heads of 512 are compiled: their blocks are narrower, so that they fit.
+    if stored_dtype == jnp.float32 and sizes != (512,):
         continue
-    dtype = jnp.bfloat16 if kept == jnp.int8 else kept
+    dtype = jnp.bfloat16 if stored_dtype == jnp.int8 else stored_dtype
     q = tuple(shaped(jax.ShapeDtypeStruct((1, count, kv_heads * group, d), dtype)) for d in sizes)
     parts = sizes if len(sizes) > 1 else sizes * 2
     pieces, slots = (SLOTS // page, page) if page else (1, SLOTS)
-    entry = tuple(part((pieces, kv_heads, slots, d), kept) for d in parts)
+    entry = tuple(part((pieces, kv_heads, slots, d), stored_dtype) for d in parts)
     table = shaped(jax.ShapeDtypeStruct((1, pieces), jnp.int32)) if page else None
     filled = Filled(entry, shaped(jax.ShapeDtypeStruct((1,), jnp.int32)), table=table, mesh=mesh)
-    own = tuple(part((1, kv_heads, count, d), kept) for d in parts)
+    new = tuple(part((1, kv_heads, count, d), stored_dtype) for d in parts)
     mask = shaped(jax.ShapeDtypeStruct((1, count, count), bool))
-    sinks = shaped(
-        jax.ShapeDtypeStruct((kv_heads * group,), dtype)
-    )  # it takes more with them than without
+    # Attention with sinks takes more memory than without.
+    sinks = shaped(jax.ShapeDtypeStruct((kv_heads * group,), dtype))
     run = partial(attend, values_part=2 - len(q), cap=50.0)
     jax.jit(lambda q, sinks, *pieces, run=run: run(q, pieces, sinks=sinks)).lower(
-        q, sinks, filled, (own, mask)
+        q, sinks, filled, (new, mask)
     ).compile()
 print(json.dumps(shares))

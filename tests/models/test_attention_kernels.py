@@ -1,4 +1,4 @@
-"""Which kernels of attention run, what is said of it, and what takes their place where they cannot."""
+"""Attention kernels: which of them run, what the log says, and what runs instead."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from specjax.models.attention import Filled, attend, kernels, kernels_status
 from specjax.sharding import make_mesh
 
 TRITON = "__gpu$xla.gpu.triton"
-"""How its kernels are called in a program."""
+"""The name of Triton's kernels in a program."""
 
 H100 = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
 
@@ -25,7 +25,7 @@ WARNING = (
     "The Pallas Triton backend is deprecated and will be removed in a future JAX version. To keep"
     " using Pallas on GPU"
 )
-"""What JAX 0.12 says at every kernel that it lowers; 0.10 says nothing."""
+"""The warning that JAX 0.12 gives at every kernel that it lowers; 0.10 gives none."""
 
 
 def gpu(capability: str) -> SimpleNamespace:
@@ -33,7 +33,7 @@ def gpu(capability: str) -> SimpleNamespace:
 
 
 @pytest.fixture(autouse=True)
-def _says_it_again():
+def _forget_what_was_logged():
     kernels._log_once.cache_clear()
     yield
     kernels._log_once.cache_clear()
@@ -45,15 +45,18 @@ def local_gpus(monkeypatch):
 
 
 def lowered(count: int = 1) -> str:
-    """Attention of so many queries to a cache and to themselves, as it is lowered for an H100."""
-    cached, own = (tuple(jnp.zeros((1, 1, n, 16)) for _ in range(2)) for n in (32, count))
-    pieces = [Filled(cached, jnp.array([20])), (own, jnp.ones((1, count, count), bool))]
+    """Return the program of attention, lowered for an H100.
+
+    ``count`` queries attend to a cache and to themselves.
+    """
+    cached, new = (tuple(jnp.zeros((1, 1, n, 16)) for _ in range(2)) for n in (32, count))
+    pieces = [Filled(cached, jnp.array([20])), (new, jnp.ones((1, count, count), bool))]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=H100)):
         traced = jax.jit(lambda q: attend(q, pieces)).trace(jnp.zeros((1, count, 2, 16)))
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def said(caplog) -> list[str]:
+def log_messages(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("specjax")]
 
 
@@ -119,7 +122,7 @@ def test_on_gpus_of_another_maker_the_log_says_so_once(local_gpus, caplog) -> No
     local_gpus(gpu("gfx942"))
     for count in (1, 2):
         assert TRITON not in lowered(count)
-    assert said(caplog) == [
+    assert log_messages(caplog) == [
         f"attention uses plain JAX on GPUs, without a kernel: {kernels._ONLY_NVIDIA}"
     ]
 
@@ -139,15 +142,13 @@ def test_on_a_gpu_that_is_too_old_attention_is_lowered_to_plain_jax_and_the_log_
     for count in (1, 2, 3):
         text = lowered(count)
         assert TRITON not in text and "dot_general" in text
-    (line,) = said(caplog)
-    assert (
-        line
-        == "attention uses plain JAX on GPUs, without a kernel: Triton compiles for GPUs of compute"
+    (line,) = log_messages(caplog)
+    assert line == (
+        "attention uses plain JAX on GPUs, without a kernel: Triton compiles for GPUs of compute"
         " capability 8.0 and newer, and this one has 7.5"
     )
-    assert [record.levelno for record in caplog.records if record.name.startswith("specjax")] == [
-        logging.WARNING
-    ]
+    (record,) = [record for record in caplog.records if record.name.startswith("specjax")]
+    assert record.levelno == logging.WARNING
 
 
 @pytest.mark.parametrize("devices", [[gpu("8.0")], [gpu("9.0"), gpu("12.0")], []])
@@ -156,21 +157,21 @@ def test_on_gpus_that_are_new_enough_or_not_there_it_is_lowered_to_the_kernel(
 ) -> None:
     local_gpus(*devices)
     assert TRITON in lowered()
-    assert not said(caplog)
+    assert not log_messages(caplog)
 
 
 def test_what_a_mesh_is_made_of_counts_and_not_what_is_here(local_gpus, caplog) -> None:
     local_gpus(gpu("7.5"))
     assert kernels.takes_triton(make_mesh(1, 1))  # of CPUs
     assert not kernels.takes_triton(None)
-    assert len(said(caplog)) == 1
+    assert len(log_messages(caplog)) == 1
 
 
 def test_a_program_for_a_cpu_says_nothing_of_gpus(monkeypatch, caplog) -> None:
     monkeypatch.setattr(kernels, "triton", None)
     monkeypatch.setattr(kernels, "WHY_NO_TRITON", "JAX 9 has no Pallas Triton")
     assert not kernels.takes_triton(make_mesh(1, 1)) and not kernels.takes_triton(None)
-    assert not said(caplog)
+    assert not log_messages(caplog)
 
 
 WITHOUT_TRITON = """
@@ -185,8 +186,9 @@ from specjax.models.attention import kernels_status
 from tests.models.test_attention_kernels import lowered
 at_import = list(lines)
 texts = [lowered(count) for count in (1, 2)]
-print(json.dumps([at_import, lines, ["triton" in text for text in texts], ["dot_general" in text for text in texts],
-    kernels_status("cuda").reason]))
+calls_triton = ["triton" in text for text in texts]
+multiplies = ["dot_general" in text for text in texts]
+print(json.dumps([at_import, lines, calls_triton, multiplies, kernels_status("cuda").reason]))
 """
 
 
@@ -219,7 +221,7 @@ def test_a_pallas_triton_that_lacks_what_the_kernel_needs_is_none(monkeypatch) -
 
 
 def test_where_warnings_are_errors_that_of_tritons_end_is_none_and_others_are() -> None:
-    """The kernel's own on a JAX that warns; on an older one, one just like it."""
+    """JAX 0.12 warns at the kernel; for older versions the test gives the same warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert TRITON in lowered(4)

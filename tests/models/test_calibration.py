@@ -1,4 +1,4 @@
-"""Quantized weights by what the layers read: what is seen, by which layers, in models of every kind, and what it gains."""
+"""Calibrated weights: the inputs of each layer, models of every kind, and the gain."""
 
 import jax
 import jax.numpy as jnp
@@ -22,22 +22,25 @@ INT4 = Scheme(Form("int4", group=16), None)
 
 
 def moments_of(target: Target, tokens: np.ndarray, monkeypatch) -> dict[int, np.ndarray]:
-    """By the identity of a matrix, the moments of all that it is multiplied with, as the model runs operation by operation."""
-    found: dict[int, np.ndarray] = {}
+    """Return the moments of all inputs of each matrix, by the matrix's ``id``.
+
+    The model runs operation by operation.
+    """
+    moments: dict[int, np.ndarray] = {}
 
     def record(x, weight):
         rows = np.asarray(x, np.float64)
-        found[id(weight)] = found.get(id(weight), 0) + rows.T @ rows
+        moments[id(weight)] = moments.get(id(weight), 0) + rows.T @ rows
         return product(x, weight)
 
     with monkeypatch.context() as patch, jax.disable_jit():
         patch.setattr(primitives, "product", record)
         target.forward(jnp.asarray(tokens))
-    return found
+    return moments
 
 
 def quantized_up_to(target: Target, quantized: Target, layer: int) -> Target:
-    """The layers before ``layer`` are those of ``quantized``."""
+    """Return ``target`` with the layers of ``quantized`` before ``layer``."""
     layers = [*quantized.params["layers"][:layer], *target.params["layers"][layer:]]
     return target.replace(params={**target.params, "layers": layers})
 
@@ -48,24 +51,23 @@ def test_each_layer_sees_what_the_quantized_ones_before_it_hand_on(monkeypatch, 
     target = tiny_target(hidden_size=32, intermediate_size=48, qkv_bias=bias, tie_embeddings=bias)
     quantized = calibrate(target, INT4, TOKENS)
     for layer, params in enumerate(target.params["layers"]):
-        seen = moments_of(quantized_up_to(target, quantized, layer), TOKENS, monkeypatch)
+        moments = moments_of(quantized_up_to(target, quantized, layer), TOKENS, monkeypatch)
+        nearest = target.quantize(INT4).params["layers"][layer]
         matrices = {
             name: value
             for name, value in quantized.params["layers"][layer].items()
             if is_quantized(value)
         }
         assert set(matrices) == {"q", "k", "v", "o", "gate", "up", "down"}
-        for name, found in matrices.items():
-            expected = gptq(
-                params[name], jnp.asarray(seen[id(params[name])], jnp.float32), found.form
-            )
-            np.testing.assert_allclose(found.scales, expected.scales, rtol=1e-4)
-            # sums of float32 in another order: a near tie may part, and then what follows from it in its column
-            columns = (np.asarray(found.values) == np.asarray(expected.values)).all(axis=(0, 2))
+        for name, matrix in matrices.items():
+            inputs = jnp.asarray(moments[id(params[name])], jnp.float32)
+            expected = gptq(params[name], inputs, matrix.form)
+            np.testing.assert_allclose(matrix.scales, expected.scales, rtol=1e-4)
+            # Sums in float32 have another order. A near tie may be rounded the other way, which
+            # changes the rest of its column.
+            columns = (np.asarray(matrix.values) == np.asarray(expected.values)).all(axis=(0, 2))
             assert columns.mean() > 0.9, (layer, name)
-            assert not np.array_equal(
-                found.values, target.quantize(INT4).params["layers"][layer][name].values
-            )
+            assert not np.array_equal(matrix.values, nearest[name].values)
 
 
 MODELS = {
@@ -86,23 +88,24 @@ OFTEN = ("hybrid", "sharing", "qwen3_moe")
     [pytest.param(name, marks=[pytest.mark.thorough] * (name not in OFTEN)) for name in MODELS],
 )
 def test_models_of_every_kind_come_closer_to_what_they_were_in_floats(name) -> None:
-    """On the text itself, of random models: the squared error of what enters the head, with 4 bits."""
+    """The squared error of the hidden states that enter the head is smaller, with 4 bits.
+
+    It is measured on the text of the calibration itself, with random models.
+    """
     target = tiny_target(**MODELS[name], hidden_size=32, scale=8.0)
     scheme = Scheme(Form("int4"), None)
     nearest, calibrated = target.quantize(scheme), calibrate(target, scheme, TOKENS)
     assert jax.tree.structure(calibrated) == jax.tree.structure(nearest)
     jax.tree.map(
-        lambda one, other: np.testing.assert_equal(
-            (one.shape, one.dtype), (other.shape, other.dtype)
-        ),
+        lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)),
         calibrated,
         nearest,
     )
     tokens = jnp.asarray(TOKENS)
     expected = target.forward(tokens)[0].hidden
     errors = [
-        float(jnp.square(each.forward(tokens)[0].hidden - expected).mean())
-        for each in (nearest, calibrated)
+        float(jnp.square(model.forward(tokens)[0].hidden - expected).mean())
+        for model in (nearest, calibrated)
     ]
     assert errors[1] < errors[0]
 
@@ -111,17 +114,15 @@ def test_models_of_every_kind_come_closer_to_what_they_were_in_floats(name) -> N
 @pytest.mark.parametrize("name", zoo.MODELS)
 @pytest.mark.filterwarnings("ignore:.* matrices of experts without a token")
 def test_every_family_comes_closer_to_what_it_was_in_floats(name, tmp_path) -> None:
-    """As above, one model of each, such as transformers makes it."""
+    """The squared error is smaller for a model of each family, as transformers makes it."""
     zoo.save(name, tmp_path)
-    target, tokens = (
-        Target.from_pretrained(tmp_path, dtype=np.float32),
-        jnp.asarray(TOKENS % zoo.VOCABULARY),
-    )
+    target = Target.from_pretrained(tmp_path, dtype=np.float32)
+    tokens = jnp.asarray(TOKENS % zoo.VOCABULARY)
     scheme = Scheme(Form("int4"), None)
     expected = target.forward(tokens)[0].hidden
     nearest, calibrated = (
-        float(jnp.square(each.forward(tokens)[0].hidden - expected).mean())
-        for each in (target.quantize(scheme), calibrate(target, scheme, np.asarray(tokens)))
+        float(jnp.square(model.forward(tokens)[0].hidden - expected).mean())
+        for model in (target.quantize(scheme), calibrate(target, scheme, np.asarray(tokens)))
     )
     assert calibrated < nearest
 
@@ -140,18 +141,15 @@ def test_windows_are_spread_over_all_texts() -> None:
 @pytest.mark.full
 def test_experts_that_no_token_chose_are_said_and_rounded_to_the_nearest_numbers() -> None:
     target = tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32, num_layers=1)
-    alike = target.params["layers"][0] | {
-        "router": jnp.zeros((32, 8))
-    }  # so the first two are chosen
-    target = target.replace(params={**target.params, "layers": [alike]})
+    # With equal scores the first two experts are chosen.
+    layer = target.params["layers"][0] | {"router": jnp.zeros((32, 8))}
+    target = target.replace(params={**target.params, "layers": [layer]})
     with pytest.warns(UserWarning, match="18 matrices of experts without a token of the text"):
         quantized = calibrate(target, INT4, TOKENS)
-    found, nearest = quantized.params["layers"][0], target.quantize(INT4).params["layers"][0]
+    calibrated, nearest = quantized.params["layers"][0], target.quantize(INT4).params["layers"][0]
     for name in ("experts_gate", "experts_up", "experts_down"):
-        same = (np.asarray(found[name].values) == np.asarray(nearest[name].values)).all(
-            axis=(1, 2, 3)
-        )
-        np.testing.assert_array_equal(same, np.arange(8) >= 2)
+        is_nearest = np.asarray(calibrated[name].values) == np.asarray(nearest[name].values)
+        np.testing.assert_array_equal(is_nearest.all(axis=(1, 2, 3)), np.arange(8) >= 2)
 
 
 @pytest.mark.full
@@ -187,19 +185,20 @@ def test_a_trained_model_loses_less_on_text_that_it_was_not_calibrated_on(weight
 
     target = Target.from_pretrained("embedded", dtype=jnp.float32)
     tokenizer = text.load_tokenizer(embedded("target"))
-    of_text, others = (
-        np.asarray(text.encode(tokenizer, inspect.getsource(each))) for each in (argparse, heapq)
+    calibration, evaluation = (
+        np.asarray(text.encode(tokenizer, inspect.getsource(module)))
+        for module in (argparse, heapq)
     )
-    calibrated = calibrate(target, weights, windows([of_text.tolist()])[:32])
-    held = jnp.asarray(others[: len(others) // 256 * 256].reshape(-1, 256))
+    calibrated = calibrate(target, weights, windows([calibration.tolist()])[:32])
+    held_out = jnp.asarray(evaluation[: len(evaluation) // 256 * 256].reshape(-1, 256))
 
     @jax.jit
     def divergence(quantized: Target) -> jax.Array:
-        """From the model in floats, of the next token, in nats."""
-        floats, found = (
-            jax.nn.log_softmax(each.forward(held)[0].logits) for each in (target, quantized)
+        """Return the divergence of the next token from the model in floats, in nats."""
+        log_p, log_q = (
+            jax.nn.log_softmax(model.forward(held_out)[0].logits) for model in (target, quantized)
         )
-        return jnp.mean(jnp.sum(jnp.exp(floats) * (floats - found), axis=-1))
+        return jnp.mean(jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1))
 
     assert float(divergence(calibrated)) < float(divergence(target.quantize(weights)))
 

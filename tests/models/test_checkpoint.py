@@ -1,4 +1,4 @@
-"""Tensors of whatever declares its parameters: here a small drafter, no model of ours."""
+"""Loading and saving the tensors of declared parameters: here those of a small drafter."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: what they hold is read right, and of each load every file is read by us at most once."""
+"""The files of a checkpoint are read right, and by each load at most once."""
 
 import json
 import os
@@ -23,20 +23,23 @@ from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
 from tests.conftest import ASSETS, tiny_target
 
-OTHERS = ("transformers", "tokenizers", "huggingface_hub")
-"""Whose own reads are not counted."""
+LIBRARIES = ("transformers", "tokenizers", "huggingface_hub")
+"""The libraries whose reads are not counted."""
 _opened: list[tuple[str, str]] = []
 _state = {"hooked": False, "watching": False}
 
 
 def _watch(event: str, arguments: tuple) -> None:
-    """An audit hook, which Python calls for whatever opens a file, by any of its functions."""
+    """Record an opened file and the library that opens it.
+
+    Python calls this audit hook for every function that opens a file.
+    """
     if not _state["watching"] or event != "open" or not isinstance(arguments[0], str | os.PathLike):
         return
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in (
         "specjax",
-        *OTHERS,
+        *LIBRARIES,
     ):
         frame = frame.f_back
     reader = "" if frame is None else frame.f_globals["__name__"].partition(".")[0]
@@ -45,13 +48,17 @@ def _watch(event: str, arguments: tuple) -> None:
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Counts what a function opens of ours, by the paths below a directory: a file of weights each time its header is read."""
+    """Return a function that counts the files of a directory that specjax opens in a call.
+
+    A file of weights counts each time that its header is read.
+    """
     if not _state["hooked"]:  # a hook cannot be removed
         sys.addaudithook(_watch)
         _state["hooked"] = True
     open_weights = safetensors.safe_open
 
-    def safe_open(path, **options):  # it opens files from Rust, which no hook sees
+    # safetensors opens files from Rust, which no hook sees.
+    def safe_open(path, **options):
         if _state["watching"]:
             _opened.append(("specjax", str(path)))
         return open_weights(path, **options)
@@ -67,7 +74,7 @@ def reads(monkeypatch):
             function()
         finally:
             _state["watching"] = False
-        ours = Counter(Path(path) for reader, path in _opened if reader not in OTHERS)
+        ours = Counter(Path(path) for reader, path in _opened if reader not in LIBRARIES)
         return {
             str(path.relative_to(root)): number
             for path, number in ours.items()
@@ -79,7 +86,7 @@ def reads(monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
-    """transformers, which takes seconds."""
+    """Import transformers beforehand, which takes seconds."""
     text.load_tokenizer(ASSETS / "target")
 
 
@@ -156,7 +163,7 @@ def sharded(target: Target, directory: Path) -> None:
 
 
 def test_so_are_an_index_and_every_shard(reads, tmp_path) -> None:
-    """Of a model whose head may be its embedding, which takes a look at the tensors before they are loaded."""
+    """The model may have its embedding as head, for which tensors are read before the load."""
     sharded(tiny_target(model_type="qwen2", qkv_bias=True, tie_embeddings=True), tmp_path)
     shards = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
     expected = once("config.json", "generation_config.json", INDEX, *shards)
@@ -164,7 +171,10 @@ def test_so_are_an_index_and_every_shard(reads, tmp_path) -> None:
 
 
 def test_a_reader_that_reads_again_is_noticed(reads, monkeypatch) -> None:
-    """Whether it reads through `CheckpointFiles` or past it: else the counts above would say nothing."""
+    """A reader is noticed whether it reads through `CheckpointFiles` or past it.
+
+    Otherwise the counts above would mean nothing.
+    """
     parse = config_json.read_part
 
     def read_past(files):
@@ -188,15 +198,10 @@ def test_a_reader_that_reads_again_is_noticed(reads, monkeypatch) -> None:
 
 def test_what_is_read_is_what_the_files_hold() -> None:
     files, directory = hub.open_checkpoint("embedded"), ASSETS / "target"
-    content, tensors = (
-        json.loads((directory / "config.json").read_text()),
-        load_file(directory / WEIGHTS),
-    )
-    assert (files.directory, str(files), files.file) == (
-        directory,
-        "embedded",
-        str(directory / "config.json"),
-    )
+    content = json.loads((directory / "config.json").read_text())
+    tensors = load_file(directory / WEIGHTS)
+    assert (files.directory, str(files)) == (directory, "embedded")
+    assert files.file == str(directory / "config.json")
     assert files.raw == files.json("config.json") == content
     assert files.shapes == {name: tensor.shape for name, tensor in tensors.items()}
     assert set(files.tensor_names) == set(tensors) and files.forms == {}
@@ -213,35 +218,37 @@ def test_what_is_read_is_what_the_files_hold() -> None:
 
 def test_no_reader_changes_what_the_next_one_is_given() -> None:
     files = hub.open_checkpoint("embedded:eagle3"), hub.open_checkpoint("embedded")
-    before = deepcopy([each.raw for each in files])
+    before = deepcopy([checkpoint.raw for checkpoint in files])
     drafter, target = specjax.Eagle3.from_pretrained(files[0]), Target.from_pretrained(files[1])
-    assert [each.raw for each in files] == before
+    assert [checkpoint.raw for checkpoint in files] == before
     again = specjax.Eagle3.from_pretrained(files[0]), Target.from_pretrained(files[1])
     assert jax.tree.all(jax.tree.map(np.array_equal, again, (drafter, target)))
 
 
 def test_a_checkpoint_that_is_written_anew_is_read_anew(tmp_path) -> None:
-    """By the next load, under the same path; files that were opened before have what they had."""
+    """The next load of the same path reads the new files.
+
+    Files that were opened before have their old content.
+    """
     first, second = tiny_target(), tiny_target(num_layers=1)
     first.save_pretrained(tmp_path)
     opened = hub.open_checkpoint(tmp_path)
-    assert (
-        len(opened.shapes) > len(second.params)
-        and opened.raw["num_hidden_layers"] == first.config.num_layers
-    )
+    assert len(opened.shapes) > len(second.params)
+    assert opened.raw["num_hidden_layers"] == first.config.num_layers
     second.save_pretrained(tmp_path)
     read = Target.from_pretrained(tmp_path, dtype=np.float32)
-    assert read.config == second.config and jax.tree.all(
-        jax.tree.map(np.array_equal, read.params, second.params)
-    )
+    assert read.config == second.config
+    assert jax.tree.all(jax.tree.map(np.array_equal, read.params, second.params))
     earlier = Target.from_pretrained(opened, dtype=np.float32)
-    assert earlier.config == first.config and jax.tree.all(
-        jax.tree.map(np.array_equal, earlier.params, first.params)
-    )
+    assert earlier.config == first.config
+    assert jax.tree.all(jax.tree.map(np.array_equal, earlier.params, first.params))
 
 
 def test_a_file_that_comes_later_is_found(tmp_path) -> None:
-    """As the weights of a repository come after its small files; what is missing is not remembered."""
+    """A missing file is not remembered as missing.
+
+    The weights of a repository, for example, come after its small files.
+    """
     shutil.copyfile(ASSETS / "target" / "config.json", tmp_path / "config.json")
     files = CheckpointFiles(tmp_path)
     assert list(files.tensor_names) == [] and files.json("generation_config.json", {}) == {}
@@ -256,16 +263,19 @@ def test_a_file_that_comes_later_is_found(tmp_path) -> None:
 
 
 def test_files_of_the_hub_are_opened_once_while_the_repository_stays(monkeypatch, tmp_path) -> None:
-    """The weights are fetched where they are needed; where another snapshot comes with them, nothing of the first is used."""
+    """Weights are fetched when they are needed.
+
+    If another snapshot comes with them, nothing of the first is used.
+    """
     for name in ("first", "second"):
         shutil.copytree(ASSETS / "target", tmp_path / name)
     snapshots = iter(["first", "first", "first", "second"])
     monkeypatch.setattr(hub, "locate", lambda name, weights=True: tmp_path / next(snapshots))
-    for same in (True, False):
+    for is_same in (True, False):
         small = hub.open_checkpoint("owner/name", weights=False)
         assert small.raw and hub.open_checkpoint(small, weights=False) is small
         whole = hub.open_checkpoint(small)
-        assert (whole is small) is same and str(whole) == "owner/name"
+        assert (whole is small) is is_same and str(whole) == "owner/name"
     assert whole.directory == tmp_path / "second"
 
 
@@ -281,7 +291,7 @@ def test_open_files_are_closed_with_the_last_that_needs_them(tmp_path) -> None:
 
 
 def test_only_one_module_opens_files_with_weights() -> None:
-    """Others would not be counted above."""
+    """Reads by other modules would not be counted above."""
     modules = [
         module
         for name, module in sys.modules.items()

@@ -1,7 +1,8 @@
-"""Damaged checkpoints by the hundred: each loads, or is refused in one line. Nothing else ever comes out.
+"""Damaged checkpoints by the hundred: each loads, or is refused in one line.
 
-A case takes a tiny valid checkpoint and changes one to three things in one of its files: a field is dropped, gets a value of
-another type or an extreme one, bytes are cut off or overwritten. Everything follows from the number of the case.
+A case takes a tiny valid checkpoint and changes one to three things in one of its files. A field is
+dropped, or gets a value of another type or an extreme one; bytes are cut off or overwritten.
+Everything follows from the number of the case.
 """
 
 import copy
@@ -55,85 +56,84 @@ JSON_FILES = ("config.json", "generation_config.json", "model.safetensors.index.
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory) -> list[dict[str, bytes]]:
-    """Valid checkpoints, file by file: one for every kind of RoPE, of experts and of family, in one file and in a shard with an
-    index."""
-    found = []
+    """Return valid checkpoints, as the contents of their files.
+
+    There is one for every kind of RoPE, of experts and of family, each in one file, and in a shard
+    with an index.
+    """
+    checkpoints = []
     path = tmp_path_factory.mktemp("original")
     common = {"tie_embeddings": True, "eos_token_ids": (3, 4), "bos_token_id": 1}
     target = tiny_target(**common)
     targets = [target.replace(config=replace(target.config, rope=rope)) for rope in ROPES]
     targets += [tiny_target(**common, **changes) for changes in MIXTURES.values()]
     targets += [Target.init(config, jax.random.key(0)) for config in of_families()]
-    for one in [*targets, *quantized_ones(path)]:
-        one.save_pretrained(path)
+    for target in [*targets, *quantized_ones(path)]:
+        target.save_pretrained(path)
         files = {file.name: file.read_bytes() for file in path.iterdir()}
         index = {"metadata": {}, "weight_map": dict.fromkeys(CheckpointFiles(path).shapes, SHARD)}
         weights = files.pop("model.safetensors")
-        found.append(files | {"model.safetensors": weights})
-        found.append(
+        checkpoints.append(files | {"model.safetensors": weights})
+        checkpoints.append(
             files | {SHARD: weights, "model.safetensors.index.json": json.dumps(index).encode()}
         )
-    return found
+    return checkpoints
 
 
 def quantized_ones(path) -> list[Target]:
-    """Targets whose checkpoints have quantized weights: as they are, packed with and without zeros, and in two schemes."""
+    """Return targets with quantized weights.
+
+    Their checkpoints are in two schemes, and packed with and without zeros.
+    """
     tiny_target(hidden_size=32, eos_token_ids=(3, 4)).save_pretrained(path)
-    found = [
+    targets = [
         Target.from_pretrained(path, weights=weights, dtype=np.float32)
         for weights in ("w8a8", "int4", "fp8")
     ]
-    layer = dict(found[1].params["layers"][0])
+    layer = dict(targets[1].params["layers"][0])
     for name in ("q", "up"):
         groups, outputs, size = layer[name].values.shape
-        values, scales = (
-            layer[name].values.reshape(4, outputs, size // 4),
-            layer[name].scales.repeat(4, axis=0),
-        )
+        values = layer[name].values.reshape(4, outputs, size // 4)
+        scales = layer[name].scales.repeat(4, axis=0)
         zeros, order = np.ones((4, outputs), np.int8), np.arange(32, dtype=np.int32)[::-1]
         layer[name] = layer[name].replace(values=values, scales=scales, zeros=zeros, order=order)
         assert groups == 1
-    asymmetric = found[1].replace(
-        params={**found[1].params, "layers": [layer, *found[1].params["layers"][1:]]}
+    asymmetric = targets[1].replace(
+        params={**targets[1].params, "layers": [layer, *targets[1].params["layers"][1:]]}
     )
-    return [*found, asymmetric]
+    return [*targets, asymmetric]
 
 
 def of_families() -> list[ModelConfig]:
-    """The configurations of the models of the zoo."""
-    found = []
+    """Return the configurations of the models of the zoo."""
+    configs = []
     for kind, fields in zoo.MODELS.values():
-        (family,) = [
-            one
-            for one in FAMILIES.values()
-            if one.architecture == f"{kind.removesuffix('Text')}ForCausalLM"
-        ][:1]
+        architecture = f"{kind.removesuffix('Text')}ForCausalLM"
+        family = next(family for family in FAMILIES.values() if family.architecture == architecture)
         raw = {name: value for name, value in fields.items() if value is not None}
         raw |= {"model_type": family.model_type, "eos_token_id": [3, 4], "bos_token_id": 1}
-        if "use_sliding_window" in fields:  # transformers says it in what it writes
+        if "use_sliding_window" in fields:  # as transformers writes it
             raw["layer_types"] = [
-                (FULL, WINDOWED)[not turned] for turned in fields["no_rope_layers"]
+                (FULL, WINDOWED)[not has_rope] for has_rope in fields["no_rope_layers"]
             ]
-        found.append(config_json.parse_config(raw))
-    return found
+        configs.append(config_json.parse_config(raw))
+    return configs
 
 
 def places(node, path=()):
-    """Every place in a JSON value that can be changed, as the keys that lead there."""
-    items = (
-        node.items()
-        if isinstance(node, dict)
-        else enumerate(node)
-        if isinstance(node, list)
-        else ()
-    )
+    """Yield every place in a JSON value that can be changed, as the keys that lead there."""
+    items = ()
+    if isinstance(node, dict):
+        items = node.items()
+    elif isinstance(node, list):
+        items = enumerate(node)
     for key, value in items:
         yield (*path, key)
         yield from places(value, (*path, key))
 
 
 def change_value(rng: random.Random, content):
-    """``content`` with one value dropped, replaced, renamed, or wrapped."""
+    """Return ``content`` with one value dropped, replaced, renamed or wrapped."""
     content = copy.deepcopy(content)
     *path, last = rng.choice(list(places(content)) or [("new",)])
     node = content
@@ -158,16 +158,16 @@ def change_value(rng: random.Random, content):
 
 
 def change_bytes(rng: random.Random, content: bytes) -> bytes:
-    """``content`` cut off, with bytes overwritten, put in, or replaced altogether."""
-    at = rng.randrange(len(content) + 1)
+    """Return ``content`` cut off, or with bytes overwritten, put in or replaced altogether."""
+    offset = rng.randrange(len(content) + 1)
     garbage = rng.randbytes(rng.choice([1, 2, 8, 64]))
     match rng.randrange(5):
         case 0:
-            return content[:at]
+            return content[:offset]
         case 1:
-            return content[:at] + garbage + content[at + len(garbage) :]
+            return content[:offset] + garbage + content[offset + len(garbage) :]
         case 2:
-            return content[:at] + garbage + content[at:]
+            return content[:offset] + garbage + content[offset:]
         case 3:
             return rng.choice(
                 [
@@ -183,7 +183,7 @@ def change_bytes(rng: random.Random, content: bytes) -> bytes:
                 ]
             )
         case _:
-            return content[at:]
+            return content[offset:]
 
 
 def change_json(rng: random.Random, content: bytes) -> bytes:
@@ -204,13 +204,10 @@ def change_tensors(rng: random.Random, content: bytes) -> bytes:
         case 0:
             return change_bytes(rng, content)
         case 1:
-            return (
-                struct.pack(
-                    "<Q", rng.choice([0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1])
-                )
-                + content[8:]
-            )
-        case 2:  # types of the same size and shapes of the same number of values, which the format itself cannot see
+            wrong = rng.choice([0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1])
+            return struct.pack("<Q", wrong) + content[8:]
+        case 2:
+            # The format cannot see a type of the same size, or a shape of as many values.
             table = json.loads(header)
             entry = table[rng.choice([name for name in table if name != "__metadata__"])]
             if rng.random() < 0.5:
@@ -226,9 +223,8 @@ def change_tensors(rng: random.Random, content: bytes) -> bytes:
             table = json.loads(header)
             name = rng.choice([name for name in table if name != "__metadata__"])
             layer = f"model.layers.{'9' * rng.choice([1, 5, 30, 5000])}.x"
-            table[rng.choice(["", "\n", "x", f"{name}.bias", layer, "lm_head.weight"])] = table.pop(
-                name
-            )
+            new_name = rng.choice(["", "\n", "x", f"{name}.bias", layer, "lm_head.weight"])
+            table[new_name] = table.pop(name)
             header = json.dumps(table).encode()
         case _:
             header = change_json(rng, header)
@@ -240,16 +236,15 @@ def damaged(rng: random.Random, files: dict[str, bytes]) -> dict[str, bytes]:
     weights = [4 if name == "config.json" else 1 for name in names]
     (name,) = rng.choices(names, weights)
     if rng.random() < 0.02:
-        return {other: content for other, content in files.items() if other != name}
+        return {file: content for file, content in files.items() if file != name}
     change = change_json if name in JSON_FILES else change_tensors
     return files | {name: change(rng, files[name])}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("cases", [800, pytest.param(60_000, marks=pytest.mark.thorough)])
-@pytest.mark.filterwarnings(
-    "ignore:.*the stored head is used"
-)  # a flipped bit makes it differ from the embedding
+# A flipped bit makes a stored head differ from the embedding.
+@pytest.mark.filterwarnings("ignore:.*the stored head is used")
 def test_a_damaged_checkpoint_loads_or_is_refused_in_a_line(originals, tmp_path, cases) -> None:
     loaded, reasons = 0, set()
     for case in range(cases):
@@ -261,9 +256,9 @@ def test_a_damaged_checkpoint_loads_or_is_refused_in_a_line(originals, tmp_path,
             (tmp_path / name).write_bytes(content)
         try:
             config = config_json.read_config(CheckpointFiles(tmp_path))
-            for one in {config, *map(config.of_layer, range(len(config.layers)))}:
-                frequencies, factor = inverse_frequencies(one.rope, one.head_dim)
-                assert np.isfinite(frequencies).all() and np.isfinite(factor), one.rope
+            for layer in {config, *map(config.of_layer, range(len(config.layers)))}:
+                frequencies, factor = inverse_frequencies(layer.rope, layer.head_dim)
+                assert np.isfinite(frequencies).all() and np.isfinite(factor), layer.rope
             Target.from_pretrained(tmp_path, dtype=np.float32)
             loaded += 1
         except InputError as error:
@@ -275,6 +270,6 @@ def test_a_damaged_checkpoint_loads_or_is_refused_in_a_line(originals, tmp_path,
             raise AssertionError(
                 f"case {case} ended in a {type(error).__name__}: {error}"
             ) from error
-    # The cases are worth something: some of the changes are harmless, and most are refused for many reasons.
+    # Some changes are harmless. Most are refused, for many different reasons.
     assert 0.05 * cases < loaded < 0.5 * cases, loaded
     assert len(reasons) > 100, len(reasons)

@@ -11,7 +11,10 @@ from specjax.drafters import Eagle3, MixtureOfAttentions
 
 @pytest.mark.full
 def test_a_client_drafts_with_a_part_what_it_drafts_with_the_whole(target) -> None:
-    """With Mixture of Attentions that runs the target's last layer, and with EAGLE-3, which runs none."""
+    """A client drafts the same tree with a part of the target as with the whole.
+
+    Mixture of Attentions runs the target's last layer, and EAGLE-3 none.
+    """
     count, settings = target.config.num_layers, Settings.of(specjax.SamplingParams())
     key, texts = jax.random.key(1), ([5, 3, 1], [3, 1, 2])
     drafters = (MixtureOfAttentions.init(target, key, tli=1), Eagle3.init(target, key, taps=(0, 1)))
@@ -22,9 +25,6 @@ def test_a_client_drafts_with_a_part_what_it_drafts_with_the_whole(target) -> No
             arrays = {
                 name: np.ones((3, *shape), np.float32) for name, shape in device.hears.items()
             }
-            trees.append(
-                device.propose(
-                    device.append_remote(device.start(), *texts, arrays), 2, 4, settings, depth=2
-                )
-            )
+            state = device.append_remote(device.start(), *texts, arrays)
+            trees.append(device.propose(state, 2, 4, settings, depth=2))
         np.testing.assert_array_equal(*[tree.tokens for tree in trees])

@@ -1,4 +1,4 @@
-"""Directories that hold something else than a model's checkpoint are named before any weight is read."""
+"""Directories that hold no model's checkpoint are refused before any weight is read."""
 
 import json
 
@@ -15,7 +15,7 @@ QUANTIZED = {
     "producer": {"name": "modelopt"},
     "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"},
 }
-OTHERS = [  # files that are there, and what is said
+NOT_CHECKPOINTS = [  # the files of a directory, and the message
     (
         {"adapter_config.json": "{}", "adapter_model.safetensors": ""},
         "is a LoRA adapter .*: merge it into its base model",
@@ -49,7 +49,7 @@ def read_config(path):
 
 
 @pytest.mark.parametrize("read", [read_config, Target.from_pretrained, Eagle.from_pretrained])
-@pytest.mark.parametrize(("files", "message"), OTHERS)
+@pytest.mark.parametrize(("files", "message"), NOT_CHECKPOINTS)
 def test_what_is_no_checkpoint_is_named(tmp_path, files, message, read) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content)

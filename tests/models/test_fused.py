@@ -1,4 +1,4 @@
-"""Parameters that are parts of tensors: against numpy's slices, in and out, on a mesh, and no more read than asked for."""
+"""Parameters that are parts of tensors: against numpy's slices, saved, loaded and on a mesh."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ DECLARED = {
 
 
 def reference(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    ones = [stored[f"one.{i}.weight"].T for i in range(EXPERTS)]
+    matrices = [stored[f"one.{i}.weight"].T for i in range(EXPERTS)]
     return {
         "q": stored["qkv.weight"][:8].T,
         "k": stored["qkv.weight"][8:12].T,
@@ -72,8 +72,8 @@ def reference(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "even_bias": stored["interleaved_bias"][:, ::2],
         "odd_bias": stored["interleaved_bias"][:, 1::2],
         "down": stored["down"].transpose(0, 2, 1),
-        "stacked_first": np.stack([one[:, :4] for one in ones]),
-        "stacked_second": np.stack([one[:, 4:] for one in ones]),
+        "stacked_first": np.stack([matrix[:, :4] for matrix in matrices]),
+        "stacked_second": np.stack([matrix[:, 4:] for matrix in matrices]),
     }
 
 
@@ -88,14 +88,14 @@ def directory(tmp_path):
     return tmp_path
 
 
-def equal_bits(found: Any, expected: Any) -> None:
-    assert found.keys() == expected.keys()
+def equal_bits(result: Any, expected: Any) -> None:
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
-        assert (np.asarray(found[name]).dtype, found[name].shape) == (
+        assert (np.asarray(result[name]).dtype, result[name].shape) == (
             value.dtype,
             value.shape,
         ), name
-        assert np.asarray(found[name]).tobytes() == np.ascontiguousarray(value).tobytes(), name
+        assert np.asarray(result[name]).tobytes() == np.ascontiguousarray(value).tobytes(), name
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -161,8 +161,11 @@ def test_any_slice_of_a_part_is_that_slice(directory, name) -> None:
 
 
 def test_no_more_is_read_than_is_asked_for(directory, monkeypatch) -> None:
-    """Counted where the file is read; of interleaved values those between the first and the last are read too."""
-    asked: list[tuple[str, int]] = []
+    """Reads are counted where the file is opened.
+
+    For interleaved values all those between the first and the last are read.
+    """
+    reads: list[tuple[str, int]] = []
     open_file = checkpoint_files.safe_open
 
     class Slice:
@@ -171,7 +174,7 @@ def test_no_more_is_read_than_is_asked_for(directory, monkeypatch) -> None:
             self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
 
         def __getitem__(self, part):
-            asked.append((self.name, self.stored[part].size))
+            reads.append((self.name, self.stored[part].size))
             return self.stored[part]
 
     class File:
@@ -198,10 +201,10 @@ def test_no_more_is_read_than_is_asked_for(directory, monkeypatch) -> None:
             [("one.1.weight", 2 * MLP), ("one.2.weight", 2 * MLP)],
         ),
     ]:
-        asked.clear()
+        reads.clear()
         values(DECLARED[name], part)
-        assert asked == numbers
-    asked.clear()
+        assert reads == numbers
+    reads.clear()
     mesh = sharding.make_mesh(1, 2)
     checkpoint.load(
         CheckpointFiles(directory),
@@ -212,16 +215,16 @@ def test_no_more_is_read_than_is_asked_for(directory, monkeypatch) -> None:
         mesh=mesh,
         units=UNITS,
     )
-    assert asked == [("qkv.weight", 4 * HIDDEN)] * 2
+    assert reads == [("qkv.weight", 4 * HIDDEN)] * 2
 
 
 def test_the_fingerprint_of_what_is_stored_is_that_of_what_is_loaded(directory) -> None:
     values = checkpoint.reader(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)
-    of_stored = fingerprint.of_stored(DECLARED, values, Within(0, 1))
+    stored_fingerprint = fingerprint.of_stored(DECLARED, values, Within(0, 1))
     params = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.bfloat16, WHAT)
-    assert of_stored == fingerprint.of_params(params, Within(0, 1))
+    assert stored_fingerprint == fingerprint.of_params(params, Within(0, 1))
     changed = params | {"odd": -params["odd"]}
-    assert of_stored != fingerprint.of_params(changed, Within(0, 1))
+    assert stored_fingerprint != fingerprint.of_params(changed, Within(0, 1))
 
 
 FAULTS = [
@@ -251,9 +254,9 @@ FAULTS = [
 def test_tensors_that_are_not_the_declared_ones_are_refused_by_name(
     directory, edit, message, monkeypatch
 ) -> None:
-    found = tensors()
-    edit(found)
-    save_file(found, directory / WEIGHTS)
+    edited = tensors()
+    edit(edited)
+    save_file(edited, directory / WEIGHTS)
     monkeypatch.setattr(np, "ascontiguousarray", None)  # every check comes before the first weight
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)
@@ -270,11 +273,11 @@ def test_parts_of_one_tensor_that_disagree_about_its_shape_are_refused(directory
         checkpoint.load(CheckpointFiles(directory), declared, jnp.float32, WHAT)
 
 
-@pytest.mark.parametrize("kept", [0.3, 0.9, 0.999])
-def test_a_truncated_file_is_refused(directory, kept) -> None:
+@pytest.mark.parametrize("share", [0.3, 0.9, 0.999])
+def test_a_truncated_file_is_refused(directory, share) -> None:
     file = directory / WEIGHTS
     content = file.read_bytes()
-    file.write_bytes(content[: int(len(content) * kept)])
+    file.write_bytes(content[: int(len(content) * share)])
     with pytest.raises(CheckpointError, match="is truncated or damaged"):
         checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)
 

@@ -1,4 +1,4 @@
-"""What generation_config.json says of drawing tokens: read as transformers reads it."""
+"""The sampling parameters of generation_config.json are read as transformers reads them."""
 
 import json
 import random
@@ -66,8 +66,8 @@ def test_fields_are_in_force_with_do_sample_alone(raw, sampling) -> None:
     defaults = parse_defaults(raw)
     assert defaults.sampling == sampling
     assert not defaults.not_applied
-    drawn = GenerationConfig(**raw).get_generation_mode() == GenerationMode.SAMPLE
-    assert drawn == (sampling is not None)
+    is_sampled = GenerationConfig(**raw).get_generation_mode() == GenerationMode.SAMPLE
+    assert is_sampled == (sampling is not None)
     assert defaults.sampling is None or type(defaults.sampling.top_k) is int
 
 
@@ -89,7 +89,7 @@ def test_a_bad_value_is_refused_with_file_field_value_and_remedy(name, tmp_path)
         message = str(refused.value)
         assert message.startswith(f"{tmp_path / FILE}: {name}={value!r}: must be ")
         assert "generation_config=None, --generation-config none" in message
-        if name != "do_sample":  # where it is not in force, nobody reads it
+        if name != "do_sample":  # without sampling nobody reads the field
             assert parse_defaults({"do_sample": False} | {name: value}).sampling is None
 
 
@@ -160,7 +160,10 @@ def test_a_field_that_would_change_the_text_is_named(name, value) -> None:
 
 
 def test_values_that_change_nothing_are_not_named() -> None:
-    """Those that transformers stands for absent fields, as older versions wrote them into every file."""
+    """Transformers' values for absent fields change nothing.
+
+    Its older versions wrote them into every file.
+    """
     usual = GenerationConfig._get_default_generation_params()
     usual |= {
         "max_new_tokens": 2048,
@@ -175,7 +178,7 @@ def test_values_that_change_nothing_are_not_named() -> None:
 
 
 def test_every_field_of_transformers_that_would_change_the_text_is_known() -> None:
-    """Whoever adds a field there decides here: it changes the text, or it does not."""
+    """A new field of transformers must be listed here as harmless, or be recognized."""
     harmless = set()
     for names in (
         (
@@ -200,10 +203,8 @@ def test_every_field_of_transformers_that_would_change_the_text_is_known() -> No
             "low_memory",
             "use_mtp",
         ),
-        (
-            "renormalize_logits",
-            "remove_invalid_values",
-        ),  # of a distribution, and of NaN, which is an error here
+        # These concern a distribution, and NaN, which is an error here.
+        ("renormalize_logits", "remove_invalid_values"),
         (
             "output_attentions",
             "output_hidden_states",
@@ -212,11 +213,12 @@ def test_every_field_of_transformers_that_would_change_the_text_is_known() -> No
             "return_dict_in_generate",
         ),
         ("pad_token_id", "bos_token_id", "eos_token_id", "transformers_version"),
+        # These concern encoders.
         (
             "encoder_no_repeat_ngram_size",
             "encoder_repetition_penalty",
             "decoder_start_token_id",
-        ),  # of encoders
+        ),
         (
             "is_assistant",
             "num_assistant_tokens",

@@ -1,4 +1,4 @@
-"""Checkpoints in and out, and what is refused before a weight is read."""
+"""Checkpoints in and out, and those that are refused before a weight is read."""
 
 import json
 import shutil
@@ -34,10 +34,8 @@ def edit_config(path, **changes) -> None:
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_export_gives_back_the_same_bits(tmp_path, name) -> None:
     Target.from_pretrained(ASSETS / name, dtype=jnp.bfloat16).save_pretrained(tmp_path)
-    original, exported = (
-        load_file(ASSETS / name / "model.safetensors"),
-        load_file(tmp_path / "model.safetensors"),
-    )
+    original = load_file(ASSETS / name / "model.safetensors")
+    exported = load_file(tmp_path / "model.safetensors")
     assert original.keys() == exported.keys()
     for key, value in original.items():
         assert value.dtype == exported[key].dtype
@@ -92,7 +90,7 @@ def test_both_spellings_of_rope_are_read() -> None:
     assert config_json.parse_config(old) == config_json.parse_config(new) == CONFIGS[4]
 
 
-BESIDE = [  # what stands in config.json, and the same said by rope_parameters alone
+BESIDE = [  # fields of config.json, and the same in rope_parameters alone
     (
         {"rope_parameters": {"rope_type": kind, **rest}, "original_max_position_embeddings": 24},
         {"rope_type": kind, **rest, "original_max_position_embeddings": 24},
@@ -140,9 +138,12 @@ BESIDE += [
 ]
 
 
-@pytest.mark.parametrize(("fields", "same"), BESIDE)
-def test_a_rope_is_read_as_transformers_reads_it(fields, same) -> None:
-    """Where the fields of config.json stand beside each other; that the numbers are transformers' is shown elsewhere."""
+@pytest.mark.parametrize(("fields", "rope"), BESIDE)
+def test_a_rope_is_read_as_transformers_reads_it(fields, rope) -> None:
+    """Fields of config.json beside each other are read as transformers reads them.
+
+    Other tests show that the numbers are those of transformers.
+    """
     raw = config_json.format_config(tiny_config(), "float32")
     plain = {
         name: value
@@ -150,7 +151,7 @@ def test_a_rope_is_read_as_transformers_reads_it(fields, same) -> None:
         if name not in ("rope_theta", "rope_scaling", "rope_parameters")
     }
     assert config_json.parse_config(plain | fields) == config_json.parse_config(
-        plain | {"rope_parameters": same}
+        plain | {"rope_parameters": rope}
     )
 
 
@@ -176,11 +177,13 @@ def test_transformers_reads_what_we_write(checkpoint) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "rows", [1, 7, 4096]
-)  # of a block, of a vocabulary of 11: several blocks, the last one shorter, and one
+# The rows of a block, for a vocabulary of 11: blocks of one row, a shorter last block, one block.
+@pytest.mark.parametrize("rows", [1, 7, 4096])
 def test_a_stored_head_that_differs_from_the_embedding_is_used(tmp_path, monkeypatch, rows) -> None:
-    """Where config.json says that they are one, as transformers does; a copy of the embedding is no head of its own."""
+    """A stored head counts even if config.json ties it to the embedding, as in transformers.
+
+    A copy of the embedding is no separate head.
+    """
     from transformers import AutoModelForCausalLM
 
     from tests.with_torch import torch
@@ -209,9 +212,9 @@ def test_a_stored_head_that_differs_from_the_embedding_is_used(tmp_path, monkeyp
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
         expected = model(torch.tensor(tokens)).logits.numpy()
-    found = target.forward(jnp.asarray(tokens))[0].logits
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert np.abs(found - tied.forward(jnp.asarray(tokens))[0].logits).max() > 0.01
+    logits = target.forward(jnp.asarray(tokens))[0].logits
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    assert np.abs(logits - tied.forward(jnp.asarray(tokens))[0].logits).max() > 0.01
     target.save_pretrained(tmp_path / "again")
     assert Target.from_pretrained(tmp_path / "again").config == target.config
 
@@ -458,9 +461,9 @@ WINDOWS = [
     ({"model_type": "mistral", "sliding_window": 64}, 64, (0, 1)),
     (
         {"model_type": "mistral", "sliding_window": "remove", "max_position_embeddings": 8192},
-        4096,
+        4096,  # the default of the family
         (0, 1),
-    ),  # the family's
+    ),
     ({"model_type": "mistral", "sliding_window": 512}, None, ()),  # as many as there are positions
     (  # yarn makes the context longer than the window
         {
@@ -505,12 +508,9 @@ WINDOWS = [
         None,
         (),
     ),
+    # Transformers does not read layer_types of these families.
     *[
-        (
-            {"model_type": name, "sliding_window": 64, "layer_types": kinds},
-            64,
-            (0, 1),
-        )  # which transformers does not read there
+        ({"model_type": name, "sliding_window": 64, "layer_types": kinds}, 64, (0, 1))
         for name in ("mistral", "ministral3", "phi3")
         for kinds in (["full_attention"] * 2, ["full_attention", "sliding_attention"])
     ],

@@ -1,4 +1,4 @@
-"""A layer with linear attention, over texts, trees and windows of documents, against one that goes token by token."""
+"""A layer with linear attention against one that goes token by token: texts, trees, training."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ TOLERANCE = 2e-5
 
 
 def drawn(seed: int, sizes: LinearAttention = SIZES):
-    """The configuration of a model with such layers, and the parameters of one."""
+    """Return the configuration of a model with such layers, and a layer's random parameters."""
     config = replace(CONFIG, linear=sizes)
     declared = {
         n: param
@@ -46,7 +46,10 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 def alone(params, sizes: LinearAttention, eps: float, x: np.ndarray) -> np.ndarray:
-    """What the layer makes of one text ``x [T, H]``, in float64: of each token by itself, and of the kernel - 1 before it."""
+    """Return the output of the layer for one text ``x [T, H]``, in float64, token by token.
+
+    The convolution of a token reads the token and the kernel - 1 tokens before it.
+    """
     params = {name: np.asarray(value, np.float64) for name, value in params.items()}
     projected = {
         name: x.astype(np.float64) @ params[name] for name in ("q", "k", "v", "z", "beta", "alpha")
@@ -57,12 +60,12 @@ def alone(params, sizes: LinearAttention, eps: float, x: np.ndarray) -> np.ndarr
         mixed = {}
         for name, (heads, dim) in zip("qkv", sizes.convolved, strict=True):
             weights = params[f"conv_{name}"][:, 0]
-            taken = [
+            weighted = [
                 projected[name][t - back] * weights[:, -1 - back]
                 for back in range(min(t + 1, sizes.kernel))
             ]
-            mixed[name] = silu(np.sum(taken, axis=0)).reshape(heads, dim)
-        found = []
+            mixed[name] = silu(np.sum(weighted, axis=0)).reshape(heads, dim)
+        heads_output = []
         for head in range(sizes.value_heads):
             q, k = (mixed[name][head // sizes.group] for name in "qk")
             q, k = (vector / np.sqrt(vector @ vector + 1e-6) for vector in (q, k))
@@ -73,8 +76,8 @@ def alone(params, sizes: LinearAttention, eps: float, x: np.ndarray) -> np.ndarr
                 states[head], q / np.sqrt(sizes.key_dim), k, mixed["v"][head], beta, log_alpha
             )
             y = y / np.sqrt(np.mean(y * y) + eps) * params["norm"]
-            found.append(y * silu(projected["z"][t].reshape(sizes.value_heads, -1)[head]))
-        out.append(np.concatenate(found) @ params["o"])
+            heads_output.append(y * silu(projected["z"][t].reshape(sizes.value_heads, -1)[head]))
+        out.append(np.concatenate(heads_output) @ params["o"])
     return np.array(out)
 
 
@@ -95,20 +98,21 @@ def chain_of(count: int) -> np.ndarray:
 
 
 def read_text(params, sizes: LinearAttention, x, count) -> State:
-    """The state after the first ``count [B]`` of each row's tokens."""
+    """Return the state after the first ``count [B]`` tokens of each row."""
     ancestry = Ancestry.of(chain_of(x.shape[1]), [], sizes.kernel)
-    return run(
-        params,
-        x,
-        Context(State.zeros(sizes, x.shape[0], jnp.float32), [], ancestry, np.asarray(count)),
-    )[1]
+    empty = State.zeros(sizes, x.shape[0], jnp.float32)
+    _, state = run(params, x, Context(empty, [], ancestry, np.asarray(count)))
+    return state
 
 
 @pytest.mark.parametrize(
     "sizes", [SIZES, LinearAttention(3, 3, 4, 5, kernel=2)], ids=["groups", "short"]
 )
 def test_a_text_is_as_token_by_token(sizes) -> None:
-    """From its beginning, where the convolution finds nothing; and in pieces, of which each goes on from the state before."""
+    """A text is read from its beginning, in pieces.
+
+    Before the beginning the convolution reads zeros. Each piece goes on from the state before it.
+    """
     config, params = drawn(0, sizes)
     x = np.random.default_rng(0).normal(size=(2, 70, config.hidden_size)).astype(np.float32)
     expected = np.stack([alone(params, sizes, config.norm_eps, row) for row in x])
@@ -126,7 +130,11 @@ def test_a_text_is_as_token_by_token(sizes) -> None:
 
 
 def tree_below_texts(sizes: LinearAttention = SIZES):
-    """Two texts of 9 and of 1 tokens, a tree of 14 nodes below their ends, and what comes of each node by its path."""
+    """Return a tree of 14 nodes below texts of 9 and 1 tokens, and the expected outputs.
+
+    The expected output of a node is that of the text and the node's path, read alone. Returns the
+    parameters, the state after the texts, the nodes, their paths and the outputs.
+    """
     rng = np.random.default_rng(3)
     config, params = drawn(1, sizes)
     lengths, paths = [9, 1], paths_of(random_tree(rng, 14))
@@ -135,24 +143,27 @@ def tree_below_texts(sizes: LinearAttention = SIZES):
     )
     expected = np.zeros(nodes.shape)
     for row, number in np.ndindex(2, 14):
-        read = np.concatenate([texts[row, : lengths[row]], nodes[row, paths[number]]])
-        expected[row, number] = alone(params, sizes, config.norm_eps, read)[-1]
+        text_and_path = np.concatenate([texts[row, : lengths[row]], nodes[row, paths[number]]])
+        expected[row, number] = alone(params, sizes, config.norm_eps, text_and_path)[-1]
     return params, read_text(params, sizes, texts, lengths), nodes, paths, expected
 
 
 def test_in_a_tree_each_node_is_as_its_path() -> None:
     params, state, nodes, paths, expected = tree_below_texts()
-    y, own = run(
+    y, entry = run(
         params, nodes, Context(state, [], Ancestry.of(mask_of(paths)[None], [], SIZES.kernel))
     )
     np.testing.assert_allclose(y, expected, atol=TOLERANCE)
-    assert [part.shape for part in own] == [
+    assert [part.shape for part in entry] == [
         part.shape for part in empty_nodes(SIZES, 2, 14, jnp.float32)
     ]
 
 
 def test_below_drafted_nodes_in_scratch_each_node_is_as_its_path() -> None:
-    """Level by level, as a drafter grows a tree: of what the convolution wants some is in the state, some in slots."""
+    """A drafter grows a tree level by level.
+
+    Of the tokens that a node's convolution reads, some are in the state and some in scratch.
+    """
     params, state, nodes, paths, expected = tree_below_texts()
     above, depths = ancestors(paths), np.array([len(path) for path in paths])
     scratch = tuple(
@@ -160,15 +171,13 @@ def test_below_drafted_nodes_in_scratch_each_node_is_as_its_path() -> None:
     )
     for depth in range(1, depths.max() + 1):
         level = np.flatnonzero(depths == depth)
-        wide = np.resize(
-            level, 14
-        )  # some of them several times, so that all levels share a program
+        repeated = np.resize(level, 14)  # nodes are repeated, so that all levels share a program
         ancestry = Ancestry.of(
-            np.eye(14, dtype=bool)[None], [jnp.asarray(above[None, wide])], SIZES.kernel
+            np.eye(14, dtype=bool)[None], [jnp.asarray(above[None, repeated])], SIZES.kernel
         )
-        y, own = run(params, nodes[:, wide], Context(state, [scratch], ancestry))
+        y, entry = run(params, nodes[:, repeated], Context(state, [scratch], ancestry))
         np.testing.assert_allclose(y[:, : len(level)], expected[:, level], atol=TOLERANCE)
-        for slots, new in zip(scratch, own, strict=True):
+        for slots, new in zip(scratch, entry, strict=True):
             slots[:, :, level] = new[:, :, : len(level)]
 
 
@@ -177,20 +186,19 @@ def test_two_pieces_of_scratch_and_a_call_of_several_nodes() -> None:
     mask = mask_of(paths)[None]
 
     def read(start: int, stop: int, scratch) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        seen = [jnp.asarray(mask[:, start:stop, first:last]) for first, last, _ in scratch]
-        ancestry = Ancestry.of(mask[:, start:stop, start:stop], seen, SIZES.kernel)
-        y, own = run(
-            params, nodes[:, start:stop], Context(state, [entry for *_, entry in scratch], ancestry)
-        )
+        visible = [jnp.asarray(mask[:, start:stop, first:last]) for first, last, _ in scratch]
+        ancestry = Ancestry.of(mask[:, start:stop, start:stop], visible, SIZES.kernel)
+        context = Context(state, [entry for *_, entry in scratch], ancestry)
+        y, new = run(params, nodes[:, start:stop], context)
         np.testing.assert_allclose(y, expected[:, start:stop], atol=TOLERANCE)
-        return start, stop, own
+        return start, stop, new
 
     first = read(0, 4, [])
     second = read(4, 9, [first])
     read(9, 14, [first, second])
 
 
-# --- which tokens are on whose path ---------------------------------------------------------------
+# --- the tokens on a node's path ------------------------------------------------------------------
 
 
 def test_a_chain_is_known_as_one_when_all_rows_are() -> None:
@@ -209,10 +217,13 @@ def test_a_chain_is_known_as_one_when_all_rows_are() -> None:
 
 
 def test_the_newest_tokens_are_those_of_the_path() -> None:
-    """Places 0 to 2 are the state's, 3 and 4 drafted, then the call's: a root, its child, and one below slot 4."""
-    own = np.array([[[True, False, False], [True, True, False], [False, False, True]]])
+    """Places 0 to 2 belong to the state, 3 and 4 to drafted tokens, and the rest to the call.
+
+    The call has a root, a child of the root, and a node below slot 4.
+    """
+    call_mask = np.array([[[True, False, False], [True, True, False], [False, False, True]]])
     drafted = jnp.array([[[False, False], [False, False], [False, True]]])
-    newest = Ancestry.of(own, [drafted], 4).newest
+    newest = Ancestry.of(call_mask, [drafted], 4).newest
     np.testing.assert_array_equal(newest, [[[0, 1, 2], [1, 2, 5], [1, 2, 4]]])
 
 
@@ -228,7 +239,11 @@ def test_a_tree_cannot_be_committed_at_once() -> None:
 
 @pytest.mark.full
 def test_a_document_does_not_depend_on_the_one_before() -> None:
-    """In a window of two, the logits of the second are those that it has alone, and have no gradient in the first's tokens."""
+    """A window holds two documents.
+
+    The logits of the second equal those that it has alone. They have no gradient in the tokens of
+    the first.
+    """
     target = tiny_target(**HYBRID, scale=10.0)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 11, (1, 12)))
     segments = jnp.array([[0] * 5 + [1] * 7])
@@ -247,7 +262,10 @@ def test_a_document_does_not_depend_on_the_one_before() -> None:
 
 @pytest.mark.parametrize("is_chain", [True, False])
 def test_gradients_of_the_layer_are_those_of_the_oracle(is_chain) -> None:
-    """By parameters and inputs, along a direction, against differences in float64."""
+    """Gradients along a direction equal differences in float64.
+
+    They are those by the parameters and by the inputs.
+    """
     config, params = drawn(2)
     rng = np.random.default_rng(1)
     x = rng.normal(size=(1, 9, config.hidden_size)).astype(np.float32)
@@ -270,12 +288,12 @@ def test_gradients_of_the_layer_are_those_of_the_oracle(is_chain) -> None:
         direction = jax.tree.map(lambda value: rng.normal(size=np.shape(value)), (params, x))  # noqa: B023
 
         def moved(step: float) -> float:
-            there, text = jax.tree.map(
+            moved_params, moved_x = jax.tree.map(
                 lambda v, d: np.asarray(v, np.float64) + step * d,
                 (params, x),
                 direction,  # noqa: B023
             )
-            return float(np.sum(weights * alone(there, SIZES, config.norm_eps, text[0])))
+            return float(np.sum(weights * alone(moved_params, SIZES, config.norm_eps, moved_x[0])))
 
         expected = (moved(1e-6) - moved(-1e-6)) / 2e-6
         products = jax.tree.map(

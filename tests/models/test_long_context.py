@@ -1,4 +1,4 @@
-"""What a long context costs: memory and bytes of compiled programs, which do not grow with it but where they must."""
+"""The memory and the bytes moved by compiled programs with a long context."""
 
 import json
 import os
@@ -29,7 +29,10 @@ TARGET = {
 
 
 def temporaries(count: int, slots: int) -> int:
-    """Bytes beside arguments and results of a pass over ``count`` tokens a row, with a cache of ``slots``."""
+    """Return the temporary bytes of a pass over ``count`` tokens a row.
+
+    Its arguments and results are not counted. The cache has ``slots`` slots.
+    """
     target = jax.eval_shape(partial(tiny_target, **TARGET))
     cache = jax.eval_shape(lambda: tiny_target(**TARGET).new_cache(B, slots))
     tokens = jax.ShapeDtypeStruct((B, count), jnp.int32)
@@ -43,18 +46,20 @@ def temporaries(count: int, slots: int) -> int:
 
 @pytest.mark.parametrize("count", [1, 5, 60])
 def test_a_pass_takes_no_more_memory_with_a_longer_cache(count) -> None:
-    """Beyond a block of scores, ``[B, heads, T, block]``, and its exponentials, nothing is as long as the cache."""
-    of_block = (
-        4 * B * (4 * count + 2 * KV * DIM) * block_width(64 * BLOCK, BLOCK)
-    )  # scores; keys and values
+    """A pass has no temporary array that is as long as the cache.
+
+    It needs a block of scores, ``[B, heads, T, block]``, and its exponentials.
+    """
+    # The scores of a block, and its keys and values.
+    block_bytes = 4 * B * (4 * count + 2 * KV * DIM) * block_width(64 * BLOCK, BLOCK)
     short, long = temporaries(count, 8 * BLOCK), temporaries(count, 64 * BLOCK)
     assert long == pytest.approx(short, rel=0.01)
-    assert long < 4 * of_block
-    assert long < 4 * B * 4 * count * 64 * BLOCK  # one array of all scores alone
+    assert long < 4 * block_bytes
+    assert long < 4 * B * 4 * count * 64 * BLOCK  # an array of all scores
 
 
 def test_reading_a_long_prompt_takes_no_more_memory_than_a_short_one() -> None:
-    def of_prompt(width: int) -> int:
+    def prefill_bytes(width: int) -> int:
         shapes = jax.ShapeDtypeStruct((1,), jnp.int32)
         lowered = decoding.prefill.lower(
             jax.eval_shape(partial(tiny_target, **TARGET)),
@@ -71,14 +76,17 @@ def test_reading_a_long_prompt_takes_no_more_memory_than_a_short_one() -> None:
 
     chunk = state.PREFILL_CHUNK
     scores = 4 * 4 * chunk * max(chunk, block_width(32_768, BLOCK))
-    tokens = 4 * 2 * 32_768  # of the prompt: cut into chunks
-    assert of_prompt(32_768) < of_prompt(4096) + 2 * tokens
-    assert of_prompt(32_768) < 6 * scores + 2 * tokens
+    tokens = 4 * 2 * 32_768  # the prompt, cut into chunks
+    assert prefill_bytes(32_768) < prefill_bytes(4096) + 2 * tokens
+    assert prefill_bytes(32_768) < 6 * scores + 2 * tokens
 
 
 @pytest.mark.thorough
 def test_a_tpu_reads_weights_and_cache_once() -> None:
-    """Compiled for a TPU v5e that is not there: bytes over weights and cache, at 8k slots, of 1, 5 and 60 tokens a row."""
+    """A pass moves hardly more bytes than those of weights and cache.
+
+    It is compiled for a TPU v5e that is not there, for 1, 5 and 60 tokens a row and 8k slots.
+    """
     pytest.importorskip(
         "libtpu", reason="needs libtpu, which compiles for TPUs: pip install 'specjax[compile]'"
     )

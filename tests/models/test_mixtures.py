@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Qwen3-MoE against transformers, in and out of files, alone and in a batch, on one device and on several."""
+"""DeepSeek-V3 and Qwen3-MoE against transformers: files, batches, meshes and gradients."""
 
 import json
 
@@ -89,7 +89,10 @@ THOROUGH = ("DeepseekV3 biased", "Qwen3Moe biased")
     ],
 )
 def case(request, tmp_path_factory):
-    """A random transformers model with random norms, biases and routing, saved; and its logits of TOKENS."""
+    """Save a random transformers model, and return its directory and its logits of TOKENS.
+
+    Norms, biases and the routing are random as well.
+    """
     import transformers
 
     from tests.with_torch import torch
@@ -119,9 +122,9 @@ def test_logits_equal_transformers_whole_and_token_by_token(case) -> None:
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(whole.logits, expected, atol=1e-4)
     cache = cache.replace(length=cache.length - 10)
-    for place in range(50, 60):
-        output, cache = forward(target, TOKENS[:, place : place + 1], cache)
-        np.testing.assert_allclose(output.logits[:, 0], expected[:, place], atol=1e-4)
+    for position in range(50, 60):
+        output, cache = forward(target, TOKENS[:, position : position + 1], cache)
+        np.testing.assert_allclose(output.logits[:, 0], expected[:, position], atol=1e-4)
 
 
 def test_what_is_written_is_what_was_read_and_transformers_reads_it(case, tmp_path) -> None:
@@ -132,13 +135,11 @@ def test_what_is_written_is_what_was_read_and_transformers_reads_it(case, tmp_pa
     path, expected = case
     target = Target.from_pretrained(path, dtype=np.float32)
     target.save_pretrained(tmp_path)
-    original, written = (
-        load_file(path / "model.safetensors"),
-        load_file(tmp_path / "model.safetensors"),
-    )
-    assert original.keys() == written.keys()
+    original = load_file(path / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert original.keys() == saved.keys()
     for name, value in original.items():
-        np.testing.assert_array_equal(value, written[name], err_msg=name)
+        np.testing.assert_array_equal(value, saved[name], err_msg=name)
     assert config_json.read_config(CheckpointFiles(tmp_path)) == target.config
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(
@@ -153,7 +154,10 @@ def target(request) -> Target:
 
 
 def test_the_cache_holds_latents() -> None:
-    """6 + 4 numbers of a token in a layer, whatever the number of heads; ordinary attention has 2 x 4 heads x 8."""
+    """A layer stores 6 + 4 numbers of a token, whatever the number of heads.
+
+    Ordinary attention would store 2 x 4 heads x 8.
+    """
     cache = KVCache.create(
         [tiny_config(**MIXTURES["deepseek_v3"]).entry_parts(0)], batch=2, capacity=16
     )
@@ -205,12 +209,8 @@ def test_a_drafter_of_features_has_a_plain_layer(target) -> None:
 
 def test_a_drafter_for_deepseek_has_as_many_heads_as_fit_its_hidden_size() -> None:
     layer = layer_like(published("deepseek-v3"))
-    assert (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.intermediate_size) == (
-        56,
-        8,
-        128,
-        18432,
-    )
+    heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+    assert (*heads, layer.intermediate_size) == (56, 8, 128, 18432)
 
 
 def test_logits_are_the_same_on_a_mesh(target, tmp_path) -> None:
@@ -218,8 +218,8 @@ def test_logits_are_the_same_on_a_mesh(target, tmp_path) -> None:
     mesh = sharding.make_mesh(2, 4)
     split = Target.from_pretrained(tmp_path, dtype=np.float32, mesh=mesh)
     jax.tree.map(np.testing.assert_array_equal, split.params, target.params)
-    held = split.params["layers"][1]["experts_up"]
-    assert held.addressable_shards[0].data.shape == (2, *held.shape[1:])
+    experts = split.params["layers"][1]["experts_up"]
+    assert experts.addressable_shards[0].data.shape == (2, *experts.shape[1:])
     tokens = np.random.default_rng(2).integers(0, 11, (2, 9))
     forward = jax.jit(Target.forward)
     np.testing.assert_allclose(
@@ -231,15 +231,15 @@ def test_logits_are_the_same_on_a_mesh(target, tmp_path) -> None:
 def test_greedy_tokens_are_the_same_on_a_mesh(target) -> None:
     mesh = sharding.make_mesh(2, 4)
     declared = params.declare(target.config)
-    places = params.shardings(declared, mesh, target.config.axis_units)
-    split = target.replace(params=jax.device_put(target.params, places), mesh=mesh)
+    placements = params.shardings(declared, mesh, target.config.axis_units)
+    split = target.replace(params=jax.device_put(target.params, placements), mesh=mesh)
     tokens = np.random.default_rng(2).integers(0, 11, (2, 9))
     greedy = {"max_new_tokens": 12, "sampling": specjax.Sampling(temperature=0.0)}
-    found = specjax.generate(
+    generated = specjax.generate(
         split, EarlyExit(layers=1, draft=specjax.Chain(2)), tokens, **greedy
     ).tokens
-    logits = target.forward(found)[0].logits
-    np.testing.assert_array_equal(found[:, 9:], logits[:, 8:-1].argmax(axis=-1))
+    logits = target.forward(generated)[0].logits
+    np.testing.assert_array_equal(generated[:, 9:], logits[:, 8:-1].argmax(axis=-1))
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,11 @@ def edit(path, change_config: dict, change_tensors) -> None:
 
 
 def test_deepseeks_weights_in_fp8_and_its_module_for_a_further_token(tmp_path) -> None:
-    """As published: matrices in FP8, the router and the embedding as they were, and one more layer than the config counts."""
+    """A checkpoint is read as DeepSeek publishes it.
+
+    Its matrices are in FP8, the router and the embedding are not, and it has one more layer than
+    config.json counts.
+    """
     target = tiny_target(**MIXTURES["deepseek_v3"])
     target.save_pretrained(tmp_path)
     saved = {}
@@ -368,11 +372,8 @@ def test_bfloat16_survives_a_round_trip(tmp_path, family) -> None:
     )
     assert first.keys() == second.keys()
     for name, value in first.items():
-        assert (
-            value.dtype
-            == second[name].dtype
-            == (np.float32 if "correction" in name else jnp.bfloat16)
-        )
+        expected_dtype = np.float32 if "correction" in name else jnp.bfloat16
+        assert value.dtype == second[name].dtype == expected_dtype
         np.testing.assert_array_equal(
             value.view(np.uint8), second[name].view(np.uint8), err_msg=name
         )
@@ -383,8 +384,10 @@ def test_a_drafter_of_such_layers_is_refused(tmp_path, family) -> None:
     drafter = Eagle3.init(tiny_target(), jax.random.key(3), specjax.Chain(2))
     drafter.save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    other = config_json.format_config(tiny_config(num_layers=1, **MIXTURES[family]), "float32")
-    (tmp_path / "config.json").write_text(json.dumps(raw | other))
+    mixture_fields = config_json.format_config(
+        tiny_config(num_layers=1, **MIXTURES[family]), "float32"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(raw | mixture_fields))
     with pytest.raises(
         CheckpointError,
         match=f"model_type='{family}': this drafter's layers must have ordinary attention",

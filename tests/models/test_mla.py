@@ -1,4 +1,4 @@
-"""Latent attention's own arithmetic: pairs of neighbours that turn, and the scale of its scores."""
+"""The arithmetic of latent attention: rotated pairs, and the scale of the scores."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ SIZES = MLA(kv_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=6, v_head_dim=8
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_scores_are_those_of_pairs_turned_as_complex_numbers(interleaved) -> None:
-    """Of neighbours, or of numbers that lie half a head apart."""
+    """A pair is two neighbours, or two numbers that are half a head apart."""
     queries, keys = jax.random.normal(jax.random.key(0), (2, 2, 3, 1, 6))
     turn = rotations(Rope(theta=50.0), 6, jnp.asarray(POSITIONS))
     sizes = replace(SIZES, rope_interleaved=interleaved)
@@ -37,7 +37,7 @@ def test_scores_are_those_of_pairs_turned_as_complex_numbers(interleaved) -> Non
 
 
 def test_the_scale_has_yarns_temperature_twice() -> None:
-    """Once for the query and once for the key."""
+    """The temperature counts once for the query and once for the key."""
     config = tiny_config(**MIXTURES["deepseek_v3"])
     temperature = 0.1 * 1.2 * np.log(4.0) + 1
     assert mla.scale(config) == pytest.approx((6 + 4) ** -0.5 * temperature**2)

@@ -1,4 +1,4 @@
-"""Experts: against the slow sum over each token's own, on one device and on several, and their gradients."""
+"""Mixtures of experts against a slow sum over each token's experts, also on a mesh."""
 
 from dataclasses import replace
 
@@ -42,7 +42,10 @@ def mlp(x, gate, up, down):
 
 
 def slow_route(kind: MoE, layer, token) -> dict[int, float]:
-    """The experts of one token and their weights, by the words of the DeepSeek-V3 report, section 2.1.2."""
+    """Return the experts of one token with their weights.
+
+    They follow section 2.1.2 of the DeepSeek-V3 report, word by word.
+    """
     logits = token @ layer["router"]
     scores = (
         1 / (1 + np.exp(-logits))
@@ -52,10 +55,9 @@ def slow_route(kind: MoE, layer, token) -> dict[int, float]:
     biased = scores + (layer["correction"] if kind.corrected else 0)
     size = kind.num_experts // kind.groups
     groups = [range(size * group, size * (group + 1)) for group in range(kind.groups)]
-    groups = sorted(groups, key=lambda group: -sum(sorted(biased[e] for e in group)[-2:]))[
-        : kind.groups_kept
-    ]
-    allowed = [expert for group in groups for expert in group]
+    # A group counts as much as its two best experts together.
+    groups.sort(key=lambda group: -sum(sorted(biased[e] for e in group)[-2:]))
+    allowed = [expert for group in groups[: kind.groups_kept] for expert in group]
     chosen = sorted(allowed, key=lambda expert: -biased[expert])[: kind.experts_per_token]
     total = sum(scores[expert] for expert in chosen) if kind.normalise else 1.0
     return {expert: kind.scale * scores[expert] / total for expert in chosen}
@@ -80,7 +82,7 @@ def slow_mixture(kind: MoE, layer, tokens: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 20])
 def test_it_is_the_sum_over_each_tokens_own_experts(kind, count) -> None:
-    """One token, for which the chosen experts alone are run, and many, for which all are."""
+    """Only the chosen experts are run for one token, and all experts for many tokens."""
     config, layer = layer_of(KINDS[kind])
     tokens = np.asarray(jax.random.normal(jax.random.key(2), (count, config.hidden_size)))
     y = jax.jit(moe.mixture, static_argnums=1)(layer, config, tokens[None])[0]
@@ -127,9 +129,9 @@ def test_experts_run_where_they_lie(kind, mesh) -> None:
     split = jax.device_put(
         layer, params.shardings(params.declare_layer(config, "", 1), mesh, config.axis_units)
     )
-    held, devices = config.moe.num_experts, mesh.shape["model"]
-    held = held if held % devices else held // devices  # the 6 of "plain" stay whole on 4 devices
-    assert split["experts_up"].addressable_shards[0].data.shape[0] == held
+    local, devices = config.moe.num_experts, mesh.shape["model"]
+    local = local if local % devices else local // devices  # "plain" has 6: not split on 4 devices
+    assert split["experts_up"].addressable_shards[0].data.shape[0] == local
     compiled = run.lower(split, config, x, mesh).compile()
     np.testing.assert_allclose(run(split, config, x, mesh), expected, atol=1e-4)
     assert "all-gather" not in compiled.as_text()  # weights stay where they are
@@ -149,8 +151,8 @@ def test_gradients_are_the_same_on_a_mesh() -> None:
             jax.grad(lambda layer: jnp.sum(jnp.tanh(moe.mixture(layer, config, x, mesh))))
         )(layer)
 
-    expected, found = gradient(layer, None), gradient(split, mesh)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+    expected, result = gradient(layer, None), gradient(split, mesh)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), result, expected)
 
 
 @pytest.mark.parametrize("count", [2, 20])
@@ -172,15 +174,15 @@ def test_gradients_are_those_of_running_all_experts(count) -> None:
             jax.grad(lambda layer, x: jnp.sum(jnp.tanh(function(layer, x))), argnums=(0, 1))
         )(layer, x)
 
-    expected, found = loss(dense), loss(lambda layer, x: moe.mixture(layer, config, x)[0])
+    expected, result = loss(dense), loss(lambda layer, x: moe.mixture(layer, config, x)[0])
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected)) > 0.1
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-3), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-3), result, expected
     )
 
 
 def test_the_unit_of_gpt_oss_is_its_formula() -> None:
-    """Model card, section 2.1: inputs are cut at a limit, the gate from above alone."""
+    """Inputs are cut at a limit, the gate from above alone (model card, section 2.1)."""
     config = tiny_config(moe=replace(KINDS["plain"], limit=2.0))
     gate, up = np.random.default_rng(0).normal(size=(2, 5, 8)) * 3
     result = moe._gated(config, jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32))

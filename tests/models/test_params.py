@@ -8,9 +8,9 @@ from tests.conftest import tiny_config
 def test_init_has_the_declared_shapes() -> None:
     config = tiny_config(qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
     declared = params.declare(config)
-    made = params.initialise(declared, jax.random.key(0), jnp.bfloat16)
-    assert jax.tree.structure(declared) == jax.tree.structure(made)
-    for param, leaf in zip(jax.tree.leaves(declared), jax.tree.leaves(made), strict=True):
+    initialised = params.initialise(declared, jax.random.key(0), jnp.bfloat16)
+    assert jax.tree.structure(declared) == jax.tree.structure(initialised)
+    for param, leaf in zip(jax.tree.leaves(declared), jax.tree.leaves(initialised), strict=True):
         assert leaf.shape == param.shape
         assert leaf.dtype == jnp.bfloat16
         assert len(param.axes) == len(param.shape)

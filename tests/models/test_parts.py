@@ -1,4 +1,4 @@
-"""A part of a target: what it computes is what the whole computes; what it lacks is refused; it knows what it is a part of."""
+"""Parts of a target: they compute what the whole computes, and refuse what they lack."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ FAMILIES = {
 
 
 def last_logits(target: Target, layers: tuple[int, int]) -> jax.Array:
-    """Of random states that enter the last layers."""
+    """Return the logits of random states that enter the last layers."""
     x = jax.random.normal(jax.random.key(3), (2, 5, target.config.hidden_size), target.dtype)
     return target.head(target.norm(target.run(x, layers=layers)[0]))
 
@@ -44,8 +44,8 @@ def test_a_part_computes_what_the_whole_computes_and_is_read_back_to_the_bit(
     part.save_pretrained(tmp_path / "part")
     read = Target.from_pretrained(tmp_path / "part", dtype=np.float32)
     assert (read.config, read.held, read.part_of) == (target.config, layers, target.fingerprint())
-    same = jax.tree.map(np.array_equal, read.params, part.params)
-    assert jax.tree.structure(read) == jax.tree.structure(part) and jax.tree.all(same)
+    is_equal = jax.tree.map(np.array_equal, read.params, part.params)
+    assert jax.tree.structure(read) == jax.tree.structure(part) and jax.tree.all(is_equal)
 
 
 def test_layers_of_several_kinds_keep_their_numbers() -> None:
@@ -80,7 +80,10 @@ def shard(directory) -> None:
 def test_a_part_of_a_whole_checkpoint_is_what_is_cut_in_memory(
     changes, sharded, tmp_path, monkeypatch
 ) -> None:
-    """Also in what it is a part of, for which a few rows of the other layers are read, and no more."""
+    """A loaded part equals one that is cut in memory, and its fingerprint of the whole too.
+
+    For the fingerprint a few rows of the other layers are read, and no more.
+    """
     target = tiny_target(num_layers=3, **changes)
     target.save_pretrained(tmp_path)
     if sharded:
@@ -102,7 +105,10 @@ def test_a_part_of_a_whole_checkpoint_is_what_is_cut_in_memory(
 
 
 def count_reads(monkeypatch) -> dict[str, tuple[int, int]]:
-    """By the name of a tensor, how many numbers of it are read from now on, and how many it has."""
+    """Count the numbers that are read of each tensor from now on.
+
+    Returns by the name of a tensor how many of its numbers were read, and how many it has.
+    """
     counted: dict[str, tuple[int, int]] = {}
     open_tensors = CheckpointFiles.tensors.func
 
@@ -134,9 +140,9 @@ def test_a_part_is_as_large_as_what_it_holds(tmp_path) -> None:
     assert tensors["last"].keys() == ends | {
         name for name in tensors["whole"] if ".layers.3." in name
     }
-    header = 4000  # at most
-    for name, held in tensors.items():
-        numbers = sum(tensor.nbytes for tensor in held.values())
+    header = 4000  # the most bytes of a header
+    for name, part_tensors in tensors.items():
+        numbers = sum(tensor.nbytes for tensor in part_tensors.values())
         assert numbers < CheckpointFiles(tmp_path / name).weight_bytes < numbers + header
 
 
@@ -245,13 +251,12 @@ def test_a_fingerprint_tells_models_apart() -> None:
         "a norm": [layers[0], {**layers[1], "input_norm": layers[1]["input_norm"].at[0].add(0.01)}],
         "their order": [layers[1], layers[0]],
     }
-    others = [
-        replace(target, params={**target.params, "layers": each}) for each in changed.values()
+    targets = [
+        target,
+        *(replace(target, params={**target.params, "layers": new}) for new in changed.values()),
+        tiny_target(num_layers=2, norm_eps=2e-5),
     ]
-    others.append(tiny_target(num_layers=2, norm_eps=2e-5))
-    assert len({target.fingerprint(), *(other.fingerprint() for other in others)}) == 1 + len(
-        others
-    )
+    assert len({target.fingerprint() for target in targets}) == len(targets)
 
 
 def test_drafters_have_fingerprints_too(target, tmp_path) -> None:
@@ -268,5 +273,7 @@ def test_drafters_have_fingerprints_too(target, tmp_path) -> None:
         for dtype in (np.float32, jnp.bfloat16):
             read = type(drafter).from_pretrained(tmp_path / str(i), dtype=dtype)
             assert fingerprint.of_params(read.params, read.config) == prints[-1]
-    other = MixtureOfAttentions.init(target, jax.random.key(2), tli=1)
-    assert len({*prints, fingerprint.of_params(other.params, other.config)}) == 4
+    another_drafter = MixtureOfAttentions.init(target, jax.random.key(2), tli=1)
+    assert (
+        len({*prints, fingerprint.of_params(another_drafter.params, another_drafter.config)}) == 4
+    )

@@ -1,4 +1,4 @@
-"""Products with quantized weights, against whole numbers that are added up one by one, and floats."""
+"""Products with quantized weights, against integers added up one by one, and floats."""
 
 import re
 from dataclasses import replace
@@ -24,8 +24,11 @@ FORMS = {
 
 SIZES = [(1, 64, 33), (2, 96, 1), (3, 1, 5), (5, 33, 7), (17, 257, 31)]
 SIZES += [(1, 288, 1152), (2, 288, 1152), (1, 288, 1025), (5, 1056, 260), (1, 256, 2304)]
-"""Rows, inputs, outputs. A group of 2^18 weights and more stands on the left on a CPU, several outputs joined into one where
-rows and outputs allow it."""
+"""Rows, inputs and outputs of products.
+
+On a CPU a group of 2^18 weights and more is the left operand. Several outputs are joined into one
+if rows and outputs allow it.
+"""
 
 
 def matrix(form: Form, inputs: int, outputs: int, seed: int = 0) -> QuantizedMatrix:
@@ -39,36 +42,36 @@ def states(rows: int, inputs: int, seed: int = 1) -> jax.Array:
 
 
 def by_hand(x: jax.Array, weight: QuantizedMatrix) -> np.ndarray:
-    """Output by output and group by group, in whole numbers of any size; in float64 where the scales come in."""
+    """Return the product, output by output and group by group.
+
+    Sums are integers of any size. The scales are applied in float64.
+    """
     values, scales = np.asarray(weight.values, np.int64), np.asarray(weight.scales, np.float64)
-    zeros = (
-        np.zeros_like(scales, np.int64)
-        if weight.zeros is None
-        else np.asarray(weight.zeros, np.int64)
-    )
+    zeros = np.zeros_like(scales, np.int64)
+    if weight.zeros is not None:
+        zeros = np.asarray(weight.zeros, np.int64)
     x = x if weight.order is None else x[:, weight.order]
     limbs, steps = jax.jit(products._limbs, static_argnums=1)(x, weight.activations)
     numbers = np.asarray(limbs, np.int64)
     if weight.activations == 16:
         numbers = numbers[: len(x)] * 256 + numbers[len(x) :]
     groups, outputs, size = values.shape
-    found = np.zeros((len(x), outputs))
+    result = np.zeros((len(x), outputs))
     for group in range(groups):
-        own = numbers[:, group * size : (group + 1) * size]
+        inputs = numbers[:, group * size : (group + 1) * size]
         for output in range(outputs):
-            found[:, output] += (
-                own @ (values[group, output] - zeros[group, output]) * scales[group, output]
-            )
-    return found * np.asarray(steps, np.float64)
+            weights = values[group, output] - zeros[group, output]
+            result[:, output] += inputs @ weights * scales[group, output]
+    return result * np.asarray(steps, np.float64)
 
 
 @pytest.mark.parametrize("bits", [8, 16])
 def test_rows_are_rounded_to_the_nearest_step_of_their_own(bits: int) -> None:
     x = states(9, 33)
-    limbs, steps = (np.asarray(each, np.float64) for each in products._limbs(x, bits))
+    limbs, steps = (np.asarray(array, np.float64) for array in products._limbs(x, bits))
     numbers = limbs if bits == 8 else limbs[:9] * 256 + limbs[9:]
-    most = 127 if bits == 8 else 127 * 256 + 127
-    np.testing.assert_array_equal(np.abs(numbers).max(axis=1), most)
+    largest = 127 if bits == 8 else 127 * 256 + 127
+    np.testing.assert_array_equal(np.abs(numbers).max(axis=1), largest)
     np.testing.assert_allclose(numbers * steps, x, rtol=0, atol=float((steps / 2).max()) * 1.001)
     assert (np.abs(numbers * steps - x) <= steps / 2 * 1.001).all()
 
@@ -77,10 +80,10 @@ def test_rows_are_rounded_to_the_nearest_step_of_their_own(bits: int) -> None:
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
 def test_sums_are_those_of_whole_numbers(form: Form, rows: int, inputs: int, outputs: int) -> None:
     weight, x = matrix(form, inputs, outputs), states(rows, inputs)
-    found = np.asarray(jax.jit(products.quantized_product)(x, weight))
+    result = np.asarray(jax.jit(products.quantized_product)(x, weight))
     expected = by_hand(x, weight)
     largest = np.abs(expected).max(axis=-1, keepdims=True)
-    np.testing.assert_allclose(found / largest, expected / largest, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(result / largest, expected / largest, rtol=0, atol=1e-6)
 
 
 def test_with_zeros_and_an_order() -> None:
@@ -123,50 +126,50 @@ def test_a_row_gives_the_same_bits_among_any_number_of_rows(
 
 
 def test_floats_do_not_give_the_same_bits() -> None:
-    """What the test above would say of them: it can fail."""
-    weight, x = (
-        jnp.asarray(np.random.default_rng(0).normal(size=(192, 512)), jnp.float32),
-        states(64, 192),
-    )
+    """The test above can fail: with weights in floats it would."""
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(192, 512)), jnp.float32)
+    x = states(64, 192)
     run = jax.jit(lambda x: linear({"w": weight}, "w", x))
     assert any(
         (np.asarray(run(x[:rows])) != np.asarray(run(x))[:rows]).any() for rows in range(1, 64)
     )
 
 
-@pytest.mark.parametrize(("bits", "most"), [(8, 2e-2), (16, 1e-4)])
-def test_two_limbs_round_hardly_anything(bits: int, most: float) -> None:
+@pytest.mark.parametrize(("bits", "bound"), [(8, 2e-2), (16, 1e-4)])
+def test_two_limbs_round_hardly_anything(bits: int, bound: float) -> None:
     weight, x = matrix(Form("int8", activations=bits), 512, 256), states(4, 512)
-    wide = np.asarray(x, np.float64) @ np.asarray(dequantize_matrix(weight), np.float64)
-    lost = np.asarray(products.quantized_product(x, weight)) - wide
-    assert np.sqrt(np.mean(lost**2) / np.mean(wide**2)) < most
-    assert np.sqrt(np.mean(lost**2) / np.mean(wide**2)) > most / 100
+    exact = np.asarray(x, np.float64) @ np.asarray(dequantize_matrix(weight), np.float64)
+    error = np.asarray(products.quantized_product(x, weight)) - exact
+    assert np.sqrt(np.mean(error**2) / np.mean(exact**2)) < bound
+    assert np.sqrt(np.mean(error**2) / np.mean(exact**2)) > bound / 100
 
 
 def test_a_row_of_zeros_and_one_that_is_not_finite() -> None:
     weight = matrix(Form("int8"), 16, 8)
     x = jnp.zeros((2, 16)).at[1, 3].set(jnp.nan)
-    found = np.asarray(products.quantized_product(x, weight))
-    np.testing.assert_array_equal(found[0], 0)
-    assert np.isnan(found[1]).all()
+    result = np.asarray(products.quantized_product(x, weight))
+    np.testing.assert_array_equal(result[0], 0)
+    assert np.isnan(result[1]).all()
 
 
 @pytest.mark.parametrize("form", [*FORMS.values(), Form("fp8")], ids=[*FORMS, "fp8"])
 def test_where_the_device_converts_weights(form: Form) -> None:
-    """What TPUs and GPUs do, here on a CPU."""
+    """TPUs and GPUs multiply in this way; here a CPU does."""
     weight, x = matrix(form, 64, 33), states(3, 64)
     for rows in (1, 3):
-        found = products._by_converted(x[:rows], weight)
+        result = products._by_converted(x[:rows], weight)
         np.testing.assert_allclose(
-            found, x[:rows] @ dequantize_matrix(weight), rtol=1e-5, atol=1e-3
+            result, x[:rows] @ dequantize_matrix(weight), rtol=1e-5, atol=1e-3
         )
 
 
 def test_the_derivative_is_that_of_floats() -> None:
     weight, x = matrix(Form("int8"), 32, 16), states(3, 32)
-    pulled = jnp.asarray(np.random.default_rng(5).normal(size=(3, 16)), jnp.float32)
-    found = jax.grad(lambda x: jnp.sum(linear({"w": weight}, "w", x) * pulled))(x)
-    np.testing.assert_allclose(found, pulled @ dequantize_matrix(weight).T, rtol=1e-5, atol=1e-5)
+    output_gradient = jnp.asarray(np.random.default_rng(5).normal(size=(3, 16)), jnp.float32)
+    gradient = jax.grad(lambda x: jnp.sum(linear({"w": weight}, "w", x) * output_gradient))(x)
+    np.testing.assert_allclose(
+        gradient, output_gradient @ dequantize_matrix(weight).T, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -177,17 +180,19 @@ def test_an_embedding_is_looked_up_and_multiplied_with(form: Form) -> None:
     groups = table.values.shape[0]
     zeros = jnp.asarray(rng.integers(-3, 3, size=(groups, 24)), jnp.int8)
     order = jnp.asarray(rng.permutation(64), jnp.int32)
-    for each in (table, replace(table, zeros=zeros), replace(table, zeros=zeros, order=order)):
-        wide = np.asarray(dequantize_matrix(each)).T
+    for embedding in (table, replace(table, zeros=zeros), replace(table, zeros=zeros, order=order)):
+        dequantized = np.asarray(dequantize_matrix(embedding)).T
         np.testing.assert_allclose(
-            rows_of(each, jnp.array([[3, 5]]), jnp.float32), wide[[[3, 5]]], rtol=1e-6
+            rows_of(embedding, jnp.array([[3, 5]]), jnp.float32), dequantized[[[3, 5]]], rtol=1e-6
         )
         x = states(2, 64)[:, None]
-        np.testing.assert_array_equal(embedding_logits(x, each), vocabulary_logits(x, each))
+        np.testing.assert_array_equal(
+            embedding_logits(x, embedding), vocabulary_logits(x, embedding)
+        )
         if form.activations == 16:
             np.testing.assert_allclose(
-                embedding_logits(x, each),
-                x @ wide.T,
+                embedding_logits(x, embedding),
+                x @ dequantized.T,
                 rtol=1e-3,
                 atol=2e-2 * float(jnp.abs(x).max()),
             )
@@ -197,10 +202,9 @@ def test_weights_that_are_not_finite_stay_so() -> None:
     floats = np.ones((32, 3), np.float32)
     floats[4, 1] = np.nan
     for form in (Form("int8"), Form("int4", group=16), Form("fp8")):
-        wide = np.asarray(
-            dequantize_matrix(jax.tree.map(jnp.asarray, quantize_matrix(floats, form)))
-        )
-        assert np.isnan(wide[4, 1]) and np.isfinite(wide[:, [0, 2]]).all()
+        quantized = jax.tree.map(jnp.asarray, quantize_matrix(floats, form))
+        dequantized = np.asarray(dequantize_matrix(quantized))
+        assert np.isnan(dequantized[4, 1]) and np.isfinite(dequantized[:, [0, 2]]).all()
 
 
 @pytest.mark.parametrize(
@@ -209,9 +213,8 @@ def test_weights_that_are_not_finite_stay_so() -> None:
 def test_a_cpu_converts_no_weights(inputs: int, outputs: int, sums: str) -> None:
     """The compiled program has no floats of the size of the weights."""
     weight = matrix(Form("int8"), inputs, outputs)
-    compiled = (
-        jax.jit(products.quantized_product).lower(states(1, inputs), weight).compile().as_text()
-    )
+    lowered = jax.jit(products.quantized_product).lower(states(1, inputs), weight)
+    compiled = lowered.compile().as_text()
     sizes = [
         np.prod([int(length) for length in shape.split(",")])
         for shape in re.findall(r"f32\[([\d,]+)\]", compiled)
@@ -224,39 +227,41 @@ def test_a_cpu_converts_no_weights(inputs: int, outputs: int, sums: str) -> None
     ("sharded", "outputs"), [("inputs", 512), ("outputs", 512), ("outputs", 514), ("outputs", 516)]
 )
 def test_joined_outputs_are_cut_where_the_weights_are(sharded: str, outputs: int) -> None:
-    """On a mesh of CPUs no device gets weights of another, and the sums are the same."""
+    """Devices of a mesh of CPUs do not exchange weights, and the sums are the same."""
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     rng = np.random.default_rng(0)
-    rows, values = (
-        rng.integers(-127, 128, (1, 1024), np.int8),
-        rng.integers(-127, 128, (outputs, 1024), np.int8),
-    )
+    rows = rng.integers(-127, 128, (1, 1024), np.int8)
+    values = rng.integers(-127, 128, (outputs, 1024), np.int8)
     spec = jax.P(None, "model") if sharded == "inputs" else jax.P("model", None)
     placed = jax.device_put(values, jax.sharding.NamedSharding(mesh, spec))
     compiled = jax.jit(products._sums_on_cpu).lower(rows, placed).compile()
     np.testing.assert_array_equal(compiled(rows, placed), rows.astype(int) @ values.T.astype(int))
-    moved = [
+    collectives = [
         line
         for line in compiled.as_text().splitlines()
         if "all-" in line or "collective-permute" in line
     ]
-    assert not [line for line in moved if "s8[" in line]
+    assert not [line for line in collectives if "s8[" in line]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_weights_are_read_where_they_lie(rows: int) -> None:
-    """The compiled program rearranges nothing as large as the weights. It did, and took five times as long."""
-    given = jnp.zeros((rows, 768), jnp.int8), jnp.zeros((2304, 768), jnp.int8)
-    compiled = jax.jit(products._sums_on_cpu).lower(*given).compile().as_text() or ""
-    made = [
+    """The compiled program rearranges no array as large as the weights.
+
+    It did before, and took five times as long.
+    """
+    x, weights = jnp.zeros((rows, 768), jnp.int8), jnp.zeros((2304, 768), jnp.int8)
+    compiled = jax.jit(products._sums_on_cpu).lower(x, weights).compile().as_text() or ""
+    arrays = [
         line.split(" = ")[1]
         for line in compiled[compiled.index("ENTRY") :].splitlines()
         if " = s8[" in line
     ]
+    shapes = [line[3 : line.index("]")].split(",") for line in arrays]
     large = [
         line
-        for line in made
-        if np.prod([int(n) for n in line[3 : line.index("]")].split(",")]) >= given[1].size
+        for line, shape in zip(arrays, shapes, strict=True)
+        if np.prod([int(length) for length in shape]) >= weights.size
     ]
     assert large
     assert all("parameter(" in line or " bitcast(" in line for line in large)

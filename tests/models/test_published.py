@@ -6,7 +6,8 @@ from specjax.errors import InputError
 from specjax.models import config_json
 from specjax.models.published import PUBLISHED, parameter_count, published
 
-COUNTS = {  # parameters, as the hub counts those of each checkpoint (a head that is also the embedding counts once)
+# Parameters, as the hub counts them. A head that is also the embedding counts once.
+COUNTS = {
     "llama-2-7b": 6_738_415_616,
     "llama-2-7b-32k": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
@@ -27,13 +28,13 @@ COUNTS = {  # parameters, as the hub counts those of each checkpoint (a head tha
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-next-80b-a3b": 79_674_391_296,
-    # Of hybrids and of models that see, the text model alone, and no module that predicts further tokens.
+    # The text model alone, without vision and without the module that predicts further tokens.
     "qwen3.5-4b": 4_205_751_296,
     "qwen3.5-9b": 8_953_803_264,
     "qwen3.5-27b": 26_895_998_464,
     "qwen3.5-35b-a3b": 34_660_610_688,
-    "deepseek-v3": 671_026_419_200,  # and no module that predicts further tokens
-    # Of models that see and hear, the text model alone.
+    "deepseek-v3": 671_026_419_200,  # without the module that predicts further tokens
+    # The text model alone, without vision and audio.
     "gemma-2-2b": 2_614_341_888,
     "gemma-2-9b": 9_241_705_984,
     "gemma-2-27b": 27_227_128_320,
@@ -63,14 +64,15 @@ def test_the_parameter_counts_are_the_published_ones() -> None:
     assert {name: parameter_count(config) for name, config in PUBLISHED.items()} == COUNTS
 
 
-TOTALS = {  # billions as the model cards give them, and of these what sees and hears
+# Billions of parameters by the model cards: all, and those that are not in the text model.
+TOTALS = {
     "gemma-4-e2b": (5.1, 0.45),
     "gemma-4-e4b": (8.0, 0.45),
     "gemma-4-26b-a4b": (25.2, 0.0),
     "gemma-4-31b": (30.7, 0.0),
     "gpt-oss-20b": (20.9, 0.0),
     "gpt-oss-120b": (116.8, 0.0),
-    "qwen3.5-4b": (4.66, 0.45),  # of which a tenth of a billion predicts further tokens
+    "qwen3.5-4b": (4.66, 0.45),  # 0.1 of these in the module that predicts further tokens
     "qwen3.5-9b": (9.65, 0.7),
     "qwen3.5-27b": (27.8, 0.9),
     "qwen3.5-35b-a3b": (36.0, 1.3),
@@ -79,16 +81,15 @@ TOTALS = {  # billions as the model cards give them, and of these what sees and 
 
 @pytest.mark.parametrize("name", TOTALS)
 def test_the_counts_are_those_of_the_model_cards(name) -> None:
-    total, beside = TOTALS[name]
-    assert parameter_count(PUBLISHED[name]) / 1e9 + beside == pytest.approx(total, rel=0.012)
+    total, not_text = TOTALS[name]
+    assert parameter_count(PUBLISHED[name]) / 1e9 + not_text == pytest.approx(total, rel=0.012)
 
 
 def test_e2b_reads_little_of_what_it_has() -> None:
     config = PUBLISHED["gemma-4-e2b"]
     looked_up = config.per_layer_vocab_size * config.num_layers * config.per_layer_inputs
-    assert (parameter_count(config) - looked_up) / 1e9 == pytest.approx(
-        2.3, rel=0.01
-    )  # its model card's "effective"
+    effective = (parameter_count(config) - looked_up) / 1e9  # the model card's word
+    assert effective == pytest.approx(2.3, rel=0.01)
 
 
 _LLAMA_3_ROPE = {

@@ -1,4 +1,4 @@
-"""Caches in 8 bits: against keys and values that are rounded by hand, and one pass against many."""
+"""Caches in 8 bits: against values rounded by hand, and one pass against many."""
 
 from functools import partial
 
@@ -26,14 +26,15 @@ from specjax.serving import memory
 from tests.conftest import LAYERED, MIXTURES, own_programs, tiny_config, tiny_target
 
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 9))
-KINDS = {  # changes of `tiny_config`
+KINDS = {  # changes to `tiny_config`
     "plain": {},
+    # As in Gemma 3.
     "windows": {
         "num_layers": 3,
         "sliding_window": 4,
         "windowed_layers": (0, 2),
         "qk_norm": True,
-    },  # as Gemma 3
+    },
     "sinks": {"sinks": True, "sliding_window": 4, "windowed_layers": (0,)},  # as gpt-oss
     "caps": {"score_cap": 2.0},
     "latents": MIXTURES["deepseek_v3"],
@@ -46,12 +47,12 @@ def in_8_bits(**changes) -> Target:
 
 
 def rounded_by_hand(x) -> np.ndarray:
-    """``[B, heads, S, dim]``, one vector after the other."""
-    found = np.zeros_like(x)
-    for at in np.ndindex(x.shape[:-1]):
-        step = max(np.abs(x[at]).max(), np.float32(1e-30)) / np.float32(127)
-        found[at] = [np.float32(round(number / step)) * step for number in x[at]]
-    return found
+    """Return ``[B, heads, S, dim]``, rounded to 8 bits one vector after the other."""
+    result = np.zeros_like(x)
+    for index in np.ndindex(x.shape[:-1]):
+        step = max(np.abs(x[index]).max(), np.float32(1e-30)) / np.float32(127)
+        result[index] = [np.float32(round(number / step)) * step for number in x[index]]
+    return result
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-3, 1.0, 1e30])
@@ -59,20 +60,18 @@ def rounded_by_hand(x) -> np.ndarray:
 def test_vectors_are_rounded_to_127_steps_each(scale, dtype) -> None:
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 5, 8)) * scale, dtype)
     part = quantize(x)
-    wide = np.asarray(x, np.float32)
-    assert (
-        part.numbers.dtype == jnp.int8
-        and part.scales.dtype == jnp.float32
-        and part.scales.shape == (2, 3, 5)
-    )
-    assert part.shape == x.shape
+    floats = np.asarray(x, np.float32)
+    assert (part.numbers.dtype, part.scales.dtype) == (jnp.int8, jnp.float32)
+    assert (part.shape, part.scales.shape) == (x.shape, (2, 3, 5))
     np.testing.assert_array_equal(np.abs(part.numbers).max(axis=-1), np.full((2, 3, 5), 127))
-    step = np.abs(wide).max(axis=-1, keepdims=True) / 127
-    assert np.all(np.abs(dequantize(part) - wide) <= step * 0.50005)
-    is_tie = np.abs(np.abs(wide / step) % 1 - 0.5) < 1e-4  # which may be rounded either way
+    step = np.abs(floats).max(axis=-1, keepdims=True) / 127
+    assert np.all(np.abs(dequantize(part) - floats) <= step * 0.50005)
+    is_tie = np.abs(np.abs(floats / step) % 1 - 0.5) < 1e-4  # may be rounded either way
     assert is_tie.mean() < 0.05
     np.testing.assert_allclose(
-        np.where(is_tie, 0, dequantize(part)), np.where(is_tie, 0, rounded_by_hand(wide)), rtol=1e-5
+        np.where(is_tie, 0, dequantize(part)),
+        np.where(is_tie, 0, rounded_by_hand(floats)),
+        rtol=1e-5,
     )
 
 
@@ -85,8 +84,8 @@ def test_what_is_next_to_nothing_becomes_zeros(empty) -> None:
 def test_what_is_no_number_stays_none() -> None:
     for value in (jnp.nan, jnp.inf):
         part = quantize(jnp.ones((1, 1, 2, 4)).at[0, 0, 1, 2].set(value))
-        found = np.asarray(part.scales)
-        assert np.isfinite(found[0, 0, 0]) and not np.isfinite(found[0, 0, 1])
+        scales = np.asarray(part.scales)
+        assert np.isfinite(scales[0, 0, 0]) and not np.isfinite(scales[0, 0, 1])
 
 
 def test_a_part_becomes_as_another_is_stored() -> None:
@@ -97,7 +96,8 @@ def test_a_part_becomes_as_another_is_stored() -> None:
     np.testing.assert_array_equal(
         quantized_as(part, floats.astype(jnp.bfloat16)), dequantize(part).astype(jnp.bfloat16)
     )
-    again = quantize(dequantize(part))  # what a client is told of, it stores as the server does
+    # A client receives floats, and must store what the server stores.
+    again = quantize(dequantize(part))
     np.testing.assert_array_equal(again.numbers, part.numbers)
     np.testing.assert_allclose(again.scales, part.scales, rtol=1e-6)
 
@@ -105,9 +105,12 @@ def test_a_part_becomes_as_another_is_stored() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pass_sees_keys_and_values_rounded_by_hand(kind, monkeypatch) -> None:
-    """A float target whose layers round what they make, in Python, gives the same logits; and one that does not, others."""
+    """A float target whose layers round their entries in Python has the same logits.
+
+    One whose layers do not round has other logits.
+    """
     small, plain = in_8_bits(**KINDS[kind]), tiny_target(**KINDS[kind])
-    found, unrounded = small.forward(TOKENS)[0].logits, plain.forward(TOKENS)[0].logits
+    logits, unrounded_logits = small.forward(TOKENS)[0].logits, plain.forward(TOKENS)[0].logits
 
     def by_hand(entry, cache_dtype):
         return tuple(
@@ -119,21 +122,24 @@ def test_a_pass_sees_keys_and_values_rounded_by_hand(kind, monkeypatch) -> None:
         monkeypatch.setattr(layers, "_remembered", by_hand)
         expected = plain.forward(TOKENS)[0].logits
         expected.block_until_ready()
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert np.abs(found - unrounded).max() > 1e-3  # the comparison can fail
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    assert np.abs(logits - unrounded_logits).max() > 1e-3  # the comparison can fail
 
 
 def farthest(target: Target, paged: bool = False) -> float:
-    """How far apart the logits are of one pass over all tokens, and of passes over a few, with a cache between them."""
+    """Return how far the logits of one pass over all tokens are from those of several passes.
+
+    The passes over a few tokens have a cache between them.
+    """
     whole = target.forward(TOKENS)[0].logits
     cache = target.new_cache(2, 12)
     if paged:
         cache = PagedCache.like(cache, pages=6, page=4).with_table(jnp.arange(6).reshape(2, 3))
-    found = []
+    logits = []
     for first, last in ((0, 4), (4, 5), (5, 6), (6, 9)):
         output, cache = target.forward(TOKENS[:, first:last], cache)
-        found.append(output.logits)
-    return float(np.abs(np.concatenate(found, axis=1) - whole).max())
+        logits.append(output.logits)
+    return float(np.abs(np.concatenate(logits, axis=1) - whole).max())
 
 
 @pytest.mark.full_except("caps-False")
@@ -141,25 +147,26 @@ def farthest(target: Target, paged: bool = False) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.represents("the cache in 8 bits")
 def test_a_pass_over_many_tokens_is_many_passes(kind, paged) -> None:
-    """So a token is the same whether it is drafted or committed, which losslessness rests on."""
+    """A token has the same logits whether it is drafted or committed.
+
+    Losslessness depends on that.
+    """
     assert farthest(in_8_bits(**KINDS[kind]), paged) < 1e-4
 
 
 def sees_its_own_tokens_unrounded(
     right, params, config, x, rotations, mask, past=(), cache_dtype="float"
 ):
-    """A layer that is wrong: it rounds what it remembers, and sees the call's own tokens in floats."""
-    found, own = right(params, config, x, rotations, mask, past)
-    return found, layers._remembered(own, cache_dtype)
+    """Run a layer that is wrong: it rounds its entries, but sees the call's tokens in floats."""
+    output, entry = right(params, config, x, rotations, mask, past)
+    return output, layers._remembered(entry, cache_dtype)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["plain", "latents"])
 def test_who_sees_its_own_tokens_unrounded_is_found(kind, monkeypatch) -> None:
-
-    def plainly(
-        q, pieces, sinks=None, *, values_part, kernel, cap=None
-    ):  # kernels take no entries of two kinds
+    # Kernels do not take entries of floats beside quantized ones.
+    def plainly(q, pieces, sinks=None, *, values_part, kernel, cap=None):
         return attend_plainly(q, pieces, sinks, values_part=values_part, block=16, cap=cap)
 
     with own_programs():
@@ -170,8 +177,8 @@ def test_who_sees_its_own_tokens_unrounded_is_found(kind, monkeypatch) -> None:
         assert farthest(in_8_bits(**KINDS[kind])) > 1e-3
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(jnp.float32, 0.30), (jnp.bfloat16, 0.55)])
-def test_it_takes_a_quarter_of_float32_and_half_of_bfloat16(dtype, most) -> None:
+@pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 0.30), (jnp.bfloat16, 0.55)])
+def test_it_takes_a_quarter_of_float32_and_half_of_bfloat16(dtype, bound) -> None:
     floats = jax.eval_shape(
         partial(Target.init, tiny_config(head_dim=64), jax.random.key(0), dtype)
     )
@@ -181,31 +188,30 @@ def test_it_takes_a_quarter_of_float32_and_half_of_bfloat16(dtype, most) -> None
         cache = jax.eval_shape(partial(target.new_cache, 1, 4096))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache.layers))
 
-    assert size(small) == 2 * 2 * 2 * 4096 * (
-        64 + 4
-    )  # layers, parts, heads, slots: numbers and a scale
-    assert size(small) / size(floats) < most
+    # Layers, parts, heads and slots; 64 numbers of a byte, and a scale of four bytes.
+    assert size(small) == 2 * 2 * 2 * 4096 * (64 + 4)
+    assert size(small) / size(floats) < bound
     pages = [memory.page_bytes(target, None, 64) for target in (small, floats)]
-    assert pages[0] / pages[1] < most
+    assert pages[0] / pages[1] < bound
 
 
 @pytest.mark.full
 def test_it_is_split_over_devices_as_floats_are() -> None:
     target, mesh = in_8_bits(), sharding.make_mesh(data=1, model=2)
-    places = params.shardings(params.declare(target.config), mesh, target.config.axis_units)
-    on_mesh = target.replace(params=jax.device_put(target.params, places), mesh=mesh)
+    placements = params.shardings(params.declare(target.config), mesh, target.config.axis_units)
+    on_mesh = target.replace(params=jax.device_put(target.params, placements), mesh=mesh)
 
     @jax.jit
     def run(target: Target):
         _, cache = target.forward(TOKENS[:, :6], target.new_cache(2, 12))
         return target.forward(TOKENS[:, 6:], cache)[0].logits, cache.layers
 
-    found, entries = run(on_mesh)
+    logits, entries = run(on_mesh)
     for part in entries[0]:
         assert isinstance(part, QuantizedPart)
         assert part.numbers.sharding.shard_shape(part.shape) == (2, 1, 12, 4)
         assert part.scales.sharding.shard_shape(part.scales.shape) == (2, 1, 12)
-    np.testing.assert_allclose(found, target.forward(TOKENS)[0].logits[:, 6:], atol=1e-4)
+    np.testing.assert_allclose(logits, target.forward(TOKENS)[0].logits[:, 6:], atol=1e-4)
 
 
 def test_other_types_are_refused_before_anything_is_read(target, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Rotary positions: both ways to turn a head, against complex numbers and against each other."""
+"""Rotary positions: both ways to rotate a head, against complex numbers and each other."""
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,17 @@ POSITIONS = jnp.array([[0, 1, 7], [100, 5, 2]])
 @pytest.mark.parametrize("way", [rope._rotate_halves, rope._rotate_by_product])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_pairs_are_turned(way, dtype) -> None:
-    """The pair (x_i, x_{i + d/2}) is a complex number, and is multiplied with e^(i angle)."""
+    """The pair (x_i, x_{i + d/2}) is a complex number, and is multiplied by e^(i angle)."""
     x = jax.random.normal(jax.random.key(0), (2, 3, 4, 10), dtype)
-    found = jax.jit(way)(x, *rope.rotations(Rope(theta=50.0), 10, POSITIONS)[:2])
+    result = jax.jit(way)(x, *rope.rotations(Rope(theta=50.0), 10, POSITIONS)[:2])
     angles = np.asarray(POSITIONS, np.float64)[..., None, None] * 50.0 ** (-np.arange(5) / 5)
     pairs = np.asarray(x[..., :5], np.float64) + 1j * np.asarray(x[..., 5:], np.float64)
-    turned = pairs * np.exp(1j * angles)
-    wanted = np.concatenate([turned.real, turned.imag], axis=-1)
-    assert found.dtype == dtype
+    rotated = pairs * np.exp(1j * angles)
+    expected = np.concatenate([rotated.real, rotated.imag], axis=-1)
+    assert result.dtype == dtype
     tolerance = 1e-5 if dtype == jnp.float32 else 2**-7
     np.testing.assert_allclose(
-        np.asarray(found, np.float64), wanted, atol=tolerance, rtol=tolerance
+        np.asarray(result, np.float64), expected, atol=tolerance, rtol=tolerance
     )
 
 
@@ -34,7 +34,7 @@ def test_pairs_are_turned(way, dtype) -> None:
     ("heads", "positions"), [(4, POSITIONS), (1, POSITIONS), (4, POSITIONS[:1])]
 )
 def test_both_ways_give_the_same_bits(dtype, heads, positions) -> None:
-    """Operation by operation: a compiler may round less often."""
+    """Operations run one by one, because a compiled program may round less often."""
     x = jax.random.normal(jax.random.key(0), (2, 3, heads, 64), dtype)
     turn = rope.rotations(Rope(), 64, positions)[:2]
     np.testing.assert_array_equal(rope._rotate_halves(x, *turn), rope._rotate_by_product(x, *turn))
@@ -51,7 +51,10 @@ def test_both_ways_have_the_same_gradient() -> None:
 
 
 def test_the_product_is_a_tpus_and_rounds_nothing() -> None:
-    """Whatever precision products have by default: a TPU's would round the numbers of a head to bfloat16."""
+    """The product has full precision, whatever the default.
+
+    With a TPU's default precision it would round the numbers of a head to bfloat16.
+    """
     x, turn = jnp.ones((1, 2, 4, 10)), rope.rotations(Rope(), 10, jnp.array([[3, 4]]))[:2]
     with jax.default_matmul_precision("bfloat16"):
         lowered = {
@@ -82,11 +85,15 @@ def test_queries_grow_with_their_position_and_keys_do_not() -> None:
         Rope(query_growth=0.5)
 
 
-# --- scalings, pair by pair from the words of their papers ----------------------------------------
+# --- scalings, pair by pair as their papers describe them -----------------------------------------
 
 
 def by_llama3(pair: float, rope: Rope) -> float:
-    """A wavelength above the context divided by low_freq_factor is stretched, one below that by high_freq_factor is kept."""
+    """Return the frequency of a pair with Llama 3's scaling.
+
+    A wavelength above the context divided by low_freq_factor is stretched. One below the context
+    divided by high_freq_factor stays.
+    """
     wavelength = 2 * np.pi / pair
     longest, shortest = (
         rope.original_max_positions / bound
@@ -121,7 +128,11 @@ def test_llama3_stretches_long_wavelengths_and_keeps_short_ones() -> None:
 
 @pytest.mark.parametrize("truncate", [True, False])
 def test_yarn_interpolates_by_how_often_a_pair_turns_in_the_original_context(truncate) -> None:
-    """Fewer turns than beta_slow: divided by the factor; more than beta_fast: kept; between, a ramp over the pairs' numbers."""
+    """The turns of a pair in the original context decide how it is scaled.
+
+    A pair with fewer turns than beta_slow is divided by the factor, one with more than beta_fast
+    stays, and between these there is a ramp over the indices of the pairs.
+    """
     scaled = Rope(
         theta=500.0,
         kind="yarn",
@@ -131,20 +142,19 @@ def test_yarn_interpolates_by_how_often_a_pair_turns_in_the_original_context(tru
         truncate=truncate,
     )
     base = 500.0 ** (-np.arange(16) / 16)
-    turning = [
-        16 * np.log(256 / (2 * np.pi * turns)) / np.log(500.0) for turns in (20.0, 1.0)
-    ]  # the pairs that turn so often
-    first, last = (np.floor(turning[0]), np.ceil(turning[1])) if truncate else turning
+    # The pairs, as fractional indices, that turn beta_fast times and once.
+    bounds = [16 * np.log(256 / (2 * np.pi * turns)) / np.log(500.0) for turns in (20.0, 1.0)]
+    first, last = (np.floor(bounds[0]), np.ceil(bounds[1])) if truncate else bounds
     assert 0 < first < last < 15
     share = np.clip((np.arange(16) - first) / (last - first), 0, 1)
     result, factor = rope.inverse_frequencies(scaled, 32)
     np.testing.assert_allclose(result, share * base / 4 + (1 - share) * base, rtol=1e-5)
     assert factor == pytest.approx(0.1 * np.log(4.0) + 1)
-    _, of_deepseek = rope.inverse_frequencies(
+    _, deepseek_factor = rope.inverse_frequencies(
         Rope(kind="yarn", factor=4.0, original_max_positions=256, mscale=0.7, mscale_all_dim=1.2),
         32,
     )
-    assert of_deepseek == pytest.approx((0.07 * np.log(4.0) + 1) / (0.12 * np.log(4.0) + 1))
+    assert deepseek_factor == pytest.approx((0.07 * np.log(4.0) + 1) / (0.12 * np.log(4.0) + 1))
 
 
 def test_gemma4_turns_a_share_of_the_pairs_at_the_speeds_of_a_whole_head() -> None:

@@ -1,4 +1,4 @@
-"""What layers with linear attention remember, through whole generations: drafts leave no trace, and rows are independent."""
+"""States of linear attention through whole generations: drafts leave no trace in them."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def hybrid():
 
 @jax.jit
 def at_once(target, tokens, count):
-    """The cache after the first ``count [B]`` tokens of each row, read in one pass."""
+    """Return the cache after the first ``count [B]`` tokens of each row, read in one pass."""
     return target.commit(tokens, target.new_cache(*tokens.shape), count)[1]
 
 
@@ -39,9 +39,9 @@ def generated(target, drafter, prompts=PROMPTS, lengths=LENGTHS, options=GREEDY)
     return decoding.decode(target, drafter, state, max_steps=100)
 
 
-def check_states(found, expected, tolerance: float = TOLERANCE) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def check_states(result, expected, tolerance: float = TOLERANCE) -> None:
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=tolerance)
         assert np.abs(theirs).max() > 0.1
 
@@ -68,21 +68,19 @@ THOROUGH = {"plain", "early exit", "dynamic tree"}
 )
 def test_after_a_generation_the_states_are_those_of_the_text_read_at_once(hybrid, name) -> None:
     state = generated(hybrid, DRAFTERS[name]())
-    assert np.array_equal(state.lengths, LENGTHS + 30) and np.array_equal(
-        state.cache.length, LENGTHS + 29
-    )
+    np.testing.assert_array_equal(state.lengths, LENGTHS + 30)
+    np.testing.assert_array_equal(state.cache.length, LENGTHS + 29)
     np.testing.assert_array_equal(state.tokens, generated(hybrid, None).tokens)
     if name != "plain":
-        assert state.stats.accepted.sum() > 0 and np.sum(state.stats.drafted) > np.sum(
-            state.stats.accepted
-        )
+        accepted, drafted = np.sum(state.stats.accepted), np.sum(state.stats.drafted)
+        assert 0 < accepted < drafted
     expected = at_once(hybrid, state.tokens, state.cache.length)
     check_states(state.cache.states, expected.states)
 
 
 @pytest.mark.full
 def test_a_row_that_has_finished_keeps_its_state(hybrid) -> None:
-    """While its neighbour goes on, with drafts for both of them in the same passes."""
+    """A neighbour goes on, and the same passes have drafts for both rows."""
     drafter, state = decoding.start(hybrid, EarlyExit(layers=2, draft=3), PROMPTS, LENGTHS, GREEDY)
     state = state.replace(max_lengths=jnp.array([38, 9]))
     while not state.done[1]:
@@ -100,18 +98,17 @@ def test_a_row_alone_is_as_in_a_batch(hybrid, name) -> None:
     for row in range(2):
         alone = generated(hybrid, DRAFTERS[name](), PROMPTS[[row, row]], LENGTHS[[row, row]])
         np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
-        of_row, in_batch = (
-            jax.tree.map(lambda x, r=r: x[r], s.cache.states)
-            for s, r in ((alone, 0), (together, row))
+        states_alone, states_in_batch = (
+            jax.tree.map(lambda x, index=index: x[index], state.cache.states)
+            for state, index in ((alone, 0), (together, row))
         )
-        check_states(
-            of_row, in_batch
-        )  # to the bit where passes have the same width, which a row's neighbours may widen
+        # Neighbours may make passes wider, so that the states differ by rounding.
+        check_states(states_alone, states_in_batch)
 
 
 @pytest.mark.full
 def test_with_a_cache_in_8_bits_the_text_is_that_of_plain_decoding(hybrid) -> None:
-    """Keys and values are rounded; states and what is remembered of drafted tokens are not."""
+    """Keys and values are rounded; states and the entries of drafted tokens are not."""
     target = hybrid.replace(cache_dtype="int8")
     plain, drafted = (generated(target, DRAFTERS[name]()) for name in ("plain", "static tree"))
     np.testing.assert_array_equal(plain.tokens, drafted.tokens)
@@ -124,16 +121,19 @@ def test_with_a_cache_in_8_bits_the_text_is_that_of_plain_decoding(hybrid) -> No
 @pytest.mark.full
 @pytest.mark.parametrize("cache_dtype", ["float", "int8"])
 def test_what_is_not_float32_is_of_the_type_of_the_activations(cache_dtype) -> None:
-    """Wherever a state comes from, and in what is remembered of drafted tokens: the programs for one serve all."""
+    """States and drafted entries have the same types wherever they come from.
+
+    So the same compiled programs serve all of them.
+    """
     target = Target.init(tiny_config(**HYBRID), jax.random.key(0), jnp.bfloat16).replace(
         cache_dtype=cache_dtype
     )
     empty, scratch = target.new_cache(2, 8), target.new_scratch(2, 3)
     read = at_once(target, PROMPTS, LENGTHS)
     for states in (empty.states, read.states):
-        kept = [state for state in states if state is not None]
-        assert {state.table.dtype.name for state in kept} == {"float32"}
-        assert {part.dtype.name for state in kept for part in state.newest} == {"bfloat16"}
+        linear_states = [state for state in states if state is not None]
+        assert {state.table.dtype.name for state in linear_states} == {"float32"}
+        assert {part.dtype.name for state in linear_states for part in state.newest} == {"bfloat16"}
     _, new = target.read(PROMPTS)
     for entries in (scratch, new):
         assert [part.dtype.name for part in entries[0]] == ["float32"] * 3 + ["bfloat16"] * 3
@@ -141,7 +141,10 @@ def test_what_is_not_float32_is_of_the_type_of_the_activations(cache_dtype) -> N
 
 @pytest.mark.full
 def test_wide_numbers_that_jax_is_told_to_make_change_nothing(hybrid) -> None:
-    """A text of two chunks; ``jax_enable_x64`` is asked for by other libraries of the same process."""
+    """The text has two chunks.
+
+    Other libraries of the same process may enable ``jax_enable_x64``.
+    """
     tokens = np.random.default_rng(0).integers(0, 11, (1, 90))
     expected = hybrid.forward(tokens)[0].logits
     with jax.enable_x64(True):
@@ -152,7 +155,7 @@ def test_wide_numbers_that_jax_is_told_to_make_change_nothing(hybrid) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         {"mask": np.ones((1, 8, 8), bool)},
         {"cache": True},
@@ -160,13 +163,13 @@ def test_wide_numbers_that_jax_is_told_to_make_change_nothing(hybrid) -> None:
         {"scratch": [((), None)]},
     ],
 )
-def test_documents_are_refused_beside_what_they_stand_in_place_of(hybrid, given) -> None:
-    if "cache" in given:
-        given = {"cache": hybrid.new_cache(2, 8)}
+def test_documents_are_refused_beside_what_they_stand_in_place_of(hybrid, options) -> None:
+    if "cache" in options:
+        options = {"cache": hybrid.new_cache(2, 8)}
     with pytest.raises(
         InputError, match="documents: cannot be combined with mask, cache, scratch and commit"
     ):
-        hybrid.read(PROMPTS, documents=np.zeros((2, 8), int), **given)
+        hybrid.read(PROMPTS, documents=np.zeros((2, 8), int), **options)
 
 
 @pytest.mark.full
@@ -175,10 +178,10 @@ def test_on_two_devices_the_text_is_the_same(hybrid, shape, tmp_path) -> None:
     hybrid.save_pretrained(tmp_path)
     mesh = sharding.make_mesh(*shape)
     split = specjax.Target.from_pretrained(tmp_path, dtype=np.float32, mesh=mesh)
-    one, two = (generated(target, DRAFTERS["static tree"]()) for target in (hybrid, split))
-    np.testing.assert_array_equal(one.tokens, two.tokens)
-    check_states(two.cache.states, one.cache.states)
-    table = two.cache.states[0].table
+    single, sharded = (generated(target, DRAFTERS["static tree"]()) for target in (hybrid, split))
+    np.testing.assert_array_equal(single.tokens, sharded.tokens)
+    check_states(sharded.cache.states, single.cache.states)
+    table = sharded.cache.states[0].table
     assert table.sharding.shard_shape(table.shape) == (2 // shape[0], 4 // shape[1], 8, 6)
 
 
@@ -198,7 +201,7 @@ def random_entry(rng: np.random.Generator, sizes: LinearAttention, count: int):
         rng.normal(size=part.shape).astype(np.float32)
         for part in empty_nodes(sizes, 3, count, jnp.float32)
     ]
-    entry[2] = -np.abs(entry[2])  # logarithms of shares
+    entry[2] = -np.abs(entry[2])  # logarithms of decay factors
     return entry
 
 
@@ -210,12 +213,12 @@ def test_appending_moves_the_newest_tokens_along() -> None:
     )
     entry = random_entry(rng, sizes, 5)
     after = jax.jit(State.append)(start, entry, np.array([0, 2, 5]))
-    for old, new, own in zip(start.newest, after.newest, entry[3:], strict=True):
+    for old, new, tokens in zip(start.newest, after.newest, entry[3:], strict=True):
         np.testing.assert_array_equal(new[0], old[0])
         np.testing.assert_array_equal(
-            new[1], np.concatenate([old[1][:, 2:], own[1][:, :2]], axis=1)
+            new[1], np.concatenate([old[1][:, 2:], tokens[1][:, :2]], axis=1)
         )
-        np.testing.assert_array_equal(new[2], own[2][:, 2:])
+        np.testing.assert_array_equal(new[2], tokens[2][:, 2:])
     np.testing.assert_array_equal(after.table[0], start.table[0])
     assert not np.array_equal(after.table[1], start.table[1])
 
@@ -237,9 +240,8 @@ def test_a_prompt_committed_at_once_is_as_its_entries_appended(hybrid) -> None:
 
 def test_layers_are_chosen_with_their_states(hybrid) -> None:
     cache = hybrid.new_cache(2, 8)
-    assert [len(entry) for entry in cache.layers] == [0, 2, 0] and [
-        s is None for s in cache.states
-    ] == [False, True, False]
+    assert [len(entry) for entry in cache.layers] == [0, 2, 0]
+    assert [state is None for state in cache.states] == [False, True, False]
     part = cache.of_layers((1, 2))
     assert [len(entry) for entry in part.layers] == [2, 0] and part.states[1] is cache.states[2]
     assert KVCache.create([((1, 2), (1, 2))], batch=1, capacity=2).states == ()
@@ -247,7 +249,7 @@ def test_layers_are_chosen_with_their_states(hybrid) -> None:
 
 @pytest.mark.parametrize(("dtype", "share"), [("bfloat16", 0.020), ("float32", 0.028)])
 def test_a_draft_takes_a_few_hundredths_of_what_copies_of_the_states_would(dtype, share) -> None:
-    """At the sizes of Qwen3.5-9B and Qwen3-Next, of one layer and row, with 60 nodes."""
+    """The sizes are those of Qwen3.5-9B and Qwen3-Next: one layer, one row and 60 nodes."""
     sizes = LinearAttention(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
 
     def size_of(tree) -> int:

@@ -1,4 +1,4 @@
-"""PyTorch's own files, as PyTorch writes them, and files that would do something else."""
+"""PyTorch's files, as PyTorch writes them, and files that would do harm."""
 
 import os
 import pickle
@@ -25,7 +25,7 @@ def test_tensors_are_those_that_torch_saved(tmp_path) -> None:
     saved = {
         "float32": whole,
         "transposed": whole.T,
-        "part": whole[1:3, 2:5],  # the others' storage, too
+        "part": whole[1:3, 2:5],  # which shares the storage of the whole
         "bfloat16": whole.bfloat16(),
         "float16": whole.half(),
         "int64": torch.arange(5) - 2,
@@ -37,15 +37,15 @@ def test_tensors_are_those_that_torch_saved(tmp_path) -> None:
     assert set(read) == set(saved)
     for name, tensor in saved.items():
         assert read[name].get_shape() == list(tensor.shape)
-        wanted = tensor.detach().float().numpy() if tensor.is_floating_point() else tensor.numpy()
-        np.testing.assert_array_equal(np.asarray(read[name][...], wanted.dtype), wanted)
+        expected = tensor.detach().float().numpy() if tensor.is_floating_point() else tensor.numpy()
+        np.testing.assert_array_equal(np.asarray(read[name][...], expected.dtype), expected)
     assert read["bfloat16"].get_dtype() == "BF16"
     assert read["bfloat16"][0:1].dtype == jnp.bfloat16
     assert read["transposed"][2:4, 1:].tolist() == whole.T[2:4, 1:].tolist()
 
 
 def test_a_drafter_is_read_from_a_bin_file(tmp_path) -> None:
-    """As SafeAILab publishes them: ``pytorch_model.bin`` and no safetensors."""
+    """SafeAILab publishes drafters as ``pytorch_model.bin``, without safetensors."""
     drafter = Eagle.init(tiny_target(), jax.random.key(0), Chain(3))
     drafter.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -100,7 +100,7 @@ def test_what_holds_no_tensors_is_refused(content, words, tmp_path) -> None:
 
 
 class Built:
-    """Pickled as the call of a function, whose result is then given ``state``."""
+    """An object that is pickled as a call of a function, whose result then gets ``state``."""
 
     def __init__(self, function, arguments, state) -> None:
         self.parts = function, arguments, state
@@ -114,7 +114,10 @@ STATES = [{"items": 3}, {"items": None, "keys": 3, "__len__": 3}, (None, {"items
 
 @pytest.mark.parametrize("state", STATES)
 def test_attributes_of_a_dictionary_are_not_used(state, tmp_path) -> None:
-    """PyTorch itself gives a state_dict attributes; here they stand in the way of a dictionary's own methods."""
+    """PyTorch itself gives a state_dict attributes.
+
+    Here the attributes would hide the methods of the dictionary.
+    """
     weight = torch.arange(6.0)
     torch.save(Built(OrderedDict, ([("weight", weight)],), state), tmp_path / "model.bin")
     assert TorchFile(tmp_path / "model.bin").tensors["weight"][...].tolist() == weight.tolist()
@@ -142,7 +145,7 @@ def test_a_tensor_cannot_be_changed_once_it_is_checked(state, tmp_path) -> None:
     "state", [b"}X\x05\x00\x00\x00extraK\x01sb", b"N}X\x0c\x00\x00\x00__defaults__(K\x01ts\x86b"]
 )
 def test_a_file_leaves_the_reader_as_it_is(state, tmp_path) -> None:
-    """What it sets of the functions that it is given is gone with it."""
+    """A file cannot set attributes of the functions that the reader offers it."""
     archive(tmp_path / "model.bin", b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n" + state + b".")
     before = dict(vars(torch_zip._tensor)), torch_zip._tensor.__defaults__
     with pytest.raises(CheckpointError, match="holds a function, not tensors by name"):

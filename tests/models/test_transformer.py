@@ -94,14 +94,13 @@ CASES = [(family, "default") for family in FAMILIES] + [
 
 
 def reference(family: str, rope: str, path):
-    """A random transformers model with random biases and norms, saved to ``path``."""
+    """Save a random transformers model with random biases and norms, and return it."""
     import transformers
 
     from tests.with_torch import torch
 
-    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[
-        family.split(maxsplit=1)[0]
-    ]
+    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    name = names[family.split(maxsplit=1)[0]]
     settings = SIZES | FAMILIES[family] | {"rope_parameters": ROPES[rope]}
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**settings)
@@ -155,7 +154,7 @@ def test_pieces_with_a_cache_equal_the_whole(changes) -> None:
 
 
 def test_rejected_entries_are_never_seen() -> None:
-    """Two drafts after one prefix, the first of them rejected: rollback is only a length."""
+    """Two drafts follow one prefix, and the first is rejected: rollback is only a length."""
     target = tiny_target()
     prefix, wrong, right = jnp.array([[1, 2, 3]]), jnp.array([[9, 9, 9, 9]]), jnp.array([[4, 5]])
     _, cache = forward(target, prefix, target.new_cache(1, 16))
@@ -184,70 +183,75 @@ def test_a_mask_decides_what_tokens_of_a_call_see() -> None:
     tree, _ = forward(
         target, jnp.array([[5, 6, 7, 8]]), target.new_cache(1, 8), positions=positions, mask=mask
     )
-    left, _ = forward(target, jnp.array([[5, 6]]))
-    right, _ = forward(target, jnp.array([[5, 7, 8]]))
-    np.testing.assert_allclose(tree.logits[:, 1], left.logits[:, 1], atol=1e-4)
-    np.testing.assert_allclose(tree.logits[:, 2:], right.logits[:, 1:], atol=1e-4)
+    left_branch, _ = forward(target, jnp.array([[5, 6]]))
+    right_branch, _ = forward(target, jnp.array([[5, 7, 8]]))
+    np.testing.assert_allclose(tree.logits[:, 1], left_branch.logits[:, 1], atol=1e-4)
+    np.testing.assert_allclose(tree.logits[:, 2:], right_branch.logits[:, 1:], atol=1e-4)
 
 
 # --- layers that differ ---------------------------------------------------------------------------
 
 
 def slow_logits(target: Target, tokens: np.ndarray) -> np.ndarray:
-    """``[n, V]`` of one text: every layer by its own sizes, in float64, head by head and query by query. A layer that reads
-    another one's entries has the keys and values that this layer makes of the states that enter it.
+    """Return the logits ``[n, V]`` of one text, in float64, head by head and query by query.
+
+    Every layer has its sizes. A layer that reads another layer's entries has the keys and values
+    that this other layer computes from the states that enter it.
     """
     config = target.config
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), target.params)
-    x, kept = params["embed"][tokens], []
+    x, entries = params["embed"][tokens], []
 
     def norm(x, weight):
         return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + config.norm_eps) * weight
 
-    def turned(x, theta):  # [n, d]
+    def rotated(x, theta):  # [n, d]
         half = x.shape[-1] // 2
         angles = np.arange(len(x))[:, None] / theta ** (np.arange(half) / half)
-        left, right = x[:, :half], x[:, half:]
+        first_half, second_half = x[:, :half], x[:, half:]
         return np.concatenate(
             [
-                left * np.cos(angles) - right * np.sin(angles),
-                right * np.cos(angles) + left * np.sin(angles),
+                first_half * np.cos(angles) - second_half * np.sin(angles),
+                second_half * np.cos(angles) + first_half * np.sin(angles),
             ],
             1,
         )
 
-    for number, (layer, own) in enumerate(zip(params["layers"], config.layers, strict=True)):
-        heads, kv_heads = own.num_heads or config.num_heads, own.num_kv_heads or config.num_kv_heads
-        size, theta = own.head_dim or config.head_dim, (own.rope or config.rope).theta
+    for index, (layer, sizes) in enumerate(zip(params["layers"], config.layers, strict=True)):
+        heads, kv_heads = (
+            sizes.num_heads or config.num_heads,
+            sizes.num_kv_heads or config.num_kv_heads,
+        )
+        size, theta = sizes.head_dim or config.head_dim, (sizes.rope or config.rope).theta
         h = norm(x, layer["input_norm"])
-        if own.entries_of is None:
+        if sizes.entries_of is None:
             k, v = ((h @ layer[name]).reshape(len(h), kv_heads, size) for name in "kv")
-            kept.append(
-                (np.stack([turned(k[:, head], theta) for head in range(kv_heads)], axis=1), v)
+            entries.append(
+                (np.stack([rotated(k[:, head], theta) for head in range(kv_heads)], axis=1), v)
             )
         else:
-            kept.append(kept[own.entries_of])
-        k, v = kept[number]
-        q, found = (h @ layer["q"]).reshape(len(h), heads, size), np.zeros((len(h), heads, size))
+            entries.append(entries[sizes.entries_of])
+        k, v = entries[index]
+        q, attended = (h @ layer["q"]).reshape(len(h), heads, size), np.zeros((len(h), heads, size))
         for head in range(heads):
-            of_head, kv_head = turned(q[:, head], theta), head * kv_heads // heads
+            query, kv_head = rotated(q[:, head], theta), head * kv_heads // heads
             for i in range(len(h)):
                 first = (
-                    max(0, i + 1 - config.sliding_window) if number in config.windowed_layers else 0
+                    max(0, i + 1 - config.sliding_window) if index in config.windowed_layers else 0
                 )
-                scores = k[first : i + 1, kv_head] @ of_head[i] / size**0.5
+                scores = k[first : i + 1, kv_head] @ query[i] / size**0.5
                 weights = np.exp(scores - scores.max())
-                found[i, head] = weights @ v[first : i + 1, kv_head] / weights.sum()
-        x = x + found.reshape(len(h), -1) @ layer["o"]
+                attended[i, head] = weights @ v[first : i + 1, kv_head] / weights.sum()
+        x = x + attended.reshape(len(h), -1) @ layer["o"]
         h = norm(x, layer["post_norm"])
         gate = h @ layer["gate"]
         x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["up"])) @ layer["down"]
     return norm(x, params["norm"]) @ params["lm_head"]
 
 
-@pytest.mark.parametrize("which", LAYERED)
-def test_each_layer_has_its_own_sizes_and_may_read_anothers_entries(which) -> None:
-    target = tiny_target(**LAYERED[which])
+@pytest.mark.parametrize("name", LAYERED)
+def test_each_layer_has_its_own_sizes_and_may_read_anothers_entries(name) -> None:
+    target = tiny_target(**LAYERED[name])
     tokens = np.random.default_rng(0).integers(0, 11, 20)
     output, _ = forward(target, tokens[None])
     assert np.abs(output.logits).max() > 1
@@ -318,16 +322,11 @@ def test_a_configuration_by_layer() -> None:
     config = tiny_config(**LAYERED["differing"])
     assert isinstance(hash(config), int)
     assert config.of_layer(0) == tiny_config(num_layers=3, sliding_window=5, windowed_layers=(0,))
-    own = config.of_layer(1)
-    assert (own.num_heads, own.num_kv_heads, own.head_dim, own.rope, own.layers) == (
-        2,
-        1,
-        8,
-        Rope(theta=300.0),
-        (),
-    )
+    layer = config.of_layer(1)
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (2, 1, 8)
+    assert (layer.rope, layer.layers) == (Rope(theta=300.0), ())
     assert config.first(2).layers == config.layers[:2] and config.first(2).num_layers == 2
-    alike = tiny_config()
-    assert alike.of_layer(1) is alike
+    uniform = tiny_config()
+    assert uniform.of_layer(1) is uniform
     with pytest.raises(CheckpointError, match=r"a llama checkpoint cannot express this"):
         config_json.format_config(config, "float32")

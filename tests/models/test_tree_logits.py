@@ -1,4 +1,4 @@
-"""One pass over a tree gives, at every node, the logits of running its path alone."""
+"""One pass over a tree gives, at every node, the logits of its path read alone."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def static_parents() -> np.ndarray:
 
 
 def dynamic_parents() -> jax.Array:
-    """Another tree in every row, as deep as chance has it."""
+    """Return another tree for every row, of random depth."""
     rng = np.random.default_rng(1)
     return jnp.asarray(
         [
@@ -64,7 +64,7 @@ def test_tree_logits_of_trained_models_are_those_of_each_path_alone(pair, parent
 
 
 def check(target, prompts, parents) -> None:
-    """Prompts of LENGTHS, and a tree with these ``parents`` below each."""
+    """Check the logits of a tree with these ``parents`` below each prompt of LENGTHS."""
     nodes = parents.shape[-1]
     tokens = (
         np.random.default_rng(2).integers(0, target.config.vocab_size, (3, nodes)).astype(np.int32)
@@ -81,9 +81,9 @@ def check(target, prompts, parents) -> None:
     logits = np.asarray(score(target, draft.tokens, cache))
     alone = jax.jit(lambda target, texts: target.forward(texts)[0].logits)
     largest = 0.0
-    for row, of_row in enumerate(np.broadcast_to(np.asarray(parents), tokens.shape)):
-        depths = tree.depths(np.array(of_row))
-        paths = tree.paths(np.array(of_row), int(depths.max()))
+    for row, row_parents in enumerate(np.broadcast_to(np.asarray(parents), tokens.shape)):
+        depths = tree.depths(np.array(row_parents))
+        paths = tree.paths(np.array(row_parents), int(depths.max()))
         texts = np.zeros((nodes, 9 + nodes), np.int32)
         texts[:, : LENGTHS[row]] = prompts[row, : LENGTHS[row]]
         for node in range(nodes):

@@ -1,4 +1,5 @@
-"""One-line changes of the library that the fast tests must notice: `python -m tests.mutants` tries them.
+"""Small changes of the library that the fast tests must notice.
 
-The list is `catalogue`, what came of the last run of all of it is table.md.
+`python -m tests.mutants` tries them. `catalogue` lists them, and table.md holds the results of the
+last run of all.
 """

@@ -1,4 +1,4 @@
-"""``python -m tests.mutants [NAME …]``, from the root of the repository: see `--help`."""
+"""The command ``python -m tests.mutants [NAME …]``, run from the root of the repository."""
 
 import argparse
 import sys
@@ -12,22 +12,23 @@ TABLE = Path(__file__).parent / "table.md"
 _INTRODUCTION = """\
 # Mutants
 
-Each is one line of the library, changed. The tests of `make test` must notice: the named test fails with the change and passes
-without it. Written by `python -m tests.mutants --write`. The seconds are those of a run of pytest, its start included.
+Each mutant changes one line of the library, or a few consecutive lines. The tests of `make test`
+must notice the change: the named test fails with it and passes without it. The seconds are the
+duration of a run of pytest, including its start. `python -m tests.mutants --write` writes it.
 
 """
 
 
 def main() -> int:
-    """Try the mutants that are named, or all; return 0 where all are killed, otherwise 1."""
+    """Try the named mutants, or all of them; return 0 if all are killed, otherwise 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=main.__doc__)
     parser.add_argument(
         "names",
         nargs="*",
         metavar="NAME",
-        help="of mutants in tests/mutants/catalogue.py; none: all",
+        help="mutants of tests/mutants/catalogue.py (default: all)",
     )
-    parser.add_argument("--jobs", type=int, default=1, help="mutants that are tried at a time (1)")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants to try at a time (default: 1)")
     parser.add_argument(
         "--write", action="store_true", help="write tests/mutants/table.md; only with all mutants"
     )

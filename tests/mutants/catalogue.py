@@ -1,4 +1,10 @@
-"""The mutants, in the order of what they break: verification, sampling, a step of decoding, trees, caches, models, serving, training."""
+"""The mutants in the order of what they break.
+
+The order is verification, sampling, a step of decoding, trees, caches, models, serving, training.
+"""
+
+# The lines of the source and the ids of the tests must stand in one piece.
+# ruff: noqa: E501
 
 from tests.mutants.mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""A mutant: a line of the library, or a few that follow each other, changed."""
+"""A mutant: a line of the library, or a few consecutive lines, changed."""
 
 import ast
 import textwrap
@@ -8,16 +8,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of one expression that makes the library wrong, and the tests that must fail then.
+    """A change of one expression that makes the library wrong, and the tests that must then fail.
 
     Attributes:
         name: a short name, unique in the catalogue.
         file: the path from the root of the repository.
-        old: the line, or the lines that follow each other, without common indentation. The file
-            has them exactly once.
-        new: the lines that replace them, with the same indentation.
-        tests: pytest's node ids, of tests that `make test` runs.
-        breaks: a sentence that says what is wrong then.
+        old: the line, or consecutive lines, without common indentation. They occur exactly once in
+            the file.
+        new: the lines that replace them, indented in the same way.
+        tests: the pytest node ids of tests that `make test` runs.
+        breaks: a sentence that says what the change breaks.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The list of mutants fits the source, the runner knows a kill from an accident, and every mutant is killed."""
+"""Check that the mutants fit the source, that a kill is recognised, and that all are killed."""
 
 import ast
 import re
@@ -50,7 +50,10 @@ def functions_of(file: Path) -> dict[str, ast.FunctionDef]:
 
 
 def test_the_named_tests_are_there_and_run_every_time() -> None:
-    """As far as can be seen without collecting them: a mark of a single parameter is found by the run of all mutants."""
+    """Check the tests without collecting them, by reading their source.
+
+    A mark of a single parameter is not seen here; the run of all mutants finds it.
+    """
     files = {node.partition("::")[0] for mutant in CATALOGUE for node in mutant.tests}
     functions = {file: functions_of(ROOT / file) for file in files}
     for mutant in CATALOGUE:
@@ -80,11 +83,10 @@ def test_mutants_have_names_of_their_own_and_every_area_has_some() -> None:
 
 
 def test_the_table_is_of_these_mutants_and_has_no_survivor() -> None:
-    rows = [line.split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")][
-        1:
-    ]
-    written = {(row[0].removeprefix("| "), row[1]) for row in rows}
-    assert written == {(mutant.name, mutant.breaks) for mutant in CATALOGUE}, (
+    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    rows = [line.split(" | ") for line in lines[1:]]
+    listed = {(row[0].removeprefix("| "), row[1]) for row in rows}
+    assert listed == {(mutant.name, mutant.breaks) for mutant in CATALOGUE}, (
         "run python -m tests.mutants --write"
     )
     assert all(row[3].startswith("`tests/") for row in rows)
@@ -116,7 +118,10 @@ SETTINGS = """\
 [tool.pytest.ini_options]
 markers = ["thorough: slow"]
 # Without plugins that take most of the time to start.
-addopts = "--strict-markers -p no:jaxtyping -p no:anyio -p no:typeguard -p no:platformdirs -p no:xdist -p no:xdist.looponfail"
+addopts = [
+    "--strict-markers", "-pno:jaxtyping", "-pno:anyio", "-pno:typeguard", "-pno:platformdirs",
+    "-pno:xdist", "-pno:xdist.looponfail",
+]
 """
 MUTANT = Mutant(
     name="or-equal",
@@ -130,7 +135,7 @@ MUTANT = Mutant(
 
 @pytest.fixture
 def project(tmp_path) -> Iterator[Copy]:
-    """A copy of a library of one file, with its tests."""
+    """Yield a copy of a library that consists of one file, with its tests."""
     source, path = tmp_path / "source", tmp_path / "copy"
     for folder in (source / "specjax", source / "tests", path):
         folder.mkdir(parents=True)
@@ -139,7 +144,7 @@ def project(tmp_path) -> Iterator[Copy]:
     (source / "specjax" / "rule.py").write_text(RULE)
     (source / "tests" / "test_rule.py").write_text(TESTS)
     yield Copy(path, source)
-    assert (path / "specjax" / "rule.py").read_text() == RULE  # as before, whatever came of it
+    assert (path / "specjax" / "rule.py").read_text() == RULE  # each trial restores the file
 
 
 def test_a_mutant_is_killed_by_a_test_that_fails_and_survives_where_none_does(project) -> None:
@@ -169,10 +174,8 @@ def test_a_mutant_is_killed_by_a_test_that_fails_and_survives_where_none_does(pr
             {"tests": ("tests/test_rule.py::test_of_another_name",)},
             "do not pass without it (exit code 4)",
         ),
-        (
-            {"old": "def larger(a, b):", "new": "def other(a, b):"},
-            "no test fails",
-        ),  # a module that cannot be imported
+        # The test module cannot be imported.
+        ({"old": "def larger(a, b):", "new": "def other(a, b):"}, "no test fails"),
     ],
 )
 def test_an_error_is_no_kill(project, change, problem) -> None:
@@ -195,7 +198,7 @@ def test_an_error_is_no_kill(project, change, problem) -> None:
         (2, "ERROR tests/a.py - ImportError\n", None),  # while collecting
         (0, "1 passed\n", None),
         (5, "no tests ran\n", None),
-        (None, "FAILED tests/a.py::test_b - x\n", None),  # it never ended
+        (None, "FAILED tests/a.py::test_b - x\n", None),  # the time limit
         (1, "E   FAILED tests/a.py::test_b - x\n", None),
     ],
 )

@@ -1,4 +1,4 @@
-"""Running tests on a mutated copy of the library, and what counts as a kill."""
+"""Trials of mutants: runs of tests on a mutated copy of the library, and what counts as a kill."""
 
 import os
 import re
@@ -25,7 +25,10 @@ NOT_IN_MAKE_TEST = ("full", "thorough", "browser")
 """Markers of tests that `make test` leaves out."""
 
 TIME_LIMIT = 300.0
-"""Seconds that one run of pytest may take. A mutant that never ends is not killed by that: a test has to say what is wrong."""
+"""The most seconds that one run of pytest may take.
+
+A mutant that runs into the limit does not count as killed: a test must fail.
+"""
 
 _COPIED = ("specjax", "tests", "pyproject.toml")
 _FAILED = re.compile(r"^FAILED (.+?)(?: - .*)?$", re.MULTILINE)
@@ -34,12 +37,12 @@ _ERROR = re.compile(r"^ERROR ", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one run of pytest.
+    """The result of one run of pytest.
 
     Attributes:
-        code: the exit code; None: it took longer than `TIME_LIMIT`.
-        text: what it printed.
-        seconds: how long it took.
+        code: the exit code; None if the run took longer than `TIME_LIMIT`.
+        text: the output.
+        seconds: the duration of the run.
     """
 
     code: int | None
@@ -48,9 +51,10 @@ class Outcome:
 
     @property
     def failed(self) -> str | None:
-        """The first test that failed, if the run is a kill.
+        """Return the first test that failed, if the run is a kill.
 
-        An error while tests are collected, or in a fixture, is none: it says that the mutated code does not run at all.
+        An error while tests are collected, or in a fixture, is no kill: the mutated code does not
+        run at all.
         """
         first = _FAILED.search(self.text)
         return first[1] if self.code == 1 and first and not _ERROR.search(self.text) else None
@@ -58,12 +62,12 @@ class Outcome:
 
 @dataclass
 class Copy:
-    """A copy of the library and its tests, which may be changed.
+    """A copy of the library and its tests, which mutants are applied to.
 
     Attributes:
-        path: of the copy.
-        source: of the repository.
-        unchanged: what came of tests on the library as it is, by tests.
+        path: the folder of the copy.
+        source: the folder of the repository.
+        unchanged: the results of test runs without a mutant, by the tests that ran.
     """
 
     path: Path
@@ -79,22 +83,24 @@ class Copy:
 
     @property
     def fast(self) -> str:
-        """The tests of `make test`, as an expression of pytest's markers: it refuses a marker that is not registered."""
-        registered = tomllib.loads((self.path / "pyproject.toml").read_text())["tool"]["pytest"][
-            "ini_options"
-        ]["markers"]
+        """Return the marker expression that selects the tests of `make test`.
+
+        It names registered markers only, because pytest refuses others.
+        """
+        settings = tomllib.loads((self.path / "pyproject.toml").read_text())
+        registered = settings["tool"]["pytest"]["ini_options"]["markers"]
         names = {line.partition(":")[0].strip() for line in registered}
         return " and ".join(f"not {name}" for name in NOT_IN_MAKE_TEST if name in names)
 
     def run(self, tests: Sequence[str], keep_bytecode: bool = False) -> Outcome:
-        """Run ``tests`` up to the first failure, on the copy as it stands."""
+        """Run ``tests`` up to the first failure, on the copy as it is now."""
         inherited = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("PYTEST_", "XLA_FLAGS", "JAX_"))
         }
         environment = inherited | {"PYTHONPATH": str(self.path), "COLUMNS": "300"}
-        if not keep_bytecode:  # of a mutated file none may stay
+        if not keep_bytecode:  # the next run must not load the bytecode of a mutated file
             environment["PYTHONDONTWRITEBYTECODE"] = "1"
         options = ["-x", "-q", "-rfE", "--color=no", "-p", "no:cacheprovider", "-m", self.fast]
         start = time.perf_counter()
@@ -114,7 +120,10 @@ class Copy:
         return Outcome(done.returncode, done.stdout, time.perf_counter() - start)
 
     def check(self, mutants: Sequence[Mutant]) -> None:
-        """Run the tests of all ``mutants`` together, without any: where all of them pass, so do those of each."""
+        """Run the tests of all ``mutants`` together, without any mutant.
+
+        If all tests pass, this one run stands for the runs of the single mutants.
+        """
         outcome = self.run(
             sorted({test for mutant in mutants for test in mutant.tests}), keep_bytecode=True
         )
@@ -122,7 +131,10 @@ class Copy:
             self.unchanged.update({mutant.tests: outcome for mutant in mutants})
 
     def try_mutant(self, mutant: Mutant) -> "Trial":
-        """Run the mutant's tests without it, where that has not been done yet, and with it. The copy is then as before."""
+        """Run the mutant's tests with it, and before that without it unless that has been done.
+
+        The mutant is removed from the copy afterwards.
+        """
         if mutant.tests not in self.unchanged:
             self.unchanged[mutant.tests] = self.run(mutant.tests, keep_bytecode=True)
         before = self.unchanged[mutant.tests]
@@ -149,12 +161,12 @@ class Copy:
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a mutant.
+    """The result of trying a mutant.
 
     Attributes:
-        mutant: which.
-        outcome: of the run with it; of the run without it, where that did not pass.
-        problem: why it is not killed; None: it is.
+        mutant: the mutant.
+        outcome: the run with the mutant, or the run without it if that one failed.
+        problem: why the mutant is not killed; None if it is killed.
     """
 
     mutant: Mutant
@@ -171,10 +183,12 @@ class Trial:
 
 
 def try_all(mutants: Sequence[Mutant], jobs: int = 1) -> Iterator[Trial]:
-    """Try ``mutants``, so many at a time, each job in a copy of its own; yield what comes of each as soon as it is there.
+    """Try ``mutants``, several at a time, and yield each result as soon as it is there.
 
-    At first the tests of each file run together without any mutant, which saves starts of pytest. Where one of them fails, each
-    mutant's tests run alone.
+    Each of the ``jobs`` works in its own copy of the repository.
+
+    First the tests of each file run together without any mutant, which saves starts of pytest. If
+    one of them fails, the tests of each mutant run alone.
     """
     with TemporaryDirectory(prefix="specjax-mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
         unchanged: dict[tuple[str, ...], Outcome] = {}
@@ -214,21 +228,9 @@ def table_of(trials: Iterable[Trial], root: Path = ROOT) -> str:
         line = mutant.line_in((root / mutant.file).read_text())
         end = f"`{trial.outcome.failed}`" if trial.problem is None else trial.problem
         seconds = f"{trial.outcome.seconds:.0f}"
-        rows.append(
-            (
-                mutant.file,
-                line,
-                [mutant.name, mutant.breaks, f"`{mutant.file}:{line}`", end, seconds],
-            )
-        )
+        cells = [mutant.name, mutant.breaks, f"`{mutant.file}:{line}`", end, seconds]
+        rows.append((mutant.file, line, cells))
+    rows.sort(key=lambda row: row[:2])
     lines = ["| Mutant | What is wrong | Line | Killed by | Seconds |", "|---|---|---|---|---:|"]
-    return (
-        "\n".join(
-            lines
-            + [
-                "| " + " | ".join(cells) + " |"
-                for _, _, cells in sorted(rows, key=lambda row: row[:2])
-            ]
-        )
-        + "\n"
-    )
+    lines += ["| " + " | ".join(cells) + " |" for _, _, cells in rows]
+    return "\n".join(lines) + "\n"

@@ -1,7 +1,8 @@
-"""A table of changed config.json files: every field of every family, one at a time, as its type allows.
+"""A table of changed config.json files: every field of every family, one at a time.
 
-The table is made from transformers' own configuration classes, so that a field which a new version adds is in it. Of each case
-`outcome` says what transformers' model and ours make of the file. The weights are those of transformers' model of that file.
+The table is made from transformers' configuration classes, so that it has the fields that a new
+version adds. A field is changed as its type allows. `outcome` compares what transformers' model and
+ours make of a changed file. The weights are those of transformers' model of that file.
 """
 
 import copy
@@ -27,10 +28,10 @@ from specjax.models.transformer import Target
 from tests.models.families import zoo
 
 LENGTH = 40
-"""Tokens of the text: more than the windows, and than the positions before a rope is stretched."""
+"""The length of the text: longer than the windows, and than the original context of a RoPE."""
 
 ABSENT = object()
-"""In place of a value: the field is left out."""
+"""The value of a field that is left out."""
 
 _FULL, _WINDOWED, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _SIZES = zoo.SIZES | {"num_hidden_layers": 2}
@@ -155,7 +156,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "seed_oss": ("SeedOss", _SIZES),
 }
-"""By name: the name of transformers' configuration class, without "Config", and the fields of a small model's config.json."""
+"""Small models by name, as a class and the fields of config.json.
+
+The class is that of transformers' configuration, without "Config".
+"""
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
@@ -191,7 +195,7 @@ ROPES: dict[str, dict[str, Any]] = {
     },
     "proportional": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
-"""Ropes of every type, whose keys are changed one at a time, and others added."""
+"""RoPEs of every type. Their keys are changed one at a time, and others are added."""
 
 _ROPE_VALUES: dict[str, list[Any]] = {
     "rope_theta": [500.0],
@@ -214,9 +218,8 @@ _ROPE_VALUES: dict[str, list[Any]] = {
     "max_position_embeddings": [64],
     "type": ["default", "linear", "dynamic", "yarn"],
 }
-_OLDER: dict[
-    str, list[Any]
-] = {  # fields of older files, which are no arguments of the classes of today
+# Fields of older files, which today's classes do not have.
+_OLDER: dict[str, list[Any]] = {
     "rope_theta": [500.0],
     "rope_scaling": [
         ROPES["linear"],
@@ -254,7 +257,7 @@ _OLDER: dict[
 }
 _RARE_ROPES = ("longrope", "proportional", "yarn whose bounds are cut")
 _OWN_ROPES = (("phi3", "longrope"), ("gemma4_text", "proportional"))
-"""Rare ropes whose keys are changed one at a time; elsewhere these are tried as they are."""
+"""Rare RoPEs whose keys are changed. In other families these RoPEs are tried as they are."""
 _NOT_OF_A_MODEL = {
     "dtype",
     "torch_dtype",
@@ -271,12 +274,7 @@ _SMALL_BY_DEFAULT = (
     "max_window_layers",
     "pad_token_id",
 )
-"""Whole numbers whose default makes no large model."""
-_OF_NO_NUMBERS = (
-    "max_positions",
-    "bos_token_id",
-    "eos_token_ids",
-)  # fields of `ModelConfig` that change no logits
+"""Integers whose default does not make a model large."""
 _TOLERANCE = 2e-3
 
 
@@ -287,7 +285,7 @@ class Case:
     Attributes:
         family: a name in `FAMILIES`.
         rope: a name in `ROPES`, for the file that is changed; "": it has no ``rope_parameters``.
-        name: what is changed, such as ``sliding_window`` or ``rope_parameters.factor``.
+        name: the changed field, such as ``sliding_window`` or ``rope_parameters.factor``.
         value: its new value, `ABSENT` or any of JSON.
     """
 
@@ -297,32 +295,29 @@ class Case:
     value: Any
 
     def __str__(self) -> str:
-        said = "left out" if self.value is ABSENT else json.dumps(self.value)
-        return f"{self.family}{self.rope and f' ({self.rope})'}: {self.name}={said}"
+        value = "left out" if self.value is ABSENT else json.dumps(self.value)
+        return f"{self.family}{self.rope and f' ({self.rope})'}: {self.name}={value}"
 
     def file(self) -> dict[str, Any]:
-        """The fields of the changed config.json."""
-        after = _with_rope(self.family, self.rope)
-        places = [after]
+        """Return the fields of the changed config.json."""
+        fields = _with_rope(self.family, self.rope)
+        parents = [fields]
         name = self.name
         if name.startswith("rope_parameters."):
             name = name.removeprefix("rope_parameters.")
-            rope = after["rope_parameters"]
-            places = [rope[_FULL]] if _FULL in rope else [rope]
-        for place in places:
-            place.pop(name, None)
+            rope = fields["rope_parameters"]
+            parents = [rope[_FULL]] if _FULL in rope else [rope]
+        for parent in parents:
+            parent.pop(name, None)
             if self.value is not ABSENT:
-                place[name] = copy.deepcopy(self.value)
-        return after
+                parent[name] = copy.deepcopy(self.value)
+        return fields
 
 
 def cases() -> list[Case]:
-    """All of them, in an order that is the same in every run."""
-    found = {}
-    for family in FAMILIES:
-        for case in _of_family(family):
-            found[str(case)] = case
-    return list(found.values())
+    """Return all cases, in an order that is the same in every run."""
+    by_name = {str(case): case for family in FAMILIES for case in _of_family(family)}
+    return list(by_name.values())
 
 
 def _of_family(family: str) -> Iterator[Case]:
@@ -346,7 +341,10 @@ def _of_family(family: str) -> Iterator[Case]:
 
 
 def _arguments(family: str) -> dict[str, list[Any]]:
-    """By name: the values of every argument of the family's class, and of older files and of other families."""
+    """Return by name the values of every argument of the family's class.
+
+    Fields of older files and of other families are among them.
+    """
     _, fields = FAMILIES[family]
     values = _changed(family)
     for name, changed in _OLDER.items():
@@ -360,38 +358,39 @@ def _arguments(family: str) -> dict[str, list[Any]]:
 
 
 def _changed(family: str) -> dict[str, list[Any]]:
-    """By name of an argument of the family's class: values that differ from the one in the file."""
+    """Return by name the values of every argument of the family's class.
+
+    They differ from the value in the file.
+    """
     kind = _class(family)
     _, fields = FAMILIES[family]
-    found = {}
+    changed = {}
     for field in dataclasses.fields(kind):
         if field.name.startswith("_") or field.name in _NOT_OF_A_MODEL:
             continue
         default = field.default if field.default is not dataclasses.MISSING else None
-        found[field.name] = _others(fields.get(field.name, default), field.type)
-    return found
+        changed[field.name] = _other_values(fields.get(field.name, default), field.type)
+    return changed
 
 
-def _others(value: Any, annotation: Any) -> list[Any]:
-    """Other values of the type of ``value``, or of the annotation where it is None."""
-    kinds = (
-        typing.get_args(annotation)
-        if annotation is not None and type(annotation) is not type
-        else (annotation,)
-    )
+def _other_values(value: Any, annotation: Any) -> list[Any]:
+    """Return other values of the type of ``value``; if it is None, of the annotation's type."""
+    kinds = (annotation,)
+    if annotation is not None and type(annotation) is not type:
+        kinds = typing.get_args(annotation)
     if value is None:
         examples: dict[Any, list[Any]] = {bool: [True], int: [2], float: [1.5], str: ["other"]}
         if typing.get_origin(annotation) is Literal:
             return list(typing.get_args(annotation))
         return [example for kind in kinds for example in examples.get(kind, _literals(kind))]
-    nothing = [None] if type(None) in kinds else []
+    null = [None] if type(None) in kinds else []
     if isinstance(value, bool):
-        return [not value, *nothing]
+        return [not value, *null]
     if isinstance(value, int):
-        return [value + 1, 2 * value, *([value // 2] if value > 1 else []), *nothing]
+        return [value + 1, 2 * value, *([value // 2] if value > 1 else []), *null]
     if isinstance(value, float):
-        return [1.5 * value if value else 0.5, *nothing]
-    return nothing
+        return [1.5 * value if value else 0.5, *null]
+    return null
 
 
 def _literals(kind: Any) -> list[Any]:
@@ -405,40 +404,44 @@ def _class(family: str) -> Any:
 
 
 def _with_rope(family: str, rope: str) -> dict[str, Any]:
-    """The fields of config.json of a family's small model with a rope."""
+    """Return the fields of config.json of a family's small model with a RoPE."""
     fields = {"model_type": family.split(maxsplit=1)[0], **copy.deepcopy(FAMILIES[family][1])}
     if rope:
-        said = dict(ROPES[rope])
+        full = dict(ROPES[rope])
         by_kind = family.split(maxsplit=1)[0] in ("gemma3_text", "gemma4_text", "olmo3")
         windowed = {"rope_type": "default", "rope_theta": 500_000.0 if family == "olmo3" else 1e4}
-        fields["rope_parameters"] = {_FULL: said, _WINDOWED: windowed} if by_kind else said
+        fields["rope_parameters"] = {_FULL: full, _WINDOWED: windowed} if by_kind else full
     return fields
 
 
-# --- what comes of a case -------------------------------------------------------------------------
+# --- the outcome of a case ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case.
+    """The outcome of a case.
 
     Attributes:
-        said: in a few words.
+        summary: a few words.
         wrong: whether transformers reads the file, and ours reads it as another model.
     """
 
-    said: str
+    summary: str
     wrong: bool = False
 
 
 def outcome(case: Case) -> Outcome:
-    """Run transformers, unless ours refuses the file; and ours where the change means something to either."""
-    after = case.file()
+    """Compare our model of a case's file with transformers' model.
+
+    Transformers does not run if ours refuses the file. Ours runs only if the change means something
+    to one of the two.
+    """
+    fields = case.file()
     try:
-        ours = config_json.parse_config(copy.deepcopy(after))
+        ours = config_json.parse_config(copy.deepcopy(fields))
     except CheckpointError as error:
         return Outcome(f"refused: {str(error).removeprefix('config.json: ')}")
-    if (model := _model(after)) is None:
+    if (model := _model(fields)) is None:
         return Outcome("transformers refuses it")
     base = _base(case.family, case.rope)
     expected = zoo.logits(model, _tokens(model.config.vocab_size))
@@ -448,10 +451,10 @@ def outcome(case: Case) -> Outcome:
     if unchanged and _numbers(ours) == _read_before(case.family, case.rope):
         return Outcome("no change")
     try:
-        got = _ours(model, after)
+        logits = _ours(model, fields)
     except CheckpointError as error:
         return Outcome(f"refused: {error}")
-    worst = float(np.abs(got - expected).max() / max(1.0, float(np.abs(expected).max())))
+    worst = float(np.abs(logits - expected).max() / max(1.0, float(np.abs(expected).max())))
     return Outcome(
         f"{'no change' if unchanged else 'equal'}, error {worst:.1g}", wrong=not worst < _TOLERANCE
     )
@@ -459,7 +462,7 @@ def outcome(case: Case) -> Outcome:
 
 @functools.cache
 def _read_before(family: str, rope: str) -> ModelConfig | None:
-    """What ours reads of the unchanged file; None: it refuses it."""
+    """Return what ours reads of the unchanged file; None if it refuses the file."""
     try:
         return _numbers(config_json.parse_config(_with_rope(family, rope)))
     except CheckpointError:
@@ -467,7 +470,7 @@ def _read_before(family: str, rope: str) -> ModelConfig | None:
 
 
 def _numbers(config: ModelConfig) -> ModelConfig:
-    """``config`` without the fields that change no logits."""
+    """Return ``config`` without the fields that change no logits."""
     rope = config.rope
     if rope.kind == "default" and not rope.query_growth:
         config = dataclasses.replace(
@@ -478,7 +481,7 @@ def _numbers(config: ModelConfig) -> ModelConfig:
 
 @functools.cache
 def _base(family: str, rope: str) -> np.ndarray | None:
-    """The logits of the unchanged file; None: transformers refuses it."""
+    """Return the logits of the unchanged file; None if transformers refuses the file."""
     model = _model(_with_rope(family, rope))
     return None if model is None else zoo.logits(model, _tokens(zoo.VOCABULARY))
 
@@ -488,28 +491,27 @@ def _tokens(vocabulary: int) -> np.ndarray:
 
 
 def _model(fields: dict[str, Any]) -> Any:
-    """transformers' model of a config.json, with weights that depend on their shapes alone; None: it refuses."""
+    """Return transformers' model of a config.json; None if it refuses the file.
+
+    Its weights depend on their shapes alone.
+    """
     import transformers
 
     from tests.with_torch import torch
 
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
-    kind = next(
-        kind for kind, said in FAMILIES.values() if _class_type(kind) == fields["model_type"]
-    )
+    kind = next(kind for kind, _ in FAMILIES.values() if _class_type(kind) == fields["model_type"])
     try:
         config = getattr(transformers, f"{kind}Config").from_dict(copy.deepcopy(fields))
         config._attn_implementation = "eager"
         torch.manual_seed(0)
-        model = (
-            getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).float().eval()
-        )
+        model_class = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
+        model = model_class(config).float().eval()
         zoo.disturb(model)
         zoo.logits(model, _tokens(config.vocab_size))
-    except (
-        Exception
-    ):  # of dozens of types, from checks of fields to products of matrices that do not fit
+    # There are dozens of types, from checks of fields to products of matrices that do not fit.
+    except Exception:
         return None
     return model
 
@@ -522,10 +524,15 @@ def _class_type(kind: str) -> str:
 
 
 def _ours(model: Any, fields: dict[str, Any]) -> np.ndarray:
-    """The logits of our model of the same file and weights, without jit: hundreds of shapes would have to be compiled."""
+    """Return the logits of our model of the same file and weights.
+
+    Without jit, because hundreds of shapes would have to be compiled.
+    """
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         (Path(directory) / "config.json").write_text(json.dumps(fields))
         target = Target.from_pretrained(directory, dtype=np.float32)
+    tokens = jnp.asarray(_tokens(target.config.vocab_size))
     with jax.disable_jit():
-        return np.asarray(target.forward(jnp.asarray(_tokens(target.config.vocab_size)))[0].logits)
+        output, _ = target.forward(tokens)
+        return np.asarray(output.logits)

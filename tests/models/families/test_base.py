@@ -1,4 +1,4 @@
-"""A model type is one `Family` and one line of the table: another one, in and out of files."""
+"""A model type is one `Family` and one line of the table, here for one more type."""
 
 import json
 from dataclasses import replace
@@ -62,15 +62,13 @@ def test_a_family_may_call_its_tensors_otherwise_and_bring_others(tmp_path, monk
 
 
 def test_each_line_of_the_table_is_the_family_of_that_model_type() -> None:
-    others = {
+    aliases = {
         name: family.model_type for name, family in FAMILIES.items() if name != family.model_type
     }
     gemma4 = dict.fromkeys(("gemma4", "gemma4_unified", "gemma4_unified_text"), "gemma4_text")
     qwen = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-    assert (
-        others
-        == {"mimo": "qwen2", "gemma3": "gemma3_text", "mistral3": "ministral3"} | gemma4 | qwen
-    )
+    rest = {"mimo": "qwen2", "gemma3": "gemma3_text", "mistral3": "ministral3"}
+    assert aliases == rest | gemma4 | qwen
     assert not FAMILIES.keys() & REFUSED.keys()
 
 
@@ -84,15 +82,15 @@ SPARSE = {
 
 
 def test_layers_of_a_gemma_4_are_numbered_with_zeros_in_front() -> None:
-    """transformers writes so where there are more than ten."""
+    """Transformers writes them so if there are more than ten layers."""
     raw = SPARSE | {
         "model_type": "gemma4_text",
         "num_hidden_layers": 12,
         "hidden_size_per_layer_input": 0,
         "head_dim": 8,
     }
-    own = {"05": {"head_dim": 16, "num_key_value_heads": 1}, "11": {"head_dim": 16}}
-    config = config_json.parse_config(raw | {"per_layer_config": own})
+    per_layer = {"05": {"head_dim": 16, "num_key_value_heads": 1}, "11": {"head_dim": 16}}
+    config = config_json.parse_config(raw | {"per_layer_config": per_layer})
     sizes = [
         (config.of_layer(layer).head_dim, config.of_layer(layer).num_kv_heads)
         for layer in (0, 5, 11)

@@ -1,4 +1,4 @@
-"""Every family through a cache: texts in pieces, in pages, and trees of drafted tokens, against the text as a whole."""
+"""Every family through a cache, in pieces, in pages and as a tree, against the whole text."""
 
 from functools import cache
 
@@ -14,14 +14,18 @@ from tests.models.families import zoo
 from tests.rounding import moved_by_last_bits
 
 LENGTH = 24  # longer than the windows
-PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]  # of a tree's nodes
+PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]  # of the nodes of a tree
 PAGE = 4
 TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """By name: a model of the zoo, a text, the logits of the whole, and how far others may be from them."""
+def zoo_model(tmp_path_factory):
+    """Return a function that makes a model of the zoo, once for each name.
+
+    It returns the model, a text, the logits of the whole text, and how far other logits may be from
+    them.
+    """
 
     @cache
     def of(name: str):
@@ -30,12 +34,8 @@ def made(tmp_path_factory):
         target = Target.from_pretrained(directory, dtype=np.float32)
         tokens = jnp.asarray(np.random.default_rng(3).integers(0, zoo.VOCABULARY, (2, LENGTH)))
         expected = np.asarray(whole(target, tokens))
-        return (
-            target,
-            tokens,
-            expected,
-            max(TOLERANCE, moved_by_last_bits(lambda changed: whole(changed, tokens), target)),
-        )
+        rounding = moved_by_last_bits(lambda changed: whole(changed, tokens), target)
+        return target, tokens, expected, max(TOLERANCE, rounding)
 
     return of
 
@@ -68,23 +68,23 @@ def in_pages(target, capacity: int) -> PagedCache:
 
 @pytest.mark.full_except("phi3 turned in part", "seed_oss", "smollm3 with windows")
 @pytest.mark.parametrize("name", zoo.MODELS)
-def test_pieces_and_trees_are_as_the_whole(made, name) -> None:
-    target, tokens, expected, tolerance = made(name)
-    found, cache = in_pieces(target, tokens, target.new_cache(2, LENGTH + 8), 3)
-    np.testing.assert_allclose(found, expected, atol=tolerance)
+def test_pieces_and_trees_are_as_the_whole(zoo_model, name) -> None:
+    target, tokens, expected, tolerance = zoo_model(name)
+    logits, cache = in_pieces(target, tokens, target.new_cache(2, LENGTH + 8), 3)
+    np.testing.assert_allclose(logits, expected, atol=tolerance)
     check_tree(target, tokens, cache, tolerance)
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
 @pytest.mark.represents("paged caches of every family")
-def test_one_by_one_in_pages_is_as_the_whole(made, name) -> None:
-    target, tokens, expected, tolerance = made(name)
-    found, _ = in_pieces(target, tokens, in_pages(target, LENGTH), 1)
-    np.testing.assert_allclose(found, expected, atol=tolerance)
+def test_one_by_one_in_pages_is_as_the_whole(zoo_model, name) -> None:
+    target, tokens, expected, tolerance = zoo_model(name)
+    logits, _ = in_pieces(target, tokens, in_pages(target, LENGTH), 1)
+    np.testing.assert_allclose(logits, expected, atol=tolerance)
 
 
 def check_tree(target, tokens, cache, tolerance: float) -> None:
-    """Each node of a tree after the text, in one pass, has the logits of its path read alone."""
+    """Check that each node of a tree after the text has the logits of its path read alone."""
     paths = [[0]]
     for node, parent in enumerate(PARENTS[1:], start=1):
         paths.append([*paths[parent], node])
@@ -93,7 +93,7 @@ def check_tree(target, tokens, cache, tolerance: float) -> None:
         mask[0, node, path] = True
     drafted = np.random.default_rng(4).integers(0, zoo.VOCABULARY, (2, len(paths)))
     depths = np.array([len(path) - 1 for path in paths])
-    found = score(target, jnp.asarray(drafted), cache, depths, mask)
+    logits = score(target, jnp.asarray(drafted), cache, depths, mask)
     texts = np.zeros((2 * len(paths), LENGTH + depths.max() + 1), np.int32)
     for row, node in np.ndindex(2, len(paths)):
         text = [*tokens[row], *drafted[row, paths[node]]]
@@ -102,20 +102,21 @@ def check_tree(target, tokens, cache, tolerance: float) -> None:
         2, len(paths), *texts.shape[1:], -1
     )
     expected = alone[:, np.arange(len(paths)), LENGTH + depths]
-    np.testing.assert_allclose(found, expected, atol=tolerance)
+    np.testing.assert_allclose(logits, expected, atol=tolerance)
 
 
 @jax.jit
 def score(target, tokens, cache, depths, mask):
-    return target.score(tokens, cache, positions=cache.length[:, None] + depths, mask=mask)[
-        0
-    ].logits
+    positions = cache.length[:, None] + depths
+    output, _ = target.score(tokens, cache, positions=positions, mask=mask)
+    return output.logits
 
 
-def test_layers_that_share_take_no_memory(made) -> None:
-    target, *_ = made("gemma4 E2B")
-    kept = [sum(part.nbytes for part in entry) for entry in target.new_cache(1, 16).layers]
+def test_layers_that_share_take_no_memory(zoo_model) -> None:
+    target, *_ = zoo_model("gemma4 E2B")
+    layers = target.new_cache(1, 16).layers
+    layer_bytes = [sum(part.nbytes for part in entry) for entry in layers]
     size = 16 * 4 * 2 * 2  # slots, float32, keys and values, heads
-    assert kept == [size * 8, size * 8, size * 16, 0, 0, 0]
-    assert [len(entry) for entry in target.new_cache(1, 16).layers] == [2, 2, 2, 0, 0, 0]
-    assert cache_bytes(target.config, 4.0) * 16 == sum(kept)
+    assert layer_bytes == [size * 8, size * 8, size * 16, 0, 0, 0]
+    assert [len(entry) for entry in layers] == [2, 2, 2, 0, 0, 0]
+    assert cache_bytes(target.config, 4.0) * 16 == sum(layer_bytes)

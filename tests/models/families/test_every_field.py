@@ -1,4 +1,4 @@
-"""config.json is read as transformers' forward pass reads it: every field of every family, changed one at a time."""
+"""Every field of config.json, changed one at a time, is read as transformers reads it."""
 
 from collections import Counter
 
@@ -9,7 +9,8 @@ from tests.models.families.every_field import ABSENT, ROPES, Case, outcome
 
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 _YARN = {name: value for name, value in ROPES["yarn"].items() if name != "rope_theta"}
-MEASURED = [  # which were read otherwise once, and what comes of each now
+# Cases that were once read otherwise, and their outcomes today.
+MEASURED = [
     *[
         (Case("llama", kind, "original_max_position_embeddings", 24), "equal")
         for kind in ("yarn", "llama3")
@@ -38,23 +39,24 @@ MEASURED = [  # which were read otherwise once, and what comes of each now
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("case", "wanted"), MEASURED, ids=str)
-def test_what_was_read_otherwise_once(case, wanted) -> None:
-    found = outcome(case)
-    assert not found.wrong and found.said.startswith(wanted), found.said
+@pytest.mark.parametrize(("case", "expected"), MEASURED, ids=str)
+def test_what_was_read_otherwise_once(case, expected) -> None:
+    result = outcome(case)
+    assert not result.wrong and result.summary.startswith(expected), result.summary
 
 
 def check(cases: list[Case]) -> None:
-    """Print what comes of each, and fail where ours is another model."""
+    """Print the outcome of each case, and fail if ours is another model."""
     kinds, wrong = Counter(), []
     for case in cases:
-        found = outcome(case)
-        print(f"{case} -> {found.said}")
-        kinds[found.said.partition(":")[0].partition(",")[0]] += 1
-        wrong += [f"{case} -> {found.said}"] if found.wrong else []
+        result = outcome(case)
+        line = f"{case} -> {result.summary}"
+        print(line)
+        kinds[result.summary.partition(":")[0].partition(",")[0]] += 1
+        wrong += [line] if result.wrong else []
     print(f"{len(cases)} files: {dict(kinds)}")
     assert not wrong, "\n".join(wrong)
-    assert kinds["equal"] > len(cases) // 10  # the table is not one of refusals
+    assert kinds["equal"] > len(cases) // 10  # not all cases are refused
 
 
 def test_the_table_has_every_family_and_the_fields_that_are_known_to_matter() -> None:
@@ -65,14 +67,14 @@ def test_the_table_has_every_family_and_the_fields_that_are_known_to_matter() ->
     cases = every_field.cases()
     assert len({str(case) for case in cases}) == len(cases)
     for family in every_field.FAMILIES:
-        own = {case.name for case in cases if case.family == family}
+        fields = {case.name for case in cases if case.family == family}
         assert {
             "rms_norm_eps",
             "rope_parameters.factor",
             "rope_scaling",
             "layer_types",
             "tie_word_embeddings",
-        } <= own
+        } <= fields
 
 
 @pytest.mark.full

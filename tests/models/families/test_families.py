@@ -1,4 +1,4 @@
-"""Every family against transformers: what it computes, and what it reads from and writes to files."""
+"""Every family against transformers: its logits, and the files that it reads and writes."""
 
 import json
 from functools import cache, partial
@@ -17,13 +17,17 @@ from specjax.models.transformer import Target
 from tests.conftest import tiny_target
 from tests.models.families import zoo
 
-LENGTH = 40  # longer than the windows, and than what is turned without YaRN
+LENGTH = 40  # longer than the windows, and than YaRN's original context
 LOAD = partial(Target.from_pretrained, dtype=np.float32)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """By name and seed: a model of the zoo, made once, with the directory it was saved to, and its logits of some tokens."""
+def zoo_model(tmp_path_factory):
+    """Return a function that makes a model of the zoo, once for each name and seed.
+
+    Its result has the directory that the model was saved to, some tokens, their logits by
+    transformers, and the target that was read.
+    """
 
     @cache
     def of(name: str, seed: int = 0) -> SimpleNamespace:
@@ -52,52 +56,49 @@ def logits(target, tokens):
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", zoo.MODELS)
-def test_logits_are_those_of_transformers(made, name, seed) -> None:
-    one = made(name, seed)
-    assert np.abs(one.logits).max() > 1
-    # Random weights lose more digits in this one, transformers' own in float32, too: see the next test.
+def test_logits_are_those_of_transformers(zoo_model, name, seed) -> None:
+    model = zoo_model(name, seed)
+    assert np.abs(model.logits).max() > 1
+    # This model loses more digits with random weights, in transformers too: see the next test.
     tolerance = 5e-4 if name == "gemma4 E2B" else 1e-4
-    np.testing.assert_allclose(logits(one.target, one.tokens), one.logits, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(
+        logits(model.target, model.tokens), model.logits, rtol=0, atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_of_gemma_4_e2b_no_more_digits_are_lost_than_by_transformers(made, seed) -> None:
-    """Against its float64: on average as near as its own float32."""
-    one = made("gemma4 E2B", seed)
-    exact = zoo.logits(read_by_transformers(one.directory, "float64"), one.tokens)
+def test_of_gemma_4_e2b_no_more_digits_are_lost_than_by_transformers(zoo_model, seed) -> None:
+    """Ours is as near to transformers in float64 as transformers in float32, on average."""
+    model = zoo_model("gemma4 E2B", seed)
+    exact = zoo.logits(read_by_transformers(model.directory, "float64"), model.tokens)
     ours, theirs = (
-        np.abs(found - exact).mean()
-        for found in (np.asarray(logits(one.target, one.tokens)), one.logits)
+        np.abs(result - exact).mean()
+        for result in (np.asarray(logits(model.target, model.tokens)), model.logits)
     )
     assert ours < max(2 * theirs, 5e-6)
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
-def test_what_is_written_is_read_by_transformers_and_here(made, name, tmp_path) -> None:
-    one = made(name)
-    one.target.save_pretrained(tmp_path)
-    assert config_json.read_config(CheckpointFiles(tmp_path)) == one.target.config
+def test_what_is_written_is_read_by_transformers_and_here(zoo_model, name, tmp_path) -> None:
+    model = zoo_model(name)
+    model.target.save_pretrained(tmp_path)
+    assert config_json.read_config(CheckpointFiles(tmp_path)) == model.target.config
     np.testing.assert_allclose(
-        zoo.logits(read_by_transformers(tmp_path), one.tokens), one.logits, atol=1e-5
+        zoo.logits(read_by_transformers(tmp_path), model.tokens), model.logits, atol=1e-5
     )
 
 
-def test_every_family_with_files_of_its_own_is_in_the_zoo(made) -> None:
-    there = {made(name).target.config.model_type for name in zoo.MODELS}
-    older = {
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "deepseek_v3",
-    }  # tests/models/test_huggingface.py
-    assert {family.model_type for family in FAMILIES.values()} == there | older
+def test_every_family_with_files_of_its_own_is_in_the_zoo(zoo_model) -> None:
+    in_zoo = {zoo_model(name).target.config.model_type for name in zoo.MODELS}
+    # These are in tests/models/test_huggingface.py.
+    older = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"}
+    assert {family.model_type for family in FAMILIES.values()} == in_zoo | older
 
 
 # --- models that see and hear as well -------------------------------------------------------------
 
-NESTED = {  # model of the zoo, model type, and how the names of the text model's tensors and of the head begin
+# By model of the zoo: the model type, and the prefixes of the text model's tensors and of the head.
+NESTED = {
     "gemma3": ("gemma3", "model.language_model.", ""),
     "gemma3 of transformers 4": ("gemma3", "language_model.model.", "language_model."),
     "gemma4": ("gemma4", "model.language_model.", ""),
@@ -110,10 +111,10 @@ NESTED = {  # model of the zoo, model type, and how the names of the text model'
 
 
 @pytest.mark.parametrize("name", NESTED)
-def test_the_text_part_of_a_model_that_sees_is_read_alone(made, name, tmp_path) -> None:
-    model_type, prefix, beside = NESTED[name]
-    one = made(name.removesuffix(" of transformers 4"))
-    inner = json.loads((one.directory / "config.json").read_text())
+def test_the_text_part_of_a_model_that_sees_is_read_alone(zoo_model, name, tmp_path) -> None:
+    model_type, prefix, head_prefix = NESTED[name]
+    model = zoo_model(name.removesuffix(" of transformers 4"))
+    inner = json.loads((model.directory / "config.json").read_text())
     outer = {
         "model_type": model_type,
         "vision_config": {"hidden_size": "not read"},
@@ -121,26 +122,24 @@ def test_the_text_part_of_a_model_that_sees_is_read_alone(made, name, tmp_path) 
     }
     outer |= {field: inner.pop(field) for field in ("tie_word_embeddings", "dtype")}
     (tmp_path / "config.json").write_text(json.dumps(outer))
-    tensors = load_file(one.directory / "model.safetensors")
+    tensors = load_file(model.directory / "model.safetensors")
     renamed = {
         (
             prefix + tensor.removeprefix("model.")
             if tensor.startswith("model.")
-            else beside + tensor
+            else head_prefix + tensor
         ): value
         for tensor, value in tensors.items()
     }
     renamed["model.vision_tower.patch.weight"] = np.zeros((3, 3), np.float32)
     save_file(renamed, tmp_path / "model.safetensors")
     target = LOAD(tmp_path)
-    assert target.config == one.target.config
-    np.testing.assert_array_equal(logits(target, one.tokens), logits(one.target, one.tokens))
+    assert target.config == model.target.config
+    np.testing.assert_array_equal(logits(target, model.tokens), logits(model.target, model.tokens))
 
 
-def test_a_text_model_of_another_type_within_is_refused(made, tmp_path) -> None:
-    inner = json.loads((made("ministral3").directory / "config.json").read_text()) | {
-        "model_type": "qwen2"
-    }
+def test_a_text_model_of_another_type_within_is_refused(zoo_model, tmp_path) -> None:
+    inner = raw_of(zoo_model, "ministral3", model_type="qwen2")
     with pytest.raises(
         CheckpointError,
         match=r"text_config\.model_type='qwen2': must be one of ministral3, mistral",
@@ -149,19 +148,21 @@ def test_a_text_model_of_another_type_within_is_refused(made, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefix", "beside"),
+    ("prefix", "head_prefix"),
     [("model.language_model.", ""), ("language_model.model.", "language_model.")],
 )
-def test_a_mistral_within_a_model_that_sees_is_read(tmp_path, prefix, beside) -> None:
-    """As in Mistral Small 3.1 and 3.2."""
-    made = tiny_target(model_type="mistral", sliding_window=4, windowed_layers=(0, 1))
-    made.save_pretrained(tmp_path)
+def test_a_mistral_within_a_model_that_sees_is_read(tmp_path, prefix, head_prefix) -> None:
+    """Mistral Small 3.1 and 3.2 are such models."""
+    target = tiny_target(model_type="mistral", sliding_window=4, windowed_layers=(0, 1))
+    target.save_pretrained(tmp_path)
     inner = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "mistral3", "text_config": inner})
     )
     tensors = {
-        prefix + name.removeprefix("model.") if name.startswith("model.") else beside + name: value
+        prefix + name.removeprefix("model.")
+        if name.startswith("model.")
+        else head_prefix + name: value
         for name, value in load_file(tmp_path / "model.safetensors").items()
     }
     save_file(
@@ -169,9 +170,9 @@ def test_a_mistral_within_a_model_that_sees_is_read(tmp_path, prefix, beside) ->
         tmp_path / "model.safetensors",
     )
     read = LOAD(tmp_path)
-    assert read.config == made.config
+    assert read.config == target.config
     tokens = np.arange(10)[None]
-    np.testing.assert_array_equal(logits(read, tokens), logits(made, tokens))
+    np.testing.assert_array_equal(logits(read, tokens), logits(target, tokens))
 
 
 NESTED_FAULTS = [
@@ -185,8 +186,8 @@ NESTED_FAULTS = [
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_5", "mistral3"])
 @pytest.mark.parametrize(("change", "message"), NESTED_FAULTS)
-def test_a_field_of_a_text_model_is_named_with_its_path(made, name, change, message) -> None:
-    inner = raw_of(made, FAMILIES[name].model_type.removesuffix("_text"))
+def test_a_field_of_a_text_model_is_named_with_its_path(zoo_model, name, change, message) -> None:
+    inner = raw_of(zoo_model, FAMILIES[name].model_type.removesuffix("_text"))
     with pytest.raises(CheckpointError) as caught:
         config_json.parse_config({"model_type": name, "text_config": inner | change})
     assert str(caught.value).startswith(f"config.json: {message}")
@@ -194,66 +195,61 @@ def test_a_field_of_a_text_model_is_named_with_its_path(made, name, change, mess
         config_json.parse_config({"model_type": name, "text_config": inner, "eos_token_id": 99})
 
 
-def test_keys_of_layers_that_share_are_left_unread(made, tmp_path) -> None:
-    one = made("gemma4 E2B")
-    tensors = load_file(one.directory / "model.safetensors")
-    shared = [i for i in range(6) if one.target.config.entries_of(i) != i]
+def test_keys_of_layers_that_share_are_left_unread(zoo_model, tmp_path) -> None:
+    model = zoo_model("gemma4 E2B")
+    tensors = load_file(model.directory / "model.safetensors")
+    shared = [i for i in range(6) if model.target.config.entries_of(i) != i]
     assert shared == [3, 4, 5]
-    for layer in shared:  # published files have them, and nobody reads them
+    for layer in shared:  # published files have these tensors, which are not read
         for part in ("k_proj", "v_proj", "k_norm"):
             tensors[f"model.layers.{layer}.self_attn.{part}.weight"] = np.full(
                 (8, 8), np.nan, np.float32
             )
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((one.directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text((model.directory / "config.json").read_text())
     np.testing.assert_array_equal(
-        logits(LOAD(tmp_path), one.tokens), logits(one.target, one.tokens)
+        logits(LOAD(tmp_path), model.tokens), logits(model.target, model.tokens)
     )
 
 
-# --- what config.json may say, and how ------------------------------------------------------------
+# --- fields of config.json ------------------------------------------------------------------------
 
 
-def raw_of(made, name, **changes):
-    return json.loads((made(name).directory / "config.json").read_text()) | changes
+def raw_of(zoo_model, name, **changes):
+    return json.loads((zoo_model(name).directory / "config.json").read_text()) | changes
 
 
-def test_olmo3_of_transformers_4_scales_its_full_layers_alone(made) -> None:
-    raw = raw_of(made, "olmo3", rope_theta=500_000)
+def test_olmo3_of_transformers_4_scales_its_full_layers_alone(zoo_model) -> None:
+    raw = raw_of(zoo_model, "olmo3", rope_theta=500_000)
     raw["rope_scaling"] = {**raw.pop("rope_parameters")["full_attention"]}
     raw["rope_scaling"].pop("rope_theta")
-    assert config_json.parse_config(raw) == made("olmo3").target.config
+    assert config_json.parse_config(raw) == zoo_model("olmo3").target.config
 
 
-def test_smollm3_names_its_layers_without_positions_or_counts_them(made) -> None:
-    raw = raw_of(made, "smollm3")
+def test_smollm3_names_its_layers_without_positions_or_counts_them(zoo_model) -> None:
+    raw = raw_of(zoo_model, "smollm3")
     config = config_json.parse_config(raw)
-    assert [config.of_layer(i).rope.kind for i in range(4)] == [
-        "default",
-        "default",
-        "default",
-        "none",
-    ]
-    assert (
-        config_json.parse_config({k: v for k, v in raw.items() if k != "no_rope_layers"}) == config
-    )
+    kinds = [config.of_layer(layer).rope.kind for layer in range(4)]
+    assert kinds == ["default"] * 3 + ["none"]
+    without = {name: value for name, value in raw.items() if name != "no_rope_layers"}
+    assert config_json.parse_config(without) == config
     raw["no_rope_layers"] = [1] * 7
     assert config_json.parse_config(raw).layers == ()
 
 
-def test_gemma3_does_not_cap_its_scores(made) -> None:
-    """transformers has the field and never reads it."""
-    raw = raw_of(made, "gemma3", attn_logit_softcapping=2.0)
-    assert config_json.parse_config(raw) == made("gemma3").target.config
+def test_gemma3_does_not_cap_its_scores(zoo_model) -> None:
+    """Transformers has the field and never reads it."""
+    raw = raw_of(zoo_model, "gemma3", attn_logit_softcapping=2.0)
+    assert config_json.parse_config(raw) == zoo_model("gemma3").target.config
 
 
-def test_rope_scaling_replaces_what_is_said_of_the_full_layers(made) -> None:
-    config = config_json.parse_config(raw_of(made, "gemma3", rope_scaling={"factor": 4.0}))
+def test_rope_scaling_replaces_what_is_said_of_the_full_layers(zoo_model) -> None:
+    config = config_json.parse_config(raw_of(zoo_model, "gemma3", rope_scaling={"factor": 4.0}))
     assert [config.of_layer(layer).rope.factor for layer in range(4)] == [1.0, 1.0, 4.0, 1.0]
 
 
-def test_layers_of_smollm3_without_positions_have_the_windows(made) -> None:
-    raw = raw_of(made, "smollm3 with windows", layer_types=None)
+def test_layers_of_smollm3_without_positions_have_the_windows(zoo_model) -> None:
+    raw = raw_of(zoo_model, "smollm3 with windows", layer_types=None)
     config = config_json.parse_config(raw)
     assert (config.sliding_window, config.windowed_layers) == (5, (1, 3))
     assert config_json.parse_config(raw | {"use_sliding_window": False}).windowed_layers == ()
@@ -339,7 +335,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSALS)
-def test_what_cannot_be_taken_is_refused_in_a_line(made, name, changes, message) -> None:
+def test_what_cannot_be_taken_is_refused_in_a_line(zoo_model, name, changes, message) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
-        config_json.parse_config(raw_of(made, name, **changes))
+        config_json.parse_config(raw_of(zoo_model, name, **changes))
     assert "\n" not in str(caught.value)

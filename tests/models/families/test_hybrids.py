@@ -1,9 +1,9 @@
-"""Families in which most layers keep a state: their texts against transformers', how they are published, what is refused."""
+"""Hybrid families against transformers: their texts, their files, and what is refused."""
 
 import json
 import sys
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,13 +25,17 @@ from tests.models.families import zoo
 from tests.models.quantization.test_families import in_floats
 
 NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-LENGTHS = (63, 64, 65, 130)  # about the end of one of the rule's chunks, and beyond the next
+LENGTHS = (63, 64, 65, 130)  # around the end of a chunk of the delta rule, and beyond the next
 NEW = 16
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """By name: a model of the zoo, with the directory it was saved to, and its greedy texts of some prompts."""
+def zoo_model(tmp_path_factory):
+    """Return a function that makes a model of the zoo, once for each name.
+
+    Its result has the directory that the model was saved to, the model, and the target that was
+    read.
+    """
 
     @cache
     def of(name: str) -> SimpleNamespace:
@@ -48,33 +52,33 @@ def made(tmp_path_factory):
 
 @cache
 def prompts_of(lengths: tuple[int, ...]) -> np.ndarray:
-    """Rows that repeat themselves a little, padded at the end."""
+    """Return rows that repeat themselves a little, padded at the end."""
     rng = np.random.default_rng(0)
     rows = [np.resize(rng.integers(0, zoo.VOCABULARY, 23), length) for length in lengths]
     return np.stack([np.pad(row, (0, max(lengths) - len(row))) for row in rows])
 
 
-_said: dict[tuple[str, tuple[int, ...]], list[list[int]]] = {}
+_greedy_texts: dict[tuple[str, tuple[int, ...]], list[list[int]]] = {}
 
 
-def said_by_transformers(
-    one: SimpleNamespace, name: str, lengths: tuple[int, ...]
+def texts_of_transformers(
+    hybrid: SimpleNamespace, name: str, lengths: tuple[int, ...]
 ) -> list[list[int]]:
-    """Its greedy text after each prompt, each read alone."""
+    """Return the greedy text of transformers after each prompt, read alone."""
     from tests.with_torch import torch
 
-    if (name, lengths) not in _said:
-        rows = [
-            torch.tensor(row[None, :n]) for row, n in zip(prompts_of(lengths), lengths, strict=True)
-        ]
-        how = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
-        # With a mask: otherwise it takes tokens of number 0 for padding.
-        found = [
-            one.model.generate(row, attention_mask=torch.ones_like(row), **how)[0, row.shape[1] :]
-            for row in rows
-        ]
-        _said[name, lengths] = [row.tolist() for row in found]
-    return _said[name, lengths]
+    if (name, lengths) not in _greedy_texts:
+        generate = partial(
+            hybrid.model.generate, do_sample=False, max_new_tokens=NEW, pad_token_id=0
+        )
+        greedy_texts = []
+        for row, length in zip(prompts_of(lengths), lengths, strict=True):
+            prompt = torch.tensor(row[None, :length])
+            # Without a mask it takes tokens of id 0 for padding.
+            output = generate(prompt, attention_mask=torch.ones_like(prompt))
+            greedy_texts.append(output[0, length:].tolist())
+        _greedy_texts[name, lengths] = greedy_texts
+    return _greedy_texts[name, lengths]
 
 
 def generated(target: Target, drafter: Drafter | None, lengths: tuple[int, ...]):
@@ -95,7 +99,10 @@ def texts(result, lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 def random_draft_model(shape) -> DraftModel:
-    """Another hybrid, with random weights: nearly all that it drafts is rejected."""
+    """Return another hybrid, with random weights.
+
+    Nearly all that it drafts is rejected.
+    """
     return DraftModel(
         tiny_target(**HYBRID, vocab_size=zoo.VOCABULARY, max_positions=1024), draft=shape
     )
@@ -128,11 +135,11 @@ PAIRS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "drafter"), PAIRS)
-def test_greedy_texts_are_those_of_transformers(made, name, drafter) -> None:
-    """Of prompts on both sides of a chunk's end, in one batch."""
-    one = made(name)
-    result = generated(one.target, DRAFTERS[drafter](one.target), LENGTHS)
-    assert texts(result, LENGTHS) == said_by_transformers(one, name, LENGTHS)
+def test_greedy_texts_are_those_of_transformers(zoo_model, name, drafter) -> None:
+    """Prompts on both sides of a chunk's end are in one batch."""
+    hybrid = zoo_model(name)
+    result = generated(hybrid.target, DRAFTERS[drafter](hybrid.target), LENGTHS)
+    assert texts(result, LENGTHS) == texts_of_transformers(hybrid, name, LENGTHS)
     if drafter == "itself, chain":
         assert np.sum(result.stats.accepted) > 0.9 * np.sum(result.stats.drafted)
 
@@ -142,47 +149,45 @@ def test_greedy_texts_are_those_of_transformers(made, name, drafter) -> None:
     "drafter", ["plain", "lookup", "early exit, static tree", "itself, dynamic tree"]
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_texts_of_long_prompts_and_of_each_row_alone(made, name, drafter) -> None:
-    """Prompts that are read in several passes, the last of which ends at a chunk's end, before it and behind it."""
-    one, lengths = (
-        made(name),
-        (PREFILL_CHUNK - 1, PREFILL_CHUNK + 1, PREFILL_CHUNK + 65, PREFILL_CHUNK + 130),
-    )
-    expected = said_by_transformers(one, name, lengths)
-    assert texts(generated(one.target, DRAFTERS[drafter](one.target), lengths), lengths) == expected
-    for length in lengths[:2]:
-        assert texts(
-            generated(one.target, DRAFTERS[drafter](one.target), (length,)), (length,)
-        ) == [said_by_transformers(one, name, (length,))[0]]
+def test_greedy_texts_of_long_prompts_and_of_each_row_alone(zoo_model, name, drafter) -> None:
+    """Prompts are read in several passes.
+
+    The last pass ends at a chunk's end, before it or behind it.
+    """
+    hybrid = zoo_model(name)
+    long = tuple(PREFILL_CHUNK + beyond for beyond in (-1, 1, 65, 130))
+    for lengths in (long, long[:1], long[1:2]):
+        result = generated(hybrid.target, DRAFTERS[drafter](hybrid.target), lengths)
+        assert texts(result, lengths) == texts_of_transformers(hybrid, name, lengths)
 
 
 # --- how many digits are lost ---------------------------------------------------------------------
 
 
 def rule_in_float64(query, key, value, g, beta, use_qk_l2norm_in_kernel, **_):
-    """The rule of transformers, token by token, without its casts to float32."""
+    """Run the delta rule of transformers token by token, without its casts to float32."""
     from tests.with_torch import torch
 
     assert use_qk_l2norm_in_kernel
     group = value.shape[2] // key.shape[2]
     q, k = (x.double().repeat_interleave(group, 2) for x in (query, key))
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    v, kept, beta = value.double(), g.double().exp(), beta.double()
-    state, out = (
-        torch.zeros(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float64),
-        [],
-    )
+    v, decay, beta = value.double(), g.double().exp(), beta.double()
+    out = []
+    state = torch.zeros(len(v), v.shape[2], k.shape[3], v.shape[3], dtype=torch.float64)
     for t in range(v.shape[1]):
-        state = state * kept[:, t, :, None, None]
-        known = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
-        state = state + k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - known))[:, :, None]
+        state = state * decay[:, t, :, None, None]
+        predicted = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+        state = (
+            state + k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - predicted))[:, :, None]
+        )
         out.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * q.shape[-1] ** -0.5)
     return torch.stack(out, 1), state
 
 
 @contextmanager
 def without_casts(model):
-    """transformers' model in float64, its rule too."""
+    """Run transformers' model in float64, the delta rule too."""
     module = sys.modules[type(model).__module__]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "torch_chunk_gated_delta_rule", rule_in_float64)
@@ -191,55 +196,57 @@ def without_casts(model):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_more_digits_are_lost_than_by_transformers(tmp_path, seed) -> None:
-    """With larger weights than the zoo's a few logits differ by 1e-4. Ours are as near to its float64 as its own float32."""
+    """Ours is as near to transformers in float64 as transformers in float32.
+
+    With larger weights than those of the zoo a few logits differ by 1e-4.
+    """
     from transformers import AutoModelForCausalLM
 
     kind, fields = zoo.MODELS["qwen3_5"]
     model = zoo.build(kind, fields | {"initializer_range": 0.2}, seed)
     model.save_pretrained(tmp_path)
     tokens = np.random.default_rng(seed).integers(0, zoo.VOCABULARY, (2, 40))
-    theirs, ours = (
-        zoo.logits(model, tokens),
-        Target.from_pretrained(tmp_path, dtype=np.float32).forward(tokens)[0].logits,
-    )
+    theirs = zoo.logits(model, tokens)
+    ours = Target.from_pretrained(tmp_path, dtype=np.float32).forward(tokens)[0].logits
     exact_model = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype="float64", attn_implementation="eager"
     )
     with without_casts(exact_model):
         exact = zoo.logits(exact_model, tokens)
-    lost, lost_there = (
+    our_error, their_error = (
         np.abs(np.asarray(logits, np.float64) - exact).mean() for logits in (ours, theirs)
     )
-    print(f"seed {seed}: ours {lost:.1e}, transformers' {lost_there:.1e}")
-    assert lost < 1.5 * lost_there < 1e-5
+    print(f"seed {seed}: ours {our_error:.1e}, transformers' {their_error:.1e}")
+    assert our_error < 1.5 * their_error < 1e-5
 
 
 # --- how they are published -----------------------------------------------------------------------
 
 
 def logits(target: Target) -> np.ndarray:
-    return np.asarray(target.forward(np.arange(2 * 12).reshape(2, 12) % zoo.VOCABULARY)[0].logits)
+    tokens = np.arange(2 * 12).reshape(2, 12) % zoo.VOCABULARY
+    return np.asarray(target.forward(tokens)[0].logits)
 
 
-def publish(one: SimpleNamespace, directory: Path, edit_tensors=None, **fields) -> Path:
-    """``directory`` with the model's files, changed."""
-    tensors = load_file(one.directory / "model.safetensors")
+def publish(hybrid: SimpleNamespace, directory: Path, edit_tensors=None, **fields) -> Path:
+    """Write the files of a model with some changes, and return ``directory``."""
+    tensors = load_file(hybrid.directory / "model.safetensors")
     save_file(
         tensors if edit_tensors is None else edit_tensors(tensors), directory / "model.safetensors"
     )
-    raw = json.loads((one.directory / "config.json").read_text())
+    raw = json.loads((hybrid.directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(raw | fields))
     return directory
 
 
 def named_as_published(tensors):
-    """As in the files of a Qwen3.5, with a part that sees and an MTP module beside it."""
-    beside = {
+    """Return tensors with the names of a Qwen3.5, which has vision and an MTP module as well."""
+    extra = {
         "model.visual.blocks.0.attn.qkv.weight": np.full((3, 3), np.nan, np.float32),
         "mtp.fc.weight": np.full((3, 3), np.nan, np.float32),
         "mtp.layers.0.self_attn.q_proj.weight": np.full((3, 3), np.nan, np.float32),
     }
-    return beside | {
+    return extra | {
         (
             f"model.language_model.{name.removeprefix('model.')}"
             if name.startswith("model.")
@@ -251,10 +258,10 @@ def named_as_published(tensors):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_the_published_layout_is_read_without_what_sees_and_predicts_further(
-    made, name, tmp_path
+    zoo_model, name, tmp_path
 ) -> None:
-    one = made(name)
-    publish(one, tmp_path, named_as_published)
+    hybrid = zoo_model(name)
+    publish(hybrid, tmp_path, named_as_published)
     inner = json.loads((tmp_path / "config.json").read_text())
     inner |= {
         "mtp_num_hidden_layers": 1,
@@ -271,14 +278,14 @@ def test_the_published_layout_is_read_without_what_sees_and_predicts_further(
     }
     (tmp_path / "config.json").write_text(json.dumps(outer))
     target = Target.from_pretrained(tmp_path, dtype=np.float32)
-    np.testing.assert_array_equal(logits(target), logits(one.target))
+    np.testing.assert_array_equal(logits(target), logits(hybrid.target))
 
 
 EXPERTS = "model.layers.{}.mlp.experts."
 
 
 def with_fused_experts(tensors):
-    found = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
+    fused = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
     layers = {name.split(".")[2] for name in tensors if ".mlp.experts." in name}
     for layer in layers:
         prefix = EXPERTS.format(layer)
@@ -288,61 +295,59 @@ def with_fused_experts(tensors):
             part: np.stack([tensors[f"{prefix}{expert}.{part}_proj.weight"] for expert in range(6)])
             for part in ("gate", "up", "down")
         }
-        found[f"{prefix}gate_up_proj"] = np.concatenate([stacked["gate"], stacked["up"]], axis=1)
-        found[f"{prefix}down_proj"] = stacked["down"]
-    return found
+        fused[f"{prefix}gate_up_proj"] = np.concatenate([stacked["gate"], stacked["up"]], axis=1)
+        fused[f"{prefix}down_proj"] = stacked["down"]
+    return fused
 
 
 def with_single_experts(tensors):
-    found = {}
+    single = {}
     for name, tensor in with_fused_experts(tensors).items():
         prefix = name.removesuffix("gate_up_proj").removesuffix("down_proj")
         for expert in range(6 if ".mlp.experts." in name else 0):
             if name.endswith("down_proj"):
-                found[f"{prefix}{expert}.down_proj.weight"] = np.ascontiguousarray(tensor[expert])
+                single[f"{prefix}{expert}.down_proj.weight"] = np.ascontiguousarray(tensor[expert])
             else:
                 gate, up = np.split(tensor[expert], 2)
-                found |= {
+                single |= {
                     f"{prefix}{expert}.gate_proj.weight": gate.copy(),
                     f"{prefix}{expert}.up_proj.weight": up.copy(),
                 }
         if ".mlp.experts." not in name:
-            found[name] = tensor
-    return found
+            single[name] = tensor
+    return single
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])
 @pytest.mark.parametrize("stored", [with_fused_experts, with_single_experts])
-def test_experts_are_read_one_by_one_and_as_one_tensor(made, name, stored, tmp_path) -> None:
-    one = made(name)
+def test_experts_are_read_one_by_one_and_as_one_tensor(zoo_model, name, stored, tmp_path) -> None:
+    hybrid = zoo_model(name)
     shapes = {
         name: tensor.shape
-        for name, tensor in stored(load_file(one.directory / "model.safetensors")).items()
+        for name, tensor in stored(load_file(hybrid.directory / "model.safetensors")).items()
     }
     experts = [name for name in shapes if ".mlp.experts." in name]
-    sparse = sum(map(one.target.config.is_sparse, range(4)))
+    sparse = sum(map(hybrid.target.config.is_sparse, range(4)))
     if stored is with_fused_experts:
         assert len(experts) == 2 * sparse
-        assert shapes[EXPERTS.format(2) + "gate_up_proj"] == (6, 24, 32) and shapes[
-            EXPERTS.format(2) + "down_proj"
-        ] == (
-            6,
-            32,
-            12,
-        )
+        assert shapes[EXPERTS.format(2) + "gate_up_proj"] == (6, 24, 32)
+        assert shapes[EXPERTS.format(2) + "down_proj"] == (6, 32, 12)
     else:
         assert len(experts) == 3 * 6 * sparse
-    target = Target.from_pretrained(publish(one, tmp_path, stored), dtype=np.float32)
-    np.testing.assert_array_equal(logits(target), logits(one.target))
+    target = Target.from_pretrained(publish(hybrid, tmp_path, stored), dtype=np.float32)
+    np.testing.assert_array_equal(logits(target), logits(hybrid.target))
 
 
-def test_projections_of_qwen3_next_lie_by_heads_of_keys(made) -> None:
-    """One matrix for queries, keys, values and gates, and one for both gates of the rule, as published."""
-    tensors = load_file(made("qwen3_next").directory / "model.safetensors")
+def test_projections_of_qwen3_next_lie_by_heads_of_keys(zoo_model) -> None:
+    """Published files have two matrices.
+
+    One is for queries, keys, values and output gates, and one for both gates of the delta rule.
+    """
+    tensors = load_file(zoo_model("qwen3_next").directory / "model.safetensors")
     prefix = "model.layers.0.linear_attn."
     assert tensors[f"{prefix}in_proj_qkvz.weight"].shape == (2 * (8 + 8 + 12 + 12), 32)
     assert tensors[f"{prefix}in_proj_ba.weight"].shape == (8, 32)
-    assert made("qwen3_next").target.config.linear.by_key_head
+    assert zoo_model("qwen3_next").target.config.linear.by_key_head
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -375,22 +380,22 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSALS)
-def test_what_cannot_be_taken_is_refused_in_a_line(made, changes, message) -> None:
-    raw = json.loads((made("qwen3_5").directory / "config.json").read_text())
+def test_what_cannot_be_taken_is_refused_in_a_line(zoo_model, changes, message) -> None:
+    raw = json.loads((zoo_model("qwen3_5").directory / "config.json").read_text())
     with pytest.raises(CheckpointError, match=message) as caught:
         config_json.parse_config(raw | changes)
     assert "\n" not in str(caught.value)
 
 
-def test_sizes_of_shared_experts_that_are_no_multiple_are_refused(made) -> None:
-    raw = json.loads((made("qwen3_5_moe").directory / "config.json").read_text())
+def test_sizes_of_shared_experts_that_are_no_multiple_are_refused(zoo_model) -> None:
+    raw = json.loads((zoo_model("qwen3_5_moe").directory / "config.json").read_text())
     with pytest.raises(
         CheckpointError, match="shared_expert_intermediate_size=13: must be a multiple"
     ):
         config_json.parse_config(raw | {"shared_expert_intermediate_size": 13})
 
 
-def test_a_missing_tensor_of_a_layer_with_a_state_is_named(made, tmp_path) -> None:
+def test_a_missing_tensor_of_a_layer_with_a_state_is_named(zoo_model, tmp_path) -> None:
     def without(tensors):
         return {
             name: tensor
@@ -399,7 +404,7 @@ def test_a_missing_tensor_of_a_layer_with_a_state_is_named(made, tmp_path) -> No
         }
 
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.linear_attn\.A_log"):
-        Target.from_pretrained(publish(made("qwen3_5"), tmp_path, without), dtype=np.float32)
+        Target.from_pretrained(publish(zoo_model("qwen3_5"), tmp_path, without), dtype=np.float32)
 
 
 # --- quantized weights ----------------------------------------------------------------------------
@@ -412,19 +417,23 @@ QUANTIZED = [(name, weights) for name in NAMES for weights in ("int8", "int4")]
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
-        pytest.param(*each, marks=pytest.mark.thorough if each != ("qwen3_5", "int8") else ())
-        for each in QUANTIZED
+        pytest.param(*pair, marks=pytest.mark.thorough if pair != ("qwen3_5", "int8") else ())
+        for pair in QUANTIZED
     ],
 )
 @pytest.mark.usefixtures("compiled_anew")
-def test_quantized_weights_are_those_that_they_stand_for(made, name, weights, monkeypatch) -> None:
-    """As everywhere but on a CPU, where activations are rounded to whole numbers (tests/models/test_products.py says how far):
-    these models of random weights make fifty times as much of any rounding, which hides what would be wrong.
+def test_quantized_weights_are_those_that_they_stand_for(
+    zoo_model, name, weights, monkeypatch
+) -> None:
+    """Weights are converted to floats, as all devices but CPUs do.
+
+    A CPU rounds activations to integers (tests/models/test_products.py says how far). These models
+    of random weights make any rounding fifty times as large, which would hide errors.
     """
     monkeypatch.setattr(
         products, "_by_whole_numbers", lambda _, x, weight: products._by_converted(x, weight)
     )
-    quantized = made(name).target.quantize(weights)
+    quantized = zoo_model(name).target.quantize(weights)
     expected = logits(in_floats(quantized))
     np.testing.assert_allclose(
         logits(quantized), expected, rtol=0, atol=1e-4 * np.abs(expected).max()
@@ -433,8 +442,8 @@ def test_quantized_weights_are_those_that_they_stand_for(made, name, weights, mo
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "weights"), QUANTIZED)
-def test_quantized_weights_are_decoded_losslessly(made, name, weights) -> None:
-    quantized = made(name).target.quantize(weights)
+def test_quantized_weights_are_decoded_losslessly(zoo_model, name, weights) -> None:
+    quantized = zoo_model(name).target.quantize(weights)
     plain, drafted = (
         texts(generated(quantized, drafter, (63, 65)), (63, 65))
         for drafter in (None, PromptLookup(draft=5))
@@ -443,78 +452,62 @@ def test_quantized_weights_are_decoded_losslessly(made, name, weights) -> None:
 
 
 @pytest.mark.represents("quantized weights of hybrids")
-def test_a_quantized_hybrid_is_written_and_read(made, tmp_path) -> None:
-    one = made("qwen3_5")
-    quantized = str(tmp_path / "quantized")
-    assert (
-        main(
-            ["convert", "--target", str(one.directory), "--output", quantized, "--quantize", "int8"]
-        )
-        == 0
-    )
-    read = Target.from_pretrained(quantized, dtype=np.float32)
-    assert (
-        read.params["layers"][0]["q"].values.dtype
-        == read.params["layers"][0]["z"].values.dtype
-        == np.int8
-    )
-    assert (
-        read.params["layers"][0]["conv_q"].dtype
-        == read.params["layers"][0]["log_rate"].dtype
-        == np.float32
-    )
+def test_a_quantized_hybrid_is_written_and_read(zoo_model, tmp_path) -> None:
+    hybrid = zoo_model("qwen3_5")
+    output = str(tmp_path / "quantized")
+    options = ["--target", str(hybrid.directory), "--output", output, "--quantize", "int8"]
+    assert main(["convert", *options]) == 0
+    read = Target.from_pretrained(output, dtype=np.float32)
+    layer = read.params["layers"][0]
+    assert layer["q"].values.dtype == layer["z"].values.dtype == np.int8
+    assert layer["conv_q"].dtype == layer["log_rate"].dtype == np.float32
     jax.tree.map(
         np.testing.assert_array_equal,
         read.params["layers"],
-        one.target.quantize("int8").params["layers"],
+        hybrid.target.quantize("int8").params["layers"],
     )
 
 
 def rounded_to_fp8(tensors, block: int = 128):
-    """Matrices of layers as FP8 with a scale for each block, as Qwen publishes them; gates and the convolution stay."""
+    """Return tensors with matrices of layers in FP8, with a scale for each block.
+
+    Qwen publishes such checkpoints. Gates and the convolution stay floats.
+    """
     import ml_dtypes
 
-    found = {}
+    floats = (
+        *("in_proj_a", "in_proj_b", "in_proj_ba", "conv1d", "norm", "embed", "lm_head"),
+        *("mlp.gate.", "shared_expert_gate"),
+    )
+    rounded = {}
     for name, tensor in tensors.items():
-        left = (
-            "in_proj_a",
-            "in_proj_b",
-            "in_proj_ba",
-            "conv1d",
-            "norm",
-            "embed",
-            "lm_head",
-            "mlp.gate.",
-            "shared_expert_gate",
-        )
-        if tensor.ndim != 2 or any(part in name for part in left):
-            found[name] = tensor
+        if tensor.ndim != 2 or any(part in name for part in floats):
+            rounded[name] = tensor
             continue
         scale = np.abs(tensor).max() / 448
-        found[name] = (tensor / scale).astype(ml_dtypes.float8_e4m3fn)
-        found[f"{name}_scale_inv"] = np.full(
-            (-(-tensor.shape[0] // block), -(-tensor.shape[1] // block)), scale, np.float32
-        )
-    return found
+        rounded[name] = (tensor / scale).astype(ml_dtypes.float8_e4m3fn)
+        blocks = [-(-size // block) for size in tensor.shape]
+        rounded[f"{name}_scale_inv"] = np.full(blocks, scale, np.float32)
+    return rounded
 
 
 def widened_again(tensors):
-    """What numbers in FP8 are, in float32."""
-    found = rounded_to_fp8(tensors)
+    """Return tensors rounded to FP8, in float32."""
+    rounded = rounded_to_fp8(tensors)
     return {
         name: (
             tensor.astype(np.float32)
-            * (found[f"{name}_scale_inv"].flat[0] if f"{name}_scale_inv" in found else 1.0)
+            * (rounded[f"{name}_scale_inv"].flat[0] if f"{name}_scale_inv" in rounded else 1.0)
         )
-        for name, tensor in found.items()
+        for name, tensor in rounded.items()
         if not name.endswith("_scale_inv")
     }
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
-def test_a_checkpoint_in_fp8_is_read_with_its_fused_projections(made, name, tmp_path) -> None:
-    one = made(name)
-    said = {
+def test_a_checkpoint_in_fp8_is_read_with_its_fused_projections(zoo_model, name, tmp_path) -> None:
+    hybrid = zoo_model(name)
+    quantization = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "weight_block_size": [128, 128],
@@ -526,7 +519,9 @@ def test_a_checkpoint_in_fp8_is_read_with_its_fused_projections(made, name, tmp_
         (lambda t: rounded_to_fp8(with_single_experts(t))),
         (lambda t: widened_again(with_single_experts(t))),
     )
-    quantized = publish(one, tmp_path / "quantized", edit[0], quantization_config=said)
-    wide = publish(one, tmp_path / "wide", edit[1])
-    read, expected = (Target.from_pretrained(path, dtype=np.float32) for path in (quantized, wide))
+    quantized = publish(hybrid, tmp_path / "quantized", edit[0], quantization_config=quantization)
+    widened = publish(hybrid, tmp_path / "wide", edit[1])
+    read, expected = (
+        Target.from_pretrained(path, dtype=np.float32) for path in (quantized, widened)
+    )
     np.testing.assert_allclose(logits(read), logits(expected), atol=1e-4)

@@ -1,4 +1,7 @@
-"""Small random models of every family, made by transformers: the oracle of what a family computes and how it is stored."""
+"""Small random models of every family, made by transformers.
+
+They are the oracle of what a family computes and of how it is stored.
+"""
 
 import copy
 from pathlib import Path
@@ -201,23 +204,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         SIZES | {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
     ),
 }
-"""By name: the name of the configuration's class, without "Config", and its fields."""
+"""Models by name, as the name of the configuration's class, without "Config", and its fields."""
 
 
 def make(name: str, seed: int = 0) -> Any:
-    """The model of that name, in float32, with norms, biases and scales that are not what they begin as."""
+    """Return the model of that name in float32, whose norms, biases and scales are random."""
     return build(*MODELS[name], seed)
 
 
 def build(kind: str, fields: dict[str, Any], seed: int = 0) -> Any:
-    """A model of the class that begins with ``kind``, and of those fields."""
+    """Return a model of the class that begins with ``kind``, with these fields."""
     import transformers
 
     from tests.with_torch import torch
 
-    config = getattr(transformers, f"{kind}Config")(
-        **copy.deepcopy(fields)
-    )  # which transformers writes to
+    # A copy, because transformers writes to the fields.
+    config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(fields))
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
@@ -226,7 +228,7 @@ def build(kind: str, fields: dict[str, Any], seed: int = 0) -> Any:
 
 
 def disturb(model: Any) -> None:
-    """Move norms, biases and scales away from what they begin as."""
+    """Move norms, biases and scales away from their initial values."""
     from tests.with_torch import torch
 
     parts = ("norm", "bias", "router.scale", "per_expert_scale", "layer_scalar", "sinks")
@@ -237,14 +239,14 @@ def disturb(model: Any) -> None:
 
 
 def save(name: str, directory: Path, seed: int = 0) -> Any:
-    """Make the model, write it to ``directory``, and give it."""
+    """Make the model, save it to ``directory``, and return it."""
     model = make(name, seed)
     model.save_pretrained(directory)
     return model
 
 
 def logits(model: Any, tokens: Any) -> Any:
-    """``[B, T, V]`` the model's logits after each of ``tokens [B, T]``, as a numpy array."""
+    """Return the model's logits ``[B, T, V]`` after each of ``tokens [B, T]``, in numpy."""
     from tests.with_torch import torch
 
     with torch.no_grad():

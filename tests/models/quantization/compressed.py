@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.with_torch import torch  # without it compressed-tensors is not there either
+from tests.with_torch import torch  # compressed-tensors needs it
 
 # isort: split
 from compressed_tensors.compressors import ModelCompressor
@@ -40,17 +40,17 @@ def scheme(
     inputs: QuantizationArgs | None = None,
     layout: str | None = None,
     targets=("Linear",),
-    **own: Any,
+    **arguments: Any,
 ) -> QuantizationScheme:
-    """The library's words for matrices that are quantized so."""
-    weights = QuantizationArgs(num_bits=bits, strategy=strategy, **own)
+    """Return the library's description of how matrices are quantized."""
+    weights = QuantizationArgs(num_bits=bits, strategy=strategy, **arguments)
     return QuantizationScheme(
         targets=list(targets), weights=weights, input_activations=inputs, format=layout
     )
 
 
 def grouped(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """A matrix with what shares a scale along some axes, and these."""
+    """Return a matrix with axes that share a scale, and these axes."""
     match args.strategy:
         case "tensor":
             return weight, (0, 1)
@@ -64,19 +64,21 @@ def grouped(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor,
 
 
 def write(directory: Path, schemes: list[QuantizationScheme], **sizes: Any) -> LlamaForCausalLM:
-    """Writes a checkpoint of a model whose linear layers are quantized as the ``schemes`` say; gives the model of floats with
-    the weights that the library itself reads there."""
+    """Write a checkpoint of a model whose linear layers are quantized as the ``schemes`` say.
+
+    Returns the model in floats, with the weights that the library itself reads from the checkpoint.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(**(SIZES | sizes))
     model = LlamaForCausalLM(config)
-    groups = {f"group_{i}": each for i, each in enumerate(schemes)}
+    groups = {f"group_{i}": layer_scheme for i, layer_scheme in enumerate(schemes)}
     apply_quantization_config(
         model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]), show_progress=False
     )
     for module in filter(is_module_quantized, model.modules()):
         args = module.quantization_scheme.weights
-        found, axes = grouped(module.weight.detach(), args)
-        scale, zero = calculate_qparams(found.amin(axes), found.amax(axes), args)
+        values, axes = grouped(module.weight.detach(), args)
+        scale, zero = calculate_qparams(values.amin(axes), values.amax(axes), args)
         module.weight_scale.data = scale.reshape(module.weight_scale.shape)
         module.weight_zero_point.data = zero.reshape(module.weight_scale.shape)
         if hasattr(module, "input_scale"):
@@ -93,6 +95,6 @@ def write(directory: Path, schemes: list[QuantizationScheme], **sizes: Any) -> L
 
 
 def logits(model: LlamaForCausalLM) -> np.ndarray:
-    """Of the `PROMPTS`."""
+    """Return the logits of the `PROMPTS`."""
     with torch.no_grad():
         return model(torch.tensor(PROMPTS)).logits.numpy()

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint without one."""
+"""Tensors of a checkpoint that are in memory."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Quantized matrices in families whose tensors are fused, stacked, tied, or in blocks of FP8: made, saved, read, on a mesh."""
+"""Quantized matrices of families with fused, stacked or tied tensors, or blocks of FP8."""
 
 import itertools
 import json
@@ -41,7 +41,7 @@ def in_floats(target: Target) -> Target:
     return target.replace(params=floats)
 
 
-def kept(target: Target, layer: int = -1) -> dict[str, Form]:
+def forms_of(target: Target, layer: int = -1) -> dict[str, Form]:
     return {
         name: value.form
         for name, value in target.params["layers"][layer].items()
@@ -49,9 +49,9 @@ def kept(target: Target, layer: int = -1) -> dict[str, Form]:
     }
 
 
-def assert_equal(one: Target, other: Target) -> None:
-    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
-    assert one.fingerprint() == other.fingerprint()
+def assert_equal(target: Target, expected: Target) -> None:
+    jax.tree.map(np.testing.assert_array_equal, target.params, expected.params)
+    assert target.fingerprint() == expected.fingerprint()
 
 
 MODELS = {
@@ -78,9 +78,9 @@ OFTEN = [
     [
         *OFTEN,
         *(
-            pytest.param(*each, marks=pytest.mark.thorough)
-            for each in itertools.product(MODELS, ("int8", "int4", "w8a8", "fp8"))
-            if each not in OFTEN
+            pytest.param(*pair, marks=pytest.mark.thorough)
+            for pair in itertools.product(MODELS, ("int8", "int4", "w8a8", "fp8"))
+            if pair not in OFTEN
         ),
     ],
 )
@@ -93,7 +93,7 @@ def test_what_is_made_is_saved_and_read_bit_for_bit_and_on_a_mesh(
     bound = (0.15 if weights == "w8a8" else 1e-3) * np.abs(expected).max()
     np.testing.assert_allclose(logits(quantized), expected, rtol=0, atol=bound)
     quantized.save_pretrained(tmp_path / "quantized")
-    if weights == "fp8":  # which a CPU converts
+    if weights == "fp8":  # a CPU would convert them to floats
         monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
     again = read(tmp_path / "quantized")
     assert_equal(again, quantized)
@@ -120,9 +120,8 @@ def test_a_tied_embedding_is_one_matrix(tmp_path) -> None:
     quantized = read(tmp_path, weights="int8")
     quantized.save_pretrained(tmp_path / "quantized")
     names = load_file(tmp_path / "quantized" / "model.safetensors").keys()
-    assert "model.embed_tokens.weight_packed" in names and not any(
-        name.startswith("lm_head") for name in names
-    )
+    assert "model.embed_tokens.weight_packed" in names
+    assert not any(name.startswith("lm_head") for name in names)
     assert quantized.params["embed"].form == Form("int8") and "lm_head" not in quantized.params
 
 
@@ -130,52 +129,54 @@ def test_a_tied_embedding_is_one_matrix(tmp_path) -> None:
 
 
 def test_experts_whose_inputs_are_in_different_orders(tmp_path) -> None:
-    """As GPTQ has them, each expert with an order of its own, and one with none."""
+    """GPTQ checkpoints may have the inputs of each expert in another order, or in none."""
     target = tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32, num_layers=1)
     target.save_pretrained(tmp_path)
     target.save_pretrained(tmp_path / "floats")
-    tensors, floats = (
-        load_file(tmp_path / "model.safetensors"),
-        load_file(tmp_path / "model.safetensors"),
-    )
+    tensors = load_file(tmp_path / "model.safetensors")
+    floats = dict(tensors)
     rng = np.random.default_rng(0)
     for name in [name for name in floats if ".experts." in name]:
         outputs, inputs = floats[name].shape
-        of_input = np.arange(inputs) // 8
+        group_of_input = np.arange(inputs) // 8
         if ".experts.3." not in name:
-            rng.shuffle(of_input)
-        numbers, scales = (
-            rng.integers(0, 16, (outputs, inputs)),
-            rng.uniform(0.02, 0.1, (inputs // 8, outputs)).astype(np.float32),
-        )
-        floats[name] = ((numbers - 8) * scales.T[:, of_input]).astype(np.float32)
+            rng.shuffle(group_of_input)
+        numbers = rng.integers(0, 16, (outputs, inputs))
+        scales = rng.uniform(0.02, 0.1, (inputs // 8, outputs)).astype(np.float32)
+        floats[name] = ((numbers - 8) * scales.T[:, group_of_input]).astype(np.float32)
         del tensors[name]
         stem = name.removesuffix("weight")
         tensors |= {
             f"{stem}qweight": packed(numbers, 4).T.copy(),
             f"{stem}scales": scales,
-            f"{stem}g_idx": of_input.astype(np.int32),
+            f"{stem}g_idx": group_of_input.astype(np.int32),
         }
         tensors[f"{stem}qzeros"] = np.full((inputs // 8, outputs // 8), 0x77777777, np.int32)
     save_file(tensors, tmp_path / "model.safetensors")
     save_file(floats, tmp_path / "floats" / "model.safetensors")
     raw = json.loads((tmp_path / "config.json").read_text())
-    said = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": True, "desc_act": True}
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": said}))
+    quantization = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 8,
+        "sym": True,
+        "desc_act": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
 
     quantized, expected = read(tmp_path), read(tmp_path / "floats")
-    # An expert has 8 units: its last matrix is of one group.
+    # An expert has 8 units, so that its last matrix has one group.
     ordered = Form("int4", 8, is_ordered=True)
-    assert kept(quantized) == {
+    assert forms_of(quantized) == {
         "experts_gate": ordered,
         "experts_up": ordered,
         "experts_down": Form("int4"),
     }
     assert quantized.params["layers"][0]["experts_up"].order.shape == (8, 32)
-    found = in_floats(quantized).params
+    params = in_floats(quantized).params
     jax.tree.map(
         lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-6),
-        found,
+        params,
         expected.params,
     )
     np.testing.assert_allclose(
@@ -190,19 +191,15 @@ def test_experts_of_which_one_is_not_quantized_are_read_as_floats(tmp_path) -> N
     target = tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32, num_layers=1)
     target.save_pretrained(tmp_path)
     read(tmp_path, weights="int8").save_pretrained(tmp_path / "quantized")
-    tensors, floats = (
-        load_file(tmp_path / "quantized" / "model.safetensors"),
-        load_file(tmp_path / "model.safetensors"),
-    )
+    tensors = load_file(tmp_path / "quantized" / "model.safetensors")
+    floats = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.experts.5.up_proj.weight"
     for part in ("_packed", "_scale", "_shape"):
         del tensors[name + part]
     save_file(tensors | {name: floats[name]}, tmp_path / "quantized" / "model.safetensors")
-    found = read(tmp_path / "quantized")
-    assert not is_quantized(found.params["layers"][0]["experts_up"]) and is_quantized(
-        found.params["layers"][0]["experts_gate"]
-    )
-    np.testing.assert_array_equal(found.params["layers"][0]["experts_up"][5], floats[name].T)
+    layer = read(tmp_path / "quantized").params["layers"][0]
+    assert not is_quantized(layer["experts_up"]) and is_quantized(layer["experts_gate"])
+    np.testing.assert_array_equal(layer["experts_up"][5], floats[name].T)
 
 
 # --- FP8 in blocks, as DeepSeek and Qwen publish it -----------------------------------------------
@@ -249,36 +246,36 @@ def test_blocks_of_fp8_also_where_they_do_not_fill_a_matrix(tmp_path, monkeypatc
     target.save_pretrained(tmp_path / "floats")
     floats, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(0)
     tensors = dict(floats)
-    for each in [
-        each for each in floats if ".layers." in each and "_proj" in each and floats[each].ndim == 2
-    ]:
-        scales = rng.uniform(0.5, 2, [-(-size // 128) for size in floats[each].shape]).astype(
-            np.float32
-        )
-        tensors[each] = floats[each].astype(jnp.float8_e4m3fn)
-        floats[each], tensors[f"{each}_scale_inv"] = slow(tensors[each], scales), scales
+    for matrix_name in [name for name in floats if ".layers." in name and "_proj" in name]:
+        if floats[matrix_name].ndim != 2:
+            continue
+        blocks = [-(-size // 128) for size in floats[matrix_name].shape]
+        scales = rng.uniform(0.5, 2, blocks).astype(np.float32)
+        tensors[matrix_name] = floats[matrix_name].astype(jnp.float8_e4m3fn)
+        tensors[f"{matrix_name}_scale_inv"] = scales
+        floats[matrix_name] = slow(tensors[matrix_name], scales)
     save_file(tensors, tmp_path / "model.safetensors")
     save_file(floats, tmp_path / "floats" / "model.safetensors")
     raw = json.loads((tmp_path / "config.json").read_text())
-    said = {
+    quantization = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "weight_block_size": [128, 128],
         "activation_scheme": "dynamic",
     }
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": said}))
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
 
     expected = read(tmp_path / "floats")
     assert_equal(read(tmp_path), expected)  # on a CPU
     assert_equal(read(tmp_path, weights="float", mesh=sharding.make_mesh(1, 2)), expected)
     monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
     quantized = read(tmp_path)
-    blocks = Form("fp8", 128)
+    form = Form("fp8", 128)
     if name == "qwen3":  # `down` has 300 inputs
-        assert kept(quantized) == dict.fromkeys(("q", "k", "v", "o", "gate", "up"), blocks)
+        assert forms_of(quantized) == dict.fromkeys(("q", "k", "v", "o", "gate", "up"), form)
     else:  # `kv_b` is no product, and 144, 136, 160 and 200 inputs are no whole blocks
         names = ("q_a", "kv_a", "experts_gate", "experts_up", "shared_gate", "shared_up")
-        assert kept(quantized) == dict.fromkeys(names, blocks)
+        assert forms_of(quantized) == dict.fromkeys(names, form)
     np.testing.assert_allclose(
         logits(quantized), logits(expected), rtol=0, atol=1e-4 * np.abs(logits(expected)).max()
     )

@@ -1,4 +1,4 @@
-"""FP8 weights: in blocks against numpy, as floats and kept as they are, whole and in slices, and what is refused."""
+"""FP8 weights: blocks against numpy, read as floats or as stored, and what is refused."""
 
 import json
 
@@ -30,11 +30,11 @@ NAMES = ("down.weight", "experts.0.weight", "experts.1.weight")
 
 
 def tensors() -> dict[str, np.ndarray]:
-    rng, found = np.random.default_rng(0), {}
+    rng, tensors_by_name = np.random.default_rng(0), {}
     for name in NAMES:
-        found[name] = rng.normal(size=SHAPE).astype(jnp.float8_e4m3fn)
-        found[f"{name}_scale_inv"] = rng.uniform(0.5, 2, BLOCKS).astype(np.float32)
-    return found
+        tensors_by_name[name] = rng.normal(size=SHAPE).astype(jnp.float8_e4m3fn)
+        tensors_by_name[f"{name}_scale_inv"] = rng.uniform(0.5, 2, BLOCKS).astype(np.float32)
+    return tensors_by_name
 
 
 def reference(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -52,15 +52,15 @@ def directory(tmp_path):
 
 
 def test_blocks_are_dequantized_as_numpy_does_it(directory) -> None:
-    found = tensors()
-    expected = [reference(found[name], found[f"{name}_scale_inv"]).T for name in NAMES]
+    stored = tensors()
+    expected = [reference(stored[name], stored[f"{name}_scale_inv"]).T for name in NAMES]
     read = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, "two experts")
     np.testing.assert_array_equal(read["down"], expected[0])
     np.testing.assert_array_equal(read["experts"], np.stack(expected[1:]))
 
 
 class Numbers:
-    """A tensor in memory that notes which parts of it are read."""
+    """A tensor in memory that records which parts of it are read."""
 
     def __init__(self, numbers: np.ndarray) -> None:
         self.numbers, self.read = numbers, []
@@ -69,12 +69,8 @@ class Numbers:
         return list(self.numbers.shape)
 
     def __getitem__(self, part):
-        self.read.append(
-            tuple(
-                len(range(size)[piece])
-                for size, piece in zip(self.numbers.shape, part, strict=True)
-            )
-        )
+        sizes = zip(self.numbers.shape, part, strict=True)
+        self.read.append(tuple(len(range(size)[piece]) for size, piece in sizes))
         return self.numbers[part]
 
 
@@ -99,7 +95,7 @@ def test_a_slice_is_that_of_the_whole_and_no_more_is_read(part) -> None:
 
 
 def test_a_device_reads_its_own_part(directory, monkeypatch) -> None:
-    """Of experts on four devices, two each read one; of a matrix each reads a quarter of the columns."""
+    """A device of a mesh reads one of the two experts, and half of the columns of a matrix."""
     parts = []
     read = float8.Float8Tensor.__getitem__
 
@@ -124,10 +120,10 @@ def test_a_device_reads_its_own_part(directory, monkeypatch) -> None:
     assert sorted(parts) == [(300, 66), (300, 66), (300, 132), (300, 132)]
 
 
-# --- kept quantized -------------------------------------------------------------------------------
+# --- read as stored -------------------------------------------------------------------------------
 
-FULL, FULL_BLOCKS = (300, 256), (3, 2)  # the inputs are of whole blocks, the outputs are not
-KEPT = {
+FULL, FULL_BLOCKS = (300, 256), (3, 2)  # the inputs fill their blocks, the outputs do not
+PRODUCTS = {
     "down": Param(FULL[::-1], ("mlp", None), "down.weight", transposed=True, is_product=True),
     "experts": Param(
         (2, *FULL[::-1]),
@@ -137,7 +133,8 @@ KEPT = {
         is_product=True,
     ),
 }
-SCALES = {  # what a checkpoint says, the scales' name, their shape, and the size of the groups that this makes
+# The quantization_config, the scales' suffix and shape, and the size of the groups.
+SCALES = {
     "blocks": (
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
         "_scale_inv",
@@ -152,40 +149,42 @@ SCALES = {  # what a checkpoint says, the scales' name, their shape, and the siz
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_values_and_scales_are_kept_where_forms_are_asked_for(tmp_path, kind, on_mesh) -> None:
-    said, suffix, shape, size = SCALES[kind]
-    rng, found = np.random.default_rng(1), {}
+    quantization, suffix, shape, size = SCALES[kind]
+    rng, stored = np.random.default_rng(1), {}
     for name in NAMES:
-        found[name] = rng.normal(size=FULL).astype(jnp.float8_e4m3fn)
-        found[f"{name}{suffix}"] = np.asarray(rng.uniform(0.5, 2, shape), np.float32)
-        found[f"{name.removesuffix('weight')}activation_scale"] = np.ones(
-            (), np.float32
-        )  # was measured beforehand, and is not read
-    save_file(found, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+        stored[name] = rng.normal(size=FULL).astype(jnp.float8_e4m3fn)
+        stored[f"{name}{suffix}"] = np.asarray(rng.uniform(0.5, 2, shape), np.float32)
+        # A scale that was measured beforehand is not read.
+        activation_scale = f"{name.removesuffix('weight')}activation_scale"
+        stored[activation_scale] = np.ones((), np.float32)
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
 
     forms = CheckpointFiles(tmp_path).forms
     assert forms == dict.fromkeys(NAMES, Form("fp8", size))
     declared = schemes.declare(
-        KEPT, lambda param: schemes.common(map(forms.get, param.stored_names))
+        PRODUCTS, lambda param: schemes.common(map(forms.get, param.stored_names))
     )
     mesh = sharding.make_mesh(1, 2) if on_mesh else None
     units = {"mlp": 256, "experts": 2}
-    kept = checkpoint.load(
+    quantized = checkpoint.load(
         CheckpointFiles(tmp_path), declared, jnp.float32, "two experts", mesh=mesh, units=units
     )
-    assert kept["down"].form == kept["experts"].form == Form("fp8", size)
-    groups = kept["down"].values.shape[0]
-    np.testing.assert_array_equal(  # bit for bit as they are stored
-        np.asarray(kept["down"].values).view(np.uint8),
-        np.moveaxis(found["down.weight"].reshape(300, groups, -1), 1, 0).view(np.uint8),
+    assert quantized["down"].form == quantized["experts"].form == Form("fp8", size)
+    groups = quantized["down"].values.shape[0]
+    by_group = np.moveaxis(stored["down.weight"].reshape(300, groups, -1), 1, 0)
+    np.testing.assert_array_equal(
+        np.asarray(quantized["down"].values).view(np.uint8), by_group.view(np.uint8)
     )
-    assert kept["experts"].values.dtype == jnp.float8_e4m3fn
+    assert quantized["experts"].values.dtype == jnp.float8_e4m3fn
     floats = checkpoint.load(
-        CheckpointFiles(tmp_path), KEPT, jnp.float32, "two experts", mesh=mesh, units=units
+        CheckpointFiles(tmp_path), PRODUCTS, jnp.float32, "two experts", mesh=mesh, units=units
     )
-    scales = [np.broadcast_to(found[f"{name}{suffix}"], FULL_BLOCKS) for name in NAMES]
-    expected = [reference(found[name], of).T for name, of in zip(NAMES, scales, strict=True)]
-    for read in (floats, jax.tree.map(dequantize_matrix, kept, is_leaf=is_quantized)):
+    expected = []
+    for name in NAMES:
+        scales = np.broadcast_to(stored[f"{name}{suffix}"], FULL_BLOCKS)
+        expected.append(reference(stored[name], scales).T)
+    for read in (floats, jax.tree.map(dequantize_matrix, quantized, is_leaf=is_quantized)):
         np.testing.assert_array_equal(read["down"], expected[0])
         np.testing.assert_array_equal(read["experts"], np.stack(expected[1:]))
 
@@ -193,14 +192,14 @@ def test_values_and_scales_are_kept_where_forms_are_asked_for(tmp_path, kind, on
     checkpoint.save(
         again,
         declared,
-        kept,
+        quantized,
         {"config.json": {"quantization_config": saved.format_config(declared)}},
     )
     read = checkpoint.load(CheckpointFiles(again), declared, jnp.float32, "two experts")
     jax.tree.map(
         np.testing.assert_array_equal,
         jax.tree.map(np.asarray, read),
-        jax.tree.map(np.asarray, kept),
+        jax.tree.map(np.asarray, quantized),
     )
 
 
@@ -208,13 +207,12 @@ def test_values_and_scales_are_kept_where_forms_are_asked_for(tmp_path, kind, on
 def test_a_cpu_reads_floats_and_others_what_is_stored(tmp_path, monkeypatch) -> None:
     target = tiny_target(hidden_size=128, intermediate_size=256)
     target.save_pretrained(tmp_path)
-    found, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(0)
-    for name in [name for name in found if ".layers." in name and name.endswith("proj.weight")]:
-        found[name] = found[name].astype(jnp.float8_e4m3fn)
-        found[f"{name}_scale_inv"] = rng.uniform(
-            0.5, 2, [-(-size // 128) for size in found[name].shape]
-        ).astype(np.float32)
-    save_file(found, tmp_path / "model.safetensors")
+    stored, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(0)
+    for name in [name for name in stored if ".layers." in name and name.endswith("proj.weight")]:
+        stored[name] = stored[name].astype(jnp.float8_e4m3fn)
+        blocks = [-(-size // 128) for size in stored[name].shape]
+        stored[f"{name}_scale_inv"] = rng.uniform(0.5, 2, blocks).astype(np.float32)
+    save_file(stored, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = SCALES["blocks"][0]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -228,7 +226,7 @@ def test_a_cpu_reads_floats_and_others_what_is_stored(tmp_path, monkeypatch) -> 
         for name, value in quantized.params["layers"][1].items()
         if is_quantized(value)
     }
-    # 256 inputs are two blocks; 128 are one, whose scales are those of all inputs, and 16 are less than one.
+    # 256 inputs are two blocks. 128 are one, with a scale for all inputs. 16 are less than one.
     assert forms == dict.fromkeys(("q", "k", "v", "o", "gate", "up"), Form("fp8")) | {
         "down": Form("fp8", 128)
     }
@@ -246,25 +244,25 @@ def test_a_cpu_reads_floats_and_others_what_is_stored(tmp_path, monkeypatch) -> 
 
 FAULTS = [
     (
-        lambda found: found.pop("experts.1.weight_scale_inv"),
+        lambda t: t.pop("experts.1.weight_scale_inv"),
         (
             "'experts.1.weight' is quantized, and 'experts.1.weight_scale_inv', which goes with it,"
             " is missing: download"
         ),
     ),
     (
-        lambda found: found.update({"down.weight_scale_inv": np.ones((2, 2), np.float32)}),
+        lambda t: t.update({"down.weight_scale_inv": np.ones((2, 2), np.float32)}),
         (
             r"'down.weight_scale_inv' is F32 of shape \(2, 2\): to go with 'down.weight' it must be"
             r" F64 .* of shape \(3, 2\)"
         ),
     ),
     (
-        lambda found: found.update({"down.weight_scale_inv": np.ones(BLOCKS, np.int32)}),
+        lambda t: t.update({"down.weight_scale_inv": np.ones(BLOCKS, np.int32)}),
         "'down.weight_scale_inv' is I32 of shape",
     ),
     (
-        lambda found: found.update({"down.weight": np.ones(SHAPE, np.float32)}),
+        lambda t: t.update({"down.weight": np.ones(SHAPE, np.float32)}),
         "'down.weight_scale_inv' is no part of two experts",
     ),
 ]
@@ -272,9 +270,9 @@ FAULTS = [
 
 @pytest.mark.parametrize(("edit", "message"), FAULTS)
 def test_scales_that_do_not_fit_are_refused_by_name(directory, edit, message, monkeypatch) -> None:
-    found = tensors()
-    edit(found)
-    save_file(found, directory / "model.safetensors")
+    edited = tensors()
+    edit(edited)
+    save_file(edited, directory / "model.safetensors")
     monkeypatch.setattr(np, "ascontiguousarray", None)  # every check comes before the first weight
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, "two experts")

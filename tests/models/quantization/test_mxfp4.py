@@ -1,4 +1,4 @@
-"""MXFP4: against a table in numpy and against transformers, as floats and kept quantized, in slices, and what is refused."""
+"""MXFP4 against a table in numpy and against transformers, in slices, and what is refused."""
 
 import json
 from dataclasses import replace
@@ -44,13 +44,13 @@ def packed(
 
 
 def reference(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Number by number, ``[experts, in, out]``."""
+    """Return the weights ``[experts, in, out]``, computed number by number."""
     weights = np.empty((*blocks.shape[:3], 32), np.float64)
-    for place in np.ndindex(*blocks.shape):
-        for half, code in enumerate((blocks[place] % 16, blocks[place] // 16)):
-            weights[*place[:3], 2 * place[3] + half] = VALUES[code] * 2.0 ** (
-                int(scales[place[:3]]) - 127
-            )
+    for *block, byte in np.ndindex(*blocks.shape):
+        scale = 2.0 ** (int(scales[*block]) - 127)
+        codes = divmod(int(blocks[*block, byte]), 16)
+        for half, code in enumerate(reversed(codes)):  # the low half comes first
+            weights[*block, 2 * byte + half] = VALUES[code] * scale
     with np.errstate(over="ignore"):
         return weights.reshape(*blocks.shape[:2], -1).transpose(0, 2, 1).astype(jnp.bfloat16)
 
@@ -68,10 +68,15 @@ def tensors() -> dict[str, np.ndarray]:
 
 
 def expected() -> dict[str, np.ndarray]:
-    found = tensors()
-    both = reference(found["gate_up_proj_blocks"], found["gate_up_proj_scales"])
-    down = reference(found["down_proj_blocks"], found["down_proj_scales"])
-    return {"gate": both[..., ::2], "up": both[..., 1::2], "down": down, "norm": found["norm"]}
+    stored = tensors()
+    gate_up = reference(stored["gate_up_proj_blocks"], stored["gate_up_proj_scales"])
+    down = reference(stored["down_proj_blocks"], stored["down_proj_scales"])
+    return {
+        "gate": gate_up[..., ::2],
+        "up": gate_up[..., 1::2],
+        "down": down,
+        "norm": stored["norm"],
+    }
 
 
 def bits(array: Any) -> np.ndarray:
@@ -86,37 +91,36 @@ def directory(tmp_path):
 
 
 def every_number() -> tuple[np.ndarray, np.ndarray]:
-    """Every byte under every scale: 256 experts with 16 blocks of 16 bytes."""
+    """Return every byte under every scale: 256 experts with 16 blocks of 16 bytes."""
     blocks = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(1, 16, 1, 16), (256, 16, 1, 16))
     return blocks, np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None, None], (256, 16, 1))
 
 
 def test_every_byte_under_every_scale_is_what_the_table_says() -> None:
     blocks, scales = every_number()
-    found = mxfp4.unpack(blocks[:255], scales[:255]).transpose(0, 2, 1)
-    np.testing.assert_array_equal(bits(found), bits(reference(blocks[:255], scales[:255])))
-    assert np.isinf(found.astype(np.float32)).any()  # 2 ** 127 times 2 and more: beyond bfloat16
+    weights = mxfp4.unpack(blocks[:255], scales[:255]).transpose(0, 2, 1)
+    np.testing.assert_array_equal(bits(weights), bits(reference(blocks[:255], scales[:255])))
+    assert np.isinf(weights.astype(np.float32)).any()  # 2 ** 127 times 2 and more: beyond bfloat16
 
 
 def test_scale_255_is_not_a_number_nor_are_its_weights() -> None:
-    """So the specification has it. Only zeros are no numbers under it in transformers, where others are infinite."""
+    """A scale of 255 means NaN in the specification of MXFP4.
+
+    In transformers only zeros become NaN under it, and other numbers become infinite.
+    """
     blocks, scales = every_number()
     assert np.isnan(mxfp4.unpack(blocks[255:], scales[255:]).astype(np.float32)).all()
 
 
 def test_every_weight_is_that_of_transformers() -> None:
+    from tests.with_torch import torch  # skips the test without torch; transformers would fail
+
+    # isort: split
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    from tests.with_torch import (
-        torch,
-    )  # isort: skip - it skips the test where there is none, and transformers would fail
-
-    for blocks, scales in ([one[:255] for one in every_number()], packed(3, 40, 5, (0, 255))):
-        theirs = (
-            convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
-            .view(torch.int16)
-            .numpy()
-        )
+    for blocks, scales in ([part[:255] for part in every_number()], packed(3, 40, 5, (0, 255))):
+        weights = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
+        theirs = weights.view(torch.int16).numpy()
         ours = mxfp4.Mxfp4Tensor(Numbers(blocks), Numbers(scales))
         assert tuple(ours.get_shape()) == theirs.shape
         np.testing.assert_array_equal(bits(ours[:, :, :]), theirs.view(np.uint16))
@@ -138,13 +142,13 @@ def test_every_weight_is_that_of_transformers() -> None:
 def test_a_slice_is_that_of_the_whole_and_no_more_is_read(part) -> None:
     blocks, scales = packed(EXPERTS, 2 * MLP, HIDDEN // 32)
     stored = Numbers(blocks), Numbers(scales)
-    found, whole = mxfp4.Mxfp4Tensor(*stored)[part], reference(blocks, scales)
-    np.testing.assert_array_equal(bits(found), bits(whole[part]))
+    result, whole = mxfp4.Mxfp4Tensor(*stored)[part], reference(blocks, scales)
+    np.testing.assert_array_equal(bits(result), bits(whole[part]))
     experts, inputs, outputs = (
-        range(size)[one] for size, one in zip(whole.shape, part, strict=True)
+        range(size)[indices] for size, indices in zip(whole.shape, part, strict=True)
     )
-    of_blocks = -(-inputs.stop // 32) - inputs.start // 32
-    assert stored[1].read == len(experts) * len(outputs) * of_blocks
+    blocks_read = -(-inputs.stop // 32) - inputs.start // 32
+    assert stored[1].read == len(experts) * len(outputs) * blocks_read
     assert stored[0].read == 16 * stored[1].read
 
 
@@ -190,87 +194,76 @@ def test_on_a_mesh_there_is_the_same(directory, sizes) -> None:
 
 
 def test_blocks_and_scales_may_lie_in_different_shards(directory) -> None:
-    found = tensors()
-    moved = {name: found.pop(name) for name in list(found) if name.endswith("_scales")}
-    save_file(found, directory / "a.safetensors")
-    save_file(moved, directory / "b.safetensors")
+    first = tensors()
+    second = {name: first.pop(name) for name in list(first) if name.endswith("_scales")}
+    save_file(first, directory / "a.safetensors")
+    save_file(second, directory / "b.safetensors")
     (directory / WEIGHTS).unlink()
-    places = ", ".join(
-        [f'"{name}": "a.safetensors"' for name in found]
-        + [f'"{name}": "b.safetensors"' for name in moved]
-    )
-    (directory / INDEX).write_text(f'{{"weight_map": {{{places}}}}}')
+    weight_map = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     read = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.bfloat16, WHAT)
     np.testing.assert_array_equal(bits(read["up"]), bits(expected()["up"]))
 
 
-# --- kept quantized -------------------------------------------------------------------------------
+# --- read as stored -------------------------------------------------------------------------------
 
-KEPT = {name: replace(param, is_product=name != "norm") for name, param in DECLARED.items()}
+PRODUCTS = {name: replace(param, is_product=name != "norm") for name, param in DECLARED.items()}
 
 
 def declare(directory) -> dict[str, Any]:
     forms = CheckpointFiles(directory).forms
-    assert forms == {
-        "gate_up_proj": Form("int8", 32),
-        "down_proj": Form("int8"),
-    }  # 32 inputs are one group
-    return schemes.declare(KEPT, lambda param: forms.get(param.name) if param.is_product else None)
+    # The 32 inputs of down_proj are one group.
+    assert forms == {"gate_up_proj": Form("int8", 32), "down_proj": Form("int8")}
+    return schemes.declare(
+        PRODUCTS, lambda param: forms.get(param.name) if param.is_product else None
+    )
 
 
 @pytest.mark.parametrize("sizes", [None, (1, 2), (2, 4)])
 def test_kept_quantized_they_are_the_same_weights(directory, sizes) -> None:
     mesh = sizes and sharding.make_mesh(*sizes)
     declared = declare(directory)
-    kept = checkpoint.load(
+    quantized = checkpoint.load(
         CheckpointFiles(directory), declared, jnp.bfloat16, WHAT, mesh=mesh, units=UNITS
     )
-    assert (kept["gate"].form, kept["down"].form) == (Form("int8", 32), Form("int8"))
-    assert (
-        kept["up"].values.shape == (EXPERTS, HIDDEN // 32, MLP, 32)
-        and kept["up"].values.dtype == jnp.int8
-    )
-    assert set(np.unique(kept["up"].values)) <= {
-        0,
-        *(sign * each for each in (1, 2, 3, 4, 6, 8, 12) for sign in (1, -1)),
-    }
+    assert (quantized["gate"].form, quantized["down"].form) == (Form("int8", 32), Form("int8"))
+    up = quantized["up"].values
+    assert (up.shape, up.dtype) == ((EXPERTS, HIDDEN // 32, MLP, 32), jnp.int8)
+    # Numbers are twice those of the table, so that all of them are integers.
+    assert set(np.unique(np.abs(up))) <= {0, 1, 2, 3, 4, 6, 8, 12}
     for name, value in expected().items():
-        found = dequantize_matrix(kept[name]) if is_quantized(kept[name]) else kept[name]
-        np.testing.assert_array_equal(np.asarray(found, np.float32), value.astype(np.float32))
-    if sizes == (1, 2):
-        assert kept["gate"].values.addressable_shards[0].data.shape == (2, HIDDEN // 32, MLP, 32)
-        assert kept["up"].scales.addressable_shards[0].data.shape == (
-            EXPERTS,
-            HIDDEN // 32,
-            MLP // 2,
+        weights = (
+            dequantize_matrix(quantized[name]) if is_quantized(quantized[name]) else quantized[name]
         )
+        np.testing.assert_array_equal(np.asarray(weights, np.float32), value.astype(np.float32))
+    if sizes == (1, 2):
+        gate_shard, scales_shard = (
+            part.addressable_shards[0].data
+            for part in (quantized["gate"].values, quantized["up"].scales)
+        )
+        assert gate_shard.shape == (2, HIDDEN // 32, MLP, 32)
+        assert scales_shard.shape == (EXPERTS, HIDDEN // 32, MLP // 2)
     values = checkpoint.reader(CheckpointFiles(directory), declared, jnp.bfloat16, WHAT)
-    assert fingerprint.of_stored(declared, values, UNITS) == fingerprint.of_params(
-        kept, UNITS, mesh
-    )
+    stored_fingerprint = fingerprint.of_stored(declared, values, UNITS)
+    assert stored_fingerprint == fingerprint.of_params(quantized, UNITS, mesh)
     with pytest.raises(
         CheckpointError,
         match=r"_proj is quantized, .* load the model with weights='float' to save it",
     ):
-        checkpoint.save(directory / "again", declared, kept, {})
+        checkpoint.save(directory / "again", declared, quantized, {})
 
 
 def test_under_every_scale_but_the_last_numbers_times_scales_are_the_weights() -> None:
     blocks, scales = every_number()
     stored = mxfp4.Mxfp4Tensor(Numbers(blocks), Numbers(scales))
-    parts = [
-        stored.read(role, (slice(None),) * (4 if role == "values" else 3))
-        for role in ("values", "scales")
-    ]
-    assert [part.dtype for part in parts] == [np.int8, np.float32]
+    values = stored.read("values", (slice(None),) * 4)
+    factors = stored.read("scales", (slice(None),) * 3)
+    assert (values.dtype, factors.dtype) == (np.int8, np.float32)
     with np.errstate(over="ignore"):  # beyond bfloat16 and float32: infinite in both
-        found = (
-            (parts[0].astype(np.float64) * parts[1][..., None])[:, 0]
-            .astype(jnp.bfloat16)
-            .swapaxes(1, 2)
-        )
-    np.testing.assert_array_equal(found[:255], reference(blocks[:255], scales[:255]))
-    assert np.isnan(parts[1][255]).all()
+        weights = (values.astype(np.float64) * factors[..., None])[:, 0].astype(jnp.bfloat16)
+    expected_weights = reference(blocks[:255], scales[:255])
+    np.testing.assert_array_equal(weights[:255].swapaxes(1, 2), expected_weights)
+    assert np.isnan(factors[255]).all()
 
 
 @pytest.mark.parametrize(
@@ -279,10 +272,10 @@ def test_under_every_scale_but_the_last_numbers_times_scales_are_the_weights() -
 def test_a_part_of_the_numbers_is_that_of_the_whole_and_no_more_is_read(part) -> None:
     blocks, scales = packed(EXPERTS, 2 * MLP, HIDDEN // 32)
     stored = Numbers(blocks), Numbers(scales)
-    found = mxfp4.Mxfp4Tensor(*stored).read("values", (*part, slice(3, 30)))
+    result = mxfp4.Mxfp4Tensor(*stored).read("values", (*part, slice(3, 30)))
     whole = mxfp4.Mxfp4Tensor(Numbers(blocks), Numbers(scales)).read("values", np.s_[:, :, :, :])
-    np.testing.assert_array_equal(found, whole[part][..., 3:30])
-    assert stored[0].read == found[..., 0].size * 16 and not stored[1].read
+    np.testing.assert_array_equal(result, whole[part][..., 3:30])
+    assert stored[0].read == result[..., 0].size * 16 and not stored[1].read
 
 
 @pytest.mark.full
@@ -306,14 +299,13 @@ def test_a_model_is_read_as_it_is_stored_and_as_floats(tmp_path) -> None:
         **sizes, qkv_bias=True, output_bias=True, sliding_window=128, windowed_layers=(0,)
     )
     target.save_pretrained(tmp_path)
-    found, rng = load_file(tmp_path / WEIGHTS), np.random.default_rng(0)
-    for name in [name for name in found if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = found.pop(name).shape
-        found[f"{name}_blocks"] = rng.integers(
-            0, 256, (experts, outputs, inputs // 32, 16), np.uint8
-        )
-        found[f"{name}_scales"] = rng.integers(121, 125, (experts, outputs, inputs // 32), np.uint8)
-    save_file(found, tmp_path / WEIGHTS)
+    tensors_in_file, rng = load_file(tmp_path / WEIGHTS), np.random.default_rng(0)
+    for name in [name for name in tensors_in_file if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors_in_file.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        tensors_in_file[f"{name}_blocks"] = rng.integers(0, 256, (*shape, 16), np.uint8)
+        tensors_in_file[f"{name}_scales"] = rng.integers(121, 125, shape, np.uint8)
+    save_file(tensors_in_file, tmp_path / WEIGHTS)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
         json.dumps(raw | {"quantization_config": {"quant_method": "mxfp4"}})
@@ -330,23 +322,24 @@ def test_a_model_is_read_as_it_is_stored_and_as_floats(tmp_path) -> None:
     }
     group = Form("int8", 32)
     assert forms == {"experts_gate": group, "experts_up": group, "experts_down": Form("int8")}
-    wide = jax.tree.map(
+    dequantized = jax.tree.map(
         lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf,
         stored.params,
         is_leaf=is_quantized,
     )
-    jax.tree.map(np.testing.assert_array_equal, wide, floats.params)
+    jax.tree.map(np.testing.assert_array_equal, dequantized, floats.params)
     prompts = np.array([[1, 4, 2, 7, 7, 9, 0, 3]])
     expected = np.asarray(floats.forward(prompts)[0].logits)
     on_mesh = Target.from_pretrained(tmp_path, dtype=np.float32, mesh=sharding.make_mesh(1, 2))
     jax.tree.map(np.testing.assert_array_equal, on_mesh.params, stored.params)
-    for one in (stored, on_mesh):
+    for model in (stored, on_mesh):
         np.testing.assert_allclose(
-            one.forward(prompts)[0].logits, expected, rtol=0, atol=1e-3 * np.abs(expected).max()
+            model.forward(prompts)[0].logits, expected, rtol=0, atol=1e-3 * np.abs(expected).max()
         )
     floats.save_pretrained(tmp_path / "floats")
-    made = Target.from_pretrained(tmp_path / "floats", dtype=np.float32, weights="int4")
-    assert made.params["layers"][0]["experts_up"].form == Form("int4")  # 64 inputs are one group
+    requantized = Target.from_pretrained(tmp_path / "floats", dtype=np.float32, weights="int4")
+    # 64 inputs are one group.
+    assert requantized.params["layers"][0]["experts_up"].form == Form("int4")
 
 
 BLOCKS, SCALES = "gate_up_proj_blocks", "gate_up_proj_scales"
@@ -390,9 +383,9 @@ FAULTS = [
 
 @pytest.mark.parametrize(("edit", "message"), FAULTS)
 def test_tensors_that_do_not_fit_are_refused_by_name(directory, edit, message, monkeypatch) -> None:
-    found = tensors()
-    edit(found)
-    save_file(found, directory / WEIGHTS)
+    edited = tensors()
+    edit(edited)
+    save_file(edited, directory / WEIGHTS)
     monkeypatch.setattr(mxfp4, "unpack", None)  # every check comes before the first weight
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)

@@ -1,4 +1,4 @@
-"""Numbers in int32: against shifts, one by one."""
+"""Numbers packed into int32, against shifts one by one."""
 
 import numpy as np
 import pytest
@@ -11,10 +11,10 @@ from specjax.models.quantization.packing import packed, unpacked
 def test_numbers_are_where_shifts_put_them(bits, count) -> None:
     numbers = np.random.default_rng(0).integers(0, 1 << bits, (3, count))
     words = [[0] * -(-count * bits // 32) for _ in numbers]
-    for row, place in np.ndindex(*numbers.shape):
-        words[row][place * bits // 32] |= int(numbers[row, place]) << place * bits % 32
-    found = packed(numbers, bits)
-    assert found.dtype == np.int32 and found.view(np.uint32).tolist() == words
-    for one in (found, np.asfortranarray(found)):
-        np.testing.assert_array_equal(unpacked(one, bits)[:, :count], numbers)
-        assert not unpacked(one, bits)[:, count:].any()
+    for row, index in np.ndindex(*numbers.shape):
+        words[row][index * bits // 32] |= int(numbers[row, index]) << index * bits % 32
+    result = packed(numbers, bits)
+    assert result.dtype == np.int32 and result.view(np.uint32).tolist() == words
+    for array in (result, np.asfortranarray(result)):
+        np.testing.assert_array_equal(unpacked(array, bits)[:, :count], numbers)
+        assert not unpacked(array, bits)[:, count:].any()

@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors, written by the library itself: logits are those of the weights that it reads there."""
+"""Checkpoints that the compressed-tensors library writes, and the weights that it reads."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.with_torch import torch  # without it compressed-tensors is not there either
+from tests.with_torch import torch  # compressed-tensors needs it
 
 # isort: split
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
@@ -35,10 +35,14 @@ ATTENTION, MLP = "re:.*self_attn.*", "re:.*mlp.*"
 FLOAT8 = {"type": "float"}
 BLOCKS = FLOAT8 | {"block_structure": [128, 128]}
 ROUNDED = {8: 0.08, 16: 1e-3}
-"""By bits of activations, how far logits may be from those of floats, as a share of the largest: 8 bits are steps of 1/127 of a
-row's largest number, 16 of 1/32,639, and 14 products follow each other."""
+"""By the bits of activations, the allowed error of the logits, as a share of the largest.
 
-CASES = {  # what the library is told, and how matrices are kept: by name, or all alike
+8 bits are steps of 1/127 of a row's largest number, and 16 bits steps of 1/32,639. 14 products
+follow each other.
+"""
+
+# The library's schemes, and the forms of the matrices: one for all, or by name.
+CASES = {
     "W8A8": ([scheme(8, "channel", TOKEN)], Form("int8", activations=8)),
     "W8A8 of a matrix": ([scheme(8, "tensor", TOKEN)], Form("int8", activations=8)),
     "W8A16": ([scheme(8, "channel", layout="int-quantized")], Form("int8")),
@@ -83,8 +87,8 @@ def our_logits(target: Target) -> np.ndarray:
     return np.asarray(target.forward(PROMPTS)[0].logits)
 
 
-def kept(target: Target) -> dict[str, Form]:
-    """How the matrices of the last layer are quantized."""
+def forms_of(target: Target) -> dict[str, Form]:
+    """Return the forms of the quantized matrices of the last layer."""
     return {
         name: value.form
         for name, value in target.params["layers"][-1].items()
@@ -93,7 +97,7 @@ def kept(target: Target) -> dict[str, Form]:
 
 
 def as_floats(target: Target):
-    """The params, the quantized ones in floats."""
+    """Return the params with quantized matrices in floats."""
     return jax.tree.map(
         lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf,
         target.params,
@@ -101,9 +105,9 @@ def as_floats(target: Target):
     )
 
 
-def share(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference, as a share of the largest number."""
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+def share(result: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference, as a share of the largest number."""
+    return float(np.abs(result - expected).max() / np.abs(expected).max())
 
 
 RARE = ("W8A8 of a matrix", "W8A16 in groups", "W8A16 packed", "W4A16 per output", "W4A8")
@@ -118,16 +122,16 @@ def test_logits_are_those_of_the_weights_that_the_library_reads(
     schemes, forms = CASES[name]
     expected = logits(write(tmp_path, schemes))
     floats = read(tmp_path, weights="float")
-    assert not kept(floats)
+    assert not forms_of(floats)
     np.testing.assert_allclose(our_logits(floats), expected, rtol=0, atol=1e-4)
     stored = read(tmp_path)
     is_float8 = name.startswith("FP8")
-    assert is_float8 == (not kept(stored))  # a CPU converts it
+    assert is_float8 == (not forms_of(stored))  # a CPU converts it
     if is_float8:
         monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
         stored = read(tmp_path)
     forms = forms if isinstance(forms, dict) else dict.fromkeys(MATRICES, forms)
-    assert kept(stored) == forms
+    assert forms_of(stored) == forms
     jax.tree.map(
         lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6),
         as_floats(stored),
@@ -135,24 +139,30 @@ def test_logits_are_those_of_the_weights_that_the_library_reads(
     )
     bits = min(form.activations for form in forms.values())
     assert share(our_logits(stored), expected) < ROUNDED[bits]
-    assert (
-        is_float8 or share(our_logits(stored), expected) > 0
-    )  # what is read quantized is multiplied so
+    # Quantized matrices are multiplied as such, which changes the logits.
+    assert is_float8 or share(our_logits(stored), expected) > 0
 
 
 def test_groups_of_inputs_that_are_no_neighbours(tmp_path) -> None:
-    """The library wrote ``weight_g_idx`` until 2026; it now has the numbers turned, of which this puts each where it was."""
+    """The library wrote ``weight_g_idx`` until 2026, and orders the numbers itself today.
+
+    The test puts each number back to where it was.
+    """
     floats, size = write(tmp_path, [scheme(4, "group", group_size=64, symmetric=False)]), 64
     tensors, state = load_file(tmp_path / "model.safetensors"), floats.state_dict()
     rng = np.random.default_rng(0)
     for name in [name for name in tensors if name.endswith("weight_packed")]:
         base = name.removesuffix("_packed")
         shape = tuple(tensors[f"{base}_shape"].tolist())
-        of_input = rng.permutation(np.arange(shape[1]) // size).astype(np.int32)
-        places = np.argsort(np.argsort(of_input, kind="stable"))  # where the library has each input
-        numbers = unpack_from_int32(torch.tensor(tensors[name]), 4, torch.Size(shape))[:, places]
-        tensors |= {name: pack_to_int32(numbers.contiguous(), 4).numpy(), f"{base}_g_idx": of_input}
-        state[base] = state[base][:, places]
+        group_of_input = rng.permutation(np.arange(shape[1]) // size).astype(np.int32)
+        # The position of each input in the library's order.
+        positions = np.argsort(np.argsort(group_of_input, kind="stable"))
+        numbers = unpack_from_int32(torch.tensor(tensors[name]), 4, torch.Size(shape))[:, positions]
+        tensors |= {
+            name: pack_to_int32(numbers.contiguous(), 4).numpy(),
+            f"{base}_g_idx": group_of_input,
+        }
+        state[base] = state[base][:, positions]
     save_file(tensors, tmp_path / "model.safetensors")
     floats.load_state_dict(state)
     expected = logits(floats)
@@ -160,26 +170,27 @@ def test_groups_of_inputs_that_are_no_neighbours(tmp_path) -> None:
         our_logits(read(tmp_path, weights="float")), expected, rtol=0, atol=1e-4
     )
     stored = read(tmp_path)
-    assert kept(stored) == dict.fromkeys(
+    assert forms_of(stored) == dict.fromkeys(
         MATRICES, Form("int4", 64, has_zeros=True, is_ordered=True)
     )
     assert share(our_logits(stored), expected) < ROUNDED[16]
 
     for name in [name for name in tensors if name.endswith("g_idx")]:
-        tensors[name] = np.full_like(tensors[name], -1)  # has not been set
+        tensors[name] = np.full_like(tensors[name], -1)  # not set
     save_file(tensors, tmp_path / "model.safetensors")
-    assert kept(read(tmp_path)) == dict.fromkeys(MATRICES, Form("int4", 64, has_zeros=True))
+    assert forms_of(read(tmp_path)) == dict.fromkeys(MATRICES, Form("int4", 64, has_zeros=True))
 
 
 def test_a_matrix_whose_last_word_is_not_full_and_one_whose_blocks_are_not(tmp_path) -> None:
-    sizes = {
-        "intermediate_size": 308
-    }  # inputs of `down`: 38 words and a half, two blocks and a half
+    # The inputs of `down` fill 38 words and a half, and two blocks and a half.
+    sizes = {"intermediate_size": 308}
     expected = logits(write(tmp_path / "packed", [scheme(4, "channel", symmetric=False)], **sizes))
     np.testing.assert_allclose(
         our_logits(read(tmp_path / "packed", weights="float")), expected, rtol=0, atol=1e-4
     )
-    assert kept(read(tmp_path / "packed")) == dict.fromkeys(MATRICES, Form("int4", has_zeros=True))
+    assert forms_of(read(tmp_path / "packed")) == dict.fromkeys(
+        MATRICES, Form("int4", has_zeros=True)
+    )
     assert share(our_logits(read(tmp_path / "packed")), expected) < ROUNDED[16]
     expected = logits(
         write(tmp_path / "blocks", [scheme(8, "block", FLOAT_TOKEN, **BLOCKS)], **sizes)
@@ -192,7 +203,7 @@ def test_blocks_that_are_not_full_stay_floats_beside_others_that_are_kept(
 ) -> None:
     write(tmp_path, [scheme(8, "block", FLOAT_TOKEN, **BLOCKS)], intermediate_size=308)
     monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
-    assert kept(read(tmp_path)) == dict.fromkeys(MATRICES[:-1], Form("fp8", 128))
+    assert forms_of(read(tmp_path)) == dict.fromkeys(MATRICES[:-1], Form("fp8", 128))
 
 
 def test_away_from_a_cpu_4_bits_are_4_bits(tmp_path, monkeypatch) -> None:
@@ -200,13 +211,8 @@ def test_away_from_a_cpu_4_bits_are_4_bits(tmp_path, monkeypatch) -> None:
     on_cpu = read(tmp_path)
     monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
     elsewhere = read(tmp_path)
-    assert (
-        on_cpu.params["layers"][0]["q"].values.dtype,
-        elsewhere.params["layers"][0]["q"].values.dtype,
-    ) == (
-        jnp.int8,
-        jnp.int4,
-    )
+    assert on_cpu.params["layers"][0]["q"].values.dtype == jnp.int8
+    assert elsewhere.params["layers"][0]["q"].values.dtype == jnp.int4
     assert elsewhere.fingerprint() == on_cpu.fingerprint()
     jax.tree.map(np.testing.assert_array_equal, as_floats(elsewhere), as_floats(on_cpu))
 
@@ -219,7 +225,7 @@ def test_a_checkpoint_in_shards(tmp_path) -> None:
         name: f"model-0000{i % 3 + 1}-of-00003.safetensors"
         for i, name in enumerate(sorted(tensors))
     }
-    for file in set(shards.values()):  # the parts of one matrix lie in all three of them
+    for file in set(shards.values()):  # the parts of a matrix lie in all three shards
         save_file(
             {name: tensors[name] for name in tensors if shards[name] == file}, tmp_path / file
         )
@@ -228,25 +234,24 @@ def test_a_checkpoint_in_shards(tmp_path) -> None:
     jax.tree.map(np.testing.assert_array_equal, read(tmp_path).params, whole.params)
 
 
-@pytest.mark.parametrize("said", ["int8", "w8a8"])
-def test_asking_for_what_is_stored_already_changes_no_number(tmp_path, said) -> None:
+@pytest.mark.parametrize("weights", ["int8", "w8a8"])
+def test_asking_for_what_is_stored_already_changes_no_number(tmp_path, weights) -> None:
     write(tmp_path, [scheme(8, "channel", TOKEN)])
-    stored, asked = read(tmp_path), read(tmp_path, weights=said)
-    q, again = stored.params["layers"][0]["q"], asked.params["layers"][0]["q"]
+    stored, requested = read(tmp_path), read(tmp_path, weights=weights)
+    q, again = stored.params["layers"][0]["q"], requested.params["layers"][0]["q"]
     np.testing.assert_array_equal(q.values, again.values)
     np.testing.assert_array_equal(q.scales, again.scales)
-    assert again.activations == {"int8": 16, "w8a8": 8}[said]
+    assert again.activations == {"int8": 16, "w8a8": 8}[weights]
 
 
 def test_other_forms_are_made_of_what_is_stored(tmp_path) -> None:
     floats = read(write(tmp_path, [scheme(8, "channel")]) and tmp_path, weights="float")
-    asked = read(tmp_path, weights="int4")
-    assert kept(asked) == dict.fromkeys(MATRICES, Form("int4", 128))
-    weights, quantized = floats.params["layers"][0]["q"], asked.params["layers"][0]["q"]
+    requested = read(tmp_path, weights="int4")
+    assert forms_of(requested) == dict.fromkeys(MATRICES, Form("int4", 128))
+    floats_q, quantized = floats.params["layers"][0]["q"], requested.params["layers"][0]["q"]
     step = float(quantized.scales.max())
-    assert (
-        0 < float(jnp.abs(dequantize_matrix(quantized) - weights).max()) <= 2.5 * step
-    )  # the largest may be cut off
+    error = float(jnp.abs(dequantize_matrix(quantized) - floats_q).max())
+    assert 0 < error <= 2.5 * step  # the largest weights may be cut off
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -256,8 +261,8 @@ UP = "model.layers.1.mlp.up_proj.weight"
 PACKED, PLAIN, FLOAT = "W4A16 asymmetric", "W8A8", "FP8 blocks"
 
 
-def swap(tensors, one: str, other: str) -> None:
-    tensors[one], tensors[other] = tensors[other], tensors[one]
+def swap(tensors, first: str, second: str) -> None:
+    tensors[first], tensors[second] = tensors[second], tensors[first]
 
 
 FAULTS = [
@@ -399,27 +404,21 @@ def refusal(directory: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         read(directory)
     message = str(caught.value)
-    assert (
-        message.splitlines() == [message]
-        and message.startswith(str(directory))
-        and message.count(": ") >= 2
-    ), message
+    assert message.splitlines() == [message], message
+    assert message.startswith(str(directory)) and message.count(": ") >= 2, message
     return message
 
 
 def load(file: Path) -> dict[str, np.ndarray]:
-    """The tensors, those in FP8 too."""
+    """Return the tensors of a file, those in FP8 too."""
     from safetensors.torch import load_file as load_torch
 
-    found = load_torch(file)
-    return {
-        name: (
-            one.view(torch.uint8).numpy().view(jnp.float8_e4m3fn)
-            if one.dtype == torch.float8_e4m3fn
-            else one.numpy()
-        )
-        for name, one in found.items()
-    }
+    def to_numpy(tensor) -> np.ndarray:
+        if tensor.dtype == torch.float8_e4m3fn:
+            return tensor.view(torch.uint8).numpy().view(jnp.float8_e4m3fn)
+        return tensor.numpy()
+
+    return {name: to_numpy(tensor) for name, tensor in load_torch(file).items()}
 
 
 @pytest.mark.parametrize(("name", "edit", "message"), FAULTS)
@@ -435,12 +434,12 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 
 
 def edit_config(name: str, **changes):
-    """Of a compressed-tensors ``quantization_config``."""
+    """Return ``name`` and a function that edits a compressed-tensors ``quantization_config``."""
     return name, lambda raw: raw.update(changes)
 
 
 def edit_group(name: str, part: str | None = None, **changes):
-    """Of its first group, or of a part of that."""
+    """Return ``name`` and a function that edits the first group, or a part of that group."""
 
     def edit(raw) -> None:
         group = raw["config_groups"]["group_0"]

@@ -1,4 +1,4 @@
-"""What is written is what the compressed-tensors library reads."""
+"""The compressed-tensors library reads the quantized checkpoints that are saved."""
 
 import gc
 import json
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.with_torch import torch  # without it compressed-tensors is not there either
+from tests.with_torch import torch  # compressed-tensors needs it
 
 # isort: split
 from compressed_tensors.compressors import BaseCompressor, ModelCompressor
@@ -47,13 +47,15 @@ NAMES = {
 
 
 def read_by_library(directory: Path) -> LlamaForCausalLM:
-    """The model with the weights that compressed-tensors unpacks; activations are rounded as the configuration says."""
+    """Return the model with the weights that compressed-tensors unpacks.
+
+    Activations are rounded as the configuration says.
+    """
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(directory))
-    said = QuantizationConfig(
-        **json.loads((directory / "config.json").read_text())["quantization_config"]
-    )
-    apply_quantization_config(model, said, show_progress=False)
-    compressor = ModelCompressor(quantization_config=said)
+    raw = json.loads((directory / "config.json").read_text())
+    quantization = QuantizationConfig(**raw["quantization_config"])
+    apply_quantization_config(model, quantization, show_progress=False)
+    compressor = ModelCompressor(quantization_config=quantization)
     compressor.compress_model(model)
     model.load_state_dict(load_file(directory / "model.safetensors"))
     compressor.decompress_model(model)
@@ -82,32 +84,29 @@ def test_the_library_reads_our_weights(tmp_path, weights) -> None:
             )
     np.testing.assert_allclose(state["model.embed_tokens.weight"], quantized.embedding, rtol=1e-6)
     np.testing.assert_allclose(state["lm_head.weight"].T, quantized.head_weights, rtol=1e-6)
-    found = np.asarray(quantized.forward(PROMPTS)[0].logits)
-    # Of "w8a8" the library rounds activations too, each program in its own way.
+    our_logits = np.asarray(quantized.forward(PROMPTS)[0].logits)
+    # With "w8a8" the library rounds activations too, in another way than ours.
     bound = (0.1 if weights == "w8a8" else 1e-3) * np.abs(logits).max()
-    np.testing.assert_allclose(found, logits, rtol=0, atol=bound)
+    np.testing.assert_allclose(our_logits, logits, rtol=0, atol=bound)
 
 
 def random_matrix(form: Form, outputs: int = 256, inputs: int = 256) -> QuantizedMatrix:
-    """Numbers over the whole range of a ``form``."""
+    """Return a matrix with numbers over the whole range of a ``form``."""
     rng, size = np.random.default_rng(0), form.group or inputs
     groups, half = inputs // size, 1 << (form.bits - 1)
     shape = (groups, outputs, size)
     is_float = form.kind == "fp8"
-    values = (
-        rng.normal(size=shape).astype(form.dtype)
-        if is_float
-        else rng.integers(-half, half, shape).astype(np.int8)
-    )
+    if is_float:
+        values = rng.normal(size=shape).astype(form.dtype)
+    else:
+        values = rng.integers(-half, half, shape).astype(np.int8)
     scales = rng.uniform(0.5, 2, (groups, outputs)).astype(np.float32)
     if is_float and form.group:
         scales = np.repeat(scales[:, ::BLOCK], BLOCK, axis=1)
     zeros = rng.integers(-half, half, (groups, outputs)).astype(np.int8) if form.has_zeros else None
-    order = (
-        np.argsort(rng.permutation(inputs) // size, kind="stable").astype(np.int32)
-        if form.is_ordered
-        else None
-    )
+    order = None
+    if form.is_ordered:
+        order = np.argsort(rng.permutation(inputs) // size, kind="stable").astype(np.int32)
     return QuantizedMatrix(values, scales, zeros, order, form.bits, form.activations)
 
 
@@ -134,37 +133,30 @@ def test_every_form_is_read_back_bit_for_bit_and_unpacked_by_the_library(tmp_pat
     matrix, name = random_matrix(form), "layer.weight"
     param = Param((256, 256), (None, None), name, transposed=True, is_product=True)
     declared = {"layer": form.declare(param, matrix.values.dtype)}
-    said = saved.format_config(declared)
-    checkpoint.save(
-        tmp_path,
-        declared,
-        {"layer": jax.tree.map(jnp.asarray, matrix)},
-        {"config.json": {"quantization_config": said}},
-    )
+    config = {"quantization_config": saved.format_config(declared)}
+    params = {"layer": jax.tree.map(jnp.asarray, matrix)}
+    checkpoint.save(tmp_path, declared, params, {"config.json": config})
     assert CheckpointFiles(tmp_path).forms == {name: form}
     read = checkpoint.load(CheckpointFiles(tmp_path), declared, np.float32, "a layer")["layer"]
     assert read.form == form
     for role in ("values", "scales", "zeros", "order"):
         part = getattr(matrix, role)
-        assert (
-            part is None
-            or np.asarray(getattr(read, role)).tobytes() == np.ascontiguousarray(part).tobytes()
-        ), role
+        if part is not None:
+            read_bytes = np.asarray(getattr(read, role)).tobytes()
+            assert read_bytes == np.ascontiguousarray(part).tobytes(), role
 
-    raw = json.loads((tmp_path / "config.json").read_text())["quantization_config"][
-        "config_groups"
-    ]["group_0"]
+    quantization = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    raw = quantization["config_groups"]["group_0"]
     assert raw["weights"].pop("actorder", None) == ("group" if form.is_ordered else None)
     if form.is_ordered:
-        return  # the library has not read these since 2026, and says so
+        return  # the library has refused these since 2026
     scheme = QuantizationScheme(**raw)
     state = {
         part.removeprefix("layer."): tensor
         for part, tensor in load_file(tmp_path / "model.safetensors").items()
     }
-    theirs = BaseCompressor.get_value_from_registry(scheme.format).decompress(state, scheme)[
-        "weight"
-    ]
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    theirs = compressor.decompress(state, scheme)["weight"]
     np.testing.assert_allclose(theirs.numpy().T, dequantize_matrix(matrix), rtol=1e-6)
 
 
@@ -203,7 +195,10 @@ def test_what_has_no_name_there_is_refused(tmp_path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_model_becomes_quantized_within_the_memory_of_a_layer(tmp_path, weights) -> None:
-    """Beside what is kept. Only what numpy takes is counted: what has become JAX's is no more of its own."""
+    """Quantizing takes less memory of numpy than two layers in floats.
+
+    Arrays that JAX has taken over are not counted.
+    """
     config = tiny_config(num_layers=24, hidden_size=256, intermediate_size=1024)
     floats = Target.init(config, jax.random.key(0))
     floats.save_pretrained(tmp_path)
@@ -219,13 +214,13 @@ def test_a_model_becomes_quantized_within_the_memory_of_a_layer(tmp_path, weight
 
 
 def test_every_matrix_becomes_quantized_once(tmp_path, monkeypatch) -> None:
-    """Experts too, which are read one by one: first the values of all, then the scales."""
+    """Experts are read one by one: first the values of all, then the scales."""
     tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32).save_pretrained(tmp_path)
-    made: list[tuple[int, ...]] = []
+    quantized_shapes: list[tuple[int, ...]] = []
     monkeypatch.setattr(
         stored,
         "quantize_matrix",
-        lambda floats, form: made.append(floats.shape) or quantize_matrix(floats, form),
+        lambda floats, form: quantized_shapes.append(floats.shape) or quantize_matrix(floats, form),
     )
     quantized = Target.from_pretrained(tmp_path, weights="int4", dtype=np.float32)
     matrices = [
@@ -234,7 +229,7 @@ def test_every_matrix_becomes_quantized_once(tmp_path, monkeypatch) -> None:
         for value in layer.values()
         if is_quantized(value)
     ]
-    in_all = sum(int(np.prod(matrix.values.shape[:-3])) for matrix in matrices)
-    assert len(made) == in_all + is_quantized(quantized.params["embed"]) + is_quantized(
-        quantized.params.get("lm_head")
-    )
+    count = sum(int(np.prod(matrix.values.shape[:-3])) for matrix in matrices)
+    count += is_quantized(quantized.params["embed"])
+    count += is_quantized(quantized.params.get("lm_head"))
+    assert len(quantized_shapes) == count

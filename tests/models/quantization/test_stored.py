@@ -1,4 +1,4 @@
-"""AWQ and GPTQ: written number by number from the layouts' descriptions, read as floats, quantized, in parts, and on a mesh."""
+"""AWQ and GPTQ checkpoints, written number by number as the layouts are described."""
 
 import json
 import re
@@ -25,7 +25,11 @@ GROUP = 16
 
 
 class Matrix:
-    """Numbers from 0, ``[out, in]``, with the zeros and scales ``[out, groups]`` of their groups, and each input's group."""
+    """A quantized matrix: numbers from 0, ``[out, in]``.
+
+    Groups of inputs have zeros and scales, ``[out, groups]``; ``group_of_input`` is each input's
+    group.
+    """
 
     def __init__(
         self,
@@ -39,55 +43,56 @@ class Matrix:
         outputs, inputs = weight.shape
         size = inputs if size == -1 else size
         self.bits, self.size, middle = bits, size, 1 << (bits - 1)
-        self.of_input = np.arange(inputs) // size
+        self.group_of_input = np.arange(inputs) // size
         if ordered:
-            rng.shuffle(self.of_input)
-        zeros = (
-            np.full((outputs, inputs // size), middle)
-            if symmetric
-            else rng.integers(0, 2 * middle, (outputs, inputs // size))
-        )
+            rng.shuffle(self.group_of_input)
+        if symmetric:
+            zeros = np.full((outputs, inputs // size), middle)
+        else:
+            zeros = rng.integers(0, 2 * middle, (outputs, inputs // size))
         largest = np.abs(weight).max(axis=1, keepdims=True) * rng.uniform(0.7, 1.3, zeros.shape)
         self.zeros, self.scales = zeros, (largest / middle).astype(np.float16)
-        numbers = (
-            np.rint(weight / self.scales.astype(np.float64)[:, self.of_input])
-            + zeros[:, self.of_input]
-        )
+        scales = self.scales.astype(np.float64)[:, self.group_of_input]
+        numbers = np.rint(weight / scales) + zeros[:, self.group_of_input]
         self.numbers = np.clip(numbers, 0, 2 * middle - 1).astype(int)
 
     def floats(self) -> np.ndarray:
         weights = np.empty(self.numbers.shape, np.float32)
-        for output, place in np.ndindex(*weights.shape):
-            group = self.of_input[place]
-            weights[output, place] = (
-                self.numbers[output, place] - self.zeros[output, group]
-            ) * np.float32(self.scales[output, group])
+        for output, index in np.ndindex(*weights.shape):
+            group = self.group_of_input[index]
+            number = self.numbers[output, index] - self.zeros[output, group]
+            weights[output, index] = number * np.float32(self.scales[output, group])
         return weights
 
     def gptq(self, less: int) -> dict[str, np.ndarray]:
-        """Input i is at bit ``bits * i`` of its output's column, and output o of a group's zeros at bit ``bits * o``. The first
-        version of the layout stores zeros ``less`` 1."""
+        """Return the tensors of the layout of GPTQ.
+
+        Input i is at bit ``bits * i`` of its output's column, and output o of a group's zeros at
+        bit ``bits * o``. The first version of the layout stores zeros less 1, which is ``less``.
+        """
         outputs, inputs = self.numbers.shape
-        words, zeros = (
-            np.zeros((inputs * self.bits // 32, outputs), np.uint32),
-            np.zeros((inputs // self.size, outputs * self.bits // 32), np.uint32),
-        )
-        for output, place in np.ndindex(outputs, inputs):
-            words[place * self.bits // 32, output] |= np.uint32(
-                self.numbers[output, place] << place * self.bits % 32
-            )
+        words = np.zeros((inputs * self.bits // 32, outputs), np.uint32)
+        zeros = np.zeros((inputs // self.size, outputs * self.bits // 32), np.uint32)
+        for output, index in np.ndindex(outputs, inputs):
+            word, shift = divmod(index * self.bits, 32)
+            words[word, output] |= np.uint32(self.numbers[output, index] << shift)
         for output, group in np.ndindex(*self.zeros.shape):
-            stored = (self.zeros[output, group] - less) % (1 << self.bits)
-            zeros[group, output * self.bits // 32] |= np.uint32(stored << output * self.bits % 32)
+            word, shift = divmod(output * self.bits, 32)
+            zero = (self.zeros[output, group] - less) % (1 << self.bits)
+            zeros[group, word] |= np.uint32(zero << shift)
         return {
             "qweight": words.view(np.int32),
             "qzeros": zeros.view(np.int32),
             "scales": np.ascontiguousarray(self.scales.T),
-            "g_idx": self.of_input.astype(np.int32),
+            "g_idx": self.group_of_input.astype(np.int32),
         }
 
     def awq(self) -> dict[str, np.ndarray]:
-        """Each int32 has eight outputs, from its lowest bits on the first, third, fifth, seventh, second and so on."""
+        """Return the tensors of the layout of AWQ.
+
+        Each int32 has eight outputs. From its lowest bits on these are the first, third, fifth,
+        seventh, second, fourth, sixth and eighth.
+        """
 
         def packed(rows: np.ndarray) -> np.ndarray:
             words = np.zeros((len(rows), rows.shape[1] // 8), np.uint32)
@@ -105,12 +110,12 @@ class Matrix:
 
 def write(
     directory: Path,
-    said: dict[str, Any],
+    quantization: dict[str, Any],
     size: int = GROUP,
     symmetric: bool = False,
     ordered: bool = False,
 ) -> Path:
-    """Writes a checkpoint of AWQ or GPTQ, and beside it one of the same weights in floats."""
+    """Write a checkpoint of AWQ or GPTQ, and beside it one of the same weights in floats."""
     target = tiny_target(**SIZES, scale=8.0)
     rng = np.random.default_rng(0)
     target.save_pretrained(directory)
@@ -118,16 +123,19 @@ def write(
     floats = load_file(directory / "model.safetensors")
     tensors = dict(floats)
     for name in [name for name in floats if ".layers." in name and name.endswith("proj.weight")]:
-        matrix = Matrix(rng, tensors.pop(name), said.get("bits", 4), size, symmetric, ordered)
+        matrix = Matrix(
+            rng, tensors.pop(name), quantization.get("bits", 4), size, symmetric, ordered
+        )
         floats[name] = matrix.floats()
-        is_first = said.get("checkpoint_format", "gptq") == "gptq"
-        parts = matrix.awq() if said["quant_method"] == "awq" else matrix.gptq(int(is_first))
-        tensors |= {
-            f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()
-        }
+        is_first = quantization.get("checkpoint_format", "gptq") == "gptq"
+        parts = (
+            matrix.awq() if quantization["quant_method"] == "awq" else matrix.gptq(int(is_first))
+        )
+        stem = name.removesuffix("weight")
+        tensors |= {f"{stem}{part}": tensor for part, tensor in parts.items()}
     save_file(tensors, directory / "model.safetensors")
     save_file(floats, directory / "floats" / "model.safetensors")
-    edit_config(directory, quantization_config=said | {"group_size": size})
+    edit_config(directory, quantization_config=quantization | {"group_size": size})
     return directory
 
 
@@ -150,7 +158,7 @@ def logits(target: Target) -> np.ndarray:
     return np.asarray(target.forward(PROMPTS)[0].logits)
 
 
-def kept(target: Target) -> dict[str, Form]:
+def forms_of(target: Target) -> dict[str, Form]:
     return {
         name: value.form
         for name, value in target.params["layers"][-1].items()
@@ -168,7 +176,8 @@ AWQ = {
 FIRST = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq", "desc_act": False}
 SECOND, EIGHT = FIRST | {"checkpoint_format": "gptq_v2"}, FIRST | {"bits": 8}
 ORDERED = {"ordered": True}
-CASES = {  # what config.json says, how `write` is called, and how the matrices are kept
+# The quantization_config, the options of `write`, and the form of the matrices.
+CASES = {
     "AWQ": (AWQ, {}, Form("int4", GROUP, has_zeros=True)),
     "AWQ, one group": (AWQ | {"version": "GEMM"}, {"size": -1}, Form("int4", has_zeros=True)),
     "GPTQ": (FIRST, {}, Form("int4", GROUP, has_zeros=True)),
@@ -207,8 +216,8 @@ CASES = {  # what config.json says, how `write` is called, and how the matrices 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.represents("packed weights of AWQ and GPTQ")
 def test_weights_are_those_that_the_slow_packer_packed(tmp_path, name) -> None:
-    said, how, form = CASES[name]
-    write(tmp_path, said, **how)
+    quantization, options, form = CASES[name]
+    write(tmp_path, quantization, **options)
     floats = read(tmp_path / "floats")
     jax.tree.map(
         lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-6),
@@ -216,11 +225,10 @@ def test_weights_are_those_that_the_slow_packer_packed(tmp_path, name) -> None:
         floats.params,
     )
     quantized = read(tmp_path)
-    assert kept(quantized) == dict.fromkeys(MATRICES, form)
+    assert forms_of(quantized) == dict.fromkeys(MATRICES, form)
     expected = logits(floats)
-    assert (
-        0 < np.abs(logits(quantized) - expected).max() < 1e-3 * np.abs(expected).max()
-    )  # of activations, as above
+    error = np.abs(logits(quantized) - expected).max()
+    assert 0 < error < 1e-3 * np.abs(expected).max()  # by rounded activations
 
     quantized.save_pretrained(tmp_path / "again")  # in the layout of compressed-tensors
     again = read(tmp_path / "again")
@@ -232,9 +240,9 @@ def test_weights_are_those_that_the_slow_packer_packed(tmp_path, name) -> None:
     "name", ["AWQ", "GPTQ, symmetric", "GPTQ, act order", "GPTQ of 8 bits", "GPTQ, one group"]
 )
 def test_on_a_mesh_each_device_reads_its_part(tmp_path, name) -> None:
-    """Of `o` and `down` a device has some inputs, of the others some outputs."""
-    said, how, form = CASES[name]
-    whole, mesh = read(write(tmp_path, said, **how)), sharding.make_mesh(1, 2)
+    """A device has some inputs of `o` and `down`, and some outputs of other matrices."""
+    quantization, options, form = CASES[name]
+    whole, mesh = read(write(tmp_path, quantization, **options)), sharding.make_mesh(1, 2)
     split = read(tmp_path, mesh=mesh)
     jax.tree.map(np.testing.assert_array_equal, split.params, whole.params)
     assert split.fingerprint() == whole.fingerprint()
@@ -253,11 +261,9 @@ def test_on_a_mesh_each_device_reads_its_part(tmp_path, name) -> None:
 
 
 def stored(kind: str, matrix: Matrix) -> tuple[Any, Numbers]:
-    """A matrix in one of the layouts, and the tensor that holds its numbers."""
-    parts = {
-        part: Numbers(tensor)
-        for part, tensor in (matrix.awq() if kind == "awq" else matrix.gptq(1)).items()
-    }
+    """Return a matrix in one of the layouts, and the tensor that holds its numbers."""
+    tensors = matrix.awq() if kind == "awq" else matrix.gptq(1)
+    parts = {part: Numbers(tensor) for part, tensor in tensors.items()}
     form = Form("int4", matrix.size, has_zeros=True)
     scales, zeros, values = parts["scales"], parts["qzeros"], parts["qweight"]
     if kind == "awq":
@@ -270,13 +276,9 @@ def stored(kind: str, matrix: Matrix) -> tuple[Any, Numbers]:
     if kind == "plain":
         values = Numbers(signed)
         return PlainMatrix(values, Numbers(matrix.scales), Form("int8", matrix.size)), values
-    values = Numbers(np.ascontiguousarray(values.numbers.T))
-    return (
-        PackedMatrix(
-            values, Numbers(matrix.scales), None, None, Form("int4", matrix.size), signed.shape[1]
-        ),
-        values,
-    )
+    values, scales = Numbers(np.ascontiguousarray(values.numbers.T)), Numbers(matrix.scales)
+    form = Form("int4", matrix.size)
+    return PackedMatrix(values, scales, None, None, form, signed.shape[1]), values
 
 
 PARTS = [
@@ -294,42 +296,45 @@ PARTS = [
 def test_a_part_is_that_of_the_whole_and_little_more_is_read(kind, part) -> None:
     rng = np.random.default_rng(1)
     is_symmetric = kind in ("plain", "packed")
-    matrix = Matrix(
-        rng, rng.normal(size=(24, 96)), 4, GROUP, is_symmetric, kind == "gptq, act order"
-    )
-    found, values = stored(kind, matrix)
-    np.testing.assert_allclose(found[part], matrix.floats()[part], rtol=1e-6)
-    outputs, inputs = (range(size)[one] for size, one in zip((24, 96), part, strict=True))
+    is_ordered = kind == "gptq, act order"
+    matrix = Matrix(rng, rng.normal(size=(24, 96)), 4, GROUP, is_symmetric, is_ordered)
+    tensor, values = stored(kind, matrix)
+    np.testing.assert_allclose(tensor[part], matrix.floats()[part], rtol=1e-6)
+    outputs, inputs = (range(size)[indices] for size, indices in zip((24, 96), part, strict=True))
+    # A word of AWQ has eight outputs, and one of the other layouts eight inputs.
+    if kind == "awq":
+        most = (outputs.stop - outputs.start + 14) * len(inputs)
+    else:
+        most = len(outputs) * (inputs.stop - inputs.start + 14)
     bits = 8 if kind == "plain" else 4
-    spread = (outputs.stop - outputs.start + 14 if kind == "awq" else len(outputs)) * (
-        len(inputs) if kind == "awq" else inputs.stop - inputs.start + 14
-    )
-    assert values.read * 8 <= bits * spread
+    assert values.read * 8 <= bits * most
 
     outputs, groups = part[0], slice(1, 4)
-    whole = found.read("values", np.s_[:, :, :])
+    whole = tensor.read("values", np.s_[:, :, :])
     np.testing.assert_array_equal(
-        found.read("values", (groups, outputs, slice(3, 9))), whole[groups, outputs, 3:9]
+        tensor.read("values", (groups, outputs, slice(3, 9))), whole[groups, outputs, 3:9]
     )
     for role in ("scales", "zeros"):
         np.testing.assert_array_equal(
-            found.read(role, (groups, outputs)), found.read(role, np.s_[:, :])[groups, outputs]
+            tensor.read(role, (groups, outputs)), tensor.read(role, np.s_[:, :])[groups, outputs]
         )
-    order = found.read("order", (slice(None),))
-    columns = (whole - found.read("zeros", np.s_[:, :])[..., None]) * found.read(
-        "scales", np.s_[:, :]
-    )[..., None]
+    order = tensor.read("order", (slice(None),))
+    zeros, scales = (tensor.read(role, np.s_[:, :])[..., None] for role in ("zeros", "scales"))
+    columns = (whole - zeros) * scales
     rows = np.moveaxis(columns, 0, 1).reshape(24, 96)
     np.testing.assert_allclose(rows, matrix.floats()[:, order], rtol=1e-6)
-    np.testing.assert_array_equal(found.read("order", (slice(4, 9),)), order[4:9])
+    np.testing.assert_array_equal(tensor.read("order", (slice(4, 9),)), order[4:9])
 
 
 def test_zeros_of_the_second_version_in_a_file_of_the_first(tmp_path) -> None:
-    """GPTQModel has written such files (vLLM's pull request 38966): that they are symmetric tells them apart."""
+    """GPTQModel has written such files (vLLM's pull request 38966).
+
+    They are recognized because they are symmetric.
+    """
     write(tmp_path, SECOND | {"sym": True}, symmetric=True)
     expected = read(tmp_path)
     edit_config(tmp_path, quantization_config=FIRST | {"sym": True, "group_size": GROUP})
-    assert kept(read(tmp_path)) == dict.fromkeys(MATRICES, Form("int4", GROUP))
+    assert forms_of(read(tmp_path)) == dict.fromkeys(MATRICES, Form("int4", GROUP))
     jax.tree.map(np.testing.assert_array_equal, read(tmp_path).params, expected.params)
 
 
@@ -418,8 +423,8 @@ def refusal(directory: Path) -> str:
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory) -> dict[str, Path]:
     return {
-        said["quant_method"]: write(tmp_path_factory.mktemp("original"), said)
-        for said in (AWQ, FIRST)
+        quantization["quant_method"]: write(tmp_path_factory.mktemp("original"), quantization)
+        for quantization in (AWQ, FIRST)
     }
 
 
@@ -428,11 +433,11 @@ def copy(directory: Path, to: Path) -> None:
         (to / file).write_bytes((directory / file).read_bytes())
 
 
-@pytest.mark.parametrize(("said", "edit", "message"), FAULTS)
+@pytest.mark.parametrize(("quantization", "edit", "message"), FAULTS)
 def test_tensors_that_do_not_fit_are_refused_by_name(
-    originals, tmp_path, said, edit, message
+    originals, tmp_path, quantization, edit, message
 ) -> None:
-    copy(originals[said["quant_method"]], tmp_path)
+    copy(originals[quantization["quant_method"]], tmp_path)
     edit_tensors(tmp_path, edit)
     assert re.search(message, refusal(tmp_path)), refusal(tmp_path)
 
@@ -471,8 +476,9 @@ CONFIG_FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("said", "message"), CONFIG_FAULTS)
-def test_what_is_not_read_is_refused_by_name(originals, tmp_path, said, message) -> None:
-    copy(originals["awq" if said and said["quant_method"] == "awq" else "gptq"], tmp_path)
-    edit_config(tmp_path, quantization_config=said and {"group_size": GROUP} | said)
+@pytest.mark.parametrize(("quantization", "message"), CONFIG_FAULTS)
+def test_what_is_not_read_is_refused_by_name(originals, tmp_path, quantization, message) -> None:
+    is_awq = quantization is not None and quantization["quant_method"] == "awq"
+    copy(originals["awq" if is_awq else "gptq"], tmp_path)
+    edit_config(tmp_path, quantization_config=quantization and {"group_size": GROUP} | quantization)
     assert re.search(message, refusal(tmp_path)), refusal(tmp_path)

@@ -1,4 +1,4 @@
-"""Floats that are quantized: against qwix, in range, and how far from what they were."""
+"""Quantizing floats: against qwix, the range of the numbers, and the error."""
 
 import jax
 import jax.numpy as jnp
@@ -28,16 +28,14 @@ def weights(*shape: int) -> np.ndarray:
 @pytest.mark.parametrize("group", [0, 16])
 def test_numbers_and_scales_are_those_of_qwix(group) -> None:
     matrix = weights(64, 24)
-    how = qarray.HowToQuantize(
+    settings = qarray.HowToQuantize(
         qtype=jnp.int8,
         channelwise_axes=(1,),
         tiled_axes={0: group} if group else {},
         calibration_method="absmax",
     )
-    theirs, ours = (
-        qarray.quantize(jnp.asarray(matrix), how),
-        quantize_matrix(matrix, Form("int8", group)),
-    )
+    theirs = qarray.quantize(jnp.asarray(matrix), settings)
+    ours = quantize_matrix(matrix, Form("int8", group))
     assert theirs.zero_point is None and ours.zeros is None
     # qwix divides by 127.5, so that the largest weight is rounded to 128 and cut off at 127.
     np.testing.assert_allclose(
@@ -63,39 +61,36 @@ def test_numbers_are_in_range_and_weights_change_little(form) -> None:
     quantized = quantize_matrix(matrix, form)
     assert quantized.shape == matrix.shape and quantized.form == form
     groups = 64 // (form.group or 64)
-    assert quantized.values.shape == (3, groups, 24, 64 // groups) and quantized.scales.shape == (
-        3,
-        groups,
-        24,
-    )
+    assert quantized.values.shape == (3, groups, 24, 64 // groups)
+    assert quantized.scales.shape == (3, groups, 24)
     values = np.asarray(quantized.values).astype(np.float32)
     assert np.abs(values).max() == LARGEST[form.kind] and (np.asarray(quantized.scales) > 0).all()
-    found = np.asarray(dequantize_matrix(quantized))
-    assert not found[1, :, 5].any()
-    lost = np.abs(found - matrix)
+    result = np.asarray(dequantize_matrix(quantized))
+    assert not result[1, :, 5].any()
+    error = np.abs(result - matrix)
     size = form.group or 64
     largest = np.repeat(np.abs(matrix).reshape(3, groups, size, 24).max(axis=2), size, axis=1)
     match form.kind:
         case "int8":  # half a step
-            assert (lost <= largest / 127 * 0.5001).all()
-        case "int4":  # scales may be smaller by 30%, and cut the largest weights off
-            assert (lost <= largest * 0.3001).all()
+            assert (error <= largest / 127 * 0.5001).all()
+        case "int4":  # scales may be 30% smaller, so that the largest weights are cut off
+            assert (error <= largest * 0.3001).all()
             plain = np.rint(matrix / np.where(largest, largest / 7, 1)) * largest / 7
-            assert np.square(lost).sum() < 0.95 * np.square(plain - matrix).sum()
+            assert np.square(error).sum() < 0.95 * np.square(plain - matrix).sum()
         case "fp8":  # 3 bits behind the point, and below 2 ** -6 steps of 2 ** -9
-            assert (lost <= np.abs(matrix) / 16 + largest / 448 * 2**-10).all()
+            assert (error <= np.abs(matrix) / 16 + largest / 448 * 2**-10).all()
 
 
 def test_weights_in_another_order_come_back_in_their_own() -> None:
     matrix = weights(2, 32, 8)
     rng = np.random.default_rng(1)
     order = np.stack([rng.permutation(32), rng.permutation(32)]).astype(np.int32)
-    turned = np.take_along_axis(matrix, order[..., None], axis=1)
-    quantized = quantize_matrix(turned, Form("int8", 8)).replace(order=order)
+    ordered = np.take_along_axis(matrix, order[..., None], axis=1)
+    quantized = quantize_matrix(ordered, Form("int8", 8)).replace(order=order)
     assert quantized.form.is_ordered
     assert float(jnp.abs(dequantize_matrix(quantized) - matrix).max()) < np.abs(matrix).max() / 127
-    one = jax.tree.map(lambda part: part[1], quantized)
-    np.testing.assert_array_equal(dequantize_matrix(one), dequantize_matrix(quantized)[1])
+    second = jax.tree.map(lambda part: part[1], quantized)
+    np.testing.assert_array_equal(dequantize_matrix(second), dequantize_matrix(quantized)[1])
 
 
 def test_rows_of_an_embedding_are_its_outputs() -> None:
@@ -108,11 +103,11 @@ def test_rows_of_an_embedding_are_its_outputs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "inputs", "found"),
+    ("group", "inputs", "expected"),
     [(128, 256, 128), (128, 96, 32), (128, 36, 0), (128, 9, 0), (0, 9, 0)],
 )
-def test_groups_fit_the_inputs(asked, inputs, found) -> None:
-    assert Form("int4", asked).fitting(inputs).group == found
+def test_groups_fit_the_inputs(group, inputs, expected) -> None:
+    assert Form("int4", group).fitting(inputs).group == expected
 
 
 def test_the_parts_of_a_matrix_are_declared_after_it() -> None:
@@ -131,15 +126,10 @@ def test_the_parts_of_a_matrix_are_declared_after_it() -> None:
         "zeros": (4, 4, 8),
         "order": (4, 64),
     }
-    assert declared.values.stored_shape == (4, 4, 16, 16) and declared.zeros.stored_shape == (
-        4,
-        4,
-        16,
-    )
-    assert declared.values.axes == ("experts", None, "mlp", None) and declared.order.axes == (
-        "experts",
-        None,
-    )
+    assert declared.values.stored_shape == (4, 4, 16, 16)
+    assert declared.zeros.stored_shape == (4, 4, 16)
+    assert declared.values.axes == ("experts", None, "mlp", None)
+    assert declared.order.axes == ("experts", None)
     whole = Form("int8").declare(
         Param((64, 8), ("heads", None), "o.weight", transposed=True, units=4, is_product=True)
     )
@@ -154,7 +144,8 @@ def test_zeros_are_taken_off_before_the_scale() -> None:
     quantized = quantize_matrix(weights(32, 8), Form("int8", 16))
     zeros = np.random.default_rng(1).integers(-3, 4, quantized.scales.shape).astype(np.int8)
     shifted = dequantize_matrix(quantized.replace(zeros=zeros))
-    lost = np.repeat(
-        zeros * np.asarray(quantized.scales), 16, axis=0
-    )  # [in, out]: a group is 16 neighbouring inputs
-    np.testing.assert_allclose(shifted, dequantize_matrix(quantized) - lost, rtol=1e-5, atol=1e-6)
+    # [in, out]: a group is 16 neighbouring inputs.
+    difference = np.repeat(zeros * np.asarray(quantized.scales), 16, axis=0)
+    np.testing.assert_allclose(
+        shifted, dequantize_matrix(quantized) - difference, rtol=1e-5, atol=1e-6
+    )
