@@ -23,7 +23,9 @@ from specjax import sharding
 from specjax.decoding.few_rows import by_rows
 from specjax.decoding.loop import advance, propose_step, rows_of_pass
 from specjax.decoding.state import DecodeState, place_rows
+from specjax.decoding.stats import StepInfo
 from specjax.drafters.base import Committed, Drafter, NoDraft
+from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafters.wrapper import Wrapper
 from specjax.drafts import tree
 from specjax.drafts.draft import Draft, Verdict
@@ -73,6 +75,8 @@ def reader(drafter: Drafter) -> Drafter:
 
     It has the same state as ``drafter``, and reads the tokens that a step commits.
     """
+    if isinstance(drafter, WithPrediction):  # it follows the prediction in every step
+        return replace(drafter, drafter=_Reader(drafter.drafter), longest=0)
     return _Reader(drafter)
 
 
@@ -142,14 +146,14 @@ def advance_under_masks(
     state: DecodeState,
     draft: Draft,
     legal: jax.Array,
-) -> DecodeState:
-    """Verify a draft whose legal tokens are known. The arguments are those of `advance`.
+    logprobs: int | None = None,
+) -> tuple[DecodeState, StepInfo]:
+    """Verify a draft whose legal tokens are known. Arguments and results are those of `advance`.
 
     The root's tokens are those of the state, whatever the draft has there.
     """
     tokens = jnp.asarray(draft.tokens).at[:, 0].set(state.roots)
-    state, _ = advance(target, drafter, state, replace(draft, tokens=tokens), legal=legal)
-    return state
+    return advance(target, drafter, state, replace(draft, tokens=tokens), logprobs, legal)
 
 
 def left_over(before: Any, after: Any) -> list[jax.Array]:
@@ -178,7 +182,7 @@ def _advance(
         used any more.
     """
     before, drafted = state.lengths, state.drafter
-    state = advance_under_masks(target, drafter, state, draft, legal)
+    state, _ = advance_under_masks(target, drafter, state, draft, legal)
     positions = before[:, None] + jnp.arange(draft.depth + 1)[None]
     tokens = jnp.take_along_axis(
         state.tokens, jnp.minimum(positions, state.tokens.shape[1] - 1), axis=1

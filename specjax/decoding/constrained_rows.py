@@ -1,7 +1,7 @@
 """Masked steps of rows that requests join and leave, in a paged state.
 
-`specjax.decoding.constrained` explains masked steps, `specjax.decoding.rows` the state. Rows without
-a grammar take part, and every token is legal for them.
+`specjax.decoding.constrained` explains masked steps, and `specjax.decoding.rows` the state. Rows
+without a grammar take part, and every token is legal for them.
 """
 
 from dataclasses import replace
@@ -25,6 +25,7 @@ from specjax.decoding.row_arrays import (
 from specjax.decoding.rows import Progress, nodes_of_call, progress_since
 from specjax.decoding.state import DecodeState, place_rows
 from specjax.drafters.base import Drafter
+from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.draft import Draft
 from specjax.models.transformer import Target
 
@@ -61,7 +62,7 @@ def propose_rows(
 @by_rows(
     nodes_of_call,
     models=("target", "drafter"),
-    static_argnames="width",
+    static_argnames=("width", "logprobs"),
     donate_argnames=("state", "drafted"),
 )
 def advance_rows(
@@ -75,6 +76,7 @@ def advance_rows(
     drafted: Any = None,
     *,
     width: int,
+    logprobs: int | None = None,
 ) -> tuple[DecodeState, Progress, list[jax.Array]]:
     """Verify drafts of the first ``width`` rows under masks: one masked step.
 
@@ -90,6 +92,8 @@ def advance_rows(
         drafted: the drafter's state from `propose_rows`, donated too; None if the draft comes from
             the host.
         width: the number of rows.
+        logprobs: if not None, return the target's log-probabilities, with those of this number of
+            likeliest tokens at each position. A grammar does not change them.
 
     Returns:
         The state, the `Progress` of its rows in this step, and arrays that are not used any more.
@@ -99,8 +103,13 @@ def advance_rows(
     words = jnp.asarray(legal)
     part = first_rows(state, width)
     part = part if drafted is None else replace(part, drafter=drafted)
-    part = advance_under_masks(target, drafter, part, draft, words)
+    part, info = advance_under_masks(target, drafter, part, draft, words, logprobs)
     state = put_rows(state, part, put_first)
     # JAX warns of donated arrays that no result can replace. The pools are written in place.
     unused = jax.tree.leaves(without_pools(drafted))
-    return place_rows(state, target), progress_since(state, starts, draft.depth + 1), unused
+    progress = replace(
+        progress_since(state, starts, draft.depth + 1),
+        matched=state.drafter.matched if isinstance(drafter, WithPrediction) else None,
+        logprobs=info.logprobs,
+    )
+    return place_rows(state, target), progress, unused

@@ -70,7 +70,8 @@ class GrammarCompiler:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise InputError(
-                f"grammar: it needs a fast tokenizer (tokenizer.json), not {type(tokenizer).__name__}"
+                f"grammar: it needs a fast tokenizer (tokenizer.json), not"
+                f" {type(tokenizer).__name__}"
             )
         # A copy: padding and truncation are settings of the tokenizer that others use.
         copied = type(backend).from_str(backend.to_str())

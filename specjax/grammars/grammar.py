@@ -9,7 +9,7 @@ from typing import Any
 from specjax.errors import InputError
 
 WHITESPACE = r"[ \n\r\t]{0,32}"
-"""The whitespace that JSON may have between its parts. Small models repeat it if it is unbounded."""
+"""The whitespace that JSON may have between its parts. Small models repeat unbounded whitespace."""
 
 
 @dataclass(frozen=True, init=False, repr=False)

@@ -167,7 +167,7 @@ def _ids(words: np.ndarray) -> list[int]:
 
 
 def _bits(ids: Sequence[int], words: int) -> np.ndarray:
-    """Return ``[words]`` uint32 with the bits of ``ids``. Ids that are out of range are left out."""
+    """Return ``[words]`` uint32 with the bits of those ``ids`` that are in range."""
     flags = np.zeros(words * 32, bool)
     flags[[i for i in ids if 0 <= i < len(flags)]] = True
     return np.packbits(flags, bitorder="little").view(np.uint32)

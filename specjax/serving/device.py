@@ -385,7 +385,13 @@ class EngineDevice:
         return draft
 
     def advance(
-        self, table: np.ndarray, free: np.ndarray, draft: Draft, legal: np.ndarray, width: int
+        self,
+        table: np.ndarray,
+        free: np.ndarray,
+        draft: Draft,
+        legal: np.ndarray,
+        width: int,
+        logprobs: bool,
     ) -> device_rows.Progress:
         """Complete a masked step, by `specjax.decoding.constrained_rows.advance_rows`.
 
@@ -395,12 +401,22 @@ class EngineDevice:
             draft: the draft from `propose`, or one of forced text in numpy arrays.
             legal: ``[width, N, words]`` the legal tokens.
             width: the number of rows.
+            logprobs: whether to report log-probabilities.
         """
         is_forced = isinstance(draft.tokens, np.ndarray)
         drafter = self._masked_drafter(is_forced)
         drafted, self._drafted = self._drafted, None
         self.state, progress, _ = constrained_rows.advance_rows(
-            self.target, drafter, self.state, table, free, draft, legal, drafted, width=width
+            self.target,
+            drafter,
+            self.state,
+            table,
+            free,
+            draft,
+            legal,
+            drafted,
+            width=width,
+            logprobs=self._top(logprobs),
         )
         return progress
 
@@ -571,7 +587,7 @@ class EngineDevice:
                 *self._with(self.masked), table, free, width=width
             )
 
-        def lower_advance(is_forced: bool) -> Any:
+        def lower_advance(is_forced: bool, logprobs: bool) -> Any:
             state, draft, drafted = self.state, forced_draft([()] * width), None
             if not is_forced:
                 state, draft, drafted = jax.eval_shape(
@@ -591,12 +607,25 @@ class EngineDevice:
                 legal,
                 drafted,
                 width=width,
+                logprobs=self._top(logprobs),
             )
 
-        listed = [EngineProgram("advance", (width, True), 4, lambda: lower_advance(True))]
+        reports = [False]
+        if self.sizes.max_logprobs and width == self.sizes.rows:
+            reports.append(True)  # requests with log-probabilities decode at this width alone
+        listed = []
+        for is_forced in [True] if self.masked is None else [True, False]:
+            listed += [
+                EngineProgram(
+                    "advance",
+                    (width, is_forced, logprobs),
+                    4,
+                    partial(lower_advance, is_forced, logprobs),
+                )
+                for logprobs in reports
+            ]
         if self.masked is not None:
             listed.append(EngineProgram("propose", (width,), 4, lower_propose))
-            listed.append(EngineProgram("advance", (width, False), 4, lambda: lower_advance(False)))
         return listed
 
     def time_decoding(self, settings: dict[str, Any], width: int, index: int) -> float:

@@ -263,7 +263,7 @@ class Engine:
             growing = text.GrowingText(self.tokenizer, tokens, stop, params.min_new_tokens, is_chat)
         matcher = None
         if params.grammar is not None:
-            matcher = self._matcher(params.grammar, settings, logprobs, predicted_tokens)
+            matcher = self._matcher(params.grammar, settings, predicted_tokens)
         options = OutputOptions(
             logprobs=logprobs,
             echo=echo,
@@ -434,15 +434,13 @@ class Engine:
         self,
         grammar: Grammar,
         settings: Mapping[str, Any],
-        logprobs: int | None,
         prediction: Sequence[int],
     ) -> Matcher:
         """Return the matcher of a request, after a check of what it asks for beside a grammar."""
         if self._config.grammars is None:
             raise InputError("grammar: this engine has no grammars; give Engine(grammars=True)")
-        for name, is_stated in (("logprobs", logprobs is not None), ("prediction", prediction)):
-            if is_stated:
-                raise InputError(f"{name}: not supported together with a grammar; leave it out")
+        if prediction:
+            raise InputError("prediction: not supported together with a grammar; leave it out")
         stop_ids = tuple(int(i) for i in settings["stop_token_ids"] if i >= 0)
         return self._config.grammars.compile(grammar).matcher(stop_ids)
 

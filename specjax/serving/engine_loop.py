@@ -527,7 +527,8 @@ class EngineLoop:
         if self._pending and (not pauses or self._pending + steps > ROOM):
             self._catch_up(table)
         if is_masked:
-            return self._take(self._step_masked(table, free, width, snapshot), snapshot)
+            progress = self._step_masked(table, free, width, snapshot, logprobs)
+            return self._take(progress, snapshot)
         nothing_compiles = self.programs.are_all_ready
         started = time.perf_counter()
         progress = self.device.decode(index, table, free, steps, until_any_done, width, logprobs)
@@ -548,12 +549,21 @@ class EngineLoop:
 
     def _choose_masked(self) -> tuple[int, int, bool]:
         """Return the choice of a masked step, as `_choose` does."""
-        running = len(self.scheduler.running)
-        width = next(width for width in self.device.masked_widths if width >= running)
-        return width, self.device.plain if self.device.masked is None else self.device.masked, False
+        running = self.scheduler.running
+        index = self.device.plain if self.device.masked is None else self.device.masked
+        requests = filter(None, map(self.scheduler.request_of, running))
+        if any(self.handles[it].output_options.logprobs is not None for it in requests):
+            return self.sizes.rows, index, True
+        width = next(width for width in self.device.masked_widths if width >= len(running))
+        return width, index, False
 
     def _step_masked(
-        self, table: np.ndarray, free: np.ndarray, width: int, snapshot: Mapping[int, Any]
+        self,
+        table: np.ndarray,
+        free: np.ndarray,
+        width: int,
+        snapshot: Mapping[int, Any],
+        logprobs: bool,
     ) -> device_rows.Progress:
         """Make one masked step with all running rows, and return its progress on the host."""
         matchers: list[Matcher | None] = [None] * width
@@ -575,7 +585,7 @@ class EngineLoop:
                 self._give_up(request, handle, error)
 
         legal, _ = legal_tokens(matchers, on_host, vocab_size, give_up)
-        progress = self.device.advance(table, free, draft, legal, width)
+        progress = self.device.advance(table, free, draft, legal, width, logprobs)
         self._deliver()  # the texts of the previous call, while the device works on this one
         return jax.device_get(progress)
 

@@ -169,8 +169,8 @@ def test_a_stream_gives_the_same_text_and_a_second_call_compiles_nothing() -> No
     before = compilations()
     assert np.array_equal(parts[-1].tokens, whole.tokens)
     assert all((b.lengths >= a.lengths).all() for a, b in itertools.pairwise(parts))
-    other = compiler().compile(GRAMMARS["regex"])
-    specjax.generate(target, drafter, PROMPTS[::-1].copy(), **options | {"grammar": other})
+    regex = compiler().compile(GRAMMARS["regex"])
+    specjax.generate(target, drafter, PROMPTS[::-1].copy(), **options | {"grammar": regex})
     assert compilations() == before
 
 
@@ -260,16 +260,16 @@ def test_forced_text_has_its_canonical_tokens() -> None:
 
 def _masks_of_parents(masks: Callable) -> Callable:
     def late(self, tokens, parents, drafted):
-        found, illegal = masks(self, tokens, parents, drafted)
-        return found[[max(parent, 0) for parent in parents]], illegal
+        by_node, illegal = masks(self, tokens, parents, drafted)
+        return by_node[[max(parent, 0) for parent in parents]], illegal
 
     return late
 
 
 def _masks_of_children(masks: Callable) -> Callable:
     def early(self, tokens, parents, drafted):
-        found, illegal = masks(self, tokens, parents, drafted)
-        return np.concatenate([found[1:], found[:1]]), illegal
+        by_node, illegal = masks(self, tokens, parents, drafted)
+        return np.concatenate([by_node[1:], by_node[:1]]), illegal
 
     return early
 
@@ -305,8 +305,8 @@ def _siblings_as_a_chain(masks: Callable) -> Callable:
 
 def _nothing_beyond_truncation(logits, settings, legal):
     scaled = sampling._scaled(logits, settings)
-    kept = sampling._is_kept(scaled, settings) if settings.truncated else True
-    return jnp.where(kept & legal, scaled, jnp.where(legal, -1e30, -jnp.inf))
+    is_kept = sampling._is_kept(scaled, settings) if settings.truncated else True
+    return jnp.where(is_kept & legal, scaled, jnp.where(legal, -1e30, -jnp.inf))
 
 
 BREAKS: dict[str, tuple[Any, str, Callable, str, str]] = {

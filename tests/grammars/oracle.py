@@ -36,13 +36,13 @@ def truncated(logits: np.ndarray, setting: dict[str, Any]) -> np.ndarray:
 
 
 def constrained(logits: np.ndarray, legal: np.ndarray, setting: dict[str, Any]) -> np.ndarray:
-    """Return p ``[V]`` of the law: kept and legal tokens, or legal tokens truncated by themselves."""
+    """Return p ``[V]`` of the law: over kept legal tokens, or over truncated legal ones."""
     logits = logits.astype(np.float64)
     if setting.get("temperature") == 0:
         return np.eye(len(logits))[np.argmax(np.where(legal, logits, -np.inf))]
-    kept = truncated(logits, setting)
-    if (kept[legal] > 0).any():
-        p = np.where(legal, kept, 0)
+    truncated_p = truncated(logits, setting)
+    if (truncated_p[legal] > 0).any():
+        p = np.where(legal, truncated_p, 0)
         return p / p.sum()
     return truncated(np.where(legal, logits, -np.inf), setting)
 

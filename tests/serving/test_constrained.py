@@ -113,8 +113,6 @@ def test_a_text_that_no_token_ends_stops_with_its_grammar() -> None:
 def test_what_is_not_supported_is_refused_by_name() -> None:
     grammar = specjax.Regex("(ab)+")
     with engine(max_logprobs=2, max_prediction=2, warm=False) as served:
-        with pytest.raises(InputError, match="logprobs: not supported together with a grammar"):
-            served.submit(PROMPTS[0], grammar=grammar, logprobs=1)
         with pytest.raises(InputError, match="prediction: not supported together"):
             served.submit(PROMPTS[0], grammar=grammar, prediction=[1, 2])
         with pytest.raises(InputError, match=r"grammar='a': give specjax\.JsonSchema"):
@@ -128,6 +126,36 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
         served.submit(PROMPTS[0], grammar=grammar)
     with pytest.raises(InputError, match="grammars: they need the target's tokenizer"):
         engine(tokenizer=None)
+
+
+@pytest.mark.full
+def test_log_probabilities_and_predictions_beside_and_under_a_grammar() -> None:
+    """Compare each request with the same one alone, in an engine without grammars."""
+    options = {"max_new_tokens": 12, "temperature": 1.0, "eos_token_ids": (END,)}
+    predicted = expected(PROMPTS[2], None, 2, 1.0)
+    with engine(grammars=False, max_logprobs=3, max_prediction=4) as alone:
+        reported = alone.submit(PROMPTS[1], seed=1, logprobs=2, **options)
+        copied = alone.submit(PROMPTS[2], seed=2, prediction=predicted, **options)
+        results = [handle.result(timeout=120) for handle in (reported, copied)]
+    with engine(max_logprobs=3, max_prediction=4) as served:
+        constrained = [
+            served.submit(prompt, seed=3, logprobs=2, grammar=GRAMMARS["anything"], **options)
+            for prompt in PROMPTS[:2]
+        ]
+        beside = served.submit(PROMPTS[1], seed=1, logprobs=2, **options)
+        copying = served.submit(PROMPTS[2], seed=2, prediction=predicted, **options)
+        assert beside.result(timeout=120).tokens == results[0].tokens
+        assert copying.result(timeout=120).tokens == results[1].tokens
+        for handle in constrained:
+            handle.result(timeout=120)
+    assert copying.predicted_tokens == copied.predicted_tokens > 0
+
+    def logprobs(handle: Any) -> list[float]:
+        return [token.logprob for piece in handle for token in piece.logprobs]
+
+    np.testing.assert_allclose(logprobs(beside), logprobs(reported), atol=1e-4)
+    for handle in constrained:
+        assert len(logprobs(handle)) == len(handle.tokens)
 
 
 @pytest.mark.full
