@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
     from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree, complete_tree
     from specjax.evaluation import conformance
+    from specjax.grammars import Choice, JsonObject, JsonSchema, Lark, Regex
     from specjax.models.transformer import Target
     from specjax.pipeline import Generation, TextGenerator, load
     from specjax.sampling import Sampling
@@ -49,6 +50,7 @@ __all__ = [
     "MEDUSA_TREE",
     "MTP",
     "Chain",
+    "Choice",
     "CompressedCache",
     "DFlash",
     "DFlash2",
@@ -61,10 +63,14 @@ __all__ = [
     "EarlyExit",
     "Gemma4Assistant",
     "Generation",
+    "JsonObject",
+    "JsonSchema",
+    "Lark",
     "Medusa",
     "MixtureOfAttentions",
     "PEagle",
     "PromptLookup",
+    "Regex",
     "Result",
     "SampledTree",
     "Sampling",
@@ -109,6 +115,7 @@ _HOMES = {
     ),
     "specjax.drafts.published": ("EAGLE_TREE", "MEDUSA_TREE"),
     "specjax.drafts.shapes": ("Chain", "DynamicTree", "SampledTree", "StaticTree", "complete_tree"),
+    "specjax.grammars": ("Choice", "JsonObject", "JsonSchema", "Lark", "Regex"),
     "specjax.models.transformer": ("Target",),
     "specjax.pipeline": ("Generation", "TextGenerator", "load"),
     "specjax.sampling": ("Sampling",),

@@ -6,6 +6,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -15,13 +16,14 @@ from jax.sharding import Mesh
 
 from specjax import decoding, text
 from specjax.arguments import LARGEST
-from specjax.decoding.options import GenerationOptions
+from specjax.decoding.options import GenerationOptions, Grammars
 from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError, LogitsError, check_options
 from specjax.evaluation import metrics
+from specjax.grammars import CompiledGrammar, GrammarCompiler
 from specjax.models import config_json, hub
 from specjax.models import generation_config as generation_configs
 from specjax.models.checkpoint_files import CheckpointFiles
@@ -53,6 +55,8 @@ class Generation:
             string.
         statistics: statistics of all computed tokens, including tokens computed after a stop
             string.
+        grammar_completed: whether the text satisfies its grammar as a whole. False if
+            ``max_new_tokens`` or a stop string has ended it before. None without a grammar.
 
     Examples:
         >>> generate = specjax.load("embedded", "embedded:eagle3")
@@ -66,6 +70,7 @@ class Generation:
     text: str
     tokens: tuple[int, ...]
     statistics: metrics.Acceptance
+    grammar_completed: bool | None = None
 
 
 def load(
@@ -220,6 +225,11 @@ class TextGenerator(OneLine):
         shown = {"target": self.target, "tokenizer": type(self.tokenizer), "drafter": self.drafter}
         return {**shown, "default_sampling": self.default_sampling}
 
+    @cached_property
+    def grammar_compiler(self) -> GrammarCompiler:
+        """The compiler of grammars for this tokenizer. It is built when a grammar is first used."""
+        return GrammarCompiler(self.tokenizer, self.target.config.vocab_size)
+
     @overload
     def __call__(self, prompt: str | Messages, **options: Any) -> Generation: ...
     @overload
@@ -316,6 +326,7 @@ class TextGenerator(OneLine):
                 writes in channels, as gpt-oss does, the text is then that of the final channel.
         """
         stop = text.check_stop(stop)
+        options = replace(options, grammar=self.compile_grammar(options.grammar))
         results = decoding.stream(
             self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or LARGEST
         )
@@ -328,6 +339,20 @@ class TextGenerator(OneLine):
                 for prompt, is_answer in rows
             ],
         )
+
+    def compile_grammar(self, grammar: Any) -> Any:
+        """Compile one grammar, or a list of grammars in which None stands for no grammar.
+
+        Compiled grammars and None are returned as they are.
+
+        Raises:
+            InputError: a grammar has a part that is not supported, or cannot be satisfied.
+        """
+        if isinstance(grammar, Sequence):
+            return [self.compile_grammar(part) for part in grammar]
+        if grammar is None or isinstance(grammar, CompiledGrammar):
+            return grammar
+        return self.grammar_compiler.compile(grammar)
 
 
 class Run:
@@ -374,8 +399,14 @@ class Run:
         yield [row.finish() for row in self._rows]
         assert result is not None
         self.statistics = metrics.summarise(result.stats)
+        completed = result.grammar_completed
         self.generations = [
-            Generation("".join(row.pieces), tuple(row.tokens), metrics.summarise(result.stats, i))
+            Generation(
+                "".join(row.pieces),
+                tuple(row.tokens),
+                metrics.summarise(result.stats, i),
+                None if completed is None else bool(completed[i]) and not row.stopped,
+            )
             for i, row in enumerate(self._rows)
         ]
         if failure is not None:
@@ -390,6 +421,7 @@ def settings(
     key: jax.Array | None = None,
     eos_token_ids: Sequence[int] | None = None,
     rule: Rule | None = None,
+    grammar: Grammars = None,
     **sampling: Any,
 ) -> GenerationOptions:
     """Return the options of a generation from plain numbers.
@@ -406,6 +438,9 @@ def settings(
         rule: how tokens are sampled and drafts verified, see `specjax.sampling.Rule`. Every rule is
             exact. None is the best rule for the draft shape, see
             `specjax.decoding.options.default_rule`. "block" and "rejection" require chains.
+        grammar: the grammar that every text must satisfy, such as ``specjax.JsonSchema(schema)``,
+            or one per row, with None for a row without a grammar. Then the default of ``rule`` is
+            "coupled".
         sampling: the fields of `specjax.Sampling` by name, each one number or one per row:
             ``temperature`` (0, the default, is greedy), ``top_k`` (0 is no limit), ``top_p`` in (0,
             1], ``min_p`` in [0, 1].
@@ -429,6 +464,7 @@ def settings(
         key=make_key(seed) if key is None else key,
         eos_token_ids=eos_token_ids,
         rule=rule,
+        grammar=grammar,
     )
 
 

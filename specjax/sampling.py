@@ -376,8 +376,12 @@ class Distributions:
         return jnp.exp(scaled) / self.total[..., None]
 
 
-def distributions(logits: jax.Array, sampling: RowSampling) -> Distributions:
+def distributions(
+    logits: jax.Array, sampling: RowSampling, legal: jax.Array | None = None
+) -> Distributions:
     """Return the distributions of tokens for the target's or a drafter's ``logits [B, …, V]``.
+
+    For ``legal`` see `perturbed`.
 
     Examples:
         >>> from specjax.sampling import distributions
@@ -390,8 +394,9 @@ def distributions(logits: jax.Array, sampling: RowSampling) -> Distributions:
     is_greedy = jnp.broadcast_to(
         _by_row(sampling.temperature == 0, logits[..., 0]), logits.shape[:-1]
     )
-    if sampling.truncated:  # truncation stores the remaining logits as a new array
-        values = _warped(logits, sampling)
+    # Truncation stores the remaining logits as a new array, and so does a grammar.
+    if sampling.truncated or legal is not None:
+        values = _warped(logits, sampling, legal=legal)
         top = jnp.zeros(is_greedy.shape, jnp.float32)
         temperature = jnp.ones(is_greedy.shape, jnp.float32)
     else:
@@ -403,18 +408,18 @@ def distributions(logits: jax.Array, sampling: RowSampling) -> Distributions:
         top=top,
         temperature=temperature,
         total=total,
-        best=argmax(logits),
+        best=argmax(only_legal(logits, legal)),
         is_certain=is_greedy,
     )
 
 
 @shape_checked
 def probabilities(
-    logits: Float[Array, "B *nodes V"], sampling: RowSampling
+    logits: Float[Array, "B *nodes V"], sampling: RowSampling, legal: Any = None
 ) -> Float[Array, "B *nodes V"]:
     """Return the probabilities of tokens for each row, float32.
 
-    A greedy row is one-hot at its argmax (the lowest id among ties).
+    A greedy row is one-hot at its argmax (the lowest id among ties). For ``legal`` see `perturbed`.
 
     Examples:
         >>> from specjax.sampling import probabilities
@@ -425,13 +430,19 @@ def probabilities(
     """
     if sampling.greedy:
         return jax.nn.one_hot(
-            argmax(logits.astype(jnp.float32)), logits.shape[-1], dtype=jnp.float32
+            argmax(only_legal(logits.astype(jnp.float32), legal)),
+            logits.shape[-1],
+            dtype=jnp.float32,
         )
-    return distributions(logits, sampling).all()
+    return distributions(logits, sampling, legal).all()
 
 
 def perturbed(
-    logits: jax.Array, sampling: RowSampling, noise: jax.Array, beyond: float = -np.inf
+    logits: jax.Array,
+    sampling: RowSampling,
+    noise: jax.Array,
+    beyond: float = -np.inf,
+    legal: jax.Array | None = None,
 ) -> jax.Array:
     """Return ``[B, …, V]`` log p plus a constant plus Gumbel noise.
 
@@ -445,19 +456,91 @@ def perturbed(
         noise: ``[B, …, V]``, the `position_noise` of the position that the token is for.
         beyond: is added to tokens outside the truncation. A finite number keeps their order, after
             all other tokens.
+        legal: ``[B, …, V]`` bool, the tokens that the row's grammar allows next; None without a
+            grammar. See `specjax.grammars` for the distribution of constrained rows.
     """
     greedy = _by_row(sampling.temperature == 0, logits)
-    return _warped(logits, sampling, beyond) + jnp.where(greedy, 0.0, noise)
+    return _warped(logits, sampling, beyond, legal) + jnp.where(greedy, 0.0, noise)
 
 
-def _warped(logits: jax.Array, sampling: RowSampling, beyond: float = -np.inf) -> jax.Array:
-    """Return log p plus a constant, for rows that are not greedy; ``beyond`` as in `perturbed`."""
+def _warped(
+    logits: jax.Array,
+    sampling: RowSampling,
+    beyond: float = -np.inf,
+    legal: jax.Array | None = None,
+) -> jax.Array:
+    """Return log p plus a constant, for rows that are not greedy.
+
+    ``beyond`` and ``legal`` are those of `perturbed`.
+    """
     logits = logits.astype(jnp.float32)
-    temperature = _by_row(sampling.temperature, logits)
-    # The largest logit is moved to 0, so that a small temperature cannot make it infinite.
-    scaled = (logits - _top(logits)[..., None]) / jnp.where(temperature == 0, 1.0, temperature)
+    if legal is not None:
+        return _constrained(logits, sampling, legal)
+    scaled = _scaled(logits, sampling)
     if not sampling.truncated:
         return scaled
+    return jnp.where(_is_kept(scaled, sampling), scaled, scaled + beyond)
+
+
+def _constrained(logits: jax.Array, sampling: RowSampling, legal: jax.Array) -> jax.Array:
+    """Return log p plus a constant for constrained rows: the law of `specjax.grammars`.
+
+    Where truncation keeps a legal token, p is restricted to the legal ones among the kept tokens.
+    Elsewhere p is restricted to all legal tokens, and truncated afterwards.
+    """
+    if not sampling.truncated:
+        # The largest legal logit is moved to 0. With the largest of all, two legal logits far below
+        # it would become equal, and the argmax would differ from that of the logits.
+        return _scaled(only_legal(logits, legal), sampling)
+    kept_and_legal = _is_kept(_scaled(logits, sampling), sampling) & legal
+    keeps_any = jnp.any(kept_and_legal, axis=-1, keepdims=True)
+    allowed = jnp.where(keeps_any, kept_and_legal, legal)
+    scaled = _scaled(only_legal(logits, allowed), sampling)
+
+    def truncated_again(scaled: jax.Array) -> jax.Array:
+        return jnp.where(keeps_any | _is_kept(scaled, sampling), scaled, -jnp.inf)
+
+    # Truncation rarely keeps no legal token, and a second search costs as much as the first.
+    return jax.lax.cond(jnp.all(keeps_any), lambda scaled: scaled, truncated_again, scaled)
+
+
+def only_legal(logits: jax.Array, legal: jax.Array | None) -> jax.Array:
+    """Set the logits ``[…, V]`` of tokens that are not ``legal […, V]`` to -inf.
+
+    With None they are returned as they are.
+
+    Examples:
+        >>> from specjax.sampling import only_legal
+        >>> only_legal(jnp.array([1.0, 3.0, 2.0]), jnp.array([True, False, True]))
+        Array([  1., -inf,   2.], dtype=float32)
+    """
+    return logits if legal is None else jnp.where(legal, logits, -jnp.inf)
+
+
+def unpack_legal(words: jax.Array, vocab: int) -> jax.Array:
+    """Return ``[…, V]`` bool, the bits of ``words […, ceil(V / 32)]`` uint32, lowest bit first.
+
+    Examples:
+        >>> from specjax.sampling import unpack_legal
+        >>> unpack_legal(jnp.array([0b1101], jnp.uint32), vocab=5).tolist()
+        [True, False, True, True, False]
+    """
+    bits = words[..., None] >> jnp.arange(32, dtype=jnp.uint32) & jnp.uint32(1)
+    return bits.reshape(*words.shape[:-1], -1)[..., :vocab].astype(bool)
+
+
+def _scaled(logits: jax.Array, sampling: RowSampling) -> jax.Array:
+    """Divide float32 ``logits [B, …, V]`` by the rows' temperatures, except for greedy rows."""
+    temperature = _by_row(sampling.temperature, logits)
+    # The largest logit is moved to 0, so that a small temperature cannot make it infinite.
+    return (logits - _top(logits)[..., None]) / jnp.where(temperature == 0, 1.0, temperature)
+
+
+def _is_kept(scaled: jax.Array, sampling: RowSampling) -> jax.Array:
+    """Return ``[B, …, V]`` bool, which tokens survive top-k, top-p and min-p.
+
+    Greedy rows keep all tokens.
+    """
     # Except on CPUs, reading the logits costs more than comparing them. So there are fewer passes,
     # and each tries more thresholds.
     by_device = partial(
@@ -469,11 +552,15 @@ def _warped(logits: jax.Array, sampling: RowSampling, beyond: float = -np.inf) -
     is_truncated = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
     nothing = jnp.full((*scaled.shape[:-1], 1), -jnp.inf, scaled.dtype)
     threshold = jax.lax.cond(is_truncated, by_device, lambda *_: nothing, scaled, sampling)
-    return jnp.where((scaled >= threshold) | (temperature == 0), scaled, scaled + beyond)
+    return (scaled >= threshold) | _by_row(sampling.temperature == 0, scaled)
 
 
 def without_stop_tokens(
-    logits: jax.Array, sampling: RowSampling, depth: Any, ids: jax.Array | None = None
+    logits: jax.Array,
+    sampling: RowSampling,
+    depth: Any,
+    ids: jax.Array | None = None,
+    legal: jax.Array | None = None,
 ) -> jax.Array:
     """Set the logits ``[B, …, V]`` of stop tokens to -inf where min_new_tokens is not reached.
 
@@ -486,6 +573,8 @@ def without_stop_tokens(
             between, ``[…]`` or ``[B, …]``.
         ids: ``[V]``, or ``[B, V]`` per row, the target's ids of the tokens, if the logits are for a
             different vocabulary.
+        legal: ``[B, …, V]`` bool, the tokens that the row's grammar allows. Where it allows stop
+            tokens alone, the text is over, and they stay.
 
     Examples:
         >>> from dataclasses import replace
@@ -513,7 +602,11 @@ def without_stop_tokens(
             jnp.arange(logits.shape[-1], dtype=jnp.int32) if ids is None else ids
         )
         is_end = jnp.any(target_ids[..., None] == stop_token_ids[:, None], axis=-1)
-        return jnp.where(is_early[..., None] & _between(is_end, logits), -jnp.inf, logits)
+        is_end = _between(is_end, logits)
+        is_removed = is_early[..., None] & is_end
+        if legal is not None:
+            is_removed &= jnp.any(legal & ~is_end, axis=-1, keepdims=True)
+        return jnp.where(is_removed, -jnp.inf, logits)
 
     def mask_if_asked(logits: jax.Array) -> jax.Array:
         return jax.lax.cond(jnp.any(is_early), mask, lambda logits: logits, logits)

@@ -8,6 +8,7 @@ from typing import Any
 from specjax.arguments import LARGEST_FLOAT, check_size, is_whole, one_or_each
 from specjax.decoding.options import GenerationOptions, check_ids
 from specjax.errors import InputError, check_options
+from specjax.grammars import Grammar
 from specjax.sampling import GREEDY, SAMPLING_NAMES, Sampling, check_seed, make_key
 
 
@@ -31,6 +32,7 @@ class SamplingParams(Sampling):
         min_new_tokens: the minimum number of tokens before a stop token or a stop string may end
             the text.
         eos_token_ids: token ids that end the text; None: the target's own ids, ``()``: none.
+        grammar: the grammar that the text must satisfy, such as ``specjax.JsonSchema(schema)``.
 
     Raises:
         InputError: a parameter has a wrong type or is out of range. The message has its name, its
@@ -50,6 +52,7 @@ class SamplingParams(Sampling):
     max_new_tokens: int = 128
     min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         """Check every parameter, and store plain Python numbers.
@@ -66,6 +69,11 @@ class SamplingParams(Sampling):
         _check_count("min_new_tokens", self.min_new_tokens, "at least 0")
         check_seed(self.seed)
         object.__setattr__(self, "seed", int(self.seed))
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InputError(
+                f"grammar={self.grammar!r}: give specjax.JsonSchema(...), Regex, Choice, Lark or"
+                " JsonObject"
+            )
         if self.eos_token_ids is not None:
             object.__setattr__(self, "eos_token_ids", tuple(check_ids(self.eos_token_ids)))
 

@@ -267,9 +267,9 @@ def outputs(result) -> list[list[int]]:
     ]
 
 
-def save_tiny(directory: Path, **sizes) -> Path:
+def save_tiny(directory: Path, eos_token_ids: tuple[int, ...] = (2,), **sizes) -> Path:
     """Save a checkpoint that compiles fast: random weights, and the embedded tokenizer."""
-    tiny_target(vocab_size=3072, eos_token_ids=(2,), **sizes).save_pretrained(directory)
+    tiny_target(vocab_size=3072, eos_token_ids=eos_token_ids, **sizes).save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ASSETS / "target" / name, directory)
     return directory
@@ -289,8 +289,8 @@ def small_assets(tmp_path_factory) -> Path:
     They compile in a third of the time that those of `specjax.assets` take.
     """
     root = tmp_path_factory.mktemp("assets")
-    save_tiny(root / "target", max_positions=1024)
-    save_tiny(root / "draft", max_positions=1024, num_layers=1)
+    save_tiny(root / "target", (0,), max_positions=1024)  # 0: the tokenizer's own end
+    save_tiny(root / "draft", (0,), max_positions=1024, num_layers=1)
     target = Target.from_pretrained(root / "target")
     for name, drafter in (("eagle3", Eagle3), ("mtp", MTP)):
         drafter.init(target, jax.random.key(0)).save_pretrained(root / name)

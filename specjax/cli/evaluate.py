@@ -10,6 +10,7 @@ import jax
 from rich.console import Console
 
 from specjax import decoding, pipeline, text
+from specjax.cli.grammars import read_grammar
 from specjax.cli.lossless import LosslessTest
 from specjax.decoding.options import GenerationOptions, bucket
 from specjax.decoding.stats import Stats
@@ -59,6 +60,9 @@ class EvaluateConfig:
         min_p: minimum probability of a token relative to the most likely one, in [0, 1].
         rule: how tokens are sampled and drafts verified, as in generate; the default is the best
             rule for each shape.
+        json_schema: file with a JSON schema; answers are JSON that the schema accepts.
+        regex: regular expression that every answer matches as a whole.
+        choice: every answer is one of these.
         repeats: number of timed runs of every answer. The results show their spread.
         seed: random seed.
         dtype: data type of the params, float32, bfloat16 or float16; the default is float32 on CPUs
@@ -90,6 +94,9 @@ class EvaluateConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     rule: Rule | None = None
+    json_schema: str = ""
+    regex: str = ""
+    choice: tuple[str, ...] = ()
     repeats: int = 3
     seed: int = 0
     dtype: str = ""
@@ -123,6 +130,11 @@ def run_evaluate(config: EvaluateConfig) -> int:
         questions = read_questions("questions", config.questions, config.per_category)
     else:
         questions = []
+    grammar = read_grammar(config.json_schema, config.regex, config.choice)
+    if config.lossless and grammar is not None:
+        raise InputError(
+            "lossless=True: it tests free text; leave out json_schema, regex and choice"
+        )
     options = pipeline.settings(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
@@ -131,6 +143,7 @@ def run_evaluate(config: EvaluateConfig) -> int:
         min_p=config.min_p,
         seed=config.seed,
         rule=config.rule,
+        grammar=grammar,
     )
     options.sampling.rows(1)  # refuse invalid options before any weights are read
     check_is_chat(config.chat is not False, config.chat_template, config.chat_template_kwargs)
@@ -143,6 +156,7 @@ def run_evaluate(config: EvaluateConfig) -> int:
         chat_template_kwargs=config.chat_template_kwargs,
         generation_config=None,
     )
+    options = replace(options, grammar=generator.compile_grammar(options.grammar))
     drafters = {name: _load(name, generator, options, config.weights) for name in config.drafter}
     chat = bool(generator.tokenizer.chat_template) if config.chat is None else config.chat
     settings = {name: value for name, value in asdict(config).items() if name != "output"}

@@ -12,6 +12,7 @@ import jax
 
 from specjax import pipeline, text
 from specjax.cli.defaults import GenerationConfig, read_choice, say_defaults
+from specjax.cli.grammars import read_grammar
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import CompressedCache, Drafter
 from specjax.drafts.names import parse_shape
@@ -78,6 +79,9 @@ class GenerateConfig:
         ignore_eos: continue after an end-of-sequence token.
         stop: stop strings; the text ends before the first of them. Use one for the end of a turn if
             the model has no token for it.
+        json_schema: file with a JSON schema; the text is JSON that the schema accepts.
+        regex: regular expression that the whole text matches.
+        choice: the text is one of these.
         json: print one JSON object with token ids, text and statistics at the end.
         dtype: data type of the params, float32, bfloat16 or float16; the default is float32 on CPUs
             and bfloat16 elsewhere.
@@ -112,6 +116,9 @@ class GenerateConfig:
     rule: Rule | None = None
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
+    json_schema: str = ""
+    regex: str = ""
+    choice: tuple[str, ...] = ()
     json: bool = False
     dtype: str = ""
     weights: str = schemes.AS_STORED
@@ -198,6 +205,11 @@ def run_generate(config: GenerateConfig) -> None:
                 "token_ids": list(generation.tokens),
                 "text": generation.text,
                 "statistics": asdict(generation.statistics),
+                **(
+                    {}
+                    if options.grammar is None
+                    else {"grammar_completed": generation.grammar_completed}
+                ),
             }
             for prompt, prompt_ids, generation in zip(prompts, ids, run.generations, strict=True)
         ]
@@ -228,6 +240,7 @@ def read_options(
         seed=config.seed,
         eos_token_ids=() if config.ignore_eos else None,
         rule=config.rule,
+        grammar=read_grammar(config.json_schema, config.regex, config.choice),
         **vars((default_sampling or GREEDY).with_explicit(**_stated(config))),
     )
     options.sampling.rows(1)
@@ -263,6 +276,8 @@ def _settle_drafter(
     if drafter is None:
         return None
     tokens, lengths = text.pad(ids)
+    # Drafts are compared on free text: the measurements do not run masked steps.
+    options = replace(options, grammar=None)
     if config.draft == "auto":
         drafter, best = fastest_drafter(target, drafter, tokens, lengths, options=options)
         budget = f", budget {drafter.budget}" if isinstance(drafter, CompressedCache) else ""

@@ -14,8 +14,9 @@ from flax import struct
 
 from specjax import sharding
 from specjax.arguments import is_whole
+from specjax.decoding.constrained import FORCED, ConstrainedRows
 from specjax.decoding.loop import decode
-from specjax.decoding.options import GenerationOptions, bucket, check_prompts
+from specjax.decoding.options import GenerationOptions, Grammars, bucket, check_prompts
 from specjax.decoding.state import DecodeState, prefill
 from specjax.decoding.stats import Stats
 from specjax.drafters.base import Drafter, NoDraft, check_is_pytree
@@ -35,6 +36,8 @@ class Result(OneLine):
         lengths: ``[B]`` prompt tokens plus emitted tokens. An end-of-sequence token counts as
             emitted.
         stats: the `Stats` of each row.
+        grammar_completed: ``[B]`` bool, whether each row's text satisfies its grammar so far, so
+            that it is whole; True for a row without one. None if no row has a grammar.
 
     Examples:
         >>> result = specjax.generate(target, None, prompts, max_new_tokens=8)
@@ -49,6 +52,7 @@ class Result(OneLine):
     tokens: np.ndarray
     lengths: np.ndarray
     stats: Stats
+    grammar_completed: np.ndarray | None = None
 
 
 def generate(
@@ -63,6 +67,7 @@ def generate(
     key: jax.Array | None = None,
     eos_token_ids: Sequence[Any] | None = None,
     rule: Rule | None = None,
+    grammar: Grammars = None,
 ) -> Result:
     """Generate from the target, with exactly the distribution of the target alone.
 
@@ -88,6 +93,9 @@ def generate(
         rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`. Every rule is
             exact. None for the rule that suits the shape of the drafts,
             `specjax.decoding.options.default_rule`. "block" and "rejection" verify chains only.
+        grammar: the grammar that every text must satisfy, compiled for the target's tokenizer
+            (`specjax.grammars.GrammarCompiler`); or one for each row, with None for a row without a
+            grammar. With a grammar the default of ``rule`` is "coupled".
 
     Raises:
         InputError: An argument is invalid. The message names it, its value and the remedy.
@@ -108,12 +116,12 @@ def generate(
         Traceback (most recent call last):
         specjax.errors.InputError: tokens: id 99 is outside the vocabulary of 16 tokens; ...
     """
-    options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens)
-    drafter, state = start(target, drafter, tokens, lengths, options)
-    state = decode(target, drafter, state, jnp.iinfo(jnp.int32).max)
-    result = _result(target, state, _width(tokens, max_new_tokens))
-    raise_if_failed(target, state, result)
-    return result
+    options = GenerationOptions(
+        max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens, grammar
+    )
+    run = _Run(target, drafter, tokens, lengths, options)
+    run.decode(np.iinfo(np.int32).max)
+    return run.result(is_last=True)
 
 
 def stream(
@@ -128,6 +136,7 @@ def stream(
     key: jax.Array | None = None,
     eos_token_ids: Sequence[Any] | None = None,
     rule: Rule | None = None,
+    grammar: Grammars = None,
     steps: int = 4,
 ) -> Iterator[Result]:
     """Generate as `generate` does, and yield the result so far after every ``steps`` steps.
@@ -147,19 +156,63 @@ def stream(
     """
     if not is_whole(steps) or steps < 1:
         raise InputError(f"steps={steps!r}: it must be a whole number, at least 1")
-    options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens)
-    started = start(target, drafter, tokens, lengths, options)
-    width = _width(tokens, max_new_tokens)
+    options = GenerationOptions(
+        max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens, grammar
+    )
+    run = _Run(target, drafter, tokens, lengths, options)
 
-    def results(drafter: Drafter, state: DecodeState) -> Iterator[Result]:
+    def results() -> Iterator[Result]:
         while True:
-            state = decode(target, drafter, state, steps)
-            done = sharding.to_host(state.done, target.mesh).all()
-            yield (result := _result(target, state, width))
-            if done:
-                return raise_if_failed(target, state, result)
+            is_last = run.decode(steps)
+            yield run.result()
+            if is_last:
+                run.result(is_last=True)
+                return
 
-    return results(*started)
+    return results()
+
+
+class _Run:
+    """A batch that is being decoded, with or without grammars.
+
+    The arguments are those of `start`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        tokens: Any,
+        lengths: Any,
+        options: GenerationOptions,
+    ) -> None:
+        self._target = target
+        self._width = _width(tokens, options.max_new_tokens)
+        self._drafter, self._state = start(target, drafter, tokens, lengths, options)
+        matchers = None
+        if options.grammar is not None:
+            checked = options.check(target.config, self._state.lengths.shape[0])
+            matchers = options.matchers(checked, target.config.vocab_size)
+        self._constrained = None if matchers is None else ConstrainedRows(matchers)
+
+    def decode(self, steps: int) -> bool:
+        """Run up to ``steps`` steps, and return whether all rows are done."""
+        run = decode if self._constrained is None else self._constrained.decode
+        self._state = run(self._target, self._drafter, self._state, steps)
+        return bool(sharding.to_host(self._state.done, self._target.mesh).all())
+
+    def result(self, is_last: bool = False) -> Result:
+        """Return the result so far.
+
+        Raises:
+            LogitsError: ``is_last``, and a row has failed.
+        """
+        result = _result(self._target, self._state, self._width)
+        if self._constrained is not None:
+            result = replace(result, grammar_completed=self._constrained.completed)
+        if is_last:
+            raise_if_failed(self._target, self._state, result)
+        return result
 
 
 def start(
@@ -243,6 +296,7 @@ def start(
         replace(rows, **_ANY_SAMPLING),
         jnp.asarray((lengths + checked.min_new_tokens).astype(np.int32)),
         capacity=capacity,
+        depth=None if options.grammar is None else max(FORCED, drafter.draft_shape.depth),
     )
     sampling_fields = {name: getattr(rows, name) for name in _ANY_SAMPLING}
     return drafter, replace(state, sampling=replace(state.sampling, **sampling_fields))

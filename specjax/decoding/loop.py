@@ -23,7 +23,7 @@ from specjax.drafts.draft import Draft, Verdict
 from specjax.errors import InputError
 from specjax.models.cache import Entry, gather_entries
 from specjax.models.transformer import States, Target
-from specjax.sampling import position_keys, split_keys
+from specjax.sampling import at_nodes, position_keys, split_keys
 
 
 def step(
@@ -108,7 +108,12 @@ def _keys_of_step(state: DecodeState, depth: int) -> tuple[jax.Array, jax.Array,
 
 
 def advance(
-    target: Target, drafter: Drafter, state: DecodeState, draft: Draft, logprobs: int | None = None
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    draft: Draft,
+    logprobs: int | None = None,
+    legal: jax.Array | None = None,
 ) -> tuple[DecodeState, StepInfo]:
     """Score ``draft``, verify it and keep the accepted tokens.
 
@@ -124,6 +129,8 @@ def advance(
         draft: the draft to verify.
         logprobs: if not None, `StepInfo` has the target's own log-probabilities of the emitted
             tokens, and at each of their positions those of this number of likeliest tokens.
+        legal: the tokens that the rows' grammars allow after each node, as in
+            `specjax.decoding.verification.verify`; None if no row has a grammar.
 
     Returns:
         The next state, and the `StepInfo` of this step. Their shapes depend on ``state`` alone,
@@ -161,9 +168,9 @@ def advance(
             f" {max_depth}{advice}"
         )
     keys, _, verify_keys = _keys_of_step(state, draft.depth)
-    scored = _score(target, drafter, draft, state, verify_keys, logprobs)
+    scored = _score(target, drafter, draft, state, verify_keys, logprobs, legal)
     accepted = scored.verdict.count - 1
-    verdict, done, failed = _cut(scored.verdict, scored.emitted, state)
+    verdict, done, failed = _cut(scored.verdict, scored.emitted, state, legal)
     # `hidden` is the end of the pass: a write that waits for it is in place (see `append`).
     cache = state.cache.append(scored.entries, verdict.count, after=scored.output.hidden)
     committed = Committed(
@@ -233,6 +240,7 @@ def _score(
     state: DecodeState,
     keys: jax.Array,
     logprobs: int | None,
+    legal: jax.Array | None,
 ) -> _Scored:
     """Run one pass of the target over the draft and verify it.
 
@@ -252,7 +260,8 @@ def _score(
         output, new = target.score(
             shorter.tokens, readable, positions=positions, mask=shorter.mask, taps=taps
         )
-        verdict = verify(shorter, output.logits, sampling, keys)
+        words = None if legal is None else legal[:, :nodes]
+        verdict = verify(shorter, output.logits, sampling, keys, words)
 
         # All branches must return the same shapes, so a shorter draft's results are padded.
         widen = partial(_pad, size=draft.depth + 1)
@@ -302,12 +311,13 @@ def _pad(values: jax.Array, size: int, axis: int = 1) -> jax.Array:
 
 
 def _cut(
-    verdict: Verdict, emitted: jax.Array, state: DecodeState
+    verdict: Verdict, emitted: jax.Array, state: DecodeState, legal: jax.Array | None = None
 ) -> tuple[Verdict, jax.Array, jax.Array]:
     """Cut each row's verdict where the row ends.
 
     A row ends at its first stop token or at its limit, also in the middle of an accepted path. It
-    also ends before a token that cannot be drawn.
+    also ends before a token that cannot be drawn, and, in a row that no token ends, after the node
+    at which its grammar allows no token: there the text is complete.
 
     Returns:
         The shortened verdict, with count 0 for rows that were done before; ``done [B]``; and
@@ -326,8 +336,11 @@ def _cut(
     done = state.done | (until_end <= count) | (state.lengths + count >= state.max_lengths)
     # A row that ends before the token that cannot be drawn does not need that token.
     failed = bad & ~done
+    if legal is not None:
+        end_of_path = at_nodes(verdict.path, verdict.count - 1)
+        failed &= jnp.any(at_nodes(legal, end_of_path) != 0, axis=-1)
     last = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    return replace(verdict, count=count, token=last), done | failed, failed
+    return replace(verdict, count=count, token=last), done | bad, failed
 
 
 def rows_of_pass(drafter: Drafter, state: DecodeState, **_: Any) -> int:

@@ -13,8 +13,12 @@ from specjax.arguments import is_whole, one_or_each
 from specjax.decoding.verification import RULES
 from specjax.drafts.shapes import DraftShape, DynamicTree, StaticTree
 from specjax.errors import InputError
+from specjax.grammars import CompiledGrammar, Grammar, Matcher
 from specjax.models.config import ModelConfig
 from specjax.sampling import Rule, Sampling, check_rule
+
+Grammars = CompiledGrammar | Grammar | Sequence[CompiledGrammar | Grammar | None] | None
+"""The grammar of all rows, or one for each row with None for a row without a grammar."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,10 @@ class GenerationOptions:
             come. Until then end-of-sequence tokens have probability 0 for target and drafter. One
             number, or one for each row. Only 0 is possible if every token of the vocabulary ends
             the text.
+        grammar: the grammar that every text must satisfy, compiled for the target's tokenizer
+            (`specjax.grammars.GrammarCompiler`); or one for each row, with None for a row without a
+            grammar. With a grammar the default of ``rule`` is "coupled". A
+            `specjax.pipeline.TextGenerator` compiles grammars itself.
 
     Examples:
         >>> from specjax.decoding import GenerationOptions
@@ -52,6 +60,7 @@ class GenerationOptions:
     eos_token_ids: Sequence[Any] | None = None
     rule: Rule | None = None
     min_new_tokens: Any = 0
+    grammar: Grammars = None
 
     def __post_init__(self) -> None:
         """Raise InputError for values of the wrong type.
@@ -103,13 +112,41 @@ class GenerationOptions:
         Raises:
             InputError: The option ``rule`` cannot verify drafts of this shape.
         """
-        rule = self.rule or default_rule(draft)
+        rule = self.rule or ("coupled" if self.grammar is not None else default_rule(draft))
         if not RULES[rule].takes_trees and draft.nodes > draft.depth + 1:
             raise InputError(
                 f"rule={self.rule!r}: verifies chains, but the draft is a {draft}; give"
                 ' rule="independent" (which suits every draft), or rule="coupled"'
             )
         return rule
+
+    def matchers(self, checked: "CheckedOptions", vocab_size: int) -> list[Matcher | None] | None:
+        """Return a new matcher for each row, None for a row without a grammar; None without any.
+
+        Args:
+            checked: the checked options of the rows.
+            vocab_size: the number of tokens of the target.
+
+        Raises:
+            InputError: The grammars do not fit the rows or the vocabulary.
+        """
+        if self.grammar is None:
+            return None
+        ids = checked.stop_token_ids
+        grammars = (
+            list(self.grammar) if isinstance(self.grammar, Sequence) else [self.grammar] * len(ids)
+        )
+        if len(grammars) != len(ids):
+            raise InputError(
+                f"grammar: {len(grammars)} grammars; give one, or one for each of the {len(ids)}"
+                " rows"
+            )
+        return [
+            None
+            if grammar is None
+            else _check_grammar(grammar, vocab_size).matcher(tuple(i for i in row if i >= 0))
+            for grammar, row in zip(grammars, ids.tolist(), strict=True)
+        ]
 
     def _counts(self, name: str, batch: int, minimum: int, maximum: Any, must: str) -> np.ndarray:
         """Return the field ``name``, one number or one for each row, as ``[batch]``.
@@ -165,6 +202,25 @@ class GenerationOptions:
                 f"key has shape {key.shape}: give one key, or one for each of the {batch} rows"
             )
         return key
+
+
+def _check_grammar(grammar: Any, vocab_size: int) -> CompiledGrammar:
+    """Return a grammar, after a check that it is compiled for this number of tokens.
+
+    Raises:
+        InputError: It is not compiled, or for another number.
+    """
+    if not isinstance(grammar, CompiledGrammar):
+        raise InputError(
+            f"grammar={grammar!r}: compile it for the target's tokenizer with"
+            " specjax.grammars.GrammarCompiler"
+        )
+    if grammar.vocab_size != vocab_size:
+        raise InputError(
+            f"grammar: it is compiled for {grammar.vocab_size} tokens, and the target has"
+            f" {vocab_size}; give GrammarCompiler the target's vocab_size"
+        )
+    return grammar
 
 
 def _rows_of_ids(ids: Any) -> list[list[int]]:

@@ -562,9 +562,17 @@ def decode_rows(
     )
     state = put_rows(state, part, put_first)
     matched = state.drafter.matched if isinstance(drafter, WithPrediction) else None
+    progress = replace(
+        progress_since(state, starts, report_tokens), matched=matched, logprobs=reported
+    )
+    return place_rows(state, target), progress
+
+
+def progress_since(state: DecodeState, starts: jax.Array, room: int) -> Progress:
+    """Return the `Progress` of rows that had ``starts [B]`` tokens, for up to ``room`` tokens."""
     # The room is static and may reach beyond the capacity; `lengths` says what has a meaning.
-    emitted = jnp.minimum(starts[:, None] + jnp.arange(report_tokens), state.tokens.shape[1] - 1)
-    progress = Progress(
+    emitted = jnp.minimum(starts[:, None] + jnp.arange(room), state.tokens.shape[1] - 1)
+    return Progress(
         tokens=jnp.take_along_axis(state.tokens, emitted, axis=1),
         starts=starts,
         lengths=state.lengths,
@@ -572,10 +580,9 @@ def decode_rows(
         failed=state.failed,
         stats=state.stats,
         accepted=jnp.take_along_axis(state.accepted, emitted, axis=1),
-        matched=matched,
-        logprobs=reported,
+        matched=None,
+        logprobs=None,
     )
-    return place_rows(state, target), progress
 
 
 @partial(jax.jit, static_argnames="width", donate_argnames="state")

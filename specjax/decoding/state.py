@@ -88,7 +88,7 @@ PREFILL_CHUNK = 512
 """The number of prompt tokens per forward pass. Memory does not grow with the prompt."""
 
 
-@partial(jax.jit, static_argnames="capacity")
+@partial(jax.jit, static_argnames=("capacity", "depth"))
 def prefill(
     target: Target,
     drafter: Drafter,
@@ -101,10 +101,12 @@ def prefill(
     min_lengths: jax.Array | None = None,
     *,
     capacity: int,
+    depth: int | None = None,
 ) -> DecodeState:
     """Read the prompts ``tokens [B, P]`` and return the state that `decode` continues.
 
-    See `DecodeState` for the shapes.
+    See `DecodeState` for the shapes. ``depth`` is the depth of the deepest draft that the state
+    will verify; by default it is the drafter's.
 
     Examples:
         >>> from specjax.decoding import prefill
@@ -134,7 +136,7 @@ def prefill(
         sampling=sampling,
         cache=cache,
         drafter=drafter_state,
-        stats=Stats.zeros(batch, drafter.draft_shape.depth),
+        stats=Stats.zeros(batch, drafter.draft_shape.depth if depth is None else depth),
         accepted=jnp.zeros((batch, capacity), bool),
         failed=jnp.zeros(batch, bool),
         min_lengths=min_lengths,

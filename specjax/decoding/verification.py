@@ -27,9 +27,11 @@ from specjax.sampling import (
     distributions,
     draw,
     noise_of_rows,
+    only_legal,
     perturbed,
     probabilities,
     split_keys,
+    unpack_legal,
     without_stop_tokens,
 )
 from specjax.shape_checks import shape_checked
@@ -49,7 +51,13 @@ ChainRule = Callable[..., tuple[jax.Array, jax.Array]]
 """
 
 
-def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
+def verify(
+    draft: Draft,
+    logits: jax.Array,
+    sampling: RowSampling,
+    keys: jax.Array,
+    legal: jax.Array | None = None,
+) -> Verdict:
     """Accept a path of the draft by the rule that ``sampling.rule`` selects from `RULES`.
 
     If all rows are greedy, all rules are equivalent to `follow_argmax`, which is used instead.
@@ -67,11 +75,39 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
             were applied to q.
         keys: ``[B]`` random keys, which are consumed. For a rule with keys by position,
             ``[D + 1, B]``: for each depth, the keys of the positions below its nodes.
+        legal: ``[B, N, ceil(V / 32)]`` uint32, one bit for each token: whether the row's grammar
+            allows it after the node. None if no row has a grammar. The path never goes below a
+            token that is not legal, so the bits of nodes below it do not matter.
     """
     if sampling.greedy:
-        allowed = without_stop_tokens(logits, sampling, draft.depths)
-        return follow_argmax(draft, argmax(allowed), can_be_drawn(allowed))
-    return RULES[sampling.rule].verify(draft, logits, sampling, keys)
+        allowed, is_legal, good = _allowed(logits, sampling, draft.depths, legal)
+        return follow_argmax(draft, argmax(only_legal(allowed, is_legal)), good)
+    return RULES[sampling.rule].verify(draft, logits, sampling, keys, legal)
+
+
+def _allowed(
+    logits: jax.Array, sampling: RowSampling, depth: Any, legal: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Return what the next token of some nodes is drawn from.
+
+    Args:
+        logits: ``[B, …, V]`` the target's logits at the nodes.
+        sampling: the sampling parameters of the rows.
+        depth: the depth of the nodes, as in `without_stop_tokens`.
+        legal: ``[B, …, ceil(V / 32)]`` the bits of legal tokens, as in `verify`.
+
+    Returns:
+        The logits without stop tokens that may not come yet; ``[B, …, V]`` bool which tokens are
+        legal, or None; and ``[B, …]`` bool whether a token can be drawn.
+    """
+    if legal is None:
+        allowed = without_stop_tokens(logits, sampling, depth)
+        return allowed, None, can_be_drawn(allowed)
+    is_legal = unpack_legal(legal, logits.shape[-1])
+    allowed = without_stop_tokens(logits, sampling, depth, legal=is_legal)
+    # Both: a NaN is an error even if its token is not legal, as it would be in a free row.
+    good = can_be_drawn(allowed) & can_be_drawn(only_legal(allowed, is_legal))
+    return allowed, is_legal, good
 
 
 def independent(
@@ -79,6 +115,7 @@ def independent(
     logits: jax.Array,
     sampling: RowSampling,
     keys: jax.Array,
+    legal: jax.Array | None = None,
     judge_chain: ChainRule | None = None,
 ) -> Verdict:
     """Verify with random numbers that the drafter does not know, by the rule that fits the draft.
@@ -88,11 +125,11 @@ def independent(
     with keys ``[B]``.
     """
     if draft.q is None:
-        return descend(draft, by_rule(matching, logits, sampling, keys))
+        return descend(draft, by_rule(matching, logits, sampling, keys, legal))
     if not draft.is_chain:
-        return descend(draft, by_rule(recursive_rejection, logits, sampling, keys))
-    masked = without_stop_tokens(logits, sampling, draft.depths)
-    p, good, x = distributions(masked, sampling), can_be_drawn(masked), draft.tokens[:, 1:]
+        return descend(draft, by_rule(recursive_rejection, logits, sampling, keys, legal))
+    allowed, is_legal, good = _allowed(logits, sampling, draft.depths, legal)
+    p, x = distributions(allowed, sampling, is_legal), draft.tokens[:, 1:]
     # A drafter's q is NaN for all tokens or for none, so this condition does not depend on x and
     # cannot bias the output.
     drafted = draft.drafted & good[:, :-1] & ~jnp.isnan(_of(draft.q, x))
@@ -136,7 +173,13 @@ def follow_argmax(draft: Draft, best: jax.Array, good: jax.Array) -> Verdict:
     )
 
 
-def coupled(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
+def coupled(
+    draft: Draft,
+    logits: jax.Array,
+    sampling: RowSampling,
+    keys: jax.Array,
+    legal: jax.Array | None = None,
+) -> Verdict:
     """Follow the child that holds the token that the target draws, with random numbers by position.
 
     At every node the target draws ``y = argmax(log p + G)``. G are the Gumbel numbers that belong
@@ -152,16 +195,18 @@ def coupled(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Ar
         logits: ``[B, N, V]`` the target's logits at every node.
         sampling: the sampling parameters of the rows. Greedy rows have no G.
         keys: ``[D + 1, B]`` from `position_keys`.
+        legal: the legal tokens, as in `verify`. The largest of all kept tokens, if it is legal, is
+            also the largest of the legal ones: a free draw that is legal is the constrained one.
     """
 
     def visit(
         draft: Draft, node: jax.Array, depth: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         noise = noise_of_rows(keys[depth], logits.shape[-1], sampling)
-        allowed = without_stop_tokens(at_nodes(logits, node), sampling, depth)
-        return *_holding(draft, node, argmax(perturbed(allowed, sampling, noise))), can_be_drawn(
-            allowed
-        )
+        words = None if legal is None else at_nodes(legal, node)
+        allowed, is_legal, good = _allowed(at_nodes(logits, node), sampling, depth, words)
+        drawn_token = argmax(perturbed(allowed, sampling, noise, legal=is_legal))
+        return *_holding(draft, node, drawn_token), good
 
     return descend(draft, visit)
 
@@ -230,8 +275,16 @@ def descend(draft: Draft, visit: Visit) -> Verdict:
     return jax.lax.while_loop(lambda descent: jnp.any(descent.going), go, start).verdict
 
 
-def by_rule(rule: NodeRule, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Visit:
+def by_rule(
+    rule: NodeRule,
+    logits: jax.Array,
+    sampling: RowSampling,
+    keys: jax.Array,
+    legal: jax.Array | None = None,
+) -> Visit:
     """Return a `Visit` that computes p from ``logits [B, N, V]`` and applies ``rule``.
+
+    ``legal`` are the legal tokens, as in `verify`.
 
     It consumes the row keys ``[B]``. Its random numbers depend on the row's key and the depth
     alone, so they are the same for any number of nodes and rows. A greedy row's p is one-hot, so
@@ -241,9 +294,10 @@ def by_rule(rule: NodeRule, logits: jax.Array, sampling: RowSampling, keys: jax.
     def visit(
         draft: Draft, node: jax.Array, depth: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        at_node = without_stop_tokens(at_nodes(logits, node), sampling, depth)
-        p = probabilities(at_node, sampling)
-        return *rule(draft, node, p, _fold_in(keys, depth)), can_be_drawn(at_node)
+        words = None if legal is None else at_nodes(legal, node)
+        allowed, is_legal, good = _allowed(at_nodes(logits, node), sampling, depth, words)
+        p = probabilities(allowed, sampling, is_legal)
+        return *rule(draft, node, p, _fold_in(keys, depth)), good
 
     return visit
 
@@ -429,7 +483,7 @@ class VerificationRule:
             numbers of their own, and pass q to verification.
     """
 
-    verify: Callable[[Draft, jax.Array, RowSampling, jax.Array], Verdict]
+    verify: Callable[[Draft, jax.Array, RowSampling, jax.Array, jax.Array | None], Verdict]
     takes_trees: bool = True
     keys_by_position: bool = False
 

@@ -10,6 +10,7 @@ target. It should be in float32, because in lower precision near-ties may go eit
 shape of draft.
 """
 
+import string
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,7 @@ from specjax.evaluation.exact import (
     g_test,
     p_values,
 )
+from specjax.grammars import GrammarCompiler, Regex
 from specjax.models.cache import PagedCache, groups_of
 from specjax.models.transformer import Target
 from specjax.sampling import SAMPLING_NAMES, Sampling
@@ -47,6 +49,7 @@ __all__ = [
     "check_contract",
     "check_coupled",
     "check_distribution",
+    "check_grammar",
     "check_greedy",
     "check_insert",
     "check_one_trace",
@@ -77,7 +80,7 @@ def check(
     """Run all checks that do not depend on the target.
 
     They are `check_contract`, `check_one_trace`, `check_greedy`, `check_rows`, `check_coupled`,
-    `check_insert` and `check_rows_that_come_and_go`.
+    `check_grammar`, `check_insert` and `check_rows_that_come_and_go`.
 
     Args:
         target: the target.
@@ -95,6 +98,7 @@ def check(
     check_greedy(target, drafter, new_tokens=new_tokens)
     check_rows(target, drafter, new_tokens=new_tokens)
     check_coupled(target, drafter, new_tokens=new_tokens)
+    check_grammar(target, drafter, new_tokens=new_tokens)
     check_insert(target, drafter, new_tokens=new_tokens)
     if come_and_go:
         check_rows_that_come_and_go(target, drafter, new_tokens=new_tokens)
@@ -285,6 +289,42 @@ def check_coupled(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TO
         assert got == expected, (
             f"row {row}: coupled tokens {got} are not plain decoding's {expected}"
         )
+
+
+def check_grammar(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
+    """Check that text under a grammar equals plain decoding's under the same grammar.
+
+    The first tokens of the target's vocabulary stand for letters. Half of the letters are legal at
+    one position, a single one at the next, and the other half at the third.
+
+    Examples:
+        >>> from specjax import conformance
+        >>> conformance.check_grammar(target, specjax.PromptLookup(draft=2), new_tokens=8)
+    """
+    vocab_size = target.config.vocab_size
+    letters = string.ascii_letters[: vocab_size - 1]
+    tokens = [letter.encode() for letter in letters] + [b""] * (vocab_size - len(letters))
+    compiler = GrammarCompiler.of_tokens(tokens, end_id=vocab_size - 1)
+    half = len(letters) // 2
+    pattern = f"([{letters[:half]}]{letters[1]}[{letters[half:]}])*"
+    run = partial(
+        decoding.generate,
+        target,
+        max_new_tokens=new_tokens,
+        sampling=_MIXED,
+        eos_token_ids=(),
+        grammar=compiler.compile(Regex(pattern)),
+    )
+    prompts, keys = _prompts(target), jax.random.split(jax.random.key(3), len(_LENGTHS))
+    plain, drafted = (
+        _outputs(run(with_drafter, prompts, _LENGTHS, key=keys)) for with_drafter in (None, drafter)
+    )
+    for row, (expected, got) in enumerate(zip(plain, drafted, strict=True)):
+        assert got == expected, (
+            f"row {row}: constrained tokens {got} are not plain decoding's {expected}"
+        )
+        forced = got[_LENGTHS[row] + 1 :: 3]
+        assert set(forced) <= {1}, f"row {row}: {got} does not match {pattern}"
 
 
 def check_insert(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:

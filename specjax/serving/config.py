@@ -16,6 +16,7 @@ from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
+from specjax.grammars import GrammarCompiler
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.sampling import Sampling
@@ -47,6 +48,7 @@ class EngineConfig:
         clients: the shapes of drafts that clients may send; None: there are no clients.
         max_prediction: the largest number of tokens that are copied from a prediction per step.
         default_sampling: the sampling of requests that state none; None: greedy.
+        grammars: the compiler of requests' grammars; None: no request may have one.
     """
 
     target: Target
@@ -57,6 +59,7 @@ class EngineConfig:
     clients: ClientDrafts | None
     max_prediction: int
     default_sampling: Sampling | None
+    grammars: GrammarCompiler | None = None
 
     @classmethod
     def of(
@@ -76,6 +79,7 @@ class EngineConfig:
         max_logprobs: int,
         max_prediction: int,
         clients: ClientDrafts | None,
+        grammars: bool,
     ) -> "EngineConfig":
         """Check the arguments of `Engine`, and build its configuration.
 
@@ -116,7 +120,15 @@ class EngineConfig:
         choices, drafters = _drafters(target, drafter, shapes, max_prediction)
         sizes = Sizes(rows, widths, capacity, pages, page, chunk, steps, max_logprobs)
         return cls(
-            target, tokenizer, choices, drafters, sizes, clients, max_prediction, default_sampling
+            target,
+            tokenizer,
+            choices,
+            drafters,
+            sizes,
+            clients,
+            max_prediction,
+            default_sampling,
+            _grammar_compiler(target, tokenizer) if grammars else None,
         )
 
     def together(self) -> processes.Processes | None:
@@ -140,7 +152,8 @@ class EngineConfig:
             return over_hosts.LeadingDevice(
                 self.target, self.drafters, self.sizes, self.clients, processes=together
             )
-        return EngineDevice(self.target, self.drafters, self.sizes, self.clients)
+        has_grammars = self.grammars is not None
+        return EngineDevice(self.target, self.drafters, self.sizes, self.clients, has_grammars)
 
     def placeholder_settings(self) -> dict[str, Any]:
         """Return the settings of a text without stop tokens, for the warm-up."""
@@ -194,6 +207,21 @@ class EngineConfig:
             settings["prediction"][: len(expected)] = expected
             settings["predicted"] = np.int32(len(expected))
         return settings
+
+
+def _grammar_compiler(target: Target, tokenizer: Any) -> GrammarCompiler:
+    """Return the compiler of requests' grammars.
+
+    Raises:
+        InputError: There is no tokenizer, or the target spans processes.
+    """
+    if tokenizer is None:
+        raise InputError("grammars: they need the target's tokenizer; give tokenizer=...")
+    if sharding.spans_processes(target.mesh):
+        raise InputError(
+            "grammars: they are not supported on a mesh that spans processes; give grammars=False"
+        )
+    return GrammarCompiler(tokenizer, target.config.vocab_size)
 
 
 def _check_sizes(

@@ -6,17 +6,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from specjax import sharding, wire
-from specjax.decoding import remote_drafts
+from specjax.decoding import constrained_rows, remote_drafts
 from specjax.decoding import rows as device_rows
+from specjax.decoding.constrained import FORCED, forced_draft, reader
 from specjax.drafters import Drafter, NoDraft, WithPrediction
 from specjax.drafters.base import remote_input_shapes
 from specjax.drafters.pausable import Pausable
+from specjax.drafts.draft import Draft
 from specjax.errors import InputError
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
@@ -166,6 +169,9 @@ class EngineDevice:
         clients: the bounds of drafts that clients may send; None: there are no clients.
         remote_drafter: the drafter that decides which hidden states clients are sent; None: they
             are sent none.
+        grammars: whether texts may have grammars, so that masked steps are compiled.
+        masked: the index of the drafter that drafts in masked steps; None: only forced text is
+            drafted.
         depth: the depth of the deepest draft.
         state: the decode state; None after `release`.
     """
@@ -176,6 +182,7 @@ class EngineDevice:
         drafters: Sequence[Drafter],
         sizes: Sizes,
         clients: ClientDrafts | None = None,
+        grammars: bool = False,
     ) -> None:
         """Make the state, with free rows. Only the programs for that are compiled.
 
@@ -205,6 +212,17 @@ class EngineDevice:
         deepest = [drafter.draft_shape.depth for drafter in drafters] + (
             [clients.depth] if clients else []
         )
+        self.grammars = grammars
+        # The shortest chain, because many drafted tokens are not legal; without chains a tree.
+        drafting = [
+            index
+            for index, drafter in enumerate(drafters)
+            if drafter.draft_shape.depth > 0 and not copies(drafter)
+        ]
+        is_chain = self.reporting in drafting
+        self.masked = self.reporting if is_chain else next(iter(drafting), None)
+        if grammars:
+            deepest.append(FORCED)
         self.depth = max(deepest)
         pools = {"capacity": sizes.capacity, "pages": sizes.pages, "page": sizes.page}
         self.state: Any = device_rows.empty(
@@ -216,6 +234,7 @@ class EngineDevice:
             **pools,
         )
         self._empty_prefix_state = device_rows.empty_prefix_state(target, drafters[0], **pools)
+        self._drafted: Any = None  # the drafter's state between `propose` and `advance`
         self._mark = _mark
         self._marks: deque[jax.Array] = deque([self._mark(self.state.lengths)], maxlen=MAX_READS)
 
@@ -233,6 +252,11 @@ class EngineDevice:
         if copies(self.drafters[index]):
             return tuple(dict.fromkeys((widths[0], widths[-1])))
         return widths
+
+    @property
+    def masked_widths(self) -> tuple[int, ...]:
+        """The numbers of rows that masked steps are compiled for: the smallest and the largest."""
+        return tuple(dict.fromkeys((min(self.sizes.widths), self.sizes.rows)))
 
     def most_prefix_states(self) -> int | None:
         """Return the largest number of prefix states in each group of rows; None: no limit.
@@ -347,6 +371,59 @@ class EngineDevice:
             logprobs=self._top(logprobs),
         )
         return sharding.everywhere(progress, self.target.mesh)
+
+    def propose(self, table: np.ndarray, free: np.ndarray, width: int) -> Draft:
+        """Begin a masked step with the drafter ``masked``, by `constrained_rows.propose_rows`.
+
+        Returns:
+            The draft. `advance` must be the next call.
+        """
+        assert self.masked is not None
+        self.state, draft, self._drafted = constrained_rows.propose_rows(
+            *self._with(self.masked), table, free, width=width
+        )
+        return draft
+
+    def advance(
+        self,
+        table: np.ndarray,
+        free: np.ndarray,
+        draft: Draft,
+        legal: np.ndarray,
+        width: int,
+        logprobs: bool,
+    ) -> device_rows.Progress:
+        """Complete a masked step, by `specjax.decoding.constrained_rows.advance_rows`.
+
+        Args:
+            table: ``[rows, n]`` the pages of all rows.
+            free: ``[rows]`` bool, rows without a text.
+            draft: the draft from `propose`, or one of forced text in numpy arrays.
+            legal: ``[width, N, words]`` the legal tokens.
+            width: the number of rows.
+            logprobs: whether to report log-probabilities.
+        """
+        is_forced = isinstance(draft.tokens, np.ndarray)
+        drafter = self._masked_drafter(is_forced)
+        drafted, self._drafted = self._drafted, None
+        self.state, progress, _ = constrained_rows.advance_rows(
+            self.target,
+            drafter,
+            self.state,
+            table,
+            free,
+            draft,
+            legal,
+            drafted,
+            width=width,
+            logprobs=self._top(logprobs),
+        )
+        return progress
+
+    def _masked_drafter(self, is_forced: bool) -> Drafter:
+        """Return the drafter of a masked step, or the reader of forced text in its place."""
+        drafter = self.drafters[0 if self.masked is None else self.masked]
+        return reader(drafter) if is_forced else drafter
 
     def catch_up(self, table: np.ndarray) -> None:
         """Let the paused drafter read its pending tokens, in all rows."""
@@ -485,6 +562,9 @@ class EngineDevice:
                 read(4, self.sizes.chunk, logprobs=True),
                 decode(4, rows, self.reporting, logprobs=True),
             ]
+        if self.grammars:
+            for width in self.masked_widths:
+                listed += self._masked_programs(table, width)
         if self.remote_drafter is not None:
             listed += [read(5, width, for_client=True) for width in self.sizes.read_widths]
         if self.clients is not None:
@@ -495,6 +575,57 @@ class EngineDevice:
                 for width in self.widths_of(index)
                 if copies(self.drafters[index])
             ]
+        return listed
+
+    def _masked_programs(self, table: np.ndarray, width: int) -> list[EngineProgram]:
+        """Return the programs of masked steps for a number of rows."""
+        free, words = self._none(), -(-self.target.config.vocab_size // 32)
+
+        def lower_propose() -> Any:
+            assert self.masked is not None
+            return constrained_rows.propose_rows.lower(
+                *self._with(self.masked), table, free, width=width
+            )
+
+        def lower_advance(is_forced: bool, logprobs: bool) -> Any:
+            state, draft, drafted = self.state, forced_draft([()] * width), None
+            if not is_forced:
+                state, draft, drafted = jax.eval_shape(
+                    partial(constrained_rows.propose_rows, width=width),
+                    *self._with(self.masked or 0),
+                    table,
+                    free,
+                )
+            legal = np.zeros((width, *draft.tokens.shape[1:], words), np.uint32)
+            return constrained_rows.advance_rows.lower(
+                self.target,
+                self._masked_drafter(is_forced),
+                state,
+                table,
+                free,
+                draft,
+                legal,
+                drafted,
+                width=width,
+                logprobs=self._top(logprobs),
+            )
+
+        reports = [False]
+        if self.sizes.max_logprobs and width == self.sizes.rows:
+            reports.append(True)  # requests with log-probabilities decode at this width alone
+        listed = []
+        for is_forced in [True] if self.masked is None else [True, False]:
+            listed += [
+                EngineProgram(
+                    "advance",
+                    (width, is_forced, logprobs),
+                    4,
+                    partial(lower_advance, is_forced, logprobs),
+                )
+                for logprobs in reports
+            ]
+        if self.masked is not None:
+            listed.append(EngineProgram("propose", (width,), 4, lower_propose))
         return listed
 
     def time_decoding(self, settings: dict[str, Any], width: int, index: int) -> float:

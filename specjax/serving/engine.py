@@ -8,7 +8,7 @@ is free, and a long prompt delays the others by no more than a chunk.
 import atexit
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from specjax.decoding.options import check_prompts
 from specjax.drafters import Drafter
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError, check_options
+from specjax.grammars import Grammar, Matcher
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.sampling_params import SamplingParams
@@ -74,6 +75,7 @@ class Engine:
         max_logprobs: int = 0,
         max_prediction: int = 0,
         clients: ClientDrafts | None = None,
+        grammars: bool = False,
         client_rows: int | None = None,
         client_idle_seconds: float = 1.0,
         warm: bool = True,
@@ -110,6 +112,8 @@ class Engine:
                 With 0 no request may bring a prediction.
             clients: the shapes of drafts that clients may send, for `open_row`; None: there are no
                 clients.
+            grammars: whether requests may have grammars. Then a few more programs are compiled,
+                and the engine needs a tokenizer.
             client_rows: the largest number of rows for the clients of one owner; None: half of
                 ``rows``, at least 1.
             client_idle_seconds: seconds without a draft after which a client's row may be given to
@@ -138,6 +142,7 @@ class Engine:
             max_logprobs=max_logprobs,
             max_prediction=max_prediction,
             clients=clients,
+            grammars=grammars,
         )
         client_rows = max(1, rows // 2) if client_rows is None else client_rows
         if not 1 <= client_rows <= rows:
@@ -256,8 +261,15 @@ class Engine:
             if is_chat is None:
                 is_chat = not isinstance(prompt, str) and not _is_tokens(prompt)
             growing = text.GrowingText(self.tokenizer, tokens, stop, params.min_new_tokens, is_chat)
+        matcher = None
+        if params.grammar is not None:
+            matcher = self._matcher(params.grammar, settings, predicted_tokens)
         options = OutputOptions(
-            logprobs=logprobs, echo=echo, spans=spans, prediction=len(predicted_tokens)
+            logprobs=logprobs,
+            echo=echo,
+            spans=spans,
+            prediction=len(predicted_tokens),
+            matcher=matcher,
         )
         return self._loop.submit(
             tokens, params.max_new_tokens, settings, growing, options, cache_salt=cache_salt
@@ -312,6 +324,8 @@ class Engine:
         tokens = self.encode(tokens)
         length = len(tokens) if prompt_length is None else prompt_length
         params = SamplingParams.of(params, stated, function=self.open_row)
+        if params.grammar is not None:
+            raise InputError("grammar: not supported for clients that draft; leave it out")
         settings = self._config.settings(params, length)
         with self._loop.wake:
             self._loop.check_open()
@@ -415,6 +429,20 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _matcher(
+        self,
+        grammar: Grammar,
+        settings: Mapping[str, Any],
+        prediction: Sequence[int],
+    ) -> Matcher:
+        """Return the matcher of a request, after a check of what it asks for beside a grammar."""
+        if self._config.grammars is None:
+            raise InputError("grammar: this engine has no grammars; give Engine(grammars=True)")
+        if prediction:
+            raise InputError("prediction: not supported together with a grammar; leave it out")
+        stop_ids = tuple(int(i) for i in settings["stop_token_ids"] if i >= 0)
+        return self._config.grammars.compile(grammar).matcher(stop_ids)
 
     def _check_output_options(
         self, params: SamplingParams, logprobs: int | None, echo: bool, spans: bool

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -19,9 +20,11 @@ import numpy as np
 
 from specjax import processes, text
 from specjax.decoding import rows as device_rows
+from specjax.decoding.constrained import FORCED, forced_draft, legal_tokens
 from specjax.decoding.stats import Stats
 from specjax.drafters.pausable import ROOM
 from specjax.errors import InputError, LogitsError
+from specjax.grammars import Matcher
 from specjax.models.cache import groups_of
 from specjax.serving.choice import Copies, DraftChoice
 from specjax.serving.clients import ClientRow, Clients
@@ -34,6 +37,9 @@ from specjax.serving.statistics import EngineStatistics, copies_of, difference
 from specjax.serving.totals import Totals
 
 _LOGGER = logging.getLogger(__name__)
+
+_MASKED = ("propose", "advance")
+"""The kinds of programs that masked steps need."""
 
 
 class EngineLoop:
@@ -127,6 +133,7 @@ class EngineLoop:
             InputError: The engine is closed, or can never serve the request.
         """
         needs = None if options.logprobs is None else "logprobs"
+        needs = needs if options.matcher is None else "grammars"
         shares = 0 if options.echo else None
         with self.wake:
             self.check_open()
@@ -278,13 +285,15 @@ class EngineLoop:
             self.wake.notify_all()
 
     def _held_back(self) -> list[str]:
-        """Return the needs of requests ("logprobs", "clients") whose programs are not ready."""
+        """Return the needs of requests ("logprobs", "clients", "grammars") that are not ready."""
         needs, is_ready, sizes = [], self.programs.is_ready, self.sizes
         if not (
             is_ready("read", sizes.chunk, True, False)
             and is_ready("decode", sizes.rows, self.device.reporting, True)
         ):
             needs.append("logprobs")
+        if not self.programs.are_ready(*_MASKED):
+            needs.append("grammars")
         are_ready = [is_ready("verify", width) for width in sizes.widths]
         if self.device.remote_drafter is not None:
             are_ready += [is_ready("read", size, False, True) for size in sizes.read_widths]
@@ -472,7 +481,12 @@ class EngineLoop:
             self._give_up_orphans()
             if not scheduler.running:
                 return False
-            width, index, logprobs = self._choose()
+            is_masked = any(
+                self.handles[request].output_options.matcher is not None
+                for row in scheduler.running
+                if (request := scheduler.request_of(row))
+            )
+            width, index, logprobs = self._choose_masked() if is_masked else self._choose()
             self._draft = str(self.choice.drafts[index] or "none")
             drafter = self.device.drafters[index]
             # Use short calls while a prompt is being prefilled or a client drafts, because both
@@ -480,7 +494,10 @@ class EngineLoop:
             # allocated for the longest possible call, because the device cannot ask for more.
             is_short = bool(scheduler.reading) or self.clients.are_drafting
             steps = max(1, self.sizes.steps // 4) if is_short else self.sizes.steps
-            scheduler.reserve(steps * (drafter.draft_shape.depth + 1) + 1)
+            depth = drafter.draft_shape.depth
+            if is_masked:
+                steps, depth = 1, max(depth, FORCED)
+            scheduler.reserve(steps * (depth + 1) + 1)
             if not scheduler.running:
                 return False
             order = self._compact(width)
@@ -509,6 +526,9 @@ class EngineLoop:
         # A drafter must have read all tokens before it drafts, and a paused one has room for few.
         if self._pending and (not pauses or self._pending + steps > ROOM):
             self._catch_up(table)
+        if is_masked:
+            progress = self._step_masked(table, free, width, snapshot, logprobs)
+            return self._take(progress, snapshot)
         nothing_compiles = self.programs.are_all_ready
         started = time.perf_counter()
         progress = self.device.decode(index, table, free, steps, until_any_done, width, logprobs)
@@ -526,6 +546,54 @@ class EngineLoop:
         return self._take(
             progress, snapshot, (width, index), seconds, is_upper_bound=is_upper_bound
         )
+
+    def _choose_masked(self) -> tuple[int, int, bool]:
+        """Return the choice of a masked step, as `_choose` does."""
+        running = self.scheduler.running
+        index = self.device.plain if self.device.masked is None else self.device.masked
+        requests = filter(None, map(self.scheduler.request_of, running))
+        if any(self.handles[it].output_options.logprobs is not None for it in requests):
+            return self.sizes.rows, index, True
+        width = next(width for width in self.device.masked_widths if width >= len(running))
+        return width, index, False
+
+    def _step_masked(
+        self,
+        table: np.ndarray,
+        free: np.ndarray,
+        width: int,
+        snapshot: Mapping[int, Any],
+        logprobs: bool,
+    ) -> device_rows.Progress:
+        """Make one masked step with all running rows, and return its progress on the host."""
+        matchers: list[Matcher | None] = [None] * width
+        for row, (_, handle) in snapshot.items():
+            if not free[row]:
+                matchers[row] = handle.output_options.matcher
+        forced = [() if matcher is None else matcher.forced(FORCED) for matcher in matchers]
+        vocab_size = self.device.target.config.vocab_size
+        if self.device.masked is None or self._forced_is_longer(forced, len(snapshot)):
+            draft = on_host = forced_draft(forced)
+        else:
+            draft = self.device.propose(table, free, width)
+            self._deliver()  # the texts of the previous call, while the device drafts
+            on_host = jax.device_get(replace(draft, q=None))
+
+        def give_up(row: int, error: Exception) -> None:
+            with self.wake:
+                request, handle = snapshot[row]
+                self._give_up(request, handle, error)
+
+        legal, _ = legal_tokens(matchers, on_host, vocab_size, give_up)
+        progress = self.device.advance(table, free, draft, legal, width, logprobs)
+        self._deliver()  # the texts of the previous call, while the device works on this one
+        return jax.device_get(progress)
+
+    def _forced_is_longer(self, forced: Sequence[Sequence[int]], running: int) -> bool:
+        """Return whether forced text promises a longer step than the drafter, over all rows."""
+        assert self.device.masked is not None
+        depth = self.device.drafters[self.device.masked].draft_shape.depth
+        return sum(map(len, forced)) >= running * depth / 2 and any(forced)
 
     def _give_up_orphans(self) -> None:
         """End texts that run without a handle, which would be a bug. Needs the lock."""
@@ -607,12 +675,16 @@ class EngineLoop:
         self,
         progress: device_rows.Progress,
         snapshot: Mapping[int, Any],
-        call: tuple[int, int],
-        seconds: float | None,
-        is_upper_bound: bool,
+        call: tuple[int, int] | None = None,
+        seconds: float | None = None,
+        is_upper_bound: bool = False,
     ) -> bool:
-        """Record the tokens and the time of a decode call. Return whether a text still runs."""
-        is_copying = isinstance(self.choice.drafts[call[1]], Copies)
+        """Record the tokens and the time of a decode call. Return whether a text still runs.
+
+        ``call`` is its width and the index of its drafter, for `DraftChoice.record`; None: the call
+        says nothing about free text.
+        """
+        is_copying = call is not None and isinstance(self.choice.drafts[call[1]], Copies)
         with self.wake:
             self._counts["calls"] += 1
             rows, copying_rows = [], []
@@ -632,15 +704,16 @@ class EngineLoop:
             )
             self._counted = copies_of(progress.stats)
             self._total.add(new)
-            self.choice.record(
-                *call,
-                seconds=seconds,
-                is_upper_bound=is_upper_bound,
-                steps=int(new.steps.max(initial=0)),
-                row_steps=int(measured.steps.sum()),
-                emitted=int(measured.histogram.sum(axis=0) @ np.arange(self.device.depth + 2)),
-                accepted_at=measured.accepted_at.sum(axis=0),
-            )
+            if call is not None:
+                self.choice.record(
+                    *call,
+                    seconds=seconds,
+                    is_upper_bound=is_upper_bound,
+                    steps=int(new.steps.max(initial=0)),
+                    row_steps=int(measured.steps.sum()),
+                    emitted=int(measured.histogram.sum(axis=0) @ np.arange(self.device.depth + 2)),
+                    accepted_at=measured.accepted_at.sum(axis=0),
+                )
             return bool(self.scheduler.running)
 
     def _take_row(
@@ -653,6 +726,10 @@ class EngineLoop:
         )
         if self.scheduler.request_of(row) is request:  # it was not cancelled meanwhile
             row_progress = self._row_progress(progress, row, request, handle)
+            if (matcher := handle.output_options.matcher) is not None:
+                matcher.append(row_progress.tokens)
+                if row_progress.done and int(progress.lengths[row]) < request.max_length:
+                    matcher.check_not_stuck()
             self.scheduler.decoded(row, row_progress.tokens, row_progress.done)
             if row_progress.done:
                 del self.handles[request]

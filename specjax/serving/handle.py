@@ -15,6 +15,7 @@ import numpy as np
 from specjax.decoding.stats import Stats
 from specjax.errors import LogitsError
 from specjax.evaluation import metrics
+from specjax.grammars import Matcher
 from specjax.pipeline import Generation
 from specjax.serving.scheduler import Request
 from specjax.text import GrowingText
@@ -96,12 +97,15 @@ class OutputOptions:
         echo: whether to report the log-probabilities of the prompt, too.
         spans: whether to report `Piece.spans`.
         prediction: the number of tokens of the request's prediction.
+        matcher: the position of the text in its grammar; None without one. The engine's thread
+            owns it.
     """
 
     logprobs: int | None = None
     echo: bool = False
     spans: bool = False
     prediction: int = 0
+    matcher: Matcher | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,8 @@ class Handle:
         finish_reason: why the text ended; None while it is generated.
         times: when the request was submitted, had its first token, and ended.
         predicted_tokens: the number of generated tokens that matched the prediction.
+        grammar_completed: whether the text satisfies its grammar as a whole, once it has ended.
+            None without a grammar.
         prompt_logprobs: with ``echo``, the log-probabilities of the prompt's tokens except the
             first, as far as the prompt has been prefilled.
 
@@ -199,6 +205,7 @@ class Handle:
         self.prompt_tokens, self.predicted_tokens = request.prompt_length, 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
+        self.grammar_completed: bool | None = None
         self.times = Times(submitted=time.perf_counter())
         self._cancel = cancel
         self._growing = growing
@@ -259,7 +266,7 @@ class Handle:
         self._raise_if_broken()
         # A request without new tokens (``echo``) has no decode call, and so no counters.
         acceptance = self.acceptance or metrics.summarise(Stats.zeros(1, 0))
-        return Generation(self.text, self.tokens, acceptance)
+        return Generation(self.text, self.tokens, acceptance, self.grammar_completed)
 
     def cancel(self) -> None:
         """Cancel the request. Its row is free for another one after at most one decode call."""
@@ -361,10 +368,10 @@ class Handle:
         elif news.error is not None:
             reason = "error"
         elif news.done:
-            if news.tokens and news.tokens[-1] in self.settings["stop_token_ids"]:
-                reason = "stop"
-            else:
-                reason = "length"
+            reason = "stop" if self._is_over(news.tokens) else "length"
+        matcher = self.output_options.matcher
+        if matcher is not None and reason is not None:
+            self.grammar_completed = matcher.is_complete and not stopped
         count = len(new)
         self._add(
             Piece(
@@ -378,6 +385,14 @@ class Handle:
             news.error,
         )
         return not stopped
+
+    def _is_over(self, tokens: Sequence[int]) -> bool:
+        """Return whether a text has ended before its limit, with these newest tokens."""
+        if tokens and tokens[-1] in self.settings["stop_token_ids"]:
+            return True
+        # A grammar after which nothing can follow, in a text that no token ends.
+        has_room = len(self.request.tokens) < self.request.max_length
+        return self.output_options.matcher is not None and has_room
 
     def end(
         self,

@@ -95,6 +95,10 @@ class Programs:
         """Return whether a program is compiled."""
         return (kind, *key) in self._ready
 
+    def are_ready(self, *kinds: str) -> bool:
+        """Return whether all programs of these kinds are compiled."""
+        return not any(program.kind in kinds for program in self._uncompiled)
+
     def wait_for(self, kind: str, *key: Any) -> bool:
         """Wait until a program is compiled, and return False if it never will be."""
         with self._wake:

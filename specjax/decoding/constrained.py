@@ -1,0 +1,297 @@
+"""Decoding of rows whose texts must satisfy a grammar, in masked steps.
+
+A masked step has three parts. The drafter proposes a draft, freely, in one program. The host
+fetches the draft and walks it with each row's `specjax.grammars.Matcher`, which gives the tokens
+that are legal after every node. A second program scores the draft and verifies it under these
+masks. So a drafter, a cache or a draft shape needs no support for grammars, and nothing is rolled
+back on the device.
+
+Where a grammar forces the next tokens, these are the draft of the step, and the drafter is not
+asked. Rows without a grammar take part in the same steps, and every token is legal for them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from specjax import sharding
+from specjax.decoding.few_rows import by_rows
+from specjax.decoding.loop import advance, propose_step, rows_of_pass
+from specjax.decoding.state import DecodeState, place_rows
+from specjax.decoding.stats import StepInfo
+from specjax.drafters.base import Committed, Drafter, NoDraft
+from specjax.drafters.with_prediction import WithPrediction
+from specjax.drafters.wrapper import Wrapper
+from specjax.drafts import tree
+from specjax.drafts.draft import Draft, Verdict
+from specjax.drafts.shapes import Chain, DraftShape
+from specjax.grammars import Matcher
+from specjax.models.transformer import Target
+
+FORCED = 8
+"""The maximum number of forced tokens in the draft of one step."""
+
+
+@struct.dataclass
+class _Reader(Wrapper[Any]):
+    """A drafter that proposes nothing in a step, and reads the tokens that the step commits.
+
+    The draft comes from the host. The wrapped drafter's `update` might rely on what it has stored
+    while drafting, so the committed tokens go to its `append_committed`, like those of a prompt.
+    """
+
+    drafter: Drafter
+
+    @property
+    def draft(self) -> DraftShape:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Chain(FORCED)
+
+    @property
+    def node_counts(self) -> tuple[int, ...]:
+        return self.draft_shape.node_counts
+
+    def own_state(self, state: Any) -> Any:
+        return state
+
+    def with_own(self, state: Any, own: Any) -> Any:
+        return own
+
+    def start(self, target: Target, batch: int, capacity: int) -> Any:
+        return self.drafter.start(target, batch, capacity)
+
+    def update(
+        self, target: Target, state: Any, draft: Draft, verdict: Verdict, committed: Committed
+    ) -> Any:
+        return self.append_committed(target, state, committed)
+
+
+def reader(drafter: Drafter) -> Drafter:
+    """Return a drafter that proposes nothing, for steps whose draft the host makes.
+
+    It has the same state as ``drafter``, and reads the tokens that a step commits.
+    """
+    if isinstance(drafter, WithPrediction):  # it follows the prediction in every step
+        return replace(drafter, drafter=_Reader(drafter.drafter), longest=0)
+    return _Reader(drafter)
+
+
+def forced_draft(forced: Sequence[Sequence[int]]) -> Draft:
+    """Return chains of forced tokens, at most `FORCED` in each row, as a draft on the host.
+
+    The root's tokens are missing: `advance_under_masks` inserts them.
+    """
+    tokens = np.zeros((len(forced), FORCED + 1), np.int32)
+    valid = np.zeros(tokens.shape, bool)
+    valid[:, 0] = True
+    for row, row_tokens in enumerate(forced):
+        tokens[row, 1 : len(row_tokens) + 1] = row_tokens
+        valid[row, 1 : len(row_tokens) + 1] = True
+    return Draft.of_tree(tokens, tree.chain_parents(FORCED + 1), valid=valid)  # pyright: ignore[reportArgumentType]
+
+
+def legal_tokens(
+    matchers: Sequence[Matcher | None],
+    draft: Draft,
+    vocab_size: int,
+    on_error: Callable[[int, Exception], None] | None = None,
+) -> tuple[np.ndarray, int]:
+    """Return the tokens that are legal after each node of a draft.
+
+    Args:
+        matchers: the matcher of each row. None if every token is legal, as in rows that are done.
+        draft: the draft of B rows and N nodes, in numpy arrays.
+        vocab_size: the number of tokens of the target, V.
+        on_error: is called with a row and the error of its matcher. Every token is legal then. None
+            raises the error.
+
+    Returns:
+        ``[B, N, ceil(V / 32)]`` uint32, one bit for each token, in a new array; and the number of
+        drafted nodes that are not legal.
+    """
+    batch, nodes = draft.tokens.shape
+    parents = np.broadcast_to(np.asarray(draft.parents), (batch, nodes))
+    valid = np.ones((batch, nodes), bool) if draft.valid is None else np.asarray(draft.valid)
+    legal = np.full((batch, nodes, -(-vocab_size // 32)), np.uint32(0xFFFFFFFF))
+    illegal_nodes = 0
+    for row, matcher in enumerate(matchers):
+        if matcher is None:
+            continue
+        try:
+            legal[row], illegal = matcher.masks(
+                draft.tokens[row].tolist(), parents[row].tolist(), valid[row].tolist()
+            )
+            illegal_nodes += illegal
+        except RuntimeError as error:
+            if on_error is None:
+                raise
+            on_error(row, error)
+    return legal, illegal_nodes
+
+
+@by_rows(rows_of_pass, models=("target", "drafter"), donate_argnames="state")
+def _propose(target: Target, drafter: Drafter, state: DecodeState) -> tuple[Draft, DecodeState]:
+    """Propose a draft for every row, see `propose_step`. The state is donated."""
+    draft, state = propose_step(target, drafter, state)
+    return draft, place_rows(state, target)
+
+
+def advance_under_masks(
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    draft: Draft,
+    legal: jax.Array,
+    logprobs: int | None = None,
+) -> tuple[DecodeState, StepInfo]:
+    """Verify a draft whose legal tokens are known. Arguments and results are those of `advance`.
+
+    The root's tokens are those of the state, whatever the draft has there.
+    """
+    tokens = jnp.asarray(draft.tokens).at[:, 0].set(state.roots)
+    return advance(target, drafter, state, replace(draft, tokens=tokens), logprobs, legal)
+
+
+def left_over(before: Any, after: Any) -> list[jax.Array]:
+    """Return the arrays of a drafter's state that exist only between draft and verdict.
+
+    A program that receives them as donated arguments returns them. Otherwise JAX warns that it
+    cannot use their memory.
+
+    Args:
+        before: the drafter's state after drafting.
+        after: its state after the verdict.
+    """
+    stays = {path for path, _ in jax.tree_util.tree_leaves_with_path(after)}
+    leaves = jax.tree_util.tree_leaves_with_path(before)
+    return [leaf for path, leaf in leaves if path not in stays]
+
+
+@by_rows(rows_of_pass, models=("target", "drafter"), donate_argnames="state")
+def _advance(
+    target: Target, drafter: Drafter, state: DecodeState, draft: Draft, legal: jax.Array
+) -> tuple[DecodeState, jax.Array, list[jax.Array]]:
+    """Verify a draft under masks. The state is donated.
+
+    Returns:
+        The state; ``[B, D+1]`` the emitted tokens, -1 behind a row's last; and arrays that are not
+        used any more.
+    """
+    before, drafted = state.lengths, state.drafter
+    state, _ = advance_under_masks(target, drafter, state, draft, legal)
+    positions = before[:, None] + jnp.arange(draft.depth + 1)[None]
+    tokens = jnp.take_along_axis(
+        state.tokens, jnp.minimum(positions, state.tokens.shape[1] - 1), axis=1
+    )
+    emitted = jnp.where(positions < state.lengths[:, None], tokens, -1)
+    return place_rows(state, target), emitted, left_over(drafted, state.drafter)
+
+
+@dataclass
+class ConstrainedRows:
+    """The host's part of constrained decoding: a matcher for each row, and some counts.
+
+    Attributes:
+        matchers: the matcher of each row; None for a row without a grammar.
+        forced_tokens: the number of forced tokens that were drafted and emitted.
+        illegal_nodes: the number of drafted nodes that were not legal.
+
+    Examples:
+        >>> import specjax
+        >>> from specjax import decoding
+        >>> from specjax.decoding.constrained import ConstrainedRows
+        >>> generate = specjax.load("embedded")
+        >>> grammar = generate.grammar_compiler.compile(specjax.Regex("[0-9]{3}"))
+        >>> options = decoding.GenerationOptions(max_new_tokens=8, grammar=grammar)
+        >>> prompt = [generate.encode("x = ")]
+        >>> drafter, state = decoding.start(generate.target, None, prompt, options=options)
+        >>> rows = ConstrainedRows([grammar.matcher(stop_token_ids=(0,))])
+        >>> state = rows.decode(generate.target, drafter, state, max_steps=100)
+        >>> state.done.tolist(), rows.completed.tolist()
+        ([True], [True])
+    """
+
+    matchers: Sequence[Matcher | None]
+    forced_tokens: int = 0
+    illegal_nodes: int = 0
+    _emitted_per_row: float | None = field(default=None, repr=False)
+
+    @property
+    def completed(self) -> np.ndarray:
+        """``[B]`` bool, whether the row's text satisfies its grammar; True without a grammar."""
+        return np.array([matcher is None or matcher.is_complete for matcher in self.matchers])
+
+    def decode(
+        self, target: Target, drafter: Drafter, state: DecodeState, max_steps: int
+    ) -> DecodeState:
+        """Run masked steps until every row is done, or ``max_steps`` times. The state is donated.
+
+        It must have been started for drafts of at least `FORCED` tokens.
+        """
+        done = sharding.to_host(state.done, target.mesh)
+        for _ in range(max_steps):
+            if done.all():
+                break
+            state = self._step(target, drafter, state, done)
+            before = done
+            done, lengths, ends = sharding.to_host(
+                (state.done, state.lengths, state.max_lengths), target.mesh
+            )
+            self._check_ends(np.flatnonzero(done & ~before & (lengths < ends)))
+        return state
+
+    def _check_ends(self, rows: np.ndarray) -> None:
+        """Raise InputError if one of these rows has ended because no token is legal.
+
+        They have room for more tokens.
+        """
+        for row in rows:
+            matcher = self.matchers[row]
+            if matcher is not None:
+                matcher.check_not_stuck()
+
+    def _step(
+        self, target: Target, drafter: Drafter, state: DecodeState, done: np.ndarray
+    ) -> DecodeState:
+        """Run one masked step for the rows that are not ``done [B]``."""
+        matchers = [
+            None if is_done else matcher
+            for matcher, is_done in zip(self.matchers, done.tolist(), strict=True)
+        ]
+        forced = [[] if matcher is None else matcher.forced(FORCED) for matcher in matchers]
+        is_forced = isinstance(drafter, NoDraft) or self._forced_is_longer(forced, drafter, done)
+        if is_forced:
+            drafter, draft = reader(drafter), forced_draft(forced)
+            on_host = draft
+        else:
+            draft, state = _propose(target, drafter, state)
+            on_host = sharding.to_host(replace(draft, q=None), target.mesh)
+        legal, illegal_nodes = legal_tokens(matchers, on_host, target.config.vocab_size)
+        self.illegal_nodes += illegal_nodes
+        state, emitted, _ = _advance(target, drafter, state, draft, jnp.asarray(legal))
+        emitted = sharding.to_host(emitted, target.mesh)
+        counts = (emitted >= 0).sum(axis=1)
+        for row, matcher in enumerate(self.matchers):
+            if matcher is not None:
+                matcher.append(emitted[row, : counts[row]].tolist())
+        if is_forced:
+            self.forced_tokens += int(sum(map(min, counts, map(len, forced))))
+        else:
+            mean = float(counts[~done].mean())
+            before = mean if self._emitted_per_row is None else self._emitted_per_row
+            self._emitted_per_row = 0.8 * before + 0.2 * mean
+        return state
+
+    def _forced_is_longer(
+        self, forced: Sequence[Sequence[int]], drafter: Drafter, done: np.ndarray
+    ) -> bool:
+        """Return whether forced tokens promise a longer step than the drafter, over all rows."""
+        if not any(forced):
+            return False
+        active = int((~done).sum())
+        expected = self._emitted_per_row or 1 + drafter.draft_shape.depth / 2
+        return sum(map(len, forced)) + active >= expected * active

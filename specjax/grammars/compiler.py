@@ -1,0 +1,179 @@
+"""Compilation of grammars for a tokenizer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specjax.errors import InputError
+from specjax.grammars.grammar import Grammar
+from specjax.grammars.matcher import Matcher
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGrammar:
+    """A grammar that is compiled for a tokenizer. `GrammarCompiler.compile` makes it.
+
+    Attributes:
+        grammar: the grammar.
+        vocab_size: the number of tokens of the target.
+
+    Examples:
+        >>> import specjax
+        >>> generate = specjax.load("embedded", "embedded:eagle3")
+        >>> compiled = generate.grammar_compiler.compile(specjax.Regex("[0-9]{3}"))
+        >>> prompt = [generate.encode("x = ")]
+        >>> result = specjax.generate(generate.target, None, prompt, grammar=compiled)
+        >>> output = result.tokens[0, len(prompt[0]) : result.lengths[0] - 1]
+        >>> text = generate.tokenizer.decode(output)
+        >>> len(text), text.isdigit(), result.grammar_completed.tolist()
+        (3, True, [True])
+    """
+
+    grammar: Grammar
+    vocab_size: int
+    _template: Any = field(repr=False)
+    _end_ids: tuple[int, ...] = field(repr=False)
+    _lacks_bytes: bool = field(repr=False)
+
+    def matcher(self, stop_token_ids: tuple[int, ...]) -> Matcher:
+        """Return a matcher for one text, which these token ids end."""
+        template = self._template.deep_copy()
+        return Matcher(template, self.vocab_size, self._end_ids, stop_token_ids, self._lacks_bytes)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, each of them once.
+
+    Building it takes 0.03 s for 3,000 tokens and 3 s for 130,000. Compiled grammars are cached.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers.
+        vocab_size: the number of tokens of the target. Ids that the tokenizer does not know are
+            never legal.
+
+    Raises:
+        InputError: grammars are not supported for this tokenizer.
+
+    Examples:
+        >>> import specjax
+        >>> from specjax.grammars import GrammarCompiler
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> compiled = GrammarCompiler(tokenizer, 3072).compile(specjax.Choice(["yes", "no"]))
+        >>> matcher = compiled.matcher(stop_token_ids=(0,))
+        >>> matcher.append(tokenizer.encode("yes", add_special_tokens=False))
+        >>> matcher.is_complete
+        True
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        """Build llguidance's tokenizer."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise InputError(
+                f"grammar: it needs a fast tokenizer (tokenizer.json), not"
+                f" {type(tokenizer).__name__}"
+            )
+        # A copy: padding and truncation are settings of the tokenizer that others use.
+        copied = type(backend).from_str(backend.to_str())
+        copied.no_padding()
+        copied.no_truncation()
+        end_id = getattr(tokenizer, "eos_token_id", None)
+        self._build(copied.to_str(), vocab_size, end_id)
+
+    @classmethod
+    def of_tokens(cls, tokens: Sequence[bytes], end_id: int) -> "GrammarCompiler":
+        """Return a compiler for a vocabulary without a tokenizer, whose tokens have these bytes.
+
+        Forced text is written with the longest tokens that fit.
+
+        Args:
+            tokens: ``[V]`` the bytes of each token.
+            end_id: the token that ends a text.
+
+        Examples:
+            >>> import specjax
+            >>> from specjax.grammars import GrammarCompiler
+            >>> compiler = GrammarCompiler.of_tokens([b"a", b"b", b"ab", b""], end_id=3)
+            >>> compiler.compile(specjax.Regex("(ab)*c?a")).matcher((3,)).mask().tolist()
+            [5]
+        """
+        from llguidance import TokenizerWrapper
+
+        compiler = cls.__new__(cls)
+        compiler._build(TokenizerWrapper(_Tokens(tokens, end_id)), len(tokens), end_id)
+        return compiler
+
+    def _build(self, tokenizer: Any, vocab_size: int, end_id: int | None) -> None:
+        from llguidance import LLTokenizer
+
+        try:
+            self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=end_id)
+        except ValueError as error:
+            raise InputError(f"grammar: this tokenizer is not supported: {error}") from None
+        self._vocab_size = vocab_size
+        self._lacks_bytes = not all(map(self._can_write, range(0xF5)))  # the bytes of UTF-8
+        self._compiled: dict[Grammar, CompiledGrammar] = {}
+
+    def _can_write(self, byte: int) -> bool:
+        """Return whether the tokenizer has a token for a byte."""
+        text = bytes([byte])
+        return self._tokenizer.decode_bytes(self._tokenizer.tokenize_bytes(text)) == text
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Return the compiled grammar.
+
+        Raises:
+            InputError: the grammar is wrong, or has a part that is not supported. The message
+                names it.
+        """
+        if not isinstance(grammar, Grammar):
+            raise InputError(
+                f"grammar={grammar!r}: give specjax.JsonSchema(...), Regex, Choice, Lark or"
+                " JsonObject"
+            )
+        if grammar not in self._compiled:
+            self._compiled[grammar] = self._compile(grammar)
+        return self._compiled[grammar]
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        from llguidance import LLMatcher
+
+        template = LLMatcher(self._tokenizer, grammar.source, log_level=0)
+        if not template.is_error():
+            # Some errors, such as cycles of references, appear with the first mask only.
+            template.compute_bitmask()
+        if template.is_error():
+            raise InputError(f"grammar={grammar!r}: {_first_line(template.get_error())}")
+        end_ids = tuple(self._tokenizer.eos_tokens)
+        compiled = CompiledGrammar(grammar, self._vocab_size, template, end_ids, self._lacks_bytes)
+        matcher = compiled.matcher(stop_token_ids=())
+        if matcher.is_stuck:
+            raise InputError(f"grammar={grammar!r}: no text satisfies it")
+        return compiled
+
+
+class _Tokens:
+    """A vocabulary in the form that llguidance reads."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], end_id: int) -> None:
+        self.tokens = list(tokens)
+        self.eos_token_id, self.special_token_ids = end_id, [end_id]
+        self._ids = {token: index for index, token in enumerate(tokens) if token}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Return the ids of a text, by the longest match. Bytes without a token are left out."""
+        ids, start = [], 0
+        while start < len(text):
+            ends = range(min(len(text), start + self._longest), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), None)
+            if end is not None:
+                ids.append(self._ids[text[start:end]])
+            start = start + 1 if end is None else end
+        return ids
+
+
+def _first_line(error: str) -> str:
+    return error.strip().splitlines()[0] if error.strip() else "llguidance refuses it"

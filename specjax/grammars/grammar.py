@@ -1,0 +1,201 @@
+"""Grammars as users give them, before they meet a tokenizer."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+from specjax.errors import InputError
+
+WHITESPACE = r"[ \n\r\t]{0,32}"
+"""The whitespace that JSON may have between its parts. Small models repeat unbounded whitespace."""
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Grammar:
+    """A set of texts. Use a subclass: `JsonSchema`, `JsonObject`, `Regex`, `Choice` or `Lark`.
+
+    Equal grammars are equal objects, so that each is compiled once.
+
+    Attributes:
+        source: the grammar in the form that llguidance reads: its JSON text.
+
+    Examples:
+        >>> import specjax
+        >>> specjax.Regex("a|b") == specjax.Regex("a|b")
+        True
+        >>> specjax.Regex("a|b").source
+        '{"grammars": [{"lark_grammar": "start: /a|b/"}]}'
+    """
+
+    source: str
+
+    def __repr__(self) -> str:
+        """Return the class and the beginning of the source."""
+        start = self.source if len(self.source) <= 60 else f"{self.source[:57]}..."
+        return f"{type(self).__name__}({start!r})"
+
+    def _set_source(self, **grammar: str | Mapping[str, Any]) -> None:
+        object.__setattr__(self, "source", json.dumps({"grammars": [grammar]}))
+
+
+class JsonSchema(Grammar):
+    """The JSON texts that a JSON schema accepts.
+
+    Keys come in the order of the schema. Numbers of type "integer" have no decimal point, and
+    strings have no ``\\u`` escapes for letters. There is no whitespace around the text.
+
+    Args:
+        schema: the schema as a mapping, a bool or JSON text; a Pydantic model; or a type that
+            msgspec describes, such as a dataclass or a TypedDict.
+        whitespace: whether there may be whitespace between the parts, at most 32 characters at a
+            place. Without it the text is compact, and more of it is forced, which is faster.
+
+    Raises:
+        InputError: the schema is not a schema. Keywords that are not supported are refused when
+            the grammar is compiled.
+
+    Examples:
+        >>> import specjax
+        >>> specjax.JsonSchema({"type": "object", "properties": {"n": {"type": "integer"}}})
+        JsonSchema('{"grammars": [{"json_schema": {"type": "object", "propert...')
+        >>> specjax.JsonSchema("[1, 2]")
+        Traceback (most recent call last):
+        specjax.errors.InputError: schema='[1, 2]': a JSON schema is an object, true or false
+    """
+
+    def __init__(self, schema: Any, *, whitespace: bool = True) -> None:
+        """Convert ``schema`` to llguidance's form."""
+        parsed = _parse_schema(schema)
+        options: dict[str, Any] = {"whitespace_flexible": False}
+        if whitespace:
+            options = {"whitespace_pattern": WHITESPACE}
+        if isinstance(parsed, bool):
+            parsed = {} if parsed else {"enum": []}
+        self._set_source(json_schema=parsed | {"x-guidance": options})
+
+
+class JsonObject(JsonSchema):
+    """The JSON texts that are an object, such as ``{"a": [1, 2]}``.
+
+    Examples:
+        >>> import specjax
+        >>> specjax.JsonObject() == specjax.JsonSchema({"type": "object"})
+        False
+        >>> specjax.JsonObject().source == specjax.JsonSchema({"type": "object"}).source
+        True
+    """
+
+    def __init__(self, *, whitespace: bool = True) -> None:
+        """Make the grammar."""
+        super().__init__({"type": "object"}, whitespace=whitespace)
+
+
+class Regex(Grammar):
+    """The texts that a regular expression matches as a whole.
+
+    The syntax is that of Rust's regex crate, without look-around and back references.
+
+    Examples:
+        >>> import specjax
+        >>> specjax.Regex(r"[0-9]{4}-[0-9]{2}")
+        Regex('{"grammars": [{"lark_grammar": "start: /[0-9]{4}-[0-9]{2}...')
+    """
+
+    def __init__(self, pattern: str) -> None:
+        """Make the grammar.
+
+        Raises:
+            InputError: the pattern is not a string.
+        """
+        if not isinstance(pattern, str):
+            raise InputError(f"pattern={pattern!r}: give a regular expression as a string")
+        # A slash would end the pattern in Lark's notation. One that is escaped already stays.
+        escaped = re.sub(r"\\.|/", lambda match: match[0] if match[0] != "/" else r"\/", pattern,
+                         flags=re.DOTALL)  # fmt: skip
+        escaped = escaped.replace("\n", r"\n")
+        self._set_source(lark_grammar=f"start: /{escaped}/" if pattern else 'start: ""')
+
+
+class Choice(Grammar):
+    """One of several texts.
+
+    Examples:
+        >>> import specjax
+        >>> specjax.Choice(["yes", "no"])
+        Choice(...yes...no...)
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        """Make the grammar.
+
+        Raises:
+            InputError: there are no words, or one is not a string or is empty.
+        """
+        is_list = isinstance(words, Sequence) and not isinstance(words, str | bytes)
+        if not is_list or not words or not all(isinstance(word, str) and word for word in words):
+            raise InputError(f"words={words!r}: give a list of strings, none of them empty")
+        self._set_source(lark_grammar="start: " + " | ".join(json.dumps(word) for word in words))
+
+
+class Lark(Grammar):
+    """A context-free grammar in llguidance's dialect of Lark. Its rule ``start`` is the text.
+
+    Examples:
+        >>> import specjax
+        >>> specjax.Lark('start: "a" start "b" | "c"')
+        Lark(...start...)
+    """
+
+    def __init__(self, text: str) -> None:
+        """Make the grammar.
+
+        Raises:
+            InputError: the text is not a string, or has a line ``%llguidance``. Such lines change
+                which tokens are legal.
+        """
+        if not isinstance(text, str):
+            raise InputError(f"text={text!r}: give a Lark grammar as a string")
+        if re.search(r"^\s*%llguidance", text, flags=re.MULTILINE):
+            raise InputError("text: a line %llguidance is not supported; leave it out")
+        self._set_source(lark_grammar=text)
+
+
+def _parse_schema(schema: Any) -> dict[str, Any] | bool:
+    """Return a schema as an object or a bool, without llguidance's own options.
+
+    Raises:
+        InputError: it is not a JSON schema.
+    """
+    if hasattr(schema, "model_json_schema"):  # a Pydantic model
+        schema = schema.model_json_schema()
+    elif isinstance(schema, type) and (is_dataclass(schema) or not issubclass(schema, str)):
+        schema = _schema_of_type(schema)
+    try:
+        # Through JSON text and back: a schema in Python may hold tuples, and is copied.
+        parsed = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"schema={schema!r}: not a JSON schema: {error}") from None
+    if not isinstance(parsed, dict | bool):
+        raise InputError(f"schema={schema!r}: a JSON schema is an object, true or false")
+    return _without_options(parsed)
+
+
+def _without_options(value: Any) -> Any:
+    """Remove llguidance's options from a schema and its parts."""
+    if isinstance(value, dict):
+        return {key: _without_options(item) for key, item in value.items() if key != "x-guidance"}
+    return [_without_options(item) for item in value] if isinstance(value, list) else value
+
+
+def _schema_of_type(kind: type) -> dict[str, Any]:
+    """Return the JSON schema of a type such as a dataclass."""
+    import msgspec
+
+    try:
+        return msgspec.json.schema(kind)
+    except TypeError as error:
+        raise InputError(
+            f"schema={kind!r}: no JSON schema can be made of it ({error}); give the schema itself"
+        ) from None

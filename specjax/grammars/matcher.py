@@ -1,0 +1,173 @@
+"""The position of one text in its grammar, and the masks of tokens that are legal there."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.errors import InputError
+
+_ALL = np.uint32(0xFFFFFFFF)
+
+
+class Matcher:
+    """The position of one text in its grammar. It belongs to one row and one thread.
+
+    Args:
+        matcher: llguidance's matcher, at the beginning of a text.
+        vocab_size: the number of tokens of the target, V.
+        end_ids: the tokens that llguidance takes for ends of the text.
+        stop_token_ids: the tokens that end this text. They are legal where the text is complete.
+        validates: whether to check each token of a mask. llguidance's masks are wrong where the
+            tokenizer has no token for a byte that the grammar forces.
+
+    Examples:
+        >>> import specjax
+        >>> generate = specjax.load("embedded")
+        >>> compiled = generate.grammar_compiler.compile(specjax.Choice(["yes", "no"]))
+        >>> matcher = compiled.matcher(stop_token_ids=(0,))
+        >>> y, n = generate.tokenizer.convert_tokens_to_ids(["y", "n"])
+        >>> masks, illegal = matcher.masks([5, y, n, y], [-1, 0, 0, 1], [True] * 4)
+        >>> masks.shape, illegal  # both are legal below the root; another y below y is not
+        ((4, 96), 1)
+    """
+
+    def __init__(
+        self,
+        matcher: Any,
+        vocab_size: int,
+        end_ids: Sequence[int],
+        stop_token_ids: Sequence[int],
+        validates: bool = False,
+    ) -> None:
+        """Start at the beginning of a text."""
+        self._validates = validates
+        self._matcher = matcher
+        self._words = -(-vocab_size // 32)
+        self._stop_ids = frozenset(stop_token_ids)
+        self._never = _bits([*end_ids, *stop_token_ids], self._words)
+        self._stops = _bits(stop_token_ids, self._words)
+        self._has_ended = False
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the text so far satisfies the grammar."""
+        return self._matcher.is_accepting()
+
+    @property
+    def is_over(self) -> bool:
+        """True if no token can follow: a stop token has come, or there is none that could come."""
+        return self._has_ended or (self._matcher.is_stopped() and not self._stop_ids)
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if the text must go on, and no token is legal.
+
+        The grammar needs a stop token as text, or bytes for which the tokenizer has no token.
+        """
+        return not (self.is_over or self.is_complete or self.mask().any())
+
+    def check_not_stuck(self) -> None:
+        """Raise InputError if the text must go on, and no token is legal."""
+        if self.is_stuck:
+            raise InputError(
+                "grammar: the text cannot go on: the next token must be a stop token, or one that"
+                " the tokenizer does not have; change eos_token_ids or the grammar"
+            )
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Advance over committed tokens.
+
+        Raises:
+            RuntimeError: a token is not legal. Verification never emits such a token.
+        """
+        for token in map(int, tokens):
+            if token in self._stop_ids:
+                self._has_ended = True
+                return
+            if self._matcher.try_consume_tokens([token]) != 1:
+                raise RuntimeError(f"token {token} is not legal; {self._matcher.get_error()}")
+
+    def mask(self) -> np.ndarray:
+        """Return ``[ceil(V / 32)]`` uint32, the bits of the legal tokens, lowest bit first."""
+        words = np.zeros((1, self._words), np.int32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            raise RuntimeError(f"grammar: {self._matcher.get_error()}")
+        bits = words[0].view(np.uint32) & ~self._never
+        if self._validates:
+            bits &= _bits([t for t in _ids(bits) if self._takes(t)], self._words)
+        return bits | self._stops if self.is_complete else bits
+
+    def _takes(self, token: int) -> bool:
+        """Return whether llguidance accepts a token next."""
+        if self._matcher.try_consume_tokens([token]) != 1:
+            return False
+        self._matcher.rollback(1)
+        return True
+
+    def masks(
+        self, tokens: Sequence[int], parents: Sequence[int], drafted: Sequence[bool]
+    ) -> tuple[np.ndarray, int]:
+        """Return the masks of the legal tokens after each node of a draft.
+
+        Args:
+            tokens: ``[N]`` the token of each node. The root is the newest committed token.
+            parents: ``[N]`` the index of each node's parent, which is smaller; -1 for the root.
+            drafted: ``[N]`` whether the node exists. The root always does.
+
+        Returns:
+            ``[N, ceil(V / 32)]`` uint32, and the number of nodes that are not legal. Nodes below
+            such a node, and below a stop token, are never reached; their bits are all 1.
+        """
+        count = len(tokens)
+        masks = np.full((count, self._words), _ALL)
+        children: list[list[int]] = [[] for _ in range(count)]
+        for node in range(1, count):
+            if drafted[node]:
+                children[parents[node]].append(node)
+        illegal = 0
+
+        def visit(node: int) -> None:
+            nonlocal illegal
+            masks[node] = self.mask()
+            for child in children[node]:
+                token = int(tokens[child])
+                if not masks[node][token >> 5] >> np.uint32(token & 31) & 1:
+                    illegal += 1
+                elif token not in self._stop_ids:
+                    self._matcher.try_consume_tokens([token])
+                    visit(child)
+                    self._matcher.rollback(1)
+
+        if not self._has_ended:
+            visit(0)
+        return masks, illegal
+
+    def forced(self, most: int) -> list[int]:
+        """Return up to ``most`` tokens that the grammar forces to come next; often none.
+
+        They are llguidance's canonical tokens. If the text ends after them, a stop token follows.
+        """
+        if self._has_ended:
+            return []
+        tokens = list(self._matcher.compute_ff_tokens())[:most]
+        if len(tokens) < most and self._stop_ids:
+            consumed = self._matcher.try_consume_tokens(tokens) if tokens else 0
+            if consumed == len(tokens) and self._matcher.is_stopped():
+                tokens.append(min(self._stop_ids))
+            if consumed:
+                self._matcher.rollback(consumed)
+        return tokens
+
+
+def _ids(words: np.ndarray) -> list[int]:
+    """Return the token ids whose bits are set in ``words``."""
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+
+
+def _bits(ids: Sequence[int], words: int) -> np.ndarray:
+    """Return ``[words]`` uint32 with the bits of those ``ids`` that are in range."""
+    flags = np.zeros(words * 32, bool)
+    flags[[i for i in ids if 0 <= i < len(flags)]] = True
+    return np.packbits(flags, bitorder="little").view(np.uint32)

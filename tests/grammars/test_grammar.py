@@ -1,0 +1,160 @@
+"""Grammars as users give them: what they mean, what is refused, and the errors."""
+
+import dataclasses
+import json
+import re
+from typing import Literal
+
+import numpy as np
+import pytest
+
+import specjax
+from specjax.errors import InputError
+from specjax.grammars import GrammarCompiler
+from tests.grammars.tokenizers_for_tests import small_tokenizer
+
+
+@dataclasses.dataclass
+class Point:
+    """A dataclass whose schema a grammar can be made of."""
+
+    x: int
+    name: Literal["a", "b"]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(specjax.load("embedded").tokenizer, 3072)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return specjax.load("embedded").tokenizer
+
+
+def accepts(compiler, tokenizer, grammar, text: str) -> bool:
+    """Return whether a text is in the language of a grammar."""
+    matcher = compiler.compile(grammar).matcher(stop_token_ids=(0,))
+    try:
+        matcher.append(tokenizer.encode(text, add_special_tokens=False))
+    except RuntimeError:
+        return False
+    return matcher.is_complete
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "inside", "outside"),
+    [
+        (specjax.JsonSchema(SCHEMA), ['{"a": 1}', '{"a":1,"b":"x"}', '{\n "a": 1}'], ["{}", "1"]),
+        (specjax.JsonSchema(SCHEMA, whitespace=False), ['{"a":1}'], ['{"a": 1}']),
+        (specjax.JsonSchema(json.dumps(SCHEMA)), ['{"a": 1}'], ["{}"]),
+        (specjax.JsonSchema(Point), ['{"x": 1, "name": "a"}'], ['{"x": 1, "name": "c"}']),
+        (specjax.JsonSchema(True), ["1", '"x"', "null"], ["nil"]),
+        (specjax.JsonObject(), ['{"k": [1, {"z": null}]}', "{}"], ["[]", "1"]),
+        (specjax.Regex(r"[0-9]{2}/\d\/x"), ["12/3/x"], ["123/x", "12/3/xx"]),
+        (specjax.Regex("a\nb"), ["a\nb"], ["anb"]),
+        (specjax.Choice(["yes", 'n"o', "a\\b"]), ["yes", 'n"o', "a\\b"], ["no", "ye"]),
+        (specjax.Lark('start: "(" start ")" | "x"'), ["((x))", "x"], ["((x)", "xx"]),
+    ],
+)
+def test_a_grammar_accepts_its_texts_and_no_others(
+    compiler, tokenizer, grammar, inside, outside
+) -> None:
+    for text in inside:
+        assert accepts(compiler, tokenizer, grammar, text), text
+    for text in outside:
+        assert not accepts(compiler, tokenizer, grammar, text), text
+
+
+def test_a_pydantic_model_is_a_schema(compiler, tokenizer) -> None:
+    pydantic = pytest.importorskip("pydantic")
+    model = pydantic.create_model("Answer", yes=(bool, ...))
+    assert accepts(compiler, tokenizer, specjax.JsonSchema(model), '{"yes": true}')
+    assert not accepts(compiler, tokenizer, specjax.JsonSchema(model), '{"yes": 1}')
+
+
+def test_options_of_llguidance_in_a_schema_change_nothing() -> None:
+    inner = {"type": "object", "properties": {"a": {"x-guidance": {"lenient": True}}}}
+    outer = {"x-guidance": {"whitespace_flexible": False}, **inner}
+    plain = {"type": "object", "properties": {"a": {}}}
+    assert specjax.JsonSchema(outer) == specjax.JsonSchema(plain)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: specjax.JsonSchema("{"), "not a JSON schema"),
+        (lambda: specjax.JsonSchema([1]), "an object, true or false"),
+        (lambda: specjax.JsonSchema({"a": {1}}), "not a JSON schema"),
+        (lambda: specjax.Regex(3), "give a regular expression"),
+        (lambda: specjax.Choice("yes"), "give a list of strings"),
+        (lambda: specjax.Choice([]), "give a list of strings"),
+        (lambda: specjax.Choice(["a", ""]), "none of them empty"),
+        (lambda: specjax.Lark(None), "give a Lark grammar"),
+        (lambda: specjax.Lark('%llguidance {}\nstart: "a"'), "line %llguidance"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_at_once(make, message) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_a_schema_that_contains_itself_is_refused() -> None:
+    schema: dict = {}
+    schema["properties"] = {"a": schema}
+    with pytest.raises(InputError, match="not a JSON schema"):
+        specjax.JsonSchema(schema)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (specjax.JsonSchema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (specjax.JsonSchema({"not": {"type": "string"}}), '"not"|not'),
+        (specjax.JsonSchema({"$ref": "file:///etc/passwd"}), "ref"),
+        (specjax.JsonSchema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), ""),
+        (specjax.JsonSchema(False), ""),
+        (specjax.Regex("("), "(?i)regex|parse"),
+        (specjax.Regex(r"(a)\1"), "(?i)regex|parse|backref"),
+        (specjax.Lark("start: nothing"), "nothing"),
+        ("yes|no", "give specjax.JsonSchema"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_by_name(compiler, grammar, message) -> None:
+    with pytest.raises(InputError, match="grammar=") as caught:
+        compiler.compile(grammar)
+    assert re.search(message, str(caught.value))
+
+
+def test_a_grammar_is_compiled_once(compiler) -> None:
+    first = compiler.compile(specjax.Choice(["a", "b"]))
+    assert compiler.compile(specjax.Choice(["a", "b"])) is first
+
+
+def test_a_grammar_for_another_vocabulary_is_refused(target) -> None:
+    compiled = GrammarCompiler(small_tokenizer(), 20).compile(specjax.Regex("a"))
+    with pytest.raises(InputError, match=r"compiled for 20 tokens, and the target has 11"):
+        specjax.generate(target, None, [[1]], grammar=compiled)
+    with pytest.raises(InputError, match="compile it for the target's tokenizer"):
+        specjax.generate(target, None, [[1]], grammar=specjax.Regex("a"))
+    with pytest.raises(InputError, match="2 grammars; give one, or one for each of the 1 rows"):
+        specjax.generate(target, None, [[1]], grammar=[None, None])
+
+
+def test_a_tokenizer_that_is_not_fast_is_refused() -> None:
+    with pytest.raises(InputError, match="needs a fast tokenizer"):
+        GrammarCompiler(object(), 20)
+
+
+def test_ids_beyond_the_tokenizer_are_never_legal() -> None:
+    matcher = GrammarCompiler(small_tokenizer(), 64).compile(specjax.Regex("(?s).*")).matcher((19,))
+    bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+    assert bits[:20].sum() > 10 and bits[20:].sum() == 0

@@ -1,0 +1,184 @@
+"""The masks of a matcher, compared with llguidance's own, one text and one token at a time."""
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+import specjax
+from specjax.grammars import GrammarCompiler
+from tests.grammars.tokenizers_for_tests import small_tokenizer
+
+VOCABULARY, END = 20, 19
+GRAMMARS = [
+    specjax.Regex("(ab|abc|de)*f?"),
+    specjax.Choice(["abc", "abde", "d", "dab"]),
+    specjax.Lark('start: "{" start "}" | ("a" | "bc")+ | ":"'),
+    specjax.JsonSchema(
+        {
+            "type": "object",
+            "properties": {"ab": {"enum": [0, 1, 10]}, "de": {"type": "integer"}},
+            "required": ["ab", "de"],
+            "additionalProperties": False,
+        },
+        whitespace=False,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(small_tokenizer(), VOCABULARY)
+
+
+def flags(words: np.ndarray, count: int = VOCABULARY) -> np.ndarray:
+    """Return ``[..., V]`` bool for the words of a mask."""
+    bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
+    return bits[..., :count].astype(bool)
+
+
+def legal_after(compiler, grammar, tokens) -> np.ndarray:
+    """Return ``[V]`` bool: a fresh matcher reads the tokens and is asked for its mask."""
+    matcher = LLMatcher(compiler._tokenizer, grammar.source)
+    assert not tokens or matcher.consume_tokens(tokens)
+    words = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+    return flags(words)
+
+
+def random_walk(compiler, grammar, rng, length: int = 12) -> list[int]:
+    """Return legal tokens, drawn at random, without the end."""
+    tokens: list[int] = []
+    while len(tokens) < length:
+        legal = legal_after(compiler, grammar, tokens)
+        legal[END] = False
+        if not legal.any():
+            break
+        tokens.append(int(rng.choice(np.flatnonzero(legal))))
+    return tokens
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: type(grammar).__name__)
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_of_a_tree_equal_those_of_fresh_matchers(compiler, grammar, seed) -> None:
+    rng = np.random.default_rng(seed)
+    text = random_walk(compiler, grammar, rng)
+    start = int(rng.integers(0, len(text) + 1))
+    matcher = compiler.compile(grammar).matcher((END,))
+    matcher.append(text[:start])
+    tokens, parents = [0], [-1]
+    for _ in range(24):
+        parent = int(rng.integers(0, len(tokens)))
+        path = path_to(parent, tokens, parents)
+        following = text[start + len(path) : start + len(path) + 1]
+        is_on_text = following and rng.random() < 0.5
+        tokens.append(following[0] if is_on_text else int(rng.integers(0, VOCABULARY)))
+        parents.append(parent)
+    drafted = rng.random(len(tokens)) < 0.9
+    masks, illegal = matcher.masks(tokens, parents, drafted)
+    illegal_nodes = 0
+    for node in range(len(tokens)):
+        nodes = nodes_to(node, parents)
+        prefix, is_reached = list(text[:start]), all(drafted[n] for n in nodes)
+        for n in nodes:
+            if not is_reached:
+                break
+            is_legal = legal_after(compiler, grammar, prefix)[tokens[n]]
+            illegal_nodes += n == node and not is_legal
+            is_reached = is_legal and tokens[n] != END
+            prefix.append(tokens[n])
+        if is_reached:
+            assert (flags(masks[node]) == legal_after(compiler, grammar, prefix)).all()
+    assert illegal == illegal_nodes
+    # The walk leaves the matcher where it was.
+    assert (flags(matcher.mask()) == legal_after(compiler, grammar, text[:start])).all()
+
+
+def nodes_to(node: int, parents: list[int]) -> list[int]:
+    """Return the nodes from below the root to ``node``."""
+    nodes = []
+    while node > 0:
+        nodes.append(node)
+        node = parents[node]
+    return nodes[::-1]
+
+
+def path_to(node: int, tokens: list[int], parents: list[int]) -> list[int]:
+    return [tokens[n] for n in nodes_to(node, parents)]
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: type(grammar).__name__)
+def test_forced_tokens_are_the_only_legal_ones(compiler, grammar) -> None:
+    """Check along random walks that each forced token is legal, and the one legal token there."""
+    rng, forced_tokens = np.random.default_rng(1), 0
+    for _ in range(8):
+        text = random_walk(compiler, grammar, rng)
+        for end in range(len(text) + 1):
+            matcher = compiler.compile(grammar).matcher((END,))
+            matcher.append(text[:end])
+            forced = matcher.forced(8)
+            forced_tokens += len(forced)
+            for index, token in enumerate(forced):
+                legal = legal_after(compiler, grammar, text[:end] + forced[:index])
+                assert np.flatnonzero(legal).tolist() == [token]
+            assert flags(matcher.mask()).any()  # asking changes nothing
+            assert (flags(matcher.mask()) == legal_after(compiler, grammar, text[:end])).all()
+    assert forced_tokens > 0 or isinstance(grammar, specjax.Regex)
+
+
+def test_a_matcher_takes_tokenizations_that_its_mask_does_not(compiler) -> None:
+    """Show why a draft is judged by masks: validation accepts what a forced position excludes."""
+    matcher = LLMatcher(compiler._tokenizer, specjax.Choice(["abc"]).source)
+    letters = [0, 1, 2]
+    assert matcher.validate_tokens(letters) == 3
+    masks, illegal = (
+        compiler.compile(specjax.Choice(["abc"])).matcher((END,)).masks([0, 0], [-1, 0], [True] * 2)
+    )
+    assert illegal == 1
+    assert flags(masks[0]).sum() == 1
+
+
+@pytest.mark.parametrize("vocabulary", [20, 32, 33, 64])
+def test_a_mask_has_a_bit_for_each_token(vocabulary) -> None:
+    matcher = GrammarCompiler(small_tokenizer(), vocabulary).compile(GRAMMARS[0]).matcher((END,))
+    assert matcher.mask().shape == (-(-vocabulary // 32),)
+
+
+def test_a_texts_own_stop_tokens_are_legal_where_it_may_end(compiler) -> None:
+    grammar = compiler.compile(specjax.Regex("d(ab)?"))
+    d, f, ab = 3, 5, 14
+    matcher = grammar.matcher((f,))  # a letter that the grammar has nowhere
+    assert not flags(matcher.mask())[[f, END]].any()
+    matcher.append([d])
+    assert flags(matcher.mask())[[f, ab]].all() and not flags(matcher.mask())[END]
+    assert matcher.is_complete and not matcher.is_over
+    matcher.append([f, ab])  # tokens after the stop token do not count
+    assert matcher.is_over and matcher.is_complete
+    without_end = grammar.matcher(())
+    without_end.append([d])
+    assert not flags(without_end.mask())[[f, END]].any()
+    without_end.append([ab])
+    assert without_end.is_over  # nothing can follow
+
+
+def test_a_token_that_is_not_legal_is_an_error(compiler) -> None:
+    matcher = compiler.compile(specjax.Regex("d+")).matcher((END,))
+    with pytest.raises(RuntimeError, match="token 0 is not legal"):
+        matcher.append([0])
+
+
+def test_bytes_without_a_token_stop_a_text(compiler) -> None:
+    """Check a tokenizer without brackets: no token is legal, where llguidance names wrong ones."""
+    assert compiler._lacks_bytes
+    matcher = compiler.compile(specjax.Regex(r"d\[0")).matcher((END,))
+    matcher.append([3])
+    assert not flags(matcher.mask()).any() and matcher.is_stuck
+    whole = GrammarCompiler(specjax.load("embedded").tokenizer, 3072)
+    assert not whole._lacks_bytes
+
+
+def test_a_stop_token_that_the_grammar_needs_stops_a_text(compiler) -> None:
+    matcher = compiler.compile(specjax.Regex("d+f")).matcher((5, END))
+    matcher.append([3])
+    assert flags(matcher.mask()).any() and not matcher.is_stuck
+    forced = compiler.compile(specjax.Choice(["df"])).matcher((5, END))
+    forced.append([3])
+    assert forced.is_stuck

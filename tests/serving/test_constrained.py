@@ -1,0 +1,173 @@
+"""Constrained texts in the engine: those of `specjax.generate`, beside free rows."""
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import specjax
+from specjax.errors import InputError
+from specjax.sampling import make_key
+from specjax.serving import Engine
+from specjax.serving.handle import EngineError
+from tests.conftest import compilations
+from tests.decoding.test_constrained import DRAFTERS, END, GRAMMARS, SCHEMA, VOCABULARY, models
+from tests.grammars.tokenizers_for_tests import small_tokenizer
+
+NEW = 20
+PROMPTS = np.random.default_rng(1).integers(0, VOCABULARY - 1, (12, 9)).tolist()
+
+
+def engine(drafter: str = "chain", **options: Any) -> Engine:
+    target, model = models()
+    return Engine(
+        target,
+        DRAFTERS[drafter](target, model),
+        **{"rows": 4, "capacity": 64, "page": 8, "chunk": 16, "steps": 4}
+        | {"tokenizer": small_tokenizer(), "grammars": True}
+        | options,
+    )
+
+
+def expected(prompt: list[int], grammar: Any, seed: int, temperature: float) -> list[int]:
+    """Return the output of `specjax.generate` without a drafter."""
+    from tests.decoding.test_constrained import compiler
+
+    key = jax.random.fold_in(make_key(seed), np.uint32(0))
+    result = specjax.generate(
+        models()[0],
+        None,
+        [prompt],
+        max_new_tokens=NEW,
+        sampling=specjax.Sampling(temperature=temperature),
+        key=key[None],
+        eos_token_ids=(END,),
+        rule="coupled",
+        grammar=None if grammar is None else compiler().compile(grammar),
+    )
+    return result.tokens[0, len(prompt) : result.lengths[0]].tolist()
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param("chain", marks=pytest.mark.represents("constrained texts in the engine")),
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("none", "dynamic tree")),
+    ],
+)
+def test_every_text_is_that_of_generate(drafter) -> None:
+    """Check twelve requests in four rows, a third of them free, with few pages."""
+    grammars = [*GRAMMARS.values(), None]
+    cases = [
+        (prompt, grammars[index % len(grammars)], index, float(index % 2))
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    with engine(drafter, pages=14) as served:
+        handles = [
+            served.submit(
+                prompt,
+                max_new_tokens=NEW,
+                temperature=temperature,
+                seed=seed,
+                eos_token_ids=(END,),
+                grammar=grammar,
+            )
+            for prompt, grammar, seed, temperature in cases
+        ]
+        results = [handle.result(timeout=120) for handle in handles]
+        before = compilations()
+        again = served.submit(
+            PROMPTS[0], max_new_tokens=NEW, grammar=GRAMMARS["lark"], eos_token_ids=(END,)
+        )
+        again.result(timeout=60)
+        assert compilations() == before
+    for handle, result, (prompt, grammar, seed, temperature) in zip(
+        handles, results, cases, strict=True
+    ):
+        assert list(result.tokens) == expected(prompt, grammar, seed, temperature)
+        if grammar is None:
+            assert handle.grammar_completed is None
+        else:
+            is_whole = result.tokens[-1] == END
+            assert handle.grammar_completed == is_whole or handle.finish_reason == "length"
+            assert handle.finish_reason == ("stop" if is_whole else "length")
+            assert result.grammar_completed == handle.grammar_completed
+
+
+@pytest.mark.full
+def test_a_text_that_no_token_ends_stops_with_its_grammar() -> None:
+    schema = specjax.JsonSchema(SCHEMA, whitespace=False)
+    with engine() as served:
+        handle = served.submit(PROMPTS[0], max_new_tokens=50, eos_token_ids=(), grammar=schema)
+        text = handle.result(timeout=60).text
+        short = served.submit(PROMPTS[0], max_new_tokens=2, eos_token_ids=(), grammar=schema)
+        short.result(timeout=60)
+    assert set(json.loads(text)) == {"ab", "de"}
+    assert (handle.finish_reason, handle.grammar_completed) == ("stop", True)
+    assert (short.finish_reason, short.grammar_completed) == ("length", False)
+
+
+@pytest.mark.full
+def test_what_is_not_supported_is_refused_by_name() -> None:
+    grammar = specjax.Regex("(ab)+")
+    with engine(max_logprobs=2, max_prediction=2, warm=False) as served:
+        with pytest.raises(InputError, match="prediction: not supported together"):
+            served.submit(PROMPTS[0], grammar=grammar, prediction=[1, 2])
+        with pytest.raises(InputError, match=r"grammar='a': give specjax\.JsonSchema"):
+            served.submit(PROMPTS[0], grammar="a")
+        with pytest.raises(InputError, match="grammar="):
+            served.submit(PROMPTS[0], grammar=specjax.Regex("("))
+    with (
+        engine(grammars=False, warm=False) as served,
+        pytest.raises(InputError, match="no grammars; give Engine"),
+    ):
+        served.submit(PROMPTS[0], grammar=grammar)
+    with pytest.raises(InputError, match="grammars: they need the target's tokenizer"):
+        engine(tokenizer=None)
+
+
+@pytest.mark.full
+def test_log_probabilities_and_predictions_beside_and_under_a_grammar() -> None:
+    """Compare each request with the same one alone, in an engine without grammars."""
+    options = {"max_new_tokens": 12, "temperature": 1.0, "eos_token_ids": (END,)}
+    predicted = expected(PROMPTS[2], None, 2, 1.0)
+    with engine(grammars=False, max_logprobs=3, max_prediction=4) as alone:
+        reported = alone.submit(PROMPTS[1], seed=1, logprobs=2, **options)
+        copied = alone.submit(PROMPTS[2], seed=2, prediction=predicted, **options)
+        results = [handle.result(timeout=120) for handle in (reported, copied)]
+    with engine(max_logprobs=3, max_prediction=4) as served:
+        constrained = [
+            served.submit(prompt, seed=3, logprobs=2, grammar=GRAMMARS["anything"], **options)
+            for prompt in PROMPTS[:2]
+        ]
+        beside = served.submit(PROMPTS[1], seed=1, logprobs=2, **options)
+        copying = served.submit(PROMPTS[2], seed=2, prediction=predicted, **options)
+        assert beside.result(timeout=120).tokens == results[0].tokens
+        assert copying.result(timeout=120).tokens == results[1].tokens
+        for handle in constrained:
+            handle.result(timeout=120)
+    assert copying.predicted_tokens == copied.predicted_tokens > 0
+
+    def logprobs(handle: Any) -> list[float]:
+        return [token.logprob for piece in handle for token in piece.logprobs]
+
+    np.testing.assert_allclose(logprobs(beside), logprobs(reported), atol=1e-4)
+    for handle in constrained:
+        assert len(logprobs(handle)) == len(handle.tokens)
+
+
+@pytest.mark.full
+def test_a_text_that_cannot_go_on_fails_alone() -> None:
+    with engine() as served:
+        stuck = served.submit(
+            PROMPTS[0], max_new_tokens=9, grammar=specjax.Choice(["df"]), eos_token_ids=(5, END)
+        )
+        whole = served.submit(
+            PROMPTS[1], max_new_tokens=9, grammar=specjax.Choice(["df"]), eos_token_ids=(END,)
+        )
+        assert whole.result(timeout=60).text == "df"
+        with pytest.raises(EngineError):
+            stuck.result(timeout=60)
+        assert "cannot go on" in str(stuck._error)
