@@ -42,6 +42,31 @@ class LogitsError(RuntimeError):
         )
 
 
+class GrammarError(InputError):
+    """Texts that cannot satisfy their grammars, because no token is legal although they must go on.
+
+    The grammar needs a token that ends the text, or one that the tokenizer does not have.
+
+    Attributes:
+        rows: the indices of those rows in the batch.
+        result: the result of the whole batch. The other rows are complete. None if the error
+            concerns a single text.
+
+    Examples:
+        >>> from specjax.errors import GrammarError
+        >>> print(str(GrammarError([1])).partition(": the next")[0])
+        grammar: row 1 cannot go on
+    """
+
+    def __init__(self, rows: Sequence[int], result: Any = None) -> None:
+        self.rows, self.result = tuple(rows), result
+        where = ", ".join(f"row {row}" for row in self.rows)
+        super().__init__(
+            f"grammar: {where} cannot go on: the next token must be a stop token, or one that the"
+            " tokenizer does not have; change eos_token_ids or the grammar"
+        )
+
+
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """Return "; did you mean X?" with the name closest to ``word``; "" if no name is close.
 

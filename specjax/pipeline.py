@@ -331,14 +331,15 @@ class TextGenerator(OneLine):
             self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or LARGEST
         )
         chats = [is_chat] * len(prompts) if isinstance(is_chat, bool) else is_chat
-        rows = zip(prompts, chats, strict=True)
-        return Run(
-            results,
-            [
-                GrowingText(self.tokenizer, prompt, stop, is_chat=is_answer)
-                for prompt, is_answer in rows
-            ],
-        )
+        texts = [
+            GrowingText(self.tokenizer, prompt, stop, is_chat=is_answer)
+            for prompt, is_answer in zip(prompts, chats, strict=True)
+        ]
+        if isinstance(options.grammar, list):
+            has_grammar = [grammar is not None for grammar in options.grammar]
+        else:
+            has_grammar = [options.grammar is not None] * len(prompts)
+        return Run(results, texts, has_grammar)
 
     def compile_grammar(self, grammar: Any) -> Any:
         """Compile one grammar, or a list of grammars in which None stands for no grammar.
@@ -348,7 +349,7 @@ class TextGenerator(OneLine):
         Raises:
             InputError: a grammar has a part that is not supported, or cannot be satisfied.
         """
-        if isinstance(grammar, Sequence):
+        if isinstance(grammar, list | tuple):
             return [self.compile_grammar(part) for part in grammar]
         if grammar is None or isinstance(grammar, CompiledGrammar):
             return grammar
@@ -374,9 +375,21 @@ class Run:
         True
     """
 
-    def __init__(self, results: Iterator[decoding.Result], rows: Sequence[GrowingText]) -> None:
-        """Store the results and the texts; `TextGenerator.start` calls this."""
+    def __init__(
+        self,
+        results: Iterator[decoding.Result],
+        rows: Sequence[GrowingText],
+        has_grammar: Sequence[bool] | None = None,
+    ) -> None:
+        """Store the results and the texts; `TextGenerator.start` calls this.
+
+        Args:
+            results: the results of the batch so far.
+            rows: the text of each row.
+            has_grammar: for each row, whether it has a grammar; None: no row has one.
+        """
         self._results, self._rows = results, rows
+        self._has_grammar = [False] * len(rows) if has_grammar is None else list(has_grammar)
         self.generations: list[Generation] = []
         self.statistics: metrics.Acceptance | None = None
 
@@ -399,13 +412,15 @@ class Run:
         yield [row.finish() for row in self._rows]
         assert result is not None
         self.statistics = metrics.summarise(result.stats)
-        completed = result.grammar_completed
+        flags = result.grammar_completed
+        completed = {} if flags is None else dict(enumerate(flags.tolist()))
+        completed = {i: flag for i, flag in completed.items() if self._has_grammar[i]}
         self.generations = [
             Generation(
                 "".join(row.pieces),
                 tuple(row.tokens),
                 metrics.summarise(result.stats, i),
-                None if completed is None else bool(completed[i]) and not row.stopped,
+                None if i not in completed else completed[i] and not row.stopped,
             )
             for i, row in enumerate(self._rows)
         ]

@@ -130,6 +130,7 @@ class SamplingParams(Sampling):
             min_new_tokens=self.min_new_tokens,
             sampling=self.with_explicit(),
             eos_token_ids=self.eos_token_ids,
+            grammar=self.grammar,
         )
 
     def make_key(self) -> Any:

@@ -24,11 +24,10 @@ from specjax.decoding.few_rows import by_rows
 from specjax.decoding.loop import advance, propose_step, rows_of_pass
 from specjax.decoding.state import DecodeState, place_rows
 from specjax.decoding.stats import StepInfo
-from specjax.drafters.base import Committed, Drafter, NoDraft
-from specjax.drafters.with_prediction import WithPrediction
+from specjax.drafters.base import Drafter, NoDraft
 from specjax.drafters.wrapper import Wrapper
 from specjax.drafts import tree
-from specjax.drafts.draft import Draft, Verdict
+from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.grammars import Matcher
 from specjax.models.transformer import Target
@@ -41,8 +40,7 @@ FORCED = 8
 class _Reader(Wrapper[Any]):
     """A drafter that proposes nothing in a step, and reads the tokens that the step commits.
 
-    The draft comes from the host. The wrapped drafter's `update` might rely on what it has stored
-    while drafting, so the committed tokens go to its `append_committed`, like those of a prompt.
+    The draft comes from the host. The wrapped drafter's `update` treats it as another drafter's.
     """
 
     drafter: Drafter
@@ -53,7 +51,8 @@ class _Reader(Wrapper[Any]):
 
     @property
     def node_counts(self) -> tuple[int, ...]:
-        return self.draft_shape.node_counts
+        # Where nothing is forced the pass has a root alone.
+        return 1, FORCED // 2 + 1, FORCED + 1
 
     def own_state(self, state: Any) -> Any:
         return state
@@ -64,19 +63,12 @@ class _Reader(Wrapper[Any]):
     def start(self, target: Target, batch: int, capacity: int) -> Any:
         return self.drafter.start(target, batch, capacity)
 
-    def update(
-        self, target: Target, state: Any, draft: Draft, verdict: Verdict, committed: Committed
-    ) -> Any:
-        return self.append_committed(target, state, committed)
-
 
 def reader(drafter: Drafter) -> Drafter:
     """Return a drafter that proposes nothing, for steps whose draft the host makes.
 
     It has the same state as ``drafter``, and reads the tokens that a step commits.
     """
-    if isinstance(drafter, WithPrediction):  # it follows the prediction in every step
-        return replace(drafter, drafter=_Reader(drafter.drafter), longest=0)
     return _Reader(drafter)
 
 
@@ -92,6 +84,17 @@ def forced_draft(forced: Sequence[Sequence[int]]) -> Draft:
         tokens[row, 1 : len(row_tokens) + 1] = row_tokens
         valid[row, 1 : len(row_tokens) + 1] = True
     return Draft.of_tree(tokens, tree.chain_parents(FORCED + 1), valid=valid)  # pyright: ignore[reportArgumentType]
+
+
+def forced_is_longer(forced: Sequence[Sequence[int]], rows: int, expected: float) -> bool:
+    """Return whether forced tokens promise a longer step than a drafter, over all rows.
+
+    Args:
+        forced: the forced tokens of each row.
+        rows: the number of rows that decode.
+        expected: the tokens that a row is expected to emit in a step with the drafter.
+    """
+    return any(forced) and sum(map(len, forced)) + rows >= expected * rows
 
 
 def legal_tokens(
@@ -126,7 +129,7 @@ def legal_tokens(
                 draft.tokens[row].tolist(), parents[row].tolist(), valid[row].tolist()
             )
             illegal_nodes += illegal
-        except RuntimeError as error:
+        except Exception as error:
             if on_error is None:
                 raise
             on_error(row, error)
@@ -197,6 +200,7 @@ class ConstrainedRows:
 
     Attributes:
         matchers: the matcher of each row; None for a row without a grammar.
+        stuck: the rows that have ended because no token was legal.
         forced_tokens: the number of forced tokens that were drafted and emitted.
         illegal_nodes: the number of drafted nodes that were not legal.
 
@@ -216,6 +220,7 @@ class ConstrainedRows:
     """
 
     matchers: Sequence[Matcher | None]
+    stuck: list[int] = field(default_factory=list)
     forced_tokens: int = 0
     illegal_nodes: int = 0
     _emitted_per_row: float | None = field(default=None, repr=False)
@@ -241,18 +246,11 @@ class ConstrainedRows:
             done, lengths, ends = sharding.to_host(
                 (state.done, state.lengths, state.max_lengths), target.mesh
             )
-            self._check_ends(np.flatnonzero(done & ~before & (lengths < ends)))
+            for row in np.flatnonzero(done & ~before & (lengths < ends)).tolist():
+                matcher = self.matchers[row]
+                if matcher is not None and matcher.is_stuck:
+                    self.stuck.append(row)
         return state
-
-    def _check_ends(self, rows: np.ndarray) -> None:
-        """Raise InputError if one of these rows has ended because no token is legal.
-
-        They have room for more tokens.
-        """
-        for row in rows:
-            matcher = self.matchers[row]
-            if matcher is not None:
-                matcher.check_not_stuck()
 
     def _step(
         self, target: Target, drafter: Drafter, state: DecodeState, done: np.ndarray
@@ -263,8 +261,10 @@ class ConstrainedRows:
             for matcher, is_done in zip(self.matchers, done.tolist(), strict=True)
         ]
         forced = [[] if matcher is None else matcher.forced(FORCED) for matcher in matchers]
-        is_forced = isinstance(drafter, NoDraft) or self._forced_is_longer(forced, drafter, done)
-        if is_forced:
+        active = int((~done).sum())
+        expected = self._emitted_per_row or 1 + drafter.draft_shape.depth / 2
+        is_from_host = isinstance(drafter, NoDraft) or forced_is_longer(forced, active, expected)
+        if is_from_host:
             drafter, draft = reader(drafter), forced_draft(forced)
             on_host = draft
         else:
@@ -278,20 +278,10 @@ class ConstrainedRows:
         for row, matcher in enumerate(self.matchers):
             if matcher is not None:
                 matcher.append(emitted[row, : counts[row]].tolist())
-        if is_forced:
+        if is_from_host:
             self.forced_tokens += int(sum(map(min, counts, map(len, forced))))
         else:
             mean = float(counts[~done].mean())
             before = mean if self._emitted_per_row is None else self._emitted_per_row
             self._emitted_per_row = 0.8 * before + 0.2 * mean
         return state
-
-    def _forced_is_longer(
-        self, forced: Sequence[Sequence[int]], drafter: Drafter, done: np.ndarray
-    ) -> bool:
-        """Return whether forced tokens promise a longer step than the drafter, over all rows."""
-        if not any(forced):
-            return False
-        active = int((~done).sum())
-        expected = self._emitted_per_row or 1 + drafter.draft_shape.depth / 2
-        return sum(map(len, forced)) + active >= expected * active

@@ -25,7 +25,6 @@ from specjax.decoding.row_arrays import (
 from specjax.decoding.rows import Progress, nodes_of_call, progress_since
 from specjax.decoding.state import DecodeState, place_rows
 from specjax.drafters.base import Drafter
-from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.draft import Draft
 from specjax.models.transformer import Target
 
@@ -109,7 +108,7 @@ def advance_rows(
     unused = jax.tree.leaves(without_pools(drafted))
     progress = replace(
         progress_since(state, starts, draft.depth + 1),
-        matched=state.drafter.matched if isinstance(drafter, WithPrediction) else None,
+        matched=getattr(state.drafter, "matched", None),
         logprobs=info.logprobs,
     )
     return place_rows(state, target), progress, unused

@@ -20,7 +20,7 @@ from specjax.decoding.options import GenerationOptions, Grammars, bucket, check_
 from specjax.decoding.state import DecodeState, prefill
 from specjax.decoding.stats import Stats
 from specjax.drafters.base import Drafter, NoDraft, check_is_pytree
-from specjax.errors import InputError, LogitsError
+from specjax.errors import GrammarError, InputError, LogitsError
 from specjax.models.transformer import Target
 from specjax.reprs import OneLine
 from specjax.sampling import Rule, Sampling
@@ -101,6 +101,8 @@ def generate(
         InputError: An argument is invalid. The message names it, its value and the remedy.
         LogitsError: The target's logits were NaN or +inf in some rows, which the message names. The
             error's ``result`` has the output of all rows; the other rows are complete.
+        GrammarError: No token was legal in some rows, although their texts had to go on. It has a
+            ``result``, too.
 
     Examples:
         >>> drafter = specjax.PromptLookup(draft=2)
@@ -191,6 +193,10 @@ class _Run:
         self._drafter, self._state = start(target, drafter, tokens, lengths, options)
         matchers = None
         if options.grammar is not None:
+            if sharding.spans_processes(target.mesh):
+                raise InputError(
+                    "grammar: not supported on a mesh that spans processes; leave it out"
+                )
             checked = options.check(target.config, self._state.lengths.shape[0])
             matchers = options.matchers(checked, target.config.vocab_size)
         self._constrained = None if matchers is None else ConstrainedRows(matchers)
@@ -206,12 +212,15 @@ class _Run:
 
         Raises:
             LogitsError: ``is_last``, and a row has failed.
+            GrammarError: ``is_last``, and a row could not satisfy its grammar.
         """
         result = _result(self._target, self._state, self._width)
         if self._constrained is not None:
             result = replace(result, grammar_completed=self._constrained.completed)
         if is_last:
             raise_if_failed(self._target, self._state, result)
+            if self._constrained is not None and self._constrained.stuck:
+                raise GrammarError(self._constrained.stuck, result)
         return result
 
 
@@ -232,7 +241,8 @@ def start(
         drafter: as for `generate`.
         tokens: as for `generate`.
         lengths: as for `generate`.
-        options: the other arguments of `generate`.
+        options: the other arguments of `generate`. Grammars are for `ConstrainedRows`, which takes
+            the state instead of `decode`.
         capacity: the largest number of tokens of a row, prompt and output. By default it is what
             prompts of this width need, rounded up to a `bucket`. Prompts are padded to a bucket
             too, so that few programs serve many widths.

@@ -134,7 +134,9 @@ class GenerationOptions:
             return None
         ids = checked.stop_token_ids
         grammars = (
-            list(self.grammar) if isinstance(self.grammar, Sequence) else [self.grammar] * len(ids)
+            list(self.grammar)
+            if isinstance(self.grammar, list | tuple)
+            else [self.grammar] * len(ids)
         )
         if len(grammars) != len(ids):
             raise InputError(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -111,10 +112,14 @@ class Regex(Grammar):
         """
         if not isinstance(pattern, str):
             raise InputError(f"pattern={pattern!r}: give a regular expression as a string")
-        # A slash would end the pattern in Lark's notation. One that is escaped already stays.
-        escaped = re.sub(r"\\.|/", lambda match: match[0] if match[0] != "/" else r"\/", pattern,
-                         flags=re.DOTALL)  # fmt: skip
-        escaped = escaped.replace("\n", r"\n")
+        # A slash would end the pattern in Lark's notation, and so would a line break.
+        replacements = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+        escaped = re.sub(
+            r"\\.|/|\n",
+            lambda match: replacements.get(match[0], match[0]),
+            pattern,
+            flags=re.DOTALL,
+        )
         self._set_source(lark_grammar=f"start: /{escaped}/" if pattern else 'start: ""')
 
 
@@ -152,14 +157,23 @@ class Lark(Grammar):
         """Make the grammar.
 
         Raises:
-            InputError: the text is not a string, or has a line ``%llguidance``. Such lines change
-                which tokens are legal.
+            InputError: the text is not a string, or has options of llguidance that would change
+                which tokens are legal, or how they are drawn.
         """
         if not isinstance(text, str):
             raise InputError(f"text={text!r}: give a Lark grammar as a string")
-        if re.search(r"^\s*%llguidance", text, flags=re.MULTILINE):
-            raise InputError("text: a line %llguidance is not supported; leave it out")
+        for name, pattern in _LARK_OPTIONS.items():
+            if re.search(pattern, text, flags=re.MULTILINE):
+                raise InputError(f"text: {name} is not supported; leave it out")
         self._set_source(lark_grammar=text)
+
+
+_LARK_OPTIONS = {
+    "a line %llguidance": r"^\s*%llguidance",
+    "x-guidance": r"x-guidance",
+    "the attribute temperature": r"\[[^]\n]*\btemperature\s*=",
+}
+"""Options of llguidance in a Lark grammar that are refused, with a pattern for each."""
 
 
 def _parse_schema(schema: Any) -> dict[str, Any] | bool:
@@ -175,18 +189,20 @@ def _parse_schema(schema: Any) -> dict[str, Any] | bool:
     try:
         # Through JSON text and back: a schema in Python may hold tuples, and is copied.
         parsed = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
+        json.dumps(parsed)  # nested too deeply to be written again
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"schema={schema!r}: not a JSON schema: {error}") from None
-    if not isinstance(parsed, dict | bool):
-        raise InputError(f"schema={schema!r}: a JSON schema is an object, true or false")
-    return _without_options(parsed)
+        raise InputError(f"schema={_shown(schema)}: not a JSON schema: {error}") from None
+    if isinstance(parsed, bool):
+        return parsed
+    if not isinstance(parsed, dict):
+        raise InputError(f"schema={_shown(schema)}: a JSON schema is an object, true or false")
+    # llguidance reads its own options at the top alone.
+    return {key: value for key, value in parsed.items() if key != "x-guidance"}
 
 
-def _without_options(value: Any) -> Any:
-    """Remove llguidance's options from a schema and its parts."""
-    if isinstance(value, dict):
-        return {key: _without_options(item) for key, item in value.items() if key != "x-guidance"}
-    return [_without_options(item) for item in value] if isinstance(value, list) else value
+def _shown(value: Any) -> str:
+    """Return a value for a message, shortened."""
+    return reprlib.repr(value)
 
 
 def _schema_of_type(kind: type) -> dict[str, Any]:

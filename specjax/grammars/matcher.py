@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from specjax.errors import InputError
-
 _ALL = np.uint32(0xFFFFFFFF)
 
 
@@ -66,14 +64,6 @@ class Matcher:
         The grammar needs a stop token as text, or bytes for which the tokenizer has no token.
         """
         return not (self.is_over or self.is_complete or self.mask().any())
-
-    def check_not_stuck(self) -> None:
-        """Raise InputError if the text must go on, and no token is legal."""
-        if self.is_stuck:
-            raise InputError(
-                "grammar: the text cannot go on: the next token must be a stop token, or one that"
-                " the tokenizer does not have; change eos_token_ids or the grammar"
-            )
 
     def append(self, tokens: Sequence[int]) -> None:
         """Advance over committed tokens.

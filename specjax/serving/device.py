@@ -234,7 +234,9 @@ class EngineDevice:
             **pools,
         )
         self._empty_prefix_state = device_rows.empty_prefix_state(target, drafters[0], **pools)
-        self._drafted: Any = None  # the drafter's state between `propose` and `advance`
+        # The decode state and the drafter's state between `propose` and `advance`. ``state`` stays
+        # what it was, because another thread may lower programs for it at any time.
+        self._between: tuple[Any, Any] | None = None
         self._mark = _mark
         self._marks: deque[jax.Array] = deque([self._mark(self.state.lengths)], maxlen=MAX_READS)
 
@@ -379,9 +381,10 @@ class EngineDevice:
             The draft. `advance` must be the next call.
         """
         assert self.masked is not None
-        self.state, draft, self._drafted = constrained_rows.propose_rows(
+        state, draft, drafted = constrained_rows.propose_rows(
             *self._with(self.masked), table, free, width=width
         )
+        self._between = state, drafted
         return draft
 
     def advance(
@@ -405,11 +408,12 @@ class EngineDevice:
         """
         is_forced = isinstance(draft.tokens, np.ndarray)
         drafter = self._masked_drafter(is_forced)
-        drafted, self._drafted = self._drafted, None
+        state, drafted = self._between or (self.state, None)
+        self._between = None
         self.state, progress, _ = constrained_rows.advance_rows(
             self.target,
             drafter,
-            self.state,
+            state,
             table,
             free,
             draft,
@@ -590,12 +594,7 @@ class EngineDevice:
         def lower_advance(is_forced: bool, logprobs: bool) -> Any:
             state, draft, drafted = self.state, forced_draft([()] * width), None
             if not is_forced:
-                state, draft, drafted = jax.eval_shape(
-                    partial(constrained_rows.propose_rows, width=width),
-                    *self._with(self.masked or 0),
-                    table,
-                    free,
-                )
+                state, draft, drafted = _shapes_of_results(lower_propose())
             legal = np.zeros((width, *draft.tokens.shape[1:], words), np.uint32)
             return constrained_rows.advance_rows.lower(
                 self.target,
@@ -765,6 +764,15 @@ class EngineDevice:
         )
         steps = jax.device_get(progress).stats.steps - before
         return (time.perf_counter() - started) / int(steps.max())
+
+
+def _shapes_of_results(lowered: jax.stages.Lowered) -> Any:
+    """Return the results of a program as shapes, with the shardings that the compiler chooses."""
+    return jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+        lowered.out_info,
+        lowered.compile().output_shardings,
+    )
 
 
 def copies(drafter: Drafter) -> bool:

@@ -20,10 +20,10 @@ import numpy as np
 
 from specjax import processes, text
 from specjax.decoding import rows as device_rows
-from specjax.decoding.constrained import FORCED, forced_draft, legal_tokens
+from specjax.decoding.constrained import FORCED, forced_draft, forced_is_longer, legal_tokens
 from specjax.decoding.stats import Stats
 from specjax.drafters.pausable import ROOM
-from specjax.errors import InputError, LogitsError
+from specjax.errors import GrammarError, InputError, LogitsError
 from specjax.grammars import Matcher
 from specjax.models.cache import groups_of
 from specjax.serving.choice import Copies, DraftChoice
@@ -428,11 +428,12 @@ class EngineLoop:
             return
         _LOGGER.error("a text ended with an error; the others continue", exc_info=error)
         self.handles.pop(request, None)
+        is_for_caller = isinstance(error, LogitsError | InputError)
         if recipient is not None:
             recipient.end(
                 "error",
                 error,
-                f"this text failed{f': {error}' if isinstance(error, LogitsError) else ''}",
+                f"this text failed{f': {error}' if is_for_caller else ''}",
             )
         self.scheduler.cancel(request)
         self.scheduler.check()
@@ -570,30 +571,32 @@ class EngineLoop:
         for row, (_, handle) in snapshot.items():
             if not free[row]:
                 matchers[row] = handle.output_options.matcher
-        forced = [() if matcher is None else matcher.forced(FORCED) for matcher in matchers]
-        vocab_size = self.device.target.config.vocab_size
-        if self.device.masked is None or self._forced_is_longer(forced, len(snapshot)):
-            draft = on_host = forced_draft(forced)
-        else:
-            draft = self.device.propose(table, free, width)
-            self._deliver()  # the texts of the previous call, while the device drafts
-            on_host = jax.device_get(replace(draft, q=None))
 
         def give_up(row: int, error: Exception) -> None:
             with self.wake:
                 request, handle = snapshot[row]
-                self._give_up(request, handle, error)
+                if request in self.handles:  # it was not cancelled meanwhile
+                    self._give_up(request, handle, error)
 
+        forced: list[Sequence[int]] = [()] * width
+        for row, matcher in enumerate(matchers):
+            try:
+                forced[row] = () if matcher is None else matcher.forced(FORCED)
+            except Exception as error:  # only this text ends
+                give_up(row, error)
+                matchers[row] = None
+        vocab_size = self.device.target.config.vocab_size
+        index = self.device.masked
+        depth = 0 if index is None else self.device.drafters[index].draft_shape.depth
+        if index is None or forced_is_longer(forced, len(snapshot), 1 + depth / 2):
+            draft = on_host = forced_draft(forced)
+        else:
+            draft = self.device.propose(table, free, width)
+            on_host = jax.device_get(replace(draft, q=None))
         legal, _ = legal_tokens(matchers, on_host, vocab_size, give_up)
         progress = self.device.advance(table, free, draft, legal, width, logprobs)
         self._deliver()  # the texts of the previous call, while the device works on this one
         return jax.device_get(progress)
-
-    def _forced_is_longer(self, forced: Sequence[Sequence[int]], running: int) -> bool:
-        """Return whether forced text promises a longer step than the drafter, over all rows."""
-        assert self.device.masked is not None
-        depth = self.device.drafters[self.device.masked].draft_shape.depth
-        return sum(map(len, forced)) >= running * depth / 2 and any(forced)
 
     def _give_up_orphans(self) -> None:
         """End texts that run without a handle, which would be a bug. Needs the lock."""
@@ -728,8 +731,9 @@ class EngineLoop:
             row_progress = self._row_progress(progress, row, request, handle)
             if (matcher := handle.output_options.matcher) is not None:
                 matcher.append(row_progress.tokens)
-                if row_progress.done and int(progress.lengths[row]) < request.max_length:
-                    matcher.check_not_stuck()
+                is_full = int(progress.lengths[row]) >= request.max_length
+                if row_progress.done and not is_full and matcher.is_stuck:
+                    raise GrammarError([row])
             self.scheduler.decoded(row, row_progress.tokens, row_progress.done)
             if row_progress.done:
                 del self.handles[request]
