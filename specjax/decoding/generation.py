@@ -121,7 +121,7 @@ def generate(
     options = GenerationOptions(
         max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens, grammar
     )
-    run = _Run(target, drafter, tokens, lengths, options)
+    run = _Batch(target, drafter, tokens, lengths, options)
     run.decode(np.iinfo(np.int32).max)
     return run.result(is_last=True)
 
@@ -161,7 +161,7 @@ def stream(
     options = GenerationOptions(
         max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens, grammar
     )
-    run = _Run(target, drafter, tokens, lengths, options)
+    run = _Batch(target, drafter, tokens, lengths, options)
 
     def results() -> Iterator[Result]:
         while True:
@@ -174,7 +174,7 @@ def stream(
     return results()
 
 
-class _Run:
+class _Batch:
     """A batch that is being decoded, with or without grammars.
 
     The arguments are those of `start`.
@@ -189,8 +189,8 @@ class _Run:
         options: GenerationOptions,
     ) -> None:
         self._target = target
-        self._width = _width(tokens, options.max_new_tokens)
         self._drafter, self._state = start(target, drafter, tokens, lengths, options)
+        self._width = _width(tokens, options.max_new_tokens)
         matchers = None
         if options.grammar is not None:
             if sharding.spans_processes(target.mesh):

@@ -361,7 +361,7 @@ def chain_speedup(pair: Pair, batch: int, context: int, gamma: int, alpha: float
 
 def best_gamma(
     pair: Pair, batch: int, context: int, alpha: float, longest: int = LONGEST, shortest: int = 0
-) -> theory.Choice:
+) -> theory.GammaChoice:
     """Return the chain of ``shortest`` to ``longest`` tokens with the largest `chain_speedup`.
 
     Among equals it is the shortest. With the default ``shortest``, the result is 0, plain decoding,
@@ -382,7 +382,7 @@ def best_gamma(
             " longest"
         )
     choices = (
-        theory.Choice(gamma, chain_speedup(pair, batch, context, gamma, alpha))
+        theory.GammaChoice(gamma, chain_speedup(pair, batch, context, gamma, alpha))
         for gamma in range(shortest, longest + 1)
     )
     return max(choices, key=lambda choice: choice.factor)  # max returns the first of equals

@@ -89,20 +89,20 @@ def memory_factor(alpha: float, gamma: int) -> float:
 
 
 @dataclass(frozen=True)
-class Choice:
+class GammaChoice:
     """A chain length and its speed-up over plain decoding, which is ``gamma = 0``.
 
     Examples:
         >>> from specjax.planning import theory
-        >>> theory.Choice(gamma=0, factor=1.0)  # plain decoding
-        Choice(gamma=0, factor=1.0)
+        >>> theory.GammaChoice(gamma=0, factor=1.0)  # plain decoding
+        GammaChoice(gamma=0, factor=1.0)
     """
 
     gamma: int
     factor: float
 
 
-def best_gamma(alpha: float, cost: float, longest: int = LONGEST) -> Choice:
+def best_gamma(alpha: float, cost: float, longest: int = LONGEST) -> GammaChoice:
     """Return the chain of at most ``longest`` tokens with the largest `walltime_factor`.
 
     Among equals it is the shortest. It is 0 if speculation does not pay off, which is so for
@@ -116,10 +116,12 @@ def best_gamma(alpha: float, cost: float, longest: int = LONGEST) -> Choice:
         >>> theory.best_gamma(alpha=0.8, cost=0.05).gamma
         8
         >>> theory.best_gamma(alpha=0.1, cost=0.2)  # does not pay
-        Choice(gamma=0, factor=1.0)
+        GammaChoice(gamma=0, factor=1.0)
     """
     _check_gamma(longest, "longest")
-    choices = (Choice(gamma, walltime_factor(alpha, gamma, cost)) for gamma in range(longest + 1))
+    choices = (
+        GammaChoice(gamma, walltime_factor(alpha, gamma, cost)) for gamma in range(longest + 1)
+    )
     return max(choices, key=lambda choice: choice.factor)  # max returns the first of equals
 
 

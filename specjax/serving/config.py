@@ -79,7 +79,7 @@ class EngineConfig:
         max_logprobs: int,
         max_prediction: int,
         clients: ClientDrafts | None,
-        grammars: bool,
+        grammars: bool = False,
     ) -> "EngineConfig":
         """Check the arguments of `Engine`, and build its configuration.
 

@@ -390,9 +390,10 @@ class Handle:
         """Return whether a text has ended before its limit, with these newest tokens."""
         if tokens and tokens[-1] in self.settings["stop_token_ids"]:
             return True
+        if self.output_options.matcher is None:
+            return False
         # A grammar after which nothing can follow, in a text that no token ends.
-        has_room = len(self.request.tokens) < self.request.max_length
-        return self.output_options.matcher is not None and has_room
+        return len(self.request.tokens) < self.request.max_length
 
     def end(
         self,

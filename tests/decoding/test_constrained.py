@@ -15,7 +15,7 @@ from specjax import sampling
 from specjax.decoding import verification
 from specjax.drafters import DraftModel, PromptLookup
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
-from specjax.errors import InputError
+from specjax.errors import GrammarError
 from specjax.evaluation.conformance import FALSE_ALARM, g_test
 from specjax.grammars import GrammarCompiler, Matcher
 from tests.conftest import compilations, tiny_target
@@ -183,10 +183,12 @@ def test_a_row_that_no_token_ends_ends_with_its_grammar() -> None:
 
 def test_a_text_that_cannot_go_on_is_an_error() -> None:
     grammar = compiler().compile(specjax.Choice(["df", "dab"]))
-    with pytest.raises(
-        InputError, match="the text cannot go on: the next token must be a stop token"
-    ):
-        generate("chain", grammar=grammar, eos_token_ids=(5, 14, 0, END))
+    free = [None] * (len(PROMPTS) - 1)
+    with pytest.raises(GrammarError, match="row 0 cannot go on: the next token must be") as caught:
+        generate("chain", grammar=[grammar, *free], eos_token_ids=(5, 14, 0, END))
+    assert caught.value.rows == (0,)
+    expected_texts = generate("chain", grammar=None, eos_token_ids=(5, 14, 0, END), rule="coupled")
+    assert outputs(caught.value.result)[1:] == outputs(expected_texts)[1:]
 
 
 def test_the_end_comes_where_nothing_else_is_legal_whatever_min_new_tokens_says() -> None:

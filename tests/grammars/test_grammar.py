@@ -61,6 +61,7 @@ SCHEMA = {
         (specjax.JsonObject(), ['{"k": [1, {"z": null}]}', "{}"], ["[]", "1"]),
         (specjax.Regex(r"[0-9]{2}/\d\/x"), ["12/3/x"], ["123/x", "12/3/xx"]),
         (specjax.Regex("a\nb"), ["a\nb"], ["anb"]),
+        (specjax.Regex("a\\\nb"), ["a\nb"], ["anb", "a\\nb"]),
         (specjax.Choice(["yes", 'n"o', "a\\b"]), ["yes", 'n"o', "a\\b"], ["no", "ye"]),
         (specjax.Lark('start: "(" start ")" | "x"'), ["((x))", "x"], ["((x)", "xx"]),
     ],
@@ -82,10 +83,13 @@ def test_a_pydantic_model_is_a_schema(compiler, tokenizer) -> None:
 
 
 def test_options_of_llguidance_in_a_schema_change_nothing() -> None:
-    inner = {"type": "object", "properties": {"a": {"x-guidance": {"lenient": True}}}}
-    outer = {"x-guidance": {"whitespace_flexible": False}, **inner}
-    plain = {"type": "object", "properties": {"a": {}}}
-    assert specjax.JsonSchema(outer) == specjax.JsonSchema(plain)
+    plain = {"type": "object", "properties": {"x-guidance": {"type": "integer"}}}
+    options = {"x-guidance": {"whitespace_flexible": False, "lenient": True}}
+    assert specjax.JsonSchema(plain | options) == specjax.JsonSchema(plain)
+    assert (
+        "x-guidance"
+        in json.loads(specjax.JsonSchema(plain).source)["grammars"][0]["json_schema"]["properties"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,6 +104,9 @@ def test_options_of_llguidance_in_a_schema_change_nothing() -> None:
         (lambda: specjax.Choice(["a", ""]), "none of them empty"),
         (lambda: specjax.Lark(None), "give a Lark grammar"),
         (lambda: specjax.Lark('%llguidance {}\nstart: "a"'), "line %llguidance"),
+        (lambda: specjax.Lark('start: %json {"x-guidance": {"lenient": true}}'), "x-guidance"),
+        (lambda: specjax.Lark("start[temperature=0.5]: /a+/"), "attribute temperature"),
+        (lambda: specjax.JsonSchema('{"not":' * 100_000 + "{}" + "}" * 100_000), ""),
     ],
 )
 def test_what_is_no_grammar_is_refused_at_once(make, message) -> None:
@@ -119,6 +126,10 @@ def test_a_schema_that_contains_itself_is_refused() -> None:
     [
         (specjax.JsonSchema({"type": "array", "uniqueItems": True}), "uniqueItems"),
         (specjax.JsonSchema({"not": {"type": "string"}}), '"not"|not'),
+        (
+            specjax.JsonSchema({"properties": {"a": {"x-guidance": {}, "uniqueItems": True}}}),
+            "uniqueItems",
+        ),
         (specjax.JsonSchema({"$ref": "file:///etc/passwd"}), "ref"),
         (specjax.JsonSchema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), ""),
         (specjax.JsonSchema(False), ""),
@@ -158,3 +169,9 @@ def test_ids_beyond_the_tokenizer_are_never_legal() -> None:
     matcher = GrammarCompiler(small_tokenizer(), 64).compile(specjax.Regex("(?s).*")).matcher((19,))
     bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
     assert bits[:20].sum() > 10 and bits[20:].sum() == 0
+
+
+def test_a_string_is_no_grammar() -> None:
+    generate = specjax.load("embedded")
+    with pytest.raises(InputError, match=r"give specjax\.JsonSchema"):
+        generate("x = ", grammar="[0-9]+", max_new_tokens=4)

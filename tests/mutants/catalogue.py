@@ -162,8 +162,8 @@ CATALOGUE = (
     Mutant(
         name="one-key-for-all-depths",
         file="specjax/decoding/verification.py",
-        old="return *rule(draft, node, p, _fold_in(keys, depth)), can_be_drawn(at_node)",
-        new="return *rule(draft, node, p, keys), can_be_drawn(at_node)",
+        old="return *rule(draft, node, p, _fold_in(keys, depth)), good",
+        new="return *rule(draft, node, p, keys), good",
         tests=(
             "tests/decoding/test_rules.py::test_every_depth_of_a_walk_has_random_numbers_of_its_own",
         ),
@@ -172,8 +172,8 @@ CATALOGUE = (
     Mutant(
         name="bonus-token-is-not-warped",
         file="specjax/decoding/verification.py",
-        old="p, good, x = distributions(masked, sampling), can_be_drawn(masked), draft.tokens[:, 1:]",
-        new="p, good, x = distributions(masked, replace(sampling, truncated=False)), can_be_drawn(masked), draft.tokens[:, 1:]",
+        old="p, x = distributions(allowed, sampling, is_legal), draft.tokens[:, 1:]",
+        new="p, x = distributions(allowed, replace(sampling, truncated=False)), draft.tokens[:, 1:]",
         tests=(
             "tests/decoding/test_rules.py::test_of_a_target_that_allows_one_token_that_one_comes_whatever_is_drafted",
         ),
@@ -182,8 +182,8 @@ CATALOGUE = (
     Mutant(
         name="tree-token-is-not-warped",
         file="specjax/decoding/verification.py",
-        old="p = probabilities(at_node, sampling)",
-        new="p = jax.nn.softmax(at_node, axis=-1)",
+        old="p = probabilities(allowed, sampling, is_legal)",
+        new="p = jax.nn.softmax(allowed, axis=-1)",
         tests=(
             "tests/decoding/test_rules.py::test_chosen_children_are_accepted_where_the_target_goes[matching]",
         ),
@@ -310,8 +310,8 @@ CATALOGUE = (
     Mutant(
         name="greedy-batch-masks-ends-by-the-root",
         file="specjax/decoding/verification.py",
-        old="allowed = without_stop_tokens(logits, sampling, draft.depths)",
-        new="allowed = without_stop_tokens(logits, sampling, 0)",
+        old="allowed, is_legal, good = _allowed(logits, sampling, draft.depths, legal)\nreturn follow_argmax(draft, argmax(only_legal(allowed, is_legal)), good)",
+        new="allowed, is_legal, good = _allowed(logits, sampling, 0, legal)\nreturn follow_argmax(draft, argmax(only_legal(allowed, is_legal)), good)",
         tests=(
             "tests/decoding/test_rules.py::test_greedy_rows_go_where_the_likeliest_token_is_that_may_come_there[tree-all rows]",
         ),
@@ -320,8 +320,8 @@ CATALOGUE = (
     Mutant(
         name="chain-masks-ends-by-the-root",
         file="specjax/decoding/verification.py",
-        old="masked = without_stop_tokens(logits, sampling, draft.depths)",
-        new="masked = without_stop_tokens(logits, sampling, 0)",
+        old="allowed, is_legal, good = _allowed(logits, sampling, draft.depths, legal)\np, x = distributions(allowed, sampling, is_legal), draft.tokens[:, 1:]",
+        new="allowed, is_legal, good = _allowed(logits, sampling, 0, legal)\np, x = distributions(allowed, sampling, is_legal), draft.tokens[:, 1:]",
         tests=(
             "tests/decoding/test_rules.py::test_by_every_rule_the_likeliest_token_comes_that_may_come_there[block]",
         ),
@@ -330,8 +330,8 @@ CATALOGUE = (
     Mutant(
         name="tree-masks-ends-by-the-root",
         file="specjax/decoding/verification.py",
-        old="at_node = without_stop_tokens(at_nodes(logits, node), sampling, depth)",
-        new="at_node = without_stop_tokens(at_nodes(logits, node), sampling, 0)",
+        old="allowed, is_legal, good = _allowed(at_nodes(logits, node), sampling, depth, words)\np = probabilities(allowed, sampling, is_legal)",
+        new="allowed, is_legal, good = _allowed(at_nodes(logits, node), sampling, 0, words)\np = probabilities(allowed, sampling, is_legal)",
         tests=(
             "tests/decoding/test_rules.py::test_by_every_rule_the_likeliest_token_comes_that_may_come_there[siblings]",
         ),
@@ -340,8 +340,8 @@ CATALOGUE = (
     Mutant(
         name="coupled-masks-ends-by-the-root",
         file="specjax/decoding/verification.py",
-        old="allowed = without_stop_tokens(at_nodes(logits, node), sampling, depth)",
-        new="allowed = without_stop_tokens(at_nodes(logits, node), sampling, 0)",
+        old="allowed, is_legal, good = _allowed(at_nodes(logits, node), sampling, depth, words)\ndrawn_token = argmax(perturbed(allowed, sampling, noise, legal=is_legal))",
+        new="allowed, is_legal, good = _allowed(at_nodes(logits, node), sampling, 0, words)\ndrawn_token = argmax(perturbed(allowed, sampling, noise, legal=is_legal))",
         tests=(
             "tests/decoding/test_rules.py::test_by_every_rule_the_likeliest_token_comes_that_may_come_there[coupled]",
         ),
@@ -360,8 +360,8 @@ CATALOGUE = (
     Mutant(
         name="coupled-noise-slightly-too-large",
         file="specjax/sampling.py",
-        old="return _warped(logits, sampling, beyond) + jnp.where(greedy, 0.0, noise)",
-        new="return _warped(logits, sampling, beyond) + jnp.where(greedy, 0.0, 1.02 * noise)",
+        old="return _warped(logits, sampling, beyond, legal) + jnp.where(greedy, 0.0, noise)",
+        new="return _warped(logits, sampling, beyond, legal) + jnp.where(greedy, 0.0, 1.02 * noise)",
         tests=(
             "tests/decoding/test_power.py::test_coupled_tokens_are_drawn_with_noise_of_the_right_size",
         ),
@@ -420,8 +420,8 @@ CATALOGUE = (
     Mutant(
         name="a-token-on-the-threshold-is-dropped",
         file="specjax/sampling.py",
-        old="return jnp.where((scaled >= threshold) | (temperature == 0), scaled, scaled + beyond)",
-        new="return jnp.where((scaled > threshold) | (temperature == 0), scaled, scaled + beyond)",
+        old="return (scaled >= threshold) | _by_row(sampling.temperature == 0, scaled)",
+        new="return (scaled > threshold) | _by_row(sampling.temperature == 0, scaled)",
         tests=(
             "tests/test_sampling.py::test_a_token_that_reaches_a_bound_exactly_is_the_last_one_kept[setting4-2]",
         ),

@@ -262,11 +262,11 @@ def test_measured_speedups_stay_below_the_roofline(
 def test_best_gamma_is_the_best_of_all(rows, alpha) -> None:
     pair = Pair(LLAMA, CHIPS["h100"], SMALL)
     factors = [roofline.chain_speedup(pair, rows, 1000, gamma, alpha) for gamma in range(13)]
-    assert roofline.best_gamma(pair, rows, 1000, alpha, 12) == theory.Choice(
+    assert roofline.best_gamma(pair, rows, 1000, alpha, 12) == theory.GammaChoice(
         factors.index(max(factors)), max(factors)
     )
     forced = roofline.best_gamma(pair, rows, 1000, alpha, 12, shortest=1)
-    assert forced == theory.Choice(factors.index(max(factors[1:])), max(factors[1:]))
+    assert forced == theory.GammaChoice(factors.index(max(factors[1:])), max(factors[1:]))
 
 
 PAIRS = {

@@ -165,9 +165,9 @@ def simulated_factor(alpha: float, gamma: int, cost: float) -> tuple[float, floa
 
 
 def test_best_gamma_has_an_end() -> None:
-    assert theory.best_gamma(1.0, 0.5, longest=9) == theory.Choice(9, 10 / 5.5)
+    assert theory.best_gamma(1.0, 0.5, longest=9) == theory.GammaChoice(9, 10 / 5.5)
     assert theory.best_gamma(0.99, 0.001, longest=3).gamma == 3
-    assert theory.best_gamma(0.8, 0.05, longest=0) == theory.Choice(0, 1.0)
+    assert theory.best_gamma(0.8, 0.05, longest=0) == theory.GammaChoice(0, 1.0)
 
 
 @pytest.mark.parametrize(("alpha", "cost"), [(0.8, 0.05), (0.5, 0.45), (1.0, 0.9)])
@@ -184,7 +184,7 @@ def test_a_chain_of_one_gains_where_alpha_is_above_the_cost(alpha, cost) -> None
 def test_where_alpha_is_not_above_the_cost_no_chain_is_faster_than_plain_decoding(
     alpha, cost
 ) -> None:
-    assert theory.best_gamma(alpha, cost) == theory.Choice(0, 1.0)
+    assert theory.best_gamma(alpha, cost) == theory.GammaChoice(0, 1.0)
     for gamma in (1, 2, 5, 12):
         factor, bound = simulated_factor(alpha, gamma, cost)
         assert factor <= 1 + bound + 1e-12
