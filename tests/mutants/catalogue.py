@@ -766,8 +766,8 @@ CATALOGUE = (
     Mutant(
         name="dynamic-tree-scores-without-parents",
         file="specjax/drafters/expansion.py",
-        old="scores = jnp.where(\n    growth.going[:, None, None], parent_scores[..., None] + children.scores, -jnp.inf\n)",
-        new="scores = jnp.where(growth.going[:, None, None], children.scores, -jnp.inf)",
+        old="scores = jnp.where(\n    growth.is_growing[:, None, None], parent_scores[..., None] + children.scores, -jnp.inf\n)",
+        new="scores = jnp.where(growth.is_growing[:, None, None], children.scores, -jnp.inf)",
         tests=(
             "tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",
         ),
