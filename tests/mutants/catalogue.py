@@ -1442,8 +1442,8 @@ CATALOGUE = (
     Mutant(
         name="a-full-line-takes-one-more",
         file="specjax/serving/scheduler.py",
-        old="and (queue_length := self._queue_length()) >= self._max_waiting + free",
-        new="and (queue_length := self._queue_length()) > self._max_waiting + free",
+        old="and (queue_length := self._queue_length()) >= self._max_waiting + free_rows",
+        new="and (queue_length := self._queue_length()) > self._max_waiting + free_rows",
         tests=("tests/serving/test_scheduler.py::test_a_full_line_refuses",),
         breaks="One request more waits than may.",
     ),
