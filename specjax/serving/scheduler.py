@@ -30,9 +30,9 @@ only when the client sends a draft. Such a row may be lost in two ways.
 - It is *suspended* if the client is idle, that is, could draft but has not for ``idle_seconds``,
   and another request needs the row or pages. The client's next draft puts its request at the end of
   the queue. When the request has a row, its text is prefilled again, and no waiting request takes
-  the row before the draft is verified, unless the client disconnects. So a client that gets a row
-  has at least one draft verified, and the queue moves whenever a text ends or a client becomes
-  idle.
+  the row before the draft is verified, unless the client disconnects. So, as long as there are
+  pages, a client that gets a row has at least one draft verified. The queue moves whenever a text
+  ends or a client becomes idle.
 
 The clients of one owner have at most ``client_rows`` rows at a time. Their further requests wait,
 and requests of others pass them.
